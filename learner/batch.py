@@ -1,0 +1,106 @@
+"""The tensors that the learner trains on.
+
+Shape letters: B rows, P longest prompt, L completion slots, S = P + L canvas, G samples of a group, U inner updates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Self
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompletionBatch:
+    """Prompts and their completions: what SFT needs, and what every likelihood estimator starts from."""
+
+    prompt_ids: Tensor
+    """[B, P] int64, left-aligned."""
+    prompt_lengths: Tensor
+    """[B] int64."""
+    completion_ids: Tensor
+    """[B, L] int64, end of text after the completion's end."""
+    completion_lengths: Tensor
+    """[B] int64: tokens up to and including the first end of text. 0 marks a row that only fills a shard."""
+    sample_keys: Tensor
+    """[B] int64: keys every mask of the row; equal keys, equal masks."""
+
+    @property
+    def num_rows(self) -> int:
+        """B."""
+        return self.prompt_ids.shape[0]
+
+    @property
+    def num_slots(self) -> int:
+        """L."""
+        return self.completion_ids.shape[1]
+
+    def select(self, rows: Tensor | slice) -> Self:
+        """The batch of some of the rows."""
+        return replace(self, **{field.name: getattr(self, field.name)[rows] for field in fields(self)})
+
+    def to(self, device: torch.device) -> Self:
+        """The batch on another device."""
+        return replace(self, **{field.name: getattr(self, field.name).to(device) for field in fields(self)})
+
+    def shard(self, rank: int, world_size: int) -> Self:
+        """The rows of one rank: contiguous, equally many on each, the last ones filled with rows of length 0.
+
+        Equal counts keep the ranks' collectives in step; a row of length 0 has no token and so no gradient.
+        """
+        per_rank = -(-self.num_rows // world_size)
+        rows = torch.arange(rank * per_rank, (rank + 1) * per_rank)
+        shard = self.select(rows.clamp(max=self.num_rows - 1))
+        return replace(shard, completion_lengths=torch.where(rows < self.num_rows, shard.completion_lengths, 0))
+
+    def completion_mask(self) -> Tensor:
+        """[B, L] bool: the tokens that count."""
+        slots = torch.arange(self.num_slots, device=self.completion_ids.device)
+        return slots < self.completion_lengths[:, None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutBatch(CompletionBatch):
+    """One round's completions. The rows of a group are contiguous."""
+
+    rewards: Tensor
+    """[B] float32."""
+    group_ids: Tensor
+    """[B] int64: rows of one problem share it."""
+    step_map: Tensor
+    """[B, L] int64: the denoise step that committed a slot, -1 where none did."""
+    commit_logp: Tensor
+    """[B, L] float32, nats, under the tempered law; 0 where nothing was committed."""
+    policy_versions: Tensor
+    """[B] int64: the version that sampled the row."""
+
+
+def pad_rows(rows: Sequence[Sequence[int]], fill: int, width: int | None = None) -> Tensor:
+    """Stack sequences into int64 [len(rows), width], left-aligned, the rest `fill`."""
+    width = max(map(len, rows)) if width is None else width
+    return torch.tensor([[*row, *[fill] * (width - len(row))] for row in rows], dtype=torch.int64)
+
+
+def canvas(batch: CompletionBatch, prompt_ids: Tensor, completion_ids: Tensor, pad_id: int) -> tuple[Tensor, Tensor]:
+    """Join prompts and completions without a gap.
+
+    Args:
+        batch: says how long each prompt is.
+        prompt_ids: [B, P], perhaps masked.
+        completion_ids: [B, L], perhaps masked.
+        pad_id: fills what is left of a row.
+
+    Returns:
+        ids [B, S] and the column [B, L] of each completion slot in it.
+    """
+    B, P = prompt_ids.shape
+    L = completion_ids.shape[1]
+    columns_BL = batch.prompt_lengths[:, None] + torch.arange(L, device=prompt_ids.device)
+    is_prompt = torch.arange(P, device=prompt_ids.device) < batch.prompt_lengths[:, None]
+    ids_BS = torch.full((B, P + L), pad_id, dtype=prompt_ids.dtype, device=prompt_ids.device)
+    ids_BS[:, :P] = torch.where(is_prompt, prompt_ids, pad_id)
+    ids_BS.scatter_(1, columns_BL, completion_ids)
+    return ids_BS, columns_BL

@@ -1,0 +1,65 @@
+"""Counter-based random numbers: a draw is a pure function of its keys.
+
+Masks and samples are keyed by what they are for (run seed, sample, denoise step, slot, ...), never by how many draws
+came before. So a draw does not depend on the worker, the batch neighbours or the attempt, and old, new and reference
+likelihoods share masks that nobody stores.
+
+The hash is splitmix64's finaliser (Steele et al., "Fast splittable pseudorandom number generators", OOPSLA 2014)
+applied once for each key. Integer arithmetic wraps alike on CPU and GPU, so a draw is the same bits on both.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor
+
+_GAMMA = 0x9E3779B97F4A7C15
+_MIX_1 = 0xBF58476D1CE4E5B9
+_MIX_2 = 0x94D049BB133111EB
+_MASK_64 = (1 << 64) - 1
+
+
+def fold(seed: int, *keys: int) -> int:
+    """A new 63-bit seed from a seed and keys; `fold(fold(s, a), b) == fold(s, a, b)`."""
+    state = seed & _MASK_64
+    for key in keys:
+        state = _finalise((state ^ (key & _MASK_64)) + _GAMMA & _MASK_64) >> 1
+    return state
+
+
+def key_of(text: str) -> int:
+    """A stable 63-bit key of a name (Python's own `hash` changes from process to process)."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+
+def uniform(seeds: Tensor, *keys: Tensor | int) -> Tensor:
+    """Uniform draws in (0, 1), float32, of the broadcast shape of `seeds` [...] and `keys` [...], all int64.
+
+    The draw is the top 23 bits of `fold(seed, *keys)` plus a half: exact in float32, never 0 or 1.
+    """
+    state = seeds
+    for key in keys:
+        state = _finalise_tensor((state ^ key) + _signed(_GAMMA)) >> 1 & _signed(_MASK_64 >> 1)
+    return ((state >> 40).to(torch.float32) + 0.5) * 2.0**-23
+
+
+def _finalise(state: int) -> int:
+    state = (state ^ (state >> 30)) * _MIX_1 & _MASK_64
+    state = (state ^ (state >> 27)) * _MIX_2 & _MASK_64
+    return state ^ (state >> 31)
+
+
+def _finalise_tensor(state: Tensor) -> Tensor:
+    state = (state ^ _logical_shift(state, 30)) * _signed(_MIX_1)
+    state = (state ^ _logical_shift(state, 27)) * _signed(_MIX_2)
+    return state ^ _logical_shift(state, 31)
+
+
+def _logical_shift(state: Tensor, bits: int) -> Tensor:
+    return (state >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >= 1 << 63 else value

@@ -1,0 +1,1 @@
+"""The policy network, its checkpoints and its tokenizer."""

@@ -1,0 +1,105 @@
+"""Tokenizers: the small one that a recipe trained from scratch makes, and any checkpoint's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+MASK, EOS = "<|mdm_mask|>", "<|endoftext|>"
+USER, ASSISTANT = "<|user|>", "<|assistant|>"
+SPECIAL_TOKENS = (MASK, EOS, USER, ASSISTANT)
+# Tags that frame an answer: one token each, so that the tiny policy does not spell them.
+TAGS = ("<answer>", "</answer>", "<reasoning>", "</reasoning>")
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content | trim }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def make_tokenizer(texts: Iterable[str], directory: Path, vocab_size: int) -> None:
+    """Train a byte-level BPE on `texts` and save it to `directory` as Hugging Face files.
+
+    Digits are always single tokens (arithmetic needs them), every byte is a token, so any text can be encoded and
+    decodes back. The special tokens have the ids 0, 1, 2, ... in the order of `SPECIAL_TOKENS`.
+
+    Args:
+        texts: what the merges are learned from.
+        directory: where `tokenizer.json` and its config are written.
+        vocab_size: at most this many tokens; 256 bytes, the special tokens and the tags are the least.
+    """
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            # One digit, one space or newline, one sign, or one word: merges never cross these.
+            pre_tokenizers.Split(Regex(r"\d|\s|[^\w\s]|[^\W\d]+"), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - len(TAGS),
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.add_tokens([AddedToken(tag, normalized=False) for tag in TAGS])
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=EOS,
+        pad_token=EOS,
+        mask_token=MASK,
+        additional_special_tokens=[USER, ASSISTANT],
+        clean_up_tokenization_spaces=False,
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    directory.mkdir(parents=True, exist_ok=True)
+    fast.save_pretrained(directory)
+
+
+class ChatTokenizer:
+    """Conversations to prompt ids, completion ids to text."""
+
+    def __init__(self, directory: Path) -> None:
+        """Load the tokenizer files of a checkpoint directory. Raises ValueError when it has none."""
+        from transformers import PreTrainedTokenizerFast
+
+        if not (directory / "tokenizer.json").is_file():
+            raise ValueError(f"{directory} has no tokenizer.json")
+        self._tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
+
+    def __len__(self) -> int:
+        return len(self._tokenizer)
+
+    def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        """The prompt of a conversation (`role`, `content` each), ending where the assistant's turn begins."""
+        return list(self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a bare text. Text that spells a special token is encoded as plain text."""
+        return list(self._tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"])
+
+    def encode_completion(self, text: str) -> list[int]:
+        """The ids of a completion that we wrote ourselves, tags as tokens."""
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of a completion, special tokens left out."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    def tokens(self, ids: Sequence[int]) -> list[str]:
+        """One string for each id, to show them."""
+        return [str(self._tokenizer.decode([token])) for token in ids]
+
+    def token_id(self, token: str) -> int:
+        """The id of a special token."""
+        return int(self._tokenizer.convert_tokens_to_ids(token))
+
+    @property
+    def eos_id(self) -> int:
+        """The id of end of text."""
+        return int(self._tokenizer.eos_token_id)

@@ -1,0 +1,87 @@
+"""FSDP2 behind one door: a policy that is whole on one process or sharded over many, with the same code.
+
+Collectives run on gloo for CPUs and NCCL for GPUs. Every method that gathers is a collective: all ranks call it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from learner.model.transformer import Transformer
+
+
+def make_mesh(device_type: str) -> DeviceMesh | None:
+    """A one-dimensional mesh over all ranks; None where no process group runs (a single process)."""
+    if not dist.is_initialized():
+        return None
+    return init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=("dp",))
+
+
+class ShardedPolicy:
+    """A transformer whose parameters are sharded over a mesh, block by block."""
+
+    def __init__(self, model: Transformer, mesh: DeviceMesh | None) -> None:
+        """Shard `model` in place over `mesh`; None leaves it whole. Every rank must pass equal weights."""
+        self.config = model.config
+        self.mesh = mesh
+        self.rank = mesh.get_local_rank() if mesh is not None else 0
+        self.world_size = mesh.size() if mesh is not None else 1
+        self.module = model
+        if mesh is not None:
+            for block in model.blocks:
+                fully_shard(block, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters live."""
+        return next(self.module.parameters()).device
+
+    def full_weights(self) -> dict[str, Tensor]:
+        """Every parameter, whole, on the CPU, detached from the live ones."""
+        return {name: full_tensor(parameter) for name, parameter in self.module.named_parameters()}
+
+    def load_full_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Take over whole parameters; `weights` has exactly the policy's names."""
+        with torch.no_grad():
+            for name, parameter in self.module.named_parameters():
+                parameter.copy_(shard_like(weights[name], parameter))
+
+    def frozen_copy(self, weights: Mapping[str, Tensor]) -> ShardedPolicy:
+        """Another policy of the same shape and sharding with given weights and no gradients: a reference."""
+        model = Transformer(self.config)
+        model.load_state_dict(dict(weights))
+        model.requires_grad_(False)
+        return ShardedPolicy(model.to(self.device), self.mesh)
+
+    def sum_over_ranks(self, values: Tensor) -> Tensor:
+        """The sum of a small tensor over all ranks."""
+        if self.mesh is None:
+            return values
+        total = values.to(self.device)
+        dist.all_reduce(total, group=self.mesh.get_group())
+        return total
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """A sharded tensor, whole, copied to the CPU."""
+    whole = tensor.detach()
+    if isinstance(whole, DTensor):
+        whole = whole.full_tensor()
+    return copy.deepcopy(whole.cpu()) if whole.device.type == "cpu" else whole.cpu()
+
+
+def shard_like(whole: Tensor, like: Tensor) -> Tensor:
+    """This rank's part of a whole tensor, sharded as `like` is."""
+    whole = whole.to(like.device)
+    if isinstance(like, DTensor):
+        return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+    return whole

@@ -1,0 +1,43 @@
+"""How many samplers there are and what they do."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
+
+from rollout.request import SamplingParams
+
+
+class RolloutConfig(BaseModel):
+    """The sampler pool and how it samples training completions."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    num_samplers: PositiveInt = 2
+    """Sampler actors. Each holds a whole policy: a GPU each where there are GPUs, a CPU core each otherwise."""
+    batch_size: PositiveInt = 64
+    """Completions that a sampler denoises together, rounded down to whole groups and at least one group.
+    Part of what a run's numbers depend on: the last bits of a logit change with the batch."""
+    sampling: SamplingParams = SamplingParams()
+    """How training completions are denoised; evaluation does the same at temperature 0."""
+    overlong_prompts: Literal["drop", "truncate_left"] = "drop"
+    """Prompts above `max_prompt_tokens`: `drop` leaves them out and counts them; `truncate_left` keeps the last
+    tokens, as d1 does, which cuts off the instruction."""
+    max_prompt_tokens: PositiveInt = 200
+    """Longest prompt (d1: 200)."""
+    timeout_s: PositiveFloat = 600.0
+    """Longest time for one batch of completions, in seconds; then it is tried on another sampler."""
+    max_attempts: Annotated[int, Field(ge=1)] = 3
+    """Tries of one batch before its groups count as failed."""
+
+
+class EvaluationConfig(BaseModel):
+    """Held-out accuracy at temperature 0."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    num_problems: PositiveInt = 500
+    """Held-out problems asked in each evaluation."""
+    every_rounds: NonNegativeInt = 0
+    """Evaluate also after every so many rounds; 0 does so only at the ends of the stages."""

@@ -1,0 +1,51 @@
+"""What tests of several folders share: a tiny random policy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from learner.model.transformer import Transformer, TransformerConfig, init_weights
+
+SHARED = Path(__file__).parents[1].parent / "shared"
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """Reference data beside the checkout. Tests that need it skip where it is absent."""
+    if not SHARED.is_dir():
+        pytest.skip(f"needs the reference data in {SHARED}")
+    return SHARED
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def config() -> TransformerConfig:
+    return TransformerConfig(
+        vocab_size=40,
+        d_model=32,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        mlp_hidden_size=48,
+        max_sequence_length=64,
+        mask_token_id=38,
+        eos_token_id=39,
+        pad_token_id=39,
+    )
+
+
+@pytest.fixture
+def policy(config: TransformerConfig) -> Transformer:
+    model = Transformer(config)
+    init_weights(model, seed=0)
+    with torch.no_grad():
+        # Random networks are almost uniform; sharper logits make orders and draws that matter.
+        model.head.weight.mul_(4.0)
+    return model

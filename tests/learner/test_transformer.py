@@ -1,0 +1,65 @@
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from learner.model.checkpoint import load_policy
+from learner.model.transformer import Transformer, TransformerConfig
+
+
+def test_logits_are_those_of_the_original_llada_code(shared: Path) -> None:
+    directory = shared / "fixtures" / "llada-tiny"
+    expected = load_file(directory / "expected.safetensors")
+    with torch.no_grad():
+        logits = load_policy(directory)(expected["input_ids"])
+    torch.testing.assert_close(logits, expected["logits"], atol=1e-4, rtol=0)
+
+
+def test_padding_changes_nothing(policy: Transformer) -> None:
+    short, long = torch.randint(0, 38, (1, 9)), torch.randint(0, 38, (1, 20))
+    batch = torch.full((2, 20), policy.config.pad_token_id)
+    batch[0, :9], batch[1] = short[0], long[0]
+    with torch.no_grad():
+        together = policy(batch, torch.tensor([9, 20]))
+        torch.testing.assert_close(together[0, :9], policy(short)[0], atol=1e-5, rtol=0)
+        torch.testing.assert_close(together[1], policy(long)[0], atol=1e-5, rtol=0)
+
+
+def test_every_slot_sees_every_other(policy: Transformer) -> None:
+    ids = torch.randint(0, 38, (1, 8))
+    changed = ids.clone()
+    changed[0, 7] = (ids[0, 7] + 1) % 38
+    with torch.no_grad():
+        difference = (policy(ids) - policy(changed)).abs().amax(-1)[0]
+    assert (difference > 1e-6).all()
+
+
+def test_asked_slots_have_the_logits_of_all_slots(policy: Transformer) -> None:
+    ids, slots = torch.randint(0, 38, (3, 8)), torch.tensor([0, 9, 23])
+    with torch.no_grad():
+        torch.testing.assert_close(policy(ids, slots_N=slots), policy(ids).flatten(0, 1)[slots])
+
+
+def test_a_canvas_that_is_too_long_is_refused(policy: Transformer) -> None:
+    with pytest.raises(ValueError, match="65 tokens exceeds max_sequence_length 64"):
+        policy(torch.zeros(1, 65, dtype=torch.long))
+
+
+def test_grouped_query_attention_is_attention_with_repeated_keys(
+    config: TransformerConfig, policy: Transformer
+) -> None:
+    full = Transformer(config.model_copy(update={"num_kv_heads": 4}))
+    weights = policy.state_dict()
+    for name in [name for name in weights if "k_proj" in name or "v_proj" in name]:
+        weights[name] = weights[name].view(2, 8, 32).repeat_interleave(2, dim=0).reshape(32, 32)
+    full.load_state_dict(weights)
+    ids = torch.randint(0, 38, (2, 8))
+    with torch.no_grad():
+        torch.testing.assert_close(full(ids), policy(ids))
+
+
+@pytest.mark.parametrize(("field", "value"), [("num_heads", 5), ("num_kv_heads", 3)])
+def test_heads_must_divide(config: TransformerConfig, field: str, value: int) -> None:
+    with pytest.raises(ValueError, match=f"{field} {value} must"):
+        TransformerConfig(**config.model_dump() | {field: value})
