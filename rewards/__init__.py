@@ -1,0 +1,38 @@
+"""What is good: the tasks that a policy is trained and evaluated on, each with the one grader that serves both.
+
+A task makes problems of two splits that share no solution, and grades the text of a completion into a reward by parts
+and into right or wrong. The text is a model's and so hostile: it is parsed, never executed, in bounded time and memory,
+and no text makes a grader raise. Nothing here knows tensors or Ray.
+"""
+
+from rewards.answers import last_answer
+from rewards.arithmetic import Evaluation, evaluate
+from rewards.countdown import Countdown, CountdownConfig
+from rewards.problem import Grade, Message, Outcome, Problem, Split, Task
+from rewards.prompts import PromptStyle
+from rewards.split import is_heldout
+from rewards.sudoku import Sudoku, SudokuConfig
+from rewards.sums import Sums, SumsConfig
+from rewards.tasks import TaskConfig, make_task
+
+__all__ = [
+    "Countdown",
+    "CountdownConfig",
+    "Evaluation",
+    "Grade",
+    "Message",
+    "Outcome",
+    "Problem",
+    "PromptStyle",
+    "Split",
+    "Sudoku",
+    "SudokuConfig",
+    "Sums",
+    "SumsConfig",
+    "Task",
+    "TaskConfig",
+    "evaluate",
+    "is_heldout",
+    "last_answer",
+    "make_task",
+]

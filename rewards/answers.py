@@ -1,0 +1,37 @@
+"""Where a completion says what its answer is."""
+
+from __future__ import annotations
+
+import re
+
+_OPEN, _CLOSE = "<answer>", "</answer>"
+_NOT_A_DIGIT = re.compile(r"[^0-9]+")
+
+
+def last_answer(text: str) -> str | None:
+    """The stripped text of the last `<answer>...</answer>` of a completion; None when no pair of tags closes.
+
+    As in d1's countdown and sudoku rewards (`diffu-grpo/reward_func.py`, `extract_solution`): pairs are matched from
+    left to right, an answer that is never closed is no answer, and an `<answer>` inside an open answer is part of its
+    text. An empty pair is an answer: the empty string. Takes time linear in the length of `text`.
+    """
+    # Not d1's regular expression: on a text of many `<answer>` and no `</answer>` it takes quadratic time.
+    answer: str | None = None
+    start = text.find(_OPEN)
+    while start >= 0:
+        start += len(_OPEN)
+        end = text.find(_CLOSE, start)
+        if end < 0:
+            break
+        answer = text[start:end].strip()
+        start = text.find(_OPEN, end + len(_CLOSE))
+    return answer
+
+
+def ascii_digits(text: str) -> str:
+    """The characters 0-9 of `text` in order, as one string.
+
+    d1 keeps all that `str.isdigit` accepts (superscripts, Arabic-Indic digits, ...). Those are never right and only
+    shift the cells after them: we drop them.
+    """
+    return _NOT_A_DIGIT.sub("", text)

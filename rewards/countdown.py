@@ -1,0 +1,133 @@
+"""Countdown: join given numbers by + - * / so that they come to a target, each number used once."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from rewards.answers import last_answer
+from rewards.arithmetic import Operator, evaluate
+from rewards.draw import draw_distinct, rng_for
+from rewards.expressions import Expression, random_expression, steps_of, text_of, value_of
+from rewards.problem import Grade, Problem, Split
+from rewards.prompts import D1_FORMAT, PromptStyle, demonstration, user_turn
+from rewards.split import split_of
+
+_ALL_OPERATORS: tuple[Operator, ...] = ("+", "-", "*", "/")
+
+# Most expressions miss the range of targets. Drawing new numbers for each would favour small numbers and cost a hash.
+_EXPRESSIONS_PER_DRAW = 8
+
+# d1's wording (`diffu-grpo/data_utils.py`, `get_countdown_questions`), to the letter.
+_D1_QUESTION = (
+    "Using only the numbers {numbers}, create an arithmetic expression that evaluates to exactly {target}. "
+    "You must use all numbers from the list, and each number must be used exactly once. "
+    "You may use the operations +, -, *, and / as needed. "
+    "After reasoning, provide only your final expression inside <answer></answer> tags "
+    "without including an equals sign or the target number. "
+    "For example, if the numbers are [2, 3, 4] and the target is 5, a valid answer is: <answer>\n2*4-3\n</answer>"
+)
+
+
+class CountdownConfig(BaseModel):
+    """Which Countdown problems are posed, and how. The defaults cover d1's evaluation set."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    name: Literal["countdown"] = "countdown"
+    """Selects this task."""
+    num_numbers: int = Field(default=3, ge=2, le=6)
+    """How many numbers a problem gives."""
+    min_number: int = Field(default=1, ge=1, le=1000)
+    """The smallest number that can be given."""
+    max_number: int = Field(default=100, ge=1, le=1000)
+    """The largest number that can be given; at least `min_number`."""
+    max_target: int = Field(default=100, ge=1, le=100_000)
+    """The largest target; the smallest is 1."""
+    operators: tuple[Operator, ...] = Field(default=_ALL_OPERATORS, min_length=1)
+    """The operators that an expression may use, each listed once; others are illegal. The d1 prompt names all four."""
+    prompt: PromptStyle = "d1"
+    """`d1` for the words of the d1 code, `compact` for `9 3 7 = 66`."""
+    heldout_fraction: float = Field(default=0.1, ge=0.05, le=0.5)
+    """Fraction of all sets of numbers that is held out. All targets of one set are in the same split."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.max_number < self.min_number:
+            raise ValueError(f"max_number is {self.max_number}; it must be at least min_number = {self.min_number}")
+        if len(set(self.operators)) != len(self.operators):
+            raise ValueError(f"operators is {list(self.operators)}; each operator must be listed once")
+        if self.prompt == "d1" and len(self.operators) != len(_ALL_OPERATORS):
+            raise ValueError(f"operators is {list(self.operators)}; prompt d1 names all four: use compact for fewer")
+        return self
+
+
+class Countdown:
+    """The Countdown task. Its reward is d1's, its arithmetic is not Python's: see `grade`."""
+
+    name = "countdown"
+
+    def __init__(self, config: CountdownConfig) -> None:
+        self._config = config
+
+    def problems(self, split: Split, count: int, seed: int) -> list[Problem]:
+        """`count` problems of a split, unique by numbers and target, determined by (split, count, seed).
+
+        Every target is the value of a random expression, so it can be reached; divisions on the way leave no remainder.
+        Problems with equal ids from different seeds have equal prompts, but may demonstrate different solutions.
+        Raises ValueError when the split has fewer.
+        """
+        return draw_distinct(lambda rng: self._draw(rng, split), task=self.name, split=split, count=count, seed=seed)
+
+    def grade(self, problem: Problem, text: str) -> Grade:
+        """0 without an answer, 0.1 with one, 1 with a right one: d1's `countdown_reward_func`.
+
+        Parts: `answer` (0 or 0.1) for a closed answer tag, `correct` (0 or 0.9) for an expression that uses exactly the
+        given numbers and comes exactly to the target. What d1's `eval` took and this refuses: `**`, `//`, decimals,
+        signs (`-3+7`), line breaks, and operators that the config does not list. Never raises for any text.
+        """
+        answer = last_answer(text)
+        correct = answer is not None and self._solves(problem, answer)
+        parts = {"answer": 0.0 if answer is None else 0.1, "correct": 0.9 if correct else 0.0}
+        return Grade(reward=sum(parts.values()), parts=parts, correct=correct)
+
+    def _solves(self, problem: Problem, answer: str) -> bool:
+        evaluation = evaluate(answer)
+        if evaluation is None or not evaluation.operators.issubset(self._config.operators):
+            return False
+        given = sorted(int(number) for number in problem.metadata["numbers"].split())
+        return sorted(evaluation.numbers) == given and evaluation.value == int(problem.answer)
+
+    def _draw(self, rng: Random, split: Split) -> Problem | None:
+        """A random problem of `split`, or None when the draw is of the other split or has no fitting target."""
+        config = self._config
+        numbers = sorted(rng.randint(config.min_number, config.max_number) for _ in range(config.num_numbers))
+        key = f"{self.name}/{','.join(map(str, numbers))}"
+        if split_of(key, config.heldout_fraction) != split:
+            return None
+        for _ in range(_EXPRESSIONS_PER_DRAW):
+            expression = random_expression(rng, numbers, config.operators)
+            if expression is not None and 0 < value_of(expression) <= config.max_target:
+                return self._pose(f"{key}={value_of(expression)}", numbers, expression)
+        return None
+
+    def _pose(self, problem_id: str, numbers: list[int], solution: Expression) -> Problem:
+        # The order shown is part of the prompt, so it hangs on the problem alone and not on the seed that found it.
+        target, shown = value_of(solution), list(numbers)
+        rng_for(problem_id).shuffle(shown)
+        numbers_text = " ".join(map(str, shown))
+        if self._config.prompt == "compact":
+            content = f"{numbers_text} = {target}"
+        else:
+            content = f"{D1_FORMAT}\n{_D1_QUESTION.format(numbers=shown, target=target)}"
+        return Problem(
+            problem_id=problem_id,
+            messages=user_turn(content),
+            answer=str(target),
+            demonstration=demonstration(
+                self._config.prompt, reasoning="\n".join(steps_of(solution)), answer=text_of(solution)
+            ),
+            metadata={"numbers": numbers_text},
+        )

@@ -1,0 +1,80 @@
+"""What a task is: its problems, and how a completion of one is graded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol
+
+
+class Split(StrEnum):
+    """The two disjoint halves of a task. No solution of one occurs in the other."""
+
+    TRAIN = "train"
+    HELDOUT = "heldout"
+
+
+class Outcome(StrEnum):
+    """How grading ended. Only `GRADED` says something about the completion."""
+
+    GRADED = "graded"
+    TIMEOUT = "timeout"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Message:
+    """One turn of a conversation."""
+
+    role: str
+    """`user` or `assistant`."""
+    content: str
+    """Its text, without any template."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Problem:
+    """One item of a task."""
+
+    problem_id: str
+    """Unique in its task; equal for equal problems, whatever the seed that made them."""
+    messages: tuple[Message, ...]
+    """The conversation that the policy continues."""
+    answer: str
+    """The reference answer that the grader compares with (a target, a solved grid, ...)."""
+    demonstration: str
+    """One right completion: the label that SFT trains on. Grading it gives full reward."""
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    """What else the grader needs, by name."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Grade:
+    """What one completion is worth."""
+
+    reward: float
+    """The scalar that the policy gradient uses: the sum of `parts`."""
+    parts: Mapping[str, float]
+    """Reward by part; every completion of a task has the same names."""
+    correct: bool
+    """Whether the completion solves the problem: what evaluation counts."""
+    outcome: Outcome = Outcome.GRADED
+    """How grading ended."""
+
+
+class Task(Protocol):
+    """A source of problems and the one grader that serves reward and evaluation."""
+
+    name: str
+
+    def problems(self, split: Split, count: int, seed: int) -> list[Problem]:
+        """`count` problems of a split, unique by `problem_id`, determined by (split, count, seed).
+
+        Raises ValueError when the split has fewer than `count` problems.
+        """
+        ...
+
+    def grade(self, problem: Problem, text: str) -> Grade:
+        """Grade the text of one completion. Never raises for any text."""
+        ...

@@ -1,0 +1,34 @@
+"""The two ways of putting a problem to the policy and of writing down its solution."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from rewards.problem import Message
+
+PromptStyle = Literal["d1", "compact"]
+"""`d1`: the words of d1's code, for instruction-tuned models. `compact`: bare symbols, for tiny models from scratch."""
+
+# The wording of d1 (Apache-2.0, `diffu-grpo/data_utils.py`), to the letter: published checkpoints were trained on it.
+# It has a line break at its head, which LLaDA's chat template strips.
+D1_FORMAT = """
+Respond in the following format:
+<reasoning>
+...
+</reasoning>
+<answer>
+...
+</answer>
+"""
+
+
+def user_turn(content: str) -> tuple[Message, ...]:
+    """A conversation of one user turn. d1 has no system role: its instructions are the head of this turn."""
+    return (Message(role="user", content=content),)
+
+
+def demonstration(style: PromptStyle, *, reasoning: str, answer: str) -> str:
+    """A right completion in the format that the prompt asks for; the compact format has no reasoning."""
+    if style == "compact":
+        return f"<answer>{answer}</answer>"
+    return f"<reasoning>\n{reasoning}\n</reasoning>\n<answer>\n{answer}\n</answer>"

@@ -1,0 +1,160 @@
+"""4x4 Sudoku: fill the empty cells of a grid so that each row, column and 2x2 box has the digits 1-4."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import permutations
+from random import Random
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from rewards.answers import ascii_digits, last_answer
+from rewards.draw import draw_distinct
+from rewards.problem import Grade, Problem, Split
+from rewards.prompts import PromptStyle, demonstration, user_turn
+from rewards.split import split_of
+
+NUM_CELLS = 16
+EMPTY = "0"
+
+# d1's wording (`diffu-grpo/data_utils.py`, `SUDOKU_SYSTEM_PROMPT`), to the letter.
+_D1_INSTRUCTIONS = """
+Please solve the following 4x4 Sudoku puzzle. The puzzle is provided as a 16-character string reading left-to-right, \
+top-to-bottom, where '0' represents empty cells.
+
+Rules:
+- Fill empty cells with digits 1-4
+- Each row must contain digits 1-4 exactly once
+- Each column must contain digits 1-4 exactly once
+- Each 2x2 box must contain digits 1-4 exactly once
+
+Important: Your solution must be a COMPLETE 16-character string with only the digits 1-4, \
+representing your final solved grid.
+
+Respond in this exact format:
+<reasoning>
+Your step-by-step solving process
+</reasoning>
+<answer>
+[16-character solution string with no spaces or separators]
+</answer>
+"""
+
+
+class SudokuConfig(BaseModel):
+    """Which Sudoku puzzles are posed, and how."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    name: Literal["sudoku"] = "sudoku"
+    """Selects this task."""
+    min_empty: int = Field(default=6, ge=1, le=11)
+    """The smallest number of empty cells."""
+    max_empty: int = Field(default=10, ge=1, le=11)
+    """The largest number of empty cells, at least `min_empty`. With 12 few puzzles are unique, with more none is."""
+    prompt: PromptStyle = "d1"
+    """`d1` for the words of the d1 code, `compact` for the 16 characters of the puzzle alone."""
+    heldout_fraction: float = Field(default=0.3, ge=0.05, le=0.5)
+    """Fraction of the 288 solved grids that is held out; SPG, which first split by solution, holds out 88."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.max_empty < self.min_empty:
+            raise ValueError(f"max_empty is {self.max_empty}; it must be at least min_empty = {self.min_empty}")
+        return self
+
+
+@cache
+def solved_grids() -> tuple[str, ...]:
+    """All 288 solved grids in ascending order; each is 16 digits 1-4, row by row."""
+    rows = ["".join(row) for row in permutations("1234")]
+    grids = [""]
+    for _ in range(4):
+        grids = [grid + row for grid in grids for row in rows if _has_no_conflict(grid + row)]
+    return tuple(grids)
+
+
+def num_solutions(puzzle: str) -> int:
+    """How many solved grids agree with a puzzle: 16 characters 0-4, row by row, 0 for an empty cell."""
+    by_cell = _grids_by_cell()
+    agreeing = (1 << len(solved_grids())) - 1
+    for cell, digit in enumerate(puzzle):
+        if digit != EMPTY:
+            agreeing &= by_cell[cell][digit]
+    return agreeing.bit_count()
+
+
+class Sudoku:
+    """The Sudoku task with d1's reward. No solved grid occurs in both splits, as all do in d1's data."""
+
+    name = "sudoku"
+
+    def __init__(self, config: SudokuConfig) -> None:
+        self._config = config
+
+    def problems(self, split: Split, count: int, seed: int) -> list[Problem]:
+        """`count` puzzles of a split, all different and each with one solution, determined by (split, count, seed).
+
+        Numbers of empty cells are equally frequent until the puzzles of one run out.
+        Raises ValueError when the split has fewer.
+        """
+        fraction = self._config.heldout_fraction
+        grids = [grid for grid in solved_grids() if split_of(f"{self.name}/{grid}", fraction) == split]
+        return draw_distinct(lambda rng: self._draw(rng, grids), task=self.name, split=split, count=count, seed=seed)
+
+    def grade(self, problem: Problem, text: str) -> Grade:
+        """The fraction of the originally empty cells that are right: d1's `sudoku_reward_func`.
+
+        The cells are the digits of the last answer, truncated to 16; missing ones are wrong. As in d1, a changed given
+        costs no reward, but `correct` needs exactly the 16 digits of the solution. One part: `cells`.
+        Never raises for any text.
+        """
+        cells = ascii_digits(last_answer(text) or "")
+        empty = [cell for cell, digit in enumerate(problem.metadata["puzzle"]) if digit == EMPTY]
+        num_right = sum(cells[cell : cell + 1] == problem.answer[cell] for cell in empty)
+        reward = num_right / len(empty)
+        return Grade(reward=reward, parts={"cells": reward}, correct=cells == problem.answer)
+
+    def _draw(self, rng: Random, grids: list[str]) -> Problem:
+        solution = rng.choice(grids)
+        num_empty = rng.randint(self._config.min_empty, self._config.max_empty)
+        puzzle = _dig(rng, solution, num_empty)
+        while num_solutions(puzzle) > 1:
+            puzzle = _dig(rng, solution, num_empty)
+        return self._pose(puzzle, solution)
+
+    def _pose(self, puzzle: str, solution: str) -> Problem:
+        question = f"{_D1_INSTRUCTIONS}\n\nSolve the following Sudoku puzzle: {puzzle}\n"
+        rows = range(0, NUM_CELLS, 4)
+        reasoning = "\n".join(f"{puzzle[row : row + 4]} -> {solution[row : row + 4]}" for row in rows)
+        return Problem(
+            problem_id=f"{self.name}/{puzzle}",
+            messages=user_turn(puzzle if self._config.prompt == "compact" else question),
+            answer=solution,
+            demonstration=demonstration(self._config.prompt, reasoning=reasoning, answer=solution),
+            metadata={"puzzle": puzzle},
+        )
+
+
+def _has_no_conflict(cells: str) -> bool:
+    """Whether the first rows of a grid, each of four different digits, repeat no digit in a column or box."""
+    columns = [cells[column::4] for column in range(4)]
+    boxes = [cells[i : i + 2] + cells[i + 4 : i + 6] for i in (0, 2, 8, 10)]
+    return all(len(set(unit)) == len(unit) for unit in columns + boxes)
+
+
+@cache
+def _grids_by_cell() -> tuple[dict[str, int], ...]:
+    """For each cell and digit the set of solved grids that have it there: bit i is grid i of `solved_grids()`."""
+    by_cell = tuple(dict.fromkeys("1234", 0) for _ in range(NUM_CELLS))
+    for i, grid in enumerate(solved_grids()):
+        for cell, digit in enumerate(grid):
+            by_cell[cell][digit] |= 1 << i
+    return by_cell
+
+
+def _dig(rng: Random, solution: str, num_empty: int) -> str:
+    """The solution with `num_empty` random cells emptied."""
+    empty = set(rng.sample(range(NUM_CELLS), num_empty))
+    return "".join(EMPTY if cell in empty else digit for cell, digit in enumerate(solution))

@@ -1,0 +1,80 @@
+"""Sums: the running sums of a few digits. A toy that a tiny model learns in minutes, for tests and demonstrations."""
+
+from __future__ import annotations
+
+from itertools import accumulate, combinations_with_replacement, product
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from rewards.answers import ascii_digits, last_answer
+from rewards.draw import rng_for, too_few
+from rewards.problem import Grade, Problem, Split
+from rewards.prompts import demonstration, user_turn
+from rewards.split import split_of
+
+
+class SumsConfig(BaseModel):
+    """Which sums are posed. A split has all orders of the operands it has."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    name: Literal["sums"] = "sums"
+    """Selects this task."""
+    num_terms: int = Field(default=3, ge=2, le=5)
+    """How many digits 0-9 a problem gives; both splits together have 10 ** num_terms problems."""
+    modulus: int = Field(default=10, ge=2, le=10)
+    """What the running sums are taken modulo: an answer has one digit per term, each less than this."""
+    heldout_fraction: float = Field(default=0.2, ge=0.05, le=0.5)
+    """Fraction of all sets of operands that is held out. All orders of one set are in the same split."""
+
+
+class Sums:
+    """The task of running sums: `3 7 9` asks for `309`, which is 3, 3 + 7 and 3 + 7 + 9 modulo 10."""
+
+    name = "sums"
+
+    def __init__(self, config: SumsConfig) -> None:
+        self._config = config
+
+    def problems(self, split: Split, count: int, seed: int) -> list[Problem]:
+        """`count` problems of a split, all different, determined by (split, count, seed).
+
+        Raises ValueError when the split has fewer; with three terms both splits together have 1,000.
+        """
+        operands = self._operands(split)
+        if count > len(operands):
+            raise ValueError(too_few(task=self.name, split=split, available=len(operands), count=count))
+        rng_for(f"{self.name}/{split}/{seed}").shuffle(operands)
+        return [self._pose(terms) for terms in operands[:count]]
+
+    def grade(self, problem: Problem, text: str) -> Grade:
+        """The fraction of the answer's digits that are right, position by position.
+
+        The digits are those of the last `<answer>`; missing ones are wrong and surplus ones are ignored, but `correct`
+        needs exactly the right digits. One part: `digits`. Never raises for any text.
+        """
+        digits = ascii_digits(last_answer(text) or "")
+        num_right = sum(given == right for given, right in zip(digits, problem.answer, strict=False))
+        reward = num_right / len(problem.answer)
+        return Grade(reward=reward, parts={"digits": reward}, correct=digits == problem.answer)
+
+    def _operands(self, split: Split) -> list[tuple[int, ...]]:
+        """The operands of every problem of a split, in ascending order."""
+        num_terms, fraction = self._config.num_terms, self._config.heldout_fraction
+        multisets = combinations_with_replacement(range(10), num_terms)
+        ours = {terms for terms in multisets if split_of(f"{self.name}/{_joined(terms, ',')}", fraction) == split}
+        return [terms for terms in product(range(10), repeat=num_terms) if tuple(sorted(terms)) in ours]
+
+    def _pose(self, terms: tuple[int, ...]) -> Problem:
+        answer = "".join(str(total % self._config.modulus) for total in accumulate(terms))
+        return Problem(
+            problem_id=f"{self.name}/{_joined(terms, ',')}",
+            messages=user_turn(_joined(terms, " ")),
+            answer=answer,
+            demonstration=demonstration("compact", reasoning="", answer=answer),
+        )
+
+
+def _joined(terms: tuple[int, ...], separator: str) -> str:
+    return separator.join(map(str, terms))

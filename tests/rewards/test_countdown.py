@@ -1,0 +1,196 @@
+"""Countdown: d1's rewards, d1's prompt, problems that can be solved."""
+
+from __future__ import annotations
+
+import pytest
+from pydantic import ValidationError
+
+from rewards import Countdown, CountdownConfig, Problem, Split, evaluate
+
+_D1_TURN = """
+Respond in the following format:
+<reasoning>
+...
+</reasoning>
+<answer>
+...
+</answer>
+
+Using only the numbers [{shown}], create an arithmetic expression that evaluates to exactly {target}. You must use all \
+numbers from the list, and each number must be used exactly once. You may use the operations +, -, *, and / as needed. \
+After reasoning, provide only your final expression inside <answer></answer> tags without including an equals sign or \
+the target number. For example, if the numbers are [2, 3, 4] and the target is 5, a valid answer is: <answer>
+2*4-3
+</answer>"""
+
+
+def _problem(numbers: str, target: int) -> Problem:
+    return Problem(problem_id="p", messages=(), answer=str(target), demonstration="", metadata={"numbers": numbers})
+
+
+@pytest.mark.parametrize(
+    ("text", "reward"),
+    [
+        ("<answer>2*4-3</answer>", 1.0),
+        ("<reasoning>\nhm\n</reasoning>\n<answer>\n2*4-3\n</answer>", 1.0),
+        ("<answer>4 * 2 - 3</answer>", 1.0),
+        ("<answer>(4*2)-3</answer>", 1.0),
+        ("<answer>1</answer> wait <answer>2*4-3</answer>", 1.0),
+        ("<answer>2*4-3</answer> wait <answer>2+4-3</answer>", 0.1),
+        ("<answer>2+4-3</answer>", 0.1),
+        ("<answer>2+3</answer>", 0.1),
+        ("<answer>5</answer>", 0.1),
+        ("<answer>2*4-3+4-4</answer>", 0.1),
+        ("<answer>2*4-3=5</answer>", 0.1),
+        ("<answer>2x4-3</answer>", 0.1),
+        (r"<answer>\boxed{2*4-3}</answer>", 0.1),
+        ("<answer></answer>", 0.1),
+        ("<answer>2*4-3</answer><answer></answer>", 0.1),
+        ("<answer>2*4-3", 0.0),
+        ("2*4-3", 0.0),
+        ("", 0.0),
+        # What d1's eval takes and this refuses.
+        ("<answer>-3+2*4</answer>", 0.1),
+        ("<answer>(2*4\n-3)</answer>", 0.1),
+    ],
+)
+def test_rewards_are_d1s(text: str, reward: float) -> None:
+    grade = Countdown(CountdownConfig()).grade(_problem("2 3 4", 5), text)
+    assert grade.reward == reward
+    assert grade.correct == (reward == 1.0)
+    assert list(grade.parts) == ["answer", "correct"]
+    assert sum(grade.parts.values()) == grade.reward
+
+
+@pytest.mark.parametrize(
+    ("numbers", "target", "answer"),
+    [
+        ("2 3 4", 2, "2**3/4"),
+        ("7 2 1", 3, "7//2*1"),
+        ("2 5 3", 5, "2.5*3-3+0.5"),
+        ("2 5 2", 5, "2.5*2"),
+        ("3 4 12", 12, "03*4*12/12"),
+        ("1 2 3", 6, "\u0661+\u0662+\u0663"),
+        ("5 5 1", 5, "5*1/(5-5)"),
+    ],
+)
+def test_pythons_other_arithmetic_is_illegal(numbers: str, target: int, answer: str) -> None:
+    grade = Countdown(CountdownConfig()).grade(_problem(numbers, target), f"<answer>{answer}</answer>")
+    assert (grade.reward, grade.correct) == (0.1, False)
+
+
+def test_values_are_compared_exactly() -> None:
+    countdown = Countdown(CountdownConfig(num_numbers=4))
+    assert countdown.grade(_problem("3 8 8 3", 24), "<answer>8/(3-8/3)</answer>").correct
+    assert not countdown.grade(_problem("1 999999 2 2", 1), "<answer>1-2/999999/2</answer>").correct
+
+
+def test_a_number_given_twice_is_used_twice() -> None:
+    countdown = Countdown(CountdownConfig())
+    assert countdown.grade(_problem("5 5 2", 8), "<answer>5+5-2</answer>").correct
+    assert not countdown.grade(_problem("5 5 2", 3), "<answer>5-2</answer>").correct
+
+
+def test_operators_outside_the_config_are_illegal() -> None:
+    countdown = Countdown(CountdownConfig(operators=("+", "-"), prompt="compact"))
+    assert countdown.grade(_problem("2 3 4", 3), "<answer>2+4-3</answer>").correct
+    assert countdown.grade(_problem("2 3 4", 5), "<answer>2*4-3</answer>").reward == 0.1
+
+
+def test_the_d1_prompt_is_d1s_to_the_letter() -> None:
+    (problem,) = Countdown(CountdownConfig()).problems(Split.TRAIN, 1, seed=3)
+    shown = problem.metadata["numbers"].replace(" ", ", ")
+    (message,) = problem.messages
+    assert message.role == "user"
+    assert message.content == _D1_TURN.format(shown=shown, target=problem.answer)
+
+
+def test_the_d1_demonstration_has_d1s_format() -> None:
+    for problem in Countdown(CountdownConfig()).problems(Split.TRAIN, 20, seed=3):
+        reasoning, answer = problem.demonstration.split("\n</reasoning>\n<answer>\n")
+        assert reasoning.startswith("<reasoning>\n")
+        assert reasoning.endswith(f" = {problem.answer}")
+        assert answer.endswith("\n</answer>")
+
+
+def test_the_compact_prompt_is_numbers_and_target() -> None:
+    for problem in Countdown(CountdownConfig(prompt="compact", max_number=9)).problems(Split.TRAIN, 20, seed=3):
+        assert problem.messages[0].content == f"{problem.metadata['numbers']} = {problem.answer}"
+        assert problem.demonstration.startswith("<answer>")
+        assert problem.demonstration.endswith("</answer>")
+
+
+def test_problems_stay_in_the_configured_range() -> None:
+    config = CountdownConfig(num_numbers=4, min_number=3, max_number=12, max_target=40)
+    for problem in Countdown(config).problems(Split.TRAIN, 500, seed=0):
+        numbers = [int(number) for number in problem.metadata["numbers"].split()]
+        assert len(numbers) == 4
+        assert all(3 <= number <= 12 for number in numbers)
+        assert 1 <= int(problem.answer) <= 40
+
+
+def test_problems_use_all_operators_and_show_numbers_in_no_order() -> None:
+    problems = Countdown(CountdownConfig(max_number=12, prompt="compact")).problems(Split.TRAIN, 500, seed=0)
+    assert set("+-*/") <= set("".join(problem.demonstration.replace("</", "") for problem in problems))
+    shown = [[int(number) for number in problem.metadata["numbers"].split()] for problem in problems]
+    assert sum(numbers == sorted(numbers) for numbers in shown) < 250
+
+
+def test_no_set_of_numbers_is_in_both_splits() -> None:
+    countdown = Countdown(CountdownConfig(max_number=9, prompt="compact"))
+    train, heldout = (
+        {tuple(sorted(problem.metadata["numbers"].split())) for problem in countdown.problems(split, 200, seed=0)}
+        for split in Split
+    )
+    assert train.isdisjoint(heldout)
+
+
+def test_equal_ids_have_equal_prompts_whatever_the_seed() -> None:
+    countdown = Countdown(CountdownConfig(max_number=5))
+    first, second = (
+        {problem.problem_id: problem.messages for problem in countdown.problems(Split.TRAIN, 200, seed)}
+        for seed in (0, 1)
+    )
+    common = first.keys() & second.keys()
+    assert len(common) > 50
+    assert all(first[problem_id] == second[problem_id] for problem_id in common)
+
+
+def test_ids_are_unique_up_to_the_order_of_the_numbers() -> None:
+    problems = Countdown(CountdownConfig(max_number=5)).problems(Split.TRAIN, 200, seed=0)
+    posed = {(tuple(sorted(problem.metadata["numbers"].split())), problem.answer) for problem in problems}
+    assert len(posed) == 200
+
+
+def test_an_exhausted_split_says_how_many_problems_it_has() -> None:
+    # 1+1, 1*1, 2*1, 2-1, 2/2: of each set of numbers and target once.
+    countdown = Countdown(CountdownConfig(num_numbers=2, max_number=2, max_target=2, heldout_fraction=0.05))
+    with pytest.raises(ValueError, match=r"^the train split of countdown has 5 problems .* but 1000 were asked for$"):
+        countdown.problems(Split.TRAIN, 1000, seed=0)
+
+
+def test_the_longest_demonstrations_are_within_the_evaluators_bound() -> None:
+    config = CountdownConfig(num_numbers=6, min_number=1000, max_number=1000, max_target=100_000, prompt="compact")
+    (problem,) = Countdown(config.model_copy(update={"heldout_fraction": 0.0})).problems(Split.TRAIN, 1, seed=0)
+    answer = problem.demonstration.removeprefix("<answer>").removesuffix("</answer>")
+    assert evaluate(answer) is not None
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"min_number": 10, "max_number": 9}, "max_number is 9; it must be at least min_number = 10"),
+        ({"operators": ("+", "+"), "prompt": "compact"}, "each operator must be listed once"),
+        ({"operators": ("+", "-")}, "prompt d1 names all four"),
+        ({"operators": (), "prompt": "compact"}, "at least 1 item"),
+        ({"operators": ("**",)}, "operators"),
+        ({"num_numbers": 1}, "num_numbers"),
+        ({"max_target": 0}, "max_target"),
+        ({"heldout_fraction": 1.0}, "heldout_fraction"),
+        ({"prompt": "qwen"}, "prompt"),
+        ({"target": 5}, "target"),
+    ],
+)
+def test_a_wrong_config_names_the_field(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        CountdownConfig.model_validate(fields)

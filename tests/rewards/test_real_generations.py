@@ -1,0 +1,95 @@
+"""The graders on what LLaDA-8B-Instruct really wrote, and on d1's evaluation sets."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rewards import (
+    Countdown,
+    CountdownConfig,
+    Problem,
+    Split,
+    Sudoku,
+    SudokuConfig,
+    SumsConfig,
+    last_answer,
+    make_task,
+)
+from rewards.sudoku import num_solutions, solved_grids
+
+_DATA = Path(__file__).parents[2].parent / "shared" / "data"
+pytestmark = pytest.mark.skipif(not _DATA.is_dir(), reason="needs shared/data beside the repository")
+
+
+def _generations(name: str) -> list[dict[str, Any]]:
+    lines = (_DATA / "llada-generations" / f"{name}_256.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def _d1_answer(text: str) -> str | None:
+    found = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
+    return found[-1].strip() if found else None
+
+
+@pytest.mark.parametrize("name", ["countdown", "gsm8k", "math500", "sudoku"])
+def test_last_answers_are_those_of_d1s_expression(name: str) -> None:
+    for item in _generations(name):
+        assert last_answer(item["generation"]) == _d1_answer(item["generation"])
+
+
+def test_sudoku_rewards_equal_a_slow_reference() -> None:
+    sudoku = Sudoku(SudokuConfig())
+    num_right = num_empty = 0
+    for item in _generations("sudoku"):
+        puzzle, solution = re.findall(r"\d{16}", item["question"])[0], item["ground_truth"]
+        problem = Problem(
+            problem_id=puzzle, messages=(), answer=solution, demonstration="", metadata={"puzzle": puzzle}
+        )
+        cells = "".join(c for c in _d1_answer(item["generation"]) or "" if c.isdigit()).ljust(16, "0")[:16]
+        empty = [cell for cell in range(16) if puzzle[cell] == "0"]
+        right = [cell for cell in empty if cells[cell] == solution[cell]]
+        grade = sudoku.grade(problem, item["generation"])
+        assert grade.reward == len(right) / len(empty)
+        assert grade.correct == (cells == solution)
+        num_right, num_empty = num_right + len(right), num_empty + len(empty)
+    # d1's evaluation finds 137: it also reads answers that lack a tag.
+    assert (num_right, num_empty) == (121, 2048)
+
+
+def test_countdown_rewards_are_those_of_d1s_training() -> None:
+    countdown = Countdown(CountdownConfig())
+    num_unboxed_right = 0
+    for item in _generations("countdown"):
+        numbers, target = item["ground_truth"]
+        metadata = {"numbers": " ".join(map(str, numbers))}
+        problem = Problem(problem_id="p", messages=(), answer=str(target), demonstration="", metadata=metadata)
+        text = item["generation"]
+        # Evaluation asks for \boxed, which d1's training reward holds for illegal characters.
+        assert countdown.grade(problem, text).reward == (0.0 if _d1_answer(text) is None else 0.1)
+        num_unboxed_right += countdown.grade(problem, re.sub(r"\\boxed\{(.*)\}", r"\1", text)).correct
+    assert num_unboxed_right == 37  # as many as d1's eval() finds in them
+
+
+@pytest.mark.parametrize("name", ["countdown", "gsm8k", "math500", "sudoku"])
+def test_no_real_text_makes_a_grader_raise(name: str) -> None:
+    tasks = [make_task(config) for config in (CountdownConfig(), SudokuConfig(), SumsConfig())]
+    posed = [(task, task.problems(Split.TRAIN, 1, seed=0)[0]) for task in tasks]
+    for item in _generations(name):
+        for task, problem in posed:
+            assert 0.0 <= task.grade(problem, item["generation"]).reward <= 1.0
+
+
+def test_d1s_evaluation_puzzles_are_solved_as_they_say_but_a_quarter_is_ambiguous() -> None:
+    num_unique = 0
+    with (_DATA / "d1-eval" / "4x4_test_sudoku.csv").open() as file:
+        for row in csv.DictReader(file):
+            assert row["Solution"] in solved_grids()
+            assert all(given in ("0", digit) for given, digit in zip(row["Puzzle"], row["Solution"], strict=True))
+            num_unique += num_solutions(row["Puzzle"]) == 1
+    assert num_unique == 376  # of 500; ours all have one solution
