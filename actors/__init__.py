@@ -1,0 +1,1 @@
+"""The Ray side: pools, coordinator, learner group, weights and registry."""

@@ -1,0 +1,133 @@
+"""A run's actors on a Ray cluster: built, named, waited for, and ended."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from actors.coordinator import Coordinator
+from actors.resources import (
+    coordinator_resources,
+    grader_resources,
+    learner_resources,
+    sampler_resources,
+    store_resources,
+)
+from actors.spec import RunSpec
+from actors.training import TrainingRun
+from actors.weights import NAMESPACE, WeightStore, store_name
+from actors.workers import GraderWorker, SamplerWorker
+
+_START_TIMEOUT_S = 180.0
+# A rank waits for another while rank 0 evaluates; a dead rank is noticed by Ray Train long before.
+_COLLECTIVE_TIMEOUT_S = 1800
+_MAX_LEARNER_RESTARTS = 2
+_REPORT_TIMEOUT_S = 10.0
+
+WORKER_ENV = {
+    "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1",
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+}
+"""What the processes of a run need in their environment: weights without a copy, a brisk Ray Train controller, no
+look-ups at a hub, and one thread for each of the processes that share a machine."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunActors:
+    """The handles of a run's actors."""
+
+    coordinator: Any
+    """The coordinator."""
+    store: Any
+    """The weight store; detached, for the service outlives the run."""
+    pools: tuple[Any, ...]
+    """Samplers and graders."""
+
+
+def start_actors(spec: RunSpec, num_graders: int, registry_url: str) -> RunActors:
+    """Build the pools, the store and the coordinator, and wait until all answer.
+
+    Raises:
+        TimeoutError: the cluster did not place them all in time.
+        ValueError: the task cannot give the problems that the recipe asks for.
+    """
+    store = (
+        ray.remote(WeightStore)
+        .options(name=store_name(spec.name), namespace=NAMESPACE, lifetime="detached", **store_resources())
+        .remote(spec.learner.max_staleness + 2)
+    )
+    samplers: list[Any] = [
+        ray.remote(SamplerWorker)
+        .options(name=f"{spec.name}-sampler-{index}", max_restarts=-1, **sampler_resources(spec.device))
+        .remote(spec.initial_checkpoint, store, spec.device)
+        for index in range(spec.rollout.num_samplers)
+    ]
+    graders: list[Any] = [
+        ray.remote(GraderWorker)
+        .options(name=f"{spec.name}-grader-{index}", max_restarts=-1, **grader_resources())
+        .remote(spec.task, spec.initial_checkpoint)
+        for index in range(num_graders)
+    ]
+    # The run directory is written where the driver made it.
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    coordinator: Any = (
+        ray.remote(Coordinator)
+        .options(name=f"{spec.name}-coordinator", scheduling_strategy=here, **coordinator_resources())
+        .remote(spec, samplers, graders, registry_url, store_name(spec.name))
+    )
+    waited_for = [actor.ready.remote() for actor in (*samplers, *graders)] + [coordinator.events_since.remote(0)]
+    try:
+        ray.get(waited_for, timeout=_START_TIMEOUT_S)
+    except ray.exceptions.GetTimeoutError as error:
+        raise TimeoutError(
+            f"the cluster did not start {len(samplers)} samplers, {num_graders} graders and the coordinator within "
+            f"{_START_TIMEOUT_S:.0f} s; does it have room for them (d1 train RECIPE --dry-run)?"
+        ) from error
+    return RunActors(coordinator=coordinator, store=store, pools=(*samplers, *graders))
+
+
+def stop_actors(actors: RunActors, *, keep_store: bool) -> None:
+    """End a run's actors; the store stays where a service still reads from it."""
+    for actor in (*actors.pools, actors.coordinator, *(() if keep_store else (actors.store,))):
+        ray.kill(actor)
+
+
+def fit(spec: RunSpec, actors: RunActors) -> None:
+    """Run the learner group to its end. Blocks; raises what the workers raised once restarts are used up."""
+    from ray.train import FailureConfig, RunConfig, ScalingConfig
+    from ray.train.torch import TorchConfig, TorchTrainer
+
+    backend = "cpu:gloo,cuda:nccl" if spec.device == "cuda" else "gloo"
+    TorchTrainer(
+        train_worker,
+        train_loop_config={"spec": spec, "coordinator": actors.coordinator, "store": actors.store},
+        torch_config=TorchConfig(backend=backend, timeout_s=_COLLECTIVE_TIMEOUT_S),
+        scaling_config=ScalingConfig(
+            num_workers=spec.learner.num_workers,
+            use_gpu=spec.device == "cuda",
+            resources_per_worker=learner_resources(spec.device),
+        ),
+        run_config=RunConfig(
+            name="ray_train",
+            storage_path=str(spec.run_dir),
+            failure_config=FailureConfig(max_failures=_MAX_LEARNER_RESTARTS),
+        ),
+    ).fit()
+
+
+def train_worker(config: Mapping[str, Any]) -> None:
+    """What each learner worker runs; after a restart it goes on from the newest checkpoint."""
+    try:
+        TrainingRun(config["spec"], config["coordinator"], config["store"]).run()
+    except Exception as error:
+        # Ray Train may restart the group: the run log must say why.
+        values = {"what": f"a learner worker failed: {type(error).__name__}: {error}", "attempt": 1}
+        ray.get(config["coordinator"].record.remote("failure", values), timeout=_REPORT_TIMEOUT_S)
+        raise

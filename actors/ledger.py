@@ -1,0 +1,118 @@
+"""The ledger of groups: a pure state machine, the heart of the coordinator.
+
+The learner pulls and is the only clock. Groups live in portions (see `PortionKey`); each portion goes
+
+    waiting -> running -> ready -> trained        or        -> failed (after `max_attempts` tries)
+
+and so each group ends trained or failed-and-counted. A portion of round r may run once round r - S - 1 has been
+published, S being the staleness bound: B = (S + 1) * P groups bound what is in flight, and a slot is held from
+admission until the round that used it has published. S = 0 is exactly synchronous. There is no second queue.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from actors.messages import PortionKey
+
+
+@dataclass(slots=True)
+class _Progress:
+    """Where one portion stands."""
+
+    attempts: int = 0
+    version: int | None = None
+    """Pinned when it first runs, so that a second try gives the same text."""
+
+
+@dataclass(slots=True)
+class Ledger:
+    """What is waiting, running, ready and failed."""
+
+    num_rounds: int
+    """Rounds of the run."""
+    portions_per_round: int
+    """Portions of a round."""
+    max_staleness: int
+    """S."""
+    max_attempts: int
+    """Tries of a portion."""
+    next_round: int
+    """The first round that has not been published."""
+    version: int
+    """The newest published policy version."""
+    num_retries: int = 0
+    """Tries beyond the first, over the run."""
+    _waiting: dict[PortionKey, _Progress] = field(default_factory=dict)
+    _running: dict[PortionKey, _Progress] = field(default_factory=dict)
+    _ready: set[PortionKey] = field(default_factory=set)
+    _failed: set[PortionKey] = field(default_factory=set)
+    _admitted: int = 0
+
+    def __post_init__(self) -> None:
+        self._admitted = self.next_round
+        self._admit()
+
+    def start_next(self) -> tuple[PortionKey, int] | None:
+        """Take the next portion to run, oldest round first, and the policy version it is sampled from."""
+        if not self._waiting:
+            return None
+        key = min(self._waiting, key=lambda key: (key.round, key.index))
+        progress = self._waiting.pop(key)
+        progress.attempts += 1
+        if progress.version is None:
+            progress.version = self.version
+        self._running[key] = progress
+        return key, progress.version
+
+    def finish(self, key: PortionKey) -> bool:
+        """A portion came back scored. False for one that nobody waits for any more."""
+        if self._running.pop(key, None) is None:
+            return False
+        self._ready.add(key)
+        return True
+
+    def fail(self, key: PortionKey) -> int | None:
+        """A try of a portion failed. Its number, or None for a portion that nobody waits for any more."""
+        progress = self._running.pop(key, None)
+        if progress is None:
+            return None
+        if progress.attempts < self.max_attempts:
+            self._waiting[key] = progress
+            self.num_retries += 1
+        else:
+            self._failed.add(key)
+        return progress.attempts
+
+    def is_complete(self, round_index: int) -> bool:
+        """Whether every portion of a round is ready or failed."""
+        done = self._ready | self._failed
+        return sum(key.round == round_index for key in done) == self.portions_per_round
+
+    def ready(self, round_index: int) -> list[PortionKey]:
+        """The ready portions of a round, in their order."""
+        return sorted((key for key in self._ready if key.round == round_index), key=lambda key: key.index)
+
+    def num_failed(self, round_index: int) -> int:
+        """Portions of a round that failed for good."""
+        return sum(key.round == round_index for key in self._failed)
+
+    def num_running(self) -> int:
+        """Portions that a sampler or a grader has."""
+        return len(self._running)
+
+    def publish(self, round_index: int, version: int) -> None:
+        """The learner trained on a round and published: its slots are free. Only the next round can publish."""
+        if round_index != self.next_round:
+            raise ValueError(f"round {round_index} published, but round {self.next_round} is next")
+        self._ready = {key for key in self._ready if key.round != round_index}
+        self._failed = {key for key in self._failed if key.round != round_index}
+        self.next_round, self.version = round_index + 1, version
+        self._admit()
+
+    def _admit(self) -> None:
+        end = min(self.next_round + self.max_staleness + 1, self.num_rounds)
+        for round_index in range(self._admitted, end):
+            for index in range(self.portions_per_round):
+                self._waiting[PortionKey(round=round_index, index=index)] = _Progress()
+        self._admitted = max(self._admitted, end)

@@ -1,0 +1,32 @@
+"""The run's numbers as Ray metrics: on the dashboard, and on each node's Prometheus endpoint as `ray_d1_*`."""
+
+from __future__ import annotations
+
+from actors.run_log import Event
+
+_GAUGES = {
+    "reward": "Mean reward of the newest round",
+    "correct": "Share of right completions in the newest round",
+    "policy_version": "Newest published policy version",
+    "tokens_per_s": "Completion tokens trained on per second of the newest round",
+    "sampling_s": "Seconds the learner waited for the newest round's completions",
+    "training_s": "Seconds the learner trained on the newest round",
+    "num_failed_groups": "Groups of the newest round that failed",
+    "zero_variance_share": "Share of the newest round's groups whose rewards are all equal",
+}
+
+
+class RunGauges:
+    """One gauge for each number, labelled with the run's name."""
+
+    def __init__(self, run: str) -> None:
+        from ray.util.metrics import Gauge
+
+        self._gauges = {name: Gauge(f"d1_{name}", text, ("run",)) for name, text in _GAUGES.items()}
+        for gauge in self._gauges.values():
+            gauge.set_default_tags({"run": run})
+
+    def show(self, event: Event) -> None:
+        """Set every gauge from a `round` event."""
+        for name, gauge in self._gauges.items():
+            gauge.set(float(event[name]))

@@ -1,0 +1,135 @@
+"""Who is asked what, and when: a pure function of the run's seed."""
+
+from __future__ import annotations
+
+import torch
+
+from actors.messages import Portion, PortionKey
+from actors.spec import RunSpec
+from learner.batch import CompletionBatch, pad_rows
+from learner.counter import fold, key_of, uniform
+from learner.model.tokenizer import ChatTokenizer
+from rewards import Problem, Split, make_task
+from rollout.request import Request, SamplingParams
+
+EVALUATION_ROUND = -1
+_ORDER_KEY, _SAMPLE_KEY, MASK_KEY = 11, 12, 13
+
+
+class RunPlan:
+    """The problems of a run and the portions that its rounds and evaluations consist of."""
+
+    def __init__(self, spec: RunSpec, tokenizer: ChatTokenizer) -> None:
+        """Make the problems and encode their prompts.
+
+        Raises ValueError when the task has too few problems or every prompt is longer than allowed.
+        """
+        task = make_task(spec.task)
+        self._spec = spec
+        self._tokenizer = tokenizer
+        self._prompts: dict[str, tuple[int, ...]] = {}
+        self._orders: dict[int, list[int]] = {}
+        self.num_overlong = 0
+        # The split is by solution and not by seed, so neither set depends on which run asks.
+        self.train = self._fitting(task.problems(Split.TRAIN, spec.num_train_problems, spec.seed))
+        self.heldout = self._fitting(task.problems(Split.HELDOUT, spec.evaluation.num_problems, seed=0))
+        self.portion_groups = max(1, spec.rollout.batch_size // spec.learner.group_size)
+
+    @property
+    def portions_per_round(self) -> int:
+        """Portions that a round consists of."""
+        return -(-self._spec.learner.groups_per_round // self.portion_groups)
+
+    def round_portion(self, round_index: int, index: int) -> Portion:
+        """A portion of a round. Problems come in a new order in every epoch; every draw has its own seed."""
+        spec = self._spec
+        first = index * self.portion_groups
+        last = min(first + self.portion_groups, spec.learner.groups_per_round)
+        problems, group_ids, requests = [], [], []
+        for group in range(first, last):
+            problem, epoch = self._problem_at(round_index * spec.learner.groups_per_round + group)
+            for sample in range(spec.learner.group_size):
+                seed = fold(spec.seed, _SAMPLE_KEY, key_of(problem.problem_id), epoch, sample)
+                problems.append(problem)
+                group_ids.append(group)
+                requests.append(self._request(problem, spec.rollout.sampling, seed))
+        return Portion(
+            key=PortionKey(round=round_index, index=index),
+            problems=tuple(problems),
+            group_ids=tuple(group_ids),
+            requests=tuple(requests),
+        )
+
+    def evaluation_portions(self) -> list[Portion]:
+        """Every held-out problem once, at temperature 0, on the training schedule."""
+        params = self._spec.rollout.sampling.model_copy(update={"temperature": 0.0})
+        size = self._spec.rollout.batch_size
+        portions = []
+        for index, start in enumerate(range(0, len(self.heldout), size)):
+            problems = tuple(self.heldout[start : start + size])
+            portions.append(
+                Portion(
+                    key=PortionKey(round=EVALUATION_ROUND, index=index),
+                    problems=problems,
+                    group_ids=tuple(range(start, start + len(problems))),
+                    requests=tuple(self._request(problem, params, seed=0) for problem in problems),
+                )
+            )
+        return portions
+
+    def labels(self) -> CompletionBatch:
+        """SFT's examples: the first `num_labels` training problems with their demonstrations.
+
+        Raises ValueError when a demonstration is longer than the canvas.
+        """
+        eos_id = self._tokenizer.eos_id
+        gen_length = self._spec.rollout.sampling.gen_length
+        problems = self.train[: self._spec.sft.num_labels]
+        completions = [[*self._tokenizer.encode_completion(problem.demonstration), eos_id] for problem in problems]
+        longest = max(map(len, completions))
+        if longest > gen_length:
+            raise ValueError(
+                f"a demonstration of task {self._spec.task.name} has {longest} tokens with its end of text; "
+                f"rollout.sampling.gen_length {gen_length} must be at least that"
+            )
+        prompts = [self._prompts[problem.problem_id] for problem in problems]
+        return CompletionBatch(
+            prompt_ids=pad_rows(prompts, eos_id),
+            prompt_lengths=torch.tensor([len(prompt) for prompt in prompts]),
+            completion_ids=pad_rows(completions, eos_id, gen_length),
+            completion_lengths=torch.tensor([len(completion) for completion in completions]),
+            sample_keys=torch.arange(len(problems)),
+        )
+
+    def prompt_text(self, problem: Problem) -> str:
+        """What a person reads as the prompt."""
+        return "\n".join(message.content for message in problem.messages)
+
+    def _problem_at(self, position: int) -> tuple[Problem, int]:
+        epoch, place = divmod(position, len(self.train))
+        if epoch not in self._orders:
+            seed = torch.tensor(fold(self._spec.seed, _ORDER_KEY, epoch))
+            self._orders[epoch] = uniform(seed, torch.arange(len(self.train))).argsort().tolist()
+        return self.train[self._orders[epoch][place]], epoch
+
+    def _request(self, problem: Problem, params: SamplingParams, seed: int) -> Request:
+        return Request(prompt_ids=self._prompts[problem.problem_id], params=params, seed=seed)
+
+    def _fitting(self, problems: list[Problem]) -> list[Problem]:
+        """Encode prompts; drop or cut those that are too long, as the recipe says."""
+        limit, kept = self._spec.rollout.max_prompt_tokens, []
+        for problem in problems:
+            messages = [{"role": message.role, "content": message.content} for message in problem.messages]
+            prompt = self._tokenizer.encode_chat(messages)
+            if len(prompt) > limit:
+                self.num_overlong += 1
+                if self._spec.rollout.overlong_prompts == "drop":
+                    continue
+            self._prompts[problem.problem_id] = tuple(prompt[-limit:])
+            kept.append(problem)
+        if not kept:
+            raise ValueError(
+                f"every prompt of task {self._spec.task.name} is longer than "
+                f"rollout.max_prompt_tokens {limit}; raise it"
+            )
+        return kept

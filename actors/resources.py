@@ -1,0 +1,36 @@
+"""What each actor of a run asks of Ray: the one place with these numbers, for the actors and for the preflight.
+
+On CPU a run's processes share cores, so they ask for fractions: a laptop with two logical CPUs places two samplers, two
+learner workers and everything around them. The embedded registry and Ray Train's controller ask for none, a replica of
+the service for next to none.
+"""
+
+from __future__ import annotations
+
+_SMALL_CPUS = 0.1
+_COMPUTE_CPUS = 0.4
+
+
+def coordinator_resources() -> dict[str, float]:
+    """The coordinator's `.options(**...)`."""
+    return {"num_cpus": _SMALL_CPUS, "num_gpus": 0}
+
+
+def store_resources() -> dict[str, float]:
+    """The weight store's `.options(**...)`."""
+    return {"num_cpus": _SMALL_CPUS, "num_gpus": 0}
+
+
+def grader_resources() -> dict[str, float]:
+    """A grader's `.options(**...)`."""
+    return {"num_cpus": _SMALL_CPUS, "num_gpus": 0}
+
+
+def sampler_resources(device: str) -> dict[str, float]:
+    """A sampler's `.options(**...)`; on `cuda` it has a GPU of its own and a core that feeds it."""
+    return {"num_cpus": 1, "num_gpus": 1} if device == "cuda" else {"num_cpus": _COMPUTE_CPUS, "num_gpus": 0}
+
+
+def learner_resources(device: str) -> dict[str, float]:
+    """A learner worker's `resources_per_worker`, by the names that Ray Train uses."""
+    return {"CPU": 1, "GPU": 1} if device == "cuda" else {"CPU": _COMPUTE_CPUS}

@@ -1,0 +1,51 @@
+"""What a round says to people: means over its completions, and a few of them to read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from statistics import fmean
+from typing import Any
+
+from actors.collate import ungraded_groups
+from actors.messages import Portion, PortionSummary
+from rewards import Outcome, Problem
+
+
+def round_stats(portions: Sequence[Portion], summaries: Sequence[PortionSummary], num_groups: int) -> dict[str, Any]:
+    """Means over the graded completions of a round, and how many of its `num_groups` groups failed."""
+    grades = [grade for summary in summaries for grade in summary.grades if grade.outcome is Outcome.GRADED]
+    num_trained = sum(
+        len(set(portion.group_ids) - ungraded_groups(portion.group_ids, summary.grades))
+        for portion, summary in zip(portions, summaries, strict=True)
+    )
+    names = grades[0].parts if grades else {}
+    return {
+        "reward": fmean(grade.reward for grade in grades) if grades else 0.0,
+        "reward_parts": {name: fmean(grade.parts[name] for grade in grades) for name in names},
+        "correct": fmean(grade.correct for grade in grades) if grades else 0.0,
+        "num_completions": len(grades),
+        "num_failed_groups": num_groups - num_trained,
+        "mean_tokens": fmean(count for summary in summaries for count in summary.num_tokens),
+    }
+
+
+def readable_samples(
+    portions: Sequence[Portion], summaries: Sequence[PortionSummary], prompt_text: Callable[[Problem], str]
+) -> list[dict[str, Any]]:
+    """Every completion of a round as a JSON object that a person can read."""
+    return [
+        {
+            "round": portion.key.round,
+            "policy_version": summary.policy_versions[row],
+            "problem_id": problem.problem_id,
+            "prompt": prompt_text(problem),
+            "completion": summary.texts[row],
+            "reward": grade.reward,
+            "reward_parts": dict(grade.parts),
+            "correct": grade.correct,
+            "outcome": grade.outcome,
+            "step_map": list(summary.step_maps[row]),
+        }
+        for portion, summary in zip(portions, summaries, strict=True)
+        for row, (problem, grade) in enumerate(zip(portion.problems, summary.grades, strict=True))
+    ]

@@ -1,0 +1,110 @@
+"""The run directory: what a run did, written as it happens.
+
+`metrics.jsonl` is the truth: one JSON object a line, each with `event` and `time_s` (seconds since the run began).
+Everything else that shows numbers (TensorBoard, the table, the curves) is made from these events.
+
+| event | other fields |
+|---|---|
+| run | name, seed, commit, hardware, versions |
+| phase | phase: untrained, sft, rl, control; num_steps (optimizer steps or rounds, 0 where a time limits it) |
+| sft | phase, step, loss, grad_norm, lr, tokens_per_s |
+| round | round, policy_version, reward, reward_parts, correct, num_completions, num_failed_groups, num_retries, |
+|       | mean_tokens, loss, clip_fraction, kl, token_logp, grad_norm, lr, zero_variance_share, sampling_s, |
+|       | training_s, publish_s, tokens_per_s |
+| evaluation | label: untrained, sft, round, rl, control; policy_version, round, num_correct, num_problems |
+| checkpoint | path (below the run directory), phase, round, policy_version |
+| phase_end | phase, seconds (evaluation and checkpoints not counted), num_steps |
+| failure | what, attempt |
+| done | seconds |
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+Event = dict[str, Any]
+
+METRICS, SAMPLES, TENSORBOARD, CHECKPOINTS, RECIPE = (
+    "metrics.jsonl",
+    "samples.jsonl",
+    "tensorboard",
+    "checkpoints",
+    "recipe.yaml",
+)
+
+
+class RunLog:
+    """Appends to the files of one run directory."""
+
+    def __init__(self, directory: Path) -> None:
+        """Open `directory` for appending: a resumed run goes on in the same files."""
+        from torch.utils.tensorboard.writer import SummaryWriter
+
+        directory.mkdir(parents=True, exist_ok=True)
+        self._metrics = (directory / METRICS).open("a", encoding="utf-8")
+        self._samples = (directory / SAMPLES).open("a", encoding="utf-8")
+        self._board = SummaryWriter(log_dir=str(directory / TENSORBOARD))
+        self._events = read_events(directory)
+        self._began = time.monotonic() - (self._events[-1]["time_s"] if self._events else 0.0)
+
+    def append(self, event: str, **values: Any) -> Event:
+        """Record one event; it is on disk when this returns."""
+        line = json.dumps({"event": event, "time_s": self.seconds(), **values})
+        record: Event = json.loads(line)
+        self._metrics.write(line + "\n")
+        self._metrics.flush()
+        os.fsync(self._metrics.fileno())
+        self._events.append(record)
+        self._to_board(event, values)
+        return record
+
+    def append_samples(self, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Record readable completions."""
+        for sample in samples:
+            self._samples.write(json.dumps(dict(sample), ensure_ascii=False) + "\n")
+        self._samples.flush()
+
+    def events_since(self, count: int) -> list[Event]:
+        """The events after the first `count`: what a follower has not seen."""
+        return self._events[count:]
+
+    def seconds(self) -> float:
+        """Seconds since the run began."""
+        return round(time.monotonic() - self._began, 3)
+
+    def close(self) -> None:
+        """Flush and close the files."""
+        self._board.close()
+        self._metrics.close()
+        self._samples.close()
+
+    def _to_board(self, event: str, values: Mapping[str, Any]) -> None:
+        step = values.get("round", values.get("step"))
+        if event not in ("sft", "round", "evaluation") or step is None:
+            return
+        prefix = values.get("phase", values.get("label", event))
+        for name, value in values.items():
+            if isinstance(value, int | float) and name not in ("round", "step"):
+                self._board.add_scalar(f"{prefix}/{name}", value, step)
+        for part, value in values.get("reward_parts", {}).items():
+            self._board.add_scalar(f"reward/{part}", value, step)
+        self._board.flush()
+
+
+def read_events(directory: Path) -> list[Event]:
+    """The events of a run directory; a last line that a crash cut short is left out."""
+    path = directory / METRICS
+    if not path.is_file():
+        return []
+    events = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            events.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return events

@@ -1,0 +1,66 @@
+"""What one run is made of, as the actors need it: a recipe with its paths resolved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from actors.run_log import CHECKPOINTS
+from learner.learner import LearnerConfig
+from learner.sft import SftConfig
+from rewards import TaskConfig
+from rollout.config import EvaluationConfig, RolloutConfig
+
+
+class Phase(StrEnum):
+    """The stages of a run, in order."""
+
+    UNTRAINED = "untrained"
+    SFT = "sft"
+    RL = "rl"
+    CONTROL = "control"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunSpec:
+    """Everything that the actors of a run share."""
+
+    name: str
+    """The run's name."""
+    run_dir: Path
+    """Absolute; every machine of the run sees it."""
+    seed: int
+    """Keys every random draw."""
+    device: str
+    """`cpu` or `cuda`: where samplers and learners compute."""
+    task: TaskConfig
+    """What is learned."""
+    num_train_problems: int
+    """Problems that the rounds draw from; SFT's labels are the first of them."""
+    phases: tuple[Phase, ...]
+    """The stages to run."""
+    sft: SftConfig
+    """Stage 1."""
+    rollout: RolloutConfig
+    """The sampler pool."""
+    learner: LearnerConfig
+    """Stage 2."""
+    evaluation: EvaluationConfig
+    """Held-out accuracy."""
+    grading_timeout_s: float
+    """Longest time to grade one portion, in seconds."""
+    control_steps: int
+    """Optimizer steps of the control; 0: as many as fit into the seconds that the rounds took."""
+    checkpoint_every_rounds: int
+    """Rounds between checkpoints; 0: only at the ends of the stages."""
+
+    @property
+    def checkpoints_dir(self) -> Path:
+        """Where the run's checkpoints lie."""
+        return self.run_dir / CHECKPOINTS
+
+    @property
+    def initial_checkpoint(self) -> Path:
+        """Policy version 0, with the tokenizer that all versions share."""
+        return self.checkpoints_dir / "initial"

@@ -1,0 +1,254 @@
+"""The training run on one learner worker: the stages, in order.
+
+Every rank runs the same program on the same batches. Rank 0 alone talks to the log and the registry; what all ranks
+must agree on (a time limit) is decided by rank 0 and summed over the ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from actors.collate import collate
+from actors.plan import RunPlan
+from actors.spec import Phase, RunSpec
+from actors.weights import make_manifest
+from learner.learner import Learner, SftLearner
+from learner.model.checkpoint import load_policy, save_checkpoint, verify_checkpoint
+from learner.model.tokenizer import ChatTokenizer
+from learner.sharding import ShardedPolicy, make_mesh
+
+_CALL_TIMEOUT_S = 600.0
+_LOG_EVERY_S = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Position:
+    """Where a run stands: written into every checkpoint, and read back to go on from it."""
+
+    phase: Phase
+    """The stage that was last finished, or that is under way (`rl`)."""
+    round: int
+    """Rounds trained."""
+    policy_version: int
+    """The version of the checkpoint's weights."""
+    rl_seconds: float
+    """Seconds spent in rounds so far: the control gets as many."""
+
+
+def newest_checkpoint(checkpoints_dir: Path) -> tuple[Path, Position]:
+    """The checkpoint that a run goes on from: the one with the highest version, verified.
+
+    Raises ValueError when there is none or its files are damaged.
+    """
+    found = []
+    for path in checkpoints_dir.glob("*/trainer_state.json"):
+        state = json.loads(path.read_text())
+        state["phase"] = Phase(state["phase"])
+        found.append((path.parent, Position(**state)))
+    if not found:
+        raise ValueError(f"{checkpoints_dir} has no checkpoint")
+    directory, position = max(found, key=lambda item: item[1].policy_version)
+    verify_checkpoint(directory)
+    return directory, position
+
+
+class TrainingRun:
+    """One rank's side of a run."""
+
+    def __init__(self, spec: RunSpec, coordinator: Any, store: Any) -> None:
+        """Load the newest checkpoint of the run directory, which is the initial one in a fresh run."""
+        self._spec, self._coordinator, self._store = spec, coordinator, store
+        torch.set_num_threads(1)
+        self._checkpoint, self._position = newest_checkpoint(spec.checkpoints_dir)
+        mesh = make_mesh(spec.device)
+        device = torch.device(spec.device, torch.cuda.current_device()) if spec.device == "cuda" else "cpu"
+        self._policy = ShardedPolicy(load_policy(self._checkpoint).to(device), mesh)
+
+    def run(self) -> None:
+        """The stages that the run asks for and that the checkpoint has not seen."""
+        phases, position = self._spec.phases, self._position
+        self._on_rank_0(lambda: self._coordinator.learner_started.remote(self._checkpoint.name))
+        # Samplers and service may be new: the store must have what they will be asked for.
+        self._publish(position.policy_version, position.phase, position.round)
+        if position.phase is Phase.UNTRAINED:
+            self._evaluate("untrained" if Phase.SFT in phases else "start")
+            if Phase.SFT in phases:
+                self._sft()
+        if Phase.RL in phases and self._position.round < self._spec.learner.num_rounds:
+            self._rounds()
+        if Phase.CONTROL in phases and self._position.phase is not Phase.CONTROL:
+            self._control()
+
+    # Stage 1.
+
+    def _sft(self) -> None:
+        learner = self._sft_learner()
+        seconds, num_steps = self._sft_steps(learner, Phase.SFT, self._spec.sft.num_steps)
+        self._record("phase_end", phase=Phase.SFT, seconds=seconds, num_steps=num_steps)
+        self._finish(Position(phase=Phase.SFT, round=0, policy_version=1, rl_seconds=0.0), learner.optimizer.full_state)
+
+    def _sft_learner(self) -> SftLearner:
+        plan = RunPlan(self._spec, ChatTokenizer(self._spec.initial_checkpoint))
+        return SftLearner(self._policy, self._spec.sft, plan.labels(), self._spec.seed)
+
+    def _sft_steps(
+        self, learner: SftLearner, phase: Phase, num_steps: int, limit_s: float = 0.0, first_step: int = 0
+    ) -> tuple[float, int]:
+        """`num_steps` optimizer steps, or as many as fit into `limit_s` seconds. Returns seconds and steps."""
+        self._record("phase", phase=phase, num_steps=num_steps)
+        began = logged = time.monotonic()
+        step = logged_step = 0
+        tokens_per_step = self._spec.sft.batch_size * self._spec.rollout.sampling.gen_length
+        while True:
+            progress = self._agreed(time.monotonic() - began) / limit_s if limit_s else step / max(1, num_steps)
+            if progress >= 1 or (not limit_s and not num_steps):
+                return round(time.monotonic() - began, 3), step
+            metrics = learner.step(first_step + step, self._spec.sft.lr_at(step, progress))
+            step, now = step + 1, time.monotonic()
+            if now - logged > _LOG_EVERY_S or step == num_steps:
+                rate = round(tokens_per_step * (step - logged_step) / (now - logged), 1)
+                self._record("sft", phase=phase, step=step, **metrics, tokens_per_s=rate)
+                logged, logged_step = now, step
+
+    # Stage 2.
+
+    def _rounds(self) -> None:
+        """diffu-GRPO: pull a round, improve the policy on it, publish the next version."""
+        spec, first = self._spec, self._position.round
+        learner = Learner(self._policy, spec.learner)
+        self._restore(learner)
+        self._record("phase", phase=Phase.RL, num_steps=spec.learner.num_rounds)
+        self._on_rank_0(lambda: self._coordinator.start_rounds.remote(first, self._position.policy_version))
+        self._agreed(0.0)  # No rank pulls before rank 0 has started the rounds.
+        for round_index in range(first, spec.learner.num_rounds):
+            self._round(learner, round_index)
+            self._after_round(learner)
+        seconds = self._position.rl_seconds
+        self._record("phase_end", phase=Phase.RL, seconds=seconds, num_steps=spec.learner.num_rounds)
+        self._evaluate("rl")
+        self._save(learner.optimizer.full_state)
+
+    def _round(self, learner: Learner, round_index: int) -> None:
+        began = time.monotonic()
+        gen_length, eos_id = self._spec.rollout.sampling.gen_length, self._policy.config.eos_token_id
+        batch = collate(self._pull(round_index), gen_length, eos_id)
+        sampled = time.monotonic()
+        metrics = learner.update(batch, round_index)
+        trained = time.monotonic()
+        version = self._position.policy_version + 1
+        self._publish(version, Phase.RL, round_index + 1)
+        published = time.monotonic()
+        seconds = {"sampling_s": sampled - began, "training_s": trained - sampled, "publish_s": published - trained}
+        values = metrics | {name: round(value, 4) for name, value in seconds.items()}
+        self._on_rank_0(lambda: self._coordinator.published.remote(round_index, version, values))
+        rl_seconds = round(self._position.rl_seconds + time.monotonic() - began, 3)
+        self._position = Position(phase=Phase.RL, round=round_index + 1, policy_version=version, rl_seconds=rl_seconds)
+
+    def _after_round(self, learner: Learner) -> None:
+        """Evaluate and checkpoint where the recipe says so; the last round's are the stage's own."""
+        spec, done = self._spec, self._position.round
+        if done == spec.learner.num_rounds:
+            return
+        if spec.evaluation.every_rounds and done % spec.evaluation.every_rounds == 0:
+            self._evaluate("round")
+        if spec.checkpoint_every_rounds and done % spec.checkpoint_every_rounds == 0:
+            self._save(learner.optimizer.full_state)
+
+    def _restore(self, learner: Learner) -> None:
+        """Go on with the optimizer and the reference that an interrupted run of rounds had."""
+        if self._position.phase is not Phase.RL:
+            return
+        learner.optimizer.load_full_state(load_file(self._checkpoint / "optimizer.safetensors"))
+        if learner.reference is not None:
+            learner.reference.load_full_weights(self._start_of_rounds())
+
+    def _start_of_rounds(self) -> dict[str, Tensor]:
+        """The weights that the rounds started from: the SFT stage's, or the initial ones."""
+        directory = self._spec.checkpoints_dir / _checkpoint_name(Phase.SFT, 0)
+        directory = directory if directory.is_dir() else self._spec.initial_checkpoint
+        return dict(load_policy(directory).named_parameters())
+
+    def _pull(self, round_index: int) -> list[Any]:
+        references = ray.get(self._coordinator.next_batch.remote(round_index))
+        return ray.get(references, timeout=_CALL_TIMEOUT_S)
+
+    # The control.
+
+    def _control(self) -> None:
+        """More SFT on the same labels from the SFT checkpoint, for the seconds that the rounds took."""
+        spec, position = self._spec, self._position
+        self._policy.load_full_weights(self._start_of_rounds())
+        learner = self._sft_learner()
+        limit_s = 0.0 if spec.control_steps else position.rl_seconds
+        # Its steps go on counting where SFT's ended: other orders of the labels, other masks.
+        seconds, num_steps = self._sft_steps(learner, Phase.CONTROL, spec.control_steps, limit_s, spec.sft.num_steps)
+        self._record("phase_end", phase=Phase.CONTROL, seconds=seconds, num_steps=num_steps)
+        end = replace(position, phase=Phase.CONTROL, policy_version=position.policy_version + 1)
+        self._finish(end, learner.optimizer.full_state)
+
+    # What every stage does.
+
+    def _finish(self, position: Position, optimizer: Callable[[], Mapping[str, Tensor]]) -> None:
+        """Publish, evaluate and checkpoint the end of a stage."""
+        self._position = position
+        self._publish(position.policy_version, position.phase, position.round)
+        self._evaluate(str(position.phase))
+        # Last: a run that stops before this line repeats the stage, and so its evaluation, when it is resumed.
+        self._save(optimizer)
+
+    def _publish(self, version: int, phase: Phase, round_index: int) -> None:
+        """Hand the weights to the store; the service hears of all versions but the control's."""
+        weights = self._policy.full_weights()
+        self._on_rank_0(lambda: self._store.publish.remote(make_manifest(version, weights), ray.put(weights)))
+        if phase is not Phase.CONTROL:
+            self._on_rank_0(lambda: self._coordinator.announce.remote(version, phase, round_index))
+
+    def _save(self, optimizer: Callable[[], Mapping[str, Tensor]]) -> None:
+        weights, state, position = self._policy.full_weights(), optimizer(), self._position
+        if self._policy.rank:
+            return
+        directory = self._spec.checkpoints_dir / _checkpoint_name(position.phase, position.round)
+        save_checkpoint(
+            directory,
+            self._policy.config,
+            weights,
+            self._spec.initial_checkpoint,
+            optimizer=state,
+            trainer_state=asdict(position),
+        )
+        self._record(
+            "checkpoint",
+            path=str(directory.relative_to(self._spec.run_dir)),
+            phase=position.phase,
+            round=position.round,
+            policy_version=position.policy_version,
+        )
+
+    def _evaluate(self, label: str) -> None:
+        position = self._position
+        self._on_rank_0(lambda: self._coordinator.evaluate.remote(position.policy_version, label, position.round))
+
+    def _record(self, event: str, **values: Any) -> None:
+        self._on_rank_0(lambda: self._coordinator.record.remote(event, values))
+
+    def _on_rank_0(self, call: Callable[[], Any]) -> None:
+        if self._policy.rank == 0:
+            ray.get(call(), timeout=_CALL_TIMEOUT_S)
+
+    def _agreed(self, seconds: float) -> float:
+        """Rank 0's clock on every rank, so that all take the same number of steps."""
+        return self._policy.sum_over_ranks(torch.tensor(seconds if self._policy.rank == 0 else 0.0)).item()
+
+
+def _checkpoint_name(phase: Phase, round_index: int) -> str:
+    return f"{phase}-{round_index:06d}" if phase is Phase.RL else str(phase)

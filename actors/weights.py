@@ -1,0 +1,122 @@
+"""Weights on their way from the learner to samplers and service: versioned, with a manifest, checked on arrival.
+
+The store is an actor that owns the newest versions in Ray's object store, so that they outlive the learner that made
+them; readers on one machine share the same memory. A reader compares every tensor with the manifest before it uses
+any. (Whether a transfer was right is tested by comparing log-probabilities, never by its status.)
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+import torch
+from torch import Tensor
+
+NAMESPACE = "d1"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorEntry:
+    """One tensor of a manifest."""
+
+    name: str
+    """The parameter's name in `learner.model.transformer`."""
+    shape: tuple[int, ...]
+    """Its shape."""
+    dtype: str
+    """Its torch dtype."""
+    checksum: int
+    """CRC-32 of its bytes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
+    """What a policy version consists of."""
+
+    version: int
+    """The policy version."""
+    tensors: tuple[TensorEntry, ...]
+    """Every parameter, in the model's order."""
+
+
+def make_manifest(version: int, weights: Mapping[str, Tensor]) -> Manifest:
+    """The manifest of whole CPU tensors."""
+    entries = tuple(
+        TensorEntry(name=name, shape=tuple(tensor.shape), dtype=str(tensor.dtype), checksum=_checksum(tensor))
+        for name, tensor in weights.items()
+    )
+    return Manifest(version=version, tensors=entries)
+
+
+def verify(manifest: Manifest, weights: Mapping[str, Tensor]) -> None:
+    """Raise ValueError, naming the first tensor that is not what the manifest lists."""
+    actual = {entry.name: entry for entry in make_manifest(manifest.version, weights).tensors}
+    for entry in manifest.tensors:
+        if actual.pop(entry.name, None) != entry:
+            raise ValueError(f"policy version {manifest.version} arrived damaged: tensor {entry.name} differs")
+    if actual:
+        raise ValueError(f"policy version {manifest.version} arrived with an unlisted tensor {min(actual)}")
+
+
+class WeightStore:
+    """Owns the newest policy versions."""
+
+    def __init__(self, num_kept: int) -> None:
+        """Keep `num_kept` versions; older ones are dropped when newer arrive."""
+        self._num_kept = num_kept
+        self._versions: dict[int, tuple[Manifest, ray.ObjectRef[Any]]] = {}
+
+    def publish(self, manifest: Manifest, weights: Mapping[str, Tensor]) -> None:
+        """Take over a version. Put again, so that this actor owns it and not the learner that may die."""
+        self._versions[manifest.version] = (manifest, ray.put(weights))
+        for version in sorted(self._versions)[: -self._num_kept]:
+            del self._versions[version]
+
+    def get(self, version: int) -> tuple[Manifest, list[ray.ObjectRef[Any]]]:
+        """A version's manifest and its weights. Raises LookupError when it is not here (any more)."""
+        if version not in self._versions:
+            raise LookupError(f"policy version {version} is not in the store; it has {sorted(self._versions)}")
+        manifest, reference = self._versions[version]
+        # In a list: a bare reference would be resolved on the way and copied through this actor.
+        return manifest, [reference]
+
+
+def store_name(run: str) -> str:
+    """The Ray name of a run's weight store, in the namespace `d1`."""
+    return f"d1-weights-{run}"
+
+
+def fetch_from(store: Any, version: int, timeout_s: float) -> dict[str, Tensor]:
+    """A verified policy version from a store actor.
+
+    Raises:
+        LookupError: the store does not have it.
+        ValueError: it arrived damaged.
+        TimeoutError: nothing came within `timeout_s`.
+    """
+    try:
+        manifest, (reference,) = ray.get(store.get.remote(version), timeout=timeout_s)
+        weights = ray.get(reference, timeout=timeout_s)
+    except ray.exceptions.GetTimeoutError as error:
+        raise TimeoutError(f"policy version {version} did not arrive within {timeout_s:.0f} s") from error
+    except ray.exceptions.RayActorError as error:
+        raise LookupError(f"the weight store is gone, and policy version {version} with it") from error
+    verify(manifest, weights)
+    return dict(weights)
+
+
+def fetch(store: str, version: int, timeout_s: float) -> dict[str, Tensor]:
+    """As `fetch_from`, of the store with that Ray name. Raises LookupError too when there is no such store."""
+    try:
+        actor = ray.get_actor(store, namespace=NAMESPACE)
+    except ValueError as error:
+        raise LookupError(f"there is no weight store {store} on this cluster") from error
+    return fetch_from(actor, version, timeout_s)
+
+
+def _checksum(tensor: Tensor) -> int:
+    return zlib.crc32(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)

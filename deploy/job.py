@@ -1,0 +1,180 @@
+"""A run, from the recipe to the last evaluation: what `d1 train` does and what a Ray job runs."""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from actors.run_log import Event, RunLog, read_events
+from deploy.curves import draw_curves
+from deploy.errors import UserError
+from deploy.recipe import Recipe, Stages
+from deploy.run_dir import create_run_dir, make_spec
+
+_POLL_S = 0.5
+_CALL_TIMEOUT_S = 60.0
+
+
+def run(
+    recipe: Recipe,
+    *,
+    stages: Stages,
+    start_from: Path | None,
+    resume: bool,
+    serve: bool,
+    on_event: Callable[[Event], None],
+) -> None:
+    """Run the stages of a recipe on the cluster that RAY_ADDRESS names, or on a Ray of its own.
+
+    Args:
+        recipe: validated, and checked against the cluster.
+        stages: which of them.
+        start_from: a checkpoint directory that becomes policy version 0.
+        resume: go on from the newest checkpoint of the run directory.
+        serve: answer HTTP requests from the newest version while training; the service stays when the run ends.
+        on_event: is given every event of the run log, from a thread of its own.
+
+    Raises:
+        UserError: the recipe cannot work, or there is nothing to resume.
+        KeyboardInterrupt: after the run's actors, and its Ray if it started one, have ended.
+    """
+    spec = make_spec(recipe, stages)
+    if not resume:
+        create_run_dir(recipe, spec, start_from)
+    elif not spec.initial_checkpoint.is_dir():
+        raise UserError(f"there is no run to resume in {spec.run_dir}; start it without --resume")
+    num_seen = len(read_events(spec.run_dir))
+    if not resume:
+        _record_start(recipe)
+    with _ray_session() as is_ours:
+        from actors.cluster import fit, start_actors, stop_actors
+        from actors.registry_server import registry_url
+
+        url = registry_url()
+        actors = start_actors(spec, recipe.grading.num_graders, url)
+        try:
+            if serve:
+                _start_service(recipe, url)
+            with _following(actors.coordinator, num_seen, on_event):
+                fit(spec, actors)
+                _call(actors.coordinator.finish.remote())
+            draw_curves(read_events(spec.run_dir), spec.run_dir / "curves.png")
+        finally:
+            stop_actors(actors, keep_store=serve and not is_ours)
+        if serve and is_ours:
+            _wait_for_interrupt()
+
+
+def _record_start(recipe: Recipe) -> None:
+    log = RunLog(recipe.run_dir)
+    log.append(
+        "run",
+        name=recipe.name,
+        seed=recipe.seed,
+        commit=_git_commit(),
+        hardware=f"{os.cpu_count()} cores, {platform.machine()}, {recipe.device}",
+        versions={name: version(name) for name in ("d1", "ray", "torch", "transformers")} | {"python": _python()},
+    )
+    log.close()
+
+
+def _python() -> str:
+    return platform.python_version()
+
+
+def _git_commit() -> str:
+    """The commit that d1 runs from, `+` marking local changes; `unknown` for an installed package."""
+    here = Path(__file__).parent
+    try:
+        described = subprocess.run(
+            ["git", "describe", "--always", "--dirty=+"],  # noqa: S607 - whichever git the user has
+            cwd=here,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=10,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return described.stdout.strip()
+
+
+@contextmanager
+def _ray_session() -> Iterator[bool]:
+    """Ray, connected or started. Yields whether we started it; then it ends with the block."""
+    import ray
+
+    from actors.cluster import WORKER_ENV
+
+    os.environ.update(WORKER_ENV)
+    is_ours = "RAY_ADDRESS" not in os.environ
+    previous_umask = os.umask(0o077)  # Ray writes its token file with the default permissions.
+    try:
+        ray.init(
+            address="local" if is_ours else None,
+            include_dashboard=True if is_ours else None,
+            log_to_driver=False,
+            logging_level=logging.WARNING,
+            runtime_env={"env_vars": WORKER_ENV},
+        )
+    finally:
+        os.umask(previous_umask)
+    try:
+        yield is_ours
+    finally:
+        ray.shutdown()
+
+
+@contextmanager
+def _following(coordinator: Any, num_seen: int, on_event: Callable[[Event], None]) -> Iterator[None]:
+    """Hand every new event to `on_event`, from a thread, until the block ends."""
+    ended = threading.Event()
+
+    def follow() -> None:
+        import ray
+
+        seen = num_seen
+        while True:
+            is_last = ended.wait(_POLL_S)
+            try:
+                events = _call(coordinator.events_since.remote(seen))
+            except ray.exceptions.RayError:
+                return  # The coordinator is gone: `fit` says why.
+            for event in events:
+                on_event(event)
+            seen += len(events)
+            if is_last:
+                return
+
+    thread = threading.Thread(target=follow, name="d1-events", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join(timeout=2 * _POLL_S + 5)
+
+
+def _call(reference: Any) -> Any:
+    import ray
+
+    return ray.get(reference, timeout=_CALL_TIMEOUT_S)
+
+
+def _start_service(recipe: Recipe, url: str) -> None:
+    from deploy.service import deploy_service
+
+    deploy_service(recipe.run_dir, url, recipe.service.host, recipe.service.port, recipe.service.num_replicas)
+
+
+def _wait_for_interrupt() -> None:
+    """The service lives in our Ray: stay until Ctrl-C."""
+    threading.Event().wait()

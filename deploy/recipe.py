@@ -1,0 +1,145 @@
+"""Recipes: the one place where the parts' configs are composed and checked against each other."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+from learner.learner import LearnerConfig
+from learner.sft import SftConfig
+from rewards import TaskConfig
+from rollout.config import EvaluationConfig, RolloutConfig
+
+_STRICT = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class Stages(StrEnum):
+    """Which stages of a run to go through."""
+
+    ALL = "all"
+    """SFT, the rounds, and the control if the recipe asks for it."""
+    SFT = "sft"
+    """SFT alone."""
+    RL = "rl"
+    """The rounds alone, from a checkpoint that is given."""
+
+
+class ModelSection(BaseModel):
+    """The policy: made from scratch by its shape, or loaded from a checkpoint directory."""
+
+    model_config = _STRICT
+
+    checkpoint: Path | None = None
+    """A Hugging Face checkpoint directory to start from; then the shape below is the checkpoint's."""
+    d_model: PositiveInt = 128
+    """Width of the residual stream."""
+    num_layers: PositiveInt = 4
+    """Transformer blocks."""
+    num_heads: PositiveInt = 4
+    """Attention heads."""
+    mlp_hidden_size: PositiveInt = 384
+    """Inner width of the SwiGLU."""
+    vocab_size: Annotated[int, Field(ge=288)] = 320
+    """Most tokens of the tokenizer that is trained on the task's texts."""
+
+    @model_validator(mode="after")
+    def _heads(self) -> ModelSection:
+        if self.d_model % self.num_heads or (self.d_model // self.num_heads) % 2:
+            raise ValueError(
+                f"num_heads {self.num_heads} does not split d_model {self.d_model} into heads of even width"
+            )
+        return self
+
+
+class GraderSection(BaseModel):
+    """The grader pool."""
+
+    model_config = _STRICT
+
+    num_graders: PositiveInt = 1
+    """Grader actors."""
+    timeout_s: PositiveFloat = 60.0
+    """Longest time to grade one batch of completions, in seconds; then its groups count as failed."""
+
+
+class ControlSection(BaseModel):
+    """The control: more SFT on the same labels, from the SFT checkpoint, for as long as the rounds took."""
+
+    model_config = _STRICT
+
+    enabled: bool = True
+    """Whether to run it after the rounds."""
+    num_steps: NonNegativeInt = 0
+    """Optimizer steps; 0 means: for the same seconds as the rounds took."""
+
+
+class ServiceSection(BaseModel):
+    """The HTTP service that answers from the current policy."""
+
+    model_config = _STRICT
+
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: Annotated[int, Field(ge=1, le=65535)] = 8000
+    """Port to listen on."""
+    num_replicas: PositiveInt = 1
+    """Replicas of the policy."""
+
+
+class Recipe(BaseModel):
+    """Everything that determines a run."""
+
+    model_config = _STRICT
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,79}$")]
+    """The run's name: its directory below `runs_dir`, its Ray namespace and its job id."""
+    seed: NonNegativeInt = 0
+    """Keys every random draw of the run."""
+    runs_dir: Path = Path("runs")
+    """Where run directories are made. On a cluster of several machines: a path that all of them share."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where samplers and learner workers compute: `cpu`, or `cuda` with one GPU for each of them."""
+    task: TaskConfig
+    """What is learned."""
+    num_train_problems: PositiveInt = 2000
+    """Problems without labels that the rounds draw from; SFT's labels are the first of them."""
+    model: ModelSection = ModelSection()
+    """The policy."""
+    sft: SftConfig
+    """Stage 1."""
+    rollout: RolloutConfig = RolloutConfig()
+    """The sampler pool."""
+    grading: GraderSection = GraderSection()
+    """The grader pool."""
+    learner: LearnerConfig
+    """Stage 2."""
+    evaluation: EvaluationConfig = EvaluationConfig()
+    """Held-out accuracy."""
+    control: ControlSection = ControlSection()
+    """What else the same seconds could have bought."""
+    checkpoint_every_rounds: NonNegativeInt = 0
+    """Write a checkpoint to resume from after every so many rounds; 0: only at the ends of the stages."""
+    service: ServiceSection = ServiceSection()
+    """The HTTP service."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Recipe:
+        if self.sft.num_labels > self.num_train_problems:
+            raise ValueError(
+                f"sft.num_labels {self.sft.num_labels} exceeds num_train_problems {self.num_train_problems}, "
+                "of which the labels are the first"
+            )
+        if self.learner.groups_per_round > self.num_train_problems:
+            raise ValueError(
+                f"learner.groups_per_round {self.learner.groups_per_round} exceeds "
+                f"num_train_problems {self.num_train_problems}: a round asks each problem once"
+            )
+        return self
+
+    @property
+    def run_dir(self) -> Path:
+        """The run's directory, absolute."""
+        return (self.runs_dir / self.name).resolve()

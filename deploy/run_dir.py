@@ -1,0 +1,119 @@
+"""Making a run directory: the resolved recipe and policy version 0, whole or not at all."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from actors.plan import RunPlan
+from actors.run_log import CHECKPOINTS, RECIPE
+from actors.spec import Phase, RunSpec
+from actors.training import Position
+from deploy.errors import UserError
+from deploy.overrides import resolved_yaml
+from deploy.recipe import ModelSection, Recipe, Stages
+from learner.model.checkpoint import load_config, load_policy, save_checkpoint
+from learner.model.tokenizer import EOS, MASK, ChatTokenizer, make_tokenizer
+from learner.model.transformer import Transformer, TransformerConfig, init_weights
+from rewards import Split, make_task
+
+_PHASES = {
+    Stages.ALL: (Phase.SFT, Phase.RL),
+    Stages.SFT: (Phase.SFT,),
+    Stages.RL: (Phase.RL,),
+}
+_NUM_TOKENIZER_TEXTS = 2000
+
+
+def make_spec(recipe: Recipe, stages: Stages) -> RunSpec:
+    """The run that a recipe describes."""
+    phases = _PHASES[stages]
+    if stages is Stages.ALL and recipe.control.enabled:
+        phases = (*phases, Phase.CONTROL)
+    return RunSpec(
+        name=recipe.name,
+        run_dir=recipe.run_dir,
+        seed=recipe.seed,
+        device=recipe.device,
+        task=recipe.task,
+        num_train_problems=recipe.num_train_problems,
+        phases=phases,
+        sft=recipe.sft,
+        rollout=recipe.rollout,
+        learner=recipe.learner,
+        evaluation=recipe.evaluation,
+        grading_timeout_s=recipe.grading.timeout_s,
+        control_steps=recipe.control.num_steps,
+        checkpoint_every_rounds=recipe.checkpoint_every_rounds,
+    )
+
+
+def create_run_dir(recipe: Recipe, spec: RunSpec, start_from: Path | None) -> None:
+    """Make the run directory, with policy version 0 made from scratch or copied from `start_from`.
+
+    Raises UserError when the recipe cannot work: a bad checkpoint, too few problems, a canvas that is too short.
+    """
+    partial = spec.run_dir.with_name(f".{spec.run_dir.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+        (partial / RECIPE).write_text(resolved_yaml(recipe))
+        source = start_from or recipe.model.checkpoint
+        _write_initial(recipe, partial / CHECKPOINTS / "initial", source)
+        _check_plan(replace(spec, run_dir=partial))
+        partial.rename(spec.run_dir)
+    except (ValueError, OSError) as error:
+        raise UserError(str(error)) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _write_initial(recipe: Recipe, directory: Path, source: Path | None) -> None:
+    state = asdict(Position(phase=Phase.UNTRAINED, round=0, policy_version=0, rl_seconds=0.0))
+    canvas_tokens = recipe.rollout.max_prompt_tokens + recipe.rollout.sampling.gen_length
+    if source is not None:
+        config = load_config(source)
+        if config.max_sequence_length < canvas_tokens:
+            raise ValueError(
+                f"{source} takes canvases of {config.max_sequence_length} tokens; rollout.max_prompt_tokens + "
+                f"rollout.sampling.gen_length is {canvas_tokens}"
+            )
+        ChatTokenizer(source)
+        save_checkpoint(directory, config, load_policy(source).state_dict(), source, trainer_state=state)
+        return
+    tokenizer_dir = directory.parent / ".tokenizer"
+    make_tokenizer(_texts(recipe), tokenizer_dir, recipe.model.vocab_size)
+    config = _scratch_config(recipe.model, ChatTokenizer(tokenizer_dir), canvas_tokens)
+    model = Transformer(config)
+    init_weights(model, recipe.seed)
+    save_checkpoint(directory, config, model.state_dict(), tokenizer_dir, trainer_state=state)
+    shutil.rmtree(tokenizer_dir)
+
+
+def _scratch_config(section: ModelSection, tokenizer: ChatTokenizer, canvas_tokens: int) -> TransformerConfig:
+    return TransformerConfig(
+        vocab_size=len(tokenizer),
+        d_model=section.d_model,
+        num_layers=section.num_layers,
+        num_heads=section.num_heads,
+        num_kv_heads=section.num_heads,
+        mlp_hidden_size=section.mlp_hidden_size,
+        max_sequence_length=canvas_tokens,
+        mask_token_id=tokenizer.token_id(MASK),
+        eos_token_id=tokenizer.token_id(EOS),
+        pad_token_id=tokenizer.token_id(EOS),
+    )
+
+
+def _texts(recipe: Recipe) -> list[str]:
+    count = min(recipe.num_train_problems, _NUM_TOKENIZER_TEXTS)
+    problems = make_task(recipe.task).problems(Split.TRAIN, count, recipe.seed)
+    prompts = [message.content for problem in problems for message in problem.messages]
+    return prompts + [problem.demonstration for problem in problems]
+
+
+def _check_plan(spec: RunSpec) -> None:
+    plan = RunPlan(spec, ChatTokenizer(spec.initial_checkpoint))
+    if Phase.SFT in spec.phases:
+        plan.labels()
