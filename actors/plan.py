@@ -85,13 +85,15 @@ class RunPlan:
         eos_id = self._tokenizer.eos_id
         gen_length = self._spec.rollout.sampling.gen_length
         problems = self.train[: self._spec.sft.num_labels]
-        completions = [[*self._tokenizer.encode_completion(problem.demonstration), eos_id] for problem in problems]
-        longest = max(map(len, completions))
+        demonstrations = [self._tokenizer.encode_completion(problem.demonstration) for problem in problems]
+        longest = max(map(len, demonstrations))
         if longest > gen_length:
             raise ValueError(
-                f"a demonstration of task {self._spec.task.name} has {longest} tokens with its end of text; "
+                f"a demonstration of task {self._spec.task.name} has {longest} tokens; "
                 f"rollout.sampling.gen_length {gen_length} must be at least that"
             )
+        # One that fills the canvas ends with it, without an end of text.
+        completions = [[*demonstration, eos_id][:gen_length] for demonstration in demonstrations]
         prompts = [self._prompts[problem.problem_id] for problem in problems]
         return CompletionBatch(
             prompt_ids=pad_rows(prompts, eos_id),

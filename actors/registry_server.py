@@ -137,7 +137,7 @@ def registry_url() -> str:
             f"set {URL_VARIABLE} to a Redis that all of them reach"
         )
     options: dict[str, Any] = {"name": ACTOR_NAME, "namespace": NAMESPACE, "lifetime": "detached", "num_cpus": 0}
-    actor = (
+    actor: Any = (
         ray.remote(RegistryServer)
         .options(get_if_exists=True, max_restarts=-1, max_task_retries=-1, **options)
         .remote(_free_port(), secrets.token_urlsafe(32))

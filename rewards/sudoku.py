@@ -52,7 +52,7 @@ class SudokuConfig(BaseModel):
     min_empty: int = Field(default=6, ge=1, le=11)
     """The smallest number of empty cells."""
     max_empty: int = Field(default=10, ge=1, le=11)
-    """The largest number of empty cells, at least `min_empty`. With 12 few puzzles are unique, with more none is."""
+    """The largest number of empty cells, at least `min_empty`. Few puzzles with 12 are unique, none with more."""
     prompt: PromptStyle = "d1"
     """`d1` for the words of the d1 code, `compact` for the 16 characters of the puzzle alone."""
     heldout_fraction: float = Field(default=0.3, ge=0.05, le=0.5)

@@ -47,9 +47,9 @@ def test_last_answer_equals_d1s_regular_expression(text: str) -> None:
 
 @pytest.mark.parametrize("piece", ["<answer>", "</answer>", "<answer>1</answer>", "<"])
 def test_last_answer_takes_linear_time(piece: str) -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     last_answer(piece * (2_000_000 // len(piece)))
-    assert time.perf_counter() - start < 2.0
+    assert time.process_time() - start < 2.0
 
 
 def test_ascii_digits_keeps_only_the_ten_digits() -> None:

@@ -158,6 +158,6 @@ def test_the_length_bound_is_exact() -> None:
     ],
 )
 def test_hostile_expressions_cost_no_time(text: str) -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     evaluate(text)
-    assert time.perf_counter() - start < 0.5
+    assert time.process_time() - start < 0.5

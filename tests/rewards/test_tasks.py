@@ -88,9 +88,9 @@ def test_another_problems_demonstration_does_not_solve_this_one(task: Task) -> N
 def test_hostile_texts_are_graded_in_bounded_time(hostile: str, wrapping: str) -> None:
     text = wrapping.replace("{}", hostile)
     for task, problem in _POSED:
-        start = time.perf_counter()
+        start = time.process_time()
         grade = task.grade(problem, text)
-        assert time.perf_counter() - start < 1.0
+        assert time.process_time() - start < 1.0
         assert not grade.correct
         assert 0.0 <= grade.reward < 1.0
 

@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from actors.plan import RunPlan
+from actors.spec import Phase, RunSpec
+from learner.learner import LearnerConfig
+from learner.model.checkpoint import save_checkpoint
+from learner.model.tokenizer import EOS, MASK, ChatTokenizer, make_tokenizer
+from learner.model.transformer import Transformer, TransformerConfig, init_weights
+from learner.sft import SftConfig
+from rewards import SumsConfig
+from rollout.config import EvaluationConfig, RolloutConfig
+from rollout.request import SamplingParams
+
+
+@pytest.fixture(scope="session")
+def spec(tmp_path_factory: pytest.TempPathFactory) -> RunSpec:
+    """A run of digit sums with a random policy of two layers as its initial checkpoint."""
+    run_dir = tmp_path_factory.mktemp("run")
+    spec = RunSpec(
+        name="test",
+        run_dir=run_dir,
+        seed=0,
+        device="cpu",
+        task=SumsConfig(),
+        num_train_problems=50,
+        phases=(Phase.SFT, Phase.RL),
+        sft=SftConfig(num_labels=10, num_steps=2, batch_size=8),
+        rollout=RolloutConfig(
+            batch_size=8,
+            max_prompt_tokens=12,
+            sampling=SamplingParams(gen_length=8, block_length=8, num_denoise_steps=4, temperature=1.0),
+        ),
+        learner=LearnerConfig(num_rounds=2, groups_per_round=5, group_size=4, inner_updates=1),
+        evaluation=EvaluationConfig(num_problems=20),
+        grading_timeout_s=30,
+        control_steps=0,
+        checkpoint_every_rounds=0,
+    )
+    tokenizer_dir = run_dir / "tokenizer"
+    make_tokenizer(["1 2 3"], tokenizer_dir, 300)
+    tokenizer = ChatTokenizer(tokenizer_dir)
+    config = TransformerConfig(
+        vocab_size=len(tokenizer),
+        d_model=32,
+        num_layers=2,
+        num_heads=2,
+        num_kv_heads=2,
+        mlp_hidden_size=48,
+        max_sequence_length=32,
+        mask_token_id=tokenizer.token_id(MASK),
+        eos_token_id=tokenizer.token_id(EOS),
+        pad_token_id=tokenizer.token_id(EOS),
+    )
+    torch.set_num_threads(1)
+    model = Transformer(config)
+    init_weights(model, seed=0)
+    state = {"phase": "untrained", "round": 0, "policy_version": 0, "rl_seconds": 0.0}
+    save_checkpoint(spec.initial_checkpoint, config, model.state_dict(), tokenizer_dir, trainer_state=state)
+    return spec
+
+
+@pytest.fixture
+def plan(spec: RunSpec) -> RunPlan:
+    return RunPlan(spec, ChatTokenizer(spec.initial_checkpoint))
+
+
+@pytest.fixture
+def other_seed(spec: RunSpec) -> RunPlan:
+    return RunPlan(replace(spec, seed=1), ChatTokenizer(spec.initial_checkpoint))

@@ -1,0 +1,90 @@
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from actors.collate import collate
+from actors.messages import Portion, ScoredPortion
+from actors.plan import RunPlan
+from actors.round_stats import readable_samples, round_stats
+from actors.spec import RunSpec
+from actors.workers import GraderWorker, grade_or_error
+from rewards import Grade, Outcome, Problem
+from rollout.request import Completion, FinishReason
+
+
+def _completion(text: list[int], version: int) -> Completion:
+    zeros = np.zeros(len(text), dtype=np.float32)
+    return Completion(
+        token_ids=np.array(text, dtype=np.int32),
+        num_tokens=len(text) - 1,
+        step_map=np.arange(len(text), dtype=np.int16),
+        commit_logp=zeros - 0.5,
+        commit_logp_raw=zeros,
+        commit_entropy=zeros,
+        num_forwards=1,
+        exact=True,
+        finish_reason=FinishReason.EOS,
+        policy_version=version,
+    )
+
+
+def _scored(portion: Portion) -> ScoredPortion:
+    completions = tuple(_completion([7, 8, 9, 10], version=4) for _ in portion.requests)
+    grades = tuple(
+        Grade(reward=row / 10, parts={"digits": row / 10}, correct=False) for row in range(len(portion.requests))
+    )
+    return ScoredPortion(portion=portion, completions=completions, grades=grades)
+
+
+def test_rows_carry_their_own_request_completion_and_grade(plan: RunPlan) -> None:
+    portion = plan.round_portion(0, 1)
+    batch = collate([_scored(portion)], gen_length=8, eos_id=1)
+    assert batch.group_ids.tolist() == [2] * 4 + [3] * 4
+    assert batch.completion_ids.tolist() == [[7, 8, 9, 1, 1, 1, 1, 1]] * 8
+    assert batch.completion_lengths.tolist() == [3] * 8
+    assert batch.step_map[0].tolist() == [0, 1, 2, 3, -1, -1, -1, -1]
+    torch.testing.assert_close(batch.rewards, torch.arange(8) / 10)
+    for row, request in enumerate(portion.requests):
+        assert batch.prompt_ids[row, : batch.prompt_lengths[row]].tolist() == list(request.prompt_ids)
+    assert len(set(batch.sample_keys.tolist())) == 8
+    assert set(batch.policy_versions.tolist()) == {4}
+
+
+def test_a_group_with_an_ungraded_completion_is_left_out_whole(plan: RunPlan) -> None:
+    scored = _scored(plan.round_portion(0, 0))
+    grades = list(scored.grades)
+    grades[5] = replace(grades[5], outcome=Outcome.TIMEOUT)
+    batch = collate([replace(scored, grades=tuple(grades))], gen_length=8, eos_id=1)
+    assert batch.group_ids.tolist() == [0] * 4
+
+
+def test_failures_of_a_grader_become_counted_data(spec: RunSpec, plan: RunPlan) -> None:
+    class Broken:
+        name = "broken"
+
+        def grade(self, problem: Problem, text: str) -> Grade:
+            raise ZeroDivisionError
+
+        def problems(self, split: object, count: int, seed: int) -> list[Problem]:
+            return []
+
+    assert grade_or_error(Broken(), plan.train[0], "x").outcome is Outcome.ERROR
+
+
+def test_graders_see_the_text_up_to_its_end_and_report_it(spec: RunSpec, plan: RunPlan) -> None:
+    grader, portion = GraderWorker(spec.task, spec.initial_checkpoint), plan.round_portion(0, 0)
+    labels = plan.labels()
+    demonstration = labels.completion_ids[0, : int(labels.completion_lengths[0])].tolist()
+    # What follows the end of text would spoil the answer, were it graded.
+    completion = replace(_completion([*demonstration, *demonstration], version=0), num_tokens=len(demonstration))
+    portion = replace(portion, problems=(plan.train[0],) * 8)
+    scored, summary = grader.grade(portion, [completion] * 8)
+    assert all(grade.correct for grade in scored.grades)
+    assert set(summary.texts) == {plan.train[0].demonstration}
+    stats = round_stats([portion], [summary], num_groups=5)
+    assert (stats["reward"], stats["correct"], stats["num_completions"]) == (1, 1, 8)
+    assert stats["num_failed_groups"] == 3
+    (sample, *_) = readable_samples([portion], [summary], plan.prompt_text)
+    assert sample["completion"] == plan.train[0].demonstration
+    assert sample["prompt"] == plan.train[0].messages[0].content

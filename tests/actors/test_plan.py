@@ -1,0 +1,74 @@
+from dataclasses import replace
+
+import pytest
+
+from actors.plan import RunPlan
+from actors.spec import RunSpec
+from learner.model.tokenizer import ChatTokenizer
+
+
+def test_a_round_is_the_same_whoever_plans_it(spec: RunSpec, plan: RunPlan) -> None:
+    again = RunPlan(spec, ChatTokenizer(spec.initial_checkpoint))
+    assert again.round_portion(3, 1) == plan.round_portion(3, 1)
+
+
+def test_portions_hold_whole_groups_and_every_group_once(plan: RunPlan) -> None:
+    portions = [plan.round_portion(0, index) for index in range(plan.portions_per_round)]
+    groups = [group for portion in portions for group in portion.group_ids]
+    assert groups == [group for group in range(5) for _ in range(4)]
+    assert [len(portion.requests) for portion in portions] == [8, 8, 4]
+
+
+def test_an_epoch_asks_every_problem_once_and_in_another_order_than_the_next(plan: RunPlan) -> None:
+    def asked(rounds: range) -> list[str]:
+        portions = [plan.round_portion(r, index) for r in rounds for index in range(plan.portions_per_round)]
+        return [problem.problem_id for portion in portions for problem in portion.problems[::4]]
+
+    first, second = asked(range(10)), asked(range(10, 20))
+    assert sorted(first) == sorted(second) == sorted(problem.problem_id for problem in plan.train)
+    assert first != second
+
+
+def test_no_two_samples_of_a_run_share_a_seed(plan: RunPlan, other_seed: RunPlan) -> None:
+    portions = [
+        p.round_portion(r, i) for p in (plan, other_seed) for r in range(25) for i in range(p.portions_per_round)
+    ]
+    seeds = [request.seed for portion in portions for request in portion.requests]
+    assert len(set(seeds)) == len(seeds) == 2 * 25 * 20
+
+
+def test_evaluation_asks_every_held_out_problem_once_and_greedily(plan: RunPlan, other_seed: RunPlan) -> None:
+    portions = plan.evaluation_portions()
+    problems = [problem.problem_id for portion in portions for problem in portion.problems]
+    assert problems == [problem.problem_id for problem in plan.heldout]
+    assert len(set(problems)) == 20
+    assert all(request.params.temperature == 0 for portion in portions for request in portion.requests)
+    assert problems == [problem.problem_id for problem in other_seed.heldout], "every run is asked the same"
+
+
+def test_labels_are_the_demonstrations_of_the_first_training_problems(spec: RunSpec, plan: RunPlan) -> None:
+    labels, tokenizer = plan.labels(), ChatTokenizer(spec.initial_checkpoint)
+    for row, problem in enumerate(plan.train[:10]):
+        length = int(labels.completion_lengths[row])
+        assert tokenizer.decode(labels.completion_ids[row, :length].tolist()) == problem.demonstration
+        assert int(labels.completion_ids[row, length - 1]) == tokenizer.eos_id
+
+
+def test_a_canvas_too_short_for_the_labels_is_refused(spec: RunSpec) -> None:
+    sampling = spec.rollout.sampling.model_copy(update={"gen_length": 4})
+    short = replace(spec, rollout=spec.rollout.model_copy(update={"sampling": sampling}))
+    with pytest.raises(ValueError, match=r"has 5 tokens; rollout\.sampling\.gen_length 4 must be at least that"):
+        RunPlan(short, ChatTokenizer(spec.initial_checkpoint)).labels()
+
+
+def test_overlong_prompts_are_dropped_and_counted_or_cut_from_the_left(spec: RunSpec, plan: RunPlan) -> None:
+    def limited(how: str, limit: int) -> RunPlan:
+        rollout = spec.rollout.model_copy(update={"max_prompt_tokens": limit, "overlong_prompts": how})
+        return RunPlan(replace(spec, rollout=rollout), ChatTokenizer(spec.initial_checkpoint))
+
+    whole = plan.round_portion(0, 0).requests[0].prompt_ids
+    cut = limited("truncate_left", 4)
+    assert cut.round_portion(0, 0).requests[0].prompt_ids == whole[-4:]
+    assert cut.num_overlong == 50 + 20
+    with pytest.raises(ValueError, match=r"every prompt of task sums is longer than rollout\.max_prompt_tokens 4"):
+        limited("drop", 4)

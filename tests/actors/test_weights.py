@@ -1,0 +1,35 @@
+from dataclasses import replace
+
+import pytest
+import torch
+
+from actors.weights import make_manifest, verify
+
+WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}
+
+
+def test_weights_that_arrived_whole_pass() -> None:
+    verify(make_manifest(3, WEIGHTS), {name: tensor.clone() for name, tensor in WEIGHTS.items()})
+
+
+@pytest.mark.parametrize("change", ["value", "shape", "dtype", "missing", "extra"])
+def test_any_difference_is_named(change: str) -> None:
+    arrived = {name: tensor.clone() for name, tensor in WEIGHTS.items()}
+    if change == "value":
+        arrived["b"][2] += 1
+    elif change == "shape":
+        arrived["b"] = arrived["b"].view(2, 2)
+    elif change == "dtype":
+        arrived["b"] = arrived["b"].view(torch.float16)
+    elif change == "missing":
+        del arrived["b"]
+    else:
+        arrived["c"] = torch.zeros(1)
+    with pytest.raises(ValueError, match=r"policy version 3 arrived .* (tensor b differs|an unlisted tensor c)"):
+        verify(make_manifest(3, WEIGHTS), arrived)
+
+
+def test_a_manifest_lists_shape_and_dtype() -> None:
+    entry = make_manifest(3, WEIGHTS).tensors[1]
+    assert (entry.name, entry.shape, entry.dtype) == ("b", (4,), "torch.bfloat16")
+    assert replace(entry, checksum=0) != entry
