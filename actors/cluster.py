@@ -115,7 +115,7 @@ def fit(spec: RunSpec, actors: RunActors) -> None:
             resources_per_worker=learner_resources(spec.device),
         ),
         run_config=RunConfig(
-            name="ray_train",
+            name=".ray_train",
             storage_path=str(spec.run_dir),
             failure_config=FailureConfig(max_failures=_MAX_LEARNER_RESTARTS),
         ),

@@ -5,7 +5,7 @@ Everything else that shows numbers (TensorBoard, the table, the curves) is made 
 
 | event | other fields |
 |---|---|
-| run | name, seed, commit, hardware, versions |
+| run | name, seed, commit, hardware, versions, began_at (unix time) |
 | phase | phase: untrained, sft, rl, control; num_steps (optimizer steps or rounds, 0 where a time limits it) |
 | sft | phase, step, loss, grad_norm, lr, tokens_per_s |
 | round | round, policy_version, reward, reward_parts, correct, num_completions, num_failed_groups, num_retries, |
@@ -50,7 +50,7 @@ class RunLog:
         self._samples = (directory / SAMPLES).open("a", encoding="utf-8")
         self._board = SummaryWriter(log_dir=str(directory / TENSORBOARD))
         self._events = read_events(directory)
-        self._began = time.monotonic() - (self._events[-1]["time_s"] if self._events else 0.0)
+        self._began = time.time() - self._seconds_so_far()
 
     def append(self, event: str, **values: Any) -> Event:
         """Record one event; it is on disk when this returns."""
@@ -75,13 +75,20 @@ class RunLog:
 
     def seconds(self) -> float:
         """Seconds since the run began."""
-        return round(time.monotonic() - self._began, 3)
+        return round(time.time() - self._began, 3)
 
     def close(self) -> None:
         """Flush and close the files."""
         self._board.close()
         self._metrics.close()
         self._samples.close()
+
+    def _seconds_so_far(self) -> float:
+        """Of a run that has only been announced, the time since; of a resumed one, the time it had run."""
+        if not self._events:
+            return 0.0
+        last = self._events[-1]
+        return time.time() - last["began_at"] if last["event"] == "run" else last["time_s"]
 
     def _to_board(self, event: str, values: Mapping[str, Any]) -> None:
         step = values.get("round", values.get("step"))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import platform
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 from actors.run_log import Event, RunLog, read_events
 from deploy.curves import draw_curves
 from deploy.errors import UserError
+from deploy.ray_session import ray_session
 from deploy.recipe import Recipe, Stages
 from deploy.run_dir import create_run_dir, make_spec
 
@@ -46,6 +48,7 @@ def run(
         UserError: the recipe cannot work, or there is nothing to resume.
         KeyboardInterrupt: after the run's actors, and its Ray if it started one, have ended.
     """
+    began_at = time.time()
     spec = make_spec(recipe, stages)
     if not resume:
         create_run_dir(recipe, spec, start_from)
@@ -53,32 +56,36 @@ def run(
         raise UserError(f"there is no run to resume in {spec.run_dir}; start it without --resume")
     num_seen = len(read_events(spec.run_dir))
     if not resume:
-        _record_start(recipe)
-    with _ray_session() as is_ours:
+        _record_start(recipe, began_at)
+    on_event({"event": "status", "what": "starting Ray" if "RAY_ADDRESS" not in os.environ else "connecting to Ray"})
+    with ray_session(dashboard=True) as ray:
         from actors.cluster import fit, start_actors, stop_actors
         from actors.registry_server import registry_url
 
+        on_event({"event": "status", "what": f"Ray is up; dashboard http://{ray.dashboard_url}; starting the pools"})
         url = registry_url()
         actors = start_actors(spec, recipe.grading.num_graders, url)
         try:
             if serve:
                 _start_service(recipe, url)
+            on_event({"event": "status", "what": "the pools are up; starting the learner group"})
             with _following(actors.coordinator, num_seen, on_event):
-                fit(spec, actors)
+                _wait_for(lambda: fit(spec, actors))
                 _call(actors.coordinator.finish.remote())
             draw_curves(read_events(spec.run_dir), spec.run_dir / "curves.png")
         finally:
-            stop_actors(actors, keep_store=serve and not is_ours)
-        if serve and is_ours:
+            stop_actors(actors, keep_store=serve and not ray.is_ours)
+        if serve and ray.is_ours:
             _wait_for_interrupt()
 
 
-def _record_start(recipe: Recipe) -> None:
+def _record_start(recipe: Recipe, began_at: float) -> None:
     log = RunLog(recipe.run_dir)
     log.append(
         "run",
         name=recipe.name,
         seed=recipe.seed,
+        began_at=began_at,
         commit=_git_commit(),
         hardware=f"{os.cpu_count()} cores, {platform.machine()}, {recipe.device}",
         versions={name: version(name) for name in ("d1", "ray", "torch", "transformers")} | {"python": _python()},
@@ -105,32 +112,6 @@ def _git_commit() -> str:
     except (OSError, subprocess.SubprocessError):
         return "unknown"
     return described.stdout.strip()
-
-
-@contextmanager
-def _ray_session() -> Iterator[bool]:
-    """Ray, connected or started. Yields whether we started it; then it ends with the block."""
-    import ray
-
-    from actors.cluster import WORKER_ENV
-
-    os.environ.update(WORKER_ENV)
-    is_ours = "RAY_ADDRESS" not in os.environ
-    previous_umask = os.umask(0o077)  # Ray writes its token file with the default permissions.
-    try:
-        ray.init(
-            address="local" if is_ours else None,
-            include_dashboard=True if is_ours else None,
-            log_to_driver=False,
-            logging_level=logging.WARNING,
-            runtime_env={"env_vars": WORKER_ENV},
-        )
-    finally:
-        os.umask(previous_umask)
-    try:
-        yield is_ours
-    finally:
-        ray.shutdown()
 
 
 @contextmanager
@@ -161,6 +142,22 @@ def _following(coordinator: Any, num_seen: int, on_event: Callable[[Event], None
     finally:
         ended.set()
         thread.join(timeout=2 * _POLL_S + 5)
+
+
+def _wait_for(work: Callable[[], None]) -> None:
+    """Do `work` in a thread, so that Ctrl-C reaches us: in the main thread Ray Train takes the signal for itself."""
+    done: Future[None] = Future()
+
+    def do() -> None:
+        try:
+            work()
+        except BaseException as error:
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+
+    threading.Thread(target=do, name="d1-fit", daemon=True).start()
+    done.result()
 
 
 def _call(reference: Any) -> Any:

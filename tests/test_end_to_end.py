@@ -1,0 +1,221 @@
+"""Whole runs through the command line, on a Ray cluster of this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from actors.run_log import read_events
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
+
+D1 = str(Path(sys.executable).with_name("d1"))
+RECIPE = """
+task: {name: sums}
+num_train_problems: 100
+model: {d_model: 32, num_layers: 2, num_heads: 2, mlp_hidden_size: 48}
+sft: {num_labels: 20, num_steps: 5, batch_size: 16, lr: 0.003}
+rollout:
+  batch_size: 16
+  max_prompt_tokens: 12
+  sampling: {gen_length: 6, block_length: 3, num_denoise_steps: 4, temperature: 1.0}
+learner: {num_rounds: 4, groups_per_round: 8, group_size: 4, inner_updates: 2, lr: 0.001}
+evaluation: {num_problems: 50, every_rounds: 2}
+control: {num_steps: 3}
+checkpoint_every_rounds: 1
+"""
+# What depends on the clock, or on which process wrote it.
+UNREPEATABLE = {
+    "time_s",
+    "tokens_per_s",
+    "sampling_s",
+    "training_s",
+    "publish_s",
+    "seconds",
+    "name",
+    "began_at",
+    "num_retries",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    (folder / "recipe.yaml").write_text(RECIPE)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[dict[str, str]]:
+    """A cluster that outlives the runs on it; yields the environment that finds it."""
+    before = dict(os.environ)
+    os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+    os.environ.pop("RAY_ADDRESS", None)
+    ray.init(
+        address="local",
+        namespace="d1",
+        num_cpus=4,
+        include_dashboard=False,
+        log_to_driver=False,
+        object_store_memory=200_000_000,
+    )
+    yield dict(os.environ) | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+    ray.shutdown()
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def _d1(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([D1, *arguments], env=environment, capture_output=True, text=True, timeout=180, check=False)
+
+
+def _train(
+    environment: dict[str, str], folder: Path, name: str, *more: str, command: str = "train"
+) -> list[dict[str, Any]]:
+    done = _d1(environment, command, str(folder / "recipe.yaml"), f"name={name}", f"runs_dir={folder}", *more)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return read_events(folder / name)
+
+
+def _repeatable(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The metrics without timings: SFT's progress lines come by the clock, so only each phase's last is compared."""
+    kept = [event for event in events if event["event"] in ("round", "evaluation", "checkpoint", "phase_end")]
+    return [{name: value for name, value in event.items() if name not in UNREPEATABLE} for event in kept]
+
+
+@pytest.fixture(scope="module")
+def first_run(cluster: dict[str, str], folder: Path) -> list[dict[str, Any]]:
+    return _train(cluster, folder, "first")
+
+
+def test_a_run_leaves_what_it_promises(cluster: dict[str, str], folder: Path, first_run: list[dict[str, Any]]) -> None:
+    run_dir = folder / "first"
+    labels = [event["label"] for event in first_run if event["event"] == "evaluation"]
+    assert labels == ["untrained", "sft", "round", "rl", "control"]
+    rounds = [event for event in first_run if event["event"] == "round"]
+    assert [event["policy_version"] for event in rounds] == [2, 3, 4, 5]
+    assert all(event["num_completions"] == 32 and event["num_failed_groups"] == 0 for event in rounds)
+    assert not [event for event in first_run if event["event"] == "failure"]
+    samples = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
+    assert len(samples) == 16
+    # The completions of round r were sampled by the version that round r - 1 published.
+    assert all(sample["policy_version"] == sample["round"] + 1 for sample in samples)
+    assert all(sample["prompt"] and len(sample["step_map"]) in (3, 6) for sample in samples)
+    assert list((run_dir / "tensorboard").glob("events.*"))
+    assert (run_dir / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert not list(run_dir.glob("**/*.pkl")), "nothing is pickled to disk"
+    shown = _d1(cluster, "runs", "show", str(run_dir))
+    assert "SFT + diffu-GRPO" in shown.stdout
+
+
+def test_the_same_seed_gives_the_same_metrics(
+    cluster: dict[str, str], folder: Path, first_run: list[dict[str, Any]]
+) -> None:
+    assert _repeatable(_train(cluster, folder, "second")) == _repeatable(first_run)
+    for name in ("sft", "rl-000004", "control"):
+        weights = [
+            (folder / run / "checkpoints" / name / "model.safetensors").read_bytes() for run in ("first", "second")
+        ]
+        assert weights[0] == weights[1], name
+
+
+def test_a_resumed_run_is_the_uninterrupted_one(
+    cluster: dict[str, str], folder: Path, first_run: list[dict[str, Any]]
+) -> None:
+    shutil.copytree(folder / "first", folder / "resumed")
+    for name in ("rl-000003", "rl-000004", "control"):
+        shutil.rmtree(folder / "resumed" / "checkpoints" / name)
+    events = _train(cluster, folder, "resumed", "--resume")[len(first_run) :]
+    resumed = _repeatable(events)
+    assert [event["round"] for event in events if event["event"] == "round"] == [2, 3]
+    assert resumed == [event for event in _repeatable(first_run) if event in resumed]
+    assert resumed[-1] == _repeatable(first_run)[-1]
+
+
+def test_a_killed_sampler_costs_time_and_nothing_else(
+    cluster: dict[str, str], folder: Path, first_run: list[dict[str, Any]]
+) -> None:
+    killed: list[float] = []
+
+    def kill() -> None:
+        metrics = folder / "killed" / "metrics.jsonl"
+        while not killed:
+            if metrics.is_file() and '"round": 0' in metrics.read_text():
+                ray.kill(ray.get_actor("killed-sampler-0", namespace="d1"), no_restart=False)
+                killed.append(time.time())
+            time.sleep(0.01)
+
+    killer = threading.Thread(target=kill, daemon=True)
+    killer.start()
+    events = _train(cluster, folder, "killed")
+    assert killed
+    assert [e for e in _repeatable(events) if e["event"] == "round"] == [
+        e for e in _repeatable(first_run) if e["event"] == "round"
+    ]
+
+
+def test_each_stage_runs_alone(cluster: dict[str, str], folder: Path, first_run: list[dict[str, Any]]) -> None:
+    alone = _train(cluster, folder, "alone", command="sft")
+    assert [event["label"] for event in alone if event["event"] == "evaluation"] == ["untrained", "sft"]
+    checkpoint = folder / "alone" / "checkpoints" / "sft"
+    weights = [
+        (path / "model.safetensors").read_bytes() for path in (checkpoint, folder / "first" / "checkpoints" / "sft")
+    ]
+    assert weights[0] == weights[1]
+    events = _train(cluster, folder, "rounds", "--from", str(checkpoint))
+    assert [event["label"] for event in events if event["event"] == "evaluation"] == ["start", "round", "rl"]
+    rewards = [event["reward"] for event in events if event["event"] == "round"]
+    assert rewards == [event["reward"] for event in first_run if event["event"] == "round"]
+
+
+def test_ctrl_c_ends_the_run_and_its_ray_and_says_how_to_go_on(folder: Path) -> None:
+    arguments = [
+        D1,
+        "train",
+        str(folder / "recipe.yaml"),
+        "name=stopped",
+        f"runs_dir={folder}",
+        "learner.num_rounds=5000",
+    ]
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    environment |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+    output = ""
+    with subprocess.Popen(
+        arguments, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            output += line
+            if "rounds  reward" in line:
+                break
+        interrupted = time.monotonic()
+        os.killpg(process.pid, signal.SIGINT)
+        output += process.stdout.read()
+        assert process.wait(timeout=20) == 130, output
+        assert time.monotonic() - interrupted < 10
+    assert f"stopped; resume with: d1 train {folder / 'recipe.yaml'} name=stopped" in output
+    assert "Traceback" not in output
+    assert not _processes_that_mention(str(folder / "stopped")), "no actor is left"
+
+
+def _processes_that_mention(text: str) -> list[str]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if text in (path.parent / "cmdline").read_text().replace("\0", " "):
+                found.append(path.parent.name)
+        except OSError:
+            continue
+    return found
