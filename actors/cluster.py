@@ -60,7 +60,14 @@ def start_actors(spec: RunSpec, num_graders: int, registry_url: str) -> RunActor
     """
     store = (
         ray.remote(WeightStore)
-        .options(name=store_name(spec.name), namespace=NAMESPACE, lifetime="detached", **store_resources())
+        # An earlier try of the run may have left its store: it is taken over.
+        .options(
+            name=store_name(spec.name),
+            namespace=NAMESPACE,
+            lifetime="detached",
+            get_if_exists=True,
+            **store_resources(),
+        )
         .remote(spec.learner.max_staleness + 2)
     )
     samplers: list[Any] = [

@@ -14,7 +14,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
@@ -154,14 +154,15 @@ class Coordinator:
             weight_store=self._store_name,
             manifest_digest=None,
         )
-        await asyncio.to_thread(self._registry.announce, self._announced)
+        await self._tell_registry(self._registry.announce, self._announced)
 
     async def evaluate(self, version: int, label: str, round_index: int) -> Score:
         """Held-out accuracy of a version that the store has; recorded, and announced if the version is public.
 
         Raises RuntimeError when a portion cannot be scored: an accuracy over fewer problems would be another number.
         """
-        tries = [self._score_with_retries(version, portion) for portion in self._plan.evaluation_portions()]
+        portions = self._plan.evaluation_portions(self._spec.rollout.sampling)
+        tries = [self._score_with_retries(version, portion) for portion in portions]
         summaries = await asyncio.gather(*tries)
         score = Score(
             num_correct=sum(grade.correct for summary in summaries for grade in summary.grades),
@@ -176,8 +177,15 @@ class Coordinator:
             num_problems=score.num_problems,
         )
         if self._announced is not None and self._announced.version == version:
-            await asyncio.to_thread(self._registry.score, version, score.num_correct, score.num_problems)
+            await self._tell_registry(self._registry.score, version, score.num_correct, score.num_problems)
         return score
+
+    async def _tell_registry(self, call: Callable[..., Any], *facts: Any) -> None:
+        """The registry is never the only copy: a run goes on without it, and says so."""
+        try:
+            await asyncio.to_thread(call, *facts)
+        except ConnectionError as error:
+            self._log.append("failure", what=str(error), attempt=1)
 
     async def finish(self) -> None:
         """Record that the run is done, and how long it took."""

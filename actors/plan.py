@@ -60,9 +60,9 @@ class RunPlan:
             requests=tuple(requests),
         )
 
-    def evaluation_portions(self) -> list[Portion]:
-        """Every held-out problem once, at temperature 0, on the training schedule."""
-        params = self._spec.rollout.sampling.model_copy(update={"temperature": 0.0})
+    def evaluation_portions(self, schedule: SamplingParams) -> list[Portion]:
+        """Every held-out problem once, at temperature 0."""
+        params = schedule.model_copy(update={"temperature": 0.0})
         size = self._spec.rollout.batch_size
         portions = []
         for index, start in enumerate(range(0, len(self.heldout), size)):

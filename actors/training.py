@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from actors.plan import RunPlan
 from actors.spec import Phase, RunSpec
 from actors.weights import make_manifest
 from learner.learner import Learner, SftLearner
-from learner.model.checkpoint import load_policy, save_checkpoint, verify_checkpoint
+from learner.model.checkpoint import LEARNER_STATE, load_policy, save_checkpoint, verify_checkpoint
 from learner.model.tokenizer import ChatTokenizer
 from learner.sharding import ShardedPolicy, make_mesh
 
@@ -51,7 +51,8 @@ def newest_checkpoint(checkpoints_dir: Path) -> tuple[Path, Position]:
     Raises ValueError when there is none or its files are damaged.
     """
     found = []
-    for path in checkpoints_dir.glob("*/trainer_state.json"):
+    # A name with a dot is a checkpoint that was being written when the machine died.
+    for path in checkpoints_dir.glob("[!.]*/trainer_state.json"):
         state = json.loads(path.read_text())
         state["phase"] = Phase(state["phase"])
         found.append((path.parent, Position(**state)))
@@ -95,7 +96,7 @@ class TrainingRun:
         learner = self._sft_learner()
         seconds, num_steps = self._sft_steps(learner, Phase.SFT, self._spec.sft.num_steps)
         self._record("phase_end", phase=Phase.SFT, seconds=seconds, num_steps=num_steps)
-        self._finish(Position(phase=Phase.SFT, round=0, policy_version=1, rl_seconds=0.0), learner.optimizer.full_state)
+        self._finish(Position(phase=Phase.SFT, round=0, policy_version=1, rl_seconds=0.0))
 
     def _sft_learner(self) -> SftLearner:
         plan = RunPlan(self._spec, ChatTokenizer(self._spec.initial_checkpoint))
@@ -136,7 +137,7 @@ class TrainingRun:
         seconds = self._position.rl_seconds
         self._record("phase_end", phase=Phase.RL, seconds=seconds, num_steps=spec.learner.num_rounds)
         self._evaluate("rl")
-        self._save(learner.optimizer.full_state)
+        self._save(learner)
 
     def _round(self, learner: Learner, round_index: int) -> None:
         began = time.monotonic()
@@ -162,15 +163,15 @@ class TrainingRun:
         if spec.evaluation.every_rounds and done % spec.evaluation.every_rounds == 0:
             self._evaluate("round")
         if spec.checkpoint_every_rounds and done % spec.checkpoint_every_rounds == 0:
-            self._save(learner.optimizer.full_state)
+            self._save(learner)
 
     def _restore(self, learner: Learner) -> None:
         """Go on with the optimizer and the reference that an interrupted run of rounds had."""
         if self._position.phase is not Phase.RL:
             return
-        learner.optimizer.load_full_state(load_file(self._checkpoint / "optimizer.safetensors"))
         if learner.reference is not None:
             learner.reference.load_full_weights(self._start_of_rounds())
+        learner.load_full_state(load_file(self._checkpoint / LEARNER_STATE))
 
     def _start_of_rounds(self) -> dict[str, Tensor]:
         """The weights that the rounds started from: the SFT stage's, or the initial ones."""
@@ -194,17 +195,17 @@ class TrainingRun:
         seconds, num_steps = self._sft_steps(learner, Phase.CONTROL, spec.control_steps, limit_s, spec.sft.num_steps)
         self._record("phase_end", phase=Phase.CONTROL, seconds=seconds, num_steps=num_steps)
         end = replace(position, phase=Phase.CONTROL, policy_version=position.policy_version + 1)
-        self._finish(end, learner.optimizer.full_state)
+        self._finish(end)
 
     # What every stage does.
 
-    def _finish(self, position: Position, optimizer: Callable[[], Mapping[str, Tensor]]) -> None:
+    def _finish(self, position: Position) -> None:
         """Publish, evaluate and checkpoint the end of a stage."""
         self._position = position
         self._publish(position.policy_version, position.phase, position.round)
         self._evaluate(str(position.phase))
         # Last: a run that stops before this line repeats the stage, and so its evaluation, when it is resumed.
-        self._save(optimizer)
+        self._save()
 
     def _publish(self, version: int, phase: Phase, round_index: int) -> None:
         """Hand the weights to the store; the service hears of all versions but the control's."""
@@ -213,8 +214,9 @@ class TrainingRun:
         if phase is not Phase.CONTROL:
             self._on_rank_0(lambda: self._coordinator.announce.remote(version, phase, round_index))
 
-    def _save(self, optimizer: Callable[[], Mapping[str, Tensor]]) -> None:
-        weights, state, position = self._policy.full_weights(), optimizer(), self._position
+    def _save(self, learner: Learner | None = None) -> None:
+        weights, position = self._policy.full_weights(), self._position
+        state = None if learner is None else learner.full_state()
         if self._policy.rank:
             return
         directory = self._spec.checkpoints_dir / _checkpoint_name(position.phase, position.round)
@@ -223,7 +225,7 @@ class TrainingRun:
             self._policy.config,
             weights,
             self._spec.initial_checkpoint,
-            optimizer=state,
+            learner_state=state,
             trainer_state=asdict(position),
         )
         self._record(

@@ -71,7 +71,11 @@ class WeightStore:
         self._versions: dict[int, tuple[Manifest, ray.ObjectRef[Any]]] = {}
 
     def publish(self, manifest: Manifest, weights: Mapping[str, Tensor]) -> None:
-        """Take over a version. Put again, so that this actor owns it and not the learner that may die."""
+        """Take over a version. Put again, so that this actor owns it and not the learner that may die.
+
+        Higher versions are of a future that a resumed run has given up: they go.
+        """
+        self._versions = {version: held for version, held in self._versions.items() if version < manifest.version}
         self._versions[manifest.version] = (manifest, ray.put(weights))
         for version in sorted(self._versions)[: -self._num_kept]:
             del self._versions[version]

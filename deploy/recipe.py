@@ -62,7 +62,7 @@ class GraderSection(BaseModel):
     num_graders: PositiveInt = 1
     """Grader actors."""
     timeout_s: PositiveFloat = 60.0
-    """Longest time to grade one batch of completions, in seconds; then its groups count as failed."""
+    """Longest time to grade one batch of completions, in seconds; then the batch is tried again."""
 
 
 class ControlSection(BaseModel):

@@ -6,7 +6,7 @@ of the rows and leaves with the same metrics. Micro-batches stream; the gradient
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Annotated
 
@@ -147,6 +147,23 @@ class Learner:
             "lr": self.config.lr_at(round_index),
             "zero_variance_share": zero_variance_share(batch.rewards, batch.group_ids),
         }
+
+    def full_state(self) -> dict[str, Tensor]:
+        """What a resumed run needs besides the weights: the optimizer, and a reference that has moved. A collective."""
+        state = {f"optimizer/{name}": tensor for name, tensor in self.optimizer.full_state().items()}
+        if self.reference is not None and self.config.reference_sync_rounds:
+            state |= {f"reference/{name}": tensor for name, tensor in self.reference.full_weights().items()}
+        return state
+
+    def load_full_state(self, state: Mapping[str, Tensor]) -> None:
+        """Take over what `full_state` gave."""
+        parts: dict[str, dict[str, Tensor]] = {"optimizer": {}, "reference": {}}
+        for name, tensor in state.items():
+            part, _, rest = name.partition("/")
+            parts[part][rest] = tensor
+        self.optimizer.load_full_state(parts["optimizer"])
+        if self.reference is not None and parts["reference"]:
+            self.reference.load_full_weights(parts["reference"])
 
     def _old_updates(self) -> range:
         # At the first inner update the policy is still the old one: new.detach() is its likelihood, for free.

@@ -15,7 +15,7 @@ class RolloutConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     num_samplers: PositiveInt = 2
-    """Sampler actors. Each holds a whole policy: a GPU each where there are GPUs, a CPU core each otherwise."""
+    """Sampler actors. Each holds a whole policy and computes on a GPU of its own, or on one thread of a CPU."""
     batch_size: PositiveInt = 64
     """Completions that a sampler denoises together, rounded down to whole groups and at least one group.
     Part of what a run's numbers depend on: the last bits of a logit change with the batch."""

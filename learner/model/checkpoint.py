@@ -1,8 +1,8 @@
 """Checkpoints: Hugging Face directories, written whole or not at all.
 
 A directory holds `config.json`, `model.safetensors` and the tokenizer's files, so that the original LLaDA code loads
-it too. d1 adds `manifest.json` (a checksum of every file); a training checkpoint adds `optimizer.safetensors` and
-`trainer_state.json`. Nothing is pickled.
+it too. d1 adds `manifest.json` (a checksum of every file) and `trainer_state.json`; a checkpoint of the rounds also has
+`learner.safetensors`. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from learner.model import llada
 from learner.model.transformer import Transformer, TransformerConfig
 
 MANIFEST = "manifest.json"
+LEARNER_STATE = "learner.safetensors"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
 
@@ -77,7 +78,7 @@ def save_checkpoint(
     weights: Mapping[str, Tensor],
     tokenizer_from: Path,
     *,
-    optimizer: Mapping[str, Tensor] | None = None,
+    learner_state: Mapping[str, Tensor] | None = None,
     trainer_state: Mapping[str, Any] | None = None,
 ) -> None:
     """Write a checkpoint so that `directory` is complete or absent, even if the machine dies in the middle.
@@ -87,7 +88,7 @@ def save_checkpoint(
         config: the policy's shape.
         weights: the whole (not sharded) parameters under our names.
         tokenizer_from: a directory whose tokenizer files are copied.
-        optimizer: the optimizer's tensors by name, for a checkpoint that training resumes from.
+        learner_state: the learner's other tensors by name, for a checkpoint that the rounds resume from.
         trainer_state: where training stood (JSON).
     """
     partial = directory.with_name(f".{directory.name}.partial")
@@ -96,8 +97,8 @@ def save_checkpoint(
     named = {llada.checkpoint_name(name): tensor.contiguous() for name, tensor in weights.items()}
     save_file(named, partial / "model.safetensors", metadata={"format": "pt"})
     _write_json(partial / "config.json", llada.write_config(config))
-    if optimizer is not None:
-        save_file({name: tensor.contiguous() for name, tensor in optimizer.items()}, partial / "optimizer.safetensors")
+    if learner_state is not None:
+        save_file({name: tensor.contiguous() for name, tensor in learner_state.items()}, partial / LEARNER_STATE)
     if trainer_state is not None:
         _write_json(partial / "trainer_state.json", trainer_state)
     for name in _TOKENIZER_FILES:

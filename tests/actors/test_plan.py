@@ -37,8 +37,10 @@ def test_no_two_samples_of_a_run_share_a_seed(plan: RunPlan, other_seed: RunPlan
     assert len(set(seeds)) == len(seeds) == 2 * 25 * 20
 
 
-def test_evaluation_asks_every_held_out_problem_once_and_greedily(plan: RunPlan, other_seed: RunPlan) -> None:
-    portions = plan.evaluation_portions()
+def test_evaluation_asks_every_held_out_problem_once_and_greedily(
+    spec: RunSpec, plan: RunPlan, other_seed: RunPlan
+) -> None:
+    portions = plan.evaluation_portions(spec.rollout.sampling)
     problems = [problem.problem_id for portion in portions for problem in portion.problems]
     assert problems == [problem.problem_id for problem in plan.heldout]
     assert len(set(problems)) == 20

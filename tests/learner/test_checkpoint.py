@@ -19,7 +19,7 @@ def saved(policy: Transformer, tmp_path: Path) -> Path:
         policy.config,
         policy.state_dict(),
         tokenizer,
-        optimizer={"head.weight/step": torch.tensor(3.0)},
+        learner_state={"optimizer/head.weight/step": torch.tensor(3.0)},
         trainer_state={"round": 4},
     )
     return tmp_path / "saved"
@@ -47,7 +47,7 @@ def test_nothing_is_left_of_an_earlier_checkpoint_or_a_partial_one(
     (tmp_path / ".saved.partial").mkdir()
     (tmp_path / ".saved.partial" / "junk").write_text("from a crash")
     save_checkpoint(saved, policy.config, policy.state_dict(), tmp_path / "tokenizer")
-    assert not (saved / "optimizer.safetensors").exists()
+    assert not (saved / "learner.safetensors").exists()
     assert not (saved / "junk").exists()
     assert not (tmp_path / ".saved.partial").exists()
 

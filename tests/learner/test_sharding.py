@@ -16,7 +16,14 @@ from learner.sft import SftConfig
 from learner.sharding import ShardedPolicy, make_mesh
 
 RL = LearnerConfig(
-    num_rounds=2, group_size=4, groups_per_round=3, inner_updates=2, micro_batch_size=4, lr=1e-2, max_grad_norm=0.5
+    num_rounds=2,
+    group_size=4,
+    groups_per_round=3,
+    inner_updates=2,
+    micro_batch_size=4,
+    lr=1e-2,
+    max_grad_norm=0.5,
+    reference_sync_rounds=1,
 )
 SFT = SftConfig(num_labels=12, num_steps=3, batch_size=5, lr=1e-2, num_warmup_steps=0)
 
@@ -30,9 +37,9 @@ def _train(
     metrics = [sft.step(step, 1e-2) for step in range(2)]
     learner = Learner(policy, RL)
     if resume_from is not None:
-        learner.optimizer.load_full_state(resume_from)
+        learner.load_full_state(resume_from)
     metrics += [learner.update(batch, round_index) for round_index in range(2)]
-    return {"weights": policy.full_weights(), "optimizer": learner.optimizer.full_state(), "metrics": metrics}
+    return {"weights": policy.full_weights(), "optimizer": learner.full_state(), "metrics": metrics}
 
 
 def _rank(rank: int, port_file: str, config: TransformerConfig, batch: RolloutBatch, out: Path) -> None:
