@@ -1,0 +1,67 @@
+# The commands of d1, one for each thing to do. Those that need the environment bring .venv up to date first.
+
+PYTHON ?= python3
+# The name of the run that `make train` makes: a new one each time.
+RUN ?= tiny-$(shell date +%Y%m%d-%H%M%S)
+# What is added to the command of `make train`, `make test` and `make up`.
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help setup train test check fmt docs up constraints
+
+help: ## Say what there is.
+	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## Make .venv and install d1 with everything that its tests need.
+
+train: $(STAMP) ## Train a tiny policy here: RUN=name of the run, ARGS="learner.lr=1e-4 --serve".
+	$(BIN)/d1 train recipes/tiny.yaml name=$(RUN) $(ARGS)
+
+test: $(STAMP) ## Run the tests: ARGS="tests/rewards -k sudoku" for some of them.
+	$(BIN)/pytest $(ARGS)
+
+check: $(STAMP) ## Check format, lint and types.
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+fmt: $(STAMP) ## Format the code, and repair the lint that can be repaired.
+	$(BIN)/ruff check --fix-only .
+	$(BIN)/ruff format .
+
+docs: $(STAMP) ## Write the table of the recipe's fields into docs/recipes.md.
+	$(BIN)/python docs/recipe_fields.py
+
+up: .env ## Start a Ray head, a Ray worker and Redis in containers: ARGS=--detach for the background.
+	docker compose up --build $(ARGS)
+
+constraints: $(STAMP) ## Take the newest versions that pyproject.toml allows into .venv and constraints.txt.
+	$(BIN)/pip install --upgrade --upgrade-strategy eager --editable '.[dev]'
+	@sed -n '/^#/p' constraints.txt > $(VENV)/constraints.txt
+	@# A build's local suffix (torch's +cpu) is this machine's choice.
+	@$(BIN)/pip freeze --exclude-editable | sed 's/+[a-z0-9.]*$$//' | LC_ALL=C sort -f >> $(VENV)/constraints.txt
+	@mv $(VENV)/constraints.txt constraints.txt
+	@touch $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt | $(BIN)/pip
+	@echo 'Installing d1 and what it needs into $(VENV); the first time takes a few minutes.'
+	@$(BIN)/pip install -qq --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+$(BIN)/pip:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo 'd1 needs Python 3.11 or newer; name one with: make $(MAKECMDGOALS) PYTHON=python3.11' >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+		{ echo 'This Python cannot make virtual environments; on Debian: apt install python3-venv' >&2; exit 1; }
+	@echo 'Making $(VENV).'
+	@$(PYTHON) -m venv $(VENV)
+
+# The secrets of `make up`, made once. Git and the image leave this file out.
+.env:
+	@umask 077; for name in RAY_AUTH_TOKEN REDIS_PASSWORD; do \
+		echo "$$name=$$(head -c 32 /dev/urandom | od -An -tx1 | tr -d ' \n')"; done > $@
+	@echo 'Made .env with a new Ray token and a new Redis password.'

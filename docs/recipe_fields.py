@@ -1,0 +1,73 @@
+"""Writes the table of every recipe field into docs/recipes.md, below the line that says so."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from deploy.schema import recipe_schema
+
+PAGE = Path(__file__).parent / "recipes.md"
+MARK = "<!-- Below this line `make docs` writes. -->\n"
+
+_TYPES = {"integer": "whole number", "number": "number", "string": "text", "boolean": "true or false", "array": "list"}
+_LIMITS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
+
+
+def page(text: str) -> str:
+    """The page `text` with the tables as they are now."""
+    head, mark, _ = text.partition(MARK)
+    schema = recipe_schema()
+    return head + mark + "".join(_section(schema, schema, "", "The run"))
+
+
+def _section(schema: dict[str, Any], node: dict[str, Any], prefix: str, title: str) -> Iterator[str]:
+    """The table of one section's own fields, then the tables of its sections."""
+    rows, sections = [], []
+    for name, field in node["properties"].items():
+        target = _resolve(schema, field)
+        if "properties" in target:
+            sections.append((f"{prefix}{name}", target))
+        elif "oneOf" in target:
+            sections += [(f"{prefix}{name}", _resolve(schema, choice)) for choice in target["oneOf"]]
+        else:
+            rows.append(_row(f"{prefix}{name}", field | target, is_required=name in node.get("required", [])))
+    if rows:
+        description = f"{_one_line(node['description'])}\n\n" if prefix else ""
+        yield f"\n## {title}\n\n{description}| field | value | default | meaning |\n|---|---|---|---|\n{''.join(rows)}"
+    for key, section in sections:
+        constant = section["properties"].get("name", {}).get("const")
+        yield from _section(schema, section, f"{key}.", f"`{key}`" + (f" with `name: {constant}`" if constant else ""))
+
+
+def _resolve(schema: dict[str, Any], field: dict[str, Any]) -> dict[str, Any]:
+    target: dict[str, Any] = schema["$defs"][field["$ref"].rpartition("/")[2]] if "$ref" in field else field
+    return target
+
+
+def _row(key: str, field: dict[str, Any], *, is_required: bool) -> str:
+    default = "required" if is_required else f"`{json.dumps(field.get('default'))}`"
+    default = "the file's name" if key == "name" else default.replace("`null`", "none")
+    return f"| `{key}` | {_value(field)} | {default} | {_one_line(field['description'])} |\n"
+
+
+def _value(field: dict[str, Any]) -> str:
+    if "anyOf" in field:
+        field = next(choice for choice in field["anyOf"] if choice.get("type") != "null")
+    if "const" in field:
+        return f"`{field['const']}`"
+    if "enum" in field:
+        return " or ".join(f"`{choice}`" for choice in field["enum"])
+    limits = [f"{sign} {field[name]:g}" for name, sign in _LIMITS.items() if name in field]
+    kind = "path" if field.get("format") == "path" else _TYPES[field["type"]]
+    return ", ".join([kind, *limits])
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,0 +1,124 @@
+"""The folders are the architecture: who may import whom, and what never happens in any of them."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+OURS = {"rewards", "learner", "rollout", "actors", "deploy"}
+ALLOWED = {
+    "rewards": set(),
+    "learner": set(),
+    "rollout": {"learner.model", "learner.batch", "learner.counter"},
+    "actors": {"rewards", "learner", "rollout"},
+    "deploy": {"rewards", "learner", "rollout", "actors"},
+}
+EDGE = {"fastapi", "starlette", "uvicorn", "typer", "rich", "matplotlib"}
+FORBIDDEN = {
+    "rewards": EDGE | {"ray", "torch", "transformers", "tokenizers", "safetensors", "redis"},
+    "learner": EDGE | {"ray", "redis"},
+    "rollout": EDGE | {"ray", "redis"},
+    "actors": EDGE,
+    "deploy": set(),
+}
+# What can run code that it finds in a file or in a text. (`yaml.load` is ruff's: it depends on the loader.)
+DANGEROUS_IMPORTS = {
+    "_pickle",
+    "cloudpickle",
+    "dill",
+    "importlib.import_module",
+    "joblib",
+    "marshal",
+    "pickle",
+    "shelve",
+}
+DANGEROUS_CALLS = {"__import__", "compile", "eval", "exec", "importlib.import_module", "torch.load", "torch.save"}
+
+MODULES = sorted(path for package in OURS for path in (ROOT / package).rglob("*.py"))
+
+
+@cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def _place(path: Path, node: ast.stmt | ast.expr) -> str:
+    return f"{path.relative_to(ROOT)}:{node.lineno}"
+
+
+def _imports() -> Iterator[tuple[Path, ast.stmt, str]]:
+    """Every module that is named in an import, wherever in a file; of `from a.b import c` it is `a.b.c`."""
+    for path in MODULES:
+        for node in ast.walk(_tree(path)):
+            if isinstance(node, ast.Import):
+                yield from ((path, node, alias.name) for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                assert node.level == 0, f"{_place(path, node)} imports relatively; say the whole name"
+                yield from ((path, node, f"{node.module}.{alias.name}") for alias in node.names)
+
+
+def _is_below(module: str, parents: set[str]) -> bool:
+    return any(module == parent or module.startswith(f"{parent}.") for parent in parents)
+
+
+def _is_allowed(package: str, module: str) -> bool:
+    if _is_below(module, OURS):
+        return _is_below(module, ALLOWED[package] | {package})
+    return not _is_below(module, FORBIDDEN[package])
+
+
+def test_the_five_folders_are_all_the_packages_that_there_are() -> None:
+    assert {path.parent.name for path in ROOT.glob("*/__init__.py")} == OURS
+
+
+def test_imports_follow_the_arrows() -> None:
+    assert [
+        f"{_place(path, node)} imports {module}"
+        for path, node, module in _imports()
+        if not _is_allowed(path.relative_to(ROOT).parts[0], module)
+    ] == []
+
+
+def test_nothing_is_unpickled_and_no_text_is_run() -> None:
+    imports = [
+        f"{_place(path, node)} imports {module}"
+        for path, node, module in _imports()
+        if _is_below(module, DANGEROUS_IMPORTS | DANGEROUS_CALLS)
+    ]
+    calls = [
+        f"{_place(path, node)} calls {ast.unparse(node)}"
+        for path in MODULES
+        for node in ast.walk(_tree(path))
+        if isinstance(node, ast.Call)
+        if ast.unparse(node.func) in DANGEROUS_CALLS or any(word.arg == "allow_pickle" for word in node.keywords)
+    ]
+    assert imports + calls == []
+
+
+def test_no_module_has_the_name_of_one_of_the_standard_library() -> None:
+    names = {path: path.parent.name if path.name == "__init__.py" else path.stem for path in MODULES}
+    assert [str(path.relative_to(ROOT)) for path, name in names.items() if name in sys.stdlib_module_names] == []
+
+
+@pytest.mark.parametrize(
+    ("imported", "heavy"),
+    [
+        ("rewards", {"torch", "ray", "numpy", "transformers"}),
+        ("learner.learner, rollout.sampler", {"ray", "fastapi", "redis"}),
+        # `d1 --help` answers at once.
+        ("deploy.cli", {"torch", "ray", "transformers", "matplotlib", "fastapi"}),
+    ],
+)
+def test_an_import_does_not_bring_what_it_need_not(imported: str, heavy: set[str]) -> None:
+    """What the files say is not all: a package that we use may import another one."""
+    code = f"import sys\nimport {imported}\nprint(*sys.modules, sep='\\n')"
+    loaded = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert heavy.isdisjoint(loaded.stdout.split())

@@ -1,0 +1,75 @@
+"""What surrounds the code and would go stale unseen: pinned versions, published ports, documentation."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import tomllib
+from collections.abc import Iterator
+from importlib.metadata import distribution
+from pathlib import Path
+from typing import Any
+
+import yaml
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from deploy.schema import recipe_schema
+
+ROOT = Path(__file__).parents[1]
+
+
+def _constraints() -> dict[str, Version]:
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pairs = (line.split("==") for line in lines if not line.startswith("#"))
+    return {re.sub("[-_.]+", "-", name).lower(): Version(version) for name, version in pairs}
+
+
+def _requirements(project: dict[str, Any]) -> list[Requirement]:
+    return [Requirement(text) for text in [*project["dependencies"], *project["optional-dependencies"]["dev"]]]
+
+
+def test_every_dependency_is_pinned_to_a_version_that_pyproject_allows_and_every_machine_can_get() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    pinned = _constraints()
+    for requirement in _requirements(project):
+        assert pinned[requirement.name.lower()] in requirement.specifier, requirement
+    assert [name for name, version in pinned.items() if version.local] == []
+
+
+def test_the_licence_that_pyproject_names_is_here() -> None:
+    assert distribution("d1").metadata["License-Expression"] == "Apache-2.0"
+    assert "Apache License\n                           Version 2.0" in (ROOT / "LICENSE").read_text(encoding="utf-8")
+
+
+def test_containers_publish_on_loopback_only_and_have_no_default_secrets() -> None:
+    text = (ROOT / "docker-compose.yml").read_text(encoding="utf-8")
+    services = yaml.safe_load(text)["services"]
+    ports = [port for service in services.values() for port in service.get("ports", [])]
+    assert ports
+    assert [port for port in ports if not port.startswith("127.0.0.1:")] == []
+    assert {name for name, rest in re.findall(r"\$\{(\w+)(.*?)}", text) if not rest.startswith(":?")} == set()
+
+
+def test_the_page_of_recipe_fields_is_current() -> None:
+    page = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
+    assert page == runpy.run_path(str(ROOT / "docs" / "recipe_fields.py"))["page"](page), "run make docs"
+
+
+def _field_names(schema: dict[str, Any], section: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    for name, field in section["properties"].items():
+        yield prefix + name
+        for choice in field.get("oneOf", [field]):
+            if "$ref" in choice:
+                target = schema["$defs"][choice["$ref"].rpartition("/")[2]]
+                yield from _field_names(schema, target, f"{prefix}{name}.") if "properties" in target else ()
+
+
+def test_the_documents_name_only_recipe_fields_that_exist() -> None:
+    schema = recipe_schema()
+    fields = set(_field_names(schema, schema))
+    # run_directory.md names files, and `model.safetensors` is no field.
+    for name in ("architecture.md", "d1_defects.md", "recipes.md"):
+        spans = re.findall(r"`([a-z_]+\.[a-z_.]+)(?:: [^`]+)?`", (ROOT / "docs" / name).read_text(encoding="utf-8"))
+        named = {span for span in spans if span.partition(".")[0] in fields}
+        assert named - fields == set(), name
