@@ -1,0 +1,119 @@
+"""A run directory with one tiny random checkpoint, and further versions of its policy."""
+
+import socket
+
+import pytest
+import yaml
+
+from actors.registry import PolicyVersion
+from deploy.service.engine import PolicyEngine
+from deploy.service.run_files import latest_checkpoint, load_sampler, read_recipe
+from learner.model.checkpoint import save_checkpoint
+from learner.model.tokenizer import EOS, MASK, ChatTokenizer, make_tokenizer
+from learner.model.transformer import Transformer, TransformerConfig, init_weights
+from rollout.sampler import Sampler
+
+RECIPE = {
+    "name": "tiny",
+    "task": {"name": "sums"},
+    "sft": {"num_labels": 8, "num_steps": 1},
+    "learner": {"num_rounds": 1},
+    "num_train_problems": 32,
+    "rollout": {"sampling": {"gen_length": 16, "block_length": 8, "num_denoise_steps": 8}},
+}
+
+
+@pytest.fixture(scope="session")
+def tokenizer_dir(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("tokenizer")
+    make_tokenizer(["What is 1 + 2?", "The sum is 3."], directory, 320)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def tiny_config(tokenizer_dir):
+    tokenizer = ChatTokenizer(tokenizer_dir)
+    return TransformerConfig(
+        vocab_size=len(tokenizer),
+        d_model=32,
+        num_layers=1,
+        num_heads=2,
+        num_kv_heads=2,
+        mlp_hidden_size=32,
+        max_sequence_length=64,
+        mask_token_id=tokenizer.token_id(MASK),
+        eos_token_id=tokenizer.token_id(EOS),
+        pad_token_id=tokenizer.token_id(EOS),
+    )
+
+
+@pytest.fixture(scope="session")
+def make_model(tiny_config):
+    """The weights of a version: random, and different for each."""
+
+    def make(version):
+        model = Transformer(tiny_config)
+        init_weights(model, seed=version)
+        return model
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def make_sampler(make_model):
+    return lambda version: Sampler(make_model(version), version)
+
+
+@pytest.fixture
+def add_checkpoint(tiny_config, tokenizer_dir, make_model):
+    def add(run_dir, version, phase="rl", round_index=0):
+        directory = run_dir / "checkpoints" / f"{phase}-{version}"
+        state = {"phase": phase, "round": round_index, "policy_version": version, "rl_seconds": 0.0}
+        weights = make_model(version).state_dict()
+        save_checkpoint(directory, tiny_config, weights, tokenizer_dir, trainer_state=state)
+        return directory
+
+    return add
+
+
+@pytest.fixture
+def run_dir(tmp_path, add_checkpoint):
+    """A run whose newest checkpoint is version 1."""
+    directory = tmp_path / "tiny"
+    directory.mkdir()
+    (directory / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
+    add_checkpoint(directory, 1, "sft")
+    return directory
+
+
+@pytest.fixture
+def engine(run_dir):
+    """An engine that serves version 1 of `run_dir`."""
+    policy = latest_checkpoint(run_dir)
+    checkpoint = run_dir / "checkpoints" / "sft-1"
+    params = read_recipe(run_dir).rollout.sampling
+    return PolicyEngine(checkpoint, params, load_sampler(policy, checkpoint), policy)
+
+
+@pytest.fixture(scope="session")
+def make_policy():
+    def make(version, **facts):
+        values = {
+            "round": version - 1,
+            "phase": "rl",
+            "num_correct": None,
+            "num_problems": None,
+            "checkpoint": None,
+            "weight_store": None,
+            "manifest_digest": None,
+        }
+        return PolicyVersion(version=version, **(values | facts))
+
+    return make
+
+
+@pytest.fixture
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

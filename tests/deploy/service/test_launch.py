@@ -1,0 +1,96 @@
+"""What the service takes from a run directory before anything is started."""
+
+import json
+import stat
+
+import pytest
+
+from actors.weights import fetch
+from deploy.errors import UserError
+from deploy.service import banner
+from deploy.service.launch import serve_run, service_token
+from deploy.service.run_files import latest_checkpoint, load_sampler
+
+
+def test_the_highest_version_is_served_but_never_the_controls(run_dir, add_checkpoint):
+    directory = add_checkpoint(run_dir, 4, "rl", round_index=3)
+    add_checkpoint(run_dir, 5, "control")
+    (run_dir / "checkpoints" / ".rl-9.partial").mkdir()
+    state = {"phase": "rl", "round": 8, "policy_version": 9}
+    (run_dir / "checkpoints" / ".rl-9.partial" / "trainer_state.json").write_text(json.dumps(state))
+    policy = latest_checkpoint(run_dir)
+    assert (policy.version, policy.round, policy.phase) == (4, 3, "rl")
+    assert (policy.checkpoint, policy.num_problems) == (str(directory), None)
+
+
+def test_a_checkpoint_comes_with_its_newest_score(run_dir):
+    events = [(0, 1, 10), (1, 3, 10), (1, 4, 10), (2, 9, 10)]
+    lines = [
+        {"event": "evaluation", "time_s": 1.0, "policy_version": version, "num_correct": right, "num_problems": asked}
+        for version, right, asked in events
+    ]
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert latest_checkpoint(run_dir).num_correct == 4
+
+
+def test_what_is_no_run_is_refused_in_a_sentence(tmp_path, run_dir):
+    with pytest.raises(UserError, match=r"is not a run: it has no recipe\.yaml"):
+        serve_run(tmp_path / "nothing", "127.0.0.1", 8000)
+    for checkpoint in (run_dir / "checkpoints").iterdir():
+        checkpoint.rename(tmp_path / checkpoint.name)
+    with pytest.raises(UserError, match="has no checkpoint to serve yet"):
+        serve_run(run_dir, "127.0.0.1", 8000)
+    (run_dir / "recipe.yaml").write_text("name: 3")
+    with pytest.raises(UserError, match="is not a recipe of this d1"):
+        serve_run(run_dir, "127.0.0.1", 8000)
+
+
+def test_weights_that_the_store_lost_come_from_the_checkpoint(run_dir, make_policy, monkeypatch):
+    def gone(store, version, timeout_s):
+        raise LookupError(f"{store} has no {version}")
+
+    assert fetch.__name__ == "fetch"
+    monkeypatch.setattr("actors.weights.fetch", gone)
+    checkpoint = run_dir / "checkpoints" / "sft-1"
+    with pytest.raises(LookupError, match="d1-weights-tiny has no 2"):
+        load_sampler(make_policy(2, weight_store="d1-weights-tiny"), checkpoint)
+    policy = make_policy(1, weight_store="d1-weights-tiny", checkpoint=str(checkpoint))
+    assert load_sampler(policy, checkpoint).policy_version == 1
+    with pytest.raises(LookupError, match="without a store or a checkpoint"):
+        load_sampler(make_policy(2), checkpoint)
+
+
+def test_weights_of_a_store_become_the_policy(run_dir, make_model, make_policy, monkeypatch):
+    weights = make_model(2).state_dict()
+    checkpoint = run_dir / "checkpoints" / "sft-1"
+    monkeypatch.setattr("actors.weights.fetch", lambda store, version, timeout_s: weights)
+    loaded = load_sampler(make_policy(2, weight_store="s"), checkpoint).model.state_dict()
+    assert loaded.keys() == weights.keys()
+    assert all(loaded[name].equal(weights[name]) for name in weights)
+    del weights["head.weight"]
+    with pytest.raises(RuntimeError, match=r"head\.weight"):
+        load_sampler(make_policy(2, weight_store="s"), checkpoint)
+
+
+def test_a_token_is_made_once_and_is_its_owners_alone(run_dir, monkeypatch):
+    monkeypatch.delenv("D1_API_TOKEN", raising=False)
+    token = service_token(run_dir)
+    assert len(token) > 40
+    assert service_token(run_dir) == token
+    assert stat.S_IMODE((run_dir / "service.token").stat().st_mode) == 0o600
+    assert str(run_dir / "service.token") in banner(run_dir, "http://127.0.0.1:8000")
+    assert token not in banner(run_dir, "http://127.0.0.1:8000")
+
+
+def test_a_token_from_the_environment_is_not_written_down(run_dir, monkeypatch):
+    monkeypatch.setenv("D1_API_TOKEN", "0123456789abcdef")
+    assert service_token(run_dir) == "0123456789abcdef"
+    assert not (run_dir / "service.token").exists()
+    assert "$D1_API_TOKEN" in banner(run_dir, "http://127.0.0.1:8000")
+
+
+@pytest.mark.parametrize("token", ["", "  ", "short"])
+def test_a_token_that_protects_nothing_is_refused(run_dir, monkeypatch, token):
+    monkeypatch.setenv("D1_API_TOKEN", token)
+    with pytest.raises(UserError, match="16 or more"):
+        service_token(run_dir)

@@ -1,0 +1,203 @@
+"""The service end to end: Ray, Serve, registry and weight store, under load while the policy changes."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+
+import pytest
+import ray
+import redis
+
+from actors.registry import Registry
+from actors.registry_server import registry_url
+from actors.weights import NAMESPACE, WeightStore, make_manifest, store_name
+from deploy.errors import UserError
+from deploy.service import deploy_service
+
+TOKEN = "a-token-of-this-test"
+ASK = {"prompt": "2 + 3", "seed": 1, "temperature": 1.0}
+NEWEST = 4
+
+
+def call(url, body=None, token=TOKEN):
+    """Status and JSON of one request."""
+    request = urllib.request.Request(url, None if body is None else json.dumps(body).encode())
+    request.add_header("Authorization", f"Bearer {token}")
+    request.add_header("Content-Type", "application/json")
+    try:
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return response.status, json.load(response)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, json.loads(error.read())
+
+
+def wait_until(condition, what, timeout_s=60):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}"
+        time.sleep(0.05)
+
+
+def descendants(pid):
+    """Process ids below `pid`."""
+    parents = {}
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{name}/stat") as stat:
+                state, parent = stat.read().rsplit(")", 1)[1].split()[:2]
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if state != "Z":
+            parents[int(name)] = int(parent)
+    found = {pid}
+    while new := {child for child, parent in parents.items() if parent in found} - found:
+        found |= new
+    return found - {pid}
+
+
+def alive(pids):
+    """Those of `pids` that still run, whoever their parent is by now."""
+    return pids & descendants(1)
+
+
+@pytest.fixture
+def cluster(monkeypatch):
+    for name in ("D1_REDIS_URL", "RAY_ADDRESS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("D1_API_TOKEN", TOKEN)
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=10**8)
+    yield ray.get_runtime_context().gcs_address
+    ray.shutdown()
+
+
+class Asker:
+    """Threads that ask without a pause."""
+
+    def __init__(self, url, num_threads):
+        self.answers, self._done = [], threading.Event()
+        self._url = url
+        self._threads = [threading.Thread(target=self._ask, daemon=True) for _ in range(num_threads)]
+        for thread in self._threads:
+            thread.start()
+
+    def _ask(self):
+        while not self._done.is_set():
+            try:
+                self.answers.append(call(f"{self._url}/v1/completions", ASK))
+            except Exception as error:
+                self.answers.append((type(error).__name__, {"error": str(error)}))
+
+    def stop(self):
+        self._done.set()
+        for thread in self._threads:
+            thread.join(60)
+
+
+def publish(store, version, weights):
+    ray.get(store.publish.remote(make_manifest(version, weights), ray.put(weights)), timeout=60)
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(400)
+@pytest.mark.filterwarnings("ignore:Using extra keyword arguments on `Field`:DeprecationWarning")  # Ray Serve's schema
+def test_no_request_is_dropped_while_versions_change(
+    cluster, run_dir, engine, make_model, make_sampler, make_policy, add_checkpoint, free_port
+):
+    # A job deploys the service and ends.
+    script = "import sys; from pathlib import Path; from deploy.service import serve_run\n"
+    script += "serve_run(Path(sys.argv[1]), '127.0.0.1', int(sys.argv[2]))"
+    job = [sys.executable, "-c", script, str(run_dir), str(free_port)]
+    environment = os.environ | {"RAY_ADDRESS": cluster}
+    done = subprocess.run(job, env=environment, timeout=180, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    url = f"http://127.0.0.1:{free_port}"
+    assert f"Serving tiny at {url}; the token is in D1_API_TOKEN" in done.stdout
+    assert TOKEN not in done.stdout
+    assert call(f"{url}/v1/policy", token="wrong")[0] == 401
+    assert call(f"{url}/health")[1] == {
+        "status": "ok",
+        "policy_version": 1,
+        "registry_reachable": True,
+        "follower_errors": 0,
+    }
+
+    # Versions come while clients ask.
+    store = ray.remote(WeightStore).options(name=store_name("tiny"), namespace=NAMESPACE, num_cpus=0).remote(2)
+    registry = Registry(registry_url(), "tiny")
+    asker = Asker(url, 3)
+    for version in range(2, NEWEST + 1):
+        num_before = len(asker.answers)
+        wait_until(lambda n=num_before: len(asker.answers) > n + 10, "answers")
+        publish(store, version, make_model(version).state_dict())
+        registry.announce(make_policy(version, weight_store=store_name("tiny")))
+        wait_until(lambda v=version: call(f"{url}/v1/policy")[1]["policy_version"] == v, f"version {version}")
+    num_before = len(asker.answers)
+    assert registry.score(NEWEST, 3, 4)
+    wait_until(lambda: call(f"{url}/v1/policy")[1]["score"], "the score")
+    wait_until(lambda: len(asker.answers) > num_before + 10, "answers of the newest version")
+    asker.stop()
+    check_answers(asker.answers, engine, make_sampler, make_policy)
+    policy = call(f"{url}/v1/policy")[1]
+    assert (policy["score"]["policy_version"], policy["score"]["accuracy"]) == (NEWEST, 0.75)
+    assert (policy["round"], policy["num_swaps"], policy["last_follower_error"]) == (NEWEST - 1, NEWEST - 1, None)
+
+    # The registry's server dies: the service answers on, and follows again once it is back.
+    asker = Asker(url, 1)
+    shut_down(registry_url())
+    announced = make_policy(5, checkpoint=str(add_checkpoint(run_dir, 5)))
+    wait_until(lambda: try_to_announce(registry, announced), "the registry's return")
+    wait_until(lambda: call(f"{url}/health")[1]["policy_version"] == 5, "version 5")
+    asker.stop()
+    assert {status for status, _ in asker.answers} == {200}
+    assert call(f"{url}/health")[1]["registry_reachable"]
+    registry.close()
+
+    # Deployed again, as by a resumed run, the service has no gap; another address is refused.
+    asker = Asker(url, 1)
+    assert deploy_service(run_dir, registry_url(), "127.0.0.1", free_port, 1) == url
+    asker.stop()
+    assert {status for status, _ in asker.answers} == {200}
+    with pytest.raises(UserError, match=f"listens on 127.0.0.1:{free_port}"):
+        deploy_service(run_dir, registry_url(), "127.0.0.1", free_port + 1, 1)
+
+    # Nothing stays.
+    processes = descendants(os.getpid())
+    assert len(processes) > 5
+    ray.shutdown()
+    wait_until(lambda: not alive(processes), "the processes to end", 30)
+
+
+def check_answers(answers, engine, make_sampler, make_policy):
+    """All answered; each by the one version that it names; the last by the newest."""
+    assert {status for status, _ in answers} == {200}, [body for status, body in answers if status != 200][:3]
+    assert {body["policy_version"] for _, body in answers} == set(range(1, NEWEST + 1))
+    assert all(body["policy_version"] == NEWEST for _, body in answers[-5:])
+    expected = {}
+    for version in range(1, NEWEST + 1):
+        engine.swap(make_sampler(version), make_policy(version))
+        generation = engine.complete([ASK["prompt"]], max_tokens=None, temperature=1.0, seed=1, num_choices=1)
+        expected[version] = generation.texts[0].text
+    assert len(set(expected.values())) == NEWEST
+    assert all(body["choices"][0]["text"] == expected[body["policy_version"]] for _, body in answers)
+
+
+def shut_down(url):
+    client = redis.Redis.from_url(url, retry=None)
+    client.shutdown(nosave=True)
+    client.close()
+
+
+def try_to_announce(registry, policy):
+    try:
+        registry.announce(policy)
+    except ConnectionError:
+        return False
+    return True
