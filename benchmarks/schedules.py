@@ -1,0 +1,64 @@
+"""Held-out accuracy of a run's checkpoints under other denoise schedules than the one it was trained with.
+
+    python benchmarks/schedules.py RUN_DIRECTORY [STEPS ...]
+
+Reinforcement learning improves the policy on the schedule it samples with; this shows what it does to the others.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from actors.plan import RunPlan
+from actors.workers import GraderWorker
+from deploy.overrides import load_recipe
+from deploy.recipe import Stages
+from deploy.run_dir import make_spec
+from learner.model.checkpoint import load_policy
+from learner.model.tokenizer import ChatTokenizer
+from learner.model.transformer import Transformer
+from rollout.request import SamplingParams
+from rollout.sampler import Sampler
+from rollout.score import Score
+
+
+def score(policy: Transformer, plan: RunPlan, grader: GraderWorker, params: SamplingParams) -> Score:
+    """Held-out accuracy at temperature 0 under `params`."""
+    num_correct = num_problems = 0
+    for portion in plan.evaluation_portions(params):
+        completions = Sampler(policy, 0).generate(portion.requests)
+        _, summary = grader.grade(portion, completions)
+        num_correct += sum(grade.correct for grade in summary.grades)
+        num_problems += len(summary.grades)
+    return Score(num_correct=num_correct, num_problems=num_problems)
+
+
+def main() -> None:
+    """Print one row for each checkpoint of the run and one column for each number of denoise steps."""
+    run_dir = Path(sys.argv[1]).resolve()
+    recipe = load_recipe(run_dir / "recipe.yaml", [f"runs_dir={run_dir.parent}"])
+    spec = make_spec(recipe, Stages.ALL)
+    sampling = recipe.rollout.sampling
+    steps = [int(word) for word in sys.argv[2:]] or [sampling.num_denoise_steps, sampling.gen_length]
+    plan = RunPlan(spec, ChatTokenizer(spec.initial_checkpoint))
+    grader = GraderWorker(spec.task, spec.initial_checkpoint)
+    table = Table("checkpoint", *(f"{count} steps" for count in steps), title=f"{recipe.name}: held-out accuracy")
+    for directory in sorted(path.parent for path in spec.checkpoints_dir.glob("*/trainer_state.json")):
+        policy = load_policy(directory)
+        cells = []
+        for count in steps:
+            result = score(policy, plan, grader, sampling.model_copy(update={"num_denoise_steps": count}))
+            low, high = result.interval
+            cells.append(f"{100 * result.accuracy:.1f} % ({100 * low:.1f} to {100 * high:.1f})")
+        table.add_row(directory.name, *cells)
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()

@@ -1,0 +1,38 @@
+"""The `d1` command and what becomes of a user's mistake."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from deploy.cli import machine, runs, submit, train
+from deploy.errors import UserError
+from deploy.printing import printable
+
+_EXIT_USER_ERROR = 2
+
+app = typer.Typer(
+    name="d1",
+    help="Reinforcement learning for diffusion language models, as a service on Ray.",
+    no_args_is_help=True,
+    add_completion=False,
+    # A bug's traceback is for the developer: plain, and without the values of local variables.
+    pretty_exceptions_enable=False,
+)
+app.command()(train.train)
+app.command()(train.sft)
+app.command()(submit.submit)
+app.command()(runs.serve)
+app.add_typer(runs.app, name="runs")
+app.command()(machine.doctor)
+app.command()(machine.schema)
+
+
+def main() -> None:
+    """Run the command line. A UserError is one sentence on stderr and exit status 2; all else is a bug and is shown."""
+    try:
+        app(prog_name="d1")
+    except UserError as error:
+        sys.stderr.write(f"d1: {printable(str(error))}\n")
+        sys.exit(_EXIT_USER_ERROR)

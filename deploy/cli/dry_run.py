@@ -1,0 +1,35 @@
+"""What `--dry-run` prints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.syntax import Syntax
+from rich.table import Table
+from rich.text import Text
+
+from deploy.overrides import resolved_yaml
+from deploy.preflight import Resources, gigabytes, needs_of
+from deploy.recipe import Recipe
+
+
+def print_dry_run(recipe: Recipe, available: Resources, problems: Sequence[str]) -> None:
+    """Print the resolved recipe, what it needs beside what there is, and the problems."""
+    console = Console()
+    text = resolved_yaml(recipe)
+    if console.is_terminal:
+        console.print(Syntax(text, "yaml", background_color="default", word_wrap=True))
+    else:
+        # Exactly the YAML: it can be piped into a file and used as a recipe, up to the table.
+        console.print(Text(text), soft_wrap=True)
+    needs = needs_of(recipe)
+    table = Table("resource", "the recipe needs", f"{available.where} has")
+    table.add_row("CPUs", f"{needs.cpus:g}", f"{available.cpus:g}")
+    table.add_row("GPUs", str(needs.gpus), str(available.gpus))
+    table.add_row("memory", f"{gigabytes(needs.memory_bytes)} or more", gigabytes(available.memory_bytes))
+    console.print(table)
+    for problem in problems:
+        console.print(Text(f"problem: {problem}", style="red"), soft_wrap=True)
+    if not problems:
+        console.print("Nothing stands in its way. Nothing was started or written.")

@@ -1,0 +1,50 @@
+"""`d1 doctor` and `d1 schema`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from deploy.cli.options import RunsDir
+from deploy.errors import UserError, reason
+
+
+def doctor(runs_dir: RunsDir = Path("runs")) -> None:
+    """Check whether this machine is fit for d1. Exit status 1 if a check fails; warnings do not count."""
+    from rich.console import Console
+
+    from deploy.doctor import Verdict, checks_table, run_checks
+
+    checks = list(run_checks(runs_dir))
+    Console().print(checks_table(checks))
+    counts = {verdict: sum(check.verdict is verdict for check in checks) for verdict in Verdict}
+    typer.echo(f"{counts[Verdict.FAILED]} failed, {counts[Verdict.WARNING]} warnings, {counts[Verdict.OK]} ok")
+    if counts[Verdict.FAILED]:
+        raise typer.Exit(1)
+
+
+def schema(
+    output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write it here instead of printing it.")] = None,
+) -> None:
+    """Print the recipes' JSON schema.
+
+    An editor that knows the YAML language server checks and completes a recipe whose first line is
+
+    # yaml-language-server: $schema=recipe.schema.json
+
+    with the path or URL of the file that `d1 schema --output recipe.schema.json` writes.
+    """
+    import json
+
+    from deploy.schema import recipe_schema
+
+    text = json.dumps(recipe_schema(), indent=2) + "\n"
+    if output is None:
+        typer.echo(text, nl=False)
+        return
+    try:
+        output.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write the schema to {output}: {reason(error)}") from error

@@ -1,0 +1,27 @@
+"""Arguments and options that several commands share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="A YAML file; `d1 schema` says what is in it.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="KEY=VALUE", help="Changes to the recipe: learner.lr=1e-4 rollout.num_samplers=3"),
+]
+RunName = Annotated[str, typer.Argument(metavar="RUN", help="A run's name, or the path of its directory.")]
+RunsDir = Annotated[Path, typer.Option(help="Where the run directories are.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on from the run's newest checkpoint.")]
+ResumeOrStart = Annotated[
+    bool,
+    typer.Option(
+        "--resume-or-start", help="Resume the run if it has begun, else start it: for queues that repeat a command."
+    ),
+]
+Serve = Annotated[bool, typer.Option("--serve", help="Answer HTTP requests from the newest policy meanwhile.")]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Show the whole recipe and what it needs; start and write nothing.")
+]

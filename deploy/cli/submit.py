@@ -1,0 +1,51 @@
+"""`d1 submit`."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from typing import Annotated
+
+import typer
+
+from deploy.cli.options import Overrides, RecipePath, Serve
+
+_EXIT_INTERRUPTED = 130
+
+
+def submit(
+    recipe_path: RecipePath,
+    overrides: Overrides = None,
+    *,
+    address: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="The dashboard, http://HOST:8265; else RAY_ADDRESS, else this machine's."),
+    ] = None,
+    serve: Serve = False,
+    no_follow: Annotated[bool, typer.Option("--no-follow", help="Return once it is submitted.")] = False,
+) -> None:
+    """Run a recipe as a job of a Ray cluster, and follow its log.
+
+    Submitting the same run again follows the job that there is; if that failed or was stopped, it is resumed.
+    """
+    from deploy.overrides import load_recipe
+    from deploy.submit import connect, follow
+    from deploy.submit import submit as submit_run
+
+    recipe = load_recipe(recipe_path, overrides or [])
+    client = connect(address)
+    job_id = submit_run(client, recipe, recipe_path, overrides or [], serve=serve, say=typer.echo)
+    if no_follow:
+        return
+    try:
+        status = follow(client, job_id, _write)
+    except KeyboardInterrupt as interrupt:
+        again = shlex.join(["d1", *sys.argv[1:]])
+        typer.echo(f"\nno longer following; the job goes on. To follow: {again}. To end it: ray job stop {job_id}")
+        raise typer.Exit(_EXIT_INTERRUPTED) from interrupt
+    raise typer.Exit(status)
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()

@@ -1,0 +1,157 @@
+"""`d1 train` and `d1 sft`."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from deploy.cli.options import DryRun, Overrides, RecipePath, Resume, ResumeOrStart, Serve
+from deploy.errors import UserError
+
+if TYPE_CHECKING:
+    from actors.run_log import Event
+    from deploy.recipe import Recipe, Stages
+
+_EXIT_INTERRUPTED = 130
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Order:
+    """What the user asked for, besides the recipe."""
+
+    command: str
+    """The command that resumes the run, if `--resume` is added to it."""
+    stages: Stages
+    """Which stages."""
+    start_from: Path | None = None
+    """A checkpoint that becomes policy version 0."""
+    resume: bool
+    """Go on with a run that has begun."""
+    serve: bool = False
+    """Answer HTTP requests meanwhile."""
+
+
+def train(
+    recipe_path: RecipePath,
+    overrides: Overrides = None,
+    *,
+    dry_run: DryRun = False,
+    start_from: Annotated[
+        Path | None,
+        typer.Option("--from", metavar="CHECKPOINT", help="Skip SFT: start the rounds from this checkpoint directory."),
+    ] = None,
+    resume: Resume = False,
+    resume_or_start: ResumeOrStart = False,
+    serve: Serve = False,
+) -> None:
+    """Run a recipe: SFT, diffu-GRPO rounds, and the control.
+
+    On the cluster that RAY_ADDRESS names, or on a Ray of its own on this machine.
+    """
+    from deploy.overrides import load_recipe
+    from deploy.recipe import Stages
+
+    recipe = load_recipe(recipe_path, overrides or [])
+    if start_from is not None:
+        _check_checkpoint(start_from)
+    words = ["d1", "train", str(recipe_path), *(overrides or [])]
+    words += ["--from", str(start_from)] if start_from is not None else []
+    words += ["--serve"] if serve else []
+    order = _Order(
+        command=shlex.join(words),
+        stages=Stages.ALL if start_from is None else Stages.RL,
+        start_from=start_from,
+        resume=resume or (resume_or_start and recipe.run_dir.is_dir()),
+        serve=serve,
+    )
+    _carry_out(recipe, order, dry_run)
+
+
+def sft(
+    recipe_path: RecipePath,
+    overrides: Overrides = None,
+    *,
+    dry_run: DryRun = False,
+    resume: Resume = False,
+) -> None:
+    """Run stage 1 of a recipe alone: masked SFT on its labels."""
+    from deploy.overrides import load_recipe
+    from deploy.recipe import Stages
+
+    recipe = load_recipe(recipe_path, overrides or [])
+    if not recipe.sft.num_steps:
+        raise UserError(f"{recipe_path}: sft.num_steps is 0, which leaves `d1 sft` nothing to do; give it steps")
+    command = shlex.join(["d1", "sft", str(recipe_path), *(overrides or [])])
+    _carry_out(recipe, _Order(command=command, stages=Stages.SFT, resume=resume), dry_run)
+
+
+def _carry_out(recipe: Recipe, order: _Order, dry_run: bool) -> None:
+    from deploy.preflight import cluster_resources, preflight
+
+    available = cluster_resources(os.environ.get("RAY_ADDRESS"))
+    problems = preflight(recipe, available, resume=order.resume, serve=order.serve)
+    if dry_run:
+        from deploy.cli.dry_run import print_dry_run
+
+        print_dry_run(recipe, available, problems)
+    if problems:
+        is_all = dry_run or len(problems) == 1
+        raise UserError(problems[0] + ("" if is_all else f" ({len(problems) - 1} more: --dry-run lists all)"))
+    if not dry_run:
+        _run(recipe, order)
+
+
+def _run(recipe: Recipe, order: _Order) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    from actors.run_log import read_events
+    from deploy import job
+    from deploy.progress import ProgressDisplay
+    from deploy.report import result_table
+
+    console = Console()
+    with ProgressDisplay(console) as display:
+
+        def show(event: Event) -> None:
+            display(event)
+            if event["event"] == "done":
+                # Now and not when `job.run` returns: with --serve it stays until Ctrl-C.
+                display.stop()
+                console.print(result_table(read_events(recipe.run_dir)))
+                console.print(Text(f"run directory: {recipe.run_dir}"), soft_wrap=True)
+
+        try:
+            job.run(
+                recipe,
+                stages=order.stages,
+                start_from=order.start_from,
+                resume=order.resume,
+                serve=order.serve,
+                on_event=show,
+            )
+        except KeyboardInterrupt as interrupt:
+            display.stop()
+            if _is_done(read_events(recipe.run_dir)):
+                return
+            console.print(Text(f"stopped; resume with: {order.command} --resume"), soft_wrap=True)
+            raise typer.Exit(_EXIT_INTERRUPTED) from interrupt
+
+
+def _is_done(events: Sequence[Event]) -> bool:
+    return bool(events) and events[-1]["event"] == "done"
+
+
+def _check_checkpoint(directory: Path) -> None:
+    from learner.model.checkpoint import load_config
+
+    try:
+        load_config(directory)
+    except ValueError as error:
+        raise UserError(f"--from {directory}: {error}") from error

@@ -1,0 +1,115 @@
+"""A run's events, put in order: what the table, the curves and `d1 runs` read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from actors.run_log import Event
+from rollout.score import Score
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluation:
+    """One evaluation on the held-out problems."""
+
+    label: str
+    """After what: untrained, start, sft, round, rl or control."""
+    round: int
+    """Rounds trained before it."""
+    time_s: float
+    """Seconds since the run began."""
+    score: Score
+    """How many it solved."""
+
+
+@dataclass(kw_only=True, slots=True)
+class RunHistory:
+    """What a run has come to. What a resumed run repeated counts once, as it was the last time."""
+
+    name: str = ""
+    """The run's name."""
+    rounds: dict[int, Event] = field(default_factory=dict)
+    """The `round` events by round, ascending."""
+    steps: dict[str, list[Event]] = field(default_factory=dict)
+    """The `sft` events of the phases `sft` and `control`, in order."""
+    planned: dict[str, int] = field(default_factory=dict)
+    """Optimizer steps or rounds that a phase set out to do; 0 where a time limits it."""
+    evaluations: list[Evaluation] = field(default_factory=list)
+    """In order."""
+    phase_ends: dict[str, Event] = field(default_factory=dict)
+    """The `phase_end` events by phase."""
+    checkpoints: dict[str, Event] = field(default_factory=dict)
+    """The `checkpoint` events by path."""
+    num_failures: int = 0
+    """Failures that the run survived."""
+    last: Event | None = None
+    """The newest event."""
+
+    @property
+    def seconds(self) -> float:
+        """How long the run took, or has taken so far."""
+        return float(self.last["time_s"]) if self.last else 0.0
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the run came to its end and nothing was added since."""
+        return self.last is not None and self.last["event"] == "done"
+
+    def series(self, key: str) -> list[float]:
+        """A number of every round, in order."""
+        return [float(event[key]) for event in self.rounds.values()]
+
+    def final(self, label: str) -> Evaluation | None:
+        """The newest evaluation with a label."""
+        return next((item for item in reversed(self.evaluations) if item.label == label), None)
+
+
+def read_history(events: Iterable[Event]) -> RunHistory:
+    """The history that events tell."""
+    history = RunHistory()
+    for event in events:
+        _add(history, event)
+        history.last = event
+    return history
+
+
+def _add(history: RunHistory, event: Event) -> None:
+    match event["event"]:
+        case "run":
+            history.name = event["name"]
+        case "phase":
+            history.planned[event["phase"]] = event["num_steps"]
+            history.steps.pop(event["phase"], None)
+        case "sft":
+            history.steps.setdefault(event["phase"], []).append(event)
+        case "round":
+            _add_round(history, event)
+        case "evaluation":
+            history.evaluations.append(_evaluation(event))
+        case "phase_end":
+            history.phase_ends[event["phase"]] = event
+        case "checkpoint":
+            history.checkpoints[event["path"]] = event
+        case "failure":
+            history.num_failures += 1
+
+
+def _add_round(history: RunHistory, event: Event) -> None:
+    """A run that was resumed from a checkpoint goes through the rounds after it again."""
+    index = event["round"]
+    for later in [done for done in history.rounds if done >= index]:
+        del history.rounds[later]
+    history.evaluations = [item for item in history.evaluations if item.label != "round" or item.round <= index]
+    history.rounds[index] = event
+
+
+def _evaluation(event: Mapping[str, object]) -> Evaluation:
+    counts = {name: event[name] for name in ("num_correct", "num_problems")}
+    return Evaluation(label=event["label"], round=event["round"], time_s=event["time_s"], score=Score(**counts))  # type: ignore[arg-type]
+
+
+def moving_mean(values: Sequence[float], width: int) -> list[float]:
+    """For each value the mean of the last `width` up to it."""
+    windows = [values[max(0, index + 1 - width) : index + 1] for index in range(len(values))]
+    return [sum(window) / len(window) for window in windows]

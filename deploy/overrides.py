@@ -1,0 +1,104 @@
+"""Reading a recipe: its YAML file, the overrides of the command line, and a sentence for whatever is wrong."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from deploy.errors import UserError, reason
+from deploy.recipe import Recipe
+from deploy.refusals import first_refusal, shortened
+from deploy.yaml_text import parse_yaml
+
+
+def load_recipe(path: Path, overrides: Sequence[str]) -> Recipe:
+    """The recipe of a file with overrides `dotted.key=value` on top; of one key the last override counts.
+
+    A recipe without a name takes its file's. Raises UserError when it cannot be read or is not a recipe.
+    """
+    data = {"name": path.stem} | _read(path)
+    overridden = {}
+    for text in overrides:
+        key, value = _parse_override(text)
+        _set(data, key, value)
+        overridden[key] = text
+    try:
+        recipe = Recipe.model_validate(data)
+    except ValidationError as error:
+        refusal, num_more = first_refusal(error, Recipe.model_json_schema())
+        more = f" ({num_more} more {'problem' if num_more == 1 else 'problems'} after this one)" if num_more else ""
+        raise UserError(f"{_place(path, overridden, refusal.key)}: {refusal.sentence}{more}") from error
+    for key, sentence in islice(_misread(data, recipe.model_dump(), ""), 1):
+        raise UserError(f"{_place(path, overridden, key)}: {sentence}")
+    return recipe
+
+
+def resolved_yaml(recipe: Recipe) -> str:
+    """The whole recipe, defaults included, as YAML that loads to the same recipe."""
+    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        data = parse_yaml(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot read the recipe {path}: {reason(error)}") from error
+    except ValueError as error:
+        raise UserError(f"{path} is not YAML: {error}") from error
+    if not isinstance(data, dict):
+        raise UserError(f"{path} is not a recipe: it should be a mapping of keys like `task:` and `learner:`")
+    return data
+
+
+def _parse_override(text: str) -> tuple[str, Any]:
+    key, separator, value = text.partition("=")
+    if not separator or not all(key.split(".")):
+        raise UserError(f"the override {shortened(text)!r} should have the form key=value, for example learner.lr=1e-4")
+    try:
+        return key, parse_yaml(value)
+    except ValueError as error:
+        raise UserError(f"the value of the override {shortened(text)!r} is not YAML: {error}") from error
+
+
+def _set(data: dict[str, Any], key: str, value: Any) -> None:
+    *parents, name = key.split(".")
+    section = data
+    for index, parent in enumerate(parents):
+        # An empty section of the file (`rollout:`) reads as None.
+        child = {} if section.get(parent) is None else section[parent]
+        if not isinstance(child, dict):
+            outer = ".".join(parents[: index + 1])
+            raise UserError(f"the override {key} needs {outer} to be a section, and it is {shortened(repr(child))}")
+        section[parent] = section = child
+    section[name] = value
+
+
+def _place(path: Path, overridden: Mapping[str, str], key: str) -> str:
+    """Where a key was written."""
+    for overridden_key, text in overridden.items():
+        if key == overridden_key or key.startswith((f"{overridden_key}.", f"{overridden_key}[")):
+            return f"the override {shortened(text)}"
+    inside = [text for overridden_key, text in overridden.items() if overridden_key.startswith(f"{key}.")]
+    if len(inside) == 1:
+        return f"the override {shortened(inside[0])}"
+    return f"{path} with its overrides" if inside else str(path)
+
+
+def _misread(given: Any, read: Any, key: str) -> Iterator[tuple[str, str]]:
+    """What pydantic lets pass and nobody means: `true` as the number 1, and numbers that are not finite."""
+    if isinstance(read, float) and not math.isfinite(read):
+        yield key, f"{key} is {given}; it should be a finite number"
+    if isinstance(given, bool) and not isinstance(read, bool):
+        yield key, f"{key} is {str(given).lower()}; it should be a number"
+    if isinstance(given, dict) and isinstance(read, dict):
+        for name, value in given.items():
+            yield from _misread(value, read[name], f"{key}.{name}" if key else name)
+    elif isinstance(given, list) and isinstance(read, list | tuple):
+        for index, (value, read_value) in enumerate(zip(given, read, strict=True)):
+            yield from _misread(value, read_value, f"{key}[{index}]")

@@ -1,0 +1,217 @@
+"""Whether a recipe can run here: what it needs against what there is, before anything starts."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from actors.resources import (
+    coordinator_resources,
+    grader_resources,
+    learner_resources,
+    sampler_resources,
+    store_resources,
+)
+from deploy import machine
+from deploy.errors import UserError, reason
+from deploy.printing import counted
+from deploy.recipe import Recipe
+from learner.model.checkpoint import load_config
+from rewards import Split, make_task
+
+_FLOAT_BYTES = 4
+# Measured: a process with torch and Ray in it has 310 MB, Ray's own processes and the driver have 1.5 GB together.
+_PROCESS_BYTES = 310_000_000
+_RAY_BYTES = 1_500_000_000
+# Sums of decimal fractions: 0.4 + 0.4 + 0.1 + ... against a whole number of CPUs.
+_CPU_TOLERANCE = 1e-6
+_CONNECT_TIMEOUT_S = 5.0
+_LAST_PORT = 65535
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Needs:
+    """What a run takes."""
+
+    cpus: float
+    """Logical CPUs."""
+    gpus: int
+    """GPUs."""
+    memory_bytes: int
+    """Main memory, at least: processes and copies of the weights, without activations."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Resources:
+    """What there is to run on."""
+
+    where: str
+    """Whose they are, for sentences: `this machine`, `the cluster at 10.0.0.1:6379`."""
+    cpus: float
+    """Logical CPUs."""
+    gpus: int
+    """GPUs."""
+    memory_bytes: int
+    """Main memory."""
+    is_ours: bool
+    """Whether the run would start its own Ray on it."""
+
+
+def needs_of(recipe: Recipe) -> Needs:
+    """What a run of the recipe takes."""
+    samplers, workers = recipe.rollout.num_samplers, recipe.learner.num_workers
+    sampler, worker = sampler_resources(recipe.device), learner_resources(recipe.device)
+    small = coordinator_resources()["num_cpus"] + store_resources()["num_cpus"]
+    cpus = small + recipe.grading.num_graders * grader_resources()["num_cpus"]
+    num_processes = samplers + workers + recipe.grading.num_graders + 2
+    return Needs(
+        cpus=round(cpus + samplers * sampler["num_cpus"] + workers * worker["CPU"], 3),
+        gpus=int(samplers * sampler["num_gpus"] + workers * worker.get("GPU", 0)),
+        memory_bytes=_RAY_BYTES + num_processes * _PROCESS_BYTES + _weight_copies(recipe) * _weight_bytes(recipe),
+    )
+
+
+def cluster_resources(address: str | None) -> Resources:
+    """What the running cluster at `address` has, or this machine where there is none.
+
+    Raises UserError when nothing answers at the address.
+    """
+    if address is None:
+        return Resources(
+            where="this machine",
+            cpus=machine.num_cpus(),
+            gpus=machine.num_gpus(),
+            memory_bytes=machine.memory_bytes(),
+            is_ours=True,
+        )
+    _check_address(address)
+    import ray
+
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
+        first_line = str(error).partition("\n")[0]
+        raise UserError(f"no Ray cluster answers at RAY_ADDRESS {address}: {first_line}") from error
+    try:
+        total = ray.cluster_resources()
+    finally:
+        ray.shutdown()
+    memory = total.get("memory", 0) + total.get("object_store_memory", 0)
+    return Resources(
+        where=f"the cluster at {address}",
+        cpus=total.get("CPU", 0),
+        gpus=int(total.get("GPU", 0)),
+        memory_bytes=int(memory),
+        is_ours=False,
+    )
+
+
+def _check_address(address: str) -> None:
+    """Raise UserError for an address that cannot work: Ray itself would take more than a minute to say so."""
+    if "://" in address:
+        raise UserError(
+            f"RAY_ADDRESS is {address}, and a run connects to a cluster's HOST:PORT from one of its machines; "
+            "use `d1 submit`, or unset it to run on this machine"
+        )
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or int(port) > _LAST_PORT:
+        # A word like `auto`, or what Ray itself refuses at once.
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=_CONNECT_TIMEOUT_S).close()
+    except OSError as error:
+        raise UserError(
+            f"no Ray cluster answers at RAY_ADDRESS {address}: {reason(error)}; unset it to run on this machine"
+        ) from error
+
+
+def preflight(recipe: Recipe, available: Resources, *, resume: bool = False, serve: bool = False) -> list[str]:
+    """Why the recipe cannot run, in sentences that say what would help; empty when it can."""
+    problems = [*_resource_problems(recipe, available), *_run_dir_problems(recipe, resume), *_input_problems(recipe)]
+    host, port = recipe.service.host, recipe.service.port
+    # On a cluster the service may already be up for this run; Serve itself refuses a foreign one.
+    if serve and available.is_ours and (obstacle := machine.why_not_bindable(host, port)):
+        problems.append(f"the service cannot listen on {host}:{port}: {obstacle}; take another service.port")
+    return problems
+
+
+def _resource_problems(recipe: Recipe, available: Resources) -> Iterator[str]:
+    needs, where = needs_of(recipe), available.where
+    samplers = counted(recipe.rollout.num_samplers, "sampler")
+    pools = f"{samplers}, {counted(recipe.learner.num_workers, 'learner worker')}"
+    if needs.gpus > available.gpus:
+        yield (
+            f"the recipe needs {counted(needs.gpus, 'GPU')} ({pools}) and {where} has {available.gpus}; "
+            "take device=cpu, or fewer rollout.num_samplers and learner.num_workers"
+        )
+    if needs.cpus > available.cpus + _CPU_TOLERANCE:
+        yield (
+            f"the recipe needs {needs.cpus:g} CPUs ({pools}, {counted(recipe.grading.num_graders, 'grader')}, 2 more) "
+            f"and {where} has {available.cpus:g}; take fewer rollout.num_samplers or learner.num_workers"
+        )
+    if needs.memory_bytes > available.memory_bytes:
+        yield (
+            f"the recipe needs at least {gigabytes(needs.memory_bytes)} of memory ({pools}) and {where} has "
+            f"{gigabytes(available.memory_bytes)}; take fewer of them or a smaller model"
+        )
+
+
+def _run_dir_problems(recipe: Recipe, resume: bool) -> Iterator[str]:
+    runs_dir, run_dir = recipe.runs_dir, recipe.run_dir
+    nearest = machine.nearest_existing(run_dir.parent)
+    if not nearest.is_dir():
+        yield f"runs_dir {runs_dir} cannot be made: {nearest} is a file; take another runs_dir"
+    elif not os.access(nearest, os.W_OK):
+        yield f"runs_dir {runs_dir} cannot be written to: {nearest} is not writable; take another runs_dir"
+    elif resume and not run_dir.is_dir():
+        yield f"there is no run {recipe.name} in {run_dir.parent} to resume; start it without --resume"
+    elif not resume and run_dir.exists() and (run_dir.is_file() or any(run_dir.iterdir())):
+        yield (
+            f"there already is a run {recipe.name} in {run_dir.parent}; "
+            "choose name=..., or go on with it: d1 train RECIPE --resume"
+        )
+
+
+def _input_problems(recipe: Recipe) -> Iterator[str]:
+    task = make_task(recipe.task)
+    sizes = {
+        Split.TRAIN: ("num_train_problems", recipe.num_train_problems),
+        Split.HELDOUT: ("evaluation.num_problems", recipe.evaluation.num_problems),
+    }
+    for split, (key, count) in sizes.items():
+        try:
+            task.problems(split, count, recipe.seed)
+        except ValueError as error:
+            yield f"{key} is {count}: {error}"
+    if recipe.model.checkpoint is not None:
+        try:
+            load_config(recipe.model.checkpoint)
+        except ValueError as error:
+            yield f"model.checkpoint: {error}"
+
+
+def _weight_copies(recipe: Recipe) -> int:
+    """Copies of the weights on CPUs: the learner's state over all its workers, every sampler's, and the store's."""
+    if recipe.device == "cuda":
+        return 2 + recipe.learner.max_staleness
+    # Weights, gradient, two moments of AdamW, and the whole weights once more when they are published.
+    learner = 5 + (recipe.learner.objective.kl_coef > 0)
+    # A sampler stages the next version beside the one it uses.
+    return learner + 2 * recipe.rollout.num_samplers + 2 + recipe.learner.max_staleness
+
+
+def _weight_bytes(recipe: Recipe) -> int:
+    if recipe.model.checkpoint is not None:
+        return sum(path.stat().st_size for path in Path(recipe.model.checkpoint).glob("*.safetensors"))
+    model = recipe.model
+    block = 4 * model.d_model**2 + 3 * model.d_model * model.mlp_hidden_size
+    return _FLOAT_BYTES * (2 * model.vocab_size * model.d_model + model.num_layers * block)
+
+
+def gigabytes(num_bytes: float) -> str:
+    """A size for people."""
+    return f"{num_bytes / 1e9:.1f} GB"

@@ -1,0 +1,58 @@
+"""Text for terminals: hostile text made harmless, numbers made short."""
+
+from __future__ import annotations
+
+import math
+import unicodedata
+from collections.abc import Sequence
+from itertools import pairwise
+
+_BARS = "▁▂▃▄▅▆▇█"
+_KEPT = "\n\t"
+
+
+def printable(text: str) -> str:
+    """The text with what could steer a terminal made visible: control characters, and overrides of its direction.
+
+    Model output and logs are other people's text: an escape sequence in them could retitle, clear or spoof a screen.
+    """
+    return "".join(char if char in _KEPT or not _steers(char) else f"\\u{ord(char):04x}" for char in text)
+
+
+def _steers(char: str) -> bool:
+    return unicodedata.category(char) in ("Cc", "Cf", "Cs", "Zl", "Zp")
+
+
+def sparkline(values: Sequence[float], width: int = 24) -> str:
+    """The values as a line of bars from their least to their greatest; at most `width` of them, averaged."""
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return ""
+    count = min(width, len(finite))
+    edges = [index * len(finite) // count for index in range(count + 1)]
+    means = [math.fsum(finite[a:b]) / (b - a) for a, b in pairwise(edges)]
+    low, high = min(means), max(means)
+    span = (high - low) or 1.0
+    return "".join(_BARS[round((mean - low) / span * (len(_BARS) - 1))] for mean in means)
+
+
+def duration(seconds: float) -> str:
+    """Seconds as people say them: `0.4 s`, `42 s`, `3 min 05 s`, `2 h 07 min`."""
+    whole = round(seconds)
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 grader`, `2 graders`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def metric(value: float) -> str:
+    """A measured number with four digits."""
+    return f"{value:.4g}"

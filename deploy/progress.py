@@ -1,0 +1,159 @@
+"""What a person sees of a run while it runs: a live bar on a terminal, sparse lines anywhere else."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Self
+
+from actors.run_log import Event
+from deploy.printing import duration, metric, printable
+from deploy.report import score_text
+from rollout.score import Score
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress, TaskID
+
+_LINE_EVERY_S = 5.0
+_LONGEST_FAILURE = 200
+_PHASES = {"untrained": "untrained", "sft": "SFT", "rl": "diffu-GRPO", "control": "control"}
+_LABELS = {
+    "untrained": "no training",
+    "start": "the start",
+    "sft": "SFT",
+    "round": "round",
+    "rl": "the rounds",
+    "control": "the control",
+}
+
+
+class ProgressDisplay:
+    """Shows events as they come, from whichever thread. A context manager: leaving it gives the terminal back."""
+
+    def __init__(self, console: Console) -> None:
+        """Show on `console`: a live display where it is a terminal, lines where it is not."""
+        self._console = console
+        self._bar = _Bar(console) if console.is_terminal else None
+        self._phase: Event | None = None
+        self._limit_s = 0.0
+        self._last_line_s = float("-inf")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """End the live display; what it showed stays on the screen. A second call does nothing."""
+        if self._bar is not None:
+            self._bar.stop()
+
+    def __call__(self, event: Event) -> None:
+        """Show one event."""
+        match event["event"]:
+            case "status":
+                self._console.print(f"{'':10}  {printable(event['what'])}", markup=False, highlight=False, soft_wrap=True)
+            case "phase":
+                self._begin(event)
+            case "sft" | "round" if self._phase is not None:
+                self._advance(event, self._phase)
+            case "evaluation":
+                score = Score(num_correct=event["num_correct"], num_problems=event["num_problems"])
+                self._line(event, f"held-out accuracy after {_place(event)}: {score_text(score)}")
+            case "phase_end":
+                if event["phase"] == "rl":
+                    self._limit_s = event["seconds"]
+                self._line(event, f"{_PHASES[event['phase']]} took {duration(event['seconds'])}")
+            case "checkpoint":
+                self._line(event, f"checkpoint {event['path']}")
+            case "failure":
+                what = printable(str(event["what"]).partition("\n")[0])[:_LONGEST_FAILURE]
+                self._line(event, f"failure, attempt {event['attempt']}: {what}")
+            case "done":
+                self._line(event, f"done in {duration(event['seconds'])}")
+
+    def _begin(self, event: Event) -> None:
+        self._phase = event
+        self._last_line_s = float("-inf")
+        name, (total, unit) = _PHASES[event["phase"]], self._total(event)
+        self._line(event, f"{name}: {total:g} {unit}" if total else f"{name}: as many {unit} as the time allows")
+        if self._bar is not None:
+            self._bar.begin(name, total or None)
+
+    def _total(self, phase: Event) -> tuple[float, str]:
+        """What the phase has to do, and its unit. A control without a number of steps has the rounds' seconds."""
+        if phase["phase"] == "control" and not phase["num_steps"] and self._limit_s:
+            return round(self._limit_s), "seconds"
+        return phase["num_steps"], "rounds" if phase["phase"] == "rl" else "steps"
+
+    def _advance(self, event: Event, phase: Event) -> None:
+        total, unit = self._total(phase)
+        done = event["round"] + 1 if event["event"] == "round" else event["step"]
+        facts = _facts(event)
+        if unit == "seconds":
+            done, facts = min(total, event["time_s"] - phase["time_s"]), f"step {done}  {facts}"
+        if self._bar is not None:
+            self._bar.advance(done, facts)
+        elif event["time_s"] - self._last_line_s >= _LINE_EVERY_S:
+            self._last_line_s = event["time_s"]
+            share = f"{round(done)}/{total:g}" if total else str(done)
+            self._line(event, f"{_PHASES[phase['phase']]} {share} {unit}  {facts}")
+
+    def _line(self, event: Event, text: str) -> None:
+        self._console.print(f"{event['time_s']:8.1f} s  {text}", markup=False, highlight=False, soft_wrap=True)
+
+
+class _Bar:
+    """One bar at the foot of a terminal: the phase under way."""
+
+    def __init__(self, console: Console) -> None:
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+        )
+
+        columns: list[Any] = [
+            TextColumn("{task.description}", style="bold"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[facts]}", style="cyan", markup=False),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(compact=True),
+        ]
+        self._progress: Progress = Progress(*columns, console=console)
+        self._task: TaskID | None = None
+        self._is_first = True
+
+    def begin(self, name: str, total: float | None) -> None:
+        self._progress.start()
+        if self._task is not None:
+            self._progress.remove_task(self._task)
+        self._task = self._progress.add_task(name, total=total, facts="")
+        self._is_first = True
+
+    def advance(self, done: float, facts: str) -> None:
+        assert self._task is not None, "a phase has begun"
+        if self._is_first and done > 1:
+            # A resumed run: what was done before must not count into the speed that the time left comes from.
+            self._progress.reset(self._task, completed=int(done) - 1)
+        self._is_first = False
+        self._progress.update(self._task, completed=int(done), facts=facts)
+
+    def stop(self) -> None:
+        self._progress.stop()
+
+
+def _facts(event: Event) -> str:
+    rate = f"{event['tokens_per_s']:.0f} tokens/s"
+    if event["event"] == "sft":
+        return f"loss {metric(event['loss'])}  {rate}"
+    return f"reward {event['reward']:.3f}  correct {100 * event['correct']:.0f} %  {rate}"
+
+
+def _place(event: Event) -> str:
+    label = _LABELS[event["label"]]
+    return f"{label} {event['round']}" if event["label"] == "round" else label

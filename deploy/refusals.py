@@ -1,0 +1,139 @@
+"""What pydantic finds wrong with a recipe, as one sentence for the person who wrote it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+Schema = dict[str, Any]
+
+_LONGEST_SHOWN = 60
+# By pydantic's names for what is wrong.
+_EXPECTATIONS = (
+    dict.fromkeys(("model_type", "model_attributes_type"), "be a section of keys and values")
+    | dict.fromkeys(("bool_type", "bool_parsing"), "be true or false")
+    | dict.fromkeys(("int_type", "int_parsing", "int_parsing_size", "int_from_float"), "be a whole number")
+    | dict.fromkeys(("float_type", "float_parsing"), "be a number")
+    | {"path_type": "be a path", "string_type": "be text"}
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Refusal:
+    """What is wrong with one key."""
+
+    key: str
+    """Dotted; empty for the whole recipe."""
+    sentence: str
+    """What is wrong and what would be right, without where it was written."""
+
+
+def first_refusal(error: ValidationError, schema: Schema) -> tuple[Refusal, int]:
+    """The first problem, and how many more there are. Unknown keys come first: they explain what is then missing."""
+    details = sorted(error.errors(), key=lambda detail: detail["type"] != "extra_forbidden")
+    return _refusal(details[0], schema), len(details) - 1
+
+
+def shortened(text: str) -> str:
+    """A text that fits into a sentence."""
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
+
+
+def _refusal(detail: ErrorDetails, schema: Schema) -> Refusal:
+    key, node = _locate(detail["loc"], schema)
+    if detail["type"] in ("union_tag_invalid", "union_tag_not_found"):
+        names = ", ".join(node["discriminator"]["mapping"])
+        given = _shown(detail["input"]["name"]) if "name" in detail["input"] else "missing"
+        return Refusal(key=f"{key}.name", sentence=f"{key}.name is {given}; it should be one of {names}")
+    return Refusal(key=key, sentence=_sentence(detail, key, node, schema))
+
+
+def _sentence(detail: ErrorDetails, key: str, node: Schema, schema: Schema) -> str:
+    match detail["type"]:
+        case "extra_forbidden" | "invalid_key":
+            return _unknown_key(key, node, schema)
+        case "missing":
+            return f"{key} is missing; it is needed: {_lower_first(node.get('description', 'a value'))}".rstrip(".")
+        case "value_error":
+            return f"{key}: {detail['ctx']['error']}" if key else str(detail["ctx"]["error"])
+    return f"{key} is {_shown(detail['input'])}; it should {_expectation(detail, key)}"
+
+
+def _expectation(detail: ErrorDetails, key: str) -> str:
+    kind, limits = detail["type"], detail.get("ctx", {})
+    if kind == "string_type" and isinstance(detail["input"], int | float):
+        return "be text: put it in quotes"
+    if kind == "string_pattern_mismatch" and key == "name":
+        return "be up to 80 letters, digits, dots, dashes and underscores, the first a letter or a digit"
+    if kind == "too_long":
+        return f"have at most {limits['max_length']} values"
+    if kind in _EXPECTATIONS:
+        return _EXPECTATIONS[kind]
+    # Pydantic: `Input should be greater than or equal to 2`.
+    expected = detail["msg"].rpartition(" should ")[2]
+    return expected.replace("greater than or equal to", "at least").replace("less than or equal to", "at most")
+
+
+def _unknown_key(key: str, section: Schema, schema: Schema) -> str:
+    parent, _, name = key.rpartition(".")
+    siblings = sorted(section.get("properties", {}))
+    close = [_joined(parent, near) for near in get_close_matches(name, siblings, n=1)]
+    elsewhere = [known for known in all_keys(schema) if known.rpartition(".")[2] == name and known != key]
+    if guesses := close or elsewhere:
+        return f"{key} is no key of a recipe; did you mean {' or '.join(guesses[:3])}?"
+    return f"{key} is no key of {'this ' + parent if parent else 'a recipe'}, which has {', '.join(siblings)}"
+
+
+def all_keys(schema: Schema) -> list[str]:
+    """Every dotted key that a recipe can have, in the order of the schema; every task's keys are among them."""
+    found: dict[str, None] = {}
+    _collect(schema, "", schema, found)
+    return list(found)
+
+
+def _collect(node: Schema, prefix: str, schema: Schema, found: dict[str, None]) -> None:
+    for branch in [_resolved(branch, schema) for branch in node.get("oneOf", [])] or [node]:
+        for name, child in branch.get("properties", {}).items():
+            key = _joined(prefix, name)
+            found[key] = None
+            _collect(_resolved(child, schema), key, schema, found)
+
+
+def _locate(location: Sequence[str | int], schema: Schema) -> tuple[str, Schema]:
+    """The dotted key of an error's location, and what the schema says of it, or else of its section."""
+    key, node = "", schema
+    for part in location:
+        if "discriminator" in node:
+            # Pydantic puts the name of the chosen member between the key of a union and the member's own keys.
+            node = _resolved({"$ref": node["discriminator"]["mapping"][part]}, schema)
+        elif isinstance(part, int) and "properties" not in node:
+            key = f"{key}[{part}]"
+        else:
+            key = _joined(key, str(part))
+            node = _resolved(node.get("properties", {}).get(part, node), schema)
+    return key, node
+
+
+def _resolved(node: Schema, schema: Schema) -> Schema:
+    if "$ref" not in node:
+        return node
+    target: Schema = schema["$defs"][node["$ref"].rpartition("/")[2]]
+    # A description beside the reference is the field's; the target has only its class's.
+    return target | {name: value for name, value in node.items() if name != "$ref"}
+
+
+def _shown(value: Any) -> str:
+    return "empty" if value is None else shortened(repr(value))
+
+
+def _lower_first(text: str) -> str:
+    return text[:1].lower() + text[1:]
+
+
+def _joined(parent: str, name: str) -> str:
+    return f"{parent}.{name}" if parent else name

@@ -1,0 +1,113 @@
+"""The run directories: which there are and how they stand."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from actors.run_log import METRICS, RECIPE, read_events
+from deploy.errors import UserError
+from deploy.history import RunHistory, read_history
+from deploy.printing import duration, printable, sparkline
+from deploy.yaml_text import parse_yaml
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+# Longer than any pause that a healthy run makes by default: one batch of completions may take 600 s.
+_SILENT_S = 900.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """A run directory as it was when it was read."""
+
+    directory: Path
+    """Where it is."""
+    recipe: dict[str, Any]
+    """The resolved recipe; plain data, so that a run of an older d1 can be listed too. Empty if it cannot be read."""
+    history: RunHistory
+    """What happened."""
+    silent_s: float
+    """Seconds since its last event."""
+
+    @property
+    def name(self) -> str:
+        """The directory's name."""
+        return self.directory.name
+
+    @property
+    def state(self) -> str:
+        """`finished`; else a guess from the silence, with a question mark: nobody can ask a run directory."""
+        if self.history.is_finished:
+            return "finished"
+        return "running?" if self.silent_s < _SILENT_S else "stopped?"
+
+    @property
+    def task(self) -> str:
+        """The task's name."""
+        return str(self.recipe.get("task", {}).get("name", "?"))
+
+
+def read_run(directory: Path) -> Run:
+    """Read a run directory."""
+    recipe: Any = {}
+    # Without a recipe its events can still be shown.
+    with suppress(OSError, ValueError):
+        recipe = parse_yaml((directory / RECIPE).read_text(encoding="utf-8"))
+    silent_s = time.time() - (directory / METRICS).stat().st_mtime
+    return Run(
+        directory=directory,
+        recipe=recipe if isinstance(recipe, dict) else {},
+        history=read_history(read_events(directory)),
+        silent_s=silent_s,
+    )
+
+
+def find_run(name_or_path: str, runs_dir: Path) -> Path:
+    """The directory of a run that is given by its name in `runs_dir` or by its path. Raises UserError without one."""
+    for directory in (runs_dir / name_or_path, Path(name_or_path)):
+        if (directory / METRICS).is_file():
+            return directory
+    close = get_close_matches(name_or_path, [path.name for path in _run_dirs(runs_dir)], n=1, cutoff=0.5)
+    hint = f"did you mean {close[0]}?" if close else "`d1 runs ls` lists the runs"
+    raise UserError(f"there is no run {name_or_path} in {runs_dir}, and no run directory of that path; {hint}")
+
+
+def list_runs(runs_dir: Path) -> list[Run]:
+    """The runs of a directory, the one with the newest event first."""
+    return sorted((read_run(path) for path in _run_dirs(runs_dir)), key=lambda run: run.silent_s)
+
+
+def runs_table(runs: list[Run]) -> Table:
+    """A row for each run."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table()
+    for heading in ("run", "state", "last event", "task", "rounds", "held-out", "best", "time", "reward"):
+        table.add_column(heading, justify="right" if heading in ("rounds", "held-out", "best", "time") else "left")
+    for run in runs:
+        history = run.history
+        accuracies = [item.score.accuracy for item in history.evaluations]
+        cells = (
+            printable(run.name),
+            run.state,
+            f"{duration(run.silent_s)} ago",
+            printable(run.task),
+            str(len(history.rounds)),
+            f"{100 * accuracies[-1]:.1f} %" if accuracies else "",
+            f"{100 * max(accuracies):.1f} %" if accuracies else "",
+            duration(history.seconds),
+            sparkline(history.series("reward")),
+        )
+        table.add_row(*(Text(cell, no_wrap=cell is cells[0]) for cell in cells))
+    return table
+
+
+def _run_dirs(runs_dir: Path) -> list[Path]:
+    return [path.parent for path in runs_dir.glob("*/" + METRICS) if not path.parent.name.startswith(".")]

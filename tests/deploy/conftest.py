@@ -1,0 +1,165 @@
+"""What the tests of the command line share: a small recipe, the command itself, and the events of a run."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+RECIPE = """\
+task: {name: sums}
+num_train_problems: 40
+sft: {num_labels: 8, num_steps: 20, lr: 1e-3}
+rollout:
+  sampling: {gen_length: 32, block_length: 8, num_denoise_steps: 16}
+learner: {num_rounds: 3, groups_per_round: 2, lr: 1e-4}
+evaluation: {num_problems: 20}
+"""
+
+
+@pytest.fixture
+def workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty current directory, with no cluster in the environment."""
+    for name in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS", "D1_REDIS_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def recipe_file(workdir: Path) -> Path:
+    path = workdir / "tiny.yaml"
+    path.write_text(RECIPE)
+    return path
+
+
+class Ended:
+    """How a command ended."""
+
+    def __init__(self, status: int, out: str, err: str) -> None:
+        self.status, self.out, self.err = status, out, err
+
+    def assert_refused(self, *parts: str) -> None:
+        """One sentence on stderr with all of `parts`, status 2, nothing on stdout, no traceback."""
+        assert self.status == 2, (self.out, self.err)
+        assert self.err.startswith("d1: ")
+        assert self.err.count("\n") == 1
+        assert "Traceback" not in self.err
+        for part in parts:
+            assert part in self.err
+
+
+@pytest.fixture
+def d1(workdir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Ended]:
+    """Runs `d1 ...` in this process, through its entry point."""
+    from deploy.cli import main
+
+    def run(*words: str) -> Ended:
+        monkeypatch.setattr(sys, "argv", ["d1", *words])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        out, err = capsys.readouterr()
+        return Ended(int(ended.value.code or 0), out, err)
+
+    return run
+
+
+Event = dict[str, Any]
+
+
+class Recorder:
+    """Makes events with a clock."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.time_s = 0.0
+
+    def add(self, event: str, wait_s: float = 0.0, **values: Any) -> None:
+        self.time_s += wait_s
+        self.events.append({"event": event, "time_s": round(self.time_s, 3), **values})
+
+    def evaluation(self, label: str, num_correct: int, round_index: int = 0) -> None:
+        counts = {"num_correct": num_correct, "num_problems": 500}
+        self.add("evaluation", 10, label=label, policy_version=round_index + 1, round=round_index, **counts)
+
+    def sft_steps(self, phase: str, num_steps: int, planned: int) -> None:
+        self.add("phase", phase=phase, num_steps=planned)
+        for step in range(10, num_steps + 1, 10):
+            loss = 4 * math.exp(-step / 100) + 0.4
+            self.add("sft", 2, phase=phase, step=step, loss=loss, grad_norm=1.0, lr=1e-3, tokens_per_s=5000.0)
+        self.add("phase_end", phase=phase, seconds=num_steps / 5, num_steps=num_steps)
+
+    def round(self, index: int, reward: float) -> None:
+        self.add(
+            "round",
+            4,
+            round=index,
+            policy_version=index + 2,
+            reward=reward,
+            reward_parts={"answer": 0.1, "correct": reward - 0.1},
+            correct=reward - 0.1,
+            num_completions=12,
+            num_failed_groups=0,
+            num_retries=0,
+            mean_tokens=20.0,
+            loss=-0.01,
+            clip_fraction=0.02,
+            kl=0.001 * index,
+            token_logp=-0.5,
+            grad_norm=0.2,
+            lr=1e-4,
+            zero_variance_share=0.4,
+            sampling_s=2.5,
+            training_s=1.2,
+            publish_s=0.1,
+            tokens_per_s=600.0,
+        )
+
+
+@pytest.fixture
+def recorder() -> Recorder:
+    return Recorder()
+
+
+@pytest.fixture
+def events(recorder: Recorder) -> list[Event]:
+    """A whole run: 12 rounds, an evaluation after each sixth, and the control for as long as the rounds took."""
+    recorder.add("run", name="tiny", seed=0, commit="abc", hardware="2 cores", versions={})
+    recorder.evaluation("untrained", 0)
+    recorder.sft_steps("sft", 100, planned=100)
+    recorder.evaluation("sft", 120)
+    recorder.add("checkpoint", path="checkpoints/sft", phase="sft", round=0, policy_version=1)
+    recorder.add("phase", phase="rl", num_steps=12)
+    for index in range(12):
+        recorder.round(index, 0.3 + 0.02 * index)
+        if index == 5:
+            recorder.evaluation("round", 180, 6)
+    recorder.add("phase_end", phase="rl", seconds=45.6, num_steps=12)
+    recorder.evaluation("rl", 250, 12)
+    recorder.add("checkpoint", path="checkpoints/rl-000012", phase="rl", round=12, policy_version=13)
+    recorder.sft_steps("control", 230, planned=0)
+    recorder.evaluation("control", 140, 12)
+    recorder.add("done", 1, seconds=recorder.time_s + 1)
+    return recorder.events
+
+
+@pytest.fixture
+def make_run(workdir: Path) -> Callable[..., Path]:
+    """Writes a run directory below `runs`."""
+
+    def make(name: str, events: list[Event], samples: list[dict[str, Any]] | None = None) -> Path:
+        directory = workdir / "runs" / name
+        directory.mkdir(parents=True)
+        (directory / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+        (directory / "recipe.yaml").write_text(f"name: {name}\n{RECIPE}")
+        if samples is not None:
+            (directory / "samples.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
+        return directory
+
+    return make

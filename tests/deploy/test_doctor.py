@@ -1,0 +1,93 @@
+"""The doctor says what is wrong with a machine and what would help."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from deploy import doctor
+from deploy.doctor import Check, Verdict
+
+
+def _named(name: str) -> Check:
+    return next(check for check in doctor.run_checks(Path("runs")) if check.name == name)
+
+
+@pytest.fixture(autouse=True)
+def _without_slow_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_embedded_registry", lambda: Check(name="embedded registry", found=""))
+
+
+def test_this_machine_can_run_its_own_tests(workdir: Path, d1: Callable) -> None:
+    ended = d1("doctor")
+    assert ended.status == 0
+    for name in ("cores", "memory", "port 8265", "Python", "ray", "torch", "transformers", "GPUs", "code sandbox"):
+        assert f"│ {name} " in ended.out
+    assert "0 failed" in ended.out
+    assert list(workdir.iterdir()) == []
+
+
+def test_a_failed_check_is_exit_status_1(d1: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "1.0")
+    ended = d1("doctor")
+    assert ended.status == 1
+    assert "d1 needs ray" in ended.out
+    assert "3 failed" in ended.out
+
+
+def test_a_warning_is_none(d1: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.machine, "num_cpus", lambda: 1)
+    ended = d1("doctor")
+    assert ended.status == 0
+    assert "use a machine with 2 or more cores" in ended.out
+
+
+@pytest.mark.parametrize(("gibibytes", "verdict"), [(1, Verdict.FAILED), (4, Verdict.WARNING), (16, Verdict.OK)])
+def test_memory(gibibytes: int, verdict: Verdict, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.machine, "memory_bytes", lambda: gibibytes * 2**30)
+    assert _named("memory").verdict is verdict
+
+
+def test_little_shared_memory_names_dockers_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.machine, "shared_memory_bytes", lambda: 64 * 2**20)
+    check = _named("/dev/shm")
+    assert check.verdict is Verdict.WARNING
+    assert "--shm-size" in check.fix
+    monkeypatch.setattr(doctor.machine, "shared_memory_bytes", lambda: None)
+    assert _named("/dev/shm").verdict is Verdict.NOTE
+
+
+def test_a_port_in_use_is_a_warning() -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        check = doctor._port(server.getsockname()[1], "the service")
+    assert check.verdict is Verdict.WARNING
+    assert check.found == "address already in use, wanted for the service"
+
+
+def test_a_redis_that_does_not_answer_fails_without_showing_its_password(
+    workdir: Path, monkeypatch: pytest.MonkeyPatch, d1: Callable
+) -> None:
+    monkeypatch.setenv("D1_REDIS_URL", "redis://:s3cret@127.0.0.1:1")
+    ended = d1("doctor")
+    assert ended.status == 1
+    assert "D1_REDIS_URL" in ended.out
+    assert "s3cret" not in ended.out + ended.err
+    monkeypatch.setenv("D1_REDIS_URL", "not a url")
+    assert _named("D1_REDIS_URL").verdict is Verdict.FAILED
+
+
+def test_a_container_has_what_its_cgroup_allows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.machine, "_CGROUP", tmp_path)
+    (tmp_path / "cpu.max").write_text("150000 100000\n")
+    (tmp_path / "memory.max").write_text("1073741824\n")
+    assert doctor.machine.num_cpus() == 1
+    assert doctor.machine.memory_bytes() == 2**30
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    (tmp_path / "memory.max").write_text("max\n")
+    assert doctor.machine.num_cpus() >= 1
+    assert doctor.machine.memory_bytes() > 2**30

@@ -1,0 +1,155 @@
+"""Recipes are read as they were meant, or refused with a sentence that helps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from deploy.errors import UserError
+from deploy.overrides import load_recipe, resolved_yaml
+
+
+def test_a_recipe_without_a_name_takes_its_files(recipe_file: Path) -> None:
+    assert load_recipe(recipe_file, []).name == "tiny"
+    recipe_file.write_text("name: other\n" + recipe_file.read_text())
+    assert load_recipe(recipe_file, []).name == "other"
+
+
+def test_floats_in_scientific_notation_work_in_the_file_and_in_overrides(recipe_file: Path) -> None:
+    recipe = load_recipe(recipe_file, ["rollout.sampling.temperature=5e-1", "learner.betas=[9e-1, 0.99]"])
+    assert recipe.sft.lr == 1e-3
+    assert recipe.rollout.sampling.temperature == 0.5
+    assert recipe.learner.betas == (0.9, 0.99)
+
+
+def test_overrides_reach_sections_that_the_file_leaves_out_or_leaves_empty(recipe_file: Path) -> None:
+    recipe_file.write_text(recipe_file.read_text() + "grading:\n")
+    recipe = load_recipe(recipe_file, ["grading.num_graders=3", "control.enabled=false"])
+    assert recipe.grading.num_graders == 3
+    assert not recipe.control.enabled
+
+
+def test_the_last_override_of_a_key_counts(recipe_file: Path) -> None:
+    assert load_recipe(recipe_file, ["seed=1", "seed=2"]).seed == 2
+
+
+def test_the_resolved_yaml_loads_to_the_same_recipe(recipe_file: Path, workdir: Path) -> None:
+    recipe = load_recipe(recipe_file, ["task.name=countdown", "learner.advantage=group_z", "name=2024-01-01"])
+    text = resolved_yaml(recipe)
+    resolved = workdir / "resolved.yaml"
+    resolved.write_text(text)
+    assert load_recipe(resolved, []) == recipe
+    assert resolved_yaml(load_recipe(resolved, [])) == text
+    # Others read it with PyYAML as it comes.
+    assert yaml.safe_load(text)["name"] == "2024-01-01"
+
+
+def test_loading_leaves_no_default_unresolved(recipe_file: Path) -> None:
+    resolved = yaml.safe_load(resolved_yaml(load_recipe(recipe_file, [])))
+    assert resolved["rollout"]["max_attempts"] == 3
+    assert resolved["device"] == "cpu"
+
+
+REFUSED_OVERRIDES = {
+    "learner.groupsize=4": ("learner.groupsize is no key of a recipe", "did you mean learner.group_size?"),
+    "lerner.lr=1": ("lerner is no key of a recipe", "did you mean learner?"),
+    "lr=3": ("did you mean sft.lr or learner.lr?",),
+    "task.prompt=d1": ("task.prompt is no key of this task, which has heldout_fraction, modulus, name, num_terms",),
+    "blabla=3": ("blabla is no key of a recipe, which has checkpoint_every_rounds,",),
+    "seed=x": ("override seed=x", "seed is 'x'; it should be a whole number"),
+    "seed=3.5": ("seed is 3.5; it should be a whole number",),
+    "seed=true": ("seed is true; it should be a number",),
+    "seed=-1": ("seed is -1; it should be at least 0",),
+    "learner.lr=-1": ("override learner.lr=-1", "learner.lr is -1; it should be greater than 0"),
+    "learner.lr=fast": ("learner.lr is 'fast'; it should be a number",),
+    "learner.lr=.inf": ("learner.lr is inf; it should be a finite number",),
+    "learner.lr.x=3": ("needs learner.lr to be a section, and it is 0.0001",),
+    "learner.group_size=1": ("learner.group_size is 1; it should be at least 2",),
+    "learner.betas=[1, 2, 3]": ("learner.betas is [1, 2, 3]; it should have at most 2 values",),
+    "learner.betas=[0.9, x]": ("learner.betas[1] is 'x'; it should be a number",),
+    "learner=3": ("learner is 3; it should be a section of keys and values",),
+    "learner=": ("learner is empty; it should be a section",),
+    "task.name=chess": (
+        "override task.name=chess",
+        "task.name is 'chess'; it should be one of countdown, sudoku, sums",
+    ),
+    "task={}": ("task.name is missing; it should be one of countdown, sudoku, sums",),
+    "task=sums": ("task is 'sums'; it should be a section",),
+    "task.num_terms=9": ("task.num_terms is 9; it should be at most 5",),
+    "device=gpu": ("device is 'gpu'; it should be 'cpu' or 'cuda'",),
+    "control.enabled=3": ("control.enabled is 3; it should be true or false",),
+    "service.port=99999": ("service.port is 99999; it should be at most 65535",),
+    "runs_dir=3": ("runs_dir is 3; it should be a path",),
+    "name=5": ("name is 5; it should be text: put it in quotes",),
+    "name=../up": ("name is '../up'; it should be up to 80 letters, digits, dots",),
+    "rollout.sampling.block_length=12": (
+        "override rollout.sampling.block_length=12",
+        "rollout.sampling: block_length 12 does not divide gen_length 32; take a divisor of 32",
+    ),
+    "model.num_heads=3": ("model: num_heads 3 does not split d_model 128 into heads of even width",),
+    "sft.num_labels=400": ("tiny.yaml: sft.num_labels 400 exceeds num_train_problems 40",),
+    "learner.groups_per_round=50": ("learner.groups_per_round 50 exceeds num_train_problems 40",),
+    "learner": ("the override 'learner' should have the form key=value, for example learner.lr=1e-4",),
+    "=3": ("should have the form key=value",),
+    "a..b=3": ("should have the form key=value",),
+    "seed=[1": ("the value of the override 'seed=[1' is not YAML",),
+    "rollout={num_samplers: 1, num_samplers: 2}": ("the key num_samplers comes twice",),
+    "seed=!!python/object/apply:os.getcwd []": ("is not YAML: could not determine a constructor",),
+    "seed=" + "[" * 2000: ("it is nested too deeply",),
+}
+
+
+@pytest.mark.parametrize(("override", "parts"), REFUSED_OVERRIDES.items(), ids=[key[:40] for key in REFUSED_OVERRIDES])
+def test_a_bad_override_is_refused_in_one_sentence(
+    override: str, parts: tuple[str, ...], recipe_file: Path, d1: Callable
+) -> None:
+    before = set(recipe_file.parent.iterdir())
+    d1("train", "tiny.yaml", override).assert_refused(*parts)
+    assert set(recipe_file.parent.iterdir()) == before
+
+
+REFUSED_FILES = {
+    "": ("is not a recipe: it should be a mapping",),
+    "- a\n- b\n": ("is not a recipe: it should be a mapping",),
+    "task: [\n": ("bad.yaml is not YAML:", "line 2"),
+    "seed: 1\nseed: 2\n": ("bad.yaml is not YAML: the key seed comes twice in line 2",),
+    "seed: 1\nlearner: {lr: 1, lr: 2}\n": ("the key lr comes twice in line 2",),
+    "? [a, b]\n: 1\n": ("a key must be plain text",),
+    "task: {name: sums}\nsft: {num_labels: 8, num_steps: 1}\n": (
+        "bad.yaml: learner is missing; it is needed: stage 2",
+    ),
+    "task: {name: sums}\nlerner: {num_rounds: 1}\n": ("lerner is no key", "did you mean learner?", "(2 more problems"),
+    "1: 2\n": ("bad.yaml",),
+    "a: *b\n": ("found undefined alias",),
+    "seed: 1\n\tx: 2\n": ("is not YAML",),
+    "a: b\x07\n": ("is not YAML",),
+}
+
+
+@pytest.mark.parametrize(("text", "parts"), REFUSED_FILES.items())
+def test_a_bad_file_is_refused_in_one_sentence(text: str, parts: tuple[str, ...], workdir: Path, d1: Callable) -> None:
+    (workdir / "bad.yaml").write_text(text)
+    d1("train", "bad.yaml").assert_refused(*parts)
+
+
+def test_a_file_that_is_absent_or_no_text_is_refused(workdir: Path, d1: Callable) -> None:
+    d1("train", "none.yaml").assert_refused("cannot read the recipe none.yaml: no such file or directory")
+    d1("train", ".").assert_refused("cannot read the recipe .: is a directory")
+    (workdir / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    d1("train", "binary.yaml").assert_refused("binary.yaml is not YAML")
+
+
+def test_a_problem_that_a_file_and_overrides_make_together_names_both(recipe_file: Path) -> None:
+    overrides = ["task.name=countdown", "task.min_number=9", "task.max_number=3"]
+    with pytest.raises(UserError, match=r"tiny.yaml with its overrides: task: max_number is 3; it must be at least"):
+        load_recipe(recipe_file, overrides)
+
+
+def test_control_characters_of_a_file_do_not_reach_the_terminal(workdir: Path, d1: Callable) -> None:
+    (workdir / "bad.yaml").write_text('"\\e[2Jseed": 1\n')
+    ended = d1("train", "bad.yaml")
+    ended.assert_refused("\\u001b[2Jseed")
+    assert "\x1b" not in ended.err

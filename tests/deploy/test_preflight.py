@@ -1,0 +1,135 @@
+"""A recipe that cannot run here is refused before anything starts."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from deploy.errors import UserError
+from deploy.overrides import load_recipe
+from deploy.preflight import Resources, cluster_resources, preflight
+
+PLENTY = Resources(where="this machine", cpus=64, gpus=8, memory_bytes=10**12, is_ours=True)
+SMALL = Resources(where="the cluster at x:1", cpus=2, gpus=0, memory_bytes=2 * 10**9, is_ours=False)
+
+
+@pytest.fixture
+def taken_port() -> Iterator[int]:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        yield server.getsockname()[1]
+
+
+def _problems(recipe_file: Path, *overrides: str, available: Resources = PLENTY, **options: bool) -> list[str]:
+    return preflight(load_recipe(recipe_file, overrides), available, **options)
+
+
+def test_a_fitting_recipe_has_no_problems_and_leaves_nothing_behind(recipe_file: Path) -> None:
+    assert _problems(recipe_file, serve=False) == []
+    assert [path.name for path in recipe_file.parent.iterdir()] == ["tiny.yaml"]
+
+
+def test_it_says_which_gpus_cpus_and_memory_are_missing(recipe_file: Path) -> None:
+    overrides = ("device=cuda", "rollout.num_samplers=3", "learner.num_workers=1")
+    gpus, cpus, memory = _problems(recipe_file, *overrides, available=SMALL)
+    assert gpus.startswith(
+        "the recipe needs 4 GPUs (3 samplers, 1 learner worker) and the cluster at x:1 has 0; take device=cpu"
+    )
+    assert cpus.startswith("the recipe needs 4.3 CPUs (3 samplers, 1 learner worker, 1 grader, 2 more) and the cluster")
+    assert "GB of memory" in memory
+    assert "has 2.0 GB" in memory
+
+
+def test_a_sum_of_fractions_that_fits_exactly_fits(recipe_file: Path) -> None:
+    just = Resources(where="this machine", cpus=1.9, gpus=0, memory_bytes=10**12, is_ours=True)
+    assert _problems(recipe_file, available=just) == []
+    assert _problems(recipe_file, "grading.num_graders=2", available=just) != []
+
+
+def test_a_name_that_is_taken_is_refused_unless_the_run_is_resumed(recipe_file: Path, make_run: Callable) -> None:
+    assert "there is no run tiny in" in _problems(recipe_file, resume=True)[0]
+    make_run("tiny", [])
+    (problem,) = _problems(recipe_file)
+    assert "there already is a run tiny in" in problem
+    assert problem.endswith("choose name=..., or go on with it: d1 train RECIPE --resume")
+    assert _problems(recipe_file, resume=True) == []
+    assert _problems(recipe_file, "name=other") == []
+
+
+def test_a_runs_dir_that_cannot_be_made_is_refused(recipe_file: Path) -> None:
+    (problem,) = _problems(recipe_file, f"runs_dir={recipe_file}/runs")
+    assert f"cannot be made: {recipe_file} is a file" in problem
+
+
+def test_more_problems_than_the_task_has_are_refused(recipe_file: Path) -> None:
+    train, heldout = _problems(recipe_file, "num_train_problems=5000", "evaluation.num_problems=500")
+    assert train.startswith("num_train_problems is 5000: ")
+    assert heldout.startswith("evaluation.num_problems is 500: ")
+
+
+def test_a_checkpoint_that_is_none_is_refused(recipe_file: Path) -> None:
+    (problem,) = _problems(recipe_file, "model.checkpoint=nowhere")
+    assert problem == "model.checkpoint: nowhere is not a checkpoint: it has no config.json"
+
+
+def test_the_services_port_must_be_free_only_when_it_is_ours_to_open(recipe_file: Path, taken_port: int) -> None:
+    port = f"service.port={taken_port}"
+    (problem,) = _problems(recipe_file, port, serve=True)
+    assert problem == (
+        f"the service cannot listen on 127.0.0.1:{taken_port}: address already in use; take another service.port"
+    )
+    assert _problems(recipe_file, port, serve=False) == []
+    cluster = Resources(where="a cluster", cpus=64, gpus=8, memory_bytes=10**12, is_ours=False)
+    assert _problems(recipe_file, port, available=cluster, serve=True) == []
+
+
+def test_without_an_address_it_is_this_machine() -> None:
+    here = cluster_resources(None)
+    assert here.is_ours
+    assert here.cpus >= 1
+    assert here.memory_bytes > 10**8
+
+
+@pytest.mark.parametrize(
+    ("address", "part"),
+    [
+        ("http://127.0.0.1:8265", "use `d1 submit`"),
+        ("ray://127.0.0.1:10001", "use `d1 submit`"),
+        ("127.0.0.1:1", "connection refused; unset it"),
+    ],
+)
+def test_an_address_that_cannot_work_is_refused_at_once(address: str, part: str) -> None:
+    with pytest.raises(UserError, match=part):
+        cluster_resources(address)
+
+
+def test_a_dry_run_shows_everything_and_starts_nothing(recipe_file: Path, d1: Callable) -> None:
+    ended = d1("train", "tiny.yaml", "learner.lr=2e-4", "--dry-run")
+    assert ended.status == 0
+    assert "lr: 0.0002" in ended.out
+    assert "1.9" in ended.out
+    assert "Nothing was started or written." in ended.out
+    assert [path.name for path in recipe_file.parent.iterdir()] == ["tiny.yaml"]
+
+
+def test_a_dry_run_lists_all_problems_and_exits_2(recipe_file: Path, d1: Callable) -> None:
+    ended = d1("train", "tiny.yaml", "num_train_problems=5000", "evaluation.num_problems=500", "--dry-run")
+    assert ended.status == 2
+    assert ended.out.count("problem: ") == 2
+    assert ended.err.startswith("d1: num_train_problems is 5000: ")
+    assert ended.err.count("\n") == 1
+
+
+def test_training_is_refused_with_the_first_problem(recipe_file: Path, d1: Callable) -> None:
+    ended = d1("train", "tiny.yaml", "num_train_problems=5000", "evaluation.num_problems=500")
+    ended.assert_refused("num_train_problems is 5000", "(1 more: --dry-run lists all)")
+
+
+def test_the_resolved_yaml_of_a_dry_run_is_a_recipe(recipe_file: Path, workdir: Path, d1: Callable) -> None:
+    out = d1("train", "tiny.yaml", "--dry-run").out
+    (workdir / "copy.yaml").write_text(out[: out.index("┏")])
+    assert load_recipe(workdir / "copy.yaml", []) == load_recipe(recipe_file, [])

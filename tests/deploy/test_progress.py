@@ -1,0 +1,92 @@
+"""A run can be followed on a terminal and in a log."""
+
+from __future__ import annotations
+
+import io
+from itertools import pairwise
+from typing import Any
+
+from rich.console import Console
+
+from deploy.progress import ProgressDisplay
+
+Events = list[dict[str, Any]]
+
+
+def _shown(events: Events, *, is_terminal: bool) -> str:
+    file = io.StringIO()
+    with ProgressDisplay(Console(file=file, force_terminal=is_terminal, width=140)) as display:
+        for event in events:
+            display(event)
+    return file.getvalue()
+
+
+def test_a_log_has_a_line_for_each_phase_and_evaluation(events: Events) -> None:
+    lines = _shown(events, is_terminal=False).splitlines()
+    texts = [line.partition(" s  ")[2] for line in lines]
+    assert "SFT: 100 steps" in texts
+    assert "diffu-GRPO: 12 rounds" in texts
+    assert "control: 46 seconds" in texts
+    assert "held-out accuracy after no training: 0.0 % (0.0 to 0.8), 0 of 500" in texts
+    assert "held-out accuracy after round 6: 36.0 % (31.9 to 40.3), 180 of 500" in texts
+    assert "held-out accuracy after the control: 28.0 % (24.2 to 32.1), 140 of 500" in texts
+    assert "checkpoint checkpoints/rl-000012" in texts
+    assert texts[-1].startswith("done in 2 min")
+
+
+def test_a_log_has_a_line_for_steps_and_rounds_every_five_seconds_at_most(events: Events) -> None:
+    lines = _shown(events, is_terminal=False).splitlines()
+    times = [float(line.split()[0]) for line in lines if "diffu-GRPO" in line and "rounds  reward" in line]
+    assert len(times) >= 6
+    assert all(later - earlier >= 5 for earlier, later in pairwise(times))
+    assert "diffu-GRPO 1/12 rounds  reward 0.300  correct 20 %  600 tokens/s" in "\n".join(lines)
+    assert "SFT 10/100 steps  loss 4.019  5000 tokens/s" in "\n".join(lines)
+
+
+def test_a_log_has_no_escape_sequences(events: Events) -> None:
+    assert "\x1b" not in _shown(events, is_terminal=False)
+
+
+def test_a_terminal_shows_the_phase_its_progress_and_the_numbers(events: Events) -> None:
+    def until(kind: str, count: int) -> str:
+        seen = [index for index, event in enumerate(events) if event["event"] == kind]
+        return _shown(events[: seen[count] + 1], is_terminal=True)
+
+    during = until("round", 6)
+    assert "diffu-GRPO" in during
+    assert "7/12" in during.replace(" 7/12", "7/12")
+    assert "reward 0.420  correct 32 %  600 tokens/s" in during
+    assert "held-out accuracy after SFT: 24.0 %" in during
+
+
+def test_the_control_counts_seconds(events: Events) -> None:
+    text = _shown(events, is_terminal=True)
+    assert "46/46" in text
+    assert "step 230" in text
+
+
+def test_a_resumed_control_whose_seconds_are_unknown_still_shows_steps(recorder: Any) -> None:
+    recorder.sft_steps("control", 50, planned=0)
+    text = _shown(recorder.events, is_terminal=False)
+    assert "control: as many steps as the time allows" in text
+    assert "control 10 steps  loss" in text
+    assert "step" in _shown(recorder.events, is_terminal=True)
+
+
+def test_a_failure_is_one_harmless_line(recorder: Any) -> None:
+    recorder.add("failure", what="[red]sampler died\x1b[2J\nTraceback ...", attempt=2)
+    text = _shown(recorder.events, is_terminal=False)
+    assert text.endswith("failure, attempt 2: [red]sampler died\\u001b[2J\n")
+
+
+def test_a_status_is_shown_as_it_is() -> None:
+    status = {"event": "status", "what": "serving [tiny] at http://127.0.0.1:8000"}
+    assert _shown([status], is_terminal=False).strip() == status["what"]
+
+
+def test_stopping_twice_is_no_error(events: Events) -> None:
+    display = ProgressDisplay(Console(file=io.StringIO(), force_terminal=True))
+    with display:
+        display(events[2])
+        display.stop()
+    display.stop()

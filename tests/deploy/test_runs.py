@@ -1,0 +1,135 @@
+"""Runs are listed and shown as they are, whatever the model wrote."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Events = list[dict[str, Any]]
+
+HOSTILE = "[bold red]boo[/not-open] [link=file:///etc]x[/link] \x1b[2J\x1b]0;pwned\x07 \u202etxet \r done"
+
+
+def _sample(**values: Any) -> dict[str, Any]:
+    return {
+        "round": 3,
+        "policy_version": 4,
+        "problem_id": "sums/1",
+        "prompt": "3 7 9",
+        "completion": "309",
+        "reward": 1.0,
+        "reward_parts": {"correct": 1.0},
+        "correct": True,
+        "step_map": [0, 1, 2, 2],
+    } | values
+
+
+def _age(directory: Path, seconds: float) -> None:
+    then = time.time() - seconds
+    os.utime(directory / "metrics.jsonl", (then, then))
+
+
+def test_ls_lists_runs_newest_first_with_what_can_be_known(make_run: Callable, events: Events, d1: Callable) -> None:
+    _age(make_run("old", events), 7200)
+    _age(make_run("crashed", events[:25]), 3600)
+    _age(make_run("going", events[:30]), 5)
+    ended = d1("runs", "ls")
+    assert ended.status == 0
+    rows = [line for line in ended.out.splitlines() if "ago" in line]
+    assert [row.split("│")[1].strip() for row in rows] == ["going", "crashed", "old"]
+    assert [row.split("│")[2].strip() for row in rows] == ["running?", "stopped?", "finished"]
+    cells = [cell.strip() for cell in rows[2].split("│")[1:-1]]
+    assert cells[2:8] == ["2 h 00 min ago", "sums", "12", "28.0 %", "50.0 %", "2 min 45 s"]
+    assert cells[8] == "▁▂▂▃▄▄▅▅▆▇▇█"
+
+
+def test_ls_skips_what_is_no_run_and_survives_a_broken_one(make_run: Callable, events: Events, d1: Callable) -> None:
+    directory = make_run("torn", events)
+    with (directory / "metrics.jsonl").open("a") as file:
+        file.write('{"event": "rou')
+    (directory / "recipe.yaml").write_text("task: [")
+    (directory.parent / "notes").mkdir()
+    make_run(".partial.partial", events)
+    ended = d1("runs", "ls")
+    assert ended.status == 0
+    assert [line.split("│")[1].strip() for line in ended.out.splitlines() if "ago" in line] == ["torn"]
+
+
+def test_ls_without_runs(workdir: Path, d1: Callable) -> None:
+    d1("runs", "ls").assert_refused("there is no directory runs; `d1 train` makes it, or say --runs-dir DIR")
+    (workdir / "runs").mkdir()
+    assert d1("runs", "ls").out == "no runs in runs\n"
+
+
+def test_show_has_the_recipe_the_result_the_curves_and_three_samples(
+    make_run: Callable, events: Events, d1: Callable
+) -> None:
+    samples = [_sample(round=index, completion=f"answer {index}") for index in range(5)]
+    make_run("tiny", events, samples)
+    ended = d1("runs", "show", "tiny")
+    assert ended.status == 0
+    for part in (
+        "tiny: finished",
+        "num_numbers",
+        "learner.num_rounds",
+        "SFT + diffu-GRPO",
+        "50.0 %",
+        "checkpoints/sft",
+    ):
+        assert (part in ended.out) == (part != "num_numbers"), part
+    assert "reward" in ended.out
+    assert "▁▂▂▃▄▄▅▅▆▇▇█" in ended.out
+    assert [f"answer {index}" in ended.out for index in range(5)] == [False, False, True, True, True]
+    assert "round 4, version 4, sums/1: right, reward 1 (correct 1), 3 denoise steps" in ended.out
+
+
+def test_show_takes_a_path_too(make_run: Callable, events: Events, d1: Callable) -> None:
+    directory = make_run("tiny", events)
+    directory.rename(directory.parent.parent / "moved")
+    assert "moved: finished" in d1("runs", "show", "./moved").out
+
+
+@pytest.mark.parametrize("field", ["prompt", "completion", "problem_id"])
+def test_hostile_text_is_shown_and_not_obeyed(field: str, make_run: Callable, events: Events, d1: Callable) -> None:
+    make_run("tiny", events, [_sample(**{field: HOSTILE}), _sample(reward_parts={HOSTILE: 1.0})])
+    ended = d1("runs", "show", "tiny")
+    assert ended.status == 0
+    assert "[bold red]boo[/not-open]" in ended.out
+    assert "\\u001b[2J\\u001b]0;pwned\\u0007" in ended.out
+    assert "\\u202etxet" in ended.out
+    for char in ("\x1b", "\x07", "\r", "\u202e"):
+        assert char not in ended.out
+
+
+def test_a_hostile_recipe_is_shown_and_not_obeyed(make_run: Callable, events: Events, d1: Callable) -> None:
+    directory = make_run("tiny", events)
+    (directory / "recipe.yaml").write_text('task: {name: "[red]\\e[2J"}\nseed: "[/]"\nlearner: 3\n')
+    ended = d1("runs", "show", "tiny")
+    assert ended.status == 0
+    assert "[red]\\u001b[2J" in ended.out
+    assert "\x1b" not in ended.out
+    assert d1("runs", "ls").status == 0
+
+
+def test_very_long_completions_are_cut(make_run: Callable, events: Events, d1: Callable) -> None:
+    make_run("tiny", events, [_sample(completion="x" * 1_000_000)])
+    assert len(d1("runs", "show", "tiny").out) < 20_000
+
+
+def test_a_run_that_has_just_begun_can_be_shown(make_run: Callable, d1: Callable) -> None:
+    make_run("tiny", [])
+    assert "tiny: running?" in d1("runs", "show", "tiny").out
+    assert d1("runs", "ls").status == 0
+
+
+def test_a_run_that_is_not_there_is_refused_with_the_nearest(make_run: Callable, events: Events, d1: Callable) -> None:
+    make_run("countdown-small", events)
+    d1("runs", "show", "countdwn-small").assert_refused(
+        "there is no run countdwn-small in runs", "did you mean countdown-small?"
+    )
+    d1("serve", "xyz").assert_refused("there is no run xyz in runs", "`d1 runs ls` lists the runs")
