@@ -1,10 +1,13 @@
-"""What tests of several folders share: a tiny random policy."""
+"""What tests of several folders share: a tiny random policy, a Ray cluster."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import ray
 import torch
 
 from learner.model.transformer import Transformer, TransformerConfig, init_weights
@@ -49,3 +52,23 @@ def policy(config: TransformerConfig) -> Transformer:
         # Random networks are almost uniform; sharper logits make orders and draws that matter.
         model.head.weight.mul_(4.0)
     return model
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[dict[str, str]]:
+    """A Ray cluster on this machine that outlives the runs on it; yields the environment that finds it."""
+    before = dict(os.environ)
+    os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+    os.environ.pop("RAY_ADDRESS", None)
+    ray.init(
+        address="local",
+        namespace="d1",
+        num_cpus=4,
+        include_dashboard=False,
+        log_to_driver=False,
+        object_store_memory=200_000_000,
+    )
+    yield dict(os.environ) | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+    ray.shutdown()
+    os.environ.clear()
+    os.environ.update(before)

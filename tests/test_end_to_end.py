@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,26 +54,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     (folder / "recipe.yaml").write_text(RECIPE)
     return folder
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[dict[str, str]]:
-    """A cluster that outlives the runs on it; yields the environment that finds it."""
-    before = dict(os.environ)
-    os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
-    os.environ.pop("RAY_ADDRESS", None)
-    ray.init(
-        address="local",
-        namespace="d1",
-        num_cpus=4,
-        include_dashboard=False,
-        log_to_driver=False,
-        object_store_memory=200_000_000,
-    )
-    yield dict(os.environ) | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
-    ray.shutdown()
-    os.environ.clear()
-    os.environ.update(before)
 
 
 def _d1(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:

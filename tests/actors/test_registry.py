@@ -67,8 +67,10 @@ def test_a_follower_reads_on_where_it_stopped(registry):
 
 def test_a_follower_waits_for_an_announcement(registry):
     began = time.monotonic()
-    threading.Timer(0.2, lambda: registry.announce(POLICY)).start()
+    timer = threading.Timer(0.2, lambda: registry.announce(POLICY))
+    timer.start()
     assert [policy for _, policy in registry.follow("0", 2000)] == [POLICY]
+    timer.join(10)
     assert 0.1 < time.monotonic() - began < 1.5
 
 
@@ -78,7 +80,9 @@ def test_waiting_ends_without_an_announcement(registry):
 
 def test_runs_do_not_see_each_other(server, registry):
     registry.announce(POLICY)
-    assert Registry(server.url, "another").latest() is None
+    other = Registry(server.url, "another")
+    assert other.latest() is None
+    other.close()
 
 
 def test_a_score_is_the_latest_version_announced_again(registry):

@@ -1,0 +1,156 @@
+"""Weights and portions between real Ray actors."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Coroutine
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+
+from actors.plan import RunPlan
+from actors.pools import Pools, PortionFailedError
+from actors.spec import RunSpec
+from actors.weights import WeightStore, fetch_from, make_manifest
+from actors.workers import GraderWorker, SamplerWorker
+from learner.model.checkpoint import load_policy
+from rollout.sampler import Sampler
+
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster"), pytest.mark.timeout(180)]
+
+
+def _weights(spec: RunSpec, scale: float) -> dict[str, torch.Tensor]:
+    return {name: tensor * scale for name, tensor in load_policy(spec.initial_checkpoint).state_dict().items()}
+
+
+def _publish(store: Any, version: int, weights: dict[str, torch.Tensor]) -> None:
+    ray.get(store.publish.remote(make_manifest(version, weights), ray.put(weights)), timeout=60)
+
+
+@pytest.fixture
+def store() -> Any:
+    return ray.remote(WeightStore).options(num_cpus=0).remote(2)
+
+
+def test_a_sampler_has_the_log_probs_of_the_weights_that_were_published(
+    store: Any, spec: RunSpec, plan: RunPlan
+) -> None:
+    """The transfer is judged by what the policy then says, and each version is another policy."""
+    sampler = ray.remote(SamplerWorker).options(num_cpus=0).remote(spec.initial_checkpoint, store, "cpu")
+    portion = plan.round_portion(0, 0)
+    said = []
+    for version, scale in ((1, 1.0), (2, 1.3)):
+        _publish(store, version, _weights(spec, scale))
+        completions, count = ray.get(sampler.generate.remote(version, portion), timeout=60)
+        local = load_policy(spec.initial_checkpoint)
+        local.load_state_dict(_weights(spec, scale))
+        expected = Sampler(local, version).generate(portion.requests)
+        assert count == len(expected) == 8
+        for ours, theirs in zip(completions, expected, strict=True):
+            assert ours.token_ids.tolist() == theirs.token_ids.tolist()
+            assert ours.commit_logp == pytest.approx(theirs.commit_logp, abs=1e-6)
+            assert ours.policy_version == version
+        said.append([completion.commit_logp.tolist() for completion in completions])
+    assert said[0] != said[1]
+
+
+def test_damaged_weights_are_never_used(store: Any, spec: RunSpec, plan: RunPlan) -> None:
+    weights = _weights(spec, 1.0)
+    manifest = make_manifest(1, weights)
+    weights["norm.weight"][3] += 1e-3
+    ray.get(store.publish.remote(manifest, ray.put(weights)), timeout=60)
+    sampler = ray.remote(SamplerWorker).options(num_cpus=0).remote(spec.initial_checkpoint, store, "cpu")
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"arrived damaged: tensor norm\.weight differs"):
+            ray.get(sampler.generate.remote(1, plan.round_portion(0, 0)), timeout=60)
+
+
+def test_the_store_keeps_the_newest_versions_and_forgets_a_future_that_was_given_up(store: Any, spec: RunSpec) -> None:
+    for version in (1, 2, 3):
+        _publish(store, version, _weights(spec, 1.0))
+    assert fetch_from(store, 2, timeout_s=30).keys() == _weights(spec, 1.0).keys()
+    with pytest.raises(LookupError, match=r"policy version 1 is not in the store; it has \[2, 3\]"):
+        fetch_from(store, 1, timeout_s=30)
+    _publish(store, 2, _weights(spec, 2.0))
+    assert torch.equal(fetch_from(store, 2, timeout_s=30)["norm.weight"], _weights(spec, 2.0)["norm.weight"])
+    with pytest.raises(LookupError):
+        fetch_from(store, 3, timeout_s=30)
+
+
+def test_a_store_that_is_gone_is_a_clear_error(store: Any, spec: RunSpec) -> None:
+    _publish(store, 1, _weights(spec, 1.0))
+    ray.kill(store)
+    with pytest.raises(LookupError, match="the weight store is gone"):
+        fetch_from(store, 1, timeout_s=30)
+
+
+class _Moody(SamplerWorker):
+    """A sampler whose first process misbehaves; a file remembers that it has."""
+
+    def __init__(self, spec: RunSpec, store: Any, mark: Path, mood: str) -> None:
+        super().__init__(spec.initial_checkpoint, store, "cpu")
+        self._mark, self._mood = mark, mood
+
+    def generate(self, version: int, portion: Any) -> Any:
+        if not self._mark.exists():
+            self._mark.touch()
+            if self._mood == "hangs":
+                time.sleep(600)
+            os._exit(1)
+        return super().generate(version, portion)
+
+
+@pytest.mark.parametrize(
+    ("mood", "timeout_s", "sentence"),
+    [("hangs", 4.0, "a sampler did not answer within 4 s and was restarted"), ("dies", 60.0, "a sampler failed")],
+)
+def test_a_sampler_that_hangs_or_dies_is_restarted_and_gives_the_same_text(
+    store: Any, spec: RunSpec, plan: RunPlan, tmp_path: Path, mood: str, timeout_s: float, sentence: str
+) -> None:
+    _publish(store, 1, _weights(spec, 1.0))
+    options = {"num_cpus": 0, "max_restarts": -1}
+    moody = ray.remote(_Moody).options(**options).remote(spec, store, tmp_path / "mark", mood)
+    grader = ray.remote(GraderWorker).options(num_cpus=0).remote(spec.task, spec.initial_checkpoint)
+    ray.get([moody.ready.remote(), grader.ready.remote()], timeout=60)
+    portion = plan.round_portion(0, 0)
+
+    async def tries() -> tuple[str, Any]:
+        pools = Pools([moody], [grader], timeout_s, 60.0)
+        with pytest.raises(PortionFailedError) as failure:
+            await pools.score(1, portion)
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                return str(failure.value), await pools.score(1, portion)
+            except PortionFailedError:
+                assert time.monotonic() < deadline
+
+    reason, (reference, summary) = _run(tries())
+    assert reason.startswith(sentence)
+    scored = ray.get(reference, timeout=60)
+    local = Sampler(load_policy(spec.initial_checkpoint), 1).generate(portion.requests)
+    assert [c.token_ids.tolist() for c in scored.completions] == [c.token_ids.tolist() for c in local]
+    assert len(summary.texts) == 8
+
+
+def test_a_request_that_no_sampler_can_answer_says_why(store: Any, spec: RunSpec, plan: RunPlan) -> None:
+    _publish(store, 1, _weights(spec, 1.0))
+    sampler = ray.remote(SamplerWorker).options(num_cpus=0).remote(spec.initial_checkpoint, store, "cpu")
+    portion = plan.round_portion(0, 0)
+    long = replace(portion, requests=tuple(replace(r, prompt_ids=(5,) * 60) for r in portion.requests))
+
+    async def once() -> None:
+        await Pools([sampler], [], 60.0, 60.0).score(1, long)
+
+    with pytest.raises(PortionFailedError, match="68 tokens exceeds max_sequence_length 32"):
+        _run(once())
+
+
+def _run(work: Coroutine[Any, Any, Any]) -> Any:
+    return asyncio.run(asyncio.wait_for(work, 120))
