@@ -48,6 +48,14 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
+def rough_duration(seconds: float) -> str:
+    """Seconds in the largest unit that fits: `42 s`, `3 min`, `2 h`, `5 d`."""
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{seconds // size:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
 def counted(number: int, noun: str) -> str:
     """`1 grader`, `2 graders`."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -52,7 +52,7 @@ class ProgressDisplay:
         """Show one event."""
         match event["event"]:
             case "status":
-                self._console.print(f"{'':10}  {printable(event['what'])}", markup=False, highlight=False, soft_wrap=True)
+                self._print(f"{'':10}  {printable(event['what'])}")
             case "phase":
                 self._begin(event)
             case "sft" | "round" if self._phase is not None:
@@ -100,7 +100,10 @@ class ProgressDisplay:
             self._line(event, f"{_PHASES[phase['phase']]} {share} {unit}  {facts}")
 
     def _line(self, event: Event, text: str) -> None:
-        self._console.print(f"{event['time_s']:8.1f} s  {text}", markup=False, highlight=False, soft_wrap=True)
+        self._print(f"{event['time_s']:8.1f} s  {text}")
+
+    def _print(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 class _Bar:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from actors.run_log import METRICS, RECIPE, read_events
 from deploy.errors import UserError
 from deploy.history import RunHistory, read_history
-from deploy.printing import duration, printable, sparkline
+from deploy.printing import printable, rough_duration, sparkline
 from deploy.yaml_text import parse_yaml
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 # Longer than any pause that a healthy run makes by default: one batch of completions may take 600 s.
 _SILENT_S = 900.0
+_SPARKLINE_WIDTH = 10
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,28 +85,29 @@ def list_runs(runs_dir: Path) -> list[Run]:
 
 
 def runs_table(runs: list[Run]) -> Table:
-    """A row for each run."""
+    """A row for each run, narrow enough for 80 columns."""
     from rich.table import Table
     from rich.text import Text
 
-    table = Table()
-    for heading in ("run", "state", "last event", "task", "rounds", "held-out", "best", "time", "reward"):
-        table.add_column(heading, justify="right" if heading in ("rounds", "held-out", "best", "time") else "left")
+    table = Table(box=None, padding=(0, 1, 0, 0))
+    for heading in ("run", "state", "silent", "task", "rounds", "held-out", "best", "time", "reward"):
+        is_number = heading in ("silent", "rounds", "held-out", "best", "time")
+        table.add_column(heading, justify="right" if is_number else "left", no_wrap=True)
     for run in runs:
         history = run.history
         accuracies = [item.score.accuracy for item in history.evaluations]
         cells = (
-            printable(run.name),
+            run.name,
             run.state,
-            f"{duration(run.silent_s)} ago",
-            printable(run.task),
+            rough_duration(run.silent_s),
+            run.task,
             str(len(history.rounds)),
             f"{100 * accuracies[-1]:.1f} %" if accuracies else "",
             f"{100 * max(accuracies):.1f} %" if accuracies else "",
-            duration(history.seconds),
-            sparkline(history.series("reward")),
+            rough_duration(history.seconds),
+            sparkline(history.series("reward"), _SPARKLINE_WIDTH),
         )
-        table.add_row(*(Text(cell, no_wrap=cell is cells[0]) for cell in cells))
+        table.add_row(*(Text(printable(cell)) for cell in cells))
     return table
 
 

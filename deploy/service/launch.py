@@ -58,8 +58,6 @@ def serve_run(run_dir: Path, host: str, port: int) -> None:
     except KeyboardInterrupt:
         pass
     finally:
-        if is_ours:
-            _shut_down_serve()
         ray.shutdown()
 
 
@@ -134,6 +132,8 @@ def _start_serve(host: str, port: int) -> None:
     from ray import serve
     from ray.serve.context import _get_global_client
 
+    # Its driver-side progress notes would run through the caller's output.
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
     client = _get_global_client(raise_if_no_controller_running=False)
     if client is None:
         with socket.socket() as probe:
@@ -166,9 +166,3 @@ def _wait_until_running(name: str) -> None:
                 "does the cluster have room for another process?"
             )
         time.sleep(_POLL_S)
-
-
-def _shut_down_serve() -> None:
-    from ray import serve
-
-    serve.shutdown()

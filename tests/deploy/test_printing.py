@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from deploy.printing import counted, duration, printable, sparkline
+from deploy.printing import counted, duration, printable, rough_duration, sparkline
 
 
 @pytest.mark.parametrize(
@@ -46,10 +46,18 @@ def test_a_long_sparkline_is_averaged() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(0.42, "0.4 s"), (10, "10 s"), (59.4, "59 s"), (59.6, "1 min 00 s"), (185, "3 min 05 s"), (7620, "2 h 07 min")]
+    ("seconds", "text"),
+    [(0.42, "0.4 s"), (10, "10 s"), (59.4, "59 s"), (59.6, "1 min 00 s"), (185, "3 min 05 s"), (7620, "2 h 07 min")],
 )
 def test_duration(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.4, "0 s"), (59, "59 s"), (185, "3 min"), (7620, "2 h"), (900000, "10 d")]
+)
+def test_rough_duration(seconds: float, text: str) -> None:
+    assert rough_duration(seconds) == text
 
 
 def test_counted() -> None:
