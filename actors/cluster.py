@@ -52,12 +52,7 @@ class RunActors:
 
 
 def start_actors(spec: RunSpec, num_graders: int, registry_url: str) -> RunActors:
-    """Build the pools, the store and the coordinator, and wait until all answer.
-
-    Raises:
-        TimeoutError: the cluster did not place them all in time.
-        ValueError: the task cannot give the problems that the recipe asks for.
-    """
+    """Ask Ray for the pools, the store and the coordinator; `wait_until_ready` says when they are there."""
     store = (
         ray.remote(WeightStore)
         # An earlier try of the run may have left its store: it is taken over.
@@ -89,15 +84,24 @@ def start_actors(spec: RunSpec, num_graders: int, registry_url: str) -> RunActor
         .options(name=f"{spec.name}-coordinator", scheduling_strategy=here, **coordinator_resources())
         .remote(spec, samplers, graders, registry_url, store_name(spec.name))
     )
-    waited_for = [actor.ready.remote() for actor in (*samplers, *graders)] + [coordinator.events_since.remote(0)]
+    return RunActors(coordinator=coordinator, store=store, pools=(*samplers, *graders))
+
+
+def wait_until_ready(actors: RunActors) -> None:
+    """Wait until every actor of a run answers.
+
+    Raises:
+        TimeoutError: the cluster did not place them all in time.
+        ray.exceptions.RayError: one of them could not be made.
+    """
+    answers = [actor.ready.remote() for actor in actors.pools] + [actors.coordinator.events_since.remote(0)]
     try:
-        ray.get(waited_for, timeout=_START_TIMEOUT_S)
+        ray.get(answers, timeout=_START_TIMEOUT_S)
     except ray.exceptions.GetTimeoutError as error:
         raise TimeoutError(
-            f"the cluster did not start {len(samplers)} samplers, {num_graders} graders and the coordinator within "
+            f"the cluster did not start {len(actors.pools)} samplers and graders and the coordinator within "
             f"{_START_TIMEOUT_S:.0f} s; does it have room for them (d1 train RECIPE --dry-run)?"
         ) from error
-    return RunActors(coordinator=coordinator, store=store, pools=(*samplers, *graders))
 
 
 def stop_actors(actors: RunActors, *, keep_store: bool) -> None:

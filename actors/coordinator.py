@@ -24,7 +24,7 @@ from actors.messages import Portion, PortionKey, PortionSummary
 from actors.metrics import RunGauges
 from actors.plan import RunPlan
 from actors.pools import Pools, PortionFailedError
-from actors.registry import PolicyVersion, Registry
+from actors.registry import MalformedEntryError, PolicyVersion, Registry
 from actors.round_stats import readable_samples, round_stats
 from actors.run_log import Event, RunLog
 from actors.spec import Phase, RunSpec
@@ -184,7 +184,7 @@ class Coordinator:
         """The registry is never the only copy: a run goes on without it, and says so."""
         try:
             await asyncio.to_thread(call, *facts)
-        except ConnectionError as error:
+        except (ConnectionError, MalformedEntryError) as error:
             self._log.append("failure", what=str(error), attempt=1)
 
     async def finish(self) -> None:

@@ -1,10 +1,14 @@
-"""What a user did wrong."""
+"""What a user did wrong, and what went wrong in a run."""
 
 from __future__ import annotations
 
 
 class UserError(Exception):
     """One sentence: what is wrong, where, and what would be right. `main` prints it and exits with status 2."""
+
+
+class RunFailedError(Exception):
+    """A run that failed by itself, in one sentence. `main` prints it and exits with status 1."""
 
 
 def reason(error: OSError) -> str:

@@ -14,9 +14,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from actors.run_log import Event, RunLog, read_events
+from actors.run_log import METRICS, Event, RunLog, read_events
+from actors.spec import RunSpec
 from deploy.curves import draw_curves
-from deploy.errors import UserError
+from deploy.errors import RunFailedError, UserError
 from deploy.ray_session import ray_session
 from deploy.recipe import Recipe, Stages
 from deploy.run_dir import create_run_dir, make_spec
@@ -46,6 +47,7 @@ def run(
 
     Raises:
         UserError: the recipe cannot work, or there is nothing to resume.
+        RunFailedError: an actor or the learner group failed for good; the run log says more.
         KeyboardInterrupt: after the run's actors, and its Ray if it started one, have ended.
     """
     began_at = time.time()
@@ -59,24 +61,51 @@ def run(
         _record_start(recipe, began_at)
     on_event({"event": "status", "what": "starting Ray" if "RAY_ADDRESS" not in os.environ else "connecting to Ray"})
     with ray_session(dashboard=True) as ray:
-        from actors.cluster import fit, start_actors, stop_actors
-        from actors.registry_server import registry_url
-
-        on_event({"event": "status", "what": f"Ray is up; dashboard http://{ray.dashboard_url}; starting the pools"})
-        url = registry_url()
-        actors = start_actors(spec, recipe.grading.num_graders, url)
-        try:
-            if serve:
-                _start_service(recipe, url)
-            on_event({"event": "status", "what": "the pools are up; starting the learner group"})
-            with _following(actors.coordinator, num_seen, on_event):
-                _wait_for(lambda: fit(spec, actors))
-                _call(actors.coordinator.finish.remote())
-            draw_curves(read_events(spec.run_dir), spec.run_dir / "curves.png")
-        finally:
-            stop_actors(actors, keep_store=serve and not ray.is_ours)
+        on_event({"event": "status", "what": f"Ray is up; dashboard http://{ray.dashboard_url}; starting the actors"})
+        _run_on_ray(
+            recipe, spec, num_seen=num_seen, serve=serve, keep_store=serve and not ray.is_ours, on_event=on_event
+        )
         if serve and ray.is_ours:
             _wait_for_interrupt()
+
+
+def _run_on_ray(
+    recipe: Recipe, spec: RunSpec, *, num_seen: int, serve: bool, keep_store: bool, on_event: Callable[[Event], None]
+) -> None:
+    from ray.exceptions import RayError
+    from ray.train import TrainingFailedError
+
+    from actors.cluster import fit, start_actors, stop_actors, wait_until_ready
+    from actors.registry_server import registry_url
+
+    url = registry_url()
+    actors = start_actors(spec, recipe.grading.num_graders, url)
+    try:
+        # Before the pools are up: they and the learner group take as long to start, and need not wait in turn.
+        fitted = _in_thread(lambda: fit(spec, actors))
+        wait_until_ready(actors)
+        if serve:
+            on_event({"event": "status", "what": _start_service(recipe, url)})
+        with _following(actors.coordinator, num_seen, on_event):
+            fitted.result()
+            _call(actors.coordinator.finish.remote())
+        draw_curves(read_events(spec.run_dir), spec.run_dir / "curves.png")
+    except (RayError, TrainingFailedError, TimeoutError) as error:
+        raise RunFailedError(
+            f"the run failed: {_cause(error)}; the failures are in {spec.run_dir / METRICS}; --resume goes on from the "
+            "newest checkpoint"
+        ) from error
+    finally:
+        stop_actors(actors, keep_store=keep_store)
+
+
+def _cause(error: Exception) -> str:
+    """What failed first, in a line: Ray wraps it in the tracebacks of every process on the way."""
+    failures = getattr(error, "worker_failures", {})
+    for failure in failures.values():
+        error = getattr(failure, "cause", None) or failure
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[-1].strip() if lines else ''}"
 
 
 def _record_start(recipe: Recipe, began_at: float) -> None:
@@ -144,7 +173,7 @@ def _following(coordinator: Any, num_seen: int, on_event: Callable[[Event], None
         thread.join(timeout=2 * _POLL_S + 5)
 
 
-def _wait_for(work: Callable[[], None]) -> None:
+def _in_thread(work: Callable[[], None]) -> Future[None]:
     """Do `work` in a thread, so that Ctrl-C reaches us: in the main thread Ray Train takes the signal for itself."""
     done: Future[None] = Future()
 
@@ -157,7 +186,7 @@ def _wait_for(work: Callable[[], None]) -> None:
             done.set_result(None)
 
     threading.Thread(target=do, name="d1-fit", daemon=True).start()
-    done.result()
+    return done
 
 
 def _call(reference: Any) -> Any:
@@ -166,10 +195,14 @@ def _call(reference: Any) -> Any:
     return ray.get(reference, timeout=_CALL_TIMEOUT_S)
 
 
-def _start_service(recipe: Recipe, url: str) -> None:
-    from deploy.service import deploy_service
+def _start_service(recipe: Recipe, registry: str) -> str:
+    """Put the service up; what to tell the user about it."""
+    from deploy.service import banner, deploy_service
 
-    deploy_service(recipe.run_dir, url, recipe.service.host, recipe.service.port, recipe.service.num_replicas)
+    service = recipe.service
+    return banner(
+        recipe.run_dir, deploy_service(recipe.run_dir, registry, service.host, service.port, service.num_replicas)
+    )
 
 
 def _wait_for_interrupt() -> None:

@@ -159,6 +159,18 @@ def test_each_stage_runs_alone(cluster: dict[str, str], folder: Path, first_run:
     assert rewards == [event["reward"] for event in first_run if event["event"] == "round"]
 
 
+def test_a_run_that_fails_says_so_in_one_sentence(cluster: dict[str, str], folder: Path) -> None:
+    arguments = (str(folder / "recipe.yaml"), "name=failing", f"runs_dir={folder}", "learner.lr=1e30")
+    done = _d1(cluster, "train", *arguments)
+    assert done.returncode == 1
+    (sentence,) = [line for line in done.stderr.splitlines() if line.startswith("d1: ")]
+    assert "the run failed: FloatingPointError: the gradient's norm is nan" in sentence
+    assert "Traceback" not in done.stderr
+    failures = [event["what"] for event in read_events(folder / "failing") if event["event"] == "failure"]
+    assert any("a learner worker failed: FloatingPointError" in what for what in failures)
+    assert any("the learner group restarted from checkpoint sft" in what for what in failures)
+
+
 def test_ctrl_c_ends_the_run_and_its_ray_and_says_how_to_go_on(folder: Path) -> None:
     arguments = [
         D1,

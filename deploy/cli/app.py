@@ -7,10 +7,10 @@ import sys
 import typer
 
 from deploy.cli import machine, runs, submit, train
-from deploy.errors import UserError
+from deploy.errors import RunFailedError, UserError
 from deploy.printing import printable
 
-_EXIT_USER_ERROR = 2
+_EXIT_RUN_FAILED, _EXIT_USER_ERROR = 1, 2
 
 app = typer.Typer(
     name="d1",
@@ -30,9 +30,12 @@ app.command()(machine.schema)
 
 
 def main() -> None:
-    """Run the command line. A UserError is one sentence on stderr and exit status 2; all else is a bug and is shown."""
+    """Run the command line. What is not a user's mistake or a failed run is a bug, and shown with its traceback."""
     try:
         app(prog_name="d1")
     except UserError as error:
         sys.stderr.write(f"d1: {printable(str(error))}\n")
         sys.exit(_EXIT_USER_ERROR)
+    except RunFailedError as error:
+        sys.stderr.write(f"d1: {printable(str(error))}\n")
+        sys.exit(_EXIT_RUN_FAILED)

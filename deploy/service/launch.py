@@ -8,10 +8,12 @@ import secrets
 import socket
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from deploy.errors import UserError
+from deploy.ray_session import ray_session
 
 TOKEN_VARIABLE = "D1_API_TOKEN"  # noqa: S105 - a name
 TOKEN_FILE = "service.token"  # noqa: S105 - a name
@@ -26,7 +28,6 @@ def serve_run(run_dir: Path, host: str, port: int) -> None:
     With RAY_ADDRESS set, on that cluster: returns when the service is up, and it stays. Otherwise on a Ray of its own,
     until Ctrl-C. Raises UserError when there is nothing to serve or the address cannot be used.
     """
-    import ray
     from rich.console import Console
 
     from actors.registry_server import registry_url
@@ -35,30 +36,15 @@ def serve_run(run_dir: Path, host: str, port: int) -> None:
     run_dir = run_dir.resolve()
     num_replicas = read_recipe(run_dir).service.num_replicas
     latest_checkpoint(run_dir)
-    is_ours = "RAY_ADDRESS" not in os.environ
-    # Ray writes its token file with the default permissions.
-    previous_umask = os.umask(0o077)
-    try:
-        ray.init(
-            address="local" if is_ours else None,
-            include_dashboard=False if is_ours else None,
-            log_to_driver=False,
-            logging_level=logging.WARNING,
-        )
-    finally:
-        os.umask(previous_umask)
-    try:
+    with ray_session(dashboard=False) as ray:
         url = deploy_service(run_dir, registry_url(), host, port, num_replicas)
         console = Console()
         console.print(banner(run_dir, url), markup=False, soft_wrap=True)
-        if is_ours:
+        if ray.is_ours:
             console.print("Ctrl-C stops it.")
-            # Without a limit: this is the program's work.
-            threading.Event().wait()
-    except KeyboardInterrupt:
-        pass
-    finally:
-        ray.shutdown()
+            with suppress(KeyboardInterrupt):
+                # Without a limit: this is the program's work.
+                threading.Event().wait()
 
 
 def deploy_service(run_dir: Path, registry_url: str, host: str, port: int, num_replicas: int) -> str:

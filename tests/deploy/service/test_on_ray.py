@@ -82,7 +82,7 @@ class Asker:
     """Threads that ask without a pause."""
 
     def __init__(self, url, num_threads):
-        self.answers, self._done = [], threading.Event()
+        self.answers, self.longest_s, self._done = [], 0.0, threading.Event()
         self._url = url
         self._threads = [threading.Thread(target=self._ask, daemon=True) for _ in range(num_threads)]
         for thread in self._threads:
@@ -90,10 +90,12 @@ class Asker:
 
     def _ask(self):
         while not self._done.is_set():
+            began = time.monotonic()
             try:
                 self.answers.append(call(f"{self._url}/v1/completions", ASK))
             except Exception as error:
                 self.answers.append((type(error).__name__, {"error": str(error)}))
+            self.longest_s = max(self.longest_s, time.monotonic() - began)
 
     def stop(self):
         self._done.set()
@@ -163,8 +165,10 @@ def test_no_request_is_dropped_while_versions_change(
     # Deployed again, as by a resumed run, the service has no gap; another address is refused.
     asker = Asker(url, 1)
     assert deploy_service(run_dir, registry_url(), "127.0.0.1", free_port, 1) == url
+    wait_until(lambda: call(f"{url}/v1/policy")[1]["num_swaps"] == 0, "the new replica")
     asker.stop()
     assert {status for status, _ in asker.answers} == {200}
+    assert asker.longest_s < 3, "requests waited for the new replica to start"
     with pytest.raises(UserError, match=f"listens on 127.0.0.1:{free_port}"):
         deploy_service(run_dir, registry_url(), "127.0.0.1", free_port + 1, 1)
 
