@@ -36,15 +36,14 @@ def serve_run(run_dir: Path, host: str, port: int) -> None:
     run_dir = run_dir.resolve()
     num_replicas = read_recipe(run_dir).service.num_replicas
     latest_checkpoint(run_dir)
-    with ray_session(dashboard=False) as ray:
+    with suppress(KeyboardInterrupt), ray_session(dashboard=False) as ray:
         url = deploy_service(run_dir, registry_url(), host, port, num_replicas)
         console = Console()
         console.print(banner(run_dir, url), markup=False, soft_wrap=True)
         if ray.is_ours:
             console.print("Ctrl-C stops it.")
-            with suppress(KeyboardInterrupt):
-                # Without a limit: this is the program's work.
-                threading.Event().wait()
+            # Without a limit: this is the program's work.
+            threading.Event().wait()
 
 
 def deploy_service(run_dir: Path, registry_url: str, host: str, port: int, num_replicas: int) -> str:
