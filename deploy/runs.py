@@ -95,7 +95,8 @@ def runs_table(runs: list[Run]) -> Table:
         table.add_column(heading, justify="right" if is_number else "left", no_wrap=True)
     for run in runs:
         history = run.history
-        accuracies = [item.score.accuracy for item in history.evaluations]
+        # The control is another policy than the one the run is for.
+        accuracies = [item.score.accuracy for item in history.evaluations if item.label != "control"]
         cells = (
             run.name,
             run.state,

@@ -73,3 +73,27 @@ def test_the_documents_name_only_recipe_fields_that_exist() -> None:
         spans = re.findall(r"`([a-z_]+\.[a-z_.]+)(?:: [^`]+)?`", (ROOT / "docs" / name).read_text(encoding="utf-8"))
         named = {span for span in spans if span.partition(".")[0] in fields}
         assert named - fields == set(), name
+
+
+def _tree_of(readme: str) -> set[str]:
+    """The files that the README's tree names, with their folders."""
+    block = next(part for part in readme.split("```") if part.startswith("\nrewards/"))
+    folders: list[str] = []
+    paths = set()
+    for line in block.strip().splitlines():
+        depth, name = (len(line) - len(line.lstrip())) // 2, line.split()[0]
+        folders = folders[:depth]
+        if name.endswith("/"):
+            folders.append(name)
+        else:
+            paths.add("".join(folders) + name)
+    return paths
+
+
+def test_the_readmes_tree_is_the_tree() -> None:
+    named = _tree_of((ROOT / "README.md").read_text(encoding="utf-8"))
+    assert [path for path in sorted(named) if not (ROOT / path).is_file()] == []
+    folders = ("rewards", "learner", "rollout", "actors", "deploy", "recipes", "benchmarks", "docs")
+    there = {path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".yaml", ".md")}
+    missing = {str(path.relative_to(ROOT)) for path in there if path.name != "__init__.py"} - named
+    assert missing == set()

@@ -48,7 +48,7 @@ def test_ls_lists_runs_newest_first_with_what_can_be_known(make_run: Callable, e
     rows = _rows(ended.out)
     assert [row[0] for row in rows] == ["going", "crashed", "old"]
     assert [row[1] for row in rows] == ["running?", "stopped?", "finished"]
-    assert " ".join(rows[2][2:]) == "2 h sums 12 28.0 % 50.0 % 2 min ▁▂▂▃▄▅▆▆▇█"
+    assert " ".join(rows[2][2:]) == "2 h sums 12 50.0 % 50.0 % 2 min ▁▂▂▃▄▅▆▆▇█"
 
 
 def test_ls_fits_into_80_columns(

@@ -1,0 +1,56 @@
+"""The same classes on a GPU: what they compute there is what they compute on the CPU."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from learner.batch import RolloutBatch
+from learner.counter import uniform
+from learner.learner import Learner, LearnerConfig
+from learner.model.transformer import Transformer
+from learner.sharding import ShardedPolicy
+from rollout.request import Request, SamplingParams
+from rollout.sampler import Sampler
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+
+
+def test_draws_are_the_same_bits() -> None:
+    keys = torch.arange(100_000)
+    assert torch.equal(uniform(torch.tensor(7).cuda(), keys.cuda(), 3).cpu(), uniform(torch.tensor(7), keys, 3))
+
+
+def test_greedy_completions_are_the_same_tokens(policy: Transformer) -> None:
+    params = SamplingParams(gen_length=16, block_length=8, num_denoise_steps=8, temperature=0.0)
+    requests = [Request(prompt_ids=tuple(range(1, 2 + row)), params=params, seed=row) for row in range(8)]
+    on_cpu = Sampler(policy, 0).generate(requests)
+    on_gpu = Sampler(copy.deepcopy(policy).cuda(), 0).generate(requests)
+    assert [c.token_ids.tolist() for c in on_gpu] == [c.token_ids.tolist() for c in on_cpu]
+
+
+def test_an_update_is_the_same_step(policy: Transformer) -> None:
+    generator = torch.Generator().manual_seed(0)
+    batch = RolloutBatch(
+        prompt_ids=torch.randint(0, 38, (8, 6), generator=generator),
+        prompt_lengths=torch.full((8,), 6),
+        completion_ids=torch.randint(0, 38, (8, 8), generator=generator),
+        completion_lengths=torch.full((8,), 8),
+        sample_keys=torch.arange(8),
+        rewards=torch.rand(8, generator=generator),
+        group_ids=torch.arange(8) // 4,
+        step_map=torch.zeros(8, 8, dtype=torch.long),
+        commit_logp=torch.zeros(8, 8),
+        policy_versions=torch.zeros(8, dtype=torch.long),
+    )
+    config = LearnerConfig(num_rounds=1, group_size=4, groups_per_round=2, inner_updates=2, micro_batch_size=3, lr=1e-3)
+    on_gpu = copy.deepcopy(policy).cuda()
+    metrics = [Learner(ShardedPolicy(model, None), config).update(batch, 0) for model in (policy, on_gpu)]
+    assert metrics[1] == pytest.approx(metrics[0], rel=1e-2, abs=1e-4)
+    for name, tensor in policy.named_parameters():
+        torch.testing.assert_close(on_gpu.get_parameter(name).cpu(), tensor, atol=1e-4, rtol=1e-3, msg=name)
