@@ -44,7 +44,7 @@ class Coordinator:
         self._spec = spec
         self._plan = RunPlan(spec, ChatTokenizer(spec.initial_checkpoint))
         self._pools = Pools(samplers, graders, spec.rollout.timeout_s, spec.grading_timeout_s)
-        self._log = RunLog(spec.run_dir)
+        self._log = RunLog(spec.run_dir, spec.wandb_project)
         self._gauges = RunGauges(spec.name)
         self._registry = Registry(registry_url, spec.name)
         self._store_name = store_name
@@ -188,8 +188,9 @@ class Coordinator:
             self._log.append("failure", what=str(error), attempt=1)
 
     async def finish(self) -> None:
-        """Record that the run is done, and how long it took."""
+        """Record that the run is done, and how long it took; the files are complete then."""
         self._log.append("done", seconds=self._log.seconds())
+        self._log.close()
 
     def _active_ledger(self) -> Ledger:
         if self._ledger is None:

@@ -1,7 +1,7 @@
 """The run directory: what a run did, written as it happens.
 
 `metrics.jsonl` is the truth: one JSON object a line, each with `event` and `time_s` (seconds since the run began).
-Everything else that shows numbers (TensorBoard, the table, the curves) is made from these events.
+Everything else that shows numbers (TensorBoard, W&B, the table, the curves) is made from these events.
 
 | event | other fields |
 |---|---|
@@ -25,7 +25,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 Event = dict[str, Any]
 
@@ -41,14 +41,17 @@ METRICS, SAMPLES, TENSORBOARD, CHECKPOINTS, RECIPE = (
 class RunLog:
     """Appends to the files of one run directory."""
 
-    def __init__(self, directory: Path) -> None:
-        """Open `directory` for appending: a resumed run goes on in the same files."""
-        from torch.utils.tensorboard.writer import SummaryWriter
+    def __init__(self, directory: Path, wandb_project: str | None = None) -> None:
+        """Open `directory` for appending: a resumed run goes on in the same files.
 
+        With `wandb_project` the numbers also go to Weights & Biases, as WANDB_MODE and its other variables say.
+        """
         directory.mkdir(parents=True, exist_ok=True)
         self._metrics = (directory / METRICS).open("a", encoding="utf-8")
         self._samples = (directory / SAMPLES).open("a", encoding="utf-8")
-        self._board = SummaryWriter(log_dir=str(directory / TENSORBOARD))
+        self._boards: list[Board] = [TensorBoard(directory / TENSORBOARD)]
+        if wandb_project is not None:
+            self._boards.append(WandB(directory, wandb_project))
         self._events = read_events(directory)
         self._began = time.time() - self._seconds_so_far()
 
@@ -60,7 +63,7 @@ class RunLog:
         self._metrics.flush()
         os.fsync(self._metrics.fileno())
         self._events.append(record)
-        self._to_board(event, values)
+        self._to_boards(event, values)
         return record
 
     def append_samples(self, samples: Sequence[Mapping[str, Any]]) -> None:
@@ -78,8 +81,9 @@ class RunLog:
         return round(time.time() - self._began, 3)
 
     def close(self) -> None:
-        """Flush and close the files."""
-        self._board.close()
+        """Flush and close the files and the boards."""
+        for board in self._boards:
+            board.close()
         self._metrics.close()
         self._samples.close()
 
@@ -90,17 +94,64 @@ class RunLog:
         last = self._events[-1]
         return time.time() - last["began_at"] if last["event"] == "run" else last["time_s"]
 
-    def _to_board(self, event: str, values: Mapping[str, Any]) -> None:
+    def _to_boards(self, event: str, values: Mapping[str, Any]) -> None:
         step = values.get("round", values.get("step"))
         if event not in ("sft", "round", "evaluation") or step is None:
             return
         prefix = values.get("phase", values.get("label", event))
-        for name, value in values.items():
-            if isinstance(value, int | float) and name not in ("round", "step"):
-                self._board.add_scalar(f"{prefix}/{name}", value, step)
-        for part, value in values.get("reward_parts", {}).items():
-            self._board.add_scalar(f"reward/{part}", value, step)
-        self._board.flush()
+        scalars = {f"{prefix}/{name}": value for name, value in values.items() if isinstance(value, int | float)}
+        scalars |= {f"reward/{part}": value for part, value in values.get("reward_parts", {}).items()}
+        for board in self._boards:
+            board.log(scalars, step)
+
+
+class Board(Protocol):
+    """Somewhere else that shows the numbers."""
+
+    def log(self, scalars: Mapping[str, float], step: int) -> None:
+        """Show numbers of a step or a round."""
+        ...
+
+    def close(self) -> None:
+        """Flush."""
+        ...
+
+
+class TensorBoard:
+    """Event files for TensorBoard."""
+
+    def __init__(self, directory: Path) -> None:
+        from torch.utils.tensorboard.writer import SummaryWriter
+
+        self._writer = SummaryWriter(log_dir=str(directory))
+
+    def log(self, scalars: Mapping[str, float], step: int) -> None:
+        """Add the scalars, and write them out."""
+        for name, value in scalars.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._writer.close()
+
+
+class WandB:
+    """Weights & Biases. Needs the extra `d1[wandb]`."""
+
+    def __init__(self, directory: Path, project: str) -> None:
+        import wandb
+
+        # One id for all of a run's processes: a resumed run goes on in the same place.
+        self._run = wandb.init(project=project, name=directory.name, id=directory.name, dir=directory, resume="allow")
+
+    def log(self, scalars: Mapping[str, float], step: int) -> None:  # noqa: ARG002 - it is among the scalars
+        """Log the scalars. Stages count their steps apart, so W&B's own step, which only rises, is left to itself."""
+        self._run.log(dict(scalars))
+
+    def close(self) -> None:
+        """Upload what is left."""
+        self._run.finish()
 
 
 def read_events(directory: Path) -> list[Event]:

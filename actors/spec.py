@@ -54,6 +54,8 @@ class RunSpec:
     """Optimizer steps of the control; 0: as many as fit into the seconds that the rounds took."""
     checkpoint_every_rounds: int
     """Rounds between checkpoints; 0: only at the ends of the stages."""
+    wandb_project: str | None
+    """The Weights & Biases project that the numbers also go to."""
 
     @property
     def checkpoints_dir(self) -> Path:

@@ -7,6 +7,7 @@ import os
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from actors.resources import (
@@ -187,6 +188,8 @@ def _input_problems(recipe: Recipe) -> Iterator[str]:
             task.problems(split, count, recipe.seed)
         except ValueError as error:
             yield f"{key} is {count}: {error}"
+    if recipe.wandb_project is not None and find_spec("wandb") is None:
+        yield "wandb_project is set and the package wandb is missing; pip install 'd1[wandb]', or leave it out"
     if recipe.model.checkpoint is not None:
         try:
             load_config(recipe.model.checkpoint)

@@ -122,6 +122,8 @@ class Recipe(BaseModel):
     """What else the same seconds could have bought."""
     checkpoint_every_rounds: NonNegativeInt = 0
     """Write a checkpoint to resume from after every so many rounds; 0: only at the ends of the stages."""
+    wandb_project: str | None = None
+    """Also log to this Weights & Biases project; needs the extra `d1[wandb]`. WANDB_MODE=offline keeps it here."""
     service: ServiceSection = ServiceSection()
     """The HTTP service."""
 

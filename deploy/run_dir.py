@@ -46,6 +46,7 @@ def make_spec(recipe: Recipe, stages: Stages) -> RunSpec:
         grading_timeout_s=recipe.grading.timeout_s,
         control_steps=recipe.control.num_steps,
         checkpoint_every_rounds=recipe.checkpoint_every_rounds,
+        wandb_project=recipe.wandb_project,
     )
 
 

@@ -94,6 +94,8 @@ def test_the_readmes_tree_is_the_tree() -> None:
     named = _tree_of((ROOT / "README.md").read_text(encoding="utf-8"))
     assert [path for path in sorted(named) if not (ROOT / path).is_file()] == []
     folders = ("rewards", "learner", "rollout", "actors", "deploy", "recipes", "benchmarks", "docs")
-    there = {path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".yaml", ".md")}
+    there = {
+        path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".yaml", ".md")
+    }
     missing = {str(path.relative_to(ROOT)) for path in there if path.name != "__init__.py"} - named
     assert missing == set()

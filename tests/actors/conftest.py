@@ -40,6 +40,7 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> RunSpec:
         grading_timeout_s=30,
         control_steps=0,
         checkpoint_every_rounds=0,
+        wandb_project=None,
     )
     tokenizer_dir = run_dir / "tokenizer"
     make_tokenizer(["1 2 3"], tokenizer_dir, 300)
