@@ -53,7 +53,7 @@ class RunActors:
 
 def start_actors(spec: RunSpec, num_graders: int, registry_url: str) -> RunActors:
     """Ask Ray for the pools, the store and the coordinator; `wait_until_ready` says when they are there."""
-    store = (
+    store: Any = (
         ray.remote(WeightStore)
         # An earlier try of the run may have left its store: it is taken over.
         .options(
@@ -65,6 +65,7 @@ def start_actors(spec: RunSpec, num_graders: int, registry_url: str) -> RunActor
         )
         .remote(spec.learner.max_staleness + 2)
     )
+    store.keep.remote(spec.learner.max_staleness + 2)
     samplers: list[Any] = [
         ray.remote(SamplerWorker)
         .options(name=f"{spec.name}-sampler-{index}", max_restarts=-1, **sampler_resources(spec.device))

@@ -20,8 +20,13 @@ def ungraded_groups(group_ids: Sequence[int], grades: Sequence[Grade]) -> set[in
 
 
 def collate(portions: Sequence[ScoredPortion], gen_length: int, eos_id: int) -> RolloutBatch:
-    """One round's batch: rows in the order of the portions, groups contiguous, ungraded groups left out."""
+    """One round's batch: rows in the order of the portions, groups contiguous, ungraded groups left out.
+
+    Raises RuntimeError when no group is left.
+    """
     rows = [row for portion in portions for row in _graded_rows(portion)]
+    if not rows:
+        raise RuntimeError("no group of the round could be graded; the run log says what the graders met")
     requests = [request for request, _, _, _ in rows]
     completions = [completion for _, completion, _, _ in rows]
     prompts = [request.prompt_ids for request in requests]

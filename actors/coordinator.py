@@ -20,7 +20,7 @@ from typing import Any
 import ray
 
 from actors.ledger import Ledger
-from actors.messages import Portion, PortionKey, PortionSummary
+from actors.messages import Generation, Portion, PortionKey, PortionSummary
 from actors.metrics import RunGauges
 from actors.plan import RunPlan
 from actors.pools import Pools, PortionFailedError
@@ -90,7 +90,6 @@ class Coordinator:
             next_round=first_round,
             version=version,
         )
-        self._start_portions()
 
     async def next_batch(self, round_index: int) -> list[ray.ObjectRef[Any]]:
         """References of a round's scored portions, once all are in.
@@ -100,6 +99,9 @@ class Coordinator:
             RuntimeError: every portion of the round failed.
         """
         ledger = self._active_ledger()
+        # Now and not when the last round was published: what the learner did in between, an evaluation or a
+        # checkpoint, is not a part of this round, and its sampling is.
+        self._start_portions()
         patience_s = self._spec.rollout.timeout_s + self._spec.grading_timeout_s
         async with self._changed:
             while not ledger.is_complete(round_index):
@@ -138,11 +140,10 @@ class Coordinator:
         for key in keys:
             del self._scored[key]
         ledger.publish(round_index, version)
-        self._start_portions()
 
     # Versions and their scores.
 
-    async def announce(self, version: int, phase: Phase, round_index: int) -> None:
+    async def announce(self, version: int, phase: Phase, round_index: int, manifest_digest: str) -> None:
         """Tell the registry, and so the service, that the store has a new version."""
         self._announced = PolicyVersion(
             version=version,
@@ -152,15 +153,18 @@ class Coordinator:
             num_problems=None,
             checkpoint=None,
             weight_store=self._store_name,
-            manifest_digest=None,
+            manifest_digest=manifest_digest,
         )
         await self._tell_registry(self._registry.announce, self._announced)
 
-    async def evaluate(self, version: int, label: str, round_index: int) -> Score:
+    async def evaluate(self, version: int, label: str, round_index: int, is_new: bool) -> None:
         """Held-out accuracy of a version that the store has; recorded, and announced if the version is public.
 
+        Of a version that is not new, an evaluation that the log has is not repeated.
         Raises RuntimeError when a portion cannot be scored: an accuracy over fewer problems would be another number.
         """
+        if not is_new and self._has_evaluation(version, label):
+            return
         portions = self._plan.evaluation_portions(self._spec.rollout.sampling)
         tries = [self._score_with_retries(version, portion) for portion in portions]
         summaries = await asyncio.gather(*tries)
@@ -178,7 +182,10 @@ class Coordinator:
         )
         if self._announced is not None and self._announced.version == version:
             await self._tell_registry(self._registry.score, version, score.num_correct, score.num_problems)
-        return score
+
+    def _has_evaluation(self, version: int, label: str) -> bool:
+        evaluations = [event for event in self._log.events_since(0) if event["event"] == "evaluation"]
+        return any((event["label"], event["policy_version"]) == (label, version) for event in evaluations)
 
     async def _tell_registry(self, call: Callable[..., Any], *facts: Any) -> None:
         """The registry is never the only copy: a run goes on without it, and says so."""
@@ -191,6 +198,9 @@ class Coordinator:
         """Record that the run is done, and how long it took; the files are complete then."""
         self._log.append("done", seconds=self._log.seconds())
         self._log.close()
+
+    def _generation_of(self, version: int) -> Generation:
+        return Generation(version=version, learner_start=self._num_learner_starts)
 
     def _active_ledger(self) -> Ledger:
         if self._ledger is None:
@@ -207,12 +217,15 @@ class Coordinator:
     async def _run(self, ledger: Ledger, key: PortionKey, version: int) -> None:
         """One try of one portion."""
         try:
-            scored = await self._pools.score(version, self._plan.round_portion(key.round, key.index))
+            portion = self._plan.round_portion(key.round, key.index)
+            scored = await self._pools.score(self._generation_of(version), portion)
         except PortionFailedError as error:
             self._last_failure = str(error)
             self._log.append("failure", what=str(error), attempt=ledger.fail(key))
             self._start_portions()
         else:
+            for what in scored[1].failures:
+                self._log.append("failure", what=what, attempt=1)
             if ledger.finish(key):
                 self._scored[key] = scored
         async with self._changed:
@@ -221,7 +234,10 @@ class Coordinator:
     async def _score_with_retries(self, version: int, portion: Portion) -> PortionSummary:
         for attempt in range(1, self._spec.rollout.max_attempts + 1):
             try:
-                return (await self._pools.score(version, portion))[1]
+                _, summary = await self._pools.score(self._generation_of(version), portion)
+                if not summary.failures:
+                    return summary
+                raise PortionFailedError(summary.failures[0])
             except PortionFailedError as error:
                 self._log.append("failure", what=str(error), attempt=attempt)
                 last = error

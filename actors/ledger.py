@@ -42,7 +42,7 @@ class Ledger:
     version: int
     """The newest published policy version."""
     num_retries: int = 0
-    """Tries beyond the first, over the run."""
+    """Tries beyond the first, since the learner group last started."""
     _waiting: dict[PortionKey, _Progress] = field(default_factory=dict)
     _running: dict[PortionKey, _Progress] = field(default_factory=dict)
     _ready: set[PortionKey] = field(default_factory=set)
@@ -92,10 +92,6 @@ class Ledger:
     def ready(self, round_index: int) -> list[PortionKey]:
         """The ready portions of a round, in their order."""
         return sorted((key for key in self._ready if key.round == round_index), key=lambda key: key.index)
-
-    def num_failed(self, round_index: int) -> int:
-        """Portions of a round that failed for good."""
-        return sum(key.round == round_index for key in self._failed)
 
     def num_running(self) -> int:
         """Portions that a sampler or a grader has."""

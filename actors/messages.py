@@ -9,6 +9,20 @@ from rollout.request import Completion, Request
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Generation:
+    """Names the weights that a portion is sampled from.
+
+    A learner that restarts makes versions again, and they may be other weights: the number alone would let a sampler
+    keep what it has.
+    """
+
+    version: int
+    """The policy version."""
+    learner_start: int
+    """How often the learner group had started when it was published."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PortionKey:
     """Names a portion: whole groups of one round (or one evaluation) that are sampled together.
 
@@ -62,3 +76,5 @@ class PortionSummary:
     """The denoise step of each slot of each completion."""
     policy_versions: tuple[int, ...]
     """The version that sampled each completion."""
+    failures: tuple[str, ...]
+    """What went wrong in the grader, if anything did."""

@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from ray.exceptions import RayError
 
-from actors.messages import Portion, PortionSummary
+from actors.messages import Generation, Portion, PortionSummary
 
-# A killed actor takes about a second to come back; asking it sooner only fails again.
-_RESTART_PAUSE_S = 1.0
+_RESTART_POLL_S = 0.5
 
 
 class PortionFailedError(Exception):
@@ -30,13 +29,13 @@ class Pools:
         self._graders = _queue_of(graders)
         self._sampling_timeout_s, self._grading_timeout_s = sampling_timeout_s, grading_timeout_s
 
-    async def score(self, version: int, portion: Portion) -> tuple[ray.ObjectRef[Any], PortionSummary]:
-        """Sample and grade a portion with one policy version.
+    async def score(self, generation: Generation, portion: Portion) -> tuple[ray.ObjectRef[Any], PortionSummary]:
+        """Sample and grade a portion with the weights of one generation.
 
         Returns the reference of the scored portion, which travels to the learner past this process, and its summary.
         Raises PortionFailedError.
         """
-        completions = await _call(self._samplers, "sampler", self._sampling_timeout_s, _generate, version, portion)
+        completions = await _call(self._samplers, "sampler", self._sampling_timeout_s, _generate, generation, portion)
         graded = await _call(self._graders, "grader", self._grading_timeout_s, _grade, portion, completions[0])
         return graded[0], graded[1]
 
@@ -48,8 +47,8 @@ def _queue_of(actors: Sequence[Any]) -> asyncio.Queue[Any]:
     return queue
 
 
-def _generate(sampler: Any, version: int, portion: Portion) -> Any:
-    return sampler.generate.options(num_returns=2).remote(version, portion)
+def _generate(sampler: Any, generation: Generation, portion: Portion) -> Any:
+    return sampler.generate.options(num_returns=2).remote(generation, portion)
 
 
 def _grade(grader: Any, portion: Portion, completions: Any) -> Any:
@@ -59,17 +58,43 @@ def _grade(grader: Any, portion: Portion, completions: Any) -> Any:
 async def _call(free: asyncio.Queue[Any], kind: str, timeout_s: float, method: Any, *arguments: Any) -> tuple[Any, Any]:
     """Call a free actor; returns the reference of its first return and the value of its second."""
     actor = await free.get()
-    pause_s = 0.0
+    payload, small = method(actor, *arguments)
+    is_healthy = False
     try:
-        payload, small = method(actor, *arguments)
-        return payload, await asyncio.wait_for(small, timeout_s)
-    except (TimeoutError, GetTimeoutError) as error:
+        value = await asyncio.wait_for(small, timeout_s)
+        is_healthy = True
+    except TimeoutError as error:
         ray.kill(actor, no_restart=False)
-        pause_s = _RESTART_PAUSE_S
         raise PortionFailedError(f"a {kind} did not answer within {timeout_s:.0f} s and was restarted") from error
     except RayError as error:
-        pause_s = _RESTART_PAUSE_S if isinstance(error, RayActorError) else 0.0
         reason = str(error).strip().splitlines()
         raise PortionFailedError(f"a {kind} failed: {reason[-1] if reason else type(error).__name__}") from error
     finally:
-        asyncio.get_running_loop().call_later(pause_s, free.put_nowait, actor)
+        if is_healthy:
+            free.put_nowait(actor)
+        else:
+            _keep(asyncio.create_task(_give_back(free, actor)))
+    return payload, value
+
+
+async def _give_back(free: asyncio.Queue[Any], actor: Any) -> None:
+    """Put an actor back once it answers: after a restart, or after the call that nobody waits for any more.
+
+    A call to an actor that is restarting fails at once; were it free, it would use up the tries of every portion.
+    """
+    while True:
+        try:
+            await actor.ready.remote()
+        except RayError:
+            await asyncio.sleep(_RESTART_POLL_S)
+        else:
+            return free.put_nowait(actor)
+
+
+_RETURNING: set[asyncio.Task[None]] = set()
+
+
+def _keep(task: asyncio.Task[None]) -> None:
+    """Hold a task until it is done: the event loop itself does not."""
+    _RETURNING.add(task)
+    task.add_done_callback(_RETURNING.discard)

@@ -8,25 +8,29 @@ from typing import Any
 
 from actors.collate import ungraded_groups
 from actors.messages import Portion, PortionSummary
-from rewards import Outcome, Problem
+from rewards import Grade, Problem
 
 
 def round_stats(portions: Sequence[Portion], summaries: Sequence[PortionSummary], num_groups: int) -> dict[str, Any]:
-    """Means over the graded completions of a round, and how many of its `num_groups` groups failed."""
-    grades = [grade for summary in summaries for grade in summary.grades if grade.outcome is Outcome.GRADED]
-    num_trained = sum(
-        len(set(portion.group_ids) - ungraded_groups(portion.group_ids, summary.grades))
-        for portion, summary in zip(portions, summaries, strict=True)
-    )
+    """Means over the completions of a round that are trained on, and how many of its `num_groups` groups are not."""
+    rows = [row for portion, summary in zip(portions, summaries, strict=True) for row in _trained(portion, summary)]
+    grades = [grade for _, grade, _ in rows]
     names = grades[0].parts if grades else {}
     return {
         "reward": fmean(grade.reward for grade in grades) if grades else 0.0,
         "reward_parts": {name: fmean(grade.parts[name] for grade in grades) for name in names},
         "correct": fmean(grade.correct for grade in grades) if grades else 0.0,
         "num_completions": len(grades),
-        "num_failed_groups": num_groups - num_trained,
-        "mean_tokens": fmean(count for summary in summaries for count in summary.num_tokens),
+        "num_failed_groups": num_groups - len({group for group, _, _ in rows}),
+        "mean_tokens": fmean(count for _, _, count in rows) if rows else 0.0,
     }
+
+
+def _trained(portion: Portion, summary: PortionSummary) -> list[tuple[int, Grade, int]]:
+    """Group, grade and tokens of each completion that `collate` keeps."""
+    left_out = ungraded_groups(portion.group_ids, summary.grades)
+    rows = zip(portion.group_ids, summary.grades, summary.num_tokens, strict=True)
+    return [row for row in rows if row[0] not in left_out]
 
 
 def readable_samples(

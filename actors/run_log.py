@@ -25,7 +25,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
 
 Event = dict[str, Any]
 
@@ -47,8 +47,8 @@ class RunLog:
         With `wandb_project` the numbers also go to Weights & Biases, as WANDB_MODE and its other variables say.
         """
         directory.mkdir(parents=True, exist_ok=True)
-        self._metrics = (directory / METRICS).open("a", encoding="utf-8")
-        self._samples = (directory / SAMPLES).open("a", encoding="utf-8")
+        self._metrics = _open_at_line_end(directory / METRICS)
+        self._samples = _open_at_line_end(directory / SAMPLES)
         self._boards: list[Board] = [TensorBoard(directory / TENSORBOARD)]
         if wandb_project is not None:
             self._boards.append(WandB(directory, wandb_project))
@@ -152,6 +152,14 @@ class WandB:
     def close(self) -> None:
         """Upload what is left."""
         self._run.finish()
+
+
+def _open_at_line_end(path: Path) -> TextIO:
+    """Open for appending, without a last line that a crash cut short: what is appended to it could not be read."""
+    if path.is_file():
+        whole = path.read_bytes()
+        os.truncate(path, whole.rfind(b"\n") + 1)
+    return path.open("a", encoding="utf-8")
 
 
 def read_events(directory: Path) -> list[Event]:

@@ -45,9 +45,10 @@ class Position:
     """Seconds spent in rounds so far: the control gets as many."""
 
 
-def newest_checkpoint(checkpoints_dir: Path) -> tuple[Path, Position]:
-    """The checkpoint that a run goes on from: the one with the highest version, verified.
+def newest_checkpoint(checkpoints_dir: Path, num_rounds: int) -> tuple[Path, Position]:
+    """The checkpoint that a run of `num_rounds` rounds goes on from: the one with the highest version, verified.
 
+    The control's is one only where all rounds are done: more rounds go on from the last of them.
     Raises ValueError when there is none or its files are damaged.
     """
     found = []
@@ -55,7 +56,9 @@ def newest_checkpoint(checkpoints_dir: Path) -> tuple[Path, Position]:
     for path in checkpoints_dir.glob("[!.]*/trainer_state.json"):
         state = json.loads(path.read_text())
         state["phase"] = Phase(state["phase"])
-        found.append((path.parent, Position(**state)))
+        position = Position(**state)
+        if position.phase is not Phase.CONTROL or position.round >= num_rounds:
+            found.append((path.parent, position))
     if not found:
         raise ValueError(f"{checkpoints_dir} has no checkpoint")
     directory, position = max(found, key=lambda item: item[1].policy_version)
@@ -70,7 +73,7 @@ class TrainingRun:
         """Load the newest checkpoint of the run directory, which is the initial one in a fresh run."""
         self._spec, self._coordinator, self._store = spec, coordinator, store
         torch.set_num_threads(1)
-        self._checkpoint, self._position = newest_checkpoint(spec.checkpoints_dir)
+        self._checkpoint, self._position = newest_checkpoint(spec.checkpoints_dir, spec.learner.num_rounds)
         mesh = make_mesh(spec.device)
         device = torch.device(spec.device, torch.cuda.current_device()) if spec.device == "cuda" else "cpu"
         self._policy = ShardedPolicy(load_policy(self._checkpoint).to(device), mesh)
@@ -81,10 +84,10 @@ class TrainingRun:
         self._on_rank_0(lambda: self._coordinator.learner_started.remote(self._checkpoint.name))
         # Samplers and service may be new: the store must have what they will be asked for.
         self._publish(position.policy_version, position.phase, position.round)
-        if position.phase is Phase.UNTRAINED:
-            self._evaluate("untrained" if Phase.SFT in phases else "start")
-            if Phase.SFT in phases:
-                self._sft()
+        if self._label() != "round" or self._is_evaluation_due():
+            self._evaluate(self._label(), is_new=False)
+        if Phase.SFT in phases and position.phase is Phase.UNTRAINED:
+            self._sft()
         if Phase.RL in phases and self._position.round < self._spec.learner.num_rounds:
             self._rounds()
         if Phase.CONTROL in phases and self._position.phase is not Phase.CONTROL:
@@ -136,8 +139,8 @@ class TrainingRun:
             self._after_round(learner)
         seconds = self._position.rl_seconds
         self._record("phase_end", phase=Phase.RL, seconds=seconds, num_steps=spec.learner.num_rounds)
-        self._evaluate("rl")
         self._save(learner)
+        self._evaluate(self._label())
 
     def _round(self, learner: Learner, round_index: int) -> None:
         began = time.monotonic()
@@ -160,10 +163,14 @@ class TrainingRun:
         spec, done = self._spec, self._position.round
         if done == spec.learner.num_rounds:
             return
-        if spec.evaluation.every_rounds and done % spec.evaluation.every_rounds == 0:
-            self._evaluate("round")
         if spec.checkpoint_every_rounds and done % spec.checkpoint_every_rounds == 0:
             self._save(learner)
+        if self._is_evaluation_due():
+            self._evaluate(self._label())
+
+    def _is_evaluation_due(self) -> bool:
+        every = self._spec.evaluation.every_rounds
+        return bool(every) and self._position.round % every == 0
 
     def _restore(self, learner: Learner) -> None:
         """Go on with the optimizer and the reference that an interrupted run of rounds had."""
@@ -200,22 +207,24 @@ class TrainingRun:
     # What every stage does.
 
     def _finish(self, position: Position) -> None:
-        """Publish, evaluate and checkpoint the end of a stage."""
+        """Publish, checkpoint and evaluate the end of a stage."""
         self._position = position
         self._publish(position.policy_version, position.phase, position.round)
-        self._evaluate(str(position.phase))
-        # Last: a run that stops before this line repeats the stage, and so its evaluation, when it is resumed.
         self._save()
+        self._evaluate(self._label())
 
     def _publish(self, version: int, phase: Phase, round_index: int) -> None:
         """Hand the weights to the store; the service hears of all versions but the control's."""
-        weights = self._policy.full_weights()
-        self._on_rank_0(lambda: self._store.publish.remote(make_manifest(version, weights), ray.put(weights)))
+        weights = self._policy.weights_on_rank_0()
+        if self._policy.rank:
+            return
+        manifest = make_manifest(version, weights)
+        self._on_rank_0(lambda: self._store.publish.remote(manifest, ray.put(weights)))
         if phase is not Phase.CONTROL:
-            self._on_rank_0(lambda: self._coordinator.announce.remote(version, phase, round_index))
+            self._on_rank_0(lambda: self._coordinator.announce.remote(version, phase, round_index, manifest.digest))
 
     def _save(self, learner: Learner | None = None) -> None:
-        weights, position = self._policy.full_weights(), self._position
+        weights, position = self._policy.weights_on_rank_0(), self._position
         state = None if learner is None else learner.full_state()
         if self._policy.rank:
             return
@@ -236,16 +245,29 @@ class TrainingRun:
             policy_version=position.policy_version,
         )
 
-    def _evaluate(self, label: str) -> None:
+    def _label(self) -> str:
+        """What an evaluation of the current position is called."""
+        position, spec = self._position, self._spec
+        if position.phase is Phase.UNTRAINED:
+            return "untrained" if Phase.SFT in spec.phases else "start"
+        is_between = position.phase is Phase.RL and position.round < spec.learner.num_rounds
+        return "round" if is_between else str(position.phase)
+
+    def _evaluate(self, label: str, *, is_new: bool = True) -> None:
+        """Held-out accuracy; of a version that is not new, only where the interrupted run did not get to it.
+
+        Without a limit of its own: the coordinator bounds every try of every portion.
+        """
         position = self._position
-        self._on_rank_0(lambda: self._coordinator.evaluate.remote(position.policy_version, label, position.round))
+        arguments = position.policy_version, label, position.round, is_new
+        self._on_rank_0(lambda: self._coordinator.evaluate.remote(*arguments), timeout_s=None)
 
     def _record(self, event: str, **values: Any) -> None:
         self._on_rank_0(lambda: self._coordinator.record.remote(event, values))
 
-    def _on_rank_0(self, call: Callable[[], Any]) -> None:
+    def _on_rank_0(self, call: Callable[[], Any], timeout_s: float | None = _CALL_TIMEOUT_S) -> None:
         if self._policy.rank == 0:
-            ray.get(call(), timeout=_CALL_TIMEOUT_S)
+            ray.get(call(), timeout=timeout_s)
 
     def _agreed(self, seconds: float) -> float:
         """Rank 0's clock on every rank, so that all take the same number of steps."""

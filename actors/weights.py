@@ -7,6 +7,7 @@ any. (Whether a transfer was right is tested by comparing log-probabilities, nev
 
 from __future__ import annotations
 
+import hashlib
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -42,6 +43,11 @@ class Manifest:
     tensors: tuple[TensorEntry, ...]
     """Every parameter, in the model's order."""
 
+    @property
+    def digest(self) -> str:
+        """Names the weights themselves: a version that is made again after a rewind may be other weights."""
+        return hashlib.sha256(repr(self.tensors).encode()).hexdigest()
+
 
 def make_manifest(version: int, weights: Mapping[str, Tensor]) -> Manifest:
     """The manifest of whole CPU tensors."""
@@ -69,6 +75,10 @@ class WeightStore:
         """Keep `num_kept` versions; older ones are dropped when newer arrive."""
         self._num_kept = num_kept
         self._versions: dict[int, tuple[Manifest, ray.ObjectRef[Any]]] = {}
+
+    def keep(self, num_kept: int) -> None:
+        """Keep `num_kept` versions from now on: a store that was taken over may have kept fewer."""
+        self._num_kept = num_kept
 
     def publish(self, manifest: Manifest, weights: Mapping[str, Tensor]) -> None:
         """Take over a version. Put again, so that this actor owns it and not the learner that may die.

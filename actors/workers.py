@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from actors.messages import Portion, PortionSummary, ScoredPortion
+from actors.messages import Generation, Portion, PortionSummary, ScoredPortion
 from actors.weights import fetch_from
 from learner.model.checkpoint import load_policy
 from learner.model.tokenizer import ChatTokenizer
@@ -26,22 +26,22 @@ class SamplerWorker:
         torch.set_num_threads(1)
         self._policy = load_policy(checkpoint).to(device)
         self._store = store
-        self._version: int | None = None
+        self._generation: Generation | None = None
 
     def ready(self) -> bool:
         """Answers once the actor is up."""
         return True
 
-    def generate(self, version: int, portion: Portion) -> tuple[list[Completion], int]:
-        """Completions of a portion by exactly that policy version, fetched and verified where it is not held.
+    def generate(self, generation: Generation, portion: Portion) -> tuple[list[Completion], int]:
+        """Completions of a portion by exactly those weights, fetched and verified where they are not held.
 
         Returns them and their number: a caller that only needs to know that they are there waits for the number.
         """
-        if version != self._version:
-            self._version = None
-            self._policy.load_state_dict(fetch_from(self._store, version, _FETCH_TIMEOUT_S))
-            self._version = version
-        completions = Sampler(self._policy, version).generate(portion.requests)
+        if generation != self._generation:
+            self._generation = None
+            self._policy.load_state_dict(fetch_from(self._store, generation.version, _FETCH_TIMEOUT_S))
+            self._generation = generation
+        completions = Sampler(self._policy, generation.version).generate(portion.requests)
         return completions, len(completions)
 
 
@@ -61,8 +61,10 @@ class GraderWorker:
         texts = [
             self._tokenizer.decode(completion.token_ids[: completion.num_tokens].tolist()) for completion in completions
         ]
+        failures: list[str] = []
         grades = tuple(
-            grade_or_error(self._task, problem, text) for problem, text in zip(portion.problems, texts, strict=True)
+            grade_or_error(self._task, problem, text, failures)
+            for problem, text in zip(portion.problems, texts, strict=True)
         )
         scored = ScoredPortion(portion=portion, completions=tuple(completions), grades=grades)
         summary = PortionSummary(
@@ -71,13 +73,18 @@ class GraderWorker:
             num_tokens=tuple(completion.num_tokens for completion in completions),
             step_maps=tuple(tuple(completion.step_map.tolist()) for completion in completions),
             policy_versions=tuple(completion.policy_version for completion in completions),
+            failures=tuple(dict.fromkeys(failures)),
         )
         return scored, summary
 
 
-def grade_or_error(task: Task, problem: Problem, text: str) -> Grade:
-    """The grade, or a counted error: the named boundary at which a grader's failure becomes data."""
+def grade_or_error(task: Task, problem: Problem, text: str, failures: list[str]) -> Grade:
+    """The grade, or a counted error: the named boundary at which a grader's failure becomes data.
+
+    What failed is added to `failures`.
+    """
     try:
         return task.grade(problem, text)
-    except Exception:
+    except Exception as error:
+        failures.append(f"the grader failed on {problem.problem_id}: {type(error).__name__}: {error}")
         return Grade(reward=0.0, parts={}, correct=False, outcome=Outcome.ERROR)

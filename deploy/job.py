@@ -20,7 +20,7 @@ from deploy.curves import draw_curves
 from deploy.errors import RunFailedError, UserError
 from deploy.ray_session import ray_session
 from deploy.recipe import Recipe, Stages
-from deploy.run_dir import create_run_dir, make_spec
+from deploy.run_dir import check_resumable, create_run_dir, make_spec
 
 _POLL_S = 0.5
 _CALL_TIMEOUT_S = 60.0
@@ -54,8 +54,8 @@ def run(
     spec = make_spec(recipe, stages)
     if not resume:
         create_run_dir(recipe, spec, start_from)
-    elif not spec.initial_checkpoint.is_dir():
-        raise UserError(f"there is no run to resume in {spec.run_dir}; start it without --resume")
+    else:
+        check_resumable(recipe, spec)
     num_seen = len(read_events(spec.run_dir))
     if not resume:
         _record_start(recipe, began_at)
@@ -78,8 +78,12 @@ def _run_on_ray(
     from actors.cluster import fit, start_actors, stop_actors, wait_until_ready
     from actors.registry_server import registry_url
 
-    url = registry_url()
-    actors = start_actors(spec, recipe.grading.num_graders, url)
+    try:
+        url = registry_url()
+        actors = start_actors(spec, recipe.grading.num_graders, url)
+    except ValueError as error:
+        # A registry that cannot serve this cluster, or the actors of a run of the same name that is under way.
+        raise UserError(str(error)) from error
     try:
         # Before the pools are up: they and the learner group take as long to start, and need not wait in turn.
         fitted = _in_thread(lambda: fit(spec, actors))

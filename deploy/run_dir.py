@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from actors.plan import RunPlan
 from actors.run_log import CHECKPOINTS, RECIPE
 from actors.spec import Phase, RunSpec
 from actors.training import Position
 from deploy.errors import UserError
-from deploy.overrides import resolved_yaml
+from deploy.overrides import load_recipe, resolved_yaml
 from deploy.recipe import ModelSection, Recipe, Stages
 from learner.model.checkpoint import load_config, load_policy, save_checkpoint
 from learner.model.tokenizer import EOS, MASK, ChatTokenizer, make_tokenizer
@@ -23,6 +25,22 @@ _PHASES = {
     Stages.SFT: (Phase.SFT,),
     Stages.RL: (Phase.RL,),
 }
+# What a resumed run may have otherwise: how long and where it runs, and what is written about it.
+_MAY_CHANGE = (
+    "runs_dir",
+    "name",
+    "learner.num_rounds",
+    "learner.num_workers",
+    "rollout.num_samplers",
+    "rollout.timeout_s",
+    "rollout.max_attempts",
+    "grading.",
+    "evaluation.every_rounds",
+    "control.",
+    "checkpoint_every_rounds",
+    "service.",
+    "wandb_project",
+)
 _NUM_TOKENIZER_TEXTS = 2000
 
 
@@ -68,6 +86,27 @@ def create_run_dir(recipe: Recipe, spec: RunSpec, start_from: Path | None) -> No
         raise UserError(str(error)) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def check_resumable(recipe: Recipe, spec: RunSpec) -> None:
+    """Raise UserError unless `recipe` goes on with the run that the directory began."""
+    if not spec.initial_checkpoint.is_dir():
+        raise UserError(f"there is no run to resume in {spec.run_dir}; start it without --resume")
+    began = _flat(load_recipe(spec.run_dir / RECIPE, []).model_dump(mode="json"))
+    for key, value in _flat(recipe.model_dump(mode="json")).items():
+        if began.get(key) != value and not key.startswith(_MAY_CHANGE):
+            raise UserError(
+                f"{key} is {value} and the run in {spec.run_dir} began with {began.get(key)}; "
+                "resume with that, or start a run of another name"
+            )
+
+
+def _flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Values by dotted key."""
+    flat: dict[str, Any] = {}
+    for key, value in section.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flat
 
 
 def _write_initial(recipe: Recipe, directory: Path, source: Path | None) -> None:

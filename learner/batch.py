@@ -51,10 +51,9 @@ class CompletionBatch:
 
         Equal counts keep the ranks' collectives in step; a row of length 0 has no token and so no gradient.
         """
-        per_rank = -(-self.num_rows // world_size)
-        rows = torch.arange(rank * per_rank, (rank + 1) * per_rank)
-        shard = self.select(rows.clamp(max=self.num_rows - 1))
-        return replace(shard, completion_lengths=torch.where(rows < self.num_rows, shard.completion_lengths, 0))
+        rows, is_real = shard_rows(self.num_rows, rank, world_size)
+        shard = self.select(rows)
+        return replace(shard, completion_lengths=torch.where(is_real, shard.completion_lengths, 0))
 
     def completion_mask(self) -> Tensor:
         """[B, L] bool: the tokens that count."""
@@ -76,6 +75,13 @@ class RolloutBatch(CompletionBatch):
     """[B, L] float32, nats, under the tempered law; 0 where nothing was committed."""
     policy_versions: Tensor
     """[B] int64: the version that sampled the row."""
+
+
+def shard_rows(num_rows: int, rank: int, world_size: int) -> tuple[Tensor, Tensor]:
+    """The rows of one rank, equally many on each, and which of them are real and do not only fill the shard."""
+    per_rank = -(-num_rows // world_size)
+    rows = torch.arange(rank * per_rank, (rank + 1) * per_rank)
+    return rows.clamp(max=num_rows - 1), rows < num_rows
 
 
 def pad_rows(rows: Sequence[Sequence[int]], fill: int, width: int | None = None) -> Tensor:

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat
 from torch import Tensor
 
 from learner.advantages import Advantage, group_advantages, zero_variance_share
-from learner.batch import CompletionBatch, RolloutBatch
+from learner.batch import CompletionBatch, RolloutBatch, shard_rows
 from learner.estimators import OneStep, OneStepConfig, Views, token_logps
 from learner.objectives import ClippedRatioConfig, clipped_ratio
 from learner.optimizer import PolicyOptimizer
@@ -45,7 +45,7 @@ class LearnerConfig(BaseModel):
     lr: PositiveFloat = 3e-6
     """Learning rate after warm-up."""
     final_lr_fraction: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """The rate falls linearly to this share of `lr` at the last round; 1 is constant (d1)."""
+    """The rate falls linearly towards this share of `lr` at the end of the rounds; 1 is constant (d1)."""
     num_warmup_rounds: NonNegativeInt = 0
     """Rounds of linear warm-up."""
     betas: tuple[float, float] = (0.9, 0.99)
@@ -118,7 +118,8 @@ class Learner:
         """
         advantages_B = group_advantages(batch.rewards, batch.group_ids, self.config.advantage)
         shard = batch.shard(self.policy.rank, self.policy.world_size).to(self.policy.device)
-        advantages_B = _shard_like_rows(advantages_B, self.policy).to(self.policy.device)
+        rows, _ = shard_rows(batch.num_rows, self.policy.rank, self.policy.world_size)
+        advantages_B = advantages_B[rows].to(self.policy.device)
         micro_batches = list(self._micro_batches(shard, advantages_B))
         old = [[self._old_logps(micro, update) for micro, _ in micro_batches] for update in self._old_updates()]
         num_tokens = int(batch.completion_lengths.sum())
@@ -149,10 +150,13 @@ class Learner:
         }
 
     def full_state(self) -> dict[str, Tensor]:
-        """What a resumed run needs besides the weights: the optimizer, and a reference that has moved. A collective."""
+        """What a resumed run needs besides the weights: the optimizer, and a reference that has moved.
+
+        A collective; whole on rank 0, empty on the others.
+        """
         state = {f"optimizer/{name}": tensor for name, tensor in self.optimizer.full_state().items()}
         if self.reference is not None and self.config.reference_sync_rounds:
-            state |= {f"reference/{name}": tensor for name, tensor in self.reference.full_weights().items()}
+            state |= {f"reference/{name}": tensor for name, tensor in self.reference.weights_on_rank_0().items()}
         return state
 
     def load_full_state(self, state: Mapping[str, Tensor]) -> None:
@@ -196,10 +200,3 @@ class Learner:
         every = self.config.reference_sync_rounds
         if self.reference is not None and every and (round_index + 1) % every == 0:
             self.reference.load_full_weights(self.policy.full_weights())
-
-
-def _shard_like_rows(values_B: Tensor, policy: ShardedPolicy) -> Tensor:
-    """This rank's part of a value per row, split as `CompletionBatch.shard` splits rows."""
-    per_rank = -(-len(values_B) // policy.world_size)
-    rows = torch.arange(policy.rank * per_rank, (policy.rank + 1) * per_rank)
-    return values_B[rows.clamp(max=len(values_B) - 1)]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from learner.sharding import ShardedPolicy, full_tensor, shard_like
+from learner.sharding import ShardedPolicy, gather_on_rank_0, shard_like
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _STEP = "step"
@@ -40,12 +40,13 @@ class PolicyOptimizer:
         return norm.item()
 
     def full_state(self) -> dict[str, Tensor]:
-        """The moments and step counts by parameter name, whole, on the CPU. A collective."""
-        state = {}
-        for name, parameter in self._policy.module.named_parameters():
-            for key, value in self._adamw.state.get(parameter, {}).items():
-                state[f"{name}/{key}"] = full_tensor(value)
-        return state
+        """The moments and step counts by parameter name, whole, on rank 0's CPU. A collective."""
+        state = {
+            f"{name}/{key}": value
+            for name, parameter in self._policy.module.named_parameters()
+            for key, value in self._adamw.state.get(parameter, {}).items()
+        }
+        return gather_on_rank_0(self._policy.rank, state)
 
     def load_full_state(self, state: Mapping[str, Tensor]) -> None:
         """Take over what `full_state` gave; an empty state is that of an optimizer that has not stepped."""

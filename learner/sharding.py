@@ -49,6 +49,10 @@ class ShardedPolicy:
         """Every parameter, whole, on the CPU, detached from the live ones."""
         return {name: full_tensor(parameter) for name, parameter in self.module.named_parameters()}
 
+    def weights_on_rank_0(self) -> dict[str, Tensor]:
+        """The same on rank 0 alone, empty on the others: what is written or sent once is held in memory once."""
+        return gather_on_rank_0(self.rank, dict(self.module.named_parameters()))
+
     def load_full_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Take over whole parameters; `weights` has exactly the policy's names."""
         with torch.no_grad():
@@ -69,6 +73,16 @@ class ShardedPolicy:
         total = values.to(self.device)
         dist.all_reduce(total, group=self.mesh.get_group())
         return total
+
+
+def gather_on_rank_0(rank: int, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Whole tensors on the CPU of rank 0. A collective; the other ranks hold one tensor at a time and keep none."""
+    whole = {}
+    for name, tensor in tensors.items():
+        gathered = full_tensor(tensor)
+        if rank == 0:
+            whole[name] = gathered
+    return whole
 
 
 def full_tensor(tensor: Tensor) -> Tensor:

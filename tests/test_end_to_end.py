@@ -123,6 +123,24 @@ def test_a_resumed_run_is_the_uninterrupted_one(
     assert resumed[-1] == _repeatable(first_run)[-1]
 
 
+def test_a_finished_run_goes_on_for_more_rounds_from_its_last_round(
+    cluster: dict[str, str], folder: Path, first_run: list[dict[str, Any]]
+) -> None:
+    shutil.copytree(folder / "first", folder / "longer")
+    events = _train(cluster, folder, "longer", "--resume", "learner.num_rounds=5")[len(first_run) :]
+    (more,) = [event for event in events if event["event"] == "round"]
+    assert (more["round"], more["policy_version"]) == (4, 6)
+    # The control's checkpoint is newer than the last round's, and another policy: rewards go on where they were.
+    last = [event for event in first_run if event["event"] == "round"][-1]
+    assert more["token_logp"] == pytest.approx(last["token_logp"], abs=0.1)
+    refused = _d1(
+        cluster, "train", str(folder / "recipe.yaml"), "name=longer", f"runs_dir={folder}", "--resume", "seed=1"
+    )
+    assert refused.returncode == 2
+    assert "seed is 1 and the run in" in refused.stderr
+    assert "began with 0" in refused.stderr
+
+
 def test_a_killed_sampler_costs_time_and_nothing_else(
     cluster: dict[str, str], folder: Path, first_run: list[dict[str, Any]]
 ) -> None:

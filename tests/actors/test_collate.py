@@ -69,7 +69,9 @@ def test_failures_of_a_grader_become_counted_data(spec: RunSpec, plan: RunPlan) 
         def problems(self, split: object, count: int, seed: int) -> list[Problem]:
             return []
 
-    assert grade_or_error(Broken(), plan.train[0], "x").outcome is Outcome.ERROR
+    failures: list[str] = []
+    assert grade_or_error(Broken(), plan.train[0], "x", failures).outcome is Outcome.ERROR
+    assert failures == [f"the grader failed on {plan.train[0].problem_id}: ZeroDivisionError: "]
 
 
 def test_graders_see_the_text_up_to_its_end_and_report_it(spec: RunSpec, plan: RunPlan) -> None:

@@ -33,6 +33,14 @@ def test_a_line_that_a_crash_cut_short_is_left_out(tmp_path: Path) -> None:
     assert read_events(tmp_path) == [{"event": "phase", "time_s": 1}]
 
 
+def test_what_is_written_after_a_cut_line_can_be_read(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"event": "phase", "time_s": 1}\n{"event": "rou')
+    log = RunLog(tmp_path)
+    log.append("done", seconds=2)
+    log.close()
+    assert [event["event"] for event in read_events(tmp_path)] == ["phase", "done"]
+
+
 def test_numbers_go_to_tensorboard(tmp_path: Path) -> None:
     log = RunLog(tmp_path)
     log.append("round", round=3, reward=0.25, reward_parts={"cells": 0.5}, policy_version=4)

@@ -48,9 +48,11 @@ def _rank(rank: int, port_file: str, config: TransformerConfig, batch: RolloutBa
     model = Transformer(config)
     init_weights(model, seed=0)
     first = _train(ShardedPolicy(model, make_mesh("cpu")), batch, None)
+    shared = [first["optimizer"]]
+    dist.broadcast_object_list(shared, src=0)  # In a run every rank reads rank 0's from the checkpoint.
     model = Transformer(config)
     init_weights(model, seed=0)
-    again = _train(ShardedPolicy(model, make_mesh("cpu")), batch, first["optimizer"])  # type: ignore[arg-type]
+    again = _train(ShardedPolicy(model, make_mesh("cpu")), batch, shared[0])  # type: ignore[arg-type]
     if rank == 0:
         torch.save({"first": first, "again": again}, out)
     dist.destroy_process_group()
