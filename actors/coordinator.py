@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from statistics import fmean
 from typing import Any
 
 import ray
@@ -131,6 +132,7 @@ class Coordinator:
             policy_version=version,
             **stats,
             num_retries=ledger.num_retries,
+            mean_staleness=_mean_staleness(summaries, version - 1),
             **values,
             tokens_per_s=round(stats["mean_tokens"] * stats["num_completions"] / seconds, 1),
         )
@@ -242,3 +244,8 @@ class Coordinator:
                 self._log.append("failure", what=str(error), attempt=attempt)
                 last = error
         raise RuntimeError(f"the evaluation failed {self._spec.rollout.max_attempts} times: {last}") from last
+
+
+def _mean_staleness(summaries: Sequence[PortionSummary], newest: int) -> float:
+    """How many versions older than the policy that trained on them the completions were."""
+    return fmean(newest - version for summary in summaries for version in summary.policy_versions)

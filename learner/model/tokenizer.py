@@ -79,10 +79,6 @@ class ChatTokenizer:
         """The prompt of a conversation (`role`, `content` each), ending where the assistant's turn begins."""
         return list(self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
 
-    def encode(self, text: str) -> list[int]:
-        """The ids of a bare text. Text that spells a special token is encoded as plain text."""
-        return list(self._tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"])
-
     def encode_completion(self, text: str) -> list[int]:
         """The ids of a completion that we wrote ourselves, tags as tokens."""
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
