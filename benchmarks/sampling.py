@@ -130,7 +130,7 @@ def make_policy(case: Case, device: str) -> Transformer:
         pad_token_id=1,
     )
     model = Transformer(config)
-    init_weights(model, seed=0, std=config.d_model**-0.5)
+    init_weights(model, seed=0)
     with torch.no_grad():
         model.head.weight.mul_(4.0)
     return model.to(device)

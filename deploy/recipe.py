@@ -42,6 +42,9 @@ class ModelSection(BaseModel):
     """Attention heads."""
     mlp_hidden_size: PositiveInt = 384
     """Inner width of the SwiGLU."""
+    init_scale: PositiveFloat = 1.0
+    """Of the initial weights. Smaller ones learn more slowly, and generalise better where the answer must be composed
+    (digit sums: from nothing to a third of the held-out problems)."""
     vocab_size: Annotated[int, Field(ge=288)] = 320
     """Most tokens of the tokenizer that is trained on the task's texts."""
 

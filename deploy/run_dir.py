@@ -126,7 +126,7 @@ def _write_initial(recipe: Recipe, directory: Path, source: Path | None) -> None
     make_tokenizer(_texts(recipe), tokenizer_dir, recipe.model.vocab_size)
     config = _scratch_config(recipe.model, ChatTokenizer(tokenizer_dir), canvas_tokens)
     model = Transformer(config)
-    init_weights(model, recipe.seed)
+    init_weights(model, recipe.seed, recipe.model.init_scale)
     save_checkpoint(directory, config, model.state_dict(), tokenizer_dir, trainer_state=state)
     shutil.rmtree(tokenizer_dir)
 

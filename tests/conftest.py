@@ -47,7 +47,7 @@ def config() -> TransformerConfig:
 @pytest.fixture
 def policy(config: TransformerConfig) -> Transformer:
     model = Transformer(config)
-    init_weights(model, seed=0, std=config.d_model**-0.5)
+    init_weights(model, seed=0)
     with torch.no_grad():
         # Random networks are almost uniform; sharper logits make orders and draws that matter.
         model.head.weight.mul_(4.0)

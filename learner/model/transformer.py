@@ -172,12 +172,11 @@ def apply_rope(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
     return (wide * cos + torch.cat((-high, low), dim=-1) * sin).to(x.dtype)
 
 
-def init_weights(model: Transformer, seed: int, std: float = 0.02) -> None:
+def init_weights(model: Transformer, seed: int, scale: float = 1.0) -> None:
     """Fill a fresh network, determined by `seed` alone.
 
-    Weights are normal with standard deviation `std`; the two matrices that write into the residual stream are divided
-    by sqrt(2 * layers), so that its variance does not grow with depth (GPT-2, section 2.3). Small weights matter: on
-    scarce labels, a network that begins with large ones fits them without learning what they have in common.
+    Weights are normal with standard deviation scale / sqrt(fan-in); the two matrices that write into the residual
+    stream are divided by sqrt(2 * layers), so that its variance does not grow with depth (GPT-2, section 2.3).
     """
     generator = torch.Generator().manual_seed(seed)
     depth_scale = (2 * model.config.num_layers) ** -0.5
@@ -186,5 +185,7 @@ def init_weights(model: Transformer, seed: int, std: float = 0.02) -> None:
             if weight.ndim == 1:
                 weight.fill_(1.0)
                 continue
-            writes_residual = name.endswith(("out_proj.weight", "down_proj.weight"))
-            weight.normal_(0.0, std * depth_scale if writes_residual else std, generator=generator)
+            std = scale * weight.shape[1] ** -0.5
+            if name.endswith(("out_proj.weight", "down_proj.weight")):
+                std *= depth_scale
+            weight.normal_(0.0, std, generator=generator)

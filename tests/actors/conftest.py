@@ -59,7 +59,7 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> RunSpec:
     )
     torch.set_num_threads(1)
     model = Transformer(config)
-    init_weights(model, seed=0, std=config.d_model**-0.5)
+    init_weights(model, seed=0)
     state = {"phase": "untrained", "round": 0, "policy_version": 0, "rl_seconds": 0.0}
     save_checkpoint(spec.initial_checkpoint, config, model.state_dict(), tokenizer_dir, trainer_state=state)
     return spec

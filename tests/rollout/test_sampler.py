@@ -77,7 +77,8 @@ def test_completions_do_not_depend_on_their_neighbours(policy: Transformer) -> N
 
 
 def test_a_group_has_different_samples_and_a_seed_always_the_same(policy: Transformer) -> None:
-    group = [replace(_requests(WARM)[0], seed=seed) for seed in (1, 2, 3, 1)]
+    params = WARM.model_copy(update={"temperature": 2.0})
+    group = [replace(_requests(params)[0], seed=seed) for seed in (1, 2, 3, 1)]
     texts = [completion.token_ids.tolist() for completion in Sampler(policy, 0).generate(group)]
     assert texts[0] == texts[3]
     assert len({tuple(text) for text in texts}) == 3
