@@ -25,7 +25,7 @@ from learner.model.transformer import Transformer, TransformerConfig, init_weigh
 from rollout.request import Request, SamplingParams
 from rollout.sampler import Sampler, commit_quotas
 
-ROUNDS = 5
+ROUNDS = 3
 PROMPT_TOKENS = 32
 NUM_REQUESTS = 16
 
