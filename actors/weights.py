@@ -117,7 +117,8 @@ def fetch_from(store: Any, version: int, timeout_s: float) -> dict[str, Tensor]:
         weights = ray.get(reference, timeout=timeout_s)
     except ray.exceptions.GetTimeoutError as error:
         raise TimeoutError(f"policy version {version} did not arrive within {timeout_s:.0f} s") from error
-    except ray.exceptions.RayActorError as error:
+    except (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError) as error:
+        # Gone before it answered, or after: what it owned went with it.
         raise LookupError(f"the weight store is gone, and policy version {version} with it") from error
     verify(manifest, weights)
     return dict(weights)
