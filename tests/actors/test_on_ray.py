@@ -38,6 +38,13 @@ def _generation(version: int, learner_start: int = 1) -> Generation:
     return Generation(version=version, learner_start=learner_start)
 
 
+def _fetch_until_it_fails(store: Any) -> None:
+    """Ray kills in the background: a store may still answer for a moment."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        fetch_from(store, 1, timeout_s=30)
+
+
 @pytest.fixture
 def store() -> Any:
     return ray.remote(WeightStore).options(num_cpus=0).remote(2)
@@ -101,11 +108,8 @@ def test_a_version_that_was_made_again_is_fetched_again(store: Any, spec: RunSpe
 def test_a_store_that_is_gone_is_a_clear_error(store: Any, spec: RunSpec) -> None:
     _publish(store, 1, _weights(spec, 1.0))
     ray.kill(store)
-    deadline = time.monotonic() + 30
     with pytest.raises(LookupError, match="the weight store is gone"):
-        # Ray kills in the background: the store may still answer once.
-        while time.monotonic() < deadline:
-            fetch_from(store, 1, timeout_s=30)
+        _fetch_until_it_fails(store)
 
 
 class _Moody(SamplerWorker):
