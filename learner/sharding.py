@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from learner.model.families import make_model
 from learner.model.transformer import Transformer
 
 
@@ -61,7 +62,7 @@ class ShardedPolicy:
 
     def frozen_copy(self, weights: Mapping[str, Tensor]) -> ShardedPolicy:
         """Another policy of the same shape and sharding with given weights and no gradients: a reference."""
-        model = Transformer(self.config)
+        model = make_model(self.config)
         model.load_state_dict(dict(weights))
         model.requires_grad_(False)
         return ShardedPolicy(model.to(self.device), self.mesh)

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from learner.model.transformer import query_grid
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Views:
@@ -22,7 +24,7 @@ class Views:
     lengths: Tensor
     """[V] int64, used slots."""
     slots: Tensor
-    """[M] int64, indices into the flattened [V * S] canvases."""
+    """[M] int64, ascending indices into the flattened [V * S] canvases."""
     scored: Tensor
     """[N] int64, the index into `slots` of each scored token."""
     targets: Tensor
@@ -44,5 +46,5 @@ def token_logps(model: nn.Module, views: Views) -> Tensor:
     """
     width = views.ids.shape[1]
     lengths = None if bool((views.lengths == width).all()) else views.lengths
-    logits_MV = model(views.ids, lengths, views.slots).float()
+    logits_MV = model(views.ids, lengths, *query_grid(views.slots, *views.ids.shape)).float()
     return logits_MV[views.scored, views.targets] - logits_MV.logsumexp(dim=-1)[views.scored]

@@ -1,20 +1,25 @@
-"""The LLaDA family: its config keys and its weight names, in and out."""
+"""The LLaDA family: its config keys and its weight names, in and out.
+
+Known from the published configs of LLaDA-8B-Base, -Instruct and LLaDA-1.5 and from their modeling code (arXiv
+2502.09992). The family's network is `Transformer` as it stands.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
+from learner.model.raw_config import RawConfig
 from learner.model.transformer import TransformerConfig
 
 MODEL_TYPE = "llada"
 
-_OUTER_NAMES = {
+OUTER_NAMES = {
     "embed.weight": "model.transformer.wte.weight",
     "norm.weight": "model.transformer.ln_f.weight",
     "head.weight": "model.transformer.ff_out.weight",
 }
-_BLOCK_NAMES = {
+BLOCK_PREFIX = "model.transformer.blocks"
+BLOCK_NAMES = {
     "attn_norm": "attn_norm",
     "attn.q_proj": "q_proj",
     "attn.k_proj": "k_proj",
@@ -25,73 +30,79 @@ _BLOCK_NAMES = {
     "mlp.up_proj": "up_proj",
     "mlp.down_proj": "ff_out",
 }
-# What LLaDA's config must say for our transformer to be the same function.
+# What LLaDA's config must say for our transformer to be the same function. The original code's defaults are GPT-2's,
+# so these keys may not be missing.
 _FIXED: dict[str, Any] = {
     "activation_type": "silu",
-    "alibi": False,
     "attention_dropout": 0.0,
-    "attention_layer_norm": False,
     "block_type": "llama",
     "embedding_dropout": 0.0,
-    "include_bias": False,
-    "include_qkv_bias": False,
-    "input_emb_norm": False,
     "layer_norm_type": "rms",
     "residual_dropout": 0.0,
     "rope": True,
+}
+# The same, but without the key the original code does what we do.
+_FIXED_DEFAULTS: dict[str, Any] = {
+    "alibi": False,
+    # LLaDA-MoE has the same model_type.
+    "architectures": ["LLaDAModelLM"],
+    "attention_layer_norm": False,
+    "bias_for_layer_norm": False,
+    "clip_qkv": None,
+    # Groups would change the weights' names.
+    "block_group_size": 1,
+    "include_bias": False,
+    "input_emb_norm": False,
+    "layer_norm_with_affine": True,
+    "multi_query_attention": False,
+    "rope_full_precision": True,
+    "rope_scaling": None,
     "scale_logits": False,
-    "weight_tying": False,
 }
 
 
-def checkpoint_name(name: str) -> str:
-    """The name that LLaDA's checkpoints give to our parameter `name`."""
-    if name in _OUTER_NAMES:
-        return _OUTER_NAMES[name]
-    _, index, inner = name.split(".", 2)
-    return f"model.transformer.blocks.{index}.{_BLOCK_NAMES[inner.removesuffix('.weight')]}.weight"
-
-
-def read_config(config: Mapping[str, Any]) -> TransformerConfig:
-    """Our config from a checkpoint's `config.json`.
+def read_config(raw: RawConfig) -> TransformerConfig:
+    """Our config from a LLaDA checkpoint's.
 
     Raises:
-        ValueError: the config asks for a variant that our transformer does not compute.
+        ValueError: a key is missing, or asks for a variant that our transformer does not compute.
     """
-    for key, value in _FIXED.items():
-        if config.get(key, value) != value:
-            raise ValueError(f"config.json has {key} = {config[key]!r}; d1 computes LLaDA with {key} = {value!r} only")
+    raw.check(_FIXED, may_lack=False)
+    raw.check(_FIXED_DEFAULTS, may_lack=True)
     return TransformerConfig(
-        vocab_size=config.get("embedding_size") or config["vocab_size"],
-        d_model=config["d_model"],
-        num_layers=config["n_layers"],
-        num_heads=config["n_heads"],
-        num_kv_heads=config.get("n_kv_heads") or config["n_heads"],
-        mlp_hidden_size=config.get("mlp_hidden_size") or config["mlp_ratio"] * config["d_model"],
-        max_sequence_length=config["max_sequence_length"],
-        rope_theta=config["rope_theta"],
-        rms_norm_eps=config["rms_norm_eps"],
-        mask_token_id=config["mask_token_id"],
-        eos_token_id=config["eos_token_id"],
-        pad_token_id=config["pad_token_id"],
+        family="llada",
+        vocab_size=raw.get("embedding_size") or raw["vocab_size"],
+        d_model=raw["d_model"],
+        num_layers=raw["n_layers"],
+        num_heads=raw["n_heads"],
+        num_kv_heads=raw.get("n_kv_heads") or raw["n_heads"],
+        mlp_hidden_size=raw.get("mlp_hidden_size") or raw["mlp_ratio"] * raw["d_model"],
+        max_sequence_length=raw["max_sequence_length"],
+        qkv_bias=raw.get("include_qkv_bias", False),
+        tied_embeddings=raw["weight_tying"],
+        rope_theta=raw["rope_theta"],
+        rms_norm_eps=raw["rms_norm_eps"],
+        mask_token_id=raw["mask_token_id"],
+        eos_token_id=raw["eos_token_id"],
+        pad_token_id=raw["pad_token_id"],
     )
 
 
 def write_config(config: TransformerConfig) -> dict[str, Any]:
     """The `config.json` that LLaDA's original code reads."""
     return {
-        "architectures": ["LLaDAModelLM"],
         "model_type": MODEL_TYPE,
         **_FIXED,
+        **_FIXED_DEFAULTS,
+        # Null leaves it to n_kv_heads; the original code refuses `false` beside grouped heads.
+        "multi_query_attention": None,
         "attention_layer_norm_with_affine": True,
-        "bias_for_layer_norm": False,
-        "block_group_size": 1,
         "d_model": config.d_model,
         "embedding_size": config.vocab_size,
         "eos_token_id": config.eos_token_id,
         "flash_attention": False,
+        "include_qkv_bias": config.qkv_bias,
         "init_device": "cpu",
-        "layer_norm_with_affine": True,
         "mask_token_id": config.mask_token_id,
         "max_sequence_length": config.max_sequence_length,
         "mlp_hidden_size": config.mlp_hidden_size,
@@ -100,9 +111,8 @@ def write_config(config: TransformerConfig) -> dict[str, Any]:
         "n_layers": config.num_layers,
         "pad_token_id": config.pad_token_id,
         "rms_norm_eps": config.rms_norm_eps,
-        "rope_full_precision": True,
         "rope_theta": config.rope_theta,
-        "torch_dtype": "float32",
         "use_cache": False,
         "vocab_size": config.vocab_size,
+        "weight_tying": config.tied_embeddings,
     }

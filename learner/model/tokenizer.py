@@ -9,6 +9,16 @@ from typing import Any
 MASK, EOS = "<|mdm_mask|>", "<|endoftext|>"
 USER, ASSISTANT = "<|user|>", "<|assistant|>"
 SPECIAL_TOKENS = (MASK, EOS, USER, ASSISTANT)
+# What tokenizers are made of, in their two layouts: `tokenizer.json`, or `vocab.json` and `merges.txt`.
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "vocab.json",
+    "merges.txt",
+    "added_tokens.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+)
 # Tags that frame an answer: one token each, so that the tiny policy does not spell them.
 TAGS = ("<answer>", "</answer>", "<reasoning>", "</reasoning>")
 CHAT_TEMPLATE = (
@@ -65,12 +75,23 @@ class ChatTokenizer:
     """Conversations to prompt ids, completion ids to text."""
 
     def __init__(self, directory: Path) -> None:
-        """Load the tokenizer files of a checkpoint directory. Raises ValueError when it has none."""
-        from transformers import PreTrainedTokenizerFast
+        """Load the tokenizer files of a checkpoint directory, whatever class they name; code beside them is not run.
 
-        if not (directory / "tokenizer.json").is_file():
-            raise ValueError(f"{directory} has no tokenizer.json")
-        self._tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
+        A byte-level BPE in two files, as Dream's checkpoints have it, is read as Qwen2's, from which it comes: the same
+        merges, the same split of a text into words.
+
+        Raises:
+            ValueError: there is no tokenizer.
+        """
+        from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
+
+        if (directory / "tokenizer.json").is_file():
+            kind = PreTrainedTokenizerFast
+        elif (directory / "vocab.json").is_file() and (directory / "merges.txt").is_file():
+            kind = Qwen2Tokenizer
+        else:
+            raise ValueError(f"{directory} has no tokenizer.json, nor vocab.json and merges.txt")
+        self._tokenizer: Any = kind.from_pretrained(directory, local_files_only=True)
 
     def __len__(self) -> int:
         return len(self._tokenizer)

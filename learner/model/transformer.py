@@ -1,18 +1,30 @@
-"""LLaDA's architecture: a bidirectional transformer that predicts every masked slot at once.
+"""The transformer of masked diffusion language models: it predicts every masked slot at once.
 
-RoPE, RMSNorm before each sublayer, SwiGLU, no bias, no dropout (LLaDA, arXiv 2502.09992, section 2 and its
-published modeling code). There is no dropout anywhere, so training and evaluation mode are the same function:
-the likelihood that the learner computes is the one that the sampler had.
+RoPE, RMSNorm before each sublayer, SwiGLU, no dropout (LLaDA, arXiv 2502.09992, section 2, and Dream, arXiv 2508.15487,
+section 3, with their published modeling code). There is no dropout anywhere, so training and evaluation mode are the
+same function: the likelihood that the learner computes is the one that the sampler had.
 
-Shape letters: B rows, L slots, D width, H query heads, K key-value heads, E head width, V vocabulary, N scored slots.
+Rows of unequal length share a batch: each is left-aligned, its positions count from 0, and no slot attends to what
+lies past its row's length. So a canvas has the same logits alone as between longer and shorter ones.
+
+Shape letters: B rows, L slots, Q asked slots of a row, D width, H query heads, K key-value heads, E head width,
+V vocabulary, N scored slots.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, model_validator
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+from learner.model.memory import LayerMemory, Memory
+
+Family = Literal["llada", "dream"]
 
 
 class TransformerConfig(BaseModel):
@@ -20,6 +32,8 @@ class TransformerConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
+    family: Family = "llada"
+    """Whose configs, weight names and oddities the policy has."""
     vocab_size: PositiveInt
     """Rows of the embedding and of the head; at least the tokenizer's size."""
     d_model: PositiveInt
@@ -34,6 +48,10 @@ class TransformerConfig(BaseModel):
     """Inner width of the SwiGLU."""
     max_sequence_length: PositiveInt
     """Longest canvas, in tokens."""
+    qkv_bias: bool = False
+    """Whether the query, key and value projections add a bias."""
+    tied_embeddings: bool = False
+    """Whether the head's matrix is the embedding's."""
     rope_theta: PositiveFloat = 500_000.0
     """Base of the rotary frequencies."""
     rms_norm_eps: PositiveFloat = 1e-5
@@ -53,6 +71,17 @@ class TransformerConfig(BaseModel):
             raise ValueError(f"num_kv_heads {self.num_kv_heads} must divide num_heads {self.num_heads}")
         return self
 
+    @model_validator(mode="after")
+    def _ids(self) -> TransformerConfig:
+        for name in ("mask_token_id", "eos_token_id", "pad_token_id"):
+            if not 0 <= getattr(self, name) < self.vocab_size:
+                raise ValueError(f"{name} {getattr(self, name)} is no id of a vocabulary of {self.vocab_size}")
+        if self.mask_token_id == self.eos_token_id:
+            raise ValueError(f"mask_token_id and eos_token_id are both {self.mask_token_id}; they must differ")
+        if self.family == "dream" and not self.qkv_bias:
+            raise ValueError("qkv_bias is false; a Dream policy has biases, and its checkpoints have them")
+        return self
+
     @property
     def head_dim(self) -> int:
         """Width of one head."""
@@ -60,30 +89,47 @@ class TransformerConfig(BaseModel):
 
 
 class Attention(nn.Module):
-    """Bidirectional attention with rotary positions."""
+    """Attention of the asked slots over the whole canvas, with rotary positions."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         kv_width = config.num_kv_heads * config.head_dim
-        self.q_proj = nn.Linear(config.d_model, config.d_model, bias=False)
-        self.k_proj = nn.Linear(config.d_model, kv_width, bias=False)
-        self.v_proj = nn.Linear(config.d_model, kv_width, bias=False)
+        self.q_proj = nn.Linear(config.d_model, config.d_model, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(config.d_model, kv_width, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(config.d_model, kv_width, bias=config.qkv_bias)
         self.out_proj = nn.Linear(config.d_model, config.d_model, bias=False)
 
-    def forward(self, x_BLD: Tensor, rope: tuple[Tensor, Tensor], key_mask: Tensor | None) -> Tensor:
-        B, L, D = x_BLD.shape
-        q_BHLE = self.q_proj(x_BLD).view(B, L, self.num_heads, self.head_dim).transpose(1, 2)
-        k_BKLE = self.k_proj(x_BLD).view(B, L, self.num_kv_heads, self.head_dim).transpose(1, 2)
-        v_BKLE = self.v_proj(x_BLD).view(B, L, self.num_kv_heads, self.head_dim).transpose(1, 2)
-        mixed_BHLE = F.scaled_dot_product_attention(
-            apply_rope(q_BHLE, rope),
-            apply_rope(k_BKLE, rope),
-            v_BKLE,
-            attn_mask=key_mask,
-            enable_gqa=self.num_heads != self.num_kv_heads,
-        )
-        return self.out_proj(mixed_BHLE.transpose(1, 2).reshape(B, L, D))
+    def forward(self, x_BLD: Tensor, places: Places, asked: Asked | None, memory: LayerMemory | None) -> Tensor:
+        """What the asked slots gather: [B, L, D], or [N, D] of `asked`, before they are added to the stream."""
+        k_BKLE = rotate(self._heads(self.k_proj(x_BLD), self.num_kv_heads), places.rope)
+        v_BKLE = self._heads(self.v_proj(x_BLD), self.num_kv_heads)
+        if memory is not None:
+            k_BKLE, v_BKLE = memory.update(places.columns, k_BKLE, v_BKLE)
+        rope = places.rope
+        if asked is not None:
+            x_BLD, rope = asked.of_rows(x_BLD), asked.of_rope(rope)
+        q_BHQE = rotate(self._heads(self.q_proj(x_BLD), self.num_heads), rope)
+        mixed_BHQE = self._attend(q_BHQE, k_BKLE, v_BKLE, places.attention_mask, places.block_mask(asked is not None))
+        mixed_BQD = mixed_BHQE.transpose(1, 2).flatten(2)
+        return self.out_proj(mixed_BQD if asked is None else asked.scored(mixed_BQD))
+
+    def _attend(
+        self, q_BHQE: Tensor, k_BKLE: Tensor, v_BKLE: Tensor, mask: Tensor | None, block_mask: BlockMask | None
+    ) -> Tensor:
+        is_grouped = self.num_heads != self.num_kv_heads
+        if block_mask is not None:
+            mixed = flex_attention(q_BHQE, k_BKLE, v_BKLE, block_mask=block_mask, enable_gqa=is_grouped)
+            assert isinstance(mixed, Tensor), "without statistics it is the output alone"
+            return mixed
+        if is_grouped and mask is not None:
+            # No fused GPU kernel takes grouped heads and a mask together.
+            copies, is_grouped = self.num_heads // self.num_kv_heads, False
+            k_BKLE, v_BKLE = k_BKLE.repeat_interleave(copies, dim=1), v_BKLE.repeat_interleave(copies, dim=1)
+        return F.scaled_dot_product_attention(q_BHQE, k_BKLE, v_BKLE, attn_mask=mask, enable_gqa=is_grouped)
+
+    def _heads(self, x_BLD: Tensor, num_heads: int) -> Tensor:
+        return x_BLD.unflatten(-1, (num_heads, self.head_dim)).transpose(1, 2)
 
 
 class SwiGLU(nn.Module):
@@ -96,7 +142,11 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(config.mlp_hidden_size, config.d_model, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        if torch.is_inference_mode_enabled():
+            # Nothing is kept for a gradient: no need of two more of the widest activations.
+            return self.down_proj(F.silu(gate, inplace=True).mul_(up))
+        return self.down_proj(F.silu(gate) * up)
 
 
 class Block(nn.Module):
@@ -109,13 +159,22 @@ class Block(nn.Module):
         self.mlp_norm = nn.RMSNorm(config.d_model, eps=config.rms_norm_eps)
         self.mlp = SwiGLU(config)
 
-    def forward(self, x_BLD: Tensor, rope: tuple[Tensor, Tensor], key_mask: Tensor | None) -> Tensor:
-        x_BLD = x_BLD + self.attn(self.attn_norm(x_BLD), rope, key_mask)
-        return x_BLD + self.mlp(self.mlp_norm(x_BLD))
+    def forward(
+        self, x_BLD: Tensor, places: Places, asked: Asked | None = None, memory: LayerMemory | None = None
+    ) -> Tensor:
+        """The stream after this block: [B, L, D], or [N, D] of the asked slots alone."""
+        mixed = self.attn(self.attn_norm(x_BLD), places, asked, memory)
+        # In place: what is added to is fresh, and no gradient needs it as it was.
+        x = mixed.add_(x_BLD if asked is None else asked.scored(asked.of_rows(x_BLD)))
+        return self.mlp(self.mlp_norm(x)).add_(x)
 
 
 class Transformer(nn.Module):
     """The policy: canvases in, logits of the asked slots out."""
+
+    is_cache_exact: ClassVar[bool] = False
+    """Whether keys and values of a finished block stay what they are when later blocks change. In a bidirectional
+    model they do not: what samples from remembered ones is approximate."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -123,53 +182,178 @@ class Transformer(nn.Module):
         self.embed = nn.Embedding(config.vocab_size, config.d_model)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.norm = nn.RMSNorm(config.d_model, eps=config.rms_norm_eps)
-        self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
+        self.head = None if config.tied_embeddings else nn.Linear(config.d_model, config.vocab_size, bias=False)
 
-    def forward(self, ids_BL: Tensor, lengths_B: Tensor | None = None, slots_N: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        ids_BL: Tensor,
+        lengths_B: Tensor | None = None,
+        queries_BQ: Tensor | None = None,
+        scored_N: Tensor | None = None,
+        *,
+        memory: Memory | None = None,
+        columns_BL: Tensor | None = None,
+        flex: bool = False,
+    ) -> Tensor:
         """Logits of canvases.
 
         Args:
             ids_BL: token ids; each row is left-aligned, positions count from 0.
             lengths_B: used slots of each row; the rest is padding that no slot attends to. None: rows are full.
-            slots_N: the slots to score, as indices into the flattened [B * L] canvas: the head, much the widest
-                matrix, runs on these alone. None scores all.
+            queries_BQ: the columns of `ids_BL` to predict. The last block and the head, much the widest matrix, run on
+                these alone. None asks for all.
+            scored_N: which of the asked slots, as indices into the flattened [B * Q], the head and the last
+                feed-forward run on. None scores all.
+            memory: keys and values of the whole canvases that earlier forwards left; this one's are written into it.
+            columns_BL: with `memory`, where in their canvases `ids_BL` stand, when they are only a part of them.
+            flex: hide what lies past each row's length by FlexAttention, which skips it, and not by a mask. Made to be
+                compiled; it cannot be trained through here.
 
         Returns:
-            [N, V], or [B, L, V] without `slots_N`.
+            [N, V] with `scored_N`, otherwise [B, Q, V] (Q = L without `queries_BQ`).
 
         Raises:
             ValueError: the canvas is longer than `max_sequence_length`.
         """
-        L = ids_BL.shape[1]
-        if self.config.max_sequence_length < L:
-            raise ValueError(f"a canvas of {L} tokens exceeds max_sequence_length {self.config.max_sequence_length}")
+        width = ids_BL.shape[1] if memory is None else memory.width
+        if self.config.max_sequence_length < width:
+            raise ValueError(
+                f"a canvas of {width} tokens exceeds max_sequence_length {self.config.max_sequence_length}"
+            )
+        queries_BQ = self.predicting_columns(self._all_columns(ids_BL) if queries_BQ is None else queries_BQ)
+        if scored_N is None:
+            scored_N = torch.arange(queries_BQ.numel(), device=ids_BL.device)
+            shape = (*queries_BQ.shape, self.config.vocab_size)
+        else:
+            shape = (len(scored_N), self.config.vocab_size)
+        places = self._places(ids_BL, None if flex else lengths_B, width, columns_BL)
+        if flex and lengths_B is not None:
+            masks = (
+                _length_mask(lengths_B, ids_BL.shape[1], width),
+                _length_mask(lengths_B, queries_BQ.shape[1], width),
+            )
+            places = replace(places, block_masks=masks)
         x_BLD = self.embed(ids_BL)
-        rope = rope_tables(L, self.config, ids_BL.device)
-        key_mask = None
-        if lengths_B is not None:
-            key_mask = (torch.arange(L, device=ids_BL.device) < lengths_B[:, None])[:, None, None, :]
-        for block in self.blocks:
-            x_BLD = block(x_BLD, rope, key_mask)
-        if slots_N is not None:
-            return self.head(self.norm(x_BLD.flatten(0, 1)[slots_N]))
-        return self.head(self.norm(x_BLD))
+        last = len(self.blocks) - 1
+        for index, block in enumerate(self.blocks):
+            asked = Asked(queries_BQ, scored_N) if index == last else None
+            x_BLD = block(x_BLD, places, asked, None if memory is None else memory.layer(index))
+        return self._logits(self.norm(x_BLD)).view(shape)
+
+    def predicting_columns(self, columns_BQ: Tensor) -> Tensor:
+        """The columns whose output predicts the tokens at `columns_BQ`: the same, unless a family shifts them."""
+        return columns_BQ
+
+    def attention_mask(self, lengths_B: Tensor | None, width: int) -> Tensor | None:
+        """Who attends to whom, [B, 1, 1, L] or broadcast to it: everyone to every used slot of the row; None is all.
+
+        A family with another pattern (block-causal) overrides this and `is_cache_exact`.
+        """
+        if lengths_B is None:
+            return None
+        return (torch.arange(width, device=lengths_B.device) < lengths_B[:, None])[:, None, None, :]
+
+    def _places(self, ids_BL: Tensor, lengths_B: Tensor | None, width: int, columns_BL: Tensor | None) -> Places:
+        # One column more than a canvas has: where a memory puts what it is to forget.
+        cos, sin = rope_tables(width if columns_BL is None else width + 1, self.config, ids_BL.device)
+        if columns_BL is not None:
+            # The head axis of q and k stands between rows and slots.
+            cos, sin = cos[columns_BL][:, None], sin[columns_BL][:, None]
+        return Places(rope=(cos, sin), attention_mask=self.attention_mask(lengths_B, width), columns=columns_BL)
+
+    def _all_columns(self, ids_BL: Tensor) -> Tensor:
+        return torch.arange(ids_BL.shape[1], device=ids_BL.device).expand(ids_BL.shape)
+
+    def _logits(self, x_ND: Tensor) -> Tensor:
+        return F.linear(x_ND, self.embed.weight) if self.head is None else self.head(x_ND)
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where the slots of a batch stand, and what they may look at: the same for all blocks."""
+
+    rope: tuple[Tensor, Tensor]
+    """Cosines and sines, [L, E] or [B, 1, L, E]."""
+    attention_mask: Tensor | None
+    """[B, 1, 1, L] bool, or None where every slot may be looked at."""
+    block_masks: tuple[BlockMask, BlockMask] | None = None
+    """With FlexAttention what the mask says, for all slots and for the asked ones."""
+    columns: Tensor | None = None
+    """[B, L] columns of the slots in their canvases; None: 0, 1, 2, ..."""
+
+    def block_mask(self, are_asked: bool) -> BlockMask | None:
+        """FlexAttention's mask for all slots, or for the asked ones."""
+        return None if self.block_masks is None else self.block_masks[are_asked]
+
+
+class Asked:
+    """The slots that are predicted: a grid [B, Q] of columns, of which `scored_N` (indices into B * Q) count."""
+
+    def __init__(self, queries_BQ: Tensor, scored_N: Tensor) -> None:
+        self._queries_BQ, self._scored_N = queries_BQ, scored_N
+
+    def of_rows(self, x_BLD: Tensor) -> Tensor:
+        """[B, L, D] to the grid's [B, Q, D]."""
+        return x_BLD.gather(1, self._queries_BQ[:, :, None].expand(-1, -1, x_BLD.shape[-1]))
+
+    def of_rope(self, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """The rotations of the grid's slots, [B, 1, Q, E]."""
+        if rope[0].ndim == 2:
+            return rope[0][self._queries_BQ][:, None], rope[1][self._queries_BQ][:, None]
+        return self.of_rows(rope[0][:, 0])[:, None], self.of_rows(rope[1][:, 0])[:, None]
+
+    def scored(self, x_BQD: Tensor) -> Tensor:
+        """[B, Q, D] to the [N, D] that count."""
+        return x_BQD.flatten(0, 1)[self._scored_N]
+
+
+def _length_mask(lengths_B: Tensor, num_queries: int, width: int) -> BlockMask:
+    """Everyone may look at the used slots of the row."""
+
+    def is_used(row: Tensor, _head: Tensor, _query: Tensor, column: Tensor) -> Tensor:
+        return column < lengths_B[row]
+
+    return create_block_mask(is_used, len(lengths_B), None, num_queries, width, device=lengths_B.device)
+
+
+def query_grid(slots_N: Tensor, num_rows: int, width: int) -> tuple[Tensor, Tensor]:
+    """What `Transformer.forward` takes to score slots that are spread unevenly over the rows.
+
+    Args:
+        slots_N: ascending indices into the flattened [num_rows * width] canvases.
+        num_rows: B.
+        width: L.
+
+    Returns:
+        queries_BQ, as wide as the row with the most slots, and scored_N.
+    """
+    rows_N = slots_N // width
+    counts_B = rows_N.bincount(minlength=num_rows)
+    first_B = counts_B.cumsum(0) - counts_B
+    places_N = torch.arange(len(slots_N), device=slots_N.device) - first_B[rows_N]
+    queries_BQ = slots_N.new_zeros(num_rows, max(1, int(counts_B.max())))
+    queries_BQ[rows_N, places_N] = slots_N % width
+    return queries_BQ, rows_N * queries_BQ.shape[1] + places_N
 
 
 def rope_tables(length: int, config: TransformerConfig, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [L, E] of the rotary embedding, in float32 as LLaDA's `rope_full_precision`."""
+    """Cosines and sines [L, E] of the rotary embedding, in float32 as LLaDA's `rope_full_precision`.
+
+    The sines of the first half are negated: `rotate` then needs no sign of its own.
+    """
     exponents = torch.arange(0, config.head_dim, 2, device=device, dtype=torch.float32) / config.head_dim
     frequencies = 1.0 / config.rope_theta**exponents
     angles = torch.outer(torch.arange(length, device=device, dtype=torch.float32), frequencies)
-    angles = torch.cat((angles, angles), dim=-1)
-    return angles.cos(), angles.sin()
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
-def apply_rope(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
     """Rotate pairs (i, i + E/2) of the last axis of x [..., L, E] by their position, in float32."""
-    cos, sin = rope
+    cos, signed_sin = rope
     wide = x.float()
     low, high = wide.chunk(2, dim=-1)
-    return (wide * cos + torch.cat((-high, low), dim=-1) * sin).to(x.dtype)
+    return (wide * cos).addcmul_(torch.cat((high, low), dim=-1), signed_sin).to(x.dtype)
 
 
 def init_weights(model: Transformer, seed: int, scale: float = 1.0) -> None:
@@ -183,7 +367,7 @@ def init_weights(model: Transformer, seed: int, scale: float = 1.0) -> None:
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.ndim == 1:
-                weight.fill_(1.0)
+                weight.fill_(0.0 if name.endswith("bias") else 1.0)
                 continue
             std = scale * weight.shape[1] ** -0.5
             if name.endswith(("out_proj.weight", "down_proj.weight")):

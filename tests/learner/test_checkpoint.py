@@ -1,10 +1,13 @@
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from learner.model import checkpoint
 from learner.model.checkpoint import load_policy, save_checkpoint, verify_checkpoint
 from learner.model.tokenizer import ChatTokenizer, make_tokenizer
 from learner.model.transformer import Transformer
@@ -33,6 +36,54 @@ def test_a_checkpoint_comes_back_the_same(policy: Transformer, saved: Path) -> N
     verify_checkpoint(saved)
     assert ChatTokenizer(saved).decode(ChatTokenizer(saved).encode_completion("1 + 2")) == "1 + 2"
     assert json.loads((saved / "trainer_state.json").read_text()) == {"round": 4}
+
+
+@pytest.fixture
+def sharded(policy: Transformer, saved: Path, tmp_path: Path) -> Path:
+    """The same policy in several files."""
+    save_checkpoint(tmp_path / "sharded", policy.config, policy.state_dict(), saved, shard_bytes=32_000)
+    return tmp_path / "sharded"
+
+
+def test_shards_hold_what_a_single_file_holds(saved: Path, sharded: Path) -> None:
+    index = json.loads((sharded / "model.safetensors.index.json").read_text())
+    shards = sorted(sharded.glob("model-*.safetensors"))
+    assert [path.name for path in shards] == [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in (1, 2, 3)]
+    assert all(path.stat().st_size < 34_000 for path in shards)
+    assert not (sharded / "model.safetensors").exists()
+    whole = load_file(saved / "model.safetensors")
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in whole.values())
+    for name, tensor in whole.items():
+        assert torch.equal(load_file(sharded / index["weight_map"][name])[name], tensor), name
+    first, second = (load_policy(directory).state_dict() for directory in (saved, sharded))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    verify_checkpoint(sharded)
+    assert {path.name for path in shards} <= json.loads((sharded / "manifest.json").read_text()).keys()
+
+
+def test_weights_are_cast_as_they_are_read_and_the_config_says_what_is_written(
+    policy: Transformer, saved: Path, tmp_path: Path
+) -> None:
+    half = load_policy(saved, torch.bfloat16)
+    for name, tensor in policy.state_dict().items():
+        assert torch.equal(half.state_dict()[name], tensor.bfloat16()), name
+    save_checkpoint(tmp_path / "half", half.config, half.state_dict(), saved)
+    for directory, dtype in ((saved, torch.float32), (tmp_path / "half", torch.bfloat16)):
+        raw = json.loads((directory / "config.json").read_text())
+        stored = {tensor.dtype for tensor in load_file(directory / "model.safetensors").values()}
+        assert ({getattr(torch, raw["torch_dtype"])}, stored) == ({dtype}, {dtype})
+    assert {tensor.dtype for tensor in load_policy(tmp_path / "half").state_dict().values()} == {torch.float32}
+
+
+def test_a_loaded_policy_does_not_depend_on_its_file(saved: Path) -> None:
+    policy = load_policy(saved)
+    before = {name: tensor.clone() for name, tensor in policy.state_dict().items()}
+    with (saved / "model.safetensors").open("r+b") as file:
+        file.seek(-4000, 2)
+        file.write(bytes(4000))
+    assert all(torch.equal(policy.state_dict()[name], tensor) for name, tensor in before.items())
+    for parameter in policy.parameters():
+        assert parameter.requires_grad
 
 
 def test_tensors_have_the_names_of_the_original_code(saved: Path, shared: Path) -> None:
@@ -67,15 +118,108 @@ def _rewrite(path: Path, change: str) -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ("missing", "has no tensor model.transformer.ln_f.weight"),
-        ("extra", "has a tensor that the model does not: surplus"),
-        ("shape", r"model.transformer.ln_f.weight is \[7\]; config.json makes \[32\]"),
+        ("missing", "there is no model.transformer.ln_f.weight; config.json makes [32]"),
+        ("extra", "surplus is [2]; config.json makes no such tensor"),
+        ("shape", "model.transformer.ln_f.weight is [7]; config.json makes [32]"),
     ],
 )
 def test_a_wrong_tensor_is_named(saved: Path, change: str, sentence: str) -> None:
     _rewrite(saved / "model.safetensors", change)
-    with pytest.raises(ValueError, match=sentence):
+    with pytest.raises(ValueError, match="do not fit") as refused:
         load_policy(saved)
+    assert str(refused.value) == f"the weights in {saved} do not fit: {sentence}"
+
+
+def test_of_many_wrong_tensors_some_are_named_and_all_are_counted(saved: Path) -> None:
+    raw = json.loads((saved / "config.json").read_text())
+    (saved / "config.json").write_text(json.dumps(raw | {"d_model": 64}))
+    with pytest.raises(ValueError, match=r"wte.weight is \[40, 32\]; config.json makes \[40, 64\]; .*; and 18 more$"):
+        load_policy(saved)
+
+
+def test_no_tensor_is_read_before_all_headers_are_right(sharded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+
+    class Watched:
+        """A safetensors file that notes which tensors are taken out of it."""
+
+        def __init__(self, path: Path, framework: str) -> None:
+            self._file = original(path, framework=framework)
+
+        def __enter__(self) -> "Watched":
+            self._file.__enter__()
+            return self
+
+        def __exit__(self, *error: Any) -> None:
+            self._file.__exit__(*error)
+
+        def keys(self) -> list[str]:
+            return self._file.keys()
+
+        def get_slice(self, name: str) -> Any:
+            return self._file.get_slice(name)
+
+        def get_tensor(self, name: str) -> torch.Tensor:
+            read.append(name)
+            return self._file.get_tensor(name)
+
+    original = checkpoint.safe_open
+    monkeypatch.setattr(checkpoint, "safe_open", Watched)
+    load_policy(sharded)
+    assert len(read) == len(set(read)) == 21
+    read.clear()
+    last = max(sharded.glob("model-*.safetensors"))
+    save_file(load_file(last) | {"surplus": torch.zeros(2)}, last)
+    with pytest.raises(ValueError, match="surplus"):
+        load_policy(sharded)
+    assert read == []
+
+
+def _truncate(directory: Path) -> None:
+    path = directory / "model-00002-of-00003.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def _list_elsewhere(directory: Path) -> None:
+    (directory / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../saved/model.safetensors"}}')
+
+
+@pytest.mark.parametrize(
+    ("harm", "sentence"),
+    [
+        (
+            lambda directory: (directory / "model-00002-of-00003.safetensors").unlink(),
+            "{0}/model.safetensors.index.json lists model-00002-of-00003.safetensors, and there is no such file in "
+            "{0}; get the checkpoint again",
+        ),
+        (_truncate, "{0}/model-00002-of-00003.safetensors cannot be read, get it again: Error while deserializing"),
+        (
+            lambda directory: (directory / "model-00002-of-00003.safetensors").write_bytes(b"version https://git-lfs"),
+            "{0}/model-00002-of-00003.safetensors cannot be read, get it again: Error while deserializing",
+        ),
+        (
+            lambda directory: (directory / "model.safetensors.index.json").write_text("{"),
+            "{0}/model.safetensors.index.json is not an index of shards: it should be JSON with a weight_map",
+        ),
+        (
+            lambda directory: (directory / "model.safetensors.index.json").write_text("{}"),
+            "{0}/model.safetensors.index.json is not an index of shards: it should be JSON with a weight_map",
+        ),
+        (
+            _list_elsewhere,
+            "{0}/model.safetensors.index.json lists ../saved/model.safetensors, and there is no such file in {0}; get",
+        ),
+        (
+            lambda directory: (directory / "model.safetensors.index.json").unlink(),
+            "{0} is not a checkpoint: it has no model.safetensors and no model.safetensors.index.json",
+        ),
+    ],
+)
+def test_incomplete_shards_are_refused(sharded: Path, harm: Callable[[Path], object], sentence: str) -> None:
+    harm(sharded)
+    with pytest.raises(ValueError, match="sharded") as refused:
+        load_policy(sharded)
+    assert str(refused.value).startswith(sentence.format(sharded))
 
 
 def test_damage_is_noticed(saved: Path) -> None:

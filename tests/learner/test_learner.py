@@ -47,7 +47,8 @@ def test_update_is_that_of_the_whole_batch_at_once(policy: Transformer, rollouts
         optimizer.step()
     Learner(ShardedPolicy(policy, None), config).update(rollouts, 0)
     for (name, fast), (_, expected) in zip(policy.named_parameters(), slow.named_parameters(), strict=True):
-        torch.testing.assert_close(fast, expected, atol=2e-5, rtol=0, msg=name)
+        # A hundredth of a step: AdamW divides by the gradient, and where that is almost 0 its rounding shows.
+        torch.testing.assert_close(fast, expected, atol=1e-4, rtol=0, msg=name)
 
 
 def test_good_completions_become_likelier_and_bad_ones_less(policy: Transformer, rollouts: RolloutBatch) -> None:

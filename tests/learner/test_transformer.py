@@ -5,7 +5,8 @@ import torch
 from safetensors.torch import load_file
 
 from learner.model.checkpoint import load_policy
-from learner.model.transformer import Transformer, TransformerConfig
+from learner.model.families import make_model
+from learner.model.transformer import Family, Transformer, TransformerConfig, query_grid
 
 
 def test_logits_are_those_of_the_original_llada_code(shared: Path) -> None:
@@ -16,14 +17,17 @@ def test_logits_are_those_of_the_original_llada_code(shared: Path) -> None:
     torch.testing.assert_close(logits, expected["logits"], atol=1e-4, rtol=0)
 
 
-def test_padding_changes_nothing(policy: Transformer) -> None:
+@pytest.mark.parametrize("family", ["llada", "dream"])
+def test_padding_changes_nothing(policy: Transformer, family: Family) -> None:
+    other = make_model(policy.config.model_copy(update={"family": family}))
+    other.load_state_dict(policy.state_dict())
     short, long = torch.randint(0, 38, (1, 9)), torch.randint(0, 38, (1, 20))
     batch = torch.full((2, 20), policy.config.pad_token_id)
     batch[0, :9], batch[1] = short[0], long[0]
     with torch.no_grad():
-        together = policy(batch, torch.tensor([9, 20]))
-        torch.testing.assert_close(together[0, :9], policy(short)[0], atol=1e-5, rtol=0)
-        torch.testing.assert_close(together[1], policy(long)[0], atol=1e-5, rtol=0)
+        together = other(batch, torch.tensor([9, 20]))
+        torch.testing.assert_close(together[0, :9], other(short)[0], atol=1e-5, rtol=0)
+        torch.testing.assert_close(together[1], other(long)[0], atol=1e-5, rtol=0)
 
 
 def test_every_slot_sees_every_other(policy: Transformer) -> None:
@@ -36,9 +40,10 @@ def test_every_slot_sees_every_other(policy: Transformer) -> None:
 
 
 def test_asked_slots_have_the_logits_of_all_slots(policy: Transformer) -> None:
-    ids, slots = torch.randint(0, 38, (3, 8)), torch.tensor([0, 9, 23])
+    ids, slots = torch.randint(0, 38, (4, 8)), torch.tensor([0, 3, 9, 30, 31])
     with torch.no_grad():
-        torch.testing.assert_close(policy(ids, slots_N=slots), policy(ids).flatten(0, 1)[slots])
+        asked = policy(ids, None, *query_grid(slots, 4, 8))
+        torch.testing.assert_close(asked, policy(ids).flatten(0, 1)[slots])
 
 
 def test_a_canvas_that_is_too_long_is_refused(policy: Transformer) -> None:

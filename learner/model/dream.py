@@ -1,0 +1,103 @@
+"""The Dream family: its config keys, its weight names, and the shift of its predictions.
+
+Dream began as an autoregressive Qwen2, whose output at a slot predicts the next one, and kept that when it learned to
+see both sides (arXiv 2508.15487, section 3). Its modeling code returns logits as they come, and its sampler shifts them
+by one slot. Here the shift is the network's: outside this file the logits of a slot are those of its own token.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from learner.model.raw_config import RawConfig
+from learner.model.transformer import Transformer, TransformerConfig
+
+MODEL_TYPE = "Dream"
+
+OUTER_NAMES = {
+    "embed.weight": "model.embed_tokens.weight",
+    "norm.weight": "model.norm.weight",
+    "head.weight": "lm_head.weight",
+}
+BLOCK_PREFIX = "model.layers"
+BLOCK_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn.q_proj": "self_attn.q_proj",
+    "attn.k_proj": "self_attn.k_proj",
+    "attn.v_proj": "self_attn.v_proj",
+    "attn.out_proj": "self_attn.o_proj",
+    "mlp_norm": "post_attention_layernorm",
+    "mlp.gate_proj": "mlp.gate_proj",
+    "mlp.up_proj": "mlp.up_proj",
+    "mlp.down_proj": "mlp.down_proj",
+}
+# What Dream's config must say, if it says anything, for our transformer to be the same function.
+_FIXED_DEFAULTS: dict[str, Any] = {
+    # Other networks have the same model_type, and do not shift.
+    "architectures": ["DreamModel"],
+    "attention_dropout": 0.0,
+    "hidden_act": "silu",
+    "rope_scaling": None,
+    "use_mrope": False,
+    "use_sliding_window": False,
+}
+
+
+class Dream(Transformer):
+    """A transformer whose output at a slot predicts the slot after it."""
+
+    def predicting_columns(self, columns_BQ: Tensor) -> Tensor:
+        """The columns before the asked ones. The first column, before which there is none, predicts itself."""
+        return (columns_BQ - 1).clamp(min=0)
+
+
+def read_config(raw: RawConfig) -> TransformerConfig:
+    """Our config from a Dream checkpoint's.
+
+    Raises:
+        ValueError: a key is missing, or asks for a variant that our transformer does not compute.
+    """
+    raw.check(_FIXED_DEFAULTS, may_lack=True)
+    return TransformerConfig(
+        family="dream",
+        vocab_size=raw["vocab_size"],
+        d_model=raw["hidden_size"],
+        num_layers=raw["num_hidden_layers"],
+        num_heads=raw["num_attention_heads"],
+        num_kv_heads=raw["num_key_value_heads"] or raw["num_attention_heads"],
+        mlp_hidden_size=raw["intermediate_size"],
+        max_sequence_length=raw["max_position_embeddings"],
+        qkv_bias=True,
+        tied_embeddings=raw.get("tie_word_embeddings", False),
+        rope_theta=raw["rope_theta"],
+        rms_norm_eps=raw["rms_norm_eps"],
+        mask_token_id=raw["mask_token_id"],
+        eos_token_id=raw.get("eos_token_id", raw["pad_token_id"]),
+        pad_token_id=raw["pad_token_id"],
+    )
+
+
+def write_config(config: TransformerConfig) -> dict[str, Any]:
+    """The `config.json` that Dream's original code reads."""
+    return {
+        "model_type": MODEL_TYPE,
+        **_FIXED_DEFAULTS,
+        "eos_token_id": config.eos_token_id,
+        "hidden_size": config.d_model,
+        "initializer_range": 0.02,
+        "intermediate_size": config.mlp_hidden_size,
+        "mask_token_id": config.mask_token_id,
+        "max_position_embeddings": config.max_sequence_length,
+        "num_attention_heads": config.num_heads,
+        "num_hidden_layers": config.num_layers,
+        "num_key_value_heads": config.num_kv_heads,
+        "pad_token_id": config.pad_token_id,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": config.rope_theta,
+        "sliding_window": None,
+        "tie_word_embeddings": config.tied_embeddings,
+        "use_cache": False,
+        "vocab_size": config.vocab_size,
+    }

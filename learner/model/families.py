@@ -1,0 +1,81 @@
+"""The families of policies that d1 knows: the one place that says what belongs to which."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from learner.model import dream, llada
+from learner.model.raw_config import RawConfig
+from learner.model.transformer import Family, Transformer, TransformerConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FamilyFormat:
+    """What a family calls things on disk, and its network."""
+
+    model_type: str
+    """Its name in `config.json`."""
+    read_config: Callable[[RawConfig], TransformerConfig]
+    """Our config from its own. Raises ValueError for what we do not compute."""
+    write_config: Callable[[TransformerConfig], dict[str, Any]]
+    """The `config.json` that its original code reads, without `torch_dtype`."""
+    outer_names: Mapping[str, str]
+    """Its names of the parameters outside the blocks, by ours."""
+    block_prefix: str
+    """What its names of a block's parameters begin with, before the block's number."""
+    block_names: Mapping[str, str]
+    """Its names of the modules inside a block, by ours."""
+    network: type[Transformer]
+    """The class that computes it."""
+
+    def checkpoint_name(self, name: str) -> str:
+        """The name that its checkpoints give to our parameter `name`."""
+        if name in self.outer_names:
+            return self.outer_names[name]
+        _, index, inner = name.split(".", 2)
+        module, _, kind = inner.rpartition(".")
+        return f"{self.block_prefix}.{index}.{self.block_names[module]}.{kind}"
+
+
+FAMILIES: dict[Family, FamilyFormat] = {
+    "llada": FamilyFormat(
+        model_type=llada.MODEL_TYPE,
+        read_config=llada.read_config,
+        write_config=llada.write_config,
+        outer_names=llada.OUTER_NAMES,
+        block_prefix=llada.BLOCK_PREFIX,
+        block_names=llada.BLOCK_NAMES,
+        network=Transformer,
+    ),
+    "dream": FamilyFormat(
+        model_type=dream.MODEL_TYPE,
+        read_config=dream.read_config,
+        write_config=dream.write_config,
+        outer_names=dream.OUTER_NAMES,
+        block_prefix=dream.BLOCK_PREFIX,
+        block_names=dream.BLOCK_NAMES,
+        network=dream.Dream,
+    ),
+}
+
+
+def make_model(config: TransformerConfig) -> Transformer:
+    """A network of the config's family. Its weights are torch's own; load others, or `init_weights`."""
+    return FAMILIES[config.family].network(config)
+
+
+def read_config(raw: RawConfig) -> TransformerConfig:
+    """Our config from a checkpoint's, by the family that its `model_type` names.
+
+    Raises:
+        ValueError: another family, or what the family's `read_config` refuses.
+    """
+    raw.check({"quantization_config": None}, may_lack=True)
+    model_type = raw["model_type"]
+    for family in FAMILIES.values():
+        if family.model_type == model_type:
+            return family.read_config(raw)
+    known = " and ".join(repr(family.model_type) for family in FAMILIES.values())
+    raise ValueError(f"{raw.path} has model_type {model_type!r}; d1 reads {known}")

@@ -1,0 +1,53 @@
+"""Remembered keys and values: what a cached denoise step attends to without computing it again.
+
+Shape letters: S slots, B rows, L queried columns, W width of a canvas, K key-value heads, E head width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LayerMemory:
+    """One block's part of a memory, for some of its rows."""
+
+    keys: Tensor
+    """[S, K, W + 1, E], rotated; the last column takes what is to be forgotten. Likewise `values`, not rotated."""
+    values: Tensor
+    rows: Tensor
+    """[B] the rows of this forward."""
+    are_first: bool
+    """Whether they are rows 0, 1, ... B - 1."""
+    width: int
+    """W of this forward: no canvas is longer."""
+
+    def update(self, columns_BL: Tensor | None, k_BKLE: Tensor, v_BKLE: Tensor) -> tuple[Tensor, Tensor]:
+        """Write the keys and values of these columns (None: of all); return those of the whole canvases."""
+        if columns_BL is None:
+            self.keys[self.rows, :, : self.width] = k_BKLE
+            self.values[self.rows, :, : self.width] = v_BKLE
+            return k_BKLE, v_BKLE
+        places = self.rows[:, None], slice(None), columns_BL
+        self.keys[places], self.values[places] = k_BKLE.transpose(1, 2), v_BKLE.transpose(1, 2)
+        # Without a copy where the rows are the first ones, as in a full batch.
+        rows = slice(len(self.rows)) if self.are_first else self.rows
+        return self.keys[rows, :, : self.width], self.values[rows, :, : self.width]
+
+
+class Memory:
+    """Keys and values of a batch of canvases, of every block of a network."""
+
+    def __init__(self, keys: Tensor, values: Tensor, rows_B: Tensor, width: int, *, are_first: bool) -> None:
+        """Look at `rows_B` of [layers, S, K, W + 1, E] keys and values, at canvases of `width` columns.
+
+        `are_first` says that these are rows 0, 1, ... B - 1: they are then read without a copy.
+        """
+        self._keys, self._values, self._rows_B, self.width = keys, values, rows_B, width
+        self._are_first = are_first
+
+    def layer(self, index: int) -> LayerMemory:
+        """The part of one block."""
+        return LayerMemory(self._keys[index], self._values[index], self._rows_B, self._are_first, self.width)

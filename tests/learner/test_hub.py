@@ -1,0 +1,185 @@
+"""Checkpoints by hub id, against caches and a small hub that the tests make: nothing leaves this machine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from urllib.parse import urlparse
+
+import pytest
+from huggingface_hub import constants
+
+from learner.model.hub import find_checkpoint
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+FILES = {
+    "config.json": b"{}",
+    "model-00001-of-00001.safetensors": b"weights",
+    "model.safetensors.index.json": b"{}",
+    "vocab.json": b"{}",
+    "merges.txt": b"",
+    "modeling_dream.py": b"raise SystemExit",
+    "README.md": b"read me",
+}
+
+
+@dataclass
+class FakeHub:
+    """A hub with the model `org/name`, at one commit that the branch `main` and the tag `v1` name."""
+
+    url: str = ""
+    refusals: dict[str, tuple[int, str]] = field(default_factory=dict)
+    """Status and error code for models that are not given, by name."""
+    asked: list[str] = field(default_factory=list)
+    """Files that were fetched."""
+
+    def answer(self, path: str) -> tuple[int, dict[str, str], bytes]:
+        """Status, headers and body for a request."""
+        for name, (status, code) in self.refusals.items():
+            if name in path:
+                return status, {"X-Error-Code": code}, b""
+        if path in ("/api/models/org/name", "/api/models/org/name/revision/main", "/api/models/org/name/revision/v1"):
+            return 200, {}, json.dumps({"id": "org/name", "sha": COMMIT, "siblings": []}).encode()
+        if path.startswith("/api/models/org/name/revision/"):
+            return 404, {"X-Error-Code": "RevisionNotFound"}, b""
+        if path.startswith(f"/api/models/org/name/tree/{COMMIT}"):
+            tree = [{"type": "file", "path": name, "size": len(FILES[name]), "oid": name} for name in FILES]
+            return 200, {}, json.dumps(tree).encode()
+        name = path.removeprefix(f"/org/name/resolve/{COMMIT}/")
+        self.asked.append(name)
+        return 200, {"ETag": f'"{name}"', "X-Repo-Commit": COMMIT}, FILES[name]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty hub cache, with the hub out of reach."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    fake = FakeHub()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            status, headers, body = fake.answer(urlparse(self.path).path)
+            self.send_response(status)
+            for key, value in (headers | {"Content-Length": str(len(body))}).items():
+                self.send_header(key, value)
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(body)
+
+        do_HEAD = do_GET  # noqa: N815 (the library's word)
+
+        def log_message(self, *args: object) -> None:
+            """Say nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    fake.url = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setattr(constants, "ENDPOINT", fake.url)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", fake.url + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    yield fake
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def _cached(cache: Path, ref: str) -> Path:
+    repo = cache / "models--org--name"
+    snapshot = repo / "snapshots" / COMMIT
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    (repo / "refs").mkdir()
+    (repo / "refs" / ref).write_text(COMMIT)
+    return snapshot
+
+
+def _refusal(reference: str | Path) -> str:
+    with pytest.raises(ValueError, match=r"\S") as refused:
+        find_checkpoint(reference)
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+def test_a_directory_is_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert find_checkpoint(tmp_path) == tmp_path
+    (tmp_path / "org" / "name").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert find_checkpoint("org/name") == Path("org/name")
+
+
+@pytest.mark.parametrize(
+    ("reference", "ref"), [("org/name", "main"), (Path("org/name"), "main"), ("org/name@v1.5", "v1.5")]
+)
+def test_a_cached_model_is_found_without_the_hub(cache: Path, reference: str | Path, ref: str) -> None:
+    snapshot = _cached(cache, ref)
+    assert find_checkpoint(reference) == find_checkpoint(reference, config_only=True) == snapshot
+
+
+def test_a_cached_commit_is_found_by_its_name(cache: Path) -> None:
+    snapshot = _cached(cache, "main")
+    assert find_checkpoint(f"org/name@{COMMIT}") == snapshot
+
+
+def test_a_model_that_is_not_cached_is_refused_offline(cache: Path) -> None:
+    _cached(cache, "main")
+    where = f"in the cache {cache}, and HF_HUB_OFFLINE is set; unset it, or give a directory"
+    assert _refusal("org/other") == f"there is no directory org/other, and the model org/other is not {where}"
+    assert _refusal("org/name@v2") == f"there is no directory org/name, and the model org/name is not {where}"
+
+
+@pytest.mark.parametrize("reference", ["nowhere", "/no/such", "a/b/c", "./a/b", "org/name@", "~/x"])
+def test_what_is_neither_a_directory_nor_a_hub_id_is_refused(reference: str, hub: FakeHub) -> None:
+    assert _refusal(reference) == (
+        f"{reference} is no directory, and no hub id either: that is org/name or org/name@revision"
+    )
+    assert _refusal("org/na--me").startswith("org/na--me is no directory, and no hub id either: Cannot have -- or ..")
+    assert hub.asked == []
+
+
+def test_of_a_model_on_the_hub_only_data_is_fetched(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = find_checkpoint("org/name", config_only=True)
+    assert [path.name for path in directory.iterdir()] == ["config.json"]
+    assert set(hub.asked) == {"config.json"}
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert find_checkpoint("org/name", config_only=True) == directory
+    assert "org/name is only in part in the cache" in _refusal("org/name")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    assert find_checkpoint("org/name@v1") == directory
+    assert {path.name for path in directory.iterdir()} == FILES.keys() - {"modeling_dream.py", "README.md"}
+
+
+def test_what_the_hub_does_not_give_is_refused_with_what_would_help(hub: FakeHub) -> None:
+    hub.refusals = {"org/gone": (404, "RepoNotFound"), "org/gated": (403, "GatedRepo"), "org/broken": (400, "")}
+    assert _refusal("org/gone") == (
+        "there is no directory org/gone, and the hub shows no model of that name; check the name, and if it is "
+        "private, log in with `hf auth login` or set HF_TOKEN"
+    )
+    assert _refusal("org/gated") == (
+        "org/gated is gated: accept its terms at https://huggingface.co/org/gated, then log in with `hf auth login` "
+        "or set HF_TOKEN"
+    )
+    assert _refusal("org/name@v9") == (
+        "org/name has no revision v9 on the hub; name one of its branches, tags or commits, or leave it out"
+    )
+    assert "the model org/broken is not in the cache" in _refusal("org/broken")
+
+
+def test_a_hub_that_is_out_of_reach_is_said_so(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    assert _refusal("org/name") == (
+        f"there is no directory org/name, and the model org/name is not in the cache {cache}, "
+        "and the hub at http://127.0.0.1:9 cannot be reached; "
+        "check the network, or give a directory"
+    )
