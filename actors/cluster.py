@@ -69,7 +69,7 @@ def start_actors(spec: RunSpec, num_graders: int, registry_url: str) -> RunActor
     samplers: list[Any] = [
         ray.remote(SamplerWorker)
         .options(name=f"{spec.name}-sampler-{index}", max_restarts=-1, **sampler_resources(spec.device))
-        .remote(spec.initial_checkpoint, store, spec.device)
+        .remote(spec.initial_checkpoint, store, spec.device, spec.rollout.engine)
         for index in range(spec.rollout.num_samplers)
     ]
     graders: list[Any] = [

@@ -12,6 +12,7 @@ from actors.weights import fetch_from
 from learner.model.checkpoint import load_policy
 from learner.model.tokenizer import ChatTokenizer
 from rewards import Grade, Outcome, Problem, Task, TaskConfig, make_task
+from rollout.config import EngineConfig
 from rollout.request import Completion
 from rollout.sampler import Sampler
 
@@ -21,10 +22,11 @@ _FETCH_TIMEOUT_S = 120.0
 class SamplerWorker:
     """Holds one policy version and samples from it. Without weights it takes none on faith: it fetches them first."""
 
-    def __init__(self, checkpoint: Path, store: Any, device: str) -> None:
+    def __init__(self, checkpoint: Path, store: Any, device: str, engine: EngineConfig) -> None:
         """Make an empty policy of the checkpoint's shape; `store` is the weight store's handle."""
         torch.set_num_threads(1)
-        self._policy = load_policy(checkpoint).to(device)
+        self._policy = load_policy(checkpoint, engine.torch_dtype).to(device)
+        self._engine = engine
         self._store = store
         self._generation: Generation | None = None
 
@@ -41,7 +43,7 @@ class SamplerWorker:
             self._generation = None
             self._policy.load_state_dict(fetch_from(self._store, generation.version, _FETCH_TIMEOUT_S))
             self._generation = generation
-        completions = Sampler(self._policy, generation.version).generate(portion.requests)
+        completions = Sampler(self._policy, generation.version, self._engine).generate(portion.requests)
         return completions, len(completions)
 
 

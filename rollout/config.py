@@ -4,9 +4,37 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from rollout.request import SamplingParams
+
+
+class EngineConfig(BaseModel):
+    """How a sampler computes. None of it changes what is sampled, but for the last bits of a logit."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    num_slots: PositiveInt = 64
+    """Completions that are denoised at a time: a row that is done leaves, and one that waits takes its place."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of weights and activations; logits, probabilities and draws are float32 in any case."""
+    steps_per_sync: PositiveInt = 1
+    """Denoise steps between two looks at which rows are done: more keep a GPU busy, and run rows that are done along.
+    With a cache it is 1."""
+    attention: Literal["sdpa", "flex"] = "sdpa"
+    """How rows of unequal length share a batch: `sdpa` masks their padding, `flex` (FlexAttention) skips it. `flex` is
+    made for `compile` on a GPU."""
+    compile: bool = False
+    """Compile the policy (torch.compile; on a GPU with CUDA graphs). It takes minutes at the start, for each shape."""
+    static_shapes: bool = False
+    """Predict every slot of a block instead of the masked ones: nothing waits for the device within a step. Always so
+    on a GPU."""
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """`dtype` as torch names it."""
+        return torch.bfloat16 if self.dtype == "bfloat16" else torch.float32
 
 
 class RolloutConfig(BaseModel):
@@ -17,8 +45,10 @@ class RolloutConfig(BaseModel):
     num_samplers: PositiveInt = 2
     """Sampler actors. Each holds a whole policy and computes on a GPU of its own, or on one thread of a CPU."""
     batch_size: PositiveInt = 64
-    """Completions that a sampler denoises together, rounded down to whole groups and at least one group.
+    """Completions that a sampler is given at once, rounded down to whole groups and at least one group.
     Part of what a run's numbers depend on: the last bits of a logit change with the batch."""
+    engine: EngineConfig = EngineConfig()
+    """How a sampler computes."""
     sampling: SamplingParams = SamplingParams()
     """How training completions are denoised; evaluation does the same at temperature 0."""
     overlong_prompts: Literal["drop", "truncate_left"] = "drop"

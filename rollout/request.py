@@ -2,16 +2,75 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveInt, model_validator
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, model_validator
+
+from learner.counter import fold
+from learner.model.transformer import TransformerConfig
+
+MAX_SEED = 2**63 - 1
+_LARGEST = 2**31 - 1
+# Logits divided by less overflow float32.
+_LEAST_TEMPERATURE = 1e-3
+_DRAW_KEY = 21
+
+
+class Schedule(StrEnum):
+    """Which masked slots of the block a denoise step commits. At least one, ties to the leftmost."""
+
+    QUOTA = "quota"
+    """The most confident ones, an even share for each of `num_denoise_steps` (LLaDA, arXiv 2502.09992, app. B)."""
+    THRESHOLD = "threshold"
+    """Those whose most probable token has more than `threshold` (Fast-dLLM, arXiv 2505.22618, section 3.3)."""
+    FACTOR = "factor"
+    """The r most confident, as long as the r-th has at least 1 - `factor` / (r + 1) (the same)."""
+    ENTROPY_BOUND = "entropy_bound"
+    """The least uncertain, as long as their entropies but the largest sum to at most `entropy_bound` nats
+    (arXiv 2505.24857, section 3)."""
+    RANDOM = "random"
+    """Random ones, in the shares of `quota` (LLaDA's random remasking)."""
+    LEFT_TO_RIGHT = "left_to_right"
+    """The leftmost ones, in the shares of `quota`; with `threshold`: those above it, the leftmost where none is."""
+
+
+class Drawing(StrEnum):
+    """Whether slots are selected before or after their tokens are drawn. Without temperature both are the same."""
+
+    SELECT_THEN_SAMPLE = "select_then_sample"
+    """Slots by their most probable token, then a draw for each: `commit_logp` is the law of the draw."""
+    SAMPLE_THEN_SELECT = "sample_then_select"
+    """A draw for every slot, then the slots whose draw is probable, as LLaDA and d1 do: what is committed is more
+    probable than a draw, and `commit_logp` is approximate."""
+
+
+class Cache(StrEnum):
+    """Which keys and values a denoise step takes from an earlier one. All but `none` are approximate."""
+
+    NONE = "none"
+    """None: every step is a forward of the whole canvas."""
+    PREFIX = "prefix"
+    """Those before the block (Fast-dLLM, section 3.2)."""
+    DUAL = "dual"
+    """Those before and after the block (the same)."""
+
+
+PARAMETER_OF = {
+    Schedule.THRESHOLD: "threshold",
+    Schedule.FACTOR: "factor",
+    Schedule.ENTROPY_BOUND: "entropy_bound",
+}
+"""The parameter that names a schedule when the schedule itself is left out."""
+_BY_SHARES = (Schedule.QUOTA, Schedule.RANDOM, Schedule.LEFT_TO_RIGHT)
 
 
 class SamplingParams(BaseModel):
-    """How a completion is denoised. LLaDA's low-confidence order with semi-autoregressive blocks."""
+    """How a completion is denoised: block after block, each in the order of a schedule."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
@@ -19,10 +78,46 @@ class SamplingParams(BaseModel):
     """Completion slots of the canvas, in tokens."""
     block_length: PositiveInt = 32
     """Slots denoised together; blocks are finished from left to right. Divides `gen_length`."""
-    num_denoise_steps: PositiveInt = 128
-    """Forwards for the whole completion; a multiple of the number of blocks. Each step commits an even share."""
-    temperature: NonNegativeFloat = 0.9
-    """Of the softmax that a committed token is drawn from; 0 takes the most probable token."""
+    num_denoise_steps: Annotated[int, Field(gt=0, le=_LARGEST)] = 128
+    """Forwards for the whole completion; a multiple of the number of blocks. Each step commits an even share.
+    Schedules that look at probabilities take as many as they need."""
+    temperature: Annotated[float, Field(ge=0, le=1000)] = 0.9
+    """Of the softmax that a committed token is drawn from; 0 takes the most probable token, and 0.001 is the least
+    above it."""
+    schedule: Schedule = Schedule.QUOTA
+    """Which slots a step commits: `quota`, `threshold`, `factor`, `entropy_bound`, `random`, `left_to_right`. Left
+    out, it is the one whose parameter is given."""
+    threshold: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Probability of the most probable token above which a slot is committed. Of `threshold`, `left_to_right`."""
+    factor: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Larger ones commit more at once. Of `factor`."""
+    entropy_bound: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    """In nats; larger ones commit more at once. Of `entropy_bound`."""
+    drawing: Drawing = Drawing.SELECT_THEN_SAMPLE
+    """`select_then_sample`, or `sample_then_select` as LLaDA and d1 do, whose log-probabilities are approximate."""
+    cfg_scale: Annotated[float, Field(ge=0, le=1000)] = 0.0
+    """Classifier-free guidance: logits move away from those of a masked prompt by this factor, at two forwards for
+    each step (LLaDA, section 2.4); 0 is none."""
+    top_p: Annotated[float, Field(ge=1e-6, le=1)] = 1.0
+    """Draw from the most probable tokens that have this much probability together."""
+    top_k: Annotated[int, Field(ge=0, le=_LARGEST)] = 0
+    """Draw from this many most probable tokens; 0 from all."""
+    forbidden_ids: tuple[NonNegativeInt, ...] = ()
+    """Ids that are never committed. The mask id never is."""
+    stop_ids: Annotated[tuple[NonNegativeInt, ...], Field(max_length=256)] | None = None
+    """Ids that end a completion, by default the policy's end of text; an empty list fills the whole canvas."""
+    cache: Cache = Cache.NONE
+    """`none` is exact. `prefix` and `dual` reuse keys and values inside a block, and are approximate."""
+    cache_refresh_steps: NonNegativeInt = 0
+    """With a cache: a full forward after so many steps inside a block; 0 only at its beginning."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_the_schedule(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping) or values.get("schedule") is not None:
+            return values
+        given = [schedule for schedule, name in PARAMETER_OF.items() if values.get(name) is not None]
+        return {**values, "schedule": given[0]} if given else values
 
     @model_validator(mode="after")
     def _blocks(self) -> SamplingParams:
@@ -31,11 +126,32 @@ class SamplingParams(BaseModel):
                 f"block_length {self.block_length} does not divide gen_length {self.gen_length}; "
                 f"take a divisor of {self.gen_length}"
             )
-        if self.num_denoise_steps % self.num_blocks or self.num_denoise_steps > self.gen_length:
+        num_steps, is_by_shares = self.num_denoise_steps, self.schedule in _BY_SHARES and self.threshold is None
+        if is_by_shares and (num_steps % self.num_blocks or num_steps > self.gen_length):
             raise ValueError(
-                f"num_denoise_steps {self.num_denoise_steps} must be a multiple of the {self.num_blocks} blocks "
+                f"num_denoise_steps {num_steps} must be a multiple of the {self.num_blocks} blocks "
                 f"and at most gen_length {self.gen_length}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _temperature(self) -> SamplingParams:
+        if 0 < self.temperature < _LEAST_TEMPERATURE:
+            raise ValueError(f"temperature {self.temperature:g} is neither 0 nor at least {_LEAST_TEMPERATURE:g}")
+        return self
+
+    @model_validator(mode="after")
+    def _parameters(self) -> SamplingParams:
+        for schedule, name in PARAMETER_OF.items():
+            is_given, is_taken = getattr(self, name) is not None, self.schedule is schedule
+            if is_taken and not is_given:
+                raise ValueError(f"schedule {schedule} needs {name}")
+            if is_given and not is_taken and (name, self.schedule) != ("threshold", Schedule.LEFT_TO_RIGHT):
+                raise ValueError(f"schedule {self.schedule} does not take {name}; leave it out")
+        if self.cfg_scale and self.cache is not Cache.NONE:
+            raise ValueError(f"cfg_scale {self.cfg_scale:g} needs cache none: guidance has no cached forward")
+        if self.cache_refresh_steps and self.cache is Cache.NONE:
+            raise ValueError(f"cache_refresh_steps {self.cache_refresh_steps} needs a cache: prefix or dual")
         return self
 
     @property
@@ -45,8 +161,13 @@ class SamplingParams(BaseModel):
 
     @property
     def steps_per_block(self) -> int:
-        """Denoise steps spent on each block."""
+        """Denoise steps spent on each block by the schedules that commit even shares."""
         return self.num_denoise_steps // self.num_blocks
+
+    @property
+    def logp_exact(self) -> bool:
+        """Whether `commit_logp` is the law of the draw."""
+        return self.drawing is Drawing.SELECT_THEN_SAMPLE or self.temperature == 0
 
 
 class FinishReason(StrEnum):
@@ -66,6 +187,48 @@ class Request:
     """How to denoise it."""
     seed: int
     """Keys every draw together with the denoise step and the slot: same seed and weights, same tokens."""
+    fixed_tokens: Mapping[int, int] = field(default_factory=dict)
+    """Tokens that are given inside the completion (infill): slot, counted from 0, to token id."""
+
+    @property
+    def draw_key(self) -> int:
+        """What its draws are keyed with. A hash: the seeds 0, 1, 2, ... differ in the very bits that steps and slots
+        differ in, and would share draws."""
+        return fold(self.seed, _DRAW_KEY)
+
+
+def check_request(request: Request, config: TransformerConfig) -> None:
+    """Raise ValueError, naming the field, when the policy cannot serve this request."""
+    prompt, params, vocab = request.prompt_ids, request.params, config.vocab_size
+    if not prompt:
+        raise ValueError("prompt_ids is empty; a completion needs at least one token before it")
+    _check_ids("prompt_ids", prompt, vocab)
+    if config.mask_token_id in prompt:
+        raise ValueError(f"prompt_ids has the mask id {config.mask_token_id}; slots to fill belong in the completion")
+    num_tokens = len(prompt) + params.gen_length
+    if num_tokens > config.max_sequence_length:
+        raise ValueError(
+            f"prompt_ids of {len(prompt)} and gen_length {params.gen_length} make {num_tokens} tokens; "
+            f"the policy takes at most {config.max_sequence_length}"
+        )
+    if not 0 <= request.seed <= MAX_SEED:
+        raise ValueError(f"seed {request.seed} is not between 0 and 2**63 - 1")
+    _check_ids("forbidden_ids", params.forbidden_ids, vocab)
+    if len({*params.forbidden_ids, config.mask_token_id}) >= vocab:
+        raise ValueError("forbidden_ids forbids every token")
+    _check_ids("stop_ids", params.stop_ids or (), vocab)
+    _check_ids("fixed_tokens", request.fixed_tokens.values(), vocab)
+    for slot, token in request.fixed_tokens.items():
+        if not 0 <= slot < params.gen_length:
+            raise ValueError(f"fixed_tokens has slot {slot}; the completion has slots 0 to {params.gen_length - 1}")
+        if token == config.mask_token_id:
+            raise ValueError(f"fixed_tokens gives the mask id {token} to slot {slot}; leave that slot out")
+
+
+def _check_ids(name: str, ids: Any, vocab_size: int) -> None:
+    for token in ids:
+        if not 0 <= token < vocab_size:
+            raise ValueError(f"{name} has {token}; the policy's token ids are 0 to {vocab_size - 1}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -78,21 +241,26 @@ class Completion:
     """
 
     token_ids: NDArray[np.int32]
-    """[C] the committed tokens, the whole terminal block included."""
+    """[C] the tokens, committed or given, the whole terminal block included."""
     num_tokens: int
     """Tokens up to and including the first end of text: what is graded and trained on."""
-    step_map: NDArray[np.int16]
-    """[C] the denoise step, counted over the completion from 0, at which a slot was committed."""
+    step_map: NDArray[np.int32]
+    """[C] the denoise step, counted over the completion from 0, that committed a slot; -1 where it was given."""
     commit_logp: NDArray[np.float32]
-    """[C] log-probability, in nats, of the token under the tempered law it was drawn from (0 at temperature 0)."""
+    """[C] log-probability, in nats, of the token under the law it was drawn from: temperature, top-p and top-k applied
+    (0 at temperature 0, and where it was given; so are the next two)."""
     commit_logp_raw: NDArray[np.float32]
-    """[C] log-probability, in nats, of the token at temperature 1."""
+    """[C] log-probability, in nats, of the token at temperature 1 among all tokens but the forbidden."""
     commit_entropy: NDArray[np.float32]
-    """[C] entropy, in nats, of the untempered prediction at commit."""
+    """[C] entropy, in nats, of that untempered prediction at commit."""
+    fallback: NDArray[np.bool_]
+    """[C] whether the slot was committed only because a step commits at least one: none passed the schedule's test."""
     num_forwards: int
-    """Forwards that this completion took part in."""
+    """Forwards that this completion took part in; two for each step with classifier-free guidance."""
     exact: bool
-    """Whether replaying (token_ids, step_map) through full forwards gives `commit_logp` back."""
+    """Whether replaying (token_ids, step_map) through full forwards gives the log-probabilities back: no cache."""
+    logp_exact: bool
+    """Whether `commit_logp` is the law of the draw: not under `sample_then_select` above temperature 0."""
     finish_reason: FinishReason
     """Why it ended."""
     policy_version: int

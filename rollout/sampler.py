@@ -1,201 +1,238 @@
-"""The diffusion sampler: a batch of masked canvases, denoised block by block.
+"""The diffusion sampler: requests in, completions out, a step at a time.
 
-The order is LLaDA's (low-confidence remasking, semi-autoregressive blocks, arXiv 2502.09992 appendix B): each step
-predicts every masked slot of the block and commits the most confident ones. Positions are selected first, by the
-probability of their most probable token, and only those are sampled: a committed token is then a draw from
-softmax(logits / T) and its recorded log-probability is the law of that draw. (LLaDA and d1 sample everywhere and
-commit the slots whose *sample* is probable, which is no draw from softmax; at temperature 0 the two agree.)
+Each row denoises its own request, block after block from left to right. A step predicts the masked slots of every
+row's block with one forward, lets each row's schedule choose some of them, and commits a token to each. A row that is
+done leaves, and one that waits takes its place at once, whatever the others are at.
 
-Shape letters: B rows, P longest prompt, C completion slots, K slots of a block, N scored slots, V vocabulary.
+Positions are selected first, by what is predicted there, and only those are sampled: a committed token is then a draw
+from softmax(logits / T) and its recorded log-probability is the law of that draw. (LLaDA and d1 sample everywhere and
+commit the slots whose *sample* is probable, which is no draw from softmax; at temperature 0 the two agree. It is there
+as `sample_then_select`.)
+
+Shape letters: A active rows, K slots of the longest block, N open slots, M slots that are committed, U slots that were
+predicted, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from learner.counter import uniform
 from learner.model.transformer import Transformer
-from rollout.request import Completion, FinishReason, Request, SamplingParams
-
-
-@dataclass(slots=True)
-class _Canvases:
-    """The state of a batch. Row b is prompt b, its completion slots, then padding."""
-
-    rows: list[int]
-    """[B] index of each row's request."""
-    seeds: Tensor
-    """[B] int64."""
-    prompt_lengths: Tensor
-    """[B] int64."""
-    tokens: Tensor
-    """[B, P + C] token ids."""
-    step_map: Tensor
-    """[B, C] int64, -1 for a masked slot."""
-    logp: Tensor
-    """[B, C] float32; likewise the next two. As in `Completion`."""
-    logp_raw: Tensor
-    entropy: Tensor
-
-    def keep(self, kept: Tensor) -> None:
-        """Drop finished rows; those that remain see no difference."""
-        self.rows = [row for row, keep in zip(self.rows, kept.tolist(), strict=True) if keep]
-        self.seeds, self.prompt_lengths = self.seeds[kept], self.prompt_lengths[kept]
-        self.tokens, self.step_map = self.tokens[kept], self.step_map[kept]
-        self.logp, self.logp_raw = self.logp[kept], self.logp_raw[kept]
-        self.entropy = self.entropy[kept]
+from rollout.config import EngineConfig
+from rollout.forwards import ActiveRow, ForwardCounts, Forwards, Kind, SlotLogits
+from rollout.request import Cache, Completion, Request, SamplingParams, check_request
+from rollout.slots import Slots, on_device
+from rollout.step import DenoiseStep, Drawn
 
 
 class Sampler:
     """Samples completions from one policy version."""
 
-    def __init__(self, model: Transformer, policy_version: int) -> None:
-        self.model = model
-        self.policy_version = policy_version
-        self._device = next(model.parameters()).device
+    def __init__(self, model: Transformer, policy_version: int, engine: EngineConfig | None = None) -> None:
+        """Sample from `model`, which stays where it is and as it is."""
+        self.model, self.policy_version = model, policy_version
+        self._engine = engine or EngineConfig()
+        self._forward = partial(
+            _compiled(model) if self._engine.compile else model, flex=self._engine.attention == "flex"
+        )
+        self.counts = ForwardCounts()
 
-    @torch.inference_mode()
-    def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """Completions of `requests`, in their order. All requests share their sampling params.
+    def generate(
+        self, requests: Sequence[Request], on_completion: Callable[[int, Completion], None] | None = None
+    ) -> list[Completion]:
+        """Completions of `requests`, in their order.
 
-        A row leaves the batch after the block in which it commits an end of text.
-        Raises ValueError when a canvas is longer than the model allows.
+        Args:
+            requests: at most `num_slots` of them are denoised at a time; they need not be alike.
+            on_completion: called with the index of each request that is done, as soon as it is.
+
+        Raises:
+            ValueError: a request that the policy cannot serve; the sentence has its index and field.
+            FloatingPointError: the policy's weights are bad: it predicts what is no number.
         """
-        params = requests[0].params
-        assert all(request.params == params for request in requests), "a batch has one set of sampling params"
-        canvases = self._open(requests, params)
+        batch = self.open(most_rows=len(requests))
+        for index, request in enumerate(requests):
+            try:
+                batch.submit(request)
+            except ValueError as error:
+                raise ValueError(f"request {index}: {error}") from error
         completions: dict[int, Completion] = {}
-        for block in range(params.num_blocks):
-            self._denoise_block(canvases, params, block)
-            num_denoised = (block + 1) * params.block_length
-            done_B = self._has_eos(canvases, num_denoised) | (block + 1 == params.num_blocks)
-            for index in done_B.nonzero()[:, 0].tolist():
-                completions[canvases.rows[index]] = self._record(canvases, params, index, block + 1)
-            if done_B.all():
-                break
-            canvases.keep(~done_B)
+        while len(completions) < len(requests):
+            for index, completion in batch.step():
+                completions[index] = completion
+                if on_completion is not None:
+                    on_completion(index, completion)
         return [completions[index] for index in range(len(requests))]
 
-    def _open(self, requests: Sequence[Request], params: SamplingParams) -> _Canvases:
-        lengths = [len(request.prompt_ids) for request in requests]
-        width = max(lengths) + params.gen_length
-        config = self.model.config
-        tokens = np.full((len(requests), width), config.pad_token_id, dtype=np.int64)
-        for row, (request, length) in enumerate(zip(requests, lengths, strict=True)):
-            tokens[row, :length] = request.prompt_ids
-            tokens[row, length : length + params.gen_length] = config.mask_token_id
-        shape = (len(requests), params.gen_length)
-        return _Canvases(
-            rows=list(range(len(requests))),
-            seeds=torch.tensor([request.seed for request in requests], dtype=torch.int64, device=self._device),
-            prompt_lengths=torch.tensor(lengths, device=self._device),
-            tokens=torch.from_numpy(tokens).to(self._device),
-            step_map=torch.full(shape, -1, dtype=torch.int64, device=self._device),
-            logp=torch.zeros(shape, device=self._device),
-            logp_raw=torch.zeros(shape, device=self._device),
-            entropy=torch.zeros(shape, device=self._device),
-        )
+    def open(self, requests: Sequence[Request] = (), most_rows: int | None = None) -> SlotBatch:
+        """A batch that is stepped by hand: its rows can be watched, and more requests can come.
 
-    def _denoise_block(self, canvases: _Canvases, params: SamplingParams, block: int) -> None:
-        """Commit every slot of one block, in `steps_per_block` forwards."""
-        quotas = commit_quotas(params.block_length, params.steps_per_block)
-        start = block * params.block_length
-        slots_K = torch.arange(start, start + params.block_length, device=self._device)
-        positions_BK = canvases.prompt_lengths[:, None] + slots_K
-        num_masked = params.block_length
-        for step_in_block, quota in enumerate(quotas):
-            step = block * params.steps_per_block + step_in_block
-            rows_N, columns_N = (canvases.step_map[:, slots_K] < 0).nonzero(as_tuple=True)
-            logits_NV = self._logits(canvases, step, rows_N, positions_BK[rows_N, columns_N])
-            log_norm_N = logits_NV.logsumexp(dim=-1)
-            confidence_BM = (logits_NV.amax(dim=-1) - log_norm_N).view(-1, num_masked)
-            # Stable: equal confidences, common in low precision, go to the leftmost slot.
-            chosen_BQ = confidence_BM.sort(dim=-1, descending=True, stable=True).indices[:, :quota]
-            offsets_B = torch.arange(len(canvases.rows), device=self._device)[:, None] * num_masked
-            chosen_N = (offsets_B + chosen_BQ).flatten()
-            where = rows_N[chosen_N], slots_K[columns_N[chosen_N]]
-            self._commit(canvases, where, logits_NV[chosen_N], step, params.temperature)
-            num_masked -= quota
-
-    def _logits(self, canvases: _Canvases, step: int, rows_N: Tensor, positions_N: Tensor) -> Tensor:
-        """Float32 logits [N, V] of the asked slots; the mask id is impossible."""
-        tokens, width = canvases.tokens, canvases.tokens.shape[1]
-        lengths_B = canvases.prompt_lengths + canvases.step_map.shape[1]
-        if step:
-            slots_N, copies_N = rows_N * width + positions_N, None
-        else:
-            # Before the first commit the rows of a group are equal: one forward serves them all.
-            tokens, row_B = tokens.unique(dim=0, return_inverse=True)
-            lengths_B = lengths_B.new_zeros(len(tokens)).scatter_(0, row_B, lengths_B)
-            slots_N, copies_N = (row_B[rows_N] * width + positions_N).unique(return_inverse=True)
-        is_ragged = bool((lengths_B != width).any())
-        logits_NV = self.model(tokens, lengths_B if is_ragged else None, slots_N).float()
-        logits_NV[:, self.model.config.mask_token_id] = -torch.inf
-        return logits_NV if copies_N is None else logits_NV[copies_N]
-
-    def _commit(
-        self, canvases: _Canvases, where: tuple[Tensor, Tensor], logits_NV: Tensor, step: int, temperature: float
-    ) -> None:
-        """Draw a token for each selected (row, slot) and record how."""
-        rows_N, slots_N = where
-        uniforms_N = uniform(canvases.seeds[rows_N], step, slots_N)
-        tokens_N, logp_N = draw(logits_NV, temperature, uniforms_N)
-        logp_raw_NV = logits_NV.log_softmax(dim=-1)
-        entropy_N = torch.special.entr(logp_raw_NV.exp()).sum(dim=-1)
-        canvases.tokens[rows_N, canvases.prompt_lengths[rows_N] + slots_N] = tokens_N
-        canvases.step_map[rows_N, slots_N] = step
-        canvases.logp[rows_N, slots_N] = logp_N
-        canvases.logp_raw[rows_N, slots_N] = logp_raw_NV.gather(1, tokens_N[:, None])[:, 0]
-        canvases.entropy[rows_N, slots_N] = entropy_N
-
-    def _completion_ids(self, canvases: _Canvases, num_slots: int) -> Tensor:
-        slots_C = torch.arange(num_slots, device=self._device)
-        return canvases.tokens.gather(1, canvases.prompt_lengths[:, None] + slots_C)
-
-    def _has_eos(self, canvases: _Canvases, num_slots: int) -> Tensor:
-        return (self._completion_ids(canvases, num_slots) == self.model.config.eos_token_id).any(dim=1)
-
-    def _record(self, canvases: _Canvases, params: SamplingParams, index: int, num_blocks: int) -> Completion:
-        num_slots = num_blocks * params.block_length
-        start = int(canvases.prompt_lengths[index])
-        token_ids = canvases.tokens[index, start : start + num_slots]
-        eos = (token_ids == self.model.config.eos_token_id).nonzero()[:, 0]
-        return Completion(
-            token_ids=token_ids.cpu().numpy().astype(np.int32),
-            num_tokens=int(eos[0]) + 1 if len(eos) else num_slots,
-            step_map=canvases.step_map[index, :num_slots].cpu().numpy().astype(np.int16),
-            commit_logp=canvases.logp[index, :num_slots].cpu().numpy(),
-            commit_logp_raw=canvases.logp_raw[index, :num_slots].cpu().numpy(),
-            commit_entropy=canvases.entropy[index, :num_slots].cpu().numpy(),
-            num_forwards=num_blocks * params.steps_per_block,
-            exact=True,
-            finish_reason=FinishReason.EOS if len(eos) else FinishReason.LENGTH,
-            policy_version=self.policy_version,
-        )
+        Args:
+            requests: what to begin with.
+            most_rows: rows that it will need at most, where that is less than `num_slots`.
+        """
+        num_slots = self._engine.num_slots if most_rows is None else min(self._engine.num_slots, max(1, most_rows))
+        batch = SlotBatch(self, self._forward, self._engine, num_slots)
+        for request in requests:
+            batch.submit(request)
+        return batch
 
 
-def commit_quotas(num_slots: int, num_steps: int) -> list[int]:
-    """Slots to commit at each of `num_steps` steps: an even share, the remainder to the earliest (LLaDA)."""
-    share, remainder = divmod(num_slots, num_steps)
-    return [share + (step < remainder) for step in range(num_steps)]
+class SlotBatch:
+    """Rows that are denoised together, and requests that wait for one."""
+
+    def __init__(self, sampler: Sampler, forward: Callable[..., Tensor], engine: EngineConfig, num_slots: int) -> None:
+        """Make empty slots; `Sampler.open` does."""
+        model, config = sampler.model, sampler.model.config
+        device = next(model.parameters()).device
+        self._is_static = engine.static_shapes or device.type == "cuda"
+        self._config, self._policy_version = config, sampler.policy_version
+        self._steps_per_sync = engine.steps_per_sync
+        self._is_cache_exact = model.is_cache_exact
+        self.slots = Slots(num_slots, config.mask_token_id, config.eos_token_id, device)
+        self._forwards = Forwards(model, forward, self.slots, sampler.counts, is_static=self._is_static)
+        self._waiting: deque[tuple[int, Request]] = deque()
+        self._running: dict[int, tuple[int, Request]] = {}
+        self._seen: dict[int, list[int]] = {}
+        self._num_submitted = 0
+
+    def submit(self, request: Request) -> int:
+        """Let a request wait for a slot. Returns its index: 0, 1, 2, ...
+
+        Raises ValueError, naming the field, when the policy cannot serve it.
+        """
+        check_request(request, self._config)
+        self._waiting.append((self._num_submitted, request))
+        self._num_submitted += 1
+        return self._num_submitted - 1
+
+    @property
+    def num_running(self) -> int:
+        """Rows that are being denoised."""
+        return len(self._running)
+
+    @torch.inference_mode()
+    def step(self) -> list[tuple[int, Completion]]:
+        """Fill the free slots, denoise for a step, and return what is done with its index.
+
+        With `steps_per_sync` above 1 it denoises for so many steps before it looks at what is done.
+        """
+        self._admit()
+        active = self._active()
+        if active:
+            has_cache = any(row.kind is not Kind.WHOLE for row in active)
+            for _ in range(1 if has_cache else self._steps_per_sync):
+                self._denoise(active)
+                active = [replace(row, is_fresh=False) for row in active]
+            self._look([row.slot for row in active])
+        return self._harvest()
+
+    def _admit(self) -> None:
+        free = [slot for slot in range(self.slots.num_slots) if slot not in self._running]
+        taken = [(slot, *self._waiting.popleft()) for slot in free[: len(self._waiting)]]
+        if taken:
+            slots = [slot for slot, _, _ in taken]
+            self.slots.admit(slots, [request for _, _, request in taken])
+            self._running |= {slot: (index, request) for slot, index, request in taken}
+            self._look(slots)
+
+    def _look(self, slots: list[int]) -> None:
+        """Where these rows are: the one time that the host waits for the device."""
+        rows = self.slots.rows.of(on_device(slots, self.slots.device))
+        columns = (rows.done.long(), rows.step, rows.step_in_block, rows.block_start, rows.broken.long())
+        self._seen |= dict(zip(slots, torch.stack(columns, dim=1).tolist(), strict=True))
+        broken = [self._running[slot][0] for slot in slots if self._seen[slot][-1]]
+        if broken:
+            raise FloatingPointError(f"the policy predicts what is no number for request {broken[0]}: bad weights")
+
+    def _active(self) -> list[ActiveRow]:
+        active = []
+        for slot, (_, request) in self._running.items():
+            is_done, step, step_in_block, block_start, _ = self._seen[slot]
+            if not is_done:
+                kind = _kind(request.params, step_in_block)
+                active.append(ActiveRow(slot, request, kind, is_fresh=step == 0, block_start=block_start))
+        return sorted(active, key=lambda row: (row.kind, row.slot))
+
+    def _denoise(self, active: list[ActiveRow]) -> None:
+        """One forward for all rows, and what each commits."""
+        canvases, params = self.slots.canvases, [row.request.params for row in active]
+        rows_A = on_device([row.slot for row in active], self.slots.device)
+        before = self.slots.rows.of(rows_A)
+        places_K = torch.arange(max(p.block_length for p in params), device=rows_A.device)
+        columns_AK = before.block_start[:, None] + places_K
+        open_AK = canvases.masked[rows_A[:, None], columns_AK] & (places_K < before.block_length[:, None])
+        open_AK &= ~before.done[:, None]
+        found = self._forwards.logits(active, columns_AK, open_AK)
+        self._forbid(found, active, len(places_K))
+        step = DenoiseStep(params, before, columns_AK, open_AK, found)
+        self.slots.rows.broken[rows_A] |= step.broken_rows()
+        chosen_AK, fallback_AK = step.select()
+        chosen_N = chosen_AK.flatten()[found.index]
+        # Static: every slot is written, with what it held where nothing was chosen.
+        picked_M = torch.arange(len(chosen_N), device=rows_A.device) if self._is_static else chosen_N.nonzero()[:, 0]
+        index_M = found.index[picked_M]
+        where = rows_A[index_M // len(places_K)], columns_AK.flatten()[index_M]
+        self._write(where, step.draw(picked_M), fallback_AK.flatten()[index_M], chosen_N)
+        self.slots.advance(rows_A, before)
+
+    def _write(self, where: tuple[Tensor, Tensor], drawn: Drawn, fallback_M: Tensor, chosen_N: Tensor) -> None:
+        """Commit the tokens, with the record of how they came about."""
+        canvases = self.slots.canvases
+        for target, value_M in (
+            (canvases.tokens, drawn.tokens),
+            (canvases.step_map, drawn.steps),
+            (canvases.logp, drawn.logp),
+            (canvases.logp_raw, drawn.logp_raw),
+            (canvases.entropy, drawn.entropy),
+            (canvases.fallback, fallback_M),
+            (canvases.masked, torch.zeros_like(fallback_M)),
+        ):
+            target[where] = torch.where(chosen_N, value_M, target[where]) if self._is_static else value_M
+
+    def _forbid(self, found: SlotLogits, active: list[ActiveRow], num_places: int) -> None:
+        """Make the mask id impossible, and what each row forbids."""
+        logits_UV, mask_id = found.logits, self._config.mask_token_id
+        logits_UV[:, mask_id] = -torch.inf
+        width = max(len(row.request.params.forbidden_ids) for row in active)
+        if width:
+            ids = [row.request.params.forbidden_ids for row in active]
+            ids_AF = on_device([[*i, *[mask_id] * (width - len(i))] for i in ids], logits_UV.device)
+            owner_U = torch.zeros(len(logits_UV), dtype=torch.int64, device=logits_UV.device)
+            owner_U[found.source] = found.index // num_places
+            logits_UV.scatter_(1, ids_AF[owner_U], -torch.inf)
+
+    def _harvest(self) -> list[tuple[int, Completion]]:
+        done = [slot for slot in self._running if self._seen[slot][0]]
+        if not done:
+            return []
+        indices, requests = zip(*(self._running.pop(slot) for slot in done), strict=True)
+        completions = self.slots.harvest(done, requests, self._policy_version, is_cache_exact=self._is_cache_exact)
+        return list(zip(indices, completions, strict=True))
 
 
-def draw(logits_NV: Tensor, temperature: float, uniforms_N: Tensor) -> tuple[Tensor, Tensor]:
-    """One token of each row's softmax(logits / temperature) by inverse CDF, and its log-probability in nats.
+def _compiled(model: Transformer) -> Callable[..., Tensor]:
+    mode = "reduce-overhead" if next(model.parameters()).is_cuda else "default"
+    compiled: Callable[..., Tensor] = torch.compile(model, mode=mode)
 
-    Temperature 0 is the most probable token (the lowest id among equals), with log-probability 0.
-    The sum runs in float64: a float32 sum over a large vocabulary loses the tail.
-    """
-    if temperature == 0:
-        tokens_N = logits_NV.argmax(dim=-1)
-        return tokens_N, torch.zeros_like(uniforms_N)
-    logp_NV = (logits_NV / temperature).log_softmax(dim=-1)
-    cdf_NV = logp_NV.double().exp().cumsum(dim=-1)
-    targets_N = uniforms_N.double() * cdf_NV[:, -1]
-    tokens_N = torch.searchsorted(cdf_NV, targets_N[:, None], right=True)[:, 0]
-    return tokens_N, logp_NV.gather(1, tokens_N[:, None])[:, 0]
+    def forward(*args: Tensor | None, **kwargs: Any) -> Tensor:
+        # A CUDA graph writes its output to the same place every time.
+        torch.compiler.cudagraph_mark_step_begin()
+        return compiled(*args, **kwargs).clone()
+
+    return forward
+
+
+def _kind(params: SamplingParams, step_in_block: int) -> Kind:
+    if params.cache is Cache.NONE:
+        return Kind.WHOLE
+    every = params.cache_refresh_steps
+    is_refresh = step_in_block % every == 0 if every else step_in_block == 0
+    return Kind.REFRESH if is_refresh else Kind.CACHED

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from learner.counter import uniform
 from learner.learner import Learner, LearnerConfig
 from learner.model.transformer import Transformer
 from learner.sharding import ShardedPolicy
+from rollout.config import EngineConfig
 from rollout.request import Request, SamplingParams
 from rollout.sampler import Sampler
 
@@ -32,6 +34,45 @@ def test_greedy_completions_are_the_same_tokens(policy: Transformer) -> None:
     on_cpu = Sampler(policy, 0).generate(requests)
     on_gpu = Sampler(copy.deepcopy(policy).cuda(), 0).generate(requests)
     assert [c.token_ids.tolist() for c in on_gpu] == [c.token_ids.tolist() for c in on_cpu]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"threshold": 0.3},
+        {"factor": 1.1},
+        {"entropy_bound": 1.5},
+        {"schedule": "random"},
+        {"temperature": 0.8, "top_p": 0.7, "top_k": 9},
+        {"cfg_scale": 1.0},
+        {"cache": "dual", "cache_refresh_steps": 3},
+        {"cache": "prefix"},
+        {"drawing": "sample_then_select", "temperature": 0.7},
+        {"forbidden_ids": (1, 2, 3)},
+    ],
+)
+@pytest.mark.parametrize("engine", [EngineConfig(num_slots=3), EngineConfig(num_slots=3, steps_per_sync=4)])
+def test_requests_of_every_kind_are_the_same_text(
+    policy: Transformer, changes: dict[str, Any], engine: EngineConfig
+) -> None:
+    base: dict[str, Any] = {"gen_length": 16, "block_length": 8, "num_denoise_steps": 8, "temperature": 0.0}
+    params = SamplingParams(**base | changes)
+    requests = [Request(prompt_ids=tuple(range(1, 2 + row)), params=params, seed=row) for row in range(8)]
+    on_cpu = Sampler(policy, 0).generate(requests)
+    on_gpu = Sampler(copy.deepcopy(policy).cuda(), 0, engine).generate(requests)
+    assert [c.token_ids.tolist() for c in on_gpu] == [c.token_ids.tolist() for c in on_cpu]
+    for one, other in zip(on_gpu, on_cpu, strict=True):
+        assert one.commit_logp == pytest.approx(other.commit_logp, abs=1e-3)
+
+
+def test_a_compiled_policy_in_bfloat16_samples_what_it_samples_eagerly(policy: Transformer) -> None:
+    half = copy.deepcopy(policy).to("cuda", torch.bfloat16)
+    params = SamplingParams(gen_length=16, block_length=8, num_denoise_steps=8, temperature=0.0)
+    requests = [Request(prompt_ids=(3, 4, 5), params=params, seed=row) for row in range(4)]
+    eager = Sampler(half, 0).generate(requests)
+    compiled = Sampler(half, 0, EngineConfig(compile=True)).generate(requests)
+    same = [one.token_ids == other.token_ids for one, other in zip(eager, compiled, strict=True)]
+    assert sum(map(float, (row.mean() for row in same))) / 4 > 0.9, "fusion rounds otherwise"
 
 
 def test_an_update_is_the_same_step(policy: Transformer) -> None:

@@ -18,12 +18,14 @@ def _completion(text: list[int], version: int) -> Completion:
     return Completion(
         token_ids=np.array(text, dtype=np.int32),
         num_tokens=len(text) - 1,
-        step_map=np.arange(len(text), dtype=np.int16),
+        step_map=np.arange(len(text), dtype=np.int32),
         commit_logp=zeros - 0.5,
         commit_logp_raw=zeros,
         commit_entropy=zeros,
+        fallback=np.zeros(len(text), dtype=np.bool_),
         num_forwards=1,
         exact=True,
+        logp_exact=True,
         finish_reason=FinishReason.EOS,
         policy_version=version,
     )

@@ -26,6 +26,11 @@ from rollout.sampler import Sampler
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster"), pytest.mark.timeout(180)]
 
 
+def _sampler(spec: RunSpec, store: Any) -> Any:
+    worker = ray.remote(SamplerWorker).options(num_cpus=0)
+    return worker.remote(spec.initial_checkpoint, store, "cpu", spec.rollout.engine)
+
+
 def _weights(spec: RunSpec, scale: float) -> dict[str, torch.Tensor]:
     return {name: tensor * scale for name, tensor in load_policy(spec.initial_checkpoint).state_dict().items()}
 
@@ -54,7 +59,7 @@ def test_a_sampler_has_the_log_probs_of_the_weights_that_were_published(
     store: Any, spec: RunSpec, plan: RunPlan
 ) -> None:
     """The transfer is judged by what the policy then says, and each version is another policy."""
-    sampler = ray.remote(SamplerWorker).options(num_cpus=0).remote(spec.initial_checkpoint, store, "cpu")
+    sampler = _sampler(spec, store)
     portion = plan.round_portion(0, 0)
     said = []
     for version, scale in ((1, 1.0), (2, 1.3)):
@@ -77,7 +82,7 @@ def test_damaged_weights_are_never_used(store: Any, spec: RunSpec, plan: RunPlan
     manifest = make_manifest(1, weights)
     weights["norm.weight"][3] += 1e-3
     ray.get(store.publish.remote(manifest, ray.put(weights)), timeout=60)
-    sampler = ray.remote(SamplerWorker).options(num_cpus=0).remote(spec.initial_checkpoint, store, "cpu")
+    sampler = _sampler(spec, store)
     for _ in range(2):
         with pytest.raises(ValueError, match=r"arrived damaged: tensor norm\.weight differs"):
             ray.get(sampler.generate.remote(_generation(1), plan.round_portion(0, 0)), timeout=60)
@@ -96,7 +101,7 @@ def test_the_store_keeps_the_newest_versions_and_forgets_a_future_that_was_given
 
 
 def test_a_version_that_was_made_again_is_fetched_again(store: Any, spec: RunSpec, plan: RunPlan) -> None:
-    sampler = ray.remote(SamplerWorker).options(num_cpus=0).remote(spec.initial_checkpoint, store, "cpu")
+    sampler = _sampler(spec, store)
     portion, said = plan.round_portion(0, 0), []
     for learner_start, scale in ((1, 1.0), (2, 1.3)):
         _publish(store, 5, _weights(spec, scale))
@@ -116,7 +121,7 @@ class _Moody(SamplerWorker):
     """A sampler whose first process misbehaves; a file remembers that it has."""
 
     def __init__(self, spec: RunSpec, store: Any, mark: Path, mood: str) -> None:
-        super().__init__(spec.initial_checkpoint, store, "cpu")
+        super().__init__(spec.initial_checkpoint, store, "cpu", spec.rollout.engine)
         self._mark, self._mood = mark, mood
 
     def generate(self, generation: Any, portion: Any) -> Any:
@@ -159,14 +164,14 @@ def test_a_sampler_that_hangs_or_dies_is_restarted_and_gives_the_same_text(
 
 def test_a_request_that_no_sampler_can_answer_says_why(store: Any, spec: RunSpec, plan: RunPlan) -> None:
     _publish(store, 1, _weights(spec, 1.0))
-    sampler = ray.remote(SamplerWorker).options(num_cpus=0).remote(spec.initial_checkpoint, store, "cpu")
+    sampler = _sampler(spec, store)
     portion = plan.round_portion(0, 0)
     long = replace(portion, requests=tuple(replace(r, prompt_ids=(5,) * 60) for r in portion.requests))
 
     async def once() -> None:
         await Pools([sampler], [], 60.0, 60.0).score(_generation(1), long)
 
-    with pytest.raises(PortionFailedError, match="68 tokens exceeds max_sequence_length 32"):
+    with pytest.raises(PortionFailedError, match="make 68 tokens; the policy takes at most 32"):
         _run(once())
 
 

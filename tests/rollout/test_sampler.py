@@ -1,19 +1,29 @@
+"""The sampler against sampling by the book (slow.py), and against the original's own generations."""
+
+import copy
+import json
 import math
+import shutil
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from learner.counter import uniform
+from learner.model.checkpoint import load_policy
 from learner.model.transformer import Transformer
+from rollout.config import EngineConfig
+from rollout.replay import replay
 from rollout.request import Completion, FinishReason, Request, SamplingParams
-from rollout.sampler import Sampler, commit_quotas, draw
+from rollout.sampler import Sampler
+from tests.rollout.slow import Slow, sample
 
-PARAMS = SamplingParams(gen_length=16, block_length=8, num_denoise_steps=8, temperature=0.0)
-WARM = PARAMS.model_copy(update={"temperature": 1.0})
+BASE: dict[str, Any] = {"gen_length": 16, "block_length": 8, "num_denoise_steps": 8, "temperature": 1.0}
+WARM = SamplingParams(**BASE)
+PARAMS = SamplingParams(**BASE | {"temperature": 0.0})
 
 
 def _requests(params: SamplingParams, count: int = 6) -> list[Request]:
@@ -23,47 +33,80 @@ def _requests(params: SamplingParams, count: int = 6) -> list[Request]:
     return [Request(prompt_ids=prompts[i % 6], params=params, seed=100 + i) for i in range(count)]
 
 
-def _slow(policy: Transformer, request: Request) -> tuple[list[int], list[int], list[float]]:
-    """Sampling by the book: one row, no padding, the head everywhere, nothing shared, no early end."""
-    params, config = request.params, policy.config
-    tokens = [*request.prompt_ids, *[config.mask_token_id] * params.gen_length]
-    start, step = len(request.prompt_ids), 0
-    step_map, logps = [-1] * params.gen_length, [0.0] * params.gen_length
-    for block in range(params.num_blocks):
-        for quota in commit_quotas(params.block_length, params.steps_per_block):
-            with torch.no_grad():
-                logits = policy(torch.tensor([tokens]))[0, start:]
-            logits[:, config.mask_token_id] = -torch.inf
-            slots = [
-                s for s in range(block * params.block_length, (block + 1) * params.block_length) if step_map[s] < 0
-            ]
-            confidence = logits.softmax(-1).amax(-1)
-            for slot in sorted(slots, key=lambda s: (-confidence[s].item(), s))[:quota]:
-                if params.temperature == 0:
-                    token, logp = int(logits[slot].argmax()), 0.0
-                else:
-                    law = (logits[slot] / params.temperature).softmax(-1)
-                    u = uniform(torch.tensor(request.seed), step, slot).item()
-                    token = int((law.double().cumsum(0) <= u * law.double().sum()).sum())
-                    logp = law[token].log().item()
-                tokens[start + slot], step_map[slot], logps[slot] = token, step, logp
-            step += 1
-    return tokens[start:], step_map, logps
-
-
-def _check_equal(completion: Completion, slow: tuple[list[int], list[int], list[float]]) -> None:
+def _check_equal(completion: Completion, slow: Slow, atol: float = 2e-5) -> None:
     denoised = len(completion.token_ids)
-    assert completion.token_ids.tolist() == slow[0][:denoised]
-    assert completion.step_map.tolist() == slow[1][:denoised]
-    assert completion.commit_logp == pytest.approx(slow[2][:denoised], abs=1e-4)
+    assert completion.token_ids.tolist() == slow.tokens[:denoised]
+    assert completion.step_map.tolist() == slow.step_map[:denoised]
+    assert completion.fallback.tolist() == slow.fallback[:denoised]
+    assert completion.commit_logp == pytest.approx(slow.logp[:denoised], abs=atol)
+    assert completion.commit_logp_raw == pytest.approx(slow.logp_raw[:denoised], abs=atol)
+    assert completion.commit_entropy == pytest.approx(slow.entropy[:denoised], abs=atol)
 
 
-@pytest.mark.parametrize("params", [PARAMS, WARM, WARM.model_copy(update={"num_denoise_steps": 2})])
-def test_a_ragged_batch_is_the_slow_sampler_row_by_row(policy: Transformer, params: SamplingParams) -> None:
+SCHEDULES: dict[str, dict[str, object]] = {
+    "greedy": {"temperature": 0.0},
+    "warm": {},
+    "two steps": {"num_denoise_steps": 2},
+    "threshold": {"threshold": 0.3},
+    "factor": {"factor": 1.1},
+    "entropy bound": {"entropy_bound": 1.5},
+    "random": {"schedule": "random"},
+    "left to right": {"schedule": "left_to_right"},
+    "left to right with fallback": {"schedule": "left_to_right", "threshold": 0.4},
+    "sample then select": {"drawing": "sample_then_select"},
+    "sample then select above a threshold": {"drawing": "sample_then_select", "threshold": 0.2},
+    "guidance": {"cfg_scale": 1.5, "temperature": 0.0},
+    "top-p": {"top_p": 0.6},
+    "top-k": {"top_k": 3, "temperature": 1.7},
+    "forbidden": {"forbidden_ids": (1, 2, 3, 4, 5, 6, 7), "threshold": 0.3},
+    "no stop": {"stop_ids": (), "temperature": 3.0},
+    "other stops": {"stop_ids": (4, 17), "temperature": 2.0},
+}
+
+
+@pytest.mark.parametrize("changes", SCHEDULES.values(), ids=SCHEDULES)
+@pytest.mark.parametrize("engine", [EngineConfig(), EngineConfig(num_slots=2, static_shapes=True, steps_per_sync=3)])
+def test_a_ragged_batch_is_the_slow_sampler_row_by_row(
+    policy: Transformer, changes: dict[str, object], engine: EngineConfig
+) -> None:
+    params = SamplingParams(**{**BASE, **changes})
     requests = _requests(params)
-    for request, completion in zip(requests, Sampler(policy, 7).generate(requests), strict=True):
-        _check_equal(completion, _slow(policy, request))
+    for request, completion in zip(requests, Sampler(policy, 7, engine).generate(requests), strict=True):
+        slow = sample(policy, request)
+        _check_equal(completion, slow)
         assert completion.policy_version == 7
+        last = completion.step_map.max()
+        assert completion.num_forwards == (last + 1) * (2 if params.cfg_scale else 1)
+
+
+def test_unlike_requests_share_a_batch(policy: Transformer) -> None:
+    """Other lengths, blocks, schedules, temperatures and fixed tokens in three slots, refilled as rows finish."""
+    prompts = [request.prompt_ids for request in _requests(PARAMS)]
+    requests = [
+        Request(
+            prompt_ids=prompts[index % 6],
+            params=SamplingParams(**{**SIZES[index % len(SIZES)], **changes}),
+            seed=index,
+            fixed_tokens={1: 7, 5: 9} if index % 3 == 0 else {},
+        )
+        for index, changes in enumerate(SCHEDULES.values())
+    ]
+    sampler = Sampler(policy, 0, EngineConfig(num_slots=3))
+    arrived: list[int] = []
+    completions = sampler.generate(requests, lambda index, _: arrived.append(index))
+    assert sorted(arrived) == list(range(len(requests)))
+    assert arrived != sorted(arrived), "who is done first leaves first"
+    for request, completion in zip(requests, completions, strict=True):
+        _check_equal(completion, sample(policy, request))
+    busy = sampler.counts.num_rows / sampler.counts.num_forwards
+    assert busy > 2, "free slots are filled at once"
+
+
+SIZES: list[dict[str, Any]] = [
+    {"gen_length": 16, "block_length": 8, "num_denoise_steps": 8, "temperature": 1.0},
+    {"gen_length": 24, "block_length": 6, "num_denoise_steps": 8, "temperature": 0.0},
+    {"gen_length": 8, "block_length": 8, "num_denoise_steps": 8, "temperature": 0.6},
+]
 
 
 def test_completions_do_not_depend_on_their_neighbours(policy: Transformer) -> None:
@@ -76,6 +119,14 @@ def test_completions_do_not_depend_on_their_neighbours(policy: Transformer) -> N
     assert [c.token_ids.tolist() for c in backwards[::-1]] == [c.token_ids.tolist() for c in together]
 
 
+def test_a_group_shares_its_first_forward(policy: Transformer) -> None:
+    sampler = Sampler(policy, 0)
+    group = [replace(_requests(WARM)[1], seed=seed) for seed in range(5)]
+    for request, completion in zip(group, sampler.generate(group), strict=True):
+        _check_equal(completion, sample(policy, request))
+    assert sampler.counts.num_rows == 1 + 5 * (sampler.counts.num_forwards - 1)
+
+
 def test_a_group_has_different_samples_and_a_seed_always_the_same(policy: Transformer) -> None:
     params = WARM.model_copy(update={"temperature": 2.0})
     group = [replace(_requests(params)[0], seed=seed) for seed in (1, 2, 3, 1)]
@@ -84,38 +135,18 @@ def test_a_group_has_different_samples_and_a_seed_always_the_same(policy: Transf
     assert len({tuple(text) for text in texts}) == 3
 
 
-def test_replaying_tokens_and_step_map_gives_the_recorded_logps(policy: Transformer) -> None:
-    """Full forwards over the states that the step map describes, read at the slots committed there."""
-    params = WARM.model_copy(update={"temperature": 0.7})
-    for request, completion in zip(_requests(params), Sampler(policy, 0).generate(_requests(params)), strict=True):
-        final = np.full(params.gen_length, policy.config.mask_token_id)
-        final[: len(completion.token_ids)] = completion.token_ids
-        for step in range(completion.step_map.max() + 1):
-            state = final.copy()
-            hidden = np.concatenate([completion.step_map, np.full(16 - len(completion.step_map), 99)]) >= step
-            state[hidden] = policy.config.mask_token_id
-            with torch.no_grad():
-                logits = policy(torch.tensor([[*request.prompt_ids, *state.tolist()]]))[0, len(request.prompt_ids) :]
-            logits[:, policy.config.mask_token_id] = -torch.inf
-            for slot in (completion.step_map == step).nonzero()[0]:
-                token = completion.token_ids[slot]
-                raw = logits[slot].log_softmax(-1)
-                tempered = (logits[slot] / 0.7).log_softmax(-1)[token].item()
-                assert completion.commit_logp[slot] == pytest.approx(tempered, abs=1e-5)
-                assert completion.commit_logp_raw[slot] == pytest.approx(raw[token].item(), abs=1e-5)
-                entropy = torch.special.entr(raw.exp()).sum().item()
-                assert completion.commit_entropy[slot] == pytest.approx(entropy, abs=1e-5)
-
-
-def test_draws_follow_softmax() -> None:
-    logits = torch.tensor([2.0, 0.0, -1.0, 1.0, -torch.inf])
-    tokens, logps = draw(logits.expand(40_000, -1), 0.8, uniform(torch.tensor(1), torch.arange(40_000)))
-    law = (logits / 0.8).softmax(-1)
-    counts = torch.bincount(tokens, minlength=5).float()
-    assert counts[4] == 0
-    chi_square = ((counts - 40_000 * law)[:4] ** 2 / (40_000 * law[:4])).sum().item()
-    assert chi_square < 16.3, "3 degrees of freedom, p = 0.001"
-    torch.testing.assert_close(logps, law.log()[tokens])
+@pytest.mark.parametrize("changes", SCHEDULES.values(), ids=SCHEDULES)
+def test_replaying_tokens_and_step_map_gives_the_recorded_logps(
+    policy: Transformer, changes: dict[str, object]
+) -> None:
+    params = SamplingParams(**{**BASE, "temperature": 0.7, **changes})
+    requests = [replace(request, fixed_tokens={3: 5}) for request in _requests(params)]
+    for request, completion in zip(requests, Sampler(policy, 0).generate(requests), strict=True):
+        replayed = replay(policy, request, completion)
+        assert completion.exact
+        np.testing.assert_allclose(replayed.logp, completion.commit_logp, atol=1e-5)
+        np.testing.assert_allclose(replayed.logp_raw, completion.commit_logp_raw, atol=1e-5)
+        np.testing.assert_allclose(replayed.entropy, completion.commit_entropy, atol=1e-5)
 
 
 def test_the_recorded_logp_is_unbiased(policy: Transformer) -> None:
@@ -151,45 +182,147 @@ def test_a_row_ends_with_the_block_of_its_first_end_of_text(policy: Transformer)
         assert completion.num_forwards == len(completion.token_ids) // 4 * 2
 
 
-@given(st.integers(1, 60), st.integers(1, 60))
-@settings(deadline=None)
-def test_quotas_are_even_and_the_earliest_steps_take_the_rest(num_slots: int, num_steps: int) -> None:
-    quotas = commit_quotas(num_slots, num_steps)
-    assert sum(quotas) == num_slots
-    assert len(quotas) == num_steps
-    assert quotas == sorted(quotas, reverse=True)
-    assert max(quotas) - min(quotas) <= 1
-
-
-def test_tokens_are_those_of_the_original_d1_sampler(shared) -> None:  # type: ignore[no-untyped-def]
-    import json
-
-    from learner.model.checkpoint import load_policy
-
-    directory = shared / "fixtures" / "llada-tiny"
-    policy = load_policy(directory)
-    # d1's sampler does not stop at end of text.
-    object.__setattr__(policy, "config", policy.config.model_copy(update={"eos_token_id": -1}))
+@pytest.mark.parametrize("family", ["llada", "dream"])
+@pytest.mark.parametrize("drawing", ["select_then_sample", "sample_then_select"])
+def test_tokens_are_those_of_the_original_d1_sampler(shared: Path, family: str, drawing: str) -> None:
+    directory = shared / "fixtures" / f"{family}-tiny"
+    sampler = Sampler(load_policy(directory), 0)
     for case in json.loads((directory / "expected_generations.json").read_text()):
         params = SamplingParams(
             gen_length=case["gen_length"],
             block_length=case["block_length"],
             num_denoise_steps=case["steps"],
             temperature=0,
+            drawing=drawing,
+            # d1's sampler does not stop at end of text.
+            stop_ids=(),
         )
         requests = [Request(prompt_ids=tuple(prompt), params=params, seed=0) for prompt in case["prompt"]]
-        completions = Sampler(policy, 0).generate(requests)
+        completions = sampler.generate(requests)
         assert [completion.token_ids.tolist() for completion in completions] == case["output"]
+        assert all(completion.logp_exact for completion in completions)
 
 
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"block_length": 7}, "block_length 7 does not divide gen_length 16"),
-        ({"num_denoise_steps": 3}, "num_denoise_steps 3 must be a multiple of the 2 blocks"),
-        ({"num_denoise_steps": 32}, "at most gen_length 16"),
-    ],
-)
-def test_schedules_that_do_not_divide_are_refused(changes: dict[str, int], sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
-        SamplingParams(**PARAMS.model_dump() | changes)
+def test_the_head_runs_on_the_masked_slots_of_the_block_alone(policy: Transformer) -> None:
+    """So the memory of a step grows with them, and not with batch times length times vocabulary."""
+    sampler = Sampler(policy, 0)
+    sampler.generate([replace(request, params=WARM.model_copy(update={"stop_ids": ()})) for request in _requests(WARM)])
+    # Six rows, two blocks of 8 slots in 4 steps each: 8 + 6 + 4 + 2 masked slots.
+    assert sampler.counts.num_scored == 6 * 2 * (8 + 6 + 4 + 2)
+
+
+def test_a_group_may_forbid_different_ids(policy: Transformer) -> None:
+    """Equal prompts share a forward only where they also share what is forbidden."""
+    prompt = _requests(PARAMS)[1]
+    (free,) = Sampler(policy, 0).generate([prompt])
+    params = PARAMS.model_copy(update={"forbidden_ids": tuple(set(free.token_ids.tolist()))})
+    both = Sampler(policy, 0).generate([prompt, replace(prompt, params=params), prompt])
+    assert both[0].token_ids.tolist() == both[2].token_ids.tolist() == free.token_ids.tolist()
+    assert not set(both[1].token_ids.tolist()) & set(free.token_ids.tolist())
+
+
+def test_given_tokens_stay_and_are_seen(policy: Transformer) -> None:
+    """Infill: a whole block, the end of a text, and a canvas without a single slot to fill."""
+    params, eos_id = PARAMS, policy.config.eos_token_id
+    (prompt, *_) = _requests(params)
+    for fixed in (dict.fromkeys(range(8), 5), {3: 7, 12: eos_id}, {slot: slot + 1 for slot in range(16)}):
+        request = replace(prompt, fixed_tokens=fixed)
+        (completion,) = Sampler(policy, 0).generate([request])
+        _check_equal(completion, sample(policy, request))
+        for slot, token in fixed.items():
+            if slot < len(completion.token_ids):
+                assert completion.token_ids[slot] == token
+                assert completion.step_map[slot] == -1
+    assert completion.num_forwards == 0
+
+
+def test_a_batch_can_be_stepped_by_hand_and_joined_late(policy: Transformer) -> None:
+    requests = _requests(WARM)
+    batch = Sampler(policy, 0, EngineConfig(num_slots=4)).open(requests[:3])
+    assert batch.step() == []
+    masked = batch.slots.canvases.masked.sum(dim=1).tolist()
+    assert masked[:3] == [14, 14, 14], "two of sixteen slots are committed by a step"
+    done = dict(batch.step())
+    for request in requests[3:]:
+        batch.submit(request)
+    while len(done) < len(requests):
+        done |= dict(batch.step())
+    assert batch.num_running == 0
+    for index, request in enumerate(requests):
+        _check_equal(done[index], sample(policy, request))
+
+
+def test_bfloat16_draws_with_its_own_law(policy: Transformer) -> None:
+    """Logits differ in their last bits; what is recorded is still what a replay in bfloat16 gives."""
+    half = copy.deepcopy(policy).to(torch.bfloat16)
+    requests = _requests(WARM)
+    for request, completion in zip(requests, Sampler(half, 0).generate(requests), strict=True):
+        assert completion.commit_logp.dtype == np.float32
+        np.testing.assert_allclose(replay(half, request, completion).logp, completion.commit_logp, atol=0.1)
+
+
+# torch.compile warns of its own parts.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+def test_a_compiled_policy_samples_the_same(policy: Transformer) -> None:
+    engine = EngineConfig(num_slots=6, compile=True, static_shapes=True)
+    requests = _requests(PARAMS.model_copy(update={"block_length": 16, "stop_ids": ()}))
+    for request, completion in zip(requests, Sampler(policy, 0, engine).generate(requests), strict=True):
+        _check_equal(completion, sample(policy, request), atol=1e-4)
+
+
+def test_a_refilled_slot_may_have_a_longer_block_than_the_longest_row(policy: Transformer) -> None:
+    """A block is looked at through the window of the longest one, wherever that is."""
+    sizes = [(40, 24, 1), (1, 2, 2), (1, 32, 32)]
+    requests = [
+        Request(
+            prompt_ids=(3,) * prompt_length,
+            params=SamplingParams(
+                gen_length=length, block_length=block, num_denoise_steps=length // block, temperature=0.0, stop_ids=()
+            ),
+            seed=0,
+        )
+        for prompt_length, length, block in sizes
+    ]
+    completions = Sampler(policy, 0, EngineConfig(num_slots=2)).generate(requests)
+    for request, completion in zip(requests, completions, strict=True):
+        _check_equal(completion, sample(policy, request))
+
+
+def test_seeds_side_by_side_share_no_draws(policy: Transformer) -> None:
+    """Seeds, steps and slots are all small numbers: hashed together carelessly, they collide."""
+    (request, *_) = _requests(WARM)
+    keys = torch.tensor([replace(request, seed=seed).draw_key for seed in range(64)])
+    steps = torch.arange(64)
+    draws = uniform(keys[:, None, None], steps[None, :, None], steps[None, None, :16])
+    assert len(draws.unique()) > 0.99 * draws.numel()
+
+
+def test_bad_weights_are_said_and_not_sampled_from(policy: Transformer) -> None:
+    with torch.no_grad():
+        policy.norm.weight[3] = torch.nan
+    for params in (PARAMS, WARM):
+        with pytest.raises(FloatingPointError, match="no number for request 0: bad weights"):
+            Sampler(policy, 0).generate(_requests(params))
+
+
+def test_a_request_that_cannot_be_served_never_enters_a_batch(policy: Transformer) -> None:
+    batch = Sampler(policy, 0).open()
+    with pytest.raises(ValueError, match="prompt_ids is empty"):
+        batch.submit(Request(prompt_ids=(), params=WARM, seed=0))
+    for request in _requests(WARM):
+        batch.submit(request)
+    batch.step()
+    assert batch.num_running == 6, "opened by hand, it has all its slots"
+
+
+# Not compiled, FlexAttention warns that it is slow.
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("changes", [{}, {"cache": "dual"}, {"cache": "prefix"}, {"cfg_scale": 0.5}])
+def test_flex_attention_samples_the_same(policy: Transformer, changes: dict[str, object]) -> None:
+    requests = _requests(SamplingParams(**BASE | changes))
+    masked = Sampler(policy, 0).generate(requests)
+    skipped = Sampler(policy, 0, EngineConfig(attention="flex", static_shapes=True)).generate(requests)
+    for one, other in zip(masked, skipped, strict=True):
+        assert one.token_ids.tolist() == other.token_ids.tolist()
+        np.testing.assert_allclose(one.commit_logp, other.commit_logp, atol=1e-5)

@@ -1,0 +1,117 @@
+"""From logits to tokens: one pass of statistics, then one uniform and an inverse CDF for each committed slot.
+
+Shape letters: N slots, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_CHUNK = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Predictions:
+    """What the policy says of N slots."""
+
+    shifted: Tensor
+    """[N, V] float32 logits minus the largest of their row; -inf where a token is forbidden."""
+    top_token: Tensor
+    """[N] int64: the most probable token, the lowest id among equals."""
+    log_norm: Tensor
+    """[N] log-sum-exp of `shifted`: minus the log-probability, in nats, of the most probable token."""
+
+    def logp(self, slots_N: Tensor, tokens_N: Tensor) -> Tensor:
+        """Log-probability, in nats, of a token at each of some slots."""
+        return self.shifted[slots_N, tokens_N] - self.log_norm[slots_N]
+
+    def entropy(self, slots_N: Tensor) -> Tensor:
+        """Entropy, in nats, of the prediction at each of some slots."""
+        logp_NV = self.shifted[slots_N] - self.log_norm[slots_N, None]
+        return torch.special.entr(logp_NV.exp_()).sum(dim=-1)
+
+
+def predictions(logits_NV: Tensor) -> Predictions:
+    """Maximum and normaliser of each row, in float32. Overwrites float32 logits: they can be gigabytes."""
+    shifted_NV = logits_NV.float()
+    top_N, token_N = shifted_NV.max(dim=-1)
+    shifted_NV.sub_(top_N[:, None])
+    return Predictions(shifted_NV, token_N, shifted_NV.exp().sum(dim=-1).log_())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Law:
+    """How each of N slots is drawn."""
+
+    temperature: Tensor
+    """[N] float32; 0 takes the most probable token."""
+    top_p: Tensor
+    """[N] float32, 1 for no limit."""
+    top_k: Tensor
+    """[N] int64, 0 for no limit."""
+    is_truncated: bool
+    """Whether any slot has a `top_p` or `top_k`."""
+
+
+def draw(predicted: Predictions, slots_N: Tensor, law: Law, uniforms_N: Tensor) -> tuple[Tensor, Tensor]:
+    """A token for each of some slots, and its log-probability, in nats, under the law it was drawn from.
+
+    Temperature 0 is the most probable token, with log-probability 0.
+
+    Args:
+        predicted: what the policy says.
+        slots_N: the slots, as indices into it; one may come several times.
+        law: how each is drawn.
+        uniforms_N: a number in (0, 1) for each, which decides the draw.
+    """
+    is_greedy_N = law.temperature == 0
+    scaled_NV = predicted.shifted[slots_N].div_(torch.where(is_greedy_N, 1.0, law.temperature)[:, None])
+    if law.is_truncated:
+        scaled_NV = truncate(scaled_NV, law.top_p, law.top_k)
+    drawn_N, total_N = inverse_cdf(scaled_NV.exp(), uniforms_N)
+    logp_N = scaled_NV.gather(1, drawn_N[:, None])[:, 0] - total_N.log().float()
+    return torch.where(is_greedy_N, predicted.top_token[slots_N], drawn_N), torch.where(is_greedy_N, 0.0, logp_N)
+
+
+def truncate(logits_NV: Tensor, top_p_N: Tensor, top_k_N: Tensor) -> Tensor:
+    """Logits with -inf for all but the `top_k` most probable tokens and the fewest that have `top_p` together."""
+    sorted_NV, order_NV = logits_NV.sort(dim=-1, descending=True, stable=True)
+    p_NV = sorted_NV.softmax(dim=-1)
+    ranks_V = torch.arange(logits_NV.shape[1], device=logits_NV.device)
+    # A top_p of 1 keeps all: a sum of the tail may round to 1 before its end.
+    keep_NV = (p_NV.cumsum(dim=-1) - p_NV < top_p_N[:, None]) | (top_p_N == 1)[:, None]
+    keep_NV &= (ranks_V < top_k_N[:, None]) | (top_k_N == 0)[:, None]
+    keep_NV[:, 0] = True
+    return sorted_NV.masked_fill_(~keep_NV, -torch.inf).gather(1, order_NV.argsort(dim=-1))
+
+
+def inverse_cdf(weights_NV: Tensor, uniforms_N: Tensor) -> tuple[Tensor, Tensor]:
+    """The token of each row at which the running sum of its weights passes a share of their total.
+
+    Two levels: chunks of the vocabulary first, then inside one chunk. Only the sums of chunks are added up over the
+    whole vocabulary, in float64, so that the tail is not lost to rounding. A token of weight 0 is never drawn.
+
+    Args:
+        weights_NV: not negative, float32, with a positive sum in each row.
+        uniforms_N: in (0, 1).
+
+    Returns:
+        tokens [N] int64, and the sums of the weights [N] float64.
+    """
+    chunks_NCK = F.pad(weights_NV, (0, -weights_NV.shape[1] % _CHUNK)).unflatten(1, (-1, _CHUNK))
+    running_NC = chunks_NCK.sum(dim=-1).double().cumsum(dim=-1)
+    total_N = running_NC[:, -1]
+    target_N = uniforms_N.double() * total_N
+    # Weights that are no numbers would point past the end; who looks at the predictions reports them.
+    chunk_N = torch.searchsorted(running_NC, target_N[:, None], right=True)[:, 0].clamp_(max=running_NC.shape[1] - 1)
+    inside_NK = chunks_NCK[torch.arange(len(chunk_N), device=chunk_N.device), chunk_N].double()
+    below_N = F.pad(running_NC, (1, 0)).gather(1, chunk_N[:, None])[:, 0]
+    inner_NK = inside_NK.cumsum(dim=-1)
+    # The chunk's own sum can be a last bit smaller than the share that was left for it.
+    largest_N = torch.nextafter(inner_NK[:, -1], torch.zeros_like(total_N))
+    place_N = torch.searchsorted(inner_NK, torch.minimum(target_N - below_N, largest_N)[:, None], right=True)[:, 0]
+    return (chunk_N * _CHUNK + place_N).clamp_(max=weights_NV.shape[1] - 1), total_N

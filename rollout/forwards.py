@@ -1,0 +1,285 @@
+"""The forwards of one denoise step: which canvases are run, and how their logits serve the rows.
+
+Three kinds of rows can be active at once. A row without cache is run whole, once for all rows whose canvases are still
+equal, and once more with its prompt masked under guidance. A row with a cache is run whole where its block begins or is
+refreshed, and then leaves keys and values behind; else only its block is run (dual) or its block and all after it
+(prefix).
+
+Shape letters: A active rows, K slots of a block, R rows of a forward, U different canvases, N open slots, Q queried
+columns, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from learner.model.memory import Memory
+from learner.model.transformer import Transformer
+from rollout.request import Cache, Request
+from rollout.slots import Slots, on_device
+
+_BUCKET = 64
+
+
+class Kind(IntEnum):
+    """How a row is run; active rows are kept in this order."""
+
+    WHOLE = 0
+    REFRESH = 1
+    CACHED = 2
+
+
+@dataclass(frozen=True, slots=True)
+class ActiveRow:
+    """A row of this step, as the host knows it."""
+
+    slot: int
+    request: Request
+    kind: Kind
+    is_fresh: bool
+    """Whether nothing was committed yet: rows of equal requests then have equal canvases."""
+    block_start: int
+    """Column where its block begins."""
+
+    @property
+    def length(self) -> int:
+        """Columns of the canvas."""
+        return len(self.request.prompt_ids) + self.request.params.gen_length
+
+    @property
+    def canvas_key(self) -> object:
+        """Equal for rows whose canvases and blocks are equal."""
+        if not self.is_fresh:
+            return self.slot
+        params = self.request.params
+        fixed = tuple(sorted(self.request.fixed_tokens.items()))
+        return (
+            self.request.prompt_ids,
+            params.gen_length,
+            params.block_length,
+            params.cfg_scale,
+            params.forbidden_ids,
+            fixed,
+        )
+
+
+@dataclass(slots=True)
+class ForwardCounts:
+    """What the forwards cost so far."""
+
+    num_forwards: int = 0
+    """Calls of the network."""
+    num_rows: int = 0
+    """Canvases, or parts of one, that they ran."""
+    num_tokens: int = 0
+    """Slots that they ran, padding included."""
+    num_scored: int = 0
+    """Slots that went through the head."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotLogits:
+    """What the forwards of a step give."""
+
+    logits: Tensor
+    """[U, V]."""
+    index: Tensor
+    """[N] int64, ascending: the open slots (static: all slots of the blocks) as indices into [A * K]."""
+    source: Tensor
+    """[N] int64: the row of `logits` that serves each of them; rows that share a forward share it."""
+
+
+class Forwards:
+    """Runs the policy for the rows of a batch."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        forward: Callable[..., Tensor],
+        slots: Slots,
+        counts: ForwardCounts,
+        *,
+        is_static: bool,
+    ) -> None:
+        """Run `model` on canvases in `slots`.
+
+        Args:
+            model: the policy.
+            forward: its forward, perhaps compiled.
+            slots: the rows.
+            counts: added to.
+            is_static: score every slot of each block instead of the masked ones, and round widths up, so that few
+                shapes occur and nothing waits for the device.
+        """
+        self.model, self._forward, self.counts = model, forward, counts
+        self._slots, self._is_static = slots, is_static
+        self._memory: tuple[Tensor, Tensor] | None = None
+
+    def logits(self, active: Sequence[ActiveRow], columns_AK: Tensor, open_AK: Tensor) -> SlotLogits:
+        """Logits of the open slots of all active rows, which are sorted by kind.
+
+        Args:
+            active: the rows.
+            columns_AK: columns of their blocks.
+            open_AK: bool, which of these are masked.
+        """
+        parts, first = [], 0
+        for kind in Kind:
+            rows = [row for row in active if row.kind is kind]
+            if rows:
+                span = slice(first, first + len(rows))
+                parts.append((first * columns_AK.shape[1], self._part(rows, columns_AK[span], open_AK[span])))
+                first += len(rows)
+        if len(parts) == 1:
+            return parts[0][1]
+        num_before = [0, *accumulate(len(part.logits) for _, part in parts)]
+        return SlotLogits(
+            logits=torch.cat([part.logits for _, part in parts]),
+            index=torch.cat([part.index + offset for offset, part in parts]),
+            source=torch.cat([part.source + before for before, (_, part) in zip(num_before, parts, strict=False)]),
+        )
+
+    def _part(self, rows: list[ActiveRow], columns_RK: Tensor, open_RK: Tensor) -> SlotLogits:
+        """The same for rows of one kind."""
+        index_N = self._asked(open_RK)
+        if rows[0].kind is not Kind.WHOLE:
+            logits_NV = self._with_memory(rows, columns_RK, index_N)
+            return SlotLogits(logits_NV, index_N, torch.arange(len(index_N), device=index_N.device))
+        canvas_of_key: dict[object, int] = {}
+        canvas_R = [canvas_of_key.setdefault(row.canvas_key, len(canvas_of_key)) for row in rows]
+        if len(canvas_of_key) == len(rows):
+            logits_NV = self._whole(rows, columns_RK, index_N)
+            return SlotLogits(logits_NV, index_N, torch.arange(len(index_N), device=index_N.device))
+        first = [canvas_R.index(canvas) for canvas in range(len(canvas_of_key))]
+        first_U = self._tensor(first)
+        shared_M = self._asked(open_RK[first_U])
+        logits_MV = self._whole([rows[row] for row in first], columns_RK[first_U], shared_M)
+        K = columns_RK.shape[1]
+        place = torch.empty(len(first) * K, dtype=torch.int64, device=index_N.device)
+        place[shared_M] = torch.arange(len(shared_M), device=index_N.device)
+        canvas_N = self._tensor(canvas_R)[index_N // K]
+        return SlotLogits(logits_MV, index_N, place[canvas_N * K + index_N % K])
+
+    def _asked(self, open_RK: Tensor) -> Tensor:
+        if self._is_static:
+            return torch.arange(open_RK.numel(), device=open_RK.device)
+        return open_RK.flatten().nonzero()[:, 0]
+
+    def _whole(self, rows: Sequence[ActiveRow], columns_RK: Tensor, scored_N: Tensor) -> Tensor:
+        """Logits [N, V] of whole canvases."""
+        rows_R = self._tensor([row.slot for row in rows])
+        lengths = [row.length for row in rows]
+        width = self._width(max(lengths))
+        ids_RL = self._slots.canvases.tokens[rows_R, :width]
+        guided = [index for index, row in enumerate(rows) if row.request.params.cfg_scale]
+        if not guided:
+            return self._run(ids_RL, self._lengths(lengths, width), columns_RK, scored_N)
+        guided_G = self._tensor(guided)
+        blind_GL = self._without_prompt(rows_R[guided_G], width)
+        twins_T, of_T = self._twins(guided_G, columns_RK, scored_N)
+        logits = self._run(
+            torch.cat((ids_RL, blind_GL)),
+            self._lengths([*lengths, *(lengths[index] for index in guided)], width),
+            torch.cat((columns_RK, columns_RK[guided_G])),
+            torch.cat((scored_N, twins_T)),
+        )
+        logits = logits.float()
+        seeing_NV, blind_TV = logits[: len(scored_N)], logits[len(scored_N) :]
+        scale_T = 1 + self._slots.rows.cfg_scale[rows_R[scored_N[of_T] // columns_RK.shape[1]]]
+        seeing_NV[of_T] = torch.lerp(blind_TV, seeing_NV[of_T], scale_T[:, None])
+        return seeing_NV
+
+    def _without_prompt(self, rows_G: Tensor, width: int) -> Tensor:
+        """The canvases [G, width] of some rows with a prompt that says nothing."""
+        columns = torch.arange(width, device=rows_G.device)
+        is_prompt_GL = columns < self._slots.rows.prompt_length[rows_G, None]
+        return torch.where(is_prompt_GL, self.model.config.mask_token_id, self._slots.canvases.tokens[rows_G, :width])
+
+    def _twins(self, guided_G: Tensor, columns_RK: Tensor, scored_N: Tensor) -> tuple[Tensor, Tensor]:
+        """The scored slots of the guided rows, in canvases that follow all others: indices into the flattened
+        [(R + G) * K], and for each the place in `scored_N` of the slot that it is the twin of."""
+        R, K = columns_RK.shape
+        twin_R = torch.full((R,), -1, device=scored_N.device)
+        twin_R[guided_G] = torch.arange(R, R + len(guided_G), device=scored_N.device)
+        if self._is_static:
+            of_T = (guided_G[:, None] * K + torch.arange(K, device=guided_G.device)).flatten()
+        else:
+            of_T = (twin_R[scored_N // K] >= 0).nonzero()[:, 0]
+        return twin_R[scored_N[of_T] // K] * K + scored_N[of_T] % K, of_T
+
+    def _with_memory(self, rows: Sequence[ActiveRow], columns_RK: Tensor, scored_N: Tensor) -> Tensor:
+        """Logits [N, V] of canvases that are remembered: run whole, or only from their blocks on."""
+        rows_R = self._tensor([row.slot for row in rows])
+        lengths = [row.length for row in rows]
+        width = self._width(max(lengths))
+        memory = self._remembered([row.slot for row in rows], width)
+        lengths_R = self._tensor(lengths)
+        if rows[0].kind is Kind.REFRESH:
+            ids_RL = self._slots.canvases.tokens[rows_R, :width]
+            # What lies past a short row's end is not attended to, so it may be remembered.
+            return self._run(ids_RL, lengths_R, columns_RK, scored_N, memory=memory)
+        # A family whose predictions come from the column before needs that column too. (Asked on the CPU: no wait.)
+        begins = self.model.predicting_columns(torch.tensor([row.block_start for row in rows])).tolist()
+        ends = [
+            row.length
+            if row.request.params.cache is Cache.PREFIX
+            else row.block_start + row.request.params.block_length
+            for row in rows
+        ]
+        window = self._bucket(max(end - begin for begin, end in zip(begins, ends, strict=True)))
+        columns_RQ = self._tensor(begins)[:, None] + torch.arange(window, device=rows_R.device)
+        # Rows with a shorter window than the widest: the rest is run for nothing and forgotten.
+        columns_RQ = torch.where(columns_RQ < self._tensor(ends)[:, None], columns_RQ, width)
+        ids_RQ = self._slots.canvases.tokens[rows_R[:, None], columns_RQ.clamp(max=self._slots.width - 1)]
+        queries_RK = columns_RK - self._tensor(begins)[:, None]
+        return self._run(ids_RQ, lengths_R, queries_RK, scored_N, memory=memory, columns_RL=columns_RQ)
+
+    def _run(
+        self,
+        ids_RL: Tensor,
+        lengths_R: Tensor | None,
+        queries_RQ: Tensor,
+        scored_N: Tensor,
+        *,
+        memory: Memory | None = None,
+        columns_RL: Tensor | None = None,
+    ) -> Tensor:
+        # A block narrower than the widest one asks past its row's end; nobody looks at the answer.
+        queries_RQ = queries_RQ.clamp(max=ids_RL.shape[1] - 1)
+        self.counts.num_forwards += 1
+        self.counts.num_rows += len(ids_RL)
+        self.counts.num_tokens += ids_RL.numel()
+        self.counts.num_scored += len(scored_N)
+        return self._forward(ids_RL, lengths_R, queries_RQ, scored_N, memory=memory, columns_BL=columns_RL)
+
+    def _remembered(self, rows: list[int], width: int) -> Memory:
+        config, slots = self.model.config, self._slots
+        if self._memory is None or self._memory[0].shape[3] <= width:
+            weight = self.model.embed.weight
+            shape = (config.num_layers, slots.num_slots, config.num_kv_heads, slots.width + 1, config.head_dim)
+            grown = weight.new_zeros(shape), weight.new_zeros(shape)
+            if self._memory is not None:
+                held = self._memory[0].shape[3]
+                for wider, narrower in zip(grown, self._memory, strict=True):
+                    wider[:, :, :, :held] = narrower
+            self._memory = grown
+        return Memory(*self._memory, self._tensor(rows), width, are_first=rows == list(range(len(rows))))
+
+    def _width(self, length: int) -> int:
+        return min(self._bucket(length), self._slots.width, self.model.config.max_sequence_length)
+
+    def _bucket(self, length: int) -> int:
+        return -(-length // _BUCKET) * _BUCKET if self._is_static else length
+
+    def _lengths(self, lengths: list[int], width: int) -> Tensor | None:
+        is_ragged = self._is_static or any(length != width for length in lengths)
+        return self._tensor(lengths) if is_ragged else None
+
+    def _tensor(self, values: list[int]) -> Tensor:
+        return on_device(values, self._slots.device)

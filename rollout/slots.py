@@ -1,0 +1,278 @@
+"""The state of the rows that are denoised together, as flat tensors: row s is slot s of the engine.
+
+A canvas is a prompt, its completion slots, then padding. Each row has its own prompt length, block pointer and
+schedule, so that rows at different places of unlike requests share one forward.
+
+Shape letters: S slots of the engine, W columns of the widest canvas, F rows that enter or leave, A rows looked at.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rollout.request import Cache, Completion, FinishReason, Request
+from rollout.schedules import CODES, RowSchedules, shares
+
+_NO_TOKEN = -1
+
+
+@dataclass(slots=True)
+class RowState:
+    """One number of each row, [S] or the [A] of some of them."""
+
+    prompt_length: Tensor
+    """int64; the completion begins at this column. The next five are int64 too."""
+    end: Tensor
+    """Column after the completion's last slot."""
+    block_length: Tensor
+    steps_per_block: Tensor
+    block_start: Tensor
+    """Column where the block that is being denoised begins."""
+    block_masked: Tensor
+    """Masked slots that the block began with."""
+    step: Tensor
+    """int64: denoise steps done."""
+    step_in_block: Tensor
+    """int64: those done in this block."""
+    draw_key: Tensor
+    """int64."""
+    done: Tensor
+    """bool: nothing more is committed; an empty slot is done."""
+    broken: Tensor
+    """bool: the policy predicted something that is no number."""
+    code: Tensor
+    """int64: `CODES` of the schedule."""
+    temperature: Tensor
+    """float32, as the rest but `top_k`, which is int64."""
+    top_p: Tensor
+    top_k: Tensor
+    log_threshold: Tensor
+    factor: Tensor
+    entropy_bound: Tensor
+    cfg_scale: Tensor
+
+    def of(self, rows_A: Tensor) -> RowState:
+        """The numbers of some rows, copied."""
+        return RowState(*(getattr(self, field.name)[rows_A] for field in fields(self)))
+
+    def schedules(self) -> RowSchedules:
+        """What `select` needs of these rows."""
+        return RowSchedules(
+            code=self.code,
+            quota=shares(self.block_masked, self.steps_per_block, self.step_in_block),
+            log_threshold=self.log_threshold,
+            factor=self.factor,
+            entropy_bound=self.entropy_bound,
+        )
+
+
+@dataclass(slots=True)
+class Canvases:
+    """One number of each column of each row, [S, W]."""
+
+    tokens: Tensor
+    """int64."""
+    masked: Tensor
+    """bool: a completion slot that nothing was committed to yet."""
+    step_map: Tensor
+    """int64; this and the next four as in `Completion`."""
+    logp: Tensor
+    """float32."""
+    logp_raw: Tensor
+    """float32."""
+    entropy: Tensor
+    """float32."""
+    fallback: Tensor
+    """bool."""
+
+
+class Slots:
+    """S rows, each empty or denoising one request."""
+
+    def __init__(self, num_slots: int, mask_id: int, eos_id: int, device: torch.device) -> None:
+        """Make empty slots for a policy with these ids."""
+        self.num_slots, self._mask_id, self._eos_id, self.device = num_slots, mask_id, eos_id, device
+        self.width = self._longest = self._longest_block = 0
+        self.rows = RowState(*(torch.zeros(num_slots, dtype=dtype, device=device) for dtype in _ROW_DTYPES))
+        self.rows.done.fill_(True)
+        self.canvases = self._empty_canvases(0)
+        self._stop_ids = torch.full((num_slots, 1), _NO_TOKEN, device=device)
+
+    def admit(self, slots: Sequence[int], requests: Sequence[Request]) -> None:
+        """Put requests into empty slots."""
+        for request in requests:
+            self._longest_block = max(self._longest_block, request.params.block_length)
+            self._longest = max(self._longest, len(request.prompt_ids) + request.params.gen_length)
+        # All blocks are looked at through a window as wide as the longest of them, be it another row's: columns for it
+        # past the end of the longest canvas.
+        self._widen(self._longest + self._longest_block)
+        rows_F = on_device(slots, self.device)
+        tokens = np.full((len(requests), self.width), self._mask_id, dtype=np.int64)
+        masked = np.zeros((len(requests), self.width), dtype=bool)
+        for row, request in enumerate(requests):
+            start = len(request.prompt_ids)
+            tokens[row, :start] = request.prompt_ids
+            masked[row, start : start + request.params.gen_length] = True
+            for slot, token in request.fixed_tokens.items():
+                tokens[row, start + slot], masked[row, start + slot] = token, False
+        for field in fields(Canvases):
+            getattr(self.canvases, field.name)[rows_F] = 0
+        self.canvases.step_map[rows_F] = -1
+        self.canvases.tokens[rows_F] = torch.from_numpy(tokens).to(self.device)
+        self.canvases.masked[rows_F] = torch.from_numpy(masked).to(self.device)
+        self._admit_rows(rows_F, requests)
+        self._admit_stop_ids(rows_F, requests)
+        self._point_at_blocks(rows_F)
+
+    def advance(self, rows_A: Tensor, before: RowState) -> None:
+        """Count a denoise step of rows that were as `before`, and move on those whose block is finished.
+
+        A row is done when no slot is masked, or when a finished block has a stop token: what would follow is cut off.
+        """
+        going_A = (~before.done).long()
+        self.rows.step[rows_A] = before.step + going_A
+        self.rows.step_in_block[rows_A] = before.step_in_block + going_A
+        self._point_at_blocks(rows_A)
+
+    def harvest(
+        self, slots: Sequence[int], requests: Sequence[Request], policy_version: int, *, is_cache_exact: bool
+    ) -> list[Completion]:
+        """The completions of rows that are done; their slots can be given to others."""
+        rows_F = on_device(slots, self.device)
+        last_F = self._first_stop(rows_F, self.rows.of(rows_F)).tolist()
+        num_steps = self.rows.step[rows_F].tolist()
+        host = {field.name: getattr(self.canvases, field.name)[rows_F].cpu().numpy() for field in fields(Canvases)}
+        return [
+            Completion(
+                **_record({name: array[row] for name, array in host.items()}, request, *ends),
+                exact=is_cache_exact or request.params.cache is Cache.NONE,
+                logp_exact=request.params.logp_exact,
+                policy_version=policy_version,
+            )
+            for row, (request, *ends) in enumerate(zip(requests, last_F, num_steps, strict=True))
+        ]
+
+    def _admit_rows(self, rows_F: Tensor, requests: Sequence[Request]) -> None:
+        values = [_row_values(request) for request in requests]
+        for field, dtype, column in zip(fields(RowState), _ROW_DTYPES, zip(*values, strict=True), strict=True):
+            getattr(self.rows, field.name)[rows_F] = on_device(column, self.device, dtype)
+
+    def _admit_stop_ids(self, rows_F: Tensor, requests: Sequence[Request]) -> None:
+        given = [request.params.stop_ids for request in requests]
+        stop_ids = [(self._eos_id,) if ids is None else tuple(dict.fromkeys(ids)) for ids in given]
+        width = max(self._stop_ids.shape[1], *map(len, stop_ids))
+        if width > self._stop_ids.shape[1]:
+            wider = torch.full((self.num_slots, width), _NO_TOKEN, device=self.device)
+            wider[:, : self._stop_ids.shape[1]] = self._stop_ids
+            self._stop_ids = wider
+        padded = [[*ids, *[_NO_TOKEN] * (width - len(ids))] for ids in stop_ids]
+        self._stop_ids[rows_F] = on_device(padded, self.device)
+
+    def _point_at_blocks(self, rows_A: Tensor) -> None:
+        """Find each row's first unfinished block, and whether the row is done."""
+        now, masked_AW = self.rows.of(rows_A), self.canvases.masked[rows_A]
+        columns_W = torch.arange(self.width, device=self.device)
+        first_A = torch.where(masked_AW, columns_W, self.width).amin(dim=1)
+        block_A = (first_A - now.prompt_length).div(now.block_length, rounding_mode="floor")
+        start_A = now.prompt_length + block_A * now.block_length
+        # Tokens that were given in blocks still to come do not end a text.
+        done_A = now.done | (first_A == self.width) | (self._first_stop(rows_A, now) < start_A)
+        is_new_A = (start_A > now.block_start) & ~done_A
+        in_block_AW = (columns_W >= start_A[:, None]) & (columns_W < (start_A + now.block_length)[:, None])
+        num_masked_A = (masked_AW & in_block_AW).sum(dim=1)
+        self.rows.done[rows_A] = done_A
+        self.rows.block_start[rows_A] = torch.where(is_new_A, start_A, now.block_start)
+        self.rows.block_masked[rows_A] = torch.where(is_new_A, num_masked_A, now.block_masked)
+        self.rows.step_in_block[rows_A] = torch.where(is_new_A, 0, now.step_in_block)
+
+    def _first_stop(self, rows_A: Tensor, now: RowState) -> Tensor:
+        """The column [A] of each row's first stop token in its completion, W where there is none."""
+        tokens_AW = self.canvases.tokens[rows_A]
+        columns_W = torch.arange(self.width, device=self.device)
+        is_text_AW = (columns_W >= now.prompt_length[:, None]) & (columns_W < now.end[:, None])
+        is_stop_AW = (tokens_AW[:, :, None] == self._stop_ids[rows_A][:, None, :]).any(dim=2)
+        is_stop_AW &= is_text_AW & ~self.canvases.masked[rows_A]
+        return torch.where(is_stop_AW, columns_W, self.width).amin(dim=1)
+
+    def _empty_canvases(self, width: int) -> Canvases:
+        shape = (self.num_slots, width)
+        return Canvases(*(torch.zeros(shape, dtype=dtype, device=self.device) for dtype in _CANVAS_DTYPES))
+
+    def _widen(self, width: int) -> None:
+        if width <= self.width:
+            return
+        wider = self._empty_canvases(width)
+        for field in fields(Canvases):
+            getattr(wider, field.name)[:, : self.width] = getattr(self.canvases, field.name)
+        self.canvases, self.width = wider, width
+
+
+_ROW_DTYPES = (
+    *[torch.int64] * 9,
+    *[torch.bool] * 2,
+    torch.int64,
+    *[torch.float32] * 2,
+    torch.int64,
+    *[torch.float32] * 4,
+)
+_CANVAS_DTYPES = (torch.int64, torch.bool, torch.int64, *[torch.float32] * 3, torch.bool)
+
+
+def on_device(values: Sequence[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """A tensor of `values` there. On a GPU it arrives in its own time: nothing waits for what the device does."""
+    if device.type == "cpu":
+        return torch.tensor(values, dtype=dtype)
+    return torch.tensor(values, dtype=dtype).pin_memory().to(device, non_blocking=True)
+
+
+def _row_values(request: Request) -> tuple[float, ...]:
+    """The numbers of a fresh row, in the order of `RowState`. Its block is found afterwards."""
+    params, start = request.params, len(request.prompt_ids)
+    return (
+        start,
+        start + params.gen_length,
+        params.block_length,
+        max(1, params.steps_per_block),
+        -1,
+        0,
+        0,
+        0,
+        request.draw_key,
+        False,
+        False,
+        CODES[params.schedule],
+        params.temperature,
+        params.top_p,
+        params.top_k,
+        math.nan if params.threshold is None else math.log(params.threshold),
+        math.nan if params.factor is None else params.factor,
+        math.nan if params.entropy_bound is None else params.entropy_bound,
+        params.cfg_scale,
+    )
+
+
+def _record(columns: dict[str, np.ndarray], request: Request, first_stop: int, num_steps: int) -> dict[str, Any]:
+    """What a row's canvas says of its completion: whole blocks up to that of the first stop token."""
+    params, start = request.params, len(request.prompt_ids)
+    is_ended = first_stop < start + params.gen_length
+    num_tokens = first_stop - start + 1 if is_ended else params.gen_length
+    num_slots = -(-num_tokens // params.block_length) * params.block_length
+    kept = {name: column[start : start + num_slots].copy() for name, column in columns.items()}
+    return {
+        "token_ids": kept["tokens"].astype(np.int32),
+        "num_tokens": num_tokens,
+        "step_map": kept["step_map"].astype(np.int32),
+        "commit_logp": kept["logp"],
+        "commit_logp_raw": kept["logp_raw"],
+        "commit_entropy": kept["entropy"],
+        "fallback": kept["fallback"],
+        "num_forwards": num_steps * (2 if params.cfg_scale else 1),
+        "finish_reason": FinishReason.EOS if is_ended else FinishReason.LENGTH,
+    }

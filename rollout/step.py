@@ -1,0 +1,145 @@
+"""One denoise step after its forward: which open slots are committed, and which tokens they get.
+
+Shape letters: A active rows, K slots of the longest block, N open slots, M slots that are committed, U slots that were
+predicted: fewer than N where rows shared a forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from learner.counter import uniform
+from rollout.drawing import Law, draw, predictions
+from rollout.forwards import SlotLogits
+from rollout.request import SamplingParams, Schedule
+from rollout.schedules import BlockView, select
+from rollout.slots import RowState, on_device
+
+_LOTTERY_KEY = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """What is committed: [M] each, as in `Completion`."""
+
+    tokens: Tensor
+    steps: Tensor
+    logp: Tensor
+    logp_raw: Tensor
+    entropy: Tensor
+
+
+class DenoiseStep:
+    """The choices of one denoise step, from the policy's predictions."""
+
+    def __init__(
+        self,
+        params: Sequence[SamplingParams],
+        rows: RowState,
+        columns_AK: Tensor,
+        open_AK: Tensor,
+        found: SlotLogits,
+    ) -> None:
+        """Choose among the open slots.
+
+        Args:
+            params: how each row is denoised.
+            rows: where it stands.
+            columns_AK: the columns of its block.
+            open_AK: bool, which of these are masked.
+            found: their logits, which are overwritten.
+        """
+        self._params, self._rows, self._open_AK = params, rows, open_AK
+        self._index_N, self._source_N = found.index, found.source
+        self._predicted = predictions(found.logits)
+        self._slots_AK = columns_AK - rows.prompt_length[:, None]
+        self._drawn_N: tuple[Tensor, Tensor] | None = None
+        if not all(p.logp_exact for p in params):
+            self._drawn_N = self._draw(torch.arange(len(found.index), device=found.index.device))
+
+    def select(self) -> tuple[Tensor, Tensor]:
+        """The slots [A, K] to commit, and those of them that only the at-least-one rule commits."""
+        present = {p.schedule for p in self._params}
+        entropy_AK = lottery_AK = None
+        if Schedule.ENTROPY_BOUND in present:
+            entropy_AK = self._grid(self._entropies()[self._source_N])
+        if Schedule.RANDOM in present:
+            rows = self._rows
+            lottery_AK = uniform(rows.draw_key[:, None], rows.step[:, None], self._slots_AK, _LOTTERY_KEY)
+        view = BlockView(
+            masked=self._open_AK,
+            confidence=self._grid(self._confidence()),
+            entropy=entropy_AK,
+            lottery=lottery_AK,
+        )
+        return select(view, self._rows.schedules(), present)
+
+    def broken_rows(self) -> Tensor:
+        """[A] whether a row was predicted something that is no number."""
+        is_number_U = self._predicted.log_norm.isfinite()
+        is_broken_AK = torch.zeros_like(self._open_AK)
+        is_broken_AK.view(-1)[self._index_N] = ~is_number_U[self._source_N]
+        return is_broken_AK.any(dim=1)
+
+    def draw(self, picked_M: Tensor) -> Drawn:
+        """Tokens for some of the open slots."""
+        source_M = self._source_N[picked_M]
+        if self._drawn_N is None:
+            tokens_M, logp_M = self._draw(picked_M)
+        else:
+            tokens_M, logp_M = self._drawn_N[0][picked_M], self._drawn_N[1][picked_M]
+        return Drawn(
+            tokens=tokens_M,
+            steps=self._rows.step[self._row_of(picked_M)],
+            logp=logp_M,
+            logp_raw=self._predicted.logp(source_M, tokens_M),
+            entropy=self._entropy(source_M),
+        )
+
+    def _confidence(self) -> Tensor:
+        """What slots are ranked by: the probability of the most probable token, or of the one that was drawn."""
+        confidence_N = -self._predicted.log_norm[self._source_N]
+        if self._drawn_N is None:
+            return confidence_N
+        draws_first_A = on_device([not p.logp_exact for p in self._params], confidence_N.device)
+        drawn_first_N = draws_first_A[self._index_N // self._open_AK.shape[1]]
+        return torch.where(drawn_first_N, self._predicted.logp(self._source_N, self._drawn_N[0]), confidence_N)
+
+    def _draw(self, picked_M: Tensor) -> tuple[Tensor, Tensor]:
+        rows, row_M, source_M = self._rows, self._row_of(picked_M), self._source_N[picked_M]
+        if all(p.temperature == 0 for p in self._params):
+            tokens_M = self._predicted.top_token[source_M]
+            return tokens_M, torch.zeros(tokens_M.shape, device=tokens_M.device)
+        law = Law(
+            temperature=rows.temperature[row_M],
+            top_p=rows.top_p[row_M],
+            top_k=rows.top_k[row_M],
+            is_truncated=any(p.top_p < 1 or p.top_k for p in self._params),
+        )
+        slots_M = self._slots_AK.flatten()[self._index_N[picked_M]]
+        uniforms_M = uniform(rows.draw_key[row_M], rows.step[row_M], slots_M)
+        return draw(self._predicted, source_M, law, uniforms_M)
+
+    def _entropy(self, source_M: Tensor) -> Tensor:
+        if len(source_M) <= len(self._predicted.top_token):
+            return self._predicted.entropy(source_M)
+        # Rows that share a forward share its entropies.
+        return self._entropies()[source_M]
+
+    def _entropies(self) -> Tensor:
+        """[U] entropies of all predictions."""
+        top_token_U = self._predicted.top_token
+        return self._predicted.entropy(torch.arange(len(top_token_U), device=top_token_U.device))
+
+    def _row_of(self, picked_M: Tensor) -> Tensor:
+        return self._index_N[picked_M] // self._open_AK.shape[1]
+
+    def _grid(self, values_N: Tensor) -> Tensor:
+        """[N] values of the open slots to [A, K]; -inf elsewhere."""
+        grid = torch.full(self._open_AK.shape, -torch.inf, device=values_N.device)
+        grid.view(-1)[self._index_N] = values_N
+        return grid

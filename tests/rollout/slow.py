@@ -1,0 +1,137 @@
+"""Sampling by the book, to test the sampler against: one row, plain Python, the head everywhere, nothing shared."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from learner.counter import uniform
+from learner.model.transformer import Transformer
+from rollout.request import Drawing, Request, SamplingParams, Schedule
+
+LOTTERY_KEY = 1
+
+
+@dataclass
+class Slow:
+    """What a completion should be, over the whole canvas: no early end."""
+
+    tokens: list[int]
+    step_map: list[int]
+    logp: list[float]
+    logp_raw: list[float]
+    entropy: list[float]
+    fallback: list[bool]
+    num_steps: int = 0
+    blocks: list[int] = field(default_factory=list)
+    """Steps that each block took."""
+
+
+@torch.no_grad()
+def sample(policy: Transformer, request: Request) -> Slow:
+    """The completion of one request."""
+    params, mask_id = request.params, policy.config.mask_token_id
+    n = params.gen_length
+    tokens = [request.fixed_tokens.get(slot, mask_id) for slot in range(n)]
+    slow = Slow(tokens, [-1] * n, [0.0] * n, [0.0] * n, [0.0] * n, [False] * n)
+    is_open = [slot not in request.fixed_tokens for slot in range(n)]
+    for begin in range(0, n, params.block_length):
+        block = range(begin, begin + params.block_length)
+        num_masked = sum(is_open[slot] for slot in block)
+        in_block = 0
+        while any(is_open[slot] for slot in block):
+            slots = [slot for slot in block if is_open[slot]]
+            logits = _logits(policy, request, slow.tokens)
+            share = num_masked // max(1, params.steps_per_block) + (
+                in_block < num_masked % max(1, params.steps_per_block)
+            )
+            drawn = {slot: _draw(logits[slot], request, slow.num_steps, slot) for slot in slots}
+            chosen, is_fallback = _choose(params, request, slow.num_steps, logits, drawn, slots, share)
+            for slot in chosen:
+                token, logp = drawn[slot]
+                law = logits[slot].double().softmax(-1)
+                slow.tokens[slot], slow.step_map[slot], slow.logp[slot] = token, slow.num_steps, logp
+                slow.logp_raw[slot] = law[token].log().item()
+                slow.entropy[slot] = torch.special.entr(law).sum().item()
+                slow.fallback[slot] = is_fallback
+                is_open[slot] = False
+            slow.num_steps += 1
+            in_block += 1
+        slow.blocks.append(in_block)
+    return slow
+
+
+def _logits(policy: Transformer, request: Request, tokens: list[int]) -> Tensor:
+    start, mask_id = len(request.prompt_ids), policy.config.mask_token_id
+    logits = policy(torch.tensor([[*request.prompt_ids, *tokens]]))[0, start:]
+    if request.params.cfg_scale:
+        blind = policy(torch.tensor([[*[mask_id] * start, *tokens]]))[0, start:]
+        logits = blind + (request.params.cfg_scale + 1) * (logits - blind)
+    logits[:, [mask_id, *request.params.forbidden_ids]] = -torch.inf
+    return logits
+
+
+def _draw(logits: Tensor, request: Request, step: int, slot: int) -> tuple[int, float]:
+    params = request.params
+    if params.temperature == 0:
+        return int(logits.argmax()), 0.0
+    law = (logits / params.temperature).double().softmax(-1)
+    order = law.argsort(descending=True, stable=True).tolist()
+    kept, mass = [], 0.0
+    for rank, token in enumerate(order):
+        if (params.top_k and rank >= params.top_k) or mass >= params.top_p:
+            break
+        kept.append(token)
+        mass += law[token].item()
+    law = torch.zeros_like(law).index_copy(0, torch.tensor(kept), law[kept])
+    law /= law.sum()
+    u = uniform(torch.tensor(request.draw_key), step, slot).double().item()
+    token = int((law.cumsum(0) <= u).sum())
+    return token, law[token].log().item()
+
+
+def _choose(
+    params: SamplingParams,
+    request: Request,
+    step: int,
+    logits: Tensor,
+    drawn: dict[int, tuple[int, float]],
+    slots: list[int],
+    share: int,
+) -> tuple[list[int], bool]:
+    law = {slot: logits[slot].double().softmax(-1) for slot in slots}
+    confidence = {slot: law[slot].max().item() for slot in slots}
+    if params.drawing is Drawing.SAMPLE_THEN_SELECT:
+        confidence = {slot: law[slot][drawn[slot][0]].item() for slot in slots}
+    ranked = sorted(slots, key=lambda slot: (-confidence[slot], slot))
+    if params.threshold is not None:
+        passed = [slot for slot in slots if confidence[slot] > params.threshold]
+        leftmost = params.schedule is Schedule.LEFT_TO_RIGHT
+        return passed or (slots[:1] if leftmost else ranked[:1]), not passed
+    match params.schedule:
+        case Schedule.QUOTA:
+            return ranked[:share], False
+        case Schedule.FACTOR:
+            count = 0
+            while count < len(ranked) and confidence[ranked[count]] >= 1 - params.factor / (count + 2):
+                count += 1
+            return ranked[: max(1, count)], count == 0
+        case Schedule.ENTROPY_BOUND:
+            return _within_entropy_bound(params.entropy_bound, law, slots), False
+        case Schedule.RANDOM:
+            ticket = {slot: uniform(torch.tensor(request.draw_key), step, slot, LOTTERY_KEY).item() for slot in slots}
+            return sorted(slots, key=lambda slot: -ticket[slot])[:share], False
+        case _:
+            return slots[:share], False
+
+
+def _within_entropy_bound(bound: float, law: dict[int, Tensor], slots: list[int]) -> list[int]:
+    entropy = {slot: torch.special.entr(law[slot]).sum().item() for slot in slots}
+    ranked = sorted(slots, key=lambda slot: (entropy[slot], slot))
+    count = 1
+    while count < len(ranked) and math.fsum(entropy[slot] for slot in ranked[:count]) <= bound:
+        count += 1
+    return ranked[:count]

@@ -1,0 +1,145 @@
+"""Caches: approximate on purpose, but exactly the approximation that they say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from learner.model.families import make_model
+from learner.model.transformer import Transformer, init_weights
+from rollout.config import EngineConfig
+from rollout.replay import replay
+from rollout.request import Cache, Request, SamplingParams
+from rollout.sampler import Sampler
+from tests.rollout.slow import Slow, sample
+
+BASE: dict[str, Any] = {"gen_length": 16, "block_length": 8, "num_denoise_steps": 8, "temperature": 1.0}
+
+
+class _FrozenLayer:
+    """Keys and values of one block: those at frozen columns are the ones of the last whole forward."""
+
+    def __init__(self) -> None:
+        self.held: tuple[Tensor, Tensor] | None = None
+        self.frozen: Tensor | None = None
+
+    def update(self, columns: Tensor | None, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        if self.frozen is None:
+            self.held = keys, values
+            return keys, values
+        keep = self.frozen[None, None, :, None]
+        return torch.where(keep, self.held[0], keys), torch.where(keep, self.held[1], values)
+
+
+class _SlowCache:
+    """A policy that computes the whole canvas always, and only pretends to remember: the slow reference."""
+
+    def __init__(self, policy: Transformer, params: SamplingParams, prompt_length: int) -> None:
+        self.policy, self.config, self.params, self.start = policy, policy.config, params, prompt_length
+        self.layers = [_FrozenLayer() for _ in policy.blocks]
+        self.block, self.step = -1, 0
+
+    def layer(self, index: int) -> _FrozenLayer:
+        return self.layers[index]
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        self.width = ids.shape[1]
+        masked = (ids[0, self.start :] == self.config.mask_token_id).nonzero()[:, 0]
+        block = int(masked[0]) // self.params.block_length
+        self.step = self.step + 1 if block == self.block else 0
+        self.block = block
+        every = self.params.cache_refresh_steps
+        is_whole = self.step == 0 or (every and self.step % every == 0)
+        columns = torch.arange(self.width)
+        begin = int(self.policy.predicting_columns(torch.tensor(self.start + block * self.params.block_length)))
+        end = self.start + (block + 1) * self.params.block_length
+        frozen = columns < begin
+        if self.params.cache is Cache.DUAL:
+            frozen |= columns >= end
+        for layer in self.layers:
+            layer.frozen = None if is_whole else frozen
+        return self.policy(ids, memory=self)
+
+
+def _requests(params: SamplingParams) -> list[Request]:
+    generator = torch.Generator().manual_seed(5)
+    prompts = [tuple(torch.randint(0, 38, (length,), generator=generator).tolist()) for length in (3, 9, 5, 9, 1)]
+    return [Request(prompt_ids=prompt, params=params, seed=100 + i) for i, prompt in enumerate(prompts)]
+
+
+@pytest.fixture(params=["llada", "dream"])
+def either(request: pytest.FixtureRequest, policy: Transformer) -> Transformer:
+    model = make_model(policy.config.model_copy(update={"family": request.param, "qkv_bias": request.param == "dream"}))
+    init_weights(model, seed=3)
+    with torch.no_grad():
+        model.head.weight.mul_(4.0)
+    return model
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"cache": "prefix"},
+        {"cache": "dual"},
+        {"cache": "dual", "cache_refresh_steps": 3},
+        {"cache": "prefix", "threshold": 0.3},
+        {"cache": "dual", "entropy_bound": 1.0},
+    ],
+)
+def test_a_cached_step_attends_to_what_the_last_whole_forward_left(
+    either: Transformer, changes: dict[str, object]
+) -> None:
+    params = SamplingParams(**BASE | changes)
+    requests = _requests(params)
+    # Three slots: rows at different steps of their blocks, whole and cached forwards in one step.
+    completions = Sampler(either, 0, EngineConfig(num_slots=3)).generate(requests)
+    for request, completion in zip(requests, completions, strict=True):
+        slow: Slow = sample(_SlowCache(either, params, len(request.prompt_ids)), request)  # type: ignore[arg-type]
+        denoised = len(completion.token_ids)
+        assert completion.token_ids.tolist() == slow.tokens[:denoised]
+        assert completion.step_map.tolist() == slow.step_map[:denoised]
+        assert completion.commit_logp == pytest.approx(slow.logp[:denoised], abs=2e-5)
+        assert not completion.exact
+
+
+@pytest.mark.parametrize("cache", ["prefix", "dual"])
+def test_a_cache_that_is_refreshed_at_every_step_is_exact(policy: Transformer, cache: str) -> None:
+    exact = _requests(SamplingParams(**BASE))
+    cached = _requests(SamplingParams(**BASE, cache=cache, cache_refresh_steps=1))
+    for one, other in zip(Sampler(policy, 0).generate(exact), Sampler(policy, 0).generate(cached), strict=True):
+        assert one.token_ids.tolist() == other.token_ids.tolist()
+        np.testing.assert_allclose(one.commit_logp, other.commit_logp, atol=1e-5)
+
+
+def test_cached_and_exact_rows_share_a_batch(policy: Transformer) -> None:
+    kinds = [SamplingParams(**BASE), SamplingParams(**BASE, cache="dual"), SamplingParams(**BASE, cache="prefix")]
+    requests = [replace(_requests(kinds[0])[index % 5], params=kinds[index % 3], seed=index) for index in range(9)]
+    sampler = Sampler(policy, 0, EngineConfig(num_slots=4))
+    for request, completion in zip(requests, sampler.generate(requests), strict=True):
+        (alone,) = Sampler(policy, 0).generate([request])
+        assert alone.token_ids.tolist() == completion.token_ids.tolist()
+        np.testing.assert_allclose(alone.commit_logp, completion.commit_logp, atol=1e-5)
+        assert completion.exact == (request.params.cache is Cache.NONE)
+
+
+def test_the_mismatch_of_a_cache_is_what_replay_shows(policy: Transformer) -> None:
+    for cache, exact in (("none", True), ("dual", False)):
+        request = _requests(SamplingParams(**BASE, cache=cache))[1]
+        (completion,) = Sampler(policy, 0).generate([request])
+        difference = np.abs(completion.commit_logp - replay(policy, request, completion).logp).max()
+        assert (difference < 1e-5) == exact
+
+
+def test_a_cached_step_runs_less(policy: Transformer) -> None:
+    tokens = {}
+    for cache in ("none", "prefix", "dual"):
+        sampler = Sampler(policy, 0)
+        sampler.generate([_requests(SamplingParams(**BASE, cache=cache, stop_ids=()))[1]])
+        tokens[cache] = sampler.counts.num_tokens
+    # 8 steps over 9 + 16 columns; 2 whole forwards and 6 of a block of 8, or of all from the block on.
+    assert tokens == {"none": 8 * 25, "prefix": 2 * 25 + 3 * 16 + 3 * 8, "dual": 2 * 25 + 6 * 8}
