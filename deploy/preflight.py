@@ -22,6 +22,8 @@ from deploy.errors import UserError, reason
 from deploy.printing import counted
 from deploy.recipe import Recipe
 from learner.model.checkpoint import load_config
+from learner.model.families import make_model
+from learner.model.hub import find_checkpoint
 from rewards import Split, make_task
 
 _FLOAT_BYTES = 4
@@ -192,7 +194,7 @@ def _input_problems(recipe: Recipe) -> Iterator[str]:
         yield "wandb_project is set and the package wandb is missing; pip install 'd1[wandb]', or leave it out"
     if recipe.model.checkpoint is not None:
         try:
-            load_config(recipe.model.checkpoint)
+            load_config(find_checkpoint(recipe.model.checkpoint, config_only=True))
         except ValueError as error:
             yield f"model.checkpoint: {error}"
 
@@ -209,10 +211,23 @@ def _weight_copies(recipe: Recipe) -> int:
 
 def _weight_bytes(recipe: Recipe) -> int:
     if recipe.model.checkpoint is not None:
-        return sum(path.stat().st_size for path in Path(recipe.model.checkpoint).glob("*.safetensors"))
+        return _checkpoint_bytes(recipe.model.checkpoint)
     model = recipe.model
     block = 4 * model.d_model**2 + 3 * model.d_model * model.mlp_hidden_size
     return _FLOAT_BYTES * (2 * model.vocab_size * model.d_model + model.num_layers * block)
+
+
+def _checkpoint_bytes(reference: Path) -> int:
+    """What a checkpoint's weights take in memory. Of one that cannot be used, nothing: `preflight` says why."""
+    import torch
+
+    try:
+        config = load_config(find_checkpoint(reference, config_only=True))
+    except ValueError:
+        return 0
+    with torch.device("meta"):
+        model = make_model(config)
+    return _FLOAT_BYTES * sum(parameter.numel() for parameter in model.parameters())
 
 
 def gigabytes(num_bytes: float) -> str:

@@ -28,12 +28,13 @@ class Stages(StrEnum):
 
 
 class ModelSection(BaseModel):
-    """The policy: made from scratch by its shape, or loaded from a checkpoint directory."""
+    """The policy: made from scratch by its shape, or loaded from a checkpoint."""
 
     model_config = _STRICT
 
     checkpoint: Path | None = None
-    """A Hugging Face checkpoint directory to start from; then the shape below is the checkpoint's."""
+    """The Hugging Face checkpoint to start from: a directory, or a hub id `org/name[@revision]`; then the shape below
+    is the checkpoint's."""
     d_model: PositiveInt = 128
     """Width of the residual stream."""
     num_layers: PositiveInt = 4

@@ -16,8 +16,10 @@ from deploy.errors import UserError
 from deploy.overrides import load_recipe, resolved_yaml
 from deploy.recipe import ModelSection, Recipe, Stages
 from learner.model.checkpoint import load_config, load_policy, save_checkpoint
+from learner.model.families import make_model
+from learner.model.hub import find_checkpoint
 from learner.model.tokenizer import EOS, MASK, ChatTokenizer, make_tokenizer
-from learner.model.transformer import Transformer, TransformerConfig, init_weights
+from learner.model.transformer import TransformerConfig, init_weights
 from rewards import Split, make_task
 
 _PHASES = {
@@ -78,8 +80,7 @@ def create_run_dir(recipe: Recipe, spec: RunSpec, start_from: Path | None) -> No
     try:
         partial.mkdir(parents=True)
         (partial / RECIPE).write_text(resolved_yaml(recipe))
-        source = start_from or recipe.model.checkpoint
-        _write_initial(recipe, partial / CHECKPOINTS / "initial", source)
+        _write_initial(recipe, partial / CHECKPOINTS / "initial", _source(recipe, start_from))
         _check_plan(replace(spec, run_dir=partial))
         partial.rename(spec.run_dir)
     except (ValueError, OSError) as error:
@@ -109,6 +110,12 @@ def _flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def _source(recipe: Recipe, start_from: Path | None) -> Path | None:
+    """The checkpoint to start from; None to start from scratch."""
+    source = start_from or recipe.model.checkpoint
+    return None if source is None else find_checkpoint(source)
+
+
 def _write_initial(recipe: Recipe, directory: Path, source: Path | None) -> None:
     state = asdict(Position(phase=Phase.UNTRAINED, round=0, policy_version=0, rl_seconds=0.0))
     canvas_tokens = recipe.rollout.max_prompt_tokens + recipe.rollout.sampling.gen_length
@@ -125,7 +132,7 @@ def _write_initial(recipe: Recipe, directory: Path, source: Path | None) -> None
     tokenizer_dir = directory.parent / ".tokenizer"
     make_tokenizer(_texts(recipe), tokenizer_dir, recipe.model.vocab_size)
     config = _scratch_config(recipe.model, ChatTokenizer(tokenizer_dir), canvas_tokens)
-    model = Transformer(config)
+    model = make_model(config)
     init_weights(model, recipe.seed, recipe.model.init_scale)
     save_checkpoint(directory, config, model.state_dict(), tokenizer_dir, trainer_state=state)
     shutil.rmtree(tokenizer_dir)

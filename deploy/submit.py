@@ -13,6 +13,7 @@ from deploy.printing import printable
 
 if TYPE_CHECKING:
     from deploy.recipe import Recipe
+from learner.model.hub import is_hub_id
 
 # Ray's own excludes: what git ignores, and these where a tree is no checkout.
 _EXCLUDES = ["/runs", "/.venv", "/.git"]
@@ -142,5 +143,7 @@ def _relative(recipe_path: Path) -> str:
 
 def _absolute_paths(recipe: Recipe) -> list[str]:
     """Overrides for paths that mean something else in the job's copy of this directory, which Ray deletes."""
-    paths = {"runs_dir": recipe.runs_dir, "model.checkpoint": recipe.model.checkpoint}
-    return [f"{key}={path.resolve()}" for key, path in paths.items() if path is not None and not path.is_absolute()]
+    paths = {"runs_dir": recipe.runs_dir}
+    if recipe.model.checkpoint is not None and not is_hub_id(recipe.model.checkpoint):
+        paths["model.checkpoint"] = recipe.model.checkpoint
+    return [f"{key}={path.resolve()}" for key, path in paths.items() if not path.is_absolute()]

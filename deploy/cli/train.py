@@ -44,7 +44,11 @@ def train(
     dry_run: DryRun = False,
     start_from: Annotated[
         Path | None,
-        typer.Option("--from", metavar="CHECKPOINT", help="Skip SFT: start the rounds from this checkpoint directory."),
+        typer.Option(
+            "--from",
+            metavar="CHECKPOINT",
+            help="Skip SFT: start the rounds from this checkpoint, a directory or a hub id.",
+        ),
     ] = None,
     resume: Resume = False,
     resume_or_start: ResumeOrStart = False,
@@ -150,8 +154,9 @@ def _is_done(events: Sequence[Event]) -> bool:
 
 def _check_checkpoint(directory: Path) -> None:
     from learner.model.checkpoint import load_config
+    from learner.model.hub import find_checkpoint
 
     try:
-        load_config(directory)
+        load_config(find_checkpoint(directory, config_only=True))
     except ValueError as error:
         raise UserError(f"--from {directory}: {error}") from error

@@ -41,10 +41,13 @@ class PolicyReplica:
         assert policy.checkpoint is not None, "it was found as a checkpoint"
         checkpoint = Path(policy.checkpoint)
         self._run, self._token_digest = recipe.name, token_digest
-        sampler = load_sampler(policy, checkpoint)
+        engine = recipe.rollout.engine
+        sampler = load_sampler(policy, checkpoint, engine)
         self._engine = PolicyEngine(checkpoint, recipe.rollout.sampling, sampler, policy)
         registry = Registry(registry_url, recipe.name)
-        self._follower = VersionFollower(registry, self._engine, lambda announced: load_sampler(announced, checkpoint))
+        self._follower = VersionFollower(
+            registry, self._engine, lambda announced: load_sampler(announced, checkpoint, engine)
+        )
         # Not healthy before it has what its siblings serve: a new replica never answers with an older version.
         self._follower.follow_once(block_ms=0)
         self._follower.ensure_running()

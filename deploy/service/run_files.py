@@ -14,7 +14,8 @@ from actors.spec import Phase
 from deploy.errors import UserError
 from deploy.recipe import Recipe
 from learner.model.checkpoint import load_config, load_policy
-from learner.model.transformer import Transformer
+from learner.model.families import make_model
+from rollout.config import EngineConfig
 from rollout.sampler import Sampler
 
 _FETCH_TIMEOUT_S = 120.0
@@ -60,12 +61,13 @@ def latest_checkpoint(run_dir: Path) -> PolicyVersion:
     )
 
 
-def load_sampler(policy: PolicyVersion, config_dir: Path) -> Sampler:
+def load_sampler(policy: PolicyVersion, config_dir: Path, engine: EngineConfig) -> Sampler:
     """The sampler of an announced version: from its weight store, or else from its checkpoint.
 
     Args:
         policy: the version.
         config_dir: a checkpoint directory of the same run, for the policy's shape: a store holds tensors only.
+        engine: how the run's samplers compute.
 
     Raises:
         LookupError: neither the store nor a checkpoint has it. The store may have moved on to newer versions.
@@ -85,9 +87,11 @@ def load_sampler(policy: PolicyVersion, config_dir: Path) -> Sampler:
             import torch
 
             with torch.device("meta"):
-                model = Transformer(load_config(config_dir))
-            model.load_state_dict({name: tensor.float() for name, tensor in weights.items()}, assign=True)
-            return Sampler(model, policy.version)
+                model = make_model(load_config(config_dir))
+            model.load_state_dict(
+                {name: tensor.to(engine.torch_dtype) for name, tensor in weights.items()}, assign=True
+            )
+            return Sampler(model, policy.version, engine)
     if policy.checkpoint is None:
         raise LookupError(f"policy version {policy.version} was announced without a store or a checkpoint")
-    return Sampler(load_policy(Path(policy.checkpoint)), policy.version)
+    return Sampler(load_policy(Path(policy.checkpoint), engine.torch_dtype), policy.version, engine)

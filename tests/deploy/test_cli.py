@@ -65,7 +65,7 @@ def test_help_needs_neither_torch_nor_ray(tmp_path: Path) -> None:
     assert _python(code, cwd=tmp_path).stdout == "[]\n"
     ended = _python(_MAIN, "--help", cwd=tmp_path)
     assert ended.returncode == 0
-    for command in ("train", "sft", "submit", "serve", "doctor", "schema", "runs"):
+    for command in ("train", "sft", "submit", "sample", "serve", "doctor", "schema", "runs"):
         assert f" {command} " in ended.stdout
 
 
@@ -106,9 +106,11 @@ def test_from_skips_sft(
     recipe_file: Path, d1: Callable, install_job: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = install_job(FakeJob([]))
-    d1("train", "tiny.yaml", "--from", "nowhere").assert_refused("--from nowhere: ", "has no config.json")
+    refused = d1("train", "tiny.yaml", "--from", "nowhere")
+    refused.assert_refused("--from nowhere: ", "is no directory, and no hub id either")
     assert job.calls == []
     monkeypatch.setattr("learner.model.checkpoint.load_config", lambda directory: None)
+    (recipe_file.parent / "somewhere").mkdir()
     assert d1("train", "tiny.yaml", "--from", "somewhere").status == 0
     assert job.calls == [(Stages.RL, Path("somewhere"), False, False)]
 

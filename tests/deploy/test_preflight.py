@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,7 +11,9 @@ import pytest
 
 from deploy.errors import UserError
 from deploy.overrides import load_recipe
-from deploy.preflight import Resources, cluster_resources, preflight
+from deploy.preflight import Resources, cluster_resources, needs_of, preflight
+from learner.model.llada import write_config
+from learner.model.transformer import TransformerConfig
 
 PLENTY = Resources(where="this machine", cpus=64, gpus=8, memory_bytes=10**12, is_ours=True)
 SMALL = Resources(where="the cluster at x:1", cpus=2, gpus=0, memory_bytes=2 * 10**9, is_ours=False)
@@ -73,7 +76,35 @@ def test_more_problems_than_the_task_has_are_refused(recipe_file: Path) -> None:
 
 def test_a_checkpoint_that_is_none_is_refused(recipe_file: Path) -> None:
     (problem,) = _problems(recipe_file, "model.checkpoint=nowhere")
-    assert problem == "model.checkpoint: nowhere is not a checkpoint: it has no config.json"
+    assert problem == (
+        "model.checkpoint: nowhere is no directory, and no hub id either: that is org/name or org/name@revision"
+    )
+    empty = recipe_file.parent / "empty"
+    empty.mkdir()
+    (problem,) = _problems(recipe_file, f"model.checkpoint={empty}")
+    assert problem == f"model.checkpoint: {empty} is not a checkpoint: it has no config.json"
+
+
+def test_of_a_checkpoint_the_config_alone_says_what_a_run_needs(
+    recipe_file: Path, config: TransformerConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is all that is fetched of a hub id before the run starts."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    (problem,) = _problems(recipe_file, "model.checkpoint=org/name")
+    assert problem.startswith("model.checkpoint: there is no directory org/name, and the model ")
+    assert f"org/name is not in the cache {tmp_path}, and HF_HUB_OFFLINE is set" in problem
+    repo = tmp_path / "models--org--name"
+    snapshot = repo / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text("0" * 40)
+    wide = config.model_copy(update={"vocab_size": 10_000_000})
+    (snapshot / "config.json").write_text(json.dumps(write_config(wide)))
+    assert _problems(recipe_file, "model.checkpoint=org/name") == []
+    scratch, copies = needs_of(load_recipe(recipe_file, [])).memory_bytes, 5
+    needs = needs_of(load_recipe(recipe_file, ["model.checkpoint=org/name"])).memory_bytes
+    assert needs - scratch > copies * 4 * 2 * wide.vocab_size * wide.d_model
 
 
 def test_the_services_port_must_be_free_only_when_it_is_ours_to_open(recipe_file: Path, taken_port: int) -> None:

@@ -90,6 +90,8 @@ def test_relative_paths_are_made_absolute_for_the_job(
     assert words[-2:] == [f"runs_dir={workdir}/runs", f"model.checkpoint={workdir}/start"]
     submit_tiny("name=b", "runs_dir=/shared/runs")
     assert shlex.split(cluster.jobs["b"].entrypoint)[-1] == "runs_dir=/shared/runs"
+    submit_tiny("name=c", "model.checkpoint=GSAI-ML/LLaDA-8B-Base")
+    assert shlex.split(cluster.jobs["c"].entrypoint)[-1] == f"runs_dir={workdir}/runs", "a hub id is no path"
 
 
 @pytest.mark.parametrize(

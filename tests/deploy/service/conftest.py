@@ -11,6 +11,7 @@ from deploy.service.run_files import latest_checkpoint, load_sampler, read_recip
 from learner.model.checkpoint import save_checkpoint
 from learner.model.tokenizer import EOS, MASK, ChatTokenizer, make_tokenizer
 from learner.model.transformer import Transformer, TransformerConfig, init_weights
+from rollout.config import EngineConfig
 from rollout.sampler import Sampler
 
 RECIPE = {
@@ -92,7 +93,7 @@ def engine(run_dir):
     policy = latest_checkpoint(run_dir)
     checkpoint = run_dir / "checkpoints" / "sft-1"
     params = read_recipe(run_dir).rollout.sampling
-    return PolicyEngine(checkpoint, params, load_sampler(policy, checkpoint), policy)
+    return PolicyEngine(checkpoint, params, load_sampler(policy, checkpoint, EngineConfig()), policy)
 
 
 @pytest.fixture(scope="session")

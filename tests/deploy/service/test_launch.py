@@ -10,6 +10,7 @@ from deploy.errors import UserError
 from deploy.service import banner
 from deploy.service.launch import serve_run, service_token
 from deploy.service.run_files import latest_checkpoint, load_sampler
+from rollout.config import EngineConfig
 
 
 def test_the_highest_version_is_served_but_never_the_controls(run_dir, add_checkpoint):
@@ -53,23 +54,23 @@ def test_weights_that_the_store_lost_come_from_the_checkpoint(run_dir, make_poli
     monkeypatch.setattr("actors.weights.fetch", gone)
     checkpoint = run_dir / "checkpoints" / "sft-1"
     with pytest.raises(LookupError, match="d1-weights-tiny has no 2"):
-        load_sampler(make_policy(2, weight_store="d1-weights-tiny"), checkpoint)
+        load_sampler(make_policy(2, weight_store="d1-weights-tiny"), checkpoint, EngineConfig())
     policy = make_policy(1, weight_store="d1-weights-tiny", checkpoint=str(checkpoint))
-    assert load_sampler(policy, checkpoint).policy_version == 1
+    assert load_sampler(policy, checkpoint, EngineConfig()).policy_version == 1
     with pytest.raises(LookupError, match="without a store or a checkpoint"):
-        load_sampler(make_policy(2), checkpoint)
+        load_sampler(make_policy(2), checkpoint, EngineConfig())
 
 
 def test_weights_of_a_store_become_the_policy(run_dir, make_model, make_policy, monkeypatch):
     weights = make_model(2).state_dict()
     checkpoint = run_dir / "checkpoints" / "sft-1"
     monkeypatch.setattr("actors.weights.fetch", lambda store, version, timeout_s: weights)
-    loaded = load_sampler(make_policy(2, weight_store="s"), checkpoint).model.state_dict()
+    loaded = load_sampler(make_policy(2, weight_store="s"), checkpoint, EngineConfig()).model.state_dict()
     assert loaded.keys() == weights.keys()
     assert all(loaded[name].equal(weights[name]) for name in weights)
     del weights["head.weight"]
     with pytest.raises(RuntimeError, match=r"head\.weight"):
-        load_sampler(make_policy(2, weight_store="s"), checkpoint)
+        load_sampler(make_policy(2, weight_store="s"), checkpoint, EngineConfig())
 
 
 def test_a_token_is_made_once_and_is_its_owners_alone(run_dir, monkeypatch):

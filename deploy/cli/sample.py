@@ -1,0 +1,170 @@
+"""`d1 sample`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from deploy.errors import RunFailedError, UserError, reason
+
+if TYPE_CHECKING:
+    from deploy.sampling.policy import Policy
+    from deploy.sampling.prepare import Item, Options
+
+_EXIT_BAD_REQUESTS, _EXIT_INTERRUPTED = 2, 130
+_DENOISING = "Denoising (left out: as the checkpoint's run was evaluated, else d1's defaults)"
+_STDIN = "-"
+
+
+def _denoising(text: str, metavar: str | None = None) -> Any:
+    return typer.Option(help=text, metavar=metavar, rich_help_panel=_DENOISING)
+
+
+def sample(
+    checkpoint: Annotated[
+        str,
+        typer.Argument(metavar="CHECKPOINT", help="A checkpoint directory, a run's directory, or a hub id ORG/NAME."),
+    ],
+    prompt: Annotated[str | None, typer.Argument(metavar="PROMPT", help="The user's turn of a conversation.")] = None,
+    *,
+    requests: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="One JSON object a line, see docs/sampling.md; - reads standard input."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object for each request.")] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Take the prompt as it is, without the chat template.")] = False,
+    keep_after_eos: Annotated[
+        bool, typer.Option("--keep-after-eos", help="Fill the whole canvas; nothing ends a text.")
+    ] = False,
+    colour: Annotated[
+        Literal["confidence", "step"], typer.Option(help="What a token's colour shows on a terminal.")
+    ] = "confidence",
+    device: Annotated[
+        Literal["cpu", "cuda"] | None, typer.Option(help="Where to compute; left out: a GPU where there is one.")
+    ] = None,
+    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of the weights.")] = "float32",
+    slots: Annotated[int, typer.Option(min=1, help="Requests that are denoised at a time.")] = 64,
+    gen_length: Annotated[int | None, _denoising("Tokens of the completion.")] = None,
+    block_length: Annotated[int | None, _denoising("Tokens denoised together; divides the length.")] = None,
+    steps: Annotated[
+        int | None, _denoising("Forwards in all; left out with another length: one for two tokens.")
+    ] = None,
+    temperature: Annotated[float | None, _denoising("Of the draw; 0, the default, takes the likeliest token.")] = None,
+    seed: Annotated[int | None, _denoising("Keys the draws; 0 by default.")] = None,
+    schedule: Annotated[
+        Literal["quota", "threshold", "factor", "entropy_bound", "random", "left_to_right"] | None,
+        _denoising("Which slots a step commits."),
+    ] = None,
+    threshold: Annotated[float | None, _denoising("Commit slots above this probability.")] = None,
+    factor: Annotated[float | None, _denoising("Fast-dLLM's factor; larger commits more at once.")] = None,
+    entropy_bound: Annotated[float | None, _denoising("In nats; larger commits more at once.")] = None,
+    drawing: Annotated[
+        Literal["select_then_sample", "sample_then_select"] | None,
+        _denoising("Which comes first, above temperature 0."),
+    ] = None,
+    cfg_scale: Annotated[float | None, _denoising("Classifier-free guidance; 0 is none.")] = None,
+    top_p: Annotated[float | None, _denoising("Draw from the likeliest tokens with this probability.")] = None,
+    top_k: Annotated[int | None, _denoising("Draw from this many tokens; 0 is all.")] = None,
+    cache: Annotated[
+        Literal["none", "prefix", "dual"] | None, _denoising("Keep keys and values inside a block; approximate.")
+    ] = None,
+    cache_refresh_steps: Annotated[int | None, _denoising("With a cache: a full forward after so many steps.")] = None,
+) -> None:
+    """Denoise a prompt before your eyes, or a file of requests, with one checkpoint.
+
+    The text alone goes to standard output where that is no terminal; what it took goes to standard error.
+    """
+    if (prompt is None) == (requests is None):
+        raise UserError("give a prompt or --requests FILE, one of them")
+    given = {
+        "seed": seed,
+        "gen_length": gen_length,
+        "block_length": block_length,
+        "steps": steps,
+        "temperature": temperature,
+        "schedule": schedule,
+        "threshold": threshold,
+        "factor": factor,
+        "entropy_bound": entropy_bound,
+        "drawing": drawing,
+        "cfg_scale": cfg_scale,
+        "top_p": top_p,
+        "top_k": top_k,
+        "cache": cache,
+        "cache_refresh_steps": cache_refresh_steps,
+    }
+    from deploy.sampling.policy import open_policy
+    from deploy.sampling.prepare import Options, check_options
+    from rollout.config import EngineConfig
+
+    values = {key: value for key, value in given.items() if value is not None}
+    options = Options(values=values, is_raw=raw, keep_after_eos=keep_after_eos)
+    check_options(options)
+    lines = None if requests is None else _read(requests)
+    policy = open_policy(checkpoint, device, EngineConfig(num_slots=slots, dtype=dtype))
+    with _failures_as_sentences(checkpoint):
+        if lines is not None:
+            _sample_file(policy, lines, options, colour, as_json=as_json)
+        elif prompt is not None:
+            _sample_prompt(policy, prompt, options, colour, as_json=as_json)
+
+
+@contextmanager
+def _failures_as_sentences(checkpoint: str) -> Iterator[None]:
+    """What is no mistake in the request: bad weights, and an output that takes nothing."""
+    if sys.stdout is None:
+        raise UserError("standard output is closed; there is nowhere to write the answer")
+    try:
+        yield
+    except FloatingPointError as error:
+        raise RunFailedError(f"{checkpoint}: {error}") from error
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise UserError(f"standard output takes no more: {reason(error)}") from error
+
+
+def _read(requests: Path) -> list[tuple[int, bytes]]:
+    from deploy.sampling.prepare import read_lines
+
+    is_stdin = str(requests) == _STDIN
+    return read_lines(str(requests), typer.get_binary_stream("stdin").read() if is_stdin else None)
+
+
+def _sample_file(
+    policy: Policy, lines: list[tuple[int, bytes]], options: Options, colour: str, *, as_json: bool
+) -> None:
+    from deploy.sampling.batch import report_refused
+    from deploy.sampling.prepare import prepare_file
+
+    items = list(prepare_file(lines, policy, options))
+    num_refused = report_refused(items)
+    _sample_items(policy, items, colour, as_json=as_json)
+    if num_refused:
+        raise typer.Exit(_EXIT_BAD_REQUESTS)
+
+
+def _sample_prompt(policy: Policy, prompt: str, options: Options, colour: str, *, as_json: bool) -> None:
+    from deploy.sampling.prepare import Item, prepare_prompt
+    from deploy.sampling.prompt import sample_prompt
+    from deploy.sampling.view import Colour
+
+    request = prepare_prompt(prompt, policy, options)
+    if as_json:
+        item = Item(index=0, line_number=1, id=None, request=request, error="")
+        _sample_items(policy, [item], colour, as_json=True)
+    elif not sample_prompt(policy, request, Colour(colour)):
+        raise typer.Exit(_EXIT_INTERRUPTED)
+
+
+def _sample_items(policy: Policy, items: list[Item], colour: str, *, as_json: bool) -> None:
+    from deploy.sampling.batch import sample_items
+    from deploy.sampling.view import Colour
+
+    if not sample_items(policy, items, Colour(colour), as_json=as_json):
+        raise typer.Exit(_EXIT_INTERRUPTED)

@@ -1,0 +1,82 @@
+"""What is answered to a request: a JSON object, or text to read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deploy.printing import counted, duration
+from deploy.sampling.prepare import Item
+from learner.model.tokenizer import ChatTokenizer
+from rollout.request import Completion
+
+
+@dataclass(slots=True)
+class Totals:
+    """What was sampled so far."""
+
+    num_tokens: int = 0
+    """Up to the ends of the texts."""
+    num_forwards: int = 0
+    """Of each request; those that share a batch count one each."""
+
+    def add(self, completion: Completion) -> None:
+        """Count a completion."""
+        self.num_tokens += completion.num_tokens
+        self.num_forwards += completion.num_forwards
+
+    def sentence(self, seconds: float) -> str:
+        """`24 tokens, 12 forwards, 2.0 tokens a forward, 0.4 s`."""
+        return f"{work(self.num_tokens, self.num_forwards)}, {duration(seconds)}"
+
+
+def work(num_tokens: int, num_forwards: int) -> str:
+    """`24 tokens, 12 forwards, 2.0 tokens a forward`."""
+    rate = f"{num_tokens / max(1, num_forwards):.1f} tokens a forward"
+    return f"{counted(num_tokens, 'token')}, {counted(num_forwards, 'forward')}, {rate}"
+
+
+def answer(item: Item, completion: Completion, tokenizer: ChatTokenizer | None) -> dict[str, Any]:
+    """The answer to a request that was served."""
+    end = completion.num_tokens
+    token_ids = completion.token_ids[:end].tolist()
+    return _head(item) | {
+        "token_ids": token_ids,
+        "text": None if tokenizer is None else tokenizer.decode(token_ids),
+        "num_tokens": end,
+        "step_map": completion.step_map[:end].tolist(),
+        "commit_logp": _floats(completion.commit_logp[:end]),
+        "commit_logp_raw": _floats(completion.commit_logp_raw[:end]),
+        "commit_entropy": _floats(completion.commit_entropy[:end]),
+        "fallback": completion.fallback[:end].tolist(),
+        "tail": {"token_ids": completion.token_ids[end:].tolist(), "step_map": completion.step_map[end:].tolist()},
+        "num_forwards": completion.num_forwards,
+        "finish_reason": str(completion.finish_reason),
+        "exact": completion.exact,
+        "logp_exact": completion.logp_exact,
+        "policy_version": completion.policy_version,
+    }
+
+
+def refusal(item: Item) -> dict[str, Any]:
+    """The answer to a request that cannot be served."""
+    return _head(item) | {"error": item.error}
+
+
+def json_line(value: dict[str, Any]) -> str:
+    """One line of JSON, in ASCII: nothing in it steers a terminal."""
+    return json.dumps(value, allow_nan=False)
+
+
+def _head(item: Item) -> dict[str, Any]:
+    return {"index": item.index} | ({} if item.id is None else {"id": item.id})
+
+
+def _floats(values: NDArray[np.float32]) -> Sequence[float]:
+    """The numbers with as many digits as tell them from every other float32."""
+    return [float(str(value)) for value in values]

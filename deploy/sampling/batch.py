@@ -1,0 +1,198 @@
+"""A file of requests: all of them in one go, answered in their order as soon as it allows."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Self
+
+from rich.console import Console
+from rich.text import Text
+
+from deploy.printing import counted, printable
+from deploy.sampling.answers import Totals, answer, json_line, refusal, work
+from deploy.sampling.output import show
+from deploy.sampling.policy import Policy
+from deploy.sampling.prepare import Item
+from deploy.sampling.view import Colour, canvas_of, canvas_text
+from rollout.request import Completion, Request
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+Printer = Callable[[Item, Completion | None], None]
+"""Prints the answer to a request; None for one that cannot be served."""
+
+
+def report_refused(items: Sequence[Item]) -> int:
+    """Tell on stderr what is wrong with the requests that cannot be served. Returns how many they are."""
+    refused = [item for item in items if item.request is None]
+    for item in refused:
+        sys.stderr.write(f"d1: {printable(f'{item.place}: {item.error}')}\n")
+    sys.stderr.flush()
+    return len(refused)
+
+
+def sample_items(policy: Policy, items: Sequence[Item], colour: Colour, *, as_json: bool) -> bool:
+    """Serve the requests that can be served, and print an answer to each in its order.
+
+    Returns whether all was done: after Ctrl-C what is done is printed, and nothing more.
+    """
+    good = [(item, item.request) for item in items if item.request is not None]
+    with _Bar(len(good)) as bar:
+        printer = _json_printer(policy, bar.stdout) if as_json else _text_printer(policy, colour, bar.stdout)
+        answers = _InOrder(items, printer)
+        try:
+            _generate(policy, good, answers, bar)
+        except KeyboardInterrupt:
+            is_complete = False
+            answers.print_rest()
+        else:
+            is_complete = True
+    if not (is_complete and as_json):
+        sys.stderr.write(f"{'' if is_complete else 'stopped; '}{bar.summary()}\n")
+    return is_complete
+
+
+def _generate(policy: Policy, good: Sequence[tuple[Item, Request]], answers: _InOrder, bar: _Bar) -> None:
+    def done(index: int, completion: Completion) -> None:
+        bar.add(completion)
+        answers.add(good[index][0], completion)
+
+    policy.sampler.generate([request for _, request in good], done)
+
+
+class _InOrder:
+    """Holds answers back until all before them were printed."""
+
+    def __init__(self, items: Sequence[Item], printer: Printer) -> None:
+        self._items, self._printer = items, printer
+        self._held: dict[int, Completion] = {}
+        self._next = 0
+        self._print_ready()
+
+    def add(self, item: Item, completion: Completion) -> None:
+        """Take the answer to a request."""
+        self._held[item.index] = completion
+        self._print_ready()
+
+    def print_rest(self) -> None:
+        """Print what is there, whatever is missing before it."""
+        while self._next < len(self._items):
+            if self._is_ready():
+                self._print_one()
+            else:
+                self._next += 1
+
+    def _print_ready(self) -> None:
+        while self._next < len(self._items) and self._is_ready():
+            self._print_one()
+
+    def _is_ready(self) -> bool:
+        return self._next in self._held or self._items[self._next].request is None
+
+    def _print_one(self) -> None:
+        item = self._items[self._next]
+        with _uninterrupted():
+            self._printer(item, self._held.pop(item.index, None))
+            self._next += 1
+
+
+class _Bar:
+    """How far the requests are: on stderr where that is a terminal, below the answers where these go there too."""
+
+    def __init__(self, num_requests: int) -> None:
+        self.stdout = Console()
+        self._total, self._num_done, self._totals = num_requests, 0, Totals()
+        self._began = time.monotonic()
+        self._progress = self._make_progress() if num_requests and sys.stderr.isatty() else None
+
+    def __enter__(self) -> Self:
+        if self._progress is not None:
+            self._progress.start()
+            self._task = self._progress.add_task("requests", total=self._total, rate="")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+    def add(self, completion: Completion) -> None:
+        """Count a completion."""
+        self._num_done += 1
+        self._totals.add(completion)
+        if self._progress is not None:
+            rate = self._totals.num_tokens / (time.monotonic() - self._began)
+            self._progress.update(self._task, advance=1, rate=f"{rate:.0f} tokens/s")
+
+    def summary(self) -> str:
+        """What was done, in one line."""
+        share = counted(self._total, "request")
+        if self._num_done < self._total:
+            share = f"{self._num_done} of {share}"
+        return f"{share}, {self._totals.sentence(time.monotonic() - self._began)}"
+
+    def _make_progress(self) -> Progress:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns: list[Any] = [
+            TextColumn("{task.description}", style="bold"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[rate]}", style="cyan", markup=False),
+            TimeRemainingColumn(compact=True),
+        ]
+        # Two consoles on one terminal would overwrite each other; and what is piped must not be redirected.
+        console = self.stdout if sys.stdout.isatty() else Console(stderr=True)
+        return Progress(*columns, console=console, redirect_stdout=False, redirect_stderr=False)
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Let Ctrl-C wait, so that no answer is printed by half or twice. A second one does not wait."""
+    pressed = False
+
+    def note(*_: object) -> None:
+        nonlocal pressed
+        if pressed:
+            raise KeyboardInterrupt
+        pressed = True
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if pressed:
+        raise KeyboardInterrupt
+
+
+def _json_printer(policy: Policy, console: Console) -> Printer:
+    def print_answer(item: Item, completion: Completion | None) -> None:
+        value = refusal(item) if completion is None else answer(item, completion, policy.tokenizer)
+        show(Text(json_line(value)), console)
+
+    return print_answer
+
+
+def _text_printer(policy: Policy, colour: Colour, console: Console) -> Printer:
+    tokenizer = policy.tokenizer
+
+    def print_answer(item: Item, completion: Completion | None) -> None:
+        if completion is None:
+            return
+        name = f" {item.id}" if item.id is not None else ""
+        facts = f"{work(completion.num_tokens, completion.num_forwards)}, {completion.finish_reason}"
+        show(Text(printable(f"--- {item.place}{name}: {facts}"), style="dim"), console)
+        token_ids = completion.token_ids[: completion.num_tokens].tolist()
+        if tokenizer is None:
+            show(Text(" ".join(map(str, token_ids))), console)
+        elif console.is_terminal:
+            show(canvas_text(canvas_of(completion), tokenizer.decode, colour), console)
+        else:
+            show(Text(printable(tokenizer.decode(token_ids))), console)
+
+    return print_answer

@@ -1,0 +1,93 @@
+"""What a request leaves out: it comes from the command's options, then from the checkpoint's run, then from d1.
+
+Everything here goes by the keys of a request's line: `steps` is `SamplingParams.num_denoise_steps`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+from rollout.request import PARAMETER_OF, Cache, SamplingParams, Schedule
+
+Values = Mapping[str, Any]
+
+_SCHEDULE_OF = {name: str(schedule) for schedule, name in PARAMETER_OF.items()}
+_TAKES: dict[str, tuple[str, ...]] = {schedule: (name,) for schedule, name in PARAMETER_OF.items()}
+_TAKES[Schedule.LEFT_TO_RIGHT] = ("threshold",)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Defaults:
+    """How a checkpoint is sampled if nothing else is said: at temperature 0."""
+
+    values: Values
+    """By the line's keys."""
+    room: int | None
+    """Tokens that a canvas may have, where the default length is cut to them; None leaves the length as it is."""
+
+    @classmethod
+    def of_run(cls, sampling: SamplingParams) -> Defaults:
+        """As the run sampled when it was evaluated."""
+        return cls(values=_line_values(sampling), room=None)
+
+    @classmethod
+    def of_policy(cls, max_sequence_length: int) -> Defaults:
+        """d1's own, no longer than the policy takes."""
+        return cls(values=_line_values(SamplingParams()), room=max_sequence_length)
+
+    def complete(self, layers: Sequence[Values], num_prompt_tokens: int) -> dict[str, Any]:
+        """The values of a request that gives some of them; of two layers the later counts."""
+        values, given = reduce(overlay, layers, dict(self.values)), frozenset[str]().union(*layers)
+        if "gen_length" not in given and self.room is not None:
+            values["gen_length"] = _fitting(values, "block_length" in given, self.room - num_prompt_tokens)
+        if "block_length" not in given:
+            values["block_length"] = min(values["block_length"], values["gen_length"])
+        shape = ("gen_length", "block_length")
+        if "steps" not in given and any(values[key] != self.values[key] for key in shape):
+            values["steps"] = _half_as_many_steps(values["gen_length"], values["block_length"])
+        return values
+
+
+def overlay(lower: Values, upper: Values) -> dict[str, Any]:
+    """The values of both, those of `upper` first.
+
+    What belongs together is replaced together: a schedule that is given, or named by its parameter, takes along no
+    parameter of another one, and a request without cache takes along no refreshes.
+    """
+    kept = dict(lower)
+    parameters = [key for key in _SCHEDULE_OF if key in upper]
+    if "schedule" in upper or parameters:
+        schedule = upper.get("schedule") or _named(kept.get("schedule"), parameters)
+        taken = _TAKES.get(schedule, ())
+        kept = {key: value for key, value in kept.items() if key not in _SCHEDULE_OF or key in taken}
+        kept["schedule"] = schedule
+    if upper.get("cache") == Cache.NONE:
+        kept.pop("cache_refresh_steps", None)
+    return kept | dict(upper)
+
+
+def _named(schedule: str | None, parameters: list[str]) -> str:
+    """The schedule that takes all parameters: the one there is, or that of the first."""
+    if schedule is not None and set(parameters) <= set(_TAKES.get(schedule, ())):
+        return schedule
+    return _SCHEDULE_OF[parameters[0]]
+
+
+def _line_values(sampling: SamplingParams) -> dict[str, Any]:
+    values = sampling.model_dump(mode="json", exclude_none=True) | {"temperature": 0.0}
+    return {"steps" if name == "num_denoise_steps" else name: value for name, value in values.items()}
+
+
+def _fitting(values: Values, is_block_given: bool, room: int) -> int:
+    """The longest completion of whole blocks up to the default length that has room; else whatever there is."""
+    length, block = min(values["gen_length"], room), max(1, values["block_length"])
+    whole = length // block * block
+    return whole if whole > 0 else max(1, block if is_block_given else length)
+
+
+def _half_as_many_steps(gen_length: int, block_length: int) -> int:
+    """One step for two tokens, but one for each block at least."""
+    return max(1, gen_length // max(1, block_length)) * max(1, block_length // 2)

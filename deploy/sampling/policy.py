@@ -1,0 +1,125 @@
+"""The policy that `d1 sample` samples from: its checkpoint, found and loaded."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from actors.run_log import CHECKPOINTS, RECIPE
+from deploy.errors import UserError, reason
+from deploy.overrides import load_recipe
+from deploy.sampling.defaults import Defaults
+from learner.model.checkpoint import load_policy
+from learner.model.hub import find_checkpoint
+from learner.model.tokenizer import TOKENIZER_FILES, ChatTokenizer
+from learner.model.transformer import Transformer, TransformerConfig
+from rollout.config import EngineConfig
+from rollout.sampler import Sampler
+
+Device = Literal["cpu", "cuda"]
+
+_LEAST_SHARED_PARAMETERS = 50_000_000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Policy:
+    """A checkpoint that is ready to sample."""
+
+    name: str
+    """As the user named it."""
+    sampler: Sampler
+    """Its sampler, on the device."""
+    tokenizer: ChatTokenizer | None
+    """None where the checkpoint has none: then prompts are token ids."""
+    defaults: Defaults
+    """How it is sampled if nothing else is said."""
+
+    @property
+    def config(self) -> TransformerConfig:
+        """The shape of its network."""
+        return self.sampler.model.config
+
+
+def open_policy(reference: str, device: Device | None, engine: EngineConfig) -> Policy:
+    """Find and load a checkpoint.
+
+    Args:
+        reference: a checkpoint's directory, a run's directory (its newest checkpoint), or a hub id.
+        device: where it computes; None takes a GPU where there is one.
+        engine: how it computes.
+
+    Raises:
+        UserError: there is no checkpoint, it cannot be read, or there is no such device.
+    """
+    has_gpu = torch.cuda.is_available()
+    if device == "cuda" and not has_gpu:
+        raise UserError("--device cuda: torch sees no GPU on this machine; take --device cpu")
+    device = device or ("cuda" if has_gpu else "cpu")
+    try:
+        directory = _directory(reference)
+        model = load_policy(directory, engine.torch_dtype).to(device)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    except OSError as error:
+        raise UserError(f"cannot read the checkpoint {reference}: {reason(error)}") from error
+    if device == "cpu":
+        _choose_threads(model)
+    return Policy(
+        name=reference,
+        sampler=Sampler(model, _policy_version(directory), engine),
+        tokenizer=_tokenizer(directory),
+        defaults=_defaults(directory, model.config.max_sequence_length),
+    )
+
+
+def _choose_threads(model: Transformer) -> None:
+    """One thread for a small policy: its steps are too short to share, and on busy cores the others wait for long."""
+    is_small = sum(parameter.numel() for parameter in model.parameters()) < _LEAST_SHARED_PARAMETERS
+    if is_small and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
+
+
+def _directory(reference: str) -> Path:
+    path = Path(reference)
+    if (path / RECIPE).is_file() and not (path / "config.json").is_file():
+        from deploy.service.run_files import latest_checkpoint
+
+        newest = latest_checkpoint(path).checkpoint
+        assert newest is not None, "a checkpoint that was found on disk has a path"
+        return Path(newest)
+    return find_checkpoint(reference)
+
+
+def _defaults(directory: Path, max_sequence_length: int) -> Defaults:
+    checkpoints = directory.resolve().parent
+    recipe = checkpoints.parent / RECIPE
+    if checkpoints.name == CHECKPOINTS and recipe.is_file():
+        return Defaults.of_run(load_recipe(recipe, []).rollout.sampling)
+    return Defaults.of_policy(max_sequence_length)
+
+
+def _policy_version(directory: Path) -> int:
+    path = directory / "trainer_state.json"
+    if not path.is_file():
+        return 0
+    try:
+        return int(json.loads(path.read_text(encoding="utf-8"))["policy_version"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} is damaged: it should be JSON with a policy_version") from error
+
+
+def _tokenizer(directory: Path) -> ChatTokenizer | None:
+    if not any((directory / name).is_file() for name in TOKENIZER_FILES):
+        return None
+    try:
+        return ChatTokenizer(directory)
+    except (
+        Exception
+    ) as error:  # the tokenizers library raises whatever a damaged file leads it to, plain Exceptions too
+        what = str(error).partition("\n")[0]
+        raise UserError(f"the tokenizer in {directory} cannot be read ({type(error).__name__}: {what})") from error
