@@ -1,6 +1,6 @@
 """Held-out accuracy of a run's checkpoints under other denoise schedules than the one it was trained with.
 
-    python benchmarks/schedules.py RUN_DIRECTORY [STEPS ...]
+    python -m benchmarks.schedules RUN_DIRECTORY [STEPS ...]
 
 Reinforcement learning improves the policy on the schedule it samples with; this shows what it does to the others.
 """

@@ -1,0 +1,90 @@
+"""The limit that the sampler is compared with: LLaDA-8B's arithmetic on one H200."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from benchmarks.measure import seconds
+from learner.model.transformer import Transformer, TransformerConfig
+from rollout.request import Request, SamplingParams
+from rollout.sampler import Sampler
+
+COLUMNS = {"method": "method", "network": "network", "limit": "limit", "measured": "measured", "share": "share"}
+# LLaDA-8B: 32 blocks of width 4096, feed-forward 12288, 126464 ids; no grouped queries.
+_LAYERS, _WIDTH, _HIDDEN, _VOCAB = 32, 4096, 12288, 126464
+# A dense bfloat16 product of an H200 in practice, and the reference's schedule: 2 tokens for each forward.
+_FLOP_PER_S = 790e12
+_PROMPT, _GEN, _BLOCK, _STEPS = 256, 256, 32, 128
+
+
+def limit(*, num_layers: int = _LAYERS, masked_head: bool, restricted: bool) -> float:
+    """Generated tokens a second if every FLOP of the reference's schedule ran at full rate, at any batch size.
+
+    Args:
+        num_layers: blocks.
+        masked_head: whether the head runs on the masked slots of the block only.
+        restricted: whether the last block predicts the block's slots only.
+    """
+    canvas = _PROMPT + _GEN
+    key_value, query_out, feed_forward = 2 * _WIDTH**2, 2 * _WIDTH**2, 3 * _WIDTH * _HIDDEN
+    weights = num_layers * (key_value + query_out + feed_forward) * canvas
+    attention = num_layers * 2 * canvas * canvas * _WIDTH
+    if restricted:
+        idle = canvas - _BLOCK
+        weights -= (query_out + feed_forward) * idle
+        attention -= 2 * canvas * idle * _WIDTH
+    scored = _BLOCK / 2 if masked_head else canvas
+    flop = 2 * (weights + attention + _WIDTH * _VOCAB * scored)
+    return _FLOP_PER_S / flop * _GEN / _STEPS
+
+
+def rows(device: str) -> list[dict[str, Any]]:
+    """The limits of LLaDA-8B, and on a GPU what a network of its shape reaches of them."""
+    limits = {
+        "the reference: head everywhere": limit(masked_head=False, restricted=False),
+        "head on the masked slots": limit(masked_head=True, restricted=False),
+        "and the last block on the block (d1, exact)": limit(masked_head=True, restricted=True),
+    }
+    shown: list[dict[str, Any]] = [
+        {"method": method, "network": "LLaDA-8B", "limit": value} for method, value in limits.items()
+    ]
+    return shown + ([_measured(batch) for batch in (1, 8, 16)] if device == "cuda" else [])
+
+
+def _measured(batch: int) -> dict[str, Any]:
+    """Tokens a second of d1's exact sampler on a random network of LLaDA-8B's shape in bfloat16."""
+    config = TransformerConfig(
+        vocab_size=_VOCAB,
+        d_model=_WIDTH,
+        num_layers=_LAYERS,
+        num_heads=32,
+        num_kv_heads=32,
+        mlp_hidden_size=_HIDDEN,
+        max_sequence_length=_PROMPT + _GEN,
+        mask_token_id=126336,
+        eos_token_id=126081,
+        pad_token_id=126081,
+    )
+    with torch.device("cuda"):
+        model = Transformer(config).to(torch.bfloat16)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.normal_(0, 0.02) if weight.ndim == 2 else weight.fill_(1)
+    params = SamplingParams(
+        gen_length=_GEN, block_length=_BLOCK, num_denoise_steps=_STEPS, temperature=0.9, stop_ids=()
+    )
+    prompts = torch.randint(0, 126000, (batch, _PROMPT)).tolist()
+    requests = [Request(prompt_ids=tuple(prompt), params=params, seed=seed) for seed, prompt in enumerate(prompts)]
+    sampler = Sampler(model, 0)
+    sampler.generate([requests[0]])
+    rate = batch * _GEN / seconds(lambda: sampler.generate(requests), "cuda")
+    whole = limit(masked_head=True, restricted=True)
+    return {
+        "method": f"d1, exact, batch {batch}",
+        "network": "its shape",
+        "limit": whole,
+        "measured": rate,
+        "share": rate / whole,
+    }
