@@ -219,7 +219,7 @@ class Forwards:
         lengths = [row.length for row in rows]
         width = self._width(max(lengths))
         memory = self._remembered([row.slot for row in rows], width)
-        lengths_R = self._tensor(lengths)
+        lengths_R = self._lengths(lengths, width)
         if rows[0].kind is Kind.REFRESH:
             ids_RL = self._slots.canvases.tokens[rows_R, :width]
             # What lies past a short row's end is not attended to, so it may be remembered.
@@ -260,14 +260,14 @@ class Forwards:
 
     def _remembered(self, rows: list[int], width: int) -> Memory:
         config, slots = self.model.config, self._slots
-        if self._memory is None or self._memory[0].shape[3] <= width:
+        if self._memory is None or self._memory[0].shape[2] <= width:
             weight = self.model.embed.weight
-            shape = (config.num_layers, slots.num_slots, config.num_kv_heads, slots.width + 1, config.head_dim)
+            shape = (config.num_layers, slots.num_slots, slots.width + 1, config.num_kv_heads, config.head_dim)
             grown = weight.new_zeros(shape), weight.new_zeros(shape)
             if self._memory is not None:
-                held = self._memory[0].shape[3]
+                held = self._memory[0].shape[2]
                 for wider, narrower in zip(grown, self._memory, strict=True):
-                    wider[:, :, :, :held] = narrower
+                    wider[:, :, :held] = narrower
             self._memory = grown
         return Memory(*self._memory, self._tensor(rows), width, are_first=rows == list(range(len(rows))))
 

@@ -13,7 +13,8 @@ V vocabulary, N scored slots.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
@@ -25,6 +26,8 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from learner.model.memory import LayerMemory, Memory
 
 Family = Literal["llada", "dream"]
+Pattern = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Whether, in a row, the slot at one column sees what stands at another: indices that broadcast, to bool."""
 
 
 class TransformerConfig(BaseModel):
@@ -110,23 +113,22 @@ class Attention(nn.Module):
         if asked is not None:
             x_BLD, rope = asked.of_rows(x_BLD), asked.of_rope(rope)
         q_BHQE = rotate(self._heads(self.q_proj(x_BLD), self.num_heads), rope)
-        mixed_BHQE = self._attend(q_BHQE, k_BKLE, v_BKLE, places.attention_mask, places.block_mask(asked is not None))
+        visible = places.visible if asked is None else places.visible_to_asked
+        mixed_BHQE = self._attend(q_BHQE, k_BKLE, v_BKLE, visible)
         mixed_BQD = mixed_BHQE.transpose(1, 2).flatten(2)
         return self.out_proj(mixed_BQD if asked is None else asked.scored(mixed_BQD))
 
-    def _attend(
-        self, q_BHQE: Tensor, k_BKLE: Tensor, v_BKLE: Tensor, mask: Tensor | None, block_mask: BlockMask | None
-    ) -> Tensor:
+    def _attend(self, q_BHQE: Tensor, k_BKLE: Tensor, v_BKLE: Tensor, visible: Tensor | BlockMask | None) -> Tensor:
         is_grouped = self.num_heads != self.num_kv_heads
-        if block_mask is not None:
-            mixed = flex_attention(q_BHQE, k_BKLE, v_BKLE, block_mask=block_mask, enable_gqa=is_grouped)
+        if isinstance(visible, BlockMask):
+            mixed = flex_attention(q_BHQE, k_BKLE, v_BKLE, block_mask=visible, enable_gqa=is_grouped)
             assert isinstance(mixed, Tensor), "without statistics it is the output alone"
             return mixed
-        if is_grouped and mask is not None:
+        if is_grouped and visible is not None:
             # No fused GPU kernel takes grouped heads and a mask together.
             copies, is_grouped = self.num_heads // self.num_kv_heads, False
             k_BKLE, v_BKLE = k_BKLE.repeat_interleave(copies, dim=1), v_BKLE.repeat_interleave(copies, dim=1)
-        return F.scaled_dot_product_attention(q_BHQE, k_BKLE, v_BKLE, attn_mask=mask, enable_gqa=is_grouped)
+        return F.scaled_dot_product_attention(q_BHQE, k_BKLE, v_BKLE, attn_mask=visible, enable_gqa=is_grouped)
 
     def _heads(self, x_BLD: Tensor, num_heads: int) -> Tensor:
         return x_BLD.unflatten(-1, (num_heads, self.head_dim)).transpose(1, 2)
@@ -149,14 +151,26 @@ class SwiGLU(nn.Module):
         return self.down_proj(F.silu(gate) * up)
 
 
+class RMSNorm(nn.RMSNorm):
+    """Each vector over its root mean square, times a weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The same shape."""
+        if x.device.type == "cpu" and torch.is_inference_mode_enabled():
+            # PyTorch's has no CPU kernel of its own: it makes two more tensors as wide as x.
+            mean_square = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1])
+            return (x * mean_square.add_(self.eps).rsqrt_()).mul_(self.weight)
+        return super().forward(x)
+
+
 class Block(nn.Module):
     """One transformer block: the unit that FSDP shards."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        self.attn_norm = nn.RMSNorm(config.d_model, eps=config.rms_norm_eps)
+        self.attn_norm = RMSNorm(config.d_model, eps=config.rms_norm_eps)
         self.attn = Attention(config)
-        self.mlp_norm = nn.RMSNorm(config.d_model, eps=config.rms_norm_eps)
+        self.mlp_norm = RMSNorm(config.d_model, eps=config.rms_norm_eps)
         self.mlp = SwiGLU(config)
 
     def forward(
@@ -181,7 +195,7 @@ class Transformer(nn.Module):
         self.config = config
         self.embed = nn.Embedding(config.vocab_size, config.d_model)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
-        self.norm = nn.RMSNorm(config.d_model, eps=config.rms_norm_eps)
+        self.norm = RMSNorm(config.d_model, eps=config.rms_norm_eps)
         self.head = None if config.tied_embeddings else nn.Linear(config.d_model, config.vocab_size, bias=False)
 
     def forward(
@@ -226,13 +240,14 @@ class Transformer(nn.Module):
             shape = (*queries_BQ.shape, self.config.vocab_size)
         else:
             shape = (len(scored_N), self.config.vocab_size)
-        places = self._places(ids_BL, None if flex else lengths_B, width, columns_BL)
-        if flex and lengths_B is not None:
-            masks = (
-                _length_mask(lengths_B, ids_BL.shape[1], width),
-                _length_mask(lengths_B, queries_BQ.shape[1], width),
-            )
-            places = replace(places, block_masks=masks)
+        columns_BQ = queries_BQ if columns_BL is None else columns_BL.gather(1, queries_BQ)
+        sees = self.pattern(lengths_B)
+        places = Places(
+            rope=self._rope(width, columns_BL, ids_BL.device),
+            columns=columns_BL,
+            visible=_visible(sees, self._all_columns(ids_BL) if columns_BL is None else columns_BL, width, flex=flex),
+            visible_to_asked=_visible(sees, columns_BQ, width, flex=flex),
+        )
         x_BLD = self.embed(ids_BL)
         last = len(self.blocks) - 1
         for index, block in enumerate(self.blocks):
@@ -244,22 +259,22 @@ class Transformer(nn.Module):
         """The columns whose output predicts the tokens at `columns_BQ`: the same, unless a family shifts them."""
         return columns_BQ
 
-    def attention_mask(self, lengths_B: Tensor | None, width: int) -> Tensor | None:
-        """Who attends to whom, [B, 1, 1, L] or broadcast to it: everyone to every used slot of the row; None is all.
+    def pattern(self, lengths_B: Tensor | None) -> Pattern | None:
+        """Who attends to whom: everyone to every used slot of the row; None is everyone to all.
 
         A family with another pattern (block-causal) overrides this and `is_cache_exact`.
         """
         if lengths_B is None:
             return None
-        return (torch.arange(width, device=lengths_B.device) < lengths_B[:, None])[:, None, None, :]
+        return lambda row, _query, column: column < lengths_B[row]
 
-    def _places(self, ids_BL: Tensor, lengths_B: Tensor | None, width: int, columns_BL: Tensor | None) -> Places:
+    def _rope(self, width: int, columns_BL: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor]:
         # One column more than a canvas has: where a memory puts what it is to forget.
-        cos, sin = rope_tables(width if columns_BL is None else width + 1, self.config, ids_BL.device)
-        if columns_BL is not None:
-            # The head axis of q and k stands between rows and slots.
-            cos, sin = cos[columns_BL][:, None], sin[columns_BL][:, None]
-        return Places(rope=(cos, sin), attention_mask=self.attention_mask(lengths_B, width), columns=columns_BL)
+        cos, sin = rope_tables(width if columns_BL is None else width + 1, self.config, device)
+        if columns_BL is None:
+            return cos, sin
+        # The head axis of q and k stands between rows and slots.
+        return cos[columns_BL][:, None], sin[columns_BL][:, None]
 
     def _all_columns(self, ids_BL: Tensor) -> Tensor:
         return torch.arange(ids_BL.shape[1], device=ids_BL.device).expand(ids_BL.shape)
@@ -274,16 +289,12 @@ class Places:
 
     rope: tuple[Tensor, Tensor]
     """Cosines and sines, [L, E] or [B, 1, L, E]."""
-    attention_mask: Tensor | None
-    """[B, 1, 1, L] bool, or None where every slot may be looked at."""
-    block_masks: tuple[BlockMask, BlockMask] | None = None
-    """With FlexAttention what the mask says, for all slots and for the asked ones."""
-    columns: Tensor | None = None
+    columns: Tensor | None
     """[B, L] columns of the slots in their canvases; None: 0, 1, 2, ..."""
-
-    def block_mask(self, are_asked: bool) -> BlockMask | None:
-        """FlexAttention's mask for all slots, or for the asked ones."""
-        return None if self.block_masks is None else self.block_masks[are_asked]
+    visible: Tensor | BlockMask | None
+    """What each slot may look at: [B, 1, L or 1, width] bool, or what says the same to FlexAttention; None is all."""
+    visible_to_asked: Tensor | BlockMask | None
+    """The same for the asked slots."""
 
 
 class Asked:
@@ -307,13 +318,20 @@ class Asked:
         return x_BQD.flatten(0, 1)[self._scored_N]
 
 
-def _length_mask(lengths_B: Tensor, num_queries: int, width: int) -> BlockMask:
-    """Everyone may look at the used slots of the row."""
+def _visible(sees: Pattern | None, columns_BQ: Tensor, width: int, *, flex: bool) -> Tensor | BlockMask | None:
+    """What the slots at these columns may look at, of a canvas that is so wide."""
+    if sees is None:
+        return None
+    if flex:
 
-    def is_used(row: Tensor, _head: Tensor, _query: Tensor, column: Tensor) -> Tensor:
-        return column < lengths_B[row]
+        def is_visible(row: Tensor, _head: Tensor, query: Tensor, column: Tensor) -> Tensor:
+            return sees(row, columns_BQ[row, query], column)
 
-    return create_block_mask(is_used, len(lengths_B), None, num_queries, width, device=lengths_B.device)
+        rows, queries = columns_BQ.shape
+        return create_block_mask(is_visible, rows, None, queries, width, device=columns_BQ.device)
+    rows_B11 = torch.arange(len(columns_BQ), device=columns_BQ.device)[:, None, None]
+    visible = sees(rows_B11, columns_BQ[:, :, None], torch.arange(width, device=columns_BQ.device))
+    return visible[:, None]
 
 
 def query_grid(slots_N: Tensor, num_rows: int, width: int) -> tuple[Tensor, Tensor]:

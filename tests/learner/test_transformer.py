@@ -6,7 +6,7 @@ from safetensors.torch import load_file
 
 from learner.model.checkpoint import load_policy
 from learner.model.families import make_model
-from learner.model.transformer import Family, Transformer, TransformerConfig, query_grid
+from learner.model.transformer import Family, Pattern, Transformer, TransformerConfig, query_grid
 
 
 def test_logits_are_those_of_the_original_llada_code(shared: Path) -> None:
@@ -68,3 +68,25 @@ def test_grouped_query_attention_is_attention_with_repeated_keys(
 def test_heads_must_divide(config: TransformerConfig, field: str, value: int) -> None:
     with pytest.raises(ValueError, match=f"{field} {value} must"):
         TransformerConfig(**config.model_dump() | {field: value})
+
+
+class BlockCausal(Transformer):
+    """Blocks of 4 columns; each sees itself and those before it."""
+
+    def pattern(self, lengths_B: torch.Tensor | None) -> Pattern | None:
+        return lambda _row, query, column: column // 4 <= query // 4
+
+
+def test_a_family_with_another_pattern_overrides_one_function(policy: Transformer) -> None:
+    causal = BlockCausal(policy.config)
+    causal.load_state_dict(policy.state_dict())
+    ids = torch.randint(0, 38, (2, 12))
+    changed = ids.clone()
+    changed[:, 8:] = (ids[:, 8:] + 1) % 38
+    with torch.no_grad():
+        every = causal(ids)
+        torch.testing.assert_close(causal(changed)[:, :8], every[:, :8])
+        assert (policy(changed)[:, :8] - policy(ids)[:, :8]).abs().min() > 0
+        asked = causal(ids, None, torch.tensor([[9, 1], [2, 5]]))
+        torch.testing.assert_close(asked, torch.stack((every[0, [9, 1]], every[1, [2, 5]])))
+        torch.testing.assert_close(causal(ids, flex=True), every, atol=1e-5, rtol=0)
