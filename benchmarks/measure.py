@@ -29,8 +29,7 @@ class Ratio:
 def keep_freed_memory() -> None:
     """Let glibc keep what is freed (mallopt: M_MMAP_THRESHOLD, M_TRIM_THRESHOLD); elsewhere do nothing.
 
-    Else page faults take a tenth to a quarter of all times, and a different share of each: they would be most of the
-    noise.
+    Page faults take up to a quarter of the time of what makes large tensors: of the reference more than of d1.
     """
     try:
         mallopt = ctypes.CDLL("libc.so.6").mallopt

@@ -1,6 +1,7 @@
 """How fast the sampler is, against the field's, and what its approximations cost.
 
-    python -m benchmarks.sampler [exact queue caches curves roofline] [--rounds 3] [--device cpu] [--out DIR]
+    python -m benchmarks.sampler [exact queue caches curves roofline] [--rounds 3] [--device cpu] [--keep-freed-memory]
+        [--out DIR]
 
 `exact` and `queue` compare with the reference sampler (benchmarks/reference.py) in one interleaved run: same weights,
 same prompts, one thread. `caches` measures the approximate speed-ups on a trained toy (benchmarks/toy.py) against d1's
@@ -35,7 +36,7 @@ from rollout.sampler import Sampler
 
 SCHEDULE: dict[str, Any] = {"gen_length": 128, "block_length": 32, "num_denoise_steps": 64}
 PROMPT_TOKENS, BATCH = 64, 8
-TOY_STEPS = 400
+TOY_STEPS = 1000
 Row = dict[str, Any]
 
 
@@ -296,12 +297,14 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", default=list(parts), help=f"some of {', '.join(parts)}")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--keep-freed-memory", action="store_true", help="do not give freed memory back to the system")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     if unknown := set(args.parts) - set(parts):
         parser.error(f"there is no part {min(unknown)}; there are {', '.join(parts)}")
     torch.set_num_threads(1)
-    keep_freed_memory()
+    if args.keep_freed_memory:
+        keep_freed_memory()
     console, results = Console(width=180), {}
     trained = toy.train(TOY_STEPS).to(args.device) if {"queue", "caches"} & set(args.parts) else None
     if "exact" in args.parts:

@@ -1,6 +1,6 @@
 """A toy with lengths of its own: every slot follows from the one 64 columns before it.
 
-Trained in two minutes on one thread. A number becomes the next one; a quarter of them also depend on the token to
+Trained in five minutes on one thread. A number becomes the next one; a quarter of them also depend on the token to
 their left. So most slots of a block are certain at once and the others wait for a neighbour: schedules and caches have
 something to win and to lose, as with a real policy.
 """
