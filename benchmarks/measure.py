@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import resource
 import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from queue import Empty
 from typing import Any
 
 import torch
@@ -24,19 +24,6 @@ class Ratio:
 
     def __str__(self) -> str:
         return f"{self.median:.2f} [{self.low:.2f}, {self.high:.2f}]"
-
-
-def keep_freed_memory() -> None:
-    """Let glibc keep what is freed (mallopt: M_MMAP_THRESHOLD, M_TRIM_THRESHOLD); elsewhere do nothing.
-
-    Page faults take up to a quarter of the time of what makes large tensors: of the reference more than of d1.
-    """
-    try:
-        mallopt = ctypes.CDLL("libc.so.6").mallopt
-    except (OSError, AttributeError):
-        return
-    mallopt(-3, 32 * 1024 * 1024)
-    mallopt(-1, 2**31 - 1)
 
 
 def seconds(work: Callable[[], object], device: str) -> float:
@@ -67,23 +54,38 @@ def ratio(taken: Mapping[str, list[float]], baseline: str, name: str) -> Ratio:
     return Ratio(statistics.median(pairs), min(pairs), max(pairs))
 
 
+def in_fresh_process(work: Callable[..., Any], *args: Any) -> Any:
+    """What `work(*args)` returns in a process of its own, on one thread, whose heap nothing else has shaped."""
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    process = context.Process(target=_answer, args=(queue, work, args))
+    process.start()
+    while True:
+        try:
+            answer = queue.get(timeout=5)
+            break
+        except Empty:
+            if not process.is_alive():
+                raise RuntimeError(f"the process of {work.__name__} died with exit code {process.exitcode}") from None
+    process.join()
+    return answer
+
+
+def _answer(queue: Any, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    queue.put(work(*args))
+
+
 def peak_bytes(work: Callable[..., object], *args: Any) -> int:
     """By how much `work(*args)` raises the largest size of a fresh process that has imported and called it once.
 
     `work` is called twice with a first argument that says whether it is the warm-up, which should be small.
     """
-    context = multiprocessing.get_context("spawn")
-    queue = context.Queue()
-    process = context.Process(target=_measure, args=(queue, work, args))
-    process.start()
-    peak = int(queue.get(timeout=600))
-    process.join()
-    return peak
+    return int(in_fresh_process(_peak, work, args))
 
 
-def _measure(queue: Any, work: Callable[..., object], args: tuple[Any, ...]) -> None:
-    torch.set_num_threads(1)
+def _peak(work: Callable[..., object], args: tuple[Any, ...]) -> int:
     work(True, *args)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     work(False, *args)
-    queue.put((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024

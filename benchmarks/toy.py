@@ -7,7 +7,10 @@ something to win and to lose, as with a real policy.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from learner.batch import CompletionBatch
@@ -94,6 +97,18 @@ def train(num_steps: int, seed: int = 0) -> Transformer:
         if step % 100 == 0 or step == num_steps - 1:
             print(f"toy: step {step}, loss {loss.item():.3f}", flush=True)
     return model
+
+
+def save(model: Transformer, path: Path) -> None:
+    """Write the weights."""
+    save_file(model.state_dict(), path)
+
+
+def load(path: Path, device: str) -> Transformer:
+    """The policy with the weights that were written."""
+    model = Transformer(config())
+    model.load_state_dict(load_file(path))
+    return model.to(device)
 
 
 def accuracy(tokens: list[list[int]], answers: Tensor, lengths: Tensor) -> float:
