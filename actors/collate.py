@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from actors.messages import ScoredPortion
 from actors.plan import MASK_KEY
 from learner.batch import RolloutBatch, pad_rows
 from learner.counter import fold
 from rewards import Grade, Outcome
-from rollout.request import Completion, Request
+from rollout.request import Completion, FinishReason, Request
 
 
 def ungraded_groups(group_ids: Sequence[int], grades: Sequence[Grade]) -> set[int]:
@@ -29,18 +32,26 @@ def collate(portions: Sequence[ScoredPortion], gen_length: int, eos_id: int) -> 
         raise RuntimeError("no group of the round could be graded; the run log says what the graders met")
     requests = [request for request, _, _, _ in rows]
     completions = [completion for _, completion, _, _ in rows]
+    grades = [grade for _, _, grade, _ in rows]
     prompts = [request.prompt_ids for request in requests]
-    texts = [completion.token_ids[: completion.num_tokens].tolist() for completion in completions]
+    # The whole terminal block: what follows the end of text there was context to the text's last tokens.
+    texts = [completion.token_ids.tolist() for completion in completions]
+    part_names = sorted(grades[0].parts)
     return RolloutBatch(
         prompt_ids=pad_rows(prompts, eos_id),
         prompt_lengths=torch.tensor([len(prompt) for prompt in prompts]),
         completion_ids=pad_rows(texts, eos_id, gen_length),
-        completion_lengths=torch.tensor([len(text) for text in texts]),
+        completion_lengths=torch.tensor([completion.num_tokens for completion in completions]),
         sample_keys=torch.tensor([fold(request.seed, MASK_KEY) for request in requests]),
-        rewards=torch.tensor([grade.reward for _, _, grade, _ in rows]),
+        rewards=torch.tensor([grade.reward for grade in grades]),
+        reward_parts=torch.tensor([[float(grade.parts[name]) for name in part_names] for grade in grades]),
+        correct=torch.tensor([grade.correct for grade in grades]),
+        truncated=torch.tensor([completion.finish_reason is FinishReason.LENGTH for completion in completions]),
         group_ids=torch.tensor([group for _, _, _, group in rows]),
         step_map=pad_rows([completion.step_map.tolist() for completion in completions], -1, gen_length),
-        commit_logp=_pad_floats([completion.commit_logp.tolist() for completion in completions], gen_length),
+        commit_logp=_padded([completion.commit_logp for completion in completions], gen_length),
+        commit_entropy=_padded([completion.commit_entropy for completion in completions], gen_length),
+        fallback=_padded([completion.fallback for completion in completions], gen_length),
         policy_versions=torch.tensor([completion.policy_version for completion in completions]),
     )
 
@@ -51,5 +62,9 @@ def _graded_rows(scored: ScoredPortion) -> list[tuple[Request, Completion, Grade
     return [row for row in rows if row[3] not in left_out]
 
 
-def _pad_floats(rows: Sequence[Sequence[float]], width: int) -> torch.Tensor:
-    return torch.tensor([[*row, *[0.0] * (width - len(row))] for row in rows])
+def _padded(rows: Sequence[NDArray[Any]], width: int) -> torch.Tensor:
+    """[len(rows), width] of the arrays' type, 0 where a row ends."""
+    padded = np.zeros((len(rows), width), dtype=rows[0].dtype)
+    for target, row in zip(padded, rows, strict=True):
+        target[: len(row)] = row
+    return torch.from_numpy(padded)

@@ -9,7 +9,7 @@ Everything else that shows numbers (TensorBoard, W&B, the table, the curves) is 
 | phase | phase: sft, rl, control; num_steps (optimizer steps or rounds, 0 where a time limits it) |
 | sft | phase, step, loss, grad_norm, lr, tokens_per_s |
 | round | round, policy_version, reward, reward_parts, correct, num_completions, num_failed_groups, num_retries, |
-|       | mean_staleness, mean_tokens, loss, clip_fraction, kl, token_logp, grad_norm, lr, zero_variance_share, |
+|       | mean_staleness, mean_tokens, loss, clip_ratio/region_mean, kl, token_logp, grad_norm, learning_rate, ... |
 |       | sampling_s, training_s, publish_s, tokens_per_s |
 | evaluation | label: untrained or start, sft, round, rl, control; policy_version, round, num_correct, num_problems |
 | checkpoint | path (below the run directory), phase, round, policy_version |

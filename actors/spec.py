@@ -7,10 +7,12 @@ from enum import StrEnum
 from pathlib import Path
 
 from actors.run_log import CHECKPOINTS
-from learner.learner import LearnerConfig
+from learner.config import LearnerConfig
+from learner.estimators import SamplerFacts
 from learner.sft import SftConfig
 from rewards import TaskConfig
 from rollout.config import EvaluationConfig, RolloutConfig
+from rollout.request import Cache, SamplingParams, Schedule
 
 
 class Phase(StrEnum):
@@ -66,3 +68,14 @@ class RunSpec:
     def initial_checkpoint(self) -> Path:
         """Policy version 0, with the tokenizer that all versions share."""
         return self.checkpoints_dir / "initial"
+
+
+def sampler_facts(params: SamplingParams) -> SamplerFacts:
+    """What a learner must know of completions that are sampled like this."""
+    is_whole = params.top_p == 1 and params.top_k == 0 and not params.cfg_scale
+    return SamplerFacts(
+        temperature=params.temperature,
+        block_length=params.block_length,
+        records_law=is_whole and params.cache is Cache.NONE and params.logp_exact,
+        has_fallback=params.schedule is not Schedule.QUOTA,
+    )

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from actors.collate import collate
 from actors.plan import RunPlan
-from actors.spec import Phase, RunSpec
+from actors.spec import Phase, RunSpec, sampler_facts
 from actors.weights import make_manifest
 from learner.learner import Learner
 from learner.model.checkpoint import LEARNER_STATE, load_policy, save_checkpoint, verify_checkpoint
@@ -130,7 +130,7 @@ class TrainingRun:
     def _rounds(self) -> None:
         """diffu-GRPO: pull a round, improve the policy on it, publish the next version."""
         spec, first = self._spec, self._position.round
-        learner = Learner(self._policy, spec.learner)
+        learner = Learner(self._policy, spec.learner, sampler_facts(spec.rollout.sampling))
         self._restore(learner)
         self._record("phase", phase=Phase.RL, num_steps=spec.learner.num_rounds)
         self._on_rank_0(lambda: self._coordinator.start_rounds.remote(first, self._position.policy_version))

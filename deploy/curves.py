@@ -163,8 +163,8 @@ def _sft_loss(axes: Axes, history: RunHistory) -> None:
 
 def _shares(axes: Axes, history: RunHistory) -> None:
     axes.set(title="Clipped tokens, groups without signal", xlabel="round", ylabel="share")
-    _smooth(axes, _rounds(history), history.series("clip_fraction"), _PURPLE, "clip fraction")
-    _smooth(axes, _rounds(history), history.series("zero_variance_share"), _YELLOW, "zero-variance groups")
+    _smooth(axes, _rounds(history), history.series("clip_ratio/region_mean"), _PURPLE, "clip fraction")
+    _smooth(axes, _rounds(history), history.series("frac_reward_zero_std"), _YELLOW, "zero-variance groups")
     axes.set_ylim(bottom=0)
     axes.legend(loc="best")
 

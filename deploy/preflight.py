@@ -17,6 +17,7 @@ from actors.resources import (
     sampler_resources,
     store_resources,
 )
+from actors.spec import sampler_facts
 from deploy import machine
 from deploy.errors import UserError, reason
 from deploy.printing import counted
@@ -190,6 +191,8 @@ def _input_problems(recipe: Recipe) -> Iterator[str]:
             task.problems(split, count, recipe.seed)
         except ValueError as error:
             yield f"{key} is {count}: {error}"
+    if refusal := recipe.learner.refusal(sampler_facts(recipe.rollout.sampling)):
+        yield f"learner.{refusal}"
     if recipe.wandb_project is not None and find_spec("wandb") is None:
         yield "wandb_project is set and the package wandb is missing; pip install 'd1[wandb]', or leave it out"
     if recipe.model.checkpoint is not None:
@@ -204,7 +207,7 @@ def _weight_copies(recipe: Recipe) -> int:
     if recipe.device == "cuda":
         return 2 + recipe.learner.max_staleness
     # Weights, gradient, two moments of AdamW, and the whole weights once more when they are published.
-    learner = 5 + (recipe.learner.objective.kl_coef > 0)
+    learner = 5 + (recipe.learner.objective.needs_reference)
     # A sampler stages the next version beside the one it uses.
     return learner + 2 * recipe.rollout.num_samplers + 2 + recipe.learner.max_staleness
 

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from learner.learner import LearnerConfig
+from learner.config import LearnerConfig
 from learner.sft import SftConfig
 from rewards import TaskConfig
 from rollout.config import EvaluationConfig, RolloutConfig

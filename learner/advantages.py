@@ -1,10 +1,16 @@
-"""Rewards to advantages, within the group of completions of one problem."""
+"""Rewards to advantages, within the group of completions of one problem, and which completions are left out.
+
+Shape letters: B rows, G groups, K parts of a reward.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import StrEnum
+from typing import Annotated
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 _STD_FLOOR = 1e-4
@@ -21,25 +27,97 @@ class Advantage(StrEnum):
     """... divided by the standard deviation over the round (REINFORCE++ with a group baseline, arXiv 2501.03262):
     the step stays as large when rewards differ little, and an easy group is not blown up to weigh as much as a hard
     one."""
+    LEAVE_ONE_OUT = "leave_one_out"
+    """Reward minus the mean of the others (RLOO, arXiv 2402.14740)."""
+    SOFTMAX_PAIR = "softmax_pair"
+    """softmax(A) - softmax(-A) over the group, A the reward minus the mean (wd1, arXiv 2507.08838)."""
+    PART_Z = "part_z"
+    """The sum over the reward's parts of each one's `group_z`: parts of unlike scale weigh alike (LightningRL)."""
 
 
-def group_advantages(rewards_B: Tensor, group_ids_B: Tensor, advantage: Advantage) -> Tensor:
-    """Advantages [B] of rewards [B]; rows with equal group ids [B] are one group."""
-    _, groups_B = group_ids_B.unique(return_inverse=True)
-    num_groups = int(groups_B.max()) + 1
-    counts = torch.zeros(num_groups).index_add_(0, groups_B, torch.ones_like(rewards_B))
-    means = torch.zeros(num_groups).index_add_(0, groups_B, rewards_B) / counts
-    centred_B = rewards_B - means[groups_B]
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rewards:
+    """The rewards of a round, and whose they are."""
+
+    total: Tensor
+    """[B] float32."""
+    parts: Tensor
+    """[B, K] float32."""
+    groups: Tensor
+    """[B] int64; rows of one problem share it."""
+
+
+class Filters(BaseModel):
+    """Completions that are not trained on."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    zero_variance: bool = False
+    """Leave out groups whose rewards are all equal: they have no advantage, and would only pay the KL penalty."""
+    min_accuracy: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Leave out groups of which a smaller share is correct (TraceRL: 0.2)."""
+    max_accuracy: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Leave out groups of which a greater share is correct (TraceRL: 0.8)."""
+    truncated: bool = False
+    """Leave out completions that end at their length and not by an end of text. They count in the group's mean."""
+
+    def keeps(self, rewards: Rewards, correct_B: Tensor, truncated_B: Tensor) -> Tensor:
+        """[B] bool: the rows that are trained on."""
+        means = _GroupMeans(rewards.groups)
+        kept_B = torch.ones_like(correct_B)
+        accuracy_B = means.of(correct_B.float())
+        # A share like 1/5 is not exact.
+        kept_B &= (accuracy_B >= self.min_accuracy - 1e-6) & (accuracy_B <= self.max_accuracy + 1e-6)
+        if self.zero_variance:
+            kept_B &= means.of(((rewards.total - means.of(rewards.total)).abs() > 1e-6).float()) > 0
+        return kept_B & ~truncated_B if self.truncated else kept_B
+
+
+def group_advantages(rewards: Rewards, advantage: Advantage) -> Tensor:
+    """Advantages [B]."""
+    means = _GroupMeans(rewards.groups)
+    if advantage is Advantage.PART_Z:
+        # Parts in columns: as many z-scores, added up.
+        columns = [_z(rewards.parts[:, part], means) for part in range(rewards.parts.shape[1])]
+        return torch.stack(columns).sum(dim=0) if columns else torch.zeros_like(rewards.total)
+    centred_B = rewards.total - means.of(rewards.total)
     if advantage is Advantage.GROUP_MEAN:
         return centred_B
     if advantage is Advantage.ROUND_Z:
         return centred_B / (centred_B.square().mean().sqrt() + _STD_FLOOR)
-    variances = torch.zeros(num_groups).index_add_(0, groups_B, centred_B**2) / counts
-    return centred_B / (variances.sqrt()[groups_B] + _STD_FLOOR)
+    if advantage is Advantage.LEAVE_ONE_OUT:
+        # r - (sum - r) / (n - 1) = (r - mean) n / (n - 1); alone in its group a row has nothing to compare with.
+        return centred_B * means.counts_B / (means.counts_B - 1).clamp(min=1)
+    if advantage is Advantage.SOFTMAX_PAIR:
+        return _softmax(centred_B, means) - _softmax(-centred_B, means)
+    return _z(rewards.total, means)
 
 
-def zero_variance_share(rewards_B: Tensor, group_ids_B: Tensor) -> float:
+def zero_variance_share(rewards: Rewards) -> float:
     """Share of groups whose rewards are all equal: they teach nothing."""
-    spread = group_advantages(rewards_B, group_ids_B, Advantage.GROUP_MEAN).abs() > 1e-6
-    num_groups = len(group_ids_B.unique())
-    return 1.0 - len(group_ids_B[spread].unique()) / num_groups
+    spread_B = group_advantages(rewards, Advantage.GROUP_MEAN).abs() > 1e-6
+    return 1.0 - len(rewards.groups[spread_B].unique()) / len(rewards.groups.unique())
+
+
+class _GroupMeans:
+    """Means over groups, for each of their rows."""
+
+    def __init__(self, groups_B: Tensor) -> None:
+        _, self._groups_B = groups_B.unique(return_inverse=True)
+        counts_G = self._groups_B.bincount()
+        self.counts_B = counts_G[self._groups_B]
+
+    def of(self, values_B: Tensor) -> Tensor:
+        """[B] the mean over each row's group."""
+        sums_G = values_B.new_zeros(int(self._groups_B.max()) + 1).index_add_(0, self._groups_B, values_B)
+        return sums_G[self._groups_B] / self.counts_B
+
+
+def _z(rewards_B: Tensor, means: _GroupMeans) -> Tensor:
+    centred_B = rewards_B - means.of(rewards_B)
+    return centred_B / (means.of(centred_B.square()).sqrt() + _STD_FLOOR)
+
+
+def _softmax(centred_B: Tensor, means: _GroupMeans) -> Tensor:
+    powers_B = (centred_B - centred_B.max()).exp()
+    return powers_B / (means.of(powers_B) * means.counts_B)

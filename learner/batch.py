@@ -67,14 +67,71 @@ class RolloutBatch(CompletionBatch):
 
     rewards: Tensor
     """[B] float32."""
+    reward_parts: Tensor
+    """[B, K] float32: what the rewards are made of."""
+    correct: Tensor
+    """[B] bool: the answer is right."""
+    truncated: Tensor
+    """[B] bool: the completion ended at its length, not by an end of text."""
     group_ids: Tensor
     """[B] int64: rows of one problem share it."""
     step_map: Tensor
     """[B, L] int64: the denoise step that committed a slot, -1 where none did."""
     commit_logp: Tensor
-    """[B, L] float32, nats, under the tempered law; 0 where nothing was committed."""
+    """[B, L] float32, nats, under the law that was sampled; 0 where nothing was committed."""
+    commit_entropy: Tensor
+    """[B, L] float32, nats, of the untempered prediction at commit; 0 where nothing was committed."""
+    fallback: Tensor
+    """[B, L] bool: committed only because a step commits at least one."""
     policy_versions: Tensor
     """[B] int64: the version that sampled the row."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupedBatch(RolloutBatch):
+    """A round whose rows know their group: a rank that holds some of them draws as one that holds all."""
+
+    group_index: Tensor
+    """[B] int64: 0, 1, ... in the order of the groups."""
+    group_keys: Tensor
+    """[B] int64: the key of the group's first row, for draws that a group shares."""
+    group_places: Tensor
+    """[B] int64: the row's place in its group."""
+    group_sizes: Tensor
+    """[B] int64: rows of its group."""
+    round_keys: Tensor
+    """[B] int64: the key of the round's first row, for draws that all rows share."""
+
+    @classmethod
+    def of(cls, batch: RolloutBatch) -> GroupedBatch:
+        """The same round."""
+        _, index_B, sizes_G = batch.group_ids.unique(return_inverse=True, return_counts=True)
+        place_B = torch.arange(batch.num_rows)
+        first_G = torch.full_like(sizes_G, batch.num_rows).scatter_reduce_(0, index_B, place_B, "amin")
+        order = index_B.argsort(stable=True)
+        begin_G = sizes_G.cumsum(0) - sizes_G
+        within_B = torch.empty_like(order).scatter_(0, order, place_B - begin_G[index_B[order]])
+        return cls(
+            **{field.name: getattr(batch, field.name) for field in fields(batch)},
+            group_index=index_B,
+            group_keys=batch.sample_keys[first_G][index_B],
+            group_places=within_B,
+            group_sizes=sizes_G[index_B],
+            round_keys=batch.sample_keys[:1].expand(batch.num_rows),
+        )
+
+    def share_of(self, rank: int, world_size: int, *, whole_groups: bool) -> GroupedBatch:
+        """The rows of one rank: contiguous and about equally many, cut between groups if they must stay whole.
+
+        A rank for which none are left gets one row of length 0, which has no token and so no gradient.
+        """
+        unit_B = self.group_index if whole_groups else torch.arange(self.num_rows)
+        per_rank = -(-(int(unit_B.max()) + 1) // world_size)
+        mine = ((unit_B >= rank * per_rank) & (unit_B < (rank + 1) * per_rank)).nonzero()[:, 0]
+        if len(mine):
+            return self.select(mine)
+        empty = self.select(slice(0, 1))
+        return replace(empty, completion_lengths=torch.zeros_like(empty.completion_lengths))
 
 
 def shard_rows(num_rows: int, rank: int, world_size: int) -> tuple[Tensor, Tensor]:

@@ -1,152 +1,81 @@
-"""The learner: improves a policy by masked SFT and by policy gradients.
+"""The learner: improves a policy by policy gradients on graded completions.
 
-An ordinary class, whole on one process or one rank of many. Every rank is given the same batch, works on its shard
-of the rows and leaves with the same metrics. Micro-batches stream; the gradient is that of the whole batch.
+An ordinary class, whole on one process or one rank of many. Every rank is given the same batch, works on its share of
+the rows and leaves with the same metrics. It knows estimators, objectives and advantages by their interfaces only.
+Micro-batches stream; the gradient is that of the whole batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
-from typing import Annotated
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
 from torch import Tensor
 
-from learner.advantages import Advantage, group_advantages, zero_variance_share
-from learner.batch import CompletionBatch, RolloutBatch, shard_rows
-from learner.estimators import OneStep, OneStepConfig, Views, token_logps
-from learner.objectives import ClippedRatioConfig, clipped_ratio
+from learner.advantages import Rewards, zero_variance_share
+from learner.batch import RolloutBatch
+from learner.config import LearnerConfig
+from learner.estimators import SamplerFacts, Terms, Views, token_logps
+from learner.micro_batches import coefficients
+from learner.objectives import Loss
 from learner.optimizer import PolicyOptimizer
-from learner.sft import SftConfig, plan_sft, sft_rows
+from learner.round import Plan, Round
 from learner.sharding import ShardedPolicy
+from learner.update_metrics import UpdateMetrics
 
 Metrics = dict[str, float]
 
 
-class LearnerConfig(BaseModel):
-    """Stage 2: policy gradients. The defaults are d1's (arXiv 2504.12216 and its published configuration)."""
+@dataclass(slots=True)
+class Known:
+    """Log-probabilities [N] of a plan's terms that stay what they are for the round."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
-
-    num_workers: PositiveInt = 2
-    """Ranks of the learner; the policy is sharded over them."""
-    num_rounds: NonNegativeInt
-    """Rounds to train; each publishes one policy version."""
-    groups_per_round: PositiveInt = 16
-    """Problems of a round (P)."""
-    group_size: Annotated[int, Field(ge=2)] = 6
-    """Completions of each problem (G). At least 2: the advantage compares them."""
-    inner_updates: PositiveInt = 12
-    """Optimizer steps on each round's completions (mu)."""
-    micro_batch_size: PositiveInt = 64
-    """Rows of one forward and backward on one worker."""
-    lr: PositiveFloat = 3e-6
-    """Learning rate after warm-up."""
-    final_lr_fraction: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """The rate falls linearly towards this share of `lr` at the end of the rounds; 1 is constant (d1)."""
-    num_warmup_rounds: NonNegativeInt = 0
-    """Rounds of linear warm-up."""
-    betas: tuple[float, float] = (0.9, 0.99)
-    """AdamW's."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.1
-    """AdamW's."""
-    max_grad_norm: PositiveFloat = 0.2
-    """Gradients are clipped to this global norm."""
-    max_staleness: NonNegativeInt = 0
-    """A round trains on completions at most this many policy versions old; 0 is exactly synchronous."""
-    advantage: Advantage = Advantage.GROUP_MEAN
-    """How rewards become advantages."""
-    estimator: OneStepConfig = OneStepConfig()
-    """Which corrupted canvases give the likelihood."""
-    objective: ClippedRatioConfig = ClippedRatioConfig()
-    """What is minimised."""
-    reference_sync_rounds: NonNegativeInt = 0
-    """Rounds after which the KL reference becomes the current policy; 0 keeps the policy that RL started from.
-    (d1 asks for a sync every 64 steps, which does nothing under LoRA.)"""
-
-    def lr_at(self, round_index: int) -> float:
-        """The learning rate of a round."""
-        warmup = min(1.0, (round_index + 1) / (self.num_warmup_rounds + 1))
-        return self.lr * warmup * (1.0 - (1.0 - self.final_lr_fraction) * round_index / max(1, self.num_rounds))
-
-
-class SftLearner:
-    """Stage 1 on one rank."""
-
-    def __init__(self, policy: ShardedPolicy, config: SftConfig, labels: CompletionBatch, seed: int) -> None:
-        self.policy = policy
-        self.config = config
-        self._labels = labels
-        self._seed = seed
-        self.optimizer = PolicyOptimizer(policy, betas=(0.9, 0.99), weight_decay=config.weight_decay)
-
-    def step(self, step: int, lr: float) -> Metrics:
-        """One optimizer step on the rows that `step` draws."""
-        batch_size = self.config.batch_size
-        rows = sft_rows(self._labels.num_rows, batch_size, step, self._seed)
-        # Keyed by place in the run, not by label: a label met twice is masked in two ways.
-        keys = torch.arange(step * batch_size, (step + 1) * batch_size)
-        batch = replace(self._labels.select(rows), sample_keys=keys)
-        shard = batch.shard(self.policy.rank, self.policy.world_size).to(self.policy.device)
-        views, weights_N = plan_sft(shard, self.policy.config, step, self._seed)
-        loss = -(token_logps(self.policy.module, views) * weights_N).sum() / (batch_size * batch.num_slots)
-        # FSDP averages over ranks; the loss is a sum over them.
-        (loss * self.policy.world_size).backward()
-        grad_norm = self.optimizer.step(lr, self.config.max_grad_norm)
-        return {"loss": self.policy.sum_over_ranks(loss.detach()).item(), "grad_norm": grad_norm, "lr": lr}
+    old: Tensor | None = None
+    reference: Tensor | None = None
 
 
 class Learner:
-    """Stage 2 on one rank. Knows estimators, objectives and advantages by their interfaces only."""
+    """Stage 2 on one rank."""
 
-    def __init__(self, policy: ShardedPolicy, config: LearnerConfig) -> None:
+    def __init__(self, policy: ShardedPolicy, config: LearnerConfig, sampler: SamplerFacts | None = None) -> None:
+        """Train `policy` on completions that are sampled as `sampler` says.
+
+        Raises ValueError when the algorithm cannot learn from such completions.
+        """
         self.policy = policy
         self.config = config
+        self._sampler = sampler or SamplerFacts()
+        refusal = config.refusal(self._sampler)
+        if refusal is not None:
+            raise ValueError(f"learner.{refusal}")
         self.optimizer = PolicyOptimizer(policy, betas=config.betas, weight_decay=config.weight_decay)
         self.reference: ShardedPolicy | None = None
-        if config.objective.kl_coef > 0:
+        if config.objective.needs_reference:
             self.reference = policy.frozen_copy(policy.full_weights())
-        self._estimator = OneStep(config.estimator, policy.config)
 
     def update(self, batch: RolloutBatch, round_index: int) -> Metrics:
         """Train on one round: `inner_updates` optimizer steps, each on all of its completions.
 
         Old likelihoods are those of the policy at the start of the round, under the same masks as the new ones.
+        A round of which the filters leave nothing changes nothing; its metrics say so.
         Raises FloatingPointError when the gradient is not finite.
         """
-        advantages_B = group_advantages(batch.rewards, batch.group_ids, self.config.advantage)
-        shard = batch.shard(self.policy.rank, self.policy.world_size).to(self.policy.device)
-        rows, _ = shard_rows(batch.num_rows, self.policy.rank, self.policy.world_size)
-        advantages_B = advantages_B[rows].to(self.policy.device)
-        micro_batches = list(self._micro_batches(shard, advantages_B))
-        old = [[self._old_logps(micro, update) for micro, _ in micro_batches] for update in self._old_updates()]
-        num_tokens = int(batch.completion_lengths.sum())
-        totals = torch.zeros(4)
-        is_by_round = self.config.objective.normalize_by == "round"
-        num_shares = len(micro_batches) * self.policy.world_size
-        grad_norms = []
-        for update in range(self.config.inner_updates):
-            for index, (micro, advantages) in enumerate(micro_batches):
-                old_N = old[update - 1][index] if update else None
-                views = self._estimator.plan(micro, update)
-                advantages_N = advantages[:, None].expand(-1, micro.num_slots)[micro.completion_mask()]
-                # Each token's share of the mean: of the round's, or as d1 has it of its micro-batch's.
-                share = 1 / num_tokens if is_by_round else 1 / (max(1, len(advantages_N)) * num_shares)
-                totals += self._backward(views, advantages_N, old_N, share)
-            grad_norms.append(self.optimizer.step(self.config.lr_at(round_index), self.config.max_grad_norm))
-        self._sync_reference(round_index)
-        totals = self.policy.sum_over_ranks(totals) / (num_tokens * self.config.inner_updates)
-        loss, clipped, kl, logp = totals.tolist()
-        return {
-            "loss": loss,
-            "clip_fraction": clipped,
-            "kl": kl,
-            "token_logp": logp,
-            "grad_norm": sum(grad_norms) / len(grad_norms),
-            "lr": self.config.lr_at(round_index),
-            "zero_variance_share": zero_variance_share(batch.rewards, batch.group_ids),
+        lr = self.config.lr_at(round_index)
+        metrics = UpdateMetrics(self.policy.sum_over_ranks, self.policy.max_over_ranks)
+        work = Round(self.policy, self.config, self._sampler, batch)
+        if work.num_rows:
+            known = self._known_before(work)
+            for index in range(self.config.inner_updates):
+                plan = work.plan(index)
+                self._backward(work, plan, known.setdefault(plan.key, Known()), metrics)
+                metrics.add_step(self.optimizer.step(lr, self.config.max_grad_norm))
+            self._sync_reference(round_index)
+        rewards = Rewards(total=batch.rewards, parts=batch.reward_parts, groups=batch.group_ids)
+        return metrics.means() | {
+            "learning_rate": lr,
+            "frac_reward_zero_std": zero_variance_share(rewards),
+            "num_trained_completions": float(work.num_rows),
         }
 
     def full_state(self) -> dict[str, Tensor]:
@@ -169,34 +98,89 @@ class Learner:
         if self.reference is not None and parts["reference"]:
             self.reference.load_full_weights(parts["reference"])
 
-    def _old_updates(self) -> range:
-        # At the first inner update the policy is still the old one: new.detach() is its likelihood, for free.
-        return range(1, self.config.inner_updates)
-
-    def _micro_batches(self, shard: RolloutBatch, advantages_B: Tensor) -> Iterator[tuple[RolloutBatch, Tensor]]:
-        for start in range(0, shard.num_rows, self.config.micro_batch_size):
-            rows = slice(start, start + self.config.micro_batch_size)
-            yield shard.select(rows), advantages_B[rows]
-
     @torch.no_grad()
-    def _old_logps(self, micro: RolloutBatch, update: int) -> Tensor:
-        return token_logps(self.policy.module, self._estimator.plan(micro, update))
+    def _known_before(self, work: Round) -> dict[int, Known]:
+        """Old likelihoods of the canvases that only later updates run, and with them the reference's.
 
-    def _backward(self, views: Views, advantages_N: Tensor, old_N: Tensor | None, share: float) -> Tensor:
-        """Add one micro-batch's gradient. Returns the sums [loss, clipped, kl, logp] over its tokens."""
-        new_N = token_logps(self.policy.module, views)
-        old_N = new_N.detach() if old_N is None else old_N
-        terms = clipped_ratio(self.config.objective, new_N, old_N, self._reference_logps(views), advantages_N)
+        At the first inner update the policy is still the old one: what it gives is the old likelihood, for free.
+        """
+        known: dict[int, Known] = {}
+        if not self.config.objective.needs_old:
+            return known
+        first = work.plan(0).key
+        for index in range(1, self.config.inner_updates):
+            plan = work.plan(index)
+            if plan.key != first and plan.key not in known:
+                pairs = [self._old_and_reference(micro) for micro in plan.micro_batches]
+                references = [reference for _, reference in pairs if reference is not None]
+                known[plan.key] = Known(
+                    old=_joined([old for old, _ in pairs], plan),
+                    reference=_joined(references, plan) if references else None,
+                )
+        return known
+
+    def _old_and_reference(self, micro: Terms) -> tuple[Tensor, Tensor | None]:
+        return token_logps(self.policy.module, micro.views, micro.law), self._reference_logps(micro.views, micro)
+
+    def _backward(self, work: Round, plan: Plan, known: Known, metrics: UpdateMetrics) -> None:
+        """Add the gradient of one inner update, and what its plan gave for the next."""
+        if known.reference is None and self.reference is not None:
+            references = [self._reference_logps(micro.views, micro) for micro in plan.micro_batches]
+            known.reference = _joined([one for one in references if one is not None], plan)
+        if plan.is_split:
+            self._in_two_sweeps(work, plan, known, metrics)
+        else:
+            self._in_one_sweep(work, plan, known, metrics)
+
+    def _in_one_sweep(self, work: Round, plan: Plan, known: Known, metrics: UpdateMetrics) -> None:
+        news = []
+        for micro, inside in zip(plan.micro_batches, plan.inside, strict=True):
+            new_N = token_logps(self.policy.module, micro.views, micro.law)
+            news.append(new_N.detach())
+            loss = self._loss(work, micro, new_N, known, inside)
+            self._accumulate(loss.total)
+            metrics.add(loss, new_N, counts=bool((micro.importance > 0).any()))
+        if known.old is None:
+            known.old = _joined(news, plan)
+
+    def _in_two_sweeps(self, work: Round, plan: Plan, known: Known, metrics: UpdateMetrics) -> None:
+        """The first finds the derivative of the loss by each log-probability, the second goes down it."""
+        with torch.no_grad():
+            news = [token_logps(self.policy.module, micro.views, micro.law) for micro in plan.micro_batches]
+        all_N = _joined(news, plan)
+        if known.old is None:
+            known.old = all_N
+        whole = slice(0, plan.terms.num_terms)
+        gradient_N = coefficients(lambda new_N: self._loss(work, plan.terms, new_N, known, whole).total, all_N)
+        counts = bool((plan.terms.importance > 0).any())
+        metrics.add(self._loss(work, plan.terms, all_N, known, whole), all_N, counts=counts)
+        for micro, inside in zip(plan.micro_batches, plan.inside, strict=True):
+            new_N = token_logps(self.policy.module, micro.views, micro.law)
+            weight_N = gradient_N[inside] if inside.stop > inside.start else torch.zeros_like(new_N)
+            self._accumulate((new_N * weight_N).sum())
+
+    def _loss(self, work: Round, terms: Terms, new_N: Tensor, known: Known, inside: slice) -> Loss:
+        is_idle = inside.stop == inside.start
+        old_N = new_N.detach() if known.old is None or is_idle else known.old[inside]
+        reference_N = known.reference
+        if reference_N is not None:
+            reference_N = new_N.detach() if is_idle else reference_N[inside]
+        return self.config.objective.loss(terms, work.logps(terms, new_N, old_N, reference_N), work.rows)
+
+    def _accumulate(self, loss: Tensor) -> None:
         # FSDP averages over ranks; the objective is a sum over them.
-        (terms.loss.sum() * share * self.policy.world_size).backward()
-        sums = [terms.loss.detach().sum(), terms.is_clipped.sum(), terms.kl.sum(), new_N.detach().sum()]
-        return torch.stack([value.float() for value in sums]).cpu()
+        (loss * self.policy.world_size).backward()
 
     @torch.no_grad()
-    def _reference_logps(self, views: Views) -> Tensor | None:
-        return None if self.reference is None else token_logps(self.reference.module, views)
+    def _reference_logps(self, views: Views, micro: Terms) -> Tensor | None:
+        return None if self.reference is None else token_logps(self.reference.module, views, micro.law)
 
     def _sync_reference(self, round_index: int) -> None:
         every = self.config.reference_sync_rounds
         if self.reference is not None and every and (round_index + 1) % every == 0:
             self.reference.load_full_weights(self.policy.full_weights())
+
+
+def _joined(parts: list[Tensor], plan: Plan) -> Tensor:
+    """The values of all terms, without those of micro-batches that count for nothing."""
+    return torch.cat(parts)[: plan.terms.num_terms]

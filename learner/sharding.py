@@ -75,6 +75,14 @@ class ShardedPolicy:
         dist.all_reduce(total, group=self.mesh.get_group())
         return total
 
+    def max_over_ranks(self, values: Tensor) -> Tensor:
+        """The greatest of each value of a small tensor over all ranks."""
+        if self.mesh is None:
+            return values
+        greatest = values.to(self.device)
+        dist.all_reduce(greatest, op=dist.ReduceOp.MAX, group=self.mesh.get_group())
+        return greatest
+
 
 def gather_on_rank_0(rank: int, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Whole tensors on the CPU of rank 0. A collective; the other ranks hold one tensor at a time and keep none."""

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from learner.batch import RolloutBatch
+from learner.config import LearnerConfig
 from learner.counter import uniform
-from learner.learner import Learner, LearnerConfig
+from learner.learner import Learner
 from learner.model.transformer import Transformer
 from learner.sharding import ShardedPolicy
 from rollout.config import EngineConfig
@@ -89,7 +90,9 @@ def test_an_update_is_the_same_step(policy: Transformer) -> None:
         commit_logp=torch.zeros(8, 8),
         policy_versions=torch.zeros(8, dtype=torch.long),
     )
-    config = LearnerConfig(num_rounds=1, group_size=4, groups_per_round=2, inner_updates=2, micro_batch_size=3, lr=1e-3)
+    config = LearnerConfig(
+        num_rounds=1, group_size=4, groups_per_round=2, inner_updates=2, micro_batch_tokens=60, lr=1e-3
+    )
     on_gpu = copy.deepcopy(policy).cuda()
     metrics = [Learner(ShardedPolicy(model, None), config).update(batch, 0) for model in (policy, on_gpu)]
     assert metrics[1] == pytest.approx(metrics[0], rel=1e-2, abs=1e-4)

@@ -1,6 +1,39 @@
 """Likelihood estimators: which corrupted canvases to run, and which slots each one scores."""
 
-from learner.estimators.one_step import OneStep, OneStepConfig
+from typing import Annotated
+
+from pydantic import Field
+
+from learner.estimators.base import Estimator, InnerUpdate, SamplerFacts, Slots
+from learner.estimators.block_masks import BlockMasksConfig
+from learner.estimators.elbo import Counts, ElboConfig
+from learner.estimators.one_step import OneStepConfig
+from learner.estimators.random_masks import RandomMasksConfig
+from learner.estimators.terms import Corruption, Terms, make_terms
+from learner.estimators.trajectory import TrajectoryConfig
 from learner.estimators.views import Views, share_equal_views, token_logps
 
-__all__ = ["OneStep", "OneStepConfig", "Views", "share_equal_views", "token_logps"]
+EstimatorConfig = Annotated[
+    OneStepConfig | RandomMasksConfig | ElboConfig | BlockMasksConfig | TrajectoryConfig, Field(discriminator="name")
+]
+"""Any of them, told apart by `name`."""
+
+__all__ = [
+    "BlockMasksConfig",
+    "Corruption",
+    "Counts",
+    "ElboConfig",
+    "Estimator",
+    "EstimatorConfig",
+    "InnerUpdate",
+    "OneStepConfig",
+    "RandomMasksConfig",
+    "SamplerFacts",
+    "Slots",
+    "Terms",
+    "TrajectoryConfig",
+    "Views",
+    "make_terms",
+    "share_equal_views",
+    "token_logps",
+]

@@ -8,51 +8,56 @@ completions, a regulariser that lets one round be used for several updates.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor
 
-from learner.batch import CompletionBatch, canvas
-from learner.counter import uniform
-from learner.estimators.views import Views, share_equal_views
-from learner.model.transformer import TransformerConfig
+from learner.batch import GroupedBatch
+from learner.estimators.base import InnerUpdate, Probability, SamplerFacts, prompt_mask
+from learner.estimators.terms import Corruption
+
+_ACCUMULATED = 2
 
 
 class OneStepConfig(BaseModel):
-    """diffu-GRPO's estimator."""
+    """diffu-GRPO's estimator: one forward, all completion slots masked."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     name: Literal["one_step"] = "one_step"
     """The estimator."""
-    p_mask_prompt: Annotated[float, Field(ge=0, lt=1)] = 0.15
+    p_mask_prompt: Probability = 0.15
     """Probability that a prompt token is masked (d1: 0.15)."""
-    prompt_mask: Literal["each_update", "fixed"] = "each_update"
-    """`each_update` draws another prompt mask at every inner update; `fixed` keeps one, as d1 with random_masking off.
-    (d1 indexes its masks by micro-step, so that with accumulation 2 half of them are never used.)"""
+    prompt_mask: Literal["each_update", "fixed", "micro_step"] = "each_update"
+    """`each_update` draws another prompt mask at every inner update; `fixed` keeps one, as d1 with random_masking off;
+    `micro_step` numbers them by micro-step as d1 does, so that with its two micro-steps for each update a group meets
+    half of the masks, each twice."""
 
-
-class OneStep:
-    """Plans the views of the one-step estimate."""
-
-    def __init__(self, config: OneStepConfig, model: TransformerConfig) -> None:
-        self.config = config
-        self._model = model
-
-    def plan(self, batch: CompletionBatch, inner_update: int) -> Views:
-        """Score each row's completion tokens up to the end of text, in row order.
+    def corrupt(self, batch: GroupedBatch, update: InnerUpdate, sampler: SamplerFacts) -> Corruption:
+        """Score each row's completion tokens up to the end of text, on a canvas of its prompt alone.
 
         Without prompt masks all completions of a problem share one canvas, and so one forward.
         """
-        view_key = inner_update if self.config.prompt_mask == "each_update" else 0
-        P = batch.prompt_ids.shape[1]
-        columns_P = torch.arange(P, device=batch.prompt_ids.device)
-        is_masked = uniform(batch.sample_keys[:, None], view_key, columns_P) < self.config.p_mask_prompt
-        prompt_ids = torch.where(is_masked, self._model.mask_token_id, batch.prompt_ids)
-        completion_ids = torch.full_like(batch.completion_ids, self._model.mask_token_id)
-        ids_BS, columns_BL = canvas(batch, prompt_ids, completion_ids, self._model.pad_token_id)
-        rows_N, slots_N = batch.completion_mask().nonzero(as_tuple=True)
-        lengths_B = batch.prompt_lengths + batch.num_slots
-        targets_N = batch.completion_ids[rows_N, slots_N]
-        return share_equal_views(ids_BS, lengths_B, rows_N, columns_BL[rows_N, slots_N], targets_N)
+        key: Tensor | int = self.mask_key(update)
+        if self.prompt_mask == "micro_step":
+            key = (_ACCUMULATED * update.index + batch.group_index[:, None] % _ACCUMULATED) % update.count
+        return Corruption(
+            rows=torch.arange(batch.num_rows, device=batch.prompt_ids.device),
+            masked=torch.ones_like(batch.completion_ids, dtype=torch.bool),
+            scored=batch.completion_mask(),
+            prompt_masked=prompt_mask(batch, self.p_mask_prompt, key),
+        )
+
+    def mask_key(self, update: InnerUpdate) -> int:
+        """One mask for all updates where it is fixed or there is none."""
+        return 0 if self.prompt_mask == "fixed" or self.p_mask_prompt == 0 else update.index
+
+    def sizes(self, batch: GroupedBatch) -> Tensor:
+        """The text's tokens."""
+        return batch.completion_lengths
+
+    def refusal(self, sampler: SamplerFacts) -> str | None:
+        """It needs tokens only."""
+        return None

@@ -7,9 +7,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor
 
-from learner.model.transformer import query_grid
+from learner.model.scoring import Wanted
+from learner.model.transformer import Transformer, query_grid
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Law:
+    """The distribution that tokens are scored under."""
+
+    temperature: float = 1.0
+    """Logits are divided by it."""
+    excludes_mask_id: bool = False
+    """The plain softmax excludes nothing: a policy that puts mass on the mask id pays for that (d1 does the same). The
+    sampler's law excludes the mask id."""
+
+
+SOFTMAX = Law()
+"""The plain softmax of the logits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,19 +49,34 @@ class Views:
 
 
 def share_equal_views(ids_BS: Tensor, lengths_B: Tensor, rows_N: Tensor, columns_N: Tensor, targets_N: Tensor) -> Views:
-    """Views of one canvas for each row, equal canvases merged; token n is scored on row `rows_N`, slot `columns_N`."""
-    ids_VS, view_B = ids_BS.unique(dim=0, return_inverse=True)
-    lengths_V = lengths_B.new_zeros(len(ids_VS)).scatter_(0, view_B, lengths_B)
-    slots_M, scored_N = (view_B[rows_N] * ids_BS.shape[1] + columns_N).unique(return_inverse=True)
-    return Views(ids=ids_VS, lengths=lengths_V, slots=slots_M, scored=scored_N, targets=targets_N)
+    """Views of one canvas for each row, equal canvases merged; token n is scored on row `rows_N`, slot `columns_N`.
 
-
-def token_logps(model: nn.Module, views: Views) -> Tensor:
-    """Log-probability, in nats, of each scored token: [N] float32.
-
-    The mask id is not excluded from the softmax: a policy that puts mass on it pays for that (d1 does the same).
+    Views keep the order of the first row that each serves; rows of which nothing is scored have none.
     """
+    used_R, row_N = rows_N.unique(return_inverse=True)
+    ids_RS = ids_BS[used_R]
+    ids_VS, view_R = ids_RS.unique(dim=0, return_inverse=True)
+    first_V = torch.full((len(ids_VS),), len(used_R), device=ids_BS.device)
+    first_V.scatter_reduce_(0, view_R, torch.arange(len(used_R), device=ids_BS.device), "amin")
+    order_V = first_V.argsort()
+    place_V = torch.empty_like(order_V).scatter_(0, order_V, torch.arange(len(order_V), device=ids_BS.device))
+    slots_M, scored_N = (place_V[view_R][row_N] * ids_BS.shape[1] + columns_N).unique(return_inverse=True)
+    kept_V = used_R[first_V[order_V]]
+    return Views(ids=ids_BS[kept_V], lengths=lengths_B[kept_V], slots=slots_M, scored=scored_N, targets=targets_N)
+
+
+def token_logps(model: Transformer, views: Views, law: Law = SOFTMAX) -> Tensor:
+    """Log-probability, in nats, of each scored token: [N] float32."""
     width = views.ids.shape[1]
     lengths = None if bool((views.lengths == width).all()) else views.lengths
-    logits_MV = model(views.ids, lengths, *query_grid(views.slots, *views.ids.shape)).float()
-    return logits_MV[views.scored, views.targets] - logits_MV.logsumexp(dim=-1)[views.scored]
+    grid = query_grid(views.slots, *views.ids.shape)
+    # The head is chunked in the order of the slots.
+    order_N = views.scored.argsort(stable=True)
+    wanted = Wanted(
+        slot=views.scored[order_N],
+        token=views.targets[order_N],
+        temperature=law.temperature,
+        forbidden_id=model.config.mask_token_id if law.excludes_mask_id else None,
+    )
+    logps_N: Tensor = model(views.ids, lengths, *grid, wanted=wanted)
+    return torch.empty_like(logps_N).scatter(0, order_N, logps_N)

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from learner.model.memory import LayerMemory, Memory
+from learner.model.scoring import Wanted, wanted_logps
 
 Family = Literal["llada", "dream"]
 Pattern = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -208,8 +209,9 @@ class Transformer(nn.Module):
         memory: Memory | None = None,
         columns_BL: Tensor | None = None,
         flex: bool = False,
+        wanted: Wanted | None = None,
     ) -> Tensor:
-        """Logits of canvases.
+        """Logits of canvases, or log-probabilities of the tokens that are wanted of them.
 
         Args:
             ids_BL: token ids; each row is left-aligned, positions count from 0.
@@ -222,9 +224,11 @@ class Transformer(nn.Module):
             columns_BL: with `memory`, where in their canvases `ids_BL` stand, when they are only a part of them.
             flex: hide what lies past each row's length by FlexAttention, which skips it, and not by a mask. Made to be
                 compiled; it cannot be trained through here.
+            wanted: tokens at the scored slots whose log-probabilities are all that is asked for.
 
         Returns:
-            [N, V] with `scored_N`, otherwise [B, Q, V] (Q = L without `queries_BQ`).
+            [N, V] with `scored_N`, otherwise [B, Q, V] (Q = L without `queries_BQ`); with `wanted` one log-probability
+            in nats for each token, float32.
 
         Raises:
             ValueError: the canvas is longer than `max_sequence_length`.
@@ -253,7 +257,10 @@ class Transformer(nn.Module):
         for index, block in enumerate(self.blocks):
             asked = Asked(queries_BQ, scored_N) if index == last else None
             x_BLD = block(x_BLD, places, asked, None if memory is None else memory.layer(index))
-        return self._logits(self.norm(x_BLD)).view(shape)
+        x_ND = self.norm(x_BLD)
+        if wanted is not None:
+            return wanted_logps(self._logits, x_ND, self.config.vocab_size, wanted)
+        return self._logits(x_ND).view(shape)
 
     def predicting_columns(self, columns_BQ: Tensor) -> Tensor:
         """The columns whose output predicts the tokens at `columns_BQ`: the same, unless a family shifts them."""

@@ -3,12 +3,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from learner.batch import RolloutBatch
+from learner.batch import GroupedBatch, RolloutBatch
+
+BLOCK_LENGTH = 4
 
 
 @pytest.fixture
 def rollouts() -> RolloutBatch:
-    """Three groups of four completions: prompts of two lengths, completions that end early and that fill the canvas."""
+    """Three groups of four completions: prompts of two lengths, completions that end early and that fill the canvas.
+
+    Denoised in blocks of 4, two slots a step, as far as the block with the end of text.
+    """
     generator = torch.Generator().manual_seed(1)
     prompts = torch.randint(0, 38, (3, 6), generator=generator).repeat_interleave(4, dim=0)
     prompt_lengths = torch.tensor([6, 4, 6]).repeat_interleave(4)
@@ -16,15 +21,30 @@ def rollouts() -> RolloutBatch:
     lengths = torch.randint(1, 9, (12,), generator=generator)
     completions = torch.randint(0, 38, (12, 8), generator=generator)
     completions[torch.arange(8) >= lengths[:, None] - 1] = 39
+    rewards = torch.rand(12, generator=generator)
+    noise = torch.rand(12, 2, BLOCK_LENGTH, generator=generator)
+    steps = noise.argsort(dim=2).argsort(dim=2) // 2 + 2 * torch.arange(2)[:, None]
+    is_denoised = torch.arange(8) < -(-lengths[:, None] // BLOCK_LENGTH) * BLOCK_LENGTH
     return RolloutBatch(
         prompt_ids=prompts,
         prompt_lengths=prompt_lengths,
         completion_ids=completions,
         completion_lengths=lengths,
         sample_keys=torch.arange(12) * 7919,
-        rewards=torch.rand(12, generator=generator),
+        rewards=rewards,
+        reward_parts=torch.stack((rewards / 3, rewards * 2 / 3), dim=1),
+        correct=rewards > 0.5,
+        truncated=lengths == 8,
         group_ids=torch.tensor([5, 6, 9]).repeat_interleave(4),
-        step_map=torch.zeros(12, 8, dtype=torch.long),
-        commit_logp=torch.zeros(12, 8),
+        step_map=torch.where(is_denoised, steps.flatten(1), -1),
+        commit_logp=torch.where(is_denoised, -torch.rand(12, 8, generator=generator), 0.0),
+        commit_entropy=torch.where(is_denoised, torch.rand(12, 8, generator=generator), 0.0),
+        fallback=is_denoised & (torch.rand(12, 8, generator=generator) < 0.4),
         policy_versions=torch.zeros(12, dtype=torch.long),
     )
+
+
+@pytest.fixture
+def grouped(rollouts: RolloutBatch) -> GroupedBatch:
+    """The same, with rows that know their group."""
+    return GroupedBatch.of(rollouts)

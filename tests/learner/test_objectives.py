@@ -3,46 +3,78 @@ import math
 import pytest
 import torch
 
-from learner.advantages import Advantage, group_advantages, zero_variance_share
-from learner.objectives import ClippedRatioConfig, clipped_ratio
+from learner.advantages import Advantage, Filters, Rewards, group_advantages, zero_variance_share
+from learner.estimators.terms import Terms
+from learner.estimators.views import SOFTMAX, Views
+from learner.objectives import ClippedRatioConfig, Kl, Logps, Loss, RowFacts
+from learner.objectives.clipped_ratio import kl_estimate
 
 CONFIG = ClippedRatioConfig(clip_low=0.2, clip_high=0.3, kl_coef=0.5)
+NOTHING = torch.zeros(0, dtype=torch.long)
+
+
+def _loss(
+    config: ClippedRatioConfig, new: torch.Tensor, old: torch.Tensor, reference: torch.Tensor, advantages: torch.Tensor
+) -> Loss:
+    """Of one token for each row, each of importance 1."""
+    count = len(new)
+    views = Views(ids=NOTHING, lengths=NOTHING, slots=NOTHING, scored=NOTHING, targets=NOTHING)
+    ones, zeros = torch.ones(count, dtype=new.dtype), torch.zeros(count, dtype=torch.long)
+    terms = Terms(
+        views=views, law=SOFTMAX, rows=torch.arange(count), slots=zeros, parts=zeros, weights=ones, importance=ones
+    )
+    rows = RowFacts(advantages=advantages, groups=zeros, sizes=ones, num_rows=count, num_groups=1)
+    return config.loss(terms, Logps(new=new, old=old, reference=reference, sampled=old), rows)
 
 
 @pytest.mark.parametrize(
-    ("ratio", "advantage", "loss", "is_clipped"),
+    ("ratio", "advantage", "loss", "clipped"),
     [
-        (1.0, 2.0, -2.0, False),
-        (1.2, 1.0, -1.2, False),
-        (1.6, 1.0, -1.3, True),
-        (0.5, 1.0, -0.5, False),
-        (0.5, -1.0, 0.8, True),
-        (1.6, -1.0, 1.6, False),
+        (1.0, 2.0, -2.0, None),
+        (1.2, 1.0, -1.2, None),
+        (1.6, 1.0, -1.3, "clip_ratio/high"),
+        (0.5, 1.0, -0.5, None),
+        (0.5, -1.0, 0.8, "clip_ratio/low"),
+        (1.6, -1.0, 1.6, None),
     ],
 )
-def test_surrogate_is_the_pessimistic_clip(ratio: float, advantage: float, loss: float, is_clipped: bool) -> None:
-    terms = clipped_ratio(CONFIG, torch.tensor([math.log(ratio)]), torch.tensor([0.0]), None, torch.tensor([advantage]))
-    assert terms.loss.item() == pytest.approx(loss, abs=1e-6)
-    assert terms.is_clipped.item() is is_clipped
-    assert terms.kl.item() == 0
+def test_surrogate_is_the_pessimistic_clip(ratio: float, advantage: float, loss: float, clipped: str | None) -> None:
+    new = torch.tensor([math.log(ratio)])
+    found = _loss(CONFIG, new, torch.zeros(1), new, torch.tensor([advantage]))
+    assert found.total.item() == pytest.approx(loss, abs=1e-6)
+    assert found.per_unit["ratio"].item() == pytest.approx(ratio)
+    assert found.per_unit["kl"].item() == 0
+    for name in ("clip_ratio/low", "clip_ratio/high"):
+        assert found.per_unit[name].item() == (name == clipped)
 
 
 def test_gradient_at_ratio_one_is_minus_the_advantage() -> None:
     new = torch.tensor([-1.0, -2.0], requires_grad=True)
     advantages = torch.tensor([0.7, -0.3])
-    clipped_ratio(CONFIG, new, new.detach(), None, advantages).loss.sum().backward()
+    _loss(CONFIG, new, new.detach(), new.detach(), advantages).total.backward()
     torch.testing.assert_close(new.grad, -advantages)
 
 
-def test_kl_is_the_k3_estimate_and_its_gradient_pulls_to_the_reference() -> None:
+@pytest.mark.parametrize(
+    ("kind", "value", "slope"),
+    # d = reference - new = -1; the derivative is by new, of which d falls.
+    [(Kl.K1, 1.0, 1.0), (Kl.K2, 0.5, 1.0), (Kl.K3, math.exp(-1), 1 - math.exp(-1))],
+)
+def test_kl_and_its_pull_to_the_reference(kind: Kl, value: float, slope: float) -> None:
     new = torch.tensor([-1.0], requires_grad=True)
-    terms = clipped_ratio(CONFIG, new, new.detach(), torch.tensor([-2.0]), torch.tensor([0.0]))
-    k3 = math.exp(-1.0) + 1.0 - 1.0
-    assert terms.kl.item() == pytest.approx(k3)
-    assert terms.loss.item() == pytest.approx(0.5 * k3)
-    terms.loss.sum().backward()
+    config = ClippedRatioConfig(kl=kind, kl_coef=0.5)
+    found = _loss(config, new, new.detach(), torch.tensor([-2.0]), torch.tensor([0.0]))
+    assert found.per_unit["kl"].item() == pytest.approx(value)
+    assert found.total.item() == pytest.approx(0.5 * value)
+    found.total.backward()
     assert new.grad is not None
-    assert new.grad.item() == pytest.approx(0.5 * (1 - math.exp(-1.0)))
+    assert new.grad.item() == pytest.approx(0.5 * slope)
+
+
+def test_k3_and_k2_are_never_negative() -> None:
+    difference = torch.linspace(-3, 3, 31)
+    assert (kl_estimate(Kl.K3, difference) >= 0).all()
+    assert (kl_estimate(Kl.K2, difference) >= 0).all()
 
 
 def test_gradient_is_that_of_finite_differences() -> None:
@@ -50,24 +82,58 @@ def test_gradient_is_that_of_finite_differences() -> None:
     new, old, reference = (torch.randn(6, dtype=torch.float64) * 0.1 for _ in range(3))
     advantages = torch.randn(6, dtype=torch.float64)
     new.requires_grad_(True)
+    assert torch.autograd.gradcheck(lambda values: _loss(CONFIG, values, old, reference, advantages).total, new)
 
-    def loss(values: torch.Tensor) -> torch.Tensor:
-        return clipped_ratio(CONFIG, values, old, reference, advantages).loss.sum()
 
-    assert torch.autograd.gradcheck(loss, new)
+def _rewards(totals: list[float], groups: list[int], parts: list[list[float]] | None = None) -> Rewards:
+    total = torch.tensor(totals)
+    return Rewards(
+        total=total, parts=total[:, None] if parts is None else torch.tensor(parts), groups=torch.tensor(groups)
+    )
 
 
 def test_advantages_are_within_the_group() -> None:
-    rewards, groups = torch.tensor([1.0, 0.0, 5.0, 7.0]), torch.tensor([3, 3, 8, 8])
-    assert group_advantages(rewards, groups, Advantage.GROUP_MEAN).tolist() == [0.5, -0.5, -1.0, 1.0]
-    z = group_advantages(rewards, groups, Advantage.GROUP_Z)
+    rewards = _rewards([1.0, 0.0, 5.0, 7.0], [3, 3, 8, 8])
+    assert group_advantages(rewards, Advantage.GROUP_MEAN).tolist() == [0.5, -0.5, -1.0, 1.0]
+    z = group_advantages(rewards, Advantage.GROUP_Z)
     torch.testing.assert_close(z, torch.tensor([1.0, -1.0, -1.0, 1.0]), atol=1e-3, rtol=0)
-    round_z = group_advantages(rewards, groups, Advantage.ROUND_Z)
+    round_z = group_advantages(rewards, Advantage.ROUND_Z)
     torch.testing.assert_close(round_z, torch.tensor([0.5, -0.5, -1.0, 1.0]) / 0.625**0.5, atol=1e-3, rtol=0)
 
 
+def test_leave_one_out_compares_with_the_others() -> None:
+    advantages = group_advantages(_rewards([1.0, 2.0, 6.0, 4.0], [0, 0, 0, 1]), Advantage.LEAVE_ONE_OUT)
+    torch.testing.assert_close(advantages, torch.tensor([-3.0, -1.5, 4.5, 0.0]))
+
+
+def test_softmax_pairs_sum_to_nothing_and_stress_the_ends() -> None:
+    advantages = group_advantages(_rewards([0.0, 1.0, 2.0], [0, 0, 0]), Advantage.SOFTMAX_PAIR)
+    centred = torch.tensor([-1.0, 0.0, 1.0])
+    torch.testing.assert_close(advantages, centred.softmax(0) - (-centred).softmax(0))
+
+
+def test_parts_of_unlike_scale_weigh_alike() -> None:
+    rewards = _rewards([1.0, 100.0], [0, 0], [[1.0, 0.0], [0.0, 100.0]])
+    torch.testing.assert_close(group_advantages(rewards, Advantage.PART_Z), torch.zeros(2), atol=1e-3, rtol=0)
+
+
 def test_a_group_of_equal_rewards_has_no_advantage() -> None:
-    rewards, groups = torch.tensor([0.1, 0.1, 0.1, 5.0, 7.0, 0.0]), torch.tensor([0, 0, 0, 1, 1, 1])
+    rewards = _rewards([0.1, 0.1, 0.1, 5.0, 7.0, 0.0], [0, 0, 0, 1, 1, 1])
     for advantage in Advantage:
-        assert group_advantages(rewards, groups, advantage)[:3].abs().max() < 1e-4
-    assert zero_variance_share(rewards, groups) == 0.5
+        assert group_advantages(rewards, advantage)[:3].abs().max() < 1e-4
+    assert zero_variance_share(rewards) == 0.5
+
+
+def test_filters_leave_out_whole_groups_or_cut_off_completions() -> None:
+    rewards = _rewards([1.0, 1.0, 0.0, 1.0, 0.0, 0.0], [0, 0, 1, 1, 2, 2])
+    correct = rewards.total > 0
+    truncated = torch.tensor([False, False, True, False, False, False])
+
+    def kept(**settings: object) -> list[bool]:
+        return Filters(**settings).keeps(rewards, correct, truncated).tolist()  # type: ignore[arg-type]
+
+    assert all(kept())
+    assert kept(zero_variance=True) == [False, False, True, True, False, False]
+    assert kept(min_accuracy=0.2) == [True, True, True, True, False, False]
+    assert kept(max_accuracy=0.8) == [False, False, True, True, True, True]
+    assert kept(truncated=True) == [True, True, False, True, True, True]

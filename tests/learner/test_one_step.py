@@ -3,78 +3,89 @@ from dataclasses import replace
 import pytest
 import torch
 
-from learner.batch import RolloutBatch
-from learner.estimators import OneStep, OneStepConfig, Views, token_logps
+from learner.batch import GroupedBatch
+from learner.estimators import InnerUpdate, OneStepConfig, SamplerFacts, Terms, make_terms, token_logps
 from learner.model.transformer import Transformer
 
 
-def _values(policy: Transformer, batch: RolloutBatch, p: float = 0.0, update: int = 0) -> torch.Tensor:
-    estimator = OneStep(OneStepConfig(p_mask_prompt=p), policy.config)
+def _terms(policy: Transformer, batch: GroupedBatch, update: int = 0, **settings: object) -> Terms:
+    config = OneStepConfig(**settings)  # type: ignore[arg-type]
+    return make_terms(batch, policy.config, config.corrupt(batch, InnerUpdate(update, 4), SamplerFacts()))
+
+
+def _values(policy: Transformer, batch: GroupedBatch) -> torch.Tensor:
+    """[B, L], 0 where nothing is scored."""
+    terms = _terms(policy, batch, p_mask_prompt=0.0)
+    values = torch.zeros(batch.num_rows, batch.num_slots)
     with torch.no_grad():
-        return token_logps(policy, estimator.plan(batch, update))
+        values[terms.rows, terms.slots] = token_logps(policy, terms.views)
+    return values
 
 
-def _slowly(policy: Transformer, batch: RolloutBatch) -> list[float]:
+def _slowly(policy: Transformer, batch: GroupedBatch) -> torch.Tensor:
     """One row, one token at a time, with nothing shared and nothing padded."""
-    values = []
+    values = torch.zeros(batch.num_rows, batch.num_slots)
     for row in range(batch.num_rows):
         prompt = batch.prompt_ids[row, : batch.prompt_lengths[row]]
         masked = torch.full((batch.num_slots,), policy.config.mask_token_id)
         with torch.no_grad():
             logp = policy(torch.cat([prompt, masked])[None])[0].log_softmax(-1)
-        slots = range(int(batch.completion_lengths[row]))
-        values += [logp[len(prompt) + slot, batch.completion_ids[row, slot]].item() for slot in slots]
+        for slot in range(int(batch.completion_lengths[row])):
+            values[row, slot] = logp[len(prompt) + slot, batch.completion_ids[row, slot]]
     return values
 
 
-def test_estimate_is_that_of_a_row_by_row_loop(policy: Transformer, rollouts: RolloutBatch) -> None:
-    torch.testing.assert_close(_values(policy, rollouts), torch.tensor(_slowly(policy, rollouts)), atol=1e-5, rtol=0)
+def test_estimate_is_that_of_a_row_by_row_loop(policy: Transformer, grouped: GroupedBatch) -> None:
+    torch.testing.assert_close(_values(policy, grouped), _slowly(policy, grouped), atol=1e-5, rtol=0)
 
 
-def test_without_prompt_masks_a_group_is_one_canvas(policy: Transformer, rollouts: RolloutBatch) -> None:
-    views = OneStep(OneStepConfig(p_mask_prompt=0.0), policy.config).plan(rollouts, 0)
-    assert len(views.ids) == 3
-    masked = OneStep(OneStepConfig(p_mask_prompt=0.5), policy.config).plan(rollouts, 0)
-    assert len(masked.ids) > 3
+def test_without_prompt_masks_a_group_is_one_canvas(policy: Transformer, grouped: GroupedBatch) -> None:
+    assert len(_terms(policy, grouped, p_mask_prompt=0.0).views.ids) == 3
+    assert len(_terms(policy, grouped, p_mask_prompt=0.5).views.ids) > 3
 
 
-def test_the_value_of_a_token_ignores_the_other_completion_tokens(policy: Transformer, rollouts: RolloutBatch) -> None:
-    row = rollouts.select(slice(0, 1))
+def test_the_value_of_a_token_ignores_the_other_completion_tokens(policy: Transformer, grouped: GroupedBatch) -> None:
+    row = grouped.select(slice(0, 1))
     row = replace(row, completion_lengths=torch.tensor([8]), completion_ids=torch.arange(8)[None])
     changed = replace(row, completion_ids=torch.tensor([[9, 1, 2, 3, 4, 5, 6, 7]]))
-    before, after = _values(policy, row), _values(policy, changed)
+    before, after = _values(policy, row)[0], _values(policy, changed)[0]
     torch.testing.assert_close(before[1:], after[1:])
     assert before[0] != after[0]
 
 
 def test_prompt_masks_depend_on_the_sample_and_the_update_and_nothing_else(
-    policy: Transformer, rollouts: RolloutBatch
+    policy: Transformer, grouped: GroupedBatch
 ) -> None:
-    estimator = OneStep(OneStepConfig(p_mask_prompt=0.5), policy.config)
-    batch = rollouts.select(slice(0, 2))
-    alone, together = estimator.plan(batch.select(slice(1, 2)), 3), estimator.plan(batch, 3)
+    batch = grouped.select(slice(0, 2))
+    alone = _terms(policy, batch.select(slice(1, 2)), 3, p_mask_prompt=0.5).views
+    together = _terms(policy, batch, 3, p_mask_prompt=0.5).views
     assert any(torch.equal(alone.ids[0], row) for row in together.ids)
-    assert not _same(estimator.plan(batch, 3), estimator.plan(batch, 4))
-    fixed = OneStep(OneStepConfig(p_mask_prompt=0.5, prompt_mask="fixed"), policy.config)
-    assert _same(fixed.plan(batch, 3), fixed.plan(batch, 4))
+    assert not _same_masks(policy, batch, 3, 2)
+    assert _same_masks(policy, batch, 3, 2, prompt_mask="fixed")
+
+
+def test_d1s_micro_steps_give_each_group_half_of_the_masks_twice(policy: Transformer, grouped: GroupedBatch) -> None:
+    """Of four updates: a group with an even number meets masks 0, 2, 0, 2, one with an odd number 1, 3, 1, 3."""
+    even, odd = grouped.select(grouped.group_index == 0), grouped.select(grouped.group_index == 1)
+    for rows in (even, odd):
+        assert _same_masks(policy, rows, 0, 2, prompt_mask="micro_step")
+        assert _same_masks(policy, rows, 1, 3, prompt_mask="micro_step")
+        assert not _same_masks(policy, rows, 0, 1, prompt_mask="micro_step")
+    third = _terms(policy, odd, 3, p_mask_prompt=0.5).views
+    assert torch.equal(_terms(policy, odd, 1, p_mask_prompt=0.5, prompt_mask="micro_step").views.ids, third.ids)
 
 
 @pytest.mark.parametrize("p", [0.15, 0.6])
 def test_prompts_are_masked_as_often_as_asked_and_completions_always(
-    policy: Transformer, rollouts: RolloutBatch, p: float
+    policy: Transformer, grouped: GroupedBatch, p: float
 ) -> None:
-    mask_id = policy.config.mask_token_id
-    wide = replace(
-        rollouts.select(torch.zeros(4000, dtype=torch.long)),
-        sample_keys=torch.arange(4000),
-        completion_lengths=torch.full((4000,), 8),
-    )
-    views = OneStep(OneStepConfig(p_mask_prompt=p), policy.config).plan(wide, 0)
-    rows = views.slots[views.scored].view(4000, 8)[:, 0] // views.ids.shape[1]
-    masked = views.ids[rows] == mask_id
-    assert abs(masked[:, :6].float().mean().item() - p) < 0.02
-    assert masked[:, 6:].all()
+    wide = replace(grouped.select(torch.zeros(4000, dtype=torch.long)), sample_keys=torch.arange(4000))
+    corruption = OneStepConfig(p_mask_prompt=p).corrupt(wide, InnerUpdate(0, 1), SamplerFacts())
+    assert corruption.prompt_masked is not None
+    assert abs(corruption.prompt_masked.float().mean().item() - p) < 0.02
+    assert corruption.masked.all()
 
 
-def _same(one: Views, other: Views) -> bool:
-    return one.ids.shape == other.ids.shape and torch.equal(one.ids, other.ids)
+def _same_masks(policy: Transformer, batch: GroupedBatch, one: int, other: int, **settings: object) -> bool:
+    views = [_terms(policy, batch, update, p_mask_prompt=0.5, **settings).views for update in (one, other)]
+    return views[0].ids.shape == views[1].ids.shape and torch.equal(views[0].ids, views[1].ids)

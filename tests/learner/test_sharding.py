@@ -9,19 +9,22 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from learner.algorithms import ALGORITHMS
 from learner.batch import CompletionBatch, RolloutBatch
-from learner.learner import Learner, LearnerConfig
+from learner.config import LearnerConfig
+from learner.estimators import SamplerFacts
+from learner.learner import Learner
 from learner.model.transformer import Transformer, TransformerConfig, init_weights
 from learner.sft import SftConfig
 from learner.sft_learner import SftLearner
-from learner.sharding import ShardedPolicy, make_mesh
+from learner.sharding import ShardedPolicy, full_tensor, make_mesh
 
 RL = LearnerConfig(
     num_rounds=2,
     group_size=4,
     groups_per_round=3,
     inner_updates=2,
-    micro_batch_size=4,
+    micro_batch_tokens=56,
     lr=1e-3,
     max_grad_norm=0.5,
     reference_sync_rounds=1,
@@ -79,10 +82,15 @@ def _rollouts() -> RolloutBatch:
         completion_ids=completions,
         completion_lengths=lengths,
         sample_keys=torch.arange(11),
-        rewards=torch.rand(11, generator=generator),
+        rewards=(rewards := torch.rand(11, generator=generator)),
+        reward_parts=rewards[:, None],
+        correct=rewards > 0.5,
+        truncated=lengths == 8,
         group_ids=torch.arange(11) // 4,
-        step_map=torch.zeros(11, 8, dtype=torch.long),
-        commit_logp=torch.zeros(11, 8),
+        step_map=torch.arange(8).expand(11, 8) // 2,
+        commit_logp=-torch.rand(11, 8, generator=generator),
+        commit_entropy=torch.rand(11, 8, generator=generator),
+        fallback=torch.rand(11, 8, generator=generator) < 0.5,
         policy_versions=torch.zeros(11, dtype=torch.long),
     )
 
@@ -123,3 +131,70 @@ def test_full_weights_are_not_the_live_ones(config: TransformerConfig) -> None:
     with torch.no_grad():
         policy.module.head.weight.add_(1)
     assert torch.equal(taken["head.weight"], before)
+
+
+# Every algorithm on 2 or on 4 ranks: the gradient of one process. On 4 those whose loss looks beyond a row.
+
+_WIDE = ("diffu-grpo-parity", "wd1", "tracerl", "stabledrl", "vrpo")
+ON_RANKS = {4: _WIDE, 2: tuple(name for name in ALGORITHMS if name not in _WIDE)}
+
+
+class _Recorder:
+    """In the optimizer's place: keeps the whole gradients of every step."""
+
+    def __init__(self, policy: ShardedPolicy) -> None:
+        self._policy = policy
+        self.gradients: list[dict[str, torch.Tensor]] = []
+
+    def step(self, lr: float, max_grad_norm: float) -> float:
+        named = dict(self._policy.module.named_parameters())
+        self.gradients.append({name: full_tensor(p.grad) for name, p in named.items() if p.grad is not None})
+        self._policy.module.zero_grad()
+        return 0.0
+
+
+def _gradients(policy: ShardedPolicy, name: str, batch: RolloutBatch) -> dict[str, object]:
+    settings = {"algorithm": name, "num_rounds": 1, "inner_updates": 2, "micro_batch_tokens": 60}
+    if name == "tracerl":
+        settings["filters"] = {"min_accuracy": 0.0, "max_accuracy": 1.0}
+    sampler = SamplerFacts(block_length=1 if name == "justgrpo" else 4, has_fallback=True)
+    learner = Learner(policy, LearnerConfig.model_validate(settings), sampler)
+    recorder = _Recorder(policy)
+    learner.optimizer = recorder  # type: ignore[assignment]
+    return {"metrics": learner.update(batch, 0), "gradients": recorder.gradients}
+
+
+def _all_gradients(policy: ShardedPolicy, batch: RolloutBatch, world_size: int) -> dict[str, dict[str, object]]:
+    return {name: _gradients(policy, name, batch) for name in ON_RANKS[world_size]}
+
+
+def _gradient_rank(rank: int, world_size: int, port_file: str, config: TransformerConfig, out: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{port_file}", rank=rank, world_size=world_size)
+    model = Transformer(config)
+    init_weights(model, seed=0)
+    found = _all_gradients(ShardedPolicy(model, make_mesh("cpu")), _rollouts(), world_size)
+    if rank == 0:
+        torch.save(found, out)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("world_size", ON_RANKS)
+def test_every_algorithm_has_one_gradient_on_any_number_of_ranks(
+    config: TransformerConfig, tmp_path: Path, world_size: int
+) -> None:
+    """Three groups on four ranks: where groups stay whole, one rank has nothing and still keeps step."""
+    out = tmp_path / "out.pt"
+    mp.spawn(_gradient_rank, args=(world_size, str(tmp_path / "at"), config, out), nprocs=world_size, join=True)
+    sharded = torch.load(out, weights_only=True)
+    model = Transformer(config)
+    init_weights(model, seed=0)
+    for name, single in _all_gradients(ShardedPolicy(model, None), _rollouts(), world_size).items():
+        assert sharded[name]["metrics"] == pytest.approx(single["metrics"], rel=1e-4, abs=1e-6), name
+        for ours, expected in zip(sharded[name]["gradients"], single["gradients"], strict=True):  # type: ignore[call-overload]
+            assert ours.keys() == expected.keys()
+            for parameter, gradient in expected.items():
+                scale = max(1.0, float(gradient.abs().max()))
+                torch.testing.assert_close(
+                    ours[parameter], gradient, atol=1e-6 * scale, rtol=0, msg=f"{name} {parameter}"
+                )

@@ -1,0 +1,193 @@
+"""Which combination of estimator, objective and advantage is which paper: one row each.
+
+`learner.algorithm` in a recipe takes a row; what the recipe says of `learner` besides goes before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+ALGORITHMS: Mapping[str, Mapping[str, Any]] = {
+    "diffu-grpo": {},
+    "diffu-grpo-parity": {
+        "inner_updates": 12,
+        "estimator": {"name": "one_step", "p_mask_prompt": 0.15, "prompt_mask": "micro_step"},
+        "objective": {"name": "clipped_ratio", "normalize_by": "group"},
+    },
+    "wd1": {
+        "inner_updates": 12,
+        "advantage": "softmax_pair",
+        "estimator": {"name": "one_step", "p_mask_prompt": 0.15},
+        "objective": {"name": "weighted_likelihood", "normalize_by": "group_sum"},
+    },
+    "coupled-grpo": {
+        "inner_updates": 2,
+        "group_size": 10,
+        "advantage": "leave_one_out",
+        "estimator": {"name": "random_masks", "min_ratio": 0.2, "max_ratio": 0.8, "coupled": True},
+        "objective": {"name": "clipped_ratio", "kl_coef": 0.01},
+    },
+    "unigrpo": {
+        "advantage": "group_z",
+        "estimator": {
+            "name": "random_masks",
+            "min_ratio": 0.0,
+            "max_ratio": 1.0,
+            "ratios": "spread",
+            "coupled": False,
+        },
+        "objective": {"name": "clipped_ratio", "clip_low": 0.2, "clip_high": 0.2, "normalize_by": "row"},
+    },
+    "spg": {
+        "inner_updates": 4,
+        "estimator": {"name": "block_masks", "num_draws": 2},
+        "objective": {"name": "sandwich", "beta": 1.5, "mix": 0.5},
+    },
+    "spg-eubo": {
+        "inner_updates": 4,
+        "estimator": {"name": "block_masks", "num_draws": 2},
+        "objective": {"name": "sandwich", "beta": 1.5, "mix": 1.0},
+    },
+    "espo": {
+        "inner_updates": 8,
+        "advantage": "leave_one_out",
+        "estimator": {"name": "elbo", "num_draws": 2, "counts": "group", "complement": True},
+        "objective": {
+            "name": "clipped_ratio",
+            "level": "sequence",
+            "clip_low": 0.2,
+            "clip_high": 0.2,
+            "kl": "k2",
+            "kl_coef": 1e-3,
+        },
+    },
+    "gdpo": {
+        "advantage": "group_z",
+        "estimator": {"name": "elbo", "num_draws": 3, "counts": "quadrature", "complement": False},
+        "objective": {"name": "clipped_ratio", "level": "sequence", "kl_coef": 0.0},
+    },
+    "stepmerge": {
+        "estimator": {"name": "trajectory", "num_segments": 8, "p_mask_prompt": 0.15},
+        "objective": {"name": "clipped_ratio"},
+    },
+    "tracerl": {
+        "inner_updates": 1,
+        "advantage": "group_z",
+        "filters": {"min_accuracy": 0.2, "max_accuracy": 0.8},
+        "estimator": {"name": "trajectory", "steps_per_segment": 8},
+        "objective": {
+            "name": "clipped_ratio",
+            "clip_low": 0.2,
+            "clip_high": 0.2,
+            "kl_against": "old",
+            "kl_coef": 0.01,
+            "normalize_by": "part",
+        },
+    },
+    "cj-grpo": {
+        "inner_updates": 1,
+        "advantage": "group_z",
+        "estimator": {"name": "trajectory", "steps_per_segment": 1},
+        "objective": {
+            "name": "clipped_ratio",
+            "clip_low": 0.2,
+            "clip_high": 0.2,
+            "kl_coef": 0.0,
+            "normalize_by": "part",
+        },
+    },
+    "bgpo": {
+        "inner_updates": 1,
+        "group_size": 8,
+        "advantage": "group_z",
+        "estimator": {
+            "name": "elbo",
+            "num_draws": 16,
+            "counts": "row",
+            "complement": False,
+            "masks": "fixed",
+            "values": "draws",
+        },
+        "objective": {"name": "linear_bound"},
+    },
+    "stabledrl": {
+        "inner_updates": 12,
+        "estimator": {"name": "block_masks", "num_draws": 1},
+        "objective": {
+            "name": "sandwich",
+            "beta": 1.5,
+            "mix": 0.5,
+            "weigh_by_length": False,
+            "self_normalized": True,
+            "normalize_by": "group_sum",
+        },
+    },
+    "dmpo": {
+        "inner_updates": 8,
+        "group_size": 16,
+        "estimator": {"name": "elbo", "num_draws": 2, "counts": "ratio", "complement": True},
+        "objective": {"name": "distribution_matching", "alpha": 0.04},
+    },
+    "agrpo": {
+        "inner_updates": 1,
+        "group_size": 8,
+        "estimator": {
+            "name": "trajectory",
+            "steps_per_segment": 1,
+            "num_sampled": 24,
+            "proposal": "entropy",
+            "law": "sampler",
+        },
+        "objective": {
+            "name": "clipped_ratio",
+            "clip_low": 0.2,
+            "clip_high": 0.2,
+            "old": "sampler",
+            "kl_coef": 0.0,
+            "normalize_by": "row_sum",
+        },
+    },
+    "justgrpo": {
+        "inner_updates": 1,
+        "group_size": 16,
+        "advantage": "group_z",
+        "estimator": {"name": "trajectory", "steps_per_segment": 1, "requires_block_length": 1},
+        "objective": {"name": "clipped_ratio", "clip_low": 0.2, "clip_high": 0.2, "kl_coef": 0.0},
+    },
+    "forkgrpo": {
+        "inner_updates": 1,
+        "group_size": 16,
+        "advantage": "group_z",
+        "estimator": {"name": "trajectory", "steps_per_segment": 1, "only": "fallback"},
+        "objective": {"name": "clipped_ratio", "clip_low": 0.2, "clip_high": 0.2, "kl_coef": 0.0},
+    },
+    "vrpo": {
+        "inner_updates": 1,
+        "estimator": {"name": "elbo", "num_draws": 8, "counts": "row", "complement": False},
+        "objective": {"name": "preference", "beta": 0.2},
+    },
+}
+"""By name: settings of the recipe's section `learner`. Learning rates and batch sizes stay the recipe's own: published
+ones are for 8 B parameters and eight GPUs."""
+
+
+def with_algorithm(section: Mapping[str, Any]) -> dict[str, Any]:
+    """A section `learner` of a recipe with the settings of its `algorithm` filled in where it says nothing itself.
+
+    Inside `estimator` and `objective` single settings can be changed; with another `name` these are the recipe's alone.
+    Raises ValueError when there is no such algorithm.
+    """
+    name = section.get("algorithm", "diffu-grpo")
+    if name not in ALGORITHMS:
+        raise ValueError(f"there is no algorithm {name!r}; there are {', '.join(ALGORITHMS)}")
+    filled = dict(section)
+    for key, preset in ALGORITHMS[name].items():
+        said = section.get(key)
+        if isinstance(preset, Mapping) and (said is None or isinstance(said, Mapping)):
+            said = said or {}
+            is_other = "name" in said and said["name"] != preset.get("name", said["name"])
+            filled[key] = dict(said) if is_other else {**preset, **said}
+        elif key not in section:
+            filled[key] = preset
+    return filled

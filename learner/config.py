@@ -1,0 +1,100 @@
+"""What stage 2 is configured by, and what cannot go together."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+from learner.advantages import Advantage, Filters
+from learner.algorithms import with_algorithm
+from learner.estimators import ElboConfig, EstimatorConfig, OneStepConfig, SamplerFacts, TrajectoryConfig
+from learner.objectives import ClippedRatioConfig, LinearBoundConfig, ObjectiveConfig, PreferenceConfig, SandwichConfig
+from learner.objectives.distribution_matching import DistributionMatchingConfig
+
+
+class LearnerConfig(BaseModel):
+    """Stage 2: policy gradients. The defaults are d1's (arXiv 2504.12216 and its published configuration)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    num_workers: PositiveInt = 2
+    """Ranks of the learner; the policy is sharded over them."""
+    num_rounds: NonNegativeInt
+    """Rounds to train; each publishes one policy version."""
+    groups_per_round: PositiveInt = 16
+    """Problems of a round (P)."""
+    group_size: Annotated[int, Field(ge=2)] = 6
+    """Completions of each problem (G). At least 2: the advantage compares them."""
+    inner_updates: PositiveInt = 12
+    """Optimizer steps on each round's completions (mu)."""
+    micro_batch_tokens: PositiveInt = 16384
+    """Most tokens, padding included, of one forward and backward on one worker. The update does not depend on it."""
+    lr: PositiveFloat = 3e-6
+    """Learning rate after warm-up."""
+    final_lr_fraction: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """The rate falls linearly towards this share of `lr` at the end of the rounds; 1 is constant (d1)."""
+    num_warmup_rounds: NonNegativeInt = 0
+    """Rounds of linear warm-up."""
+    betas: tuple[float, float] = (0.9, 0.99)
+    """AdamW's."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    """AdamW's."""
+    max_grad_norm: PositiveFloat = 0.2
+    """Gradients are clipped to this global norm."""
+    max_staleness: NonNegativeInt = 0
+    """A round trains on completions at most this many policy versions old; 0 is exactly synchronous."""
+    algorithm: str = "diffu-grpo"
+    """A row of `docs/algorithms.md`: it fills in `advantage`, `filters`, `estimator`, `objective`, `inner_updates` and
+    `group_size` where this section does not say them."""
+    advantage: Advantage = Advantage.GROUP_MEAN
+    """How rewards become advantages."""
+    filters: Filters = Filters()
+    """Completions that are not trained on."""
+    estimator: EstimatorConfig = OneStepConfig()
+    """Which corrupted canvases give the likelihood."""
+    objective: ObjectiveConfig = ClippedRatioConfig()
+    """What is minimised."""
+    reference_sync_rounds: NonNegativeInt = 0
+    """Rounds after which the KL reference becomes the current policy; 0 keeps the policy that RL started from.
+    (d1 asks for a sync every 64 steps, which does nothing under LoRA.)"""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _filled_in(cls, section: Any) -> Any:
+        return with_algorithm(section) if isinstance(section, dict) else section
+
+    @model_validator(mode="after")
+    def _fitting(self) -> LearnerConfig:
+        estimator, objective = self.estimator, self.objective
+        is_drawn = isinstance(estimator, ElboConfig) and estimator.values == "draws"
+        if is_drawn != isinstance(objective, LinearBoundConfig):
+            raise ValueError("objective linear_bound and estimator elbo with values: draws need each other")
+        if isinstance(objective, PreferenceConfig | DistributionMatchingConfig) and estimator.name != "elbo":
+            raise ValueError(f"objective {objective.name} compares ELBOs: estimator must be elbo, not {estimator.name}")
+        if isinstance(objective, SandwichConfig) and estimator.name != "block_masks":
+            raise ValueError(f"objective sandwich needs the masks of estimator block_masks, not of {estimator.name}")
+        is_exact = isinstance(estimator, TrajectoryConfig) and estimator.is_exact
+        if isinstance(objective, ClippedRatioConfig) and objective.old == "sampler" and not is_exact:
+            raise ValueError(
+                "objective.old is sampler: the estimator must be trajectory with steps_per_segment: 1, law: sampler "
+                "and no p_mask_prompt, or its likelihoods are not comparable with the recorded ones"
+            )
+        return self
+
+    def refusal(self, sampler: SamplerFacts) -> str | None:
+        """Why this cannot learn from completions sampled like this; None where it can."""
+        if isinstance(self.objective, ClippedRatioConfig) and self.objective.old == "sampler":
+            if not sampler.records_law:
+                return (
+                    "objective.old is sampler; a sampler with a cache, guidance, top_p, top_k or sample_then_select "
+                    "does not record the likelihoods that replay"
+                )
+            if sampler.temperature == 0:
+                return "objective.old is sampler; at rollout.sampling.temperature 0 nothing is drawn"
+        return self.estimator.refusal(sampler)
+
+    def lr_at(self, round_index: int) -> float:
+        """The learning rate of a round."""
+        warmup = min(1.0, (round_index + 1) / (self.num_warmup_rounds + 1))
+        return self.lr * warmup * (1.0 - (1.0 - self.final_lr_fraction) * round_index / max(1, self.num_rounds))

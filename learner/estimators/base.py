@@ -1,0 +1,95 @@
+"""What all likelihood estimators share.
+
+Shape letters: B rows, P prompt, L completion slots, R canvases.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Annotated, Protocol
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from learner.batch import CompletionBatch, GroupedBatch
+from learner.counter import uniform
+from learner.estimators.terms import Corruption
+
+Probability = Annotated[float, Field(ge=0, lt=1)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplerFacts:
+    """What a learner must know of how its completions are sampled."""
+
+    temperature: float = 1.0
+    """Tokens are drawn from softmax(logits / temperature)."""
+    block_length: int = 32
+    """Slots of a block."""
+    records_law: bool = True
+    """Whether the recorded log-probabilities are the law of the draws, and replay: no cache, no guidance, positions
+    selected before they are sampled, the whole vocabulary."""
+    has_fallback: bool = False
+    """Whether its schedule can fail to find a slot, and says so when it then commits one all the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class InnerUpdate:
+    """One of the optimizer steps on a round."""
+
+    index: int
+    """0, 1, ..."""
+    count: int
+    """How many there are (mu)."""
+
+
+class Slots(StrEnum):
+    """The completion slots that a likelihood is about."""
+
+    TEXT = "text"
+    """Those up to and including the first end of text."""
+    CANVAS = "canvas"
+    """All of them: that a text ends and stays ended counts too."""
+
+
+class Estimator(Protocol):
+    """A config that says which corrupted canvases give the likelihood of a batch."""
+
+    name: str
+    """What the recipe calls it."""
+
+    def corrupt(self, batch: GroupedBatch, update: InnerUpdate, sampler: SamplerFacts) -> Corruption:
+        """The canvases to run for one inner update: a pure function of its arguments."""
+
+    def mask_key(self, update: InnerUpdate) -> int:
+        """Equal for inner updates with equal canvases: their old likelihoods are computed once."""
+
+    def sizes(self, batch: GroupedBatch) -> Tensor:
+        """[B] the completion slots that a row's value covers."""
+
+    def refusal(self, sampler: SamplerFacts) -> str | None:
+        """Why it cannot work with a sampler like this; None where it can."""
+
+
+def covered(batch: CompletionBatch, slots: Slots) -> Tensor:
+    """[B, L] bool: the slots that a likelihood is about; none of a row that only fills a shard."""
+    if slots is Slots.TEXT:
+        return batch.completion_mask()
+    return (batch.completion_lengths > 0)[:, None].expand(-1, batch.num_slots)
+
+
+def prompt_mask(batch: CompletionBatch, probability: float, *keys: Tensor | int) -> Tensor | None:
+    """[B, P] bool: each prompt token with this probability, drawn by the row's key and `keys`."""
+    if probability == 0:
+        return None
+    columns_P = torch.arange(batch.prompt_ids.shape[1], device=batch.prompt_ids.device)
+    return uniform(batch.sample_keys[:, None], *keys, columns_P) < probability
+
+
+def repeated(batch: CompletionBatch, count: int) -> tuple[Tensor, Tensor]:
+    """The rows [B * count] of `count` canvases for each row of a batch, and each one's number [B * count]: 0, 1, ..."""
+    rows_B = torch.arange(batch.num_rows, device=batch.prompt_ids.device)
+    draws = torch.arange(count, device=batch.prompt_ids.device)
+    return rows_B.repeat_interleave(count), draws.repeat(batch.num_rows)

@@ -1,0 +1,89 @@
+"""SPG's block-wise masks: training canvases like those that a block-wise sampler meets (arXiv 2510.09541, section 3.3).
+
+A random block is partly masked, all that follows it is masked, and what comes before it, prompt included, is lightly
+corrupted.
+
+Shape letters: B rows, L completion slots, R canvases, W blocks.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, PositiveInt
+from torch import Tensor
+
+from learner.batch import GroupedBatch
+from learner.counter import uniform
+from learner.estimators.base import InnerUpdate, Probability, SamplerFacts, repeated
+from learner.estimators.terms import Corruption
+
+_BLOCK_KEY, _COUNT_KEY, _SLOT_KEY, _CLEAN_KEY, _PROMPT_KEY = 51, 52, 53, 54, 55
+
+
+class BlockMasksConfig(BaseModel):
+    """SPG's estimator."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    name: Literal["block_masks"] = "block_masks"
+    """The estimator."""
+    num_draws: PositiveInt = 2
+    """Canvases of each completion (SPG: 2, StableDRL: 1)."""
+    block_length: PositiveInt | None = None
+    """Slots of a block; null: the sampler's."""
+    p_mask_clean: Probability = 0.15
+    """Probability that a token of the prompt or of an earlier block is masked."""
+
+    def corrupt(self, batch: GroupedBatch, update: InnerUpdate, sampler: SamplerFacts) -> Corruption:
+        """`num_draws` canvases of each row; a row's value is the mean over draws of the mean over scored tokens."""
+        rows_R, draws_R = repeated(batch, self.num_draws)
+        masked_RL = self._masked(batch, rows_R, draws_R, update.index, self.block_length or sampler.block_length)
+        scored_RL = masked_RL & batch.completion_mask()[rows_R]
+        columns_P = torch.arange(batch.prompt_ids.shape[1], device=rows_R.device)
+        keys_R1 = batch.sample_keys[rows_R, None]
+        prompt_RP = uniform(keys_R1, update.index, _PROMPT_KEY, draws_R[:, None], columns_P) < self.p_mask_clean
+        weight_R = 1 / (scored_RL.sum(dim=1).clamp(min=1) * self.num_draws)
+        return Corruption(
+            rows=rows_R,
+            masked=masked_RL,
+            scored=scored_RL,
+            prompt_masked=prompt_RP,
+            parts=draws_R,
+            weights=weight_R[:, None].expand(masked_RL.shape),
+        )
+
+    def mask_key(self, update: InnerUpdate) -> int:
+        """Other masks at every update."""
+        return update.index
+
+    def sizes(self, batch: GroupedBatch) -> Tensor:
+        """The text's tokens."""
+        return batch.completion_lengths
+
+    def refusal(self, sampler: SamplerFacts) -> str | None:
+        """It needs tokens only."""
+        return None
+
+    def _masked(
+        self, batch: GroupedBatch, rows_R: Tensor, draws_R: Tensor, update_index: int, block_length: int
+    ) -> Tensor:
+        """[R, L] bool."""
+        keys_R, slots_L = batch.sample_keys[rows_R], torch.arange(batch.num_slots, device=rows_R.device)
+        lengths_R = batch.completion_lengths[rows_R]
+        num_blocks_R = -(-lengths_R // block_length)
+        # Draws go on from one start, so that the first few of a row are of different blocks.
+        start_R = (uniform(keys_R, update_index, _BLOCK_KEY) * num_blocks_R).long()
+        block_R = (start_R + draws_R) % num_blocks_R.clamp(min=1)
+        begin_R = block_R * block_length
+        end_R = begin_R + block_length
+        valid_R = lengths_R.minimum(end_R) - begin_R
+        count_R = 1 + (uniform(keys_R, update_index, _COUNT_KEY, draws_R) * valid_R).long()
+        inside_RL = (slots_L >= begin_R[:, None]) & (slots_L < (begin_R + valid_R)[:, None])
+        noise_RL = uniform(keys_R[:, None], update_index, _SLOT_KEY, draws_R[:, None], slots_L)
+        rank_RL = noise_RL.masked_fill(~inside_RL, 2).argsort(dim=1).argsort(dim=1)
+        clean_RL = uniform(keys_R[:, None], update_index, _CLEAN_KEY, draws_R[:, None], slots_L)
+        before_RL = (slots_L < begin_R[:, None]) & (clean_RL < self.p_mask_clean)
+        after_RL = slots_L >= end_R.minimum(lengths_R)[:, None]
+        return (inside_RL & (rank_RL < count_R[:, None])) | before_RL | after_RL

@@ -1,0 +1,171 @@
+"""The evidence lower bound of a whole completion, from random masks of many ratios.
+
+With k of L slots masked at random, L / k times the sum of the masked tokens' log-probabilities is, over k uniform on
+1..L, the ELBO (LLaDA, arXiv 2502.09992, equation 6). Methods differ in how they draw k: ESPO (arXiv 2512.03759)
+stratifies it over the completions of a group and runs each mask with its complement; GDPO (arXiv 2510.08554) takes the
+nodes of a quadrature; BGPO (arXiv 2510.11683) and VRPO (arXiv 2505.19223) spread the draws of a completion evenly.
+
+Shape letters: B rows, L completion slots, R canvases, D draws.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Literal
+
+import numpy as np
+import torch
+from pydantic import BaseModel, ConfigDict, PositiveInt, model_validator
+from torch import Tensor
+
+from learner.batch import GroupedBatch
+from learner.counter import uniform
+from learner.estimators.base import InnerUpdate, SamplerFacts, Slots, covered, repeated
+from learner.estimators.terms import Corruption
+
+_COUNT_KEY, _MASK_KEY = 41, 42
+_LEAST_RATIO = 0.1
+
+
+class Counts(StrEnum):
+    """How the number of masked slots is drawn."""
+
+    GROUP = "group"
+    """Spread evenly over the completions of a group, another start for each draw (ESPO)."""
+    ROW = "row"
+    """Spread evenly over the draws of a completion (BGPO, VRPO)."""
+    QUADRATURE = "quadrature"
+    """The nodes of Gauss and Legendre's rule on [0, 1], with their weights (GDPO)."""
+    RATIO = "ratio"
+    """Each slot with probability t, t uniform on [0.1, 1], divided by what was masked (DMPO)."""
+
+
+class ElboConfig(BaseModel):
+    """The ELBO of a completion."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    name: Literal["elbo"] = "elbo"
+    """The estimator."""
+    num_draws: PositiveInt = 2
+    """Masks of each completion."""
+    counts: Counts = Counts.GROUP
+    """How the number of masked slots is drawn."""
+    complement: bool = True
+    """Run the complement of each mask too: every slot is scored exactly once a draw."""
+    slots: Slots = Slots.CANVAS
+    """The slots that the likelihood is about."""
+    masks: Literal["each_update", "fixed"] = "each_update"
+    """Draw masks anew at every update, or once for the round."""
+    values: Literal["mean", "draws"] = "mean"
+    """Whether the draws are averaged, or each is an estimate of its own (for `linear_bound`)."""
+
+    @model_validator(mode="after")
+    def _complete(self) -> ElboConfig:
+        if self.complement and self.counts is Counts.QUADRATURE:
+            raise ValueError("a quadrature has no complements: set complement to false")
+        return self
+
+    def corrupt(self, batch: GroupedBatch, update: InnerUpdate, sampler: SamplerFacts) -> Corruption:
+        """`num_draws` canvases of each row, twice as many with complements."""
+        draws = self._draws(batch, self.mask_key(update))
+        weights_R = self._weights(draws) / (1 if self.values == "draws" else self.num_draws)
+        if not self.complement:
+            # What lies past a text that alone is covered is end of text, and shown.
+            return Corruption(
+                rows=draws.rows,
+                masked=draws.masked,
+                scored=draws.masked,
+                parts=draws.numbers,
+                weights=weights_R[:, None].expand(draws.masked.shape),
+            )
+        other = draws.complement()
+        others_R = self._weights(other) / (1 if self.values == "draws" else self.num_draws)
+        masked = torch.stack((draws.masked, other.masked), dim=1).flatten(0, 1)
+        return Corruption(
+            rows=draws.rows.repeat_interleave(2),
+            masked=masked,
+            scored=masked,
+            parts=draws.numbers.repeat_interleave(2),
+            weights=torch.stack((weights_R, others_R), dim=1).flatten()[:, None].expand(masked.shape) / 2,
+        )
+
+    def mask_key(self, update: InnerUpdate) -> int:
+        """One set of masks for all updates where they are fixed."""
+        return 0 if self.masks == "fixed" else update.index
+
+    def sizes(self, batch: GroupedBatch) -> Tensor:
+        """The covered slots."""
+        return covered(batch, self.slots).sum(dim=1)
+
+    def refusal(self, sampler: SamplerFacts) -> str | None:
+        """It needs tokens only."""
+        return None
+
+    def _draws(self, batch: GroupedBatch, key: int) -> _Draws:
+        rows_R, numbers_R = repeated(batch, self.num_draws)
+        covered_RL = covered(batch, self.slots)[rows_R]
+        slots_L = torch.arange(batch.num_slots, device=rows_R.device)
+        noise_RL = uniform(batch.sample_keys[rows_R, None], key, _MASK_KEY, numbers_R[:, None], slots_L)
+        noise_RL = noise_RL.masked_fill(~covered_RL, 2.0)
+        if self.counts is Counts.RATIO:
+            ratio_R = _LEAST_RATIO + (1 - _LEAST_RATIO) * uniform(batch.sample_keys[rows_R], key, _COUNT_KEY, numbers_R)
+            masked_RL = noise_RL < ratio_R[:, None]
+        else:
+            # The slots of the smallest noise; those that are not covered come last.
+            count_R = self._counts(batch, rows_R, numbers_R, key)
+            masked_RL = covered_RL & (noise_RL.argsort(dim=1).argsort(dim=1) < count_R[:, None])
+        return _Draws(rows=rows_R, numbers=numbers_R, covered=covered_RL, masked=masked_RL)
+
+    def _counts(self, batch: GroupedBatch, rows_R: Tensor, numbers_R: Tensor, key: int) -> Tensor:
+        """[R] how many slots are masked."""
+        size_R = covered(batch, self.slots).sum(dim=1)[rows_R]
+        if self.counts is Counts.QUADRATURE:
+            return (_rule(self.num_draws, rows_R.device)[0][numbers_R] * size_R).floor().long()
+        if self.counts is Counts.GROUP:
+            start_R = uniform(batch.group_keys[rows_R], key, _COUNT_KEY, numbers_R)
+            place_R = (start_R + batch.group_places[rows_R] / batch.group_sizes[rows_R]) % 1
+        else:
+            start_R = uniform(batch.sample_keys[rows_R], key, _COUNT_KEY)
+            place_R = (start_R + numbers_R / self.num_draws) % 1
+        if self.complement:
+            return (place_R * (size_R + 1)).floor().long()
+        return 1 + (place_R * size_R).floor().long().clamp(max=size_R - 1)
+
+    def _weights(self, draws: _Draws) -> Tensor:
+        """[R] what the masked log-probabilities of a draw are multiplied with to estimate the ELBO."""
+        size_R, count_R = draws.covered.sum(dim=1), draws.masked.sum(dim=1).clamp(min=1)
+        if self.counts is Counts.QUADRATURE:
+            nodes, weights = _rule(self.num_draws, size_R.device)
+            # The draws are averaged, and a rule's weights already sum to 1.
+            return weights[draws.numbers] / nodes[draws.numbers] * self.num_draws
+        # Over counts 0 to L, of which one masks nothing, it takes L + 1 for an unbiased mean (ESPO).
+        return (size_R + 1 if self.complement and self.counts is not Counts.RATIO else size_R) / count_R
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Draws:
+    """Masks of the rows."""
+
+    rows: Tensor
+    """[R]."""
+    numbers: Tensor
+    """[R] the number of each draw within its row."""
+    covered: Tensor
+    """[R, L] bool: the slots that the likelihood is about."""
+    masked: Tensor
+    """[R, L] bool."""
+
+    def complement(self) -> _Draws:
+        """The same draws with all other covered slots masked."""
+        return replace(self, masked=self.covered & ~self.masked)
+
+
+def _rule(num_nodes: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Nodes and weights of Gauss and Legendre's rule on [0, 1]."""
+    nodes, weights = np.polynomial.legendre.leggauss(num_nodes)
+    return (
+        torch.tensor((nodes + 1) / 2, dtype=torch.float32, device=device),
+        torch.tensor(weights / 2, dtype=torch.float32, device=device),
+    )

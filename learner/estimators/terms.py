@@ -1,0 +1,134 @@
+"""Terms: the scored tokens of a round's views, and what each is worth in the likelihood of its row.
+
+An estimator answers with a `Corruption`: for each canvas that it wants run, the row it belongs to, what is masked and
+what is scored. Everything else (joining prompts, merging equal canvases, packing, the head, gradients) is done once
+for all estimators.
+
+Shape letters: B rows of the batch, P prompt, L completion slots, R canvases, V different canvases, N terms.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from learner.batch import CompletionBatch, canvas
+from learner.estimators.views import SOFTMAX, Law, Views, share_equal_views
+from learner.model.transformer import TransformerConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Corruption:
+    """The canvases that an estimator wants run."""
+
+    rows: Tensor
+    """[R] int64: the batch's row of each canvas, ascending."""
+    masked: Tensor
+    """[R, L] bool: the completion slots that hold the mask id."""
+    scored: Tensor
+    """[R, L] bool: those of them whose token is scored."""
+    prompt_masked: Tensor | None = None
+    """[R, P] bool: the prompt tokens that hold the mask id; None: none."""
+    parts: Tensor | None = None
+    """[R] int64: the number, within its row, of the draw or segment that a canvas is; None: every canvas is part 0."""
+    weights: Tensor | None = None
+    """[R, L] float32: what a log-probability counts for in the value of its token or row; None: 1."""
+    importance: Tensor | None = None
+    """[R, L] float32: what a scored token counts for in the loss; None: 1."""
+    law: Law = SOFTMAX
+    """The distribution that tokens are scored under."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Terms:
+    """Scored tokens, in the order of their views."""
+
+    views: Views
+    """The canvases, and the slots of these that are scored."""
+    law: Law
+    """The distribution that tokens are scored under."""
+    rows: Tensor
+    """[N] int64: the batch's row."""
+    slots: Tensor
+    """[N] int64: the completion slot."""
+    parts: Tensor
+    """[N] int64: the draw or segment within the row."""
+    weights: Tensor
+    """[N] float32: factor of the log-probability in the value of its token or row."""
+    importance: Tensor
+    """[N] float32: what it counts for in the loss."""
+
+    @property
+    def num_terms(self) -> int:
+        """N."""
+        return len(self.rows)
+
+    def of_views(self, first: int, last: int) -> Terms:
+        """The terms of views `first` to `last - 1`, whose canvases are cut to the longest of them."""
+        views, old_width = self.views, self.views.ids.shape[1]
+        width = int(views.lengths[first:last].max())
+        of_slots = torch.searchsorted(views.slots, torch.tensor([first, last], device=self.rows.device) * old_width)
+        begin, end = of_slots.tolist()
+        inside = ((views.scored >= begin) & (views.scored < end)).nonzero()[:, 0]
+        slots_M = views.slots[begin:end] - first * old_width
+        cut = Views(
+            ids=views.ids[first:last, :width],
+            lengths=views.lengths[first:last],
+            slots=slots_M // old_width * width + slots_M % old_width,
+            scored=views.scored[inside] - begin,
+            targets=views.targets[inside],
+        )
+        return replace(self, views=cut, **{name: getattr(self, name)[inside] for name in _OF_TERMS})
+
+    def weightless(self) -> Terms:
+        """The first view alone, worth nothing: what a rank runs while others have more to do."""
+        first = self.of_views(0, 1)
+        return replace(first, importance=torch.zeros_like(first.importance))
+
+
+_OF_TERMS = ("rows", "slots", "parts", "weights", "importance")
+
+
+def make_terms(batch: CompletionBatch, model: TransformerConfig, corruption: Corruption) -> Terms:
+    """Views and terms of what an estimator wants run on a batch.
+
+    Where nothing is scored there is one view, of one term that counts for nothing: a rank always has something to run.
+    """
+    is_empty = not bool(corruption.scored.any())
+    if is_empty:
+        corruption = _of_one_token(batch, corruption.law)
+    rows_R, masked_RL, mask_id = corruption.rows, corruption.masked, model.mask_token_id
+    some = batch.select(rows_R)
+    prompt_ids = some.prompt_ids
+    if corruption.prompt_masked is not None:
+        prompt_ids = torch.where(corruption.prompt_masked, mask_id, prompt_ids)
+    completion_ids = torch.where(masked_RL, mask_id, some.completion_ids)
+    ids_RS, columns_RL = canvas(some, prompt_ids, completion_ids, model.pad_token_id)
+    canvas_N, slots_N = corruption.scored.nonzero(as_tuple=True)
+    lengths_R = some.prompt_lengths + batch.num_slots
+    targets_N = some.completion_ids[canvas_N, slots_N]
+    views = share_equal_views(ids_RS, lengths_R, canvas_N, columns_RL[canvas_N, slots_N], targets_N)
+    order_N = views.scored.argsort(stable=True)
+    views = replace(views, scored=views.scored[order_N], targets=views.targets[order_N])
+    canvas_N, slots_N = canvas_N[order_N], slots_N[order_N]
+    ones_N = torch.ones(len(order_N), device=rows_R.device)
+    parts_R = torch.zeros_like(rows_R) if corruption.parts is None else corruption.parts
+    importance_N = ones_N if corruption.importance is None else corruption.importance[canvas_N, slots_N]
+    return Terms(
+        views=views,
+        law=corruption.law,
+        rows=rows_R[canvas_N],
+        slots=slots_N,
+        parts=parts_R[canvas_N],
+        weights=ones_N if corruption.weights is None else corruption.weights[canvas_N, slots_N],
+        importance=torch.zeros_like(importance_N) if is_empty else importance_N,
+    )
+
+
+def _of_one_token(batch: CompletionBatch, law: Law) -> Corruption:
+    """The first row with all masked, and its first slot scored."""
+    first = torch.zeros(1, dtype=torch.int64, device=batch.prompt_ids.device)
+    masked = torch.ones_like(batch.completion_ids[:1], dtype=torch.bool)
+    return Corruption(rows=first, masked=masked, scored=masked & (masked.cumsum(dim=1) == 1), law=law)

@@ -1,0 +1,87 @@
+"""Micro-batches of about equally many tokens, and how their gradients add up to the whole batch's.
+
+What must be seen together to have a loss (the terms of a token, of a row, of a group: an objective's unit) is kept in
+one micro-batch where it fits. Where it does not, the update takes two sweeps: one without gradients for the
+log-probabilities of all terms, from which the derivative of the loss by each follows; then one with gradients, each
+term weighted by its derivative. Either way the gradient is exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from learner.estimators.terms import Terms
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MicroBatches:
+    """A rank's views in micro-batches."""
+
+    terms: tuple[Terms, ...]
+    """In the order of the terms that they were made from."""
+    is_split: bool
+    """Whether a unit is spread over several of them."""
+
+
+def cut(terms: Terms, unit_N: Tensor, max_tokens: int) -> MicroBatches:
+    """Cut the views into runs of at most `max_tokens` tokens, padding included; one that is longer stands alone.
+
+    Args:
+        terms: in the order of their views.
+        unit_N: [N] int64: terms of equal value should stay together.
+        max_tokens: of a micro-batch.
+    """
+    num_views, width = terms.views.ids.shape
+    view_N = terms.views.slots[terms.views.scored] // width
+    is_seam = _seams(view_N, unit_N, num_views).tolist()
+    lengths = terms.views.lengths.tolist()
+    ends: list[int] = []
+    is_split, begin = False, 0
+    while begin < num_views:
+        end, is_whole = _end_of(begin, lengths, is_seam, max_tokens)
+        is_split |= not is_whole
+        ends.append(end)
+        begin = end
+    begins = [0, *ends[:-1]]
+    return MicroBatches(
+        terms=tuple(terms.of_views(begin, end) for begin, end in zip(begins, ends, strict=True)),
+        is_split=is_split,
+    )
+
+
+def _seams(view_N: Tensor, unit_N: Tensor, num_views: int) -> Tensor:
+    """[num_views + 1] bool: before which views no unit is cut."""
+    _, unit_N = unit_N.unique(return_inverse=True)
+    count = int(unit_N.max()) + 1
+    first_U = view_N.new_full((count,), num_views).scatter_reduce_(0, unit_N, view_N, "amin")
+    last_U = view_N.new_zeros(count).scatter_reduce_(0, unit_N, view_N, "amax")
+    # A unit over views 2 to 5 forbids the seams before 3, 4 and 5.
+    steps = view_N.new_zeros(num_views + 2)
+    steps.index_add_(0, first_U + 1, torch.ones_like(first_U)).index_add_(0, last_U + 1, -torch.ones_like(last_U))
+    return steps.cumsum(0)[: num_views + 1] == 0
+
+
+def _end_of(begin: int, lengths: list[int], is_seam: list[bool], max_tokens: int) -> tuple[int, bool]:
+    """Where a micro-batch that begins at a view ends, and whether it cuts no unit."""
+    longest, furthest, furthest_seam = 0, begin + 1, begin
+    for end in range(begin + 1, len(lengths) + 1):
+        longest = max(longest, lengths[end - 1])
+        if end > begin + 1 and longest * (end - begin) > max_tokens:
+            break
+        furthest = end
+        if is_seam[end]:
+            furthest_seam = end
+    if furthest_seam > begin:
+        return furthest_seam, True
+    return furthest, False
+
+
+def coefficients(loss: Callable[[Tensor], Tensor], logps_N: Tensor) -> Tensor:
+    """The derivative [N] of a loss by each log-probability: what the second sweep weighs the terms with."""
+    leaf_N = logps_N.detach().requires_grad_()
+    (gradient_N,) = torch.autograd.grad(loss(leaf_N), leaf_N, allow_unused=True)
+    return torch.zeros_like(logps_N) if gradient_N is None else gradient_N

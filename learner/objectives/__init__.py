@@ -1,0 +1,45 @@
+"""Objectives: what to do with the likelihoods of graded completions."""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from learner.objectives.base import Logps, Loss, Objective
+from learner.objectives.clipped_ratio import ClippedRatioConfig, Kl
+from learner.objectives.distribution_matching import DistributionMatchingConfig
+from learner.objectives.linear_bound import LinearBoundConfig
+from learner.objectives.preference import PreferenceConfig
+from learner.objectives.sandwich import SandwichConfig
+from learner.objectives.units import Level, Normalize, RowFacts, normalized, unit_keys, units_of
+from learner.objectives.weighted_likelihood import WeightedLikelihoodConfig
+
+ObjectiveConfig = Annotated[
+    ClippedRatioConfig
+    | WeightedLikelihoodConfig
+    | SandwichConfig
+    | LinearBoundConfig
+    | PreferenceConfig
+    | DistributionMatchingConfig,
+    Field(discriminator="name"),
+]
+"""Any of them, told apart by `name`."""
+
+__all__ = [
+    "ClippedRatioConfig",
+    "DistributionMatchingConfig",
+    "Kl",
+    "Level",
+    "LinearBoundConfig",
+    "Logps",
+    "Loss",
+    "Normalize",
+    "Objective",
+    "ObjectiveConfig",
+    "PreferenceConfig",
+    "RowFacts",
+    "SandwichConfig",
+    "WeightedLikelihoodConfig",
+    "normalized",
+    "unit_keys",
+    "units_of",
+]

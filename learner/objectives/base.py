@@ -1,0 +1,82 @@
+"""What all objectives share: log-probabilities in, one number to minimise out.
+
+Shape letters: N terms, U units, B rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Protocol
+
+from pydantic import Field
+from torch import Tensor
+
+from learner.estimators.terms import Terms
+from learner.objectives.units import Level, Normalize, RowFacts
+
+Coefficient = Annotated[float, Field(ge=0)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Logps:
+    """Log-probabilities of the terms, in nats."""
+
+    new: Tensor
+    """[N] of the policy that is trained; gradients flow through it."""
+    old: Tensor
+    """[N] of the policy at the start of the round, under the same masks."""
+    reference: Tensor | None
+    """[N] of the reference; None where the objective asks for none."""
+    sampled: Tensor
+    """[N] what the sampler recorded of the token when it committed it."""
+
+    def of(self, inside: slice) -> Logps:
+        """Those of some consecutive terms."""
+        reference = None if self.reference is None else self.reference[inside]
+        return Logps(new=self.new[inside], old=self.old[inside], reference=reference, sampled=self.sampled[inside])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Loss:
+    """What an objective says of some terms."""
+
+    total: Tensor
+    """[] to be minimised: these terms' share of the round's loss."""
+    per_unit: Mapping[str, Tensor] = field(default_factory=dict)
+    """[U] each, without gradient: what is reported, under the names of `METRICS`."""
+
+
+class Objective(Protocol):
+    """A config that computes its loss."""
+
+    name: str
+    """What the recipe calls it."""
+    level: Level
+    """What counts as one action."""
+    normalize_by: Normalize
+    """What the round's loss is a mean over."""
+
+    weigh_by_length: bool
+    """Whether a unit counts for its completion's covered slots."""
+
+    @property
+    def compares_groups(self) -> bool:
+        """Whether the loss of a row depends on the likelihoods of the other rows of its group."""
+
+    @property
+    def needs_old(self) -> bool:
+        """Whether the old log-probabilities are looked at."""
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether there must be a reference policy."""
+
+    def loss(self, terms: Terms, logps: Logps, rows: RowFacts) -> Loss:
+        """The loss of some terms: whole units, whose importance is their share of the round's loss.
+
+        Args:
+            terms: what was scored.
+            logps: the log-probabilities.
+            rows: the rank's rows.
+        """

@@ -1,0 +1,117 @@
+"""PPO's clipped ratio of tokens, segments or whole completions, and a KL penalty: what most methods minimise.
+
+Shape letters: N terms, U units, B rows.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+
+from learner.estimators.terms import Terms
+from learner.objectives.base import Coefficient, Logps, Loss
+from learner.objectives.units import Level, Normalize, RowFacts, Units, units_of
+
+
+class Kl(StrEnum):
+    """An estimate of KL(policy || reference) from one log-ratio d = reference - policy (Schulman, 2020)."""
+
+    K1 = "k1"
+    """-d: unbiased, and without a useful gradient of its own."""
+    K2 = "k2"
+    """d^2 / 2: the one that stays stable on whole completions (ESPO, arXiv 2512.03759)."""
+    K3 = "k3"
+    """e^d - d - 1: GRPO's."""
+
+
+def kl_estimate(kind: Kl, difference: Tensor) -> Tensor:
+    """The estimate, elementwise, from log-ratios reference - policy in nats."""
+    if kind is Kl.K1:
+        return -difference
+    if kind is Kl.K2:
+        return difference.square() / 2
+    return difference.exp() - difference - 1
+
+
+class ClippedRatioConfig(BaseModel):
+    """PPO's clipped ratio and a KL penalty; the defaults are diffu-GRPO's (d1, arXiv 2504.12216, equation 3)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    compares_groups: ClassVar[bool] = False
+    weigh_by_length: ClassVar[bool] = False
+
+    name: Literal["clipped_ratio"] = "clipped_ratio"
+    """The objective."""
+    level: Level = Level.TOKEN
+    """What a ratio is taken of."""
+    per_slot: bool = True
+    """At the level of completions, divide log-ratio and KL by the slots that the estimate covers (GSPO, ESPO)."""
+    clip_low: Annotated[float, Field(ge=0, lt=1)] | None = 0.5
+    """The ratio is clipped below 1 - clip_low (d1: 0.5); null: not at all."""
+    clip_high: Annotated[float, Field(ge=0)] | None = 0.5
+    """... and above 1 + clip_high."""
+    old: Literal["learner", "sampler"] = "learner"
+    """Whose log-probabilities the ratio divides by: the learner's at the start of the round, under the same masks; or
+    those that the sampler recorded, where the estimator scores each token in the state it was committed in."""
+    kl: Kl = Kl.K3
+    """The estimate of the KL penalty."""
+    kl_against: Literal["reference", "old"] = "reference"
+    """The policy that RL started from, or the one that the round was sampled from."""
+    kl_coef: Coefficient = 0.04
+    """Weight of the KL penalty; 0 needs no reference model (d1: 0.04)."""
+    normalize_by: Normalize = Normalize.ROUND
+    """What the loss is a mean over."""
+
+    @property
+    def needs_old(self) -> bool:
+        """A ratio to the learner's own likelihoods, or a KL to them."""
+        return self.old == "learner" or (self.kl_coef > 0 and self.kl_against == "old")
+
+    @property
+    def needs_reference(self) -> bool:
+        """A KL to it."""
+        return self.kl_coef > 0 and self.kl_against == "reference"
+
+    def loss(self, terms: Terms, logps: Logps, rows: RowFacts) -> Loss:
+        """-min(ratio A, clip(ratio) A) + kl_coef KL of each unit, in its share."""
+        units = units_of(terms, self.level)
+        advantages_U = rows.advantages[units.rows]
+        ratio_U = self._log_ratio(terms, units, logps.new, self._divided_by(logps), rows).exp()
+        clipped_U = (
+            ratio_U.clamp(
+                None if self.clip_low is None else 1 - self.clip_low,
+                None if self.clip_high is None else 1 + self.clip_high,
+            )
+            if self.clip_low is not None or self.clip_high is not None
+            else ratio_U
+        )
+        gain_U = (ratio_U * advantages_U).minimum(clipped_U * advantages_U)
+        loss_U, per_unit = -gain_U, {}
+        if self.kl_coef > 0:
+            against_N = logps.old if self.kl_against == "old" else logps.reference
+            assert against_N is not None, "the learner has a reference where needs_reference says so"
+            kl_U = self._kl(terms, units, against_N, logps.new, rows)
+            loss_U, per_unit = loss_U + self.kl_coef * kl_U, {"kl": kl_U.detach()}
+        lost_U = clipped_U * advantages_U < ratio_U * advantages_U
+        per_unit |= {
+            "ratio": ratio_U.detach(),
+            "clip_ratio/low": (lost_U & (advantages_U < 0)).float(),
+            "clip_ratio/high": (lost_U & (advantages_U > 0)).float(),
+        }
+        return Loss(total=(loss_U * units.importance).sum(), per_unit=per_unit)
+
+    def _divided_by(self, logps: Logps) -> Tensor:
+        return logps.sampled if self.old == "sampler" else logps.old
+
+    def _log_ratio(self, terms: Terms, units: Units, over_N: Tensor, under_N: Tensor, rows: RowFacts) -> Tensor:
+        return units.sum(terms.weights * (over_N - under_N)) / self._size(units, rows)
+
+    def _kl(self, terms: Terms, units: Units, against_N: Tensor, new_N: Tensor, rows: RowFacts) -> Tensor:
+        return kl_estimate(self.kl, units.sum(terms.weights * (against_N - new_N))) / self._size(units, rows)
+
+    def _size(self, units: Units, rows: RowFacts) -> Tensor | float:
+        return rows.sizes[units.rows] if self.level is Level.ROW and self.per_slot else 1.0

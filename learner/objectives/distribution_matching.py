@@ -1,0 +1,62 @@
+"""DMPO: the policy is drawn to the reference tilted by the reward, p(o) ~ reference(o) e^(reward / alpha).
+
+Within a group each completion weighs what the tilted reference gives it over what the policy gave it, less the same
+for the reward turned round; the weighted denoising loss follows (DMPO, arXiv 2510.08233).
+
+Shape letters: N terms, B rows, G groups.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+
+from learner.estimators.terms import Terms
+from learner.objectives.base import Logps, Loss
+from learner.objectives.units import Level, Normalize, RowFacts, units_of
+
+
+class DistributionMatchingConfig(BaseModel):
+    """The difference of two softmaxes over a group, times the mean log-probability of a masked token."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    compares_groups: ClassVar[bool] = True
+    weigh_by_length: ClassVar[bool] = False
+    needs_old: ClassVar[bool] = True
+    needs_reference: ClassVar[bool] = True
+    level: ClassVar[Level] = Level.ROW
+    normalize_by: ClassVar[Normalize] = Normalize.GROUP_SUM
+
+    name: Literal["distribution_matching"] = "distribution_matching"
+    """The objective."""
+    alpha: Annotated[float, Field(gt=0)] = 0.04
+    """Temperature of the reward."""
+
+    def loss(self, terms: Terms, logps: Logps, rows: RowFacts) -> Loss:
+        """-(softmax(rho + r / alpha) - softmax(rho - r / alpha)) times the ELBO of a slot, rho = reference - old."""
+        assert logps.reference is not None, "the learner has a reference where needs_reference says so"
+        zeros_B = torch.zeros_like(rows.advantages)
+        units = units_of(terms, Level.ROW)
+        importance_B = zeros_B.index_add(0, units.rows, units.importance)
+        elbo_B = zeros_B.index_add(0, terms.rows, terms.weights * logps.new)
+        rho_B = zeros_B.index_add(0, terms.rows, terms.weights * (logps.reference - logps.old))
+        counts_B = importance_B > 0
+        # Within a group a softmax of advantages is one of rewards.
+        wanted_B = _softmax(rho_B + rows.advantages / self.alpha, rows.groups, counts_B)
+        unwanted_B = _softmax(rho_B - rows.advantages / self.alpha, rows.groups, counts_B)
+        loss_B = -(wanted_B - unwanted_B) * elbo_B / rows.sizes
+        return Loss(total=(loss_B * importance_B).sum())
+
+
+def _softmax(values_B: Tensor, groups_B: Tensor, counts_B: Tensor) -> Tensor:
+    """[B] softmax within each group, of the rows that count; 0 elsewhere."""
+    values_B = values_B.masked_fill(~counts_B, -torch.inf)
+    top_G = values_B.new_full((int(groups_B.max()) + 1,), torch.finfo(torch.float32).min)
+    top_G = top_G.scatter_reduce(0, groups_B, values_B, "amax")
+    powers_B = (values_B - top_G[groups_B]).exp()
+    sums_G = powers_B.new_zeros(len(top_G)).index_add_(0, groups_B, powers_B)
+    return powers_B / sums_G[groups_B].clamp(min=torch.finfo(torch.float32).tiny)

@@ -1,0 +1,51 @@
+"""BGPO's bound: linear in the Monte-Carlo draws, so that they stream at constant memory (arXiv 2510.11683).
+
+Shape letters: N terms, U units.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict
+
+from learner.estimators.terms import Terms
+from learner.objectives.base import Logps, Loss
+from learner.objectives.units import Level, Normalize, RowFacts, units_of
+
+
+class LinearBoundConfig(BaseModel):
+    """A lower bound of the ratio objective that is a sum over draws, equal to it in value and gradient on-policy."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    compares_groups: ClassVar[bool] = False
+    weigh_by_length: ClassVar[bool] = False
+    needs_old: ClassVar[bool] = True
+    needs_reference: ClassVar[bool] = False
+    level: ClassVar[Level] = Level.PART
+
+    name: Literal["linear_bound"] = "linear_bound"
+    """The objective."""
+    per_slot: bool = True
+    """Divide a draw's log-ratio by the slots that the estimate covers."""
+    normalize_by: Normalize = Normalize.ROUND
+    """What the loss is a mean over."""
+
+    def loss(self, terms: Terms, logps: Logps, rows: RowFacts) -> Loss:
+        """Of each draw, by its log-ratio d: -(1 + d) A where A >= 0, -e^d A where A < 0, in its share.
+
+        A unit's value is one draw's estimate of the whole, so weights must not be divided by the number of draws.
+        """
+        units = units_of(terms, Level.PART)
+        advantages_U = rows.advantages[units.rows]
+        size_U = rows.sizes[units.rows] if self.per_slot else 1.0
+        log_ratio_U = units.sum(terms.weights * (logps.new - logps.old)) / size_U
+        # e^d is a bound from above, which a negative advantage turns round; 1 + d is one from below.
+        bound_U = torch.where(advantages_U < 0, log_ratio_U.exp(), 1 + log_ratio_U)
+        loss_U = -bound_U * advantages_U
+        return Loss(
+            total=(loss_U * units.importance).sum(),
+            per_unit={"ratio": log_ratio_U.detach().exp()},
+        )

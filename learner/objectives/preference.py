@@ -1,0 +1,61 @@
+"""Preference pairs from graded groups (VRPO, LLaDA 1.5, arXiv 2505.19223): DPO on differences of the ELBO.
+
+Shape letters: N terms, B rows, K pairs.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+
+from learner.estimators.terms import Terms
+from learner.objectives.base import Logps, Loss
+from learner.objectives.units import Level, Normalize, RowFacts, units_of
+
+
+class PreferenceConfig(BaseModel):
+    """-log sigmoid(beta * ((new - reference) of the better - the same of the worse)), over the pairs of each group."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    compares_groups: ClassVar[bool] = True
+    weigh_by_length: ClassVar[bool] = False
+    needs_old: ClassVar[bool] = False
+    needs_reference: ClassVar[bool] = True
+    level: ClassVar[Level] = Level.ROW
+    normalize_by: ClassVar[Normalize] = Normalize.GROUP_SUM
+
+    name: Literal["preference"] = "preference"
+    """The objective."""
+    beta: Annotated[float, Field(gt=0)] = 0.1
+    """How sharply a difference of log-ratios is preferred."""
+
+    def loss(self, terms: Terms, logps: Logps, rows: RowFacts) -> Loss:
+        """The mean over a group's pairs of unequal advantage, in the group's share of the round."""
+        assert logps.reference is not None, "the learner has a reference where needs_reference says so"
+        gain_N = terms.weights * (logps.new - logps.reference)
+        gain_B = torch.zeros_like(rows.advantages).index_add(0, terms.rows, gain_N)
+        units = units_of(terms, Level.ROW)
+        share_B = torch.zeros_like(rows.advantages).index_add_(0, units.rows, units.importance)
+        better_K, worse_K = _pairs(rows.advantages, rows.groups, share_B > 0)
+        if not len(better_K):
+            return Loss(total=(gain_N * 0).sum(), per_unit={"preferred": gain_N.detach()[:0]})
+        margin_K = self.beta * (gain_B[better_K] - gain_B[worse_K])
+        group_K = rows.groups[better_K]
+        share_K = share_B[better_K] / group_K.bincount(minlength=rows.num_groups)[group_K]
+        return Loss(
+            total=(-F.logsigmoid(margin_K) * share_K).sum(),
+            per_unit={"preferred": (margin_K.detach() > 0).float()},
+        )
+
+
+def _pairs(advantages_B: Tensor, groups_B: Tensor, counts_B: Tensor) -> tuple[Tensor, Tensor]:
+    """Every pair of rows of one group of which the first has the greater advantage."""
+    same = groups_B[:, None] == groups_B
+    is_pair = same & (advantages_B[:, None] > advantages_B) & counts_B[:, None] & counts_B
+    better, worse = is_pair.nonzero(as_tuple=True)
+    return better, worse

@@ -1,0 +1,99 @@
+"""SPG's sandwich: a lower bound of the likelihood for good completions, an upper bound for bad ones (arXiv 2510.09541).
+
+Pushing a lower bound down says nothing of the likelihood itself; an upper bound that goes down takes it along. With
+`self_normalized` each completion also counts by its self-normalised importance (StableDRL).
+
+Shape letters: N terms, U tokens, B rows, G groups.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, ClassVar, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+
+from learner.estimators.terms import Terms
+from learner.objectives.base import Logps, Loss
+from learner.objectives.units import Level, Normalize, RowFacts, units_of
+
+_MOST_LOG_WEIGHT = math.log(5.0)
+
+
+class SandwichConfig(BaseModel):
+    """-A times a bound of the mean log-probability of a token: from below where A > 0, else from above."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    needs_reference: ClassVar[bool] = False
+    level: ClassVar[Level] = Level.ROW
+
+    name: Literal["sandwich"] = "sandwich"
+    """The objective."""
+    beta: Annotated[float, Field(ge=1)] = 1.5
+    """Exponent of the evidence upper bound; it is tightest at 1, and steadier above."""
+    mix: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """Share of the upper bound where A <= 0, the rest is the lower one: 1 is SPG-EUBO, 0.5 SPG-Mix, 0 the lower bound
+    for all."""
+    weigh_by_length: bool = True
+    """Completions count by their tokens (SPG), not all alike (StableDRL)."""
+    self_normalized: bool = False
+    """Weigh a group's completions by the softmax of new - old bounds, clamped from above at log 5 (StableDRL)."""
+    normalize_by: Normalize = Normalize.ROUND
+    """What the loss is a mean over."""
+
+    @property
+    def needs_old(self) -> bool:
+        """The weights of self-normalisation."""
+        return self.self_normalized
+
+    @property
+    def compares_groups(self) -> bool:
+        """They are taken over a group."""
+        return self.self_normalized
+
+    def loss(self, terms: Terms, logps: Logps, rows: RowFacts) -> Loss:
+        """The bound of each completion times -A, in its share."""
+        zeros_B = torch.zeros_like(rows.advantages)
+        lower_B = zeros_B.index_add(0, terms.rows, terms.weights * logps.new)
+        bound_B, per_unit = lower_B, {}
+        if self.mix > 0:
+            mixed_B = torch.lerp(lower_B, self._upper(terms, logps.new, rows), self.mix)
+            bound_B = torch.where(rows.advantages > 0, lower_B, mixed_B)
+        units = units_of(terms, Level.ROW)
+        importance_B = zeros_B.index_add(0, units.rows, units.importance)
+        if self.self_normalized:
+            old_B = zeros_B.index_add(0, terms.rows, terms.weights * logps.old)
+            weight_B = _self_normalized(lower_B.detach() - old_B, rows.groups, importance_B > 0)
+            importance_B = importance_B * weight_B
+            per_unit = {"ratio": (lower_B.detach() - old_B).exp()[units.rows]}
+        return Loss(total=-(rows.advantages * bound_B * importance_B).sum(), per_unit=per_unit)
+
+    def _upper(self, terms: Terms, new_N: Tensor, rows: RowFacts) -> Tensor:
+        """[B] 1 / beta times the mean over tokens of log E[p^beta 1(masked) / t], E over the draws."""
+        num_draws = int(terms.parts.max()) + 1
+        of_draw_N = terms.rows * num_draws + terms.parts
+        masked_D = torch.zeros(len(rows.sizes) * num_draws, device=new_N.device)
+        masked_D = masked_D.index_add_(0, of_draw_N, torch.ones_like(new_N))
+        log_ratio_N = masked_D[of_draw_N].log() - rows.sizes[terms.rows].log()
+        units = units_of(terms, Level.TOKEN)
+        value_N = self.beta * new_N - log_ratio_N - math.log(num_draws)
+        log_mean_U = _logsumexp(value_N, units.of_term, len(units.rows))
+        count_B = torch.zeros_like(rows.sizes).index_add_(0, units.rows, torch.ones_like(log_mean_U))
+        sum_B = torch.zeros_like(rows.sizes).index_add(0, units.rows, log_mean_U)
+        return sum_B / count_B.clamp(min=1) / self.beta
+
+
+def _logsumexp(values_N: Tensor, of_term_N: Tensor, count: int) -> Tensor:
+    """[count] the log of the sums of exponentials."""
+    top_U = values_N.new_full((count,), -torch.inf).scatter_reduce(0, of_term_N, values_N.detach(), "amax")
+    return top_U + values_N.new_zeros(count).index_add(0, of_term_N, (values_N - top_U[of_term_N]).exp()).log()
+
+
+def _self_normalized(log_weights_B: Tensor, groups_B: Tensor, counts_B: Tensor) -> Tensor:
+    """[B] softmax of the log-weights within each group, of the rows that count."""
+    weights_B = log_weights_B.clamp(max=_MOST_LOG_WEIGHT).exp() * counts_B
+    sums_G = weights_B.new_zeros(int(groups_B.max()) + 1).index_add_(0, groups_B, weights_B)
+    return weights_B / sums_G[groups_B].clamp(min=torch.finfo(torch.float32).tiny)

@@ -1,0 +1,130 @@
+"""Units: what a ratio, a clip and a penalty apply to, and the share of each in a round's loss.
+
+Shape letters: N terms, U units, B rows, G groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+import torch
+from torch import Tensor
+
+from learner.estimators.terms import Terms
+
+
+class Level(StrEnum):
+    """What counts as one action."""
+
+    TOKEN = "token"  # noqa: S105 - no password
+    """A token: all terms of a row's slot (GRPO, arXiv 2402.03300)."""
+    PART = "part"
+    """A Monte-Carlo draw or a segment of a row."""
+    ROW = "sequence"
+    """A whole completion (GSPO, arXiv 2507.18071)."""
+
+
+class Normalize(StrEnum):
+    """What a round's loss is a mean over."""
+
+    ROUND = "round"
+    """All units of the round, on all workers: each weighs the same, however the round is split."""
+    GROUP = "group"
+    """The groups, of each group's mean: d1's, whose micro-batch on a worker is one group."""
+    PART = "part"
+    """The draws or segments of all completions, of each one's mean: each counts alike (TraceRL, CJ-GRPO)."""
+    ROW = "row"
+    """The completions, of each one's mean."""
+    ROW_SUM = "row_sum"
+    """The completions, of each one's sum: no length normalisation (Dr. GRPO, arXiv 2503.20783)."""
+    GROUP_SUM = "group_sum"
+    """The groups, of each group's sum."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowFacts:
+    """What an objective knows of the rows of a rank's shard, besides their likelihoods."""
+
+    advantages: Tensor
+    """[B] float32."""
+    groups: Tensor
+    """[B] int64: 0, 1, ... over the whole round."""
+    sizes: Tensor
+    """[B] float32: completion slots that the estimator's value of the row covers; at least 1."""
+    num_rows: int
+    """Rows of the round, over all ranks."""
+    num_groups: int
+    """Groups of the round, over all ranks."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Units:
+    """The units of some terms."""
+
+    of_term: Tensor
+    """[N] int64: the unit of each term."""
+    rows: Tensor
+    """[U] int64: the row of each unit."""
+    importance: Tensor
+    """[U] float32: what it counts for in the loss."""
+
+    def sum(self, values_N: Tensor) -> Tensor:
+        """[U] the sums of the terms' values."""
+        return values_N.new_zeros(len(self.rows)).index_add(0, self.of_term, values_N)
+
+
+def unit_keys(terms: Terms, level: Level) -> Tensor:
+    """[N] int64, equal for terms of one unit."""
+    if level is Level.ROW:
+        return terms.rows
+    within = terms.slots if level is Level.TOKEN else terms.parts
+    return terms.rows * (int(within.max()) + 1) + within
+
+
+def units_of(terms: Terms, level: Level) -> Units:
+    """The units of some terms at a level; a unit counts for as much as its terms do on average."""
+    keys_U, of_term_N, count_U = unit_keys(terms, level).unique(return_inverse=True, return_counts=True)
+    rows_U = terms.rows.new_zeros(len(keys_U)).scatter_(0, of_term_N, terms.rows)
+    importance_U = terms.importance.new_zeros(len(keys_U)).index_add_(0, of_term_N, terms.importance) / count_U
+    return Units(of_term=of_term_N, rows=rows_U, importance=importance_U)
+
+
+def normalized(
+    terms: Terms, level: Level, normalize: Normalize, rows: RowFacts, over_ranks: Callable[[Tensor], Tensor]
+) -> Terms:
+    """The terms with their importance made their unit's share of the round's loss.
+
+    Args:
+        terms: all of this rank.
+        level: what a unit is.
+        normalize: what the loss is a mean over.
+        rows: the rank's rows.
+        over_ranks: sums a tensor over all ranks.
+    """
+    units = units_of(terms, level)
+    if normalize is Normalize.PART:
+        parts = int(terms.parts.max()) + 1
+        part_N = terms.rows * parts + terms.parts
+        part_U = part_N.new_zeros(len(units.rows)).scatter_(0, units.of_term, part_N)
+        divisor_U = _means(units.importance, part_U, len(rows.sizes) * parts, over_ranks)
+    elif normalize is Normalize.ROW:
+        divisor_U = _means(units.importance, units.rows, len(rows.sizes), None) * rows.num_rows
+    elif normalize is Normalize.GROUP:
+        by_group_G = units.importance.new_zeros(rows.num_groups)
+        by_group_G = over_ranks(by_group_G.index_add_(0, rows.groups[units.rows], units.importance))
+        divisor_U = by_group_G[rows.groups[units.rows]] * rows.num_groups
+    else:
+        count = {Normalize.ROW_SUM: rows.num_rows, Normalize.GROUP_SUM: rows.num_groups}.get(normalize)
+        total = over_ranks(units.importance.sum()[None]) if count is None else units.importance.new_tensor([count])
+        divisor_U = total.expand(len(units.rows))
+    factor_U = torch.where(divisor_U > 0, 1 / divisor_U, 0.0)
+    return replace(terms, importance=terms.importance * factor_U[units.of_term])
+
+
+def _means(importance_U: Tensor, of_U: Tensor, count: int, over_ranks: Callable[[Tensor], Tensor] | None) -> Tensor:
+    """[U] what divides a unit so that each of `count` sets counts alike; times how many there are over all ranks."""
+    sums = importance_U.new_zeros(count).index_add_(0, of_U, importance_U)
+    num_sets = 1.0 if over_ranks is None else over_ranks((sums > 0).sum().float()[None])
+    return sums[of_U] * num_sets

@@ -1,0 +1,35 @@
+"""Likelihoods weighted by advantages, without a ratio: no old policy, no reference (wd1, arXiv 2507.08838)."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from learner.estimators.terms import Terms
+from learner.objectives.base import Logps, Loss
+from learner.objectives.units import Level, Normalize, RowFacts, units_of
+
+
+class WeightedLikelihoodConfig(BaseModel):
+    """-A times the likelihood: likelier where A is positive, less likely where it is negative."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    compares_groups: ClassVar[bool] = False
+    weigh_by_length: ClassVar[bool] = False
+    needs_old: ClassVar[bool] = False
+    needs_reference: ClassVar[bool] = False
+
+    name: Literal["weighted_likelihood"] = "weighted_likelihood"
+    """The objective."""
+    level: Level = Level.TOKEN
+    """What the loss is a mean over units of."""
+    normalize_by: Normalize = Normalize.GROUP_SUM
+    """What the loss is a mean over."""
+
+    def loss(self, terms: Terms, logps: Logps, rows: RowFacts) -> Loss:
+        """-A times the value of each unit, in its share."""
+        units = units_of(terms, self.level)
+        loss_U = -rows.advantages[units.rows] * units.sum(terms.weights * logps.new)
+        return Loss(total=(loss_U * units.importance).sum())

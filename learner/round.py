@@ -1,0 +1,105 @@
+"""One round on one rank: its rows, their canvases in micro-batches, and what is known of their likelihoods.
+
+Shape letters: B rows of this rank, N terms.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from learner.advantages import Rewards, group_advantages
+from learner.batch import GroupedBatch, RolloutBatch
+from learner.config import LearnerConfig
+from learner.estimators import InnerUpdate, SamplerFacts, Terms, make_terms
+from learner.micro_batches import MicroBatches, cut
+from learner.objectives import Logps, RowFacts, normalized, unit_keys
+from learner.sharding import ShardedPolicy
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """What one inner update runs on this rank."""
+
+    key: int
+    """The estimator's mask key: plans with equal keys are equal."""
+    terms: Terms
+    """All of them; their importance is their unit's share of the round's loss."""
+    micro_batches: tuple[Terms, ...]
+    """The terms in micro-batches, and after them as many that count for nothing as other ranks have more."""
+    is_split: bool
+    """Whether a unit is spread over several micro-batches, on any rank."""
+
+    @property
+    def inside(self) -> list[slice]:
+        """Where the terms of each micro-batch are among all; empty for those that count for nothing."""
+        slices, begin = [], 0
+        for micro in self.micro_batches:
+            end = min(begin + micro.num_terms, self.terms.num_terms)
+            slices.append(slice(begin, end))
+            begin = end
+        return slices
+
+
+class Round:
+    """The completions of a round that this rank trains on."""
+
+    def __init__(
+        self, policy: ShardedPolicy, config: LearnerConfig, sampler: SamplerFacts, batch: RolloutBatch
+    ) -> None:
+        """Take this rank's share of `batch`, of which every rank is given the whole."""
+        self._policy, self._config, self._sampler = policy, config, sampler
+        rewards = Rewards(total=batch.rewards, parts=batch.reward_parts, groups=batch.group_ids)
+        kept_B = config.filters.keeps(rewards, batch.correct, batch.truncated)
+        self.num_rows = int(kept_B.sum())
+        self._plan: Plan | None = None
+        if not self.num_rows:
+            return
+        advantages_B = group_advantages(rewards, config.advantage)[kept_B]
+        grouped = GroupedBatch.of(batch.select(kept_B))
+        # Rows find their advantage again by their place in the round.
+        places = replace(grouped, sample_keys=torch.arange(self.num_rows))
+        whole_groups = config.objective.compares_groups
+        mine_B = places.share_of(policy.rank, policy.world_size, whole_groups=whole_groups).sample_keys
+        shard = grouped.share_of(policy.rank, policy.world_size, whole_groups=whole_groups).to(policy.device)
+        self.batch = shard
+        self.rows = RowFacts(
+            advantages=advantages_B[mine_B].to(policy.device),
+            groups=shard.group_index,
+            sizes=config.estimator.sizes(shard).float().clamp(min=1),
+            num_rows=self.num_rows,
+            num_groups=int(grouped.group_index.max()) + 1,
+        )
+
+    def plan(self, index: int) -> Plan:
+        """What the `index`-th inner update runs; a collective."""
+        update = InnerUpdate(index, self._config.inner_updates)
+        key = self._config.estimator.mask_key(update)
+        if self._plan is None or self._plan.key != key:
+            self._plan = self._make_plan(key, update)
+        return self._plan
+
+    def _make_plan(self, key: int, update: InnerUpdate) -> Plan:
+        objective = self._config.objective
+        corruption = self._config.estimator.corrupt(self.batch, update, self._sampler)
+        terms = make_terms(self.batch, self._policy.config, corruption)
+        if objective.weigh_by_length:
+            terms = replace(terms, importance=terms.importance * self.rows.sizes[terms.rows])
+        terms = normalized(terms, objective.level, objective.normalize_by, self.rows, self._policy.sum_over_ranks)
+        packed = self._cut(terms)
+        others = self._policy.max_over_ranks(torch.tensor([len(packed.terms), packed.is_split]))
+        num_micro_batches, is_split = others.tolist()
+        idle = (terms.weightless(),) * (num_micro_batches - len(packed.terms))
+        return Plan(key=key, terms=terms, micro_batches=(*packed.terms, *idle), is_split=bool(is_split))
+
+    def _cut(self, terms: Terms) -> MicroBatches:
+        objective = self._config.objective
+        unit_N = self.rows.groups[terms.rows] if objective.compares_groups else unit_keys(terms, objective.level)
+        return cut(terms, unit_N, self._config.micro_batch_tokens)
+
+    def logps(self, terms: Terms, new_N: Tensor, old_N: Tensor, reference_N: Tensor | None) -> Logps:
+        """These likelihoods of terms, with what the sampler recorded of them."""
+        sampled_N = self.batch.commit_logp[terms.rows, terms.slots]
+        return Logps(new=new_N, old=old_N, reference=reference_N, sampled=sampled_N)

@@ -1,0 +1,142 @@
+"""Every row of the algorithms' table against its paper's formula, and the same however the work is cut."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from learner.algorithms import ALGORITHMS
+from learner.batch import GroupedBatch, RolloutBatch
+from learner.config import LearnerConfig
+from learner.estimators import InnerUpdate, SamplerFacts
+from learner.learner import Learner
+from learner.model.transformer import Transformer
+from learner.sharding import ShardedPolicy
+from tests.learner import slow
+
+SAMPLER = SamplerFacts(temperature=0.7, block_length=4, has_fallback=True)
+
+
+def _sampler(name: str) -> SamplerFacts:
+    return replace(SAMPLER, block_length=1) if name == "justgrpo" else SAMPLER
+
+
+def _config(name: str, **changes: object) -> LearnerConfig:
+    settings: dict[str, object] = {"algorithm": name, "num_rounds": 1, "inner_updates": 2, "lr": 1e-3}
+    if name == "tracerl":
+        # The fixture's completions are not graded by accuracy, and have four steps.
+        settings |= {"filters": {"min_accuracy": 0.0, "max_accuracy": 1.0}, "estimator": {"steps_per_segment": 2}}
+    if name == "stepmerge":
+        settings["estimator"] = {"num_segments": 2}
+    if name == "agrpo":
+        settings["estimator"] = {"num_sampled": 3}
+    return LearnerConfig.model_validate(settings | changes)
+
+
+class Recorder:
+    """In the optimizer's place: keeps the gradients of every step, and moves the policy by a known noise."""
+
+    def __init__(self, model: Transformer) -> None:
+        self._model = model
+        self.gradients: list[dict[str, Tensor]] = []
+        self.loss = 0.0
+
+    def step(self, lr: float, max_grad_norm: float) -> float:
+        self.gradients.append(
+            {name: p.grad.clone() for name, p in self._model.named_parameters() if p.grad is not None}
+        )
+        moved(self._model)
+        self._model.zero_grad()
+        return 0.0
+
+
+def moved(model: Transformer) -> Transformer:
+    """The same policy a little further on."""
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def _copy(model: Transformer, dtype: torch.dtype = torch.float32) -> Transformer:
+    copied = Transformer(model.config)
+    copied.load_state_dict(model.state_dict())
+    return copied.to(dtype)
+
+
+def _gradients(model: Transformer, config: LearnerConfig, batch: RolloutBatch, sampler: SamplerFacts) -> Recorder:
+    """Those of both inner updates; the reference is the policy moved twice."""
+    learner = Learner(ShardedPolicy(model, None), config, sampler)
+    if learner.reference is not None:
+        moved(moved(learner.reference.module))
+    recorder = Recorder(model)
+    learner.optimizer = recorder  # type: ignore[assignment]
+    metrics = learner.update(batch, 0)
+    assert metrics["num_trained_completions"] == batch.num_rows
+    recorder.loss = metrics["loss"]
+    return recorder
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_loss_and_gradient_are_those_of_the_papers_formula(
+    name: str, policy: Transformer, rollouts: RolloutBatch, grouped: GroupedBatch
+) -> None:
+    """Of two inner updates: at the second one new, old and reference differ."""
+    config, sampler = _config(name), _sampler(name)
+    old, first = _copy(policy, torch.float64), _copy(policy, torch.float64)
+    second = moved(_copy(policy)).to(torch.float64)
+    reference = moved(moved(_copy(policy))).to(torch.float64)
+    losses = []
+    for index, new in enumerate((first, second)):
+        corruption = config.estimator.corrupt(grouped, InnerUpdate(index, 2), sampler)
+        rows = slow.rows_of((new, old, reference), grouped, corruption)
+        _tell(name, rows, config, grouped, corruption)
+        loss = slow.SLOW[name](rows)
+        loss.backward()
+        losses.append(loss.item())
+    recorder = _gradients(policy, config, rollouts, sampler)
+    assert recorder.loss == pytest.approx(sum(losses) / 2, rel=2e-5, abs=1e-5)
+    for new, gradients in zip((first, second), recorder.gradients, strict=True):
+        for parameter_name, expected in new.named_parameters():
+            assert expected.grad is not None
+            actual = gradients[parameter_name].to(torch.float64)
+            scale = max(1e-3, float(expected.grad.abs().max()))
+            assert float((actual - expected.grad).abs().max()) < 2e-4 * scale, parameter_name
+    assert any(float(gradient.abs().max()) > 1e-5 for gradient in recorder.gradients[1].values())
+
+
+def _tell(
+    name: str, rows: list[slow.Row], config: LearnerConfig, grouped: GroupedBatch, corruption: slow.Corruption
+) -> None:
+    """What was drawn, besides masks, that a formula needs."""
+    slow.NUM_DRAWS["value"] = getattr(config.estimator, "num_draws", 1)
+    if name == "coupled-grpo":
+        assert corruption.weights is not None
+        for index, row in enumerate(rows):
+            slow.row_ratios[id(row)] = 0.5 / float(corruption.weights[3 * index + 1, 0])
+    if name == "agrpo":
+        assert corruption.importance is not None
+        assert corruption.parts is not None
+        slow.step_weights.clear()
+        for canvas, row in enumerate(corruption.rows.tolist()):
+            slow.step_weights[row, int(corruption.parts[canvas])] = float(corruption.importance[canvas, 0])
+
+
+@pytest.mark.parametrize("max_tokens", [14, 40])
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_small_micro_batches_give_the_gradient_of_the_whole_batch(
+    name: str, max_tokens: int, policy: Transformer, rollouts: RolloutBatch
+) -> None:
+    """A budget of one canvas splits the draws of a completion: two sweeps, the same gradient."""
+    other, sampler = _copy(policy), _sampler(name)
+    whole = _gradients(policy, _config(name), rollouts, sampler).gradients
+    cut = _gradients(other, _config(name, micro_batch_tokens=max_tokens), rollouts, sampler).gradients
+    for update in (0, 1):
+        for parameter_name, expected in whole[update].items():
+            scale = max(1e-3, float(expected.abs().max()))
+            difference = (cut[update][parameter_name] - expected).abs().max()
+            assert float(difference) < 1e-4 * scale, (update, parameter_name)

@@ -1,0 +1,212 @@
+"""What the estimators draw: the states they claim, and unbiased whatever is sampled."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations
+
+import pytest
+import torch
+
+from learner.batch import GroupedBatch
+from learner.estimators import (
+    BlockMasksConfig,
+    ElboConfig,
+    InnerUpdate,
+    OneStepConfig,
+    RandomMasksConfig,
+    SamplerFacts,
+    TrajectoryConfig,
+    make_terms,
+    token_logps,
+)
+from learner.model.transformer import Transformer
+
+FIRST = InnerUpdate(0, 1)
+SAMPLER = SamplerFacts(block_length=4, has_fallback=True)
+
+
+def _many(batch: GroupedBatch, row: int, count: int) -> GroupedBatch:
+    """One row over and over, each with draws of its own, as groups of 8."""
+    places = torch.arange(count)
+    return replace(
+        batch.select(torch.full((count,), row)),
+        sample_keys=places * 31,
+        group_keys=places // 8 * 8 * 31,
+        group_places=places % 8,
+        group_sizes=torch.full((count,), 8),
+    )
+
+
+def test_one_segment_is_diffu_grpo(policy: Transformer, grouped: GroupedBatch) -> None:
+    """StepMerge's identity: the same canvases and the same scored tokens."""
+    one = make_terms(grouped, policy.config, OneStepConfig(p_mask_prompt=0).corrupt(grouped, FIRST, SAMPLER))
+    merged = make_terms(grouped, policy.config, TrajectoryConfig(num_segments=1).corrupt(grouped, FIRST, SAMPLER))
+    assert torch.equal(one.views.ids, merged.views.ids)
+    with torch.no_grad():
+        torch.testing.assert_close(token_logps(policy, one.views), token_logps(policy, merged.views))
+
+
+@pytest.mark.parametrize(("settings", "lengths"), [({"steps_per_segment": 1}, 1), ({"num_segments": 2}, 2)])
+def test_a_segments_canvas_shows_what_was_committed_before_it(
+    grouped: GroupedBatch, settings: dict[str, int], lengths: int
+) -> None:
+    full = replace(grouped, completion_lengths=torch.full((12,), 8)).select(grouped.completion_lengths > 4)
+    corruption = TrajectoryConfig(**settings).corrupt(full, FIRST, SAMPLER)  # type: ignore[arg-type]
+    assert corruption.parts is not None
+    for canvas, (row, part) in enumerate(zip(corruption.rows.tolist(), corruption.parts.tolist(), strict=True)):
+        for slot, step in enumerate(full.step_map[row].tolist()):
+            assert corruption.masked[canvas, slot] == (step >= part * lengths)
+            assert corruption.scored[canvas, slot] == (step // lengths == part)
+
+
+def test_slots_that_were_never_denoised_are_masked_throughout(grouped: GroupedBatch) -> None:
+    corruption = TrajectoryConfig(steps_per_segment=1).corrupt(grouped, FIRST, SAMPLER)
+    never = grouped.step_map[corruption.rows] < 0
+    assert never.any()
+    assert corruption.masked[never].all()
+
+
+def test_every_text_token_is_scored_once_over_all_segments(grouped: GroupedBatch) -> None:
+    corruption = TrajectoryConfig(steps_per_segment=2).corrupt(grouped, FIRST, SAMPLER)
+    times = torch.zeros(12, 8, dtype=torch.long).index_add_(0, corruption.rows, corruption.scored.long())
+    assert torch.equal(times == 1, grouped.completion_mask())
+
+
+@pytest.mark.parametrize("proposal", ["uniform", "entropy"])
+@pytest.mark.parametrize("num_sampled", [1, 3])
+def test_sampled_segments_count_for_one_on_average(grouped: GroupedBatch, proposal: str, num_sampled: int) -> None:
+    row = int(grouped.completion_lengths.argmax())
+    many = _many(grouped, row, 6000)
+    config = TrajectoryConfig(steps_per_segment=1, num_sampled=num_sampled, proposal=proposal)  # type: ignore[arg-type]
+    corruption = config.corrupt(many, FIRST, SAMPLER)
+    assert corruption.importance is not None
+    assert corruption.parts is not None
+    totals = torch.zeros(4).index_add_(0, corruption.parts, corruption.importance[:, 0])
+    torch.testing.assert_close(totals / 6000, torch.ones(4), atol=0.07, rtol=0)
+    assert int(corruption.rows.bincount().max()) <= num_sampled
+
+
+def test_only_fallback_tokens_and_only_uncertain_ones(grouped: GroupedBatch) -> None:
+    fallback = TrajectoryConfig(steps_per_segment=1, only="fallback").corrupt(grouped, FIRST, SAMPLER)
+    scored = torch.zeros(12, 8).index_add_(0, fallback.rows, fallback.scored.float()) > 0
+    assert torch.equal(scored, grouped.fallback & grouped.completion_mask())
+    uncertain = TrajectoryConfig(steps_per_segment=1, only="uncertain").corrupt(grouped, FIRST, SAMPLER)
+    scored = torch.zeros(12, 8).index_add_(0, uncertain.rows, uncertain.scored.float()) > 0
+    for row, length in enumerate(grouped.completion_lengths.tolist()):
+        kept = grouped.commit_entropy[row][scored[row]]
+        left = grouped.commit_entropy[row, :length][~scored[row, :length]]
+        assert len(kept) == -(-length // 4)
+        assert not len(left) or kept.min() >= left.max()
+
+
+def test_fallback_needs_a_sampler_that_falls_back() -> None:
+    config = TrajectoryConfig(steps_per_segment=1, only="fallback")
+    assert "never falls back" in str(config.refusal(SamplerFacts(has_fallback=False)))
+    assert config.refusal(SAMPLER) is None
+
+
+def test_a_mask_and_its_complement_hide_every_token_once(grouped: GroupedBatch) -> None:
+    corruption = RandomMasksConfig().corrupt(grouped, FIRST, SAMPLER)
+    masked = corruption.masked.unflatten(0, (12, 3))
+    assert masked[:, 0].all()
+    assert torch.equal(masked[:, 1], ~masked[:, 2])
+    assert corruption.weights is not None
+    # One t for the whole round.
+    assert len(corruption.weights.unflatten(0, (12, 3))[:, 1].unique()) == 1
+
+
+def test_spread_ratios_cover_the_range_over_the_updates(grouped: GroupedBatch) -> None:
+    config = RandomMasksConfig(min_ratio=0, max_ratio=1, ratios="spread", coupled=False)
+    many = _many(grouped, 0, 2000)
+    shares = torch.stack(
+        [config.corrupt(many, InnerUpdate(index, 5), SAMPLER).masked.float().mean(dim=1) for index in range(5)]
+    )
+    # The ratios of a row are a fifth apart: their mean hardly differs from row to row.
+    assert abs(float(shares.mean()) - 0.5) < 0.02
+    assert float(shares.mean(dim=0).std()) < 0.12
+
+
+def _exhaustive_elbo(policy: Transformer, batch: GroupedBatch, num_slots: int) -> float:
+    """Mean over k = 1..L, and over all sets of k masked slots, of L / k times the sum of log-probabilities."""
+    prompt, tokens = batch.prompt_ids[0, : batch.prompt_lengths[0]], batch.completion_ids[0]
+    total = 0.0
+    for count in range(1, num_slots + 1):
+        values = []
+        for masked in combinations(range(num_slots), count):
+            canvas = tokens.clone()
+            canvas[list(masked)] = policy.config.mask_token_id
+            with torch.no_grad():
+                logps = policy(torch.cat((prompt, canvas))[None])[0, len(prompt) :].log_softmax(-1)
+            values.append(sum(float(logps[slot, tokens[slot]]) for slot in masked))
+        total += num_slots / count * sum(values) / len(values)
+    return total / num_slots
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"counts": "group", "complement": True, "num_draws": 1},
+        {"counts": "group", "complement": False, "num_draws": 2},
+        {"counts": "row", "complement": False, "num_draws": 4},
+        {"counts": "row", "complement": True, "num_draws": 2},
+    ],
+)
+def test_the_mean_estimate_is_the_exhaustive_elbo(
+    policy: Transformer, grouped: GroupedBatch, settings: dict[str, object]
+) -> None:
+    short = replace(grouped, completion_ids=grouped.completion_ids[:, :4], completion_lengths=torch.full((12,), 4))
+    many = _many(short, 0, 4000)
+    config = ElboConfig(**settings)  # type: ignore[arg-type]
+    terms = make_terms(many, policy.config, config.corrupt(many, FIRST, SAMPLER))
+    assert len(terms.views.ids) <= 15, "equal canvases are run once"
+    with torch.no_grad():
+        values = torch.zeros(4000).index_add_(0, terms.rows, terms.weights * token_logps(policy, terms.views))
+    error = 4 * float(values.std()) / 4000**0.5
+    assert float(values.mean()) == pytest.approx(_exhaustive_elbo(policy, many, 4), abs=error)
+
+
+def test_quadrature_integrates_a_polynomial_of_the_ratio_exactly(grouped: GroupedBatch) -> None:
+    """With log p = -t^2 for every token the bound is the integral of -L t^2, as far as t L is a whole number."""
+    wide = replace(
+        grouped,
+        completion_ids=torch.zeros(12, 1000, dtype=torch.long),
+        completion_lengths=torch.full((12,), 1000),
+    )
+    corruption = ElboConfig(counts="quadrature", complement=False, num_draws=3).corrupt(wide, FIRST, SAMPLER)
+    ratio = corruption.masked.float().mean(dim=1)
+    assert corruption.weights is not None
+    values = -(corruption.weights[:, 0] * corruption.masked.sum(dim=1) * ratio**2)
+    totals = torch.zeros(12).index_add_(0, corruption.rows, values)
+    torch.testing.assert_close(totals, torch.full((12,), -1000 / 3), atol=1.0, rtol=0)
+
+
+def test_block_masks_are_states_of_a_block_wise_sampler(grouped: GroupedBatch) -> None:
+    many = replace(_many(grouped, 0, 400), completion_lengths=torch.full((400,), 7))
+    corruption = BlockMasksConfig(num_draws=2).corrupt(many, FIRST, SAMPLER)
+    masked = corruption.masked
+    in_second = masked[:, 4:7].sum(dim=1)
+    assert masked[:, 7].all(), "what follows the text is masked"
+    assert (in_second >= 1).all()
+    # Where the second block is not masked whole it is the chosen one, and the first is lightly corrupted.
+    light = masked[in_second < 3][:, :4].float().mean()
+    assert abs(float(light) - 0.15) < 0.03
+    # Two draws of a row are of its two blocks.
+    pairs = masked.unflatten(0, (400, 2))
+    assert ((pairs[:, :, 4:7].sum(dim=2) == 3).any(dim=1)).all()
+
+
+def test_a_round_without_any_scored_token_still_has_something_to_run(
+    policy: Transformer, grouped: GroupedBatch
+) -> None:
+    empty = replace(grouped, completion_lengths=torch.zeros(12, dtype=torch.long))
+    for config in (
+        OneStepConfig(),
+        ElboConfig(),
+        BlockMasksConfig(),
+        RandomMasksConfig(),
+        TrajectoryConfig(num_segments=2),
+    ):
+        terms = make_terms(empty, policy.config, config.corrupt(empty, FIRST, SAMPLER))
+        assert terms.num_terms == 1
+        assert float(terms.importance.sum()) == 0

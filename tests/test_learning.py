@@ -1,0 +1,100 @@
+"""Each algorithm learns: on a toy whose best completion is known, sampled as in a run, the mean reward rises."""
+
+from __future__ import annotations
+
+import pytest
+
+from actors.collate import collate
+from actors.messages import Portion, PortionKey, ScoredPortion
+from actors.spec import sampler_facts
+from learner.algorithms import ALGORITHMS
+from learner.batch import RolloutBatch
+from learner.config import LearnerConfig
+from learner.learner import Learner
+from learner.model.transformer import Transformer, TransformerConfig, init_weights
+from learner.sharding import ShardedPolicy
+from rewards import Grade, Message, Problem
+from rollout.request import Request, SamplingParams
+from rollout.sampler import Sampler
+
+GEN_LENGTH, GROUPS, GROUP_SIZE = 4, 4, 8
+TARGET = 5
+PROMPTS = [(7, 8), (8, 9, 7), (9, 9), (7, 7, 8)]
+CONFIG = TransformerConfig(
+    vocab_size=12,
+    d_model=32,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=2,
+    mlp_hidden_size=48,
+    max_sequence_length=16,
+    mask_token_id=10,
+    eos_token_id=11,
+    pad_token_id=11,
+)
+
+
+def _reward(tokens: list[int]) -> float:
+    """Share of slots that hold the target: 1 for the one best completion."""
+    return sum(token == TARGET for token in tokens) / GEN_LENGTH
+
+
+def _round(model: Transformer, params: SamplingParams, index: int) -> RolloutBatch:
+    requests = [
+        Request(prompt_ids=PROMPTS[group], params=params, seed=1000 * index + GROUP_SIZE * group + sample)
+        for group in range(GROUPS)
+        for sample in range(GROUP_SIZE)
+    ]
+    completions = Sampler(model, index).generate(requests)
+    rewards = [_reward(completion.token_ids.tolist()) for completion in completions]
+    problem = Problem(
+        problem_id="p", messages=(Message(role="user", content="?"),), answer=str(TARGET), demonstration=""
+    )
+    portion = Portion(
+        key=PortionKey(round=index, index=0),
+        problems=(problem,) * len(requests),
+        group_ids=tuple(row // GROUP_SIZE for row in range(len(requests))),
+        requests=tuple(requests),
+    )
+    grades = tuple(Grade(reward=reward, parts={"share": reward}, correct=reward == 1) for reward in rewards)
+    return collate([ScoredPortion(portion=portion, completions=tuple(completions), grades=grades)], GEN_LENGTH, 11)
+
+
+def _sampling(name: str) -> SamplingParams:
+    settings: dict[str, object] = {"gen_length": GEN_LENGTH, "block_length": 2, "num_denoise_steps": 4}
+    if name == "justgrpo":
+        settings["block_length"] = 1
+    if name == "forkgrpo":
+        # Random policies are never sure: each step falls back.
+        settings |= {"threshold": 0.9}
+    # What ends early has nothing to learn from here.
+    return SamplingParams.model_validate(settings | {"temperature": 1.0, "forbidden_ids": (11,)})
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_the_expected_reward_rises(name: str) -> None:
+    model = Transformer(CONFIG)
+    init_weights(model, seed=0)
+    params = _sampling(name)
+    filters = {"min_accuracy": 0.0, "max_accuracy": 1.0}
+    config = LearnerConfig.model_validate(
+        {
+            "algorithm": name,
+            "num_rounds": 12,
+            "inner_updates": 2,
+            "groups_per_round": GROUPS,
+            "group_size": GROUP_SIZE,
+            "lr": 3e-3,
+            "max_grad_norm": 1.0,
+            "weight_decay": 0.0,
+            "filters": filters,
+        }
+    )
+    learner = Learner(ShardedPolicy(model, None), config, sampler_facts(params))
+    rewards = []
+    for index in range(12):
+        batch = _round(model, params, index)
+        rewards.append(float(batch.rewards.mean()))
+        learner.update(batch, index)
+    rewards.append(float(_round(model, params, 99).rewards.mean()))
+    assert rewards[-1] > rewards[0] + 0.25, rewards

@@ -1,0 +1,62 @@
+"""The learner's likelihoods against the sampler's records: over an exact sampler they are the same numbers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from actors.collate import collate
+from actors.messages import Portion, PortionKey, ScoredPortion
+from actors.spec import sampler_facts
+from learner.batch import GroupedBatch
+from learner.estimators import InnerUpdate, TrajectoryConfig, make_terms, token_logps
+from learner.model.transformer import Transformer
+from rewards import Grade, Message, Problem
+from rollout.request import Request, SamplingParams
+from rollout.sampler import Sampler
+
+SCHEDULES: dict[str, dict[str, object]] = {
+    "quota": {"num_denoise_steps": 6},
+    "threshold": {"num_denoise_steps": 12, "threshold": 0.2},
+    "blocks of one": {"block_length": 1, "num_denoise_steps": 12},
+}
+
+
+def _sampled(policy: Transformer, **settings: object) -> tuple[GroupedBatch, SamplingParams]:
+    params = SamplingParams.model_validate({"gen_length": 12, "block_length": 4, "temperature": 0.8} | settings)
+    prompts = [(3, 4, 5), (6, 7, 8, 9)]
+    requests = [Request(prompt_ids=prompts[i // 4], params=params, seed=i) for i in range(8)]
+    completions = Sampler(policy, 0).generate(requests)
+    problem = Problem(problem_id="p", messages=(Message(role="user", content="?"),), answer="", demonstration="")
+    portion = Portion(
+        key=PortionKey(round=0, index=0),
+        problems=(problem,) * 8,
+        group_ids=tuple(i // 4 for i in range(8)),
+        requests=tuple(requests),
+    )
+    grades = tuple(Grade(reward=i / 8, parts={"all": i / 8}, correct=False) for i in range(8))
+    scored = ScoredPortion(portion=portion, completions=tuple(completions), grades=grades)
+    return GroupedBatch.of(collate([scored], 12, policy.config.eos_token_id)), params
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_exact_trajectory_gives_the_recorded_log_probabilities(policy: Transformer, name: str) -> None:
+    """Some completions end early: what follows an end of text in its block was context, and what was never denoised is
+    masked."""
+    with torch.no_grad():
+        policy.head.weight[policy.config.eos_token_id] += 0.3
+    batch, params = _sampled(policy, **SCHEDULES[name])
+    config = TrajectoryConfig(steps_per_segment=1, law="sampler")
+    facts = sampler_facts(params)
+    terms = make_terms(batch, policy.config, config.corrupt(batch, InnerUpdate(0, 1), facts))
+    assert facts.records_law
+    assert terms.num_terms == int(batch.completion_lengths.sum())
+    with torch.no_grad():
+        logps = token_logps(policy, terms.views, terms.law)
+    np.testing.assert_allclose(logps, batch.commit_logp[terms.rows, terms.slots], atol=1e-5)
+
+
+def test_a_sampler_that_does_not_record_its_law_is_told_apart() -> None:
+    for settings in ({"cache": "dual"}, {"top_p": 0.9}, {"drawing": "sample_then_select"}, {"cfg_scale": 1.0}):
+        assert not sampler_facts(SamplingParams.model_validate(settings)).records_law
