@@ -22,9 +22,10 @@ from actors.collate import collate
 from actors.plan import RunPlan
 from actors.spec import Phase, RunSpec
 from actors.weights import make_manifest
-from learner.learner import Learner, SftLearner
+from learner.learner import Learner
 from learner.model.checkpoint import LEARNER_STATE, load_policy, save_checkpoint, verify_checkpoint
 from learner.model.tokenizer import ChatTokenizer
+from learner.sft_learner import SftLearner
 from learner.sharding import ShardedPolicy, make_mesh
 
 _CALL_TIMEOUT_S = 600.0

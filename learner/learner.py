@@ -1,4 +1,4 @@
-"""The learner: improves a policy by masked SFT and by policy gradients.
+"""The learner: improves a policy by policy gradients.
 
 An ordinary class, whole on one process or one rank of many. Every rank is given the same batch, works on its shard
 of the rows and leaves with the same metrics. Micro-batches stream; the gradient is that of the whole batch.
@@ -7,7 +7,6 @@ of the rows and leaves with the same metrics. Micro-batches stream; the gradient
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Annotated
 
 import torch
@@ -15,11 +14,10 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat
 from torch import Tensor
 
 from learner.advantages import Advantage, group_advantages, zero_variance_share
-from learner.batch import CompletionBatch, RolloutBatch, shard_rows
+from learner.batch import RolloutBatch, shard_rows
 from learner.estimators import OneStep, OneStepConfig, Views, token_logps
 from learner.objectives import ClippedRatioConfig, clipped_ratio
 from learner.optimizer import PolicyOptimizer
-from learner.sft import SftConfig, plan_sft, sft_rows
 from learner.sharding import ShardedPolicy
 
 Metrics = dict[str, float]
@@ -70,32 +68,6 @@ class LearnerConfig(BaseModel):
         """The learning rate of a round."""
         warmup = min(1.0, (round_index + 1) / (self.num_warmup_rounds + 1))
         return self.lr * warmup * (1.0 - (1.0 - self.final_lr_fraction) * round_index / max(1, self.num_rounds))
-
-
-class SftLearner:
-    """Stage 1 on one rank."""
-
-    def __init__(self, policy: ShardedPolicy, config: SftConfig, labels: CompletionBatch, seed: int) -> None:
-        self.policy = policy
-        self.config = config
-        self._labels = labels
-        self._seed = seed
-        self.optimizer = PolicyOptimizer(policy, betas=(0.9, 0.99), weight_decay=config.weight_decay)
-
-    def step(self, step: int, lr: float) -> Metrics:
-        """One optimizer step on the rows that `step` draws."""
-        batch_size = self.config.batch_size
-        rows = sft_rows(self._labels.num_rows, batch_size, step, self._seed)
-        # Keyed by place in the run, not by label: a label met twice is masked in two ways.
-        keys = torch.arange(step * batch_size, (step + 1) * batch_size)
-        batch = replace(self._labels.select(rows), sample_keys=keys)
-        shard = batch.shard(self.policy.rank, self.policy.world_size).to(self.policy.device)
-        views, weights_N = plan_sft(shard, self.policy.config, step, self._seed)
-        loss = -(token_logps(self.policy.module, views) * weights_N).sum() / (batch_size * batch.num_slots)
-        # FSDP averages over ranks; the loss is a sum over them.
-        (loss * self.policy.world_size).backward()
-        grad_norm = self.optimizer.step(lr, self.config.max_grad_norm)
-        return {"loss": self.policy.sum_over_ranks(loss.detach()).item(), "grad_norm": grad_norm, "lr": lr}
 
 
 class Learner:

@@ -3,9 +3,9 @@ from dataclasses import replace
 import torch
 
 from learner.batch import CompletionBatch, RolloutBatch
-from learner.learner import SftLearner
 from learner.model.transformer import Transformer
 from learner.sft import SftConfig, plan_sft, sft_rows
+from learner.sft_learner import SftLearner
 from learner.sharding import ShardedPolicy
 
 

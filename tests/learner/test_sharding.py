@@ -10,9 +10,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from learner.batch import CompletionBatch, RolloutBatch
-from learner.learner import Learner, LearnerConfig, SftLearner
+from learner.learner import Learner, LearnerConfig
 from learner.model.transformer import Transformer, TransformerConfig, init_weights
 from learner.sft import SftConfig
+from learner.sft_learner import SftLearner
 from learner.sharding import ShardedPolicy, make_mesh
 
 RL = LearnerConfig(
