@@ -9,6 +9,7 @@ from actors.plan import RunPlan
 from actors.round_stats import readable_samples, round_stats
 from actors.spec import RunSpec
 from actors.workers import GraderWorker, grade_or_error
+from learner.model.tokenizer import ChatTokenizer
 from rewards import Grade, Outcome, Problem
 from rollout.request import Completion, FinishReason
 
@@ -78,8 +79,8 @@ def test_failures_of_a_grader_become_counted_data(spec: RunSpec, plan: RunPlan) 
 
 def test_graders_see_the_text_up_to_its_end_and_report_it(spec: RunSpec, plan: RunPlan) -> None:
     grader, portion = GraderWorker(spec.task, spec.initial_checkpoint), plan.round_portion(0, 0)
-    labels = plan.labels()
-    demonstration = labels.completion_ids[0, : int(labels.completion_lengths[0])].tolist()
+    tokenizer = ChatTokenizer(spec.initial_checkpoint)
+    demonstration = [*tokenizer.encode_completion(plan.train[0].demonstration), tokenizer.eos_id]
     # What follows the end of text would spoil the answer, were it graded.
     completion = replace(_completion([*demonstration, *demonstration], version=0), num_tokens=len(demonstration))
     portion = replace(portion, problems=(plan.train[0],) * 8)
