@@ -6,7 +6,6 @@ import torch
 
 from actors.messages import Portion, PortionKey
 from actors.spec import RunSpec
-from learner.batch import CompletionBatch, pad_rows
 from learner.counter import fold, key_of, uniform
 from learner.model.tokenizer import ChatTokenizer
 from rewards import Problem, Split, make_task
@@ -77,31 +76,9 @@ class RunPlan:
             )
         return portions
 
-    def labels(self) -> CompletionBatch:
-        """SFT's examples: the first `num_labels` training problems with their demonstrations.
-
-        Raises ValueError when a demonstration is longer than the canvas.
-        """
-        eos_id = self._tokenizer.eos_id
-        gen_length = self._spec.rollout.sampling.gen_length
-        problems = self.train[: self._spec.sft.num_labels]
-        demonstrations = [self._tokenizer.encode_completion(problem.demonstration) for problem in problems]
-        longest = max(map(len, demonstrations))
-        if longest > gen_length:
-            raise ValueError(
-                f"a demonstration of task {self._spec.task.name} has {longest} tokens; "
-                f"rollout.sampling.gen_length {gen_length} must be at least that"
-            )
-        # One that fills the canvas ends with it, without an end of text.
-        completions = [[*demonstration, eos_id][:gen_length] for demonstration in demonstrations]
-        prompts = [self._prompts[problem.problem_id] for problem in problems]
-        return CompletionBatch(
-            prompt_ids=pad_rows(prompts, eos_id),
-            prompt_lengths=torch.tensor([len(prompt) for prompt in prompts]),
-            completion_ids=pad_rows(completions, eos_id, gen_length),
-            completion_lengths=torch.tensor([len(completion) for completion in completions]),
-            sample_keys=torch.arange(len(problems)),
-        )
+    def prompt_ids(self, problem: Problem) -> tuple[int, ...]:
+        """The encoded prompt of one of the plan's problems."""
+        return self._prompts[problem.problem_id]
 
     def prompt_text(self, problem: Problem) -> str:
         """What a person reads as the prompt."""

@@ -7,7 +7,9 @@ Everything else that shows numbers (TensorBoard, W&B, the table, the curves) is 
 |---|---|
 | run | name, seed, commit, hardware, versions, began_at (unix time) |
 | phase | phase: sft, rl, control; num_steps (optimizer steps or rounds, 0 where a time limits it) |
+| sft_data | num_examples, num_held_out, num_overlong, mean_tokens, padding_share, packed_padding_share |
 | sft | phase, step, loss, grad_norm, lr, tokens_per_s |
+| sft_eval | phase, step, loss, loss_at_t |
 | round | round, policy_version, reward, reward_parts, correct, num_completions, num_failed_groups, num_retries, |
 |       | mean_staleness, mean_tokens, loss, clip_ratio/region_mean, kl, token_logp, grad_norm, learning_rate, ... |
 |       | sampling_s, training_s, publish_s, tokens_per_s |
@@ -96,9 +98,9 @@ class RunLog:
 
     def _to_boards(self, event: str, values: Mapping[str, Any]) -> None:
         step = values.get("round", values.get("step"))
-        if event not in ("sft", "round", "evaluation") or step is None:
+        if event not in ("sft", "sft_eval", "round", "evaluation") or step is None:
             return
-        prefix = values.get("phase", values.get("label", event))
+        prefix = values.get("phase", values.get("label", event)) + ("_eval" if event == "sft_eval" else "")
         scalars = {f"{prefix}/{name}": value for name, value in values.items() if isinstance(value, int | float)}
         scalars |= {f"reward/{part}": value for part, value in values.get("reward_parts", {}).items()}
         for board in self._boards:

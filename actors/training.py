@@ -20,12 +20,13 @@ from torch import Tensor
 
 from actors.collate import collate
 from actors.plan import RunPlan
+from actors.sft_data import SftData, load_sft_data
 from actors.spec import Phase, RunSpec, sampler_facts
 from actors.weights import make_manifest
 from learner.learner import Learner
 from learner.model.checkpoint import LEARNER_STATE, load_policy, save_checkpoint, verify_checkpoint
 from learner.model.tokenizer import ChatTokenizer
-from learner.sft_learner import SftLearner
+from learner.sft_learner import SftLearner, evaluation_loss
 from learner.sharding import ShardedPolicy, make_mesh
 
 _CALL_TIMEOUT_S = 600.0
@@ -97,33 +98,54 @@ class TrainingRun:
     # Stage 1.
 
     def _sft(self) -> None:
-        learner = self._sft_learner()
-        seconds, num_steps = self._sft_steps(learner, Phase.SFT, self._spec.sft.num_steps)
+        data = self._sft_data()
+        self._record("sft_data", **data.facts)
+        seconds, num_steps = self._sft_steps(data, Phase.SFT, self._spec.sft.num_steps)
         self._record("phase_end", phase=Phase.SFT, seconds=seconds, num_steps=num_steps)
         self._finish(Position(phase=Phase.SFT, round=0, policy_version=1, rl_seconds=0.0))
 
-    def _sft_learner(self) -> SftLearner:
-        plan = RunPlan(self._spec, ChatTokenizer(self._spec.initial_checkpoint))
-        return SftLearner(self._policy, self._spec.sft, plan.labels(), self._spec.seed)
+    def _sft_data(self) -> SftData:
+        tokenizer = ChatTokenizer(self._spec.initial_checkpoint)
+        return load_sft_data(self._spec, RunPlan(self._spec, tokenizer), tokenizer)
 
     def _sft_steps(
-        self, learner: SftLearner, phase: Phase, num_steps: int, limit_s: float = 0.0, first_step: int = 0
+        self, data: SftData, phase: Phase, num_steps: int, limit_s: float = 0.0, first_step: int = 0
     ) -> tuple[float, int]:
-        """`num_steps` optimizer steps, or as many as fit into `limit_s` seconds. Returns seconds and steps."""
+        """`num_steps` optimizer steps, or as many as fit into `limit_s` seconds. Returns seconds and steps.
+
+        Evaluations do not count into the seconds.
+        """
+        sft = self._spec.sft
+        learner = SftLearner(self._policy, sft, data.train, self._spec.seed)
         self._record("phase", phase=phase, num_steps=num_steps)
+        self._evaluate_loss(data, phase, 0)
         began = logged = time.monotonic()
-        step = logged_step = 0
-        tokens_per_step = self._spec.sft.batch_size * self._spec.rollout.sampling.gen_length
+        step = evaluated_step = logged_tokens = 0
         while True:
             progress = self._agreed(time.monotonic() - began) / limit_s if limit_s else step / max(1, num_steps)
             if progress >= 1 or (not limit_s and not num_steps):
-                return round(time.monotonic() - began, 3), step
-            metrics = learner.step(first_step + step, self._spec.sft.lr_at(step, progress))
+                break
+            metrics = learner.step(first_step + step, sft.lr_at(step, progress))
             step, now = step + 1, time.monotonic()
             if now - logged > _LOG_EVERY_S or step == num_steps:
-                rate = round(tokens_per_step * (step - logged_step) / (now - logged), 1)
+                rate = round((learner.num_trained - logged_tokens) / (now - logged), 1)
                 self._record("sft", phase=phase, step=step, **metrics, tokens_per_s=rate)
-                logged, logged_step = now, step
+                logged, logged_tokens = now, learner.num_trained
+            if sft.eval_every_steps and step % sft.eval_every_steps == 0:
+                paused_s = self._evaluate_loss(data, phase, step)
+                began, logged, evaluated_step = began + paused_s, logged + paused_s, step
+        seconds = round(time.monotonic() - began, 3)
+        if step != evaluated_step:
+            self._evaluate_loss(data, phase, step)
+        return seconds, step
+
+    def _evaluate_loss(self, data: SftData, phase: Phase, step: int) -> float:
+        """The loss on the held-out examples, recorded. Returns the seconds that it took."""
+        began = time.monotonic()
+        if data.held_out is not None:
+            evaluated = evaluation_loss(self._policy, data.held_out, self._spec.sft.batch_size)
+            self._record("sft_eval", phase=phase, step=step, **asdict(evaluated))
+        return time.monotonic() - began
 
     # Stage 2.
 
@@ -197,10 +219,11 @@ class TrainingRun:
         """More SFT on the same labels from the SFT checkpoint, for the seconds that the rounds took."""
         spec, position = self._spec, self._position
         self._policy.load_full_weights(self._start_of_rounds())
-        learner = self._sft_learner()
         limit_s = 0.0 if spec.control_steps else position.rl_seconds
         # Its steps go on counting where SFT's ended: other orders of the labels, other masks.
-        seconds, num_steps = self._sft_steps(learner, Phase.CONTROL, spec.control_steps, limit_s, spec.sft.num_steps)
+        seconds, num_steps = self._sft_steps(
+            self._sft_data(), Phase.CONTROL, spec.control_steps, limit_s, spec.sft.num_steps
+        )
         self._record("phase_end", phase=Phase.CONTROL, seconds=seconds, num_steps=num_steps)
         end = replace(position, phase=Phase.CONTROL, policy_version=position.policy_version + 1)
         self._finish(end)

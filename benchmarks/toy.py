@@ -13,11 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from learner.batch import CompletionBatch
 from learner.counter import fold, uniform
-from learner.estimators import token_logps
+from learner.documents import Documents
 from learner.model.transformer import Transformer, TransformerConfig, init_weights
-from learner.sft import plan_sft
+from learner.sft import masked_logps, plan_sft
 
 BASE = 96
 """Numbers are 0 to 95, and so are their token ids."""
@@ -79,15 +78,14 @@ def train(num_steps: int, seed: int = 0) -> Transformer:
     optimizer = torch.optim.AdamW(model.parameters(), lr=_LR, betas=(0.9, 0.99), weight_decay=0.01)
     for step in range(num_steps):
         prompts, answers, _ = problems(_BATCH, seed=1_000_000 + step)
-        batch = CompletionBatch(
-            prompt_ids=prompts,
+        documents = Documents(
+            ids=torch.cat((prompts, answers), dim=1),
             prompt_lengths=torch.full((_BATCH,), PROMPT_TOKENS),
-            completion_ids=answers,
-            completion_lengths=torch.full((_BATCH,), GEN_LENGTH),
+            lengths=torch.full((_BATCH,), PROMPT_TOKENS + GEN_LENGTH),
             sample_keys=torch.arange(step * _BATCH, (step + 1) * _BATCH),
         )
-        views, weights = plan_sft(batch, model.config, step, seed)
-        loss = -(token_logps(model, views) * weights).sum() / (_BATCH * GEN_LENGTH)
+        masked = plan_sft(documents, model.config.mask_token_id, step, seed)
+        loss = -(masked_logps(model, masked) * masked.weights).sum() / documents.num_trained
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for group in optimizer.param_groups:

@@ -158,6 +158,10 @@ def _sft_loss(axes: Axes, history: RunHistory) -> None:
         # The control goes on from where SFT ended.
         first = history.planned.get("sft", 0) if phase == "control" else 0
         _smooth(axes, [first + step["step"] for step in steps], [step["loss"] for step in steps], color, name)
+        held_out = history.sft_losses.get(phase, [])
+        places, losses = [first + item["step"] for item in held_out], [item["loss"] for item in held_out]
+        if held_out:
+            axes.plot(places, losses, "o--", color=color, markersize=4, linewidth=1, label=f"{name}, held out")
     axes.legend(loc="best")
 
 

@@ -33,6 +33,8 @@ class RunHistory:
     """The `round` events by round, ascending."""
     steps: dict[str, list[Event]] = field(default_factory=dict)
     """The `sft` events of the phases `sft` and `control`, in order."""
+    sft_losses: dict[str, list[Event]] = field(default_factory=dict)
+    """The `sft_eval` events of the phases `sft` and `control`, in order."""
     planned: dict[str, int] = field(default_factory=dict)
     """Optimizer steps or rounds that a phase set out to do; 0 where a time limits it."""
     evaluations: list[Evaluation] = field(default_factory=list)
@@ -81,8 +83,11 @@ def _add(history: RunHistory, event: Event) -> None:
         case "phase":
             history.planned[event["phase"]] = event["num_steps"]
             history.steps.pop(event["phase"], None)
+            history.sft_losses.pop(event["phase"], None)
         case "sft":
             history.steps.setdefault(event["phase"], []).append(event)
+        case "sft_eval":
+            history.sft_losses.setdefault(event["phase"], []).append(event)
         case "round":
             _add_round(history, event)
         case "evaluation":

@@ -26,6 +26,7 @@ from learner.model.checkpoint import load_config
 from learner.model.families import make_model
 from learner.model.hub import find_checkpoint
 from rewards import Split, make_task
+from rewards.demonstrations import read_demonstrations
 
 _FLOAT_BYTES = 4
 # Measured: a process with torch and Ray in it has 310 MB, Ray's own processes and the driver have 1.5 GB together.
@@ -193,6 +194,11 @@ def _input_problems(recipe: Recipe) -> Iterator[str]:
             yield f"{key} is {count}: {error}"
     if refusal := recipe.learner.refusal(sampler_facts(recipe.rollout.sampling)):
         yield f"learner.{refusal}"
+    if recipe.sft.data is not None:
+        try:
+            read_demonstrations(recipe.sft.data)
+        except ValueError as error:
+            yield f"sft.data: {error}"
     if recipe.wandb_project is not None and find_spec("wandb") is None:
         yield "wandb_project is set and the package wandb is missing; pip install 'd1[wandb]', or leave it out"
     if recipe.model.checkpoint is not None:

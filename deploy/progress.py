@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Self
 
 from actors.run_log import Event
@@ -57,20 +58,10 @@ class ProgressDisplay:
                 self._begin(event)
             case "sft" | "round" if self._phase is not None:
                 self._advance(event, self._phase)
-            case "evaluation":
-                score = Score(num_correct=event["num_correct"], num_problems=event["num_problems"])
-                self._line(event, f"held-out accuracy after {_place(event)}: {score_text(score)}")
-            case "phase_end":
-                if event["phase"] == "rl":
-                    self._limit_s = event["seconds"]
-                self._line(event, f"{_PHASES[event['phase']]} took {duration(event['seconds'])}")
-            case "checkpoint":
-                self._line(event, f"checkpoint {event['path']}")
-            case "failure":
-                what = printable(str(event["what"]).partition("\n")[0])[:_LONGEST_FAILURE]
-                self._line(event, f"failure, attempt {event['attempt']}: {what}")
-            case "done":
-                self._line(event, f"done in {duration(event['seconds'])}")
+            case "phase_end" if event["phase"] == "rl":
+                self._limit_s = event["seconds"]
+        if event["event"] in _SENTENCES:
+            self._line(event, _SENTENCES[event["event"]](event))
 
     def _begin(self, event: Event) -> None:
         self._phase = event
@@ -150,6 +141,24 @@ class _Bar:
         self._progress.stop()
 
 
+def _examples(event: Event) -> str:
+    """What SFT has to train on."""
+    overlong = f", {event['num_overlong']} too long" if event["num_overlong"] else ""
+    held_out = f", {event['num_held_out']} held out" if event["num_held_out"] else ""
+    padding = f"{100 * event['padding_share']:.0f} % padding, {100 * event['packed_padding_share']:.0f} % if packed"
+    return f"{event['num_examples']} examples of {event['mean_tokens']:.0f} tokens{held_out}{overlong}; {padding}"
+
+
+def _evaluation(event: Event) -> str:
+    score = Score(num_correct=event["num_correct"], num_problems=event["num_problems"])
+    return f"held-out accuracy after {_place(event)}: {score_text(score)}"
+
+
+def _failure(event: Event) -> str:
+    what = printable(str(event["what"]).partition("\n")[0])[:_LONGEST_FAILURE]
+    return f"failure, attempt {event['attempt']}: {what}"
+
+
 def _facts(event: Event) -> str:
     rate = f"{event['tokens_per_s']:.0f} tokens/s"
     if event["event"] == "sft":
@@ -160,3 +169,15 @@ def _facts(event: Event) -> str:
 def _place(event: Event) -> str:
     label = _LABELS[event["label"]]
     return f"{label} {event['round']}" if event["label"] == "round" else label
+
+
+_SENTENCES: dict[str, Callable[[Event], str]] = {
+    "sft_data": _examples,
+    "sft_eval": lambda event: f"held-out loss after {event['step']} steps: {metric(event['loss'])}",
+    "evaluation": _evaluation,
+    "phase_end": lambda event: f"{_PHASES[event['phase']]} took {duration(event['seconds'])}",
+    "checkpoint": lambda event: f"checkpoint {event['path']}",
+    "failure": _failure,
+    "done": lambda event: f"done in {duration(event['seconds'])}",
+}
+"""Events that are told in a line, whatever else they do."""

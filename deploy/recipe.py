@@ -133,17 +133,27 @@ class Recipe(BaseModel):
 
     @model_validator(mode="after")
     def _consistent(self) -> Recipe:
-        if self.sft.num_labels > self.num_train_problems:
-            raise ValueError(
-                f"sft.num_labels {self.sft.num_labels} exceeds num_train_problems {self.num_train_problems}, "
-                "of which the labels are the first"
-            )
+        if self.sft.data is None:
+            self._check_labels()
         if self.learner.groups_per_round > self.num_train_problems:
             raise ValueError(
                 f"learner.groups_per_round {self.learner.groups_per_round} exceeds "
                 f"num_train_problems {self.num_train_problems}: a round asks each problem once"
             )
         return self
+
+    def _check_labels(self) -> None:
+        """Raise ValueError unless the task's problems are enough for SFT's examples."""
+        if (self.sft.num_labels or 0) > self.num_train_problems:
+            raise ValueError(
+                f"sft.num_labels {self.sft.num_labels} exceeds num_train_problems {self.num_train_problems}, "
+                "of which the labels are the first"
+            )
+        if self.sft.num_eval > self.evaluation.num_problems:
+            raise ValueError(
+                f"sft.num_eval {self.sft.num_eval} exceeds evaluation.num_problems {self.evaluation.num_problems}, "
+                "the held-out problems, of which they are the first"
+            )
 
     @property
     def run_dir(self) -> Path:

@@ -10,6 +10,7 @@ from typing import Any
 
 from actors.plan import RunPlan
 from actors.run_log import CHECKPOINTS, RECIPE
+from actors.sft_data import load_sft_data
 from actors.spec import Phase, RunSpec
 from actors.training import Position
 from deploy.errors import UserError
@@ -21,6 +22,7 @@ from learner.model.hub import find_checkpoint
 from learner.model.tokenizer import EOS, MASK, ChatTokenizer, make_tokenizer
 from learner.model.transformer import TransformerConfig, init_weights
 from rewards import Split, make_task
+from rewards.demonstrations import read_demonstrations
 
 _PHASES = {
     Stages.ALL: (Phase.SFT, Phase.RL),
@@ -59,7 +61,7 @@ def make_spec(recipe: Recipe, stages: Stages) -> RunSpec:
         task=recipe.task,
         num_train_problems=recipe.num_train_problems,
         phases=phases,
-        sft=recipe.sft,
+        sft=recipe.sft.model_copy(update={"data": recipe.sft.data and recipe.sft.data.resolve()}),
         rollout=recipe.rollout,
         learner=recipe.learner,
         evaluation=recipe.evaluation,
@@ -119,8 +121,13 @@ def _source(recipe: Recipe, start_from: Path | None) -> Path | None:
 def _write_initial(recipe: Recipe, directory: Path, source: Path | None) -> None:
     state = asdict(Position(phase=Phase.UNTRAINED, round=0, policy_version=0, rl_seconds=0.0))
     canvas_tokens = recipe.rollout.max_prompt_tokens + recipe.rollout.sampling.gen_length
+    sft_tokens = recipe.sft.max_tokens or canvas_tokens
     if source is not None:
         config = load_config(source)
+        if config.max_sequence_length < sft_tokens:
+            raise ValueError(
+                f"{source} takes canvases of {config.max_sequence_length} tokens; sft.max_tokens is {sft_tokens}"
+            )
         if config.max_sequence_length < canvas_tokens:
             raise ValueError(
                 f"{source} takes canvases of {config.max_sequence_length} tokens; rollout.max_prompt_tokens + "
@@ -131,7 +138,7 @@ def _write_initial(recipe: Recipe, directory: Path, source: Path | None) -> None
         return
     tokenizer_dir = directory.parent / ".tokenizer"
     make_tokenizer(_texts(recipe), tokenizer_dir, recipe.model.vocab_size)
-    config = _scratch_config(recipe.model, ChatTokenizer(tokenizer_dir), canvas_tokens)
+    config = _scratch_config(recipe.model, ChatTokenizer(tokenizer_dir), max(canvas_tokens, sft_tokens))
     model = make_model(config)
     init_weights(model, recipe.seed, recipe.model.init_scale)
     save_checkpoint(directory, config, model.state_dict(), tokenizer_dir, trainer_state=state)
@@ -157,10 +164,15 @@ def _texts(recipe: Recipe) -> list[str]:
     count = min(recipe.num_train_problems, _NUM_TOKENIZER_TEXTS)
     problems = make_task(recipe.task).problems(Split.TRAIN, count, recipe.seed)
     prompts = [message.content for problem in problems for message in problem.messages]
-    return prompts + [problem.demonstration for problem in problems]
+    texts = prompts + [problem.demonstration for problem in problems]
+    if recipe.sft.data is not None:
+        for demonstration in read_demonstrations(recipe.sft.data)[:_NUM_TOKENIZER_TEXTS]:
+            texts += [*(message.content for message in demonstration.messages), demonstration.completion]
+    return texts
 
 
 def _check_plan(spec: RunSpec) -> None:
-    plan = RunPlan(spec, ChatTokenizer(spec.initial_checkpoint))
+    tokenizer = ChatTokenizer(spec.initial_checkpoint)
+    plan = RunPlan(spec, tokenizer)
     if Phase.SFT in spec.phases:
-        plan.labels()
+        load_sft_data(spec, plan, tokenizer)

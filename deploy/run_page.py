@@ -32,6 +32,7 @@ _ESSENTIALS = (
     "model.d_model",
     "model.num_layers",
     "num_train_problems",
+    "sft.data",
     "sft.num_labels",
     "sft.num_steps",
     "sft.lr",
@@ -98,6 +99,7 @@ def _curves(run: Run) -> Iterator[tuple[str, str]]:
         "reward": history.series("reward"),
         "share correct": history.series("correct"),
         "SFT loss": [step["loss"] for step in history.steps.get("sft", [])],
+        "held-out loss": [evaluated["loss"] for evaluated in history.sft_losses.get("sft", [])],
         "held-out %": accuracies,
     }
     for name, values in series.items():

@@ -46,15 +46,6 @@ class CompletionBatch:
         """The batch on another device."""
         return replace(self, **{field.name: getattr(self, field.name).to(device) for field in fields(self)})
 
-    def shard(self, rank: int, world_size: int) -> Self:
-        """The rows of one rank: contiguous, equally many on each, the last ones filled with rows of length 0.
-
-        Equal counts keep the ranks' collectives in step; a row of length 0 has no token and so no gradient.
-        """
-        rows, is_real = shard_rows(self.num_rows, rank, world_size)
-        shard = self.select(rows)
-        return replace(shard, completion_lengths=torch.where(is_real, shard.completion_lengths, 0))
-
     def completion_mask(self) -> Tensor:
         """[B, L] bool: the tokens that count."""
         slots = torch.arange(self.num_slots, device=self.completion_ids.device)

@@ -16,7 +16,7 @@ from torch import Tensor
 from learner.advantages import Rewards, zero_variance_share
 from learner.batch import RolloutBatch
 from learner.config import LearnerConfig
-from learner.estimators import SamplerFacts, Terms, Views, token_logps
+from learner.estimators import SamplerFacts, Terms, token_logps
 from learner.micro_batches import coefficients
 from learner.objectives import Loss
 from learner.optimizer import PolicyOptimizer
@@ -98,35 +98,24 @@ class Learner:
         if self.reference is not None and parts["reference"]:
             self.reference.load_full_weights(parts["reference"])
 
-    @torch.no_grad()
     def _known_before(self, work: Round) -> dict[int, Known]:
         """Old likelihoods of the canvases that only later updates run, and with them the reference's.
 
         At the first inner update the policy is still the old one: what it gives is the old likelihood, for free.
         """
         known: dict[int, Known] = {}
-        if not self.config.objective.needs_old:
-            return known
-        first = work.plan(0).key
-        for index in range(1, self.config.inner_updates):
-            plan = work.plan(index)
-            if plan.key != first and plan.key not in known:
-                pairs = [self._old_and_reference(micro) for micro in plan.micro_batches]
-                references = [reference for _, reference in pairs if reference is not None]
-                known[plan.key] = Known(
-                    old=_joined([old for old, _ in pairs], plan),
-                    reference=_joined(references, plan) if references else None,
-                )
+        if self.config.objective.needs_old:
+            first = work.plan(0).key
+            for index in range(1, self.config.inner_updates):
+                plan = work.plan(index)
+                if plan.key != first and plan.key not in known:
+                    known[plan.key] = Known(old=_scored(self.policy, plan), reference=self._reference_logps(plan))
         return known
-
-    def _old_and_reference(self, micro: Terms) -> tuple[Tensor, Tensor | None]:
-        return token_logps(self.policy.module, micro.views, micro.law), self._reference_logps(micro.views, micro)
 
     def _backward(self, work: Round, plan: Plan, known: Known, metrics: UpdateMetrics) -> None:
         """Add the gradient of one inner update, and what its plan gave for the next."""
-        if known.reference is None and self.reference is not None:
-            references = [self._reference_logps(micro.views, micro) for micro in plan.micro_batches]
-            known.reference = _joined([one for one in references if one is not None], plan)
+        if known.reference is None:
+            known.reference = self._reference_logps(plan)
         if plan.is_split:
             self._in_two_sweeps(work, plan, known, metrics)
         else:
@@ -145,9 +134,7 @@ class Learner:
 
     def _in_two_sweeps(self, work: Round, plan: Plan, known: Known, metrics: UpdateMetrics) -> None:
         """The first finds the derivative of the loss by each log-probability, the second goes down it."""
-        with torch.no_grad():
-            news = [token_logps(self.policy.module, micro.views, micro.law) for micro in plan.micro_batches]
-        all_N = _joined(news, plan)
+        all_N = _scored(self.policy, plan)
         if known.old is None:
             known.old = all_N
         whole = slice(0, plan.terms.num_terms)
@@ -171,14 +158,19 @@ class Learner:
         # FSDP averages over ranks; the objective is a sum over them.
         (loss * self.policy.world_size).backward()
 
-    @torch.no_grad()
-    def _reference_logps(self, views: Views, micro: Terms) -> Tensor | None:
-        return None if self.reference is None else token_logps(self.reference.module, views, micro.law)
+    def _reference_logps(self, plan: Plan) -> Tensor | None:
+        return None if self.reference is None else _scored(self.reference, plan)
 
     def _sync_reference(self, round_index: int) -> None:
         every = self.config.reference_sync_rounds
         if self.reference is not None and every and (round_index + 1) % every == 0:
             self.reference.load_full_weights(self.policy.full_weights())
+
+
+def _scored(policy: ShardedPolicy, plan: Plan) -> Tensor:
+    """The log-probabilities of all terms, without gradients."""
+    with policy.without_gradients():
+        return _joined([token_logps(policy.module, micro.views, micro.law) for micro in plan.micro_batches], plan)
 
 
 def _joined(parts: list[Tensor], plan: Plan) -> Tensor:

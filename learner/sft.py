@@ -1,37 +1,67 @@
 """Masked supervised fine-tuning: the denoising loss of LLaDA on completions.
 
-Each row draws a mask ratio t ~ U(0, 1], masks its completion slots with probability t (the prompt never), and pays
-CE / t on the masked slots: an upper bound on the negative log-likelihood (LLaDA, arXiv 2502.09992, algorithm 2).
+Each document draws a mask ratio t ~ U(0, 1], masks its completion slots with probability t (the prompt never), and
+pays CE / t on the masked slots: an upper bound on the negative log-likelihood (LLaDA, arXiv 2502.09992, algorithm 2).
+
+The sum is divided by the number of completion slots of the whole batch, over all ranks, so that every slot weighs the
+same. d1 divides by that of each sequence, which it trains on one at a time, and averages over the sequences; as it pads
+all of them to one length, the two differ by the lengths of the prompts only.
+
+Shape letters: B documents, S slots of the widest one, N masked slots, V vocabulary.
 """
 
 from __future__ import annotations
 
-from typing import Annotated
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 from torch import Tensor
 
-from learner.batch import CompletionBatch, canvas
 from learner.counter import fold, uniform
-from learner.estimators.views import Views, share_equal_views
-from learner.model.transformer import TransformerConfig
+from learner.documents import Documents
+from learner.estimators.views import share_equal_views, token_logps
+from learner.model.scoring import Wanted
+from learner.model.transformer import Transformer, query_grid
+from learner.packing import pack
 
 _MIN_T = 1e-3
 _T_KEY, _SLOT_KEY, _ORDER_KEY = 1, 2, 3
 
 
 class SftConfig(BaseModel):
-    """Stage 1: masked SFT on labelled problems."""
+    """Stage 1: masked SFT on the task's demonstrations, or on a file of examples."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
-    num_labels: PositiveInt
-    """Labelled training problems. More optimizer steps reuse the same labels under other masks."""
+    data: Path | None = None
+    """A JSONL file of examples, on every machine at this path: lines of `messages`, of `prompt` and `completion`, or of
+    s1K's columns. Without it the task's own demonstrations."""
+    num_labels: PositiveInt | None = None
+    """Examples to train on: the first training problems, or the first of `data`, of which none means all. More
+    optimizer steps reuse the same examples under other masks."""
     num_steps: NonNegativeInt
     """Optimizer steps; 0 skips the stage."""
     batch_size: PositiveInt = 64
-    """Rows of an optimizer step, over all workers."""
+    """Examples of an optimizer step, over all workers."""
+    max_tokens: PositiveInt | None = None
+    """Longest example of `data`, prompt and completion together (d1: 4096); none is the canvas of the rollout."""
+    overlong: Literal["drop", "truncate"] = "drop"
+    """Examples of `data` above `max_tokens`: `drop` leaves them out, `truncate` keeps their first tokens, as d1 does,
+    which cuts off the answer. Both are counted."""
+    eos_padding: Literal["trained", "ignored"] = "trained"
+    """What follows the first end of text: `trained` fills the canvas with end of text and trains on it (d1), so that
+    the policy can be sampled on a canvas that is longer than its answer; `ignored` ends the canvas there."""
+    packing: bool = False
+    """Put several short examples into one row, each with positions and attention of its own: the same loss from fewer
+    slots. Needs `eos_padding: ignored`."""
+    num_eval: NonNegativeInt = 0
+    """Examples that are held out for the evaluation loss; 0 has none. Of `data` a fixed choice by prompt, more only
+    where several share one; else the first held-out problems."""
+    eval_every_steps: NonNegativeInt = 0
+    """Also take the evaluation loss after every so many steps; 0 does so only at the start and the end."""
     lr: PositiveFloat = 1e-5
     """Peak learning rate, reached after `num_warmup_steps`, then falling linearly to a tenth."""
     num_warmup_steps: NonNegativeInt = 20
@@ -40,6 +70,23 @@ class SftConfig(BaseModel):
     """AdamW's."""
     max_grad_norm: PositiveFloat = 1.0
     """Gradients are clipped to this global norm."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> SftConfig:
+        if self.packing and self.eos_padding == "trained":
+            raise ValueError(
+                "packing is true and eos_padding is trained, which leaves no example shorter than its canvas; "
+                "take eos_padding: ignored, or leave packing out"
+            )
+        if self.data is None:
+            if self.num_labels is None:
+                raise ValueError("num_labels is missing; without data it is needed: how many problems to train on")
+            if self.max_tokens is not None:
+                raise ValueError(
+                    f"max_tokens is {self.max_tokens} and data is missing; the canvas of the task's demonstrations is "
+                    "set by rollout.max_prompt_tokens and rollout.sampling.gen_length"
+                )
+        return self
 
     def lr_at(self, step: int, progress: float) -> float:
         """The learning rate of an optimizer step, `progress` (0 to 1) of the stage being done."""
@@ -57,21 +104,66 @@ def sft_rows(num_labels: int, batch_size: int, step: int, seed: int) -> Tensor:
     return rows
 
 
-def plan_sft(batch: CompletionBatch, model: TransformerConfig, step: int, seed: int) -> tuple[Views, Tensor]:
-    """The masked canvases of one step, and the weight [N] of each masked slot: 1 / t of its row.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MaskedDocuments:
+    """Documents with some of their completion slots masked."""
 
-    All completion slots count, the end-of-text fill included: that is how the policy learns to stop.
-    Rows that only fill a shard mask nothing.
+    ids: Tensor
+    """[B, S] int64, masked."""
+    lengths: Tensor
+    """[B] int64, used slots."""
+    rows: Tensor
+    """[N] int64: the document of each masked slot, ascending."""
+    columns: Tensor
+    """[N] int64: its column there."""
+    targets: Tensor
+    """[N] int64: the token that it held."""
+    weights: Tensor
+    """[N] float32: 1 / t of its document."""
+
+
+def plan_sft(documents: Documents, mask_id: int, step: int, seed: int) -> MaskedDocuments:
+    """The masks of one step: every document draws its own t."""
+    t_B = _MIN_T + (1 - _MIN_T) * uniform(documents.sample_keys, seed, step, _T_KEY)
+    return mask_documents(documents, mask_id, t_B, (seed, step))
+
+
+def mask_documents(documents: Documents, mask_id: int, t_B: Tensor, keys: tuple[int, ...]) -> MaskedDocuments:
+    """Mask each completion slot with its document's probability `t_B`, drawn by the document's key and `keys`.
+
+    A draw is also keyed by the slot's place in the completion, and by nothing else: not by the row's neighbours, nor by
+    where a document stands when it is packed.
     """
-    keys = batch.sample_keys
-    t_B = _MIN_T + (1 - _MIN_T) * uniform(keys, seed, step, _T_KEY)
-    slots_L = torch.arange(batch.num_slots, device=keys.device)
-    masked_BL = uniform(keys[:, None], seed, step, _SLOT_KEY, slots_L) < t_B[:, None]
-    masked_BL &= (batch.completion_lengths > 0)[:, None]
-    completion_ids = torch.where(masked_BL, model.mask_token_id, batch.completion_ids)
-    ids_BS, columns_BL = canvas(batch, batch.prompt_ids, completion_ids, model.pad_token_id)
-    rows_N, slots_N = masked_BL.nonzero(as_tuple=True)
-    lengths_B = batch.prompt_lengths + batch.num_slots
-    targets_N = batch.completion_ids[rows_N, slots_N]
-    views = share_equal_views(ids_BS, lengths_B, rows_N, columns_BL[rows_N, slots_N], targets_N)
-    return views, 1.0 / t_B[rows_N]
+    columns_S = torch.arange(documents.ids.shape[1], device=documents.ids.device)
+    slots_BS = columns_S - documents.prompt_lengths[:, None]
+    masked_BS = uniform(documents.sample_keys[:, None], *keys, _SLOT_KEY, slots_BS) < t_B[:, None]
+    masked_BS &= (slots_BS >= 0) & (columns_S < documents.lengths[:, None])
+    rows_N, columns_N = masked_BS.nonzero(as_tuple=True)
+    return MaskedDocuments(
+        ids=torch.where(masked_BS, mask_id, documents.ids),
+        lengths=documents.lengths,
+        rows=rows_N,
+        columns=columns_N,
+        targets=documents.ids[rows_N, columns_N],
+        weights=1.0 / t_B[rows_N],
+    )
+
+
+def masked_logps(model: Transformer, masked: MaskedDocuments, *, packing: bool = False) -> Tensor:
+    """Log-probability, in nats, of what each masked slot held: [N] float32, packed into rows or not."""
+    if packing:
+        return _packed_logps(model, masked)
+    views = share_equal_views(masked.ids, masked.lengths, masked.rows, masked.columns, masked.targets)
+    return token_logps(model, views)
+
+
+def _packed_logps(model: Transformer, masked: MaskedDocuments) -> Tensor:
+    # No row is wider than the widest document: it takes no more memory than a row that is not packed.
+    packed = pack(masked.ids, masked.lengths, masked.ids.shape[1])
+    num_rows, width = packed.ids.shape
+    slots_N = packed.rows[masked.rows] * width + packed.starts[masked.rows] + masked.columns
+    ascending_N, order_N = slots_N.sort()
+    queries = query_grid(ascending_N, num_rows, width)
+    wanted = Wanted(slot=torch.arange(len(order_N), device=order_N.device), token=masked.targets[order_N])
+    logps_N: Tensor = model(packed.ids, None, *queries, documents_BL=packed.documents, wanted=wanted)
+    return logps_N[order_N.argsort()]

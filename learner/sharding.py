@@ -6,13 +6,14 @@ Collectives run on gloo for CPUs and NCCL for GPUs. Every method that gathers is
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from learner.model.families import make_model
@@ -66,6 +67,18 @@ class ShardedPolicy:
         model.load_state_dict(dict(weights))
         model.requires_grad_(False)
         return ShardedPolicy(model.to(self.device), self.mesh)
+
+    @contextmanager
+    def without_gradients(self) -> Iterator[None]:
+        """Forwards that no backward follows. All ranks enter and leave it.
+
+        After such a forward FSDP holds the root's parameters whole, and `parameters()` would give these: an optimizer
+        made then, or weights loaded then, would miss the sharded ones. So they are sharded again.
+        """
+        with torch.no_grad():
+            yield
+        if isinstance(self.module, FSDPModule):
+            self.module.reshard()
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
         """The sum of a small tensor over all ranks."""

@@ -25,7 +25,7 @@ RECIPE = """
 task: {name: sums}
 num_train_problems: 100
 model: {d_model: 32, num_layers: 2, num_heads: 2, mlp_hidden_size: 48}
-sft: {num_labels: 20, num_steps: 5, batch_size: 16, lr: 0.003}
+sft: {num_labels: 20, num_steps: 5, batch_size: 16, lr: 0.003, num_eval: 10, eval_every_steps: 2}
 rollout:
   batch_size: 16
   max_prompt_tokens: 12
@@ -35,6 +35,7 @@ evaluation: {num_problems: 50, every_rounds: 2}
 control: {num_steps: 3}
 checkpoint_every_rounds: 1
 """
+REPEATABLE = ("sft_data", "sft_eval", "round", "evaluation", "checkpoint", "phase_end")
 # What depends on the clock, or on which process wrote it.
 UNREPEATABLE = {
     "time_s",
@@ -70,7 +71,7 @@ def _train(
 
 def _repeatable(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The metrics without timings: SFT's progress lines come by the clock, so only each phase's last is compared."""
-    kept = [event for event in events if event["event"] in ("round", "evaluation", "checkpoint", "phase_end")]
+    kept = [event for event in events if event["event"] in REPEATABLE]
     return [{name: value for name, value in event.items() if name not in UNREPEATABLE} for event in kept]
 
 
@@ -83,6 +84,8 @@ def test_a_run_leaves_what_it_promises(cluster: dict[str, str], folder: Path, fi
     run_dir = folder / "first"
     labels = [event["label"] for event in first_run if event["event"] == "evaluation"]
     assert labels == ["untrained", "sft", "round", "rl", "control"]
+    losses = [(event["phase"], event["step"]) for event in first_run if event["event"] == "sft_eval"]
+    assert losses == [("sft", 0), ("sft", 2), ("sft", 4), ("sft", 5), ("control", 0), ("control", 2), ("control", 3)]
     rounds = [event for event in first_run if event["event"] == "round"]
     assert [event["policy_version"] for event in rounds] == [2, 3, 4, 5]
     assert all(event["num_completions"] == 32 and event["num_failed_groups"] == 0 for event in rounds)

@@ -9,7 +9,8 @@ Shape letters: B rows of the batch, P prompt, L completion slots, R canvases, V 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,6 +40,12 @@ class Corruption:
     """[R, L] float32: what a scored token counts for in the loss; None: 1."""
     law: Law = SOFTMAX
     """The distribution that tokens are scored under."""
+
+    def of_canvases(self, kept_R: Tensor) -> Corruption:
+        """Some of the canvases."""
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        kept: dict[str, Any] = {name: value[kept_R] for name, value in given.items() if isinstance(value, Tensor)}
+        return replace(self, **kept)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,6 +106,7 @@ def make_terms(batch: CompletionBatch, model: TransformerConfig, corruption: Cor
     is_empty = not bool(corruption.scored.any())
     if is_empty:
         corruption = _of_one_token(batch, corruption.law)
+    corruption = corruption.of_canvases(corruption.scored.any(dim=1))
     rows_R, masked_RL, mask_id = corruption.rows, corruption.masked, model.mask_token_id
     some = batch.select(rows_R)
     prompt_ids = some.prompt_ids

@@ -51,18 +51,15 @@ class Views:
 def share_equal_views(ids_BS: Tensor, lengths_B: Tensor, rows_N: Tensor, columns_N: Tensor, targets_N: Tensor) -> Views:
     """Views of one canvas for each row, equal canvases merged; token n is scored on row `rows_N`, slot `columns_N`.
 
-    Views keep the order of the first row that each serves; rows of which nothing is scored have none.
+    Views keep the order of the first row that each serves.
     """
-    used_R, row_N = rows_N.unique(return_inverse=True)
-    ids_RS = ids_BS[used_R]
-    ids_VS, view_R = ids_RS.unique(dim=0, return_inverse=True)
-    first_V = torch.full((len(ids_VS),), len(used_R), device=ids_BS.device)
-    first_V.scatter_reduce_(0, view_R, torch.arange(len(used_R), device=ids_BS.device), "amin")
-    order_V = first_V.argsort()
-    place_V = torch.empty_like(order_V).scatter_(0, order_V, torch.arange(len(order_V), device=ids_BS.device))
-    slots_M, scored_N = (place_V[view_R][row_N] * ids_BS.shape[1] + columns_N).unique(return_inverse=True)
-    kept_V = used_R[first_V[order_V]]
-    return Views(ids=ids_BS[kept_V], lengths=lengths_B[kept_V], slots=slots_M, scored=scored_N, targets=targets_N)
+    ids_VS, view_B = ids_BS.unique(dim=0, return_inverse=True)
+    places_B = torch.arange(len(ids_BS), device=ids_BS.device)
+    first_V = places_B.new_full((len(ids_VS),), len(ids_BS)).scatter_reduce_(0, view_B, places_B, "amin")
+    first_V, order_V = first_V.sort()
+    place_V = torch.empty_like(order_V).scatter_(0, order_V, places_B[: len(order_V)])
+    slots_M, scored_N = (place_V[view_B][rows_N] * ids_BS.shape[1] + columns_N).unique(return_inverse=True)
+    return Views(ids=ids_BS[first_V], lengths=lengths_B[first_V], slots=slots_M, scored=scored_N, targets=targets_N)
 
 
 def token_logps(model: Transformer, views: Views, law: Law = SOFTMAX) -> Tensor:

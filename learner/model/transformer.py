@@ -5,7 +5,8 @@ section 3, with their published modeling code). There is no dropout anywhere, so
 same function: the likelihood that the learner computes is the one that the sampler had.
 
 Rows of unequal length share a batch: each is left-aligned, its positions count from 0, and no slot attends to what
-lies past its row's length. So a canvas has the same logits alone as between longer and shorter ones.
+lies past its row's length. So a canvas has the same logits alone as between longer and shorter ones. Several short
+canvases can also share one row, as documents: each has the logits that it has in a row of its own.
 
 Shape letters: B rows, L slots, Q asked slots of a row, D width, H query heads, K key-value heads, E head width,
 V vocabulary, N scored slots.
@@ -208,6 +209,7 @@ class Transformer(nn.Module):
         *,
         memory: Memory | None = None,
         columns_BL: Tensor | None = None,
+        documents_BL: Tensor | None = None,
         flex: bool = False,
         wanted: Wanted | None = None,
     ) -> Tensor:
@@ -222,7 +224,10 @@ class Transformer(nn.Module):
                 feed-forward run on. None scores all.
             memory: keys and values of the whole canvases that earlier forwards left; this one's are written into it.
             columns_BL: with `memory`, where in their canvases `ids_BL` stand, when they are only a part of them.
-            flex: hide what lies past each row's length by FlexAttention, which skips it, and not by a mask. Made to be
+            documents_BL: which document each slot belongs to, where a row holds several one after the other; what fills
+                a row is a document too. Positions count from 0 in each, and no slot sees another document. Neither
+                `lengths_B` nor `memory` goes with it. None: a row is one canvas.
+            flex: hide what a slot does not see by FlexAttention, which skips it, and not by a mask. Made to be
                 compiled; it cannot be trained through here.
             wanted: tokens at the scored slots whose log-probabilities are all that is asked for.
 
@@ -245,9 +250,14 @@ class Transformer(nn.Module):
         else:
             shape = (len(scored_N), self.config.vocab_size)
         columns_BQ = queries_BQ if columns_BL is None else columns_BL.gather(1, queries_BQ)
-        sees = self.pattern(lengths_B)
+        sees, positions_BL = self.pattern(lengths_B), columns_BL
+        if documents_BL is not None:
+            assert lengths_B is None, "what fills a row is a document of its own"
+            assert memory is None, "a memory is of whole canvases"
+            positions_BL = positions_in_documents(documents_BL)
+            sees = within_documents(sees, documents_BL, positions_BL)
         places = Places(
-            rope=self._rope(width, columns_BL, ids_BL.device),
+            rope=self._rope(width, positions_BL, ids_BL.device),
             columns=columns_BL,
             visible=_visible(sees, self._all_columns(ids_BL) if columns_BL is None else columns_BL, width, flex=flex),
             visible_to_asked=_visible(sees, columns_BQ, width, flex=flex),
@@ -269,19 +279,20 @@ class Transformer(nn.Module):
     def pattern(self, lengths_B: Tensor | None) -> Pattern | None:
         """Who attends to whom: everyone to every used slot of the row; None is everyone to all.
 
-        A family with another pattern (block-causal) overrides this and `is_cache_exact`.
+        A family with another pattern (block-causal) overrides this and `is_cache_exact`. Where a row holds several
+        documents, this is the pattern of each: `within_documents` makes the row's.
         """
         if lengths_B is None:
             return None
         return lambda row, _query, column: column < lengths_B[row]
 
-    def _rope(self, width: int, columns_BL: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor]:
+    def _rope(self, width: int, positions_BL: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor]:
         # One column more than a canvas has: where a memory puts what it is to forget.
-        cos, sin = rope_tables(width if columns_BL is None else width + 1, self.config, device)
-        if columns_BL is None:
+        cos, sin = rope_tables(width if positions_BL is None else width + 1, self.config, device)
+        if positions_BL is None:
             return cos, sin
         # The head axis of q and k stands between rows and slots.
-        return cos[columns_BL][:, None], sin[columns_BL][:, None]
+        return cos[positions_BL][:, None], sin[positions_BL][:, None]
 
     def _all_columns(self, ids_BL: Tensor) -> Tensor:
         return torch.arange(ids_BL.shape[1], device=ids_BL.device).expand(ids_BL.shape)
@@ -323,6 +334,24 @@ class Asked:
     def scored(self, x_BQD: Tensor) -> Tensor:
         """[B, Q, D] to the [N, D] that count."""
         return x_BQD.flatten(0, 1)[self._scored_N]
+
+
+def positions_in_documents(documents_BL: Tensor) -> Tensor:
+    """[B, L] the place of each slot in its document, from 0; a document's slots stand together."""
+    columns_BL = torch.arange(documents_BL.shape[1], device=documents_BL.device).expand(documents_BL.shape)
+    is_first_BL = torch.ones_like(documents_BL, dtype=torch.bool)
+    is_first_BL[:, 1:] = documents_BL[:, 1:] != documents_BL[:, :-1]
+    return columns_BL - torch.where(is_first_BL, columns_BL, 0).cummax(dim=1).values
+
+
+def within_documents(sees: Pattern | None, documents_BL: Tensor, positions_BL: Tensor) -> Pattern:
+    """The pattern of rows of documents: nothing outside a slot's own, and inside it what `sees` says of positions."""
+
+    def is_seen(row: Tensor, query: Tensor, column: Tensor) -> Tensor:
+        is_same = documents_BL[row, query] == documents_BL[row, column]
+        return is_same if sees is None else is_same & sees(row, positions_BL[row, query], positions_BL[row, column])
+
+    return is_seen
 
 
 def _visible(sees: Pattern | None, columns_BQ: Tensor, width: int, *, flex: bool) -> Tensor | BlockMask | None:

@@ -9,6 +9,7 @@ from actors.plan import RunPlan
 from actors.round_stats import readable_samples, round_stats
 from actors.spec import RunSpec
 from actors.workers import GraderWorker, grade_or_error
+from learner.model.tokenizer import ChatTokenizer
 from rewards import Grade, Outcome, Problem
 from rollout.request import Completion, FinishReason
 
@@ -43,7 +44,8 @@ def test_rows_carry_their_own_request_completion_and_grade(plan: RunPlan) -> Non
     portion = plan.round_portion(0, 1)
     batch = collate([_scored(portion)], gen_length=8, eos_id=1)
     assert batch.group_ids.tolist() == [2] * 4 + [3] * 4
-    assert batch.completion_ids.tolist() == [[7, 8, 9, 1, 1, 1, 1, 1]] * 8
+    # The end of text and what its block held after it.
+    assert batch.completion_ids.tolist() == [[7, 8, 9, 10, 1, 1, 1, 1]] * 8
     assert batch.completion_lengths.tolist() == [3] * 8
     assert batch.step_map[0].tolist() == [0, 1, 2, 3, -1, -1, -1, -1]
     torch.testing.assert_close(batch.rewards, torch.arange(8) / 10)
@@ -78,8 +80,8 @@ def test_failures_of_a_grader_become_counted_data(spec: RunSpec, plan: RunPlan) 
 
 def test_graders_see_the_text_up_to_its_end_and_report_it(spec: RunSpec, plan: RunPlan) -> None:
     grader, portion = GraderWorker(spec.task, spec.initial_checkpoint), plan.round_portion(0, 0)
-    labels = plan.labels()
-    demonstration = labels.completion_ids[0, : int(labels.completion_lengths[0])].tolist()
+    tokenizer = ChatTokenizer(spec.initial_checkpoint)
+    demonstration = [*tokenizer.encode_completion(plan.train[0].demonstration), tokenizer.eos_id]
     # What follows the end of text would spoil the answer, were it graded.
     completion = replace(_completion([*demonstration, *demonstration], version=0), num_tokens=len(demonstration))
     portion = replace(portion, problems=(plan.train[0],) * 8)

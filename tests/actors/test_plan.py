@@ -48,21 +48,6 @@ def test_evaluation_asks_every_held_out_problem_once_and_greedily(
     assert problems == [problem.problem_id for problem in other_seed.heldout], "every run is asked the same"
 
 
-def test_labels_are_the_demonstrations_of_the_first_training_problems(spec: RunSpec, plan: RunPlan) -> None:
-    labels, tokenizer = plan.labels(), ChatTokenizer(spec.initial_checkpoint)
-    for row, problem in enumerate(plan.train[:10]):
-        length = int(labels.completion_lengths[row])
-        assert tokenizer.decode(labels.completion_ids[row, :length].tolist()) == problem.demonstration
-        assert int(labels.completion_ids[row, length - 1]) == tokenizer.eos_id
-
-
-def test_a_canvas_too_short_for_the_labels_is_refused(spec: RunSpec) -> None:
-    sampling = spec.rollout.sampling.model_copy(update={"gen_length": 4})
-    short = replace(spec, rollout=spec.rollout.model_copy(update={"sampling": sampling}))
-    with pytest.raises(ValueError, match=r"has 5 tokens; rollout\.sampling\.gen_length 4 must be at least that"):
-        RunPlan(short, ChatTokenizer(spec.initial_checkpoint)).labels()
-
-
 def test_overlong_prompts_are_dropped_and_counted_or_cut_from_the_left(spec: RunSpec, plan: RunPlan) -> None:
     def limited(how: str, limit: int) -> RunPlan:
         rollout = spec.rollout.model_copy(update={"max_prompt_tokens": limit, "overlong_prompts": how})

@@ -90,10 +90,12 @@ class Recorder:
 
     def sft_steps(self, phase: str, num_steps: int, planned: int) -> None:
         self.add("phase", phase=phase, num_steps=planned)
+        self.add("sft_eval", phase=phase, step=0, loss=5.0, loss_at_t=[4.0, 6.0])
         for step in range(10, num_steps + 1, 10):
             loss = 4 * math.exp(-step / 100) + 0.4
             self.add("sft", 2, phase=phase, step=step, loss=loss, grad_norm=1.0, lr=1e-3, tokens_per_s=5000.0)
         self.add("phase_end", phase=phase, seconds=num_steps / 5, num_steps=num_steps)
+        self.add("sft_eval", phase=phase, step=num_steps, loss=1.5, loss_at_t=[1.0, 2.0])
 
     def round(self, index: int, reward: float) -> None:
         self.add(

@@ -35,7 +35,9 @@ def test_rounds_after_the_checkpoint_that_a_run_resumed_from_are_dropped(recorde
 def test_a_stage_that_begins_anew_forgets_its_first_try(recorder: Any) -> None:
     recorder.sft_steps("sft", 30, planned=100)
     recorder.sft_steps("sft", 10, planned=100)
-    assert [step["step"] for step in read_history(recorder.events).steps["sft"]] == [10]
+    history = read_history(recorder.events)
+    assert [step["step"] for step in history.steps["sft"]] == [10]
+    assert [(item["step"], item["loss"]) for item in history.sft_losses["sft"]] == [(0, 5.0), (10, 1.5)]
 
 
 def test_a_run_that_went_on_after_its_end_is_not_finished(events: Events, recorder: Any) -> None:

@@ -164,3 +164,28 @@ def test_the_resolved_yaml_of_a_dry_run_is_a_recipe(recipe_file: Path, workdir: 
     out = d1("train", "tiny.yaml", "--dry-run").out
     (workdir / "copy.yaml").write_text(out[: out.index("┏")])
     assert load_recipe(workdir / "copy.yaml", []) == load_recipe(recipe_file, [])
+
+
+ANSWERED, UNANSWERED = (
+    json.dumps({"messages": [{"role": role, "content": "x"} for role in roles]})
+    for roles in (("user", "assistant"), ("user", "assistant", "user"))
+)
+
+
+@pytest.mark.parametrize("command", ["train", "sft"])
+def test_a_line_of_sft_data_without_an_answer_is_refused(command: str, recipe_file: Path, d1: Callable) -> None:
+    data = recipe_file.with_name("data.jsonl")
+    data.write_text(f"{ANSWERED}\n{UNANSWERED}\n")
+    d1(command, "tiny.yaml", "sft.data=data.jsonl").assert_refused(
+        "sft.data: data.jsonl, line 2: there is no answer: the last of messages is the user's; "
+        "it should be the assistant's, which is what is trained on"
+    )
+    assert not (recipe_file.parent / "runs").exists()
+
+
+def test_sft_data_is_read_before_anything_starts(recipe_file: Path) -> None:
+    data = recipe_file.with_name("data.jsonl")
+    data.write_text(f"{ANSWERED}\n")
+    assert _problems(recipe_file, f"sft.data={data}", "sft.num_labels=null") == []
+    (problem,) = _problems(recipe_file, "sft.data=absent.jsonl")
+    assert problem == "sft.data: absent.jsonl cannot be read: no such file or directory"

@@ -34,6 +34,15 @@ def test_a_log_has_a_line_for_each_phase_and_evaluation(events: Events) -> None:
     assert texts[-1].startswith("done in 2 min")
 
 
+def test_a_log_says_what_sft_trains_on_and_what_it_comes_to(recorder: Any) -> None:
+    counts = {"num_examples": 990, "num_held_out": 10, "num_overlong": 3, "mean_tokens": 812.4}
+    recorder.add("sft_data", **counts, padding_share=0.801, packed_padding_share=0.042)
+    recorder.add("sft_eval", phase="sft", step=20, loss=1.23456, loss_at_t=[1.0])
+    examples, loss = (line.partition(" s  ")[2] for line in _shown(recorder.events, is_terminal=False).splitlines())
+    assert examples == "990 examples of 812 tokens, 10 held out, 3 too long; 80 % padding, 4 % if packed"
+    assert loss == "held-out loss after 20 steps: 1.235"
+
+
 def test_a_log_has_a_line_for_steps_and_rounds_every_five_seconds_at_most(events: Events) -> None:
     lines = _shown(events, is_terminal=False).splitlines()
     times = [float(line.split()[0]) for line in lines if "diffu-GRPO" in line and "rounds  reward" in line]

@@ -94,6 +94,7 @@ def test_show_has_the_recipe_the_result_the_curves_and_three_samples(
     ):
         assert (part in ended.out) == (part != "num_numbers"), part
     assert "reward" in ended.out
+    assert "5 █▁ 1.5" in ended.out, "the held-out loss of SFT"
     assert "▁▂▂▃▄▄▅▅▆▇▇█" in ended.out
     assert [f"answer {index}" in ended.out for index in range(5)] == [False, False, True, True, True]
     assert "round 4, version 4, sums/1: right, reward 1 (correct 1), 3 denoise steps" in ended.out

@@ -1,36 +1,38 @@
 import pytest
 import torch
 
-from learner.batch import RolloutBatch, canvas, pad_rows
+from learner.batch import CompletionBatch, GroupedBatch, canvas, pad_rows
 
 
 def test_canvas_joins_prompt_and_completion_without_a_gap() -> None:
     rows = pad_rows([[1, 2], [3, 4, 5]], fill=0)
-    batch = _batch(rows, torch.tensor([2, 3]))
+    batch = CompletionBatch(
+        prompt_ids=rows,
+        prompt_lengths=torch.tensor([2, 3]),
+        completion_ids=torch.tensor([[7, 8], [7, 8]]),
+        completion_lengths=torch.tensor([2, 2]),
+        sample_keys=torch.tensor([0, 1]),
+    )
     ids, columns = canvas(batch, batch.prompt_ids, batch.completion_ids, pad_id=9)
     assert ids.tolist() == [[1, 2, 7, 8, 9], [3, 4, 5, 7, 8]]
     assert columns.tolist() == [[2, 3], [3, 4]]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 5])
-def test_shards_are_equal_in_size_and_hold_every_row_once(rollouts: RolloutBatch, world_size: int) -> None:
-    shards = [rollouts.shard(rank, world_size) for rank in range(world_size)]
-    assert len({shard.num_rows for shard in shards}) == 1
-    kept = [key for shard in shards for key in shard.sample_keys[shard.completion_lengths > 0].tolist()]
-    assert kept == rollouts.sample_keys.tolist()
+@pytest.mark.parametrize("whole_groups", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 16])
+def test_ranks_share_a_round_and_hold_every_row_once(
+    grouped: GroupedBatch, world_size: int, whole_groups: bool
+) -> None:
+    shares = [grouped.share_of(rank, world_size, whole_groups=whole_groups) for rank in range(world_size)]
+    kept = [key for share in shares for key in share.sample_keys[share.completion_lengths > 0].tolist()]
+    assert kept == grouped.sample_keys.tolist()
+    if whole_groups:
+        holders = [set(share.group_index[share.completion_lengths > 0].tolist()) for share in shares]
+        assert sum(map(len, holders)) == 3
 
 
-def _batch(prompts: torch.Tensor, lengths: torch.Tensor) -> RolloutBatch:
-    ones = torch.ones(len(prompts), dtype=torch.long)
-    return RolloutBatch(
-        prompt_ids=prompts,
-        prompt_lengths=lengths,
-        completion_ids=torch.tensor([[7, 8]]).expand(len(prompts), -1),
-        completion_lengths=2 * ones,
-        sample_keys=ones,
-        rewards=ones.float(),
-        group_ids=ones,
-        step_map=ones[:, None].expand(-1, 2),
-        commit_logp=ones[:, None].expand(-1, 2).float(),
-        policy_versions=ones,
-    )
+def test_rows_know_their_group_wherever_they_stand(grouped: GroupedBatch) -> None:
+    assert grouped.group_index.tolist() == [0] * 4 + [1] * 4 + [2] * 4
+    assert grouped.group_places.tolist() == [0, 1, 2, 3] * 3
+    assert grouped.group_keys.tolist() == [key for first in (0, 4, 8) for key in [first * 7919] * 4]
+    assert grouped.group_sizes.tolist() == [4] * 12

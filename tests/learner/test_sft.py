@@ -1,18 +1,39 @@
 from dataclasses import replace
 
+import pytest
 import torch
 
-from learner.batch import CompletionBatch, RolloutBatch
+from learner.documents import Documents, Example, make_documents
 from learner.model.transformer import Transformer
-from learner.sft import SftConfig, plan_sft, sft_rows
-from learner.sft_learner import SftLearner
+from learner.sft import MaskedDocuments, SftConfig, mask_documents, masked_logps, plan_sft, sft_rows
+from learner.sft_learner import EVALUATION_T, SftLearner, evaluation_loss
 from learner.sharding import ShardedPolicy
 
+CONFIG = SftConfig(num_labels=12, num_steps=1, batch_size=6, num_warmup_steps=0)
+PACKED = CONFIG.model_copy(update={"eos_padding": "ignored", "packing": True})
+MASK_ID, EOS_ID = 38, 39
 
-def _labels(rollouts: RolloutBatch, rows: int = 12) -> CompletionBatch:
-    batch = rollouts.select(slice(0, rows))
-    names = ("prompt_ids", "prompt_lengths", "completion_ids", "completion_lengths", "sample_keys")
-    return CompletionBatch(**{name: getattr(batch, name) for name in names})
+
+def _examples(num_examples: int = 12, num_slots: int = 8) -> list[Example]:
+    """Prompts of 3 to 6 tokens, completions of 1 token to the whole canvas."""
+    generator = torch.Generator().manual_seed(1)
+
+    def draw(low: int, high: int) -> tuple[int, ...]:
+        length = int(torch.randint(low, high + 1, (), generator=generator))
+        return tuple(torch.randint(0, 38, (length,), generator=generator).tolist())
+
+    return [
+        Example(prompt_ids=draw(3, 6), completion_ids=draw(1, num_slots), num_slots=num_slots)
+        for _ in range(num_examples)
+    ]
+
+
+def _documents(*, trains_padding: bool = True, num_examples: int = 12) -> Documents:
+    return make_documents(_examples(num_examples), EOS_ID, trains_padding=trains_padding)
+
+
+def _plan(documents: Documents, step: int = 0, seed: int = 0) -> MaskedDocuments:
+    return plan_sft(documents, MASK_ID, step, seed)
 
 
 def test_each_epoch_is_a_permutation_of_all_labels() -> None:
@@ -22,40 +43,130 @@ def test_each_epoch_is_a_permutation_of_all_labels() -> None:
     assert rows[:10].tolist() != rows[10:].tolist()
 
 
-def test_prompts_are_never_masked_and_masked_slots_are_the_scored_ones(
-    policy: Transformer, rollouts: RolloutBatch
-) -> None:
-    mask_id = policy.config.mask_token_id
-    views, _ = plan_sft(_labels(rollouts), policy.config, step=0, seed=0)
-    assert not (views.ids[:, :4] == mask_id).any()
-    assert sorted(views.slots.tolist()) == (views.ids.flatten() == mask_id).nonzero()[:, 0].tolist()
+def test_padding_is_trained_on_or_the_document_ends_with_the_first_end_of_text() -> None:
+    short, full = (Example(prompt_ids=(1, 2), completion_ids=ids, num_slots=3) for ids in ((5,), (5, 6, 7)))
+    trained = make_documents([short, full], EOS_ID, trains_padding=True)
+    assert trained.ids.tolist() == [[1, 2, 5, EOS_ID, EOS_ID], [1, 2, 5, 6, 7]]
+    assert (trained.prompt_lengths.tolist(), trained.lengths.tolist()) == ([2, 2], [5, 5])
+    ignored = make_documents([short, full], EOS_ID, trains_padding=False)
+    assert torch.equal(ignored.ids, trained.ids)
+    assert ignored.lengths.tolist() == [4, 5]
+    assert (trained.num_trained, ignored.num_trained) == (6, 5)
+    assert make_documents([short], EOS_ID, trains_padding=False).ids.tolist() == [[1, 2, 5, EOS_ID]]
 
 
-def test_mask_ratio_is_uniform_and_weights_are_its_inverse(policy: Transformer, rollouts: RolloutBatch) -> None:
-    many = replace(_labels(rollouts).select(torch.zeros(3000, dtype=torch.long)), sample_keys=torch.arange(3000))
-    views, weights = plan_sft(many, policy.config, step=0, seed=0)
+@pytest.mark.parametrize("trains_padding", [True, False])
+def test_only_slots_that_are_trained_on_are_masked_and_all_of_them_can_be(trains_padding: bool) -> None:
+    documents = _documents(trains_padding=trains_padding)
+    was_masked = torch.zeros_like(documents.ids, dtype=torch.bool)
+    for step in range(40):
+        masked = _plan(documents, step)
+        assert torch.equal(masked.ids == MASK_ID, masked.ids != documents.ids)
+        assert torch.equal((masked.ids == MASK_ID).nonzero(), torch.stack((masked.rows, masked.columns), dim=1))
+        assert torch.equal(masked.targets, documents.ids[masked.rows, masked.columns])
+        was_masked[masked.rows, masked.columns] = True
+    columns = torch.arange(documents.ids.shape[1])
+    trained = (columns >= documents.prompt_lengths[:, None]) & (columns < documents.lengths[:, None])
+    assert torch.equal(was_masked, trained)
+
+
+def test_mask_ratio_is_uniform_and_weights_are_its_inverse() -> None:
+    many = replace(_documents().select(torch.zeros(3000, dtype=torch.long)), sample_keys=torch.arange(3000))
+    masked = _plan(many)
     # E[1/t * masked] = 1: the weighted number of masked slots is the number of slots.
-    assert abs(weights.sum().item() / (3000 * 8) - 1) < 0.03
-    assert weights.min() >= 1
-    assert abs(len(views.targets) / (3000 * 8) - 0.5) < 0.02
+    assert abs(masked.weights.sum().item() / (3000 * 8) - 1) < 0.03
+    assert masked.weights.min() >= 1
+    assert abs(len(masked.targets) / (3000 * 8) - 0.5) < 0.02
 
 
-def test_loss_is_that_of_a_row_by_row_loop(policy: Transformer, rollouts: RolloutBatch) -> None:
-    config = SftConfig(num_labels=12, num_steps=1, batch_size=6, num_warmup_steps=0)
-    labels = _labels(rollouts)
-    expected = 0.0
+@pytest.mark.parametrize("trains_padding", [True, False])
+@pytest.mark.parametrize("sft", [CONFIG, PACKED], ids=["unpacked", "packed"])
+def test_loss_is_that_of_a_row_by_row_loop(policy: Transformer, sft: SftConfig, trains_padding: bool) -> None:
+    documents, total, num_slots = _documents(trains_padding=trains_padding), 0.0, 0
     for place, row in enumerate(sft_rows(12, 6, 0, seed=3).tolist()):
-        one = replace(labels.select(slice(row, row + 1)), sample_keys=torch.tensor([place]))
-        views, weights = plan_sft(one, policy.config, step=0, seed=3)
+        one = replace(documents.select(slice(row, row + 1)), sample_keys=torch.tensor([place]))
+        masked = _plan(one, seed=3)
         with torch.no_grad():
-            logp = policy(views.ids[:, : int(views.lengths[0])]).log_softmax(-1).flatten(0, 1)
-        expected -= (logp[views.slots][views.scored, views.targets] * weights).sum().item() / (6 * 8)
-    metrics = SftLearner(ShardedPolicy(policy, None), config, labels, seed=3).step(0, lr=0.0)
-    assert abs(metrics["loss"] - expected) < 1e-5
+            logp = policy(masked.ids[:, : int(one.lengths[0])]).log_softmax(-1)[0]
+        total -= (logp[masked.columns, masked.targets] * masked.weights).sum().item()
+        num_slots += int(one.lengths[0] - one.prompt_lengths[0])
+    metrics = SftLearner(ShardedPolicy(policy, None), sft, documents, seed=3).step(0, lr=0.0)
+    assert metrics["loss"] == pytest.approx(total / num_slots, abs=1e-5)
 
 
-def test_sft_learns_its_labels(policy: Transformer, rollouts: RolloutBatch) -> None:
+def test_packing_changes_no_gradient(policy: Transformer) -> None:
+    masked = _plan(_documents(trains_padding=False))
+    gradients = []
+    for packing in (False, True):
+        policy.zero_grad()
+        (masked_logps(policy, masked, packing=packing) * masked.weights).sum().backward()
+        gradients.append({name: weight.grad.clone() for name, weight in policy.named_parameters()})
+    for name, gradient in gradients[0].items():
+        assert gradient.abs().max() > 0, name
+        torch.testing.assert_close(gradients[1][name], gradient, atol=1e-4, rtol=1e-4, msg=name)
+
+
+def test_packed_documents_do_not_see_each_other(policy: Transformer) -> None:
+    documents = _documents(trains_padding=False)
+    masked = _plan(documents)
+    others = masked.rows != 4
+    changed = replace(masked, ids=masked.ids.index_fill(0, torch.tensor([4]), 7))
+    with torch.no_grad():
+        before, after = (masked_logps(policy, one, packing=True) for one in (masked, changed))
+    assert torch.equal(before[others], after[others])
+    assert (before[~others] != after[~others]).all()
+
+
+def test_packing_takes_fewer_slots(policy: Transformer) -> None:
+    examples = [Example(prompt_ids=(1, 2), completion_ids=(3,) * count, num_slots=12) for count in (9, 2, 1, 4, 1, 1)]
+    masked, shapes = _plan(make_documents(examples, EOS_ID, trains_padding=False)), []
+    hook = policy.register_forward_pre_hook(lambda _module, arguments: shapes.append(arguments[0].shape))
+    with torch.no_grad():
+        masked_logps(policy, masked)
+        masked_logps(policy, masked, packing=True)
+    hook.remove()
+    assert shapes == [(6, 12), (3, 12)], "12, 7 and 5, three times 4"
+
+
+def test_evaluation_loss_is_the_mean_over_a_fixed_grid_of_t(policy: Transformer) -> None:
+    documents = _documents(trains_padding=False)
+    evaluated = evaluation_loss(ShardedPolicy(policy, None), documents, batch_size=5)
+    assert EVALUATION_T == (0.0625, 0.1875, 0.3125, 0.4375, 0.5625, 0.6875, 0.8125, 0.9375)
+    assert evaluated.loss == pytest.approx(sum(evaluated.loss_at_t) / 8)
+    masked = mask_documents(documents, MASK_ID, torch.full((12,), 0.5625), (0, 4))
+    with torch.no_grad():
+        total = -(masked_logps(policy, masked)).sum().item() / 0.5625
+    assert evaluated.loss_at_t[4] == pytest.approx(total / documents.num_trained, rel=1e-5)
+
+
+def test_evaluation_loss_is_the_same_every_time_and_leaves_no_gradient(policy: Transformer) -> None:
+    sharded, documents = ShardedPolicy(policy, None), _documents()
+    first = evaluation_loss(sharded, documents, batch_size=12)
+    torch.manual_seed(5)
+    assert evaluation_loss(sharded, documents, batch_size=12) == first
+    assert evaluation_loss(sharded, documents, batch_size=5).loss == pytest.approx(first.loss, rel=1e-5)
+    assert all(weight.grad is None for weight in policy.parameters())
+
+
+def test_sft_learns_its_labels_and_the_evaluation_loss_shows_it(policy: Transformer) -> None:
     config = SftConfig(num_labels=12, num_steps=120, batch_size=12, lr=1e-2)
-    learner = SftLearner(ShardedPolicy(policy, None), config, _labels(rollouts), seed=0)
+    sharded, documents = ShardedPolicy(policy, None), _documents()
+    before = evaluation_loss(sharded, documents, batch_size=12)
+    learner = SftLearner(sharded, config, documents, seed=0)
     losses = [learner.step(step, config.lr_at(step, step / 120))["loss"] for step in range(120)]
     assert sum(losses[-10:]) < 0.2 * sum(losses[:10])
+    assert evaluation_loss(sharded, documents, batch_size=12).loss < 0.2 * before.loss
+    assert learner.num_trained == 120 * 12 * 8
+
+
+REFUSED = {
+    "packing is true and eos_padding is trained": {"packing": True, "num_labels": 3},
+    "num_labels is missing; without data it is needed": {},
+    "max_tokens is 9 and data is missing": {"max_tokens": 9, "num_labels": 3},
+}
+
+
+@pytest.mark.parametrize(("sentence", "fields"), REFUSED.items())
+def test_fields_that_do_not_go_together_are_refused(sentence: str, fields: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        SftConfig(num_steps=1, **fields)  # type: ignore[arg-type]

@@ -10,13 +10,14 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from learner.algorithms import ALGORITHMS
-from learner.batch import CompletionBatch, RolloutBatch
+from learner.batch import RolloutBatch
 from learner.config import LearnerConfig
+from learner.documents import Documents
 from learner.estimators import SamplerFacts
 from learner.learner import Learner
 from learner.model.transformer import Transformer, TransformerConfig, init_weights
 from learner.sft import SftConfig
-from learner.sft_learner import SftLearner
+from learner.sft_learner import SftLearner, evaluation_loss
 from learner.sharding import ShardedPolicy, full_tensor, make_mesh
 
 RL = LearnerConfig(
@@ -35,10 +36,18 @@ SFT = SftConfig(num_labels=12, num_steps=3, batch_size=5, lr=1e-3, num_warmup_st
 def _train(
     policy: ShardedPolicy, batch: RolloutBatch, resume_from: dict[str, torch.Tensor] | None
 ) -> dict[str, object]:
-    names = ("prompt_ids", "prompt_lengths", "completion_ids", "completion_lengths", "sample_keys")
-    labels = CompletionBatch(**{name: getattr(batch, name) for name in names})
-    sft = SftLearner(policy, SFT, labels, seed=0)
-    metrics = [sft.step(step, 1e-3) for step in range(2)]
+    documents = Documents(
+        ids=torch.cat((batch.prompt_ids, batch.completion_ids), dim=1),
+        prompt_lengths=batch.prompt_lengths,
+        lengths=batch.prompt_lengths + batch.completion_lengths,
+        sample_keys=batch.sample_keys,
+    )
+    metrics: list[dict[str, float]] = []
+    for packing in (False, True):
+        sft = SftLearner(policy, SFT.model_copy(update={"packing": packing}), documents, seed=0)
+        metrics += [sft.step(step, 1e-3) for step in range(2)]
+    evaluated = evaluation_loss(policy, documents, batch_size=4)
+    metrics.append({"evaluation_loss": evaluated.loss, "at_large_t": evaluated.loss_at_t[-1]})
     learner = Learner(policy, RL)
     if resume_from is not None:
         learner.load_full_state(resume_from)

@@ -77,6 +77,8 @@ class BlockCausal(Transformer):
         return lambda _row, query, column: column // 4 <= query // 4
 
 
+# Not compiled, FlexAttention warns that it is slow.
+@pytest.mark.filterwarnings("ignore")
 def test_a_family_with_another_pattern_overrides_one_function(policy: Transformer) -> None:
     causal = BlockCausal(policy.config)
     causal.load_state_dict(policy.state_dict())
@@ -90,3 +92,51 @@ def test_a_family_with_another_pattern_overrides_one_function(policy: Transforme
         asked = causal(ids, None, torch.tensor([[9, 1], [2, 5]]))
         torch.testing.assert_close(asked, torch.stack((every[0, [9, 1]], every[1, [2, 5]])))
         torch.testing.assert_close(causal(ids, flex=True), every, atol=1e-5, rtol=0)
+
+
+def _packed(lengths: list[int], width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A row of random documents, one after the other, and whose each slot is."""
+    documents = torch.full((1, width), -1)
+    documents[0, : sum(lengths)] = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    ids = torch.randint(0, 38, (1, width), generator=torch.Generator().manual_seed(0))
+    return ids, documents
+
+
+def _of_family(policy: Transformer, family: str) -> Transformer:
+    if family == "block_causal":
+        model: Transformer = BlockCausal(policy.config)
+    else:
+        biases = {"qkv_bias": family == "dream"}
+        model = make_model(policy.config.model_copy(update={"family": family, **biases}))
+    model.load_state_dict(policy.state_dict(), strict=False)
+    return model
+
+
+# Not compiled, FlexAttention warns that it is slow.
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("flex", [False, True])
+@pytest.mark.parametrize("family", ["llada", "dream", "block_causal"])
+def test_documents_that_share_a_row_have_the_logits_they_have_alone(
+    policy: Transformer, family: str, flex: bool
+) -> None:
+    model, (ids, documents) = _of_family(policy, family), _packed([6, 9, 3], width=20)
+    with torch.no_grad():
+        together = model(ids, documents_BL=documents, flex=flex)[0]
+        for first, last in ((0, 6), (6, 15), (15, 18)):
+            alone = model(ids[:, first:last])[0]
+            # Dream predicts a slot from the one before it, and its first slot, always a prompt's, from anything.
+            torch.testing.assert_close(together[first + 1 : last], alone[1:], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["llada", "dream", "block_causal"])
+def test_no_document_leaks_into_another(policy: Transformer, family: str) -> None:
+    model, (ids, documents) = _of_family(policy, family), _packed([6, 9, 3], width=20)
+    changed = torch.where(documents == 1, (ids + 1) % 38, ids)
+    queries = torch.arange(20)[None]
+    with torch.no_grad():
+        before = model(ids, None, queries, documents_BL=documents)[0]
+        after = model(changed, None, queries, documents_BL=documents)[0]
+    # Dream's first slot of document 2 is predicted from the last of document 1.
+    others = torch.tensor([*range(6), *range(16, 20)])
+    assert torch.equal(before[others], after[others])
+    assert (before[7:15] - after[7:15]).abs().amax(-1).min() > 1e-6

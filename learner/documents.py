@@ -1,0 +1,93 @@
+"""The examples that SFT trains on, as tensors.
+
+Shape letters: B documents, S slots of the widest one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from learner.batch import pad_rows, shard_rows
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Example:
+    """A prompt and its completion, as token ids."""
+
+    prompt_ids: tuple[int, ...]
+    """The prompt, up to where the assistant's turn begins."""
+    completion_ids: tuple[int, ...]
+    """The completion, without an end of text."""
+    num_slots: int
+    """Completion slots of its canvas; at least the completion's length."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of prompt and completion, with one end of text if the canvas has room for it."""
+        return len(self.prompt_ids) + min(self.num_slots, len(self.completion_ids) + 1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Documents:
+    """Prompts with their completions, one a row."""
+
+    ids: Tensor
+    """[B, S] int64: the prompt, the completion, and end of text up to the row's end."""
+    prompt_lengths: Tensor
+    """[B] int64."""
+    lengths: Tensor
+    """[B] int64: slots that the policy sees. Those after the prompt are trained on; a row that only fills a shard has
+    none."""
+    sample_keys: Tensor
+    """[B] int64: keys every mask of the row; equal keys, equal masks."""
+
+    @property
+    def num_rows(self) -> int:
+        """B."""
+        return self.ids.shape[0]
+
+    @property
+    def num_trained(self) -> int:
+        """Slots that are trained on, of all rows."""
+        return int((self.lengths - self.prompt_lengths).sum())
+
+    def select(self, rows: Tensor | slice) -> Self:
+        """The documents of some of the rows."""
+        return replace(self, **{field.name: getattr(self, field.name)[rows] for field in fields(self)})
+
+    def to(self, device: torch.device) -> Self:
+        """The documents on another device."""
+        return replace(self, **{field.name: getattr(self, field.name).to(device) for field in fields(self)})
+
+    def shard(self, rank: int, world_size: int) -> Self:
+        """The rows of one rank: contiguous, equally many on each; what only fills the shard is not trained on."""
+        rows, is_real = shard_rows(self.num_rows, rank, world_size)
+        shard = self.select(rows)
+        return replace(shard, lengths=torch.where(is_real, shard.lengths, shard.prompt_lengths))
+
+
+def make_documents(examples: Sequence[Example], eos_id: int, *, trains_padding: bool) -> Documents:
+    """Documents of examples, keyed by their places.
+
+    Args:
+        examples: at least one.
+        eos_id: follows each completion that leaves room for it, and fills its canvas.
+        trains_padding: whether all of that fill belongs to the document, or only the first end of text.
+    """
+    canvas_lengths = [len(example.prompt_ids) + example.num_slots for example in examples]
+    lengths = canvas_lengths if trains_padding else [example.num_tokens for example in examples]
+    rows = [
+        [*example.prompt_ids, *example.completion_ids, eos_id][:length]
+        for example, length in zip(examples, lengths, strict=True)
+    ]
+    return Documents(
+        ids=pad_rows(rows, eos_id, max(lengths)),
+        prompt_lengths=torch.tensor([len(example.prompt_ids) for example in examples]),
+        lengths=torch.tensor(lengths),
+        sample_keys=torch.arange(len(examples)),
+    )

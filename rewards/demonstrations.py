@@ -1,0 +1,147 @@
+"""Demonstrations in a file: conversations with the answer that SFT trains on.
+
+A JSONL file; each line has one of these, and whatever else it likes:
+
+    {"messages": [{"role": "user", "content": ...}, ..., {"role": "assistant", "content": ...}]}
+    {"prompt": ..., "completion": ...}
+    {"question": ..., "thinking_trajectories": [..., ...], "attempt": ...}      s1K (arXiv 2501.19393), as d1 uses it
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rewards.problem import Message
+from rewards.prompts import D1_FORMAT, demonstration, user_turn
+
+_ROLES = ("system", "user", "assistant")
+_S1K_KEYS = ("question", "thinking_trajectories", "attempt")
+_KINDS = "messages, prompt and completion, or s1K's question, thinking_trajectories and attempt"
+_LONGEST_SHOWN = 60
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Demonstration:
+    """A conversation and its right continuation."""
+
+    messages: tuple[Message, ...]
+    """The conversation that the policy continues."""
+    completion: str
+    """What it should say."""
+    place: str
+    """File and line, for sentences about it."""
+
+
+def read_demonstrations(path: Path) -> list[Demonstration]:
+    """The demonstrations of a JSONL file, in order; empty lines are skipped.
+
+    Raises ValueError, in one sentence with file and line, for a line that is no demonstration, and for a file without
+    any or that cannot be read.
+    """
+    found = []
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    found.append(_read_line(line, f"{path}, line {number}"))
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {(error.strerror or str(error)).lower()}") from error
+    if not found:
+        raise ValueError(f"{path} has no lines; each should be a JSON object with {_KINDS}")
+    return found
+
+
+def _read_line(line: bytes, place: str) -> Demonstration:
+    try:
+        messages, completion = _parse(_object_of(line))
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from error
+    return Demonstration(messages=messages, completion=completion, place=place)
+
+
+def _object_of(line: bytes) -> dict[str, Any]:
+    try:
+        data = json.loads(line.rstrip(b"\r\n").decode())
+    except UnicodeDecodeError as error:
+        raise ValueError(f"byte {error.start + 1} is not UTF-8; save the file as UTF-8") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"it is not JSON: {error.msg} at character {error.colno}; a line is one JSON object"
+        ) from error
+    except (RecursionError, ValueError) as error:
+        # Nested thousands deep, or a number of thousands of digits.
+        raise ValueError("it is not JSON that can be read; a line is one small JSON object") from error
+    if not isinstance(data, dict):
+        raise ValueError(f"it is {_shown(data)}; a line should be a JSON object with {_KINDS}")
+    return data
+
+
+def _parse(data: Mapping[str, Any]) -> tuple[tuple[Message, ...], str]:
+    if "messages" in data:
+        return _from_messages(data["messages"])
+    if "prompt" in data or "completion" in data:
+        prompt = _text(data, "prompt", "what the policy is asked")
+        return user_turn(prompt), _text(data, "completion", "the answer to train on")
+    if any(key in data for key in _S1K_KEYS):
+        return _from_s1k(data)
+    raise ValueError(f"it has {', '.join(sorted(data)[:5]) or 'no keys'}; it should have {_KINDS}")
+
+
+def _from_messages(messages: object) -> tuple[tuple[Message, ...], str]:
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(f"messages is {_shown(messages)}; it should be a list that ends with the assistant's answer")
+    turns = [_turn(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    if turns[-1].role != "assistant":
+        raise ValueError(
+            f"there is no answer: the last of messages is the {turns[-1].role}'s; "
+            "it should be the assistant's, which is what is trained on"
+        )
+    if len(turns) == 1:
+        raise ValueError("messages has the assistant's answer alone; what it answers should come before it")
+    return tuple(turns[:-1]), turns[-1].content
+
+
+def _turn(message: object, name: str) -> Message:
+    if not isinstance(message, dict):
+        raise ValueError(f"{name} is {_shown(message)}; it should be an object with role and content")
+    role = message.get("role")
+    if role not in _ROLES:
+        raise ValueError(f"{name}.role is {_shown(role)}; it should be system, user or assistant")
+    return Message(role=role, content=_text(message, "content", f"what the {role} says", name + "."))
+
+
+def _from_s1k(data: Mapping[str, Any]) -> tuple[tuple[Message, ...], str]:
+    question = _text(data, "question", "what the policy is asked")
+    trajectories = data.get("thinking_trajectories")
+    if not isinstance(trajectories, Sequence) or isinstance(trajectories, str) or not trajectories:
+        raise ValueError(
+            f"thinking_trajectories is {_shown(trajectories)}; it should be a list of texts, of which the first counts"
+        )
+    reasoning = _text({"thinking_trajectories[0]": trajectories[0]}, "thinking_trajectories[0]", "how it is solved")
+    answer = _text(data, "attempt", "the answer to train on")
+    return user_turn(f"{D1_FORMAT}\n{question}"), demonstration("d1", reasoning=reasoning, answer=answer)
+
+
+def _text(data: Mapping[str, Any], key: str, meaning: str, prefix: str = "") -> str:
+    """A text that is there, says something, and can be encoded."""
+    value = data.get(key)
+    if not isinstance(value, str):
+        raise ValueError(f"{prefix}{key} is {_shown(value)}; it should be a text: {meaning}")
+    if not value.strip():
+        raise ValueError(f"{prefix}{key} is empty; it should be {meaning}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{prefix}{key} has half of a surrogate pair, which is no character; leave it out") from error
+    return value
+
+
+def _shown(value: object) -> str:
+    if value is None:
+        return "missing"
+    text = json.dumps(value)
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."

@@ -1,0 +1,89 @@
+"""A file of demonstrations is read, or refused in one sentence that names the line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rewards import Message
+from rewards.demonstrations import read_demonstrations
+from rewards.prompts import D1_FORMAT
+
+USER, ANSWER = {"role": "user", "content": "2 + 3?"}, {"role": "assistant", "content": "5"}
+
+
+def _file(tmp_path: Path, *lines: object) -> Path:
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    return path
+
+
+def test_messages_end_with_the_answer_that_is_trained_on(tmp_path: Path) -> None:
+    system = {"role": "system", "content": "Be brief."}
+    turns = [system, USER, ANSWER, {"role": "user", "content": "And 1 more?"}, {"role": "assistant", "content": "6"}]
+    (read,) = read_demonstrations(_file(tmp_path, {"messages": turns, "id": 3}))
+    assert read.messages == tuple(Message(**turn) for turn in turns[:-1])
+    assert read.completion == "6"
+
+
+def test_prompt_and_completion_are_a_conversation_of_one_turn(tmp_path: Path) -> None:
+    path = _file(tmp_path, {"prompt": "2 + 3?", "completion": "5"}, "", {"prompt": "1 + 1?", "completion": "2"})
+    first, second = read_demonstrations(path)
+    assert first.messages == (Message(role="user", content="2 + 3?"),)
+    assert (first.completion, second.completion) == ("5", "2")
+    assert (first.place, second.place) == (f"{path}, line 1", f"{path}, line 3")
+
+
+def test_s1k_becomes_the_format_that_d1_asks_for(tmp_path: Path) -> None:
+    row = {"question": "2 + 3?", "thinking_trajectories": ["Three more.", "x"], "attempt": "5", "cot_type": "math"}
+    (read,) = read_demonstrations(_file(tmp_path, row))
+    assert read.messages == (Message(role="user", content=f"{D1_FORMAT}\n2 + 3?"),)
+    assert read.completion == "<reasoning>\nThree more.\n</reasoning>\n<answer>\n5\n</answer>"
+
+
+S1K = {"question": "q", "thinking_trajectories": ["t"], "attempt": "a"}
+REFUSED = [
+    ({"messages": [USER]}, "there is no answer: the last of messages is the user's; it should be the assistant's"),
+    ({"messages": [USER, {**ANSWER, "content": " \n"}]}, r"messages\[1\].content is empty; it should be what the"),
+    ({"messages": [USER, {"role": "assistant"}]}, r"messages\[1\].content is missing; it should be a text"),
+    ({"messages": [ANSWER]}, "messages has the assistant's answer alone; what it answers should come before it"),
+    ({"messages": []}, r"messages is \[\]; it should be a list that ends with the assistant's answer"),
+    ({"messages": ["hi"]}, r'messages\[0\] is "hi"; it should be an object with role and content'),
+    ({"messages": [{"role": "human", "content": "x"}]}, r'messages\[0\].role is "human"; it should be system, user or'),
+    ({"prompt": "2 + 3?"}, "completion is missing; it should be a text: the answer to train on"),
+    ({"prompt": "2 + 3?", "completion": ""}, "completion is empty; it should be the answer to train on"),
+    ({"completion": "5"}, "prompt is missing; it should be a text: what the policy is asked"),
+    ({"prompt": [USER], "completion": [ANSWER]}, "prompt is .*; it should be a text"),
+    ({**S1K, "attempt": None}, "attempt is missing; it should be a text: the answer to train on"),
+    ({**S1K, "thinking_trajectories": []}, r"thinking_trajectories is \[\]; it should be a list of texts"),
+    ({**S1K, "thinking_trajectories": [7]}, r"thinking_trajectories\[0\] is 7; it should be a text"),
+    ({"text": "5"}, "it has text; it should have messages, prompt and completion, or s1K's question"),
+    ({}, "it has no keys; it should have messages"),
+    ([1], r"it is \[1\]; a line should be a JSON object with messages"),
+    ('{"prompt": ', "it is not JSON: Expecting value at character 12; a line is one JSON object"),
+    ("[" * 100_000, "it is not JSON that can be read"),
+    ('{"prompt": ' + "9" * 5000 + "}", "it is not JSON that can be read"),
+    ('{"prompt": "\\ud800", "completion": "5"}', "prompt has half of a surrogate pair"),
+]
+
+
+@pytest.mark.parametrize(("line", "sentence"), REFUSED, ids=range(len(REFUSED)))
+def test_a_line_that_is_no_demonstration_is_refused_with_its_number(
+    line: object, sentence: str, tmp_path: Path
+) -> None:
+    path = _file(tmp_path, {"prompt": "q", "completion": "a"}, line)
+    with pytest.raises(ValueError, match=rf"^{path}, line 2: {sentence}") as refused:
+        read_demonstrations(path)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"absent.jsonl cannot be read: no such file or directory"):
+        read_demonstrations(tmp_path / "absent.jsonl")
+    with pytest.raises(ValueError, match=r"data.jsonl has no lines; each should be a JSON object with messages"):
+        read_demonstrations(_file(tmp_path, " ", ""))
+    (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "caf\xe9"}\n')
+    with pytest.raises(ValueError, match=r"latin.jsonl, line 1: byte 16 is not UTF-8; save the file as UTF-8"):
+        read_demonstrations(tmp_path / "latin.jsonl")
