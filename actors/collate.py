@@ -22,14 +22,14 @@ def ungraded_groups(group_ids: Sequence[int], grades: Sequence[Grade]) -> set[in
     return {group for group, grade in zip(group_ids, grades, strict=True) if grade.outcome is not Outcome.GRADED}
 
 
-def collate(portions: Sequence[ScoredPortion], gen_length: int, eos_id: int) -> RolloutBatch:
+def collate(portions: Sequence[ScoredPortion], gen_length: int, eos_id: int) -> RolloutBatch | None:
     """One round's batch: rows in the order of the portions, groups contiguous, ungraded groups left out.
 
-    Raises RuntimeError when no group is left.
+    None when no group is left.
     """
     rows = [row for portion in portions for row in _graded_rows(portion)]
     if not rows:
-        raise RuntimeError("no group of the round could be graded; the run log says what the graders met")
+        return None
     requests = [request for request, _, _, _ in rows]
     completions = [completion for _, completion, _, _ in rows]
     grades = [grade for _, _, grade, _ in rows]
@@ -52,6 +52,7 @@ def collate(portions: Sequence[ScoredPortion], gen_length: int, eos_id: int) -> 
         commit_logp=_padded([completion.commit_logp for completion in completions], gen_length),
         commit_entropy=_padded([completion.commit_entropy for completion in completions], gen_length),
         fallback=_padded([completion.fallback for completion in completions], gen_length),
+        num_forwards=torch.tensor([completion.num_forwards for completion in completions]),
         policy_versions=torch.tensor([completion.policy_version for completion in completions]),
     )
 

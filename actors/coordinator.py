@@ -132,7 +132,7 @@ class Coordinator:
             policy_version=version,
             **stats,
             num_retries=ledger.num_retries,
-            mean_staleness=_mean_staleness(summaries, version - 1),
+            **_staleness(summaries, version - 1),
             **values,
             tokens_per_s=round(stats["mean_tokens"] * stats["num_completions"] / seconds, 1),
         )
@@ -246,6 +246,7 @@ class Coordinator:
         raise RuntimeError(f"the evaluation failed {self._spec.rollout.max_attempts} times: {last}") from last
 
 
-def _mean_staleness(summaries: Sequence[PortionSummary], newest: int) -> float:
+def _staleness(summaries: Sequence[PortionSummary], newest: int) -> dict[str, float]:
     """How many versions older than the policy that trained on them the completions were."""
-    return fmean(newest - version for summary in summaries for version in summary.policy_versions)
+    lags = [newest - version for summary in summaries for version in summary.policy_versions]
+    return {"mean_staleness": fmean(lags), "max_staleness": float(max(lags))}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from actors.run_log import Event
 
 _GAUGES = {
@@ -29,4 +31,5 @@ class RunGauges:
     def show(self, event: Event) -> None:
         """Set every gauge from a `round` event."""
         for name, gauge in self._gauges.items():
-            gauge.set(float(event[name]))
+            # A round that nothing was trained on has no numbers of the learner's.
+            gauge.set(float(event.get(name, math.nan)))

@@ -31,12 +31,13 @@ from typing import Any, Protocol, TextIO
 
 Event = dict[str, Any]
 
-METRICS, SAMPLES, TENSORBOARD, CHECKPOINTS, RECIPE = (
+METRICS, SAMPLES, TENSORBOARD, CHECKPOINTS, RECIPE, FAILED_BATCHES = (
     "metrics.jsonl",
     "samples.jsonl",
     "tensorboard",
     "checkpoints",
     "recipe.yaml",
+    "failed_batches",
 )
 
 

@@ -9,20 +9,22 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import ray
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from actors.collate import collate
 from actors.plan import RunPlan
+from actors.run_log import FAILED_BATCHES
 from actors.sft_data import SftData, load_sft_data
 from actors.spec import Phase, RunSpec, sampler_facts
 from actors.weights import make_manifest
+from learner.batch import RolloutBatch
 from learner.learner import Learner
 from learner.model.checkpoint import LEARNER_STATE, load_policy, save_checkpoint, verify_checkpoint
 from learner.model.tokenizer import ChatTokenizer
@@ -30,6 +32,7 @@ from learner.sft_learner import SftLearner, evaluation_loss
 from learner.sharding import ShardedPolicy, make_mesh
 
 _CALL_TIMEOUT_S = 600.0
+_LAG_TIMEOUT_S = 600.0
 _LOG_EVERY_S = 1.0
 
 
@@ -170,7 +173,7 @@ class TrainingRun:
         gen_length, eos_id = self._spec.rollout.sampling.gen_length, self._policy.config.eos_token_id
         batch = collate(self._pull(round_index), gen_length, eos_id)
         sampled = time.monotonic()
-        metrics = learner.update(batch, round_index)
+        metrics = {"num_trained_completions": 0.0} if batch is None else self._updated(learner, batch, round_index)
         trained = time.monotonic()
         version = self._position.policy_version + 1
         self._publish(version, Phase.RL, round_index + 1)
@@ -180,6 +183,17 @@ class TrainingRun:
         self._on_rank_0(lambda: self._coordinator.published.remote(round_index, version, values))
         rl_seconds = round(self._position.rl_seconds + time.monotonic() - began, 3)
         self._position = Position(phase=Phase.RL, round=round_index + 1, policy_version=version, rl_seconds=rl_seconds)
+
+    def _updated(self, learner: Learner, batch: RolloutBatch, round_index: int) -> dict[str, float]:
+        self._policy.wait_for_all(f"round {round_index}", _LAG_TIMEOUT_S)
+        try:
+            return learner.update(batch, round_index)
+        except FloatingPointError as error:
+            path = self._spec.run_dir / FAILED_BATCHES / f"round-{round_index:06d}.safetensors"
+            if self._policy.rank == 0:
+                path.parent.mkdir(exist_ok=True)
+                save_file({field.name: getattr(batch, field.name) for field in fields(batch)}, path)
+            raise FloatingPointError(f"round {round_index}: {error}. Its batch is in {path}") from error
 
     def _after_round(self, learner: Learner) -> None:
         """Evaluate and checkpoint where the recipe says so; the last round's are the stage's own."""

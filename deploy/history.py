@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -59,8 +60,8 @@ class RunHistory:
         return self.last is not None and self.last["event"] == "done"
 
     def series(self, key: str) -> list[float]:
-        """A number of every round, in order."""
-        return [float(event[key]) for event in self.rounds.values()]
+        """A number of every round, in order; NaN where a round has none (not every algorithm has a ratio or a KL)."""
+        return [float(event.get(key, math.nan)) for event in self.rounds.values()]
 
     def final(self, label: str) -> Evaluation | None:
         """The newest evaluation with a label."""

@@ -93,6 +93,13 @@ def group_advantages(rewards: Rewards, advantage: Advantage) -> Tensor:
     return _z(rewards.total, means)
 
 
+def group_spreads(rewards: Rewards) -> Tensor:
+    """[G] the standard deviation of each group's rewards."""
+    means = _GroupMeans(rewards.groups)
+    variance_B = means.of((rewards.total - means.of(rewards.total)).square())
+    return means.one_each(variance_B.sqrt())
+
+
 def zero_variance_share(rewards: Rewards) -> float:
     """Share of groups whose rewards are all equal: they teach nothing."""
     spread_B = group_advantages(rewards, Advantage.GROUP_MEAN).abs() > 1e-6
@@ -106,6 +113,10 @@ class _GroupMeans:
         _, self._groups_B = groups_B.unique(return_inverse=True)
         counts_G = self._groups_B.bincount()
         self.counts_B = counts_G[self._groups_B]
+
+    def one_each(self, values_B: Tensor) -> Tensor:
+        """[G] a value that is equal over each group."""
+        return values_B.new_zeros(int(self._groups_B.max()) + 1).scatter_(0, self._groups_B, values_B)
 
     def of(self, values_B: Tensor) -> Tensor:
         """[B] the mean over each row's group."""

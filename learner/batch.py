@@ -74,6 +74,8 @@ class RolloutBatch(CompletionBatch):
     """[B, L] float32, nats, of the untempered prediction at commit; 0 where nothing was committed."""
     fallback: Tensor
     """[B, L] bool: committed only because a step commits at least one."""
+    num_forwards: Tensor
+    """[B] int64: forwards that the completion took part in."""
     policy_versions: Tensor
     """[B] int64: the version that sampled the row."""
 

@@ -13,18 +13,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from learner.advantages import Rewards, zero_variance_share
+from learner.advantages import Filters
 from learner.batch import RolloutBatch
 from learner.config import LearnerConfig
-from learner.estimators import SamplerFacts, Terms, token_logps
+from learner.estimators import SamplerFacts, Terms, TrajectoryConfig, token_logps
 from learner.micro_batches import coefficients
-from learner.objectives import Loss
+from learner.objectives import ClippedRatioConfig, Loss
 from learner.optimizer import PolicyOptimizer
 from learner.round import Plan, Round
 from learner.sharding import ShardedPolicy
-from learner.update_metrics import UpdateMetrics
+from learner.update_metrics import UpdateMetrics, batch_metrics
 
 Metrics = dict[str, float]
+_PROBE = TrajectoryConfig(steps_per_segment=1, law="sampler", num_sampled=2)
+_NUM_PROBED = 8
+_PLAIN = ClippedRatioConfig()
 
 
 @dataclass(slots=True)
@@ -62,21 +65,23 @@ class Learner:
         Raises FloatingPointError when the gradient is not finite.
         """
         lr = self.config.lr_at(round_index)
-        metrics = UpdateMetrics(self.policy.sum_over_ranks, self.policy.max_over_ranks)
+        metrics = UpdateMetrics(self.policy)
         work = Round(self.policy, self.config, self._sampler, batch)
+        gap = self._gap(batch)
         if work.num_rows:
             known = self._known_before(work)
             for index in range(self.config.inner_updates):
                 plan = work.plan(index)
                 self._backward(work, plan, known.setdefault(plan.key, Known()), metrics)
+                metrics.end_update()
                 metrics.add_step(self.optimizer.step(lr, self.config.max_grad_norm))
             self._sync_reference(round_index)
-        rewards = Rewards(total=batch.rewards, parts=batch.reward_parts, groups=batch.group_ids)
-        return metrics.means() | {
-            "learning_rate": lr,
-            "frac_reward_zero_std": zero_variance_share(rewards),
-            "num_trained_completions": float(work.num_rows),
-        }
+        return (
+            batch_metrics(batch)
+            | gap
+            | metrics.means()
+            | {"learning_rate": lr, "num_trained_completions": float(work.num_rows)}
+        )
 
     def full_state(self) -> dict[str, Tensor]:
         """What a resumed run needs besides the weights: the optimizer, and a reference that has moved.
@@ -97,6 +102,28 @@ class Learner:
         self.optimizer.load_full_state(parts["optimizer"])
         if self.reference is not None and parts["reference"]:
             self.reference.load_full_weights(parts["reference"])
+
+    def _gap(self, batch: RolloutBatch) -> Metrics:
+        """How far the sampler's recorded log-probabilities are from this policy's, at two steps of a few completions.
+
+        Over an exact sampler with the same weights it is rounding; it shows stale weights and other precision.
+        """
+        if not self._sampler.records_law or self._sampler.temperature == 0:
+            return {}
+        count = min(_NUM_PROBED, batch.num_rows)
+        some = batch.select(torch.arange(count) * batch.num_rows // count)
+        exact = self.config.model_copy(update={"estimator": _PROBE, "filters": Filters(), "objective": _PLAIN})
+        probe = Round(self.policy, exact, self._sampler, some)
+        plan = probe.plan(0)
+        ours_N = _scored(self.policy, plan)
+        gap_N = (ours_N - probe.logps(plan.terms, ours_N, ours_N, None).sampled).abs()
+        # Importance is each token's share of all tokens, on all ranks; 0 for a rank without any.
+        mean = self.policy.sum_over_ranks((gap_N * plan.terms.importance).sum()[None]).item()
+        most = self.policy.max_over_ranks((gap_N * (plan.terms.importance > 0)).max()[None]).item()
+        return {
+            "sampling/sampling_logp_difference/mean": mean,
+            "sampling/sampling_logp_difference/max": most,
+        }
 
     def _known_before(self, work: Round) -> dict[int, Known]:
         """Old likelihoods of the canvases that only later updates run, and with them the reference's.

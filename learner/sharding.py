@@ -6,8 +6,10 @@ Collectives run on gloo for CPUs and NCCL for GPUs. Every method that gathers is
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -37,6 +39,7 @@ class ShardedPolicy:
         self.rank = mesh.get_local_rank() if mesh is not None else 0
         self.world_size = mesh.size() if mesh is not None else 1
         self.module = model
+        self._lobby: dist.ProcessGroup | None = None
         if mesh is not None:
             for block in model.blocks:
                 fully_shard(block, mesh=mesh)
@@ -79,6 +82,26 @@ class ShardedPolicy:
             yield
         if isinstance(self.module, FSDPModule):
             self.module.reshard()
+
+    def wait_for_all(self, what: str, timeout_s: float) -> None:
+        """Go on when all ranks are here.
+
+        Raises TimeoutError, on rank 0, that names the ranks that did not come: a collective would wait for them in
+        silence.
+        """
+        if self.mesh is None:
+            return
+        if self._lobby is None:
+            # NCCL has no barrier that can say who is missing.
+            self._lobby = dist.new_group(backend="gloo")
+        try:
+            dist.monitored_barrier(self._lobby, timedelta(seconds=timeout_s), wait_all_ranks=True)
+        except RuntimeError as error:
+            if self.rank:
+                raise
+            named = re.search(r"Ranks ([\d, ]+) failed", str(error))
+            ranks = named[1] if named else "some"
+            raise TimeoutError(f"{what}: rank {ranks} of the learner did not come within {timeout_s:g} s") from error
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
         """The sum of a small tensor over all ranks."""

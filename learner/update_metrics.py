@@ -1,45 +1,72 @@
 """What a round's updates are reported by, under TRL's names where it has one.
 
-Shape letters: U units.
+Shape letters: U units, N terms.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
+from learner.advantages import Rewards, group_spreads, zero_variance_share
+from learner.batch import RolloutBatch
 from learner.objectives import Loss
+from learner.sharding import ShardedPolicy
 
-Reduce = Callable[[Tensor], Tensor]
+_RATIO = "ratio"
+_TRL = {_RATIO: "ratio_mean", "clip_ratio/low": "clip_ratio/low_mean", "clip_ratio/high": "clip_ratio/high_mean"}
+
+
+def batch_metrics(batch: RolloutBatch) -> dict[str, float]:
+    """What a round's completions are like."""
+    rewards = Rewards(total=batch.rewards, parts=batch.reward_parts, groups=batch.group_ids)
+    lengths_B = batch.completion_lengths.float()
+    is_text = batch.completion_mask()
+    return {
+        "reward_std": group_spreads(rewards).mean().item(),
+        "frac_reward_zero_std": zero_variance_share(rewards),
+        "entropy": (batch.commit_entropy * is_text).sum().item() / is_text.sum().item(),
+        "completions/mean_length": lengths_B.mean().item(),
+        "completions/max_length": lengths_B.max().item(),
+        "completions/clipped_ratio": batch.truncated.float().mean().item(),
+        "tokens_per_forward": lengths_B.sum().item() / max(1, int(batch.num_forwards.sum())),
+    }
 
 
 class UpdateMetrics:
-    """Sums over the units of all inner updates of a round, on all ranks."""
+    """Sums over the units of all inner updates of a round, on all ranks. They stay on the device until they are asked
+    for: nothing waits for it between micro-batches."""
 
-    def __init__(self, sum_over_ranks: Reduce, max_over_ranks: Reduce) -> None:
-        self._sum_over_ranks, self._max_over_ranks = sum_over_ranks, max_over_ranks
-        self._loss, self._logp, self._num_terms = 0.0, 0.0, 0
-        self._sums: dict[str, tuple[float, int]] = {}
-        self._squares, self._most = 0.0, 0.0
+    def __init__(self, policy: ShardedPolicy) -> None:
+        self._policy = policy
+        self._sums: dict[str, Tensor] = {}
+        self._most = torch.zeros(1, device=policy.device)
+        self._update_loss = torch.zeros((), device=policy.device)
         self._grad_norms: list[float] = []
 
     def add(self, loss: Loss, new_N: Tensor, *, counts: bool) -> None:
         """Count some terms in; those of a rank that has nothing to do only by their names, which all ranks share."""
+        weight = float(counts)
+        self._update_loss = self._update_loss + weight * loss.total.detach()
+        self._add("loss", loss.total.detach()[None] * weight)
+        self._add("token_logp", new_N.detach()[:0] if not counts else new_N.detach())
         for name, values_U in loss.per_unit.items():
-            total, count = self._sums.get(name, (0.0, 0))
-            kept_U = values_U if counts else values_U[:0]
-            self._sums[name] = total + kept_U.sum().item(), count + len(kept_U)
-        if not counts:
-            return
-        self._loss += loss.total.item()
-        self._logp += new_N.detach().sum().item()
-        self._num_terms += len(new_N)
-        if "ratio" in loss.per_unit:
-            ratio_U = loss.per_unit["ratio"]
-            self._squares += ratio_U.square().sum().item()
-            self._most = max(self._most, ratio_U.max().item())
+            self._add(name, values_U if counts else values_U[:0])
+        if counts and _RATIO in loss.per_unit:
+            ratio_U = loss.per_unit[_RATIO]
+            self._add("ratio_square", ratio_U.square())
+            self._most = self._most.maximum(ratio_U.max()[None])
+        elif _RATIO in loss.per_unit:
+            self._add("ratio_square", loss.per_unit[_RATIO][:0])
+
+    def end_update(self) -> None:
+        """Before the optimizer steps: raises FloatingPointError when the update's loss is not finite, on all ranks."""
+        loss = self._policy.sum_over_ranks(self._update_loss[None]).item()
+        if not torch.isfinite(torch.tensor(loss)):
+            raise FloatingPointError(
+                f"the loss is {loss}: training stops before it harms the policy; try a lower lr or a smaller clip"
+            )
+        self._update_loss = torch.zeros_like(self._update_loss)
 
     def add_step(self, grad_norm: float) -> None:
         """Count an optimizer step in."""
@@ -50,23 +77,17 @@ class UpdateMetrics:
         if not self._grad_norms:
             return {}
         num_steps, names = len(self._grad_norms), sorted(self._sums)
-        flat = [self._loss, self._logp, self._num_terms, self._squares]
-        flat += [value for name in names for value in self._sums[name]]
-        loss, logp, num_terms, squares, *rest = self._sum_over_ranks(torch.tensor(flat, dtype=torch.float64)).tolist()
-        sums = dict(zip(names, zip(rest[::2], rest[1::2], strict=True), strict=True))
-        metrics = {name: total / max(1, count) for name, (total, count) in sums.items()}
-        metrics = {_TRL.get(name, name): value for name, value in metrics.items()}
-        if "ratio" in sums:
-            total, count = sums["ratio"]
-            metrics["ratio_max"] = self._max_over_ranks(torch.tensor([self._most])).item()
-            metrics["effective_sample_share"] = total**2 / max(1e-30, squares * count)
+        totals = self._policy.sum_over_ranks(torch.stack([self._sums[name] for name in names])).tolist()
+        sums = dict(zip(names, totals, strict=True))
+        metrics = {_TRL.get(name, name): total / max(1.0, count) for name, (total, count) in sums.items()}
+        if _RATIO in sums:
+            total, count = sums[_RATIO]
+            metrics["ratio_max"] = self._policy.max_over_ranks(self._most).item()
+            metrics["effective_sample_share"] = total**2 / max(1e-30, metrics.pop("ratio_square") * count**2)
         if "clip_ratio/low" in sums:
             metrics["clip_ratio/region_mean"] = metrics["clip_ratio/low_mean"] + metrics["clip_ratio/high_mean"]
-        return metrics | {
-            "loss": loss / num_steps,
-            "token_logp": logp / max(1, num_terms),
-            "grad_norm": sum(self._grad_norms) / num_steps,
-        }
+        return metrics | {"loss": sums["loss"][0] / num_steps, "grad_norm": sum(self._grad_norms) / num_steps}
 
-
-_TRL = {"ratio": "ratio_mean", "clip_ratio/low": "clip_ratio/low_mean", "clip_ratio/high": "clip_ratio/high_mean"}
+    def _add(self, name: str, values: Tensor) -> None:
+        counted = torch.stack((values.double().sum(), values.new_tensor(len(values)).double()))
+        self._sums[name] = self._sums[name] + counted if name in self._sums else counted

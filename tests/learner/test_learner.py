@@ -3,9 +3,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from learner.advantages import Filters
 from learner.batch import GroupedBatch, RolloutBatch
 from learner.config import LearnerConfig
-from learner.estimators import InnerUpdate, OneStepConfig, SamplerFacts, make_terms, token_logps
+from learner.estimators import InnerUpdate, OneStepConfig, SamplerFacts, TrajectoryConfig, make_terms, token_logps
 from learner.learner import Learner
 from learner.model.transformer import Transformer
 from learner.objectives import ClippedRatioConfig
@@ -90,3 +91,42 @@ def test_group_normalization_weighs_tokens_unequally(policy: Transformer, rollou
         learner = Learner(ShardedPolicy(model, None), _config(objective=objective, inner_updates=1))
         norms.append(learner.update(rollouts, 0)["grad_norm"])
     assert norms[0] != pytest.approx(norms[1], rel=1e-3)
+
+
+def test_the_gap_to_an_exact_sampler_is_rounding_and_to_another_policy_is_not(
+    policy: Transformer, rollouts: RolloutBatch
+) -> None:
+    sampler = SamplerFacts(temperature=0.8)
+    exact, grouped = TrajectoryConfig(steps_per_segment=1, law="sampler"), GroupedBatch.of(rollouts)
+    terms = make_terms(grouped, policy.config, exact.corrupt(grouped, InnerUpdate(0, 1), sampler))
+    recorded = torch.zeros_like(rollouts.commit_logp)
+    with torch.no_grad():
+        recorded[terms.rows, terms.slots] = token_logps(policy, terms.views, terms.law)
+    batch = replace(rollouts, commit_logp=recorded)
+    learner = Learner(ShardedPolicy(policy, None), _config(inner_updates=1), sampler)
+    assert learner.update(batch, 0)["sampling/sampling_logp_difference/max"] < 1e-5
+    assert learner.update(batch, 1)["sampling/sampling_logp_difference/mean"] > 1e-3
+
+
+def test_a_round_of_which_nothing_is_left_changes_nothing_and_says_so(
+    policy: Transformer, rollouts: RolloutBatch
+) -> None:
+    before = {name: tensor.clone() for name, tensor in policy.state_dict().items()}
+    batch = replace(rollouts, rewards=torch.ones(12))
+    learner = Learner(ShardedPolicy(policy, None), _config(filters=Filters(zero_variance=True)))
+    metrics = learner.update(batch, 0)
+    assert metrics["num_trained_completions"] == 0
+    assert "loss" not in metrics
+    assert all(torch.equal(tensor, before[name]) for name, tensor in policy.state_dict().items())
+
+
+def test_metrics_describe_the_completions(policy: Transformer, rollouts: RolloutBatch) -> None:
+    metrics = Learner(ShardedPolicy(policy, None), _config()).update(rollouts, 0)
+    lengths = rollouts.completion_lengths.float()
+    assert metrics["completions/mean_length"] == pytest.approx(float(lengths.mean()))
+    assert metrics["completions/clipped_ratio"] == pytest.approx(float((lengths == 8).float().mean()))
+    assert metrics["tokens_per_forward"] == pytest.approx(float(lengths.sum()) / 48)
+    stds = [float(rollouts.rewards[first : first + 4].std(correction=0)) for first in (0, 4, 8)]
+    assert metrics["reward_std"] == pytest.approx(sum(stds) / 3)
+    assert 0 < metrics["effective_sample_share"] <= 1
+    assert metrics["ratio_max"] >= metrics["ratio_mean"]

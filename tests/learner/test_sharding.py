@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,7 @@ def _rollouts() -> RolloutBatch:
         commit_logp=-torch.rand(11, 8, generator=generator),
         commit_entropy=torch.rand(11, 8, generator=generator),
         fallback=torch.rand(11, 8, generator=generator) < 0.5,
+        num_forwards=torch.full((11,), 4),
         policy_versions=torch.zeros(11, dtype=torch.long),
     )
 
@@ -207,3 +209,39 @@ def test_every_algorithm_has_one_gradient_on_any_number_of_ranks(
                 torch.testing.assert_close(
                     ours[parameter], gradient, atol=1e-6 * scale, rtol=0, msg=f"{name} {parameter}"
                 )
+
+
+def _late_rank(rank: int, port_file: str, out: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{port_file}", rank=rank, world_size=3)
+    policy = ShardedPolicy(Transformer(_tiny()), make_mesh("cpu"))
+    policy.wait_for_all("round 6", timeout_s=60)
+    if rank == 2:
+        (out / "late").write_text("")
+        time.sleep(6)
+        return
+    try:
+        policy.wait_for_all("round 7", timeout_s=2)
+    except TimeoutError as error:
+        (out / "said").write_text(str(error))
+    except RuntimeError:
+        pass
+
+
+def _tiny() -> TransformerConfig:
+    return TransformerConfig(
+        vocab_size=8,
+        d_model=8,
+        num_layers=1,
+        num_heads=1,
+        num_kv_heads=1,
+        mlp_hidden_size=8,
+        max_sequence_length=8,
+        mask_token_id=6,
+        eos_token_id=7,
+        pad_token_id=7,
+    )
+
+
+def test_a_rank_that_lags_is_named(tmp_path: Path) -> None:
+    mp.spawn(_late_rank, args=(str(tmp_path / "at"), tmp_path), nprocs=3, join=True)
+    assert (tmp_path / "said").read_text() == "round 7: rank 2 of the learner did not come within 2 s"
