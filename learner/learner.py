@@ -36,7 +36,10 @@ class Known:
 
 
 class Learner:
-    """Stage 2 on one rank."""
+    """Stage 2 on one rank.
+
+    The reference is a frozen copy of the policy. Under LoRA it is the policy without its adapter, and needs none.
+    """
 
     def __init__(self, policy: ShardedPolicy, config: LearnerConfig, sampler: SamplerFacts | None = None) -> None:
         """Train `policy` on completions that are sampled as `sampler` says.
@@ -51,7 +54,7 @@ class Learner:
             raise ValueError(f"learner.{refusal}")
         self.optimizer = PolicyOptimizer(policy, betas=config.betas, weight_decay=config.weight_decay)
         self.reference: ShardedPolicy | None = None
-        if config.objective.needs_reference:
+        if config.objective.needs_reference and not policy.lora.rank:
             self.reference = policy.frozen_copy(policy.full_weights())
 
     def update(self, batch: RolloutBatch, round_index: int) -> Metrics:
@@ -124,7 +127,7 @@ class Learner:
 
     def _backward(self, work: Round, plan: Plan, known: Known, metrics: UpdateMetrics) -> None:
         """Add the gradient of one inner update, and what its plan gave for the next."""
-        if known.reference is None and self.reference is not None:
+        if known.reference is None and self.config.objective.needs_reference:
             references = [self._reference_logps(micro.views, micro) for micro in plan.micro_batches]
             known.reference = _joined([one for one in references if one is not None], plan)
         if plan.is_split:
@@ -173,7 +176,12 @@ class Learner:
 
     @torch.no_grad()
     def _reference_logps(self, views: Views, micro: Terms) -> Tensor | None:
-        return None if self.reference is None else token_logps(self.reference.module, views, micro.law)
+        if self.reference is not None:
+            return token_logps(self.reference.module, views, micro.law)
+        if not self.config.objective.needs_reference:
+            return None
+        with self.policy.adapters_off():
+            return token_logps(self.policy.module, views, micro.law)
 
     def _sync_reference(self, round_index: int) -> None:
         every = self.config.reference_sync_rounds
