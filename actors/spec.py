@@ -9,7 +9,9 @@ from pathlib import Path
 from actors.run_log import CHECKPOINTS
 from learner.config import LearnerConfig
 from learner.estimators import SamplerFacts
+from learner.model.lora import LoraConfig
 from learner.sft import SftConfig
+from learner.sharding import ShardingConfig
 from rewards import TaskConfig
 from rollout.config import EvaluationConfig, RolloutConfig
 from rollout.request import Cache, SamplingParams, Schedule
@@ -48,6 +50,10 @@ class RunSpec:
     """The sampler pool."""
     learner: LearnerConfig
     """Stage 2."""
+    lora: LoraConfig
+    """What of the policy is trained."""
+    sharding: ShardingConfig
+    """How the learner's workers hold it."""
     evaluation: EvaluationConfig
     """Held-out accuracy."""
     grading_timeout_s: float

@@ -6,10 +6,9 @@ must agree on (a time limit) is decided by rank 0 and summed over the ranks.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from actors.checkpoints import FoundCheckpoint, Position, newest_checkpoint, to_go_on
 from actors.collate import collate
 from actors.plan import RunPlan
 from actors.run_log import FAILED_BATCHES
@@ -26,6 +26,7 @@ from actors.spec import Phase, RunSpec, sampler_facts
 from actors.weights import make_manifest
 from learner.batch import RolloutBatch
 from learner.learner import Learner
+from learner.model.adapter import Adapter, read_adapter
 from learner.model.checkpoint import LEARNER_STATE, load_policy, save_checkpoint, verify_checkpoint
 from learner.model.tokenizer import ChatTokenizer
 from learner.sft_learner import SftLearner, evaluation_loss
@@ -36,41 +37,6 @@ _LAG_TIMEOUT_S = 600.0
 _LOG_EVERY_S = 1.0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Position:
-    """Where a run stands: written into every checkpoint, and read back to go on from it."""
-
-    phase: Phase
-    """The stage that was last finished, or that is under way (`rl`)."""
-    round: int
-    """Rounds trained."""
-    policy_version: int
-    """The version of the checkpoint's weights."""
-    rl_seconds: float
-    """Seconds spent in rounds so far: the control gets as many."""
-
-
-def newest_checkpoint(checkpoints_dir: Path, num_rounds: int) -> tuple[Path, Position]:
-    """The checkpoint that a run of `num_rounds` rounds goes on from: the one with the highest version, verified.
-
-    The control's is one only where all rounds are done: more rounds go on from the last of them.
-    Raises ValueError when there is none or its files are damaged.
-    """
-    found = []
-    # A name with a dot is a checkpoint that was being written when the machine died.
-    for path in checkpoints_dir.glob("[!.]*/trainer_state.json"):
-        state = json.loads(path.read_text())
-        state["phase"] = Phase(state["phase"])
-        position = Position(**state)
-        if position.phase is not Phase.CONTROL or position.round >= num_rounds:
-            found.append((path.parent, position))
-    if not found:
-        raise ValueError(f"{checkpoints_dir} has no checkpoint")
-    directory, position = max(found, key=lambda item: item[1].policy_version)
-    verify_checkpoint(directory)
-    return directory, position
-
-
 class TrainingRun:
     """One rank's side of a run."""
 
@@ -78,15 +44,19 @@ class TrainingRun:
         """Load the newest checkpoint of the run directory, which is the initial one in a fresh run."""
         self._spec, self._coordinator, self._store = spec, coordinator, store
         torch.set_num_threads(1)
-        self._checkpoint, self._position = newest_checkpoint(spec.checkpoints_dir, spec.learner.num_rounds)
+        self._found = _to_go_on_from(spec)
+        self._position = self._found.position
         mesh = make_mesh(spec.device)
         device = torch.device(spec.device, torch.cuda.current_device()) if spec.device == "cuda" else "cpu"
-        self._policy = ShardedPolicy(load_policy(self._checkpoint).to(device), mesh)
+        model = load_policy(self._found.directory).to(device)
+        self._policy = ShardedPolicy(model, mesh, spec.sharding, lora=spec.lora, seed=spec.seed)
 
     def run(self) -> None:
         """The stages that the run asks for and that the checkpoint has not seen."""
         phases, position = self._spec.phases, self._position
-        self._on_rank_0(lambda: self._coordinator.learner_started.remote(self._checkpoint.name))
+        for what in self._found.passed_over:
+            self._record("failure", what=what, attempt=1)
+        self._on_rank_0(lambda: self._coordinator.learner_started.remote(self._found.directory.name))
         # Samplers and service may be new: the store must have what they will be asked for.
         self._publish(position.policy_version, position.phase, position.round)
         if self._label() != "round" or self._is_evaluation_due():
@@ -155,6 +125,9 @@ class TrainingRun:
     def _rounds(self) -> None:
         """diffu-GRPO: pull a round, improve the policy on it, publish the next version."""
         spec, first = self._spec, self._position.round
+        if spec.lora.rank:
+            # An adapter of its own: without it the policy is the KL reference.
+            self._policy.load_full_weights(self._start_of_rounds())
         learner = Learner(self._policy, spec.learner, sampler_facts(spec.rollout.sampling))
         self._restore(learner)
         self._record("phase", phase=Phase.RL, num_steps=spec.learner.num_rounds)
@@ -210,18 +183,26 @@ class TrainingRun:
         return bool(every) and self._position.round % every == 0
 
     def _restore(self, learner: Learner) -> None:
-        """Go on with the optimizer and the reference that an interrupted run of rounds had."""
+        """Go on with the adapter, the optimizer and the reference that an interrupted run of rounds had."""
         if self._position.phase is not Phase.RL:
             return
         if learner.reference is not None:
             learner.reference.load_full_weights(self._start_of_rounds())
-        learner.load_full_state(load_file(self._checkpoint / LEARNER_STATE))
+        if self._spec.lora.rank:
+            self._policy.load_adapter(read_adapter(self._found.directory).matrices)
+        learner.load_full_state(load_file(self._found.directory / LEARNER_STATE))
 
     def _start_of_rounds(self) -> dict[str, Tensor]:
-        """The weights that the rounds started from: the SFT stage's, or the initial ones."""
+        """The weights that the rounds and the control start from. Raises ValueError when their files are damaged."""
+        self._agreed(0.0)  # Rank 0 may still be writing it.
+        verify_checkpoint(self._started_from)
+        return dict(load_policy(self._started_from).named_parameters())
+
+    @property
+    def _started_from(self) -> Path:
+        """The checkpoint that the rounds and the control start from: the SFT stage's, or the initial one."""
         directory = self._spec.checkpoints_dir / _checkpoint_name(Phase.SFT, 0)
-        directory = directory if directory.is_dir() else self._spec.initial_checkpoint
-        return dict(load_policy(directory).named_parameters())
+        return directory if directory.is_dir() else self._spec.initial_checkpoint
 
     def _pull(self, round_index: int) -> list[Any]:
         references = ray.get(self._coordinator.next_batch.remote(round_index))
@@ -262,7 +243,7 @@ class TrainingRun:
             self._on_rank_0(lambda: self._coordinator.announce.remote(version, phase, round_index, manifest.digest))
 
     def _save(self, learner: Learner | None = None) -> None:
-        weights, position = self._policy.weights_on_rank_0(), self._position
+        weights, position, adapter = self._policy.weights_on_rank_0(), self._position, self._adapter()
         state = None if learner is None else learner.full_state()
         if self._policy.rank:
             return
@@ -272,6 +253,7 @@ class TrainingRun:
             self._policy.config,
             weights,
             self._spec.initial_checkpoint,
+            adapter=adapter,
             learner_state=state,
             trainer_state=asdict(position),
         )
@@ -282,6 +264,14 @@ class TrainingRun:
             round=position.round,
             policy_version=position.policy_version,
         )
+
+    def _adapter(self) -> Adapter | None:
+        """The adapter of the stage under way; None without LoRA. A collective; its matrices are on rank 0."""
+        lora = self._spec.lora
+        if not lora.rank:
+            return None
+        base = self._spec.initial_checkpoint if self._position.phase is Phase.SFT else self._started_from
+        return Adapter(rank=lora.rank, alpha=lora.alpha, base=base.name, matrices=self._policy.adapter_on_rank_0())
 
     def _label(self) -> str:
         """What an evaluation of the current position is called."""
@@ -310,6 +300,14 @@ class TrainingRun:
     def _agreed(self, seconds: float) -> float:
         """Rank 0's clock on every rank, so that all take the same number of steps."""
         return self._policy.sum_over_ranks(torch.tensor(seconds if self._policy.rank == 0 else 0.0)).item()
+
+
+def _to_go_on_from(spec: RunSpec) -> FoundCheckpoint:
+    """The newest checkpoint of a run directory. Raises ValueError when there is none, or none that is whole."""
+    found = newest_checkpoint(spec.checkpoints_dir, to_go_on(spec.learner.num_rounds))
+    if found is None:
+        raise ValueError(f"{spec.checkpoints_dir} has no checkpoint")
+    return found
 
 
 def _checkpoint_name(phase: Phase, round_index: int) -> str:

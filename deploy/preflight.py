@@ -212,8 +212,9 @@ def _weight_copies(recipe: Recipe) -> int:
     """Copies of the weights on CPUs: the learner's state over all its workers, every sampler's, and the store's."""
     if recipe.device == "cuda":
         return 2 + recipe.learner.max_staleness
-    # Weights, gradient, two moments of AdamW, and the whole weights once more when they are published.
-    learner = 5 + (recipe.learner.objective.needs_reference)
+    # Weights, gradient, two moments of AdamW, and the whole weights once more when they are published. An adapter has
+    # gradient and moments of its own, which are small, and needs no copy for a reference.
+    learner = 2 if recipe.model.lora.rank else 5 + recipe.learner.objective.needs_reference
     # A sampler stages the next version beside the one it uses.
     return learner + 2 * recipe.rollout.num_samplers + 2 + recipe.learner.max_staleness
 

@@ -9,7 +9,9 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from learner.config import LearnerConfig
+from learner.model.lora import LoraConfig
 from learner.sft import SftConfig
+from learner.sharding import ShardingConfig
 from rewards import TaskConfig
 from rollout.config import EvaluationConfig, RolloutConfig
 
@@ -48,6 +50,8 @@ class ModelSection(BaseModel):
     (digit sums: from nothing to a third of the held-out problems)."""
     vocab_size: Annotated[int, Field(ge=288)] = 320
     """Most tokens of the tokenizer that is trained on the task's texts."""
+    lora: LoraConfig = LoraConfig()
+    """What of it is trained, in both stages."""
 
     @model_validator(mode="after")
     def _heads(self) -> ModelSection:
@@ -120,6 +124,8 @@ class Recipe(BaseModel):
     """The grader pool."""
     learner: LearnerConfig
     """Stage 2."""
+    sharding: ShardingConfig = ShardingConfig()
+    """How the learner's workers hold the policy."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """Held-out accuracy."""
     control: ControlSection = ControlSection()
@@ -140,6 +146,13 @@ class Recipe(BaseModel):
                 f"learner.groups_per_round {self.learner.groups_per_round} exceeds "
                 f"num_train_problems {self.num_train_problems}: a round asks each problem once"
             )
+        if self.model.lora.rank and self.learner.reference_sync_rounds:
+            raise ValueError(
+                f"learner.reference_sync_rounds {self.learner.reference_sync_rounds} moves the KL reference, which "
+                "with model.lora.rank is the policy without its adapter and stays; take 0 for one of the two"
+            )
+        if self.sharding.cpu_offload and self.device == "cpu":
+            raise ValueError("sharding.cpu_offload is for device cuda; with device cpu everything is in main memory")
         return self
 
     def _check_labels(self) -> None:

@@ -8,11 +8,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from actors.checkpoints import Position
 from actors.plan import RunPlan
 from actors.run_log import CHECKPOINTS, RECIPE
 from actors.sft_data import load_sft_data
 from actors.spec import Phase, RunSpec
-from actors.training import Position
 from deploy.errors import UserError
 from deploy.overrides import load_recipe, resolved_yaml
 from deploy.recipe import ModelSection, Recipe, Stages
@@ -35,6 +35,8 @@ _MAY_CHANGE = (
     "name",
     "learner.num_rounds",
     "learner.num_workers",
+    "sharding.activation_checkpointing",
+    "sharding.cpu_offload",
     "rollout.num_samplers",
     "rollout.timeout_s",
     "rollout.max_attempts",
@@ -64,6 +66,8 @@ def make_spec(recipe: Recipe, stages: Stages) -> RunSpec:
         sft=recipe.sft.model_copy(update={"data": recipe.sft.data and recipe.sft.data.resolve()}),
         rollout=recipe.rollout,
         learner=recipe.learner,
+        lora=recipe.model.lora,
+        sharding=recipe.sharding,
         evaluation=recipe.evaluation,
         grading_timeout_s=recipe.grading.timeout_s,
         control_steps=recipe.control.num_steps,

@@ -39,7 +39,10 @@ class Known:
 
 
 class Learner:
-    """Stage 2 on one rank."""
+    """Stage 2 on one rank.
+
+    The reference is a frozen copy of the policy. Under LoRA it is the policy without its adapter, and needs none.
+    """
 
     def __init__(self, policy: ShardedPolicy, config: LearnerConfig, sampler: SamplerFacts | None = None) -> None:
         """Train `policy` on completions that are sampled as `sampler` says.
@@ -54,7 +57,7 @@ class Learner:
             raise ValueError(f"learner.{refusal}")
         self.optimizer = PolicyOptimizer(policy, betas=config.betas, weight_decay=config.weight_decay)
         self.reference: ShardedPolicy | None = None
-        if config.objective.needs_reference:
+        if config.objective.needs_reference and not policy.lora.rank:
             self.reference = policy.frozen_copy(policy.full_weights())
 
     def update(self, batch: RolloutBatch, round_index: int) -> Metrics:
@@ -186,7 +189,12 @@ class Learner:
         (loss * self.policy.world_size).backward()
 
     def _reference_logps(self, plan: Plan) -> Tensor | None:
-        return None if self.reference is None else _scored(self.reference, plan)
+        if not self.config.objective.needs_reference:
+            return None
+        if self.reference is not None:
+            return _scored(self.reference, plan)
+        with self.policy.adapters_off():
+            return _scored(self.policy, plan)
 
     def _sync_reference(self, round_index: int) -> None:
         every = self.config.reference_sync_rounds

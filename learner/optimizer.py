@@ -19,7 +19,12 @@ class PolicyOptimizer:
 
     def __init__(self, policy: ShardedPolicy, *, betas: tuple[float, float], weight_decay: float) -> None:
         self._policy = policy
-        self._adamw = torch.optim.AdamW(policy.module.parameters(), lr=0.0, betas=betas, weight_decay=weight_decay)
+        self._parameters = policy.trained_parameters
+        # One kernel for all parameters, on a GPU; on CPUs it would only round otherwise.
+        self._is_fused = next(iter(self._parameters.values())).device.type == "cuda"
+        self._adamw = torch.optim.AdamW(
+            self._parameters.values(), lr=0.0, betas=betas, weight_decay=weight_decay, fused=self._is_fused
+        )
 
     def step(self, lr: float, max_grad_norm: float) -> float:
         """Clip the accumulated gradients to a global norm, step, and clear them. Returns the norm before clipping.
@@ -27,7 +32,7 @@ class PolicyOptimizer:
         Raises:
             FloatingPointError: the gradient is not finite; the parameters are left as they were.
         """
-        norm = torch.nn.utils.clip_grad_norm_(self._policy.module.parameters(), max_grad_norm)
+        norm = torch.nn.utils.clip_grad_norm_(self._parameters.values(), max_grad_norm)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         if not torch.isfinite(norm):
             raise FloatingPointError(
@@ -43,15 +48,18 @@ class PolicyOptimizer:
         """The moments and step counts by parameter name, whole, on rank 0's CPU. A collective."""
         state = {
             f"{name}/{key}": value
-            for name, parameter in self._policy.module.named_parameters()
+            for name, parameter in self._parameters.items()
             for key, value in self._adamw.state.get(parameter, {}).items()
         }
         return gather_on_rank_0(self._policy.rank, state)
 
     def load_full_state(self, state: Mapping[str, Tensor]) -> None:
         """Take over what `full_state` gave; an empty state is that of an optimizer that has not stepped."""
-        for name, parameter in self._policy.module.named_parameters():
+        for name, parameter in self._parameters.items():
             if f"{name}/{_STEP}" not in state:
                 continue
-            moments = {key: shard_like(state[f"{name}/{key}"], parameter) for key in _MOMENTS}
-            self._adamw.state[parameter] = {_STEP: state[f"{name}/{_STEP}"].clone(), **moments}
+            # Copies: they are stepped in place, and a shard may be a view that would keep the whole in memory.
+            moments = {key: shard_like(state[f"{name}/{key}"], parameter).clone() for key in _MOMENTS}
+            # The fused kernel counts steps on the GPU, the others on the CPU.
+            step = state[f"{name}/{_STEP}"].to(parameter.device if self._is_fused else "cpu", copy=True)
+            self._adamw.state[parameter] = {_STEP: step, **moments}

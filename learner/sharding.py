@@ -8,18 +8,61 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from functools import partial
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils.checkpoint import checkpoint
 
 from learner.model.families import make_model
+from learner.model.lora import (
+    WHOLE,
+    LoraConfig,
+    adapter_names,
+    adapters_off,
+    add_adapters,
+    fresh_adapter,
+    is_adapter,
+    merged,
+    plain_name,
+)
 from learner.model.transformer import Transformer
+
+
+class ShardingConfig(BaseModel):
+    """How the learner's workers hold the policy and compute with it, in both stages. The defaults suit CPUs."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of weights and activations in forward and backward. Weights are kept and stepped, and gradients summed over the
+    workers, in float32 in any case."""
+    activation_checkpointing: bool = False
+    """Keep of each block only its input, and compute the rest again in the backward pass: less memory, the same
+    gradients, about a third more time."""
+    cpu_offload: bool = False
+    """Keep weights and AdamW's moments in main memory, and step there. Only with `device: cuda`."""
+
+    @property
+    def fsdp_options(self) -> dict[str, Any]:
+        """What `fully_shard` is told."""
+        options: dict[str, Any] = {}
+        if self.compute_dtype == "bfloat16":
+            options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        if self.cpu_offload:
+            options["offload_policy"] = CPUOffloadPolicy()
+        return options
+
+
+_PLAIN = ShardingConfig()
 
 
 def make_mesh(device_type: str) -> DeviceMesh | None:
@@ -30,46 +73,99 @@ def make_mesh(device_type: str) -> DeviceMesh | None:
 
 
 class ShardedPolicy:
-    """A transformer whose parameters are sharded over a mesh, block by block."""
+    """A transformer whose parameters are sharded over a mesh, block by block; all of them are trained, or an adapter.
 
-    def __init__(self, model: Transformer, mesh: DeviceMesh | None) -> None:
-        """Shard `model` in place over `mesh`; None leaves it whole. Every rank must pass equal weights."""
+    Parameters go by the model's own names, whatever wraps them. With an adapter, `weights` of the whole policy are
+    those with the adapter merged.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        mesh: DeviceMesh | None,
+        config: ShardingConfig = _PLAIN,
+        *,
+        lora: LoraConfig = WHOLE,
+        seed: int = 0,
+    ) -> None:
+        """Shard `model` in place over `mesh`; None leaves it whole.
+
+        Args:
+            model: the policy; every rank must pass equal weights.
+            mesh: from `make_mesh`.
+            config: how it is held and computed.
+            lora: what of it is trained.
+            seed: determines the adapter that training starts with.
+
+        Raises:
+            ValueError: `config` asks of a single process what only FSDP does.
+        """
+        if mesh is None and config.fsdp_options:
+            raise ValueError("compute_dtype and cpu_offload are FSDP's, and this process is in no process group")
         self.config = model.config
         self.mesh = mesh
         self.rank = mesh.get_local_rank() if mesh is not None else 0
         self.world_size = mesh.size() if mesh is not None else 1
         self.module = model
         self._lobby: dist.ProcessGroup | None = None
+        self.lora = lora
+        self._sharding, self._seed = config, seed
+        if lora.rank:
+            add_adapters(model, lora)
+        if config.activation_checkpointing:
+            for block in model.blocks:
+                # Inside of what FSDP wraps: the block is gathered once for the second forward and the backward.
+                block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
         if mesh is not None:
             for block in model.blocks:
-                fully_shard(block, mesh=mesh)
-            fully_shard(model, mesh=mesh)
+                fully_shard(block, mesh=mesh, **config.fsdp_options)
+            fully_shard(model, mesh=mesh, **config.fsdp_options)
+        self._reset_adapter()
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters live."""
+        """Where it computes."""
+        if self.mesh is not None and self.mesh.device_type == "cuda":
+            return torch.device("cuda", torch.cuda.current_device())
         return next(self.module.parameters()).device
 
+    @property
+    def trained_parameters(self) -> dict[str, nn.Parameter]:
+        """What the optimizer steps, by name: every parameter, or the adapter's."""
+        return {name: parameter for name, parameter in self._parameters().items() if parameter.requires_grad}
+
+    def adapters_off(self) -> AbstractContextManager[None]:
+        """Within the block the module is the policy that the adapter stands on: a reference that needs no memory."""
+        return adapters_off(self.module)
+
     def full_weights(self) -> dict[str, Tensor]:
-        """Every parameter, whole, on the CPU, detached from the live ones."""
-        return {name: full_tensor(parameter) for name, parameter in self.module.named_parameters()}
+        """Every parameter, whole, on the CPU, detached from the live ones; an adapter is merged into them."""
+        return {name: on_cpu(weight) for name, weight in self._gathered_weights()}
 
     def weights_on_rank_0(self) -> dict[str, Tensor]:
         """The same on rank 0 alone, empty on the others: what is written or sent once is held in memory once."""
-        return gather_on_rank_0(self.rank, dict(self.module.named_parameters()))
+        return {name: on_cpu(weight) for name, weight in self._gathered_weights() if self.rank == 0}
 
     def load_full_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Take over whole parameters; `weights` has exactly the policy's names."""
-        with torch.no_grad():
-            for name, parameter in self.module.named_parameters():
-                parameter.copy_(shard_like(weights[name], parameter))
+        """Take over whole parameters; `weights` has exactly the policy's names. An adapter begins anew on them."""
+        self._load({name: weights[name] for name in self._parameters() if not is_adapter(name)})
+        self._reset_adapter()
+
+    def adapter_on_rank_0(self) -> dict[str, Tensor]:
+        """The adapter's matrices by name, whole, on rank 0's CPU, empty on the others and without LoRA."""
+        adapter = {name: parameter for name, parameter in self._parameters().items() if is_adapter(name)}
+        return gather_on_rank_0(self.rank, adapter)
+
+    def load_adapter(self, adapter: Mapping[str, Tensor]) -> None:
+        """Take over what `adapter_on_rank_0` gave."""
+        self._load({name: adapter[name] for name in self._parameters() if is_adapter(name)})
 
     def frozen_copy(self, weights: Mapping[str, Tensor]) -> ShardedPolicy:
         """Another policy of the same shape and sharding with given weights and no gradients: a reference."""
         model = make_model(self.config)
         model.load_state_dict(dict(weights))
         model.requires_grad_(False)
-        return ShardedPolicy(model.to(self.device), self.mesh)
+        return ShardedPolicy(model.to(self.device), self.mesh, self._sharding)
 
     @contextmanager
     def without_gradients(self) -> Iterator[None]:
@@ -119,28 +215,59 @@ class ShardedPolicy:
         dist.all_reduce(greatest, op=dist.ReduceOp.MAX, group=self.mesh.get_group())
         return greatest
 
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        if isinstance(self.module, FSDPModule):
+            # After a forward without a backward FSDP leaves the outermost ones gathered, and in `compute_dtype`.
+            self.module.reshard()
+        return {plain_name(name): parameter for name, parameter in self.module.named_parameters()}
+
+    def _gathered_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The policy's parameters, one by one, whole and merged, where its shards are."""
+        parameters = self._parameters()
+        for name, parameter in parameters.items():
+            if is_adapter(name):
+                continue
+            weight, (a, b) = gathered(parameter), adapter_names(name)
+            if a in parameters:
+                weight = merged(weight, gathered(parameters[a]), gathered(parameters[b]), self.lora.scaling)
+            yield name, weight
+
+    def _load(self, weights: Mapping[str, Tensor]) -> None:
+        parameters = self._parameters()
+        with torch.no_grad():
+            for name, weight in weights.items():
+                parameters[name].copy_(shard_like(weight, parameters[name]))
+
+    def _reset_adapter(self) -> None:
+        shapes = {name: parameter.shape for name, parameter in self._parameters().items() if is_adapter(name)}
+        self._load(fresh_adapter(shapes, self._seed))
+
 
 def gather_on_rank_0(rank: int, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Whole tensors on the CPU of rank 0. A collective; the other ranks hold one tensor at a time and keep none."""
     whole = {}
     for name, tensor in tensors.items():
-        gathered = full_tensor(tensor)
+        full = gathered(tensor)
         if rank == 0:
-            whole[name] = gathered
+            whole[name] = on_cpu(full)
     return whole
 
 
-def full_tensor(tensor: Tensor) -> Tensor:
-    """A sharded tensor, whole, copied to the CPU."""
+def gathered(tensor: Tensor) -> Tensor:
+    """A sharded tensor, whole, where its shards are."""
     whole = tensor.detach()
-    if isinstance(whole, DTensor):
-        whole = whole.full_tensor()
+    return whole.full_tensor() if isinstance(whole, DTensor) else whole
+
+
+def on_cpu(whole: Tensor) -> Tensor:
+    """A tensor, copied to the CPU."""
     return copy.deepcopy(whole.cpu()) if whole.device.type == "cpu" else whole.cpu()
 
 
 def shard_like(whole: Tensor, like: Tensor) -> Tensor:
-    """This rank's part of a whole tensor, sharded as `like` is."""
+    """This rank's part of a whole tensor, sharded as `like` is and where it is."""
     whole = whole.to(like.device)
     if isinstance(like, DTensor):
-        return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+        # A mesh of GPUs puts it there; with `cpu_offload` its parameters are not.
+        return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None).to(like.device)
     return whole

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import ray
+from safetensors.torch import load_file
 
 from actors.run_log import read_events
 
@@ -124,6 +125,35 @@ def test_a_resumed_run_is_the_uninterrupted_one(
     assert [event["round"] for event in events if event["event"] == "round"] == [2, 3]
     assert resumed == [event for event in _repeatable(first_run) if event in resumed]
     assert resumed[-1] == _repeatable(first_run)[-1]
+
+
+def test_under_lora_too_and_from_the_newest_checkpoint_that_is_whole(cluster: dict[str, str], folder: Path) -> None:
+    # Enough that some completions are rewarded: without a gradient every resumed run is the same.
+    lora = ("model.lora.rank=16", "model.lora.alpha=32", "sft.num_steps=40", "sft.lr=0.02")
+    first = _train(cluster, folder, "adapter", *lora)
+    checkpoints = shutil.copytree(folder / "adapter", folder / "torn") / "checkpoints"
+    for name in ("rl-000004", "control"):
+        shutil.rmtree(checkpoints / name)
+    torn = checkpoints / "rl-000003" / "learner.safetensors"
+    torn.write_bytes(torn.read_bytes()[:-1])
+    events = _train(cluster, folder, "torn", "--resume", *lora)[len(first) :]
+    said = [event["what"] for event in events if event["event"] == "failure"]
+    assert said == [f"{torn} is damaged: it is not what manifest.json lists; going on with checkpoint rl-000002"]
+    resumed = _repeatable(events)
+    assert [event["round"] for event in events if event["event"] == "round"] == [2, 3]
+    assert resumed == [event for event in _repeatable(first) if event in resumed]
+    assert resumed[-1] == _repeatable(first)[-1]
+    assert all(event["kl"] > 0 and event["grad_norm"] > 0 for event in events if event["event"] == "round")
+    for name in ("rl-000004", "control"):
+        for file in ("model.safetensors", "lora.safetensors"):
+            assert (checkpoints / name / file).read_bytes() == (
+                folder / "adapter" / "checkpoints" / name / file
+            ).read_bytes(), (name, file)
+    assert load_file(checkpoints / "rl-000004" / "learner.safetensors").keys() == {
+        f"optimizer/{name}/{key}"
+        for name in load_file(checkpoints / "rl-000004" / "lora.safetensors")
+        for key in ("exp_avg", "exp_avg_sq", "step")
+    }
 
 
 def test_a_finished_run_goes_on_for_more_rounds_from_its_last_round(

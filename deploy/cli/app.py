@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from deploy.cli import machine, runs, sample, submit, train
+from deploy.cli import export, machine, runs, sample, submit, train
 from deploy.errors import RunFailedError, UserError
 from deploy.printing import printable
 
@@ -24,6 +24,7 @@ app.command()(train.train)
 app.command()(train.sft)
 app.command()(submit.submit)
 app.command()(sample.sample)
+app.command()(export.export)
 app.command()(runs.serve)
 app.add_typer(runs.app, name="runs")
 app.command()(machine.doctor)

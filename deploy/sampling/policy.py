@@ -61,7 +61,7 @@ def open_policy(reference: str, device: Device | None, engine: EngineConfig) -> 
         raise UserError("--device cuda: torch sees no GPU on this machine; take --device cpu")
     device = device or ("cuda" if has_gpu else "cpu")
     try:
-        directory = _directory(reference)
+        directory = checkpoint_directory(reference)
         model = load_policy(directory, engine.torch_dtype).to(device)
     except ValueError as error:
         raise UserError(str(error)) from error
@@ -84,14 +84,16 @@ def _choose_threads(model: Transformer) -> None:
         torch.set_num_threads(1)
 
 
-def _directory(reference: str) -> Path:
+def checkpoint_directory(reference: str) -> Path:
+    """The directory of a checkpoint that is given as `open_policy` takes it.
+
+    Raises UserError or ValueError when there is none.
+    """
     path = Path(reference)
     if (path / RECIPE).is_file() and not (path / "config.json").is_file():
-        from deploy.service.run_files import latest_checkpoint
+        from deploy.service.run_files import newest_to_answer
 
-        newest = latest_checkpoint(path).checkpoint
-        assert newest is not None, "a checkpoint that was found on disk has a path"
-        return Path(newest)
+        return newest_to_answer(path).directory
     return find_checkpoint(reference)
 
 

@@ -31,11 +31,11 @@ def serve_run(run_dir: Path, host: str, port: int) -> None:
     from rich.console import Console
 
     from actors.registry_server import registry_url
-    from deploy.service.run_files import latest_checkpoint, read_recipe
+    from deploy.service.run_files import newest_to_answer, read_recipe
 
     run_dir = run_dir.resolve()
     num_replicas = read_recipe(run_dir).service.num_replicas
-    latest_checkpoint(run_dir)
+    newest_to_answer(run_dir)
     with suppress(KeyboardInterrupt), ray_session(dashboard=False) as ray:
         url = deploy_service(run_dir, registry_url(), host, port, num_replicas)
         console = Console()
@@ -53,17 +53,16 @@ def deploy_service(run_dir: Path, registry_url: str, host: str, port: int, num_r
     without a gap.
 
     Raises:
-        UserError: no checkpoint, a port that is taken, or a cluster that already serves something else.
+        UserError: a port that is taken, or a cluster that already serves something else.
         RuntimeError: the replicas did not come up.
     """
     from ray import serve
 
     from deploy.service.app import digest_of
     from deploy.service.replica import PolicyReplica
-    from deploy.service.run_files import latest_checkpoint, read_recipe
+    from deploy.service.run_files import read_recipe
 
     run_dir = run_dir.resolve()
-    latest_checkpoint(run_dir)
     name = f"d1-{read_recipe(run_dir).name}"
     digest = digest_of(service_token(run_dir))
     _start_serve(host, port)

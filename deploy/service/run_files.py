@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
+import sys
 from pathlib import Path
 
 import yaml
 from pydantic import ValidationError
 
+from actors.checkpoints import FoundCheckpoint, newest_checkpoint, to_answer
 from actors.registry import PolicyVersion
 from actors.run_log import CHECKPOINTS, RECIPE, read_events
-from actors.spec import Phase
 from deploy.errors import UserError
+from deploy.printing import printable
 from deploy.recipe import Recipe
 from learner.model.checkpoint import load_config, load_policy
 from learner.model.families import make_model
@@ -32,30 +33,38 @@ def read_recipe(run_dir: Path) -> Recipe:
         raise UserError(f"{path} is not a recipe of this d1: {error}") from error
 
 
-def latest_checkpoint(run_dir: Path) -> PolicyVersion:
-    """The checkpoint with the highest policy version, with its held-out score if it has one.
+def newest_to_answer(run_dir: Path) -> FoundCheckpoint:
+    """The newest whole checkpoint that a run's service answers from; what is damaged is said on stderr.
 
-    The control's does not count: it is trained to compare with, not to be served. Raises UserError without any.
+    Raises UserError when there is none.
     """
-    found = []
-    for path in (run_dir / CHECKPOINTS).glob("*/trainer_state.json"):
-        # A directory whose name begins with a dot is one that is still being written.
-        state = json.loads(path.read_text(encoding="utf-8"))
-        if state["phase"] != Phase.CONTROL and not path.parent.name.startswith("."):
-            found.append((state["policy_version"], path.parent, state))
-    if not found:
+    try:
+        found = newest_checkpoint(run_dir / CHECKPOINTS, to_answer)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    if found is None:
         raise UserError(f"{run_dir} has no checkpoint to serve yet")
-    version, directory, state = max(found, key=lambda item: item[0])
+    for what in found.passed_over:
+        sys.stderr.write(f"d1: {printable(what)}\n")
+    return found
+
+
+def latest_checkpoint(run_dir: Path) -> PolicyVersion:
+    """What `newest_to_answer` finds, with its held-out score if it has one. Raises UserError as that does."""
+    found = newest_to_answer(run_dir)
+    position = found.position
     scores = [
-        event for event in read_events(run_dir) if event["event"] == "evaluation" and event["policy_version"] == version
+        event
+        for event in read_events(run_dir)
+        if event["event"] == "evaluation" and event["policy_version"] == position.policy_version
     ]
     return PolicyVersion(
-        version=version,
-        round=state["round"],
-        phase=state["phase"],
+        version=position.policy_version,
+        round=position.round,
+        phase=position.phase,
         num_correct=scores[-1]["num_correct"] if scores else None,
         num_problems=scores[-1]["num_problems"] if scores else None,
-        checkpoint=str(directory),
+        checkpoint=str(found.directory),
         weight_store=None,
         manifest_digest=None,
     )

@@ -2,8 +2,8 @@
 
 A directory holds `config.json`, the weights and the tokenizer's files, so that the family's original code loads it too.
 The weights are `model.safetensors`, or several shards with `model.safetensors.index.json`. d1 adds `manifest.json` (a
-checksum of every file) and `trainer_state.json`; a checkpoint of the rounds also has `learner.safetensors`. Nothing is
-pickled, and no code that comes with a checkpoint is run.
+checksum of every file) and `trainer_state.json`; a checkpoint of the rounds also has `learner.safetensors`, and one of
+an adapter `lora.safetensors`. Nothing is pickled, and no code that comes with a checkpoint is run.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from learner.model.adapter import Adapter, write_adapter
 from learner.model.families import FAMILIES, make_model, read_config
 from learner.model.raw_config import RawConfig
 from learner.model.tokenizer import TOKENIZER_FILES
@@ -96,6 +97,16 @@ def _load_weights(directory: Path, model: Transformer, dtype: torch.dtype) -> di
     return weights
 
 
+def policy_files(directory: Path) -> list[Path]:
+    """The files of a checkpoint that are not d1's own: config, weights and tokenizer, as the original code reads them.
+
+    Raises ValueError when there are no weights.
+    """
+    weights = _weight_files(directory)
+    others = [directory / name for name in ("config.json", INDEX, *TOKENIZER_FILES) if (directory / name).is_file()]
+    return [*weights, *others]
+
+
 def _weight_files(directory: Path) -> list[Path]:
     """The files that hold a checkpoint's tensors. Raises ValueError when there are none, or the index is no index."""
     if (directory / WEIGHTS).is_file():
@@ -155,6 +166,7 @@ def save_checkpoint(
     weights: Mapping[str, Tensor],
     tokenizer_from: Path,
     *,
+    adapter: Adapter | None = None,
     learner_state: Mapping[str, Tensor] | None = None,
     trainer_state: Mapping[str, Any] | None = None,
     shard_bytes: int = _SHARD_BYTES,
@@ -164,8 +176,9 @@ def save_checkpoint(
     Args:
         directory: where it will be; an earlier checkpoint of that name is replaced.
         config: the policy's shape and family.
-        weights: the whole (not sharded) parameters under our names, all of one type.
+        weights: the whole (not sharded) parameters under our names, all of one type; an adapter is merged into them.
         tokenizer_from: a directory whose tokenizer files are copied.
+        adapter: the adapter by itself, which training goes on with.
         learner_state: the learner's other tensors by name, for a checkpoint that the rounds resume from.
         trainer_state: where training stood (JSON).
         shard_bytes: weights that take more than this are written as several files of at most this size.
@@ -174,6 +187,8 @@ def save_checkpoint(
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     _write_policy(partial, config, weights, shard_bytes)
+    if adapter is not None:
+        write_adapter(partial, adapter)
     if learner_state is not None:
         save_file({name: tensor.contiguous() for name, tensor in learner_state.items()}, partial / LEARNER_STATE)
     if trainer_state is not None:
@@ -191,14 +206,21 @@ def save_checkpoint(
     _fsync(directory.parent)
 
 
-def verify_checkpoint(directory: Path) -> None:
-    """Check a checkpoint's files against its manifest. Raises ValueError that names the file which differs."""
+def verify_checkpoint(directory: Path, names: Collection[str] | None = None) -> None:
+    """Check a checkpoint's files against its manifest, all of them or those of `names`.
+
+    Raises ValueError that names the file which differs, or is not there or not listed.
+    """
     manifest_path = directory / MANIFEST
     if not manifest_path.is_file():
         raise ValueError(f"{directory} is not a checkpoint that d1 wrote: it has no {MANIFEST}")
-    for name, checksum in json.loads(manifest_path.read_text()).items():
+    try:
+        checksums = dict(json.loads(manifest_path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{manifest_path} is damaged: it lists no checksums") from error
+    for name in checksums if names is None else names:
         path = directory / name
-        if not path.is_file() or _checksum(path) != checksum:
+        if not path.is_file() or _checksum(path) != checksums.get(name):
             raise ValueError(f"{path} is damaged: it is not what {MANIFEST} lists")
 
 

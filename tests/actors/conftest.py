@@ -9,9 +9,11 @@ from actors.plan import RunPlan
 from actors.spec import Phase, RunSpec
 from learner.learner import LearnerConfig
 from learner.model.checkpoint import save_checkpoint
+from learner.model.lora import LoraConfig
 from learner.model.tokenizer import EOS, MASK, ChatTokenizer, make_tokenizer
 from learner.model.transformer import Transformer, TransformerConfig, init_weights
 from learner.sft import SftConfig
+from learner.sharding import ShardingConfig
 from rewards import SumsConfig
 from rollout.config import EvaluationConfig, RolloutConfig
 from rollout.request import SamplingParams
@@ -36,6 +38,8 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> RunSpec:
             sampling=SamplingParams(gen_length=8, block_length=8, num_denoise_steps=4, temperature=1.0),
         ),
         learner=LearnerConfig(num_rounds=2, groups_per_round=5, group_size=4, inner_updates=1),
+        lora=LoraConfig(),
+        sharding=ShardingConfig(),
         evaluation=EvaluationConfig(num_problems=20),
         grading_timeout_s=30,
         control_steps=0,

@@ -53,7 +53,19 @@ def test_loading_leaves_no_default_unresolved(recipe_file: Path) -> None:
     assert resolved["device"] == "cpu"
 
 
+def test_under_lora_the_reference_cannot_follow(recipe_file: Path) -> None:
+    with pytest.raises(
+        UserError, match=r"learner\.reference_sync_rounds 5 moves the KL reference, which with model\.lora"
+    ):
+        load_recipe(recipe_file, ["learner.reference_sync_rounds=5", "model.lora.rank=8"])
+
+
 REFUSED_OVERRIDES = {
+    "model.lora.targets=[ff_out]": (
+        "model.lora.targets: it names ff_out, which no block has; the linear layers of a block are q_proj, k_proj",
+    ),
+    "model.lora.dropout=0.05": ("model.lora.dropout is no key of this model.lora, which has alpha, rank, targets",),
+    "sharding.cpu_offload=true": ("sharding.cpu_offload is for device cuda; with device cpu everything is in main",),
     "learner.groupsize=4": ("learner.groupsize is no key of a recipe", "did you mean learner.group_size?"),
     "lerner.lr=1": ("lerner is no key of a recipe", "did you mean learner?"),
     "lr=3": ("did you mean sft.lr or learner.lr?",),

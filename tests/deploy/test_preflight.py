@@ -47,6 +47,15 @@ def test_it_says_which_gpus_cpus_and_memory_are_missing(recipe_file: Path) -> No
     assert "has 2.0 GB" in memory
 
 
+def test_an_adapter_needs_less_memory_than_training_every_parameter(recipe_file: Path) -> None:
+    whole, adapter = (
+        needs_of(load_recipe(recipe_file, ["model.vocab_size=1000000", f"model.lora.rank={rank}"])).memory_bytes
+        for rank in (0, 8)
+    )
+    # No gradient, no moments, no copy for the reference.
+    assert whole - adapter > 4 * 4 * 2 * 1_000_000 * 128 * 0.99
+
+
 def test_a_sum_of_fractions_that_fits_exactly_fits(recipe_file: Path) -> None:
     just = Resources(where="this machine", cpus=1.9, gpus=0, memory_bytes=10**12, is_ours=True)
     assert _problems(recipe_file, available=just) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,10 +17,11 @@ from learner.config import LearnerConfig
 from learner.documents import Documents
 from learner.estimators import SamplerFacts
 from learner.learner import Learner
+from learner.model.lora import LoraConfig
 from learner.model.transformer import Transformer, TransformerConfig, init_weights
 from learner.sft import SftConfig
 from learner.sft_learner import SftLearner, evaluation_loss
-from learner.sharding import ShardedPolicy, full_tensor, make_mesh
+from learner.sharding import ShardedPolicy, ShardingConfig, gathered, make_mesh, on_cpu
 
 RL = LearnerConfig(
     num_rounds=2,
@@ -32,6 +34,10 @@ RL = LearnerConfig(
     reference_sync_rounds=1,
 )
 SFT = SftConfig(num_labels=12, num_steps=3, batch_size=5, lr=1e-3, num_warmup_steps=0)
+LORAS = {"whole": LoraConfig(), "adapter": LoraConfig(rank=4, alpha=8)}
+PLAIN = ShardingConfig()
+CHECKPOINTING = ShardingConfig(activation_checkpointing=True)
+HALF = ShardingConfig(compute_dtype="bfloat16")
 
 
 def _train(
@@ -53,32 +59,67 @@ def _train(
     if resume_from is not None:
         learner.load_full_state(resume_from)
     metrics += [learner.update(batch, round_index) for round_index in range(2)]
-    return {"weights": policy.full_weights(), "optimizer": learner.full_state(), "metrics": metrics}
+    # The last forward has no backward: what is gathered after it must be the parameters all the same.
+    with torch.no_grad():
+        policy.module(batch.prompt_ids)
+    return {
+        "weights": policy.full_weights(),
+        "adapter": policy.adapter_on_rank_0(),
+        "optimizer": learner.full_state(),
+        "metrics": metrics,
+    }
+
+
+def _policy(
+    config: TransformerConfig,
+    lora: LoraConfig,
+    sharding: ShardingConfig = PLAIN,
+    *,
+    on_ranks: bool = False,
+) -> ShardedPolicy:
+    model = Transformer(config)
+    init_weights(model, seed=0)
+    return ShardedPolicy(model, make_mesh("cpu") if on_ranks else None, sharding, lora=lora, seed=3)
 
 
 def _rank(rank: int, port_file: str, config: TransformerConfig, batch: RolloutBatch, out: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{port_file}", rank=rank, world_size=2)
-    model = Transformer(config)
-    init_weights(model, seed=0)
-    first = _train(ShardedPolicy(model, make_mesh("cpu")), batch, None)
-    shared = [first["optimizer"]]
-    dist.broadcast_object_list(shared, src=0)  # In a run every rank reads rank 0's from the checkpoint.
-    model = Transformer(config)
-    init_weights(model, seed=0)
-    again = _train(ShardedPolicy(model, make_mesh("cpu")), batch, shared[0])  # type: ignore[arg-type]
+    results = {}
+    for name, lora in LORAS.items():
+        first = _train(_policy(config, lora, on_ranks=True), batch, None)
+        shared = [first["optimizer"]]
+        dist.broadcast_object_list(shared, src=0)  # In a run every rank reads rank 0's from the checkpoint.
+        again = _train(_policy(config, lora, on_ranks=True), batch, shared[0])  # type: ignore[arg-type]
+        checkpointed = _train(_policy(config, lora, CHECKPOINTING, on_ranks=True), batch, None)
+        half = _train(_policy(config, lora, HALF, on_ranks=True), batch, None)
+        results[name] = {"first": first, "again": again, "checkpointed": checkpointed, "half": half}
     if rank == 0:
-        torch.save({"first": first, "again": again}, out)
+        torch.save(results, out)
     dist.destroy_process_group()
 
 
+Results = dict[str, dict[str, Any]]
+
+
 @pytest.fixture(scope="module")
-def sharded(tmp_path_factory: pytest.TempPathFactory, config: TransformerConfig) -> dict[str, dict[str, object]]:
+def on_two_ranks(tmp_path_factory: pytest.TempPathFactory, config: TransformerConfig) -> dict[str, Results]:
     directory = tmp_path_factory.mktemp("ranks")
     mp.spawn(
         _rank, args=(str(directory / "rendezvous"), config, _rollouts(), directory / "out.pt"), nprocs=2, join=True
     )
     return torch.load(directory / "out.pt", weights_only=True)
+
+
+@pytest.fixture(params=LORAS)
+def lora(request: pytest.FixtureRequest) -> LoraConfig:
+    return LORAS[request.param]
+
+
+@pytest.fixture
+def sharded(request: pytest.FixtureRequest, on_two_ranks: dict[str, Results], lora: LoraConfig) -> Results:
+    (name,) = [name for name, known in LORAS.items() if known is lora]
+    return on_two_ranks[name]
 
 
 def _rollouts() -> RolloutBatch:
@@ -106,26 +147,69 @@ def _rollouts() -> RolloutBatch:
     )
 
 
-def _single(config: TransformerConfig, resume_from: dict[str, torch.Tensor] | None) -> dict[str, object]:
-    model = Transformer(config)
-    init_weights(model, seed=0)
-    return _train(ShardedPolicy(model, None), _rollouts(), resume_from)
-
-
 @pytest.mark.parametrize("which", ["first", "again"])
-def test_two_ranks_are_one(config: TransformerConfig, sharded: dict[str, dict[str, object]], which: str) -> None:
-    """Eleven rows on two ranks: an odd shard, filled up, must not change the mean."""
-    first = _single(config, None)
-    single = first if which == "first" else _single(config, first["optimizer"])  # type: ignore[arg-type]
-    for part in ("weights", "optimizer"):
+def test_two_ranks_are_one(config: TransformerConfig, lora: LoraConfig, sharded: Results, which: str) -> None:
+    """Eleven rows on two ranks: an odd shard, filled up, must not change the mean.
+
+    The second time both go on from the state that the two ranks left.
+    """
+    state = sharded["first"]["optimizer"] if which == "again" else None
+    single = _train(_policy(config, lora), _rollouts(), state)
+    for part in ("weights", "adapter", "optimizer"):
         expected = single[part]
-        assert isinstance(expected, dict)
-        assert sharded[which][part].keys() == expected.keys()  # type: ignore[attr-defined]
+        assert sharded[which][part].keys() == expected.keys()
         for name, tensor in expected.items():
             # Adam turns the last bit of a gradient near zero into a part of a step: the bound is a tenth of a step.
-            torch.testing.assert_close(sharded[which][part][name], tensor, atol=1e-4, rtol=1e-3, msg=name)  # type: ignore[index]
-    for ours, theirs in zip(sharded[which]["metrics"], single["metrics"], strict=True):  # type: ignore[call-overload]
+            torch.testing.assert_close(sharded[which][part][name], tensor, atol=1e-4, rtol=1e-3, msg=name)
+    for ours, theirs in zip(sharded[which]["metrics"], single["metrics"], strict=True):
         assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-5)
+
+
+def _assert_same_bits(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    assert ours["metrics"] == theirs["metrics"]
+    for part in ("weights", "adapter", "optimizer"):
+        assert ours[part].keys() == theirs[part].keys()
+        assert [name for name in theirs[part] if not torch.equal(ours[part][name], theirs[part][name])] == []
+
+
+def test_activation_checkpointing_changes_no_bit(config: TransformerConfig, lora: LoraConfig, sharded: Results) -> None:
+    single, checkpointed = (
+        _train(_policy(config, lora, sharding), _rollouts(), None) for sharding in (PLAIN, CHECKPOINTING)
+    )
+    _assert_same_bits(checkpointed, single)
+    _assert_same_bits(sharded["checkpointed"], sharded["first"])
+
+
+def test_activation_checkpointing_computes_each_block_twice(config: TransformerConfig) -> None:
+    ids = torch.arange(20).view(2, 10)
+    counts = []
+    for sharding in (PLAIN, CHECKPOINTING):
+        policy, runs = _policy(config, LoraConfig(), sharding), []
+        for block in policy.module.blocks:
+            block.attn_norm.register_forward_hook(lambda *_, runs=runs: runs.append(1))
+        policy.module(ids).sum().backward()
+        counts.append(len(runs))
+    assert counts == [2, 4]
+
+
+def test_half_precision_is_close_and_keeps_its_weights_whole(sharded: Results) -> None:
+    exact, half = sharded["first"], sharded["half"]
+    assert {tensor.dtype for part in ("weights", "adapter") for tensor in half[part].values()} == {torch.float32}
+    assert half["metrics"] != exact["metrics"]
+    for ours, theirs in zip(half["metrics"], exact["metrics"], strict=True):
+        if "loss" not in theirs:
+            continue  # The evaluation's.
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=0.05, abs=0.01)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=0.1)
+    # Not on the grid of bfloat16: what is kept and stepped is float32.
+    name = "blocks.0.attn.q_proj.weight"
+    assert not torch.equal(half["weights"][name].bfloat16().float(), half["weights"][name])
+
+
+@pytest.mark.parametrize("config_of", [HALF, ShardingConfig(cpu_offload=True)])
+def test_what_only_fsdp_does_is_refused_without_it(config: TransformerConfig, config_of: ShardingConfig) -> None:
+    with pytest.raises(ValueError, match="compute_dtype and cpu_offload are FSDP's"):
+        _policy(config, LoraConfig(), config_of)
 
 
 def test_weights_go_in_as_they_came_out(config: TransformerConfig) -> None:
@@ -159,7 +243,7 @@ class _Recorder:
 
     def step(self, lr: float, max_grad_norm: float) -> float:
         named = dict(self._policy.module.named_parameters())
-        self.gradients.append({name: full_tensor(p.grad) for name, p in named.items() if p.grad is not None})
+        self.gradients.append({name: on_cpu(gathered(p.grad)) for name, p in named.items() if p.grad is not None})
         self._policy.module.zero_grad()
         return 0.0
 

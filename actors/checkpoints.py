@@ -1,0 +1,101 @@
+"""Which checkpoint of a run to go on from, or to answer from: the newest that is whole."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from actors.spec import Phase
+from learner.model.checkpoint import MANIFEST, verify_checkpoint
+
+STATE = "trainer_state.json"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Position:
+    """Where a run stands: written into every checkpoint, and read back to go on from it.
+
+    With the run's seed it is all of the state that no tensor has. The learning rate is a function of the round, each
+    draw is one of the seed and of what it is for, each portion's problems are one of seed and round. A checkpoint is
+    written between rounds, where no inner update is under way.
+    """
+
+    phase: Phase
+    """The stage that was last finished, or that is under way (`rl`)."""
+    round: int
+    """Rounds trained."""
+    policy_version: int
+    """The version of the checkpoint's weights."""
+    rl_seconds: float
+    """Seconds spent in rounds so far: the control gets as many."""
+
+
+Rule = Callable[[Position], bool]
+"""Whether a checkpoint at that position counts."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FoundCheckpoint:
+    """The newest checkpoint that is whole."""
+
+    directory: Path
+    """Where it is."""
+    position: Position
+    """Where the run stood."""
+    passed_over: tuple[str, ...]
+    """A sentence for each newer one that is damaged. Whoever uses this one says them aloud."""
+
+
+def to_go_on(num_rounds: int) -> Rule:
+    """For a run of `num_rounds`: the control's counts where all are done; more rounds go on from the last of them."""
+    return lambda position: position.phase is not Phase.CONTROL or position.round >= num_rounds
+
+
+def to_answer(position: Position) -> bool:
+    """For a service: never the control's, which is trained to compare with."""
+    return position.phase is not Phase.CONTROL
+
+
+def newest_checkpoint(checkpoints_dir: Path, rule: Rule) -> FoundCheckpoint | None:
+    """The checkpoint with the highest policy version of those that count and whose files are what was written.
+
+    None where there is none that counts. Raises ValueError, which names them, when all that count are damaged.
+    """
+    found, damaged = [], []
+    # A name with a dot is a checkpoint that was being written when the machine died.
+    for directory in sorted(checkpoints_dir.glob("[!.]*/")):
+        if not (directory / STATE).is_file() and not (directory / MANIFEST).is_file():
+            continue  # Nothing that a run wrote.
+        try:
+            position = read_position(directory)
+        except ValueError as error:
+            # How new it is cannot be known.
+            damaged.append(str(error))
+            continue
+        if rule(position):
+            found.append((position.policy_version, directory, position))
+    for _, directory, position in sorted(found, reverse=True, key=lambda item: item[0]):
+        try:
+            verify_checkpoint(directory)
+        except ValueError as error:
+            damaged.append(str(error))
+        else:
+            passed_over = tuple(f"{what}; going on with checkpoint {directory.name}" for what in damaged)
+            return FoundCheckpoint(directory=directory, position=position, passed_over=passed_over)
+    if damaged:
+        raise ValueError(f"no checkpoint in {checkpoints_dir} is whole: {'; '.join(damaged)}")
+    return None
+
+
+def read_position(directory: Path) -> Position:
+    """Where the run stood when it wrote a checkpoint. Raises ValueError when its file is not what was written."""
+    # By itself: other files are large, and a wrong version would put the whole checkpoint in a wrong place.
+    verify_checkpoint(directory, [STATE])
+    path = directory / STATE
+    try:
+        state = json.loads(path.read_text(encoding="utf-8"))
+        return Position(**state | {"phase": Phase(state["phase"])})
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{path} is damaged: it does not say where the run stood") from error

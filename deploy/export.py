@@ -1,0 +1,107 @@
+"""`d1 export`: a checkpoint without what only d1 reads, or the adapter that it was trained as."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from deploy.errors import UserError, reason
+from deploy.sampling.policy import checkpoint_directory
+from learner.model.adapter import ADAPTER, Adapter, read_adapter, stacked, write_peft_adapter
+from learner.model.checkpoint import MANIFEST, load_config, policy_files, verify_checkpoint
+
+
+def export_policy(reference: str, out: Path) -> Path:
+    """Write a Hugging Face directory that the original code of the policy's family loads.
+
+    Its weights are the checkpoint's, to the bit; an adapter is merged into them.
+
+    Args:
+        reference: a checkpoint's directory, a run's directory (its newest checkpoint), or a hub id.
+        out: where to; nothing may be there but an empty directory.
+
+    Returns:
+        The directory of the checkpoint that was taken.
+
+    Raises:
+        UserError: there is no checkpoint, it is damaged, or `out` cannot be written.
+    """
+    directory = _find(reference)
+    _write(out, lambda partial: [shutil.copyfile(path, partial / path.name) for path in policy_files(directory)])
+    return directory
+
+
+def export_adapter(reference: str, out: Path) -> tuple[Path, Path]:
+    """Write the adapter alone, as a directory that peft loads onto the original code's model.
+
+    It is what all stages of the run have added to the policy that the run began with.
+
+    Args:
+        reference: as of `export_policy`.
+        out: likewise.
+
+    Returns:
+        The directories of the checkpoint that was taken and of the policy that the adapter stands on.
+
+    Raises:
+        UserError: as of `export_policy`, and for a checkpoint that was trained whole.
+    """
+    directory = _find(reference)
+    try:
+        adapter, base = _whole_adapter(directory)
+        family = load_config(directory).family
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    _write(out, lambda partial: write_peft_adapter(partial, adapter, family, str(base.resolve())))
+    return directory, base
+
+
+def _find(reference: str) -> Path:
+    try:
+        directory = checkpoint_directory(reference)
+        load_config(directory)
+        policy_files(directory)
+        if (directory / MANIFEST).is_file():
+            verify_checkpoint(directory)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    except OSError as error:
+        raise UserError(f"cannot read the checkpoint {reference}: {reason(error)}") from error
+    return directory
+
+
+def _whole_adapter(directory: Path) -> tuple[Adapter, Path]:
+    """What the stages of a run have added up to a checkpoint, and the checkpoint that had no adapter yet.
+
+    Each stage trains an adapter of its own, on the policy that the one before it ended with. Raises ValueError.
+    """
+    adapters: dict[Path, Adapter] = {}
+    base = directory
+    while base not in adapters and (base / ADAPTER).is_file():
+        verify_checkpoint(base, [ADAPTER])
+        adapters[base] = read_adapter(base)
+        name = adapters[base].base
+        base = base.parent / name
+        if base in adapters or Path(name).name != name or not base.is_dir():
+            raise ValueError(f"the adapter in {directory} stands on {name}, which is no checkpoint beside it")
+    if not adapters:
+        raise ValueError(f"{directory} was trained whole: it has no {ADAPTER}; leave out --lora apart")
+    return stacked(list(adapters.values())), base
+
+
+def _write(out: Path, write: Callable[[Path], object]) -> None:
+    """Have a directory written beside its place, and put there. Raises UserError when it cannot be."""
+    out = out.absolute()
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise UserError(f"{out} exists and is not an empty directory; export to another place")
+    partial = out.with_name(f".{out.name}.partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        write(partial)
+        partial.rename(out)
+    except OSError as error:
+        raise UserError(f"cannot write {out}: {reason(error)}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)

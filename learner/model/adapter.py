@@ -1,0 +1,107 @@
+"""A trained adapter on disk: d1's own file in a checkpoint, and the directory that peft reads.
+
+In a checkpoint it is `lora.safetensors`, and not peft's files: beside weights that it is merged into already, those
+would make transformers apply it twice.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from learner.model.families import FAMILIES
+from learner.model.lora import adapter_names
+from learner.model.transformer import Family
+
+ADAPTER = "lora.safetensors"
+_ABOUT = "d1"
+_PEFT_WEIGHTS = "adapter_model.safetensors"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Adapter:
+    """The matrices of an adapter, and what gives them a meaning."""
+
+    rank: int
+    """Rows of each A and columns of each B."""
+    alpha: int
+    """What B A adds is multiplied by `alpha / rank`."""
+    base: str
+    """The checkpoint that it stands on: the name of a directory beside its own."""
+    matrices: Mapping[str, Tensor]
+    """By plain name: `.lora_A.weight` [rank, inputs] and `.lora_B.weight` [outputs, rank] of each layer."""
+
+
+def write_adapter(directory: Path, adapter: Adapter) -> None:
+    """Write `lora.safetensors` into a checkpoint's directory."""
+    # One key: safetensors writes several in any order, and equal adapters are to be equal files.
+    metadata = {_ABOUT: json.dumps({"rank": adapter.rank, "alpha": adapter.alpha, "base": adapter.base})}
+    save_file({name: tensor.contiguous() for name, tensor in adapter.matrices.items()}, directory / ADAPTER, metadata)
+
+
+def read_adapter(directory: Path) -> Adapter:
+    """The adapter of a checkpoint's directory. Raises ValueError when it has none or its file is damaged."""
+    path = directory / ADAPTER
+    if not path.is_file():
+        raise ValueError(f"{directory} has no adapter: it has no {ADAPTER}")
+    try:
+        with safe_open(path, framework="pt") as file:
+            about = json.loads(file.metadata()[_ABOUT])
+            matrices = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (no mapping)
+        return Adapter(rank=about["rank"], alpha=about["alpha"], base=about["base"], matrices=matrices)
+    except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is no adapter that d1 wrote: {error}") from error
+
+
+def stacked(adapters: Sequence[Adapter]) -> Adapter:
+    """One adapter that adds what several of one run add, the first standing on the second and so on.
+
+    B1 A1 + B2 A2 is [B1 B2] [A1; A2]: the ranks add up, and alpha with them, so that the factor stays.
+    """
+    first = adapters[0]
+    matrices = {
+        name: torch.cat([adapter.matrices[name] for adapter in adapters], dim=0 if ".lora_A." in name else 1)
+        for name in first.matrices
+    }
+    count = len(adapters)
+    return replace(first, rank=count * first.rank, alpha=count * first.alpha, base=adapters[-1].base, matrices=matrices)
+
+
+def write_peft_adapter(directory: Path, adapter: Adapter, family: Family, base: str) -> None:
+    """Write what `peft.PeftModel.from_pretrained(original_model, directory)` reads.
+
+    Args:
+        directory: where `adapter_config.json` and `adapter_model.safetensors` will be; it exists.
+        adapter: one that stands on the original model itself.
+        family: whose original code the names are of.
+        base: what `adapter_config.json` says it stands on, a path or a hub id.
+    """
+    from peft import LoraConfig as PeftConfig
+
+    names = FAMILIES[family]
+    layers = sorted({name.rpartition(".lora_")[0] for name in adapter.matrices})
+    # Below the blocks only: LLaDA's head has the name of a layer of its blocks.
+    inner = sorted({names.block_names[layer.split(".", 2)[2]] for layer in layers})
+    pattern = rf"{re.escape(names.block_prefix)}\.\d+\.({'|'.join(map(re.escape, inner))})"
+    PeftConfig(
+        base_model_name_or_path=base,
+        r=adapter.rank,
+        lora_alpha=adapter.alpha,
+        lora_dropout=0.0,
+        target_modules=pattern,
+        inference_mode=True,
+    ).save_pretrained(str(directory))
+    tensors = {}
+    for layer in layers:
+        weight = f"{layer}.weight"
+        for ours, theirs in zip(adapter_names(weight), adapter_names(names.checkpoint_name(weight)), strict=True):
+            tensors[f"base_model.model.{theirs}"] = adapter.matrices[ours].contiguous()
+    save_file(tensors, directory / _PEFT_WEIGHTS, metadata={"format": "pt"})

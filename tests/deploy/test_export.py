@@ -1,0 +1,164 @@
+"""What `d1 export` writes is the same policy to who knows nothing of d1: the original code, and peft."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from learner.model.adapter import ADAPTER, Adapter
+from learner.model.checkpoint import load_policy, save_checkpoint
+from learner.model.families import make_model
+from learner.model.lora import TARGETS, LoraConfig
+from learner.model.tokenizer import make_tokenizer
+from learner.model.transformer import TransformerConfig, init_weights
+from learner.sharding import ShardedPolicy
+
+LORA = LoraConfig(rank=3, alpha=6)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """A run directory whose policy had two stages under LoRA."""
+
+    directory: Path
+
+    def checkpoint(self, name: str) -> Path:
+        return self.directory / "checkpoints" / name
+
+
+def _state(phase: str, version: int) -> dict[str, object]:
+    return {"phase": phase, "round": 0, "policy_version": version, "rl_seconds": 0.0}
+
+
+def _train(policy: ShardedPolicy, seed: int) -> None:
+    """Whatever training makes of an adapter."""
+    generator = torch.Generator().manual_seed(seed)
+    matrices = policy.adapter_on_rank_0()
+    policy.load_adapter(
+        {name: tensor + 0.2 * torch.randn(tensor.shape, generator=generator) for name, tensor in matrices.items()}
+    )
+
+
+def _save(run: Run, name: str, policy: ShardedPolicy, base: str, version: int) -> None:
+    adapter = Adapter(rank=LORA.rank, alpha=LORA.alpha, base=base, matrices=policy.adapter_on_rank_0())
+    state, source = _state("sft" if version == 1 else "rl", version), run.checkpoint("initial")
+    weights = policy.full_weights()
+    save_checkpoint(run.checkpoint(name), policy.config, weights, source, adapter=adapter, trainer_state=state)
+
+
+@pytest.fixture(params=["llada", "dream"])
+def run(request: pytest.FixtureRequest, config: TransformerConfig, workdir: Path) -> Run:
+    shape = config.model_copy(update={"family": request.param, "qkv_bias": request.param == "dream"})
+    model = make_model(shape)
+    init_weights(model, seed=0)
+    make_tokenizer(["3 7 9 = 24"], workdir / "tokenizer", 300)
+    run = Run(directory=workdir / "runs" / "tiny")
+    initial = run.checkpoint("initial")
+    state = _state("untrained", 0)
+    save_checkpoint(initial, shape, model.state_dict(), workdir / "tokenizer", trainer_state=state)
+    (run.directory / "recipe.yaml").write_text("name: tiny\n")
+    policy = ShardedPolicy(model, None, lora=LORA)
+    _train(policy, seed=1)
+    _save(run, "sft", policy, "initial", 1)
+    policy.load_full_weights(policy.full_weights())
+    _train(policy, seed=2)
+    _save(run, "rl-000001", policy, "sft", 2)
+    return run
+
+
+def test_the_original_code_finds_its_files_and_none_of_ours(run: Run, d1: Callable, workdir: Path) -> None:
+    newest = run.checkpoint("rl-000001")
+    ended = d1("export", "runs/tiny", "out")
+    assert ended.out == "out is the policy of runs/tiny/checkpoints/rl-000001\n"
+    names = {path.name for path in (workdir / "out").iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= names
+    assert names.isdisjoint({"manifest.json", "trainer_state.json", "learner.safetensors", ADAPTER})
+    # transformers would apply it to weights that have it already.
+    assert not any("adapter" in name for name in names | {path.name for path in newest.iterdir()})
+    for name in names:
+        assert (workdir / "out" / name).read_bytes() == (newest / name).read_bytes(), name
+    assert not list(workdir.glob(".out*"))
+
+
+class Original(nn.Module):
+    """A model with the modules that a checkpoint's tensors are named after: all that peft looks at."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        super().__init__()
+        for name, tensor in load_file(checkpoint / "model.safetensors").items():
+            *path, kind = name.split(".")
+            module = self._module(path, tensor)
+            if isinstance(module, nn.Linear):
+                setattr(module, kind, nn.Parameter(tensor))
+
+    def _module(self, path: list[str], tensor: Tensor) -> nn.Module:
+        module: nn.Module = self
+        for name in path[:-1]:
+            if name not in module._modules:
+                module.add_module(name, nn.Module())
+            module = module._modules[name]
+        if path[-1] not in module._modules and tensor.ndim == 2:
+            module.add_module(path[-1], nn.Linear(tensor.shape[1], tensor.shape[0], bias=False))
+        return module._modules.get(path[-1], nn.Module())
+
+
+@pytest.mark.parametrize(("name", "num_stages"), [("sft", 1), ("rl-000001", 2)])
+def test_peft_makes_the_merged_weights_of_the_original_model_and_the_adapter(
+    run: Run, d1: Callable, workdir: Path, name: str, num_stages: int
+) -> None:
+    ended = d1("export", f"runs/tiny/checkpoints/{name}", "out", "--lora", "apart")
+    assert ended.out == f"out is the adapter of runs/tiny/checkpoints/{name}, on the policy of " + (
+        "runs/tiny/checkpoints/initial\n"
+    )
+    about = json.loads((workdir / "out" / "adapter_config.json").read_text())
+    assert (about["peft_type"], about["r"], about["lora_alpha"]) == ("LORA", 3 * num_stages, 6 * num_stages)
+    assert about["base_model_name_or_path"] == str(run.checkpoint("initial"))
+    model = PeftModel.from_pretrained(Original(run.checkpoint("initial")), workdir / "out")
+    adapted = [module for module, part in model.named_modules() if hasattr(part, "lora_A")]
+    # The blocks' layers, and not LLaDA's head, whose name is one of theirs.
+    assert len(adapted) == len(TARGETS) * load_policy(run.checkpoint(name)).config.num_layers
+    merged = dict(model.merge_and_unload().named_parameters())
+    expected = load_file(run.checkpoint(name) / "model.safetensors")
+    compared = [tensor for tensor in expected if tensor in merged]
+    assert len(compared) >= len(adapted) + 1
+    for tensor in compared:
+        torch.testing.assert_close(merged[tensor].detach(), expected[tensor], msg=tensor)
+
+
+def test_the_newest_that_is_whole_is_exported_and_the_damaged_one_is_named(run: Run, d1: Callable) -> None:
+    path = run.checkpoint("rl-000001") / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    ended = d1("export", "runs/tiny", "out")
+    assert ended.out == "out is the policy of runs/tiny/checkpoints/sft\n"
+    assert ended.err.startswith("d1: runs/tiny/checkpoints/rl-000001/model.safetensors is damaged")
+    assert ended.err.endswith("; going on with checkpoint sft\n")
+    d1("export", "runs/tiny/checkpoints/rl-000001", "other").assert_refused("model.safetensors is damaged")
+
+
+def test_what_cannot_be_exported_is_refused_in_a_sentence(run: Run, d1: Callable, workdir: Path) -> None:
+    d1("export", "nowhere at all", "out").assert_refused("nowhere at all is no directory, and no hub id either")
+    d1("export", "runs/tiny/checkpoints", "out").assert_refused("has no config.json")
+    d1("export", "runs/tiny/checkpoints/initial", "out", "--lora", "apart").assert_refused(
+        "was trained whole: it has no lora.safetensors; leave out --lora apart"
+    )
+    run.checkpoint("sft").rename(workdir / "away")
+    d1("export", "runs/tiny/checkpoints/rl-000001", "out", "--lora", "apart").assert_refused(
+        "stands on sft, which is no checkpoint beside it"
+    )
+    assert not (workdir / "out").exists()
+    (workdir / "out").mkdir()
+    assert d1("export", "runs/tiny", "out").status == 0
+    kept = (workdir / "out" / "config.json").read_bytes()
+    d1("export", "runs/tiny/checkpoints/initial", "out").assert_refused("exists and is not an empty directory")
+    assert (workdir / "out" / "config.json").read_bytes() == kept
+    (workdir / "file").write_text("")
+    d1("export", "runs/tiny", "file").assert_refused("exists and is not an empty directory")
+    d1("export", "runs/tiny", "file/out").assert_refused("cannot write")
