@@ -97,6 +97,25 @@ ALGORITHMS: Mapping[str, Mapping[str, Any]] = {
             "normalize_by": "part",
         },
     },
+    "mapg": {
+        "inner_updates": 4,
+        "advantage": "group_z",
+        "estimator": {
+            "name": "trajectory",
+            "num_segments": 32,
+            "num_sampled": 12,
+            "weigh": "value",
+            "scores_order": True,
+        },
+        "objective": {
+            "name": "clipped_ratio",
+            "level": "sequence",
+            "clip_low": 0.2,
+            "clip_high": 0.2,
+            "kl_coef": 0.0,
+            "order_temperature": 0.5,
+        },
+    },
     "bgpo": {
         "inner_updates": 1,
         "group_size": 8,

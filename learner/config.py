@@ -80,6 +80,9 @@ class LearnerConfig(BaseModel):
                 "objective.old is sampler: the estimator must be trajectory with steps_per_segment: 1, law: sampler "
                 "and no p_mask_prompt, or its likelihoods are not comparable with the recorded ones"
             )
+        scores_order = isinstance(estimator, TrajectoryConfig) and estimator.scores_order
+        if scores_order != (isinstance(objective, ClippedRatioConfig) and objective.order_temperature is not None):
+            raise ValueError("objective.order_temperature and estimator.scores_order need each other")
         return self
 
     def refusal(self, sampler: SamplerFacts) -> str | None:

@@ -15,6 +15,17 @@ from learner.model.transformer import Transformer, TransformerConfig, init_weigh
 SHARED = Path(__file__).parents[1].parent / "shared"
 
 
+_RAY_FILES = {"test_end_to_end", "test_on_ray", "test_submit"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Under xdist a file's tests stay on one worker, which makes its fixtures once; and those that start a Ray cluster
+    all go to the same, for two of them at a time would be slower than one after the other."""
+    for item in items:
+        has_cluster = "cluster" in getattr(item, "fixturenames", ()) or item.path.stem in _RAY_FILES
+        item.add_marker(pytest.mark.xdist_group("ray" if has_cluster else str(item.path)))
+
+
 @pytest.fixture(scope="session")
 def shared() -> Path:
     """Reference data beside the checkout. Tests that need it skip where it is absent."""

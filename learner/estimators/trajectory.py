@@ -21,8 +21,8 @@ from torch import Tensor
 from learner.batch import GroupedBatch
 from learner.counter import uniform
 from learner.estimators.base import InnerUpdate, Probability, SamplerFacts, prompt_mask
-from learner.estimators.terms import Corruption
-from learner.estimators.views import SOFTMAX, Law
+from learner.estimators.terms import TOKEN, Corruption
+from learner.estimators.views import Law
 
 _CHOICE_KEY, _PROMPT_KEY = 21, 22
 
@@ -50,6 +50,12 @@ class TrajectoryConfig(BaseModel):
     law: Literal["softmax", "sampler"] = "softmax"
     """The distribution that tokens are scored under: the plain softmax, or the one that the sampler drew from, at its
     temperature and without the mask id."""
+    weigh: Literal["loss", "value"] = "loss"
+    """What the weight of a drawn segment multiplies: its share of the loss, or, where a ratio is of whole completions,
+    its log-probability."""
+    scores_order: bool = False
+    """Score too which slots were committed, among all that the block still had masked (MAPG); for
+    `objective.order_temperature`."""
     p_mask_prompt: Probability = 0.0
     """Probability that a prompt token is masked (d2: 0.15)."""
     requires_block_length: PositiveInt | None = None
@@ -74,15 +80,25 @@ class TrajectoryConfig(BaseModel):
         rows_R, parts_R = (importance_BK > 0).nonzero(as_tuple=True)
         segment_RL = segment_BL[rows_R]
         prompt_BP = prompt_mask(batch, self.p_mask_prompt, _PROMPT_KEY, self.mask_key(update))
-        scored_RL = scored_BL[rows_R] & (segment_RL == parts_R[:, None])
+        is_committed_RL = segment_RL == parts_R[:, None]
+        scored_RL = scored_BL[rows_R] & is_committed_RL
+        # What was never committed, after the last block that was denoised, is masked throughout.
+        masked_RL = (segment_RL >= parts_R[:, None]) | (segment_RL < 0)
+        drawn_RL = importance_BK[rows_R, parts_R][:, None].expand_as(scored_RL)
+        places_RL = sets_RL = None
+        if self.scores_order:
+            places_RL, sets_RL = self._order(batch.step_map[rows_R], is_committed_RL, masked_RL, sampler.block_length)
+            sets_RL = sets_RL + parts_R[:, None] * batch.num_slots
         return Corruption(
             rows=rows_R,
-            # What was never committed, after the last block that was denoised, is masked throughout.
-            masked=(segment_RL >= parts_R[:, None]) | (segment_RL < 0),
+            masked=masked_RL,
             scored=scored_RL,
+            places=places_RL,
+            sets=sets_RL,
             prompt_masked=None if prompt_BP is None else prompt_BP[rows_R],
             parts=parts_R,
-            importance=importance_BK[rows_R, parts_R][:, None].expand_as(scored_RL),
+            weights=drawn_RL if self.weigh == "value" else None,
+            importance=drawn_RL if self.weigh == "loss" else None,
             law=self._law(sampler),
         )
 
@@ -114,8 +130,19 @@ class TrajectoryConfig(BaseModel):
 
     def _law(self, sampler: SamplerFacts) -> Law:
         if self.law == "softmax":
-            return SOFTMAX
-        return Law(temperature=sampler.temperature or 1.0, excludes_mask_id=True)
+            return Law(has_top=self.scores_order)
+        return Law(temperature=sampler.temperature or 1.0, excludes_mask_id=True, has_top=self.scores_order)
+
+    @staticmethod
+    def _order(step_RL: Tensor, is_committed_RL: Tensor, masked_RL: Tensor, block_length: int) -> tuple[Tensor, Tensor]:
+        """[R, L] places and [R, L] blocks: in each block that a segment commits to, all slots that were masked."""
+        block_L = torch.arange(step_RL.shape[1], device=step_RL.device) // block_length
+        block_RL = block_L.expand_as(step_RL)
+        num_blocks = int(block_L.max()) + 1
+        is_active_RW = torch.zeros(len(step_RL), num_blocks, device=step_RL.device)
+        is_active_RW = is_active_RW.scatter_add_(1, block_RL, is_committed_RL.float()) > 0
+        is_ranked_RL = masked_RL & is_active_RW.gather(1, block_RL)
+        return torch.where(is_ranked_RL, torch.where(is_committed_RL, step_RL, -1), TOKEN), block_RL
 
     def _segments(self, batch: GroupedBatch) -> Tensor:
         """[B, L] int64 the segment that commits each slot, -1 where none does."""

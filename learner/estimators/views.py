@@ -23,6 +23,8 @@ class Law:
     excludes_mask_id: bool = False
     """The plain softmax excludes nothing: a policy that puts mass on the mask id pays for that (d1 does the same). The
     sampler's law excludes the mask id."""
+    has_top: bool = False
+    """Whether some targets are -1: the log-probability of the most probable token, what samplers rank slots by."""
 
 
 SOFTMAX = Law()
@@ -73,7 +75,9 @@ def token_logps(model: Transformer, views: Views, law: Law = SOFTMAX) -> Tensor:
         slot=views.scored[order_N],
         token=views.targets[order_N],
         temperature=law.temperature,
-        forbidden_id=model.config.mask_token_id if law.excludes_mask_id else None,
+        mask_id=model.config.mask_token_id,
+        excludes_mask_id=law.excludes_mask_id,
+        has_top=law.has_top,
     )
     logps_N: Tensor = model(views.ids, lengths, *grid, wanted=wanted)
     return torch.empty_like(logps_N).scatter(0, order_N, logps_N)

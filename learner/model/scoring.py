@@ -25,11 +25,15 @@ class Wanted:
     slot: Tensor
     """[N] int64, ascending: which of the scored slots each is wanted at."""
     token: Tensor
-    """[N] int64."""
+    """[N] int64; -1 for the most probable one, the `mask_id` apart."""
     temperature: float = 1.0
     """Logits are divided by it."""
-    forbidden_id: int | None = None
-    """A token that the law excludes: for the sampler's law the mask id."""
+    mask_id: int = 0
+    """The mask id."""
+    excludes_mask_id: bool = False
+    """Whether the law gives it no probability, as the sampler's does."""
+    has_top: bool = False
+    """Whether some of the tokens are -1."""
 
 
 def wanted_logps(head: Callable[[Tensor], Tensor], x_MD: Tensor, vocab_size: int, wanted: Wanted) -> Tensor:
@@ -46,7 +50,9 @@ def wanted_logps(head: Callable[[Tensor], Tensor], x_MD: Tensor, vocab_size: int
             slot=wanted.slot[inside] - index * rows,
             token=wanted.token[inside],
             temperature=wanted.temperature,
-            forbidden_id=wanted.forbidden_id,
+            mask_id=wanted.mask_id,
+            excludes_mask_id=wanted.excludes_mask_id,
+            has_top=wanted.has_top,
         )
         if torch.is_grad_enabled():
             parts.append(checkpoint(_logps, head, x_CD, chunk.slot, chunk, use_reentrant=False))
@@ -59,7 +65,11 @@ def _logps(head: Callable[[Tensor], Tensor], x_CD: Tensor, slot_N: Tensor, wante
     logits_CV = head(x_CD).float()
     if wanted.temperature != 1.0:
         logits_CV = logits_CV / wanted.temperature
-    if wanted.forbidden_id is not None:
-        forbidden = torch.tensor([wanted.forbidden_id], device=logits_CV.device)
-        logits_CV = logits_CV.index_fill(1, forbidden, -torch.inf)
-    return logits_CV[slot_N, wanted.token] - logits_CV.logsumexp(dim=-1)[slot_N]
+    mask_id = torch.tensor([wanted.mask_id], device=logits_CV.device)
+    if wanted.excludes_mask_id:
+        logits_CV = logits_CV.index_fill(1, mask_id, -torch.inf)
+    picked_N = logits_CV[slot_N, wanted.token.clamp(min=0)]
+    if wanted.has_top:
+        top_C = logits_CV.index_fill(1, mask_id, -torch.inf).amax(dim=-1)
+        picked_N = torch.where(wanted.token < 0, top_C[slot_N], picked_N)
+    return picked_N - logits_CV.logsumexp(dim=-1)[slot_N]

@@ -8,11 +8,13 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+import torch
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 
-from learner.estimators.terms import Terms
+from learner.estimators.terms import TOKEN, Terms
 from learner.objectives.base import Coefficient, Logps, Loss
+from learner.objectives.order import order_logps
 from learner.objectives.units import Level, Normalize, RowFacts, Units, units_of
 
 
@@ -65,6 +67,15 @@ class ClippedRatioConfig(BaseModel):
     """Weight of the KL penalty; 0 needs no reference model (d1: 0.04)."""
     normalize_by: Normalize = Normalize.ROUND
     """What the loss is a mean over."""
+    order_temperature: Annotated[float, Field(gt=0)] | None = None
+    """Add to a completion's value how probable the order of its commits was: Plackett and Luce's, of the slots' highest
+    probabilities at this temperature (MAPG: 0.5). Needs `estimator.scores_order`; null: the order does not count."""
+
+    @model_validator(mode="after")
+    def _order_of_completions(self) -> ClippedRatioConfig:
+        if self.order_temperature is not None and self.level is not Level.ROW:
+            raise ValueError("order_temperature needs level: sequence; an order is no single token's")
+        return self
 
     @property
     def needs_old(self) -> bool:
@@ -108,7 +119,14 @@ class ClippedRatioConfig(BaseModel):
         return logps.sampled if self.old == "sampler" else logps.old
 
     def _log_ratio(self, terms: Terms, units: Units, over_N: Tensor, under_N: Tensor, rows: RowFacts) -> Tensor:
-        return units.sum(terms.weights * (over_N - under_N)) / self._size(units, rows)
+        if self.order_temperature is None:
+            return units.sum(terms.weights * (over_N - under_N)) / self._size(units, rows)
+        is_token_N = terms.places == TOKEN
+        tokens_U = units.sum(torch.where(is_token_N, terms.weights * (over_N - under_N), 0.0))
+        over_B, under_B = (
+            order_logps(terms, one, self.order_temperature, len(rows.sizes)) for one in (over_N, under_N)
+        )
+        return (tokens_U + (over_B - under_B)[units.rows]) / self._size(units, rows)
 
     def _kl(self, terms: Terms, units: Units, against_N: Tensor, new_N: Tensor, rows: RowFacts) -> Tensor:
         return kl_estimate(self.kl, units.sum(terms.weights * (against_N - new_N))) / self._size(units, rows)

@@ -29,6 +29,10 @@ class Draw:
     new: dict[int, Tensor]
     old: dict[int, Tensor]
     reference: dict[int, Tensor]
+    weight: float
+    top_new: dict[int, Tensor]
+    top_old: dict[int, Tensor]
+    places: dict[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +68,10 @@ def rows_of(
             completion[masked] = mask_id
             ids = torch.cat((prompt, completion))[None]
             values: list[dict[int, Tensor]] = []
+            tops: list[dict[int, Tensor]] = []
+            places = {}
+            if corruption.places is not None:
+                places = {slot: int(place) for slot, place in enumerate(corruption.places[canvas]) if place >= -1}
             for policy in policies:
                 logits = policy(ids)[0, len(prompt) :] / law.temperature
                 if law.excludes_mask_id:
@@ -71,10 +79,14 @@ def rows_of(
                     logits[:, mask_id] = -torch.inf
                 logps = logits.log_softmax(-1)
                 values.append({slot: logps[slot, batch.completion_ids[row, slot]] for slot in scored})
+                others = [token for token in range(logps.shape[1]) if token != mask_id]
+                tops.append({slot: logps[slot, others].max() for slot in places})
             new, old, reference = values
             part = 0 if corruption.parts is None else int(corruption.parts[canvas])
             detached = [{slot: value.detach() for slot, value in some.items()} for some in (old, reference)]
-            draws.append(Draw(part, masked, scored, new, *detached))
+            weight = 1.0 if corruption.weights is None else float(corruption.weights[canvas, scored[0]])
+            top_old = {slot: value.detach() for slot, value in tops[1].items()}
+            draws.append(Draw(part, masked, scored, new, *detached, weight, tops[0], top_old, places))
         rows.append(
             Row(
                 group=int(batch.group_index[row]),
@@ -398,6 +410,29 @@ def vrpo(rows: list[Row]) -> Tensor:
     return torch.stack(losses).mean()
 
 
+def _plackett_luce(tops: dict[int, Tensor], places: dict[int, int]) -> Tensor:
+    """In each block of 4, one commit after the other: the softmax over the slots that are left, at temperature 0.5."""
+    total = torch.zeros((), dtype=torch.float64)
+    for block in {slot // 4 for slot in places}:
+        left = [slot for slot in places if slot // 4 == block]
+        for slot in sorted((slot for slot in left if places[slot] >= 0), key=lambda slot: (places[slot], slot)):
+            total = total + tops[slot] / 0.5 - torch.stack([tops[other] / 0.5 for other in left]).logsumexp(0)
+            left.remove(slot)
+    return total
+
+
+def mapg(rows: list[Row]) -> Tensor:
+    losses = []
+    for row, advantage in zip(rows, group_z(rows), strict=True):
+        difference = torch.zeros((), dtype=torch.float64)
+        for draw in row.draws:
+            tokens = sum(draw.new[slot] - draw.old[slot] for slot in draw.scored)
+            order = _plackett_luce(draw.top_new, draw.places) - _plackett_luce(draw.top_old, draw.places)
+            difference = difference + draw.weight * (tokens + order)
+        losses.append(ppo((difference / row.length).exp(), advantage, 0.2, 0.2))
+    return torch.stack(losses).mean()
+
+
 SLOW: dict[str, Callable[[list[Row]], Tensor]] = {
     "diffu-grpo": diffu_grpo,
     "diffu-grpo-parity": diffu_grpo_parity,
@@ -411,6 +446,7 @@ SLOW: dict[str, Callable[[list[Row]], Tensor]] = {
     "stepmerge": stepmerge,
     "tracerl": tracerl,
     "cj-grpo": cj_grpo,
+    "mapg": mapg,
     "bgpo": bgpo,
     "stabledrl": stabledrl,
     "dmpo": dmpo,

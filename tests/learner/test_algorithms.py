@@ -33,6 +33,8 @@ def _config(name: str, **changes: object) -> LearnerConfig:
         settings["estimator"] = {"num_segments": 2}
     if name == "agrpo":
         settings["estimator"] = {"num_sampled": 3}
+    if name == "mapg":
+        settings["estimator"] = {"num_segments": 4, "num_sampled": 3}
     return LearnerConfig.model_validate(settings | changes)
 
 

@@ -21,7 +21,14 @@ def _loss(
     views = Views(ids=NOTHING, lengths=NOTHING, slots=NOTHING, scored=NOTHING, targets=NOTHING)
     ones, zeros = torch.ones(count, dtype=new.dtype), torch.zeros(count, dtype=torch.long)
     terms = Terms(
-        views=views, law=SOFTMAX, rows=torch.arange(count), slots=zeros, parts=zeros, weights=ones, importance=ones
+        views=views,
+        law=SOFTMAX,
+        rows=torch.arange(count),
+        slots=zeros,
+        parts=zeros,
+        weights=ones,
+        importance=ones,
+        places=zeros - 2,
     )
     rows = RowFacts(advantages=advantages, groups=zeros, sizes=ones, num_rows=count, num_groups=1)
     return config.loss(terms, Logps(new=new, old=old, reference=reference, sampled=old), rows)
