@@ -113,18 +113,19 @@ class GroupedBatch(RolloutBatch):
             round_keys=batch.sample_keys[:1].expand(batch.num_rows),
         )
 
-    def share_of(self, rank: int, world_size: int, *, whole_groups: bool) -> GroupedBatch:
+    def rows_of(self, rank: int, world_size: int, *, whole_groups: bool) -> Tensor:
         """The rows of one rank: contiguous and about equally many, cut between groups if they must stay whole.
 
-        A rank for which none are left gets one row of length 0, which has no token and so no gradient.
+        None may be left for the last ranks.
         """
         unit_B = self.group_index if whole_groups else torch.arange(self.num_rows)
         per_rank = -(-(int(unit_B.max()) + 1) // world_size)
-        mine = ((unit_B >= rank * per_rank) & (unit_B < (rank + 1) * per_rank)).nonzero()[:, 0]
-        if len(mine):
-            return self.select(mine)
-        empty = self.select(slice(0, 1))
-        return replace(empty, completion_lengths=torch.zeros_like(empty.completion_lengths))
+        return ((unit_B >= rank * per_rank) & (unit_B < (rank + 1) * per_rank)).nonzero()[:, 0]
+
+    def emptied(self) -> GroupedBatch:
+        """The first row with a length of 0: it has no token and so no gradient."""
+        first = self.select(slice(0, 1))
+        return replace(first, completion_lengths=torch.zeros_like(first.completion_lengths))
 
 
 def shard_rows(num_rows: int, rank: int, world_size: int) -> tuple[Tensor, Tensor]:

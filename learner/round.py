@@ -59,14 +59,13 @@ class Round:
             return
         advantages_B = group_advantages(rewards, config.advantage)[kept_B]
         grouped = GroupedBatch.of(batch.select(kept_B))
-        # Rows find their advantage again by their place in the round.
-        places = replace(grouped, sample_keys=torch.arange(self.num_rows))
-        whole_groups = config.objective.compares_groups
-        mine_B = places.share_of(policy.rank, policy.world_size, whole_groups=whole_groups).sample_keys
-        shard = grouped.share_of(policy.rank, policy.world_size, whole_groups=whole_groups).to(policy.device)
+        mine = grouped.rows_of(policy.rank, policy.world_size, whole_groups=config.objective.compares_groups)
+        shard = grouped.select(mine) if len(mine) else grouped.emptied()
+        advantages_B = advantages_B[mine] if len(mine) else torch.zeros(1)
+        shard = shard.to(policy.device)
         self.batch = shard
         self.rows = RowFacts(
-            advantages=advantages_B[mine_B].to(policy.device),
+            advantages=advantages_B.to(policy.device),
             groups=shard.group_index,
             sizes=config.estimator.sizes(shard).float().clamp(min=1),
             num_rows=self.num_rows,

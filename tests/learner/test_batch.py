@@ -23,12 +23,10 @@ def test_canvas_joins_prompt_and_completion_without_a_gap() -> None:
 def test_ranks_share_a_round_and_hold_every_row_once(
     grouped: GroupedBatch, world_size: int, whole_groups: bool
 ) -> None:
-    shares = [grouped.share_of(rank, world_size, whole_groups=whole_groups) for rank in range(world_size)]
-    kept = [key for share in shares for key in share.sample_keys[share.completion_lengths > 0].tolist()]
-    assert kept == grouped.sample_keys.tolist()
+    shares = [grouped.rows_of(rank, world_size, whole_groups=whole_groups) for rank in range(world_size)]
+    assert torch.cat(shares).tolist() == list(range(12))
     if whole_groups:
-        holders = [set(share.group_index[share.completion_lengths > 0].tolist()) for share in shares]
-        assert sum(map(len, holders)) == 3
+        assert sum(len(grouped.group_index[rows].unique()) for rows in shares) == 3
 
 
 def test_rows_know_their_group_wherever_they_stand(grouped: GroupedBatch) -> None:
