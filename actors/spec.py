@@ -87,6 +87,8 @@ def sampler_facts(params: SamplingParams) -> SamplerFacts:
     return SamplerFacts(
         temperature=params.temperature,
         block_length=params.block_length,
+        forbidden_ids=params.forbidden_ids,
         records_law=is_whole and params.cache is Cache.NONE and params.logp_exact,
-        has_fallback=params.schedule is not Schedule.QUOTA,
+        # The other schedules have no test, or one that the first slot always passes.
+        has_fallback=params.threshold is not None or params.schedule is Schedule.FACTOR,
     )

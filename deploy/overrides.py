@@ -15,17 +15,21 @@ from deploy.errors import UserError, reason
 from deploy.recipe import Recipe
 from deploy.refusals import first_refusal, shortened
 from deploy.yaml_text import parse_yaml
+from learner.algorithms import DEFAULT, METHOD
 
 
 def load_recipe(path: Path, overrides: Sequence[str]) -> Recipe:
     """The recipe of a file with overrides `dotted.key=value` on top; of one key the last override counts.
 
-    A recipe without a name takes its file's. Raises UserError when it cannot be read or is not a recipe.
+    A recipe without a name takes its file's. An override of `learner.algorithm` leaves out what the file says of its
+    own method. Raises UserError when it cannot be read or is not a recipe.
     """
     data = {"name": path.stem} | _read(path)
+    parsed = [(text, *_parse_override(text)) for text in overrides]
+    for algorithm in [value for _, key, value in parsed if key == "learner.algorithm"][-1:]:
+        _leave_method(data, algorithm)
     overridden = {}
-    for text in overrides:
-        key, value = _parse_override(text)
+    for text, key, value in parsed:
         _set(data, key, value)
         overridden[key] = text
     try:
@@ -77,6 +81,14 @@ def _set(data: dict[str, Any], key: str, value: Any) -> None:
             raise UserError(f"the override {key} needs {outer} to be a section, and it is {shortened(repr(child))}")
         section[parent] = section = child
     section[name] = value
+
+
+def _leave_method(data: Mapping[str, Any], algorithm: Any) -> None:
+    """Leave out the method of a file that is to be run with another: the clips of one are no settings of the other."""
+    section = data.get("learner")
+    if isinstance(section, dict) and section.get("algorithm", DEFAULT) != algorithm:
+        for name in METHOD:
+            section.pop(name, None)
 
 
 def _place(path: Path, overridden: Mapping[str, str], key: str) -> str:

@@ -33,7 +33,8 @@ def _section(schema: dict[str, Any], node: dict[str, Any], prefix: str, title: s
         elif "oneOf" in target:
             sections += [(f"{prefix}{name}", _resolve(schema, choice)) for choice in target["oneOf"]]
         else:
-            rows.append(_row(f"{prefix}{name}", field | target, is_required=name in node.get("required", [])))
+            # An enumeration is described as a type; its field says what it is here.
+            rows.append(_row(f"{prefix}{name}", target | field, is_required=name in node.get("required", [])))
     if rows:
         description = f"{_one_line(node['description'])}\n\n" if prefix else ""
         yield f"\n## {title}\n\n{description}| field | value | default | meaning |\n|---|---|---|---|\n{''.join(rows)}"

@@ -8,8 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+DEFAULT = "diffu-grpo"
+"""The algorithm of a recipe that names none."""
+
+METHOD = ("advantage", "filters", "estimator", "objective")
+"""What a method is: the settings that belong to one and not to a task or a machine."""
+
 ALGORITHMS: Mapping[str, Mapping[str, Any]] = {
-    "diffu-grpo": {},
+    "diffu-grpo": {"estimator": {"name": "one_step"}, "objective": {"name": "clipped_ratio"}},
     "diffu-grpo-parity": {
         "inner_updates": 12,
         "estimator": {"name": "one_step", "p_mask_prompt": 0.15, "prompt_mask": "micro_step"},
@@ -197,7 +203,9 @@ def with_algorithm(section: Mapping[str, Any]) -> dict[str, Any]:
     Inside `estimator` and `objective` single settings can be changed; with another `name` these are the recipe's alone.
     Raises ValueError when there is no such algorithm.
     """
-    name = section.get("algorithm", "diffu-grpo")
+    name = section.get("algorithm", DEFAULT)
+    if not isinstance(name, str):
+        return dict(section)
     if name not in ALGORITHMS:
         raise ValueError(f"there is no algorithm {name!r}; there are {', '.join(ALGORITHMS)}")
     filled = dict(section)

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from learner.advantages import Advantage, Filters
-from learner.algorithms import with_algorithm
+from learner.algorithms import DEFAULT, with_algorithm
 from learner.estimators import ElboConfig, EstimatorConfig, OneStepConfig, SamplerFacts, TrajectoryConfig
 from learner.objectives import ClippedRatioConfig, LinearBoundConfig, ObjectiveConfig, PreferenceConfig, SandwichConfig
 from learner.objectives.distribution_matching import DistributionMatchingConfig
@@ -44,7 +44,7 @@ class LearnerConfig(BaseModel):
     """Gradients are clipped to this global norm."""
     max_staleness: NonNegativeInt = 0
     """A round trains on completions at most this many policy versions old; 0 is exactly synchronous."""
-    algorithm: str = "diffu-grpo"
+    algorithm: str = DEFAULT
     """A row of `docs/algorithms.md`: it fills in `advantage`, `filters`, `estimator`, `objective`, `inner_updates` and
     `group_size` where this section does not say them."""
     advantage: Advantage = Advantage.GROUP_MEAN

@@ -20,6 +20,7 @@ SCHEDULES: dict[str, dict[str, object]] = {
     "quota": {"num_denoise_steps": 6},
     "threshold": {"num_denoise_steps": 12, "threshold": 0.2},
     "blocks of one": {"block_length": 1, "num_denoise_steps": 12},
+    "forbidden ids": {"num_denoise_steps": 6, "forbidden_ids": tuple(range(5, 25))},
 }
 
 

@@ -69,7 +69,7 @@ def test_the_documents_name_only_recipe_fields_that_exist() -> None:
     schema = recipe_schema()
     fields = set(_field_names(schema, schema))
     # run_directory.md names files, and `model.safetensors` is no field.
-    for name in ("architecture.md", "d1_defects.md", "recipes.md"):
+    for name in ("algorithms.md", "architecture.md", "d1_defects.md", "recipes.md"):
         spans = re.findall(r"`([a-z_]+\.[a-z_.]+)(?:: [^`]+)?`", (ROOT / "docs" / name).read_text(encoding="utf-8"))
         named = {span for span in spans if span.partition(".")[0] in fields}
         assert named - fields == set(), name

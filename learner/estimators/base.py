@@ -28,6 +28,8 @@ class SamplerFacts:
     """Tokens are drawn from softmax(logits / temperature)."""
     block_length: int = 32
     """Slots of a block."""
+    forbidden_ids: tuple[int, ...] = ()
+    """Ids that are never drawn, besides the mask id."""
     records_law: bool = True
     """Whether the recorded log-probabilities are the law of the draws, and replay: no cache, no guidance, positions
     selected before they are sampled, the whole vocabulary."""

@@ -113,13 +113,11 @@ class TrajectoryConfig(BaseModel):
     def refusal(self, sampler: SamplerFacts) -> str | None:
         """Fallback tokens must be told apart."""
         if self.only == "fallback" and not sampler.has_fallback:
-            return (
-                "estimator.only is fallback; the sampler's schedule never falls back: choose threshold or left_to_right"
-            )
+            return "estimator.only is fallback; the sampler's schedule never falls back: set rollout.sampling.threshold"
         if self.requires_block_length not in (None, sampler.block_length):
             return (
                 f"estimator.requires_block_length is {self.requires_block_length}; "
-                f"rollout.sampling.block_length is {sampler.block_length}"
+                f"rollout.sampling.block_length is {sampler.block_length} and must be the same"
             )
         return None
 
@@ -131,7 +129,12 @@ class TrajectoryConfig(BaseModel):
     def _law(self, sampler: SamplerFacts) -> Law:
         if self.law == "softmax":
             return Law(has_top=self.scores_order)
-        return Law(temperature=sampler.temperature or 1.0, excludes_mask_id=True, has_top=self.scores_order)
+        return Law(
+            temperature=sampler.temperature or 1.0,
+            excludes_mask_id=True,
+            forbidden_ids=sampler.forbidden_ids,
+            has_top=self.scores_order,
+        )
 
     @staticmethod
     def _order(step_RL: Tensor, is_committed_RL: Tensor, masked_RL: Tensor, block_length: int) -> tuple[Tensor, Tensor]:

@@ -23,6 +23,8 @@ class Law:
     excludes_mask_id: bool = False
     """The plain softmax excludes nothing: a policy that puts mass on the mask id pays for that (d1 does the same). The
     sampler's law excludes the mask id."""
+    forbidden_ids: tuple[int, ...] = ()
+    """Other ids that the sampler's law excludes."""
     has_top: bool = False
     """Whether some targets are -1: the log-probability of the most probable token, what samplers rank slots by."""
 
@@ -77,6 +79,7 @@ def token_logps(model: Transformer, views: Views, law: Law = SOFTMAX) -> Tensor:
         temperature=law.temperature,
         mask_id=model.config.mask_token_id,
         excludes_mask_id=law.excludes_mask_id,
+        forbidden_ids=law.forbidden_ids,
         has_top=law.has_top,
     )
     logps_N: Tensor = model(views.ids, lengths, *grid, wanted=wanted)

@@ -32,6 +32,8 @@ class Wanted:
     """The mask id."""
     excludes_mask_id: bool = False
     """Whether the law gives it no probability, as the sampler's does."""
+    forbidden_ids: tuple[int, ...] = ()
+    """Other ids to which it gives none."""
     has_top: bool = False
     """Whether some of the tokens are -1."""
 
@@ -52,6 +54,7 @@ def wanted_logps(head: Callable[[Tensor], Tensor], x_MD: Tensor, vocab_size: int
             temperature=wanted.temperature,
             mask_id=wanted.mask_id,
             excludes_mask_id=wanted.excludes_mask_id,
+            forbidden_ids=wanted.forbidden_ids,
             has_top=wanted.has_top,
         )
         if torch.is_grad_enabled():
@@ -68,6 +71,9 @@ def _logps(head: Callable[[Tensor], Tensor], x_CD: Tensor, slot_N: Tensor, wante
     mask_id = torch.tensor([wanted.mask_id], device=logits_CV.device)
     if wanted.excludes_mask_id:
         logits_CV = logits_CV.index_fill(1, mask_id, -torch.inf)
+    if wanted.forbidden_ids:
+        forbidden = torch.tensor(wanted.forbidden_ids, device=logits_CV.device)
+        logits_CV = logits_CV.index_fill(1, forbidden, -torch.inf)
     picked_N = logits_CV[slot_N, wanted.token.clamp(min=0)]
     if wanted.has_top:
         top_C = logits_CV.index_fill(1, mask_id, -torch.inf).amax(dim=-1)

@@ -8,8 +8,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+from actors.spec import sampler_facts
 from deploy.errors import UserError
 from deploy.overrides import load_recipe, resolved_yaml
+from learner.algorithms import ALGORITHMS
+from learner.estimators import OneStepConfig
 
 
 def test_a_recipe_without_a_name_takes_its_files(recipe_file: Path) -> None:
@@ -34,6 +37,48 @@ def test_overrides_reach_sections_that_the_file_leaves_out_or_leaves_empty(recip
 
 def test_the_last_override_of_a_key_counts(recipe_file: Path) -> None:
     assert load_recipe(recipe_file, ["seed=1", "seed=2"]).seed == 2
+
+
+RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_every_shipped_recipe_is_one(path: Path) -> None:
+    recipe = load_recipe(path, [])
+    assert recipe.learner.refusal(sampler_facts(recipe.rollout.sampling)) is None
+
+
+NEEDS = {
+    "justgrpo": ["rollout.sampling.block_length=1", "rollout.sampling.num_denoise_steps=18"],
+    "forkgrpo": ["rollout.sampling.schedule=left_to_right", "rollout.sampling.threshold=0.8"],
+}
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_one_override_switches_a_shipped_recipe_to_any_algorithm(name: str) -> None:
+    path = next(path for path in RECIPES if path.stem == "tiny")
+    recipe = load_recipe(path, [f"learner.algorithm={name}"])
+    facts = sampler_facts(recipe.rollout.sampling)
+    assert bool(recipe.learner.refusal(facts)) is (name in NEEDS)
+    fitting = load_recipe(path, [f"learner.algorithm={name}", *NEEDS.get(name, [])])
+    assert fitting.learner.refusal(sampler_facts(fitting.rollout.sampling)) is None
+
+
+def test_an_override_of_the_algorithm_leaves_out_the_files_method_and_nothing_else(recipe_file: Path) -> None:
+    method = "advantage: round_z, estimator: {p_mask_prompt: 0.0}, objective: {kl_coef: 0.5}"
+    text = recipe_file.read_text()
+    recipe_file.write_text(text.replace("learner: {", f"learner: {{inner_updates: 3, {method}, "))
+    own = load_recipe(recipe_file, ["learner.algorithm=diffu-grpo"]).learner
+    assert own == load_recipe(recipe_file, []).learner
+    assert (own.advantage, own.estimator, own.inner_updates) == ("round_z", OneStepConfig(p_mask_prompt=0.0), 3)
+    # The order of overrides does not matter.
+    other = load_recipe(recipe_file, ["learner.estimator.p_mask_prompt=0.3", "learner.algorithm=wd1"]).learner
+    assert (other.advantage, other.estimator, other.inner_updates) == (
+        "softmax_pair",
+        OneStepConfig(p_mask_prompt=0.3),
+        3,
+    )
+    assert other.objective.name == "weighted_likelihood"
 
 
 def test_the_resolved_yaml_loads_to_the_same_recipe(recipe_file: Path, workdir: Path) -> None:
@@ -108,6 +153,11 @@ REFUSED_OVERRIDES = {
     "sft.max_tokens=64": ("sft: max_tokens is 64 and data is missing",),
     "sft={num_steps: 3}": ("sft: num_labels is missing; without data it is needed",),
     "learner.groups_per_round=50": ("learner.groups_per_round 50 exceeds num_train_problems 40",),
+    "learner.algorithm=ppo": (
+        "override learner.algorithm=ppo: learner: there is no algorithm 'ppo'; there are diffu-",
+    ),
+    "learner.algorithm=[spg]": ("learner.algorithm is ['spg']; it should be text",),
+    "learner.estimator.p_mask_promt=0": ("did you mean learner.estimator.p_mask_prompt?",),
     "learner": ("the override 'learner' should have the form key=value, for example learner.lr=1e-4",),
     "=3": ("should have the form key=value",),
     "a..b=3": ("should have the form key=value",),

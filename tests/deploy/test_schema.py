@@ -36,6 +36,11 @@ def test_it_accepts_a_file_without_a_name_and_rejects_unknown_keys(recipe_file: 
     assert _errors(recipe | {"task": {"name": "chess"}})
 
 
+def test_it_accepts_every_shipped_recipe() -> None:
+    for path in sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml")):
+        assert _errors(yaml.safe_load(path.read_text(encoding="utf-8"))) == [], path
+
+
 def test_every_field_is_described() -> None:
     schema = recipe_schema()
     sections = [schema, *schema["$defs"].values()]

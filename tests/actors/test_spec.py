@@ -1,0 +1,31 @@
+"""What a learner is told of its sampler is so."""
+
+from __future__ import annotations
+
+import pytest
+
+from actors.spec import sampler_facts
+from learner.model.transformer import Transformer
+from rollout.request import Request, SamplingParams
+from rollout.sampler import Sampler
+
+# A random policy passes no strict test.
+SCHEDULES: list[dict[str, object]] = [
+    {},
+    {"schedule": "random"},
+    {"schedule": "left_to_right"},
+    {"entropy_bound": 0.01},
+    {"threshold": 0.999},
+    {"factor": 0.01},
+    {"schedule": "left_to_right", "threshold": 0.999},
+]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+def test_a_schedule_has_a_fallback_if_its_completions_show_one(
+    schedule: dict[str, object], policy: Transformer
+) -> None:
+    shape = {"gen_length": 8, "block_length": 4, "num_denoise_steps": 8, "temperature": 1.0, "stop_ids": ()}
+    params = SamplingParams.model_validate(shape | schedule)
+    (completion,) = Sampler(policy, 0).generate([Request(prompt_ids=(1, 2, 3), params=params, seed=1)])
+    assert completion.fallback.any() == sampler_facts(params).has_fallback

@@ -1,0 +1,166 @@
+"""The tables and the worked example of the documents are true."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated
+
+import pytest
+import torch
+from pydantic import Field
+
+import learner.learner
+from learner import algorithms
+from learner.algorithms import ALGORITHMS
+from learner.batch import GroupedBatch, RolloutBatch
+from learner.config import LearnerConfig
+from learner.estimators import OneStepConfig, SamplerFacts, TrajectoryConfig, token_logps
+from learner.learner import Learner
+from learner.model.transformer import Transformer, TransformerConfig, init_weights
+from learner.sharding import ShardedPolicy
+from tests.learner import slow, test_algorithms
+
+ROOT = Path(__file__).parents[2]
+# Every completion fills its canvas, a token a step; every fourth falls back.
+LENGTH, ROWS = 64, 4
+CANVASES = {"steps / 8": LENGTH / 8, "steps": LENGTH, "tokens": LENGTH, "fallbacks": LENGTH / 4}
+LACKING = {
+    "recorded likelihoods": {"records_law": False},
+    "blocks of 1 slot": {"block_length": 2},
+    "a threshold": {"has_fallback": False},
+}
+
+
+def _rows() -> dict[str, dict[str, str]]:
+    """The README's table of algorithms, by name."""
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    start = next(index for index, line in enumerate(lines) if line.startswith("| algorithm |"))
+    table = [[cell.strip() for cell in line[1:-1].split("|")] for line in lines[start:] if line.startswith("| `")]
+    heads = [cell.strip() for cell in lines[start][1:-1].split("|")]
+    rows = [dict(zip(heads, cells, strict=True)) for cells in table if len(cells) == len(heads)]
+    return {row["algorithm"].strip("`"): row for row in rows}
+
+
+def _config(name: str) -> LearnerConfig:
+    filters = {"min_accuracy": 0.0, "max_accuracy": 1.0}
+    return LearnerConfig.model_validate(
+        {"algorithm": name, "num_rounds": 1, "micro_batch_tokens": 10**6, "filters": filters}
+    )
+
+
+def _batch() -> RolloutBatch:
+    generator = torch.Generator().manual_seed(3)
+    order = torch.rand(ROWS, LENGTH, generator=generator).argsort(dim=1)
+    return RolloutBatch(
+        # Each has a prompt of its own: no canvas is shared.
+        prompt_ids=torch.randint(0, 38, (ROWS, 40), generator=generator),
+        prompt_lengths=torch.full((ROWS,), 40),
+        completion_ids=torch.randint(0, 38, (ROWS, LENGTH), generator=generator),
+        completion_lengths=torch.full((ROWS,), LENGTH),
+        sample_keys=torch.arange(ROWS) * 7919,
+        rewards=torch.rand(ROWS, generator=generator),
+        reward_parts=torch.zeros(ROWS, 1),
+        correct=torch.tensor([True, False]).repeat(2),
+        truncated=torch.ones(ROWS, dtype=torch.bool),
+        group_ids=torch.arange(2).repeat_interleave(2),
+        step_map=order,
+        commit_logp=-torch.ones(ROWS, LENGTH),
+        commit_entropy=torch.ones(ROWS, LENGTH),
+        fallback=order % 4 == 0,
+        num_forwards=torch.full((ROWS,), LENGTH),
+        policy_versions=torch.zeros(ROWS, dtype=torch.long),
+    )
+
+
+def test_the_readme_and_the_page_name_every_algorithm_and_what_it_is_made_of() -> None:
+    rows, page = _rows(), (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
+    assert list(rows) == list(ALGORITHMS)
+    for name, row in rows.items():
+        config = _config(name)
+        assert (row["estimator"], row["objective"]) == (f"`{config.estimator.name}`", f"`{config.objective.name}`")
+        assert f"**`{name}`**" in page
+        for paper in re.findall(r"\d{4}\.\d{5}", row["paper"]):
+            assert f"arXiv {paper}" in page, name
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_the_readme_says_what_an_algorithm_needs_of_the_sampler(name: str) -> None:
+    config = _config(name)
+    fitting = SamplerFacts(block_length=1, has_fallback=True)
+    assert config.refusal(fitting) is None
+    lacking = [need for need, facts in LACKING.items() if config.refusal(replace(fitting, **facts))]  # type: ignore[arg-type]
+    assert ", ".join(lacking) == _rows()[name]["needs"]
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_the_tables_costs_are_what_the_learner_runs(
+    name: str, config: TransformerConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = _rows()[name]
+    shape = {"max_sequence_length": 128, "d_model": 8, "num_heads": 2, "num_kv_heads": 1}
+    model, ran = Transformer(config.model_copy(update=shape)), Counter[str]()
+    init_weights(model, seed=0)
+    trained = Learner(ShardedPolicy(model, None), _config(name), SamplerFacts(block_length=1, has_fallback=True))
+
+    def counted(module: Transformer, *arguments: object) -> object:
+        views = arguments[0]
+        kind = "new" if torch.is_grad_enabled() else "old" if module is model else "reference"
+        ran[kind] += len(views.ids)  # type: ignore[attr-defined]
+        return token_logps(module, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(learner.learner, "token_logps", counted)
+    # What the sampler's gap takes is no method's.
+    monkeypatch.setattr(Learner, "_gap", lambda *_: {})
+    trained.update(_batch(), 0)
+    canvases = float(CANVASES.get(row["canvases"], 0) or row["canvases"])
+    for kind, passes in zip(("new", "old", "reference"), row["passes"].split(" + "), strict=True):
+        # An empty mask or complement is not run.
+        most = canvases * int(passes) * ROWS
+        assert 0.95 * most <= ran[kind] <= most, kind
+    page = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
+    assert f"({row['passes']})" in page
+
+
+def _module(name: str, text: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    path.write_text(text, encoding="utf-8")
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_worked_example_passes_the_tests_that_every_algorithm_passes(
+    policy: Transformer,
+    rollouts: RolloutBatch,
+    grouped: GroupedBatch,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    page = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    estimator, row, restated = (
+        _module(f"block_start_{index}", text, tmp_path / f"block_start_{index}.py", monkeypatch)
+        for index, text in enumerate(blocks)
+    )
+
+    class Extended(LearnerConfig):
+        estimator: Annotated[  # type: ignore[assignment, valid-type]
+            OneStepConfig | TrajectoryConfig | estimator.BlockStartConfig, Field(discriminator="name")
+        ]
+
+    monkeypatch.setattr(algorithms, "ALGORITHMS", {**ALGORITHMS, **row.ROW})
+    monkeypatch.setattr(test_algorithms, "LearnerConfig", Extended)
+    monkeypatch.setitem(slow.SLOW, "block-start", restated.block_start)
+    state = {name: tensor.clone() for name, tensor in policy.state_dict().items()}
+    test_algorithms.test_loss_and_gradient_are_those_of_the_papers_formula("block-start", policy, rollouts, grouped)
+    policy.load_state_dict(state)
+    test_algorithms.test_small_micro_batches_give_the_gradient_of_the_whole_batch("block-start", 14, policy, rollouts)
