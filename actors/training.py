@@ -123,7 +123,7 @@ class TrainingRun:
     # Stage 2.
 
     def _rounds(self) -> None:
-        """diffu-GRPO: pull a round, improve the policy on it, publish the next version."""
+        """Pull a round, improve the policy on it, publish the next version."""
         spec, first = self._spec, self._position.round
         if spec.lora.rank:
             # An adapter of its own: without it the policy is the KL reference.

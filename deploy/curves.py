@@ -30,7 +30,7 @@ _STAGES = {
     "start": (_GREY, "start"),
     "sft": (_BLUE, "SFT"),
     "round": (_RED, "after a round"),
-    "rl": (_RED, "diffu-GRPO"),
+    "rl": (_RED, "RL"),
     "control": (_GREEN, "control"),
 }
 _COLUMNS = 3

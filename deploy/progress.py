@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _LINE_EVERY_S = 5.0
 _LONGEST_FAILURE = 200
-_PHASES = {"untrained": "untrained", "sft": "SFT", "rl": "diffu-GRPO", "control": "control"}
+_PHASES = {"untrained": "untrained", "sft": "SFT", "rl": "RL", "control": "control"}
 _LABELS = {
     "untrained": "no training",
     "start": "the start",

@@ -64,7 +64,7 @@ def score_text(score: Score) -> str:
 
 
 def _rows(history: RunHistory) -> Iterator[_Row]:
-    trained = "SFT + diffu-GRPO" if history.final("sft") else "diffu-GRPO"
+    trained = "SFT + RL" if history.final("sft") else "RL"
     control = "control: more SFT" if history.planned.get("control") else "control: more SFT, same seconds"
     names = {"untrained": "untrained", "start": "start", "sft": "SFT", "rl": trained, "control": control}
     for label, name in names.items():

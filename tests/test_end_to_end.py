@@ -100,7 +100,7 @@ def test_a_run_leaves_what_it_promises(cluster: dict[str, str], folder: Path, fi
     assert (run_dir / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert not list(run_dir.glob("**/*.pkl")), "nothing is pickled to disk"
     shown = _d1(cluster, "runs", "show", str(run_dir))
-    assert "SFT + diffu-GRPO" in shown.stdout
+    assert "SFT + RL" in shown.stdout
 
 
 def test_the_same_seed_gives_the_same_metrics(

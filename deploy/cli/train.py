@@ -54,7 +54,7 @@ def train(
     resume_or_start: ResumeOrStart = False,
     serve: Serve = False,
 ) -> None:
-    """Run a recipe: SFT, diffu-GRPO rounds, and the control.
+    """Run a recipe: SFT, rounds of RL, and the control.
 
     On the cluster that RAY_ADDRESS names, or on a Ray of its own on this machine.
     """

@@ -90,8 +90,8 @@ def test_train_runs_all_stages_and_prints_the_result(
     ended = d1("train", "tiny.yaml")
     assert ended.status == 0
     assert job.calls == [(Stages.ALL, None, False, False)]
-    assert "diffu-GRPO 1/12 rounds" in ended.out
-    assert ended.out.index("done in") < ended.out.index("SFT + diffu-GRPO")
+    assert "RL 1/12 rounds" in ended.out
+    assert ended.out.index("done in") < ended.out.index("SFT + RL")
     assert ended.out.endswith(f"run directory: {recipe_file.parent}/runs/tiny\n")
 
 
@@ -142,7 +142,7 @@ def test_ctrl_c_that_ends_only_the_service_of_a_finished_run_is_success(
     ended = d1("train", "tiny.yaml", "--serve", "service.port=18732")
     assert ended.status == 0
     assert job.calls == [(Stages.ALL, None, False, True)]
-    assert "SFT + diffu-GRPO" in ended.out
+    assert "SFT + RL" in ended.out
     assert "stopped" not in ended.out
 
 

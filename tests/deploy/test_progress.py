@@ -25,7 +25,7 @@ def test_a_log_has_a_line_for_each_phase_and_evaluation(events: Events) -> None:
     lines = _shown(events, is_terminal=False).splitlines()
     texts = [line.partition(" s  ")[2] for line in lines]
     assert "SFT: 100 steps" in texts
-    assert "diffu-GRPO: 12 rounds" in texts
+    assert "RL: 12 rounds" in texts
     assert "control: 46 seconds" in texts
     assert "held-out accuracy after no training: 0.0 % (0.0 to 0.8), 0 of 500" in texts
     assert "held-out accuracy after round 6: 36.0 % (31.9 to 40.3), 180 of 500" in texts
@@ -45,10 +45,10 @@ def test_a_log_says_what_sft_trains_on_and_what_it_comes_to(recorder: Any) -> No
 
 def test_a_log_has_a_line_for_steps_and_rounds_every_five_seconds_at_most(events: Events) -> None:
     lines = _shown(events, is_terminal=False).splitlines()
-    times = [float(line.split()[0]) for line in lines if "diffu-GRPO" in line and "rounds  reward" in line]
+    times = [float(line.split()[0]) for line in lines if "RL" in line and "rounds  reward" in line]
     assert len(times) >= 6
     assert all(later - earlier >= 5 for earlier, later in pairwise(times))
-    assert "diffu-GRPO 1/12 rounds  reward 0.300  correct 20 %  600 tokens/s" in "\n".join(lines)
+    assert "RL 1/12 rounds  reward 0.300  correct 20 %  600 tokens/s" in "\n".join(lines)
     assert "SFT 10/100 steps  loss 4.019  5000 tokens/s" in "\n".join(lines)
 
 
@@ -62,7 +62,7 @@ def test_a_terminal_shows_the_phase_its_progress_and_the_numbers(events: Events)
         return _shown(events[: seen[count] + 1], is_terminal=True)
 
     during = until("round", 6)
-    assert "diffu-GRPO" in during
+    assert "RL" in during
     assert "7/12" in during.replace(" 7/12", "7/12")
     assert "reward 0.420  correct 32 %  600 tokens/s" in during
     assert "held-out accuracy after SFT: 24.0 %" in during

@@ -24,7 +24,7 @@ def test_the_markdown_of_a_whole_run(events: Events) -> None:
         "| --- | ---: | ---: | ---: | ---: | ---: |\n"
         "| untrained | 0.0 % | 0.0 to 0.8 % | 500 |  |  |\n"
         "| SFT | 24.0 % | 20.5 to 27.9 % | 500 | 20 s | 100 steps |\n"
-        "| SFT + diffu-GRPO | 50.0 % | 45.6 to 54.4 % | 500 | 46 s | 12 rounds |\n"
+        "| SFT + RL | 50.0 % | 45.6 to 54.4 % | 500 | 46 s | 12 rounds |\n"
         "| control: more SFT, same seconds | 28.0 % | 24.2 to 32.1 % | 500 | 46 s | 230 steps |\n"
         "\n2 min 45 s in all.\n"
     )
@@ -51,7 +51,7 @@ def test_a_run_without_sft_does_not_claim_it(recorder: Any) -> None:
     recorder.evaluation("rl", 90, 5)
     text = result_markdown(recorder.events)
     assert "| start | 10.0 % |" in text
-    assert "| diffu-GRPO | 18.0 % |" in text
+    assert "| RL | 18.0 % |" in text
 
 
 def test_a_control_of_so_many_steps_does_not_claim_the_same_seconds(recorder: Any) -> None:

@@ -88,7 +88,7 @@ def test_show_has_the_recipe_the_result_the_curves_and_three_samples(
         "tiny: finished",
         "num_numbers",
         "learner.num_rounds",
-        "SFT + diffu-GRPO",
+        "SFT + RL",
         "50.0 %",
         "checkpoints/sft",
     ):
