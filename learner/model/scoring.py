@@ -1,21 +1,29 @@
 """Log-probabilities of wanted tokens, without ever holding the logits of all slots.
 
 The head is much the widest matrix: the logits of a few thousand slots of a real vocabulary are gigabytes. It runs on
-chunks of the slots, and where a gradient is needed each chunk's logits are computed again in the backward pass.
+chunks of the slots, forwards and backwards. A few chunks' log-probabilities are kept for the backward pass; where there
+are more, each chunk's are computed again there.
 
-Shape letters: M slots that are scored, D width, V vocabulary, N wanted tokens.
+Shape letters: M slots that are scored, C of a chunk, D width, V vocabulary, N wanted tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.autograd.function import once_differentiable
 
-_MOST_LOGITS = 2**24
+# Logits of a chunk, of which there are two tensors. On a CPU 16 MiB each: the allocator of glibc gives blocks of 32 MiB
+# and more back to the system at once, and each new one then costs its page faults. On a GPU rows enough, at LLaDA's
+# vocabulary, that the product is bound by arithmetic and not by reading the matrix.
+_MOST_LOGITS_CPU, _MOST_LOGITS_GPU = 2**22, 2**26
+# Logits that are kept for a backward pass: the product that is saved is a sixth of the head's.
+_MOST_KEPT_CPU, _MOST_KEPT_GPU = 2**24, 2**26
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,44 +46,84 @@ class Wanted:
     """Whether some of the tokens are -1."""
 
 
-def wanted_logps(head: Callable[[Tensor], Tensor], x_MD: Tensor, vocab_size: int, wanted: Wanted) -> Tensor:
-    """[N] float32 log-probabilities, in nats."""
-    rows = max(1, _MOST_LOGITS // vocab_size)
-    if len(x_MD) <= rows:
-        return _logps(head, x_MD, wanted.slot, wanted)
-    first_M = torch.arange(0, len(x_MD) + rows, rows, device=x_MD.device)
-    ends = torch.searchsorted(wanted.slot, first_M).tolist()
-    parts = []
-    for index, x_CD in enumerate(x_MD.split(rows)):
+def wanted_logps(x_MD: Tensor, weight_VD: Tensor, wanted: Wanted) -> Tensor:
+    """[N] float32 log-probabilities, in nats, of tokens under the head's matrix."""
+    logps_N: Tensor = _WantedLogps.apply(x_MD, weight_VD, wanted)
+    return logps_N
+
+
+class _WantedLogps(torch.autograd.Function):
+    """With its backward pass written out, which needs one tensor as large as a chunk's logits where autograd's needs
+    four."""
+
+    @staticmethod
+    def forward(ctx: Any, x_MD: Tensor, weight_VD: Tensor, wanted: Wanted) -> Tensor:
+        ctx.wanted, ctx.kept = wanted, []
+        most_kept = _MOST_KEPT_CPU if x_MD.device.type == "cpu" else _MOST_KEPT_GPU
+        is_kept = any(ctx.needs_input_grad) and len(x_MD) * len(weight_VD) <= most_kept
+        parts, tokens = [], []
+        for rows, slot_N, inside in _chunks(x_MD, weight_VD, wanted):
+            logps_CV = _log_softmax(x_MD[rows], weight_VD, wanted)
+            tokens.append(_tokens(logps_CV, slot_N, wanted, inside))
+            parts.append(logps_CV[slot_N, tokens[-1]])
+            if is_kept:
+                ctx.kept.append(logps_CV)
+        ctx.save_for_backward(x_MD, weight_VD, torch.cat(tokens))
+        return torch.cat(parts)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x_MD, weight_VD, token_N = ctx.saved_tensors
+        of_x, of_weight = ctx.needs_input_grad[:2]
+        grad_x_MD = torch.empty_like(x_MD) if of_x else None
+        grad_weight_VD = None
+        for rows, slot_N, inside in _chunks(x_MD, weight_VD, ctx.wanted):
+            # What is kept is overwritten: a second backward computes it again.
+            logps_CV = ctx.kept.pop(0) if ctx.kept else _log_softmax(x_MD[rows], weight_VD, ctx.wanted)
+            # Of log softmax: what comes in at the token, less the probability of each id times all that comes in.
+            total_C = grad_N.new_zeros(len(logps_CV)).index_add_(0, slot_N, grad_N[inside])
+            grad_CV = logps_CV.exp_().mul_(-total_C[:, None])
+            grad_CV.index_put_((slot_N, token_N[inside]), grad_N[inside], accumulate=True)
+            if ctx.wanted.temperature != 1.0:
+                grad_CV /= ctx.wanted.temperature
+            grad_CV = grad_CV.to(x_MD.dtype)
+            if grad_x_MD is not None:
+                torch.mm(grad_CV, weight_VD, out=grad_x_MD[rows])
+            if of_weight and grad_weight_VD is None:
+                grad_weight_VD = grad_CV.T @ x_MD[rows]
+            elif grad_weight_VD is not None:
+                grad_weight_VD.addmm_(grad_CV.T, x_MD[rows])
+        return grad_x_MD, grad_weight_VD, None
+
+
+def _chunks(x_MD: Tensor, weight_VD: Tensor, wanted: Wanted) -> Iterator[tuple[slice, Tensor, slice]]:
+    """Of each chunk: its slots, those within it that are wanted, and where these are among all N."""
+    most = _MOST_LOGITS_CPU if x_MD.device.type == "cpu" else _MOST_LOGITS_GPU
+    size = max(1, most // len(weight_VD))
+    # Where nothing is scored there is one empty chunk.
+    begins = range(0, max(1, len(x_MD)), size)
+    ends = torch.searchsorted(wanted.slot, torch.tensor([*begins, len(x_MD)], device=x_MD.device)).tolist()
+    for index, begin in enumerate(begins):
         inside = slice(ends[index], ends[index + 1])
-        chunk = Wanted(
-            slot=wanted.slot[inside] - index * rows,
-            token=wanted.token[inside],
-            temperature=wanted.temperature,
-            mask_id=wanted.mask_id,
-            excludes_mask_id=wanted.excludes_mask_id,
-            forbidden_ids=wanted.forbidden_ids,
-            has_top=wanted.has_top,
-        )
-        if torch.is_grad_enabled():
-            parts.append(checkpoint(_logps, head, x_CD, chunk.slot, chunk, use_reentrant=False))
-        else:
-            parts.append(_logps(head, x_CD, chunk.slot, chunk))
-    return torch.cat(parts)
+        yield slice(begin, begin + size), wanted.slot[inside] - begin, inside
 
 
-def _logps(head: Callable[[Tensor], Tensor], x_CD: Tensor, slot_N: Tensor, wanted: Wanted) -> Tensor:
-    logits_CV = head(x_CD).float()
+def _log_softmax(x_CD: Tensor, weight_VD: Tensor, wanted: Wanted) -> Tensor:
+    """[C, V] float32."""
+    logits_CV = F.linear(x_CD, weight_VD)
     if wanted.temperature != 1.0:
-        logits_CV = logits_CV / wanted.temperature
-    mask_id = torch.tensor([wanted.mask_id], device=logits_CV.device)
-    if wanted.excludes_mask_id:
-        logits_CV = logits_CV.index_fill(1, mask_id, -torch.inf)
-    if wanted.forbidden_ids:
-        forbidden = torch.tensor(wanted.forbidden_ids, device=logits_CV.device)
-        logits_CV = logits_CV.index_fill(1, forbidden, -torch.inf)
-    picked_N = logits_CV[slot_N, wanted.token.clamp(min=0)]
-    if wanted.has_top:
-        top_C = logits_CV.index_fill(1, mask_id, -torch.inf).amax(dim=-1)
-        picked_N = torch.where(wanted.token < 0, top_C[slot_N], picked_N)
-    return picked_N - logits_CV.logsumexp(dim=-1)[slot_N]
+        logits_CV = logits_CV.float().div_(wanted.temperature)
+    excluded = [*wanted.forbidden_ids, *([wanted.mask_id] if wanted.excludes_mask_id else [])]
+    if excluded:
+        logits_CV.index_fill_(1, torch.tensor(excluded, device=logits_CV.device), -torch.inf)
+    return logits_CV.log_softmax(dim=-1, dtype=torch.float32)
+
+
+def _tokens(logps_CV: Tensor, slot_N: Tensor, wanted: Wanted, inside: slice) -> Tensor:
+    """The tokens that are wanted of a chunk, the most probable one where that is asked for."""
+    token_N = wanted.token[inside]
+    if not wanted.has_top:
+        return token_N
+    mask_id = torch.tensor([wanted.mask_id], device=logps_CV.device)
+    return torch.where(token_N < 0, logps_CV.index_fill(1, mask_id, -torch.inf).argmax(dim=-1)[slot_N], token_N)

@@ -269,7 +269,7 @@ class Transformer(nn.Module):
             x_BLD = block(x_BLD, places, asked, None if memory is None else memory.layer(index))
         x_ND = self.norm(x_BLD)
         if wanted is not None:
-            return wanted_logps(self._logits, x_ND, self.config.vocab_size, wanted)
+            return wanted_logps(x_ND, self._head_weight, wanted)
         return self._logits(x_ND).view(shape)
 
     def predicting_columns(self, columns_BQ: Tensor) -> Tensor:
@@ -298,7 +298,11 @@ class Transformer(nn.Module):
         return torch.arange(ids_BL.shape[1], device=ids_BL.device).expand(ids_BL.shape)
 
     def _logits(self, x_ND: Tensor) -> Tensor:
-        return F.linear(x_ND, self.embed.weight) if self.head is None else self.head(x_ND)
+        return F.linear(x_ND, self._head_weight)
+
+    @property
+    def _head_weight(self) -> Tensor:
+        return self.embed.weight if self.head is None else self.head.weight
 
 
 @dataclass(frozen=True, slots=True)

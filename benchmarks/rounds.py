@@ -1,0 +1,130 @@
+"""Rounds of random completions, and the two learners that train on them.
+
+Shape letters: U inner updates, B rows, P prompt, L completion slots.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.models import Shape, make_policy
+from benchmarks.reference_update import ReferenceUpdate, UpdateSettings
+from learner.batch import GroupedBatch, RolloutBatch
+from learner.config import LearnerConfig
+from learner.estimators import InnerUpdate, SamplerFacts
+from learner.learner import Learner
+from learner.sharding import ShardedPolicy
+
+BLOCK_LENGTH, TOKENS_PER_STEP = 32, 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """A network and a round for it."""
+
+    shape: Shape
+    prompt_tokens: int = 64
+    gen_length: int = 128
+    num_groups: int = 1
+    group_size: int = 6
+    num_updates: int = 12
+    p_mask_prompt: float = 0.15
+    device: str = "cpu"
+
+    @property
+    def canvas_tokens(self) -> int:
+        """Of one completion."""
+        return self.prompt_tokens + self.gen_length
+
+    @property
+    def num_rows(self) -> int:
+        """B."""
+        return self.num_groups * self.group_size
+
+
+def make_round(setting: Setting) -> RolloutBatch:
+    """Random prompts and completions; a text fills between a quarter and all of its canvas, evenly spread."""
+    generator, B, L = torch.Generator().manual_seed(1), setting.num_rows, setting.gen_length
+    prompts = torch.randint(
+        2, setting.shape.vocab_size, (setting.num_groups, setting.prompt_tokens), generator=generator
+    )
+    completions = torch.randint(2, setting.shape.vocab_size, (B, L), generator=generator)
+    lengths = torch.linspace(L / 4, L, B).long()[torch.randperm(B, generator=generator)]
+    completions[torch.arange(L) >= lengths[:, None] - 1] = 1
+    order = torch.rand(B, -(-L // BLOCK_LENGTH), BLOCK_LENGTH, generator=generator).argsort(dim=2).argsort(dim=2)
+    steps = order // TOKENS_PER_STEP + BLOCK_LENGTH // TOKENS_PER_STEP * torch.arange(order.shape[1])[:, None]
+    rewards = torch.rand(B, generator=generator)
+    zeros = torch.zeros(B, L)
+    batch = RolloutBatch(
+        prompt_ids=prompts.repeat_interleave(setting.group_size, dim=0),
+        prompt_lengths=torch.full((B,), setting.prompt_tokens),
+        completion_ids=completions,
+        completion_lengths=lengths,
+        sample_keys=torch.arange(B) * 7919,
+        rewards=rewards,
+        reward_parts=rewards[:, None],
+        correct=rewards > 0.5,
+        truncated=lengths == L,
+        group_ids=torch.arange(setting.num_groups).repeat_interleave(setting.group_size),
+        step_map=steps.flatten(1)[:, :L],
+        commit_logp=zeros,
+        commit_entropy=zeros,
+        fallback=zeros > 0,
+        num_forwards=torch.ones(B, dtype=torch.int64),
+        policy_versions=torch.zeros(B, dtype=torch.int64),
+    )
+    return batch.to(torch.device(setting.device))
+
+
+def learner_config(setting: Setting) -> LearnerConfig:
+    """d1's settings, its normalisation and its micro-batch: one group."""
+    return LearnerConfig.model_validate(
+        {
+            **_of_round(setting),
+            "inner_updates": setting.num_updates,
+            "estimator": {"name": "one_step", "p_mask_prompt": setting.p_mask_prompt, "prompt_mask": "each_update"},
+            "objective": {"name": "clipped_ratio", "normalize_by": "group"},
+        }
+    )
+
+
+def method_config(setting: Setting, algorithm: str) -> LearnerConfig:
+    """A row of the table of algorithms, with its own number of updates."""
+    return LearnerConfig.model_validate({**_of_round(setting), "algorithm": algorithm})
+
+
+def _of_round(setting: Setting) -> dict[str, Any]:
+    return {
+        "num_rounds": 1,
+        "group_size": setting.group_size,
+        "groups_per_round": setting.num_groups,
+        "micro_batch_tokens": setting.group_size * setting.canvas_tokens,
+    }
+
+
+def make_learner(setting: Setting, dtype: torch.dtype = torch.float32) -> Learner:
+    """Ours, on the setting's random policy."""
+    model = make_policy(setting.shape, setting.canvas_tokens, setting.device).to(dtype)
+    # These completions are random: there is no sampler to measure a gap to.
+    return Learner(ShardedPolicy(model, None), learner_config(setting), SamplerFacts(records_law=False))
+
+
+def make_reference(setting: Setting, *, is_stacked: bool = False) -> ReferenceUpdate:
+    """The restatement of d1's, on the same policy."""
+    model = make_policy(setting.shape, setting.canvas_tokens, setting.device)
+    return ReferenceUpdate(model, UpdateSettings(is_stacked=is_stacked))
+
+
+def prompt_masks(setting: Setting, batch: RolloutBatch) -> Tensor:
+    """[U, B, P] bool: the masks that our estimator draws, for the reference to use."""
+    grouped, estimator = GroupedBatch.of(batch), learner_config(setting).estimator
+    masks = []
+    for index in range(setting.num_updates):
+        corruption = estimator.corrupt(grouped, InnerUpdate(index, setting.num_updates), SamplerFacts())
+        masked_BP = corruption.prompt_masked
+        masks.append(torch.zeros_like(batch.prompt_ids, dtype=torch.bool) if masked_BP is None else masked_BP)
+    return torch.stack(masks)

@@ -1,0 +1,89 @@
+"""The arithmetic of a round's update, for the field's way and for ours: what speed the counts allow.
+
+Only products count, two FLOP for each multiply-add; a backward pass is twice its forward. A ratio of counts is what two
+programs that ran every product at one rate would show. Norms, softmaxes and the optimizer's step are on top.
+
+Shape letters: B completions, S slots of a canvas, L completion slots, N tokens of text, U inner updates.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from learner.model.transformer import TransformerConfig
+
+COLUMNS = {"network": "network", "way": "way", "tflop": "TFLOP a round", "ratio": "of the first"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Counts:
+    """How large a round is."""
+
+    num_canvases: int
+    """B, or fewer where completions share theirs."""
+    canvas_tokens: int
+    """S."""
+    asked_tokens: int
+    """L."""
+    text_tokens: int
+    """N, over all canvases: slots whose token is scored."""
+    num_updates: int
+    """U."""
+
+
+def forward(config: TransformerConfig, counts: Counts, *, spares_head: bool, spares_block: bool) -> tuple[float, float]:
+    """FLOP of one forward of all canvases: of the body, attention included, and of the head.
+
+    Args:
+        config: the network.
+        counts: the round.
+        spares_head: whether the head runs on the text alone.
+        spares_block: whether the last block predicts the completion, and its feed-forward the text, alone.
+    """
+    width, slots = config.d_model, counts.num_canvases * counts.canvas_tokens
+    key_value = 2 * width * config.num_kv_heads * config.head_dim
+    feed_forward = 3 * width * config.mlp_hidden_size
+    # Per query: its projection, its scores and what it gathers.
+    query = width**2 + 2 * counts.canvas_tokens * width
+    output = width**2 + feed_forward
+    asked = counts.num_canvases * counts.asked_tokens if spares_block else slots
+    written = counts.text_tokens if spares_block else slots
+    whole = (config.num_layers - 1) * slots * (key_value + query + output)
+    last = slots * key_value + asked * query + written * output
+    head = width * config.vocab_size * (counts.text_tokens if spares_head else slots)
+    return 2.0 * (whole + last), 2.0 * head
+
+
+def round_flops(config: TransformerConfig, counts: Counts) -> dict[str, float]:
+    """FLOP of a round with prompt masks that differ from update to update, as savings are added one by one."""
+    U = counts.num_updates
+    all_body, all_head = forward(config, counts, spares_head=False, spares_block=False)
+    _, text_head = forward(config, counts, spares_head=True, spares_block=False)
+    body, head = forward(config, counts, spares_head=True, spares_block=True)
+    return {
+        # Old, reference and new forwards, and a backward.
+        "the first d1: five forwards' worth an update, all slots": 5 * U * (all_body + all_head),
+        "head on the text": 5 * U * (all_body + text_head),
+        "last block on the completion": 5 * U * (body + head),
+        "first old forward for free: least for these canvases": (5 * U - 1) * (body + head),
+        "head computed again in the backward, above 2^24 logits": (5 * U - 1) * (body + head) + U * head,
+    }
+
+
+def shared_flops(config: TransformerConfig, counts: Counts) -> float:
+    """FLOP of ours without prompt masks: one reference forward a round, no old one.
+
+    `counts` are those of the canvases that differ: one a group, with the text of its longest completion.
+    """
+    body, head = forward(config, counts, spares_head=True, spares_block=True)
+    return (3 * counts.num_updates + 1) * (body + head)
+
+
+def rows(network: str, config: TransformerConfig, counts: Counts, shared: Counts) -> list[dict[str, Any]]:
+    """The table of one network; `shared` counts the canvases that differ without prompt masks."""
+    flops = round_flops(config, counts) | {"no prompt masks: ours": shared_flops(config, shared)}
+    first = next(iter(flops.values()))
+    return [
+        {"network": network, "way": way, "tflop": value / 1e12, "ratio": first / value} for way, value in flops.items()
+    ]

@@ -1,0 +1,81 @@
+"""Log-probabilities in chunks against autograd's own, kept and computed again."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from learner.model import scoring
+from learner.model.scoring import Wanted, wanted_logps
+
+SLOTS = torch.tensor([0, 0, 1, 4, 4, 4, 6])
+
+
+def _inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x_MD, weight_VD = (torch.randn(size, 5, generator=generator) for size in (7, 11))
+    return x_MD.to(dtype).requires_grad_(), weight_VD.to(dtype).requires_grad_()
+
+
+def _plainly(x_MD: Tensor, weight_VD: Tensor, wanted: Wanted) -> Tensor:
+    logits_MV = (x_MD @ weight_VD.T).float() / wanted.temperature
+    if wanted.excludes_mask_id:
+        logits_MV = logits_MV.index_fill(1, torch.tensor([wanted.mask_id, *wanted.forbidden_ids]), -torch.inf)
+    logps_MV = logits_MV.log_softmax(dim=-1)
+    others = [token for token in range(11) if token != wanted.mask_id]
+    top_N = logps_MV[:, others].amax(dim=-1)[wanted.slot]
+    return torch.where(wanted.token < 0, top_N, logps_MV[wanted.slot, wanted.token.clamp(min=0)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("temperature", "excludes"), [(1.0, False), (0.7, True)])
+@pytest.mark.parametrize(("chunk", "kept"), [(1000, 1000), (22, 1000), (22, 0), (44, 0)])
+def test_values_and_gradients_are_autograds(
+    chunk: int,
+    kept: int,
+    temperature: float,
+    excludes: bool,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(scoring, "_MOST_LOGITS_CPU", chunk)
+    monkeypatch.setattr(scoring, "_MOST_KEPT_CPU", kept)
+    wanted = Wanted(
+        slot=SLOTS,
+        token=torch.tensor([0, -1, 10, 4, -1, 4, 9]),
+        temperature=temperature,
+        mask_id=3,
+        excludes_mask_id=excludes,
+        forbidden_ids=(7,) if excludes else (),
+        has_top=True,
+    )
+    weights_N = torch.tensor([1.0, -2.0, 0.5, 0.0, 3.0, 1.0, -1.0])
+    x_MD, weight_VD = _inputs(dtype)
+    expected_N = _plainly(x_MD, weight_VD, wanted)
+    expected = torch.autograd.grad((expected_N * weights_N).sum(), (x_MD, weight_VD))
+    logps_N = wanted_logps(x_MD, weight_VD, wanted)
+    tolerance = 1e-5 if dtype is torch.float32 else 5e-2
+    torch.testing.assert_close(logps_N, expected_N, atol=1e-5, rtol=1e-5)
+    for _ in range(2):
+        # The second backward finds nothing kept.
+        actual = torch.autograd.grad((logps_N * weights_N).sum(), (x_MD, weight_VD), retain_graph=True)
+        for one, other in zip(actual, expected, strict=True):
+            torch.testing.assert_close(one, other, atol=tolerance, rtol=tolerance)
+
+
+def test_where_nothing_is_scored_there_is_no_value_and_no_gradient() -> None:
+    x_MD, weight_VD = _inputs(torch.float32)
+    none = torch.zeros(0, dtype=torch.int64)
+    logps_N = wanted_logps(x_MD[:0], weight_VD, Wanted(slot=none, token=none))
+    assert logps_N.shape == (0,)
+    logps_N.sum().backward()
+    assert weight_VD.grad is not None
+    assert not weight_VD.grad.any()
+
+
+def test_a_frozen_head_has_no_gradient() -> None:
+    x_MD, weight_VD = _inputs(torch.float32)
+    wanted_logps(x_MD, weight_VD.detach(), Wanted(slot=SLOTS, token=SLOTS)).sum().backward()
+    assert x_MD.grad is not None
+    assert weight_VD.grad is None
