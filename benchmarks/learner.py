@@ -331,9 +331,10 @@ def main() -> None:
     if unknown := chosen - (set(parts) - unfit):
         parser.error(f"there is no part {min(unknown)} on {args.device}; there are {', '.join(parts)}")
     torch.set_num_threads(1)
-    console, results = Console(width=180), _run(chosen, args.rounds, args.device)
+    console, results = Console(width=180), {}
     for part, (title, columns) in _TABLES.items():
-        if part in results:
+        if part in chosen:
+            results[part] = _run(part, args.rounds, args.device)
             console.print(table(title, results[part], columns))
     if args.out is not None:
         args.out.mkdir(parents=True, exist_ok=True)
@@ -354,28 +355,22 @@ _TABLES = {
 }
 
 
-def _run(parts: set[str], rounds: int, device: str) -> dict[str, list[Row]]:
-    results: dict[str, list[Row]] = {}
+def _run(part: str, rounds: int, device: str) -> list[Row]:
     settings = {name: Setting(shape=shape, device=device) for name, shape in SHAPES.items()}
-    if "same" in parts:
-        small = Setting(shape=WIDE.with_vocabulary(1536), gen_length=64, num_groups=2, device=device)
-        results["same"] = [in_fresh_process(same, replace(small, p_mask_prompt=p)) for p in MASKS]
+    narrow = Setting(shape=WIDE.with_vocabulary(1536), device=device)
+    d1s = Setting(shape=LLADA_8B, prompt_tokens=200, gen_length=256)
+    large = replace(d1s, shape=LLADA_1B, num_groups=4, num_updates=4, device=device)
     cases = [(replace(setting, p_mask_prompt=p), name) for name, setting in settings.items() for p in MASKS]
-    if "speed" in parts:
-        results["speed"] = [in_fresh_process(speed, *case, rounds) for case in cases]
-    if "memory" in parts:
-        results["memory"] = [memory(*case) for case in cases]
-    if "methods" in parts:
-        results["methods"] = in_fresh_process(methods, Setting(shape=WIDE.with_vocabulary(1536), device=device), rounds)
-    if "curves" in parts:
-        results["curves"] = sweep(rounds, device)
-    if "limit" in parts:
-        d1s = Setting(shape=LLADA_8B, prompt_tokens=200, gen_length=256)
-        results["limit"] = limit(settings | {"LLaDA-8B, prompt 200, 256 slots": d1s})
-    if "gpu" in parts:
-        large = Setting(shape=LLADA_1B, prompt_tokens=200, gen_length=256, num_groups=4, num_updates=4, device=device)
-        results["gpu"] = [utilisation(large, torch.bfloat16, 8192)]
-    return results
+    works: dict[str, Callable[[], list[Row]]] = {
+        "same": lambda: [in_fresh_process(same, replace(narrow, gen_length=64, p_mask_prompt=p)) for p in MASKS],
+        "speed": lambda: [in_fresh_process(speed, *case, rounds) for case in cases],
+        "memory": lambda: [memory(*case) for case in cases],
+        "methods": lambda: list(in_fresh_process(methods, narrow, rounds)),
+        "curves": lambda: sweep(rounds, device),
+        "limit": lambda: limit(settings | {"LLaDA-8B, prompt 200, 256 slots": d1s}),
+        "gpu": lambda: [utilisation(large, torch.bfloat16, 8192)],
+    }
+    return works[part]()
 
 
 if __name__ == "__main__":

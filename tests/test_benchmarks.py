@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import roofline, toy
+from benchmarks import learner as learner_benchmark
+from benchmarks import learner_curves, roofline, toy, update_flops
+from benchmarks.models import Shape
 from benchmarks.reference import ReferenceNet, Work, generate, generate_lockstep
+from benchmarks.rounds import Setting, make_reference, make_round, prompt_masks
 from learner.model.checkpoint import load_policy
 from learner.model.transformer import Transformer
 from rollout.request import Request, SamplingParams
@@ -63,3 +67,72 @@ def test_the_toys_answers_follow_from_its_prompts() -> None:
 def test_the_roofline_is_that_of_llada_8b() -> None:
     """One forward of 512 tokens is 7.81 TFLOP, 9.9 ms at 790 TFLOP/s; two tokens for each."""
     assert roofline.limit(masked_head=False, restricted=False) == pytest.approx(2 / 9.9e-3, rel=0.01)
+
+
+TINY = Setting(
+    shape=Shape(d_model=16, num_layers=2, num_heads=2, vocab_size=40),
+    prompt_tokens=5,
+    gen_length=32,
+    num_groups=2,
+    group_size=3,
+    num_updates=3,
+)
+
+
+@pytest.mark.parametrize("p_mask_prompt", [0.15, 0.0])
+def test_our_update_is_the_first_d1s(p_mask_prompt: float) -> None:
+    """With its normalisation and our prompt masks, over several inner updates with a KL penalty."""
+    row = learner_benchmark.same(replace(TINY, p_mask_prompt=p_mask_prompt))
+    assert row["updates"] == 3
+    assert row["first_gradient"] < 1e-5
+    assert row["last_gradient"] < 1e-4
+    assert row["weights"] < 1e-2
+
+
+def test_one_stacked_forward_gives_the_update_of_one_for_each_mask() -> None:
+    batch = make_round(TINY)
+    apart, stacked = make_reference(TINY), make_reference(TINY, is_stacked=True)
+    for reference in (apart, stacked):
+        reference.update(batch, prompt_masks(TINY, batch))
+    for one, other in zip(apart.model.parameters(), stacked.model.parameters(), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-6, rtol=0)
+
+
+def test_every_part_of_the_learners_benchmark_runs(tmp_path: Path) -> None:
+    assert learner_benchmark.speed(TINY, "tiny", 1)["ratio"].median > 0
+    assert learner_benchmark.utilisation(TINY, torch.bfloat16, 16)["flop_per_s"] > 0
+    peak = {"peak_bytes_reference": 2, "peak_bytes_d1_p0.15": 1, "peak_bytes_d1_p0": 1}
+    swept = [
+        {"axis": axis, "value": value, **peak}
+        | {f"arithmetic_p{p}": 2.0 for p in ("0.15", "0")}
+        | {f"ratio_p{p}": learner_benchmark.Ratio(2.0, 1.0, 3.0) for p in ("0.15", "0")}
+        for axis in ("vocab_size", "gen_length")
+        for value in (1, 10)
+    ]
+    learner_curves.draw({"curves": swept}, tmp_path / "learner.png")
+    assert (tmp_path / "learner.png").is_file()
+
+
+def test_methods_run_the_canvases_that_their_papers_ask_for() -> None:
+    # Short prompts have masks in common, and so canvases; in a group of three the draws of a completion are split.
+    setting = replace(TINY, prompt_tokens=40, num_groups=1, group_size=6)
+    rows = {row["method"]: row for row in learner_benchmark.methods(setting, 1)}
+    for name, draws in {"diffu-grpo": 1, "espo": 4}.items():
+        updates = rows[name]["updates"]
+        assert rows[name]["backwards"] == pytest.approx(draws * updates, rel=0.1)
+        # The old likelihoods of the first update cost nothing.
+        assert rows[name]["forwards"] == pytest.approx(draws * (3 * updates - 1), rel=0.1)
+    assert rows["stepmerge"]["backwards"] > 3 * rows["diffu-grpo"]["backwards"]
+
+
+def test_the_arithmetic_of_an_update_is_counted_from_the_products() -> None:
+    """LLaDA-8B: a forward of 512 slots is 7.81 TFLOP; an update of old, reference, new and backward five of these."""
+    config = learner_benchmark.LLADA_8B.config(512)
+    counts = update_flops.Counts(num_canvases=1, canvas_tokens=512, asked_tokens=512, text_tokens=512, num_updates=1)
+    assert sum(update_flops.forward(config, counts, spares_head=False, spares_block=False)) == pytest.approx(
+        7.81e12, rel=0.01
+    )
+    flops = list(update_flops.round_flops(config, counts).values())
+    assert flops[0] == pytest.approx(5 * 7.81e12, rel=0.01)
+    assert flops[2] == flops[0]
+    assert flops[3] == pytest.approx(4 / 5 * flops[0])

@@ -42,7 +42,7 @@ class Wanted:
 
 def wanted_logps(x_MD: Tensor, weight_VD: Tensor, wanted: Wanted) -> Tensor:
     """[N] float32 log-probabilities, in nats, of tokens under the head's matrix."""
-    logps_N: Tensor = _WantedLogps.apply(x_MD, weight_VD, wanted)  # type: ignore[no-untyped-call]
+    logps_N: Tensor = _WantedLogps.apply(x_MD, weight_VD, wanted)
     return logps_N
 
 
@@ -66,7 +66,7 @@ class _WantedLogps(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x_MD, weight_VD = ctx.saved_tensors
         of_x, of_weight = ctx.needs_input_grad[:2]
         grad_x_MD = torch.empty_like(x_MD) if of_x else None
