@@ -22,7 +22,7 @@ train: $(STAMP) ## Train a tiny policy here: RUN=name of the run, ARGS="learner.
 	$(BIN)/d1 train recipes/tiny.yaml name=$(RUN) $(ARGS)
 
 test: $(STAMP) ## Run the tests: ARGS="tests/rewards -k sudoku" for some of them.
-	$(BIN)/pytest --numprocesses 2 --dist loadgroup $(ARGS)
+	$(BIN)/pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder $(ARGS)
 
 check: $(STAMP) ## Check format, lint and types.
 	$(BIN)/ruff format --check .

@@ -15,15 +15,16 @@ from learner.model.transformer import Transformer, TransformerConfig, init_weigh
 SHARED = Path(__file__).parents[1].parent / "shared"
 
 
-_RAY_FILES = {"test_end_to_end", "test_on_ray", "test_submit"}
+_RUNS, _RAY = "test_end_to_end", ("test_on_ray", "test_submit")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Under xdist a file's tests stay on one worker, which makes its fixtures once; and those that start a Ray cluster
-    all go to the same, for two of them at a time would be slower than one after the other."""
+    """Under xdist a file's tests stay on one worker, which makes its fixtures once. Whole runs take longest and come
+    first, on one worker; the other tests that start a Ray cluster begin on the second."""
     for item in items:
-        has_cluster = "cluster" in getattr(item, "fixturenames", ()) or item.path.stem in _RAY_FILES
-        item.add_marker(pytest.mark.xdist_group("ray" if has_cluster else str(item.path)))
+        group = "ray" if item.path.stem in _RAY else str(item.path)
+        item.add_marker(pytest.mark.xdist_group(group))
+    items.sort(key=lambda item: (item.path.stem != _RUNS, item.path.stem not in _RAY))
 
 
 @pytest.fixture(scope="session")
