@@ -215,7 +215,7 @@ def test_a_run_that_fails_says_so_in_one_sentence(cluster: dict[str, str], folde
     done = _d1(cluster, "train", *arguments)
     assert done.returncode == 1
     (sentence,) = [line for line in done.stderr.splitlines() if line.startswith("d1: ")]
-    assert "the run failed: FloatingPointError: the gradient's norm is nan" in sentence
+    assert "the run failed: FloatingPointError: round 0: the gradient's norm is nan" in sentence
     assert "Traceback" not in done.stderr
     failures = [event["what"] for event in read_events(folder / "failing") if event["event"] == "failure"]
     assert any("a learner worker failed: FloatingPointError" in what for what in failures)
