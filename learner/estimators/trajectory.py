@@ -76,7 +76,6 @@ class TrajectoryConfig(BaseModel):
         rows_N, slots_N = scored_BL.nonzero(as_tuple=True)
         wanted_BK[rows_N, segment_BL[rows_N, slots_N]] = True
         importance_BK = self._drawn(batch, wanted_BK, segment_BL, update)
-        # A row without any still has one canvas, of which nothing is scored.
         rows_R, parts_R = (importance_BK > 0).nonzero(as_tuple=True)
         segment_RL = segment_BL[rows_R]
         prompt_BP = prompt_mask(batch, self.p_mask_prompt, _PROMPT_KEY, self.mask_key(update))

@@ -31,11 +31,6 @@ class Logps:
     sampled: Tensor
     """[N] what the sampler recorded of the token when it committed it."""
 
-    def of(self, inside: slice) -> Logps:
-        """Those of some consecutive terms."""
-        reference = None if self.reference is None else self.reference[inside]
-        return Logps(new=self.new[inside], old=self.old[inside], reference=reference, sampled=self.sampled[inside])
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Loss:
@@ -44,7 +39,7 @@ class Loss:
     total: Tensor
     """[] to be minimised: these terms' share of the round's loss."""
     per_unit: Mapping[str, Tensor] = field(default_factory=dict)
-    """[U] each, without gradient: what is reported, under the names of `METRICS`."""
+    """[U] each, without gradient: what is reported, by name."""
 
 
 class Objective(Protocol):

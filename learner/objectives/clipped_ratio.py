@@ -5,6 +5,7 @@ Shape letters: N terms, U units, B rows.
 
 from __future__ import annotations
 
+import math
 from enum import StrEnum
 from typing import Annotated, ClassVar, Literal
 
@@ -92,13 +93,9 @@ class ClippedRatioConfig(BaseModel):
         units = units_of(terms, self.level)
         advantages_U = rows.advantages[units.rows]
         ratio_U = self._log_ratio(terms, units, logps.new, self._divided_by(logps), rows).exp()
-        clipped_U = (
-            ratio_U.clamp(
-                None if self.clip_low is None else 1 - self.clip_low,
-                None if self.clip_high is None else 1 + self.clip_high,
-            )
-            if self.clip_low is not None or self.clip_high is not None
-            else ratio_U
+        clipped_U = ratio_U.clamp(
+            -math.inf if self.clip_low is None else 1 - self.clip_low,
+            math.inf if self.clip_high is None else 1 + self.clip_high,
         )
         gain_U = (ratio_U * advantages_U).minimum(clipped_U * advantages_U)
         loss_U, per_unit = -gain_U, {}
@@ -123,9 +120,8 @@ class ClippedRatioConfig(BaseModel):
             return units.sum(terms.weights * (over_N - under_N)) / self._size(units, rows)
         is_token_N = terms.places == TOKEN
         tokens_U = units.sum(torch.where(is_token_N, terms.weights * (over_N - under_N), 0.0))
-        over_B, under_B = (
-            order_logps(terms, one, self.order_temperature, len(rows.sizes)) for one in (over_N, under_N)
-        )
+        over_B = order_logps(terms, over_N, self.order_temperature, len(rows.sizes))
+        under_B = order_logps(terms, under_N, self.order_temperature, len(rows.sizes))
         return (tokens_U + (over_B - under_B)[units.rows]) / self._size(units, rows)
 
     def _kl(self, terms: Terms, units: Units, against_N: Tensor, new_N: Tensor, rows: RowFacts) -> Tensor:

@@ -12,11 +12,10 @@ from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
-from torch import Tensor
 
 from learner.estimators.terms import Terms
 from learner.objectives.base import Logps, Loss
-from learner.objectives.units import Level, Normalize, RowFacts, units_of
+from learner.objectives.units import Level, Normalize, RowFacts, group_softmax, units_of
 
 
 class DistributionMatchingConfig(BaseModel):
@@ -46,17 +45,7 @@ class DistributionMatchingConfig(BaseModel):
         rho_B = zeros_B.index_add(0, terms.rows, terms.weights * (logps.reference - logps.old))
         counts_B = importance_B > 0
         # Within a group a softmax of advantages is one of rewards.
-        wanted_B = _softmax(rho_B + rows.advantages / self.alpha, rows.groups, counts_B)
-        unwanted_B = _softmax(rho_B - rows.advantages / self.alpha, rows.groups, counts_B)
+        wanted_B = group_softmax(rho_B + rows.advantages / self.alpha, rows.groups, counts_B)
+        unwanted_B = group_softmax(rho_B - rows.advantages / self.alpha, rows.groups, counts_B)
         loss_B = -(wanted_B - unwanted_B) * elbo_B / rows.sizes
         return Loss(total=(loss_B * importance_B).sum())
-
-
-def _softmax(values_B: Tensor, groups_B: Tensor, counts_B: Tensor) -> Tensor:
-    """[B] softmax within each group, of the rows that count; 0 elsewhere."""
-    values_B = values_B.masked_fill(~counts_B, -torch.inf)
-    top_G = values_B.new_full((int(groups_B.max()) + 1,), torch.finfo(torch.float32).min)
-    top_G = top_G.scatter_reduce(0, groups_B, values_B, "amax")
-    powers_B = (values_B - top_G[groups_B]).exp()
-    sums_G = powers_B.new_zeros(len(top_G)).index_add_(0, groups_B, powers_B)
-    return powers_B / sums_G[groups_B].clamp(min=torch.finfo(torch.float32).tiny)

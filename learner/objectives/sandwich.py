@@ -17,7 +17,7 @@ from torch import Tensor
 
 from learner.estimators.terms import Terms
 from learner.objectives.base import Logps, Loss
-from learner.objectives.units import Level, Normalize, RowFacts, units_of
+from learner.objectives.units import Level, Normalize, RowFacts, group_softmax, units_of
 
 _MOST_LOG_WEIGHT = math.log(5.0)
 
@@ -66,7 +66,9 @@ class SandwichConfig(BaseModel):
         importance_B = zeros_B.index_add(0, units.rows, units.importance)
         if self.self_normalized:
             old_B = zeros_B.index_add(0, terms.rows, terms.weights * logps.old)
-            weight_B = _self_normalized(lower_B.detach() - old_B, rows.groups, importance_B > 0)
+            weight_B = group_softmax(
+                (lower_B.detach() - old_B).clamp(max=_MOST_LOG_WEIGHT), rows.groups, importance_B > 0
+            )
             importance_B = importance_B * weight_B
             per_unit = {"ratio": (lower_B.detach() - old_B).exp()[units.rows]}
         return Loss(total=-(rows.advantages * bound_B * importance_B).sum(), per_unit=per_unit)
@@ -90,10 +92,3 @@ def _logsumexp(values_N: Tensor, of_term_N: Tensor, count: int) -> Tensor:
     """[count] the log of the sums of exponentials."""
     top_U = values_N.new_full((count,), -torch.inf).scatter_reduce(0, of_term_N, values_N.detach(), "amax")
     return top_U + values_N.new_zeros(count).index_add(0, of_term_N, (values_N - top_U[of_term_N]).exp()).log()
-
-
-def _self_normalized(log_weights_B: Tensor, groups_B: Tensor, counts_B: Tensor) -> Tensor:
-    """[B] softmax of the log-weights within each group, of the rows that count."""
-    weights_B = log_weights_B.clamp(max=_MOST_LOG_WEIGHT).exp() * counts_B
-    sums_G = weights_B.new_zeros(int(groups_B.max()) + 1).index_add_(0, groups_B, weights_B)
-    return weights_B / sums_G[groups_B].clamp(min=torch.finfo(torch.float32).tiny)

@@ -128,3 +128,13 @@ def _means(importance_U: Tensor, of_U: Tensor, count: int, over_ranks: Callable[
     sums = importance_U.new_zeros(count).index_add_(0, of_U, importance_U)
     num_sets = 1.0 if over_ranks is None else over_ranks((sums > 0).sum().float()[None])
     return sums[of_U] * num_sets
+
+
+def group_softmax(values_B: Tensor, groups_B: Tensor, counts_B: Tensor) -> Tensor:
+    """[B] softmax within each group, of the rows that count; 0 elsewhere."""
+    values_B = values_B.masked_fill(~counts_B, -torch.inf)
+    top_G = values_B.new_full((int(groups_B.max()) + 1,), torch.finfo(torch.float32).min)
+    top_G = top_G.scatter_reduce(0, groups_B, values_B, "amax")
+    powers_B = (values_B - top_G[groups_B]).exp()
+    sums_G = powers_B.new_zeros(len(top_G)).index_add_(0, groups_B, powers_B)
+    return powers_B / sums_G[groups_B].clamp(min=torch.finfo(torch.float32).tiny)
