@@ -171,8 +171,9 @@ class ShardedPolicy:
     def without_gradients(self) -> Iterator[None]:
         """Forwards that no backward follows. All ranks enter and leave it.
 
-        After such a forward FSDP holds the root's parameters whole, and `parameters()` would give these: an optimizer
-        made then, or weights loaded then, would miss the sharded ones. So they are sharded again.
+        After such a forward FSDP holds the root's parameters whole, in `compute_dtype`: memory that a reference would
+        keep for the round. `parameters()` would give these too, and an optimizer made then, or weights loaded then,
+        would miss the sharded ones. So they are sharded again.
         """
         with torch.no_grad():
             yield
@@ -216,9 +217,6 @@ class ShardedPolicy:
         return greatest
 
     def _parameters(self) -> dict[str, nn.Parameter]:
-        if isinstance(self.module, FSDPModule):
-            # After a forward without a backward FSDP leaves the outermost ones gathered, and in `compute_dtype`.
-            self.module.reshard()
         return {plain_name(name): parameter for name, parameter in self.module.named_parameters()}
 
     def _gathered_weights(self) -> Iterator[tuple[str, Tensor]]:

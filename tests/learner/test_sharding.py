@@ -60,7 +60,7 @@ def _train(
         learner.load_full_state(resume_from)
     metrics += [learner.update(batch, round_index) for round_index in range(2)]
     # The last forward has no backward: what is gathered after it must be the parameters all the same.
-    with torch.no_grad():
+    with policy.without_gradients():
         policy.module(batch.prompt_ids)
     return {
         "weights": policy.full_weights(),
