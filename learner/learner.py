@@ -153,12 +153,12 @@ class Learner:
 
     def _in_one_sweep(self, work: Round, plan: Plan, known: Known, metrics: UpdateMetrics) -> None:
         news = []
-        for micro, inside in zip(plan.micro_batches, plan.inside, strict=True):
+        for micro, inside, counts in zip(plan.micro_batches, plan.inside, plan.counts, strict=True):
             new_N = token_logps(self.policy.module, micro.views, micro.law)
             news.append(new_N.detach())
             loss = self._loss(work, micro, new_N, known, inside)
             self._accumulate(loss.total)
-            metrics.add(loss, new_N, counts=bool((micro.importance > 0).any()))
+            metrics.add(loss, new_N, counts=counts)
         if known.old is None:
             known.old = _joined(news, plan)
 
@@ -169,8 +169,7 @@ class Learner:
             known.old = all_N
         whole = slice(0, plan.terms.num_terms)
         gradient_N = coefficients(lambda new_N: self._loss(work, plan.terms, new_N, known, whole).total, all_N)
-        counts = bool((plan.terms.importance > 0).any())
-        metrics.add(self._loss(work, plan.terms, all_N, known, whole), all_N, counts=counts)
+        metrics.add(self._loss(work, plan.terms, all_N, known, whole), all_N, counts=any(plan.counts))
         for micro, inside in zip(plan.micro_batches, plan.inside, strict=True):
             new_N = token_logps(self.policy.module, micro.views, micro.law)
             weight_N = gradient_N[inside] if inside.stop > inside.start else torch.zeros_like(new_N)

@@ -29,6 +29,9 @@ class Plan:
     """All of them; their importance is their unit's share of the round's loss."""
     micro_batches: tuple[Terms, ...]
     """The terms in micro-batches, and after them as many that count for nothing as other ranks have more."""
+    counts: tuple[bool, ...]
+    """Whether any term of each micro-batch counts for something. Known here, so that no micro-batch makes the host wait
+    for the device."""
     is_split: bool
     """Whether a unit is spread over several micro-batches, on any rank."""
 
@@ -91,7 +94,14 @@ class Round:
         others = self._policy.max_over_ranks(torch.tensor([len(packed.terms), packed.is_split]))
         num_micro_batches, is_split = others.tolist()
         idle = (terms.weightless(),) * (num_micro_batches - len(packed.terms))
-        return Plan(key=key, terms=terms, micro_batches=(*packed.terms, *idle), is_split=bool(is_split))
+        counts = torch.stack([(micro.importance > 0).any() for micro in packed.terms]).tolist()
+        return Plan(
+            key=key,
+            terms=terms,
+            micro_batches=(*packed.terms, *idle),
+            counts=(*counts, *(False for _ in idle)),
+            is_split=bool(is_split),
+        )
 
     def _cut(self, terms: Terms) -> MicroBatches:
         objective = self._config.objective
