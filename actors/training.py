@@ -25,6 +25,7 @@ from actors.sft_data import SftData, load_sft_data
 from actors.spec import Phase, RunSpec, sampler_facts
 from actors.weights import make_manifest
 from learner.batch import RolloutBatch
+from learner.hardware import forget_peak_memory, peak_flop_per_s, peak_memory_bytes
 from learner.learner import Learner
 from learner.model.adapter import Adapter, read_adapter
 from learner.model.checkpoint import LEARNER_STATE, load_policy, save_checkpoint, verify_checkpoint
@@ -159,14 +160,25 @@ class TrainingRun:
 
     def _updated(self, learner: Learner, batch: RolloutBatch, round_index: int) -> dict[str, float]:
         self._policy.wait_for_all(f"round {round_index}", _LAG_TIMEOUT_S)
+        forget_peak_memory(self._policy.device)
+        began = time.monotonic()
         try:
-            return learner.update(batch, round_index)
+            metrics = learner.update(batch, round_index)
         except FloatingPointError as error:
             path = self._spec.run_dir / FAILED_BATCHES / f"round-{round_index:06d}.safetensors"
             if self._policy.rank == 0:
                 path.parent.mkdir(exist_ok=True)
                 save_file({field.name: getattr(batch, field.name) for field in fields(batch)}, path)
             raise FloatingPointError(f"round {round_index}: {error}. Its batch is in {path}") from error
+        return metrics | self._use_of_devices(learner.model_flops / (time.monotonic() - began))
+
+    def _use_of_devices(self, flop_per_s: float) -> dict[str, float]:
+        """How much of its devices an update used: arithmetic of all workers, memory of the one that took most."""
+        device = self._policy.device
+        memory = self._policy.max_over_ranks(torch.tensor([peak_memory_bytes(device)])).item()
+        used = {"flop_per_s": flop_per_s, "peak_memory_bytes": int(memory)}
+        peak = peak_flop_per_s(device)
+        return used if peak is None else used | {"mfu": flop_per_s / (peak * self._policy.world_size)}
 
     def _after_round(self, learner: Learner) -> None:
         """Evaluate and checkpoint where the recipe says so; the last round's are the stage's own."""

@@ -13,7 +13,8 @@ from torch import Tensor
 from learner.advantages import Rewards, group_advantages
 from learner.batch import GroupedBatch, RolloutBatch
 from learner.config import LearnerConfig
-from learner.estimators import InnerUpdate, SamplerFacts, Terms, make_terms
+from learner.estimators import InnerUpdate, SamplerFacts, Terms, make_terms, token_logps
+from learner.flops import NOTHING, Canvases
 from learner.micro_batches import MicroBatches, cut
 from learner.objectives import Logps, RowFacts, normalized, unit_keys
 from learner.sharding import ShardedPolicy
@@ -34,6 +35,9 @@ class Plan:
     for the device."""
     is_split: bool
     """Whether a unit is spread over several micro-batches, on any rank."""
+
+    canvases: Canvases
+    """What a forward of all that counts runs."""
 
     @property
     def inside(self) -> list[slice]:
@@ -101,6 +105,7 @@ class Round:
             micro_batches=(*packed.terms, *idle),
             counts=(*counts, *(False for _ in idle)),
             is_split=bool(is_split),
+            canvases=Canvases.of(terms.views) if any(counts) else NOTHING,
         )
 
     def _cut(self, terms: Terms) -> MicroBatches:
@@ -112,3 +117,14 @@ class Round:
         """These likelihoods of terms, with what the sampler recorded of them."""
         sampled_N = self.batch.commit_logp[terms.rows, terms.slots]
         return Logps(new=new_N, old=old_N, reference=reference_N, sampled=sampled_N)
+
+
+def scored_logps(policy: ShardedPolicy, plan: Plan) -> Tensor:
+    """[N] the log-probabilities of all terms of a plan, without gradients. A collective."""
+    with policy.without_gradients():
+        return joined([token_logps(policy.module, micro.views, micro.law) for micro in plan.micro_batches], plan)
+
+
+def joined(parts: list[Tensor], plan: Plan) -> Tensor:
+    """[N] the values of all terms, without those of micro-batches that count for nothing."""
+    return torch.cat(parts)[: plan.terms.num_terms]

@@ -41,6 +41,8 @@ REPEATABLE = ("sft_data", "sft_eval", "round", "evaluation", "checkpoint", "phas
 UNREPEATABLE = {
     "time_s",
     "tokens_per_s",
+    "flop_per_s",
+    "peak_memory_bytes",
     "sampling_s",
     "training_s",
     "publish_s",
@@ -90,6 +92,9 @@ def test_a_run_leaves_what_it_promises(cluster: dict[str, str], folder: Path, fi
     rounds = [event for event in first_run if event["event"] == "round"]
     assert [event["policy_version"] for event in rounds] == [2, 3, 4, 5]
     assert all(event["num_completions"] == 32 and event["num_failed_groups"] == 0 for event in rounds)
+    assert all(event["flop_per_s"] > 0 and event["peak_memory_bytes"] > 10e6 for event in rounds)
+    assert all(event["estimator_variance"] > 0 for event in rounds)
+    assert not [event for event in rounds if "mfu" in event], "no rate of a CPU is known"
     assert not [event for event in first_run if event["event"] == "failure"]
     samples = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
     assert len(samples) == 16
