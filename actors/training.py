@@ -27,9 +27,10 @@ from actors.weights import make_manifest
 from learner.batch import RolloutBatch
 from learner.hardware import forget_peak_memory, peak_flop_per_s, peak_memory_bytes
 from learner.learner import Learner
-from learner.model.adapter import Adapter, read_adapter
+from learner.model.adapter import ADAPTER, Adapter, read_adapter
 from learner.model.checkpoint import LEARNER_STATE, load_policy, save_checkpoint, verify_checkpoint
 from learner.model.tokenizer import ChatTokenizer
+from learner.model.transformer import Transformer
 from learner.sft_learner import SftLearner, evaluation_loss
 from learner.sharding import ShardedPolicy, make_mesh
 
@@ -49,8 +50,26 @@ class TrainingRun:
         self._position = self._found.position
         mesh = make_mesh(spec.device)
         device = torch.device(spec.device, torch.cuda.current_device()) if spec.device == "cuda" else "cpu"
-        model = load_policy(self._found.directory).to(device)
+        adapter, model = self._found_policy()
+        if spec.lora.base_weights == "full":
+            model = model.to(device)
+        # Else it may be too large for a GPU: what the 4 bits leave of it goes there block by block.
         self._policy = ShardedPolicy(model, mesh, spec.sharding, lora=spec.lora, seed=spec.seed)
+        if adapter is not None:
+            self._policy.load_adapter(adapter.matrices)
+
+    def _found_policy(self) -> tuple[Adapter | None, Transformer]:
+        """The checkpoint's policy: whole, or for 4 bits as the adapter and what it stands on.
+
+        Rounded again with its adapter merged, it would not be the policy that the interrupted run had.
+        """
+        found = self._found.directory
+        if self._spec.lora.base_weights == "full" or not (found / ADAPTER).is_file():
+            return None, load_policy(found)
+        adapter = read_adapter(found)
+        base = self._spec.checkpoints_dir / adapter.base
+        verify_checkpoint(base)
+        return adapter, load_policy(base)
 
     def run(self) -> None:
         """The stages that the run asks for and that the checkpoint has not seen."""
@@ -129,6 +148,10 @@ class TrainingRun:
         if spec.lora.rank:
             # An adapter of its own: without it the policy is the KL reference.
             self._policy.load_full_weights(self._start_of_rounds())
+        if spec.lora.base_weights == "nf4" and self._position.phase is Phase.SFT:
+            # What SFT published is not rounded yet: the rounds are of completions of the policy that they start from.
+            self._position = replace(self._position, policy_version=self._position.policy_version + 1)
+            self._publish(self._position.policy_version, Phase.SFT, 0)
         learner = Learner(self._policy, spec.learner, sampler_facts(spec.rollout.sampling))
         self._restore(learner)
         self._record("phase", phase=Phase.RL, num_steps=spec.learner.num_rounds)
