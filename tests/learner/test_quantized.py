@@ -107,6 +107,16 @@ def test_what_is_rounded_stays_what_it_is_when_it_is_rounded_again(base: Transfo
     assert torch.equal(again["blocks.0.mlp.up_proj.weight"], torch.zeros(48, 32))
 
 
+def test_other_weights_are_rounded_as_they_go_in(base: Transformer) -> None:
+    policy, other = _policy(base), copy.deepcopy(base)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1.7).add_(0.01)
+    policy.load_full_weights(dict(other.named_parameters()))
+    expected = _policy(other).full_weights()
+    assert [name for name, weight in policy.full_weights().items() if not torch.equal(weight, expected[name])] == []
+
+
 def test_the_linear_layers_of_the_blocks_are_rounded_and_nothing_else(base: Transformer) -> None:
     policy, whole = _policy(base), base.state_dict()
     rounded = {name for name, weight in policy.full_weights().items() if not torch.equal(weight, whole[name])}
