@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _CHUNK = 64
+# Numbers whose statistics a CPU takes at a time: with their exponentials, what its second cache holds.
+_CACHED = 1 << 17
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +40,16 @@ class Predictions:
 def predictions(logits_NV: Tensor) -> Predictions:
     """Maximum and normaliser of each row, in float32. Overwrites float32 logits: they can be gigabytes."""
     shifted_NV = logits_NV.float()
-    top_N, token_N = shifted_NV.max(dim=-1)
-    shifted_NV.sub_(top_N[:, None])
-    return Predictions(shifted_NV, token_N, shifted_NV.exp().sum(dim=-1).log_())
+    top_N, token_N = shifted_NV.new_empty(len(shifted_NV)), torch.empty_like(shifted_NV[:, 0], dtype=torch.int64)
+    total_N = torch.empty_like(top_N)
+    # All rows at once would be one more tensor as large as the logits, and on a CPU four ways through main memory.
+    rows = max(1, _CACHED // shifted_NV.shape[1]) if shifted_NV.device.type == "cpu" else max(1, len(shifted_NV))
+    for some in range(0, len(shifted_NV), rows):
+        chunk = slice(some, some + rows)
+        torch.max(shifted_NV[chunk], dim=-1, out=(top_N[chunk], token_N[chunk]))
+        weights = shifted_NV[chunk].sub_(top_N[chunk, None]).exp()
+        torch.sum(weights, dim=-1, out=total_N[chunk])
+    return Predictions(shifted_NV, token_N, total_N.log_())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
