@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import re
 from random import Random
 from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from rewards.answers import last_answer
-from rewards.arithmetic import Operator, evaluate
+from rewards import d1_parsers
+from rewards.answers import final_answer, last_answer
+from rewards.arithmetic import Operator, evaluate, plain
 from rewards.draw import draw_distinct, rng_for
 from rewards.expressions import Expression, random_expression, steps_of, text_of, value_of
-from rewards.problem import Grade, Problem, Split
+from rewards.problem import Grade, Problem, Rules, Split
 from rewards.prompts import D1_FORMAT, PromptStyle, demonstration, user_turn
+from rewards.python_arithmetic import python_value
+from rewards.rows import shown
 from rewards.split import split_of
 
 _ALL_OPERATORS: tuple[Operator, ...] = ("+", "-", "*", "/")
 
 # Most expressions miss the range of targets. Drawing new numbers for each would favour small numbers and cost a hash.
 _EXPRESSIONS_PER_DRAW = 8
+_D1_TOLERANCE = 1e-5
 
 # d1's wording (`diffu-grpo/data_utils.py`, `get_countdown_questions`), to the letter.
 _D1_QUESTION = (
@@ -52,6 +57,10 @@ class CountdownConfig(BaseModel):
     """`d1` for the words of the d1 code, `compact` for `9 3 7 = 66`."""
     heldout_fraction: float = Field(default=0.1, ge=0.05, le=0.5)
     """Fraction of all sets of numbers that is held out. All targets of one set are in the same split."""
+    reward: Rules = "fixed"
+    """The reward that is trained on."""
+    protocol: Rules = "fixed"
+    """What counts as correct in evaluation."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -65,7 +74,7 @@ class CountdownConfig(BaseModel):
 
 
 class Countdown:
-    """The Countdown task. Its reward is d1's, its arithmetic is not Python's: see `grade`."""
+    """The Countdown task."""
 
     name = "countdown"
 
@@ -82,23 +91,53 @@ class Countdown:
         return draw_distinct(lambda rng: self._draw(rng, split), task=self.name, split=split, count=count, seed=seed)
 
     def grade(self, problem: Problem, text: str) -> Grade:
-        """0 without an answer, 0.1 with one, 1 with a right one: d1's `countdown_reward_func`.
+        """0 without an answer, 0.1 with one, 1 with a right one: d1's `countdown_reward_func`. Never raises.
 
-        Parts: `answer` (0 or 0.1) for a closed answer tag, `correct` (0 or 0.9) for an expression that uses exactly the
-        given numbers and comes exactly to the target. What d1's `eval` took and this refuses: `**`, `//`, decimals,
-        signs (`-3+7`), line breaks, and operators that the config does not list. Never raises for any text.
+        Parts: `answer` (0 or 0.1) for an answer, `correct` (0 or 0.9) for a right one. By the fixed rules that is an
+        expression that uses exactly the given numbers, only the config's operators, and comes exactly to the target;
+        what d1's `eval` took and this refuses: `**`, `//`, decimals, signs (`-3+7`) and line breaks.
         """
-        answer = last_answer(text)
-        correct = answer is not None and self._solves(problem, answer)
-        parts = {"answer": 0.0 if answer is None else 0.1, "correct": 0.9 if correct else 0.0}
-        return Grade(reward=sum(parts.values()), parts=parts, correct=correct)
+        solved = {"fixed": self._is_solved, "d1": self._is_rewarded_by_d1}[self._config.reward](problem, text)
+        parts = {"answer": 0.0 if solved is None else 0.1, "correct": 0.9 if solved else 0.0}
+        is_d1 = self._config.protocol == "d1"
+        return Grade(
+            reward=sum(parts.values()),
+            parts=parts,
+            correct=self._is_correct_for_d1(problem, text) if is_d1 else bool(self._is_solved(problem, text)),
+            answer=d1_parsers.countdown_expression(text) if is_d1 else final_answer(text),
+        )
 
-    def _solves(self, problem: Problem, answer: str) -> bool:
-        evaluation = evaluate(answer)
+    def posed(self, question: str, truth: object) -> Problem:
+        """The problem whose truth is `[[numbers], target]`, as d1 publishes it. Raises ValueError."""
+        match truth:
+            case [list() as numbers, int() as target] if numbers and all(type(number) is int for number in numbers):
+                return Problem(
+                    problem_id=f"{self.name}/{','.join(map(str, sorted(numbers)))}={target}",
+                    messages=user_turn(question),
+                    answer=str(target),
+                    demonstration="",
+                    metadata={"numbers": " ".join(map(str, numbers))},
+                )
+        raise ValueError(f"the ground truth is {shown(truth)}; a countdown line has [[numbers], target]")
+
+    def _is_solved(self, problem: Problem, text: str) -> bool | None:
+        """Whether the answer solves the problem; None without an answer."""
+        answer = final_answer(text)
+        if answer is None:
+            return None
+        evaluation = evaluate(plain(answer))
         if evaluation is None or not evaluation.operators.issubset(self._config.operators):
             return False
-        given = sorted(int(number) for number in problem.metadata["numbers"].split())
-        return sorted(evaluation.numbers) == given and evaluation.value == int(problem.answer)
+        return sorted(evaluation.numbers) == _given(problem) and evaluation.value == int(problem.answer)
+
+    def _is_rewarded_by_d1(self, problem: Problem, text: str) -> bool | None:
+        """What `compute_score` of d1's `reward_func.py` says of the last answer; None without one."""
+        answer = last_answer(text)
+        return None if answer is None else _comes_to_target(problem, answer)
+
+    def _is_correct_for_d1(self, problem: Problem, text: str) -> bool:
+        """What `parse_countdown_answers` of d1's evaluation says."""
+        return _comes_to_target(problem, d1_parsers.countdown_expression(text).strip())
 
     def _draw(self, rng: Random, split: Split) -> Problem | None:
         """A random problem of `split`, or None when the draw is of the other split or has no fitting target."""
@@ -131,3 +170,19 @@ class Countdown:
             ),
             metadata={"numbers": numbers_text},
         )
+
+
+def _given(problem: Problem) -> list[int]:
+    """The numbers of a problem, ascending."""
+    return sorted(int(number) for number in problem.metadata["numbers"].split())
+
+
+def _comes_to_target(problem: Problem, expression: str) -> bool:
+    """Whether d1 takes an expression: its runs of digits are the numbers, and Python's value of it is close enough."""
+    try:
+        numbers = sorted(int(number) for number in re.findall(r"\d+", expression))
+    except ValueError:
+        # Thousands of digits.
+        return False
+    value = python_value(expression) if numbers == _given(problem) else None
+    return value is not None and abs(value - int(problem.answer)) < _D1_TOLERANCE

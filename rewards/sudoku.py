@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from itertools import permutations
 from random import Random
@@ -9,14 +10,19 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from rewards.answers import ascii_digits, last_answer
+from rewards import d1_parsers
+from rewards.answers import ascii_digits, final_answer, last_answer
 from rewards.draw import draw_distinct
-from rewards.problem import Grade, Problem, Split
+from rewards.problem import Grade, Problem, Rules, Split
 from rewards.prompts import PromptStyle, demonstration, user_turn
+from rewards.rows import shown
 from rewards.split import split_of
 
 NUM_CELLS = 16
 EMPTY = "0"
+_PUZZLE = re.compile(r"([0-4]{16})")
+_NAMED_PUZZLE = re.compile(r"Sudoku puzzle: ([0-4]{16})")
+_SOLVED = re.compile(r"[1-4]{16}")
 
 # d1's wording (`diffu-grpo/data_utils.py`, `SUDOKU_SYSTEM_PROMPT`), to the letter.
 _D1_INSTRUCTIONS = """
@@ -57,6 +63,10 @@ class SudokuConfig(BaseModel):
     """`d1` for the words of the d1 code, `compact` for the 16 characters of the puzzle alone."""
     heldout_fraction: float = Field(default=0.3, ge=0.05, le=0.5)
     """Fraction of the 288 solved grids that is held out; SPG, which first split by solution, holds out 88."""
+    reward: Rules = "fixed"
+    """The reward that is trained on."""
+    protocol: Rules = "fixed"
+    """What counts as correct in evaluation."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -104,17 +114,47 @@ class Sudoku:
         return draw_distinct(lambda rng: self._draw(rng, grids), task=self.name, split=split, count=count, seed=seed)
 
     def grade(self, problem: Problem, text: str) -> Grade:
-        """The fraction of the originally empty cells that are right: d1's `sudoku_reward_func`.
+        """The fraction of the originally empty cells that are right: d1's `sudoku_reward_func`. Never raises.
 
-        The cells are the digits of the last answer, truncated to 16; missing ones are wrong. As in d1, a changed given
-        costs no reward, but `correct` needs exactly the 16 digits of the solution. One part: `cells`.
-        Never raises for any text.
+        The cells are the digits of the answer, truncated to 16; missing ones are wrong. By the fixed rules an answer is
+        `final_answer`'s and digits are 0-9; by d1's it is the last `<answer>`'s, and whatever Unicode calls a digit
+        counts. As in d1, a changed given costs no reward. One part: `cells`. By the fixed protocol `correct` needs
+        exactly the 16 digits of the solution, by d1's only what was empty. An accuracy counts cells: `items`.
         """
-        cells = ascii_digits(last_answer(text) or "")
+        answer, cells = _fixed_cells(text)
+        rewarded = cells if self._config.reward == "fixed" else _d1_reward_cells(text)
+        counted = cells if self._config.protocol == "fixed" else d1_parsers.sudoku_cells(text)
         empty = [cell for cell, digit in enumerate(problem.metadata["puzzle"]) if digit == EMPTY]
-        num_right = sum(cells[cell : cell + 1] == problem.answer[cell] for cell in empty)
-        reward = num_right / len(empty)
-        return Grade(reward=reward, parts={"cells": reward}, correct=cells == problem.answer)
+        reward = _num_right(rewarded, problem.answer, empty) / len(empty)
+        num_right = _num_right(counted, problem.answer, empty)
+        is_d1 = self._config.protocol == "d1"
+        return Grade(
+            reward=reward,
+            parts={"cells": reward},
+            correct=num_right == len(empty) if is_d1 else cells == problem.answer,
+            answer=(counted or None) if is_d1 else answer,
+            items=(num_right, len(empty)),
+        )
+
+    def posed(self, question: str, truth: object) -> Problem:
+        """The problem whose question has its 16 characters and whose truth is the solved grid. Raises ValueError."""
+        puzzle = _PUZZLE.match(question) or _NAMED_PUZZLE.search(question)
+        if puzzle is None:
+            raise ValueError(
+                f"the question {shown(question)} has no puzzle; it should begin with its 16 digits, or say "
+                "`Sudoku puzzle: ` before them"
+            )
+        if not isinstance(truth, str) or not _SOLVED.fullmatch(truth):
+            raise ValueError(f"the ground truth is {shown(truth)}; a sudoku line has the 16 digits 1-4 of the solution")
+        if EMPTY not in puzzle.group(1):
+            raise ValueError(f"the puzzle {puzzle.group(1)} has no empty cell, for which it should have 0")
+        return Problem(
+            problem_id=f"{self.name}/{puzzle.group(1)}",
+            messages=user_turn(question),
+            answer=truth,
+            demonstration="",
+            metadata={"puzzle": puzzle.group(1)},
+        )
 
     def _draw(self, rng: Random, grids: list[str]) -> Problem:
         solution = rng.choice(grids)
@@ -135,6 +175,20 @@ class Sudoku:
             demonstration=demonstration(self._config.prompt, reasoning=reasoning, answer=solution),
             metadata={"puzzle": puzzle},
         )
+
+
+def _fixed_cells(text: str) -> tuple[str | None, str]:
+    """The answer, and its digits."""
+    answer = final_answer(text)
+    return answer, ascii_digits(answer or "")
+
+
+def _d1_reward_cells(text: str) -> str:
+    return "".join(character for character in last_answer(text) or "" if character.isdigit())
+
+
+def _num_right(cells: str, solution: str, empty: list[int]) -> int:
+    return sum(cells[cell : cell + 1] == solution[cell] for cell in empty)
 
 
 def _has_no_conflict(cells: str) -> bool:

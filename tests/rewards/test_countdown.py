@@ -6,6 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from rewards import Countdown, CountdownConfig, Problem, Split, evaluate
+from rewards.python_arithmetic import python_value
 
 _D1_TURN = """
 Respond in the following format:
@@ -41,9 +42,13 @@ def _problem(numbers: str, target: int) -> Problem:
         ("<answer>2+3</answer>", 0.1),
         ("<answer>5</answer>", 0.1),
         ("<answer>2*4-3+4-4</answer>", 0.1),
-        ("<answer>2*4-3=5</answer>", 0.1),
+        ("<answer>2*4-3=9</answer>", 1.0),
+        ("<answer>2*4-3=x</answer>", 0.1),
         ("<answer>2x4-3</answer>", 0.1),
-        (r"<answer>\boxed{2*4-3}</answer>", 0.1),
+        (r"<answer>\boxed{2*4-3}</answer>", 1.0),
+        (r"<answer>$2 \times 4 - 3$</answer>", 1.0),
+        (r"\boxed{4-3+\frac{8}{2}}", 0.1),
+        (r"\boxed{4 \cdot 2 - 3 = 5}", 1.0),
         ("<answer></answer>", 0.1),
         ("<answer>2*4-3</answer><answer></answer>", 0.1),
         ("<answer>2*4-3", 0.0),
@@ -54,12 +59,71 @@ def _problem(numbers: str, target: int) -> Problem:
         ("<answer>(2*4\n-3)</answer>", 0.1),
     ],
 )
-def test_rewards_are_d1s(text: str, reward: float) -> None:
+def test_fixed_rewards(text: str, reward: float) -> None:
     grade = Countdown(CountdownConfig()).grade(_problem("2 3 4", 5), text)
     assert grade.reward == reward
     assert grade.correct == (reward == 1.0)
     assert list(grade.parts) == ["answer", "correct"]
     assert sum(grade.parts.values()) == grade.reward
+
+
+@pytest.mark.parametrize(
+    ("text", "reward"),
+    [
+        ("<answer>2*4-3</answer>", 1.0),
+        ("<answer>-3+2*4</answer>", 1.0),
+        ("<answer>(2*4\n-3)</answer>", 1.0),
+        ("<answer>2**(4-3)+3</answer>", 0.1),
+        ("<answer>2*4-3=5</answer>", 0.1),
+        (r"<answer>\boxed{2*4-3}</answer>", 0.1),
+        (r"\boxed{2*4-3}", 0.0),
+        ("<answer>2*4-3", 0.0),
+    ],
+)
+def test_d1_rewards(text: str, reward: float) -> None:
+    assert Countdown(CountdownConfig(reward="d1")).grade(_problem("2 3 4", 5), text).reward == reward
+
+
+@pytest.mark.parametrize(
+    ("text", "is_correct"),
+    [
+        (r"\boxed{2*4-3}", True),
+        (r"\boxed{2 \times 4 - 3 = 7}", True),
+        ("2*4-3", True),
+        ("2*4-3 = 5", True),
+        ("so 2*4-3", False),
+        ("<answer>2*4-3</answer>", False),
+        (r"<answer>2*4-3</answer> \boxed{", True),
+    ],
+)
+def test_the_d1_protocol(text: str, is_correct: bool) -> None:
+    assert Countdown(CountdownConfig(protocol="d1")).grade(_problem("2 3 4", 5), text).correct == is_correct
+
+
+def test_what_d1s_eval_takes_the_restatement_takes() -> None:
+    for expression, value in {"2**3//3": 2, "2.5*2": 5, "-3+8": 5, "+3": 3, "4--1": 5, "(2\n+3)": 5}.items():
+        assert python_value(expression) == value, expression
+    for nothing in (
+        "",
+        "()",
+        "2(3)",
+        "07",
+        "1/0",
+        "99**99**99",
+        "2**-99999",
+        "9**9**9",
+        "\u0661",
+        "(" * 250,
+        "1e5",
+        "2;3",
+    ):
+        assert python_value(nothing) is None, nothing
+
+
+@pytest.mark.parametrize("truth", [None, 5, [5], [[], 5], [["a"], 5], [[1, 2], "5"], [[1, True], 5]])
+def test_a_line_without_numbers_and_target_is_refused(truth: object) -> None:
+    with pytest.raises(ValueError, match=r"a countdown line has \[\[numbers\], target\]"):
+        Countdown(CountdownConfig()).posed("?", truth)
 
 
 @pytest.mark.parametrize(
