@@ -74,7 +74,7 @@ class CountdownConfig(BaseModel):
 
 
 class Countdown:
-    """The Countdown task."""
+    """Given numbers, each used once, joined by + - * / to come to a target."""
 
     name = "countdown"
 
@@ -89,6 +89,13 @@ class Countdown:
         Raises ValueError when the split has fewer.
         """
         return draw_distinct(lambda rng: self._draw(rng, split), task=self.name, split=split, count=count, seed=seed)
+
+    def size(self, split: Split) -> None:
+        """None: they are generated."""
+
+    def example(self) -> Problem:
+        """The first training problem of seed 0."""
+        return self.problems(Split.TRAIN, 1, seed=0)[0]
 
     def grade(self, problem: Problem, text: str) -> Grade:
         """0 without an answer, 0.1 with one, 1 with a right one: d1's `countdown_reward_func`. Never raises.

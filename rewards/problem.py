@@ -90,6 +90,14 @@ class Task(Protocol):
         """
         ...
 
+    def size(self, split: Split) -> int | None:
+        """How many problems a split has; None where they are generated. Raises ValueError as `problems`."""
+        ...
+
+    def example(self) -> Problem:
+        """A problem to look at; it needs no data."""
+        ...
+
     def grade(self, problem: Problem, text: str) -> Grade:
         """Grade the text of one completion. Never raises for any text."""
         ...

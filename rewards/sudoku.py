@@ -96,7 +96,10 @@ def num_solutions(puzzle: str) -> int:
 
 
 class Sudoku:
-    """The Sudoku task with d1's reward. No solved grid occurs in both splits, as all do in d1's data."""
+    """The empty cells of a 4x4 Sudoku.
+
+    No solved grid occurs in both splits, as all do in d1's data.
+    """
 
     name = "sudoku"
 
@@ -112,6 +115,13 @@ class Sudoku:
         fraction = self._config.heldout_fraction
         grids = [grid for grid in solved_grids() if split_of(f"{self.name}/{grid}", fraction) == split]
         return draw_distinct(lambda rng: self._draw(rng, grids), task=self.name, split=split, count=count, seed=seed)
+
+    def size(self, split: Split) -> None:
+        """None: they are generated."""
+
+    def example(self) -> Problem:
+        """The first training problem of seed 0."""
+        return self.problems(Split.TRAIN, 1, seed=0)[0]
 
     def grade(self, problem: Problem, text: str) -> Grade:
         """The fraction of the originally empty cells that are right: d1's `sudoku_reward_func`. Never raises.

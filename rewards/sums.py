@@ -32,7 +32,10 @@ class SumsConfig(BaseModel):
 
 
 class Sums:
-    """The task of running sums: `3 7 9` asks for `309`, which is 3, 3 + 7 and 3 + 7 + 9 modulo 10."""
+    """Running sums of digits, a toy.
+
+    `3 7 9` asks for `309`, which is 3, 3 + 7 and 3 + 7 + 9 modulo 10.
+    """
 
     name = "sums"
 
@@ -49,6 +52,14 @@ class Sums:
             raise ValueError(too_few(task=self.name, split=split, available=len(operands), count=count))
         rng_for(f"{self.name}/{split}/{seed}").shuffle(operands)
         return [self._pose(terms) for terms in operands[:count]]
+
+    def size(self, split: Split) -> int:
+        """How many problems a split has."""
+        return len(self._operands(split))
+
+    def example(self) -> Problem:
+        """The first training problem of seed 0."""
+        return self.problems(Split.TRAIN, 1, seed=0)[0]
 
     def grade(self, problem: Problem, text: str) -> Grade:
         """The fraction of the answer's digits that are right, position by position.
