@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence, Set
+from dataclasses import replace
 from random import Random
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from rewards import d1_parsers
 from rewards.answers import final_answer, last_answer
 from rewards.arithmetic import Operator, evaluate, plain
+from rewards.dataset import FileProblems, Files, chosen
 from rewards.draw import draw_distinct, rng_for
 from rewards.expressions import Expression, random_expression, steps_of, text_of, value_of
-from rewards.problem import Grade, Problem, Rules, Split
+from rewards.problem import Grade, Message, Problem, Rules, Split
 from rewards.prompts import D1_FORMAT, PromptStyle, demonstration, user_turn
 from rewards.python_arithmetic import python_value
-from rewards.rows import shown
+from rewards.rows import Row, shown
 from rewards.split import split_of
 
 _ALL_OPERATORS: tuple[Operator, ...] = ("+", "-", "*", "/")
@@ -36,10 +39,8 @@ _D1_QUESTION = (
 )
 
 
-class CountdownConfig(BaseModel):
+class CountdownConfig(Files):
     """Which Countdown problems are posed, and how. The defaults cover d1's evaluation set."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     name: Literal["countdown"] = "countdown"
     """Selects this task."""
@@ -80,18 +81,28 @@ class Countdown:
 
     def __init__(self, config: CountdownConfig) -> None:
         self._config = config
+        self._files = FileProblems(config, self._pose_row)
 
     def problems(self, split: Split, count: int, seed: int) -> list[Problem]:
         """`count` problems of a split, unique by numbers and target, determined by (split, count, seed).
 
         Every target is the value of a random expression, so it can be reached; divisions on the way leave no remainder.
         Problems with equal ids from different seeds have equal prompts, but may demonstrate different solutions.
-        Raises ValueError when the split has fewer.
+        Those of a file are taken as they are, and a split that is made beside it has none of its sets of numbers.
+        Raises ValueError when the split has fewer, or its file cannot be used.
         """
-        return draw_distinct(lambda rng: self._draw(rng, split), task=self.name, split=split, count=count, seed=seed)
+        if (found := self._files.of(split)) is not None:
+            return chosen(found, task=self.name, split=split, count=count, seed=seed)
+        beside = self._files.beside(split)
+        taken = None if beside is None else {problem.problem_id.partition("=")[0] for problem in beside}
+        return draw_distinct(
+            lambda rng: self._draw(rng, split, taken), task=self.name, split=split, count=count, seed=seed
+        )
 
-    def size(self, split: Split) -> None:
-        """None: they are generated."""
+    def size(self, split: Split) -> int | None:
+        """How many a file has; None where they are generated."""
+        found = self._files.of(split)
+        return None if found is None else len(found)
 
     def example(self) -> Problem:
         """The first training problem of seed 0."""
@@ -118,14 +129,34 @@ class Countdown:
         """The problem whose truth is `[[numbers], target]`, as d1 publishes it. Raises ValueError."""
         match truth:
             case [list() as numbers, int() as target] if numbers and all(type(number) is int for number in numbers):
-                return Problem(
-                    problem_id=f"{self.name}/{','.join(map(str, sorted(numbers)))}={target}",
-                    messages=user_turn(question),
-                    answer=str(target),
-                    demonstration="",
-                    metadata={"numbers": " ".join(map(str, numbers))},
-                )
+                return self._given(user_turn(question), numbers, target)
         raise ValueError(f"the ground truth is {shown(truth)}; a countdown line has [[numbers], target]")
+
+    def _pose_row(self, row: Row) -> Problem:
+        """Of `nums` and `target` (the hub's Jiayi-Pan/Countdown-Tasks-3to4), or d1's `input` and `output`."""
+        if "input" in row.fields:
+            numbers, target = _integers(row, "input"), _integers(row, "output")[:1]
+        else:
+            numbers, target = _integers(row, "nums"), _integers(row, "target")[:1]
+        return self._given(self._asked(numbers, target[0]), numbers, target[0])
+
+    def _given(self, messages: tuple[Message, ...], numbers: Sequence[int], target: int) -> Problem:
+        """A problem of which no solution is known."""
+        return Problem(
+            problem_id=f"{self._key(numbers)}={target}",
+            messages=messages,
+            answer=str(target),
+            demonstration="",
+            metadata={"numbers": " ".join(map(str, numbers))},
+        )
+
+    def _key(self, numbers: Sequence[int]) -> str:
+        return f"{self.name}/{','.join(map(str, sorted(numbers)))}"
+
+    def _asked(self, numbers: Sequence[int], target: int) -> tuple[Message, ...]:
+        if self._config.prompt == "compact":
+            return user_turn(f"{' '.join(map(str, numbers))} = {target}")
+        return user_turn(f"{D1_FORMAT}\n{_D1_QUESTION.format(numbers=list(numbers), target=target)}")
 
     def _is_solved(self, problem: Problem, text: str) -> bool | None:
         """Whether the answer solves the problem; None without an answer."""
@@ -135,7 +166,7 @@ class Countdown:
         evaluation = evaluate(plain(answer))
         if evaluation is None or not evaluation.operators.issubset(self._config.operators):
             return False
-        return sorted(evaluation.numbers) == _given(problem) and evaluation.value == int(problem.answer)
+        return sorted(evaluation.numbers) == _numbers_of(problem) and evaluation.value == int(problem.answer)
 
     def _is_rewarded_by_d1(self, problem: Problem, text: str) -> bool | None:
         """What `compute_score` of d1's `reward_func.py` says of the last answer; None without one."""
@@ -146,12 +177,15 @@ class Countdown:
         """What `parse_countdown_answers` of d1's evaluation says."""
         return _comes_to_target(problem, d1_parsers.countdown_expression(text).strip())
 
-    def _draw(self, rng: Random, split: Split) -> Problem | None:
-        """A random problem of `split`, or None when the draw is of the other split or has no fitting target."""
+    def _draw(self, rng: Random, split: Split, taken: Set[str] | None) -> Problem | None:
+        """A random problem of `split`, or None when the draw is of the other split or has no fitting target.
+
+        `taken` has the sets of numbers of the other split's file, if it has one.
+        """
         config = self._config
         numbers = sorted(rng.randint(config.min_number, config.max_number) for _ in range(config.num_numbers))
-        key = f"{self.name}/{','.join(map(str, numbers))}"
-        if split_of(key, config.heldout_fraction) != split:
+        key = self._key(numbers)
+        if split_of(key, config.heldout_fraction) != split if taken is None else key in taken:
             return None
         for _ in range(_EXPRESSIONS_PER_DRAW):
             expression = random_expression(rng, numbers, config.operators)
@@ -161,25 +195,13 @@ class Countdown:
 
     def _pose(self, problem_id: str, numbers: list[int], solution: Expression) -> Problem:
         # The order shown is part of the prompt, so it hangs on the problem alone and not on the seed that found it.
-        target, shown = value_of(solution), list(numbers)
-        rng_for(problem_id).shuffle(shown)
-        numbers_text = " ".join(map(str, shown))
-        if self._config.prompt == "compact":
-            content = f"{numbers_text} = {target}"
-        else:
-            content = f"{D1_FORMAT}\n{_D1_QUESTION.format(numbers=shown, target=target)}"
-        return Problem(
-            problem_id=problem_id,
-            messages=user_turn(content),
-            answer=str(target),
-            demonstration=demonstration(
-                self._config.prompt, reasoning="\n".join(steps_of(solution)), answer=text_of(solution)
-            ),
-            metadata={"numbers": numbers_text},
-        )
+        target, asked = value_of(solution), list(numbers)
+        rng_for(problem_id).shuffle(asked)
+        label = demonstration(self._config.prompt, reasoning="\n".join(steps_of(solution)), answer=text_of(solution))
+        return replace(self._given(self._asked(asked, target), asked, target), demonstration=label)
 
 
-def _given(problem: Problem) -> list[int]:
+def _numbers_of(problem: Problem) -> list[int]:
     """The numbers of a problem, ascending."""
     return sorted(int(number) for number in problem.metadata["numbers"].split())
 
@@ -191,5 +213,15 @@ def _comes_to_target(problem: Problem, expression: str) -> bool:
     except ValueError:
         # Thousands of digits.
         return False
-    value = python_value(expression) if numbers == _given(problem) else None
+    value = python_value(expression) if numbers == _numbers_of(problem) else None
     return value is not None and abs(value - int(problem.answer)) < _D1_TOLERANCE
+
+
+def _integers(row: Row, column: str) -> list[int]:
+    """A list of whole numbers, or a text with commas between them, as d1 has it. Raises ValueError with the place."""
+    value = row.value(column)
+    numbers = value.split(",") if isinstance(value, str) else value if isinstance(value, list) else [value]
+    try:
+        return [int(number) for number in numbers if not isinstance(number, float) or number.is_integer()] or [int("")]
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{row.place}: {column} is {shown(value)}; it should be whole numbers") from error

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from functools import cache
 from itertools import permutations
 from random import Random
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from rewards import d1_parsers
 from rewards.answers import ascii_digits, final_answer, last_answer
+from rewards.dataset import FileProblems, Files, chosen
 from rewards.draw import draw_distinct
 from rewards.problem import Grade, Problem, Rules, Split
 from rewards.prompts import PromptStyle, demonstration, user_turn
-from rewards.rows import shown
+from rewards.rows import Row, shown
 from rewards.split import split_of
 
 NUM_CELLS = 16
@@ -48,10 +50,8 @@ Your step-by-step solving process
 """
 
 
-class SudokuConfig(BaseModel):
+class SudokuConfig(Files):
     """Which Sudoku puzzles are posed, and how."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     name: Literal["sudoku"] = "sudoku"
     """Selects this task."""
@@ -105,19 +105,24 @@ class Sudoku:
 
     def __init__(self, config: SudokuConfig) -> None:
         self._config = config
+        self._files = FileProblems(config, self._pose_row)
 
     def problems(self, split: Split, count: int, seed: int) -> list[Problem]:
         """`count` puzzles of a split, all different and each with one solution, determined by (split, count, seed).
 
         Numbers of empty cells are equally frequent until the puzzles of one run out.
-        Raises ValueError when the split has fewer.
+        Those of a file are taken as they are, and a split that is made beside it has none of its solutions.
+        Raises ValueError when the split has fewer, or its file cannot be used.
         """
-        fraction = self._config.heldout_fraction
-        grids = [grid for grid in solved_grids() if split_of(f"{self.name}/{grid}", fraction) == split]
+        if (found := self._files.of(split)) is not None:
+            return chosen(found, task=self.name, split=split, count=count, seed=seed)
+        grids = self._grids(split)
         return draw_distinct(lambda rng: self._draw(rng, grids), task=self.name, split=split, count=count, seed=seed)
 
-    def size(self, split: Split) -> None:
-        """None: they are generated."""
+    def size(self, split: Split) -> int | None:
+        """How many a file has; None where they are generated."""
+        found = self._files.of(split)
+        return None if found is None else len(found)
 
     def example(self) -> Problem:
         """The first training problem of seed 0."""
@@ -148,23 +153,28 @@ class Sudoku:
 
     def posed(self, question: str, truth: object) -> Problem:
         """The problem whose question has its 16 characters and whose truth is the solved grid. Raises ValueError."""
-        puzzle = _PUZZLE.match(question) or _NAMED_PUZZLE.search(question)
-        if puzzle is None:
+        found = _PUZZLE.match(question) or _NAMED_PUZZLE.search(question)
+        if found is None:
             raise ValueError(
                 f"the question {shown(question)} has no puzzle; it should begin with its 16 digits, or say "
                 "`Sudoku puzzle: ` before them"
             )
-        if not isinstance(truth, str) or not _SOLVED.fullmatch(truth):
-            raise ValueError(f"the ground truth is {shown(truth)}; a sudoku line has the 16 digits 1-4 of the solution")
-        if EMPTY not in puzzle.group(1):
-            raise ValueError(f"the puzzle {puzzle.group(1)} has no empty cell, for which it should have 0")
-        return Problem(
-            problem_id=f"{self.name}/{puzzle.group(1)}",
-            messages=user_turn(question),
-            answer=truth,
-            demonstration="",
-            metadata={"puzzle": puzzle.group(1)},
-        )
+        return replace(self._pose(*_checked(found[1], truth)), messages=user_turn(question))
+
+    def _pose_row(self, row: Row) -> Problem:
+        """Of `Puzzle` and `Solution`, as in d1's files and on the hub (Mayfull/sudoku)."""
+        try:
+            return self._pose(*_checked(row.text("Puzzle"), row.value("Solution")))
+        except ValueError as error:
+            raise ValueError(f"{row.place}: {error}".replace(f"{row.place}: {row.place}", row.place)) from error
+
+    def _grids(self, split: Split) -> list[str]:
+        """The solutions of a split that is made."""
+        if (beside := self._files.beside(split)) is not None:
+            taken = {problem.answer for problem in beside}
+            return [grid for grid in solved_grids() if grid not in taken]
+        fraction = self._config.heldout_fraction
+        return [grid for grid in solved_grids() if split_of(f"{self.name}/{grid}", fraction) == split]
 
     def _draw(self, rng: Random, grids: list[str]) -> Problem:
         solution = rng.choice(grids)
@@ -185,6 +195,17 @@ class Sudoku:
             demonstration=demonstration(self._config.prompt, reasoning=reasoning, answer=solution),
             metadata={"puzzle": puzzle},
         )
+
+
+def _checked(puzzle: str, solution: object) -> tuple[str, str]:
+    """A puzzle and its solution. Raises ValueError, in one sentence, for what are none."""
+    if not _PUZZLE.fullmatch(puzzle) or EMPTY not in puzzle:
+        raise ValueError(f"the puzzle is {shown(puzzle)}; it should be 16 digits 0-4, 0 for each empty cell")
+    if not isinstance(solution, str) or not _SOLVED.fullmatch(solution):
+        raise ValueError(f"the solution is {shown(solution)}; it should be the 16 digits 1-4 of the solved grid")
+    if any(given not in (EMPTY, digit) for given, digit in zip(puzzle, solution, strict=True)):
+        raise ValueError(f"the solution {solution} changes a given of the puzzle {puzzle}")
+    return puzzle, solution
 
 
 def _fixed_cells(text: str) -> tuple[str | None, str]:

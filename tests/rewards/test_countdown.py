@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 from pydantic import ValidationError
 
@@ -258,3 +261,36 @@ def test_the_longest_demonstrations_are_within_the_evaluators_bound() -> None:
 def test_a_wrong_config_names_the_field(fields: dict[str, object], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         CountdownConfig.model_validate(fields)
+
+
+def _file(path: Path, *rows: dict[str, object]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_problems_come_from_a_file_and_none_of_their_numbers_are_made_beside_it(tmp_path: Path) -> None:
+    rows = [{"nums": [4, 2, 3], "target": 5}, {"input": "2,2,9", "output": "13"}]
+    path = _file(tmp_path / "x.jsonl", *rows)
+    task = Countdown(CountdownConfig(heldout_data=path, num_numbers=3, max_number=4, prompt="compact"))
+    heldout = task.problems(Split.HELDOUT, 2, seed=0)
+    assert {problem.problem_id for problem in heldout} == {"countdown/2,3,4=5", "countdown/2,2,9=13"}
+    assert {problem.messages[0].content for problem in heldout} == {"4 2 3 = 5", "2 2 9 = 13"}
+    assert all(task.grade(p, "<answer>2*2+9</answer>").correct == (p.answer == "13") for p in heldout)
+    made = task.problems(Split.TRAIN, 150, seed=0)
+    assert not any(problem.problem_id.startswith("countdown/2,3,4=") for problem in made)
+    assert (task.size(Split.HELDOUT), task.size(Split.TRAIN)) == (2, None)
+
+
+@pytest.mark.parametrize(
+    ("row", "sentence"),
+    [
+        ({"nums": "a,2", "target": 3}, 'line 1: nums is "a,2"; it should be whole numbers'),
+        ({"nums": [], "target": 3}, r"line 1: nums is \[\]; it should be whole numbers"),
+        ({"nums": [1, 2], "target": 2.5}, "line 1: target is 2.5; it should be whole numbers"),
+        ({"nums": [1, 2]}, "line 1 has no column target; its columns are nums"),
+    ],
+)
+def test_a_row_that_is_no_problem_is_named(tmp_path: Path, row: dict[str, object], sentence: str) -> None:
+    task = Countdown(CountdownConfig(train_data=_file(tmp_path / "x.jsonl", row)))
+    with pytest.raises(ValueError, match=sentence):
+        task.problems(Split.TRAIN, 1, seed=0)
