@@ -219,7 +219,8 @@ def test_data_that_cannot_be_used_is_refused_before_anything_starts(recipe_file:
     recipe = recipe_file.with_name("file.yaml")
     recipe.write_text(
         f"task: {{name: jsonl, grader: exact, train_data: {workdir / 'x.jsonl'}}}\n"
-        "sft: {num_labels: 1, num_steps: 1}\nnum_train_problems: 64\nlearner: {num_rounds: 1}\nevaluation: {num_problems: 4}\n"
+        "sft: {num_labels: 1, num_steps: 1}\nnum_train_problems: 64\n"
+        "learner: {num_rounds: 1}\nevaluation: {num_problems: 4}\n"
     )
     assert "num_train_problems is 64" in _problems(recipe)[0]
     assert _problems(recipe)[0].endswith("x.jsonl cannot be read: no such file or directory")
