@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,15 +18,20 @@ from rewards import Grade, Outcome
 from rollout.request import Completion, FinishReason, Request
 
 
-def ungraded_groups(group_ids: Sequence[int], grades: Sequence[Grade]) -> set[int]:
-    """Groups in which a grade says nothing about the completion: they are counted as failed and not trained on."""
-    return {group for group, grade in zip(group_ids, grades, strict=True) if grade.outcome is not Outcome.GRADED}
+def trained_rows(group_ids: Sequence[int], grades: Sequence[Grade]) -> list[int]:
+    """The rows that are trained on: those that are graded, where their group has a second one to compare with.
+
+    A grade that timed out or failed says nothing about its completion, so it is no zero: the group does without it.
+    """
+    graded = [row for row, grade in enumerate(grades) if grade.outcome is Outcome.GRADED]
+    of_group = Counter(group_ids[row] for row in graded)
+    return [row for row in graded if of_group[group_ids[row]] > 1]
 
 
 def collate(portions: Sequence[ScoredPortion], gen_length: int, eos_id: int) -> RolloutBatch | None:
-    """One round's batch: rows in the order of the portions, groups contiguous, ungraded groups left out.
+    """One round's batch: `trained_rows` in the order of the portions, groups contiguous.
 
-    None when no group is left.
+    None when no row is left.
     """
     rows = [row for portion in portions for row in _graded_rows(portion)]
     if not rows:
@@ -58,9 +64,11 @@ def collate(portions: Sequence[ScoredPortion], gen_length: int, eos_id: int) -> 
 
 
 def _graded_rows(scored: ScoredPortion) -> list[tuple[Request, Completion, Grade, int]]:
-    left_out = ungraded_groups(scored.portion.group_ids, scored.grades)
-    rows = zip(scored.portion.requests, scored.completions, scored.grades, scored.portion.group_ids, strict=True)
-    return [row for row in rows if row[3] not in left_out]
+    portion = scored.portion
+    kept = trained_rows(portion.group_ids, scored.grades)
+    return [
+        (portion.requests[row], scored.completions[row], scored.grades[row], portion.group_ids[row]) for row in kept
+    ]
 
 
 def _padded(rows: Sequence[NDArray[Any]], width: int) -> torch.Tensor:

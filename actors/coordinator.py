@@ -30,6 +30,7 @@ from actors.round_stats import readable_samples, round_stats
 from actors.run_log import Event, RunLog
 from actors.spec import Phase, RunSpec
 from learner.model.tokenizer import ChatTokenizer
+from rewards import Outcome
 from rollout.score import Score
 
 _SAMPLES_PER_ROUND = 4
@@ -170,10 +171,8 @@ class Coordinator:
         portions = self._plan.evaluation_portions(self._spec.rollout.sampling)
         tries = [self._score_with_retries(version, portion) for portion in portions]
         summaries = await asyncio.gather(*tries)
-        score = Score(
-            num_correct=sum(grade.correct for summary in summaries for grade in summary.grades),
-            num_problems=sum(len(summary.grades) for summary in summaries),
-        )
+        grades = [grade for summary in summaries for grade in summary.grades]
+        score = Score(num_correct=sum(grade.correct for grade in grades), num_problems=len(grades))
         self._log.append(
             "evaluation",
             label=label,
@@ -181,6 +180,9 @@ class Coordinator:
             round=round_index,
             num_correct=score.num_correct,
             num_problems=score.num_problems,
+            num_ungraded=sum(grade.outcome is not Outcome.GRADED for grade in grades),
+            items_right=sum(grade.score[0] for grade in grades),
+            num_items=sum(grade.score[1] for grade in grades),
         )
         if self._announced is not None and self._announced.version == version:
             await self._tell_registry(self._registry.score, version, score.num_correct, score.num_problems)

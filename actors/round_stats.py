@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from statistics import fmean
 from typing import Any
 
-from actors.collate import ungraded_groups
+from actors.collate import trained_rows
 from actors.messages import Portion, PortionSummary
-from rewards import Grade, Problem
+from rewards import Grade, Outcome, Problem
 
 
 def round_stats(portions: Sequence[Portion], summaries: Sequence[PortionSummary], num_groups: int) -> dict[str, Any]:
-    """Means over the completions of a round that are trained on, and how many of its `num_groups` groups are not."""
+    """Means over the completions of a round that are trained on, and how much of its `num_groups` groups is not.
+
+    `num_ungraded` has a count for each outcome that is no grade: completions of which nobody knows what they are worth.
+    """
+    outcomes = Counter(grade.outcome for summary in summaries for grade in summary.grades)
     rows = [row for portion, summary in zip(portions, summaries, strict=True) for row in _trained(portion, summary)]
     grades = [grade for _, grade, _ in rows]
     names = grades[0].parts if grades else {}
@@ -21,6 +26,7 @@ def round_stats(portions: Sequence[Portion], summaries: Sequence[PortionSummary]
         "reward_parts": {name: fmean(grade.parts[name] for grade in grades) for name in names},
         "correct": fmean(grade.correct for grade in grades) if grades else 0.0,
         "num_completions": len(grades),
+        "num_ungraded": {outcome: outcomes[outcome] for outcome in Outcome if outcome is not Outcome.GRADED},
         "num_failed_groups": num_groups - len({group for group, _, _ in rows}),
         "mean_tokens": fmean(count for _, _, count in rows) if rows else 0.0,
     }
@@ -28,9 +34,8 @@ def round_stats(portions: Sequence[Portion], summaries: Sequence[PortionSummary]
 
 def _trained(portion: Portion, summary: PortionSummary) -> list[tuple[int, Grade, int]]:
     """Group, grade and tokens of each completion that `collate` keeps."""
-    left_out = ungraded_groups(portion.group_ids, summary.grades)
-    rows = zip(portion.group_ids, summary.grades, summary.num_tokens, strict=True)
-    return [row for row in rows if row[0] not in left_out]
+    kept = trained_rows(portion.group_ids, summary.grades)
+    return [(portion.group_ids[row], summary.grades[row], summary.num_tokens[row]) for row in kept]
 
 
 def readable_samples(

@@ -11,7 +11,8 @@ Everything else that shows numbers (TensorBoard, W&B, the table, the curves) is 
 | sft | phase, step, loss, grad_norm, lr, tokens_per_s |
 | sft_eval | phase, step, loss, loss_at_t |
 | round | round, policy_version, reward, correct, loss, ...: all of them are in docs/run_directory.md |
-| evaluation | label: untrained or start, sft, round, rl, control; policy_version, round, num_correct, num_problems |
+| evaluation | label: untrained or start, sft, round, rl, control; policy_version, round, num_correct, |
+|       | num_problems, num_ungraded, items_right, num_items |
 | checkpoint | path (below the run directory), phase, round, policy_version |
 | phase_end | phase, seconds (evaluation and checkpoints not counted), num_steps |
 | failure | what, attempt |
@@ -102,6 +103,7 @@ class RunLog:
         prefix = values.get("phase", values.get("label", event)) + ("_eval" if event == "sft_eval" else "")
         scalars = {f"{prefix}/{name}": value for name, value in values.items() if isinstance(value, int | float)}
         scalars |= {f"reward/{part}": value for part, value in values.get("reward_parts", {}).items()}
+        scalars |= {f"num_ungraded/{outcome}": count for outcome, count in values.get("num_ungraded", {}).items()}
         for board in self._boards:
             board.log(scalars, step)
 

@@ -25,12 +25,12 @@ def load_recipe(path: Path, overrides: Sequence[str]) -> Recipe:
     own method. Raises UserError when it cannot be read or is not a recipe.
     """
     data = {"name": path.stem} | _read(path)
-    parsed = [(text, *_parse_override(text)) for text in overrides]
+    parsed = [(text, *parse_override(text)) for text in overrides]
     for algorithm in [value for _, key, value in parsed if key == "learner.algorithm"][-1:]:
         _leave_method(data, algorithm)
     overridden = {}
     for text, key, value in parsed:
-        _set(data, key, value)
+        set_key(data, key, value)
         overridden[key] = text
     try:
         recipe = Recipe.model_validate(data)
@@ -60,7 +60,8 @@ def _read(path: Path) -> dict[str, Any]:
     return data
 
 
-def _parse_override(text: str) -> tuple[str, Any]:
+def parse_override(text: str) -> tuple[str, Any]:
+    """Key and value of `dotted.key=value`. Raises UserError where it is none."""
     key, separator, value = text.partition("=")
     if not separator or not all(key.split(".")):
         raise UserError(f"the override {shortened(text)!r} should have the form key=value, for example learner.lr=1e-4")
@@ -70,7 +71,8 @@ def _parse_override(text: str) -> tuple[str, Any]:
         raise UserError(f"the value of the override {shortened(text)!r} is not YAML: {error}") from error
 
 
-def _set(data: dict[str, Any], key: str, value: Any) -> None:
+def set_key(data: dict[str, Any], key: str, value: Any) -> None:
+    """Put a value at a dotted key. Raises UserError where what is above it is no section."""
     *parents, name = key.split(".")
     section = data
     for index, parent in enumerate(parents):

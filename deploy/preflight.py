@@ -181,17 +181,32 @@ def _run_dir_problems(recipe: Recipe, resume: bool) -> Iterator[str]:
         )
 
 
-def _input_problems(recipe: Recipe) -> Iterator[str]:
-    task = make_task(recipe.task)
-    sizes = {
-        Split.TRAIN: ("num_train_problems", recipe.num_train_problems),
-        Split.HELDOUT: ("evaluation.num_problems", recipe.evaluation.num_problems),
+def _task_problems(recipe: Recipe) -> Iterator[str]:
+    try:
+        task = make_task(recipe.task)
+    except ValueError as error:
+        yield f"task: {error}"
+        return
+    asked = {
+        Split.TRAIN: ("num_train_problems", recipe.num_train_problems, recipe.sft.num_labels),
+        Split.HELDOUT: ("evaluation.num_problems", recipe.evaluation.num_problems, recipe.sft.num_eval),
     }
-    for split, (key, count) in sizes.items():
+    for split, (key, count, num_labels) in asked.items():
         try:
-            task.problems(split, count, recipe.seed)
+            problems = task.problems(split, count, recipe.seed if split is Split.TRAIN else 0)
         except ValueError as error:
             yield f"{key} is {count}: {error}"
+            continue
+        labels = problems[:num_labels] if recipe.sft.data is None and recipe.sft.num_steps else []
+        if unlabelled := [problem for problem in labels if not problem.demonstration]:
+            yield (
+                f"SFT is to train on the {split} problems of {recipe.task.name}, and {unlabelled[0].problem_id} has no "
+                "right completion in its file; give sft.data, or take sft.num_steps=0"
+            )
+
+
+def _input_problems(recipe: Recipe) -> Iterator[str]:
+    yield from _task_problems(recipe)
     if refusal := recipe.learner.refusal(sampler_facts(recipe.rollout.sampling)):
         yield f"learner.{refusal}"
     if recipe.sft.data is not None:

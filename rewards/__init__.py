@@ -8,6 +8,7 @@ and no text makes a grader raise. Nothing here knows tensors or Ray.
 from rewards.answers import last_answer
 from rewards.arithmetic import Evaluation, evaluate
 from rewards.countdown import Countdown, CountdownConfig
+from rewards.jsonl import Jsonl, JsonlConfig
 from rewards.problem import Grade, Message, Outcome, Problem, Split, Task
 from rewards.prompts import PromptStyle
 from rewards.split import is_heldout
@@ -20,6 +21,8 @@ __all__ = [
     "CountdownConfig",
     "Evaluation",
     "Grade",
+    "Jsonl",
+    "JsonlConfig",
     "Message",
     "Outcome",
     "Problem",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from rewards.boxed import last_boxed
+
 _OPEN, _CLOSE = "<answer>", "</answer>"
 _NOT_A_DIGIT = re.compile(r"[^0-9]+")
 
@@ -26,6 +28,19 @@ def last_answer(text: str) -> str | None:
         answer = text[start:end].strip()
         start = text.find(_OPEN, end + len(_CLOSE))
     return answer
+
+
+def final_answer(text: str) -> str | None:
+    r"""What a completion says its answer is, however it marks it; None when it does not.
+
+    The last `<answer>` that closes: what a `\boxed{}` in it holds, or else all of it. Without such a tag, what the last
+    `\boxed{}` of the text holds. Takes time linear in the length of `text`.
+    """
+    answer = last_answer(text)
+    if answer is None:
+        return last_boxed(text)
+    box = last_boxed(answer)
+    return answer if box is None else box
 
 
 def ascii_digits(text: str) -> str:

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence, Set
+from dataclasses import replace
 from random import Random
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-from rewards.answers import last_answer
-from rewards.arithmetic import Operator, evaluate
+from rewards import d1_parsers
+from rewards.answers import final_answer, last_answer
+from rewards.arithmetic import Operator, evaluate, plain
+from rewards.dataset import FileProblems, Files, chosen
 from rewards.draw import draw_distinct, rng_for
 from rewards.expressions import Expression, random_expression, steps_of, text_of, value_of
-from rewards.problem import Grade, Problem, Split
+from rewards.problem import Grade, Message, Problem, Rules, Split
 from rewards.prompts import D1_FORMAT, PromptStyle, demonstration, user_turn
+from rewards.python_arithmetic import python_value
+from rewards.rows import Row, shown
 from rewards.split import split_of
 
 _ALL_OPERATORS: tuple[Operator, ...] = ("+", "-", "*", "/")
 
 # Most expressions miss the range of targets. Drawing new numbers for each would favour small numbers and cost a hash.
 _EXPRESSIONS_PER_DRAW = 8
+_D1_TOLERANCE = 1e-5
 
 # d1's wording (`diffu-grpo/data_utils.py`, `get_countdown_questions`), to the letter.
 _D1_QUESTION = (
@@ -31,10 +39,8 @@ _D1_QUESTION = (
 )
 
 
-class CountdownConfig(BaseModel):
+class CountdownConfig(Files):
     """Which Countdown problems are posed, and how. The defaults cover d1's evaluation set."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     name: Literal["countdown"] = "countdown"
     """Selects this task."""
@@ -52,6 +58,10 @@ class CountdownConfig(BaseModel):
     """`d1` for the words of the d1 code, `compact` for `9 3 7 = 66`."""
     heldout_fraction: float = Field(default=0.1, ge=0.05, le=0.5)
     """Fraction of all sets of numbers that is held out. All targets of one set are in the same split."""
+    reward: Rules = "fixed"
+    """The reward that is trained on."""
+    protocol: Rules = "fixed"
+    """What counts as correct in evaluation."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -65,47 +75,117 @@ class CountdownConfig(BaseModel):
 
 
 class Countdown:
-    """The Countdown task. Its reward is d1's, its arithmetic is not Python's: see `grade`."""
+    """Given numbers, each used once, joined by + - * / to come to a target."""
 
     name = "countdown"
 
     def __init__(self, config: CountdownConfig) -> None:
         self._config = config
+        self._files = FileProblems(config, self._pose_row)
 
     def problems(self, split: Split, count: int, seed: int) -> list[Problem]:
         """`count` problems of a split, unique by numbers and target, determined by (split, count, seed).
 
         Every target is the value of a random expression, so it can be reached; divisions on the way leave no remainder.
         Problems with equal ids from different seeds have equal prompts, but may demonstrate different solutions.
-        Raises ValueError when the split has fewer.
+        Those of a file are taken as they are, and a split that is made beside it has none of its sets of numbers.
+        Raises ValueError when the split has fewer, or its file cannot be used.
         """
-        return draw_distinct(lambda rng: self._draw(rng, split), task=self.name, split=split, count=count, seed=seed)
+        if (found := self._files.of(split)) is not None:
+            return chosen(found, task=self.name, split=split, count=count, seed=seed)
+        beside = self._files.beside(split)
+        taken = None if beside is None else {problem.problem_id.partition("=")[0] for problem in beside}
+        return draw_distinct(
+            lambda rng: self._draw(rng, split, taken), task=self.name, split=split, count=count, seed=seed
+        )
+
+    def size(self, split: Split) -> int | None:
+        """How many a file has; None where they are generated."""
+        found = self._files.of(split)
+        return None if found is None else len(found)
+
+    def example(self) -> Problem:
+        """The first training problem of seed 0."""
+        return self.problems(Split.TRAIN, 1, seed=0)[0]
 
     def grade(self, problem: Problem, text: str) -> Grade:
-        """0 without an answer, 0.1 with one, 1 with a right one: d1's `countdown_reward_func`.
+        """0 without an answer, 0.1 with one, 1 with a right one: d1's `countdown_reward_func`. Never raises.
 
-        Parts: `answer` (0 or 0.1) for a closed answer tag, `correct` (0 or 0.9) for an expression that uses exactly the
-        given numbers and comes exactly to the target. What d1's `eval` took and this refuses: `**`, `//`, decimals,
-        signs (`-3+7`), line breaks, and operators that the config does not list. Never raises for any text.
+        Parts: `answer` (0 or 0.1) for an answer, `correct` (0 or 0.9) for a right one. By the fixed rules that is an
+        expression that uses exactly the given numbers, only the config's operators, and comes exactly to the target;
+        what d1's `eval` took and this refuses: `**`, `//`, decimals, signs (`-3+7`) and line breaks.
         """
-        answer = last_answer(text)
-        correct = answer is not None and self._solves(problem, answer)
-        parts = {"answer": 0.0 if answer is None else 0.1, "correct": 0.9 if correct else 0.0}
-        return Grade(reward=sum(parts.values()), parts=parts, correct=correct)
+        solved = {"fixed": self._is_solved, "d1": self._is_rewarded_by_d1}[self._config.reward](problem, text)
+        parts = {"answer": 0.0 if solved is None else 0.1, "correct": 0.9 if solved else 0.0}
+        is_d1 = self._config.protocol == "d1"
+        return Grade(
+            reward=sum(parts.values()),
+            parts=parts,
+            correct=self._is_correct_for_d1(problem, text) if is_d1 else bool(self._is_solved(problem, text)),
+            answer=d1_parsers.countdown_expression(text) if is_d1 else final_answer(text),
+        )
 
-    def _solves(self, problem: Problem, answer: str) -> bool:
-        evaluation = evaluate(answer)
+    def posed(self, question: str, truth: object) -> Problem:
+        """The problem whose truth is `[[numbers], target]`, as d1 publishes it. Raises ValueError."""
+        match truth:
+            case [list() as numbers, int() as target] if numbers and all(type(number) is int for number in numbers):
+                return self._given(user_turn(question), numbers, target)
+        raise ValueError(f"the ground truth is {shown(truth)}; a countdown line has [[numbers], target]")
+
+    def _pose_row(self, row: Row) -> Problem:
+        """Of `nums` and `target` (the hub's Jiayi-Pan/Countdown-Tasks-3to4), or d1's `input` and `output`."""
+        if "input" in row.fields:
+            numbers, target = _integers(row, "input"), _integers(row, "output")[:1]
+        else:
+            numbers, target = _integers(row, "nums"), _integers(row, "target")[:1]
+        return self._given(self._asked(numbers, target[0]), numbers, target[0])
+
+    def _given(self, messages: tuple[Message, ...], numbers: Sequence[int], target: int) -> Problem:
+        """A problem of which no solution is known."""
+        return Problem(
+            problem_id=f"{self._key(numbers)}={target}",
+            messages=messages,
+            answer=str(target),
+            demonstration="",
+            metadata={"numbers": " ".join(map(str, numbers))},
+        )
+
+    def _key(self, numbers: Sequence[int]) -> str:
+        return f"{self.name}/{','.join(map(str, sorted(numbers)))}"
+
+    def _asked(self, numbers: Sequence[int], target: int) -> tuple[Message, ...]:
+        if self._config.prompt == "compact":
+            return user_turn(f"{' '.join(map(str, numbers))} = {target}")
+        return user_turn(f"{D1_FORMAT}\n{_D1_QUESTION.format(numbers=list(numbers), target=target)}")
+
+    def _is_solved(self, problem: Problem, text: str) -> bool | None:
+        """Whether the answer solves the problem; None without an answer."""
+        answer = final_answer(text)
+        if answer is None:
+            return None
+        evaluation = evaluate(plain(answer))
         if evaluation is None or not evaluation.operators.issubset(self._config.operators):
             return False
-        given = sorted(int(number) for number in problem.metadata["numbers"].split())
-        return sorted(evaluation.numbers) == given and evaluation.value == int(problem.answer)
+        return sorted(evaluation.numbers) == _numbers_of(problem) and evaluation.value == int(problem.answer)
 
-    def _draw(self, rng: Random, split: Split) -> Problem | None:
-        """A random problem of `split`, or None when the draw is of the other split or has no fitting target."""
+    def _is_rewarded_by_d1(self, problem: Problem, text: str) -> bool | None:
+        """What `compute_score` of d1's `reward_func.py` says of the last answer; None without one."""
+        answer = last_answer(text)
+        return None if answer is None else _comes_to_target(problem, answer)
+
+    def _is_correct_for_d1(self, problem: Problem, text: str) -> bool:
+        """What `parse_countdown_answers` of d1's evaluation says."""
+        return _comes_to_target(problem, d1_parsers.countdown_expression(text).strip())
+
+    def _draw(self, rng: Random, split: Split, taken: Set[str] | None) -> Problem | None:
+        """A random problem of `split`, or None when the draw is of the other split or has no fitting target.
+
+        `taken` has the sets of numbers of the other split's file, if it has one.
+        """
         config = self._config
         numbers = sorted(rng.randint(config.min_number, config.max_number) for _ in range(config.num_numbers))
-        key = f"{self.name}/{','.join(map(str, numbers))}"
-        if split_of(key, config.heldout_fraction) != split:
+        key = self._key(numbers)
+        if split_of(key, config.heldout_fraction) != split if taken is None else key in taken:
             return None
         for _ in range(_EXPRESSIONS_PER_DRAW):
             expression = random_expression(rng, numbers, config.operators)
@@ -115,19 +195,33 @@ class Countdown:
 
     def _pose(self, problem_id: str, numbers: list[int], solution: Expression) -> Problem:
         # The order shown is part of the prompt, so it hangs on the problem alone and not on the seed that found it.
-        target, shown = value_of(solution), list(numbers)
-        rng_for(problem_id).shuffle(shown)
-        numbers_text = " ".join(map(str, shown))
-        if self._config.prompt == "compact":
-            content = f"{numbers_text} = {target}"
-        else:
-            content = f"{D1_FORMAT}\n{_D1_QUESTION.format(numbers=shown, target=target)}"
-        return Problem(
-            problem_id=problem_id,
-            messages=user_turn(content),
-            answer=str(target),
-            demonstration=demonstration(
-                self._config.prompt, reasoning="\n".join(steps_of(solution)), answer=text_of(solution)
-            ),
-            metadata={"numbers": numbers_text},
-        )
+        target, asked = value_of(solution), list(numbers)
+        rng_for(problem_id).shuffle(asked)
+        label = demonstration(self._config.prompt, reasoning="\n".join(steps_of(solution)), answer=text_of(solution))
+        return replace(self._given(self._asked(asked, target), asked, target), demonstration=label)
+
+
+def _numbers_of(problem: Problem) -> list[int]:
+    """The numbers of a problem, ascending."""
+    return sorted(int(number) for number in problem.metadata["numbers"].split())
+
+
+def _comes_to_target(problem: Problem, expression: str) -> bool:
+    """Whether d1 takes an expression: its runs of digits are the numbers, and Python's value of it is close enough."""
+    try:
+        numbers = sorted(int(number) for number in re.findall(r"\d+", expression))
+    except ValueError:
+        # Thousands of digits.
+        return False
+    value = python_value(expression) if numbers == _numbers_of(problem) else None
+    return value is not None and abs(value - int(problem.answer)) < _D1_TOLERANCE
+
+
+def _integers(row: Row, column: str) -> list[int]:
+    """A list of whole numbers, or a text with commas between them, as d1 has it. Raises ValueError with the place."""
+    value = row.value(column)
+    numbers = value.split(",") if isinstance(value, str) else value if isinstance(value, list) else [value]
+    try:
+        return [int(number) for number in numbers if not isinstance(number, float) or number.is_integer()] or [int("")]
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{row.place}: {column} is {shown(value)}; it should be whole numbers") from error

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rewards.conversation import text_of, turns_of
 from rewards.problem import Message
 from rewards.prompts import D1_FORMAT, demonstration, user_turn
+from rewards.rows import shown
 
-_ROLES = ("system", "user", "assistant")
 _S1K_KEYS = ("question", "thinking_trajectories", "attempt")
 _KINDS = "messages, prompt and completion, or s1K's question, thinking_trajectories and attempt"
-_LONGEST_SHOWN = 60
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,7 +76,7 @@ def _object_of(line: bytes) -> dict[str, Any]:
         # Nested thousands deep, or a number of thousands of digits.
         raise ValueError("it is not JSON that can be read; a line is one small JSON object") from error
     if not isinstance(data, dict):
-        raise ValueError(f"it is {_shown(data)}; a line should be a JSON object with {_KINDS}")
+        raise ValueError(f"it is {shown(data)}; a line should be a JSON object with {_KINDS}")
     return data
 
 
@@ -84,17 +84,15 @@ def _parse(data: Mapping[str, Any]) -> tuple[tuple[Message, ...], str]:
     if "messages" in data:
         return _from_messages(data["messages"])
     if "prompt" in data or "completion" in data:
-        prompt = _text(data, "prompt", "what the policy is asked")
-        return user_turn(prompt), _text(data, "completion", "the answer to train on")
+        prompt = text_of(data, "prompt", "what the policy is asked")
+        return user_turn(prompt), text_of(data, "completion", "the answer to train on")
     if any(key in data for key in _S1K_KEYS):
         return _from_s1k(data)
     raise ValueError(f"it has {', '.join(sorted(data)[:5]) or 'no keys'}; it should have {_KINDS}")
 
 
 def _from_messages(messages: object) -> tuple[tuple[Message, ...], str]:
-    if not isinstance(messages, list) or not messages:
-        raise ValueError(f"messages is {_shown(messages)}; it should be a list that ends with the assistant's answer")
-    turns = [_turn(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    turns = turns_of(messages, "ends with the assistant's answer")
     if turns[-1].role != "assistant":
         raise ValueError(
             f"there is no answer: the last of messages is the {turns[-1].role}'s; "
@@ -102,46 +100,16 @@ def _from_messages(messages: object) -> tuple[tuple[Message, ...], str]:
         )
     if len(turns) == 1:
         raise ValueError("messages has the assistant's answer alone; what it answers should come before it")
-    return tuple(turns[:-1]), turns[-1].content
-
-
-def _turn(message: object, name: str) -> Message:
-    if not isinstance(message, dict):
-        raise ValueError(f"{name} is {_shown(message)}; it should be an object with role and content")
-    role = message.get("role")
-    if role not in _ROLES:
-        raise ValueError(f"{name}.role is {_shown(role)}; it should be system, user or assistant")
-    return Message(role=role, content=_text(message, "content", f"what the {role} says", name + "."))
+    return turns[:-1], turns[-1].content
 
 
 def _from_s1k(data: Mapping[str, Any]) -> tuple[tuple[Message, ...], str]:
-    question = _text(data, "question", "what the policy is asked")
+    question = text_of(data, "question", "what the policy is asked")
     trajectories = data.get("thinking_trajectories")
     if not isinstance(trajectories, Sequence) or isinstance(trajectories, str) or not trajectories:
         raise ValueError(
-            f"thinking_trajectories is {_shown(trajectories)}; it should be a list of texts, of which the first counts"
+            f"thinking_trajectories is {shown(trajectories)}; it should be a list of texts, of which the first counts"
         )
-    reasoning = _text({"thinking_trajectories[0]": trajectories[0]}, "thinking_trajectories[0]", "how it is solved")
-    answer = _text(data, "attempt", "the answer to train on")
+    reasoning = text_of({"thinking_trajectories[0]": trajectories[0]}, "thinking_trajectories[0]", "how it is solved")
+    answer = text_of(data, "attempt", "the answer to train on")
     return user_turn(f"{D1_FORMAT}\n{question}"), demonstration("d1", reasoning=reasoning, answer=answer)
-
-
-def _text(data: Mapping[str, Any], key: str, meaning: str, prefix: str = "") -> str:
-    """A text that is there, says something, and can be encoded."""
-    value = data.get(key)
-    if not isinstance(value, str):
-        raise ValueError(f"{prefix}{key} is {_shown(value)}; it should be a text: {meaning}")
-    if not value.strip():
-        raise ValueError(f"{prefix}{key} is empty; it should be {meaning}")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"{prefix}{key} has half of a surrogate pair, which is no character; leave it out") from error
-    return value
-
-
-def _shown(value: object) -> str:
-    if value is None:
-        return "missing"
-    text = json.dumps(value)
-    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."

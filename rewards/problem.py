@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
+from typing import Literal, Protocol
+
+Rules = Literal["fixed", "d1"]
+"""By whose rules a completion is judged. `fixed`: ours. `d1`: the first d1's, its defects included, to compare with."""
 
 
 class Split(StrEnum):
@@ -61,6 +64,18 @@ class Grade:
     """Whether the completion solves the problem: what evaluation counts."""
     outcome: Outcome = Outcome.GRADED
     """How grading ended."""
+    answer: str | None = None
+    """What was taken as the completion's answer; None when it has none."""
+    detail: str = ""
+    """What a person should know beside: the first test that failed, what ran out of time."""
+    items: tuple[int, int] | None = None
+    """How many of how many are right, where accuracy counts the parts of a problem (a Sudoku's empty cells); None where
+    it counts the problem."""
+
+    @property
+    def score(self) -> tuple[int, int]:
+        """How many right of how many: what an accuracy adds up."""
+        return self.items or (int(self.correct), 1)
 
 
 class Task(Protocol):
@@ -75,6 +90,21 @@ class Task(Protocol):
         """
         ...
 
+    def size(self, split: Split) -> int | None:
+        """How many problems a split has; None where they are generated. Raises ValueError as `problems`."""
+        ...
+
+    def example(self) -> Problem:
+        """A problem to look at; it needs no data."""
+        ...
+
     def grade(self, problem: Problem, text: str) -> Grade:
         """Grade the text of one completion. Never raises for any text."""
+        ...
+
+    def posed(self, question: str, truth: object) -> Problem:
+        """The problem of a published generation: its question, and what the file says is right.
+
+        Raises ValueError for a question or a truth that is none of this task.
+        """
         ...

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from functools import cache
 from itertools import permutations
 from random import Random
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-from rewards.answers import ascii_digits, last_answer
+from rewards import d1_parsers
+from rewards.answers import ascii_digits, final_answer, last_answer
+from rewards.dataset import FileProblems, Files, chosen
 from rewards.draw import draw_distinct
-from rewards.problem import Grade, Problem, Split
+from rewards.problem import Grade, Problem, Rules, Split
 from rewards.prompts import PromptStyle, demonstration, user_turn
+from rewards.rows import Row, shown
 from rewards.split import split_of
 
 NUM_CELLS = 16
 EMPTY = "0"
+_PUZZLE = re.compile(r"([0-4]{16})")
+_NAMED_PUZZLE = re.compile(r"Sudoku puzzle: ([0-4]{16})")
+_SOLVED = re.compile(r"[1-4]{16}")
 
 # d1's wording (`diffu-grpo/data_utils.py`, `SUDOKU_SYSTEM_PROMPT`), to the letter.
 _D1_INSTRUCTIONS = """
@@ -42,10 +50,8 @@ Your step-by-step solving process
 """
 
 
-class SudokuConfig(BaseModel):
+class SudokuConfig(Files):
     """Which Sudoku puzzles are posed, and how."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     name: Literal["sudoku"] = "sudoku"
     """Selects this task."""
@@ -57,6 +63,10 @@ class SudokuConfig(BaseModel):
     """`d1` for the words of the d1 code, `compact` for the 16 characters of the puzzle alone."""
     heldout_fraction: float = Field(default=0.3, ge=0.05, le=0.5)
     """Fraction of the 288 solved grids that is held out; SPG, which first split by solution, holds out 88."""
+    reward: Rules = "fixed"
+    """The reward that is trained on."""
+    protocol: Rules = "fixed"
+    """What counts as correct in evaluation."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -86,35 +96,85 @@ def num_solutions(puzzle: str) -> int:
 
 
 class Sudoku:
-    """The Sudoku task with d1's reward. No solved grid occurs in both splits, as all do in d1's data."""
+    """The empty cells of a 4x4 Sudoku.
+
+    No solved grid occurs in both splits, as all do in d1's data.
+    """
 
     name = "sudoku"
 
     def __init__(self, config: SudokuConfig) -> None:
         self._config = config
+        self._files = FileProblems(config, self._pose_row)
 
     def problems(self, split: Split, count: int, seed: int) -> list[Problem]:
         """`count` puzzles of a split, all different and each with one solution, determined by (split, count, seed).
 
         Numbers of empty cells are equally frequent until the puzzles of one run out.
-        Raises ValueError when the split has fewer.
+        Those of a file are taken as they are, and a split that is made beside it has none of its solutions.
+        Raises ValueError when the split has fewer, or its file cannot be used.
         """
-        fraction = self._config.heldout_fraction
-        grids = [grid for grid in solved_grids() if split_of(f"{self.name}/{grid}", fraction) == split]
+        if (found := self._files.of(split)) is not None:
+            return chosen(found, task=self.name, split=split, count=count, seed=seed)
+        grids = self._grids(split)
         return draw_distinct(lambda rng: self._draw(rng, grids), task=self.name, split=split, count=count, seed=seed)
 
-    def grade(self, problem: Problem, text: str) -> Grade:
-        """The fraction of the originally empty cells that are right: d1's `sudoku_reward_func`.
+    def size(self, split: Split) -> int | None:
+        """How many a file has; None where they are generated."""
+        found = self._files.of(split)
+        return None if found is None else len(found)
 
-        The cells are the digits of the last answer, truncated to 16; missing ones are wrong. As in d1, a changed given
-        costs no reward, but `correct` needs exactly the 16 digits of the solution. One part: `cells`.
-        Never raises for any text.
+    def example(self) -> Problem:
+        """The first training problem of seed 0."""
+        return self.problems(Split.TRAIN, 1, seed=0)[0]
+
+    def grade(self, problem: Problem, text: str) -> Grade:
+        """The fraction of the originally empty cells that are right: d1's `sudoku_reward_func`. Never raises.
+
+        The cells are the digits of the answer, truncated to 16; missing ones are wrong. By the fixed rules an answer is
+        `final_answer`'s and digits are 0-9; by d1's it is the last `<answer>`'s, and whatever Unicode calls a digit
+        counts. As in d1, a changed given costs no reward. One part: `cells`. By the fixed protocol `correct` needs
+        exactly the 16 digits of the solution, by d1's only what was empty. An accuracy counts cells: `items`.
         """
-        cells = ascii_digits(last_answer(text) or "")
+        answer, cells = _fixed_cells(text)
+        rewarded = cells if self._config.reward == "fixed" else _d1_reward_cells(text)
+        counted = cells if self._config.protocol == "fixed" else d1_parsers.sudoku_cells(text)
         empty = [cell for cell, digit in enumerate(problem.metadata["puzzle"]) if digit == EMPTY]
-        num_right = sum(cells[cell : cell + 1] == problem.answer[cell] for cell in empty)
-        reward = num_right / len(empty)
-        return Grade(reward=reward, parts={"cells": reward}, correct=cells == problem.answer)
+        reward = _num_right(rewarded, problem.answer, empty) / len(empty)
+        num_right = _num_right(counted, problem.answer, empty)
+        is_d1 = self._config.protocol == "d1"
+        return Grade(
+            reward=reward,
+            parts={"cells": reward},
+            correct=num_right == len(empty) if is_d1 else cells == problem.answer,
+            answer=(counted or None) if is_d1 else answer,
+            items=(num_right, len(empty)),
+        )
+
+    def posed(self, question: str, truth: object) -> Problem:
+        """The problem whose question has its 16 characters and whose truth is the solved grid. Raises ValueError."""
+        found = _PUZZLE.match(question) or _NAMED_PUZZLE.search(question)
+        if found is None:
+            raise ValueError(
+                f"the question {shown(question)} has no puzzle; it should begin with its 16 digits, or say "
+                "`Sudoku puzzle: ` before them"
+            )
+        return replace(self._pose(*_checked(found[1], truth)), messages=user_turn(question))
+
+    def _pose_row(self, row: Row) -> Problem:
+        """Of `Puzzle` and `Solution`, as in d1's files and on the hub (Mayfull/sudoku)."""
+        try:
+            return self._pose(*_checked(row.text("Puzzle"), row.value("Solution")))
+        except ValueError as error:
+            raise ValueError(f"{row.place}: {error}".replace(f"{row.place}: {row.place}", row.place)) from error
+
+    def _grids(self, split: Split) -> list[str]:
+        """The solutions of a split that is made."""
+        if (beside := self._files.beside(split)) is not None:
+            taken = {problem.answer for problem in beside}
+            return [grid for grid in solved_grids() if grid not in taken]
+        fraction = self._config.heldout_fraction
+        return [grid for grid in solved_grids() if split_of(f"{self.name}/{grid}", fraction) == split]
 
     def _draw(self, rng: Random, grids: list[str]) -> Problem:
         solution = rng.choice(grids)
@@ -135,6 +195,31 @@ class Sudoku:
             demonstration=demonstration(self._config.prompt, reasoning=reasoning, answer=solution),
             metadata={"puzzle": puzzle},
         )
+
+
+def _checked(puzzle: str, solution: object) -> tuple[str, str]:
+    """A puzzle and its solution. Raises ValueError, in one sentence, for what are none."""
+    if not _PUZZLE.fullmatch(puzzle) or EMPTY not in puzzle:
+        raise ValueError(f"the puzzle is {shown(puzzle)}; it should be 16 digits 0-4, 0 for each empty cell")
+    if not isinstance(solution, str) or not _SOLVED.fullmatch(solution):
+        raise ValueError(f"the solution is {shown(solution)}; it should be the 16 digits 1-4 of the solved grid")
+    if any(given not in (EMPTY, digit) for given, digit in zip(puzzle, solution, strict=True)):
+        raise ValueError(f"the solution {solution} changes a given of the puzzle {puzzle}")
+    return puzzle, solution
+
+
+def _fixed_cells(text: str) -> tuple[str | None, str]:
+    """The answer, and its digits."""
+    answer = final_answer(text)
+    return answer, ascii_digits(answer or "")
+
+
+def _d1_reward_cells(text: str) -> str:
+    return "".join(character for character in last_answer(text) or "" if character.isdigit())
+
+
+def _num_right(cells: str, solution: str, empty: list[int]) -> int:
+    return sum(cells[cell : cell + 1] == solution[cell] for cell in empty)
 
 
 def _has_no_conflict(cells: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import accumulate, combinations_with_replacement, product
 from typing import Literal
 
@@ -11,6 +12,7 @@ from rewards.answers import ascii_digits, last_answer
 from rewards.draw import rng_for, too_few
 from rewards.problem import Grade, Problem, Split
 from rewards.prompts import demonstration, user_turn
+from rewards.rows import shown
 from rewards.split import split_of
 
 
@@ -30,7 +32,10 @@ class SumsConfig(BaseModel):
 
 
 class Sums:
-    """The task of running sums: `3 7 9` asks for `309`, which is 3, 3 + 7 and 3 + 7 + 9 modulo 10."""
+    """Running sums of digits, a toy.
+
+    `3 7 9` asks for `309`, which is 3, 3 + 7 and 3 + 7 + 9 modulo 10.
+    """
 
     name = "sums"
 
@@ -48,6 +53,14 @@ class Sums:
         rng_for(f"{self.name}/{split}/{seed}").shuffle(operands)
         return [self._pose(terms) for terms in operands[:count]]
 
+    def size(self, split: Split) -> int:
+        """How many problems a split has."""
+        return len(self._operands(split))
+
+    def example(self) -> Problem:
+        """The first training problem of seed 0."""
+        return self.problems(Split.TRAIN, 1, seed=0)[0]
+
     def grade(self, problem: Problem, text: str) -> Grade:
         """The fraction of the answer's digits that are right, position by position.
 
@@ -58,6 +71,17 @@ class Sums:
         num_right = sum(given == right for given, right in zip(digits, problem.answer, strict=False))
         reward = num_right / len(problem.answer)
         return Grade(reward=reward, parts={"digits": reward}, correct=digits == problem.answer)
+
+    def posed(self, question: str, truth: object) -> Problem:
+        """The problem whose question is its digits, `3 7 9`, and whose truth is its answer. Raises ValueError."""
+        terms = question.split()
+        if (
+            not isinstance(truth, str)
+            or len(terms) != len(truth)
+            or not all(t.isascii() and t.isdigit() for t in terms)
+        ):
+            raise ValueError(f"the ground truth {shown(truth)} does not fit the question {shown(question)}")
+        return replace(self._pose(tuple(map(int, terms))), answer=truth)
 
     def _operands(self, split: Split) -> list[tuple[int, ...]]:
         """The operands of every problem of a split, in ascending order."""

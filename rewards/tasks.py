@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, get_args
 
 from pydantic import Field
 
 from rewards.countdown import Countdown, CountdownConfig
+from rewards.jsonl import Jsonl, JsonlConfig
 from rewards.problem import Task
 from rewards.sudoku import Sudoku, SudokuConfig
 from rewards.sums import Sums, SumsConfig
 
-TaskConfig = Annotated[CountdownConfig | SudokuConfig | SumsConfig, Field(discriminator="name")]
+TaskConfig = Annotated[CountdownConfig | JsonlConfig | SudokuConfig | SumsConfig, Field(discriminator="name")]
 """The config of any task; its `name` says of which."""
+
+
+def task_names() -> tuple[str, ...]:
+    """The names of all tasks, in the order of the alphabet."""
+    union = get_args(get_args(TaskConfig)[0])
+    return tuple(sorted(config.model_fields["name"].default for config in union))
 
 
 def make_task(config: TaskConfig) -> Task:
@@ -20,6 +27,8 @@ def make_task(config: TaskConfig) -> Task:
     match config:
         case CountdownConfig():
             return Countdown(config)
+        case JsonlConfig():
+            return Jsonl(config)
         case SudokuConfig():
             return Sudoku(config)
         case SumsConfig():

@@ -12,6 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _CHUNK = 64
+# Numbers whose statistics a CPU takes at a time: with their exponentials, what its second cache holds.
+_CACHED = 1 << 17
+_LEAST = -1e4
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +23,6 @@ class Predictions:
 
     shifted: Tensor
     """[N, V] float32 logits minus the largest of their row; -inf where a token is forbidden."""
-    top_token: Tensor
-    """[N] int64: the most probable token, the lowest id among equals."""
     log_norm: Tensor
     """[N] log-sum-exp of `shifted`: minus the log-probability, in nats, of the most probable token."""
 
@@ -29,18 +30,33 @@ class Predictions:
         """Log-probability, in nats, of a token at each of some slots."""
         return self.shifted[slots_N, tokens_N] - self.log_norm[slots_N]
 
+    def top_tokens(self, slots_N: Tensor) -> Tensor:
+        """The most probable token at each of some slots, the lowest id among equals."""
+        if len(slots_N) < len(self.shifted):
+            # A maximum is fast and its place is not: looked for only where somebody asks.
+            return self.shifted[slots_N].argmax(dim=-1)
+        return self.shifted.argmax(dim=-1)[slots_N]
+
     def entropy(self, slots_N: Tensor) -> Tensor:
         """Entropy, in nats, of the prediction at each of some slots."""
-        logp_NV = self.shifted[slots_N] - self.log_norm[slots_N, None]
-        return torch.special.entr(logp_NV.exp_()).sum(dim=-1)
+        shifted_NV, log_norm_N = self.shifted[slots_N], self.log_norm[slots_N]
+        weights_NV = shifted_NV.exp()
+        # A forbidden token adds nothing: its weight is 0, and this end of its logit finite.
+        mean_N = weights_NV.mul_(shifted_NV.clamp_(min=_LEAST)).sum(dim=-1) * (-log_norm_N).exp()
+        return log_norm_N - mean_N
 
 
 def predictions(logits_NV: Tensor) -> Predictions:
     """Maximum and normaliser of each row, in float32. Overwrites float32 logits: they can be gigabytes."""
     shifted_NV = logits_NV.float()
-    top_N, token_N = shifted_NV.max(dim=-1)
-    shifted_NV.sub_(top_N[:, None])
-    return Predictions(shifted_NV, token_N, shifted_NV.exp().sum(dim=-1).log_())
+    total_N = shifted_NV.new_empty(len(shifted_NV))
+    # All rows at once would be one more tensor as large as the logits, and on a CPU four ways through main memory.
+    rows = max(1, _CACHED // shifted_NV.shape[1]) if shifted_NV.device.type == "cpu" else max(1, len(shifted_NV))
+    for some in range(0, len(shifted_NV), rows):
+        chunk = slice(some, some + rows)
+        weights = shifted_NV[chunk].sub_(shifted_NV[chunk].amax(dim=-1, keepdim=True)).exp()
+        torch.sum(weights, dim=-1, out=total_N[chunk])
+    return Predictions(shifted_NV, total_N.log_())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,7 +90,7 @@ def draw(predicted: Predictions, slots_N: Tensor, law: Law, uniforms_N: Tensor) 
         scaled_NV = truncate(scaled_NV, law.top_p, law.top_k)
     drawn_N, total_N = inverse_cdf(scaled_NV.exp(), uniforms_N)
     logp_N = scaled_NV.gather(1, drawn_N[:, None])[:, 0] - total_N.log().float()
-    return torch.where(is_greedy_N, predicted.top_token[slots_N], drawn_N), torch.where(is_greedy_N, 0.0, logp_N)
+    return torch.where(is_greedy_N, predicted.top_tokens(slots_N), drawn_N), torch.where(is_greedy_N, 0.0, logp_N)
 
 
 def truncate(logits_NV: Tensor, top_p_N: Tensor, top_k_N: Tensor) -> Tensor:

@@ -112,7 +112,7 @@ class DenoiseStep:
     def _draw(self, picked_M: Tensor) -> tuple[Tensor, Tensor]:
         rows, row_M, source_M = self._rows, self._row_of(picked_M), self._source_N[picked_M]
         if all(p.temperature == 0 for p in self._params):
-            tokens_M = self._predicted.top_token[source_M]
+            tokens_M = self._predicted.top_tokens(source_M)
             return tokens_M, torch.zeros(tokens_M.shape, device=tokens_M.device)
         law = Law(
             temperature=rows.temperature[row_M],
@@ -125,15 +125,15 @@ class DenoiseStep:
         return draw(self._predicted, source_M, law, uniforms_M)
 
     def _entropy(self, source_M: Tensor) -> Tensor:
-        if len(source_M) <= len(self._predicted.top_token):
+        if len(source_M) <= len(self._predicted.log_norm):
             return self._predicted.entropy(source_M)
         # Rows that share a forward share its entropies.
         return self._entropies()[source_M]
 
     def _entropies(self) -> Tensor:
         """[U] entropies of all predictions."""
-        top_token_U = self._predicted.top_token
-        return self._predicted.entropy(torch.arange(len(top_token_U), device=top_token_U.device))
+        log_norm_U = self._predicted.log_norm
+        return self._predicted.entropy(torch.arange(len(log_norm_U), device=log_norm_U.device))
 
     def _row_of(self, picked_M: Tensor) -> Tensor:
         return self._index_N[picked_M] // self._open_AK.shape[1]

@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from deploy.cli import export, machine, runs, sample, submit, train
+from deploy.cli import export, machine, runs, sample, submit, tasks, train
 from deploy.errors import RunFailedError, UserError
 from deploy.printing import printable
 
@@ -25,6 +25,8 @@ app.command()(train.sft)
 app.command()(submit.submit)
 app.command()(sample.sample)
 app.command()(export.export)
+app.command()(tasks.grade)
+app.command()(tasks.tasks)
 app.command()(runs.serve)
 app.add_typer(runs.app, name="runs")
 app.command()(machine.doctor)

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from actors.collate import collate
-from actors.messages import Portion, ScoredPortion
+from actors.messages import Portion, PortionSummary, ScoredPortion
 from actors.plan import RunPlan
 from actors.round_stats import readable_samples, round_stats
 from actors.spec import RunSpec
@@ -55,12 +55,35 @@ def test_rows_carry_their_own_request_completion_and_grade(plan: RunPlan) -> Non
     assert set(batch.policy_versions.tolist()) == {4}
 
 
-def test_a_group_with_an_ungraded_completion_is_left_out_whole(plan: RunPlan) -> None:
+def test_an_ungraded_completion_is_left_out_and_its_group_goes_on_without_it(plan: RunPlan) -> None:
     scored = _scored(plan.round_portion(0, 0))
     grades = list(scored.grades)
-    grades[5] = replace(grades[5], outcome=Outcome.TIMEOUT)
+    grades[5] = replace(grades[5], outcome=Outcome.TIMEOUT, reward=9.0)
     batch = collate([replace(scored, grades=tuple(grades))], gen_length=8, eos_id=1)
-    assert batch.group_ids.tolist() == [0] * 4
+    assert batch.group_ids.tolist() == [0] * 4 + [1] * 3
+    torch.testing.assert_close(batch.rewards, torch.tensor([0, 1, 2, 3, 4, 6, 7]) / 10)
+
+
+def test_a_completion_that_is_alone_in_its_group_has_nothing_to_compare_with(plan: RunPlan) -> None:
+    scored = _scored(plan.round_portion(0, 0))
+    grades = [replace(g, outcome=Outcome.ERROR) if row < 3 else g for row, g in enumerate(scored.grades)]
+    batch = collate([replace(scored, grades=tuple(grades))], gen_length=8, eos_id=1)
+    assert batch.group_ids.tolist() == [1] * 4
+    grades = [replace(grade, outcome=Outcome.ERROR) for grade in grades]
+    assert collate([replace(scored, grades=tuple(grades))], gen_length=8, eos_id=1) is None
+
+
+def test_ungraded_completions_are_counted_and_in_no_mean(plan: RunPlan) -> None:
+    portion = plan.round_portion(0, 0)
+    outcomes = [Outcome.GRADED] * 6 + [Outcome.TIMEOUT, Outcome.ERROR]
+    grades = tuple(Grade(reward=1.0, parts={"x": 1.0}, correct=True, outcome=outcome) for outcome in outcomes)
+    summary = PortionSummary(
+        grades=grades, texts=("",) * 8, num_tokens=(4,) * 8, step_maps=((),) * 8, policy_versions=(0,) * 8, failures=()
+    )
+    stats = round_stats([portion], [summary], num_groups=2)
+    assert stats["num_completions"] == 6
+    assert stats["num_ungraded"] == {"timeout": 1, "error": 1}
+    assert stats["num_failed_groups"] == 0
 
 
 def test_failures_of_a_grader_become_counted_data(spec: RunSpec, plan: RunPlan) -> None:

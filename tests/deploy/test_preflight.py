@@ -208,3 +208,31 @@ def test_sft_data_is_read_before_anything_starts(recipe_file: Path) -> None:
     assert _problems(recipe_file, f"sft.data={data}", "sft.num_labels=null") == []
     (problem,) = _problems(recipe_file, "sft.data=absent.jsonl")
     assert problem == "sft.data: absent.jsonl cannot be read: no such file or directory"
+
+
+def test_sft_on_problems_without_labels_is_refused(recipe_file: Path, workdir: Path) -> None:
+    lines = [{"nums": [1, 2, n], "target": n + 3} for n in range(3, 300)]
+    path = workdir / "countdown.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    recipe = recipe_file.with_name("file.yaml")
+    recipe.write_text(
+        f"task: {{name: countdown, train_data: {path}}}\nnum_train_problems: 64\n"
+        "sft: {num_labels: 8, num_steps: 2}\nlearner: {num_rounds: 1}\nevaluation: {num_problems: 4}\n"
+    )
+    (problem,) = _problems(recipe)
+    assert problem.startswith("SFT is to train on the train problems of countdown, and countdown/1,2,")
+    assert problem.endswith("has no right completion in its file; give sft.data, or take sft.num_steps=0")
+    assert _problems(recipe, "sft.num_steps=0") == []
+
+
+def test_data_that_cannot_be_used_is_refused_before_anything_starts(recipe_file: Path, workdir: Path) -> None:
+    recipe = recipe_file.with_name("file.yaml")
+    recipe.write_text(
+        f"task: {{name: jsonl, grader: exact, train_data: {workdir / 'x.jsonl'}}}\n"
+        "sft: {num_labels: 1, num_steps: 1}\nnum_train_problems: 64\n"
+        "learner: {num_rounds: 1}\nevaluation: {num_problems: 4}\n"
+    )
+    assert "num_train_problems is 64" in _problems(recipe)[0]
+    assert _problems(recipe)[0].endswith("x.jsonl cannot be read: no such file or directory")
+    (workdir / "x.jsonl").write_text('{"prompt": "a"}\n')
+    assert _problems(recipe)[0].endswith("x.jsonl, line 1: answer is missing; it should be a text: what is right")

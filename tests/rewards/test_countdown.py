@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 from pydantic import ValidationError
 
 from rewards import Countdown, CountdownConfig, Problem, Split, evaluate
+from rewards.python_arithmetic import python_value
 
 _D1_TURN = """
 Respond in the following format:
@@ -41,9 +45,13 @@ def _problem(numbers: str, target: int) -> Problem:
         ("<answer>2+3</answer>", 0.1),
         ("<answer>5</answer>", 0.1),
         ("<answer>2*4-3+4-4</answer>", 0.1),
-        ("<answer>2*4-3=5</answer>", 0.1),
+        ("<answer>2*4-3=9</answer>", 1.0),
+        ("<answer>2*4-3=x</answer>", 0.1),
         ("<answer>2x4-3</answer>", 0.1),
-        (r"<answer>\boxed{2*4-3}</answer>", 0.1),
+        (r"<answer>\boxed{2*4-3}</answer>", 1.0),
+        (r"<answer>$2 \times 4 - 3$</answer>", 1.0),
+        (r"\boxed{4-3+\frac{8}{2}}", 0.1),
+        (r"\boxed{4 \cdot 2 - 3 = 5}", 1.0),
         ("<answer></answer>", 0.1),
         ("<answer>2*4-3</answer><answer></answer>", 0.1),
         ("<answer>2*4-3", 0.0),
@@ -54,12 +62,71 @@ def _problem(numbers: str, target: int) -> Problem:
         ("<answer>(2*4\n-3)</answer>", 0.1),
     ],
 )
-def test_rewards_are_d1s(text: str, reward: float) -> None:
+def test_fixed_rewards(text: str, reward: float) -> None:
     grade = Countdown(CountdownConfig()).grade(_problem("2 3 4", 5), text)
     assert grade.reward == reward
     assert grade.correct == (reward == 1.0)
     assert list(grade.parts) == ["answer", "correct"]
     assert sum(grade.parts.values()) == grade.reward
+
+
+@pytest.mark.parametrize(
+    ("text", "reward"),
+    [
+        ("<answer>2*4-3</answer>", 1.0),
+        ("<answer>-3+2*4</answer>", 1.0),
+        ("<answer>(2*4\n-3)</answer>", 1.0),
+        ("<answer>2**(4-3)+3</answer>", 0.1),
+        ("<answer>2*4-3=5</answer>", 0.1),
+        (r"<answer>\boxed{2*4-3}</answer>", 0.1),
+        (r"\boxed{2*4-3}", 0.0),
+        ("<answer>2*4-3", 0.0),
+    ],
+)
+def test_d1_rewards(text: str, reward: float) -> None:
+    assert Countdown(CountdownConfig(reward="d1")).grade(_problem("2 3 4", 5), text).reward == reward
+
+
+@pytest.mark.parametrize(
+    ("text", "is_correct"),
+    [
+        (r"\boxed{2*4-3}", True),
+        (r"\boxed{2 \times 4 - 3 = 7}", True),
+        ("2*4-3", True),
+        ("2*4-3 = 5", True),
+        ("so 2*4-3", False),
+        ("<answer>2*4-3</answer>", False),
+        (r"<answer>2*4-3</answer> \boxed{", True),
+    ],
+)
+def test_the_d1_protocol(text: str, is_correct: bool) -> None:
+    assert Countdown(CountdownConfig(protocol="d1")).grade(_problem("2 3 4", 5), text).correct == is_correct
+
+
+def test_what_d1s_eval_takes_the_restatement_takes() -> None:
+    for expression, value in {"2**3//3": 2, "2.5*2": 5, "-3+8": 5, "+3": 3, "4--1": 5, "(2\n+3)": 5}.items():
+        assert python_value(expression) == value, expression
+    for nothing in (
+        "",
+        "()",
+        "2(3)",
+        "07",
+        "1/0",
+        "99**99**99",
+        "2**-99999",
+        "9**9**9",
+        "\u0661",
+        "(" * 250,
+        "1e5",
+        "2;3",
+    ):
+        assert python_value(nothing) is None, nothing
+
+
+@pytest.mark.parametrize("truth", [None, 5, [5], [[], 5], [["a"], 5], [[1, 2], "5"], [[1, True], 5]])
+def test_a_line_without_numbers_and_target_is_refused(truth: object) -> None:
+    with pytest.raises(ValueError, match=r"a countdown line has \[\[numbers\], target\]"):
+        Countdown(CountdownConfig()).posed("?", truth)
 
 
 @pytest.mark.parametrize(
@@ -194,3 +261,36 @@ def test_the_longest_demonstrations_are_within_the_evaluators_bound() -> None:
 def test_a_wrong_config_names_the_field(fields: dict[str, object], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         CountdownConfig.model_validate(fields)
+
+
+def _file(path: Path, *rows: dict[str, object]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_problems_come_from_a_file_and_none_of_their_numbers_are_made_beside_it(tmp_path: Path) -> None:
+    rows = [{"nums": [4, 2, 3], "target": 5}, {"input": "2,2,9", "output": "13"}]
+    path = _file(tmp_path / "x.jsonl", *rows)
+    task = Countdown(CountdownConfig(heldout_data=path, num_numbers=3, max_number=4, prompt="compact"))
+    heldout = task.problems(Split.HELDOUT, 2, seed=0)
+    assert {problem.problem_id for problem in heldout} == {"countdown/2,3,4=5", "countdown/2,2,9=13"}
+    assert {problem.messages[0].content for problem in heldout} == {"4 2 3 = 5", "2 2 9 = 13"}
+    assert all(task.grade(p, "<answer>2*2+9</answer>").correct == (p.answer == "13") for p in heldout)
+    made = task.problems(Split.TRAIN, 150, seed=0)
+    assert not any(problem.problem_id.startswith("countdown/2,3,4=") for problem in made)
+    assert (task.size(Split.HELDOUT), task.size(Split.TRAIN)) == (2, None)
+
+
+@pytest.mark.parametrize(
+    ("row", "sentence"),
+    [
+        ({"nums": "a,2", "target": 3}, 'line 1: nums is "a,2"; it should be whole numbers'),
+        ({"nums": [], "target": 3}, r"line 1: nums is \[\]; it should be whole numbers"),
+        ({"nums": [1, 2], "target": 2.5}, "line 1: target is 2.5; it should be whole numbers"),
+        ({"nums": [1, 2]}, "line 1 has no column target; its columns are nums"),
+    ],
+)
+def test_a_row_that_is_no_problem_is_named(tmp_path: Path, row: dict[str, object], sentence: str) -> None:
+    task = Countdown(CountdownConfig(train_data=_file(tmp_path / "x.jsonl", row)))
+    with pytest.raises(ValueError, match=sentence):
+        task.problems(Split.TRAIN, 1, seed=0)

@@ -18,6 +18,7 @@ from rewards import (
     Sudoku,
     SudokuConfig,
     SumsConfig,
+    TaskConfig,
     last_answer,
     make_task,
 )
@@ -63,17 +64,34 @@ def test_sudoku_rewards_equal_a_slow_reference() -> None:
 
 
 def test_countdown_rewards_are_those_of_d1s_training() -> None:
-    countdown = Countdown(CountdownConfig())
+    countdown = Countdown(CountdownConfig(reward="d1"))
     num_unboxed_right = 0
     for item in _generations("countdown"):
-        numbers, target = item["ground_truth"]
-        metadata = {"numbers": " ".join(map(str, numbers))}
-        problem = Problem(problem_id="p", messages=(), answer=str(target), demonstration="", metadata=metadata)
+        problem = countdown.posed(item["question"], item["ground_truth"])
         text = item["generation"]
         # Evaluation asks for \boxed, which d1's training reward holds for illegal characters.
         assert countdown.grade(problem, text).reward == (0.0 if _d1_answer(text) is None else 0.1)
-        num_unboxed_right += countdown.grade(problem, re.sub(r"\\boxed\{(.*)\}", r"\1", text)).correct
+        num_unboxed_right += countdown.grade(problem, re.sub(r"\\boxed\{(.*)\}", r"\1", text)).reward == 1.0
     assert num_unboxed_right == 37  # as many as d1's eval() finds in them
+
+
+def _score(config: TaskConfig) -> tuple[int, int]:
+    task = make_task(config)
+    grades = [
+        task.grade(task.posed(item["question"], item["ground_truth"]), item["generation"])
+        for item in _generations(config.name)
+    ]
+    return sum(grade.score[0] for grade in grades), sum(grade.score[1] for grade in grades)
+
+
+def test_the_d1_protocol_gives_what_d1s_parsers_give() -> None:
+    assert _score(CountdownConfig(protocol="d1")) == (50, 256)
+    assert _score(SudokuConfig(protocol="d1")) == (137, 2048)
+
+
+def test_the_fixed_protocol() -> None:
+    assert _score(CountdownConfig()) == (49, 256)
+    assert _score(SudokuConfig()) == (121, 2048)
 
 
 @pytest.mark.parametrize("name", ["countdown", "gsm8k", "math500", "sudoku"])

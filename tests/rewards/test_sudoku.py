@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
@@ -164,3 +165,31 @@ def test_an_exhausted_split_says_how_many_puzzles_it_has() -> None:
 def test_a_wrong_config_names_the_field(fields: dict[str, object], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         SudokuConfig.model_validate(fields)
+
+
+def test_puzzles_come_from_a_file_and_their_solutions_are_not_made_beside_it(tmp_path: Path) -> None:
+    path = tmp_path / "x.csv"
+    path.write_text("Puzzle,Solution\n0234341221434321,1234341221434321\n1230341221434300,1234341221434321\n")
+    task = Sudoku(SudokuConfig(heldout_data=path))
+    heldout = task.problems(Split.HELDOUT, 2, seed=0)
+    assert {problem.metadata["puzzle"] for problem in heldout} == {"0234341221434321", "1230341221434300"}
+    assert all(task.grade(problem, problem.demonstration).reward == 1 for problem in heldout)
+    made = {problem.answer for problem in task.problems(Split.TRAIN, 3000, seed=0)}
+    assert len(made) == 287
+    assert "1234341221434321" not in made
+
+
+@pytest.mark.parametrize(
+    ("row", "sentence"),
+    [
+        ("123,1234341221434321", 'row 1: the puzzle is "123"; it should be 16 digits 0-4'),
+        ("1234341221434321,1234341221434321", "row 1: the puzzle is .*, 0 for each empty cell"),
+        ("0234341221434321,12", 'row 1: the solution is "12"; it should be the 16 digits'),
+        ("0234341221434321,1243341221434321", "row 1: the solution 1243341221434321 changes a given"),
+    ],
+)
+def test_a_row_that_is_no_puzzle_is_named(tmp_path: Path, row: str, sentence: str) -> None:
+    path = tmp_path / "x.csv"
+    path.write_text(f"Puzzle,Solution\n{row}\n")
+    with pytest.raises(ValueError, match=sentence):
+        Sudoku(SudokuConfig(train_data=path)).problems(Split.TRAIN, 1, seed=0)

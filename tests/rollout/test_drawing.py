@@ -118,6 +118,6 @@ def test_the_statistics_are_those_of_log_softmax() -> None:
     logp = logits.log_softmax(-1)
     predicted, slots = predictions(logits.clone()), torch.arange(7)
     torch.testing.assert_close(-predicted.log_norm, logp.amax(-1))
-    assert torch.equal(predicted.top_token, logits.argmax(-1))
+    assert torch.equal(predicted.top_tokens(slots), logits.argmax(-1))
     torch.testing.assert_close(predicted.logp(slots, torch.full((7,), 9)), logp[:, 9])
     torch.testing.assert_close(predicted.entropy(slots), torch.special.entr(logp.exp()).sum(-1))

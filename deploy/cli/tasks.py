@@ -1,0 +1,87 @@
+"""`d1 grade` and `d1 tasks`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from deploy.errors import UserError, reason
+
+_Fields = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[KEY=VALUE]...", help="Fields of the task, as under `task` in a recipe.", show_default=False
+    ),
+]
+
+
+def grade(
+    task: Annotated[str, typer.Argument(metavar="TASK", help="A task's name; `d1 tasks` lists them.")],
+    file: Annotated[
+        Path,
+        typer.Argument(metavar="FILE", help="Lines of JSON with question, generation and ground_truth."),
+    ],
+    fields: _Fields = None,
+    *,
+    protocol: Annotated[
+        Literal["fixed", "d1"], typer.Option(help="What counts as correct: our rules, or the first d1's parsers.")
+    ] = "fixed",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    failures: Annotated[int, typer.Option(min=0, help="Failures to show, without --json.")] = 3,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the grade of each line here, one JSON object a line.")
+    ] = None,
+) -> None:
+    """Grade generations that lie in a file, as training and evaluation would."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from deploy.grading import grade_all, item, read_generations, summary
+    from deploy.grading_view import failures_view, summary_table
+    from deploy.tasks import opened, task_config
+
+    # A task without published parsers has no such field.
+    rules = [] if protocol == "fixed" else [f"protocol={protocol}"]
+    chosen = opened(task_config(task, [*(fields or []), *rules]))
+    lines = read_generations(chosen, file)
+    errors = Console(stderr=True)
+    with Progress(console=errors, transient=True, disable=not errors.is_terminal) as progress:
+        bar = progress.add_task(f"Grading {len(lines)} generations", total=len(lines))
+        graded = grade_all(chosen, lines, lambda: progress.advance(bar))
+    if out is not None:
+        try:
+            out.write_text("".join(json.dumps(item(line)) + "\n" for line in graded), encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"cannot write the grades to {out}: {reason(error)}") from error
+    found = {"task": task, "protocol": protocol} | summary(graded)
+    if as_json:
+        typer.echo(json.dumps(found))
+        return
+    console = Console()
+    console.print(summary_table(found))
+    for view in failures_view(graded, failures):
+        console.print(view)
+
+
+def tasks(
+    task: Annotated[str | None, typer.Argument(metavar="[TASK]", help="Show this one with an example.")] = None,
+    fields: _Fields = None,
+    *,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """List the tasks with their sizes and an example, or show one."""
+    from rich.console import Console
+
+    from deploy.tasks import described
+    from deploy.tasks_view import task_view, tasks_table
+    from rewards.tasks import task_names
+
+    names = task_names() if task is None else (task,)
+    found = [described(name, fields or []) for name in names]
+    if as_json:
+        typer.echo(json.dumps(found if task is None else found[0]))
+        return
+    Console().print(tasks_table(found) if task is None else task_view(found[0]))

@@ -1,0 +1,115 @@
+"""Grading a file of generations: `d1 grade`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deploy.errors import UserError
+from rewards import Grade, Outcome, Problem, Task
+from rewards.rows import Row, rows_of
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Graded:
+    """One line of the file, and what it is worth."""
+
+    place: str
+    """File and line."""
+    problem: Problem
+    """What was asked."""
+    generation: str
+    """What was generated."""
+    grade: Grade
+    """Its grade."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Line:
+    """A line that can be graded."""
+
+    place: str
+    """File and line."""
+    problem: Problem
+    """What was asked."""
+    generation: str
+    """What was generated."""
+
+
+def read_generations(task: Task, path: Path) -> list[Line]:
+    """The lines of a file: `question`, `generation` and `ground_truth`.
+
+    Raises UserError, in one sentence with file and line, before anything is graded.
+    """
+    try:
+        return [_line(task, row) for row in rows_of(path)]
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+def grade_all(task: Task, lines: Iterable[Line], after_each: Callable[[], object]) -> list[Graded]:
+    """The grade of every line, in order."""
+    graded = []
+    for line in lines:
+        grade = task.grade(line.problem, line.generation)
+        graded.append(Graded(place=line.place, problem=line.problem, generation=line.generation, grade=grade))
+        after_each()
+    return graded
+
+
+def summary(graded: Sequence[Graded]) -> dict[str, Any]:
+    """What the grades come to: `correct` of `total`, how gradings ended, and means over the lines that have a grade.
+
+    A line whose grading failed counts as wrong here, as it does for whoever publishes an accuracy; `outcomes` has it.
+    """
+    grades = [line.grade for line in graded]
+    outcomes = Counter(grade.outcome for grade in grades)
+    rated = [grade for grade in grades if grade.outcome is Outcome.GRADED]
+    correct, total = (sum(grade.score[i] for grade in grades) for i in (0, 1))
+    return {
+        "correct": correct,
+        "total": total,
+        "accuracy": correct / total,
+        "num_lines": len(grades),
+        "num_solved": sum(grade.correct for grade in grades),
+        "outcomes": {outcome.value: outcomes[outcome] for outcome in Outcome},
+        "reward": _mean([grade.reward for grade in rated]),
+        "parts": {name: _mean([grade.parts[name] for grade in rated]) for name in (rated[0].parts if rated else ())},
+    }
+
+
+def item(line: Graded) -> dict[str, Any]:
+    """One line's grade, as JSON."""
+    grade = line.grade
+    correct, total = grade.score
+    return {
+        "place": line.place,
+        "correct": correct,
+        "total": total,
+        "answer": grade.answer,
+        "ground_truth": line.problem.answer,
+        "outcome": grade.outcome.value,
+        "detail": grade.detail,
+        "reward": grade.reward,
+        "parts": dict(grade.parts),
+    }
+
+
+def _line(task: Task, row: Row) -> Line:
+    generation = row.value("generation")
+    if not isinstance(generation, str):
+        raise ValueError(f"{row.place}: generation is no text; it should be what the policy wrote")
+    try:
+        problem = task.posed(row.text("question"), row.value("ground_truth"))
+    except ValueError as error:
+        if str(error).startswith(row.place):
+            raise
+        raise ValueError(f"{row.place}: {error}") from error
+    return Line(place=row.place, problem=problem, generation=generation)
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None

@@ -1,0 +1,40 @@
+r"""LaTeX's `\boxed{...}`: where mathematicians and models that learned from them put the answer."""
+
+from __future__ import annotations
+
+import re
+
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+
+
+def last_boxed(text: str) -> str | None:
+    r"""What the last `\boxed{...}` or `\fbox{...}` that closes holds, stripped; None when there is none.
+
+    Braces nest; an escaped one (`\{`) does not count. Takes time linear in the length of `text`.
+    """
+    end = len(text)
+    for box in reversed(list(_BOX.finditer(text))):
+        closing = _closing(text, box.end() - 1, end)
+        if closing is not None:
+            return text[box.end() : closing].strip()
+        # What an earlier box holds ends before this one begins, or it would hold this one's beginning.
+        end = box.start()
+    return None
+
+
+def _closing(text: str, opening: int, end: int) -> int | None:
+    """Where the brace at `opening` closes, before `end`."""
+    depth = 0
+    place = opening
+    while place < end:
+        match text[place]:
+            case "\\":
+                place += 1
+            case "{":
+                depth += 1
+            case "}":
+                depth -= 1
+                if depth == 0:
+                    return place
+        place += 1
+    return None

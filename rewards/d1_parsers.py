@@ -1,0 +1,110 @@
+"""What the first d1's evaluation takes as a completion's answer, item by item.
+
+Its parsers (`eval/parse_and_get_acc.py`, Apache-2.0) are regular expressions, some of which take quadratic time on
+hostile text, and `eval`. These find the same in linear time, and execute nothing.
+"""
+
+from __future__ import annotations
+
+import re
+
+_BOXED, _FBOX = "\\boxed", "\\fbox"
+_ENDS = re.compile(r"<\|eot_id\|>|<\|endoftext\|>|</answer>")
+_EQUALS = re.compile(r"=[0-9. ]")
+_CELLS = re.compile(r"[\d\s]*")
+_CLOSED_GRID = re.compile(r"(\d{16})\s*</answer>")
+_ANY_GRID = re.compile(r"\b(\d{16})\b")
+_EXPRESSION_CHARACTERS = frozenset("0123456789+-*/() ")
+_FENCE = "```"
+
+
+def boxed(text: str) -> str | None:
+    r"""What the first d1 takes as the boxed answer: `parser_helper.py`, `last_boxed_only_string`, `remove_boxed`.
+
+    The braces of the last `\boxed`, or else those of the last `\fbox`, with its command; with a `\boxed ` and a space
+    anywhere, what follows the last of those up to a dollar sign; the whole text when there is no box. None where d1's
+    code raises: the braces never close.
+    """
+    spaced = _BOXED + " "
+    if spaced in text:
+        return text.rpartition(spaced)[2].partition("$")[0]
+    start = text.rfind(_BOXED)
+    if start < 0 and (start := text.rfind(_FBOX)) < 0:
+        return text
+    depth = 0
+    for place in range(start, len(text)):
+        if text[place] == "{":
+            depth += 1
+        elif text[place] == "}":
+            depth -= 1
+            if depth == 0:
+                box = text[start : place + 1]
+                return box[len(_BOXED) + 1 : -1] if box.startswith(_BOXED + "{") else box
+    return None
+
+
+def tagged(text: str) -> str | None:
+    """What the first `<answer>` that closes holds, stripped; None when there is none."""
+    start = text.find("<answer>")
+    end = text.find("</answer>", start + 8)
+    return None if start < 0 or end < 0 else text[start + 8 : end].strip()
+
+
+def countdown_expression(text: str) -> str:
+    """The expression of a Countdown completion: `parse_countdown_answers`.
+
+    The box, or the whole text; LaTeX's operators become Python's; of an equation the left side. d1 looks for tags only
+    where the braces of a box never close.
+    """
+    found = boxed(text)
+    if found is None:
+        answer = tagged(text)
+        found = text if answer is None else answer
+    for latex, operator in (("\\div", "/"), ("\\times", "*"), ("\\cdot", "*")):
+        found = found.replace(latex, operator)
+    for equals in _EQUALS.finditer(found):
+        start = equals.start()
+        while start and found[start - 1] in _EXPRESSION_CHARACTERS:
+            start -= 1
+        if start < equals.start():
+            return found[start : equals.start()].strip()
+    return found
+
+
+def sudoku_cells(text: str) -> str:
+    """The cells of a Sudoku completion without white space, not yet cut to 16: `parse_sudoku_answers`.
+
+    The first of: digits between fences after `<answer>`; what `<answer>` holds, up to an end of any kind; what follows
+    `</answer>`; 16 digits before `</answer>`; 16 digits anywhere. Empty when there is nothing.
+    """
+    found = _fenced(text) or _answered(text) or _after_answer(text)
+    for pattern in (_CLOSED_GRID, _ANY_GRID):
+        if not found and (match := pattern.search(text)):
+            found = match.group(1)
+    return "".join(found.split())
+
+
+def _fenced(text: str) -> str:
+    start = text.find("<answer>")
+    fence = text.find(_FENCE, start + 8) if start >= 0 else -1
+    while fence >= 0:
+        run = _CELLS.match(text, fence + 3)
+        assert run is not None, "it matches nothing, too"
+        if run.group() and text.startswith(_FENCE, run.end()):
+            return run.group().strip()
+        fence = text.find(_FENCE, fence + 1)
+    return ""
+
+
+def _answered(text: str) -> str:
+    start = text.find("<answer>")
+    end = _ENDS.search(text, start + 8) if start >= 0 else None
+    return text[start + 8 : end.start()].strip() if end else ""
+
+
+def _after_answer(text: str) -> str:
+    start = text.find("</answer>")
+    if start < 0:
+        return ""
+    ends = (text.find(mark, start + 9) for mark in ("<|eot_id|>", "<|endoftext|>"))
+    return text[start + 9 : min((end for end in ends if end >= 0), default=len(text))].strip()

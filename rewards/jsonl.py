@@ -1,0 +1,134 @@
+"""Problems of your own: a file of conversations with their answers, and a grader by name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Literal, Self
+
+from pydantic import model_validator
+
+from rewards.answers import final_answer
+from rewards.conversation import text_of, turns_of
+from rewards.dataset import DataConfig, Dataset, problem_id
+from rewards.problem import Grade, Message, Problem, Split
+from rewards.prompts import D1_FORMAT, demonstration, user_turn
+from rewards.rows import Row, shown
+
+GraderName = Literal["exact", "choice", "number", "none"]
+"""How an answer is compared with the right one."""
+
+# `B`, `(B)`, `B.` or `B) Paris`, and not the article of `A dog`.
+_LABEL = re.compile(r"\W*(\w+)\s*(?:[)\]}.:].*)?$", re.DOTALL)
+_ASKING = ("messages", "prompt", "question")
+
+
+class JsonlConfig(DataConfig):
+    """Which file, and how its answers are compared. A row has `messages`, or a `prompt` or `question`; and `answer`."""
+
+    name: Literal["jsonl"] = "jsonl"
+    """Selects this task."""
+    grader: GraderName
+    """`exact`: the same text, but for white space and case. `choice`: the same letter or label, whatever brackets or
+    dots are around it. `number`: the same number. `none`: every reward is 0, for what the terms of `reward` judge."""
+    prompt: Literal["plain", "d1"] = "plain"
+    """`plain` asks what the file says, `d1` says before it in which format to answer."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.train_data is None and self.heldout_data is None:
+            raise ValueError("train_data and heldout_data are both missing; a jsonl task needs one of them or both")
+        if "d1" in (self.reward, self.protocol):
+            raise ValueError("the first d1 has no rules for problems of your own; reward and protocol should be fixed")
+        return self
+
+
+class Jsonl:
+    """Problems of your own, from a file."""
+
+    name = "jsonl"
+
+    def __init__(self, config: JsonlConfig) -> None:
+        self._config = config
+        self._is_right = _COMPARISONS[config.grader]
+        self._dataset = Dataset(self.name, config, {}, self._pose)
+
+    def problems(self, split: Split, count: int, seed: int) -> list[Problem]:
+        """As `Dataset.problems`."""
+        return self._dataset.problems(split, count, seed)
+
+    def size(self, split: Split) -> int:
+        """As `Dataset.size`."""
+        return self._dataset.size(split)
+
+    def example(self) -> Problem:
+        """Made up, as there is nothing without a file."""
+        return self._pose(Row(place="the example", fields={"prompt": "What is 3 + 4?", "answer": "7"}))
+
+    def grade(self, problem: Problem, text: str) -> Grade:
+        """1 for a right answer, 0 otherwise; the answer is `final_answer`'s, or the whole text. Never raises."""
+        answer = final_answer(text)
+        answer = text.strip() if answer is None else answer
+        is_right = self._is_right(answer, problem.answer)
+        return Grade(reward=float(is_right), parts={"correct": float(is_right)}, correct=is_right, answer=answer)
+
+    def posed(self, question: str, truth: object) -> Problem:
+        """The problem with this question and this answer. Raises ValueError."""
+        return self._pose(Row(place="the line", fields={"prompt": question, "answer": truth}))
+
+    def _pose(self, row: Row) -> Problem:
+        try:
+            messages = _asked(row.fields)
+            answer = "" if self._config.grader == "none" else text_of(row.fields, "answer", "what is right")
+        except ValueError as error:
+            raise ValueError(f"{row.place}: {error}") from error
+        if messages[-1].role == "assistant":
+            label, messages = messages[-1].content, messages[:-1]
+        else:
+            label = demonstration("d1" if self._config.prompt == "d1" else "compact", reasoning="", answer=answer)
+        problem = Problem(
+            problem_id=problem_id(self.name, "\n".join(f"{turn.role}: {turn.content}" for turn in messages)),
+            messages=_with_format(messages) if self._config.prompt == "d1" else messages,
+            answer=answer,
+            demonstration=label,
+        )
+        if answer and not self.grade(problem, answer).correct:
+            raise ValueError(
+                f"{row.place}: answer is {shown(answer)}, which the grader {self._config.grader} cannot match with "
+                "anything; take another grader or mend the answer"
+            )
+        return problem
+
+
+def _asked(fields: Mapping[str, object]) -> tuple[Message, ...]:
+    if fields.get("messages") is None:
+        column = next((name for name in _ASKING if fields.get(name) is not None), "messages")
+        return user_turn(text_of(fields, column, "what the policy is asked"))
+    turns = turns_of(fields["messages"], "says what the policy is asked")
+    if all(turn.role == "assistant" for turn in turns[:1]):
+        raise ValueError("messages begins with the assistant's turn; what it answers should come before it")
+    return turns
+
+
+def _with_format(messages: tuple[Message, ...]) -> tuple[Message, ...]:
+    """The conversation with d1's format at the head of its first user's turn."""
+    first = next((index for index, turn in enumerate(messages) if turn.role == "user"), 0)
+    turn = replace(messages[first], content=f"{D1_FORMAT}\n{messages[first].content}")
+    return (*messages[:first], turn, *messages[first + 1 :])
+
+
+def _is_same_text(answer: str, right: str) -> bool:
+    return " ".join(answer.split()).casefold() == " ".join(right.split()).casefold()
+
+
+def _is_same_choice(answer: str, right: str) -> bool:
+    given, wanted = _LABEL.match(answer), _LABEL.match(right)
+    return given is not None and wanted is not None and given[1].casefold() == wanted[1].casefold()
+
+
+_COMPARISONS: Mapping[GraderName, Callable[[str, str], bool]] = {
+    "exact": _is_same_text,
+    "choice": _is_same_choice,
+    "none": lambda answer, right: False,  # noqa: ARG005 - nothing is compared
+}
