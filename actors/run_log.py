@@ -102,8 +102,9 @@ class RunLog:
             return
         prefix = values.get("phase", values.get("label", event)) + ("_eval" if event == "sft_eval" else "")
         scalars = {f"{prefix}/{name}": value for name, value in values.items() if isinstance(value, int | float)}
-        scalars |= {f"reward/{part}": value for part, value in values.get("reward_parts", {}).items()}
-        scalars |= {f"num_ungraded/{outcome}": count for outcome, count in values.get("num_ungraded", {}).items()}
+        if event == "round":
+            scalars |= {f"reward/{part}": value for part, value in values.get("reward_parts", {}).items()}
+            scalars |= {f"num_ungraded/{outcome}": count for outcome, count in values.get("num_ungraded", {}).items()}
         for board in self._boards:
             board.log(scalars, step)
 
