@@ -25,10 +25,12 @@ from actors.sft_data import SftData, load_sft_data
 from actors.spec import Phase, RunSpec, sampler_facts
 from actors.weights import make_manifest
 from learner.batch import RolloutBatch
+from learner.hardware import forget_peak_memory, peak_flop_per_s, peak_memory_bytes
 from learner.learner import Learner
-from learner.model.adapter import Adapter, read_adapter
+from learner.model.adapter import ADAPTER, Adapter, read_adapter
 from learner.model.checkpoint import LEARNER_STATE, load_policy, save_checkpoint, verify_checkpoint
 from learner.model.tokenizer import ChatTokenizer
+from learner.model.transformer import Transformer
 from learner.sft_learner import SftLearner, evaluation_loss
 from learner.sharding import ShardedPolicy, make_mesh
 
@@ -48,8 +50,26 @@ class TrainingRun:
         self._position = self._found.position
         mesh = make_mesh(spec.device)
         device = torch.device(spec.device, torch.cuda.current_device()) if spec.device == "cuda" else "cpu"
-        model = load_policy(self._found.directory).to(device)
+        adapter, model = self._found_policy()
+        if spec.lora.base_weights == "full":
+            model = model.to(device)
+        # Else it may be too large for a GPU: what the 4 bits leave of it goes there block by block.
         self._policy = ShardedPolicy(model, mesh, spec.sharding, lora=spec.lora, seed=spec.seed)
+        if adapter is not None:
+            self._policy.load_adapter(adapter.matrices)
+
+    def _found_policy(self) -> tuple[Adapter | None, Transformer]:
+        """The checkpoint's policy: whole, or for 4 bits as the adapter and what it stands on.
+
+        Rounded again with its adapter merged, it would not be the policy that the interrupted run had.
+        """
+        found = self._found.directory
+        if self._spec.lora.base_weights == "full" or not (found / ADAPTER).is_file():
+            return None, load_policy(found)
+        adapter = read_adapter(found)
+        base = self._spec.checkpoints_dir / adapter.base
+        verify_checkpoint(base)
+        return adapter, load_policy(base)
 
     def run(self) -> None:
         """The stages that the run asks for and that the checkpoint has not seen."""
@@ -128,6 +148,10 @@ class TrainingRun:
         if spec.lora.rank:
             # An adapter of its own: without it the policy is the KL reference.
             self._policy.load_full_weights(self._start_of_rounds())
+        if spec.lora.base_weights == "nf4" and self._position.phase is Phase.SFT:
+            # What SFT published is not rounded yet: the rounds are of completions of the policy that they start from.
+            self._position = replace(self._position, policy_version=self._position.policy_version + 1)
+            self._publish(self._position.policy_version, Phase.SFT, 0)
         learner = Learner(self._policy, spec.learner, sampler_facts(spec.rollout.sampling))
         self._restore(learner)
         self._record("phase", phase=Phase.RL, num_steps=spec.learner.num_rounds)
@@ -159,14 +183,25 @@ class TrainingRun:
 
     def _updated(self, learner: Learner, batch: RolloutBatch, round_index: int) -> dict[str, float]:
         self._policy.wait_for_all(f"round {round_index}", _LAG_TIMEOUT_S)
+        forget_peak_memory(self._policy.device)
+        began = time.monotonic()
         try:
-            return learner.update(batch, round_index)
+            metrics = learner.update(batch, round_index)
         except FloatingPointError as error:
             path = self._spec.run_dir / FAILED_BATCHES / f"round-{round_index:06d}.safetensors"
             if self._policy.rank == 0:
                 path.parent.mkdir(exist_ok=True)
                 save_file({field.name: getattr(batch, field.name) for field in fields(batch)}, path)
             raise FloatingPointError(f"round {round_index}: {error}. Its batch is in {path}") from error
+        return metrics | self._use_of_devices(learner.model_flops / (time.monotonic() - began))
+
+    def _use_of_devices(self, flop_per_s: float) -> dict[str, float]:
+        """How much of its devices an update used: arithmetic of all workers, memory of the one that took most."""
+        device = self._policy.device
+        memory = self._policy.max_over_ranks(torch.tensor([peak_memory_bytes(device)])).item()
+        used = {"flop_per_s": flop_per_s, "peak_memory_bytes": int(memory)}
+        peak = peak_flop_per_s(device)
+        return used if peak is None else used | {"mfu": flop_per_s / (peak * self._policy.world_size)}
 
     def _after_round(self, learner: Learner) -> None:
         """Evaluate and checkpoint where the recipe says so; the last round's are the stage's own."""

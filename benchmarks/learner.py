@@ -41,6 +41,7 @@ from benchmarks.rounds import (
 from benchmarks.sampler import table
 from learner.batch import RolloutBatch
 from learner.estimators import SamplerFacts
+from learner.hardware import peak_flop_per_s
 from learner.learner import Learner
 from learner.sharding import ShardedPolicy
 
@@ -51,8 +52,6 @@ MASKS = (0.15, 0.0)
 METHODS = ("diffu-grpo", "espo", "spg", "stepmerge")
 LLADA_8B = Shape(d_model=4096, num_layers=32, num_heads=32, vocab_size=126464)
 LLADA_1B = Shape(d_model=2048, num_layers=16, num_heads=16, vocab_size=126464)
-# The dense bfloat16 products that NVIDIA states for an H200.
-_STATED_FLOP_PER_S = 989e12
 
 
 def same(setting: Setting) -> Row:
@@ -260,17 +259,16 @@ def utilisation(setting: Setting, dtype: torch.dtype, product_size: int) -> Row:
     batch, learner = make_round(setting), make_learner(setting, dtype)
     learner.update(batch, 0)
     taken_s = seconds(lambda: learner.update(batch, 0), setting.device)
-    config = setting.shape.config(setting.canvas_tokens)
-    least = list(update_flops.round_flops(config, _counts(setting)[0]).values())[-2]
     square = torch.randn(product_size, product_size, device=setting.device).to(dtype)
     square @ square
     product_s = seconds(lambda: [square @ square for _ in range(10)], setting.device) / 10
+    stated = peak_flop_per_s(torch.device(setting.device))
     return {
         "parameters": sum(p.numel() for p in learner.policy.module.parameters()),
         "tokens_per_s": int(batch.completion_lengths.sum()) / taken_s,
-        "flop_per_s": least / taken_s,
-        "of_stated": least / taken_s / _STATED_FLOP_PER_S if setting.device == "cuda" else None,
-        "of_a_product": least / taken_s / (2 * product_size**3 / product_s),
+        "flop_per_s": learner.model_flops / taken_s,
+        "of_stated": None if stated is None else learner.model_flops / taken_s / stated,
+        "of_a_product": learner.model_flops / taken_s / (2 * product_size**3 / product_s),
     }
 
 

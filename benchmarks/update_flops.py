@@ -1,16 +1,18 @@
 """The arithmetic of a round's update, for the field's way and for ours: what speed the counts allow.
 
-Only products count, two FLOP for each multiply-add; a backward pass is twice its forward. A ratio of counts is what two
-programs that ran every product at one rate would show. Norms, softmaxes and the optimizer's step are on top.
+Counted as the learner counts its own (`learner/flops.py`); a backward pass is twice its forward. A ratio of counts is
+what two programs that ran every product at one rate would show. Norms, softmaxes and the optimizer's step are on top.
 
 Shape letters: B completions, S slots of a canvas, L completion slots, N tokens of text, U inner updates.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from learner.flops import Canvases, forward_flops
+from learner.model.lora import WHOLE
 from learner.model.transformer import TransformerConfig
 
 COLUMNS = {"network": "network", "way": "way", "tflop": "TFLOP a round", "ratio": "of the first"}
@@ -41,18 +43,17 @@ def forward(config: TransformerConfig, counts: Counts, *, spares_head: bool, spa
         spares_head: whether the head runs on the text alone.
         spares_block: whether the last block predicts the completion, and its feed-forward the text, alone.
     """
-    width, slots = config.d_model, counts.num_canvases * counts.canvas_tokens
-    key_value = 2 * width * config.num_kv_heads * config.head_dim
-    feed_forward = 3 * width * config.mlp_hidden_size
-    # Per query: its projection, its scores and what it gathers.
-    query = width**2 + 2 * counts.canvas_tokens * width
-    output = width**2 + feed_forward
+    slots = counts.num_canvases * counts.canvas_tokens
     asked = counts.num_canvases * counts.asked_tokens if spares_block else slots
-    written = counts.text_tokens if spares_block else slots
-    whole = (config.num_layers - 1) * slots * (key_value + query + output)
-    last = slots * key_value + asked * query + written * output
-    head = width * config.vocab_size * (counts.text_tokens if spares_head else slots)
-    return 2.0 * (whole + last), 2.0 * head
+    canvases = Canvases(
+        tokens=slots,
+        pairs=slots * counts.canvas_tokens,
+        asked=asked,
+        asked_pairs=asked * counts.canvas_tokens,
+        scored=counts.text_tokens if spares_block else slots,
+    )
+    of_head = replace(canvases, scored=counts.text_tokens if spares_head else slots)
+    return forward_flops(config, WHOLE, canvases).body, forward_flops(config, WHOLE, of_head).head
 
 
 def round_flops(config: TransformerConfig, counts: Counts) -> dict[str, float]:

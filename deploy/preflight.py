@@ -216,6 +216,8 @@ def _input_problems(recipe: Recipe) -> Iterator[str]:
             yield f"sft.data: {error}"
     if recipe.wandb_project is not None and find_spec("wandb") is None:
         yield "wandb_project is set and the package wandb is missing; pip install 'd1[wandb]', or leave it out"
+    if recipe.model.lora.base_weights == "nf4" and find_spec("bitsandbytes") is None:
+        yield "model.lora.base_weights is nf4 and the package bitsandbytes is missing; pip install 'd1[quantized]'"
     if recipe.model.checkpoint is not None:
         try:
             load_config(find_checkpoint(recipe.model.checkpoint, config_only=True))

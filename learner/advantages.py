@@ -13,6 +13,8 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
+from learner.objectives.units import group_softmax
+
 _STD_FLOOR = 1e-4
 
 
@@ -89,7 +91,8 @@ def group_advantages(rewards: Rewards, advantage: Advantage) -> Tensor:
         # r - (sum - r) / (n - 1) = (r - mean) n / (n - 1); alone in its group a row has nothing to compare with.
         return centred_B * means.counts_B / (means.counts_B - 1).clamp(min=1)
     if advantage is Advantage.SOFTMAX_PAIR:
-        return _softmax(centred_B, means) - _softmax(-centred_B, means)
+        counts_B = torch.ones_like(centred_B, dtype=torch.bool)
+        return group_softmax(centred_B, means.groups_B, counts_B) - group_softmax(-centred_B, means.groups_B, counts_B)
     return _z(rewards.total, means)
 
 
@@ -110,25 +113,20 @@ class _GroupMeans:
     """Means over groups, for each of their rows."""
 
     def __init__(self, groups_B: Tensor) -> None:
-        _, self._groups_B = groups_B.unique(return_inverse=True)
-        counts_G = self._groups_B.bincount()
-        self.counts_B = counts_G[self._groups_B]
+        _, self.groups_B = groups_B.unique(return_inverse=True)
+        counts_G = self.groups_B.bincount()
+        self.counts_B = counts_G[self.groups_B]
 
     def one_each(self, values_B: Tensor) -> Tensor:
         """[G] a value that is equal over each group."""
-        return values_B.new_zeros(int(self._groups_B.max()) + 1).scatter_(0, self._groups_B, values_B)
+        return values_B.new_zeros(int(self.groups_B.max()) + 1).scatter_(0, self.groups_B, values_B)
 
     def of(self, values_B: Tensor) -> Tensor:
         """[B] the mean over each row's group."""
-        sums_G = values_B.new_zeros(int(self._groups_B.max()) + 1).index_add_(0, self._groups_B, values_B)
-        return sums_G[self._groups_B] / self.counts_B
+        sums_G = values_B.new_zeros(int(self.groups_B.max()) + 1).index_add_(0, self.groups_B, values_B)
+        return sums_G[self.groups_B] / self.counts_B
 
 
 def _z(rewards_B: Tensor, means: _GroupMeans) -> Tensor:
     centred_B = rewards_B - means.of(rewards_B)
     return centred_B / (means.of(centred_B.square()).sqrt() + _STD_FLOOR)
-
-
-def _softmax(centred_B: Tensor, means: _GroupMeans) -> Tensor:
-    powers_B = (centred_B - centred_B.max()).exp()
-    return powers_B / (means.of(powers_B) * means.counts_B)

@@ -8,8 +8,24 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat
 
 from learner.advantages import Advantage, Filters
 from learner.algorithms import DEFAULT, with_algorithm
-from learner.estimators import ElboConfig, EstimatorConfig, OneStepConfig, SamplerFacts, TrajectoryConfig
-from learner.objectives import ClippedRatioConfig, LinearBoundConfig, ObjectiveConfig, PreferenceConfig, SandwichConfig
+from learner.estimators import (
+    BlockMasksConfig,
+    ElboConfig,
+    EstimatorConfig,
+    OneStepConfig,
+    RandomMasksConfig,
+    SamplerFacts,
+    TrajectoryConfig,
+)
+from learner.objectives import (
+    ClippedRatioConfig,
+    Level,
+    LinearBoundConfig,
+    Normalize,
+    ObjectiveConfig,
+    PreferenceConfig,
+    SandwichConfig,
+)
 from learner.objectives.distribution_matching import DistributionMatchingConfig
 
 
@@ -83,6 +99,12 @@ class LearnerConfig(BaseModel):
         scores_order = isinstance(estimator, TrajectoryConfig) and estimator.scores_order
         if scores_order != (isinstance(objective, ClippedRatioConfig) and objective.order_temperature is not None):
             raise ValueError("objective.order_temperature and estimator.scores_order need each other")
+        if objective.normalize_by is Normalize.PART and _is_in_several_parts(objective.level, estimator):
+            what = "token" if objective.level is Level.TOKEN else "completion"
+            raise ValueError(
+                f"objective.normalize_by is part, and estimator {estimator.name} scores a {what} in several draws or "
+                "segments, so that it belongs to no single one; take round, group or row"
+            )
         return self
 
     def refusal(self, sampler: SamplerFacts) -> str | None:
@@ -101,3 +123,15 @@ class LearnerConfig(BaseModel):
         """The learning rate of a round."""
         warmup = min(1.0, (round_index + 1) / (self.num_warmup_rounds + 1))
         return self.lr * warmup * (1.0 - (1.0 - self.final_lr_fraction) * round_index / max(1, self.num_rounds))
+
+
+def _is_in_several_parts(level: Level, estimator: EstimatorConfig) -> bool:
+    """Whether a unit of this level can be scored in more than one draw or segment of its completion."""
+    if isinstance(estimator, TrajectoryConfig):
+        # A token is committed in one segment.
+        return level is Level.ROW
+    if isinstance(estimator, RandomMasksConfig):
+        num_parts = 3 if estimator.coupled else 1
+    else:
+        num_parts = estimator.num_draws if isinstance(estimator, ElboConfig | BlockMasksConfig) else 1
+    return level is not Level.PART and num_parts > 1

@@ -13,21 +13,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from learner.advantages import Filters
 from learner.batch import RolloutBatch
 from learner.config import LearnerConfig
-from learner.estimators import SamplerFacts, Terms, TrajectoryConfig, token_logps
+from learner.estimators import SamplerFacts, Terms, token_logps
+from learner.flops import forward_flops, update_flops
 from learner.micro_batches import coefficients
-from learner.objectives import ClippedRatioConfig, Loss
+from learner.model.lora import WHOLE
+from learner.objectives import Loss
 from learner.optimizer import PolicyOptimizer
-from learner.round import Plan, Round
+from learner.probes import mask_variance, sampling_gap
+from learner.round import Plan, Round, joined, scored_logps
 from learner.sharding import ShardedPolicy
 from learner.update_metrics import UpdateMetrics, batch_metrics
 
 Metrics = dict[str, float]
-_PROBE = TrajectoryConfig(steps_per_segment=1, law="sampler", num_sampled=2)
-_NUM_PROBED = 8
-_PLAIN = ClippedRatioConfig()
 
 
 @dataclass(slots=True)
@@ -56,6 +55,9 @@ class Learner:
         if refusal is not None:
             raise ValueError(f"learner.{refusal}")
         self.optimizer = PolicyOptimizer(policy, betas=config.betas, weight_decay=config.weight_decay)
+        self.model_flops = 0.0
+        """FLOP of the newest update on all ranks: of the model (`learner/flops.py`), probes not included."""
+        self._flops = 0.0
         self.reference: ShardedPolicy | None = None
         if config.objective.needs_reference and not policy.lora.rank:
             self.reference = policy.frozen_copy(policy.full_weights())
@@ -70,8 +72,10 @@ class Learner:
         lr = self.config.lr_at(round_index)
         metrics = UpdateMetrics(self.policy)
         work = Round(self.policy, self.config, self._sampler, batch)
-        gap = self._gap(batch)
+        probed = sampling_gap(self.policy, self.config, self._sampler, batch)
+        self._flops = 0.0
         if work.num_rows:
+            probed |= mask_variance(self.policy, self.config, self._sampler, batch)
             known = self._known_before(work)
             for index in range(self.config.inner_updates):
                 plan = work.plan(index)
@@ -79,9 +83,10 @@ class Learner:
                 metrics.end_update()
                 metrics.add_step(self.optimizer.step(lr, self.config.max_grad_norm))
             self._sync_reference(round_index)
+        self.model_flops = self.policy.sum_over_ranks(torch.tensor([self._flops], dtype=torch.float64)).item()
         return (
             batch_metrics(batch)
-            | gap
+            | probed
             | metrics.means()
             | {"learning_rate": lr, "num_trained_completions": float(work.num_rows)}
         )
@@ -106,28 +111,6 @@ class Learner:
         if self.reference is not None and parts["reference"]:
             self.reference.load_full_weights(parts["reference"])
 
-    def _gap(self, batch: RolloutBatch) -> Metrics:
-        """How far the sampler's recorded log-probabilities are from this policy's, at two steps of a few completions.
-
-        Over an exact sampler with the same weights it is rounding; it shows stale weights and other precision.
-        """
-        if not self._sampler.records_law or self._sampler.temperature == 0:
-            return {}
-        count = min(_NUM_PROBED, batch.num_rows)
-        some = batch.select(torch.arange(count) * batch.num_rows // count)
-        exact = self.config.model_copy(update={"estimator": _PROBE, "filters": Filters(), "objective": _PLAIN})
-        probe = Round(self.policy, exact, self._sampler, some)
-        plan = probe.plan(0)
-        ours_N = _scored(self.policy, plan)
-        gap_N = (ours_N - probe.logps(plan.terms, ours_N, ours_N, None).sampled).abs()
-        # Importance is each token's share of all tokens, on all ranks; 0 for a rank without any.
-        mean = self.policy.sum_over_ranks((gap_N * plan.terms.importance).sum()[None]).item()
-        most = self.policy.max_over_ranks((gap_N * (plan.terms.importance > 0)).max()[None]).item()
-        return {
-            "sampling/sampling_logp_difference/mean": mean,
-            "sampling/sampling_logp_difference/max": most,
-        }
-
     def _known_before(self, work: Round) -> dict[int, Known]:
         """Old likelihoods of the canvases that only later updates run, and with them the reference's.
 
@@ -139,13 +122,15 @@ class Learner:
             for index in range(1, self.config.inner_updates):
                 plan = work.plan(index)
                 if plan.key != first and plan.key not in known:
-                    known[plan.key] = Known(old=_scored(self.policy, plan), reference=self._reference_logps(plan))
+                    self._count_forward(plan)
+                    known[plan.key] = Known(old=scored_logps(self.policy, plan), reference=self._reference_logps(plan))
         return known
 
     def _backward(self, work: Round, plan: Plan, known: Known, metrics: UpdateMetrics) -> None:
         """Add the gradient of one inner update, and what its plan gave for the next."""
         if known.reference is None:
             known.reference = self._reference_logps(plan)
+        self._flops += update_flops(self.policy.config, self.policy.lora, plan.canvases)
         if plan.is_split:
             self._in_two_sweeps(work, plan, known, metrics)
         else:
@@ -153,24 +138,23 @@ class Learner:
 
     def _in_one_sweep(self, work: Round, plan: Plan, known: Known, metrics: UpdateMetrics) -> None:
         news = []
-        for micro, inside in zip(plan.micro_batches, plan.inside, strict=True):
+        for micro, inside, counts in zip(plan.micro_batches, plan.inside, plan.counts, strict=True):
             new_N = token_logps(self.policy.module, micro.views, micro.law)
             news.append(new_N.detach())
             loss = self._loss(work, micro, new_N, known, inside)
             self._accumulate(loss.total)
-            metrics.add(loss, new_N, counts=bool((micro.importance > 0).any()))
+            metrics.add(loss, new_N, counts=counts)
         if known.old is None:
-            known.old = _joined(news, plan)
+            known.old = joined(news, plan)
 
     def _in_two_sweeps(self, work: Round, plan: Plan, known: Known, metrics: UpdateMetrics) -> None:
         """The first finds the derivative of the loss by each log-probability, the second goes down it."""
-        all_N = _scored(self.policy, plan)
+        all_N = scored_logps(self.policy, plan)
         if known.old is None:
             known.old = all_N
         whole = slice(0, plan.terms.num_terms)
         gradient_N = coefficients(lambda new_N: self._loss(work, plan.terms, new_N, known, whole).total, all_N)
-        counts = bool((plan.terms.importance > 0).any())
-        metrics.add(self._loss(work, plan.terms, all_N, known, whole), all_N, counts=counts)
+        metrics.add(self._loss(work, plan.terms, all_N, known, whole), all_N, counts=any(plan.counts))
         for micro, inside in zip(plan.micro_batches, plan.inside, strict=True):
             new_N = token_logps(self.policy.module, micro.views, micro.law)
             weight_N = gradient_N[inside] if inside.stop > inside.start else torch.zeros_like(new_N)
@@ -191,23 +175,18 @@ class Learner:
     def _reference_logps(self, plan: Plan) -> Tensor | None:
         if not self.config.objective.needs_reference:
             return None
+        self._count_forward(plan, is_reference=True)
         if self.reference is not None:
-            return _scored(self.reference, plan)
+            return scored_logps(self.reference, plan)
         with self.policy.adapters_off():
-            return _scored(self.policy, plan)
+            return scored_logps(self.policy, plan)
+
+    def _count_forward(self, plan: Plan, *, is_reference: bool = False) -> None:
+        # A reference has no adapter, or has it off.
+        lora = WHOLE if is_reference else self.policy.lora
+        self._flops += forward_flops(self.policy.config, lora, plan.canvases).total
 
     def _sync_reference(self, round_index: int) -> None:
         every = self.config.reference_sync_rounds
         if self.reference is not None and every and (round_index + 1) % every == 0:
             self.reference.load_full_weights(self.policy.full_weights())
-
-
-def _scored(policy: ShardedPolicy, plan: Plan) -> Tensor:
-    """The log-probabilities of all terms, without gradients."""
-    with policy.without_gradients():
-        return _joined([token_logps(policy.module, micro.views, micro.law) for micro in plan.micro_batches], plan)
-
-
-def _joined(parts: list[Tensor], plan: Plan) -> Tensor:
-    """The values of all terms, without those of micro-batches that count for nothing."""
-    return torch.cat(parts)[: plan.terms.num_terms]

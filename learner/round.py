@@ -13,7 +13,8 @@ from torch import Tensor
 from learner.advantages import Rewards, group_advantages
 from learner.batch import GroupedBatch, RolloutBatch
 from learner.config import LearnerConfig
-from learner.estimators import InnerUpdate, SamplerFacts, Terms, make_terms
+from learner.estimators import InnerUpdate, SamplerFacts, Terms, make_terms, token_logps
+from learner.flops import NOTHING, Canvases
 from learner.micro_batches import MicroBatches, cut
 from learner.objectives import Logps, RowFacts, normalized, unit_keys
 from learner.sharding import ShardedPolicy
@@ -29,8 +30,14 @@ class Plan:
     """All of them; their importance is their unit's share of the round's loss."""
     micro_batches: tuple[Terms, ...]
     """The terms in micro-batches, and after them as many that count for nothing as other ranks have more."""
+    counts: tuple[bool, ...]
+    """Whether any term of each micro-batch counts for something. Known here, so that no micro-batch makes the host wait
+    for the device."""
     is_split: bool
     """Whether a unit is spread over several micro-batches, on any rank."""
+
+    canvases: Canvases
+    """What a forward of all that counts runs."""
 
     @property
     def inside(self) -> list[slice]:
@@ -91,7 +98,15 @@ class Round:
         others = self._policy.max_over_ranks(torch.tensor([len(packed.terms), packed.is_split]))
         num_micro_batches, is_split = others.tolist()
         idle = (terms.weightless(),) * (num_micro_batches - len(packed.terms))
-        return Plan(key=key, terms=terms, micro_batches=(*packed.terms, *idle), is_split=bool(is_split))
+        counts = torch.stack([(micro.importance > 0).any() for micro in packed.terms]).tolist()
+        return Plan(
+            key=key,
+            terms=terms,
+            micro_batches=(*packed.terms, *idle),
+            counts=(*counts, *(False for _ in idle)),
+            is_split=bool(is_split),
+            canvases=Canvases.of(terms.views) if any(counts) else NOTHING,
+        )
 
     def _cut(self, terms: Terms) -> MicroBatches:
         objective = self._config.objective
@@ -102,3 +117,14 @@ class Round:
         """These likelihoods of terms, with what the sampler recorded of them."""
         sampled_N = self.batch.commit_logp[terms.rows, terms.slots]
         return Logps(new=new_N, old=old_N, reference=reference_N, sampled=sampled_N)
+
+
+def scored_logps(policy: ShardedPolicy, plan: Plan) -> Tensor:
+    """[N] the log-probabilities of all terms of a plan, without gradients. A collective."""
+    with policy.without_gradients():
+        return joined([token_logps(policy.module, micro.views, micro.law) for micro in plan.micro_batches], plan)
+
+
+def joined(parts: list[Tensor], plan: Plan) -> Tensor:
+    """[N] the values of all terms, without those of micro-batches that count for nothing."""
+    return torch.cat(parts)[: plan.terms.num_terms]

@@ -34,6 +34,7 @@ from learner.model.lora import (
     merged,
     plain_name,
 )
+from learner.model.quantized import Nf4Linear, quantize_blocks, quantized_layers
 from learner.model.transformer import Transformer
 
 
@@ -112,6 +113,8 @@ class ShardedPolicy:
         self._sharding, self._seed = config, seed
         if lora.rank:
             add_adapters(model, lora)
+        if lora.base_weights == "nf4":
+            quantize_blocks(model, self.device)
         if config.activation_checkpointing:
             for block in model.blocks:
                 # Inside of what FSDP wraps: the block is gathered once for the second forward and the backward.
@@ -147,8 +150,11 @@ class ShardedPolicy:
         return {name: on_cpu(weight) for name, weight in self._gathered_weights() if self.rank == 0}
 
     def load_full_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Take over whole parameters; `weights` has exactly the policy's names. An adapter begins anew on them."""
+        """Take over whole parameters; `weights` has exactly the policy's names. An adapter begins anew on them; they
+        are rounded where 4 bits hold them."""
         self._load({name: weights[name] for name in self._parameters() if not is_adapter(name)})
+        for name, layer in self._quantized().items():
+            layer.load(weights[name])
         self._reset_adapter()
 
     def adapter_on_rank_0(self) -> dict[str, Tensor]:
@@ -171,8 +177,9 @@ class ShardedPolicy:
     def without_gradients(self) -> Iterator[None]:
         """Forwards that no backward follows. All ranks enter and leave it.
 
-        After such a forward FSDP holds the root's parameters whole, and `parameters()` would give these: an optimizer
-        made then, or weights loaded then, would miss the sharded ones. So they are sharded again.
+        After such a forward FSDP holds the root's parameters whole, in `compute_dtype`: memory that a reference would
+        keep for the round. `parameters()` would give these too, and an optimizer made then, or weights loaded then,
+        would miss the sharded ones. So they are sharded again.
         """
         with torch.no_grad():
             yield
@@ -216,21 +223,29 @@ class ShardedPolicy:
         return greatest
 
     def _parameters(self) -> dict[str, nn.Parameter]:
-        if isinstance(self.module, FSDPModule):
-            # After a forward without a backward FSDP leaves the outermost ones gathered, and in `compute_dtype`.
-            self.module.reshard()
         return {plain_name(name): parameter for name, parameter in self.module.named_parameters()}
+
+    def _quantized(self) -> dict[str, Nf4Linear]:
+        """The layers that are held in 4 bits, by the names of their weights."""
+        return {plain_name(f"{name}.weight"): layer for name, layer in quantized_layers(self.module)}
 
     def _gathered_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The policy's parameters, one by one, whole and merged, where its shards are."""
         parameters = self._parameters()
-        for name, parameter in parameters.items():
-            if is_adapter(name):
-                continue
-            weight, (a, b) = gathered(parameter), adapter_names(name)
+        for name, weight in self._gathered_base():
+            a, b = adapter_names(name)
             if a in parameters:
-                weight = merged(weight, gathered(parameters[a]), gathered(parameters[b]), self.lora.scaling)
-            yield name, weight
+                yield name, merged(weight, gathered(parameters[a]), gathered(parameters[b]), self.lora.scaling)
+            else:
+                yield name, weight
+
+    def _gathered_base(self) -> Iterator[tuple[str, Tensor]]:
+        """The same without the adapter."""
+        for name, parameter in self._parameters().items():
+            if not is_adapter(name):
+                yield name, gathered(parameter)
+        for name, layer in self._quantized().items():
+            yield name, layer.weight_as(torch.float32)
 
     def _load(self, weights: Mapping[str, Tensor]) -> None:
         parameters = self._parameters()

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,8 @@ REPEATABLE = ("sft_data", "sft_eval", "round", "evaluation", "checkpoint", "phas
 UNREPEATABLE = {
     "time_s",
     "tokens_per_s",
+    "flop_per_s",
+    "peak_memory_bytes",
     "sampling_s",
     "training_s",
     "publish_s",
@@ -90,6 +93,9 @@ def test_a_run_leaves_what_it_promises(cluster: dict[str, str], folder: Path, fi
     rounds = [event for event in first_run if event["event"] == "round"]
     assert [event["policy_version"] for event in rounds] == [2, 3, 4, 5]
     assert all(event["num_completions"] == 32 and event["num_failed_groups"] == 0 for event in rounds)
+    assert all(event["flop_per_s"] > 0 and event["peak_memory_bytes"] > 10e6 for event in rounds)
+    assert all(event["estimator_variance"] > 0 for event in rounds)
+    assert not [event for event in rounds if "mfu" in event], "no rate of a CPU is known"
     assert not [event for event in first_run if event["event"] == "failure"]
     samples = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
     assert len(samples) == 16
@@ -154,6 +160,30 @@ def test_under_lora_too_and_from_the_newest_checkpoint_that_is_whole(cluster: di
         for name in load_file(checkpoints / "rl-000004" / "lora.safetensors")
         for key in ("exp_avg", "exp_avg_sq", "step")
     }
+
+
+@pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs the extra d1[quantized]")
+def test_in_4_bits_too(cluster: dict[str, str], folder: Path) -> None:
+    lora = ("model.lora.rank=16", "model.lora.base_weights=nf4", "sft.num_steps=40", "sft.lr=0.02")
+    first = _train(cluster, folder, "quantized", *lora)
+    rounds = [event for event in first if event["event"] == "round"]
+    # The rounds start from what SFT left, rounded again, and so do the samplers: version 2.
+    assert [event["policy_version"] for event in rounds] == [3, 4, 5, 6]
+    assert all(event["sampling/sampling_logp_difference/max"] < 1e-3 for event in rounds)
+    assert all(event["grad_norm"] > 0 for event in rounds)
+    checkpoints = shutil.copytree(folder / "quantized", folder / "quantized-resumed") / "checkpoints"
+    for name in ("rl-000003", "rl-000004", "control"):
+        shutil.rmtree(checkpoints / name)
+    events = _train(cluster, folder, "quantized-resumed", "--resume", *lora)[len(first) :]
+    resumed = _repeatable(events)
+    assert [event["round"] for event in events if event["event"] == "round"] == [2, 3]
+    assert resumed == [event for event in _repeatable(first) if event in resumed]
+    assert resumed[-1] == _repeatable(first)[-1]
+    for name in ("rl-000004", "control"):
+        for file in ("model.safetensors", "lora.safetensors"):
+            assert (checkpoints / name / file).read_bytes() == (
+                folder / "quantized" / "checkpoints" / name / file
+            ).read_bytes(), (name, file)
 
 
 def test_a_finished_run_goes_on_for_more_rounds_from_its_last_round(

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, field_validator
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, field_validator, model_validator
 from torch import Tensor, nn
 
 from learner.model.transformer import Transformer
@@ -41,6 +42,11 @@ class LoraConfig(BaseModel):
     """Which linear layers of each block have one. (d1 lists seven by other models' names, and so adapts `q_proj`,
     `k_proj`, `v_proj` and `up_proj`.)"""
 
+    base_weights: Literal["full", "nf4"] = "full"
+    """How the frozen linear layers of the blocks are held: as they are, or in 4 bits (QLoRA, arXiv 2305.14314; needs
+    the extra `d1[quantized]`), a seventh of the memory, whole on every worker. What a stage starts from is rounded to
+    4 bits: the rounded policy with its adapter is what is trained, published and saved."""
+
     @field_validator("targets")
     @classmethod
     def _known(cls, targets: tuple[str, ...]) -> tuple[str, ...]:
@@ -49,6 +55,12 @@ class LoraConfig(BaseModel):
             what = f"names {', '.join(unknown)}, which no block has" if unknown else "is empty"
             raise ValueError(f"it {what}; the linear layers of a block are {', '.join(TARGETS)}")
         return targets
+
+    @model_validator(mode="after")
+    def _frozen_if_quantized(self) -> LoraConfig:
+        if self.base_weights == "nf4" and not self.rank:
+            raise ValueError("base_weights nf4 cannot be trained, only an adapter beside them: set rank (d1: 128)")
+        return self
 
     @property
     def scaling(self) -> float:

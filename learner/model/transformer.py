@@ -238,39 +238,23 @@ class Transformer(nn.Module):
         Raises:
             ValueError: the canvas is longer than `max_sequence_length`.
         """
-        width = ids_BL.shape[1] if memory is None else memory.width
-        if self.config.max_sequence_length < width:
-            raise ValueError(
-                f"a canvas of {width} tokens exceeds max_sequence_length {self.config.max_sequence_length}"
-            )
         queries_BQ = self.predicting_columns(self._all_columns(ids_BL) if queries_BQ is None else queries_BQ)
+        shape = queries_BQ.shape if scored_N is None else scored_N.shape
         if scored_N is None:
             scored_N = torch.arange(queries_BQ.numel(), device=ids_BL.device)
-            shape = (*queries_BQ.shape, self.config.vocab_size)
-        else:
-            shape = (len(scored_N), self.config.vocab_size)
-        columns_BQ = queries_BQ if columns_BL is None else columns_BL.gather(1, queries_BQ)
-        sees, positions_BL = self.pattern(lengths_B), columns_BL
-        if documents_BL is not None:
-            assert lengths_B is None, "what fills a row is a document of its own"
-            assert memory is None, "a memory is of whole canvases"
-            positions_BL = positions_in_documents(documents_BL)
-            sees = within_documents(sees, documents_BL, positions_BL)
-        places = Places(
-            rope=self._rope(width, positions_BL, ids_BL.device),
-            columns=columns_BL,
-            visible=_visible(sees, self._all_columns(ids_BL) if columns_BL is None else columns_BL, width, flex=flex),
-            visible_to_asked=_visible(sees, columns_BQ, width, flex=flex),
+        places = self._places(
+            ids_BL,
+            queries_BQ,
+            lengths_B=lengths_B,
+            memory=memory,
+            columns_BL=columns_BL,
+            documents_BL=documents_BL,
+            flex=flex,
         )
-        x_BLD = self.embed(ids_BL)
-        last = len(self.blocks) - 1
-        for index, block in enumerate(self.blocks):
-            asked = Asked(queries_BQ, scored_N) if index == last else None
-            x_BLD = block(x_BLD, places, asked, None if memory is None else memory.layer(index))
-        x_ND = self.norm(x_BLD)
+        x_ND = self._stream(ids_BL, places, Asked(queries_BQ, scored_N), memory)
         if wanted is not None:
             return wanted_logps(x_ND, self._head_weight, wanted)
-        return self._logits(x_ND).view(shape)
+        return self._logits(x_ND).view(*shape, self.config.vocab_size)
 
     def predicting_columns(self, columns_BQ: Tensor) -> Tensor:
         """The columns whose output predicts the tokens at `columns_BQ`: the same, unless a family shifts them."""
@@ -285,6 +269,46 @@ class Transformer(nn.Module):
         if lengths_B is None:
             return None
         return lambda row, _query, column: column < lengths_B[row]
+
+    def _places(
+        self,
+        ids_BL: Tensor,
+        queries_BQ: Tensor,
+        *,
+        lengths_B: Tensor | None,
+        memory: Memory | None,
+        columns_BL: Tensor | None,
+        documents_BL: Tensor | None,
+        flex: bool,
+    ) -> Places:
+        """Where the slots stand and what they may look at; the arguments are `forward`'s."""
+        width = ids_BL.shape[1] if memory is None else memory.width
+        if self.config.max_sequence_length < width:
+            raise ValueError(
+                f"a canvas of {width} tokens exceeds max_sequence_length {self.config.max_sequence_length}"
+            )
+        columns_BQ = queries_BQ if columns_BL is None else columns_BL.gather(1, queries_BQ)
+        sees, positions_BL = self.pattern(lengths_B), columns_BL
+        if documents_BL is not None:
+            assert lengths_B is None, "what fills a row is a document of its own"
+            assert memory is None, "a memory is of whole canvases"
+            positions_BL = positions_in_documents(documents_BL)
+            sees = within_documents(sees, documents_BL, positions_BL)
+        return Places(
+            rope=self._rope(width, positions_BL, ids_BL.device),
+            columns=columns_BL,
+            visible=_visible(sees, self._all_columns(ids_BL) if columns_BL is None else columns_BL, width, flex=flex),
+            visible_to_asked=_visible(sees, columns_BQ, width, flex=flex),
+        )
+
+    def _stream(self, ids_BL: Tensor, places: Places, asked: Asked, memory: Memory | None) -> Tensor:
+        """[N, D] what the head reads: the stream of the asked slots after the last block, normalised."""
+        x_BLD = self.embed(ids_BL)
+        last = len(self.blocks) - 1
+        for index, block in enumerate(self.blocks):
+            of_layer = None if memory is None else memory.layer(index)
+            x_BLD = block(x_BLD, places, asked if index == last else None, of_layer)
+        return self.norm(x_BLD)
 
     def _rope(self, width: int, positions_BL: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor]:
         # One column more than a canvas has: where a memory puts what it is to forget.

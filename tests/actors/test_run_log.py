@@ -55,6 +55,14 @@ def test_numbers_go_to_tensorboard(tmp_path: Path) -> None:
     assert [(e.step, e.value) for e in board.Scalars("sft_eval/loss")] == [(2, 2.0)]
 
 
+def test_a_number_of_an_evaluation_may_have_the_name_of_several_of_a_round(tmp_path: Path) -> None:
+    log = RunLog(tmp_path)
+    log.append("evaluation", label="sft", round=0, num_correct=1, num_ungraded=2)
+    log.append("round", round=0, reward=0.5, num_ungraded={"timeout": 1, "error": 1})
+    log.close()
+    assert [event["num_ungraded"] for event in read_events(tmp_path)] == [2, {"timeout": 1, "error": 1}]
+
+
 def test_numbers_go_to_weights_and_biases_if_a_project_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -56,6 +56,16 @@ def test_an_adapter_needs_less_memory_than_training_every_parameter(recipe_file:
     assert whole - adapter > 4 * 4 * 2 * 1_000_000 * 128 * 0.99
 
 
+def test_four_bits_need_their_package(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lora = ("model.lora.rank=8", "model.lora.base_weights=nf4")
+    monkeypatch.setattr("deploy.preflight.find_spec", lambda _name: None)
+    assert _problems(recipe_file, *lora) == [
+        "model.lora.base_weights is nf4 and the package bitsandbytes is missing; pip install 'd1[quantized]'"
+    ]
+    monkeypatch.setattr("deploy.preflight.find_spec", lambda _name: object())
+    assert _problems(recipe_file, *lora) == []
+
+
 def test_a_sum_of_fractions_that_fits_exactly_fits(recipe_file: Path) -> None:
     just = Resources(where="this machine", cpus=1.9, gpus=0, memory_bytes=10**12, is_ours=True)
     assert _problems(recipe_file, available=just) == []

@@ -20,11 +20,13 @@ from tests.learner import slow
 SAMPLER = SamplerFacts(temperature=0.7, block_length=4, has_fallback=True)
 
 
-def _sampler(name: str) -> SamplerFacts:
+def algorithm_sampler(name: str) -> SamplerFacts:
+    """A sampler that fits the method."""
     return replace(SAMPLER, block_length=1) if name == "justgrpo" else SAMPLER
 
 
-def _config(name: str, **changes: object) -> LearnerConfig:
+def algorithm_config(name: str, **changes: object) -> LearnerConfig:
+    """The method in two inner updates, as small as the fixture's completions."""
     settings: dict[str, object] = {"algorithm": name, "num_rounds": 1, "inner_updates": 2, "lr": 1e-3}
     if name == "tracerl":
         # The fixture's completions are not graded by accuracy, and have four steps.
@@ -88,7 +90,7 @@ def test_loss_and_gradient_are_those_of_the_papers_formula(
     name: str, policy: Transformer, rollouts: RolloutBatch, grouped: GroupedBatch
 ) -> None:
     """Of two inner updates: at the second one new, old and reference differ."""
-    config, sampler = _config(name), _sampler(name)
+    config, sampler = algorithm_config(name), algorithm_sampler(name)
     old, first = _copy(policy, torch.float64), _copy(policy, torch.float64)
     second = moved(_copy(policy)).to(torch.float64)
     reference = moved(moved(_copy(policy))).to(torch.float64)
@@ -134,9 +136,9 @@ def test_small_micro_batches_give_the_gradient_of_the_whole_batch(
     name: str, max_tokens: int, policy: Transformer, rollouts: RolloutBatch
 ) -> None:
     """A budget of one canvas splits the draws of a completion: two sweeps, the same gradient."""
-    other, sampler = _copy(policy), _sampler(name)
-    whole = _gradients(policy, _config(name), rollouts, sampler).gradients
-    cut = _gradients(other, _config(name, micro_batch_tokens=max_tokens), rollouts, sampler).gradients
+    other, sampler = _copy(policy), algorithm_sampler(name)
+    whole = _gradients(policy, algorithm_config(name), rollouts, sampler).gradients
+    cut = _gradients(other, algorithm_config(name, micro_batch_tokens=max_tokens), rollouts, sampler).gradients
     for update in (0, 1):
         for parameter_name, expected in whole[update].items():
             scale = max(1e-3, float(expected.abs().max()))

@@ -16,6 +16,7 @@ import torch
 from pydantic import Field
 
 import learner.learner
+import learner.round
 from learner import algorithms
 from learner.algorithms import ALGORITHMS
 from learner.batch import GroupedBatch, RolloutBatch
@@ -29,6 +30,7 @@ from tests.learner import slow, test_algorithms
 ROOT = Path(__file__).parents[2]
 # Every completion fills its canvas, a token a step; every fourth falls back.
 LENGTH, ROWS = 64, 4
+GAP = "sampling/sampling_logp_difference/{}"
 CANVASES = {"steps / 8": LENGTH / 8, "steps": LENGTH, "tokens": LENGTH, "fallbacks": LENGTH / 4}
 LACKING = {
     "recorded likelihoods": {"records_law": False},
@@ -114,9 +116,11 @@ def test_the_tables_costs_are_what_the_learner_runs(
         ran[kind] += len(views.ids)  # type: ignore[attr-defined]
         return token_logps(module, *arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(learner.learner, "token_logps", counted)
-    # What the sampler's gap takes is no method's.
-    monkeypatch.setattr(Learner, "_gap", lambda *_: {})
+    for module in (learner.learner, learner.round):
+        monkeypatch.setattr(module, "token_logps", counted)
+    # What the probes take is no method's.
+    for probe in ("sampling_gap", "mask_variance"):
+        monkeypatch.setattr(learner.learner, probe, lambda *_: {})
     trained.update(_batch(), 0)
     canvases = float(CANVASES.get(row["canvases"], 0) or row["canvases"])
     for kind, passes in zip(("new", "old", "reference"), row["passes"].split(" + "), strict=True):
@@ -125,6 +129,20 @@ def test_the_tables_costs_are_what_the_learner_runs(
         assert 0.95 * most <= ran[kind] <= most, kind
     page = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
     assert f"({row['passes']})" in page
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_metric_of_a_round_is_explained(name: str, policy: Transformer, rollouts: RolloutBatch) -> None:
+    sampler = SamplerFacts(block_length=1, has_fallback=True)
+    # All completions pass TraceRL's filter.
+    settings = {"algorithm": name, "num_rounds": 1, "filters": {}}
+    learned = Learner(ShardedPolicy(policy, None), LearnerConfig.model_validate(settings), sampler)
+    page = (ROOT / "docs" / "run_directory.md").read_text(encoding="utf-8").replace(".../max", GAP.format("max"))
+    rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
+    explained = {field for row in rows for field in re.findall(r"`([^`]+)`", row)}
+    metrics = learned.update(rollouts, 0)
+    assert metrics.keys() - explained == set()
+    assert {"loss", GAP.format("mean")} <= metrics.keys()
 
 
 def _module(name: str, text: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:

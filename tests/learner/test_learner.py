@@ -10,6 +10,7 @@ from learner.estimators import InnerUpdate, OneStepConfig, SamplerFacts, Traject
 from learner.learner import Learner
 from learner.model.transformer import Transformer
 from learner.objectives import ClippedRatioConfig
+from learner.round import Round
 from learner.sharding import ShardedPolicy
 
 
@@ -130,3 +131,11 @@ def test_metrics_describe_the_completions(policy: Transformer, rollouts: Rollout
     assert metrics["reward_std"] == pytest.approx(sum(stds) / 3)
     assert 0 < metrics["effective_sample_share"] <= 1
     assert metrics["ratio_max"] >= metrics["ratio_mean"]
+
+
+def test_what_a_plan_says_counts_is_what_counts_for_something(policy: Transformer, rollouts: RolloutBatch) -> None:
+    some = Round(ShardedPolicy(policy, None), _config(), SamplerFacts(), rollouts).plan(0)
+    assert len(some.counts) == len(some.micro_batches) > 1
+    assert all(some.counts)
+    nothing = replace(rollouts, completion_lengths=torch.zeros(12, dtype=torch.int64))
+    assert Round(ShardedPolicy(policy, None), _config(), SamplerFacts(), nothing).plan(0).counts == (False,)

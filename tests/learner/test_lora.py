@@ -9,15 +9,17 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
+from learner.algorithms import ALGORITHMS
 from learner.batch import RolloutBatch
 from learner.config import LearnerConfig
 from learner.estimators import SamplerFacts, token_logps
 from learner.learner import Learner
 from learner.model.families import make_model
-from learner.model.lora import TARGETS, LoraConfig
+from learner.model.lora import TARGETS, LoraConfig, is_adapter, plain_name
 from learner.model.transformer import Transformer, TransformerConfig, init_weights
-from learner.round import Round
+from learner.round import Round, scored_logps
 from learner.sharding import ShardedPolicy
+from tests.learner.test_algorithms import algorithm_config, algorithm_sampler
 
 RL = LearnerConfig(num_rounds=2, group_size=4, groups_per_round=3, inner_updates=2, lr=1e-2, max_grad_norm=1e9)
 LORA = LoraConfig(rank=4, alpha=8)
@@ -162,3 +164,26 @@ def test_the_targets_are_the_linear_layers_of_a_block(base: Transformer) -> None
         name.rpartition(".")[2] for name, part in base.blocks[0].named_modules() if isinstance(part, torch.nn.Linear)
     }
     assert linear == set(TARGETS)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_algorithm_starts_from_the_base_and_trains_the_adapter_alone(
+    name: str, policy: Transformer, rollouts: RolloutBatch
+) -> None:
+    config, sampler = algorithm_config(name), algorithm_sampler(name)
+    adapted = _with_adapter(policy)
+    start, adapter = adapted.full_weights(), adapted.adapter_on_rank_0()
+    on_base, on_adapted = (Round(on, config, sampler, rollouts) for on in (ShardedPolicy(policy, None), adapted))
+    for index in range(config.inner_updates):
+        theirs, ours = on_base.plan(index), on_adapted.plan(index)
+        expected = scored_logps(ShardedPolicy(policy, None), theirs)
+        assert torch.equal(scored_logps(adapted, ours), expected)
+        assert expected.abs().max() > 0
+    learner = Learner(adapted, config, sampler)
+    assert learner.reference is None
+    learner.update(rollouts, 0)
+    frozen = {plain_name(n): p for n, p in adapted.module.named_parameters() if not is_adapter(plain_name(n))}
+    assert [n for n, p in frozen.items() if not torch.equal(p, start[n]) or p.grad is not None] == []
+    assert frozen.keys() == start.keys()
+    moved = adapted.adapter_on_rank_0()
+    assert [n for n in adapter if torch.equal(moved[n], adapter[n])] == []

@@ -2,8 +2,10 @@ import math
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from learner.advantages import Advantage, Filters, Rewards, group_advantages, zero_variance_share
+from learner.config import LearnerConfig
 from learner.estimators.terms import Terms
 from learner.estimators.views import SOFTMAX, Views
 from learner.objectives import ClippedRatioConfig, Kl, Logps, Loss, RowFacts
@@ -144,3 +146,38 @@ def test_filters_leave_out_whole_groups_or_cut_off_completions() -> None:
     assert kept(min_accuracy=0.2) == [True, True, True, True, False, False]
     assert kept(max_accuracy=0.8) == [False, False, True, True, True, True]
     assert kept(truncated=True) == [True, True, False, True, True, True]
+
+
+@pytest.mark.parametrize(
+    ("estimator", "level", "what"),
+    [
+        ({"name": "random_masks"}, "token", "random_masks scores a token"),
+        ({"name": "elbo", "num_draws": 2}, "token", "elbo scores a token"),
+        ({"name": "elbo", "num_draws": 2}, "sequence", "elbo scores a completion"),
+        ({"name": "block_masks", "num_draws": 2}, "token", "block_masks scores a token"),
+        ({"name": "trajectory", "num_segments": 4}, "sequence", "trajectory scores a completion"),
+    ],
+)
+def test_a_mean_over_parts_is_refused_where_a_unit_is_in_several(
+    estimator: dict[str, object], level: str, what: str
+) -> None:
+    objective = {"name": "clipped_ratio", "level": level, "normalize_by": "part"}
+    with pytest.raises(ValidationError) as refused:
+        LearnerConfig.model_validate({"num_rounds": 1, "estimator": estimator, "objective": objective})
+    assert f"objective.normalize_by is part, and estimator {what} in several draws or segments" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "level"),
+    [
+        ({"name": "one_step"}, "token"),
+        ({"name": "random_masks", "coupled": False}, "token"),
+        ({"name": "elbo", "num_draws": 1}, "sequence"),
+        ({"name": "elbo", "num_draws": 2}, "part"),
+        ({"name": "trajectory", "num_segments": 4}, "token"),
+    ],
+)
+def test_a_mean_over_parts_is_taken_where_each_unit_is_in_one(estimator: dict[str, object], level: str) -> None:
+    objective = {"name": "clipped_ratio", "level": level, "normalize_by": "part"}
+    config = LearnerConfig.model_validate({"num_rounds": 1, "estimator": estimator, "objective": objective})
+    assert config.objective.normalize_by == "part"

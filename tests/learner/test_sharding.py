@@ -60,7 +60,7 @@ def _train(
         learner.load_full_state(resume_from)
     metrics += [learner.update(batch, round_index) for round_index in range(2)]
     # The last forward has no backward: what is gathered after it must be the parameters all the same.
-    with torch.no_grad():
+    with policy.without_gradients():
         policy.module(batch.prompt_ids)
     return {
         "weights": policy.full_weights(),
@@ -293,6 +293,49 @@ def test_every_algorithm_has_one_gradient_on_any_number_of_ranks(
                 torch.testing.assert_close(
                     ours[parameter], gradient, atol=1e-6 * scale, rtol=0, msg=f"{name} {parameter}"
                 )
+
+
+# LoRA's step: a likelihood of single tokens, of whole completions with the adapter-off reference, bounds that compare a
+# group.
+
+ADAPTED = ("stepmerge", "espo", "stabledrl")
+
+
+def _adapted(config: TransformerConfig, batch: RolloutBatch, *, on_ranks: bool) -> dict[str, dict[str, Any]]:
+    found = {}
+    for name in ADAPTED:
+        policy = _policy(config, LORAS["adapter"], on_ranks=on_ranks)
+        settings = {"algorithm": name, "num_rounds": 1, "inner_updates": 3, "micro_batch_tokens": 60, "lr": 1e-3}
+        learner = Learner(policy, LearnerConfig.model_validate(settings), SamplerFacts(block_length=4))
+        metrics = learner.update(batch, 0)
+        found[name] = {"adapter": policy.adapter_on_rank_0(), "weights": policy.full_weights(), "metrics": metrics}
+    return found
+
+
+def _adapted_rank(rank: int, port_file: str, config: TransformerConfig, out: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{port_file}", rank=rank, world_size=2)
+    found = _adapted(config, _rollouts(), on_ranks=True)
+    if rank == 0:
+        torch.save(found, out)
+    dist.destroy_process_group()
+
+
+def test_a_step_of_a_sharded_adapter_is_a_single_step(config: TransformerConfig, tmp_path: Path) -> None:
+    out = tmp_path / "out.pt"
+    mp.spawn(_adapted_rank, args=(str(tmp_path / "at"), config, out), nprocs=2, join=True)
+    sharded = torch.load(out, weights_only=True)
+    start = _policy(config, LORAS["adapter"]).full_weights()
+    for name, single in _adapted(config, _rollouts(), on_ranks=False).items():
+        assert sharded[name]["metrics"] == pytest.approx(single["metrics"], rel=1e-3, abs=1e-5), name
+        for part in ("adapter", "weights"):
+            assert sharded[name][part].keys() == single[part].keys()
+            for parameter, tensor in single[part].items():
+                # A tenth of a step, as above.
+                torch.testing.assert_close(
+                    sharded[name][part][parameter], tensor, atol=1e-4, rtol=1e-3, msg=f"{name} {parameter}"
+                )
+        assert any(not torch.equal(tensor, start[parameter]) for parameter, tensor in single["weights"].items())
 
 
 def _late_rank(rank: int, port_file: str, out: Path) -> None:

@@ -1,0 +1,108 @@
+"""The arithmetic of forwards and updates, counted from their products: what a share of a device's speed is taken of.
+
+Two FLOP for each multiply-add of a linear layer, of attention and of the head. Norms, softmaxes and the optimizer's
+step do not count, nor does what is computed twice (activation checkpointing, the first of two sweeps): the count is
+that of the model, as in MFU (PaLM, arXiv 2204.02311, appendix B), and not of a program.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from learner.estimators import Views
+from learner.model.lora import LoraConfig
+from learner.model.transformer import TransformerConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Canvases:
+    """How much some canvases are: sums over all of them."""
+
+    tokens: int
+    """Slots, padding not included."""
+    pairs: int
+    """Pairs of slots that look at each other: squares of lengths."""
+    asked: int
+    """Slots that the last block's attention runs on."""
+    asked_pairs: int
+    """Pairs of such a slot and one that it looks at."""
+    scored: int
+    """Slots that the last feed-forward and the head run on."""
+
+    @classmethod
+    def of(cls, views: Views) -> Canvases:
+        """Those of some views, of which the last block sees what is scored alone."""
+        asked_V = (views.slots // views.ids.shape[1]).bincount(minlength=len(views.ids))
+        sums = torch.stack((views.lengths, views.lengths**2, asked_V, asked_V * views.lengths), dim=1).sum(dim=0)
+        tokens, pairs, asked, asked_pairs = sums.tolist()
+        return cls(tokens=tokens, pairs=pairs, asked=asked, asked_pairs=asked_pairs, scored=asked)
+
+
+NOTHING = Canvases(tokens=0, pairs=0, asked=0, asked_pairs=0, scored=0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Flops:
+    """FLOP of one forward, by what a backward pass costs."""
+
+    layers: float
+    """The blocks' linear layers."""
+    attention: float
+    """Scores, and what is gathered by them."""
+    head: float
+    """The output layer."""
+    adapter: float
+    """LoRA's matrices."""
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.body + self.head + self.adapter
+
+    @property
+    def body(self) -> float:
+        """The blocks, without an adapter."""
+        return self.layers + self.attention
+
+
+def forward_flops(config: TransformerConfig, lora: LoraConfig, canvases: Canvases) -> Flops:
+    """FLOP of a forward of some canvases through a policy."""
+    layers = adapter = 0.0
+    for name, (inputs, outputs, asked) in _layers(config, canvases).items():
+        rows = (config.num_layers - 1) * canvases.tokens + asked
+        layers += 2.0 * inputs * outputs * rows
+        adapter += 2.0 * lora.rank * (inputs + outputs) * rows * (name in lora.targets)
+    pairs = (config.num_layers - 1) * canvases.pairs + canvases.asked_pairs
+    return Flops(
+        layers=layers,
+        attention=2.0 * 2 * config.d_model * pairs,
+        head=2.0 * config.d_model * config.vocab_size * canvases.scored,
+        adapter=adapter,
+    )
+
+
+def update_flops(config: TransformerConfig, lora: LoraConfig, canvases: Canvases) -> float:
+    """FLOP of a forward of some canvases and its backward.
+
+    A backward is twice its forward: the derivative by a layer's input, and the one by its weight. Under LoRA the frozen
+    weights have none; that nothing is trained below the first block, which could spare it some, is not taken off.
+    """
+    forward = forward_flops(config, lora, canvases)
+    frozen = 2 if lora.rank else 3
+    return frozen * (forward.layers + forward.head) + 3 * (forward.attention + forward.adapter)
+
+
+def _layers(config: TransformerConfig, canvases: Canvases) -> dict[str, tuple[int, int, int]]:
+    """Inputs and outputs of a block's linear layers, and the slots that each runs on in the last block."""
+    width, hidden, key_value = config.d_model, config.mlp_hidden_size, config.num_kv_heads * config.head_dim
+    return {
+        "q_proj": (width, width, canvases.asked),
+        "k_proj": (width, key_value, canvases.tokens),
+        "v_proj": (width, key_value, canvases.tokens),
+        "out_proj": (width, width, canvases.scored),
+        "gate_proj": (width, hidden, canvases.scored),
+        "up_proj": (width, hidden, canvases.scored),
+        "down_proj": (hidden, width, canvases.scored),
+    }

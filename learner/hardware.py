@@ -1,0 +1,40 @@
+"""What a learner worker's device can do, and how much memory it took."""
+
+from __future__ import annotations
+
+import resource
+
+import torch
+
+# Dense bfloat16 products, FLOP/s, as NVIDIA's data sheets state them, by the very name of the device: a part of one
+# (MIG), a slower clock or another form factor has another name, and another rate.
+_PEAK_FLOP_PER_S = {
+    "NVIDIA A100-SXM4-40GB": 312e12,
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA A100-PCIE-40GB": 312e12,
+    "NVIDIA A100 80GB PCIe": 312e12,
+    "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA H100 NVL": 835e12,
+    "NVIDIA H200": 989e12,
+    "NVIDIA H200 NVL": 835e12,
+}
+
+
+def peak_flop_per_s(device: torch.device) -> float | None:
+    """The stated rate of a device's dense bfloat16 products; None for CPUs and for devices that are not known here."""
+    return _PEAK_FLOP_PER_S.get(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+
+
+def forget_peak_memory(device: torch.device) -> None:
+    """Measure the peak of a GPU's memory anew from here on; that of a process goes on."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most that was allocated on a GPU since the peak was forgotten; on a CPU the process's largest resident size
+    since it began, everything that it has loaded included."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts KiB.

@@ -1,0 +1,105 @@
+"""The frozen linear layers of a policy in 4 bits, under LoRA: QLoRA's NF4 (arXiv 2305.14314), by bitsandbytes.
+
+Each run of 64 weights is a float32 scale, its largest magnitude, and 64 of sixteen fixed values: 4.5 bits a weight. The
+scales are not quantised again as QLoRA may: so what is rounded once stays what it is when it is rounded again, and a
+resumed run has the policy that the interrupted one had, to the bit.
+
+The 4 bits are buffers, which FSDP leaves alone: every worker holds all of them, and shards what remains.
+
+Shape letters: B rows, I inputs and O outputs of a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from learner.model.transformer import Transformer
+
+_BLOCK = 64
+
+
+class Nf4Linear(nn.Module):
+    """A frozen linear layer, its weight in 4 bits."""
+
+    packed: Tensor
+    """[I * O / 2, 1] uint8: two numbers from 0 to 15 in each byte."""
+    scales: Tensor
+    """[I * O / 64] float32: the largest magnitude of each run of 64 weights."""
+    values: Tensor
+    """[16] float32, from -1 to 1: what the numbers stand for, times the scale."""
+
+    def __init__(self, linear: nn.Linear, device: torch.device) -> None:
+        """Hold the weight of `linear` in 4 bits on a device; a bias stays where it is."""
+        super().__init__()
+        self.shape = linear.weight.shape
+        self.bias = linear.bias
+        for name, tensor in zip(("packed", "scales", "values"), _rounded(linear.weight, device), strict=True):
+            # Checkpoints have the policy's weights, not how they are held.
+            self.register_buffer(name, tensor, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., I] to [..., O]."""
+        product: Tensor = _Product.apply(x, self)
+        return product if self.bias is None else product + self.bias
+
+    def weight_as(self, dtype: torch.dtype) -> Tensor:
+        """[O, I] the weight that the 4 bits stand for."""
+        from bitsandbytes.functional import QuantState, dequantize_4bit
+
+        state = QuantState(
+            absmax=self.scales, shape=self.shape, code=self.values, blocksize=_BLOCK, quant_type="nf4", dtype=dtype
+        )
+        whole: Tensor = dequantize_4bit(self.packed, state)
+        return whole
+
+    def load(self, weight_OI: Tensor) -> None:
+        """Hold another weight."""
+        packed, scales, _ = _rounded(weight_OI, self.packed.device)
+        self.packed.copy_(packed)
+        self.scales.copy_(scales)
+
+
+class _Product(torch.autograd.Function):
+    """x W^T, of which the backward pass has W anew: autograd would keep the whole weight of every layer."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: Nf4Linear) -> Tensor:
+        ctx.layer = layer
+        return F.linear(x, layer.weight_as(x.dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad @ ctx.layer.weight_as(grad.dtype), None
+
+
+def quantize_blocks(model: Transformer, device: torch.device) -> None:
+    """Hold the weights of all linear layers of the blocks in 4 bits, in place; adapters stay as they are.
+
+    The 4 bits are on `device`, where only one layer at a time is whole: the model itself may be too large for it.
+    """
+    for block in model.blocks:
+        for name, module in list(block.named_modules()):
+            # An adapter's layers are children of peft's, of which the frozen one is `base_layer`.
+            if isinstance(module, nn.Linear) and ".lora_" not in name:
+                block.set_submodule(name, Nf4Linear(module, device))
+
+
+def quantized_layers(model: nn.Module) -> Iterator[tuple[str, Nf4Linear]]:
+    """The layers that are held in 4 bits, by their names in the module."""
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, Nf4Linear))
+
+
+def _rounded(weight_OI: Tensor, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Two of its 4-bit numbers in each byte, the scales, and the sixteen values, rounded on the device that holds them:
+    others may round a tie the other way."""
+    from bitsandbytes.functional import quantize_4bit
+
+    packed, state = quantize_4bit(weight_OI.detach().to(device).contiguous(), blocksize=_BLOCK, quant_type="nf4")
+    return packed, state.absmax, state.code
