@@ -7,12 +7,18 @@ from typing import Annotated, get_args
 from pydantic import Field
 
 from rewards.countdown import Countdown, CountdownConfig
+from rewards.humaneval import HumanEval, HumanEvalConfig
 from rewards.jsonl import Jsonl, JsonlConfig
+from rewards.kodcode import Kodcode, KodcodeConfig
+from rewards.mbpp import Mbpp, MbppConfig
 from rewards.problem import Task
 from rewards.sudoku import Sudoku, SudokuConfig
 from rewards.sums import Sums, SumsConfig
 
-TaskConfig = Annotated[CountdownConfig | JsonlConfig | SudokuConfig | SumsConfig, Field(discriminator="name")]
+TaskConfig = Annotated[
+    CountdownConfig | HumanEvalConfig | JsonlConfig | KodcodeConfig | MbppConfig | SudokuConfig | SumsConfig,
+    Field(discriminator="name"),
+]
 """The config of any task; its `name` says of which."""
 
 
@@ -27,8 +33,14 @@ def make_task(config: TaskConfig) -> Task:
     match config:
         case CountdownConfig():
             return Countdown(config)
+        case HumanEvalConfig():
+            return HumanEval(config)
         case JsonlConfig():
             return Jsonl(config)
+        case KodcodeConfig():
+            return Kodcode(config)
+        case MbppConfig():
+            return Mbpp(config)
         case SudokuConfig():
             return Sudoku(config)
         case SumsConfig():

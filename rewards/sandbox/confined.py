@@ -7,6 +7,7 @@ import itertools
 import os
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,20 +33,19 @@ class Confined:
         """
         self._kind = config.kind
         python = interpreter(role, confined=config.kind != "none")
+        arguments = (_limits(config), *map(str, fds))
         with contextlib.ExitStack() as stack:
             keep = fds
-            limits = _limits(config)
             match config.kind:
                 case "bubblewrap":
                     filter_fd = stack.enter_context(memory_file(seccomp_filter()))
                     keep = (*fds, filter_fd)
-                    command = bubblewrap.command(config, python, filter_fd)
+                    command = [*bubblewrap.command(config, python, filter_fd), *arguments]
                 case "gvisor":
-                    command = gvisor.command(stack, config, python, (limits, *map(str, fds)), fds)
+                    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="d1-")))
+                    command = gvisor.command(folder, config, python, arguments, fds)
                 case "none":
-                    command = list(python.command)
-            if config.kind != "gvisor":
-                command += [limits, *map(str, fds)]
+                    command = [*python.command, *arguments]
             self._process = subprocess.Popen(
                 command,
                 stdin=stdin,
@@ -53,9 +53,10 @@ class Confined:
                 stderr=subprocess.PIPE,
                 pass_fds=keep,
                 env=dict(python.environment),
-                cwd="/" if config.kind != "none" else None,
                 start_new_session=True,
             )
+            # A bundle of gVisor is there until the end; a filter has been inherited.
+            self._files = stack.pop_all()
 
     def __enter__(self) -> Confined:
         return self
@@ -117,7 +118,8 @@ class Confined:
             self._process.wait(_END_S)
 
     def close(self) -> None:
-        """Close its pipes."""
+        """Close its pipes and remove its files."""
+        self._files.close()
         for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
             if pipe is not None:
                 with contextlib.suppress(OSError):

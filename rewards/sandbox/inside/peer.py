@@ -31,15 +31,14 @@ class Gone(BaseException):
 class Peer:
     """This side's end of the channel."""
 
-    def __init__(self, fd: int, allows: Callable[[str, tuple[Any, ...]], bool], plain_only: bool = False) -> None:
-        """Talk over the socket `fd`. `allows` says which operations the other side may do here.
-
-        With `plain_only` neither objects nor changes of what was given come from there, only plain data.
-        """
-        self._fd, self._allows, self._plain_only = fd, allows, plain_only
+    def __init__(self, fd: int, allows: Callable[[str, tuple[Any, ...]], bool]) -> None:
+        """Talk over the socket `fd`. `allows` says which operations the other side may do here."""
+        self._fd, self._allows = fd, allows
         self._mine: list[Any] = []
         self._numbers: dict[int, int] = {}
         self._theirs: dict[int, Any] = {}
+        self.plain_only = False
+        """Whether only plain data may come from there: neither objects nor changes of what was given."""
         self.gone = False
         """Whether the other side has ended."""
         self.asked = False
@@ -118,7 +117,7 @@ class Peer:
             self.send(("raised", type(error), tuple(_plain(detail) for detail in error.args)))
 
     def _apply(self, args: tuple[Any, ...], changed: tuple[Any, ...]) -> None:
-        if self._plain_only:
+        if self.plain_only:
             return
         for index, new in changed:
             _update(args[index], new)
@@ -151,7 +150,7 @@ class Peer:
                     self._theirs[number] = _error_class(module, name, bases)
                 return self._theirs[number]
             case ("object" | "class" as kind, int(number)):
-                if self._plain_only and self.asked:
+                if self.plain_only:
                     raise _NotPlain("the program returned an object that is no plain data")
                 if number not in self._theirs:
                     self._theirs[number] = (RemoteClass if kind == "class" else Remote)(self, number)
