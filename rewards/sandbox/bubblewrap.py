@@ -50,7 +50,8 @@ def command(config: SandboxConfig, python: Interpreter, seccomp_fd: int) -> list
     if not is_root():
         users = ["--unshare-user", "--uid", "65534", "--gid", "65534", "--cap-drop", "ALL"]
     arguments = [bwrap(), *users, "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"]
-    arguments += ["--unshare-cgroup-try", "--die-with-parent", "--new-session", "--hostname", "sandbox", "--clearenv"]
+    # As process 1, the program's end is that of all others in its namespace, and bwrap waits for it.
+    arguments += ["--unshare-cgroup-try", "--as-pid-1", "--die-with-parent", "--new-session", "--hostname", "sandbox", "--clearenv"]
     for name, value in python.environment.items():
         arguments += ["--setenv", name, value]
     # Folders that bwrap makes by itself are closed to all but root.

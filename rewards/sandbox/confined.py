@@ -103,7 +103,7 @@ class Confined:
     def end(self) -> None:
         """Kill it and all that it started, and wait until they are dead. Its pipes stay open."""
         if self._process.poll() is None:
-            # bwrap ends when the first process of its namespace has, and that one when all others have.
+            # bwrap ends when its child has, which is process 1 of its namespace; and that ends when all others have.
             first = next(_children(self._process.pid), None) if self._kind == "bubblewrap" else None
             if first is not None:
                 with contextlib.suppress(OSError):
@@ -152,12 +152,8 @@ def _limits(config: SandboxConfig) -> str:
         "files": config.num_files,
         "processes": config.num_processes,
     }
-    if config.kind == "bubblewrap":
-        if bubblewrap.is_root():
-            values["uid"] = bubblewrap.uid_for(next(_SLOTS))
-        else:
-            # bwrap's own first process counts among those of the namespace.
-            values["processes"] += 1
+    if config.kind == "bubblewrap" and bubblewrap.is_root():
+        values["uid"] = bubblewrap.uid_for(next(_SLOTS))
     return ",".join(f"{name}={value}" for name, value in values.items())
 
 

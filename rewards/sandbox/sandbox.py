@@ -38,7 +38,7 @@ from rewards.sandbox.inside import wire
 from rewards.sandbox.suite import Suite, Verdict
 
 _GRACE_S = 3.0
-_CPU_SIGNAL, _FILE_SIGNAL = 128 + 24, 128 + 25
+_KILLED = 128 + 9
 _OVERLOADED = "the seconds by the clock ran out while the program had hardly any of the processor"
 
 
@@ -49,7 +49,7 @@ class Ending(StrEnum):
     """By itself, with an exit status."""
     WALL_LIMIT = "wall_limit"
     CPU_LIMIT = "cpu_limit"
-    FILE_LIMIT = "file_limit"
+    """The kernel killed it, as it does at the CPU limit. (And where the whole machine is out of memory.)"""
     OUTPUT_LIMIT = "output_limit"
     NOT_STARTED = "not_started"
     """The sandbox did not come up."""
@@ -163,13 +163,9 @@ class Sandbox:
 
     def _explained(self, candidate: Confined, detail: str) -> str:
         """A detail with the limit that ended the program, if one did."""
-        match candidate.wait(0.0) if "the program ended" in detail else None:
-            case 152:
-                return f"{detail} (it used up its {self._config.cpu_s} CPU seconds)"
-            case 153:
-                return f"{detail} (it wrote more than {self._config.file_bytes} bytes to a file)"
-            case _:
-                return detail
+        if "the program ended" in detail and candidate.wait(_GRACE_S) == _KILLED:
+            return f"{detail}: it used up its {self._config.cpu_s} CPU seconds"
+        return detail
 
 
 class _Messages:
@@ -206,7 +202,7 @@ def _ending(started: bool, status: int | None, over_time: bool) -> Ending:
         return Ending.NOT_STARTED
     if status is None:
         return Ending.WALL_LIMIT if over_time else Ending.OUTPUT_LIMIT
-    return {_CPU_SIGNAL: Ending.CPU_LIMIT, _FILE_SIGNAL: Ending.FILE_LIMIT}.get(status, Ending.FINISHED)
+    return Ending.CPU_LIMIT if status == _KILLED else Ending.FINISHED
 
 
 def _read(fd: int, limit: int, end: float) -> tuple[bytes, bool]:

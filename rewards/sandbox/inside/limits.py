@@ -17,8 +17,8 @@ def apply(spec: str) -> None:
         os.setgroups([])
         os.setresgid(values["uid"], values["uid"], values["uid"])
         os.setresuid(values["uid"], values["uid"], values["uid"])
-    # One second more until it is killed: SIGXCPU can be caught.
-    resource.setrlimit(resource.RLIMIT_CPU, (values["cpu_s"], values["cpu_s"] + 1))
+    # Soft and hard at once: SIGKILL and not SIGXCPU, which can be caught and does nothing to a process 1.
+    _limit(resource.RLIMIT_CPU, values["cpu_s"])
     _limit(resource.RLIMIT_AS, values["memory_bytes"])
     _limit(resource.RLIMIT_FSIZE, values["file_bytes"])
     _limit(resource.RLIMIT_NOFILE, values["files"])
