@@ -71,10 +71,10 @@ class Confined:
         return self._process.stdout
 
     @property
-    def stdin(self) -> IO[bytes]:
-        """The writing end of its standard input, where that is a pipe."""
-        assert self._process.stdin is not None
-        return self._process.stdin
+    def stderr(self) -> IO[bytes]:
+        """The reading end of its standard error."""
+        assert self._process.stderr is not None
+        return self._process.stderr
 
     def wait(self, timeout_s: float) -> int | None:
         """Its exit status, that of a signal n is 128 + n; None when it has not ended by then."""
@@ -92,13 +92,6 @@ class Confined:
                 after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
                 total += sum(map(int, after_name[11:15]))
         return total / _TICKS_PER_S
-
-    def complaint(self) -> str:
-        """What it said on standard error, the last line of it. To be asked for after `end`."""
-        assert self._process.stderr is not None
-        os.set_blocking(self._process.stderr.fileno(), False)
-        said = (self._process.stderr.read(65_536) or b"").decode(errors="replace").strip()
-        return said.rpartition("\n")[2][:300]
 
     def end(self) -> None:
         """Kill it and all that it started, and wait until they are dead. Its pipes stay open."""
@@ -120,7 +113,7 @@ class Confined:
     def close(self) -> None:
         """Close its pipes and remove its files."""
         self._files.close()
-        for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
+        for pipe in (self._process.stdout, self._process.stderr):
             if pipe is not None:
                 with contextlib.suppress(OSError):
                     pipe.close()

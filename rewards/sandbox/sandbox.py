@@ -25,7 +25,7 @@ import selectors
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
@@ -39,6 +39,7 @@ from rewards.sandbox.suite import Suite, Verdict
 
 _GRACE_S = 3.0
 _KILLED = 128 + 9
+_LONGEST_COMPLAINT = 300
 _OVERLOADED = "the seconds by the clock ran out while the program had hardly any of the processor"
 
 
@@ -51,6 +52,7 @@ class Ending(StrEnum):
     CPU_LIMIT = "cpu_limit"
     """The kernel killed it, as it does at the CPU limit. (And where the whole machine is out of memory.)"""
     OUTPUT_LIMIT = "output_limit"
+    """It wrote more than `output_bytes` to standard output and error."""
     NOT_STARTED = "not_started"
     """The sandbox did not come up."""
 
@@ -60,7 +62,7 @@ class Ran:
     """What came of a program."""
 
     stdout: bytes
-    """What it wrote to standard output, cut at `output_bytes`."""
+    """What it wrote to standard output."""
     exit_status: int | None
     """As a shell gives it, 128 + n for signal n; None if we killed it."""
     ending: Ending
@@ -98,18 +100,19 @@ class Sandbox:
             confined = Confined(self._config, "program", (source, upper), stdout=subprocess.PIPE, stdin=given)
             with contextlib.closing(confined), confined:
                 os.close(upper)
-                stdout, within = _read(confined.stdout.fileno(), self._config.output_bytes, end)
+                said = {confined.stdout.fileno(): bytearray(), confined.stderr.fileno(): bytearray()}
+                within = _read(said, self._config.output_bytes, end)
                 status = confined.wait(end - time.monotonic()) if within else None
                 over_time = time.monotonic() >= end
                 confined.end()
                 started = os.read(up, 1) == b"1"
-                complaint = confined.complaint()
+        stdout, stderr = said.values()
         return Ran(
-            stdout=stdout,
+            stdout=bytes(stdout),
             exit_status=status,
             ending=_ending(started, status, over_time),
             seconds=time.monotonic() - began,
-            complaint=complaint,
+            complaint=_last_line(bytes(stderr)),
         )
 
     def judge(self, program: str, suite: Suite) -> Verdict:
@@ -158,7 +161,9 @@ class Sandbox:
                 return Verdict(passed=none, outcome=Outcome.GRADED, detail="the tests did not end on what it returned")
         candidate.end()
         judge.end()
-        why = candidate.complaint() or judge.complaint() or "it said nothing"
+        said = {process.stderr.fileno(): bytearray() for process in (candidate, judge)}
+        _read(said, 65_536, deadline(_GRACE_S))
+        why = next(filter(None, map(_last_line, map(bytes, said.values()))), "it said nothing")
         return Verdict(passed=none, outcome=Outcome.ERROR, detail=f"the sandbox did not start: {why}")
 
     def _explained(self, candidate: Confined, detail: str) -> str:
@@ -177,7 +182,7 @@ class _Messages:
     def next(self, end: float) -> tuple[Any, ...] | None:
         """The next one; None when the time is up, the pipe ends, or it is no message."""
         while (message := self._taken()) is None:
-            if not _is_readable(self._fd, end):
+            if not _readable([self._fd], end):
                 return None
             part = os.read(self._fd, 65_536)
             self._buffer += part
@@ -205,24 +210,33 @@ def _ending(started: bool, status: int | None, over_time: bool) -> Ending:
     return Ending.CPU_LIMIT if status == _KILLED else Ending.FINISHED
 
 
-def _read(fd: int, limit: int, end: float) -> tuple[bytes, bool]:
-    """What a pipe gives up to a limit and a time, and whether it ended before both."""
-    parts, size = [], 0
-    while size <= limit:
-        if not _is_readable(fd, end):
-            return b"".join(parts), False
-        part = os.read(fd, 65_536)
-        if not part:
-            return b"".join(parts), True
-        parts.append(part)
-        size += len(part)
-    return b"".join(parts)[:limit], False
+def _read(said: dict[int, bytearray], limit: int, end: float) -> bool:
+    """Read pipes until all have ended; false where they gave more than a limit, or the time is up first."""
+    left, open_fds = limit, set(said)
+    while open_fds:
+        ready = _readable(open_fds, end)
+        for fd in ready:
+            part = os.read(fd, 65_536)
+            said[fd] += part[:left]
+            if not part:
+                open_fds.discard(fd)
+            if len(part) > left:
+                return False
+            left -= len(part)
+        if not ready:
+            return False
+    return True
 
 
-def _is_readable(fd: int, end: float) -> bool:
+def _last_line(text: bytes) -> str:
+    return text.decode(errors="replace").strip().rpartition("\n")[2][:_LONGEST_COMPLAINT]
+
+
+def _readable(fds: Iterable[int], end: float) -> list[int]:
     with selectors.DefaultSelector() as selector:
-        selector.register(fd, selectors.EVENT_READ)
-        return bool(selector.select(max(end - time.monotonic(), 0.0)))
+        for fd in fds:
+            selector.register(fd, selectors.EVENT_READ)
+        return [key.fd for key, _ in selector.select(max(end - time.monotonic(), 0.0))]
 
 
 @contextlib.contextmanager
