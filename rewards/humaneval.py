@@ -62,11 +62,16 @@ class HumanEval:
         return self._programs.grade(problem, text, None if found is None else _completed(problem, found))
 
     def posed(self, question: str, truth: object) -> Problem:
-        """The problem whose question is a row's prompt, and whose truth has its `test` and `entry_point`. ValueError."""
+        """The problem whose question is a row's prompt, and whose truth has its `test` and `entry_point`.
+
+        Raises ValueError.
+        """
         self._programs.check()
         if not isinstance(truth, dict):
             raise ValueError(f"the ground truth is {shown(truth)}; a humaneval line has {_TRUTH}")
-        return self._pose(Row(place="the ground truth", fields={"canonical_solution": "    pass", **truth, "prompt": question}))
+        return self._pose(
+            Row(place="the ground truth", fields={"canonical_solution": "    pass", **truth, "prompt": question})
+        )
 
     def _pose(self, row: Row) -> Problem:
         prompt, entry_point = row.text("prompt"), row.text("entry_point")
@@ -74,7 +79,9 @@ class HumanEval:
         suite = Suite(
             tests=_tests(row), setup=f"{prompt}\n{row.text('test')}", entry_point=entry_point, plain_only=True
         )
-        task = f"Complete this Python function. Repeat its imports and its signature.\n\n```python\n{prompt.rstrip()}\n```"
+        task = (
+            f"Complete this Python function. Repeat its imports and its signature.\n\n```python\n{prompt.rstrip()}\n```"
+        )
         return Problem(
             problem_id=problem_id(self.name, prompt),
             messages=user_turn(instruction(task)),
@@ -85,7 +92,7 @@ class HumanEval:
 
 
 def _tests(row: Row) -> tuple[str, ...]:
-    """The statements of `check` that assert something about `candidate`, each with those before it that assert nothing."""
+    """The statements of `check` that assert something about `candidate`, each with what stands before it."""
     try:
         statements = ast.parse(row.text("test")).body
     except (SyntaxError, RecursionError, MemoryError) as error:

@@ -19,7 +19,10 @@ _IMPORT = re.compile(r"^from +solution +import +(.+)$", re.MULTILINE)
 _EXAMPLE = {
     "question": "Write a function that adds two numbers.",
     "solution": "def add(a, b):\n    return a + b\n",
-    "test": "from solution import add\n\ndef test_add():\n    assert add(3, 4) == 7\n",
+    "test": (
+        "from solution import add\n\ndef test_add():\n    assert add(3, 4) == 7\n\n"
+        "def test_zero():\n    assert add(0, 0) == 0\n"
+    ),
     "test_info": [{"function_declaration": "def add(a, b):"}],
 }
 
@@ -62,7 +65,7 @@ class Kodcode:
         return self._programs.grade(problem, text, program_in(text))
 
     def posed(self, question: str, truth: object) -> Problem:
-        """The problem with a question, whose truth is its tests: a text, or an object with `test`. Raises ValueError."""
+        """The problem with a question; its truth is its tests: a text, or an object with `test`. Raises ValueError."""
         self._programs.check()
         fields = truth if isinstance(truth, dict) else {"test": truth}
         return self._pose(Row(place="the ground truth", fields={"solution": "pass", **fields, "question": question}))

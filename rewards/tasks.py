@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, get_args
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, get_args
 
-from pydantic import Field
+from pydantic import BaseModel, Field
 
 from rewards.countdown import Countdown, CountdownConfig
 from rewards.humaneval import HumanEval, HumanEvalConfig
@@ -30,18 +31,15 @@ def task_names() -> tuple[str, ...]:
 
 def make_task(config: TaskConfig) -> Task:
     """The task that a config describes."""
-    match config:
-        case CountdownConfig():
-            return Countdown(config)
-        case HumanEvalConfig():
-            return HumanEval(config)
-        case JsonlConfig():
-            return Jsonl(config)
-        case KodcodeConfig():
-            return Kodcode(config)
-        case MbppConfig():
-            return Mbpp(config)
-        case SudokuConfig():
-            return Sudoku(config)
-        case SumsConfig():
-            return Sums(config)
+    return _TASKS[type(config)](config)
+
+
+_TASKS: Mapping[type[BaseModel], Callable[[Any], Task]] = {
+    CountdownConfig: Countdown,
+    HumanEvalConfig: HumanEval,
+    JsonlConfig: Jsonl,
+    KodcodeConfig: Kodcode,
+    MbppConfig: Mbpp,
+    SudokuConfig: Sudoku,
+    SumsConfig: Sums,
+}

@@ -46,7 +46,7 @@ class Confined:
                     command = gvisor.command(folder, config, python, arguments, fds)
                 case "none":
                     command = [*python.command, *arguments]
-            self._process = subprocess.Popen(
+            self._process = subprocess.Popen(  # noqa: S603 - a command of ours
                 command,
                 stdin=stdin,
                 stdout=stdout,

@@ -33,8 +33,8 @@ class Interpreter:
 def interpreter(role: str, *, confined: bool) -> Interpreter:
     """This process's own Python, to run `main` of a module of `rewards.sandbox.inside`.
 
-    Confined, it sees the system's libraries and the standard library, at paths that tell nothing of this machine, but no
-    installed package and no other command.
+    Confined, it sees the system's libraries and the standard library, at paths that tell nothing of this machine, but
+    no installed package and no other command.
     """
     _compile()
     prefix, executable = sys.base_prefix, os.path.realpath(getattr(sys, "_base_executable", sys.executable))

@@ -96,7 +96,11 @@ class Sandbox:
     def run(self, program: str, stdin: bytes = b"") -> Ran:
         """Run a program as `__main__`; it takes `wall_s` and some seconds at most."""
         began, end = time.monotonic(), deadline(self._config.wall_s)
-        with memory_file(program.encode(errors="replace")) as source, memory_file(stdin) as given, _pipe() as (up, upper):
+        with (
+            memory_file(program.encode(errors="replace")) as source,
+            memory_file(stdin) as given,
+            _pipe() as (up, upper),
+        ):
             confined = Confined(self._config, "program", (source, upper), stdout=subprocess.PIPE, stdin=given)
             with contextlib.closing(confined), confined:
                 os.close(upper)
@@ -129,9 +133,7 @@ class Sandbox:
                 self._config, "candidate", (program_fd, theirs.fileno()), subprocess.DEVNULL, subprocess.DEVNULL
             )
             with contextlib.closing(candidate), candidate:
-                judge = Confined(
-                    self._config, "judge", (suite_fd, ours.fileno()), subprocess.PIPE, subprocess.DEVNULL
-                )
+                judge = Confined(self._config, "judge", (suite_fd, ours.fileno()), subprocess.PIPE, subprocess.DEVNULL)
                 with contextlib.closing(judge), judge:
                     # Only the two of them hold the ends: each sees when the other is gone.
                     ours.close()

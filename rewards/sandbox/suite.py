@@ -9,7 +9,7 @@ from rewards.problem import Outcome
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Suite:
-    """Tests, as Python that the dataset wrote and not the policy. They run where no program of the policy gets at them."""
+    """Tests, as Python that the dataset wrote and not the policy. They run where no program gets at them."""
 
     tests: tuple[str, ...]
     """One or more statements each; a test passes if they raise nothing."""

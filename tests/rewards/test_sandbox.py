@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from rewards.sandbox import Ending, Ran, Sandbox, SandboxConfig
-from rewards.sandbox import bubblewrap, gvisor
+from rewards.sandbox import Ending, Ran, Sandbox, SandboxConfig, bubblewrap, gvisor
 
 _CONFIG = SandboxConfig(cpu_s=1, wall_s=60, num_processes=6, memory_bytes=256 * 2**20, file_bytes=2**20)
 
@@ -222,7 +221,10 @@ def test_a_text_that_utf8_cannot_say_runs(sandbox: Sandbox) -> None:
 
 def test_a_missing_sandbox_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    for module, kind, advice in ((bubblewrap, "bubblewrap", "apt install bubblewrap"), (gvisor, "gvisor", "gvisor.dev")):
+    for module, kind, advice in (
+        (bubblewrap, "bubblewrap", "apt install bubblewrap"),
+        (gvisor, "gvisor", "gvisor.dev"),
+    ):
         (bubblewrap.bwrap if module is bubblewrap else gvisor.runsc).cache_clear()
         with pytest.raises(ValueError, match=advice) as refusal:
             Sandbox(SandboxConfig(kind=kind))  # type: ignore[arg-type]
@@ -279,7 +281,12 @@ def test_an_ordinary_user_has_the_same_sandbox() -> None:
     ran = subprocess.run(
         [python, "-B", "-c", source],
         env={"PYTHONPATH": f"{Path(__file__).parents[2]}:{packages}", "PATH": "/usr/bin"},
-        user=65534, group=65534, extra_groups=[], capture_output=True, text=True, check=False,
+        user=65534,
+        group=65534,
+        extra_groups=[],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if "ModuleNotFoundError" in ran.stderr or "Permission denied" in ran.stderr:
         pytest.skip("the repository is where only root can read")

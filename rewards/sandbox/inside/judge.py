@@ -17,7 +17,7 @@ _LONGEST_DETAIL = 300
 
 
 def main() -> None:
-    """Arguments: the limits, the file with the suite, the socket to the program. The verdict goes to standard output."""
+    """Arguments: the limits, the file with the suite, the socket to the program. The verdict goes to stdout."""
     spec, suite_fd, channel = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     suite = wire.decode(wire.read_all(suite_fd))
     limits.apply(spec)
@@ -49,7 +49,7 @@ def _judge(peer: Peer, suite: dict[str, Any]) -> tuple[str, tuple[bool, ...], st
     namespace = _namespace()
     sys.modules["pytest"] = pytest_shim
     try:
-        _fill(namespace, suite, solution, names)
+        _fill(peer, namespace, suite, solution, names)
         exec(compile(suite["setup"], "tests", "exec"), namespace)
         if suite["entry_point"]:
             name = suite["entry_point"]
@@ -59,7 +59,7 @@ def _judge(peer: Peer, suite: dict[str, Any]) -> tuple[str, tuple[bool, ...], st
     except Gone:
         return "graded", none, "the program ended before its tests began"
     except BaseException as error:
-        kind = "graded" if peer.asked else "error"
+        kind = "graded" if peer.asked or _lacks_something(error, suite) else "error"
         return kind, none, f"before the first test: {_said(error)}"[:_LONGEST_DETAIL]
     return _run(peer, suite["tests"], namespace)
 
@@ -72,7 +72,7 @@ def _namespace() -> dict[str, Any]:
     return namespace
 
 
-def _fill(namespace: dict[str, Any], suite: dict[str, Any], solution: Any, names: tuple[Any, ...]) -> None:
+def _fill(peer: Peer, namespace: dict[str, Any], suite: dict[str, Any], solution: Any, names: tuple[Any, ...]) -> None:
     """Bring the program's names to the tests: as the module `solution`, or as if the tests stood below the program."""
     if suite["entry_point"]:
         return
@@ -82,6 +82,17 @@ def _fill(namespace: dict[str, Any], suite: dict[str, Any], solution: Any, names
         module.__dict__[name] = getattr(solution, name)
     if suite["below"]:
         namespace.update({name: value for name, value in vars(module).items() if not name.startswith("__")})
+    peer.asked = False
+
+
+def _lacks_something(error: BaseException, suite: dict[str, Any]) -> bool:
+    """Whether the tests miss something that the program should define."""
+    module = sys.modules.get("solution")
+    if isinstance(error, NameError):
+        return bool(suite["below"])
+    return (isinstance(error, ImportError) and error.name == "solution") or (
+        isinstance(error, AttributeError) and error.obj is module
+    )
 
 
 def _run(peer: Peer, tests: list[str], namespace: dict[str, Any]) -> tuple[str, tuple[bool, ...], str]:

@@ -1,7 +1,7 @@
 """One of two processes that call each other's functions. Neither trusts the other.
 
-Plain data crosses by value. Any other object stays where it is, and the other side gets a `Remote` that asks for what is
-done with it. A call also brings back what it changed in the lists, dicts and sets that it was given.
+Plain data crosses by value. Any other object stays where it is, and the other side gets a `Remote` that asks for what
+is done with it. A call also brings back what it changed in the lists, dicts and sets that it was given.
 
 What the tests decide, they decide on their own side: an object of the program's own class is never asked whether it
 equals plain data, has no order beside it, is no number, and what it gives when it is added to plain data is no plain
@@ -58,7 +58,7 @@ class Peer:
         data = wire.receive(self._fd)
         try:
             message = None if data is None else wire.decode(data, self._resolve)
-        except _NotPlain:
+        except NotPlainError:
             raise
         except Exception:
             message = None
@@ -85,9 +85,7 @@ class Peer:
                     self._apply(args, changed)
                     return args[index]
                 case ("raised", type() as kind, tuple(details)) if issubclass(kind, BaseException):
-                    error = kind.__new__(kind)
-                    error.args = details
-                    raise error from None
+                    raise _made(kind, details) from None
                 case _:
                     self.gone = True
                     raise Gone
@@ -151,7 +149,7 @@ class Peer:
                 return self._theirs[number]
             case ("object" | "class" as kind, int(number)):
                 if self.plain_only:
-                    raise _NotPlain("the program returned an object that is no plain data")
+                    raise NotPlainError("the program returned an object that is no plain data")
                 if number not in self._theirs:
                     self._theirs[number] = (RemoteClass if kind == "class" else Remote)(self, number)
                 return self._theirs[number]
@@ -159,18 +157,27 @@ class Peer:
                 raise ValueError("a reference to nothing")
 
 
-class _NotPlain(TypeError):
+class NotPlainError(TypeError):
     """A result that is an object, where only plain data is taken."""
 
 
 def _error_class(module: str, name: str, bases: tuple[Any, ...]) -> type[BaseException]:
     """The class of an error that the other side defines, or the same one of the standard library."""
-    known = getattr(sys.modules.get(module), name, None) if module in sys.stdlib_module_names else None
+    known = (
+        getattr(sys.modules.get(module), name, None) if module.partition(".")[0] in sys.stdlib_module_names else None
+    )
     if isinstance(known, type) and issubclass(known, BaseException):
         return known
     if not bases or not all(isinstance(base, type) and issubclass(base, BaseException) for base in bases):
         raise ValueError("an error without a base")
     return type(name, bases, {})
+
+
+def _made(kind: type[BaseException], details: tuple[Any, ...]) -> BaseException:
+    # Not `kind(*details)`: errors of the standard library take other arguments than they keep.
+    error = kind.__new__(kind)
+    error.args = details
+    return error
 
 
 def _plain(value: Any) -> Any:

@@ -14,7 +14,7 @@ class Unsupported(BaseException):
     """A test needs what there is not: nothing is known of the program."""
 
 
-class Failed(AssertionError):
+class FailedError(AssertionError):
     """`pytest.fail`, or `raises` without an error."""
 
 
@@ -38,14 +38,14 @@ class raises:  # noqa: N801 (pytest's name)
 
     def __exit__(self, kind: Any, error: Any, traceback: object) -> bool:
         if kind is None:
-            raise Failed(f"{self._expected} was not raised")
+            raise FailedError(f"{self._expected} was not raised")
         if not issubclass(kind, self._expected):
             return False
         if self._match is not None:
             import re
 
             if not re.search(self._match, str(error)):
-                raise Failed(f"{self._match!r} is not in {str(error)!r}")
+                raise FailedError(f"{self._match!r} is not in {str(error)!r}")
         self.value, self.type = error, kind
         return True
 
@@ -86,7 +86,7 @@ class approx:  # noqa: N801 (pytest's name)
 
 def fail(reason: str = "", **_: Any) -> None:
     """`pytest.fail`."""
-    raise Failed(reason)
+    raise FailedError(reason)
 
 
 class _Marks:
@@ -130,11 +130,12 @@ def runner(namespace: dict[str, Any]) -> Callable[[Any], None]:
     """What calls a test with its fixtures, once for each of its cases."""
 
     def value(name: str) -> Any:
-        made = namespace.get(name)
+        made: Any = namespace.get(name)
         if not getattr(made, "d1_fixture", False):
             raise Unsupported(f"the tests use the fixture {name}, which is not supported here")
         given = {needed: value(needed) for needed in _parameters(made)}
-        return next(made(**given)) if made.__code__.co_flags & _IS_GENERATOR else made(**given)
+        result = made(**given)
+        return next(result) if made.__code__.co_flags & _IS_GENERATOR else result
 
     def run(test: Any) -> None:
         for case in getattr(test, "d1_cases", [{}]):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 from rewards.sandbox.inside import operations
 
 TYPE_CHECKING = False

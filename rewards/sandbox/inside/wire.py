@@ -148,10 +148,8 @@ class _Reader:
         content = self._data[self.at : self.at + count]
         self.at += count
         match tag:
-            case b"N":
-                return None
-            case b"T" | b"F":
-                return tag == b"T"
+            case b"N" | b"T" | b"F":
+                return None if tag == b"N" else tag == b"T"
             case b"i":
                 return int(content, 16)
             case b"f":
@@ -185,7 +183,7 @@ def _named_tuple(items: list[Any]) -> Any:
 
     name, half = items[0], (len(items) - 1) // 2
     # `namedtuple` refuses what is no identifier.
-    return namedtuple(name, items[1 : half + 1])(*items[half + 1 :])  # type: ignore[misc]  # noqa: PYI024
+    return namedtuple(name, items[1 : half + 1])(*items[half + 1 :])
 
 
 def send(fd: int, message: bytes) -> None:
