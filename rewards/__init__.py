@@ -1,8 +1,8 @@
 """What is good: the tasks that a policy is trained and evaluated on, each with the one grader that serves both.
 
 A task makes problems of two splits that share no solution, and grades the text of a completion into a reward by parts
-and into right or wrong. The text is a model's and so hostile: it is parsed in bounded time and memory, and executed, where
-it is a program, in `rewards.sandbox` only; no text makes a grader raise. Nothing here knows tensors or Ray.
+and into right or wrong. The text is a model's and so hostile: it is parsed in bounded time and memory, and executed only
+where it is a program, in a sandbox; no text makes a grader raise. Nothing here knows tensors or Ray.
 """
 
 from rewards.answers import last_answer
