@@ -11,17 +11,17 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test check fmt docs up constraints
+.PHONY: help setup train test check fmt docs up constraints bubblewrap
 
 help: ## Say what there is.
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-setup: $(STAMP) ## Make .venv and install d1 with everything that its tests need.
+setup: $(STAMP) bubblewrap ## Make .venv and install d1 with everything that its tests need.
 
 train: $(STAMP) ## Train a tiny policy here: RUN=name of the run, ARGS="learner.lr=1e-4 --serve".
 	$(BIN)/d1 train recipes/tiny.yaml name=$(RUN) $(ARGS)
 
-test: $(STAMP) ## Run the tests: ARGS="tests/rewards -k sudoku" for some of them.
+test: $(STAMP) bubblewrap ## Run the tests: ARGS="tests/rewards -k sudoku" for some of them.
 	$(BIN)/pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder $(ARGS)
 
 check: $(STAMP) ## Check format, lint and types.
@@ -38,6 +38,13 @@ docs: $(STAMP) ## Write the table of the recipe's fields into docs/recipes.md.
 
 up: .env ## Start a Ray head, a Ray worker and Redis in containers: ARGS=--detach for the background.
 	docker compose up --build $(ARGS)
+
+# What the programs of completions run in: where it is missing root gets it, and others are told.
+bubblewrap:
+	@command -v bwrap >/dev/null || { \
+		[ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && echo 'Installing bubblewrap.' && \
+		apt-get update -qq && apt-get install -qq --yes --no-install-recommends bubblewrap >/dev/null; } || \
+		echo 'bubblewrap is missing: without it no code is graded; on Debian: apt install bubblewrap' >&2
 
 constraints: $(STAMP) ## Take the newest versions that pyproject.toml allows into .venv and constraints.txt.
 	$(BIN)/pip install --upgrade --upgrade-strategy eager --editable '.[dev]'

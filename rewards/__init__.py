@@ -1,14 +1,17 @@
 """What is good: the tasks that a policy is trained and evaluated on, each with the one grader that serves both.
 
 A task makes problems of two splits that share no solution, and grades the text of a completion into a reward by parts
-and into right or wrong. The text is a model's and so hostile: it is parsed, never executed, in bounded time and memory,
-and no text makes a grader raise. Nothing here knows tensors or Ray.
+and into right or wrong. The text is a model's and so hostile: it is parsed in bounded time and memory, and executed only
+where it is a program, in a sandbox; no text makes a grader raise. Nothing here knows tensors or Ray.
 """
 
 from rewards.answers import last_answer
 from rewards.arithmetic import Evaluation, evaluate
 from rewards.countdown import Countdown, CountdownConfig
+from rewards.humaneval import HumanEval, HumanEvalConfig
 from rewards.jsonl import Jsonl, JsonlConfig
+from rewards.kodcode import Kodcode, KodcodeConfig
+from rewards.mbpp import Mbpp, MbppConfig
 from rewards.problem import Grade, Message, Outcome, Problem, Split, Task
 from rewards.prompts import PromptStyle
 from rewards.split import is_heldout
@@ -21,8 +24,14 @@ __all__ = [
     "CountdownConfig",
     "Evaluation",
     "Grade",
+    "HumanEval",
+    "HumanEvalConfig",
     "Jsonl",
     "JsonlConfig",
+    "Kodcode",
+    "KodcodeConfig",
+    "Mbpp",
+    "MbppConfig",
     "Message",
     "Outcome",
     "Problem",

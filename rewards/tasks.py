@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Annotated, get_args
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, get_args
 
-from pydantic import Field
+from pydantic import BaseModel, Field
 
 from rewards.countdown import Countdown, CountdownConfig
+from rewards.humaneval import HumanEval, HumanEvalConfig
 from rewards.jsonl import Jsonl, JsonlConfig
+from rewards.kodcode import Kodcode, KodcodeConfig
+from rewards.mbpp import Mbpp, MbppConfig
 from rewards.problem import Task
 from rewards.sudoku import Sudoku, SudokuConfig
 from rewards.sums import Sums, SumsConfig
 
-TaskConfig = Annotated[CountdownConfig | JsonlConfig | SudokuConfig | SumsConfig, Field(discriminator="name")]
+TaskConfig = Annotated[
+    CountdownConfig | HumanEvalConfig | JsonlConfig | KodcodeConfig | MbppConfig | SudokuConfig | SumsConfig,
+    Field(discriminator="name"),
+]
 """The config of any task; its `name` says of which."""
 
 
@@ -24,12 +31,15 @@ def task_names() -> tuple[str, ...]:
 
 def make_task(config: TaskConfig) -> Task:
     """The task that a config describes."""
-    match config:
-        case CountdownConfig():
-            return Countdown(config)
-        case JsonlConfig():
-            return Jsonl(config)
-        case SudokuConfig():
-            return Sudoku(config)
-        case SumsConfig():
-            return Sums(config)
+    return _TASKS[type(config)](config)
+
+
+_TASKS: Mapping[type[BaseModel], Callable[[Any], Task]] = {
+    CountdownConfig: Countdown,
+    HumanEvalConfig: HumanEval,
+    JsonlConfig: Jsonl,
+    KodcodeConfig: Kodcode,
+    MbppConfig: Mbpp,
+    SudokuConfig: Sudoku,
+    SumsConfig: Sums,
+}

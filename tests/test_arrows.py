@@ -42,6 +42,10 @@ DANGEROUS_IMPORTS = {
 }
 DANGEROUS_CALLS = {"__import__", "compile", "eval", "exec", "importlib.import_module", "torch.load", "torch.save"}
 
+# Runs in a sandbox only, and no part of d1 that has anything to lose imports it.
+INSIDE = ROOT / "rewards" / "sandbox" / "inside"
+SHARED_WITH_INSIDE = "rewards.sandbox.inside.wire"
+
 MODULES = sorted(path for package in OURS for path in (ROOT / package).rglob("*.py"))
 
 
@@ -96,11 +100,27 @@ def test_nothing_is_unpickled_and_no_text_is_run() -> None:
     calls = [
         f"{_place(path, node)} calls {ast.unparse(node)}"
         for path in MODULES
+        if path.parent != INSIDE
         for node in ast.walk(_tree(path))
         if isinstance(node, ast.Call)
         if ast.unparse(node.func) in DANGEROUS_CALLS or any(word.arg == "allow_pickle" for word in node.keywords)
     ]
     assert imports + calls == []
+
+
+def test_only_a_sandbox_imports_what_runs_programs() -> None:
+    package = SHARED_WITH_INSIDE.rpartition(".")[0]
+    imported = {
+        module if module == SHARED_WITH_INSIDE else _place(path, node)
+        for path, node, module in _imports()
+        if path.parent != INSIDE and _is_below(module, {package})
+    }
+    assert imported == {SHARED_WITH_INSIDE}
+    assert [
+        f"{_place(path, node)} imports {module}"
+        for path, node, module in _imports()
+        if path.parent == INSIDE and _is_below(module, OURS) and not _is_below(module, {package})
+    ] == []
 
 
 def test_no_module_has_the_name_of_one_of_the_standard_library() -> None:

@@ -1,0 +1,123 @@
+"""HumanEval: complete a Python function from its signature and docstring (Chen et al., 2021, arXiv 2107.03374)."""
+
+from __future__ import annotations
+
+import ast
+import re
+from textwrap import indent
+from typing import Literal
+
+from rewards.dataset import Dataset, problem_id
+from rewards.problem import Grade, Problem, Split
+from rewards.programs import Programs, ProgramsConfig, instruction, label, metadata_of, program_in
+from rewards.prompts import user_turn
+from rewards.rows import Row, Source, shown
+from rewards.sandbox import Suite
+
+_HUB = {Split.TRAIN: Source(repo="openai/openai_humaneval", split="test")}
+_EXAMPLE = {
+    "prompt": 'def add(a: int, b: int) -> int:\n    """The sum of a and b.\n    >>> add(3, 4)\n    7\n    """\n',
+    "canonical_solution": "    return a + b\n",
+    "test": "def check(candidate):\n    assert candidate(3, 4) == 7\n    assert candidate(-1, 1) == 0\n",
+    "entry_point": "add",
+}
+_TRUTH = "an object with test and entry_point, as rows of HumanEval have them"
+
+
+class HumanEvalConfig(ProgramsConfig):
+    """HumanEval's 164 functions. The hub has them in one split: both of ours are cut from it."""
+
+    name: Literal["humaneval"] = "humaneval"
+    """Selects this task."""
+
+
+class HumanEval:
+    """Complete a Python function from its signature and docstring."""
+
+    name = "humaneval"
+
+    def __init__(self, config: HumanEvalConfig) -> None:
+        self._programs = Programs(config)
+        self._dataset = Dataset(self.name, config, _HUB, self._pose)
+
+    def problems(self, split: Split, count: int, seed: int) -> list[Problem]:
+        """As `Dataset.problems`. Raises ValueError, too, where the sandbox does not work on this machine."""
+        self._programs.check()
+        return self._dataset.problems(split, count, seed)
+
+    def size(self, split: Split) -> int:
+        """As `Dataset.size`."""
+        return self._dataset.size(split)
+
+    def example(self) -> Problem:
+        """One of ours."""
+        return self._pose(Row(place="the example", fields=_EXAMPLE))
+
+    def grade(self, problem: Problem, text: str) -> Grade:
+        """As `Programs.grade`. A program is the whole function, or what continues the prompt. Never raises.
+
+        A test is a statement of the dataset's `check` that asserts something about the function.
+        """
+        found = program_in(text)
+        return self._programs.grade(problem, text, None if found is None else _completed(problem, found))
+
+    def posed(self, question: str, truth: object) -> Problem:
+        """The problem whose question is a row's prompt, and whose truth has its `test` and `entry_point`.
+
+        Raises ValueError.
+        """
+        self._programs.check()
+        if not isinstance(truth, dict):
+            raise ValueError(f"the ground truth is {shown(truth)}; a humaneval line has {_TRUTH}")
+        return self._pose(
+            Row(place="the ground truth", fields={"canonical_solution": "    pass", **truth, "prompt": question})
+        )
+
+    def _pose(self, row: Row) -> Problem:
+        prompt, entry_point = row.text("prompt"), row.text("entry_point")
+        solution = row.text("canonical_solution")
+        suite = Suite(
+            tests=_tests(row), setup=f"{prompt}\n{row.text('test')}", entry_point=entry_point, plain_only=True
+        )
+        task = (
+            f"Complete this Python function. Repeat its imports and its signature.\n\n```python\n{prompt.rstrip()}\n```"
+        )
+        return Problem(
+            problem_id=problem_id(self.name, prompt),
+            messages=user_turn(instruction(task)),
+            answer=solution,
+            demonstration=label(f"{prompt}{solution}"),
+            metadata={**metadata_of(suite), "prompt": prompt},
+        )
+
+
+def _tests(row: Row) -> tuple[str, ...]:
+    """The statements of `check` that assert something about `candidate`, each with what stands before it."""
+    try:
+        statements = ast.parse(row.text("test")).body
+    except (SyntaxError, RecursionError, MemoryError) as error:
+        raise ValueError(f"{row.place}: test is no Python: {error}") from error
+    check = next((s for s in statements if isinstance(s, ast.FunctionDef) and s.name == "check"), None)
+    if check is None:
+        raise ValueError(f"{row.place}: test defines no function check(candidate)")
+    tests, before = [], ""
+    for statement in check.body:
+        nodes = list(ast.walk(statement))
+        before += ast.unparse(statement) + "\n"
+        # `assert True, "..."` is in many of them.
+        if any(isinstance(node, ast.Assert) for node in nodes):
+            if any(isinstance(node, ast.Name) and node.id == "candidate" for node in nodes):
+                tests.append(before)
+            before = ""
+    if not tests:
+        raise ValueError(f"{row.place}: check of test asserts nothing about its candidate")
+    return tuple(tests)
+
+
+def _completed(problem: Problem, found: str) -> str:
+    """The prompt, and below it the function once more, or its body."""
+    prompt, name = problem.metadata["prompt"], re.escape(problem.metadata["entry_point"])
+    if re.search(rf"^(async +)?def +{name}\b", found, re.MULTILINE):
+        return f"{prompt}\n{found}"
+    body = found.lstrip("\n")
+    return prompt + (body if body[:1] in (" ", "\t") else indent(body, "    "))

@@ -1,0 +1,106 @@
+"""KodCode: Python functions and classes with pytest tests (Xu et al., 2025, arXiv 2503.02951)."""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+from rewards.dataset import Dataset, problem_id
+from rewards.problem import Grade, Problem, Split
+from rewards.programs import Programs, ProgramsConfig, instruction, label, metadata_of, program_in
+from rewards.prompts import user_turn
+from rewards.rows import Row, Source, shown
+from rewards.sandbox import Suite
+
+# What the first d1 trains on (its paper, section 4).
+_HUB = {Split.TRAIN: Source(repo="KodCode/KodCode-Light-RL-10K", split="train")}
+_TEST = re.compile(r"^(?:class +(Test\w*)|( *)def +(test\w*))", re.MULTILINE)
+_IMPORT = re.compile(r"^from +solution +import +(.+)$", re.MULTILINE)
+_EXAMPLE = {
+    "question": "Write a function that adds two numbers.",
+    "solution": "def add(a, b):\n    return a + b\n",
+    "test": (
+        "from solution import add\n\ndef test_add():\n    assert add(3, 4) == 7\n\n"
+        "def test_zero():\n    assert add(0, 0) == 0\n"
+    ),
+    "test_info": [{"function_declaration": "def add(a, b):"}],
+}
+
+
+class KodcodeConfig(ProgramsConfig):
+    """KodCode's light set for RL. The hub has it in one split: both of ours are cut from it."""
+
+    name: Literal["kodcode"] = "kodcode"
+    """Selects this task."""
+
+
+class Kodcode:
+    """Write a Python program that passes pytest tests."""
+
+    name = "kodcode"
+
+    def __init__(self, config: KodcodeConfig) -> None:
+        self._programs = Programs(config)
+        self._dataset = Dataset(self.name, config, _HUB, self._pose)
+
+    def problems(self, split: Split, count: int, seed: int) -> list[Problem]:
+        """As `Dataset.problems`. Raises ValueError, too, where the sandbox does not work on this machine."""
+        self._programs.check()
+        return self._dataset.problems(split, count, seed)
+
+    def size(self, split: Split) -> int:
+        """As `Dataset.size`."""
+        return self._dataset.size(split)
+
+    def example(self) -> Problem:
+        """One of ours."""
+        return self._pose(Row(place="the example", fields=_EXAMPLE))
+
+    def grade(self, problem: Problem, text: str) -> Grade:
+        """As `Programs.grade`. Each test function is a test, also in a class; the program is the module `solution`.
+
+        Of pytest there are `raises`, `approx`, `fail`, `fixture` and `mark.parametrize`; what needs more is an error
+        and no zero. Never raises.
+        """
+        return self._programs.grade(problem, text, program_in(text))
+
+    def posed(self, question: str, truth: object) -> Problem:
+        """The problem with a question; its truth is its tests: a text, or an object with `test`. Raises ValueError."""
+        self._programs.check()
+        fields = truth if isinstance(truth, dict) else {"test": truth}
+        return self._pose(Row(place="the ground truth", fields={"solution": "pass", **fields, "question": question}))
+
+    def _pose(self, row: Row) -> Problem:
+        text, test = row.text("question"), row.text("test")
+        tests = _tests(test)
+        if not tests:
+            raise ValueError(f"{row.place}: test is {shown(test)}; it should define functions test_...")
+        return Problem(
+            problem_id=problem_id(self.name, text),
+            messages=user_turn(instruction(f"{text.strip()}\n\n{_interface(row, test)}".strip())),
+            answer=row.text("solution"),
+            demonstration=label(row.text("solution")),
+            metadata=metadata_of(Suite(tests=tests, setup=test)),
+        )
+
+
+def _tests(source: str) -> tuple[str, ...]:
+    """A call of each test function, and of each test method of a new object of its class."""
+    tests, owner = [], ""
+    for found in _TEST.finditer(source):
+        if found[1]:
+            owner = found[1]
+        elif not found[2]:
+            tests.append(f"run_test({found[3]})")
+        elif owner:
+            tests.append(f"run_test({owner}().{found[3]})")
+    return tuple(tests)
+
+
+def _interface(row: Row, test: str) -> str:
+    """What the tests import: its declaration where the row has it, or else its name."""
+    match row.fields.get("test_info"):
+        case [{"function_declaration": str(declaration)}, *_]:
+            return f"It should begin so:\n\n```python\n{declaration.strip()}\n```"
+    names = ", ".join(found[1].strip() for found in _IMPORT.finditer(test))
+    return f"It should define: {names}" if names else ""

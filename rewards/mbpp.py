@@ -1,0 +1,90 @@
+"""MBPP: Python functions from one sentence (Austin et al., 2021, arXiv 2108.07732)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from rewards.dataset import Dataset, problem_id
+from rewards.problem import Grade, Problem, Split
+from rewards.programs import Programs, ProgramsConfig, instruction, label, metadata_of, program_in
+from rewards.prompts import user_turn
+from rewards.rows import Row, Source, shown
+from rewards.sandbox import Suite
+
+_HUB = {
+    Split.TRAIN: Source(repo="google-research-datasets/mbpp", config="full", split="train"),
+    Split.HELDOUT: Source(repo="google-research-datasets/mbpp", config="full", split="test"),
+}
+_EXAMPLE = {
+    "text": "Write a function to add two numbers.",
+    "code": "def add(a, b):\n    return a + b\n",
+    "test_list": ["assert add(3, 4) == 7", "assert add(-1, 1) == 0"],
+}
+
+
+class MbppConfig(ProgramsConfig):
+    """MBPP's tasks, by the hub's splits of its config `full`."""
+
+    name: Literal["mbpp"] = "mbpp"
+    """Selects this task."""
+
+
+class Mbpp:
+    """Write a Python function from one sentence and one of its tests."""
+
+    name = "mbpp"
+
+    def __init__(self, config: MbppConfig) -> None:
+        self._programs = Programs(config)
+        self._dataset = Dataset(self.name, config, _HUB, self._pose)
+
+    def problems(self, split: Split, count: int, seed: int) -> list[Problem]:
+        """As `Dataset.problems`. Raises ValueError, too, where the sandbox does not work on this machine."""
+        self._programs.check()
+        return self._dataset.problems(split, count, seed)
+
+    def size(self, split: Split) -> int:
+        """As `Dataset.size`."""
+        return self._dataset.size(split)
+
+    def example(self) -> Problem:
+        """One of ours."""
+        return self._pose(Row(place="the example", fields=_EXAMPLE))
+
+    def grade(self, problem: Problem, text: str) -> Grade:
+        """As `Programs.grade`. Each statement of `test_list` and `challenge_test_list` is a test. Never raises."""
+        return self._programs.grade(problem, text, program_in(text))
+
+    def posed(self, question: str, truth: object) -> Problem:
+        """The problem that a sentence describes; its truth is a list of assertions, or an object with `test_list`.
+
+        Raises ValueError.
+        """
+        self._programs.check()
+        fields = truth if isinstance(truth, dict) else {"test_list": truth}
+        return self._pose(Row(place="the ground truth", fields={"code": "pass", **fields, "text": question}))
+
+    def _pose(self, row: Row) -> Problem:
+        # The config `sanitized` of the hub calls it so.
+        text = row.text("prompt" if "text" not in row.fields and "prompt" in row.fields else "text")
+        tests = (*_statements(row.fields, row, "test_list"), *_statements(row.fields, row, "challenge_test_list"))
+        if not tests:
+            raise ValueError(f"{row.place}: test_list is empty; it should be a list of assertions")
+        setup = "\n".join([*_statements(row.fields, row, "test_imports"), str(row.fields.get("test_setup_code") or "")])
+        # Not all of them, as papers do: then a table of their values would pass.
+        task = f"{text.strip()} It should pass this test:\n\n```python\n{tests[0]}\n```"
+        return Problem(
+            problem_id=problem_id(self.name, text),
+            messages=user_turn(instruction(task)),
+            answer=row.text("code"),
+            demonstration=label(row.text("code")),
+            metadata=metadata_of(Suite(tests=tests, setup=setup, below=True)),
+        )
+
+
+def _statements(fields: Mapping[str, Any], row: Row, column: str) -> tuple[str, ...]:
+    value = row.value(column) if column == "test_list" else fields.get(column) or []
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise ValueError(f"{row.place}: {column} is {shown(value)}; it should be a list of statements")
+    return tuple(value)

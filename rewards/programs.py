@@ -1,0 +1,156 @@
+"""Programs in completions: where they are, and what their tests make of them."""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import cache
+from typing import Self
+
+from pydantic import model_validator
+
+from rewards.dataset import DataConfig
+from rewards.problem import Grade, Outcome, Problem
+from rewards.prompts import D1_FORMAT, demonstration
+from rewards.sandbox import Sandbox, SandboxConfig, Suite, Verdict
+
+LONGEST_PROGRAM = 100_000
+"""Characters; a longer program is wrong."""
+
+_OPEN, _CLOSE = "<answer>", "</answer>"
+_FENCE = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n]*$", re.MULTILINE)
+_LANGUAGES = ("", "python", "python3", "py")
+_INSTRUCTION = "Inside the answer tags write the whole program in one ```python block, without tests or examples."
+_FORMAT, _TESTS = 0.1, 0.9
+_D1_FORMAT, _D1_TESTS = 0.5, 1.0
+
+
+class ProgramsConfig(DataConfig):
+    """What tasks have in common whose completions are programs."""
+
+    sandbox: SandboxConfig = SandboxConfig()
+    """Where programs run, and what they may use."""
+
+    @model_validator(mode="after")
+    def _check_protocol(self) -> Self:
+        if self.protocol == "d1":
+            raise ValueError("the first d1 published no evaluation of programs; protocol should be fixed")
+        return self
+
+
+class Programs:
+    """Grades programs by their tests. What `problems` and `posed` of a task ask first is `check`."""
+
+    def __init__(self, config: ProgramsConfig) -> None:
+        """Take a task's config. The sandbox is tried when it is first needed: a list of tasks needs none."""
+        self._config = config
+        self._sandbox = cache(lambda: Sandbox(config.sandbox))
+
+    def check(self) -> None:
+        """Raise ValueError, in one sentence, where the config's sandbox does not work on this machine."""
+        self._sandbox()
+
+    def grade(self, problem: Problem, text: str, program: str | None) -> Grade:
+        """The grade of a program that stands in a text; None where there is none. Never raises.
+
+        Parts of the fixed reward: `tests`, 0.9 times the fraction of tests that pass, and `format`, 0.1 for a closed
+        answer tag with a block of Python in it. Those of d1, which its paper describes and its code lacks: the
+        fraction, and 0.5 for the same format. Correct is what passes all tests.
+        """
+        is_d1 = self._config.reward == "d1"
+        form = (_D1_FORMAT if is_d1 else _FORMAT) * has_format(text)
+        if program is None:
+            return Grade(reward=form, parts={"tests": 0.0, "format": form}, correct=False, detail="there is no program")
+        verdict = self._verdict(program, suite_of(problem))
+        fraction = sum(verdict.passed) / max(len(verdict.passed), 1)
+        tests = (_D1_TESTS if is_d1 else _TESTS) * fraction
+        return Grade(
+            reward=tests + form,
+            parts={"tests": tests, "format": form},
+            correct=bool(verdict.passed) and all(verdict.passed),
+            outcome=verdict.outcome,
+            answer=program,
+            detail=verdict.detail,
+        )
+
+    def _verdict(self, program: str, suite: Suite) -> Verdict:
+        none = (False,) * len(suite.tests)
+        if len(program) > LONGEST_PROGRAM:
+            why = f"the program has {len(program)} characters, more than {LONGEST_PROGRAM}"
+            return Verdict(passed=none, outcome=Outcome.GRADED, detail=why)
+        try:
+            return self._sandbox().judge(program, suite)
+        except (OSError, ValueError) as error:
+            # No process could be started here: that says nothing about the program.
+            return Verdict(passed=none, outcome=Outcome.ERROR, detail=f"the sandbox did not start: {error}"[:300])
+
+
+def instruction(task: str) -> str:
+    """A user's turn that asks for a program in d1's format."""
+    return f"{D1_FORMAT}\n{_INSTRUCTION}\n\n{task}"
+
+
+def label(program: str) -> str:
+    """A right completion with this program."""
+    return demonstration("d1", reasoning="", answer=f"```python\n{program.strip()}\n```")
+
+
+def metadata_of(suite: Suite) -> dict[str, str]:
+    """A suite as a problem carries it."""
+    return {
+        "tests": json.dumps(suite.tests),
+        "setup": suite.setup,
+        "entry_point": suite.entry_point or "",
+        "below": "yes" if suite.below else "",
+        "plain_only": "yes" if suite.plain_only else "",
+    }
+
+
+def suite_of(problem: Problem) -> Suite:
+    """The suite that a problem carries."""
+    given = problem.metadata
+    return Suite(
+        tests=tuple(json.loads(given["tests"])),
+        setup=given["setup"],
+        entry_point=given["entry_point"] or None,
+        below=bool(given["below"]),
+        plain_only=bool(given["plain_only"]),
+    )
+
+
+def program_in(text: str) -> str | None:
+    """The program of a completion, its first line as far in as it was; None when there is none.
+
+    It is the last block of Python in the last `<answer>` that closes, or else all that stands there; without such a tag
+    the last block of the text. A block that nothing closes ends with what it is in. Takes time linear in the text.
+    """
+    answer = _answer(text)
+    block = _last_block(text if answer is None else answer)
+    program = answer if block is None else block
+    return program if program is not None and program.strip() else None
+
+
+def has_format(text: str) -> bool:
+    """Whether a completion has an `<answer>` that closes, with a closed block of Python in it."""
+    answer = _answer(text)
+    return answer is not None and _last_block(answer, only_closed=True) is not None
+
+
+def _answer(text: str) -> str | None:
+    """As `rewards.answers.last_answer`, with the white space that Python needs."""
+    answer, start = None, text.find(_OPEN)
+    while start >= 0 and (end := text.find(_CLOSE, start)) >= 0:
+        answer = text[start + len(_OPEN) : end]
+        start = text.find(_OPEN, end)
+    return answer
+
+
+def _last_block(text: str, *, only_closed: bool = False) -> str | None:
+    fences = list(_FENCE.finditer(text))
+    found = None
+    for index in range(0, len(fences), 2):
+        opening = fences[index]
+        is_closed = index + 1 < len(fences)
+        if opening[1].lower() in _LANGUAGES and (is_closed or not only_closed):
+            found = text[opening.end() + 1 : fences[index + 1].start() if is_closed else len(text)]
+    return found

@@ -1,0 +1,135 @@
+"""Runs the tests of a problem, in a process that the tested program has no way into."""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import ModuleType
+
+from rewards.sandbox.inside import limits, operations, pytest_shim, wire
+from rewards.sandbox.inside.peer import Gone, Peer
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+_LONGEST_DETAIL = 300
+
+
+def main() -> None:
+    """Arguments: the limits, the file with the suite, the socket to the program. The verdict goes to stdout."""
+    spec, suite_fd, channel = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    suite = wire.decode(wire.read_all(suite_fd))
+    limits.apply(spec)
+    verdict_fd = os.dup(1)
+    wire.without_output()
+    peer = Peer(channel, allows=_allows)
+    try:
+        peer.receive()
+    except Gone:
+        os._exit(1)
+    wire.send(verdict_fd, wire.encode(("started",)))
+    wire.send(verdict_fd, wire.encode(("judged", *_judge(peer, suite))))
+    os._exit(0)
+
+
+def _judge(peer: Peer, suite: dict[str, Any]) -> tuple[str, tuple[bool, ...], str]:
+    """`graded` or `error`, which tests passed, and the first thing that went wrong."""
+    none = (False,) * len(suite["tests"])
+    try:
+        match peer.receive():
+            case ("loaded", solution, tuple(names)):
+                pass
+            case ("failed", str(why)):
+                return "graded", none, f"the program does not load: {why}"[:_LONGEST_DETAIL]
+            case _:
+                return "graded", none, "the program said nothing that could be read"
+    except Gone:
+        return "graded", none, "the program ended before its tests began"
+    namespace = _namespace()
+    sys.modules["pytest"] = pytest_shim
+    try:
+        _fill(peer, namespace, suite, solution, names)
+        exec(compile(suite["setup"], "tests", "exec"), namespace)
+        if suite["entry_point"]:
+            name = suite["entry_point"]
+            # HumanEval/33 calls it by its own name.
+            namespace["candidate"] = namespace[name] = getattr(solution, name)
+        peer.plain_only = suite["plain_only"]
+    except Gone:
+        return "graded", none, "the program ended before its tests began"
+    except BaseException as error:
+        kind = "graded" if peer.asked or _lacks_something(error, suite) else "error"
+        return kind, none, f"before the first test: {_said(error)}"[:_LONGEST_DETAIL]
+    return _run(peer, suite["tests"], namespace)
+
+
+def _namespace() -> dict[str, Any]:
+    module = ModuleType("tests")
+    sys.modules["tests"] = module
+    namespace = module.__dict__
+    namespace["run_test"] = pytest_shim.runner(namespace)
+    return namespace
+
+
+def _fill(peer: Peer, namespace: dict[str, Any], suite: dict[str, Any], solution: Any, names: tuple[Any, ...]) -> None:
+    """Bring the program's names to the tests: as the module `solution`, or as if the tests stood below the program."""
+    if suite["entry_point"]:
+        return
+    module = ModuleType("solution")
+    sys.modules["solution"] = module
+    for name in names:
+        module.__dict__[name] = getattr(solution, name)
+    if suite["below"]:
+        namespace.update({name: value for name, value in vars(module).items() if not name.startswith("__")})
+    peer.asked = False
+
+
+def _lacks_something(error: BaseException, suite: dict[str, Any]) -> bool:
+    """Whether the tests miss something that the program should define."""
+    module = sys.modules.get("solution")
+    if isinstance(error, NameError):
+        return bool(suite["below"])
+    return (isinstance(error, ImportError) and error.name == "solution") or (
+        isinstance(error, AttributeError) and error.obj is module
+    )
+
+
+def _run(peer: Peer, tests: list[str], namespace: dict[str, Any]) -> tuple[str, tuple[bool, ...], str]:
+    passed, detail = [], ""
+    for test in tests:
+        problem = ""
+        try:
+            exec(compile(test, "tests", "exec"), namespace)
+        except pytest_shim.Unsupported as error:
+            return "error", (False,) * len(tests), str(error)[:_LONGEST_DETAIL]
+        except BaseException as error:
+            problem = _said(error)
+        # A test can swallow what its calls raise.
+        problem = "the program ended" if peer.gone else problem
+        passed.append(not problem)
+        detail = detail or (f"{test.strip()[:150]}: {problem}" if problem else "")
+        if peer.gone:
+            passed += [False] * (len(tests) - len(passed))
+            break
+    return "graded", tuple(passed), detail[:_LONGEST_DETAIL]
+
+
+def _said(error: BaseException) -> str:
+    try:
+        return f"{type(error).__name__}: {error}".rstrip(": ")
+    except BaseException:
+        return type(error).__name__
+
+
+def _allows(name: str, args: tuple[Any, ...]) -> bool:
+    """What the program may do with what the tests gave it: call functions, iterate, and use objects of the tests' own
+    classes by their public names. No attribute of a function, a generator or a class leads it further."""
+    if not args:
+        return False
+    if name == "call":
+        return callable(args[0]) and not isinstance(args[0], ModuleType)
+    if name in operations.ATTRIBUTES:
+        is_public = len(args) > 1 and isinstance(args[1], str) and not args[1].startswith("_")
+        return is_public and type(args[0]).__module__ == "tests" and not isinstance(args[0], type)
+    return name in operations.OTHERS or type(args[0]).__module__ == "tests"

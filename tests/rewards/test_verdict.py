@@ -1,0 +1,324 @@
+"""Programs judged by tests that they cannot reach."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rewards.problem import Outcome
+from rewards.sandbox import Sandbox, SandboxConfig, Suite, Verdict
+from rewards.sandbox.inside import wire
+
+_CONFIG = SandboxConfig(cpu_s=1, wall_s=60, num_processes=6, memory_bytes=256 * 2**20)
+_SANDBOX = Sandbox(_CONFIG)
+_SUITE = Suite(tests=("assert candidate(1) == 2", "assert candidate(5) == 6"), entry_point="f", plain_only=True)
+_LOOSE = Suite(tests=_SUITE.tests, entry_point="f")
+
+
+def _judge(program: str, *tests: str, setup: str = "from solution import *") -> Verdict:
+    """Of tests in pytest's manner."""
+    return _SANDBOX.judge(program, Suite(tests=tests, setup=setup))
+
+
+def test_each_test_is_counted() -> None:
+    verdict = _SANDBOX.judge("def f(x): return 2", _SUITE)
+    assert (verdict.passed, verdict.outcome) == ((True, False), Outcome.GRADED)
+    assert verdict.detail == "assert candidate(5) == 6: AssertionError"
+    assert _SANDBOX.judge("def f(x): return x + 1", _SUITE).passed == (True, True)
+
+
+_FORGERIES = {
+    "exits before the tests": "import sys; sys.exit(0)",
+    "exits at once before the tests": "import os; os._exit(0)",
+    "exits in a test": "import sys\ndef f(x): sys.exit(0)",
+    "exits at once in a test": "import os\ndef f(x): os._exit(0)",
+    "says that all passed": "print('passed'); print('2 passed')\ndef f(x): return 0",
+    "writes verdicts to every file": (
+        "import os\n"
+        "good = b'\\0\\0\\0\\x2ct3:s6:judgeds6:gradedt2:T0:T0:s0:'\n"
+        "def f(x):\n"
+        "    for fd in range(64):\n"
+        "        try: os.write(fd, good)\n"
+        "        except OSError: pass\n"
+        "    return 0"
+    ),
+    "closes every file": "import os\nos.closerange(0, 64)\ndef f(x): return x + 1",
+    "closes standard output": "import os, sys\nsys.stdout.close(); sys.stderr.close()\ndef f(x): return 0",
+    "is equal to all": "class E:\n    def __eq__(self, other): return True\ndef f(x): return E()",
+    "is an equal int": "class E(int):\n    def __eq__(self, other): return True\ndef f(x): return E(0)",
+    "is a string that is equal": "class E(str):\n    def __eq__(self, other): return True\ndef f(x): return E('')",
+    "is an error": "def f(x): raise AssertionError",
+    "patches builtins": (
+        "import builtins\nbuiltins.AssertionError = type('Silent', (BaseException,), {})\n"
+        "builtins.compile = builtins.exec = lambda *a, **k: None\ndef f(x): return 0"
+    ),
+    "patches what serves it": (
+        "import sys\n"
+        "for name, module in list(sys.modules.items()):\n"
+        "    if name.startswith('rewards'):\n"
+        "        for key in list(vars(module)):\n"
+        "            if callable(getattr(module, key)): setattr(module, key, lambda *a, **k: True)\n"
+        "def f(x): return 0"
+    ),
+    "looks for the tests": (
+        "import gc, sys\n"
+        "def f(x):\n"
+        "    wanted = 'etadidnac tressa'\n"
+        "    found = [o for o in gc.get_objects() if isinstance(o, (dict, list, tuple)) and wanted in repr(o)[::-1]]\n"
+        "    frame = sys._getframe()\n"
+        "    while frame:\n"
+        "        found += [v for v in frame.f_locals.values() if wanted in repr(v)[::-1]]\n"
+        "        frame = frame.f_back\n"
+        "    return x + 1 if found else 0"
+    ),
+    "exits later": "import atexit, os\natexit.register(os._exit, 0)\ndef f(x): return 0",
+    "kills all": "import os, signal\ndef f(x):\n    os.kill(-1, 9) if False else os.killpg(0, 9)\n    return 0",
+    "returns too much": "def f(x): return 'x' * 10**8",
+    "returns what has no end": "def f(x):\n    while True: yield x",
+    "returns what is too deep": "def f(x):\n    deep = []\n    for _ in range(10**5): deep = [deep]\n    return deep",
+    "returns itself twice": "def f(x):\n    twice = []\n    twice += [twice, twice]\n    return twice",
+    "does not load": "def f(x) return x + 1",
+    "is empty": "",
+    "has another function": "def g(x): return x + 1",
+    "uses all memory": "def f(x): return bytearray(2**40)",
+}
+
+
+@pytest.mark.parametrize("program", _FORGERIES.values(), ids=list(_FORGERIES))
+@pytest.mark.parametrize("suite", [_SUITE, _LOOSE], ids=["plain", "objects"])
+def test_a_verdict_cannot_be_forged(program: str, suite: Suite) -> None:
+    verdict = _SANDBOX.judge(program, suite)
+    assert (verdict.passed, verdict.outcome) == ((False, False), Outcome.GRADED)
+    assert verdict.detail
+
+
+def test_a_right_program_that_also_does_mischief_is_right() -> None:
+    program = (
+        "import atexit, os, threading\nprint('x' * 10**6)\natexit.register(os._exit, 1)\n"
+        "def loop():\n    while True: pass\nthreading.Thread(target=loop).start()\n"
+        "def f(x): return x + 1"
+    )
+    assert _SANDBOX.judge(program, _SUITE).passed == (True, True)
+
+
+@pytest.mark.parametrize("where", ["while True: pass", "def f(x):\n    while True: pass"])
+def test_an_endless_loop_fails_its_tests(where: str) -> None:
+    verdict = _SANDBOX.judge(where, _SUITE)
+    assert (verdict.passed, verdict.outcome) == ((False, False), Outcome.GRADED)
+    assert "used up its 1 CPU seconds" in verdict.detail
+
+
+def test_time_that_nobody_computed_in_is_a_timeout() -> None:
+    sandbox = Sandbox(_CONFIG.model_copy(update={"wall_s": 1.0}))
+    verdict = sandbox.judge("import time\ndef f(x): time.sleep(100)", _SUITE)
+    assert (verdict.passed, verdict.outcome) == ((False, False), Outcome.TIMEOUT)
+
+
+def test_a_fork_bomb_fails_its_tests() -> None:
+    program = "import os\ndef f(x):\n    while True:\n        try: os.fork()\n        except OSError: pass"
+    verdict = Sandbox(_CONFIG.model_copy(update={"wall_s": 5.0})).judge(program, _SUITE)
+    assert verdict.passed == (False, False)
+
+
+def test_tests_that_cannot_run_are_an_error_and_no_zero() -> None:
+    for setup in ("import numpy", "def broken(", "1 / 0"):
+        verdict = _SANDBOX.judge("def f(x): return x + 1", Suite(tests=("assert True",), setup=setup))
+        assert verdict.outcome is Outcome.ERROR
+    verdict = _judge("def f(x): pass", "run_test(t)", setup="def t(capsys): pass")
+    assert (verdict.outcome, verdict.detail) == (
+        Outcome.ERROR,
+        "the tests use the fixture capsys, which is not supported here",
+    )
+
+
+def test_a_program_without_what_the_tests_import_is_wrong() -> None:
+    for setup in ("from solution import f", "import solution\nf = solution.f"):
+        verdict = _SANDBOX.judge("def g(x): return x", Suite(tests=("assert True",), setup=setup))
+        assert (verdict.passed, verdict.outcome) == ((False,), Outcome.GRADED)
+    verdict = _SANDBOX.judge("def g(x): return x", Suite(tests=("assert True",), setup="root = Node(1)", below=True))
+    assert (verdict.passed, verdict.outcome) == ((False,), Outcome.GRADED)
+
+
+def test_what_a_test_swallows_counts_all_the_same() -> None:
+    program = "import os\ndef f(x): os._exit(0)"
+    assert _judge(program, "try:\n    f(1)\nexcept BaseException: pass", "pass").passed == (False, False)
+
+
+def test_classes_and_their_objects_stay_where_they_are() -> None:
+    program = (
+        "class Empty(Exception): pass\n"
+        "class Stack:\n"
+        "    kind = 'stack'\n"
+        "    def __init__(self, *items): self.items = list(items)\n"
+        "    def push(self, item): self.items.append(item); return self\n"
+        "    def pop(self):\n        if not self.items: raise Empty('nothing left')\n        return self.items.pop()\n"
+        "    def __len__(self): return len(self.items)\n"
+        "    def __iter__(self): return iter(self.items)\n"
+        "    def __contains__(self, item): return item in self.items\n"
+        "    def __eq__(self, other): return self.items == other.items\n"
+        "    def __getitem__(self, i): return self.items[i]\n"
+        "    def __add__(self, other): return Stack(*self.items, *other.items)\n"
+        "    def __enter__(self): return self\n"
+        "    def __exit__(self, *error): self.items.clear()\n"
+        "    @classmethod\n    def of(cls, n): return cls(*range(n))\n"
+    )
+    tests = (
+        "s = Stack(1, 2)\nassert len(s) == 2 and 1 in s and 5 not in s and list(s) == [1, 2] and s[0] == 1",
+        "assert Stack().push(3).push(4).pop() == 4",
+        "import pytest\nwith pytest.raises(Empty, match='nothing'): Stack().pop()",
+        "assert Stack(1) == Stack(1) and Stack(1) != Stack(2)",
+        "assert isinstance(Stack(), Stack) and not isinstance([], Stack) and not isinstance(Stack(), list)",
+        "assert Stack.kind == 'stack' and Stack.of(2).items == [0, 1]",
+        "assert list(Stack(1) + Stack(2)) == [1, 2]",
+        "with Stack(1) as s: assert len(s) == 1\nassert len(s) == 0",
+        "s = Stack(1); s.items = [7]; assert s.pop() == 7",
+        "assert Stack(1) != [1] and not Stack(1) == [1]",
+        "assert {Stack.of: 1} and not hasattr(Stack, 'missing')",
+    )
+    verdict = _judge(program, *tests)
+    assert (verdict.passed, verdict.detail) == ((True,) * len(tests), "")
+
+
+def test_arguments_are_changed_in_place_and_results_can_be_arguments() -> None:
+    program = (
+        "def sort(values): values.sort()\n"
+        "def fill(table): table['rows'][0].append(1); table['n'] = 1; return table\n"
+        "def same(values): return values\n"
+    )
+    tests = (
+        "v = [3, 1, 2]\nsort(v)\nassert v == [1, 2, 3]",
+        "row = []\nt = {'rows': [row]}\nassert fill(t) is t and row == [1] and t == {'rows': [[1]], 'n': 1}",
+        "v = [1]\nassert same(v) is v",
+    )
+    assert _judge(program, *tests).passed == (True, True, True)
+
+
+def test_functions_and_objects_of_the_tests_can_be_given_but_not_searched() -> None:
+    program = (
+        "def apply(function, values): return [function(v) for v in values]\n"
+        "def last(node):\n    while node.next: node = node.next\n    node.seen = True\n    return node.value\n"
+        "def peek(function): return function.__globals__\n"
+        "def climb(node): return type(node).__getattr__(node, '__init__')\n"
+        "def frame(items): return items.gi_frame.f_globals\n"
+    )
+    setup = (
+        "from solution import *\nimport pytest\n"
+        "class Node:\n    def __init__(self, value, next=None): self.value, self.next = value, next\n"
+    )
+    tests = (
+        "assert apply(lambda v: v * 2, [1, 2]) == [2, 4]",
+        "end = Node(2)\nassert last(Node(1, end)) == 2 and end.seen",
+        "with pytest.raises(TypeError): peek(lambda: 0)",
+        "with pytest.raises(TypeError): climb(Node(1))",
+        "with pytest.raises(TypeError): frame(x for x in [1])",
+    )
+    verdict = _judge(program, *tests, setup=setup)
+    assert (verdict.passed, verdict.detail) == ((True,) * 5, "")
+
+
+def test_an_object_that_is_a_number_at_will_is_none() -> None:
+    program = (
+        "class Any:\n"
+        "    def __eq__(self, other): return True\n    __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __eq__\n"
+        "    def __sub__(self, other): return 0\n    __rsub__ = __add__ = __mul__ = __sub__\n"
+        "    def __abs__(self): return 0\n    __float__ = __int__ = __index__ = __round__ = __abs__\n"
+        "def f(x): return Any()\n"
+    )
+    tests = (
+        "assert f(1) == 2",
+        "assert f(1) <= 2",
+        "assert 2 > f(1)",
+        "assert abs(f(1) - 2) < 1e-6",
+        "assert abs(f(1)) == 2",
+        "import math\nassert math.isclose(f(1), 2)",
+        "import pytest\nassert f(1) == pytest.approx(2)",
+        "assert round(f(1)) == 0",
+        "assert [f(1)] == [2]",
+        "assert sorted([f(1)]) == [2]",
+    )
+    assert _judge(program, *tests).passed == (False,) * len(tests)
+
+
+def test_pytest_is_there_as_far_as_functions_use_it() -> None:
+    setup = (
+        "import pytest\nfrom solution import half, Shop\n"
+        "@pytest.fixture\ndef shop(): return Shop()\n"
+        "@pytest.fixture()\ndef full(shop):\n    shop.add(1)\n    yield shop\n"
+        "@pytest.mark.parametrize('given, expected', [(4, 2), (6, 3)])\n"
+        "def test_half(given, expected): assert half(given) == expected\n"
+        "@pytest.mark.parametrize('given', [4, 5])\ndef test_bad(given): assert half(given) * 2 == given\n"
+        "def test_shop(full): assert full.items == [1]\n"
+        "def test_close(): assert half(1.0) == pytest.approx(0.5)\n"
+        "def test_fail(): pytest.fail('so it is')\n"
+        "class TestHalf:\n    def test_zero(self): assert half(0) == 0\n"
+    )
+    program = (
+        "def half(x): return x // 2 if isinstance(x, int) else x / 2\n"
+        "class Shop:\n    def __init__(self): self.items = []\n    def add(self, i): self.items.append(i)\n"
+    )
+    names = ("test_half", "test_bad", "test_shop", "test_close", "test_fail", "TestHalf().test_zero")
+    verdict = _judge(program, *(f"run_test({name})" for name in names), setup=setup)
+    assert verdict.passed == (True, False, True, True, False, True)
+    assert verdict.detail == "run_test(test_bad): AssertionError"
+
+
+def test_errors_of_the_program_are_what_they_are() -> None:
+    program = (
+        "import json\nclass A(Exception): pass\nclass B(A): pass\n"
+        "def f(kind):\n    raise {'value': ValueError('v'), 'key': KeyError('k'), 'b': B(1)}[kind]\n"
+        "def parse(): return json.loads('{')\n"
+    )
+    tests = (
+        "import pytest\nwith pytest.raises(ValueError, match='^v$'): f('value')",
+        "with pytest.raises(A) as caught: f('b')\nassert caught.value.args == (1,)",
+        "try: f('key')\nexcept (ValueError, KeyError) as e: assert str(e) == \"'k'\"",
+        "import json\nwith pytest.raises(json.JSONDecodeError): parse()",
+        "with pytest.raises(ValueError): f('key')",
+    )
+    assert _judge(program, *tests).passed == (True, True, True, True, False)
+
+
+_PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.complex_numbers(allow_nan=False)
+    | st.text() | st.binary() | st.decimals(allow_nan=False) | st.fractions() | st.dates() | st.timedeltas(),
+    lambda inner: st.lists(inner, max_size=4) | st.tuples(inner, inner) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=20,
+)  # fmt: skip
+
+
+@given(_PLAIN)
+def test_plain_data_comes_back_as_it_was(value: object) -> None:
+    back = wire.decode(wire.encode(value))
+    assert (back, repr(back)) == (value, repr(value))
+
+
+@given(st.sets(st.integers() | st.text()), st.frozensets(st.binary()))
+def test_sets_come_back_as_they_were(first: set[object], second: frozenset[object]) -> None:
+    back = wire.decode(wire.encode((first, second)))
+    assert (back, type(back[0]), type(back[1])) == ((first, second), set, frozenset)
+
+
+@given(
+    st.binary(max_size=200)
+    | _PLAIN.map(wire.encode).flatmap(lambda d: st.integers(0, 255).map(lambda b: d[:-1] + bytes([b])))
+)
+@settings(max_examples=300, deadline=None)
+def test_no_bytes_make_the_reader_do_more_than_refuse(data: bytes) -> None:
+    with contextlib.suppress(ArithmeticError, TypeError, ValueError):
+        wire.decode(data)
+
+
+def test_a_lie_about_a_length_costs_nothing() -> None:
+    for data in (
+        b"lffffffffffff:",
+        b"sffffffff:",
+        b"l-1:",
+        b"x1:s8:os.syste",
+        b"x2:s9:os.systems2:ls",
+        b"l1:" * 10_000,
+    ):
+        with pytest.raises(ValueError, match=r"."):
+            wire.decode(data)
