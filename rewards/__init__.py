@@ -8,6 +8,7 @@ and no text makes a grader raise. Nothing here knows tensors or Ray.
 from rewards.answers import last_answer
 from rewards.arithmetic import Evaluation, evaluate
 from rewards.countdown import Countdown, CountdownConfig
+from rewards.gsm8k import Gsm8k, Gsm8kConfig
 from rewards.jsonl import Jsonl, JsonlConfig
 from rewards.problem import Grade, Message, Outcome, Problem, Split, Task
 from rewards.prompts import PromptStyle
@@ -21,6 +22,8 @@ __all__ = [
     "CountdownConfig",
     "Evaluation",
     "Grade",
+    "Gsm8k",
+    "Gsm8kConfig",
     "Jsonl",
     "JsonlConfig",
     "Message",

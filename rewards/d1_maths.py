@@ -13,6 +13,7 @@ from rewards.d1_parsers import boxed, tagged
 _BOX = "\\boxed{"
 _CLOSING_OR_LINE_END = re.compile(r"[}\n]")
 _NUMBER = re.compile(r"-?\d+\.?\d*")
+_TRUTH = re.compile(r"####\s*+\$?([\d,]+(?:\.\d+)?)")
 # In d1's order. It removes what a reader does not see, and `\text{ ` is taken for a unit.
 _REMOVED_FIRST = (
     ("\n", ""),
@@ -51,6 +52,12 @@ def gsm8k_number(text: str) -> float | None:
     if found is None and (numbers := _NUMBER.findall(answer)):
         found = _float(numbers[-1])
     return found
+
+
+def gsm8k_truth(solution: str) -> float | None:
+    """What d1's evaluation takes as the right number of a row of GSM8K: `extract_answer_gsm8k`; None for `#### -3`."""
+    match = _TRUTH.search(solution)
+    return None if match is None else _float(match.group(1).replace(",", ""))
 
 
 def math_answer(text: str) -> str | None:

@@ -7,12 +7,15 @@ from typing import Annotated, get_args
 from pydantic import Field
 
 from rewards.countdown import Countdown, CountdownConfig
+from rewards.gsm8k import Gsm8k, Gsm8kConfig
 from rewards.jsonl import Jsonl, JsonlConfig
 from rewards.problem import Task
 from rewards.sudoku import Sudoku, SudokuConfig
 from rewards.sums import Sums, SumsConfig
 
-TaskConfig = Annotated[CountdownConfig | JsonlConfig | SudokuConfig | SumsConfig, Field(discriminator="name")]
+TaskConfig = Annotated[
+    CountdownConfig | Gsm8kConfig | JsonlConfig | SudokuConfig | SumsConfig, Field(discriminator="name")
+]
 """The config of any task; its `name` says of which."""
 
 
@@ -27,6 +30,8 @@ def make_task(config: TaskConfig) -> Task:
     match config:
         case CountdownConfig():
             return Countdown(config)
+        case Gsm8kConfig():
+            return Gsm8k(config)
         case JsonlConfig():
             return Jsonl(config)
         case SudokuConfig():
