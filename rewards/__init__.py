@@ -10,6 +10,7 @@ from rewards.arithmetic import Evaluation, evaluate
 from rewards.countdown import Countdown, CountdownConfig
 from rewards.gsm8k import Gsm8k, Gsm8kConfig
 from rewards.jsonl import Jsonl, JsonlConfig
+from rewards.math500 import Math500, Math500Config
 from rewards.problem import Grade, Message, Outcome, Problem, Split, Task
 from rewards.prompts import PromptStyle
 from rewards.split import is_heldout
@@ -26,6 +27,8 @@ __all__ = [
     "Gsm8kConfig",
     "Jsonl",
     "JsonlConfig",
+    "Math500",
+    "Math500Config",
     "Message",
     "Outcome",
     "Problem",

@@ -8,12 +8,14 @@ from pydantic import Field
 
 from rewards.countdown import Countdown, CountdownConfig
 from rewards.gsm8k import Gsm8k, Gsm8kConfig
+from rewards.math500 import Math500, Math500Config
 from rewards.jsonl import Jsonl, JsonlConfig
 from rewards.problem import Task
 from rewards.sudoku import Sudoku, SudokuConfig
 from rewards.sums import Sums, SumsConfig
 
 TaskConfig = Annotated[
+    CountdownConfig | Gsm8kConfig | Math500Config | SudokuConfig | SumsConfig, Field(discriminator="name")
     CountdownConfig | Gsm8kConfig | JsonlConfig | SudokuConfig | SumsConfig, Field(discriminator="name")
 ]
 """The config of any task; its `name` says of which."""
@@ -32,6 +34,8 @@ def make_task(config: TaskConfig) -> Task:
             return Countdown(config)
         case Gsm8kConfig():
             return Gsm8k(config)
+        case Math500Config():
+            return Math500(config)
         case JsonlConfig():
             return Jsonl(config)
         case SudokuConfig():
