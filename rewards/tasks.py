@@ -8,15 +8,15 @@ from pydantic import Field
 
 from rewards.countdown import Countdown, CountdownConfig
 from rewards.gsm8k import Gsm8k, Gsm8kConfig
-from rewards.math500 import Math500, Math500Config
 from rewards.jsonl import Jsonl, JsonlConfig
+from rewards.math500 import Math500, Math500Config
 from rewards.problem import Task
 from rewards.sudoku import Sudoku, SudokuConfig
 from rewards.sums import Sums, SumsConfig
 
 TaskConfig = Annotated[
-    CountdownConfig | Gsm8kConfig | Math500Config | SudokuConfig | SumsConfig, Field(discriminator="name")
-    CountdownConfig | Gsm8kConfig | JsonlConfig | SudokuConfig | SumsConfig, Field(discriminator="name")
+    CountdownConfig | Gsm8kConfig | JsonlConfig | Math500Config | SudokuConfig | SumsConfig,
+    Field(discriminator="name"),
 ]
 """The config of any task; its `name` says of which."""
 
