@@ -50,6 +50,12 @@ class Gsm8k:
         """How many problems a split has. Raises ValueError as `problems`."""
         return self._data.size(split)
 
+    def example(self) -> Problem:
+        """Made up, so that it needs no data."""
+        question = "Ann has 3 boxes of 4 pens each, and loses 2 pens. How many pens has she left?"
+        solution = "The boxes hold 3 * 4 = 12 pens.\n12 - 2 = 10 are left.\n#### 10"
+        return self._pose(Row(place="the example", fields={"question": question, "answer": solution}))
+
     def grade(self, problem: Problem, text: str) -> Grade:
         """Whether the number of the final answer is exactly the right one. Never raises.
 

@@ -61,6 +61,11 @@ class Math500:
         """How many problems a split has. Raises ValueError as `problems`."""
         return self._data.size(split)
 
+    def example(self) -> Problem:
+        """Made up, so that it needs no data."""
+        solution = "Subtracting $3$ and dividing by $4$, we find $x = \\boxed{\\frac{1}{2}}$."
+        return self._pose(Row(place="the example", fields={"problem": "Solve $4x + 3 = 5$.", "solution": solution}))
+
     def grade(self, problem: Problem, text: str) -> Grade:
         """Whether the final answer means what the right one means. Never raises.
 

@@ -155,3 +155,10 @@ def test_a_published_line_without_a_number_is_never_right() -> None:
 def test_a_published_line_with_something_else_is_refused(truth: object) -> None:
     with pytest.raises(ValueError, match=r"^the ground truth is .*; a gsm8k line has a number$"):
         Gsm8k(Gsm8kConfig()).posed("How many?", truth)
+
+
+def test_the_example_needs_no_data() -> None:
+    task = Gsm8k(Gsm8kConfig())
+    example = task.example()
+    assert example.answer == "10"
+    assert task.grade(example, example.demonstration).reward == 1.0

@@ -189,3 +189,10 @@ def test_a_published_line_with_something_else_is_refused(truth: object) -> None:
 def test_the_name_selects_the_task() -> None:
     adapter: TypeAdapter[TaskConfig] = TypeAdapter(TaskConfig)
     assert adapter.validate_python({"name": "math500", "reward": "d1"}) == Math500Config(reward="d1")
+
+
+def test_the_example_needs_no_data() -> None:
+    task = Math500(Math500Config())
+    example = task.example()
+    assert example.answer == "\\frac{1}{2}"
+    assert task.grade(example, example.demonstration).reward == 1.0
