@@ -81,7 +81,7 @@ def equivalent(a: str, b: str) -> bool:
 
 
 def _boxes(text: str) -> list[str]:
-    r"""What the `\boxed{...}` hold that close on their line, up to the first closing brace; without those of dots."""
+    r"""What the `\boxed{...}` hold that close on their line, up to the first closing brace."""
     found = []
     start = text.find(_BOX)
     while start >= 0:
@@ -91,7 +91,7 @@ def _boxes(text: str) -> list[str]:
         if end.group() == "}":
             found.append(text[start + len(_BOX) : end.start()].strip())
         start = text.find(_BOX, end.end())
-    return [box for box in found if box.strip(".")]
+    return found
 
 
 def _float(text: str) -> float | None:

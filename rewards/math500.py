@@ -17,8 +17,8 @@ from rewards.prompts import D1_FORMAT, PromptStyle, demonstration, user_turn
 from rewards.rows import Row, Source, shown
 
 _HUB = {
-    Split.TRAIN: Source(repo="ankner/math-500", split="train"),
-    Split.HELDOUT: Source(repo="HuggingFaceH4/MATH-500", split="test"),
+    Split.TRAIN: Source(repo="ankner/math-500", split="train", num_rows=7500),
+    Split.HELDOUT: Source(repo="HuggingFaceH4/MATH-500", split="test", num_rows=500),
 }
 # d1's wording (`diffu-grpo/data_utils.py`, `get_math_questions`), to the letter.
 _D1_INSTRUCTIONS = (
