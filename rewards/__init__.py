@@ -8,9 +8,11 @@ where it is a program, in a sandbox; no text makes a grader raise. Nothing here 
 from rewards.answers import last_answer
 from rewards.arithmetic import Evaluation, evaluate
 from rewards.countdown import Countdown, CountdownConfig
+from rewards.gsm8k import Gsm8k, Gsm8kConfig
 from rewards.humaneval import HumanEval, HumanEvalConfig
 from rewards.jsonl import Jsonl, JsonlConfig
 from rewards.kodcode import Kodcode, KodcodeConfig
+from rewards.math500 import Math500, Math500Config
 from rewards.mbpp import Mbpp, MbppConfig
 from rewards.problem import Grade, Message, Outcome, Problem, Split, Task
 from rewards.prompts import PromptStyle
@@ -24,12 +26,16 @@ __all__ = [
     "CountdownConfig",
     "Evaluation",
     "Grade",
+    "Gsm8k",
+    "Gsm8kConfig",
     "HumanEval",
     "HumanEvalConfig",
     "Jsonl",
     "JsonlConfig",
     "Kodcode",
     "KodcodeConfig",
+    "Math500",
+    "Math500Config",
     "Mbpp",
     "MbppConfig",
     "Message",

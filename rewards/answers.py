@@ -34,13 +34,11 @@ def final_answer(text: str) -> str | None:
     r"""What a completion says its answer is, however it marks it; None when it does not.
 
     The last `<answer>` that closes: what a `\boxed{}` in it holds, or else all of it. Without such a tag, what the last
-    `\boxed{}` of the text holds. Takes time linear in the length of `text`.
+    `\boxed{}` of the text holds. A last box that is empty is none; an empty tag is the empty answer where there is no
+    box. Takes time linear in the length of `text`.
     """
     answer = last_answer(text)
-    if answer is None:
-        return last_boxed(text)
-    box = last_boxed(answer)
-    return answer if box is None else box
+    return (last_boxed(answer) if answer else last_boxed(text)) or answer
 
 
 def ascii_digits(text: str) -> str:

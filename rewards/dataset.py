@@ -90,7 +90,10 @@ class Dataset:
         return chosen(found, task=self._task, split=split, count=count, seed=seed)
 
     def size(self, split: Split) -> int:
-        """How many problems a split has. Raises ValueError as `problems`."""
+        """How many problems a split has; what the hub has is not fetched for it. Raises ValueError as `problems`."""
+        source = self._sources.get(split)
+        if isinstance(source, Source) and source.num_rows is not None and len(self._sources) > 1:
+            return source.num_rows
         return len(self._split(split))
 
     def _split(self, split: Split) -> tuple[Problem, ...]:

@@ -12,11 +12,13 @@ from pydantic import model_validator
 from rewards.answers import final_answer
 from rewards.conversation import text_of, turns_of
 from rewards.dataset import DataConfig, Dataset, problem_id
+from rewards.maths import MathVerifier, Verdict
 from rewards.problem import Grade, Message, Problem, Split
 from rewards.prompts import D1_FORMAT, demonstration, user_turn
+from rewards.quantities import read_quantity
 from rewards.rows import Row, shown
 
-GraderName = Literal["exact", "choice", "number", "none"]
+GraderName = Literal["exact", "choice", "number", "math", "none"]
 """How an answer is compared with the right one."""
 
 # `B`, `(B)`, `B.` or `B) Paris`, and not the article of `A dog`.
@@ -31,7 +33,8 @@ class JsonlConfig(DataConfig):
     """Selects this task."""
     grader: GraderName
     """`exact`: the same text, but for white space and case. `choice`: the same letter or label, whatever brackets or
-    dots are around it. `number`: the same number. `none`: every reward is 0, for what the terms of `reward` judge."""
+    dots are around it. `number`: the same number. `math`: the same meaning, by Math-Verify. `none`: every reward is 0,
+    for what the terms of `reward` judge."""
     prompt: Literal["plain", "d1"] = "plain"
     """`plain` asks what the file says, `d1` says before it in which format to answer."""
 
@@ -51,7 +54,7 @@ class Jsonl:
 
     def __init__(self, config: JsonlConfig) -> None:
         self._config = config
-        self._is_right = _COMPARISONS[config.grader]
+        self._compare = _comparison(config.grader)
         self._dataset = Dataset(self.name, config, {}, self._pose)
 
     def problems(self, split: Split, count: int, seed: int) -> list[Problem]:
@@ -70,8 +73,15 @@ class Jsonl:
         """1 for a right answer, 0 otherwise; the answer is `final_answer`'s, or the whole text. Never raises."""
         answer = final_answer(text)
         answer = text.strip() if answer is None else answer
-        is_right = self._is_right(answer, problem.answer)
-        return Grade(reward=float(is_right), parts={"correct": float(is_right)}, correct=is_right, answer=answer)
+        verdict = self._compare(answer, problem.answer)
+        return Grade(
+            reward=float(verdict.right),
+            parts={"correct": float(verdict.right)},
+            correct=verdict.right,
+            outcome=verdict.outcome,
+            answer=answer,
+            detail=verdict.detail,
+        )
 
     def posed(self, question: str, truth: object) -> Problem:
         """The problem with this question and this answer. Raises ValueError."""
@@ -118,6 +128,15 @@ def _with_format(messages: tuple[Message, ...]) -> tuple[Message, ...]:
     return (*messages[:first], turn, *messages[first + 1 :])
 
 
+def _comparison(grader: GraderName) -> Callable[[str, str], Verdict]:
+    """What compares an answer with the right one."""
+    if grader == "math":
+        verifier = MathVerifier()
+        return lambda answer, right: verifier.verify(right, answer)
+    is_right = _COMPARISONS[grader]
+    return lambda answer, right: Verdict(right=is_right(answer, right))
+
+
 def _is_same_text(answer: str, right: str) -> bool:
     return " ".join(answer.split()).casefold() == " ".join(right.split()).casefold()
 
@@ -127,8 +146,14 @@ def _is_same_choice(answer: str, right: str) -> bool:
     return given is not None and wanted is not None and given[1].casefold() == wanted[1].casefold()
 
 
+def _is_same_number(answer: str, right: str) -> bool:
+    number = read_quantity(right)
+    return number is not None and read_quantity(answer) == number
+
+
 _COMPARISONS: Mapping[GraderName, Callable[[str, str], bool]] = {
     "exact": _is_same_text,
     "choice": _is_same_choice,
+    "number": _is_same_number,
     "none": lambda answer, right: False,  # noqa: ARG005 - nothing is compared
 }

@@ -8,16 +8,26 @@ from typing import Annotated, Any, get_args
 from pydantic import BaseModel, Field
 
 from rewards.countdown import Countdown, CountdownConfig
+from rewards.gsm8k import Gsm8k, Gsm8kConfig
 from rewards.humaneval import HumanEval, HumanEvalConfig
 from rewards.jsonl import Jsonl, JsonlConfig
 from rewards.kodcode import Kodcode, KodcodeConfig
+from rewards.math500 import Math500, Math500Config
 from rewards.mbpp import Mbpp, MbppConfig
 from rewards.problem import Task
 from rewards.sudoku import Sudoku, SudokuConfig
 from rewards.sums import Sums, SumsConfig
 
 TaskConfig = Annotated[
-    CountdownConfig | HumanEvalConfig | JsonlConfig | KodcodeConfig | MbppConfig | SudokuConfig | SumsConfig,
+    CountdownConfig
+    | Gsm8kConfig
+    | HumanEvalConfig
+    | JsonlConfig
+    | KodcodeConfig
+    | Math500Config
+    | MbppConfig
+    | SudokuConfig
+    | SumsConfig,
     Field(discriminator="name"),
 ]
 """The config of any task; its `name` says of which."""
@@ -36,9 +46,11 @@ def make_task(config: TaskConfig) -> Task:
 
 _TASKS: Mapping[type[BaseModel], Callable[[Any], Task]] = {
     CountdownConfig: Countdown,
+    Gsm8kConfig: Gsm8k,
     HumanEvalConfig: HumanEval,
     JsonlConfig: Jsonl,
     KodcodeConfig: Kodcode,
+    Math500Config: Math500,
     MbppConfig: Mbpp,
     SudokuConfig: Sudoku,
     SumsConfig: Sums,

@@ -53,6 +53,8 @@ def test_the_format_is_asked_for_where_the_recipe_says_so(tmp_path: Path) -> Non
         ("exact", "New York", ["<answer>new  york</answer>", "NEW\nYORK"], ["York", "New York."]),
         ("choice", "B", ["B", "(b)", "<answer>B) Paris</answer>", r"\boxed{B}", "B."], ["A", "B or C", "Because", ""]),
         ("choice", "A", ["A"], ["A dog"]),
+        ("number", "1,250", ["1250", "<answer>$1250.00 in all</answer>", r"\boxed{1,250}"], ["1", "1250 or 1251", ""]),
+        ("math", r"\frac{1}{2}", [r"\boxed{0.5}", "<answer>2/4</answer>"], ["2", ""]),
     ],
 )
 def test_graders(tmp_path: Path, grader: GraderName, answer: str, right: list[str], wrong: list[str]) -> None:

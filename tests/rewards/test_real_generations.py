@@ -13,6 +13,10 @@ import pytest
 from rewards import (
     Countdown,
     CountdownConfig,
+    Gsm8k,
+    Gsm8kConfig,
+    Math500Config,
+    Outcome,
     Problem,
     Split,
     Sudoku,
@@ -111,3 +115,32 @@ def test_d1s_evaluation_puzzles_are_solved_as_they_say_but_a_quarter_is_ambiguou
             assert all(given in ("0", digit) for given, digit in zip(row["Puzzle"], row["Solution"], strict=True))
             num_unique += num_solutions(row["Puzzle"]) == 1
     assert num_unique == 376  # of 500; ours all have one solution
+
+
+@pytest.mark.parametrize(
+    ("config", "correct", "total"),
+    [
+        (Gsm8kConfig(protocol="d1"), 863, 1130),
+        (Gsm8kConfig(protocol="fixed"), 873, 1130),
+        (Math500Config(protocol="d1", reward="d1"), 162, 500),
+        (Math500Config(protocol="fixed"), 176, 500),
+    ],
+    ids=["gsm8k-d1", "gsm8k-fixed", "math500-d1", "math500-fixed"],
+)
+def test_maths_is_judged_as_published_and_by_our_rules(config: TaskConfig, correct: int, total: int) -> None:
+    task = make_task(config)
+    grades = [
+        task.grade(task.posed(item["question"], item["ground_truth"]), item["generation"])
+        for item in _generations(config.name)
+    ]
+    assert {grade.outcome for grade in grades} == {Outcome.GRADED}
+    assert (sum(grade.correct for grade in grades), len(grades)) == (correct, total)
+
+
+def test_every_row_of_gsm8k_is_a_problem_whose_demonstration_is_right() -> None:
+    folder = _DATA / "gsm8k"
+    task = Gsm8k(Gsm8kConfig(train_data=folder / "train.jsonl", heldout_data=folder / "test.jsonl"))
+    assert (task.size(Split.TRAIN), task.size(Split.HELDOUT)) == (7473, 1319)
+    problems = task.problems(Split.TRAIN, 7473, seed=0) + task.problems(Split.HELDOUT, 1319, seed=0)
+    for problem in problems:
+        assert task.grade(problem, problem.demonstration).reward == 1.0

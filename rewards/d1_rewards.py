@@ -1,0 +1,93 @@
+"""What the first d1 trains on in maths, its defects included: `diffu-grpo/reward_func.py`, `math500_utils.py`.
+
+Its format expressions do not see line ends, its count of tags charges for length by accident, and its search for a box
+holds a backspace. They are kept, so that curves can be compared; time is linear in the length of the text.
+"""
+
+from __future__ import annotations
+
+import re
+
+from rewards.d1_maths import equivalent
+from rewards.d1_parsers import boxed
+
+_SEAM = re.compile(r"</reasoning>\s*+<answer>")
+_TAGS = ["<reasoning>", "</reasoning>", "<answer>", "</answer>"]
+
+
+def gsm8k_parts(text: str, gold: str) -> dict[str, float]:
+    """The five rewards of GSM8K, at most 4.0 together, below 0 for long texts. `gold` is compared as a string."""
+    answer = text.rpartition("<answer>")[2].partition("</answer>")[0].strip()
+    return {
+        "xml_count": _xml_count(text),
+        "soft_format": 0.5 * _is_softly_formatted(text),
+        "strict_format": 0.5 * _is_strictly_formatted(text),
+        "integer": 0.5 * answer.isdigit(),
+        "correct": 2.0 * (answer == gold),
+    }
+
+
+def math_parts(text: str, gold: str) -> dict[str, float]:
+    r"""The two rewards of MATH: 2 for an answer that `is_equiv` takes, and for the format 0.75 with a tag or 0.25.
+
+    1 and 0.5 were meant for a box; the code looks for a backspace and `oxed`.
+    """
+    answer = boxed(text)
+    _, tag, rest = text.partition("<answer>")
+    inside = rest.partition("<answer>")[0].partition("</answer>")[0] if tag else text
+    return {
+        "correct": 2.0 * equivalent(text if answer is None else answer, gold),
+        "format": 0.5 * (bool(tag) + (1.0 if "\boxed" in inside else 0.5)),
+    }
+
+
+def _xml_count(text: str) -> float:
+    """0.125 for each tag that is there once, less 0.001 for each character after the last.
+
+    With nothing after `</answer>` the first of the two charges is for the whole text.
+    """
+    count = 0.0
+    if text.count("<reasoning>\n") == 1:
+        count += 0.125
+    if text.count("\n</reasoning>\n") == 1:
+        count += 0.125
+    if text.count("\n<answer>\n") == 1:
+        count += 0.125
+        # From the left: occurrences that share a line end are one.
+        *_, rest = text.split("\n</answer>\n")
+        count -= len(rest) * 0.001
+    if text.count("\n</answer>") == 1:
+        count += 0.125
+        count -= (len(text.rpartition("\n</answer>")[2]) - 1) * 0.001
+    return count
+
+
+def _is_softly_formatted(text: str) -> bool:
+    r"""Whether `<reasoning>.*?</reasoning>\s*<answer>.*?</answer>` matches at the start, each `.*?` within its line."""
+    if not text.startswith("<reasoning>"):
+        return False
+    first_line_end = _line_end(text, 0)
+    searched = 0
+    for seam in _SEAM.finditer(text, len("<reasoning>")):
+        if seam.start() > first_line_end:
+            break
+        # Where a line has been searched in vain, its later seams find nothing either.
+        if seam.end() > searched:
+            searched = _line_end(text, seam.end())
+            if text.find("</answer>", seam.end(), searched) >= 0:
+                return True
+    return False
+
+
+def _is_strictly_formatted(text: str) -> bool:
+    r"""Whether d1's expression for four tags on lines of their own matches: one line of reasoning, one of answer.
+
+    Its `$` also takes a second line end.
+    """
+    lines = text.split("\n", 8)
+    return [*lines[:1], *lines[2:4], *lines[5:6]] == _TAGS and lines[6:] in ([""], ["", ""])
+
+
+def _line_end(text: str, start: int) -> int:
+    end = text.find("\n", start)
+    return len(text) if end < 0 else end

@@ -1,0 +1,122 @@
+"""GSM8K: grade-school word problems whose answer is a number (arXiv 2110.14168)."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+from typing import Literal
+
+from rewards.answers import final_answer, last_answer
+from rewards.d1_maths import gsm8k_number, gsm8k_truth
+from rewards.d1_rewards import gsm8k_parts
+from rewards.dataset import DataConfig, Dataset, problem_id
+from rewards.problem import Grade, Problem, Split
+from rewards.prompts import D1_FORMAT, PromptStyle, demonstration, user_turn
+from rewards.quantities import read_quantity
+from rewards.rows import Row, Source, shown
+
+_HUB = {
+    Split.TRAIN: Source(repo="openai/gsm8k", config="main", split="train", num_rows=7473),
+    Split.HELDOUT: Source(repo="openai/gsm8k", config="main", split="test", num_rows=1319),
+}
+_MARK = "####"
+_TOO_LARGE = 1e100
+_CALCULATION = re.compile(r"<<[^<>]*>>")
+
+
+class Gsm8kConfig(DataConfig):
+    """Which GSM8K problems are posed: of `openai/gsm8k`, or of files with its columns `question` and `answer`."""
+
+    name: Literal["gsm8k"] = "gsm8k"
+    """Selects this task."""
+    prompt: PromptStyle = "d1"
+    """`d1` for the words of the d1 code, `compact` for the question alone."""
+
+
+class Gsm8k:
+    """The GSM8K task."""
+
+    name = "gsm8k"
+
+    def __init__(self, config: Gsm8kConfig) -> None:
+        self._config = config
+        self._data = Dataset(self.name, config, _HUB, self._pose)
+
+    def problems(self, split: Split, count: int, seed: int) -> list[Problem]:
+        """As `Dataset.problems`."""
+        return self._data.problems(split, count, seed)
+
+    def size(self, split: Split) -> int:
+        """How many problems a split has. Raises ValueError as `problems`."""
+        return self._data.size(split)
+
+    def example(self) -> Problem:
+        """Made up, so that it needs no data."""
+        question = "Ann has 3 boxes of 4 pens each, and loses 2 pens. How many pens has she left?"
+        solution = "The boxes hold 3 * 4 = 12 pens.\n12 - 2 = 10 are left.\n#### 10"
+        return self._pose(Row(place="the example", fields={"question": question, "answer": solution}))
+
+    def grade(self, problem: Problem, text: str) -> Grade:
+        """Whether the number of the final answer is exactly the right one. Never raises.
+
+        Fixed parts: `answer` (0 or 0.1) for a closed answer tag, `correct` (0 or 0.9). d1's are those of `gsm8k_parts`.
+        """
+        answer = final_answer(text)
+        is_right = _is_right(problem, answer)
+        if self._config.reward == "d1":
+            parts = gsm8k_parts(text, problem.metadata["written"])
+        else:
+            is_tagged = last_answer(text) is not None
+            parts = {"answer": 0.1 if is_tagged else 0.0, "correct": 0.9 if is_right else 0.0}
+        if self._config.protocol == "d1":
+            number = gsm8k_number(text)
+            is_right = number is not None and repr(number) == problem.metadata["d1"]
+            answer = None if number is None else repr(number)
+        return Grade(reward=sum(parts.values()), parts=parts, correct=is_right, answer=answer)
+
+    def posed(self, question: str, truth: object) -> Problem:
+        """The problem of a published line, whose truth is a number. Raises ValueError.
+
+        A truth of `null` is none, and no answer is right: d1's reader of the data misses negative numbers.
+        """
+        number: Fraction | None = None
+        if isinstance(truth, (int, float)) and not isinstance(truth, bool) and abs(truth) < _TOO_LARGE:
+            number = Fraction(str(truth))
+        elif truth is not None:
+            raise ValueError(f"the ground truth is {shown(truth)}; a gsm8k line has a number")
+        answer = "" if number is None else str(number)
+        return Problem(
+            problem_id=problem_id(self.name, question),
+            messages=user_turn(question),
+            answer=answer,
+            demonstration="",
+            metadata={"written": answer, "d1": "" if number is None else repr(float(number))},
+        )
+
+    def _pose(self, row: Row) -> Problem:
+        question, solution = row.text("question"), row.text("answer")
+        written = _written(row, solution)
+        number = read_quantity(written)
+        if number is None:
+            raise ValueError(f"{row.place}: answer ends in {shown(written)}; after {_MARK} it should have a number")
+        style = self._config.prompt
+        reasoning = _CALCULATION.sub("", solution.partition(_MARK)[0]).strip()
+        return Problem(
+            problem_id=problem_id(self.name, question),
+            messages=user_turn(question if style == "compact" else f"{D1_FORMAT}\n\n{question}"),
+            answer=str(number),
+            demonstration=demonstration(style, reasoning=reasoning, answer=written),
+            metadata={"written": written, "d1": repr(gsm8k_truth(solution))},
+        )
+
+
+def _written(row: Row, solution: str) -> str:
+    """The answer as the data spells it, which is what d1's training compares with: `extract_hash_answer`."""
+    if _MARK not in solution:
+        raise ValueError(f"{row.place}: answer is {shown(solution)}; it should end in {_MARK} and a number")
+    return solution.split(_MARK)[1].strip()
+
+
+def _is_right(problem: Problem, answer: str | None) -> bool:
+    number = None if answer is None else read_quantity(answer)
+    return number is not None and str(number) == problem.answer

@@ -1,0 +1,158 @@
+"""MATH: competition problems whose answer is an expression (arXiv 2103.03874); held out are the 500 of MATH-500."""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+from rewards import d1_parsers
+from rewards.answers import final_answer, last_answer
+from rewards.boxed import last_boxed
+from rewards.d1_maths import equivalent, math_answer
+from rewards.d1_rewards import math_parts
+from rewards.dataset import DataConfig, Dataset, problem_id
+from rewards.maths import Limits, MathVerifier, Verdict, respelled, spelled_alike
+from rewards.problem import Grade, Problem, Split
+from rewards.prompts import D1_FORMAT, PromptStyle, demonstration, user_turn
+from rewards.rows import Row, Source, shown
+
+_HUB = {
+    Split.TRAIN: Source(repo="ankner/math-500", split="train", num_rows=7500),
+    Split.HELDOUT: Source(repo="HuggingFaceH4/MATH-500", split="test", num_rows=500),
+}
+# d1's wording (`diffu-grpo/data_utils.py`, `get_math_questions`), to the letter.
+_D1_INSTRUCTIONS = (
+    "You are a math expert. You will be given a question to solve. Solve it step by step. "
+    "Wrap the final answer in a \\boxed{}. "
+)
+_MAX_GOLD_CHARS = Limits().max_chars
+_NUMBER_BASE = re.compile(r"[0-9]_\{?([0-9]+)\}?$")
+# Something is left to do: a sign between terms, a power, a factorial, or a command that is neither layout nor a name.
+_OPERATION = re.compile(
+    r"[+*^!]|(?<=[\w)}])-|\\(?!(?:frac|dfrac|text|mbox|mathrm|pi|infty|circ|begin|end|left|right)(?![a-zA-Z]))[a-zA-Z]+"
+)
+
+
+class Math500Config(DataConfig):
+    """Which MATH problems are posed: of `ankner/math-500` and `HuggingFaceH4/MATH-500`, or of files with the columns
+    `problem`, `solution` and, where the answer is not the solution's box, `answer`."""
+
+    name: Literal["math500"] = "math500"
+    """Selects this task."""
+    prompt: PromptStyle = "d1"
+    """`d1` for the words of the d1 code, `compact` for the problem alone."""
+
+
+class Math500:
+    """The MATH task."""
+
+    name = "math500"
+
+    def __init__(self, config: Math500Config) -> None:
+        self._config = config
+        self._data = Dataset(self.name, config, _HUB, self._pose)
+        self._verifier = MathVerifier()
+
+    def problems(self, split: Split, count: int, seed: int) -> list[Problem]:
+        """As `Dataset.problems`."""
+        return self._data.problems(split, count, seed)
+
+    def size(self, split: Split) -> int:
+        """How many problems a split has. Raises ValueError as `problems`."""
+        return self._data.size(split)
+
+    def example(self) -> Problem:
+        """Made up, so that it needs no data."""
+        solution = "Subtracting $3$ and dividing by $4$, we find $x = \\boxed{\\frac{1}{2}}$."
+        return self._pose(Row(place="the example", fields={"problem": "Solve $4x + 3 = 5$.", "solution": solution}))
+
+    def grade(self, problem: Problem, text: str) -> Grade:
+        """Whether the final answer means what the right one means. Never raises.
+
+        Fixed parts: `answer` (0 or 0.1) for a closed answer tag, `correct` (0 or 0.9). d1's are those of `math_parts`.
+        """
+        answer = final_answer(text)
+        verdict = Verdict()
+        if answer is not None and "fixed" in (self._config.reward, self._config.protocol):
+            verdict = self._judged(problem, answer)
+        if self._config.reward == "d1":
+            parts = math_parts(text, problem.metadata["d1"])
+        else:
+            is_tagged = last_answer(text) is not None
+            parts = {"answer": 0.1 if is_tagged else 0.0, "correct": 0.9 if verdict.right else 0.0}
+        is_right = verdict.right
+        if self._config.protocol == "d1":
+            answer = math_answer(text)
+            is_right = answer is not None and equivalent(answer, problem.metadata["d1"])
+        return Grade(
+            reward=sum(parts.values()),
+            parts=parts,
+            correct=is_right,
+            outcome=verdict.outcome,
+            answer=answer,
+            detail=verdict.detail,
+        )
+
+    def posed(self, question: str, truth: object) -> Problem:
+        """The problem of a published line, whose truth is a text. Raises ValueError."""
+        if not isinstance(truth, str) or not truth.strip():
+            raise ValueError(f"the ground truth is {shown(truth)}; a math500 line has a text")
+        return Problem(
+            problem_id=problem_id(self.name, question),
+            messages=user_turn(question),
+            answer=truth,
+            demonstration="",
+            metadata={"d1": truth},
+        )
+
+    def _judged(self, problem: Problem, answer: str) -> Verdict:
+        gold = problem.answer
+        if _bases(gold, answer) > 1:
+            return Verdict(detail="the number is in another base")
+        verdict = self._verifier.verify(gold, answer)
+        if verdict.right and not equivalent(gold, answer) and _repeats(problem.messages[-1].content, answer):
+            return Verdict(detail="the answer repeats the question")
+        return verdict
+
+    def _pose(self, row: Row) -> Problem:
+        question, solution = row.text("problem"), row.text("solution")
+        answer, published = _answers(row, solution)
+        style = self._config.prompt
+        prompt = f"{D1_FORMAT}\n\n{_D1_INSTRUCTIONS}\n\n{question}"
+        return Problem(
+            problem_id=problem_id(self.name, question),
+            messages=user_turn(question if style == "compact" else prompt),
+            answer=answer,
+            demonstration=demonstration(style, reasoning=solution, answer=f"\\boxed{{{answer}}}"),
+            metadata={"d1": published},
+        )
+
+
+def _answers(row: Row, solution: str) -> tuple[str, str]:
+    """The answer of a row, ours and what d1 takes for it. Raises ValueError where there is none."""
+    if "answer" in row.fields:
+        answer = published = row.text("answer")
+    else:
+        boxed = d1_parsers.boxed(solution)
+        published = solution if boxed is None else boxed
+        # MATH also writes `\boxed 5`, which d1 reads up to a dollar sign.
+        answer = last_boxed(solution) or (published.strip() if published != solution else "")
+    if not spelled_alike(answer, answer):
+        raise ValueError(
+            f"{row.place}: no answer in solution, {shown(solution)}; it should be in a \\boxed{{}}, or in column answer"
+        )
+    if len(answer) > _MAX_GOLD_CHARS:
+        raise ValueError(f"{row.place}: the answer has {len(answer)} characters; {_MAX_GOLD_CHARS} can be compared")
+    return answer, published
+
+
+def _bases(gold: str, answer: str) -> int:
+    """How many different bases two numbers say they are written in: Math-Verify reads over them."""
+    found = (_NUMBER_BASE.search(respelled(text)) for text in (gold, answer))
+    return len({base.group(1) for base in found if base})
+
+
+def _repeats(question: str, answer: str) -> bool:
+    """Whether an answer says what the question says, with the work still to do: `\\sqrt{180}`, to be simplified."""
+    asked, said = (respelled(text).replace(" ", "") for text in (question, answer))
+    return said in asked and _OPERATION.search(said) is not None

@@ -1,0 +1,104 @@
+"""Math-Verify behind limits: it answers in bounded time, or is killed."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+
+from rewards.maths.process import KillableWorker, NotStartedError, WorkerEndedError
+from rewards.maths.spelling import spelled_alike
+from rewards.problem import Outcome
+
+_MARKS = re.compile(r"(?<!\\)\$|\\[()\[\]]|\s+")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """What one comparison may cost."""
+
+    cpu_s: float = 2.0
+    """Seconds of CPU. Real answers need up to 0.3."""
+    wall_s: float = 10.0
+    """Seconds in all: more than `cpu_s`, for machines that have more to do."""
+    memory_bytes: int = 1 << 30
+    """Address space of the worker; sympy itself takes about 100 MiB."""
+    max_chars: int = 1000
+    """Longer answers are wrong without being read."""
+    start_s: float = 120.0
+    """Seconds until what is needed has been imported: one or two on an idle machine."""
+    answers_per_worker: int = 2000
+    """After so many a worker is replaced: sympy remembers what it has computed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """What came of a comparison."""
+
+    right: bool = False
+    """Whether the answer means what the gold answer means."""
+    outcome: Outcome = Outcome.GRADED
+    """`TIMEOUT` and `ERROR` say nothing about the answer."""
+    detail: str = ""
+    """Why there is no better verdict."""
+
+
+class MathVerifier:
+    """Compares answers in one worker process, which starts with the first comparison that needs it.
+
+    Any thread may ask; they take turns, and no turn is longer than the limits. For more at a time, have more verifiers.
+    """
+
+    def __init__(self, limits: Limits | None = None) -> None:
+        self._limits = limits = limits or Limits()
+        arguments = [str(limits.cpu_s), str(limits.memory_bytes), str(limits.answers_per_worker)]
+        self._worker = KillableWorker(
+            Path(__file__).with_name("zygote.py"), arguments, start_s=limits.start_s, wall_s=limits.wall_s
+        )
+        self._turn = Lock()
+
+    def verify(self, gold: str, answer: str) -> Verdict:
+        """Whether `answer` means what `gold` means; both are LaTeX or plain text. Never raises."""
+        if len(answer) > self._limits.max_chars:
+            return Verdict(
+                detail=f"the answer has {len(answer)} characters; more than {self._limits.max_chars} are not read"
+            )
+        if spelled_alike(gold, answer):
+            return Verdict(right=True)
+        request = json.dumps({"gold": _plain(gold), "answer": _plain(answer)}).encode() + b"\n"
+        with self._turn:
+            return self._compare(request)
+
+    def close(self) -> None:
+        """End the processes. They start again when they are needed."""
+        with self._turn:
+            self._worker.close()
+
+    def _compare(self, request: bytes) -> Verdict:
+        try:
+            reply = json.loads(self._worker.ask(request))
+        except TimeoutError:
+            return Verdict(outcome=Outcome.TIMEOUT, detail=f"the comparison took more than {self._limits.wall_s:g} s")
+        except WorkerEndedError as error:
+            return self._ended(*error.args)
+        except NotStartedError as error:
+            return Verdict(outcome=Outcome.ERROR, detail=str(error))
+        if reply["worn"]:
+            self._worker.end_worker()
+        if "error" in reply:
+            return Verdict(outcome=Outcome.ERROR, detail=f"the comparison raised {reply['error']}")
+        return Verdict(right=reply["right"])
+
+    def _ended(self, by: int) -> Verdict:
+        if by == signal.SIGPROF:
+            limit = f"the comparison took more than {self._limits.cpu_s:g} s of CPU"
+            return Verdict(outcome=Outcome.TIMEOUT, detail=limit)
+        return Verdict(outcome=Outcome.ERROR, detail=f"the comparison's process was ended by signal {by}")
+
+
+def _plain(text: str) -> str:
+    """The text on one line, without the marks that LaTeX sets around mathematics."""
+    return _MARKS.sub(" ", text).strip().removesuffix(".").strip()
