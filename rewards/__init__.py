@@ -8,25 +8,32 @@ and no text makes a grader raise. Nothing here knows tensors or Ray.
 from rewards.answers import last_answer
 from rewards.arithmetic import Evaluation, evaluate
 from rewards.countdown import Countdown, CountdownConfig
+from rewards.grader import Grader, RewardConfig
 from rewards.jsonl import Jsonl, JsonlConfig
 from rewards.problem import Grade, Message, Outcome, Problem, Split, Task
 from rewards.prompts import PromptStyle
+from rewards.sample import Sample
 from rewards.split import is_heldout
 from rewards.sudoku import Sudoku, SudokuConfig
 from rewards.sums import Sums, SumsConfig
 from rewards.tasks import TaskConfig, make_task
+from rewards.term import RewardUnavailableError
 
 __all__ = [
     "Countdown",
     "CountdownConfig",
     "Evaluation",
     "Grade",
+    "Grader",
     "Jsonl",
     "JsonlConfig",
     "Message",
     "Outcome",
     "Problem",
     "PromptStyle",
+    "RewardConfig",
+    "RewardUnavailableError",
+    "Sample",
     "Split",
     "Sudoku",
     "SudokuConfig",
