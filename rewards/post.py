@@ -52,6 +52,9 @@ def post(url: str, body: bytes, headers: Mapping[str, str], *, timeout_s: float,
             read += chunk
             if len(read) > max_bytes:
                 raise TooLargeError
+        if response.status == http.client.OK and response.length:
+            # Unlike `read`, `read1` says nothing of an end that comes too early.
+            raise http.client.IncompleteRead(bytes(read), response.length)
         named = {name.lower(): value for name, value in response.getheaders()}
         return Answer(status=response.status, headers=named, body=bytes(read))
     finally:
