@@ -287,7 +287,7 @@ def test_a_file_that_is_no_cache_is_refused_and_one_that_breaks_pauses(server: S
     with sqlite3.connect(tmp_path / "c") as database:
         database.execute("DROP TABLE answers")
     database.close()
-    with pytest.raises(RewardUnavailableError, match="the judge's cache .* fails: no such table"):
+    with pytest.raises(RewardUnavailableError, match=r"the judge's cache .* fails: no such table"):
         cache.get("k")
 
 
