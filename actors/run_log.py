@@ -10,14 +10,15 @@ Everything else that shows numbers (TensorBoard, W&B, the table, the curves) is 
 | sft_data | num_examples, num_held_out, num_overlong, mean_tokens, padding_share, packed_padding_share |
 | sft | phase, step, loss, grad_norm, lr, tokens_per_s |
 | sft_eval | phase, step, loss, loss_at_t |
-| round | round, policy_version, reward, reward_parts, correct, num_completions, num_ungraded, num_failed_groups, |
-|       | num_retries, mean_staleness, mean_tokens, loss, clip_ratio/region_mean, kl, token_logp, grad_norm, |
-|       | learning_rate, ..., sampling_s, training_s, publish_s, tokens_per_s |
+| round | round, policy_version, reward, reward_parts, reward_costs, correct, num_completions, num_ungraded, |
+|       | num_failed_groups, num_retries, mean_staleness, mean_tokens, loss, clip_ratio/region_mean, kl, |
+|       | token_logp, grad_norm, learning_rate, ..., sampling_s, training_s, publish_s, tokens_per_s |
 | evaluation | label: untrained or start, sft, round, rl, control; policy_version, round, num_correct, |
 |       | num_problems, num_ungraded, items_right, num_items |
 | checkpoint | path (below the run directory), phase, round, policy_version |
 | phase_end | phase, seconds (evaluation and checkpoints not counted), num_steps |
 | failure | what, attempt |
+| pause | what: who does not answer; pause_end: seconds |
 | done | seconds |
 """
 
@@ -105,6 +106,7 @@ class RunLog:
         prefix = values.get("phase", values.get("label", event)) + ("_eval" if event == "sft_eval" else "")
         scalars = {f"{prefix}/{name}": value for name, value in values.items() if isinstance(value, int | float)}
         scalars |= {f"reward/{part}": value for part, value in values.get("reward_parts", {}).items()}
+        scalars |= {f"reward_costs/{what}": count for what, count in values.get("reward_costs", {}).items()}
         scalars |= {f"num_ungraded/{outcome}": count for outcome, count in values.get("num_ungraded", {}).items()}
         for board in self._boards:
             board.log(scalars, step)

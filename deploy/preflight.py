@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -203,6 +203,15 @@ def _task_problems(recipe: Recipe) -> Iterator[str]:
                 f"SFT is to train on the {split} problems of {recipe.task.name}, and {unlabelled[0].problem_id} has no "
                 "right completion in its file; give sft.data, or take sft.num_steps=0"
             )
+        if split is Split.TRAIN and recipe.reward.terms:
+            yield from _reward_problems(recipe, task.grade(problems[0], "").parts)
+
+
+def _reward_problems(recipe: Recipe, task_parts: Collection[str]) -> Iterator[str]:
+    try:
+        recipe.reward.check(task_parts)
+    except ValueError as error:
+        yield f"reward.{error}"
 
 
 def _input_problems(recipe: Recipe) -> Iterator[str]:

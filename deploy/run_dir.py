@@ -61,6 +61,7 @@ def make_spec(recipe: Recipe, stages: Stages) -> RunSpec:
         seed=recipe.seed,
         device=recipe.device,
         task=recipe.task,
+        reward=recipe.reward.resolved(),
         num_train_problems=recipe.num_train_problems,
         phases=phases,
         sft=recipe.sft.model_copy(update={"data": recipe.sft.data and recipe.sft.data.resolve()}),

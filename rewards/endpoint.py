@@ -8,11 +8,13 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
+from pydantic import Field, PositiveFloat, PositiveInt
+
 from rewards.post import Answer, TooLargeError, post
-from rewards.term import RewardUnavailableError
+from rewards.term import RewardUnavailableError, TermConfig
 
 LONGEST_WAIT_S = 8.0
 """Longest wait between two tries, in seconds. A server that asks for more gets it from the run, which pauses: graders
@@ -46,6 +48,24 @@ class _PassingError(Exception):
     def __init__(self, what: str, retry_after_s: float | None = None) -> None:
         super().__init__(what)
         self.retry_after_s = retry_after_s
+
+
+class AskingConfig(TermConfig):
+    """What the terms have in common that ask a server."""
+
+    timeout_s: PositiveFloat = 12.0
+    """Longest time for one try of a request, in seconds."""
+    num_tries: Annotated[int, Field(ge=1, le=10)] = 3
+    """Tries of a request, with waits of up to 8 s in between; then the run pauses."""
+    max_concurrency: Annotated[int, Field(ge=1, le=256)] = 8
+    """Most requests of a grader at a time."""
+    max_response_bytes: PositiveInt = 1_000_000
+    """Longest answer, in bytes."""
+
+    @property
+    def patience_s(self) -> float:
+        """Longest time until a server that does not answer is given up, in seconds."""
+        return self.num_tries * self.timeout_s + (self.num_tries - 1) * LONGEST_WAIT_S
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,14 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, field_validator
+from pydantic import Field, field_validator
 
-from rewards.endpoint import Endpoint, RefusedError, checked_url
+from rewards.endpoint import AskingConfig, Endpoint, RefusedError, checked_url
 from rewards.sample import Sample
-from rewards.term import EnvironmentName, NoValue, TermConfig, Value, as_value, secret_of
+from rewards.term import EnvironmentName, NoValue, Value, as_value, secret_of
 
 
-class HttpConfig(TermConfig):
+class HttpConfig(AskingConfig):
     """An HTTP endpoint. It alone is asked: no redirect is followed and no proxy used."""
 
     kind: Literal["http"] = "http"
@@ -26,14 +26,6 @@ class HttpConfig(TermConfig):
     """Environment variable whose value is sent as `Authorization: Bearer`; on a cluster, of every machine."""
     batch_size: Annotated[int, Field(ge=1, le=1024)] = 32
     """Most samples of a request."""
-    max_concurrency: Annotated[int, Field(ge=1, le=256)] = 4
-    """Most requests of a grader at a time."""
-    timeout_s: PositiveFloat = 10.0
-    """Longest time for one try of a request, in seconds."""
-    num_tries: Annotated[int, Field(ge=1, le=10)] = 3
-    """Tries of a request, with waits of up to 8 s in between; then the run pauses."""
-    max_response_bytes: PositiveInt = 1_000_000
-    """Longest answer, in bytes."""
 
     _url = field_validator("url")(checked_url)
 

@@ -6,18 +6,18 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import Field, PositiveFloat, field_validator, model_validator
 
-from rewards.endpoint import checked_url
+from rewards.endpoint import AskingConfig, checked_url
 from rewards.judge.cache import open_cache
 from rewards.judge.server import VllmConfig
 from rewards.judge.verdict import ChoiceVerdict, Verdict
-from rewards.term import EnvironmentName, TermConfig, secret_of
+from rewards.term import EnvironmentName, secret_of
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
-class JudgeConfig(TermConfig):
+class JudgeConfig(AskingConfig):
     """A language model behind any OpenAI-compatible server, which is asked about each sample."""
 
     kind: Literal["judge"] = "judge"
@@ -42,16 +42,8 @@ class JudgeConfig(TermConfig):
     """More keys of the request, or other values for `temperature` (0) and `max_tokens` (64); none takes one out."""
     max_completion_chars: Annotated[int, Field(ge=2)] = 8000
     """Longest completion that is shown whole, in characters; of a longer one the middle is left out."""
-    timeout_s: PositiveFloat = 15.0
-    """Longest time for one try of a request, in seconds."""
-    num_tries: Annotated[int, Field(ge=1, le=10)] = 3
-    """Tries of a request, with waits of up to 8 s in between; then the run pauses."""
-    max_concurrency: Annotated[int, Field(ge=1, le=256)] = 8
-    """Most requests of a grader at a time."""
     requests_per_minute: PositiveFloat | None = None
     """Most requests of a grader in a minute, retries among them; a run has `grading.num_graders` graders."""
-    max_response_bytes: PositiveInt = 1_000_000
-    """Longest answer, in bytes."""
     cache_path: Path | None = None
     """SQLite file that keeps the verdicts, for later runs too; on a disk of the machine that grades. Without a cache
     each grader remembers its newest ten thousand."""
