@@ -57,7 +57,7 @@ class Pools:
         return graded[0], graded[1]
 
     async def _graded(self, portion: Portion, completions: Any) -> tuple[Any, Any]:
-        """Grade, for as long as it takes until what a reward depends on answers: that is no failure of the portion's."""
+        """Grade, once what a reward depends on answers, however long that takes: it is no failure of the portion."""
         pause_s, is_waiting = _FIRST_PAUSE_S, False
         try:
             while True:

@@ -166,6 +166,15 @@ class Recipe(BaseModel):
         for name, term in self.reward.terms.items():
             if refusal := self._term_refusal(term):
                 raise ValueError(f"reward.terms.{name}{refusal}")
+        servers: dict[str, tuple[str, object]] = {}
+        for name, term in self.reward.terms.items():
+            if isinstance(term, JudgeConfig) and term.vllm is not None:
+                other, served = servers.setdefault(term.base_url, (name, (term.model, term.vllm)))
+                if served != (term.model, term.vllm):
+                    raise ValueError(
+                        f"reward.terms.{name} and reward.terms.{other} start different servers at {term.base_url}; "
+                        "take another port for one of them"
+                    )
         return self
 
     def _term_refusal(self, term: TermConfig) -> str | None:
