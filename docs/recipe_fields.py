@@ -12,7 +12,14 @@ from deploy.schema import recipe_schema
 PAGE = Path(__file__).parent / "recipes.md"
 MARK = "<!-- Below this line `make docs` writes. -->\n"
 
-_TYPES = {"integer": "whole number", "number": "number", "string": "text", "boolean": "true or false", "array": "list", "object": "section"}
+_TYPES = {
+    "integer": "whole number",
+    "number": "number",
+    "string": "text",
+    "boolean": "true or false",
+    "array": "list",
+    "object": "section",
+}
 _LIMITS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 
 
