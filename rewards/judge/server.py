@@ -32,10 +32,10 @@ class VllmConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
-    executable: str = "vllm"
-    """The command, or a path to one: `.venv-vllm/bin/vllm`."""
+    command: Annotated[tuple[str, ...], Field(min_length=1)] = ("vllm", "serve")
+    """What starts it; the model, `--host` and `--port` follow. A vLLM elsewhere: `[/opt/vllm/bin/vllm, serve]`."""
     arguments: tuple[str, ...] = ()
-    """More arguments of `vllm serve MODEL`: `[--max-model-len, "4096"]`."""
+    """More arguments: `[--max-model-len, "4096"]`."""
     environment: dict[Annotated[str, Field(min_length=1)], str] = {}
     """More of its environment."""
     ready_timeout_s: PositiveFloat = 900.0
@@ -43,9 +43,9 @@ class VllmConfig(BaseModel):
 
     def check(self, base_url: str) -> None:
         """Raise ValueError, in one sentence, when there is no such command or the port is taken."""
-        if shutil.which(self.executable) is None:
+        if shutil.which(self.command[0]) is None:
             raise ValueError(
-                f"vllm.executable {self.executable} is no command here; pip install 'd1[vllm]' on a machine with a "
+                f"vllm.command begins with {self.command[0]}, which is no command here; pip install 'd1[vllm]' on a machine with a "
                 "GPU, or name one with its path"
             )
         host, port = _address(base_url)
@@ -61,7 +61,7 @@ def vllm_server(config: VllmConfig, *, model: str, base_url: str, log: Path) -> 
     in time.
     """
     host, port = _address(base_url)
-    command = [config.executable, "serve", model, "--host", host, "--port", str(port), *config.arguments]
+    command = [*config.command, model, "--host", host, "--port", str(port), *config.arguments]
     with log.open("ab") as output:
         process = subprocess.Popen(  # noqa: S603 - the command that the recipe names, without a shell
             command,
@@ -84,11 +84,11 @@ def _wait_until_ready(process: subprocess.Popen[bytes], host: str, port: int, ti
     while not _is_healthy(host, port):
         if (status := process.poll()) is not None:
             raise RewardUnavailableError(
-                f"vllm serve ended with status {status} before it answered: {_last_line(log)} (all of it: {log})"
+                f"vLLM ended with status {status} before it answered: {_last_line(log)} (all of it: {log})"
             )
         if time.monotonic() > deadline:
             raise RewardUnavailableError(
-                f"vllm serve did not answer on {host}:{port} within {timeout_s:.0f} s (what it says: {log})"
+                f"vLLM did not answer on {host}:{port} within {timeout_s:.0f} s (what it says: {log})"
             )
         time.sleep(_POLL_S)
 

@@ -174,7 +174,7 @@ REFUSED_OVERRIDES = {
         "requests_per_minute 30 needs 128 s for the 64 completions of rollout.batch_size",
     ),
     "reward.terms.a={kind: judge, model: m, criteria: c, base_url: 'http://h/v1', vllm: {exe: 3}}": (
-        "reward.terms.a.vllm.exe is no key of this reward.terms.a.vllm, which has arguments, environment, executable",
+        "reward.terms.a.vllm.exe is no key of this reward.terms.a.vllm, which has arguments, command, environment",
     ),
     "reward.terms={a: {kind: judge, model: m, criteria: c, base_url: 'http://127.0.0.1:8001/v1', vllm: {}}, "
     "b: {kind: judge, model: n, criteria: c, base_url: 'http://127.0.0.1:8001/v1', vllm: {}}}": (

@@ -73,8 +73,8 @@ def test_a_sum_of_fractions_that_fits_exactly_fits(recipe_file: Path) -> None:
             "a: the environment variable D1_NO_SUCH is not set; graders read a secret from it",
         ),
         (
-            "a={kind: judge, model: m, criteria: c, base_url: 'http://127.0.0.1:1/v1', vllm: {executable: no-vllm}}",
-            "a: vllm.executable no-vllm is no command here; pip install 'd1[vllm]'",
+            "a={kind: judge, model: m, criteria: c, base_url: 'http://127.0.0.1:1/v1', vllm: {command: [no-vllm]}}",
+            "a: vllm.command begins with no-vllm, which is no command here; pip install 'd1[vllm]'",
         ),
     ],
 )
@@ -85,7 +85,7 @@ def test_a_term_that_cannot_work_is_refused_in_one_sentence(term: str, sentence:
 
 
 def test_d1_starts_no_judge_for_graders_that_may_be_elsewhere(recipe_file: Path) -> None:
-    vllm = "{kind: judge, model: m, criteria: c, base_url: 'http://127.0.0.1:1/v1', vllm: {executable: python3}}"
+    vllm = "{kind: judge, model: m, criteria: c, base_url: 'http://127.0.0.1:1/v1', vllm: {command: [python3]}}"
     cluster = replace(PLENTY, is_ours=False)
     (problem,) = _problems(recipe_file, f"reward.terms.a={vllm}", available=cluster)
     assert problem.startswith("reward.terms.a.vllm: d1 starts it on this machine alone")

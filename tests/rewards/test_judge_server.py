@@ -55,7 +55,9 @@ def test_it_is_started_waited_for_and_ended_with_its_processes(tmp_path: Path, p
     import json
 
     log = tmp_path / "judge.log"
-    config = VllmConfig(executable=_program(tmp_path, _HEALTHY), arguments=("--seed", "1"), environment={"MORE": "m"})
+    config = VllmConfig(
+        command=(_program(tmp_path, _HEALTHY), "serve"), arguments=("--seed", "1"), environment={"MORE": "m"}
+    )
     with vllm_server(config, model="org/m", base_url=f"http://127.0.0.1:{port}/v1", log=log):
         said = json.loads(log.read_text().splitlines()[0])
         socket.create_connection(("127.0.0.1", port), timeout=5).close()
@@ -73,11 +75,9 @@ def test_it_is_started_waited_for_and_ended_with_its_processes(tmp_path: Path, p
 
 def test_a_server_that_ends_says_why(tmp_path: Path, port: int) -> None:
     source = "print('INFO hello')\nprint('ValueError: no such model')\nprint('[rank0] bye')\nraise SystemExit(3)"
-    config, log = VllmConfig(executable=_program(tmp_path, source)), tmp_path / "judge.log"
+    config, log = VllmConfig(command=(_program(tmp_path, source),)), tmp_path / "judge.log"
     with (
-        pytest.raises(
-            RewardUnavailableError, match=r"^vllm serve ended with status 3 .*: ValueError: no such model \("
-        ),
+        pytest.raises(RewardUnavailableError, match=r"^vLLM ended with status 3 .*: ValueError: no such model \("),
         vllm_server(config, model="m", base_url=f"http://127.0.0.1:{port}/v1", log=log),
     ):
         pytest.fail("it is not there")
@@ -85,7 +85,7 @@ def test_a_server_that_ends_says_why(tmp_path: Path, port: int) -> None:
 
 def test_a_server_that_never_answers_is_given_up_and_ended(tmp_path: Path, port: int) -> None:
     source = "import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(600)"
-    config = VllmConfig(executable=_program(tmp_path, source), ready_timeout_s=1.0)
+    config = VllmConfig(command=(_program(tmp_path, source),), ready_timeout_s=1.0)
     log = tmp_path / "judge.log"
     with (
         pytest.raises(RewardUnavailableError, match=rf"did not answer on 127\.0\.0\.1:{port} within 1 s"),
@@ -100,6 +100,8 @@ def test_without_vllm_it_is_refused_in_one_sentence(tmp_path: Path, monkeypatch:
     judge = JudgeConfig.model_validate(
         {"base_url": "http://127.0.0.1:8001/v1", "model": "m", "criteria": "c", "vllm": {}}
     )
-    with pytest.raises(ValueError, match=r"^vllm\.executable vllm is no command here; pip install 'd1\[vllm\]'"):
+    with pytest.raises(
+        ValueError, match=r"^vllm\.command begins with vllm, which is no command here; pip install 'd1\[vllm\]'"
+    ):
         judge.check()
     assert os.environ["PATH"] == str(tmp_path)

@@ -17,14 +17,16 @@ from rewards.judge.judge import Judge
 from rewards.judge.server import VllmConfig, vllm_server
 from tests.rewards.conftest import make_sample
 
-EXECUTABLE = os.environ.get("D1_VLLM", "")
+PYTHON = os.environ.get("D1_VLLM_PYTHON", "")
 
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.timeout(600),
-    pytest.mark.skipif(not EXECUTABLE, reason="needs the vLLM that `make test-vllm` installs"),
+    pytest.mark.skipif(not PYTHON, reason="needs the vLLM that `make test-vllm` installs"),
 ]
 
+# `vllm serve` of the build for CPUs does not find its own version: it is another package.
+_COMMAND = (PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model")
 _ARGUMENTS = (
     *("--dtype", "float32", "--enforce-eager", "--kv-cache-memory-bytes", str(64 << 20)),
     *("--max-model-len", "2048", "--max-num-seqs", "4"),
@@ -82,7 +84,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     settings = {"base_url": f"http://127.0.0.1:{port}/v1", "model": str(checkpoint), "criteria": "Is it polite?"}
-    config = VllmConfig(executable=EXECUTABLE, arguments=_ARGUMENTS, environment=_ENVIRONMENT)
+    config = VllmConfig(command=_COMMAND, arguments=_ARGUMENTS, environment=_ENVIRONMENT)
     log = directory / "judge.log"
     with vllm_server(config, model=str(checkpoint), base_url=settings["base_url"], log=log):
         yield settings | {"timeout_s": 60}
