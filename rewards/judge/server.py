@@ -45,8 +45,8 @@ class VllmConfig(BaseModel):
         """Raise ValueError, in one sentence, when there is no such command or the port is taken."""
         if shutil.which(self.command[0]) is None:
             raise ValueError(
-                f"vllm.command begins with {self.command[0]}, which is no command here; pip install 'd1[vllm]' on a machine with a "
-                "GPU, or name one with its path"
+                f"vllm.command begins with {self.command[0]}, which is no command here; "
+                "pip install 'd1[vllm]' on a machine with a GPU, or name one with its path"
             )
         host, port = _address(base_url)
         if _answers(host, port):

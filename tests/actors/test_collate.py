@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from actors.collate import collate
-from actors.messages import Portion, PortionSummary, ScoredPortion
-from actors.plan import RunPlan
+from actors.messages import Portion, PortionKey, PortionSummary, ScoredPortion
+from actors.plan import EVALUATION_ROUND, RunPlan
 from actors.round_stats import readable_samples, round_stats
 from actors.spec import RunSpec
 from actors.workers import GraderWorker
 from learner.model.tokenizer import ChatTokenizer
-from rewards import Grade, Outcome
+from rewards import Grade, Outcome, RewardConfig
 from rollout.request import Completion, FinishReason
 
 
@@ -135,3 +135,16 @@ def test_graders_see_the_text_up_to_its_end_and_report_it(spec: RunSpec, plan: R
     (sample, *_) = readable_samples([portion], [summary], plan.prompt_text)
     assert sample["completion"] == plan.train[0].demonstration
     assert sample["prompt"] == plan.train[0].messages[0].content
+
+
+def test_terms_see_the_completion_that_was_sampled_and_only_in_the_rounds(spec: RunSpec, plan: RunPlan) -> None:
+    terms = {"fast": {"kind": "speed"}, "overlong": {"kind": "length_penalty", "buffer_tokens": 4}}
+    grader = GraderWorker(spec.task, RewardConfig.model_validate({"terms": terms}), spec.initial_checkpoint)
+    portion = plan.round_portion(0, 0)
+    completion = replace(_completion([7, 8, 9, 10, 1, 1, 1, 1], version=0), num_forwards=2)
+    (grade, *_) = grader.grade(portion, [completion] * 8)[0].grades
+    # Seven tokens of two forwards, on a canvas of eight.
+    assert (grade.parts["fast"], grade.parts["overlong"]) == (3.5, -0.75)
+    evaluated = replace(portion, key=PortionKey(round=EVALUATION_ROUND, index=0))
+    (grade, *_) = grader.grade(evaluated, [completion] * 8)[0].grades
+    assert list(grade.parts) == ["digits"]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import sqlite3
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from actors.registry_server import ValkeyServer
 from rewards import Grader, RewardConfig, RewardUnavailableError, Sample, SumsConfig
 from rewards.judge.cache import FileCache, MemoryCache
 from rewards.judge.config import JudgeConfig
@@ -289,6 +291,37 @@ def test_a_file_that_is_no_cache_is_refused_and_one_that_breaks_pauses(server: S
     database.close()
     with pytest.raises(RewardUnavailableError, match=r"the judge's cache .* fails: no such table"):
         cache.get("k")
+
+
+@pytest.fixture
+def redis_url(tmp_path: Path) -> Iterator[str]:
+    """A Valkey on a port of its own."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    server = ValkeyServer(port, "passw0rd")
+    yield server.url
+    server.stop()
+
+
+def test_redis_keeps_verdicts_and_pauses_the_run_when_it_is_gone(
+    server: Server, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.answer = _says("yes")
+    with pytest.raises(ValueError, match="the environment variable D1_VERDICTS is not set; the judge's cache needs"):
+        _config(server, cache_redis_env="D1_VERDICTS").check()
+    monkeypatch.setenv("D1_VERDICTS", "nonsense")
+    with pytest.raises(ValueError, match="the environment variable D1_VERDICTS has no Redis URL"):
+        _config(server, cache_redis_env="D1_VERDICTS").check()
+    monkeypatch.setenv("D1_VERDICTS", redis_url)
+    for _ in range(2):
+        judge = _judge(server, cache_redis_env="D1_VERDICTS")
+        assert judge.values([make_sample("a")]) == [1.0]
+    assert len(server.asked) == 1
+    monkeypatch.setenv("D1_VERDICTS", "redis://:passw0rd@127.0.0.1:1")
+    with pytest.raises(RewardUnavailableError, match="the judge's cache in Redis does not answer") as gone:
+        _judge(server, cache_redis_env="D1_VERDICTS").values([make_sample("a")])
+    assert "passw0rd" not in str(gone.value)
 
 
 def test_many_threads_share_a_file(tmp_path: Path) -> None:
