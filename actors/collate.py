@@ -14,18 +14,24 @@ from actors.messages import ScoredPortion
 from actors.plan import MASK_KEY
 from learner.batch import RolloutBatch, pad_rows
 from learner.counter import fold
-from rewards import Grade, Outcome
+from rewards import Grade
 from rollout.request import Completion, FinishReason, Request
 
 
 def trained_rows(group_ids: Sequence[int], grades: Sequence[Grade]) -> list[int]:
-    """The rows that are trained on: those that are graded, where their group has a second one to compare with.
+    """The rows that are trained on: those whose grade counts, where their group has a second one to compare with.
 
-    A grade that timed out or failed says nothing about its completion, so it is no zero: the group does without it.
+    A grade that timed out or failed says nothing about its completion, so it is no zero: the group does without it,
+    unless the recipe wants the zero.
     """
-    graded = [row for row, grade in enumerate(grades) if grade.outcome is Outcome.GRADED]
+    graded = [row for row, grade in enumerate(grades) if grade.counts]
     of_group = Counter(group_ids[row] for row in graded)
     return [row for row in graded if of_group[group_ids[row]] > 1]
+
+
+def part_names_of(grades: Sequence[Grade]) -> list[str]:
+    """The names of the parts of a round's rewards; a grade that is a zero for want of a better one has none."""
+    return list(dict.fromkeys(name for grade in grades for name in grade.parts))
 
 
 def collate(portions: Sequence[ScoredPortion], gen_length: int, eos_id: int) -> RolloutBatch | None:
@@ -42,7 +48,7 @@ def collate(portions: Sequence[ScoredPortion], gen_length: int, eos_id: int) -> 
     prompts = [request.prompt_ids for request in requests]
     # The whole terminal block: what follows the end of text there was context to the text's last tokens.
     texts = [completion.token_ids.tolist() for completion in completions]
-    part_names = sorted(grades[0].parts)
+    part_names = sorted(part_names_of(grades))
     return RolloutBatch(
         prompt_ids=pad_rows(prompts, eos_id),
         prompt_lengths=torch.tensor([len(prompt) for prompt in prompts]),
@@ -50,7 +56,7 @@ def collate(portions: Sequence[ScoredPortion], gen_length: int, eos_id: int) -> 
         completion_lengths=torch.tensor([completion.num_tokens for completion in completions]),
         sample_keys=torch.tensor([fold(request.seed, MASK_KEY) for request in requests]),
         rewards=torch.tensor([grade.reward for grade in grades]),
-        reward_parts=torch.tensor([[float(grade.parts[name]) for name in part_names] for grade in grades]),
+        reward_parts=torch.tensor([[grade.parts.get(name, 0.0) for name in part_names] for grade in grades]),
         correct=torch.tensor([grade.correct for grade in grades]),
         truncated=torch.tensor([completion.finish_reason is FinishReason.LENGTH for completion in completions]),
         group_ids=torch.tensor([group for _, _, _, group in rows]),

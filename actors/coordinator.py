@@ -45,7 +45,7 @@ class Coordinator:
         """Raises ValueError when the task cannot give the problems that the recipe asks for."""
         self._spec = spec
         self._plan = RunPlan(spec, ChatTokenizer(spec.initial_checkpoint))
-        self._pools = Pools(samplers, graders, spec.rollout.timeout_s, spec.grading_timeout_s)
+        self._pools = Pools(samplers, graders, spec.rollout.timeout_s, spec.grading_timeout_s, self._note_pause)
         self._log = RunLog(spec.run_dir, spec.wandb_project)
         self._gauges = RunGauges(spec.name)
         self._registry = Registry(registry_url, spec.name)
@@ -54,6 +54,7 @@ class Coordinator:
         self._ledger: Ledger | None = None
         self._scored: dict[PortionKey, tuple[ray.ObjectRef[Any], PortionSummary]] = {}
         self._num_learner_starts = 0
+        self._paused_at_s = 0.0
         self._last_failure = ""
         self._changed = asyncio.Condition()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -77,6 +78,14 @@ class Coordinator:
             self._log.append("failure", what=what, attempt=self._num_learner_starts)
         self._num_learner_starts += 1
 
+    def _note_pause(self, why: str | None) -> None:
+        """Record that grading waits for something that does not answer, or (None) that it goes on."""
+        if why is None:
+            self._log.append("pause_end", seconds=round(self._log.seconds() - self._paused_at_s, 3))
+        else:
+            self._paused_at_s = self._log.seconds()
+            self._log.append("pause", what=why)
+
     # The rounds.
 
     async def start_rounds(self, first_round: int, version: int) -> None:
@@ -97,7 +106,7 @@ class Coordinator:
         """References of a round's scored portions, once all are in.
 
         Raises:
-            TimeoutError: nothing came back for longer than a portion's tries may take.
+            TimeoutError: nothing came back for longer than a portion's tries may take, and nothing is waited for.
             RuntimeError: every portion of the round failed.
         """
         ledger = self._active_ledger()
@@ -110,6 +119,8 @@ class Coordinator:
                 try:
                     await asyncio.wait_for(self._changed.wait(), patience_s)
                 except TimeoutError as error:
+                    if self._pools.is_paused:
+                        continue
                     raise TimeoutError(
                         f"round {round_index}: no portion came back for {patience_s:.0f} s "
                         f"({ledger.num_running()} running); are all samplers placed?"

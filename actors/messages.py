@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rewards import Grade, Problem
@@ -78,3 +79,5 @@ class PortionSummary:
     """The version that sampled each completion."""
     failures: tuple[str, ...]
     """What went wrong in the grader, if anything did."""
+    costs: Mapping[str, float]
+    """What the terms of the reward spent on it, by `TERM/WHAT`; after a failed try also what that spent."""

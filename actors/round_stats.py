@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from statistics import fmean
 from typing import Any
 
-from actors.collate import trained_rows
+from actors.collate import part_names_of, trained_rows
 from actors.messages import Portion, PortionSummary
 from rewards import Grade, Outcome, Problem
 
@@ -20,10 +20,13 @@ def round_stats(portions: Sequence[Portion], summaries: Sequence[PortionSummary]
     outcomes = Counter(grade.outcome for summary in summaries for grade in summary.grades)
     rows = [row for portion, summary in zip(portions, summaries, strict=True) for row in _trained(portion, summary)]
     grades = [grade for _, grade, _ in rows]
-    names = grades[0].parts if grades else {}
+    costs = Counter[str]()
+    for summary in summaries:
+        costs.update(summary.costs)
     return {
         "reward": fmean(grade.reward for grade in grades) if grades else 0.0,
-        "reward_parts": {name: fmean(grade.parts[name] for grade in grades) for name in names},
+        "reward_parts": {name: fmean(grade.parts.get(name, 0.0) for grade in grades) for name in part_names_of(grades)},
+        "reward_costs": dict(costs),
         "correct": fmean(grade.correct for grade in grades) if grades else 0.0,
         "num_completions": len(grades),
         "num_ungraded": {outcome: outcomes[outcome] for outcome in Outcome if outcome is not Outcome.GRADED},

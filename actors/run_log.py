@@ -16,6 +16,7 @@ Everything else that shows numbers (TensorBoard, W&B, the table, the curves) is 
 | checkpoint | path (below the run directory), phase, round, policy_version |
 | phase_end | phase, seconds (evaluation and checkpoints not counted), num_steps |
 | failure | what, attempt |
+| pause | what: who does not answer; pause_end: seconds |
 | done | seconds |
 """
 
@@ -104,6 +105,7 @@ class RunLog:
         scalars = {f"{prefix}/{name}": value for name, value in values.items() if isinstance(value, int | float)}
         if event == "round":
             scalars |= {f"reward/{part}": value for part, value in values.get("reward_parts", {}).items()}
+            scalars |= {f"reward_costs/{what}": count for what, count in values.get("reward_costs", {}).items()}
             scalars |= {f"num_ungraded/{outcome}": count for outcome, count in values.get("num_ungraded", {}).items()}
         for board in self._boards:
             board.log(scalars, step)

@@ -12,7 +12,7 @@ from learner.estimators import SamplerFacts
 from learner.model.lora import LoraConfig
 from learner.sft import SftConfig
 from learner.sharding import ShardingConfig
-from rewards import TaskConfig
+from rewards import RewardConfig, TaskConfig
 from rollout.config import EvaluationConfig, RolloutConfig
 from rollout.request import Cache, SamplingParams, Schedule
 
@@ -40,6 +40,8 @@ class RunSpec:
     """`cpu` or `cuda`: where samplers and learners compute."""
     task: TaskConfig
     """What is learned."""
+    reward: RewardConfig
+    """What the rounds reward; its paths are absolute."""
     num_train_problems: int
     """Problems that the rounds draw from; SFT's labels are the first of them."""
     phases: tuple[Phase, ...]

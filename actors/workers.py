@@ -8,12 +8,13 @@ from typing import Any
 import torch
 
 from actors.messages import Generation, Portion, PortionSummary, ScoredPortion
+from actors.plan import EVALUATION_ROUND
 from actors.weights import fetch_from
 from learner.model.checkpoint import load_policy
 from learner.model.tokenizer import ChatTokenizer
-from rewards import Grade, Outcome, Problem, Task, TaskConfig, make_task
+from rewards import Grader, Outcome, RewardConfig, Sample, TaskConfig
 from rollout.config import EngineConfig
-from rollout.request import Completion
+from rollout.request import Completion, FinishReason
 from rollout.sampler import Sampler
 
 _FETCH_TIMEOUT_S = 120.0
@@ -50,8 +51,9 @@ class SamplerWorker:
 class GraderWorker:
     """Turns completions into text and grades them. One grader serves reward and evaluation."""
 
-    def __init__(self, task: TaskConfig, tokenizer: Path) -> None:
-        self._task = make_task(task)
+    def __init__(self, task: TaskConfig, reward: RewardConfig, tokenizer: Path) -> None:
+        """Raises ValueError when a term of the reward cannot work on this machine."""
+        self._grader = Grader(task, reward)
         self._tokenizer = ChatTokenizer(tokenizer)
 
     def ready(self) -> bool:
@@ -59,34 +61,36 @@ class GraderWorker:
         return True
 
     def grade(self, portion: Portion, completions: list[Completion]) -> tuple[ScoredPortion, PortionSummary]:
-        """Grade the text of each completion up to its end of text; what follows it is not the policy's answer."""
-        texts = [
-            self._tokenizer.decode(completion.token_ids[: completion.num_tokens].tolist()) for completion in completions
-        ]
-        failures: list[str] = []
-        grades = tuple(
-            grade_or_error(self._task, problem, text, failures)
-            for problem, text in zip(portion.problems, texts, strict=True)
-        )
+        """Grade the text of each completion up to its end of text; what follows it is not the policy's answer.
+
+        An evaluation is graded by the task alone. Raises RewardUnavailableError when what a term of the reward asks
+        does not answer.
+        """
+        samples = self._samples(portion, completions)
+        is_evaluation = portion.key.round == EVALUATION_ROUND
+        grades = tuple(self._grader.evaluate(samples) if is_evaluation else self._grader.grade(samples))
+        failures = [grade.detail for grade in grades if grade.outcome is Outcome.ERROR]
         scored = ScoredPortion(portion=portion, completions=tuple(completions), grades=grades)
         summary = PortionSummary(
             grades=grades,
-            texts=tuple(texts),
+            texts=tuple(sample.text for sample in samples),
             num_tokens=tuple(completion.num_tokens for completion in completions),
             step_maps=tuple(tuple(completion.step_map.tolist()) for completion in completions),
             policy_versions=tuple(completion.policy_version for completion in completions),
             failures=tuple(dict.fromkeys(failures)),
+            costs=self._grader.take_costs(),
         )
         return scored, summary
 
-
-def grade_or_error(task: Task, problem: Problem, text: str, failures: list[str]) -> Grade:
-    """The grade, or a counted error: the named boundary at which a grader's failure becomes data.
-
-    What failed is added to `failures`.
-    """
-    try:
-        return task.grade(problem, text)
-    except Exception as error:
-        failures.append(f"the grader failed on {problem.problem_id}: {type(error).__name__}: {error}")
-        return Grade(reward=0.0, parts={}, correct=False, outcome=Outcome.ERROR)
+    def _samples(self, portion: Portion, completions: list[Completion]) -> list[Sample]:
+        return [
+            Sample(
+                problem=problem,
+                text=self._tokenizer.decode(completion.token_ids[: completion.num_tokens].tolist()),
+                num_tokens=completion.num_tokens,
+                num_forwards=completion.num_forwards,
+                max_tokens=request.params.gen_length,
+                is_truncated=completion.finish_reason is FinishReason.LENGTH,
+            )
+            for problem, request, completion in zip(portion.problems, portion.requests, completions, strict=True)
+        ]

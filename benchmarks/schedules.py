@@ -46,7 +46,7 @@ def main() -> None:
     sampling = recipe.rollout.sampling
     steps = [int(word) for word in sys.argv[2:]] or [sampling.num_denoise_steps, sampling.gen_length]
     plan = RunPlan(spec, ChatTokenizer(spec.initial_checkpoint))
-    grader = GraderWorker(spec.task, spec.initial_checkpoint)
+    grader = GraderWorker(spec.task, spec.reward, spec.initial_checkpoint)
     table = Table("checkpoint", *(f"{count} steps" for count in steps), title=f"{recipe.name}: held-out accuracy")
     for directory in sorted(path.parent for path in spec.checkpoints_dir.glob("*/trainer_state.json")):
         policy = load_policy(directory)

@@ -9,15 +9,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from actors.run_log import METRICS, Event, RunLog, read_events
-from actors.spec import RunSpec
+from actors.spec import Phase, RunSpec
 from deploy.curves import draw_curves
 from deploy.errors import RunFailedError, UserError
+from deploy.judges import judge_servers
 from deploy.ray_session import ray_session
 from deploy.recipe import Recipe, Stages
 from deploy.run_dir import check_resumable, create_run_dir, make_spec
@@ -62,9 +63,10 @@ def run(
     on_event({"event": "status", "what": "starting Ray" if "RAY_ADDRESS" not in os.environ else "connecting to Ray"})
     with ray_session(dashboard=True) as ray:
         on_event({"event": "status", "what": f"Ray is up; dashboard http://{ray.dashboard_url}; starting the actors"})
-        _run_on_ray(
-            recipe, spec, num_seen=num_seen, serve=serve, keep_store=serve and not ray.is_ours, on_event=on_event
-        )
+        with judge_servers(recipe.reward, spec.run_dir, on_event) if Phase.RL in spec.phases else nullcontext():
+            _run_on_ray(
+                recipe, spec, num_seen=num_seen, serve=serve, keep_store=serve and not ray.is_ours, on_event=on_event
+            )
         if serve and ray.is_ours:
             _wait_for_interrupt()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,6 +20,7 @@ from actors.resources import (
 from actors.spec import sampler_facts
 from deploy import machine
 from deploy.errors import UserError, reason
+from deploy.judges import wanted_servers
 from deploy.printing import counted
 from deploy.recipe import Recipe
 from learner.model.checkpoint import load_config
@@ -137,6 +138,7 @@ def _check_address(address: str) -> None:
 def preflight(recipe: Recipe, available: Resources, *, resume: bool = False, serve: bool = False) -> list[str]:
     """Why the recipe cannot run, in sentences that say what would help; empty when it can."""
     problems = [*_resource_problems(recipe, available), *_run_dir_problems(recipe, resume), *_input_problems(recipe)]
+    problems += _judge_problems(recipe, available)
     host, port = recipe.service.host, recipe.service.port
     # On a cluster the service may already be up for this run; Serve itself refuses a foreign one.
     if serve and available.is_ours and (obstacle := machine.why_not_bindable(host, port)):
@@ -203,6 +205,25 @@ def _task_problems(recipe: Recipe) -> Iterator[str]:
                 f"SFT is to train on the {split} problems of {recipe.task.name}, and {unlabelled[0].problem_id} has no "
                 "right completion in its file; give sft.data, or take sft.num_steps=0"
             )
+        if split is Split.TRAIN and recipe.reward.terms:
+            yield from _reward_problems(recipe, task.grade(problems[0], "").parts)
+
+
+def _reward_problems(recipe: Recipe, task_parts: Collection[str]) -> Iterator[str]:
+    try:
+        recipe.reward.check(task_parts)
+    except ValueError as error:
+        yield f"reward.{error}"
+
+
+def _judge_problems(recipe: Recipe, available: Resources) -> Iterator[str]:
+    servers = list(wanted_servers(recipe.reward).values())
+    if servers and not available.is_ours:
+        name, judge, _ = servers[0]
+        yield (
+            f"reward.terms.{name}.vllm: d1 starts it on this machine alone, and graders of {available.where} may be on "
+            f"others; start it yourself (vllm serve {judge.model}) and name its address in base_url"
+        )
 
 
 def _input_problems(recipe: Recipe) -> Iterator[str]:

@@ -155,8 +155,15 @@ def _evaluation(event: Event) -> str:
 
 
 def _failure(event: Event) -> str:
-    what = printable(str(event["what"]).partition("\n")[0])[:_LONGEST_FAILURE]
-    return f"failure, attempt {event['attempt']}: {what}"
+    return f"failure, attempt {event['attempt']}: {_what(event)}"
+
+
+def _pause(event: Event) -> str:
+    return f"the run pauses until this is well: {_what(event)}"
+
+
+def _what(event: Event) -> str:
+    return printable(str(event["what"]).partition("\n")[0])[:_LONGEST_FAILURE]
 
 
 def _facts(event: Event) -> str:
@@ -178,6 +185,8 @@ _SENTENCES: dict[str, Callable[[Event], str]] = {
     "phase_end": lambda event: f"{_PHASES[event['phase']]} took {duration(event['seconds'])}",
     "checkpoint": lambda event: f"checkpoint {event['path']}",
     "failure": _failure,
+    "pause": _pause,
+    "pause_end": lambda event: f"the run goes on after {duration(event['seconds'])}",
     "done": lambda event: f"done in {duration(event['seconds'])}",
 }
 """Events that are told in a line, whatever else they do."""

@@ -12,7 +12,11 @@ from learner.config import LearnerConfig
 from learner.model.lora import LoraConfig
 from learner.sft import SftConfig
 from learner.sharding import ShardingConfig
-from rewards import TaskConfig
+from rewards import RewardConfig, TaskConfig
+from rewards.endpoint import AskingConfig
+from rewards.judge.config import JudgeConfig
+from rewards.shaping import LengthPenaltyConfig
+from rewards.term import TermConfig
 from rollout.config import EvaluationConfig, RolloutConfig
 
 _STRICT = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
@@ -112,6 +116,8 @@ class Recipe(BaseModel):
     """Where samplers and learner workers compute: `cpu`, or `cuda` with one GPU for each of them."""
     task: TaskConfig
     """What is learned."""
+    reward: RewardConfig = RewardConfig()
+    """What the rounds reward."""
     num_train_problems: PositiveInt = 2000
     """Problems without labels that the rounds draw from; SFT's labels are the first of them."""
     model: ModelSection = ModelSection()
@@ -154,6 +160,40 @@ class Recipe(BaseModel):
         if self.sharding.cpu_offload and self.device == "cpu":
             raise ValueError("sharding.cpu_offload is for device cuda; with device cpu everything is in main memory")
         return self
+
+    @model_validator(mode="after")
+    def _terms(self) -> Recipe:
+        for name, term in self.reward.terms.items():
+            if refusal := self._term_refusal(term):
+                raise ValueError(f"reward.terms.{name}{refusal}")
+        servers: dict[str, tuple[str, object]] = {}
+        for name, term in self.reward.terms.items():
+            if isinstance(term, JudgeConfig) and term.vllm is not None:
+                other, served = servers.setdefault(term.base_url, (name, (term.model, term.vllm)))
+                if served != (term.model, term.vllm):
+                    raise ValueError(
+                        f"reward.terms.{name} and reward.terms.{other} start different servers at {term.base_url}; "
+                        "take another port for one of them"
+                    )
+        return self
+
+    def _term_refusal(self, term: TermConfig) -> str | None:
+        """Why a term cannot go with the rest; None when it can."""
+        gen_length, limit_s, count = self.rollout.sampling.gen_length, self.grading.timeout_s, self.rollout.batch_size
+        if isinstance(term, LengthPenaltyConfig) and term.buffer_tokens > gen_length:
+            return f".buffer_tokens {term.buffer_tokens} exceeds rollout.sampling.gen_length {gen_length}"
+        if isinstance(term, AskingConfig) and term.patience_s > limit_s:
+            return (
+                f" may wait {term.patience_s:g} s for a server that does not answer, and a grader is restarted after "
+                f"grading.timeout_s {limit_s:g}; take a larger one, or a smaller timeout_s or num_tries"
+            )
+        rate = term.requests_per_minute if isinstance(term, JudgeConfig) else None
+        if rate is not None and count * 60 / rate > limit_s:
+            return (
+                f".requests_per_minute {rate:g} needs {count * 60 / rate:g} s for the {count} completions of "
+                f"rollout.batch_size, and a grader is restarted after grading.timeout_s {limit_s:g}; take a larger one"
+            )
+        return None
 
     def _check_labels(self) -> None:
         """Raise ValueError unless the task's problems are enough for SFT's examples."""

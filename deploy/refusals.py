@@ -13,9 +13,11 @@ from pydantic_core import ErrorDetails
 Schema = dict[str, Any]
 
 _LONGEST_SHOWN = 60
+# How pydantic ends the location of a key that is not as it should be.
+_KEY_ITSELF = "[key]"
 # By pydantic's names for what is wrong.
 _EXPECTATIONS = (
-    dict.fromkeys(("model_type", "model_attributes_type"), "be a section of keys and values")
+    dict.fromkeys(("model_type", "model_attributes_type", "dict_type"), "be a section of keys and values")
     | dict.fromkeys(("bool_type", "bool_parsing"), "be true or false")
     | dict.fromkeys(("int_type", "int_parsing", "int_parsing_size", "int_from_float"), "be a whole number")
     | dict.fromkeys(("float_type", "float_parsing"), "be a number")
@@ -47,14 +49,16 @@ def shortened(text: str) -> str:
 def _refusal(detail: ErrorDetails, schema: Schema) -> Refusal:
     key, node = _locate(detail["loc"], schema)
     if detail["type"] in ("union_tag_invalid", "union_tag_not_found"):
-        names = ", ".join(node["discriminator"]["mapping"])
-        given = _shown(detail["input"]["name"]) if "name" in detail["input"] else "missing"
-        return Refusal(key=f"{key}.name", sentence=f"{key}.name is {given}; it should be one of {names}")
+        tag, names = node["discriminator"]["propertyName"], ", ".join(node["discriminator"]["mapping"])
+        given = _shown(detail["input"][tag]) if tag in detail["input"] else "missing"
+        return Refusal(key=f"{key}.{tag}", sentence=f"{key}.{tag} is {given}; it should be one of {names}")
     return Refusal(key=key, sentence=_sentence(detail, key, node, schema))
 
 
 def _sentence(detail: ErrorDetails, key: str, node: Schema, schema: Schema) -> str:
     match detail["type"]:
+        case "string_pattern_mismatch" if detail["loc"][-1] == _KEY_ITSELF:
+            return f"{key} should be named with letters, digits and underscores, the first a letter"
         case "extra_forbidden" | "invalid_key":
             return _unknown_key(key, node, schema)
         case "missing":
@@ -107,7 +111,8 @@ def _collect(node: Schema, prefix: str, schema: Schema, found: dict[str, None]) 
 def _locate(location: Sequence[str | int], schema: Schema) -> tuple[str, Schema]:
     """The dotted key of an error's location, and what the schema says of it, or else of its section."""
     key, node = "", schema
-    for part in location:
+    # What is wrong with a key itself is wrong with what stands there.
+    for part in [part for part in location if part != _KEY_ITSELF]:
         if "discriminator" in node:
             # Pydantic puts the name of the chosen member between the key of a union and the member's own keys.
             node = _resolved({"$ref": node["discriminator"]["mapping"][part]}, schema)
@@ -115,11 +120,20 @@ def _locate(location: Sequence[str | int], schema: Schema) -> tuple[str, Schema]
             key = f"{key}[{part}]"
         else:
             key = _joined(key, str(part))
-            node = _resolved(node.get("properties", {}).get(part, node), schema)
+            node = _resolved(_child(node, part), schema)
     return key, node
 
 
+def _child(node: Schema, part: str | int) -> Schema:
+    """What the schema says of a key of a section; of a section whose keys the recipe chooses, what it says of all."""
+    chosen = node.get("patternProperties", {})
+    child: Schema = node.get("properties", {}).get(part) or next(iter(chosen.values()), node)
+    return child
+
+
 def _resolved(node: Schema, schema: Schema) -> Schema:
+    # A section that may be left out is one of two things, the other of which is nothing.
+    node = node | next((choice for choice in node.get("anyOf", ()) if "$ref" in choice), {})
     if "$ref" not in node:
         return node
     target: Schema = schema["$defs"][node["$ref"].rpartition("/")[2]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -47,6 +48,11 @@ _MAY_CHANGE = (
     "service.",
     "wandb_project",
 )
+# The same of a term of the reward: where and how patiently it is asked, not what.
+_WHERE_A_TERM_ASKS = re.compile(
+    r"reward\.terms\.\w+\.(directory|url|token_env|batch_size|base_url|api_key_env|timeout_s|num_tries|max_concurrency"
+    r"|max_response_bytes|requests_per_minute|cache_path|cache_redis_env|vllm.*)"
+)
 _NUM_TOKENIZER_TEXTS = 2000
 
 
@@ -61,6 +67,7 @@ def make_spec(recipe: Recipe, stages: Stages) -> RunSpec:
         seed=recipe.seed,
         device=recipe.device,
         task=recipe.task,
+        reward=recipe.reward.resolved(),
         num_train_problems=recipe.num_train_problems,
         phases=phases,
         sft=recipe.sft.model_copy(update={"data": recipe.sft.data and recipe.sft.data.resolve()}),
@@ -100,10 +107,12 @@ def check_resumable(recipe: Recipe, spec: RunSpec) -> None:
     if not spec.initial_checkpoint.is_dir():
         raise UserError(f"there is no run to resume in {spec.run_dir}; start it without --resume")
     began = _flat(load_recipe(spec.run_dir / RECIPE, []).model_dump(mode="json"))
-    for key, value in _flat(recipe.model_dump(mode="json")).items():
-        if began.get(key) != value and not key.startswith(_MAY_CHANGE):
+    now = _flat(recipe.model_dump(mode="json"))
+    for key in {**now, **began}:
+        may_change = key.startswith(_MAY_CHANGE) or _WHERE_A_TERM_ASKS.fullmatch(key)
+        if began.get(key) != now.get(key) and not may_change:
             raise UserError(
-                f"{key} is {value} and the run in {spec.run_dir} began with {began.get(key)}; "
+                f"{key} is {now.get(key)} and the run in {spec.run_dir} began with {began.get(key)}; "
                 "resume with that, or start a run of another name"
             )
 

@@ -12,7 +12,14 @@ from deploy.schema import recipe_schema
 PAGE = Path(__file__).parent / "recipes.md"
 MARK = "<!-- Below this line `make docs` writes. -->\n"
 
-_TYPES = {"integer": "whole number", "number": "number", "string": "text", "boolean": "true or false", "array": "list"}
+_TYPES = {
+    "integer": "whole number",
+    "number": "number",
+    "string": "text",
+    "boolean": "true or false",
+    "array": "list",
+    "object": "section",
+}
 _LIMITS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 
 
@@ -32,6 +39,9 @@ def _section(schema: dict[str, Any], node: dict[str, Any], prefix: str, title: s
             sections.append((f"{prefix}{name}", target))
         elif "oneOf" in target:
             sections += [(f"{prefix}{name}", _resolve(schema, choice)) for choice in target["oneOf"]]
+        elif "patternProperties" in target:
+            (of_any_name,) = target["patternProperties"].values()
+            sections += [(f"{prefix}{name}.NAME", _resolve(schema, choice)) for choice in of_any_name["oneOf"]]
         else:
             # An enumeration is described as a type; its field says what it is here.
             rows.append(_row(f"{prefix}{name}", target | field, is_required=name in node.get("required", [])))
@@ -39,11 +49,14 @@ def _section(schema: dict[str, Any], node: dict[str, Any], prefix: str, title: s
         description = f"{_one_line(node['description'])}\n\n" if prefix else ""
         yield f"\n## {title}\n\n{description}| field | value | default | meaning |\n|---|---|---|---|\n{''.join(rows)}"
     for key, section in sections:
-        constant = section["properties"].get("name", {}).get("const")
-        yield from _section(schema, section, f"{key}.", f"`{key}`" + (f" with `name: {constant}`" if constant else ""))
+        kinds = [(tag, section["properties"].get(tag, {}).get("const")) for tag in ("name", "kind")]
+        which = "".join(f" with `{tag}: {constant}`" for tag, constant in kinds if constant)
+        yield from _section(schema, section, f"{key}.", f"`{key}`{which}")
 
 
 def _resolve(schema: dict[str, Any], field: dict[str, Any]) -> dict[str, Any]:
+    # A section that may be left out is one of two things, the other of which is nothing.
+    field = next((choice for choice in field.get("anyOf", ()) if "$ref" in choice), field)
     target: dict[str, Any] = schema["$defs"][field["$ref"].rpartition("/")[2]] if "$ref" in field else field
     return target
 

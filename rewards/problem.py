@@ -59,7 +59,7 @@ class Grade:
     reward: float
     """The scalar that the policy gradient uses: the sum of `parts`."""
     parts: Mapping[str, float]
-    """Reward by part; every completion of a task has the same names."""
+    """Reward by part; every completion that is graded has the same names, and one that is not has none."""
     correct: bool
     """Whether the completion solves the problem: what evaluation counts."""
     outcome: Outcome = Outcome.GRADED
@@ -71,6 +71,13 @@ class Grade:
     items: tuple[int, int] | None = None
     """How many of how many are right, where accuracy counts the parts of a problem (a Sudoku's empty cells); None where
     it counts the problem."""
+    is_zeroed: bool = False
+    """Whether the recipe wants it to count as a reward of 0 although it could not be graded (`reward.ungraded`)."""
+
+    @property
+    def counts(self) -> bool:
+        """Whether its reward takes part in the update: the one place that says so."""
+        return self.outcome is Outcome.GRADED or self.is_zeroed
 
     @property
     def score(self) -> tuple[int, int]:

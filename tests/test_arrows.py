@@ -23,7 +23,7 @@ ALLOWED = {
 }
 EDGE = {"fastapi", "starlette", "uvicorn", "typer", "rich", "matplotlib"}
 FORBIDDEN = {
-    "rewards": EDGE | {"ray", "torch", "transformers", "tokenizers", "safetensors", "redis"},
+    "rewards": EDGE | {"ray", "torch", "transformers", "tokenizers", "safetensors"},
     "learner": EDGE | {"ray", "redis"},
     "rollout": EDGE | {"ray", "redis"},
     "actors": EDGE,
@@ -40,7 +40,18 @@ DANGEROUS_IMPORTS = {
     "pickle",
     "shelve",
 }
-DANGEROUS_CALLS = {"__import__", "compile", "eval", "exec", "importlib.import_module", "torch.load", "torch.save"}
+DANGEROUS_CALLS = {
+    "__import__",
+    "compile",
+    "eval",
+    "exec",
+    "importlib.import_module",
+    "pkgutil.resolve_name",
+    "torch.load",
+    "torch.save",
+}
+# A recipe's author may name a function of his own: in this place it is imported, by the recipe's words alone.
+OWN_CODE = {("rewards/function_term.py", "pkgutil.resolve_name")}
 
 # Runs in a sandbox only, and no part of d1 that has anything to lose imports it.
 INSIDE = ROOT / "rewards" / "sandbox" / "inside"
@@ -103,6 +114,7 @@ def test_nothing_is_unpickled_and_no_text_is_run() -> None:
         if path.parent != INSIDE
         for node in ast.walk(_tree(path))
         if isinstance(node, ast.Call)
+        if (str(path.relative_to(ROOT)), ast.unparse(node.func)) not in OWN_CODE
         if ast.unparse(node.func) in DANGEROUS_CALLS or any(word.arg == "allow_pickle" for word in node.keywords)
     ]
     assert imports + calls == []
@@ -131,7 +143,7 @@ def test_no_module_has_the_name_of_one_of_the_standard_library() -> None:
 @pytest.mark.parametrize(
     ("imported", "heavy"),
     [
-        ("rewards", {"torch", "ray", "numpy", "transformers"}),
+        ("rewards", {"torch", "ray", "numpy", "transformers", "redis"}),
         ("learner.learner, rollout.sampler", {"ray", "fastapi", "redis"}),
         # `d1 --help` answers at once.
         ("deploy.cli", {"torch", "ray", "transformers", "matplotlib", "fastapi"}),

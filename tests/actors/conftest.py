@@ -14,7 +14,7 @@ from learner.model.tokenizer import EOS, MASK, ChatTokenizer, make_tokenizer
 from learner.model.transformer import Transformer, TransformerConfig, init_weights
 from learner.sft import SftConfig
 from learner.sharding import ShardingConfig
-from rewards import SumsConfig
+from rewards import RewardConfig, SumsConfig
 from rollout.config import EvaluationConfig, RolloutConfig
 from rollout.request import SamplingParams
 
@@ -29,6 +29,7 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> RunSpec:
         seed=0,
         device="cpu",
         task=SumsConfig(),
+        reward=RewardConfig(),
         num_train_problems=50,
         phases=(Phase.SFT, Phase.RL),
         sft=SftConfig(num_labels=10, num_steps=2, batch_size=8),

@@ -1,16 +1,19 @@
+from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 import numpy as np
+import pytest
 import torch
 
 from actors.collate import collate
-from actors.messages import Portion, PortionSummary, ScoredPortion
-from actors.plan import RunPlan
+from actors.messages import Portion, PortionKey, PortionSummary, ScoredPortion
+from actors.plan import EVALUATION_ROUND, RunPlan
 from actors.round_stats import readable_samples, round_stats
 from actors.spec import RunSpec
-from actors.workers import GraderWorker, grade_or_error
+from actors.workers import GraderWorker
 from learner.model.tokenizer import ChatTokenizer
-from rewards import Grade, Outcome, Problem
+from rewards import Grade, Outcome, RewardConfig
 from rollout.request import Completion, FinishReason
 
 
@@ -38,6 +41,18 @@ def _scored(portion: Portion) -> ScoredPortion:
         Grade(reward=row / 10, parts={"digits": row / 10}, correct=False) for row in range(len(portion.requests))
     )
     return ScoredPortion(portion=portion, completions=completions, grades=grades)
+
+
+def _summary(grades: tuple[Grade, ...], costs: Mapping[str, float] = MappingProxyType({})) -> PortionSummary:
+    return PortionSummary(
+        grades=grades,
+        texts=("",) * 8,
+        num_tokens=(4,) * 8,
+        step_maps=((),) * 8,
+        policy_versions=(0,) * 8,
+        failures=(),
+        costs=costs,
+    )
 
 
 def test_rows_carry_their_own_request_completion_and_grade(plan: RunPlan) -> None:
@@ -77,32 +92,35 @@ def test_ungraded_completions_are_counted_and_in_no_mean(plan: RunPlan) -> None:
     portion = plan.round_portion(0, 0)
     outcomes = [Outcome.GRADED] * 6 + [Outcome.TIMEOUT, Outcome.ERROR]
     grades = tuple(Grade(reward=1.0, parts={"x": 1.0}, correct=True, outcome=outcome) for outcome in outcomes)
-    summary = PortionSummary(
-        grades=grades, texts=("",) * 8, num_tokens=(4,) * 8, step_maps=((),) * 8, policy_versions=(0,) * 8, failures=()
-    )
-    stats = round_stats([portion], [summary], num_groups=2)
+    stats = round_stats([portion], [_summary(grades)], num_groups=2)
     assert stats["num_completions"] == 6
     assert stats["num_ungraded"] == {"timeout": 1, "error": 1}
     assert stats["num_failed_groups"] == 0
 
 
-def test_failures_of_a_grader_become_counted_data(spec: RunSpec, plan: RunPlan) -> None:
-    class Broken:
-        name = "broken"
+def test_a_failed_grade_that_the_recipe_makes_a_zero_is_trained_on_and_still_counted(plan: RunPlan) -> None:
+    scored = _scored(plan.round_portion(0, 0))
+    failed = Grade(reward=0.0, parts={}, correct=False, outcome=Outcome.TIMEOUT, is_zeroed=True)
+    grades = (failed, *scored.grades[1:])
+    batch = collate([replace(scored, grades=grades)], gen_length=8, eos_id=1)
+    assert batch.rewards[:2].tolist() == pytest.approx([0.0, 0.1])
+    assert batch.reward_parts[:2, 0].tolist() == pytest.approx([0.0, 0.1])
+    stats = round_stats([scored.portion], [_summary(grades)], num_groups=2)
+    assert stats["num_completions"] == 8
+    assert stats["reward_parts"] == {"digits": pytest.approx(0.35)}
+    assert stats["num_ungraded"] == {"timeout": 1, "error": 0}
 
-        def grade(self, problem: Problem, text: str) -> Grade:
-            raise ZeroDivisionError
 
-        def problems(self, split: object, count: int, seed: int) -> list[Problem]:
-            return []
-
-    failures: list[str] = []
-    assert grade_or_error(Broken(), plan.train[0], "x", failures).outcome is Outcome.ERROR
-    assert failures == [f"the grader failed on {plan.train[0].problem_id}: ZeroDivisionError: "]
+def test_costs_of_the_terms_add_up_over_a_round(plan: RunPlan) -> None:
+    scored = _scored(plan.round_portion(0, 0))
+    costs: list[dict[str, float]] = [{"polite/num_requests": 3}, {}, {"polite/num_requests": 2, "x/num_cached": 1}]
+    summaries = [_summary(scored.grades, spent) for spent in costs]
+    stats = round_stats([scored.portion] * 3, summaries, num_groups=2)
+    assert stats["reward_costs"] == {"polite/num_requests": 5, "x/num_cached": 1}
 
 
 def test_graders_see_the_text_up_to_its_end_and_report_it(spec: RunSpec, plan: RunPlan) -> None:
-    grader, portion = GraderWorker(spec.task, spec.initial_checkpoint), plan.round_portion(0, 0)
+    grader, portion = GraderWorker(spec.task, spec.reward, spec.initial_checkpoint), plan.round_portion(0, 0)
     tokenizer = ChatTokenizer(spec.initial_checkpoint)
     demonstration = [*tokenizer.encode_completion(plan.train[0].demonstration), tokenizer.eos_id]
     # What follows the end of text would spoil the answer, were it graded.
@@ -117,3 +135,16 @@ def test_graders_see_the_text_up_to_its_end_and_report_it(spec: RunSpec, plan: R
     (sample, *_) = readable_samples([portion], [summary], plan.prompt_text)
     assert sample["completion"] == plan.train[0].demonstration
     assert sample["prompt"] == plan.train[0].messages[0].content
+
+
+def test_terms_see_the_completion_that_was_sampled_and_only_in_the_rounds(spec: RunSpec, plan: RunPlan) -> None:
+    terms = {"fast": {"kind": "speed"}, "overlong": {"kind": "length_penalty", "buffer_tokens": 4}}
+    grader = GraderWorker(spec.task, RewardConfig.model_validate({"terms": terms}), spec.initial_checkpoint)
+    portion = plan.round_portion(0, 0)
+    completion = replace(_completion([7, 8, 9, 10, 1, 1, 1, 1], version=0), num_forwards=2)
+    (grade, *_) = grader.grade(portion, [completion] * 8)[0].grades
+    # Seven tokens of two forwards, on a canvas of eight.
+    assert (grade.parts["fast"], grade.parts["overlong"]) == (3.5, -0.75)
+    evaluated = replace(portion, key=PortionKey(round=EVALUATION_ROUND, index=0))
+    (grade, *_) = grader.grade(evaluated, [completion] * 8)[0].grades
+    assert list(grade.parts) == ["digits"]

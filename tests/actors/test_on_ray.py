@@ -143,12 +143,12 @@ def test_a_sampler_that_hangs_or_dies_is_restarted_and_gives_the_same_text(
     _publish(store, 1, _weights(spec, 1.0))
     options = {"num_cpus": 0, "max_restarts": -1}
     moody = ray.remote(_Moody).options(**options).remote(spec, store, tmp_path / "mark", mood)
-    grader = ray.remote(GraderWorker).options(num_cpus=0).remote(spec.task, spec.initial_checkpoint)
+    grader = ray.remote(GraderWorker).options(num_cpus=0).remote(spec.task, spec.reward, spec.initial_checkpoint)
     ray.get([moody.ready.remote(), grader.ready.remote()], timeout=60)
     portion = plan.round_portion(0, 0)
 
     async def tries() -> tuple[str, Any]:
-        pools = Pools([moody], [grader], timeout_s, 60.0)
+        pools = Pools([moody], [grader], timeout_s, 60.0, print)
         with pytest.raises(PortionFailedError) as failure:
             await pools.score(_generation(1), portion)
         # The very next try succeeds: an actor is not free before it is back.
@@ -169,7 +169,7 @@ def test_a_request_that_no_sampler_can_answer_says_why(store: Any, spec: RunSpec
     long = replace(portion, requests=tuple(replace(r, prompt_ids=(5,) * 60) for r in portion.requests))
 
     async def once() -> None:
-        await Pools([sampler], [], 60.0, 60.0).score(_generation(1), long)
+        await Pools([sampler], [], 60.0, 60.0, print).score(_generation(1), long)
 
     with pytest.raises(PortionFailedError, match="make 68 tokens; the policy takes at most 32"):
         _run(once())

@@ -5,8 +5,12 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import pytest
+from ray.exceptions import RayTaskError
+
 from actors.messages import Generation, Portion, PortionKey
 from actors.pools import Pools
+from rewards import RewardUnavailableError
 
 
 class _Method:
@@ -28,20 +32,65 @@ class _Method:
         return "reference", answer
 
 
+class _Judged:
+    """A grader whose judge answers only from a certain call on."""
+
+    def __init__(self, num_failures: int) -> None:
+        self.grade, self.num_calls, self._num_failures = self, 0, num_failures
+
+    def options(self, num_returns: int) -> _Judged:
+        return self
+
+    def remote(self, *arguments: Any) -> tuple[str, asyncio.Future[Any]]:
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self.num_calls += 1
+        if self.num_calls <= self._num_failures:
+            cause = RewardUnavailableError("the judge is away")
+            answer.set_exception(RayTaskError("grade", "traceback", cause).as_instanceof_cause())
+        else:
+            answer.set_result("graded")
+        return "reference", answer
+
+
 class _Actor:
     def __init__(self, is_instant: bool) -> None:
         self.generate = self.grade = _Method(is_instant)
 
 
+def _portions(count: int) -> list[Portion]:
+    return [
+        Portion(key=PortionKey(round=0, index=index), problems=(), group_ids=(), requests=()) for index in range(count)
+    ]
+
+
+def test_a_reward_that_is_unavailable_is_waited_for_and_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("actors.pools._FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("actors.pools._LONGEST_PAUSE_S", 0.02)
+
+    async def scores() -> None:
+        sampler, grader, told = _Actor(is_instant=True), _Judged(num_failures=12), []
+        pools = Pools([sampler], [grader], sampling_timeout_s=10, grading_timeout_s=10, on_pause=told.append)
+        generation = Generation(version=0, learner_start=1)
+        tasks = [asyncio.create_task(pools.score(generation, portion)) for portion in _portions(3)]
+        while not told:
+            await asyncio.sleep(0)
+        assert pools.is_paused
+        assert [(await task)[1] for task in tasks] == ["graded"] * 3
+        assert not pools.is_paused
+        assert told == ["the judge is away", None]
+        # What was sampled is kept, and the grader stays in the pool.
+        assert len(sampler.generate.answers) == 3
+        assert grader.num_calls == 12 + 3
+
+    asyncio.run(asyncio.wait_for(scores(), 10))
+
+
 def test_a_slow_grader_does_not_keep_the_samplers_waiting() -> None:
     async def scores() -> None:
         sampler, grader = _Actor(is_instant=True), _Actor(is_instant=False)
-        pools = Pools([sampler], [grader], sampling_timeout_s=10, grading_timeout_s=10)
+        pools = Pools([sampler], [grader], sampling_timeout_s=10, grading_timeout_s=10, on_pause=print)
         generation = Generation(version=0, learner_start=1)
-        portions = [
-            Portion(key=PortionKey(round=0, index=index), problems=(), group_ids=(), requests=()) for index in range(5)
-        ]
-        tasks = [asyncio.create_task(pools.score(generation, portion)) for portion in portions]
+        tasks = [asyncio.create_task(pools.score(generation, portion)) for portion in _portions(5)]
         for _ in range(100):
             await asyncio.sleep(0)
         # One grader sits on the first portion, and all five are sampled.

@@ -43,7 +43,16 @@ def test_what_is_written_after_a_cut_line_can_be_read(tmp_path: Path) -> None:
 
 def test_numbers_go_to_tensorboard(tmp_path: Path) -> None:
     log = RunLog(tmp_path)
-    log.append("round", round=3, reward=0.25, reward_parts={"cells": 0.5}, policy_version=4)
+    log.append(
+        "round",
+        round=3,
+        reward=0.25,
+        reward_parts={"cells": 0.5},
+        reward_costs={"polite/num_requests": 9.0},
+        num_ungraded={"timeout": 2, "error": 0},
+        policy_version=4,
+    )
+    log.append("evaluation", label="round", round=4, num_correct=1, num_ungraded=5)
     log.append("sft", phase="sft", step=2, loss=3.0)
     log.append("sft_eval", phase="sft", step=2, loss=2.0, loss_at_t=[1.0, 3.0])
     log.close()
@@ -51,6 +60,9 @@ def test_numbers_go_to_tensorboard(tmp_path: Path) -> None:
     board.Reload()
     assert [(e.step, e.value) for e in board.Scalars("round/reward")] == [(3, 0.25)]
     assert [(e.step, e.value) for e in board.Scalars("reward/cells")] == [(3, 0.5)]
+    assert [(e.step, e.value) for e in board.Scalars("reward_costs/polite/num_requests")] == [(3, 9.0)]
+    assert [(e.step, e.value) for e in board.Scalars("num_ungraded/timeout")] == [(3, 2.0)]
+    assert [(e.step, e.value) for e in board.Scalars("round/num_ungraded")] == [(4, 5.0)]
     assert [(e.step, e.value) for e in board.Scalars("sft/loss")] == [(2, 3.0)]
     assert [(e.step, e.value) for e in board.Scalars("sft_eval/loss")] == [(2, 2.0)]
 

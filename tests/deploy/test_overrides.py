@@ -158,6 +158,28 @@ REFUSED_OVERRIDES = {
     ),
     "learner.algorithm=[spg]": ("learner.algorithm is ['spg']; it should be text",),
     "learner.estimator.p_mask_promt=0": ("did you mean learner.estimator.p_mask_prompt?",),
+    "reward.terms.a={kind: charm}": ("reward.terms.a.kind is 'charm'; it should be one of function, http, judge, len",),
+    "reward.terms.a={weight: 1}": ("reward.terms.a.kind is missing; it should be one of function, http, judge",),
+    "reward.terms.a={kind: speed, wieght: 1}": ("did you mean reward.terms.a.weight?",),
+    "reward.terms.a-b={kind: speed}": ("reward.terms.a-b should be named with letters, digits and underscores",),
+    "reward.terms=[3]": ("reward.terms is [3]; it should be a section",),
+    "reward.terms.a={kind: length_penalty, buffer_tokens: 33}": (
+        "reward.terms.a.buffer_tokens 33 exceeds rollout.sampling.gen_length 32",
+    ),
+    "reward.terms.a={kind: http, url: 'http://u:p@h/'}": ("reward.terms.a.url: the URL of h has a user or a password",),
+    "reward.terms.a={kind: http, url: 'http://h/', timeout_s: 30}": (
+        "reward.terms.a may wait 106 s for a server that does not answer, and a grader is restarted after grading.time",
+    ),
+    "reward.terms.a={kind: judge, model: m, criteria: c, base_url: 'http://h/v1', requests_per_minute: 30}": (
+        "requests_per_minute 30 needs 128 s for the 64 completions of rollout.batch_size",
+    ),
+    "reward.terms.a={kind: judge, model: m, criteria: c, base_url: 'http://h/v1', vllm: {exe: 3}}": (
+        "reward.terms.a.vllm.exe is no key of this reward.terms.a.vllm, which has arguments, command, environment",
+    ),
+    "reward.terms={a: {kind: judge, model: m, criteria: c, base_url: 'http://127.0.0.1:8001/v1', vllm: {}}, "
+    "b: {kind: judge, model: n, criteria: c, base_url: 'http://127.0.0.1:8001/v1', vllm: {}}}": (
+        "reward.terms.b and reward.terms.a start different servers at http://127.0.0.1:8001/v1; take another port",
+    ),
     "learner": ("the override 'learner' should have the form key=value, for example learner.lr=1e-4",),
     "=3": ("should have the form key=value",),
     "a..b=3": ("should have the form key=value",),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,35 @@ def test_a_sum_of_fractions_that_fits_exactly_fits(recipe_file: Path) -> None:
     just = Resources(where="this machine", cpus=1.9, gpus=0, memory_bytes=10**12, is_ours=True)
     assert _problems(recipe_file, available=just) == []
     assert _problems(recipe_file, "grading.num_graders=2", available=just) != []
+
+
+@pytest.mark.parametrize(
+    ("term", "sentence"),
+    [
+        ("own={kind: function, path: 'nowhere:f'}", "own: nowhere:f cannot be imported, installed or from /"),
+        ("digits={kind: speed}", "digits: the task's reward has a part of that name; take another"),
+        (
+            "a={kind: http, url: 'http://h/', token_env: D1_NO_SUCH}",
+            "a: the environment variable D1_NO_SUCH is not set; graders read a secret from it",
+        ),
+        (
+            "a={kind: judge, model: m, criteria: c, base_url: 'http://127.0.0.1:1/v1', vllm: {command: [no-vllm]}}",
+            "a: vllm.command begins with no-vllm, which is no command here; pip install 'd1[vllm]'",
+        ),
+    ],
+)
+def test_a_term_that_cannot_work_is_refused_in_one_sentence(term: str, sentence: str, recipe_file: Path) -> None:
+    (problem,) = _problems(recipe_file, f"reward.terms.{term}")
+    assert problem.startswith(f"reward.terms.{sentence}")
+    assert "\n" not in problem
+
+
+def test_d1_starts_no_judge_for_graders_that_may_be_elsewhere(recipe_file: Path) -> None:
+    vllm = "{kind: judge, model: m, criteria: c, base_url: 'http://127.0.0.1:1/v1', vllm: {command: [python3]}}"
+    cluster = replace(PLENTY, is_ours=False)
+    (problem,) = _problems(recipe_file, f"reward.terms.a={vllm}", available=cluster)
+    assert problem.startswith("reward.terms.a.vllm: d1 starts it on this machine alone")
+    assert _problems(recipe_file, f"reward.terms.a={vllm}") == []
 
 
 def test_a_name_that_is_taken_is_refused_unless_the_run_is_resumed(recipe_file: Path, make_run: Callable) -> None:

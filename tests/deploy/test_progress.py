@@ -88,6 +88,14 @@ def test_a_failure_is_one_harmless_line(recorder: Any) -> None:
     assert text.endswith("failure, attempt 2: [red]sampler died\\u001b[2J\n")
 
 
+def test_a_pause_says_whom_it_is_for_and_when_it_is_over(recorder: Any) -> None:
+    recorder.add("pause", what="http://judge/v1 does not answer: refused\x1b[2J\nmore")
+    recorder.add("pause_end", seconds=75.2)
+    paused, goes_on = _shown(recorder.events, is_terminal=False).splitlines()
+    assert paused.endswith("the run pauses until this is well: http://judge/v1 does not answer: refused\\u001b[2J")
+    assert goes_on.endswith("the run goes on after 1 min 15 s")
+
+
 def test_a_status_is_shown_as_it_is() -> None:
     status = {"event": "status", "what": "serving [tiny] at http://127.0.0.1:8000"}
     assert _shown([status], is_terminal=False).strip() == status["what"]

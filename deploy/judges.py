@@ -1,0 +1,39 @@
+"""The servers that a recipe wants started for its judges."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from actors.run_log import Event
+from deploy.errors import UserError
+from rewards import RewardConfig, RewardUnavailableError
+from rewards.judge.config import JudgeConfig
+from rewards.judge.server import VllmConfig, vllm_server
+
+
+def wanted_servers(reward: RewardConfig) -> dict[str, tuple[str, JudgeConfig, VllmConfig]]:
+    """The first term and its settings, by the address of each server that d1 is to start."""
+    wanted: dict[str, tuple[str, JudgeConfig, VllmConfig]] = {}
+    for name, term in reward.terms.items():
+        if isinstance(term, JudgeConfig) and term.vllm is not None:
+            wanted.setdefault(term.base_url, (name, term, term.vllm))
+    return wanted
+
+
+@contextmanager
+def judge_servers(reward: RewardConfig, run_dir: Path, on_event: Callable[[Event], None]) -> Iterator[None]:
+    """Start them, and end them with the block. What each writes goes to `judge-TERM.log` in the run directory.
+
+    Raises UserError when one of them does not come up.
+    """
+    with ExitStack() as servers:
+        for address, (name, judge, vllm) in wanted_servers(reward).items():
+            on_event({"event": "status", "what": f"starting vLLM with {judge.model} for the judge {name}"})
+            log = run_dir / f"judge-{name}.log"
+            try:
+                servers.enter_context(vllm_server(vllm, model=judge.model, base_url=address, log=log))
+            except RewardUnavailableError as error:
+                raise UserError(f"reward.terms.{name}: {error}") from error
+        yield

@@ -1,0 +1,153 @@
+"""An HTTP endpoint that is asked for rewards: with limits, with retries, and nobody else in its place."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Annotated, Any
+from urllib.parse import urlsplit
+
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from rewards.post import Answer, TooLargeError, post
+from rewards.term import RewardUnavailableError, TermConfig
+
+LONGEST_WAIT_S = 8.0
+"""Longest wait between two tries, in seconds. A server that asks for more gets it from the run, which pauses: graders
+have a time limit."""
+
+_FIRST_WAIT_S = 0.5
+# What another try may not meet again.
+_PASSING = (
+    HTTPStatus.REQUEST_TIMEOUT,
+    HTTPStatus.TOO_MANY_REQUESTS,
+    HTTPStatus.INTERNAL_SERVER_ERROR,
+    HTTPStatus.BAD_GATEWAY,
+    HTTPStatus.SERVICE_UNAVAILABLE,
+    HTTPStatus.GATEWAY_TIMEOUT,
+)
+# What says something about the request. Any other refusal (401, 404, a redirect) would meet every request.
+_ABOUT_THE_REQUEST = (
+    HTTPStatus.BAD_REQUEST,
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+    HTTPStatus.UNPROCESSABLE_ENTITY,
+)
+
+
+class RefusedError(Exception):
+    """The endpoint works, and has no usable answer to this request; says why."""
+
+
+class _PassingError(Exception):
+    """A try failed in a way that may pass; says how."""
+
+    def __init__(self, what: str, retry_after_s: float | None = None) -> None:
+        super().__init__(what)
+        self.retry_after_s = retry_after_s
+
+
+class AskingConfig(TermConfig):
+    """What the terms have in common that ask a server."""
+
+    timeout_s: PositiveFloat = 12.0
+    """Longest time for one try of a request, in seconds."""
+    num_tries: Annotated[int, Field(ge=1, le=10)] = 3
+    """Tries of a request, with waits of up to 8 s in between; then the run pauses."""
+    max_concurrency: Annotated[int, Field(ge=1, le=256)] = 8
+    """Most requests of a grader at a time."""
+    max_response_bytes: PositiveInt = 1_000_000
+    """Longest answer, in bytes."""
+
+    @property
+    def patience_s(self) -> float:
+        """Longest time until a server that does not answer is given up, in seconds."""
+        return self.num_tries * self.timeout_s + (self.num_tries - 1) * LONGEST_WAIT_S
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Endpoint:
+    """Where to ask, and how patiently."""
+
+    url: str
+    """As `checked_url` has it. It alone is asked: no redirect is followed and no proxy used."""
+    token: str | None = field(repr=False)
+    """Sent as `Authorization: Bearer`."""
+    timeout_s: float
+    """Longest time for one try, in seconds."""
+    num_tries: int
+    """Tries of one request."""
+    max_bytes: int
+    """Longest answer, in bytes."""
+    before_try: Callable[[], None]
+    """Called before every try: to wait, to count."""
+
+    def ask(self, question: Mapping[str, Any]) -> bytes:
+        """The body that the endpoint answers a JSON object with.
+
+        Raises:
+            RefusedError: this request has no usable answer (status 400, 413 or 422, or too long an answer).
+            RewardUnavailableError: no try succeeded, or the endpoint would refuse any request.
+        """
+        body = json.dumps(question).encode()
+        for attempt in range(1, self.num_tries + 1):
+            try:
+                return self._try(body)
+            except _PassingError as error:
+                wait_s = error.retry_after_s
+                if wait_s is None:
+                    wait_s = min(LONGEST_WAIT_S, _FIRST_WAIT_S * 2 ** (attempt - 1))
+                if attempt == self.num_tries or wait_s > LONGEST_WAIT_S:
+                    tries = f"{attempt} {'try' if attempt == 1 else 'tries'}"
+                    raise RewardUnavailableError(f"{self.url} does not answer: {error}, after {tries}") from error
+            time.sleep(wait_s)
+        raise AssertionError("there is at least one try")
+
+    def _try(self, body: bytes) -> bytes:
+        headers = {} if self.token is None else {"Authorization": f"Bearer {self.token}"}
+        self.before_try()
+        try:
+            answer = post(self.url, body, headers, timeout_s=self.timeout_s, max_bytes=self.max_bytes)
+        except TooLargeError as error:
+            raise RefusedError(f"{self.url} answered with more than {self.max_bytes} bytes") from error
+        except (OSError, http.client.HTTPException) as error:
+            raise _PassingError(str(error) or type(error).__name__) from error
+        if answer.status in _PASSING:
+            raise _PassingError(f"status {answer.status}", _retry_after_s(answer))
+        if answer.status in _ABOUT_THE_REQUEST:
+            raise RefusedError(f"{self.url} answered {answer.status}")
+        if answer.status != HTTPStatus.OK:
+            raise RewardUnavailableError(f"{self.url} refuses to answer: status {answer.status}{_redirect(answer)}")
+        return answer.body
+
+
+def checked_url(url: str) -> str:
+    """The URL, if it is one that may be asked. Raises ValueError, in one sentence."""
+    try:
+        parts = urlsplit(url)
+        host, _ = parts.hostname, parts.port
+    except ValueError as error:
+        raise ValueError(f"{url!r} is no URL: {error}") from error
+    if parts.scheme not in ("http", "https") or not host:
+        raise ValueError(f"{url!r} should begin with http:// or https:// and name a host")
+    if parts.username is not None or parts.password is not None:
+        raise ValueError(f"the URL of {host} has a user or a password in it; name an environment variable for a secret")
+    if parts.fragment or not url.isascii() or any(character <= " " for character in url):
+        raise ValueError(f"{url!r} should have ASCII letters without spaces, and nothing after a #")
+    return url
+
+
+def _retry_after_s(answer: Answer) -> float | None:
+    """The seconds of Retry-After; None where it has none (a date is not read)."""
+    try:
+        return max(0.0, float(answer.headers["retry-after"]))
+    except (KeyError, ValueError):
+        return None
+
+
+def _redirect(answer: Answer) -> str:
+    place = answer.headers.get("location")
+    return "" if place is None else f", a redirect to {place[:200]!r}, which is not followed"

@@ -1,0 +1,107 @@
+"""The reward of a completion: the task's parts and the terms of the recipe, added up."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from rewards.problem import Grade, Outcome, Task
+from rewards.sample import Sample
+from rewards.tasks import TaskConfig, make_task
+from rewards.term import NoValue, Value
+from rewards.terms import AnyTermConfig, make_term
+
+TermName = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_]{0,39}$")]
+
+
+class RewardConfig(BaseModel):
+    """What the rounds reward: the task's grade and terms beside it. Evaluations count what the task calls correct."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    task_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
+    """What each part of the task's reward is multiplied by."""
+    ungraded: Literal["mask", "zero"] = "mask"
+    """A completion whose grading ran out of time or failed: `mask` leaves it out of the update, `zero` gives it a
+    reward of 0. Either way it is counted."""
+    terms: dict[TermName, AnyTermConfig] = {}
+    """What is added, by the name under which it is a part of the reward. `kind` says what each is."""
+
+    def check(self, task_parts: Collection[str]) -> None:
+        """Raise ValueError, in one sentence, when a term cannot work here or has the name of a part of the task's."""
+        for name, term in self.terms.items():
+            if name in task_parts:
+                raise ValueError(f"terms.{name}: the task's reward has a part of that name; take another")
+            try:
+                term.check()
+            except ValueError as error:
+                raise ValueError(f"terms.{name}: {error}") from error
+
+    def resolved(self) -> Self:
+        """The same with absolute paths."""
+        return self.model_copy(update={"terms": {name: term.resolved() for name, term in self.terms.items()}})
+
+
+class Grader:
+    """The one grader of a task, and the terms of its reward."""
+
+    def __init__(self, task: TaskConfig, reward: RewardConfig) -> None:
+        """Raises ValueError, in one sentence, when a term cannot work here."""
+        self._task: Task = make_task(task)
+        self._reward = reward
+        self._terms = {name: make_term(config) for name, config in reward.terms.items()}
+
+    def evaluate(self, samples: Sequence[Sample]) -> list[Grade]:
+        """The task's own grade of each sample: what an evaluation counts. No term is asked, and none costs anything."""
+        return [task_grade(self._task, sample) for sample in samples]
+
+    def grade(self, samples: Sequence[Sample]) -> list[Grade]:
+        """The grade of each sample with all of its parts; `reward` is their sum, exactly.
+
+        A term is asked about what the task could grade. Where a term has no value, the grade is an error.
+        Raises RewardUnavailableError when what a term asks does not answer.
+        """
+        grades = [self._weighted(grade) for grade in self.evaluate(samples)]
+        graded = [index for index, grade in enumerate(grades) if grade.outcome is Outcome.GRADED]
+        for name, term in self._terms.items():
+            values = term.values([samples[index] for index in graded])
+            for index, value in zip(graded, values, strict=True):
+                grades[index] = _with_term(grades[index], name, self._reward.terms[name].weight, value)
+            graded = [index for index in graded if grades[index].outcome is Outcome.GRADED]
+        is_zeroed = self._reward.ungraded == "zero"
+        return [grade if grade.outcome is Outcome.GRADED else _ungraded(grade, is_zeroed) for grade in grades]
+
+    def take_costs(self) -> Mapping[str, float]:
+        """What the terms spent since the last call, by `TERM/WHAT`."""
+        return {
+            f"{name}/{what}": count for name, term in self._terms.items() for what, count in term.take_costs().items()
+        }
+
+    def _weighted(self, grade: Grade) -> Grade:
+        if self._reward.task_weight == 1:
+            return grade
+        parts = {name: self._reward.task_weight * value for name, value in grade.parts.items()}
+        return replace(grade, parts=parts, reward=sum(parts.values()))
+
+
+def task_grade(task: Task, sample: Sample) -> Grade:
+    """The task's grade, or a counted error: the named boundary at which a grader's failure becomes data."""
+    try:
+        return task.grade(sample.problem, sample.text)
+    except Exception as error:
+        detail = f"the grader failed on {sample.problem.problem_id}: {type(error).__name__}: {error}"
+        return Grade(reward=0.0, parts={}, correct=False, outcome=Outcome.ERROR, detail=detail)
+
+
+def _with_term(grade: Grade, name: str, weight: float, value: Value) -> Grade:
+    if isinstance(value, NoValue):
+        return replace(grade, outcome=Outcome.ERROR, detail=f"{name}: {value.detail}")
+    parts = {**grade.parts, name: weight * value}
+    return replace(grade, parts=parts, reward=sum(parts.values()))
+
+
+def _ungraded(grade: Grade, is_zeroed: bool) -> Grade:
+    return replace(grade, reward=0.0, parts={}, is_zeroed=is_zeroed)

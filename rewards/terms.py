@@ -1,0 +1,34 @@
+"""Which terms a reward can have: the one place that knows them all."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from rewards.function_term import FunctionConfig, FunctionTerm
+from rewards.http_term import HttpConfig, HttpTerm
+from rewards.judge.config import JudgeConfig
+from rewards.judge.judge import Judge
+from rewards.shaping import LengthPenaltyConfig, SpeedConfig, length_penalty_term, speed_term
+from rewards.term import Term
+
+AnyTermConfig = Annotated[
+    LengthPenaltyConfig | SpeedConfig | FunctionConfig | HttpConfig | JudgeConfig, Field(discriminator="kind")
+]
+"""The config of any term; its `kind` says of which."""
+
+
+def make_term(config: AnyTermConfig) -> Term:
+    """The term that a config describes. Raises ValueError, in one sentence, when it cannot work here."""
+    match config:
+        case LengthPenaltyConfig():
+            return length_penalty_term(config)
+        case SpeedConfig():
+            return speed_term()
+        case FunctionConfig():
+            return FunctionTerm(config)
+        case HttpConfig():
+            return HttpTerm(config)
+        case JudgeConfig():
+            return Judge(config)

@@ -1,0 +1,105 @@
+"""Rewards by a function of the recipe's author."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from rewards import Sample
+from rewards.function_term import FunctionConfig, FunctionTerm
+from rewards.term import NoValue
+
+_NUMBERS = itertools.count()
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Callable[[str], FunctionConfig]:
+    """The config of a function by its source: `value` of a new module, for Python imports a name once."""
+
+    def make(source: str) -> FunctionConfig:
+        name = f"own_reward_{next(_NUMBERS)}"
+        (tmp_path / f"{name}.py").write_text(source)
+        return FunctionConfig(path=f"{name}:value", directory=tmp_path)
+
+    return make
+
+
+def test_it_is_called_with_what_is_known_of_each_sample(
+    config: Callable[[str], FunctionConfig], sample: Callable[..., Sample]
+) -> None:
+    term = FunctionTerm(config("seen = []\ndef value(**facts):\n    seen.append(facts)\n    return len(seen)"))
+    assert term.values([sample("a"), sample("b", num_tokens=8, is_truncated=True)]) == [1.0, 2.0]
+    seen = term._function.__globals__["seen"]
+    assert seen[0] == {
+        "problem_id": "sums/3,7,9",
+        "messages": [{"role": "user", "content": "3 7 9"}],
+        "completion": "a",
+        "answer": "309",
+        "metadata": {"k": "v"},
+        "num_tokens": 6,
+        "num_forwards": 3,
+        "is_truncated": False,
+    }
+    assert (seen[1]["completion"], seen[1]["num_tokens"], seen[1]["is_truncated"]) == ("b", 8, True)
+
+
+@pytest.mark.parametrize(
+    ("expression", "sentence"),
+    [
+        ("None", "gave no value"),
+        ("float('nan')", r"gave nan \(float\) and no finite number"),
+        ("10 ** 400", r"gave 10+ \(int\) and no finite number"),
+        ("'1'", r"gave '1' \(str\) and no finite number"),
+        ("[1.0]", r"gave \[1.0\] \(list\) and no finite number"),
+        ("1 / 0", "raised ZeroDivisionError: division by zero"),
+    ],
+)
+def test_what_is_no_number_is_no_value_of_that_sample_alone(
+    expression: str, sentence: str, config: Callable[[str], FunctionConfig], sample: Callable[..., Sample]
+) -> None:
+    own = config(f"def value(completion, **rest):\n    return {expression} if completion == 'bad' else True")
+    good, bad, other = FunctionTerm(own).values([sample("good"), sample("bad"), sample("other")])
+    assert (good, other) == (1.0, 1.0)
+    assert isinstance(bad, NoValue)
+    assert re.fullmatch(rf"{own.path} {sentence}", bad.detail)
+
+
+@pytest.mark.parametrize(
+    ("source", "sentence"),
+    [
+        ("value = 3", "is a int and no function"),
+        ("valve = len", "cannot be imported, installed or from .*: AttributeError"),
+        ("import no_such_module", "cannot be imported, .*: ModuleNotFoundError: No module named 'no_such_module'"),
+        ("def value(:", "cannot be imported, .*: SyntaxError"),
+        ("def value(completion, answer): ...", "does not take what it is called with .*got an unexpected keyword"),
+        (
+            "def value(text, **rest): ...",
+            "does not take .*missing a required argument: 'text'.*name those that it needs, and \\*\\*rest",
+        ),
+    ],
+)
+def test_a_function_that_cannot_be_called_is_refused_before_anything_starts(
+    source: str, sentence: str, config: Callable[[str], FunctionConfig]
+) -> None:
+    own = config(source)
+    with pytest.raises(ValueError, match=rf"{own.path} {sentence}") as refusal:
+        own.check()
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("path", ["os.getcwd", "a b:c", ":value", "module:", "../x:y"])
+def test_a_path_is_a_module_and_a_name(path: str) -> None:
+    with pytest.raises(ValidationError, match="pattern"):
+        FunctionConfig(path=path)
+
+
+def test_an_installed_module_is_not_shadowed(tmp_path: Path, sample: Callable[..., Sample]) -> None:
+    (tmp_path / "json.py").write_text("def loads(**facts): raise SystemExit")
+    config = FunctionConfig(path="json:loads", directory=tmp_path)
+    with pytest.raises(ValueError, match="does not take"):
+        config.check()

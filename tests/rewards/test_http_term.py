@@ -1,0 +1,206 @@
+"""Rewards by an HTTP endpoint, against a real one that misbehaves."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from rewards import RewardUnavailableError, Sample
+from rewards.http_term import HttpConfig, HttpTerm
+from rewards.term import NoValue
+from tests.rewards.conftest import Reply, Server
+
+
+def _values(*values: Any) -> Reply:
+    return Reply(body=json.dumps({"values": values}).encode())
+
+
+def _term(server: Server, **fields: Any) -> HttpTerm:
+    return HttpTerm(HttpConfig(url=f"{server.url}/grade?v=1", **fields))
+
+
+def test_samples_are_posted_in_batches_and_come_back_in_order(server: Server, sample: Callable[..., Sample]) -> None:
+    server.answer = lambda body: _values(*(len(item["completion"]) for item in body["samples"]))
+    values = _term(server, batch_size=4, max_concurrency=3).values([sample("x" * n) for n in range(10)])
+    assert values == [float(n) for n in range(10)]
+    assert sorted(len(asked.body["samples"]) for asked in server.asked) == [2, 4, 4]
+    asked = next(asked for asked in server.asked if asked.body["samples"][0]["completion"] == "")
+    assert asked.body["samples"][0] == sample("").facts()
+    assert asked.path == "/grade?v=1"
+    assert asked.headers["content-type"] == "application/json"
+    assert "authorization" not in asked.headers
+
+
+def test_no_more_requests_at_a_time_than_the_recipe_says(server: Server, sample: Callable[..., Sample]) -> None:
+    server.answer = lambda body: Reply(body=b'{"values": [1]}', delay_s=0.05)
+    _term(server, batch_size=1, max_concurrency=3).values([sample()] * 12)
+    assert server.most_at_once == 3
+
+
+def test_a_token_comes_from_the_environment(
+    server: Server, sample: Callable[..., Sample], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.answer = lambda body: _values(1)
+    config = HttpConfig(url=server.url, token_env="D1_TEST_TOKEN")
+    with pytest.raises(ValueError, match="the environment variable D1_TEST_TOKEN is not set"):
+        config.check()
+    monkeypatch.setenv("D1_TEST_TOKEN", "s3cret")
+    config.check()
+    term = HttpTerm(config)
+    term.values([sample()])
+    assert server.asked[0].headers["authorization"] == "Bearer s3cret"
+    assert "s3cret" not in repr(term._endpoint)
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        (b"<html>", "JSONDecodeError"),
+        (b"[" * 100_000, "RecursionError"),
+        (b"\xff\xfe\x00", "UnicodeDecodeError"),
+        (b"[]", "TypeError"),
+        (b'{"value": [1, 2]}', "KeyError: 'values'"),
+        (b'{"values": [1]}', "with 2 values; values is a list of 1"),
+        (b'{"values": "ab"}', "values is no list"),
+    ],
+)
+def test_an_answer_that_is_not_as_documented_is_no_value(
+    body: bytes, sentence: str, server: Server, sample: Callable[..., Sample]
+) -> None:
+    server.answer = lambda _: Reply(body=body)
+    for value in _term(server).values([sample(), sample()]):
+        assert isinstance(value, NoValue)
+        assert sentence in value.detail
+    assert len(server.asked) == 1
+
+
+def test_a_value_that_is_no_number_is_that_samples_alone(server: Server, sample: Callable[..., Sample]) -> None:
+    server.replies = [Reply(body=b'{"values": [1, null, NaN, "2", 0.5]}')]
+    first, null, nan, text, last = _term(server).values([sample()] * 5)
+    assert (first, last) == (1.0, 0.5)
+    for value, sentence in ((null, "gave no value"), (nan, "gave nan"), (text, "gave '2'")):
+        assert isinstance(value, NoValue)
+        assert sentence in value.detail
+
+
+@pytest.mark.parametrize("headers", [{}, {"Content-Length": str(2**40)}])
+def test_a_huge_answer_is_not_read(headers: dict[str, str], server: Server, sample: Callable[..., Sample]) -> None:
+    server.answer = lambda _: Reply(body=b" " * 3_000_000, headers=headers)
+    (value,) = _term(server).values([sample()])
+    assert isinstance(value, NoValue)
+    assert value.detail.endswith("answered with more than 1000000 bytes")
+
+
+@pytest.mark.parametrize("status", [400, 413, 422])
+def test_a_refusal_of_the_request_is_no_value(status: int, server: Server, sample: Callable[..., Sample]) -> None:
+    server.replies = [Reply(status=status)]
+    (value,) = _term(server).values([sample()])
+    assert isinstance(value, NoValue)
+    assert value.detail == f"{server.url}/grade?v=1 answered {status}"
+
+
+@pytest.mark.usefixtures("fast_retries")
+def test_failures_that_pass_are_tried_again(server: Server, sample: Callable[..., Sample]) -> None:
+    server.replies = [Reply(status=500), Reply(status=503, body=b"x" * 100_000)]
+    server.answer = lambda _: _values(1)
+    assert _term(server, num_tries=3).values([sample()]) == [1.0]
+    assert len(server.asked) == 3
+
+
+def test_the_wait_is_the_one_that_the_server_asks_for(server: Server, sample: Callable[..., Sample]) -> None:
+    server.replies = [Reply(status=429, headers={"Retry-After": "1.3"}), _values(1)]
+    assert _term(server).values([sample()]) == [1.0]
+    assert 1.3 <= server.asked[1].time_s - server.asked[0].time_s < 2.5
+
+
+def test_a_wait_that_is_too_long_is_left_to_the_run(server: Server, sample: Callable[..., Sample]) -> None:
+    server.answer = lambda _: Reply(status=429, headers={"Retry-After": "3600"})
+    with pytest.raises(RewardUnavailableError, match="does not answer: status 429, after 1 try"):
+        _term(server).values([sample()])
+
+
+@pytest.mark.usefixtures("fast_retries")
+@pytest.mark.parametrize(
+    ("reply", "sentence"),
+    [
+        (Reply(status=500), "status 500, after 3 tries"),
+        (Reply(delay_s=5.0), "timed out, after 3 tries"),
+        (Reply(body=b" " * 300, drip_s=0.05), r"(timed out|took too long), after 3 tries"),
+        (
+            Reply(body=b"x", headers={"Content-Length": "10"}),
+            r"IncompleteRead\(1 bytes read, 9 more expected\), after 3 tries",
+        ),
+    ],
+)
+def test_a_server_that_never_answers_makes_the_run_wait(
+    reply: Reply, sentence: str, server: Server, sample: Callable[..., Sample]
+) -> None:
+    server.answer = lambda _: reply
+    began = time.monotonic()
+    with pytest.raises(RewardUnavailableError, match=sentence):
+        _term(server, timeout_s=0.3).values([sample()])
+    assert time.monotonic() - began < 3
+    assert len(server.asked) == 3
+
+
+@pytest.mark.usefixtures("fast_retries")
+def test_a_server_that_is_not_there_makes_the_run_wait(sample: Callable[..., Sample]) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{unused.getsockname()[1]}/"
+        with pytest.raises(RewardUnavailableError, match=rf"{url} does not answer: .*refused, after 3 tries"):
+            HttpTerm(HttpConfig(url=url)).values([sample()])
+
+
+@pytest.mark.parametrize("status", [301, 302, 307, 308])
+def test_a_redirect_is_not_followed(status: int, server: Server, sample: Callable[..., Sample]) -> None:
+    elsewhere = Server()
+    try:
+        server.answer = lambda _: Reply(status=status, headers={"Location": f"{elsewhere.url}/metadata"})
+        with pytest.raises(RewardUnavailableError, match=f"status {status}, a redirect to .* which is not followed"):
+            _term(server).values([sample()])
+        assert elsewhere.asked == []
+    finally:
+        elsewhere.close()
+
+
+def test_a_proxy_of_the_environment_is_not_used(
+    server: Server, sample: Callable[..., Sample], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.answer = lambda _: _values(1)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    assert _term(server).values([sample()]) == [1.0]
+
+
+@pytest.mark.parametrize("status", [401, 403, 404])
+def test_a_refusal_of_us_makes_the_run_wait(status: int, server: Server, sample: Callable[..., Sample]) -> None:
+    server.answer = lambda _: Reply(status=status)
+    with pytest.raises(RewardUnavailableError, match=f"refuses to answer: status {status}$"):
+        _term(server).values([sample()])
+    assert len(server.asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("url", "sentence"),
+    [
+        ("ftp://host/", "should begin with http:// or https://"),
+        ("file:///etc/passwd", "should begin with http:// or https://"),
+        ("localhost:8000/grade", "should begin with http:// or https://"),
+        ("http:///grade", "and name a host"),
+        ("http://host:99999/", "is no URL"),
+        ("http://user:hidden@host/", "has a user or a password in it; name an environment variable"),
+        ("http://host/a b", "without spaces"),
+        ("http://host/\r\nX: y", "without spaces"),
+        ("http://host/#part", "nothing after a #"),
+    ],
+)
+def test_only_plain_urls_are_taken(url: str, sentence: str) -> None:
+    with pytest.raises(ValidationError, match=sentence) as refusal:
+        HttpConfig(url=url)
+    assert "hidden" not in refusal.value.errors()[0]["msg"]
