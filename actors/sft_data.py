@@ -16,7 +16,7 @@ from learner.documents import Documents, Example, make_documents
 from learner.model.tokenizer import ChatTokenizer
 from learner.packing import packed_padding_share, padding_share
 from rewards import Problem
-from rewards.demonstrations import Demonstration, read_demonstrations
+from rewards.data.demonstrations import Demonstration, read_demonstrations
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -23,8 +23,8 @@ from rich.console import Console
 from rich.table import Table
 
 from rewards import Countdown, CountdownConfig, HumanEval, HumanEvalConfig, Problem, Split, Sudoku, SudokuConfig, Task
-from rewards.programs import program_in
 from rewards.sandbox import Sandbox, SandboxConfig
+from rewards.tasks.programs import program_in
 
 _HUMANEVAL = Path(__file__).parents[2] / "shared" / "data" / "humaneval" / "HumanEval.jsonl.gz"
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from deploy.errors import UserError
 from rewards import Grade, Outcome, Problem, Task
-from rewards.rows import Row, rows_of
+from rewards.data.rows import Row, rows_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -27,7 +27,7 @@ from learner.model.checkpoint import load_config
 from learner.model.families import make_model
 from learner.model.hub import find_checkpoint
 from rewards import Split, make_task
-from rewards.demonstrations import read_demonstrations
+from rewards.data.demonstrations import read_demonstrations
 
 _FLOAT_BYTES = 4
 # Measured: a process with torch and Ray in it has 310 MB, Ray's own processes and the driver have 1.5 GB together.

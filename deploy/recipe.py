@@ -13,10 +13,10 @@ from learner.model.lora import LoraConfig
 from learner.sft import SftConfig
 from learner.sharding import ShardingConfig
 from rewards import RewardConfig, TaskConfig
-from rewards.endpoint import AskingConfig
 from rewards.judge.config import JudgeConfig
-from rewards.shaping import LengthPenaltyConfig
-from rewards.term import TermConfig
+from rewards.terms.endpoint import AskingConfig
+from rewards.terms.shaping import LengthPenaltyConfig
+from rewards.terms.term import TermConfig
 from rollout.config import EvaluationConfig, RolloutConfig
 
 _STRICT = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)

@@ -23,7 +23,7 @@ from learner.model.hub import find_checkpoint
 from learner.model.tokenizer import EOS, MASK, ChatTokenizer, make_tokenizer
 from learner.model.transformer import TransformerConfig, init_weights
 from rewards import Split, make_task
-from rewards.demonstrations import read_demonstrations
+from rewards.data.demonstrations import read_demonstrations
 
 _PHASES = {
     Stages.ALL: (Phase.SFT, Phase.RL),

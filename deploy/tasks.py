@@ -12,7 +12,7 @@ from deploy.errors import UserError
 from deploy.overrides import parse_override, set_key
 from deploy.refusals import first_refusal
 from rewards import Split, Task, TaskConfig, make_task
-from rewards.tasks import task_names
+from rewards.tasks.table import task_names
 
 # It has no problems but those that its fields name.
 _OF_YOUR_OWN = "jsonl"

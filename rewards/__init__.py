@@ -5,24 +5,24 @@ and into right or wrong. The text is a model's and so hostile: it is parsed in b
 only where it is a program, in a sandbox; no text makes a grader raise. Nothing here knows tensors or Ray.
 """
 
-from rewards.answers import last_answer
-from rewards.arithmetic import Evaluation, evaluate
-from rewards.countdown import Countdown, CountdownConfig
+from rewards.data.split import is_heldout
 from rewards.grader import Grader, RewardConfig
-from rewards.gsm8k import Gsm8k, Gsm8kConfig
-from rewards.humaneval import HumanEval, HumanEvalConfig
-from rewards.jsonl import Jsonl, JsonlConfig
-from rewards.kodcode import Kodcode, KodcodeConfig
-from rewards.math500 import Math500, Math500Config
-from rewards.mbpp import Mbpp, MbppConfig
 from rewards.problem import Grade, Message, Outcome, Problem, Split, Task
-from rewards.prompts import PromptStyle
+from rewards.reading.answers import last_answer
+from rewards.reading.arithmetic import Evaluation, evaluate
 from rewards.sample import Sample
-from rewards.split import is_heldout
-from rewards.sudoku import Sudoku, SudokuConfig
-from rewards.sums import Sums, SumsConfig
-from rewards.tasks import TaskConfig, make_task
-from rewards.term import RewardUnavailableError
+from rewards.tasks.countdown import Countdown, CountdownConfig
+from rewards.tasks.gsm8k import Gsm8k, Gsm8kConfig
+from rewards.tasks.humaneval import HumanEval, HumanEvalConfig
+from rewards.tasks.jsonl import Jsonl, JsonlConfig
+from rewards.tasks.kodcode import Kodcode, KodcodeConfig
+from rewards.tasks.math500 import Math500, Math500Config
+from rewards.tasks.mbpp import Mbpp, MbppConfig
+from rewards.tasks.prompts import PromptStyle
+from rewards.tasks.sudoku import Sudoku, SudokuConfig
+from rewards.tasks.sums import Sums, SumsConfig
+from rewards.tasks.table import TaskConfig, make_task
+from rewards.terms.term import RewardUnavailableError
 
 __all__ = [
     "Countdown",

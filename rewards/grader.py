@@ -10,9 +10,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from rewards.problem import Grade, Outcome, Task
 from rewards.sample import Sample
-from rewards.tasks import TaskConfig, make_task
-from rewards.term import NoValue, Value
-from rewards.terms import AnyTermConfig, make_term
+from rewards.tasks.table import TaskConfig, make_task
+from rewards.terms.table import AnyTermConfig, make_term
+from rewards.terms.term import NoValue, Value
 
 TermName = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_]{0,39}$")]
 

@@ -77,7 +77,7 @@ def tasks(
 
     from deploy.tasks import described
     from deploy.tasks_view import task_view, tasks_table
-    from rewards.tasks import task_names
+    from rewards.tasks.table import task_names
 
     names = task_names() if task is None else (task,)
     found = [described(name, fields or []) for name in names]

@@ -10,7 +10,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Protocol
 
-from rewards.term import RewardUnavailableError
+from rewards.terms.term import RewardUnavailableError
 
 _MAX_REMEMBERED = 10_000
 _BUSY_TIMEOUT_S = 30.0

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat
 
-from rewards.term import RewardUnavailableError
+from rewards.terms.term import RewardUnavailableError
 
 _POLL_S = 0.5
 _PROBE_TIMEOUT_S = 2.0

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from rewards.term import Finite
+from rewards.terms.term import Finite
 
 _KEY = "verdict"
 # A fence around JSON is no part of the answer. Nothing else is forgiven: a judge that talks may be quoting.

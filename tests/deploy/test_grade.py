@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from deploy.tasks import described
-from rewards.tasks import task_names
+from rewards.tasks.table import task_names
 
 _QUESTION = "Numbers: [2, 3, 4]\nTarget: 5"
 _GENERATIONS = [

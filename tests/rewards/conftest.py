@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from rewards import Problem, Sample
-from rewards.prompts import user_turn
+from rewards.tasks.prompts import user_turn
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rewards import d1_parsers
-from rewards.boxed import last_boxed
+from rewards.reading import d1_parsers
+from rewards.reading.boxed import last_boxed
 
 _PIECES = ["\\boxed", "\\fbox", "{", "}", " ", "$", "1", "\\{", "\\}"]
 _LATEX = st.lists(st.sampled_from(_PIECES), max_size=30).map("".join)

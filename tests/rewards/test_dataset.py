@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from rewards.dataset import DataConfig, Dataset, problem_id
+from rewards.data.dataset import DataConfig, Dataset, problem_id
+from rewards.data.rows import Row, Source, rows_of
 from rewards.problem import Problem, Split
-from rewards.prompts import user_turn
-from rewards.rows import Row, Source, rows_of
+from rewards.tasks.prompts import user_turn
 
 
 def _pose(row: Row) -> Problem:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from rewards import Message
-from rewards.demonstrations import read_demonstrations
-from rewards.prompts import D1_FORMAT
+from rewards.data.demonstrations import read_demonstrations
+from rewards.tasks.prompts import D1_FORMAT
 
 USER, ANSWER = {"role": "user", "content": "2 + 3?"}, {"role": "assistant", "content": "5"}
 

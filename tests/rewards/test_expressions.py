@@ -6,8 +6,8 @@ from random import Random
 
 import pytest
 
-from rewards.arithmetic import Operator, evaluate
-from rewards.expressions import Expression, Join, random_expression, steps_of, text_of, value_of
+from rewards.reading.arithmetic import Operator, evaluate
+from rewards.reading.expressions import Expression, Join, random_expression, steps_of, text_of, value_of
 
 
 def _join(left: Expression, operator: Operator, right: Expression) -> Join:

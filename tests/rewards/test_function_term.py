@@ -11,8 +11,8 @@ import pytest
 from pydantic import ValidationError
 
 from rewards import Sample
-from rewards.function_term import FunctionConfig, FunctionTerm
-from rewards.term import NoValue
+from rewards.terms.function_term import FunctionConfig, FunctionTerm
+from rewards.terms.term import NoValue
 
 _NUMBERS = itertools.count()
 

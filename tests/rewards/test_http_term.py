@@ -12,8 +12,8 @@ import pytest
 from pydantic import ValidationError
 
 from rewards import RewardUnavailableError, Sample
-from rewards.http_term import HttpConfig, HttpTerm
-from rewards.term import NoValue
+from rewards.terms.http_term import HttpConfig, HttpTerm
+from rewards.terms.term import NoValue
 from tests.rewards.conftest import Reply, Server
 
 

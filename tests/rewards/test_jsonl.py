@@ -11,7 +11,7 @@ import pytest
 from pydantic import ValidationError
 
 from rewards import Jsonl, JsonlConfig, Message, Split
-from rewards.jsonl import GraderName
+from rewards.tasks.jsonl import GraderName
 
 
 def _task(tmp_path: Path, *rows: dict[str, Any], grader: GraderName = "exact", **fields: Any) -> Jsonl:

@@ -25,7 +25,7 @@ from rewards.judge.judge import Judge
 from rewards.judge.limits import RateLimit
 from rewards.judge.prompt import capped, judge_messages
 from rewards.judge.verdict import ChoiceVerdict, ScoreVerdict
-from rewards.term import NoValue
+from rewards.terms.term import NoValue
 from tests.rewards.conftest import Reply, Server, make_sample
 
 YES_NO = ChoiceVerdict()

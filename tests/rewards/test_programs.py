@@ -14,11 +14,11 @@ import pytest
 from pydantic import ValidationError
 
 from rewards import Outcome, Problem, Split, make_task
-from rewards.humaneval import HumanEval, HumanEvalConfig
-from rewards.kodcode import Kodcode, KodcodeConfig
-from rewards.mbpp import Mbpp, MbppConfig
-from rewards.programs import LONGEST_PROGRAM, has_format, program_in
 from rewards.sandbox import Sandbox, SandboxConfig
+from rewards.tasks.humaneval import HumanEval, HumanEvalConfig
+from rewards.tasks.kodcode import Kodcode, KodcodeConfig
+from rewards.tasks.mbpp import Mbpp, MbppConfig
+from rewards.tasks.programs import LONGEST_PROGRAM, has_format, program_in
 
 _HUMANEVAL = Path(__file__).parents[2].parent / "shared" / "data" / "humaneval" / "HumanEval.jsonl.gz"
 _TASKS = [HumanEval(HumanEvalConfig()), Kodcode(KodcodeConfig()), Mbpp(MbppConfig())]

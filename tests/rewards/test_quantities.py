@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rewards.quantities import MAX_QUANTITY_CHARS, read_quantity
+from rewards.reading.quantities import MAX_QUANTITY_CHARS, read_quantity
 
 
 @pytest.mark.parametrize(

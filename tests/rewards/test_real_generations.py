@@ -26,7 +26,7 @@ from rewards import (
     last_answer,
     make_task,
 )
-from rewards.sudoku import num_solutions, solved_grids
+from rewards.tasks.sudoku import num_solutions, solved_grids
 
 _DATA = Path(__file__).parents[2].parent / "shared" / "data"
 pytestmark = pytest.mark.skipif(not _DATA.is_dir(), reason="needs shared/data beside the repository")

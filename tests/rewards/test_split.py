@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from rewards.data.split import is_heldout, split_of
 from rewards.problem import Split
-from rewards.split import is_heldout, split_of
 
 
 def test_the_split_never_changes() -> None:

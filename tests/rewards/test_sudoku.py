@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from rewards import Problem, Split, Sudoku, SudokuConfig
-from rewards.sudoku import num_solutions, solved_grids
+from rewards.tasks.sudoku import num_solutions, solved_grids
 
 _PUZZLE, _SOLUTION = "3102200002100320", "3142243142131324"  # the first of d1's evaluation set: 8 empty cells
 

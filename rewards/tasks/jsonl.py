@@ -9,14 +9,14 @@ from typing import Literal, Self
 
 from pydantic import model_validator
 
-from rewards.answers import final_answer
-from rewards.conversation import text_of, turns_of
-from rewards.dataset import DataConfig, Dataset, problem_id
+from rewards.data.conversation import text_of, turns_of
+from rewards.data.dataset import DataConfig, Dataset, problem_id
+from rewards.data.rows import Row, shown
 from rewards.maths import MathVerifier, Verdict
 from rewards.problem import Grade, Message, Problem, Split
-from rewards.prompts import D1_FORMAT, demonstration, user_turn
-from rewards.quantities import read_quantity
-from rewards.rows import Row, shown
+from rewards.reading.answers import final_answer
+from rewards.reading.quantities import read_quantity
+from rewards.tasks.prompts import D1_FORMAT, demonstration, user_turn
 
 GraderName = Literal["exact", "choice", "number", "math", "none"]
 """How an answer is compared with the right one."""

@@ -11,7 +11,7 @@ from typing import Literal
 from pydantic import PositiveInt
 
 from rewards.sample import Sample
-from rewards.term import TermConfig, Value
+from rewards.terms.term import TermConfig, Value
 
 
 class LengthPenaltyConfig(TermConfig):

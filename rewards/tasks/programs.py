@@ -9,10 +9,10 @@ from typing import Self
 
 from pydantic import model_validator
 
-from rewards.dataset import DataConfig
+from rewards.data.dataset import DataConfig
 from rewards.problem import Grade, Outcome, Problem
-from rewards.prompts import D1_FORMAT, demonstration
 from rewards.sandbox import Sandbox, SandboxConfig, Suite, Verdict
+from rewards.tasks.prompts import D1_FORMAT, demonstration
 
 LONGEST_PROGRAM = 100_000
 """Characters; a longer program is wrong."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-from rewards.dataset import Dataset, problem_id
+from rewards.data.dataset import Dataset, problem_id
+from rewards.data.rows import Row, Source, shown
 from rewards.problem import Grade, Problem, Split
-from rewards.programs import Programs, ProgramsConfig, instruction, label, metadata_of, program_in
-from rewards.prompts import user_turn
-from rewards.rows import Row, Source, shown
 from rewards.sandbox import Suite
+from rewards.tasks.programs import Programs, ProgramsConfig, instruction, label, metadata_of, program_in
+from rewards.tasks.prompts import user_turn
 
 # What the first d1 trains on (its paper, section 4).
 _HUB = {Split.TRAIN: Source(repo="KodCode/KodCode-Light-RL-10K", split="train")}

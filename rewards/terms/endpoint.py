@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from rewards.post import Answer, TooLargeError, post
-from rewards.term import RewardUnavailableError, TermConfig
+from rewards.terms.post import Answer, TooLargeError, post
+from rewards.terms.term import RewardUnavailableError, TermConfig
 
 LONGEST_WAIT_S = 8.0
 """Longest wait between two tries, in seconds. A server that asks for more gets it from the run, which pauses: graders

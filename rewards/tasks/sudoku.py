@@ -11,14 +11,14 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from rewards import d1_parsers
-from rewards.answers import ascii_digits, final_answer, last_answer
-from rewards.dataset import FileProblems, Files, chosen
-from rewards.draw import draw_distinct
+from rewards.data.dataset import FileProblems, Files, chosen
+from rewards.data.draw import draw_distinct
+from rewards.data.rows import Row, shown
+from rewards.data.split import split_of
 from rewards.problem import Grade, Problem, Rules, Split
-from rewards.prompts import PromptStyle, demonstration, user_turn
-from rewards.rows import Row, shown
-from rewards.split import split_of
+from rewards.reading import d1_parsers
+from rewards.reading.answers import ascii_digits, final_answer, last_answer
+from rewards.tasks.prompts import PromptStyle, demonstration, user_turn
 
 NUM_CELLS = 16
 EMPTY = "0"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from rewards.data.rows import shown
 from rewards.problem import Message
-from rewards.rows import shown
 
 _ROLES = ("system", "user", "assistant")
 

@@ -6,12 +6,12 @@ from typing import Annotated
 
 from pydantic import Field
 
-from rewards.function_term import FunctionConfig, FunctionTerm
-from rewards.http_term import HttpConfig, HttpTerm
 from rewards.judge.config import JudgeConfig
 from rewards.judge.judge import Judge
-from rewards.shaping import LengthPenaltyConfig, SpeedConfig, length_penalty_term, speed_term
-from rewards.term import Term
+from rewards.terms.function_term import FunctionConfig, FunctionTerm
+from rewards.terms.http_term import HttpConfig, HttpTerm
+from rewards.terms.shaping import LengthPenaltyConfig, SpeedConfig, length_penalty_term, speed_term
+from rewards.terms.term import Term
 
 AnyTermConfig = Annotated[
     LengthPenaltyConfig | SpeedConfig | FunctionConfig | HttpConfig | JudgeConfig, Field(discriminator="kind")

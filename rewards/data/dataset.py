@@ -10,10 +10,10 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from rewards.draw import rng_for, too_few
+from rewards.data.draw import rng_for, too_few
+from rewards.data.rows import Row, Source, rows_of
+from rewards.data.split import split_of
 from rewards.problem import Problem, Rules, Split
-from rewards.rows import Row, Source, rows_of
-from rewards.split import split_of
 
 
 class Files(BaseModel):

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from rewards.problem import Message, Problem
 from rewards.sample import Sample
-from rewards.term import NoValue, TermConfig, Value, as_value
+from rewards.terms.term import NoValue, TermConfig, Value, as_value
 
 _NO_SAMPLE = Sample(
     problem=Problem(problem_id="", messages=(Message(role="user", content=""),), answer="", demonstration=""),

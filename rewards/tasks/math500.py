@@ -5,16 +5,16 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-from rewards import d1_parsers
-from rewards.answers import final_answer, last_answer
-from rewards.boxed import last_boxed
-from rewards.d1_maths import equivalent, math_answer
-from rewards.d1_rewards import math_parts
-from rewards.dataset import DataConfig, Dataset, problem_id
+from rewards.data.dataset import DataConfig, Dataset, problem_id
+from rewards.data.rows import Row, Source, shown
 from rewards.maths import Limits, MathVerifier, Verdict, respelled, spelled_alike
 from rewards.problem import Grade, Problem, Split
-from rewards.prompts import D1_FORMAT, PromptStyle, demonstration, user_turn
-from rewards.rows import Row, Source, shown
+from rewards.reading import d1_parsers
+from rewards.reading.answers import final_answer, last_answer
+from rewards.reading.boxed import last_boxed
+from rewards.reading.d1_maths import equivalent, math_answer
+from rewards.tasks.d1_rewards import math_parts
+from rewards.tasks.prompts import D1_FORMAT, PromptStyle, demonstration, user_turn
 
 _HUB = {
     Split.TRAIN: Source(repo="ankner/math-500", split="train", num_rows=7500),

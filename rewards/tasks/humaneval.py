@@ -7,12 +7,12 @@ import re
 from textwrap import indent
 from typing import Literal
 
-from rewards.dataset import Dataset, problem_id
+from rewards.data.dataset import Dataset, problem_id
+from rewards.data.rows import Row, Source, shown
 from rewards.problem import Grade, Problem, Split
-from rewards.programs import Programs, ProgramsConfig, instruction, label, metadata_of, program_in
-from rewards.prompts import user_turn
-from rewards.rows import Row, Source, shown
 from rewards.sandbox import Suite
+from rewards.tasks.programs import Programs, ProgramsConfig, instruction, label, metadata_of, program_in
+from rewards.tasks.prompts import user_turn
 
 _HUB = {Split.TRAIN: Source(repo="openai/openai_humaneval", split="test")}
 _EXAMPLE = {

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rewards.conversation import text_of, turns_of
+from rewards.data.conversation import text_of, turns_of
+from rewards.data.rows import shown
 from rewards.problem import Message
-from rewards.prompts import D1_FORMAT, demonstration, user_turn
-from rewards.rows import shown
+from rewards.tasks.prompts import D1_FORMAT, demonstration, user_turn
 
 _S1K_KEYS = ("question", "thinking_trajectories", "attempt")
 _KINDS = "messages, prompt and completion, or s1K's question, thinking_trajectories and attempt"

@@ -6,14 +6,14 @@ import re
 from fractions import Fraction
 from typing import Literal
 
-from rewards.answers import final_answer, last_answer
-from rewards.d1_maths import gsm8k_number, gsm8k_truth
-from rewards.d1_rewards import gsm8k_parts
-from rewards.dataset import DataConfig, Dataset, problem_id
+from rewards.data.dataset import DataConfig, Dataset, problem_id
+from rewards.data.rows import Row, Source, shown
 from rewards.problem import Grade, Problem, Split
-from rewards.prompts import D1_FORMAT, PromptStyle, demonstration, user_turn
-from rewards.quantities import read_quantity
-from rewards.rows import Row, Source, shown
+from rewards.reading.answers import final_answer, last_answer
+from rewards.reading.d1_maths import gsm8k_number, gsm8k_truth
+from rewards.reading.quantities import read_quantity
+from rewards.tasks.d1_rewards import gsm8k_parts
+from rewards.tasks.prompts import D1_FORMAT, PromptStyle, demonstration, user_turn
 
 _HUB = {
     Split.TRAIN: Source(repo="openai/gsm8k", config="main", split="train", num_rows=7473),

@@ -7,16 +7,16 @@ from typing import Annotated, Any, get_args
 
 from pydantic import BaseModel, Field
 
-from rewards.countdown import Countdown, CountdownConfig
-from rewards.gsm8k import Gsm8k, Gsm8kConfig
-from rewards.humaneval import HumanEval, HumanEvalConfig
-from rewards.jsonl import Jsonl, JsonlConfig
-from rewards.kodcode import Kodcode, KodcodeConfig
-from rewards.math500 import Math500, Math500Config
-from rewards.mbpp import Mbpp, MbppConfig
 from rewards.problem import Task
-from rewards.sudoku import Sudoku, SudokuConfig
-from rewards.sums import Sums, SumsConfig
+from rewards.tasks.countdown import Countdown, CountdownConfig
+from rewards.tasks.gsm8k import Gsm8k, Gsm8kConfig
+from rewards.tasks.humaneval import HumanEval, HumanEvalConfig
+from rewards.tasks.jsonl import Jsonl, JsonlConfig
+from rewards.tasks.kodcode import Kodcode, KodcodeConfig
+from rewards.tasks.math500 import Math500, Math500Config
+from rewards.tasks.mbpp import Mbpp, MbppConfig
+from rewards.tasks.sudoku import Sudoku, SudokuConfig
+from rewards.tasks.sums import Sums, SumsConfig
 
 TaskConfig = Annotated[
     CountdownConfig

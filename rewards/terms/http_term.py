@@ -10,9 +10,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from rewards.endpoint import AskingConfig, Endpoint, RefusedError, checked_url
 from rewards.sample import Sample
-from rewards.term import EnvironmentName, NoValue, Value, as_value, secret_of
+from rewards.terms.endpoint import AskingConfig, Endpoint, RefusedError, checked_url
+from rewards.terms.term import EnvironmentName, NoValue, Value, as_value, secret_of
 
 
 class HttpConfig(AskingConfig):

@@ -8,12 +8,12 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from rewards.answers import ascii_digits, last_answer
-from rewards.draw import rng_for, too_few
+from rewards.data.draw import rng_for, too_few
+from rewards.data.rows import shown
+from rewards.data.split import split_of
 from rewards.problem import Grade, Problem, Split
-from rewards.prompts import demonstration, user_turn
-from rewards.rows import shown
-from rewards.split import split_of
+from rewards.reading.answers import ascii_digits, last_answer
+from rewards.tasks.prompts import demonstration, user_turn
 
 
 class SumsConfig(BaseModel):

@@ -1,0 +1,1 @@
+"""Where problems and demonstrations come from."""

@@ -1,0 +1,1 @@
+"""What a text says: answers, numbers, expressions, ours and the first d1's way."""

@@ -1,0 +1,1 @@
+"""What a recipe adds to a task's reward."""
