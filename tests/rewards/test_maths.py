@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -250,10 +251,8 @@ def test_the_processes_outlive_the_thread_that_started_them(alone: MathVerifier,
 
 
 def test_an_interrupted_request_does_not_answer_the_next(maths: MathVerifier, monkeypatch: pytest.MonkeyPatch) -> None:
-    exchange = process._exchange
-
-    def interrupted(*args: object) -> bytes:
-        exchange(*args)  # type: ignore[arg-type]
+    def interrupted(worker: socket.socket, request: bytes, deadline: float) -> bytes:
+        worker.sendall(request)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
