@@ -23,4 +23,4 @@ def spelled_alike(a: str, b: str) -> bool:
 def respelled(text: str) -> str:
     """The text in the spelling that those have in common which are spelled alike."""
     text = _TIGHT.sub(lambda match: "," if "," in match.group() else "", _DISPLAY_FRACTION.sub(r"\\frac", text))
-    return _SILENT_SPACE.sub("", " ".join(_SPACING.sub(" ", text).split())).removesuffix(".").strip()
+    return _SILENT_SPACE.sub("", " ".join(_SPACING.sub(" ", text).split())).rstrip(" .")

@@ -23,7 +23,7 @@ _NUMBER = re.compile(
     rf"(?<![\w.,^/])(?P<sign>-?)"
     rf"(?:(?:(?P<mixed>[0-9]+)\s+)?(?P<above>{_WHOLE})\s*/\s*(?P<below>{_WHOLE})(?![0-9.])"
     rf"|(?P<decimal>(?:{_WHOLE})(?:\.[0-9]*)?|\.[0-9]+)(?![0-9]))"
-    rf"(?!,[0-9]|[eE][-+]?[0-9]|\s*[\^/:])"
+    rf"(?!\s*[\^/])"
 )
 _DIGIT = re.compile(r"[0-9]")
 

@@ -58,6 +58,8 @@ from rewards.reading.quantities import MAX_QUANTITY_CHARS, read_quantity
         ("5 + 13", None),
         ("10^3", None),
         ("x^2", None),
+        ("5^n", None),
+        ("5 / x", None),
         ("1e3", None),
         ("1/0", None),
         ("1/2/3", None),
