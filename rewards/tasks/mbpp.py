@@ -13,8 +13,8 @@ from rewards.tasks.programs import Programs, ProgramsConfig, instruction, label,
 from rewards.tasks.prompts import user_turn
 
 _HUB = {
-    Split.TRAIN: Source(repo="google-research-datasets/mbpp", config="full", split="train"),
-    Split.HELDOUT: Source(repo="google-research-datasets/mbpp", config="full", split="test"),
+    Split.TRAIN: Source(repo="google-research-datasets/mbpp", config="full", split="train", num_rows=374),
+    Split.HELDOUT: Source(repo="google-research-datasets/mbpp", config="full", split="test", num_rows=500),
 }
 _EXAMPLE = {
     "text": "Write a function to add two numbers.",
