@@ -51,7 +51,7 @@ DANGEROUS_CALLS = {
     "torch.save",
 }
 # A recipe's author may name a function of his own: in this place it is imported, by the recipe's words alone.
-OWN_CODE = {("rewards/terms/function.py", "pkgutil.resolve_name")}
+OWN_CODE = {("rewards/terms/function_term.py", "pkgutil.resolve_name")}
 
 # Runs in a sandbox only, and no part of d1 that has anything to lose imports it.
 INSIDE = ROOT / "rewards" / "sandbox" / "inside"
