@@ -242,7 +242,9 @@ export class AskView {
       column.view.show(column.recording, position);
     }
     const slider = byId("position");
-    slider.max = String(Math.max(0, length - 1));
+    // While frames still come the slider's length is what is expected, so that it shows how far the answer is.
+    const expected = this.#isLive ? Math.max(0, ...this.#columns.map((column) => column.recording.last?.numSteps ?? 0)) : 0;
+    slider.max = String(Math.max(0, length - 1, expected));
     slider.value = String(position);
     slider.disabled = length === 0;
     const frame = this.#columns.map((column) => column.recording.at(position)).find((each) => each !== null);

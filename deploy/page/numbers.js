@@ -8,7 +8,8 @@ export function number(value) {
   if (value !== 0 && (Math.abs(value) >= 1e7 || Math.abs(value) < 1e-4)) {
     return value.toExponential(1).replace("e+", "e");
   }
-  return value.toLocaleString("en", { maximumSignificantDigits: Math.abs(value) >= 1000 ? 21 : 3, maximumFractionDigits: Math.abs(value) >= 1000 ? 0 : 6 });
+  const digits = Math.abs(value) >= 1000 ? { maximumFractionDigits: 0 } : { maximumSignificantDigits: 3 };
+  return value.toLocaleString("en", digits);
 }
 
 /** A share as a percentage with one decimal. */

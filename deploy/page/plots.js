@@ -19,7 +19,7 @@ export class Plot {
 
   /**
    * `spec.lines` are `{name, color, faint, points}`; `spec.data(history)` gives one list of x and one of y for each
-   * line; `spec.bars(history)`, if there, the ends of an interval around the points of each line.
+   * line; `spec.bars(history)`, if there, the ends of an interval around the points of each line, as shares.
    */
   constructor(spec) {
     this.#spec = spec;
@@ -72,6 +72,7 @@ export class Plot {
   #readOut(index) {
     const { lines, format, xName } = this.#spec;
     const [xs, ...series] = this.#data;
+    const isOne = lines.filter((line, row) => !line.faint && lastOf(series[row]) >= 0).length === 1;
     const parts = lines.flatMap((line, row) => {
       const at = index ?? lastOf(series[row]);
       const value = series[row][at];
@@ -79,8 +80,8 @@ export class Plot {
         return [];
       }
       const bar = this.bars[row]?.[at];
-      const interval = bar ? ` (${bar.map((end) => format(end)).join(" to ")})` : "";
-      return [make("span", { class: `key ${line.color}` }, lines.filter((each) => !each.faint).length > 1 ? `${line.name} ` : "", make("b", {}, format(value)), interval)];
+      const interval = bar ? ` (${bar.map((end) => (100 * end).toFixed(1)).join(" to ")})` : "";
+      return [make("span", { class: `key ${line.color}` }, isOne ? "" : `${line.name} `, make("b", {}, format(value)), interval)];
     });
     const where = index === null ? [] : [make("span", { class: "at" }, `${xName} ${number(xs[index])}`)];
     this.#value.replaceChildren(...parts, ...where);
@@ -113,7 +114,7 @@ export class Plot {
       height: HEIGHT,
       legend: { show: false },
       cursor: { points: { size: 6 }, drag: { x: false, y: false }, y: false, ...(sync ? { sync: { key: sync } } : {}) },
-      padding: [8, 8, 0, 0],
+      padding: [8, 16, 0, 0],
       scales: { x: { time: false, range: xRange }, y: { range } },
       axes: [
         { ...axis, size: 26, gap: 4, space: 60, values: (_, ticks) => ticks.map(number) },
@@ -218,7 +219,7 @@ function ofRounds({ id, title, key, name, color, format = number, range = fromZe
 const ACCURACY = {
   id: "accuracy",
   title: "Held-out accuracy",
-  axis: "by minutes since the start; lines are the 95 % interval",
+  axis: "by minutes, with the 95 % interval",
   empty: "Comes with the first evaluation.",
   xName: "minute",
   format: (share, isTick) => (isTick ? `${number(100 * share)} %` : percent(share)),

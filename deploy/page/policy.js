@@ -87,7 +87,7 @@ export class PolicyWatch {
     const when = Number.isFinite(time) ? make("span", { class: "when" }, clock(time)) : null;
     const what = `version ${number(version)} ${WORDS[event]}${why ? `: ${shortened(why, 200)}` : ""}`;
     const list = byId("policy-events");
-    list.prepend(make("li", { class: event }, visible(what), when));
+    list.prepend(make("li", { class: `is-${event}` }, visible(what), when));
     while (list.children.length > MAX_EVENTS) {
       list.lastElementChild.remove();
     }

@@ -9,7 +9,7 @@ import { whenVisible } from "./wait.js";
 
 const POLL_MS = 2000;
 const SLOWEST_POLL_MS = 30_000;
-const NUM_SAMPLES = 20;
+const NUM_SAMPLES = 12;
 const MAX_CELL_CHARS = 4000;
 const PHASES = { sft: "supervised fine-tuning", rl: "reinforcement learning", control: "the control" };
 const COLUMNS = [
@@ -176,7 +176,7 @@ function showSamples(samples) {
       cell("Round", number(sample.round + 1)),
       cell("Prompt", text(sample.prompt)),
       cell("Completion", text(sample.completion)),
-      cell("Reward", make("b", {}, number(sample.reward)), parts(sample.reward_parts)),
+      cell("Reward", make("div", { class: "reward" }, make("b", {}, number(sample.reward)), parts(sample.reward_parts))),
       cell("Outcome", make("span", { class: sample.correct ? "good" : "bad" }, outcome(sample))),
     ),
   );
