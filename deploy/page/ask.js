@@ -295,6 +295,5 @@ function rank(name) {
 
 function labelOf(name) {
   const version = /^policy@v0*(\d+)$/.exec(name);
-  const label = { policy: "policy (newest)", base: "base (before training)" }[name];
-  return label ?? (version ? `version ${version[1]}` : visible(name));
+  return name === "policy" ? "policy (newest)" : version ? `version ${version[1]}` : visible(name);
 }

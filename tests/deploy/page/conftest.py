@@ -49,7 +49,7 @@ def service() -> FakeService:
 
 @pytest.fixture
 def url(service: FakeService) -> Iterator[str]:
-    with listening(service.app()) as address:
+    with listening(service) as address:
         yield address
 
 

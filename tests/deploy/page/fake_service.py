@@ -86,6 +86,7 @@ class FakeService:
         self.policy_events: list[tuple[str, Json]] = []
         self.last_event_ids: list[str | None] = []
         self.cuts_policy_events = False
+        self.is_closing = False
 
     def app(self) -> FastAPI:
         """The application."""
@@ -125,7 +126,7 @@ class FakeService:
         sent = 0
         try:
             for sent, canvas in enumerate(canvases):
-                while sent >= self.allowed:
+                while sent >= self.allowed and not self.is_closing:
                     await asyncio.sleep(_TICK_S)
                 if sent == self.breaks_after:
                     if self.breaks_with is not None:
@@ -159,7 +160,7 @@ class FakeService:
 
     async def _policy_events(self, after: int) -> AsyncIterator[str]:
         yield ": here\n\n"
-        while not self.cuts_policy_events:
+        while not (self.cuts_policy_events or self.is_closing):
             for name, event in self.policy_events[after:]:
                 after += 1
                 yield f"id: {after}\nevent: {name}\n{_data(event)}"
@@ -181,7 +182,8 @@ class FakeService:
 
         @app.get("/v1/run/samples")
         async def samples(limit: int) -> Any:
-            return {"samples": self.samples[-limit:]} if self.run else no_run()
+            # ASCII: a lone surrogate is legal in JSON's escapes, and not in UTF-8.
+            return Response(json.dumps({"samples": self.samples[-limit:]})) if self.run else no_run()
 
         @app.get("/v1/run/pools")
         async def pools() -> Any:
@@ -198,11 +200,11 @@ def _error(status: int, message: str, code: str) -> JSONResponse:
 
 
 @contextlib.contextmanager
-def listening(app: FastAPI) -> Iterator[str]:
+def listening(service: FakeService) -> Iterator[str]:
     """Serve on a free port of loopback, in a thread of this process."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
-        config = uvicorn.Config(app, log_level="error", lifespan="off", timeout_graceful_shutdown=1)
+        config = uvicorn.Config(service.app(), log_level="error", lifespan="off", timeout_graceful_shutdown=1)
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
@@ -211,7 +213,7 @@ def listening(app: FastAPI) -> Iterator[str]:
         try:
             yield f"http://127.0.0.1:{listener.getsockname()[1]}"
         finally:
-            server.should_exit = True
+            service.is_closing = server.should_exit = True
             thread.join(10)
 
 
