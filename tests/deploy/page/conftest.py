@@ -23,6 +23,7 @@ _FLAGS = (
     "--disable-component-update",
     "--disable-sync",
 )
+_PATIENCE_MS = 15_000
 TEXTS = ("The", " sum", " of", " 2", " and", " 3", " is", " 5", ".")
 STEPS = (3, 2, 0, 1, 1, 0, 2, 3, 4)
 
@@ -35,6 +36,7 @@ def browser() -> Iterator[Browser]:
     if path is None:
         pytest.skip("needs Chromium; on Debian: apt install chromium")
     with api.sync_playwright() as playwright:
+        api.expect.set_options(timeout=_PATIENCE_MS)
         chromium = playwright.chromium.launch(executable_path=path, args=list(_FLAGS))
         yield chromium
         chromium.close()
@@ -89,7 +91,7 @@ def open_page(browser: Browser, url: str) -> Iterator[Callable[..., Page]]:
         def open_(path: str = "/", *, has_key: bool = True, expected: tuple[str, ...] = (), **options: object) -> Page:
             context = browser.new_context(**{"reduced_motion": "reduce", **options})
             stack.callback(context.close)
-            context.set_default_timeout(10_000)
+            context.set_default_timeout(_PATIENCE_MS)
             if has_key:
                 context.add_init_script(f"sessionStorage.setItem('d1.key', '{KEY}')")
             page = context.new_page()

@@ -195,7 +195,7 @@ def test_a_service_that_goes_away_is_reported_and_found_again(open_page: Open, s
     expect(_plot(page, "reward")).to_be_visible()
     page.unroute("**/v1/**")
     service.events.append(round_event(2))
-    expect(_plot(page, "reward")).to_have_attribute("data-points", "3", timeout=10_000)
+    expect(_plot(page, "reward")).to_have_attribute("data-points", "3")
     expect(page.locator("#run-notice")).to_be_hidden()
 
 
