@@ -18,7 +18,7 @@ export class Plot {
   #summary;
 
   /**
-   * `spec.lines` are `{name, color, faint, points}`; `spec.data(history)` gives one list of x and one of y for each
+   * `spec.lines` are `{name, color, faint, mean, points}` (a mean is drawn and not read out); `spec.data(history)` gives one list of x and one of y for each
    * line; `spec.bars(history)`, if there, the ends of an interval around the points of each line, as shares.
    */
   constructor(spec) {
@@ -63,7 +63,7 @@ export class Plot {
     const [xs, ...series] = this.#data;
     const parts = lines.flatMap((line, index) => {
       const last = lastOf(series[index]);
-      return line.faint || last < 0 ? [] : [`${line.name} ${format(series[index][last])} at ${xName} ${number(xs[last])}`];
+      return line.mean || last < 0 ? [] : [`${line.name} ${format(series[index][last])} at ${xName} ${number(xs[last])}`];
     });
     return `${title}: ${parts.join(", ")}`;
   }
@@ -72,11 +72,11 @@ export class Plot {
   #readOut(index) {
     const { lines, format, xName } = this.#spec;
     const [xs, ...series] = this.#data;
-    const isOne = lines.filter((line, row) => !line.faint && lastOf(series[row]) >= 0).length === 1;
+    const isOne = lines.filter((line, row) => !line.mean && lastOf(series[row]) >= 0).length === 1;
     const parts = lines.flatMap((line, row) => {
       const at = index ?? lastOf(series[row]);
       const value = series[row][at];
-      if (line.faint || typeof value !== "number") {
+      if (line.mean || typeof value !== "number") {
         return [];
       }
       const bar = this.bars[row]?.[at];
@@ -207,7 +207,7 @@ function ofRounds({ id, title, key, name, color, format = number, range = fromZe
     sync: "rounds",
     lines: [
       { name, color, faint: true },
-      { name, color },
+      { name, color, mean: true },
     ],
     data: (history) => {
       const lines = smoothed(history, key);
@@ -256,7 +256,7 @@ const SFT_LOSS = {
   range: fromZero,
   lines: [
     { name: "loss", color: "blue", faint: true },
-    { name: "loss", color: "blue" },
+    { name: "loss", color: "blue", mean: true },
   ],
   data: (history) => {
     const events = history.steps.get("sft") ?? [];

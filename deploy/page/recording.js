@@ -9,10 +9,14 @@ export class Recording {
     return this.frames.at(-1) ?? null;
   }
 
-  /** Add what one chunk says of the canvas. */
+  /** Add what one chunk says of the canvas; a chunk that only says how it ended shows nothing new. */
   add({ step, num_steps: numSteps, slots }) {
     const before = this.last?.slots ?? [];
     const shared = slots.map((slot, index) => (isSame(slot, before[index]) ? before[index] : slot));
+    const isNew = step !== this.last?.step || shared.length !== before.length || shared.some((slot, index) => slot !== before[index]);
+    if (!isNew) {
+      return;
+    }
     this.frames.push({ step, numSteps: numSteps ?? null, slots: shared });
   }
 

@@ -11,7 +11,7 @@ const POLL_MS = 2000;
 const SLOWEST_POLL_MS = 30_000;
 const NUM_SAMPLES = 12;
 const MAX_CELL_CHARS = 4000;
-const PHASES = { sft: "supervised fine-tuning", rl: "reinforcement learning", control: "the control" };
+const PHASES = { sft: "supervised fine-tuning", rl: "reinforcement learning", control: "the control", done: "complete" };
 const COLUMNS = [
   ["round", "Round", (round) => number(round + 1)],
   ["policy_version", "Version", number],

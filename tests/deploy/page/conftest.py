@@ -5,14 +5,11 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
 
 import pytest
+from playwright.sync_api import Browser, Page, expect, sync_playwright
 
-from tests.deploy.page.fake_service import KEY, FakeService, frames, listening
-
-if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+from tests.deploy.page.fake_service import KEY, STEPS, TEXTS, FakeService, frames, listening
 
 _FLAGS = (
     "--no-sandbox",
@@ -24,19 +21,16 @@ _FLAGS = (
     "--disable-sync",
 )
 _PATIENCE_MS = 15_000
-TEXTS = ("The", " sum", " of", " 2", " and", " 3", " is", " 5", ".")
-STEPS = (3, 2, 0, 1, 1, 0, 2, 3, 4)
 
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Browser]:
     """Debian's Chromium, or Chrome."""
-    api = pytest.importorskip("playwright.sync_api", reason="needs playwright: make setup")
     path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if path is None:
         pytest.skip("needs Chromium; on Debian: apt install chromium")
-    with api.sync_playwright() as playwright:
-        api.expect.set_options(timeout=_PATIENCE_MS)
+    with sync_playwright() as playwright:
+        expect.set_options(timeout=_PATIENCE_MS)
         chromium = playwright.chromium.launch(executable_path=path, args=list(_FLAGS))
         yield chromium
         chromium.close()

@@ -21,6 +21,20 @@ from deploy.page.routes import page_router
 KEY = "a-key-of-the-tests"
 _TICK_S = 0.005
 OPEN = 10**9
+TEXTS = ("The", " sum", " of", " 2", " and", " 3", " is", " 5", ".")
+STEPS = (3, 2, 0, 1, 1, 0, 2, 3, 4)
+SAMPLE = {
+    "round": 4,
+    "policy_version": 5,
+    "problem_id": "sudoku/1",
+    "prompt": "1230",
+    "completion": "<answer>1234</answer>",
+    "reward": 0.75,
+    "reward_parts": {"cells": 0.5, "format": 0.25},
+    "correct": False,
+    "outcome": "graded",
+    "step_map": [0, 1, 2],
+}
 
 Json = dict[str, Any]
 
@@ -38,9 +52,7 @@ def slots(texts: Sequence[str], steps: Sequence[int], done: int) -> list[Json]:
 def frames(texts: Sequence[str], steps: Sequence[int]) -> list[Json]:
     """The canvases of a completion from all masks to none."""
     num_steps = max(steps) + 1
-    return [
-        {"step": done, "num_steps": num_steps, "slots": slots(texts, steps, done)} for done in range(num_steps + 1)
-    ]
+    return [{"step": done, "num_steps": num_steps, "slots": slots(texts, steps, done)} for done in range(num_steps + 1)]
 
 
 class FakeService:
@@ -63,7 +75,10 @@ class FakeService:
         self.run: Json | None = {"name": "tiny", "began_at": 0.0, "phase": "rl", "num_rounds": 400, "recipe": {}}
         self.events: list[Json] = []
         self.samples: list[Json] = []
-        self.pools: Json = {"replicas": [], "follower": {"registry_reachable": True, "num_errors": 0, "last_error": None}}
+        self.pools: Json = {
+            "replicas": [],
+            "follower": {"registry_reachable": True, "num_errors": 0, "last_error": None},
+        }
         self.policy: Json = {
             "run": "tiny",
             "policy_version": 12,
@@ -104,7 +119,10 @@ class FakeService:
 
         @app.get("/v1/models")
         async def models() -> Json:
-            return {"object": "list", "data": [{"id": name, "object": "model", "owned_by": "d1"} for name in self.models]}
+            return {
+                "object": "list",
+                "data": [{"id": name, "object": "model", "owned_by": "d1"} for name in self.models],
+            }
 
         @app.post("/v1/chat/completions")
         @app.post("/v1/completions")
@@ -122,7 +140,11 @@ class FakeService:
 
     async def _stream(self, body: Json) -> AsyncIterator[str]:
         canvases = self.answers.get(body["model"]) or self.answers["policy"]
-        about = {"id": "cmpl-1", "model": body["model"], "policy_version": 1 if body["model"] == "base" else self.policy["policy_version"]}
+        about = {
+            "id": "cmpl-1",
+            "model": body["model"],
+            "policy_version": 1 if body["model"] == "base" else self.policy["policy_version"],
+        }
         sent = 0
         try:
             for sent, canvas in enumerate(canvases):
@@ -142,8 +164,17 @@ class FakeService:
             raise
         num_slots = len(canvases[-1]["slots"])
         num_forwards = len(canvases) - 1
-        diffusion = {"num_forwards": num_forwards, "num_blocks": 1, "tokens_per_forward": num_slots / max(1, num_forwards)}
-        usage = {"prompt_tokens": 9, "completion_tokens": num_slots, "total_tokens": 9 + num_slots, "diffusion": diffusion}
+        diffusion = {
+            "num_forwards": num_forwards,
+            "num_blocks": 1,
+            "tokens_per_forward": num_slots / max(1, num_forwards),
+        }
+        usage = {
+            "prompt_tokens": 9,
+            "completion_tokens": num_slots,
+            "total_tokens": 9 + num_slots,
+            "diffusion": diffusion,
+        }
         yield _data({**about, "choices": [], "usage": usage})
         yield "data: [DONE]\n\n"
 

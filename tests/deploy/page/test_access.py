@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import pytest
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import Page, expect
 
-from tests.deploy.page.fake_service import FakeService, evaluation_event, round_event
-from tests.deploy.page.test_run import SAMPLE
+from tests.deploy.page.fake_service import SAMPLE, FakeService, evaluation_event, round_event
 
-pytest.importorskip("playwright.sync_api", reason="needs playwright: make setup")
-axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="needs axe-playwright-python: make setup")
-from playwright.sync_api import expect
-
-if TYPE_CHECKING:
-    from playwright.sync_api import Page
-
-Open = Callable[..., "Page"]
+Open = Callable[..., Page]
 SIZES = {"desktop": {"width": 1180, "height": 800}, "phone": {"width": 360, "height": 740}}
 RULES = {"runOnly": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]}
 
 
 def _violations(page: Page) -> list[str]:
-    found = axe.Axe().run(page, options=RULES).response["violations"]
+    found = Axe().run(page, options=RULES).response["violations"]
     return [f"{each['id']}: {node['html']} {node['failureSummary']}" for each in found for node in each["nodes"]]
 
 

@@ -4,20 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import pytest
+from playwright.sync_api import Locator, Page, expect
 
-from tests.deploy.page.conftest import STEPS, TEXTS
-from tests.deploy.page.fake_service import KEY, OPEN, FakeService, frames
+from tests.deploy.page.fake_service import KEY, OPEN, STEPS, TEXTS, FakeService, frames
 
-pytest.importorskip("playwright.sync_api", reason="needs playwright: make setup")
-from playwright.sync_api import expect
-
-if TYPE_CHECKING:
-    from playwright.sync_api import Locator, Page
-
-Open = Callable[..., "Page"]
+Open = Callable[..., Page]
 SENTENCE = "".join(TEXTS)
 NUM_STEPS = max(STEPS) + 1
 NETWORK = "console: Failed to load resource"
@@ -191,7 +184,14 @@ def test_only_options_that_were_filled_in_are_sent(open_page: Open, service: Fak
     _ask(page, "one")
     _expect_done(page)
     page.locator("#options summary").click()
-    given = {"temperature": "0.5", "max_tokens": "64", "steps": "8", "block_length": "16", "threshold": "0.9", "seed": "0"}
+    given = {
+        "temperature": "0.5",
+        "max_tokens": "64",
+        "steps": "8",
+        "block_length": "16",
+        "threshold": "0.9",
+        "seed": "0",
+    }
     for name, value in given.items():
         page.fill(f"#{name}", value)
     page.select_option("#format", "text")

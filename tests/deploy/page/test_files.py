@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import tomllib
 from importlib.resources import files
 from pathlib import Path
 
@@ -36,7 +37,9 @@ def test_the_policy_allows_nothing_from_elsewhere_and_nothing_inline() -> None:
     rules = dict(rule.split(" ", 1) for rule in HEADERS["content-security-policy"].split("; "))
     assert rules["default-src"] == "'none'"
     assert all("unsafe" not in value and "http" not in value and "*" not in value for value in rules.values())
-    assert {"base-uri", "form-action", "frame-ancestors"} <= {name for name, value in rules.items() if value == "'none'"}
+    assert {"base-uri", "form-action", "frame-ancestors"} <= {
+        name for name, value in rules.items() if value == "'none'"
+    }
 
 
 @pytest.mark.parametrize(
@@ -93,3 +96,10 @@ def test_what_others_wrote_is_unchanged() -> None:
     assert set(digests) == {path.name for path in (FOLDER / "vendor").glob("uPlot*.*s")}
     for name, digest in digests.items():
         assert hashlib.sha256((FOLDER / "vendor" / name).read_bytes()).hexdigest() == digest
+
+
+def test_an_installed_d1_has_the_files() -> None:
+    pyproject = tomllib.loads((FOLDER.parents[1] / "pyproject.toml").read_text(encoding="utf-8"))
+    patterns = pyproject["tool"]["setuptools"]["package-data"]["deploy.page"]
+    packaged = {str(path.relative_to(FOLDER)) for pattern in patterns for path in FOLDER.glob(pattern)}
+    assert {"index.html", "vendor/uPlot.LICENSE", *ASSETS} <= packaged

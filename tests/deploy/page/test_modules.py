@@ -5,21 +5,17 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
+from playwright.sync_api import Page
 
 from deploy.history import moving_mean, read_history
 from deploy.printing import duration, printable
 from rollout.score import Score
-from tests.deploy.page.fake_service import evaluation_event, round_event
+from tests.deploy.page.fake_service import STEPS, TEXTS, evaluation_event, frames, round_event
 
-pytest.importorskip("playwright.sync_api", reason="needs playwright: make setup")
-
-if TYPE_CHECKING:
-    from playwright.sync_api import Page
-
-Open = Callable[..., "Page"]
+Open = Callable[..., Page]
 
 
 @pytest.fixture
@@ -49,11 +45,28 @@ def _slow_events(text: str) -> list[dict[str, str]]:
 
 def test_events_are_parsed_alike_however_the_text_is_cut(page: Page) -> None:
     draw = random.Random(0)
-    alphabet = ["data: a", "data:b", "data", "event: x", "id: 7", ": ping", "retry: 1", "", "", "\r", "\n", "\r\n", "😀"]
-    texts = ["".join(draw.choice(alphabet) + draw.choice(["\n", "\r\n", "\r"]) for _ in range(40)) + "\n" for _ in range(60)]
+    alphabet = [
+        "data: a",
+        "data:b",
+        "data",
+        "event: x",
+        "id: 7",
+        ": ping",
+        "retry: 1",
+        "",
+        "",
+        "\r",
+        "\n",
+        "\r\n",
+        "😀",
+    ]
+    texts = [
+        "".join(draw.choice(alphabet) + draw.choice(["\n", "\r\n", "\r"]) for _ in range(40)) + "\n" for _ in range(60)
+    ]
     cuts = [sorted(draw.choices(range(len(text) + 1), k=8)) for text in texts]
     pieces = [
-        [text[a:b] for a, b in zip([0, *cut], [*cut, len(text)], strict=True)] for text, cut in zip(texts, cuts, strict=True)
+        [text[a:b] for a, b in zip([0, *cut], [*cut, len(text)], strict=True)]
+        for text, cut in zip(texts, cuts, strict=True)
     ]
     found = page.evaluate(
         """async (texts) => {
@@ -82,7 +95,9 @@ def test_a_history_is_what_the_reports_have(page: Page) -> None:
         elif kind == "evaluation":
             events.append(evaluation_event(draw.choice(["round", "sft", "rl"]), 60.0 + at, draw.randrange(1000), at))
         elif kind == "sft":
-            events.append({"event": "sft", "time_s": 1.0, "phase": draw.choice(["sft", "control"]), "step": at, "loss": 1.0})
+            events.append(
+                {"event": "sft", "time_s": 1.0, "phase": draw.choice(["sft", "control"]), "step": at, "loss": 1.0}
+            )
         elif kind == "phase":
             events.append({"event": "phase", "time_s": 1.0, "phase": draw.choice(["sft", "control"]), "num_steps": 9})
         else:
@@ -171,3 +186,19 @@ def test_a_player_goes_along_at_the_end_alone(page: Page) -> None:
         [8, playing],
         [8, paused],
     ]
+
+
+def test_a_recording_keeps_equal_slots_once_and_no_frame_twice(page: Page) -> None:
+    chunks = frames(TEXTS, STEPS)
+    found = page.evaluate(
+        """async (chunks) => {
+          const { Recording } = await import("/assets/recording.js");
+          const recording = new Recording();
+          [...chunks, chunks.at(-1)].forEach((chunk) => recording.add(structuredClone(chunk)));
+          const all = recording.frames.flatMap((frame) => frame.slots);
+          return [recording.frames.length, new Set(all).size, recording.text, recording.at(99).step, recording.numSteps];
+        }""",
+        chunks,
+    )
+    # A slot is masked once and committed once.
+    assert found == [len(chunks), 2 * len(TEXTS), "".join(TEXTS), max(STEPS) + 1, max(STEPS) + 1]

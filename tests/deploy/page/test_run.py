@@ -3,33 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
-import pytest
+from playwright.sync_api import Locator, Page, expect
 
-from tests.deploy.page.fake_service import FakeService, evaluation_event, round_event
+from tests.deploy.page.fake_service import SAMPLE, FakeService, evaluation_event, round_event
 
-pytest.importorskip("playwright.sync_api", reason="needs playwright: make setup")
-from playwright.sync_api import expect
-
-if TYPE_CHECKING:
-    from playwright.sync_api import Locator, Page
-
-Open = Callable[..., "Page"]
+Open = Callable[..., Page]
 CURVES = ("reward", "accuracy", "kl", "staleness", "throughput", "sft")
 NETWORK = "console: Failed to load resource"
-SAMPLE = {
-    "round": 4,
-    "policy_version": 5,
-    "problem_id": "sudoku/1",
-    "prompt": "1230",
-    "completion": "<answer>1234</answer>",
-    "reward": 0.75,
-    "reward_parts": {"cells": 0.5, "format": 0.25},
-    "correct": False,
-    "outcome": "graded",
-    "step_map": [0, 1, 2],
-}
 
 
 def _plot(page: Page, name: str) -> Locator:
@@ -100,7 +81,7 @@ def test_a_number_that_is_missing_is_a_gap(open_page: Open, service: FakeService
     page = open_page("/#run")
     expect(_plot(page, "kl")).to_have_attribute("data-points", "4")
     page.locator(".numbers summary").click()
-    expect(page.locator("#round-table tbody tr").nth(1)).to_contain_text("–")
+    expect(page.locator("#round-table tbody tr").nth(1)).to_contain_text("\u2013")
 
 
 def test_samples_show_the_parts_of_their_reward(open_page: Open, service: FakeService) -> None:
