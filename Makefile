@@ -13,7 +13,7 @@ STAMP := $(VENV)/.installed
 VLLM := .venv-vllm
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-vllm check fmt docs up constraints bubblewrap
+.PHONY: help setup train test test-vllm check fmt docs up constraints bubblewrap chromium
 
 help: ## Say what there is.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -23,7 +23,7 @@ setup: $(STAMP) bubblewrap ## Make .venv and install d1 with everything that its
 train: $(STAMP) ## Train a tiny policy here: RUN=name of the run, ARGS="learner.lr=1e-4 --serve".
 	$(BIN)/d1 train recipes/tiny.yaml name=$(RUN) $(ARGS)
 
-test: $(STAMP) bubblewrap ## Run the tests: ARGS="tests/rewards -k sudoku" for some of them.
+test: $(STAMP) bubblewrap chromium ## Run the tests: ARGS="tests/rewards -k sudoku" for some of them.
 	$(BIN)/pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder $(ARGS)
 
 test-vllm: $(STAMP) $(VLLM)/.installed ## Run the tests against a vLLM server on this machine's CPU; the first time takes 4 GB.
@@ -50,6 +50,13 @@ bubblewrap:
 		[ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && echo 'Installing bubblewrap.' && \
 		apt-get update -qq && apt-get install -qq --yes --no-install-recommends bubblewrap >/dev/null; } || \
 		echo 'bubblewrap is missing: without it no code is graded; on Debian: apt install bubblewrap' >&2
+
+# The page is tested in it.
+chromium:
+	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null || { \
+		[ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && echo 'Installing Chromium.' && \
+		apt-get update -qq && apt-get install -qq --yes --no-install-recommends chromium >/dev/null; } || \
+		echo 'Chromium is missing: the tests of the page are skipped; on Debian: apt install chromium' >&2
 
 constraints: $(STAMP) ## Take the newest versions that pyproject.toml allows into .venv and constraints.txt.
 	$(BIN)/pip install --upgrade --upgrade-strategy eager --editable '.[dev]'

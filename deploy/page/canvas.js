@@ -1,0 +1,222 @@
+// One completion's canvas: a slot for each token, masked or committed, coloured by when or by how surely.
+
+import { make, shortened, visible } from "./dom.js";
+import { percent } from "./numbers.js";
+import { shadeOf } from "./scale.js";
+
+const MAX_SLOT_CHARS = 20_000;
+const MAX_TIP_CHARS = 60;
+
+/** A listbox of slots: arrow keys walk through it, and pointer or focus shows a slot's step and confidence. */
+export class CanvasView {
+  #frame = null;
+  #recording = null;
+  #colourBy = "step";
+  #numSteps = 1;
+  #spans = [];
+  #active = 0;
+  #id;
+  #tip;
+
+  /** `tip` is the one element that shows what is known of a slot. */
+  constructor(id, name, tip) {
+    this.#id = id;
+    this.#tip = tip;
+    this.element = make("div", { class: "canvas", id, role: "listbox", tabindex: "0", "aria-label": name, "aria-orientation": "horizontal", dir: "ltr" });
+    this.element.addEventListener("keydown", (event) => this.#walk(event));
+    this.element.addEventListener("focus", () => this.element.matches(":focus-visible") && this.#activate(this.#active));
+    this.element.addEventListener("blur", () => this.#leave());
+    this.element.addEventListener("pointerover", (event) => this.#point(event));
+    this.element.addEventListener("pointerdown", (event) => this.#point(event));
+    this.element.addEventListener("pointerleave", (event) => event.pointerType === "mouse" && this.#leave());
+    this.element.addEventListener("scroll", () => this.#leave());
+  }
+
+  set colourBy(value) {
+    this.#colourBy = value;
+    if (this.#frame !== null) {
+      this.#draw(this.#frame, true);
+    }
+  }
+
+  /** Show the frame of a recording at a position. */
+  show(recording, position) {
+    const frame = recording.at(position);
+    const isSameScale = recording === this.#recording && recording.numSteps === this.#numSteps;
+    this.#recording = recording;
+    this.#numSteps = recording.numSteps;
+    if (frame !== null && (frame !== this.#frame || !isSameScale)) {
+      this.#draw(frame, !isSameScale);
+    }
+  }
+
+  #draw(frame, isAll) {
+    const before = this.#frame?.slots ?? [];
+    this.#frame = frame;
+    while (this.#spans.length > frame.slots.length) {
+      this.#spans.pop().remove();
+    }
+    while (this.#spans.length < frame.slots.length) {
+      const span = make("span", { id: `${this.#id}-${this.#spans.length}`, role: "option", "aria-selected": "false" });
+      span.dataset.slot = this.#spans.length;
+      this.#spans.push(span);
+      this.element.append(span);
+    }
+    frame.slots.forEach((slot, index) => {
+      if (isAll || slot !== before[index]) {
+        this.#paint(this.#spans[index], slot, before[index]);
+      }
+    });
+    this.#active = Math.min(this.#active, Math.max(0, frame.slots.length - 1));
+    this.#refreshTip();
+  }
+
+  #paint(span, slot, before) {
+    const isNew = before?.masked === true && !slot.masked;
+    span.className = slot.masked ? "slot masked" : `slot ${this.#shade(slot)}${slot.text === "" ? " empty" : ""}${isNew ? " new" : ""}`;
+    span.textContent = slot.masked ? "" : shortened(slot.text, MAX_SLOT_CHARS).replaceAll("\n", "↵\n");
+    span.setAttribute("aria-label", this.#describe(Number(span.dataset.slot)));
+  }
+
+  #shade(slot) {
+    const share = this.#colourBy === "step" ? slot.step / Math.max(1, this.#numSteps - 1) : slot.confidence;
+    return typeof share === "number" ? shadeOf(share) : "shade-none";
+  }
+
+  #describe(index) {
+    const slot = this.#frame.slots[index];
+    if (slot.masked) {
+      return `Slot ${index + 1}: masked`;
+    }
+    const text = slot.text === "" ? "no text" : shortened(slot.text, MAX_TIP_CHARS).replaceAll("\n", "↵");
+    return `Slot ${index + 1}: ${text}, step ${slot.step + 1}, confidence ${percent(slot.confidence)}`;
+  }
+
+  #walk(event) {
+    const last = this.#spans.length - 1;
+    const targets = {
+      ArrowRight: this.#active + 1,
+      ArrowLeft: this.#active - 1,
+      ArrowDown: this.#below(1),
+      ArrowUp: this.#below(-1),
+      Home: 0,
+      End: last,
+    };
+    if (event.key === "Escape") {
+      this.#leave();
+    } else if (event.key in targets && last >= 0 && !event.altKey && !event.ctrlKey && !event.metaKey) {
+      event.preventDefault();
+      this.#activate(Math.max(0, Math.min(last, targets[event.key])));
+    }
+  }
+
+  /** The nearest slot on the next line, up (-1) or down (1). */
+  #below(direction) {
+    const from = this.#spans[this.#active]?.getBoundingClientRect();
+    if (!from) {
+      return 0;
+    }
+    let best = this.#active;
+    let line = null;
+    let distance = Infinity;
+    for (let index = this.#active + direction; index >= 0 && index < this.#spans.length; index += direction) {
+      const place = this.#spans[index].getBoundingClientRect();
+      const isOther = direction > 0 ? place.top >= from.bottom - 2 : place.bottom <= from.top + 2;
+      if (!isOther) {
+        continue;
+      }
+      line ??= place.top;
+      if (Math.abs(place.top - line) > from.height / 2) {
+        break;
+      }
+      if (Math.abs(place.left - from.left) < distance) {
+        distance = Math.abs(place.left - from.left);
+        best = index;
+      }
+    }
+    return best;
+  }
+
+  #activate(index) {
+    this.#clearActive();
+    const span = this.#spans[index];
+    if (!span) {
+      return;
+    }
+    this.#active = index;
+    span.setAttribute("aria-selected", "true");
+    span.classList.add("active");
+    this.element.setAttribute("aria-activedescendant", span.id);
+    span.scrollIntoView({ block: "nearest" });
+    this.#showTip(span);
+  }
+
+  #point(event) {
+    const span = event.target.closest(".slot");
+    if (span) {
+      this.#clearActive();
+      this.#active = Number(span.dataset.slot);
+      this.#showTip(span);
+    }
+  }
+
+  #leave() {
+    this.#clearActive();
+    this.#tip.hide(this);
+  }
+
+  #clearActive() {
+    for (const span of this.element.querySelectorAll(".active")) {
+      span.classList.remove("active");
+      span.setAttribute("aria-selected", "false");
+    }
+    this.element.removeAttribute("aria-activedescendant");
+  }
+
+  #refreshTip() {
+    if (this.#tip.owner === this && this.#spans[this.#active]) {
+      this.#showTip(this.#spans[this.#active]);
+    }
+  }
+
+  #showTip(span) {
+    const index = Number(span.dataset.slot);
+    const slot = this.#frame.slots[index];
+    const text = slot.masked ? "masked" : slot.text === "" ? "no text" : shortened(slot.text, MAX_TIP_CHARS).replaceAll("\n", "↵");
+    const facts = slot.masked ? [] : [["step", `${slot.step + 1} of ${this.#numSteps}`], ["confidence", percent(slot.confidence)]];
+    this.#tip.show(this, span, text, [["slot", `${index + 1} of ${this.#spans.length}`], ...facts]);
+  }
+}
+
+/** What is known of the slot under the pointer or the focus. Screen readers have it as the slot's name. */
+export class Tip {
+  owner = null;
+
+  constructor() {
+    this.element = make("div", { class: "tip", "aria-hidden": "true", hidden: true });
+    document.body.append(this.element);
+    window.addEventListener("scroll", () => this.hide(this.owner), { passive: true });
+  }
+
+  show(owner, anchor, text, facts) {
+    this.owner = owner;
+    this.element.replaceChildren(
+      make("span", { class: "tip-text" }, visible(text)),
+      ...facts.map(([name, value]) => make("span", {}, `${name} `, make("b", {}, value))),
+    );
+    this.element.hidden = false;
+    const place = anchor.getClientRects()[0] ?? anchor.getBoundingClientRect();
+    const { width, height } = this.element.getBoundingClientRect();
+    const left = Math.max(8, Math.min(place.left, document.documentElement.clientWidth - width - 8));
+    const top = place.top - height - 8 < 0 ? place.bottom + 8 : place.top - height - 8;
+    this.element.style.left = `${left}px`;
+    this.element.style.top = `${top}px`;
+  }
+
+  hide(owner) {
+    if (this.owner === owner) {
+      this.owner = null;
+      this.element.hidden = true;
+    }
+  }
+}

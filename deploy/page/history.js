@@ -1,0 +1,80 @@
+// A run's events, put in order, as deploy/history.py does it. They arrive a few at a time.
+
+/** What a run has come to. What a resumed run repeated counts once, as it was the last time. */
+export class RunHistory {
+  name = "";
+  phase = "";
+  isDone = false;
+  seconds = 0;
+  numFailures = 0;
+  /** The `round` events by round, ascending. */
+  rounds = new Map();
+  /** The `sft` events by phase, and their held-out losses. */
+  steps = new Map();
+  sftLosses = new Map();
+  planned = new Map();
+  evaluations = [];
+  #lastRound = null;
+
+  /** Take one line of metrics.jsonl. */
+  add(event) {
+    this.isDone = event.event === "done";
+    this.seconds = event.time_s ?? this.seconds;
+    switch (event.event) {
+      case "run":
+        this.name = event.name;
+        break;
+      case "phase":
+        this.phase = event.phase;
+        this.planned.set(event.phase, event.num_steps);
+        this.steps.delete(event.phase);
+        this.sftLosses.delete(event.phase);
+        break;
+      case "sft":
+        append(this.steps, event.phase, event);
+        break;
+      case "sft_eval":
+        append(this.sftLosses, event.phase, event);
+        break;
+      case "round":
+        this.#addRound(event);
+        break;
+      case "evaluation":
+        this.evaluations.push(event);
+        break;
+      case "failure":
+        this.numFailures += 1;
+        break;
+      default:
+        break;
+    }
+  }
+
+  /** A number of every round, in order; null where a round has none. */
+  series(key) {
+    return [...this.rounds.values()].map((event) => (Number.isFinite(event[key]) ? event[key] : null));
+  }
+
+  get lastRound() {
+    return this.#lastRound;
+  }
+
+  /** A run that was resumed from a checkpoint goes through the rounds after it again. */
+  #addRound(event) {
+    if (this.#lastRound !== null && this.#lastRound.round >= event.round) {
+      for (const done of [...this.rounds.keys()].filter((index) => index >= event.round)) {
+        this.rounds.delete(done);
+      }
+    }
+    this.evaluations = this.evaluations.filter((item) => item.label !== "round" || item.round <= event.round);
+    this.rounds.set(event.round, event);
+    this.#lastRound = event;
+  }
+}
+
+function append(lists, name, item) {
+  if (!lists.has(name)) {
+    lists.set(name, []);
+  }
+  lists.get(name).push(item);
+}

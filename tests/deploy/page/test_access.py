@@ -1,0 +1,105 @@
+"""What everyone can use: axe-core's rules, small screens, less motion."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import Page, expect
+
+from tests.deploy.page.fake_service import SAMPLE, FakeService, evaluation_event, round_event
+
+Open = Callable[..., Page]
+SIZES = {"desktop": {"width": 1180, "height": 800}, "phone": {"width": 360, "height": 740}}
+RULES = {"runOnly": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]}
+
+
+def _violations(page: Page) -> list[str]:
+    found = Axe().run(page, options=RULES).response["violations"]
+    return [f"{each['id']}: {node['html']} {node['failureSummary']}" for each in found for node in each["nodes"]]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("size", SIZES)
+def test_axe_finds_nothing_to_mend(open_page: Open, service: FakeService, scheme: str, size: str) -> None:
+    service.events = [evaluation_event("sft", 30.0, 87), *map(round_event, range(4))]
+    service.samples = [SAMPLE, {**SAMPLE, "correct": True, "completion": "line\n" * 40}]
+    service.pools["replicas"] = [
+        {"id": "one", "policy_version": 12, "healthy": True, "running": 3, "waiting": 0},
+        {"id": "two", "policy_version": 11, "healthy": False, "running": 0, "waiting": 4},
+    ]
+    service.policy_events = [("refused", {"version": 13, "round": 12, "time_s": 72.0, "why": "bad checksum"})]
+    service.allowed = 3
+    page = open_page(color_scheme=scheme, viewport=SIZES[size])
+    page.click("#key-toggle")
+    page.locator("#options summary").click()
+    page.check("#compare")
+    page.fill("#prompt", "What is 2 + 3?")
+    page.click("#ask")
+    expect(page.locator("#where")).to_contain_text("step 2")
+    assert _violations(page) == []
+    service.allowed = 10
+    expect(page.locator(".state").last).to_contain_text("complete")
+    page.locator("#canvas-1 .slot").first.hover()
+    assert _violations(page) == []
+    page.click("#nav-run")
+    page.locator(".numbers summary").click()
+    expect(page.locator("#plot-reward")).to_have_attribute("data-points", "4")
+    assert _violations(page) == []
+
+
+@pytest.mark.parametrize("width", [320, 360, 768])
+def test_nothing_is_wider_than_the_screen(open_page: Open, service: FakeService, width: int) -> None:
+    service.events = [evaluation_event("sft", 30.0, 87), *map(round_event, range(4))]
+    service.samples = [SAMPLE]
+    page = open_page(viewport={"width": width, "height": 740})
+    page.check("#compare")
+    page.locator("#options summary").click()
+    page.fill("#prompt", "What is 2 + 3?")
+    page.click("#ask")
+    expect(page.locator(".state").last).to_contain_text("complete")
+    _fits(page)
+    page.click("#key-toggle")
+    _fits(page)
+    page.click("#nav-run")
+    expect(page.locator("#plot-reward")).to_have_attribute("data-points", "4")
+    page.locator(".numbers summary").click()
+    _fits(page)
+
+
+def _fits(page: Page) -> None:
+    width, inner = page.evaluate("[document.documentElement.scrollWidth, innerWidth]")
+    assert width <= inner
+
+
+@pytest.mark.parametrize(("motion", "animation"), [("reduce", "none"), ("no-preference", "commit")])
+def test_slots_fade_in_only_where_motion_is_welcome(
+    open_page: Open, service: FakeService, motion: str, animation: str
+) -> None:
+    service.allowed = 1
+    page = open_page(reduced_motion=motion)
+    page.fill("#prompt", "x")
+    page.click("#ask")
+    expect(page.locator("#canvas-0 .masked").first).to_be_visible()
+    service.allowed = 2
+    new = page.locator("#canvas-0 .slot.new").first
+    expect(new).to_be_visible()
+    assert new.evaluate("element => getComputedStyle(element).animationName") == animation
+
+
+def test_the_views_have_landmarks_headings_and_titles(open_page: Open) -> None:
+    page = open_page()
+    for role in ("banner", "navigation", "main"):
+        expect(page.get_by_role(role)).to_have_count(1)
+    expect(page).to_have_title("Ask · d1")
+    expect(page.get_by_role("heading", level=1)).to_have_count(1)
+    page.click("#nav-run")
+    expect(page).to_have_title("Run · d1")
+    expect(page.get_by_role("heading", level=1)).to_have_count(1)
+    expect(page.locator("#nav-run")).to_have_attribute("aria-current", "page")
+    page.reload()
+    page.keyboard.press("Tab")
+    expect(page.locator(".skip")).to_be_focused()
+    page.keyboard.press("Enter")
+    expect(page.locator("#content")).to_be_focused()

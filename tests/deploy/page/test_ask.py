@@ -1,0 +1,416 @@
+"""The view that asks, in a browser."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+from playwright.sync_api import Locator, Page, expect
+
+from tests.deploy.page.fake_service import KEY, OPEN, STEPS, TEXTS, FakeService, frames
+
+Open = Callable[..., Page]
+SENTENCE = "".join(TEXTS)
+NUM_STEPS = max(STEPS) + 1
+NETWORK = "console: Failed to load resource"
+
+
+def _ask(page: Page, prompt: str = "What is 2 + 3?") -> None:
+    page.fill("#prompt", prompt)
+    page.click("#ask")
+
+
+def _canvas(page: Page, index: int = 0) -> Locator:
+    return page.locator(f"#canvas-{index}")
+
+
+def _expect_done(page: Page, index: int = 0) -> None:
+    expect(page.locator(".column").nth(index).locator(".state")).to_contain_text("complete")
+
+
+def test_a_completion_is_seen_to_fill_in_slot_by_slot(open_page: Open, service: FakeService) -> None:
+    service.allowed = 1
+    page = open_page()
+    _ask(page)
+    masked = _canvas(page).locator(".slot.masked")
+    expect(masked).to_have_count(len(TEXTS))
+    for done in range(1, NUM_STEPS + 1):
+        service.allowed = done + 1
+        expect(masked).to_have_count(sum(step >= done for step in STEPS))
+        expect(page.locator("#where")).to_have_text(f"step {done} of {NUM_STEPS}")
+    _expect_done(page)
+    expect(_canvas(page)).to_have_text(SENTENCE)
+    expect(page.locator(".usage")).to_have_text(f"{NUM_STEPS} forwards · 9 tokens · 1.8 tokens per forward")
+    expect(page.locator(".column h3")).to_have_text("policy · version 12")
+
+
+def test_a_slot_is_committed_on_the_screen_at_once_and_stays_the_same_element(
+    open_page: Open, service: FakeService
+) -> None:
+    service.allowed = 2
+    page = open_page()
+    _ask(page)
+    first = _canvas(page).locator(".slot:not(.masked)").first
+    expect(first).to_have_text(" of")
+    handle = first.element_handle()
+    service.allowed = OPEN
+    _expect_done(page)
+    assert handle.evaluate("element => element.isConnected && element.textContent") == " of"
+
+
+def test_paused_the_canvas_stays_while_frames_come_and_play_goes_on_to_the_newest(
+    open_page: Open, service: FakeService
+) -> None:
+    service.allowed = 2
+    page = open_page()
+    _ask(page)
+    expect(page.locator("#where")).to_have_text(f"step 1 of {NUM_STEPS}")
+    page.click("#play")
+    expect(page.locator("#play")).to_have_accessible_name("Play")
+    service.allowed = OPEN
+    _expect_done(page)
+    expect(page.locator("#where")).to_have_text(f"step 1 of {NUM_STEPS}")
+    expect(_canvas(page).locator(".slot.masked")).to_have_count(sum(step >= 1 for step in STEPS))
+    page.click("#play")
+    expect(page.locator("#where")).to_have_text(f"step {NUM_STEPS} of {NUM_STEPS}")
+    expect(page.locator("#play")).to_have_accessible_name("Play")
+
+
+def test_a_recording_is_stepped_back_and_forward_and_replayed(open_page: Open) -> None:
+    page = open_page()
+    _ask(page)
+    _expect_done(page)
+    where, masked = page.locator("#where"), _canvas(page).locator(".slot.masked")
+    expect(page.locator("#forward")).to_be_disabled()
+    page.click("#back")
+    expect(where).to_have_text(f"step {NUM_STEPS - 1} of {NUM_STEPS}")
+    expect(masked).to_have_count(1)
+    page.click("#forward")
+    expect(masked).to_have_count(0)
+    page.locator("#position").fill("0")
+    expect(where).to_have_text(f"step 0 of {NUM_STEPS}")
+    expect(masked).to_have_count(len(TEXTS))
+    expect(page.locator("#back")).to_be_disabled()
+    page.click("#play")
+    expect(masked).to_have_count(0)
+    page.click("#play")
+    expect(page.locator("#play")).to_have_accessible_name("Pause")
+    expect(where).to_have_text(f"step {NUM_STEPS} of {NUM_STEPS}")
+
+
+def test_hover_and_focus_show_step_and_confidence(open_page: Open) -> None:
+    page = open_page()
+    _ask(page)
+    _expect_done(page)
+    tip = page.locator(".tip")
+    expect(tip).to_be_hidden()
+    _canvas(page).locator(".slot").nth(1).hover()
+    expect(tip).to_contain_text("slot 2 of 9")
+    expect(tip).to_contain_text("step 3 of 5")
+    expect(tip).to_contain_text("confidence 92.0 %")
+    page.mouse.move(0, 0)
+    expect(tip).to_be_hidden()
+    page.focus(".column footer button")
+    page.keyboard.press("Shift+Tab")
+    expect(_canvas(page)).to_be_focused()
+    page.keyboard.press("End")
+    expect(tip).to_contain_text("slot 9 of 9")
+    page.keyboard.press("ArrowLeft")
+    expect(tip).to_contain_text("slot 8 of 9")
+    active = _canvas(page).get_attribute("aria-activedescendant")
+    expect(page.locator(f"#{active}")).to_have_accessible_name("Slot 8:  5, step 4, confidence 50.0 %")
+    page.keyboard.press("Escape")
+    expect(tip).to_be_hidden()
+
+
+def test_colours_follow_step_or_confidence(open_page: Open, service: FakeService) -> None:
+    texts, steps = ("a", "b"), (0, 9)
+    service.answers["policy"] = frames(texts, steps)
+    for frame in service.answers["policy"]:
+        for slot, confidence in zip(frame["slots"], (0.05, 0.55), strict=True):
+            slot["confidence"] = None if slot["masked"] else confidence
+    page = open_page()
+    _ask(page)
+    _expect_done(page)
+    first, last = _canvas(page).locator(".slot").nth(0), _canvas(page).locator(".slot").nth(1)
+    expect(first).to_have_class(re.compile(r"shade-0\b"))
+    expect(last).to_have_class(re.compile(r"shade-9\b"))
+    page.check("[name=colour][value=confidence]")
+    expect(first).to_have_class(re.compile(r"shade-0\b"))
+    expect(last).to_have_class(re.compile(r"shade-5\b"))
+    expect(page.locator(".scale")).to_have_text("0 %100 %")
+
+
+def test_base_and_policy_are_asked_the_same_and_shown_beside_each_other(open_page: Open, service: FakeService) -> None:
+    service.answers["base"] = frames(("No", " idea"), (0, 1))
+    page = open_page()
+    page.check("#compare")
+    page.locator("#options summary").click()
+    page.fill("#seed", "7")
+    _ask(page)
+    _expect_done(page, 0)
+    _expect_done(page, 1)
+    expect(page.locator(".column h3")).to_have_text(["base · version 1", "policy · version 12"])
+    expect(_canvas(page, 0)).to_have_text("No idea")
+    expect(_canvas(page, 1)).to_have_text(SENTENCE)
+    boxes = [page.locator(".column").nth(index).bounding_box() for index in (0, 1)]
+    assert boxes[0]["y"] == boxes[1]["y"]
+    assert boxes[0]["x"] + boxes[0]["width"] < boxes[1]["x"]
+    asked = sorted(service.requests, key=lambda body: body["model"])
+    assert [body.pop("model") for body in asked] == ["base", "policy"]
+    assert asked[0] == asked[1]
+    assert asked[0]["seed"] == 7
+    page.locator("#position").fill("1")
+    expect(_canvas(page, 0).locator(".masked")).to_have_count(1)
+    expect(_canvas(page, 1).locator(".masked")).to_have_count(sum(step >= 1 for step in STEPS))
+
+
+def test_the_picker_offers_the_services_models_and_follows_them(open_page: Open, service: FakeService) -> None:
+    page = open_page()
+    options = page.locator("#model option")
+    expect(options).to_have_text(["policy (newest)", "base", "version 12", "version 11"])
+    page.select_option("#model", "policy@v000011")
+    service.models.insert(1, "policy@v000013")
+    service.policy_events.append(("serving", {"version": 13, "round": 12, "time_s": 70.0}))
+    expect(options).to_have_text(["policy (newest)", "base", "version 13", "version 12", "version 11"])
+    _ask(page)
+    _expect_done(page)
+    assert service.requests[0]["model"] == "policy@v000011"
+
+
+def test_only_options_that_were_filled_in_are_sent(open_page: Open, service: FakeService) -> None:
+    page = open_page()
+    _ask(page, "one")
+    _expect_done(page)
+    page.locator("#options summary").click()
+    given = {
+        "temperature": "0.5",
+        "max_tokens": "64",
+        "steps": "8",
+        "block_length": "16",
+        "threshold": "0.9",
+        "seed": "0",
+    }
+    for name, value in given.items():
+        page.fill(f"#{name}", value)
+    page.select_option("#format", "text")
+    _ask(page, "two")
+    _expect_done(page)
+    common = {"model": "policy", "stream": True, "stream_options": {"include_usage": True}}
+    assert service.requests == [
+        {
+            "path": "/v1/chat/completions",
+            "messages": [{"role": "user", "content": "one"}],
+            "diffusion": {"stream": "canvas"},
+            **common,
+        },
+        {
+            "path": "/v1/completions",
+            "prompt": "two",
+            "temperature": 0.5,
+            "max_tokens": 64,
+            "seed": 0,
+            "diffusion": {"stream": "canvas", "steps": 8, "block_length": 16, "threshold": 0.9},
+            **common,
+        },
+    ]
+
+
+def test_what_cannot_be_sent_is_said_before_it_is(open_page: Open, service: FakeService) -> None:
+    page = open_page()
+    _ask(page, "  ")
+    expect(page.locator("#ask-error")).to_have_text("The prompt is empty.")
+    page.locator("#options summary").click()
+    page.fill("#threshold", "2")
+    page.locator("#options summary").click()
+    _ask(page)
+    expect(page.locator("#ask-error")).to_contain_text("Threshold: ")
+    expect(page.locator("#threshold")).to_be_focused()
+    assert service.requests == []
+
+
+@pytest.mark.parametrize(
+    ("event", "said"),
+    [
+        (None, "The stream ended before the answer was complete."),
+        ({"message": "Its replica died.", "type": "server_error"}, "The service broke off. Its replica died."),
+    ],
+)
+def test_a_stream_that_breaks_is_an_error_beside_what_came(
+    open_page: Open, service: FakeService, event: dict[str, str] | None, said: str
+) -> None:
+    service.breaks_after, service.breaks_with = 3, event
+    page = open_page()
+    _ask(page)
+    alert = page.locator(".column [role=alert]")
+    expect(alert).to_have_text(f"{said} What you see is not the whole answer.")
+    expect(page.locator(".state")).to_contain_text("broken")
+    expect(_canvas(page).locator(".slot:not(.masked)")).to_have_count(sum(step < 2 for step in STEPS))
+    expect(page.locator("#stop")).to_be_hidden()
+    page.click("#back")
+    expect(page.locator("#where")).to_have_text(f"step 1 of {NUM_STEPS}")
+
+
+def test_one_column_that_breaks_leaves_the_other_alone(open_page: Open, service: FakeService) -> None:
+    service.answers["base"] = [*frames(("a", "b"), (0, 1))[:1], {"step": 1, "num_steps": 2, "slots": [None, None]}]
+    page = open_page()
+    page.check("#compare")
+    _ask(page)
+    _expect_done(page, 1)
+    expect(page.locator(".column").nth(0).locator(".state")).to_contain_text("broken")
+    expect(_canvas(page, 1)).to_have_text(SENTENCE)
+
+
+@pytest.mark.parametrize(
+    ("status", "error", "headers", "said"),
+    [
+        (400, {"message": "`steps` is at most 64.", "param": "diffusion.steps"}, {}, "`steps` is at most 64."),
+        (429, {"message": "full"}, {"retry-after": "3"}, "The service is busy; try again in 3 s."),
+        (503, {"message": "No replica is up."}, {}, "The service failed (503). No replica is up."),
+    ],
+)
+def test_a_refusal_is_said_in_plain_words(
+    open_page: Open, service: FakeService, status: int, error: dict[str, str], headers: dict[str, str], said: str
+) -> None:
+    service.refusal = (status, error, headers)
+    page = open_page(expected=(NETWORK,))
+    _ask(page)
+    expect(page.locator(".column [role=alert]")).to_have_text(said)
+
+
+def test_stop_ends_the_request_and_keeps_what_came(open_page: Open, service: FakeService) -> None:
+    service.allowed = 3
+    page = open_page()
+    _ask(page)
+    expect(page.locator("#where")).to_have_text(f"step 2 of {NUM_STEPS}")
+    page.click("#stop")
+    expect(page.locator(".state")).to_contain_text("stopped")
+    expect(page.locator(".column [role=alert]")).to_be_hidden()
+    expect(_canvas(page).locator(".slot:not(.masked)")).to_have_count(sum(step < 2 for step in STEPS))
+    _wait_until(page, lambda: service.num_gone == 1)
+
+
+def test_a_new_question_ends_the_one_before(open_page: Open, service: FakeService) -> None:
+    service.allowed = 3
+    page = open_page()
+    _ask(page, "one")
+    expect(page.locator("#where")).to_have_text(f"step 2 of {NUM_STEPS}")
+    service.answers["policy"] = frames(("new",), (0,))
+    _ask(page, "two")
+    _wait_until(page, lambda: service.num_gone == 1)
+    service.allowed = OPEN
+    _expect_done(page)
+    expect(_canvas(page)).to_have_text("new")
+    expect(page.locator(".column")).to_have_count(1)
+
+
+def test_without_a_key_nothing_is_asked_and_a_wrong_one_is_reported(open_page: Open, service: FakeService) -> None:
+    page = open_page(has_key=False, expected=(NETWORK,))
+    expect(page.locator("#key")).to_be_focused()
+    assert {path for path in service.paths if path.startswith("/v1")} == set()
+    page.fill("#key", "wrong")
+    page.keyboard.press("Enter")
+    expect(page.locator("#key-error")).to_have_text("The service does not accept this key.")
+    page.fill("#key", KEY)
+    page.keyboard.press("Enter")
+    expect(page.locator("#key-panel")).to_be_hidden()
+    expect(page.locator("#prompt")).to_be_focused()
+    _ask(page)
+    _expect_done(page)
+
+
+def test_the_key_is_in_this_tabs_storage_alone(open_page: Open, service: FakeService) -> None:
+    page = open_page(has_key=False)
+    page.fill("#key", KEY)
+    page.click("text=Use this key")
+    _ask(page)
+    _expect_done(page)
+    assert KEY not in page.url
+    assert not any(KEY in query for query in service.queries)
+    assert page.evaluate("document.documentElement.outerHTML").find(KEY) == -1
+    assert page.evaluate("[document.cookie, JSON.stringify(localStorage)]") == ["", "{}"]
+    assert page.evaluate("sessionStorage.getItem('d1.key')") == KEY
+    page.click("#key-toggle")
+    page.click("#key-forget")
+    expect(page.locator("#key")).to_be_focused()
+    assert page.evaluate("sessionStorage.length") == 0
+
+
+def test_finished_text_is_announced_once_and_frames_are_not(open_page: Open, service: FakeService) -> None:
+    service.allowed = 1
+    page = open_page()
+    page.evaluate(
+        """() => {
+          window.said = [];
+          for (const live of document.querySelectorAll("[aria-live]")) {
+            new MutationObserver(() => live.textContent && window.said.push(live.textContent))
+              .observe(live, {childList: true, characterData: true, subtree: true});
+          }
+        }"""
+    )
+    _ask(page)
+    for allowed in range(2, NUM_STEPS + 1):
+        service.allowed = allowed
+        expect(page.locator("#where")).to_have_text(f"step {allowed - 1} of {NUM_STEPS}")
+    assert page.evaluate("window.said") == []
+    service.allowed = OPEN
+    _expect_done(page)
+    expect(page.locator("#announcement")).to_have_text(f"policy: {SENTENCE}")
+    assert page.evaluate("window.said") == [f"policy: {SENTENCE}"]
+    inside = page.locator("[aria-live] .canvas, .canvas[aria-live], .canvas [aria-live]")
+    expect(inside).to_have_count(0)
+
+
+def test_everything_is_done_with_the_keyboard_alone(open_page: Open) -> None:
+    page = open_page(has_key=False)
+    page.keyboard.type(KEY)
+    page.keyboard.press("Enter")
+    expect(page.locator("#prompt")).to_be_focused()
+    page.keyboard.type("What is 2 + 3?")
+    page.keyboard.press("Tab")
+    expect(page.locator("#model")).to_be_focused()
+    page.keyboard.press("Tab")
+    page.keyboard.press("Space")
+    expect(page.locator("#compare")).to_be_checked()
+    page.keyboard.press("Tab")
+    expect(page.locator("#ask")).to_be_focused()
+    page.keyboard.press("Enter")
+    _expect_done(page, 1)
+    _tab_to(page, "#back")
+    page.keyboard.press("Enter")
+    expect(page.locator("#where")).to_have_text(f"step {NUM_STEPS - 1} of {NUM_STEPS}")
+    _tab_to(page, "#position")
+    page.keyboard.press("ArrowLeft")
+    expect(page.locator("#where")).to_have_text(f"step {NUM_STEPS - 2} of {NUM_STEPS}")
+    _tab_to(page, "[name=colour]:checked")
+    page.keyboard.press("ArrowRight")
+    expect(page.locator("[value=confidence]")).to_be_checked()
+    _tab_to(page, "#canvas-0")
+    page.keyboard.press("ArrowRight")
+    expect(page.locator(".tip")).to_contain_text("slot 2 of 9")
+    outline = page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
+    assert outline == "solid"
+
+
+def test_ctrl_enter_asks(open_page: Open) -> None:
+    page = open_page()
+    page.fill("#prompt", "What is 2 + 3?")
+    page.press("#prompt", "Control+Enter")
+    _expect_done(page)
+
+
+def _tab_to(page: Page, selector: str, limit: int = 25) -> None:
+    for _ in range(limit):
+        page.keyboard.press("Tab")
+        if page.evaluate("selector => document.activeElement.matches(selector)", selector):
+            return
+    raise AssertionError(f"Tab does not reach {selector}")
+
+
+def _wait_until(page: Page, condition: Callable[[], bool]) -> None:
+    for _ in range(400):
+        if condition():
+            return
+        page.wait_for_timeout(10)
+    raise AssertionError("it did not happen")

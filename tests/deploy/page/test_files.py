@@ -1,0 +1,105 @@
+"""The files of the page, as they are sent."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import tomllib
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+
+from deploy.page.routes import ASSETS, HEADERS, page_router
+
+FOLDER = Path(str(files("deploy.page")))
+
+
+@pytest.fixture
+def client() -> TestClient:
+    app = FastAPI()
+    app.include_router(page_router())
+    return TestClient(app)
+
+
+@pytest.mark.parametrize("path", ["/", *(f"/assets/{name}" for name in ASSETS)])
+def test_every_file_is_sent_with_the_headers_that_protect_its_reader(client: TestClient, path: str) -> None:
+    response = client.get(path)
+    assert response.status_code == 200
+    assert HEADERS.items() <= dict(response.headers).items()
+    assert client.head(path).status_code == 200
+    assert client.get(path, headers={"if-none-match": response.headers["etag"]}).status_code == 304
+
+
+def test_the_policy_allows_nothing_from_elsewhere_and_nothing_inline() -> None:
+    rules = dict(rule.split(" ", 1) for rule in HEADERS["content-security-policy"].split("; "))
+    assert rules["default-src"] == "'none'"
+    assert all("unsafe" not in value and "http" not in value and "*" not in value for value in rules.values())
+    assert {"base-uri", "form-action", "frame-ancestors"} <= {
+        name for name, value in rules.items() if value == "'none'"
+    }
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/assets/",
+        "/assets/index.html",
+        "/assets/routes.py",
+        "/assets/__init__.py",
+        "/assets/vendor/README.md",
+        "/assets/../routes.py",
+        "/assets/%2e%2e/routes.py",
+        "/assets/..%2froutes.py",
+        "/assets/vendor/..%2f..%2frecipe.py",
+        "/assets//etc/passwd",
+        "/assets/api.js%00.css",
+        "/assets/API.js",
+    ],
+)
+def test_no_other_file_is_sent(client: TestClient, path: str) -> None:
+    assert client.get(path).status_code == 404
+
+
+def test_every_file_of_the_folder_is_sent_or_known_not_to_be() -> None:
+    there = {str(path.relative_to(FOLDER)) for path in FOLDER.rglob("*") if path.suffix in (".js", ".css", ".svg")}
+    assert there == set(ASSETS)
+
+
+def test_what_the_files_refer_to_is_among_them() -> None:
+    index = (FOLDER / "index.html").read_text(encoding="utf-8")
+    assert {path.removeprefix("assets/") for path in re.findall(r'(?:src|href)="([^"#]+)"', index)} <= set(ASSETS)
+    for name in (name for name in ASSETS if name.endswith(".js")):
+        text = (FOLDER / name).read_text(encoding="utf-8")
+        assert {path.removeprefix("./") for path in re.findall(r'^import .*?from "(.+?)";', text, re.MULTILINE)} <= set(
+            ASSETS
+        )
+
+
+def test_the_page_has_no_inline_script_and_no_inline_style() -> None:
+    index = (FOLDER / "index.html").read_text(encoding="utf-8")
+    assert re.search(r"<style|<script(?![^>]*\bsrc=)|\bon\w+=|\bstyle=|javascript:", index) is None
+
+
+def test_no_module_of_ours_makes_markup_from_text() -> None:
+    for name in (name for name in ASSETS if name.endswith(".js")):
+        text = (FOLDER / name).read_text(encoding="utf-8")
+        found = re.findall(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function", text)
+        assert found == [], name
+
+
+def test_what_others_wrote_is_unchanged() -> None:
+    readme = (FOLDER / "vendor" / "README.md").read_text(encoding="utf-8")
+    digests = dict(re.findall(r"^\| `([^`]+)` .*`([0-9a-f]{64})` \|$", readme, re.MULTILINE))
+    assert set(digests) == {path.name for path in (FOLDER / "vendor").glob("uPlot*.*s")}
+    for name, digest in digests.items():
+        assert hashlib.sha256((FOLDER / "vendor" / name).read_bytes()).hexdigest() == digest
+
+
+def test_an_installed_d1_has_the_files() -> None:
+    pyproject = tomllib.loads((FOLDER.parents[1] / "pyproject.toml").read_text(encoding="utf-8"))
+    patterns = pyproject["tool"]["setuptools"]["package-data"]["deploy.page"]
+    packaged = {str(path.relative_to(FOLDER)) for pattern in patterns for path in FOLDER.glob(pattern)}
+    assert {"index.html", "vendor/uPlot.LICENSE", *ASSETS} <= packaged

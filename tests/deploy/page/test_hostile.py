@@ -1,0 +1,134 @@
+"""Text of a model, of a problem or of an error is text, whatever it says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from playwright.sync_api import Page, expect
+
+from tests.deploy.page.fake_service import SAMPLE, FakeService, frames, round_event
+
+Open = Callable[..., Page]
+HOSTILE = (
+    "<img src=x onerror=alert(1)>",
+    "<script>alert(2)</script>",
+    '"><svg onload=alert(3)>',
+    "<iframe src=https://example.com></iframe>",
+    "<style>*{display:none}</style><link rel=stylesheet href=//example.com/a.css>",
+    "javascript:alert(4)",
+    "{{7*7}} ${alert(5)} </textarea></option><b>bold",
+    "[click](https://example.com) <a href=https://example.com>click</a>",
+)
+DIRECTION = "abc \u202egnp.exe\u202c \u2066hidden\u2069 \u200b\u0000\u001b[2J \ud800 end"
+FOREIGN = "<img src=x onerror=\"window.hacked = 'foreign'\"><b id=foreign>b</b>"
+
+
+def _no_markup(page: Page) -> None:
+    assert page.evaluate("window.hacked") is None
+    inside = "#columns img, #columns script, #columns iframe, #columns b, #columns a, #columns style, #foreign"
+    expect(page.locator(inside)).to_have_count(0)
+    expect(page.locator("#samples :is(img, script, iframe, a, svg, style)")).to_have_count(0)
+
+
+def test_markup_in_a_completion_is_shown_as_it_is(open_page: Open, service: FakeService) -> None:
+    service.answers["policy"] = frames(HOSTILE, range(len(HOSTILE)))
+    page = open_page()
+    page.fill("#prompt", HOSTILE[0])
+    page.click("#ask")
+    expect(page.locator(".state")).to_contain_text("complete")
+    expect(page.locator("#canvas-0 .slot")).to_have_text(list(HOSTILE))
+    for index, text in enumerate(HOSTILE):
+        page.locator("#canvas-0 .slot").nth(index).hover()
+        expect(page.locator(".tip-text")).to_contain_text(text[:60])
+    expect(page.locator("#announcement")).to_contain_text(HOSTILE[0])
+    _no_markup(page)
+
+
+def test_overrides_of_direction_and_controls_are_made_visible(open_page: Open, service: FakeService) -> None:
+    service.answers["policy"] = frames((DIRECTION,), (0,))
+    service.samples = [{**SAMPLE, "completion": DIRECTION, "prompt": DIRECTION}]
+    page = open_page()
+    page.fill("#prompt", "x")
+    page.click("#ask")
+    shown = "abc \\u202egnp.exe\\u202c \\u2066hidden\\u2069 \\u200b\\u0000\\u001b[2J \\ud800 end"
+    expect(page.locator("#canvas-0")).to_have_text(shown)
+    page.click("#nav-run")
+    expect(page.locator("#samples .model-text")).to_have_text([shown, shown])
+
+
+def test_text_from_right_to_left_is_as_it_was(open_page: Open, service: FakeService) -> None:
+    service.answers["policy"] = frames(("שלום", " עולם", " 👩‍👩‍👧"), (0, 1, 2))
+    page = open_page()
+    page.fill("#prompt", "x")
+    page.click("#ask")
+    expect(page.locator("#canvas-0")).to_have_text("שלום עולם 👩‍👩‍👧")
+
+
+def test_a_hundred_kilobytes_are_cut_and_stay_in_their_box(open_page: Open, service: FakeService) -> None:
+    service.answers["policy"] = frames(("x" * 100_000, " y" * 50_000), (0, 1))
+    service.samples = [{**SAMPLE, "completion": "z" * 100_000, "reward_parts": {"p" * 100_000: 1.0}}]
+    page = open_page(viewport={"width": 360, "height": 740})
+    page.fill("#prompt", "q" * 100_000)
+    page.click("#ask")
+    expect(page.locator(".state")).to_contain_text("complete")
+    expect(page.locator("#canvas-0 .slot").first).to_contain_text("… 80,000 more characters")
+    assert page.evaluate("document.querySelector('#canvas-0').clientHeight") < 700
+    _fits(page)
+    page.click("#nav-run")
+    expect(page.locator("#samples")).to_contain_text("… 96,000 more characters")
+    _fits(page)
+
+
+def test_many_slots_are_drawn_in_time(open_page: Open, service: FakeService) -> None:
+    count = 1024
+    texts = [f" word{index}" for index in range(count)]
+    service.answers["policy"] = frames(texts, [index // 8 for index in range(count)])
+    page = open_page()
+    page.fill("#prompt", "x")
+    page.click("#ask")
+    expect(page.locator(".state")).to_contain_text("complete")
+    expect(page.locator("#canvas-0 .slot.masked")).to_have_count(0)
+
+
+def test_hostile_names_numbers_and_errors_are_text_too(open_page: Open, service: FakeService) -> None:
+    service.models = ["policy", FOREIGN]
+    service.run = {"name": FOREIGN, "began_at": 0.0, "phase": FOREIGN, "num_rounds": FOREIGN, "recipe": {}}
+    service.policy |= {"last_error": FOREIGN, "refused": [{"version": FOREIGN, "why": FOREIGN}], "num_swaps": FOREIGN}
+    service.policy_events = [("refused", {"version": FOREIGN, "round": 1, "time_s": FOREIGN, "why": FOREIGN})]
+    service.samples = [
+        {**SAMPLE, "prompt": FOREIGN, "outcome": FOREIGN, "reward": FOREIGN, "reward_parts": {FOREIGN: FOREIGN}}
+    ]
+    service.pools = {
+        "replicas": [{"id": FOREIGN, "policy_version": FOREIGN, "healthy": FOREIGN, "running": FOREIGN}],
+        "follower": {"registry_reachable": True, "last_error": FOREIGN},
+    }
+    service.events = [round_event(0), {**round_event(1), "reward": FOREIGN, "num_ungraded": FOREIGN}]
+    service.breaks_after, service.breaks_with = 1, {"message": FOREIGN}
+    page = open_page("/#run")
+    expect(page.locator("#run-title")).to_have_text(FOREIGN)
+    expect(page.locator("#samples")).to_contain_text(FOREIGN)
+    expect(page.locator("#policy-events")).to_contain_text(FOREIGN)
+    page.click("#nav-ask")
+    page.fill("#prompt", "x")
+    page.click("#ask")
+    expect(page.locator(".column [role=alert]")).to_contain_text(FOREIGN)
+    expect(page.locator("#model option").nth(1)).to_have_text(FOREIGN)
+    _no_markup(page)
+
+
+def test_the_pages_policy_stops_markup_even_if_a_script_tried(open_page: Open) -> None:
+    page = open_page(expected=("TrustedHTML", "Content Security Policy"))
+    outcome = page.evaluate(
+        """() => {
+          try { document.body.innerHTML = '<img src=x onerror="window.hacked = 1">'; return 'set'; }
+          catch (error) { return error.name; }
+        }"""
+    )
+    assert outcome == "TypeError"
+    page.evaluate("fetch('https://example.com/').catch(() => {})")
+    assert page.evaluate("window.hacked") is None
+
+
+def _fits(page: Page) -> None:
+    width, inner = page.evaluate("[document.documentElement.scrollWidth, innerWidth]")
+    assert width <= inner

@@ -1,0 +1,204 @@
+"""The page's modules against slow references in Python."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from playwright.sync_api import Page
+
+from deploy.history import moving_mean, read_history
+from deploy.printing import duration, printable
+from rollout.score import Score
+from tests.deploy.page.fake_service import STEPS, TEXTS, evaluation_event, frames, round_event
+
+Open = Callable[..., Page]
+
+
+@pytest.fixture
+def page(open_page: Open) -> Page:
+    return open_page()
+
+
+def _slow_events(text: str) -> list[dict[str, str]]:
+    """The whole text at once."""
+    events, data, name, last = [], [], "", ""
+    lines = re.split(r"\r\n|\r|\n", text)
+    for line in lines[:-1]:
+        field, _, value = line.partition(":")
+        value = value.removeprefix(" ")
+        if line == "":
+            if data:
+                events.append({"event": name or "message", "data": "\n".join(data), "id": last})
+            data, name = [], ""
+        elif field == "data":
+            data.append(value)
+        elif field == "event":
+            name = value
+        elif field == "id":
+            last = value
+    return events
+
+
+def test_events_are_parsed_alike_however_the_text_is_cut(page: Page) -> None:
+    draw = random.Random(0)
+    alphabet = [
+        "data: a",
+        "data:b",
+        "data",
+        "event: x",
+        "id: 7",
+        ": ping",
+        "retry: 1",
+        "",
+        "",
+        "\r",
+        "\n",
+        "\r\n",
+        "😀",
+    ]
+    texts = [
+        "".join(draw.choice(alphabet) + draw.choice(["\n", "\r\n", "\r"]) for _ in range(40)) + "\n" for _ in range(60)
+    ]
+    cuts = [sorted(draw.choices(range(len(text) + 1), k=8)) for text in texts]
+    pieces = [
+        [text[a:b] for a, b in zip([0, *cut], [*cut, len(text)], strict=True)]
+        for text, cut in zip(texts, cuts, strict=True)
+    ]
+    found = page.evaluate(
+        """async (texts) => {
+          const { EventParser } = await import("/assets/sse.js");
+          return texts.map((pieces) => {
+            const parser = new EventParser();
+            return pieces.flatMap((piece) => parser.feed(piece));
+          });
+        }""",
+        pieces,
+    )
+    assert found == [_slow_events(text) for text in texts]
+
+
+def test_a_history_is_what_the_reports_have(page: Page) -> None:
+    draw = random.Random(1)
+    events: list[dict[str, Any]] = [{"event": "run", "time_s": 0.0, "name": "tiny"}]
+    at = 0
+    for _ in range(300):
+        kind = draw.choice(["round", "round", "round", "back", "evaluation", "sft", "phase", "failure"])
+        if kind == "back":
+            at = max(0, at - draw.randrange(6))
+        elif kind == "round":
+            events.append(round_event(at, reward=draw.random()))
+            at += 1
+        elif kind == "evaluation":
+            events.append(evaluation_event(draw.choice(["round", "sft", "rl"]), 60.0 + at, draw.randrange(1000), at))
+        elif kind == "sft":
+            events.append(
+                {"event": "sft", "time_s": 1.0, "phase": draw.choice(["sft", "control"]), "step": at, "loss": 1.0}
+            )
+        elif kind == "phase":
+            events.append({"event": "phase", "time_s": 1.0, "phase": draw.choice(["sft", "control"]), "num_steps": 9})
+        else:
+            events.append({"event": "failure", "time_s": 1.0, "what": "x", "attempt": 1})
+    found = page.evaluate(
+        """async (events) => {
+          const { RunHistory } = await import("/assets/history.js");
+          const history = new RunHistory();
+          events.forEach((event) => history.add(event));
+          return {
+            rounds: [...history.rounds.keys()],
+            rewards: history.series("reward"),
+            evaluations: history.evaluations.map((item) => [item.label, item.round, item.num_correct]),
+            steps: Object.fromEntries(history.steps),
+            failures: history.numFailures,
+            last: history.lastRound.round,
+          };
+        }""",
+        events,
+    )
+    history = read_history(events)
+    assert found == {
+        "rounds": list(history.rounds),
+        "rewards": history.series("reward"),
+        "evaluations": [[item.label, item.round, item.score.num_correct] for item in history.evaluations],
+        "steps": history.steps,
+        "failures": history.num_failures,
+        "last": max(history.rounds),
+    }
+
+
+def test_numbers_are_those_of_the_reports(page: Page) -> None:
+    seconds = [0.04, 9.94, 10.0, 59.4, 60.0, 184.7, 3599.6, 7621.0]
+    scores = [(0, 10), (3, 10), (737, 1000), (1000, 1000)]
+    values = [random.Random(2).random() for _ in range(50)]
+    found = page.evaluate(
+        """async ([seconds, scores, values]) => {
+          const { duration, wilson, movingMean } = await import("/assets/numbers.js");
+          return [seconds.map(duration), scores.map(([correct, of]) => wilson(correct, of)), movingMean(values, 7)];
+        }""",
+        [seconds, scores, values],
+    )
+    assert found[0] == [duration(value) for value in seconds]
+    for (correct, of), interval in zip(scores, found[1], strict=True):
+        assert interval == pytest.approx(Score(num_correct=correct, num_problems=of).interval, abs=1e-12)
+    assert found[2] == pytest.approx(moving_mean(values, 7))
+
+
+def test_hostile_text_is_made_visible_as_on_a_terminal(page: Page) -> None:
+    # The joiners stay, for emoji; a lone surrogate does not travel through JSON.
+    kept = "\u200c\u200d"
+    text = "".join(map(chr, [*range(0x3000), *range(0xFDD0, 0x10000), 0x1F600, 0xE0001, 0xE007F]))
+    found = page.evaluate("""async (text) => (await import("/assets/dom.js")).visible(text)""", text)
+    assert found == "".join(char if char in kept else printable(char) for char in text)
+
+
+def test_a_player_goes_along_at_the_end_alone(page: Page) -> None:
+    found = page.evaluate(
+        """async () => {
+          const { Player } = await import("/assets/player.js");
+          const player = new Player(() => {});
+          const seen = [];
+          const note = () => seen.push([player.position, player.isPlaying]);
+          player.reset(); note();
+          player.grow(1); player.grow(4); note();
+          player.seek(1); player.grow(6); note();
+          player.seek(99); player.grow(7); note();
+          player.seek(-5); note();
+          player.play(() => true);
+          await new Promise((resolve) => { const timer = setInterval(() => {
+            if (player.position === 6) { clearInterval(timer); resolve(); } }, 5); });
+          note();
+          player.grow(9); note();
+          player.end(); note();
+          return seen;
+        }"""
+    )
+    playing, paused = True, False
+    assert found == [
+        [0, playing],
+        [3, playing],
+        [1, paused],
+        [5, paused],
+        [0, paused],
+        [6, playing],
+        [8, playing],
+        [8, paused],
+    ]
+
+
+def test_a_recording_keeps_equal_slots_once_and_no_frame_twice(page: Page) -> None:
+    chunks = frames(TEXTS, STEPS)
+    found = page.evaluate(
+        """async (chunks) => {
+          const { Recording } = await import("/assets/recording.js");
+          const recording = new Recording();
+          [...chunks, chunks.at(-1)].forEach((chunk) => recording.add(structuredClone(chunk)));
+          const all = recording.frames.flatMap((frame) => frame.slots);
+          return [recording.frames.length, new Set(all).size, recording.text, recording.at(99).step, recording.numSteps];
+        }""",
+        chunks,
+    )
+    # A slot is masked once and committed once.
+    assert found == [len(chunks), 2 * len(TEXTS), "".join(TEXTS), max(STEPS) + 1, max(STEPS) + 1]
