@@ -30,7 +30,7 @@ def verifier() -> Iterator[MathVerifier]:
 @pytest.fixture(autouse=True)
 def _one_verifier(verifier: MathVerifier, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each would import sympy for itself."""
-    monkeypatch.setattr("rewards.math500.MathVerifier", lambda: verifier)
+    monkeypatch.setattr("rewards.tasks.math500.MathVerifier", lambda: verifier)
 
 
 def _write(path: Path, rows: list[dict[str, str]]) -> Path:
@@ -137,7 +137,7 @@ class _Slow(MathVerifier):
 
 
 def test_a_comparison_without_a_verdict_is_a_grade_without_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rewards.math500.MathVerifier", _Slow)
+    monkeypatch.setattr("rewards.tasks.math500.MathVerifier", _Slow)
     task, problems = _problems(tmp_path)
     grade = task.grade(problems["7"], "<answer>9^{9^{9}}</answer>")
     assert (grade.outcome, grade.detail, grade.correct) == (Outcome.TIMEOUT, "too slow", False)
@@ -145,7 +145,7 @@ def test_a_comparison_without_a_verdict_is_a_grade_without_one(tmp_path: Path, m
 
 
 def test_d1s_rules_need_no_computer_algebra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rewards.math500.MathVerifier", _Slow)
+    monkeypatch.setattr("rewards.tasks.math500.MathVerifier", _Slow)
     task, problems = _problems(tmp_path, reward="d1", protocol="d1")
     assert task.grade(problems["7"], "\\boxed{7.0}").outcome is Outcome.GRADED
 
