@@ -110,7 +110,7 @@ def server() -> Iterator[Server]:
 @pytest.fixture
 def fast_retries(monkeypatch: pytest.MonkeyPatch) -> None:
     """Waits between tries that a test can wait for."""
-    monkeypatch.setattr("rewards.endpoint._FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr("rewards.terms.endpoint._FIRST_WAIT_S", 0.01)
 
 
 def make_sample(text: str = "309", answer: str = "309", **changes: Any) -> Sample:
