@@ -47,12 +47,9 @@ class Judge:
         asked = [self._messages(sample) for sample in samples]
         keys = [self._key(messages) for messages in asked]
         different = dict(zip(keys, asked, strict=True))
-        pool = ThreadPoolExecutor(self._config.max_concurrency)
-        try:
+        # One request that finds no server is enough: `map` then cancels those that wait.
+        with ThreadPoolExecutor(self._config.max_concurrency) as pool:
             verdicts = dict(zip(different, pool.map(self._verdict, different.keys(), different.values()), strict=True))
-        finally:
-            # One request that finds no server is enough: those that wait need not find out, too.
-            pool.shutdown(cancel_futures=True)
         self._costs.add(num_cached=len(keys) - len(different))
         return [verdicts[key] for key in keys]
 

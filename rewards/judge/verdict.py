@@ -57,7 +57,7 @@ class _Verdict(BaseModel):
             elif isinstance(given, str):
                 word = given
         # JSON has 7 where the schema asks for "7".
-        return self.words().get(str(word)) if isinstance(word, str | int) and not isinstance(word, bool) else None
+        return self.words().get(str(word)) if isinstance(word, str | int) else None
 
 
 class ChoiceVerdict(_Verdict):

@@ -56,11 +56,8 @@ class HttpTerm:
         """
         size = self._config.batch_size
         batches = [samples[start : start + size] for start in range(0, len(samples), size)]
-        pool = ThreadPoolExecutor(self._config.max_concurrency)
-        try:
+        with ThreadPoolExecutor(self._config.max_concurrency) as pool:
             return list(chain.from_iterable(pool.map(self._batch, batches)))
-        finally:
-            pool.shutdown(cancel_futures=True)
 
     def take_costs(self) -> Mapping[str, float]:
         """None."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -98,8 +99,8 @@ def test_a_path_is_a_module_and_a_name(path: str) -> None:
         FunctionConfig(path=path)
 
 
-def test_an_installed_module_is_not_shadowed(tmp_path: Path, sample: Callable[..., Sample]) -> None:
-    (tmp_path / "json.py").write_text("def loads(**facts): raise SystemExit")
-    config = FunctionConfig(path="json:loads", directory=tmp_path)
-    with pytest.raises(ValueError, match="does not take"):
-        config.check()
+def test_an_installed_module_is_not_shadowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
+    (tmp_path / "colorsys.py").write_text("def rgb_to_yiq(**facts): return 1.0")
+    with pytest.raises(ValueError, match="does not take what it is called with"):
+        FunctionConfig(path="colorsys:rgb_to_yiq", directory=tmp_path).check()

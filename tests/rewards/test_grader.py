@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from rewards import Grade, Grader, Outcome, Problem, RewardConfig, Sample, Sums, SumsConfig
+from rewards import (
+    Countdown,
+    CountdownConfig,
+    Grade,
+    Grader,
+    Outcome,
+    Problem,
+    RewardConfig,
+    Sample,
+    Split,
+    Sums,
+    SumsConfig,
+)
 from rewards.grader import task_grade
 from tests.rewards.conftest import make_sample
 
@@ -58,6 +71,17 @@ def test_a_reward_is_exactly_the_sum_of_its_parts(task_weight: float, weights: S
     for grade in grader.grade([make_sample(text, num_tokens=tokens) for text in (RIGHT, SOME_RIGHT, "")]):
         assert grade.reward == sum(grade.parts.values())
         assert list(grade.parts) == ["digits", *terms]
+
+
+@given(st.floats(0, 1e6))
+def test_so_is_one_of_a_task_of_two_parts_without_terms(task_weight: float) -> None:
+    """A weight times a sum is not always the sum of the weighted."""
+    task = CountdownConfig()
+    (problem,) = Countdown(task).problems(Split.TRAIN, 1, seed=0)
+    sample = replace(make_sample(problem.demonstration), problem=problem)
+    (grade,) = Grader(task, _reward(task_weight=task_weight)).grade([sample])
+    assert len(grade.parts) == 2
+    assert grade.reward == sum(grade.parts.values())
 
 
 def test_an_evaluation_asks_no_term(tmp_path: Path) -> None:

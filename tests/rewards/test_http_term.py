@@ -195,6 +195,7 @@ def test_a_refusal_of_us_makes_the_run_wait(status: int, server: Server, sample:
         ("http:///grade", "and name a host"),
         ("http://host:99999/", "is no URL"),
         ("http://user:hidden@host/", "has a user or a password in it; name an environment variable"),
+        ("http://user@host/", "has a user or a password in it"),
         ("http://host/a b", "without spaces"),
         ("http://host/\r\nX: y", "without spaces"),
         ("http://host/#part", "nothing after a #"),
