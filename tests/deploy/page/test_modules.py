@@ -196,7 +196,8 @@ def test_a_recording_keeps_equal_slots_once_and_no_frame_twice(page: Page) -> No
           const recording = new Recording();
           [...chunks, chunks.at(-1)].forEach((chunk) => recording.add(structuredClone(chunk)));
           const all = recording.frames.flatMap((frame) => frame.slots);
-          return [recording.frames.length, new Set(all).size, recording.text, recording.at(99).step, recording.numSteps];
+          const last = recording.at(99).step;
+          return [recording.frames.length, new Set(all).size, recording.text, last, recording.numSteps];
         }""",
         chunks,
     )
