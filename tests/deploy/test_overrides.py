@@ -109,7 +109,7 @@ REFUSED_OVERRIDES = {
     "model.lora.targets=[ff_out]": (
         "model.lora.targets: it names ff_out, which no block has; the linear layers of a block are q_proj, k_proj",
     ),
-    "model.lora.dropout=0.05": ("model.lora.dropout is no key of this model.lora, which has alpha, rank, targets",),
+    "model.lora.dropout=0.05": ("model.lora.dropout is no key of this model.lora, which has alpha, base_weights, rank, targets",),
     "sharding.cpu_offload=true": ("sharding.cpu_offload is for device cuda; with device cpu everything is in main",),
     "learner.groupsize=4": ("learner.groupsize is no key of a recipe", "did you mean learner.group_size?"),
     "lerner.lr=1": ("lerner is no key of a recipe", "did you mean learner?"),
@@ -131,9 +131,9 @@ REFUSED_OVERRIDES = {
     "learner=": ("learner is empty; it should be a section",),
     "task.name=chess": (
         "override task.name=chess",
-        "task.name is 'chess'; it should be one of countdown, sudoku, sums",
+        "task.name is 'chess'; it should be one of countdown, gsm8k, humaneval, ",
     ),
-    "task={}": ("task.name is missing; it should be one of countdown, sudoku, sums",),
+    "task={}": ("task.name is missing; it should be one of countdown, gsm8k, humaneval, ",),
     "task=sums": ("task is 'sums'; it should be a section",),
     "task.num_terms=9": ("task.num_terms is 9; it should be at most 5",),
     "device=gpu": ("device is 'gpu'; it should be 'cpu' or 'cuda'",),
