@@ -12,6 +12,7 @@ from deploy.errors import UserError
 from deploy.overrides import parse_override, set_key
 from deploy.refusals import first_refusal
 from rewards import Split, Task, TaskConfig, make_task
+from rewards.data.dataset import DataConfig
 from rewards.tasks.table import task_names
 
 # It has no problems but those that its fields name.
@@ -57,22 +58,25 @@ def described(name: str, overrides: Sequence[str]) -> dict[str, Any]:
         return described(name, ["grader=exact", "train_data=YOURS.jsonl"]) | {
             "sizes": dict.fromkeys((split.value for split in Split), "your file's")
         }
-    task = opened(task_config(name, overrides))
+    config = task_config(name, overrides)
+    task = opened(config)
     example = task.example()
     return {
         "name": name,
         "about": (inspect.getdoc(type(task)) or "").partition("\n")[0],
-        "sizes": {split.value: _size(task, split) for split in Split},
+        "sizes": {split.value: _size(task, config, split) for split in Split},
         "prompt": "\n".join(message.content for message in example.messages),
         "answer": example.answer,
         "demonstration": example.demonstration,
     }
 
 
-def _size(task: Task, split: Split) -> str:
+def _size(task: Task, config: TaskConfig, split: Split) -> str:
     try:
         size = task.size(split)
     except ValueError as error:
         # A dataset that cannot be reached is no reason to hide the task.
         return str(error)
-    return "generated" if size is None else f"{size:,}"
+    if size is None:
+        return "cut from the hub's" if isinstance(config, DataConfig) else "generated"
+    return f"{size:,}"

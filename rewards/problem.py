@@ -98,7 +98,10 @@ class Task(Protocol):
         ...
 
     def size(self, split: Split) -> int | None:
-        """How many problems a split has; None where they are generated. Raises ValueError as `problems`."""
+        """How many problems a split has; None where they are made, or cut from a dataset that is not fetched for it.
+
+        Raises ValueError as `problems`.
+        """
         ...
 
     def example(self) -> Problem:

@@ -89,11 +89,14 @@ class Dataset:
             raise ValueError(f"the {split} split of {self._task} is empty: {self._origin(split)} has no problem for it")
         return chosen(found, task=self._task, split=split, count=count, seed=seed)
 
-    def size(self, split: Split) -> int:
-        """How many problems a split has; what the hub has is not fetched for it. Raises ValueError as `problems`."""
-        source = self._sources.get(split)
-        if isinstance(source, Source) and source.num_rows is not None and len(self._sources) > 1:
-            return source.num_rows
+    def size(self, split: Split) -> int | None:
+        """How many problems a split has; what the hub has is not fetched for it. Raises ValueError as `problems`.
+
+        None where the split is cut from a dataset of the hub: the cut is by the questions, so it takes all of them.
+        """
+        source = self._sources.get(split, next(iter(self._sources.values())))
+        if isinstance(source, Source):
+            return source.num_rows if len(self._sources) > 1 else None
         return len(self._split(split))
 
     def _split(self, split: Split) -> tuple[Problem, ...]:

@@ -38,6 +38,7 @@ from rewards.sandbox.inside import wire
 from rewards.sandbox.suite import Suite, Verdict
 
 _GRACE_S = 3.0
+_PROBE_S = 60.0
 _KILLED = 128 + 9
 _LONGEST_COMPLAINT = 300
 _OVERLOADED = "the seconds by the clock ran out while the program had hardly any of the processor"
@@ -86,7 +87,8 @@ class Sandbox:
                 gvisor.runsc()
             case "none":
                 return
-        probe = self.run("print('up')")
+        # As long as it takes: a busy machine is no reason to refuse.
+        probe = _run(config.model_copy(update={"wall_s": _PROBE_S}), "print('up')", b"")
         if probe.stdout != b"up\n":
             raise ValueError(
                 f"the sandbox {config.kind} does not start here ({probe.complaint or probe.ending}): it needs user "
@@ -95,29 +97,7 @@ class Sandbox:
 
     def run(self, program: str, stdin: bytes = b"") -> Ran:
         """Run a program as `__main__`; it takes `wall_s` and some seconds at most."""
-        began, end = time.monotonic(), deadline(self._config.wall_s)
-        with (
-            memory_file(program.encode(errors="replace")) as source,
-            memory_file(stdin) as given,
-            _pipe() as (up, upper),
-        ):
-            confined = Confined(self._config, "program", (source, upper), stdout=subprocess.PIPE, stdin=given)
-            with contextlib.closing(confined), confined:
-                os.close(upper)
-                said = {confined.stdout.fileno(): bytearray(), confined.stderr.fileno(): bytearray()}
-                within = _read(said, self._config.output_bytes, end)
-                status = confined.wait(end - time.monotonic()) if within else None
-                over_time = time.monotonic() >= end
-                confined.end()
-                started = os.read(up, 1) == b"1"
-        stdout, stderr = said.values()
-        return Ran(
-            stdout=bytes(stdout),
-            exit_status=status,
-            ending=_ending(started, status, over_time),
-            seconds=time.monotonic() - began,
-            complaint=_last_line(bytes(stderr)),
-        )
+        return _run(self._config, program, stdin)
 
     def judge(self, program: str, suite: Suite) -> Verdict:
         """What the tests say of a program; it takes `wall_s` and some seconds at most.
@@ -173,6 +153,32 @@ class Sandbox:
         if "the program ended" in detail and candidate.wait(_GRACE_S) == _KILLED:
             return f"{detail}: it used up its {self._config.cpu_s} CPU seconds"
         return detail
+
+
+def _run(config: SandboxConfig, program: str, stdin: bytes) -> Ran:
+    began, end = time.monotonic(), deadline(config.wall_s)
+    with (
+        memory_file(program.encode(errors="replace")) as source,
+        memory_file(stdin) as given,
+        _pipe() as (up, upper),
+    ):
+        confined = Confined(config, "program", (source, upper), stdout=subprocess.PIPE, stdin=given)
+        with contextlib.closing(confined), confined:
+            os.close(upper)
+            said = {confined.stdout.fileno(): bytearray(), confined.stderr.fileno(): bytearray()}
+            within = _read(said, config.output_bytes, end)
+            status = confined.wait(end - time.monotonic()) if within else None
+            over_time = time.monotonic() >= end
+            confined.end()
+            started = os.read(up, 1) == b"1"
+    stdout, stderr = said.values()
+    return Ran(
+        stdout=bytes(stdout),
+        exit_status=status,
+        ending=_ending(started, status, over_time),
+        seconds=time.monotonic() - began,
+        complaint=_last_line(bytes(stderr)),
+    )
 
 
 class _Messages:

@@ -46,7 +46,7 @@ class Gsm8k:
         """As `Dataset.problems`."""
         return self._data.problems(split, count, seed)
 
-    def size(self, split: Split) -> int:
+    def size(self, split: Split) -> int | None:
         """How many problems a split has. Raises ValueError as `problems`."""
         return self._data.size(split)
 

@@ -61,7 +61,7 @@ class Jsonl:
         """As `Dataset.problems`."""
         return self._dataset.problems(split, count, seed)
 
-    def size(self, split: Split) -> int:
+    def size(self, split: Split) -> int | None:
         """As `Dataset.size`."""
         return self._dataset.size(split)
 

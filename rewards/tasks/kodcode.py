@@ -48,7 +48,7 @@ class Kodcode:
         self._programs.check()
         return self._dataset.problems(split, count, seed)
 
-    def size(self, split: Split) -> int:
+    def size(self, split: Split) -> int | None:
         """As `Dataset.size`."""
         return self._dataset.size(split)
 

@@ -57,7 +57,7 @@ class Math500:
         """As `Dataset.problems`."""
         return self._data.problems(split, count, seed)
 
-    def size(self, split: Split) -> int:
+    def size(self, split: Split) -> int | None:
         """How many problems a split has. Raises ValueError as `problems`."""
         return self._data.size(split)
 

@@ -79,7 +79,7 @@ def test_a_sudoku_counts_its_empty_cells(d1: Callable[..., Any], workdir: Path) 
 @pytest.mark.parametrize(
     ("arguments", "content", "sentence"),
     [
-        (["chess"], "{}", "there is no task chess; the tasks are countdown, gsm8k, jsonl, "),
+        (["chess"], "{}", "there is no task chess; the tasks are countdown, gsm8k, humaneval, "),
         (["countdown", "colour=3"], "{}", "colour is no key of this task, which has "),
         (["countdown", "num_numbers=1"], "{}", "num_numbers is 1; it should be at least 2"),
         (["sums", "--protocol", "d1"], "{}", "protocol is no key of this task"),
@@ -112,6 +112,7 @@ def test_tasks_are_listed_with_sizes_and_an_example(d1: Callable[..., Any]) -> N
     assert tuple(found) == task_names()
     # Without the hub.
     assert found["gsm8k"]["sizes"] == {"train": "7,473", "heldout": "1,319"}
+    assert found["humaneval"]["sizes"] == {"train": "cut from the hub's", "heldout": "cut from the hub's"}
     assert found["sums"]["sizes"] == {"train": "825", "heldout": "175"}
     assert all(task["prompt"] and task["demonstration"] for task in found.values())
     out = d1("tasks").out
