@@ -17,7 +17,8 @@ _LONGEST_SHOWN = 60
 _KEY_ITSELF = "[key]"
 # By pydantic's names for what is wrong.
 _EXPECTATIONS = (
-    dict.fromkeys(("model_type", "model_attributes_type", "dict_type"), "be a section of keys and values")
+    dict.fromkeys(("model_type", "model_attributes_type"), "be a section of keys and values")
+    | {"dict_type": "be an object of keys and values"}
     | dict.fromkeys(("bool_type", "bool_parsing"), "be true or false")
     | dict.fromkeys(("int_type", "int_parsing", "int_parsing_size", "int_from_float"), "be a whole number")
     | dict.fromkeys(("float_type", "float_parsing"), "be a number")
