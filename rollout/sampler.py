@@ -132,13 +132,11 @@ class SlotBatch:
             self.slots.clear(slot)
             del self._running[slot]
 
-    def num_committed(self, index: int) -> int:
-        """Slots of the finished blocks of a request: what the last step's look at the device found, so it is free."""
-        slot = self._slot_of(index)
-        if slot is None:
-            return 0
-        _, request = self._running[slot]
-        return self._seen[slot][3] - len(request.prompt_ids)
+    def num_committed(self) -> dict[int, int]:
+        """Slots of the finished blocks of each request with a row. Free: the last step has looked at the device."""
+        return {
+            index: self._seen[slot][3] - len(request.prompt_ids) for slot, (index, request) in self._running.items()
+        }
 
     @torch.inference_mode()
     def progress(self, indices: Sequence[int]) -> dict[int, Progress]:
@@ -147,7 +145,7 @@ class SlotBatch:
         if not slots:
             return {}
         requests = [self._running[slot][1] for slot in slots.values()]
-        num_committed = [self.num_committed(index) for index in slots]
+        num_committed = [self.num_committed()[index] for index in slots]
         return dict(zip(slots, self.slots.progress([*slots.values()], requests, num_committed), strict=True))
 
     @torch.inference_mode()

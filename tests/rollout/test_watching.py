@@ -59,7 +59,7 @@ def test_a_completion_taken_up_at_a_block_is_the_uninterrupted_one(
     request = _request(**changes)
     whole = Sampler(policy, 1).generate([request])[0]
     batch = Sampler(policy, 1).open([request])
-    while batch.num_committed(0) < 8 * num_blocks:
+    while batch.num_committed().get(0, 0) < 8 * num_blocks:
         batch.step()
     committed = batch.progress([0])[0].committed
     assert len(committed) == 8 * num_blocks
@@ -77,7 +77,7 @@ def test_a_completion_with_given_tokens_is_taken_up_too(policy: Transformer) -> 
     committed = batch.progress([0])[0].committed
     assert (len(committed), committed.num_steps) == (8, 0)
     _assert_same(Sampler(policy, 1).generate([replace(request, committed=committed)])[0], whole)
-    while batch.num_committed(0) < 16:
+    while batch.num_committed().get(0, 0) < 16:
         batch.step()
     committed = batch.progress([0])[0].committed
     _assert_same(Sampler(policy, 1).generate([replace(request, committed=committed)])[0], whole)
