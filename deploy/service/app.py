@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from deploy.page.routes import page_router
 from deploy.service.answers import Events, Writer
 from deploy.service.codec import Codec
 from deploy.service.errors import ServiceError, install_handlers
@@ -72,7 +73,8 @@ def create_app(service: Service) -> FastAPI:
     _add_policy(app, service, watch)
     _add_run(app, service, watch)
     _add_health(app, watch, inference)
-    paths = (getattr(route, "path", "{") for route in app.routes)
+    app.include_router(page_router())
+    paths = (getattr(route, "path", "/") for route in app.routes)
     app.state.metrics = ServiceMetrics(frozenset(path for path in paths if "{" not in path))
     return app
 

@@ -201,13 +201,17 @@ def test_every_route_is_closed_but_those_that_are_meant_to_be_open(app, make_cli
     client = make_client(headers={})
     walked = set()
     for route in routes_of(app):
-        path = route.path.replace("{version}", "1").replace("{name}", "policy")
+        path = route.path.replace("{version}", "1").replace("{name}", "policy").replace("{name:path}", "main.js")
         for method in sorted(route.methods | {"GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "HEAD"}):
             if not is_open(method, path):
                 assert client.request(method, path).status_code == 401, (method, path)
                 walked.add(path)
     assert {"/v1/completions", "/metrics", "/v1/policy/1", "/v1/run/samples", "/tokenize", "/version"} <= walked
-    assert {route.path for route in routes_of(app) if is_open("GET", route.path)} == {"/health", "/health/ready"}
+    opened = {route.path for route in routes_of(app) if is_open("GET", route.path)}
+    assert opened == {"/health", "/health/ready", "/", "/assets/{name:path}"}
+    assert client.get("/").headers["content-security-policy"]
+    assert client.get("/assets/main.js").status_code == 200
+    assert_error(client.get("/assets/%2e%2e%2froutes.py"), 404)
     assert not is_open("POST", "/health")
     assert not is_open("GET", "/assets")
     assert not is_open("GET", "//health")
