@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
+from contextlib import suppress
 from typing import Protocol
 
 from deploy.service.engine import BusyError, Engine
@@ -105,7 +106,7 @@ class Mailbox:
 
     def put(self, event: Event) -> None:
         """From any thread. A loop that has ended wants nothing more."""
-        if not self._loop.is_closed():
+        with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._put, event)
 
     async def take(self) -> list[Event]:

@@ -72,7 +72,7 @@ def deploy_service(run_dir: Path, registry_url: str, host: str, port: int, num_r
         RuntimeError: the replicas did not come up.
     """
     source = Source(directory=str(run_dir.resolve()), is_run=True, registry_url=registry_url)
-    return _deploy(source, host, port, num_replicas, num_gpus=0)
+    return deploy_source(source, host, port, num_replicas, num_gpus=0)
 
 
 def banner(run_dir: Path, url: str) -> str:
@@ -98,7 +98,7 @@ def _serve(source: Source, host: str, port: int, num_replicas: int, *, is_ours: 
     # On a cluster the GPUs are a run's; a Ray of our own has nobody else to ask for them.
     num_gpus = 1 if is_ours and ray.available_resources().get("GPU", 0) >= num_replicas else 0
     with suppress(KeyboardInterrupt), _ended_by_sigterm():
-        url = _deploy(source, host, port, num_replicas, num_gpus=num_gpus)
+        url = deploy_source(source, host, port, num_replicas, num_gpus=num_gpus)
         console = Console()
         console.print(banner(source.path, url), markup=False, soft_wrap=True)
         if is_ours:
@@ -110,7 +110,8 @@ def _serve(source: Source, host: str, port: int, num_replicas: int, *, is_ours: 
                 _drain(source)
 
 
-def _deploy(source: Source, host: str, port: int, num_replicas: int, *, num_gpus: int) -> str:
+def deploy_source(source: Source, host: str, port: int, num_replicas: int, *, num_gpus: int) -> str:
+    """As `deploy_service`, for a run or a checkpoint; each engine gets `num_gpus`."""
     from ray import serve
 
     from deploy.service.ingress import Ingress

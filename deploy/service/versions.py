@@ -9,8 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -29,7 +28,9 @@ Locate = Callable[[str | int], PolicyVersion | None]
 _MAX_KNOWN = 200
 _MAX_REFUSED = 20
 _POLL_S = 0.5
-_SWAP_TIMEOUT_S = 300.0
+_LINGER_S = 300.0
+# Whoever adopts tries again; until then others may load.
+_SWAP_TIMEOUT_S = 2.0
 _BRING_TIMEOUT_S = 30.0
 
 
@@ -99,8 +100,10 @@ class Versions:
 
     @property
     def live(self) -> tuple[PolicyVersion, ...]:
-        """The versions in memory."""
+        """The versions in memory. Those that nobody has used for minutes leave it."""
         with self._changed:
+            now = time.monotonic()
+            self._live = [live for live in self._live if not self._is_idle(live) or now - live.used_at_s < _LINGER_S]
             return tuple(live.policy for live in self._live)
 
     @property
@@ -134,14 +137,19 @@ class Versions:
         Raises:
             NoSuchVersionError: its weights are gone.
             RefusedVersionError: it must not serve; `refused` says so from now on.
-            NoRoomError: every version in memory was in use for minutes.
+            NoRoomError: every version in memory is in use; nothing has changed.
         """
         with self._loading:
             live = self._find(policy)
             if live is None:
-                live = self._make(policy, _SWAP_TIMEOUT_S)
+                try:
+                    live = self._make(policy, _SWAP_TIMEOUT_S)
+                except (NoSuchVersionError, RefusedVersionError) as error:
+                    self._refuse(policy, str(error))
+                    raise
             with self._changed:
                 if live is not self._current:
+                    self._current.used_at_s = time.monotonic()
                     self._current = live
                     self.num_swaps += 1
                 self._changed.notify_all()
@@ -178,15 +186,6 @@ class Versions:
             live.num_jobs -= 1
             live.used_at_s = time.monotonic()
             self._changed.notify_all()
-
-    @contextmanager
-    def using(self, wanted: str | int) -> Iterator[Live]:
-        """A version for as long as the block lasts."""
-        live = self.acquire(wanted)
-        try:
-            yield live
-        finally:
-            self.release(live)
 
     def _find(self, policy: PolicyVersion) -> Live | None:
         with self._changed:
@@ -226,11 +225,9 @@ class Versions:
                 if why := check(sampler, policy):
                     raise RefusedVersionError(why)
         except LookupError as error:
-            self._refuse(policy, str(error))
             raise NoSuchVersionError(str(error)) from error
         # torch's word for weights of another shape is RuntimeError.
         except (ValueError, RuntimeError) as error:
-            self._refuse(policy, str(error))
             raise RefusedVersionError(f"Policy version {policy.version} is not served: {error}") from error
         live = Live(sampler, policy)
         with self._changed:
@@ -241,11 +238,14 @@ class Versions:
         with self._changed:
             self._refused.append(RefusedVersion(version=policy.version, why=why))
 
+    def _is_idle(self, live: Live) -> bool:
+        return live is not self._current and not live.num_jobs
+
     def _make_room(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         with self._changed:
             while len(self._live) >= self._most_live:
-                idle = [live for live in self._live if live is not self._current and not live.num_jobs]
+                idle = [live for live in self._live if self._is_idle(live)]
                 if idle:
                     self._live.remove(min(idle, key=lambda live: live.used_at_s))
                 elif time.monotonic() > deadline:

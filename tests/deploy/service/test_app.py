@@ -516,7 +516,7 @@ def test_the_policy_is_shown_with_its_score_and_what_stays_out(client, versions,
         "aliases": {"policy": 2, "base": 1},
         "live": [1, 2],
         "num_swaps": 1,
-        "refused": [{"version": 5, "why": "the checksum differs"}],
+        "refused": [{"version": 5, "why": "Policy version 5 is not served: the checksum differs"}],
         "last_error": "it was away",
     }
     assert client.get("/v1/policy/2").json()["is_serving"]

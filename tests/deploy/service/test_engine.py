@@ -227,7 +227,7 @@ def test_a_bad_version_stays_out_and_says_so(versions, make_policy, make_sampler
         versions.adopt(make_policy(2))
     assert (versions.policy.version, versions.num_swaps) == (1, 0)
     assert [(refused.version, refused.why) for refused in versions.refused] == [
-        (2, "policy version 2 has weights that are no numbers")
+        (2, "Policy version 2 is not served: policy version 2 has weights that are no numbers")
     ]
 
 
@@ -281,6 +281,27 @@ def test_a_version_is_loaded_once_and_stays_while_it_is_used(run_dir, make_polic
     assert len(versions.live) == 3
     with pytest.raises(NoSuchVersionError, match="no policy version 77"):
         versions.acquire(77)
+
+
+def test_a_version_that_nobody_used_for_a_while_leaves_memory(versions, make_policy, monkeypatch):
+    versions.adopt(make_policy(2))
+    live = versions.acquire(1)
+    monkeypatch.setattr("deploy.service.versions._LINGER_S", 0.0)
+    assert [policy.version for policy in versions.live] == [1, 2]
+    versions.release(live)
+    assert [policy.version for policy in versions.live] == [2]
+
+
+def test_a_version_that_is_asked_for_and_gone_is_no_refused_one(versions, make_policy):
+    def gone(policy):
+        raise LookupError("the store moved on")
+
+    versions._load = gone
+    versions.learn(make_policy(3))
+    with pytest.raises(NoSuchVersionError, match="moved on"):
+        versions.acquire(3)
+    assert versions.refused == ()
+    assert versions._loading.acquire(timeout=1)
 
 
 def test_no_room_is_said_and_not_waited_for_without_end(make_policy, make_sampler, monkeypatch):

@@ -91,7 +91,9 @@ def test_a_version_that_is_refused_is_counted_and_not_asked_for_again(versions, 
     assert not follower.follow_once(0)
     assert follower.follow_once(0)
     assert versions.policy.version == 1
-    assert [(refused.version, refused.why) for refused in versions.refused] == [(2, "the checksum differs")]
+    assert [(refused.version, refused.why) for refused in versions.refused] == [
+        (2, "Policy version 2 is not served: the checksum differs")
+    ]
     follower._registry.entries.append(make_policy(3))
     versions._load = make_sampler_of(versions)
     assert follower.follow_once(0)

@@ -294,3 +294,47 @@ def test_the_death_of_an_engine_is_invisible(cluster, run_dir, service, make_sam
 
 def running(url):
     return sum(one["running"] + one["waiting"] for one in call(f"{url}/v1/run/pools")[1]["replicas"])
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(300)
+def test_a_checkpoint_is_served_by_itself_and_ends_gently(run_dir, free_port):
+    checkpoint = run_dir / "checkpoints" / "sft-1"
+    environment = os.environ | {"D1_API_TOKEN": TOKEN, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+    environment.pop("RAY_ADDRESS", None)
+    command = "from deploy.cli import main; main()"
+    words = [sys.executable, "-c", command, "serve", str(checkpoint), "--port", str(free_port)]
+    served = subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        url = f"http://127.0.0.1:{free_port}"
+        wait_until(lambda: is_up(url) or served.poll() is not None, "the service", 150)
+        assert served.poll() is None, served.stdout.read()
+        status, body = call(f"{url}/v1/completions", ASK)
+        assert (status, body["policy_version"]) == (200, 1)
+        assert call(f"{url}/v1/run")[1]["error"]["code"] == "no_run"
+
+        # Long enough to be under way: what began is finished, what comes later is refused in our format.
+        slow = ASK | {"n": 32, "diffusion": {"gen_length": 40, "block_length": 1, "steps": 40}}
+        asker = Asker(url, 2, slow)
+        wait_until(lambda: len(asker.answers) > 2, "answers")
+        served.send_signal(signal.SIGTERM)
+        served.wait(90)
+        asker.stop()
+    finally:
+        processes = descendants(served.pid)
+        served.kill()
+        served.wait(20)
+        for pid in alive(processes):
+            os.kill(pid, signal.SIGKILL)
+    statuses = [status for status, _ in asker.answers]
+    assert set(statuses) <= {200, 503, "URLError", "ConnectionResetError", "RemoteDisconnected"}, set(statuses)
+    assert statuses.count(503) >= 1
+    refused = [body for status, body in asker.answers if status == 503]
+    assert all(body["error"]["code"] == "unavailable" for body in refused)
+
+
+def is_up(url):
+    try:
+        return call(f"{url}/health/ready")[0] == 200
+    except OSError:
+        return False
