@@ -56,8 +56,8 @@ def serve(
     from deploy.runs import find_run
     from learner.model.hub import find_checkpoint, is_hub_id
 
-    is_run_name = (runs_dir / name).is_dir()
-    if not is_run_name and ((Path(name) / "config.json").is_file() or is_hub_id(name)):
+    is_hub_model = is_hub_id(name) and not (runs_dir / name).is_dir()
+    if (Path(name) / "config.json").is_file() or is_hub_model:
         try:
             checkpoint = find_checkpoint(name)
         except ValueError as error:
