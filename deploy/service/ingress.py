@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from pathlib import Path
 from typing import Any
 
 import structlog
@@ -14,7 +13,6 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, 
 from starlette.types import ASGIApp
 
 from deploy.service.app import Service, create_app, guarded
-from deploy.service.codec import Codec
 from deploy.service.gate import Rates
 from deploy.service.keys import Keys
 from deploy.service.messages import EngineLostError, EngineState, Event, Job
@@ -73,9 +71,7 @@ class Ingress:
     def __init__(self, engines: Any, source: Source, keys: Keys, rate_limit: str) -> None:
         """Answer with `engines`, a handle of `EngineReplica`."""
         torch.set_num_threads(1)
-        policy = source.newest()
-        assert policy.checkpoint is not None, "it was found as a checkpoint"
-        codec = Codec(Path(policy.checkpoint))
+        codec = source.codec()
         self._keys, self._rate_limit = keys, rate_limit
         self._service = Service(
             backend=Fleet(engines), codec=codec, planner=source.planner(codec), run=source.run_view()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import yaml
@@ -54,8 +55,7 @@ def newest_to_answer(run_dir: Path) -> FoundCheckpoint:
     return found
 
 
-def _version_of(found: FoundCheckpoint, run_dir: Path) -> PolicyVersion:
-    position = found.position
+def _version_of(position: Position, directory: Path, run_dir: Path) -> PolicyVersion:
     scores = [
         event
         for event in read_events(run_dir)
@@ -67,7 +67,7 @@ def _version_of(found: FoundCheckpoint, run_dir: Path) -> PolicyVersion:
         phase=position.phase,
         num_correct=scores[-1]["num_correct"] if scores else None,
         num_problems=scores[-1]["num_problems"] if scores else None,
-        checkpoint=str(found.directory),
+        checkpoint=str(directory),
         weight_store=None,
         manifest_digest=None,
     )
@@ -97,19 +97,30 @@ class Checkpoints:
         def is_wanted(position: Position) -> bool:
             if wanted == BASE:
                 return position.phase in (Phase.UNTRAINED, Phase.SFT)
-            return position.phase is not Phase.CONTROL and position.policy_version == wanted
+            return position.policy_version == wanted
 
-        try:
-            found = newest_checkpoint(self._run_dir / CHECKPOINTS, is_wanted)
-        except ValueError:
-            # None of them is whole.
-            return None
-        return None if found is None else _version_of(found, self._run_dir)
+        found = [one for one in checkpoints_to_answer(self._run_dir) if is_wanted(one[0])]
+        return _version_of(*found[-1], self._run_dir) if found else None
+
+
+def checkpoints_to_answer(run_dir: Path) -> list[tuple[Position, Path]]:
+    """The checkpoints that a service may answer from, the oldest version first.
+
+    Their large files are not looked at, which takes long; who loads one does.
+    """
+    found = []
+    for directory in (run_dir / CHECKPOINTS).glob("[!.]*/"):
+        with suppress(ValueError):
+            position = read_position(directory)
+            if to_answer(position):
+                found.append((position, directory))
+    return sorted(found, key=lambda one: one[0].policy_version)
 
 
 def latest_checkpoint(run_dir: Path) -> PolicyVersion:
     """What `newest_to_answer` finds, with its held-out score if it has one. Raises UserError as that does."""
-    return _version_of(newest_to_answer(run_dir), run_dir)
+    found = newest_to_answer(run_dir)
+    return _version_of(found.position, found.directory, run_dir)
 
 
 def plain_checkpoint(directory: Path) -> PolicyVersion:

@@ -10,7 +10,14 @@ from actors.registry import PolicyVersion
 from deploy.sampling.defaults import Defaults
 from deploy.service.codec import Codec
 from deploy.service.plan import Planner
-from deploy.service.run_files import Checkpoints, latest_checkpoint, load_sampler, plain_checkpoint, read_recipe
+from deploy.service.run_files import (
+    Checkpoints,
+    checkpoints_to_answer,
+    latest_checkpoint,
+    load_sampler,
+    plain_checkpoint,
+    read_recipe,
+)
 from deploy.service.run_view import RunView
 from deploy.service.versions import Locate, Versions
 from rollout.config import EngineConfig
@@ -48,6 +55,10 @@ class Source:
     def run_view(self) -> RunView | None:
         """The run as the page reads it."""
         return RunView(self.path) if self.is_run else None
+
+    def codec(self) -> Codec:
+        """How its policy reads and writes: all checkpoints of a run have the same tokenizer."""
+        return Codec(checkpoints_to_answer(self.path)[-1][1] if self.is_run else self.path)
 
     def newest(self) -> PolicyVersion:
         """The version to begin with. Raises UserError where a run has none."""

@@ -12,6 +12,7 @@ import torch
 from deploy.service.engine import BusyError, Engine
 from deploy.service.host import EngineHost, Mailbox
 from deploy.service.messages import Began, BlocksDone, CanvasSeen, Done, EngineLostError, Job, Refused
+from deploy.service.run_files import Checkpoints, load_sampler
 from deploy.service.steady import MAX_ATTEMPTS, steadily
 from deploy.service.versions import (
     NoRoomError,
@@ -19,6 +20,7 @@ from deploy.service.versions import (
     RefusedVersionError,
     Versions,
 )
+from rollout.config import EngineConfig
 from rollout.request import Request, SamplingParams
 
 PARAMS = SamplingParams(gen_length=32, block_length=8, num_denoise_steps=16, temperature=0.9, stop_ids=())
@@ -324,6 +326,25 @@ def test_base_is_what_the_rounds_began_with(run_dir, add_checkpoint, versions):
     assert versions.acquire("base").policy.version == 1
     assert versions.acquire(5).policy.version == 5
     assert [policy.version for policy in versions.live] == [1, 5]
+
+
+def test_a_damaged_checkpoint_is_found_out_when_it_is_loaded_and_not_each_time_it_is_named(
+    run_dir, add_checkpoint, make_policy, make_sampler
+):
+    add_checkpoint(run_dir, 5, "rl", round_index=4)
+    versions = Versions(
+        make_sampler(5),
+        make_policy(5),
+        load=lambda policy: load_sampler(policy, run_dir / "checkpoints" / "rl-5", EngineConfig()),
+        locate=Checkpoints(run_dir).locate,
+    )
+    weights = run_dir / "checkpoints" / "sft-1" / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    assert versions.base == 1
+    with pytest.raises(RefusedVersionError, match="is not served"):
+        versions.acquire("base")
 
 
 def test_a_score_changes_what_is_known_and_not_the_weights(versions, make_policy):
