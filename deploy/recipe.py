@@ -99,6 +99,10 @@ class ServiceSection(BaseModel):
     """Port to listen on."""
     num_replicas: PositiveInt = 1
     """Replicas of the policy."""
+    max_live_versions: Annotated[int, Field(ge=2)] = 4
+    """Policy versions that a replica holds in memory: the newest, the base, and those that requests still use."""
+    rate_limit: Annotated[str, Field(pattern=r"^[1-9][0-9]{0,8}/(second|minute|hour|day)$")] = "6000/minute"
+    """Requests that each API key may make."""
 
 
 class Recipe(BaseModel):

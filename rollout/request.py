@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Annotated, Any
 
@@ -177,6 +177,50 @@ class FinishReason(StrEnum):
     LENGTH = "length"
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Committed:
+    """The first blocks of a completion, finished: the record of [C] slots, as in `Completion`."""
+
+    token_ids: NDArray[np.int32]
+    step_map: NDArray[np.int32]
+    commit_logp: NDArray[np.float32]
+    commit_logp_raw: NDArray[np.float32]
+    commit_entropy: NDArray[np.float32]
+    fallback: NDArray[np.bool_]
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_steps(self) -> int:
+        """Denoise steps that it took: each commits something, so the last that did is the last there was."""
+        return int(self.step_map.max(initial=-1)) + 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Progress:
+    """A completion that is being denoised: its [L] slots as they stand, L being `gen_length`."""
+
+    num_steps: int
+    """Denoise steps done."""
+    num_committed: int
+    """Slots of the finished blocks, which change no more."""
+    masked: NDArray[np.bool_]
+    """[L] whether nothing was committed yet; the record of such a slot says nothing."""
+    slots: Committed
+    """The record of all L slots."""
+
+    @property
+    def committed(self) -> Committed:
+        """The finished blocks."""
+        return self.between(0)
+
+    def between(self, start: int) -> Committed:
+        """The finished blocks from slot `start` on."""
+        columns = {column.name: getattr(self.slots, column.name) for column in fields(Committed)}
+        return Committed(**{name: values[start : self.num_committed] for name, values in columns.items()})
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
     """One completion to sample."""
@@ -189,6 +233,10 @@ class Request:
     """Keys every draw together with the denoise step and the slot: same seed and weights, same tokens."""
     fixed_tokens: Mapping[int, int] = field(default_factory=dict)
     """Tokens that are given inside the completion (infill): slot, counted from 0, to token id."""
+    committed: Committed | None = None
+    """Blocks that were finished before the same request was interrupted; None begins at the first. The rest, and so
+    the completion, is what it would have been: a draw depends on step and slot, not on what ran when. (The last bits of
+    a logit can differ with the batch.)"""
 
     @property
     def draw_key(self) -> int:
@@ -223,6 +271,22 @@ def check_request(request: Request, config: TransformerConfig) -> None:
             raise ValueError(f"fixed_tokens has slot {slot}; the completion has slots 0 to {params.gen_length - 1}")
         if token == config.mask_token_id:
             raise ValueError(f"fixed_tokens gives the mask id {token} to slot {slot}; leave that slot out")
+    if request.committed is not None:
+        _check_committed(request.committed, params, config)
+
+
+def _check_committed(committed: Committed, params: SamplingParams, config: TransformerConfig) -> None:
+    num_slots = len(committed)
+    if num_slots % params.block_length or num_slots > params.gen_length:
+        raise ValueError(
+            f"committed has {num_slots} slots; whole blocks are multiples of {params.block_length} up to "
+            f"{params.gen_length}"
+        )
+    if any(len(getattr(committed, column.name)) != num_slots for column in fields(Committed)):
+        raise ValueError("committed has columns of unequal length")
+    _check_ids("committed", committed.token_ids.tolist(), config.vocab_size)
+    if config.mask_token_id in committed.token_ids:
+        raise ValueError(f"committed has the mask id {config.mask_token_id}; a finished block has no masks")
 
 
 def _check_ids(name: str, ids: Any, vocab_size: int) -> None:

@@ -27,7 +27,7 @@ from torch import Tensor
 from learner.model.transformer import Transformer
 from rollout.config import EngineConfig
 from rollout.forwards import ActiveRow, ForwardCounts, Forwards, Kind, SlotLogits
-from rollout.request import Cache, Completion, Request, SamplingParams, check_request
+from rollout.request import Cache, Completion, Progress, Request, SamplingParams, check_request
 from rollout.slots import Slots, on_device
 from rollout.step import DenoiseStep, Drawn
 
@@ -118,6 +118,36 @@ class SlotBatch:
         """Rows that are being denoised."""
         return len(self._running)
 
+    @property
+    def num_waiting(self) -> int:
+        """Requests without a row."""
+        return len(self._waiting)
+
+    @torch.inference_mode()
+    def cancel(self, index: int) -> None:
+        """Forget a request; the next step gives its slot to another. One that is done or unknown is left alone."""
+        self._waiting = deque(item for item in self._waiting if item[0] != index)
+        slot = self._slot_of(index)
+        if slot is not None:
+            self.slots.clear(slot)
+            del self._running[slot]
+
+    def num_committed(self) -> dict[int, int]:
+        """Slots of the finished blocks of each request with a row. Free: the last step has looked at the device."""
+        return {
+            index: self._seen[slot][3] - len(request.prompt_ids) for slot, (index, request) in self._running.items()
+        }
+
+    @torch.inference_mode()
+    def progress(self, indices: Sequence[int]) -> dict[int, Progress]:
+        """How some requests stand; those without a row are left out. One more wait for the device, if there are any."""
+        slots = {index: slot for slot, (index, _) in self._running.items() if index in set(indices)}
+        if not slots:
+            return {}
+        requests = [self._running[slot][1] for slot in slots.values()]
+        num_committed = [self.num_committed()[index] for index in slots]
+        return dict(zip(slots, self.slots.progress([*slots.values()], requests, num_committed), strict=True))
+
     @torch.inference_mode()
     def step(self) -> list[tuple[int, Completion]]:
         """Fill the free slots, denoise for a step, and return what is done with its index.
@@ -142,6 +172,9 @@ class SlotBatch:
             self.slots.admit(slots, [request for _, _, request in taken])
             self._running |= {slot: (index, request) for slot, index, request in taken}
             self._look(slots)
+
+    def _slot_of(self, index: int) -> int | None:
+        return next((slot for slot, (running, _) in self._running.items() if running == index), None)
 
     def _look(self, slots: list[int]) -> None:
         """Where these rows are: the one time that the host waits for the device."""

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollout.request import Cache, Completion, FinishReason, Request
+from rollout.request import Cache, Committed, Completion, FinishReason, Progress, Request
 from rollout.schedules import CODES, RowSchedules, shares
 
 _NO_TOKEN = -1
@@ -127,6 +127,9 @@ class Slots:
         self.canvases.step_map[rows_F] = -1
         self.canvases.tokens[rows_F] = torch.from_numpy(tokens).to(self.device)
         self.canvases.masked[rows_F] = torch.from_numpy(masked).to(self.device)
+        for slot, request in zip(slots, requests, strict=True):
+            if request.committed is not None:
+                self._restore(slot, len(request.prompt_ids), request.committed)
         self._admit_rows(rows_F, requests)
         self._admit_stop_ids(rows_F, requests)
         self._point_at_blocks(rows_F)
@@ -158,6 +161,44 @@ class Slots:
             )
             for row, (request, *ends) in enumerate(zip(requests, last_F, num_steps, strict=True))
         ]
+
+    def clear(self, slot: int) -> None:
+        """Empty a slot, whatever its row was at."""
+        self.rows.done[slot] = True
+
+    def progress(self, slots: Sequence[int], requests: Sequence[Request], num_committed: list[int]) -> list[Progress]:
+        """How the rows of some slots stand; the host waits for the device. `num_committed` as in `Progress`."""
+        rows_A = on_device(slots, self.device)
+        num_steps = self.rows.step[rows_A].tolist()
+        host = {field.name: getattr(self.canvases, field.name)[rows_A].cpu().numpy() for field in fields(Canvases)}
+        found = []
+        for row, request in enumerate(requests):
+            start = len(request.prompt_ids)
+            kept = {name: array[row, start : start + request.params.gen_length] for name, array in host.items()}
+            masked = kept["masked"]
+            found.append(
+                Progress(
+                    num_steps=num_steps[row],
+                    num_committed=num_committed[row],
+                    masked=masked.copy(),
+                    slots=Committed(**_columns(kept)),
+                )
+            )
+        return found
+
+    def _restore(self, slot: int, start: int, committed: Committed) -> None:
+        """Commit again what was committed before."""
+        span = slice(start, start + len(committed))
+        for column, values in (
+            (self.canvases.tokens, committed.token_ids),
+            (self.canvases.step_map, committed.step_map),
+            (self.canvases.logp, committed.commit_logp),
+            (self.canvases.logp_raw, committed.commit_logp_raw),
+            (self.canvases.entropy, committed.commit_entropy),
+            (self.canvases.fallback, committed.fallback),
+            (self.canvases.masked, np.zeros(len(committed), dtype=bool)),
+        ):
+            column[slot, span] = torch.from_numpy(np.array(values)).to(self.device, column.dtype)
 
     def _admit_rows(self, rows_F: Tensor, requests: Sequence[Request]) -> None:
         values = [_row_values(request) for request in requests]
@@ -242,7 +283,7 @@ def _row_values(request: Request) -> tuple[float, ...]:
         max(1, params.steps_per_block),
         -1,
         0,
-        0,
+        0 if request.committed is None else request.committed.num_steps,
         0,
         request.draw_key,
         False,
@@ -264,15 +305,21 @@ def _record(columns: dict[str, np.ndarray], request: Request, first_stop: int, n
     is_ended = first_stop < start + params.gen_length
     num_tokens = first_stop - start + 1 if is_ended else params.gen_length
     num_slots = -(-num_tokens // params.block_length) * params.block_length
-    kept = {name: column[start : start + num_slots].copy() for name, column in columns.items()}
     return {
-        "token_ids": kept["tokens"].astype(np.int32),
+        **_columns({name: column[start : start + num_slots] for name, column in columns.items()}),
         "num_tokens": num_tokens,
-        "step_map": kept["step_map"].astype(np.int32),
-        "commit_logp": kept["logp"],
-        "commit_logp_raw": kept["logp_raw"],
-        "commit_entropy": kept["entropy"],
-        "fallback": kept["fallback"],
         "num_forwards": num_steps * (2 if params.cfg_scale else 1),
         "finish_reason": FinishReason.EOS if is_ended else FinishReason.LENGTH,
+    }
+
+
+def _columns(kept: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Some slots of a canvas by the names of `Committed` and `Completion`, copied."""
+    return {
+        "token_ids": kept["tokens"].astype(np.int32),
+        "step_map": kept["step_map"].astype(np.int32),
+        "commit_logp": kept["logp"].copy(),
+        "commit_logp_raw": kept["logp_raw"].copy(),
+        "commit_entropy": kept["entropy"].copy(),
+        "fallback": kept["fallback"].copy(),
     }

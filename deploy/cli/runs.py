@@ -49,9 +49,23 @@ def serve(
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8000,
     runs_dir: RunsDir = _RUNS_DIR,
 ) -> None:
-    """Answer HTTP requests from a run's newest checkpoint, or its newest policy while it trains."""
-    from deploy.runs import find_run
+    """Answer HTTP requests: from a run's newest checkpoint, or its newest policy while it trains; or from a checkpoint.
 
+    A checkpoint is given by its directory, or as a hub id.
+    """
+    from deploy.runs import find_run
+    from learner.model.hub import find_checkpoint, is_hub_id
+
+    is_hub_model = is_hub_id(name) and not (runs_dir / name).is_dir()
+    if (Path(name) / "config.json").is_file() or is_hub_model:
+        try:
+            checkpoint = find_checkpoint(name)
+        except ValueError as error:
+            raise UserError(str(error)) from error
+        from deploy.service import serve_checkpoint
+
+        serve_checkpoint(checkpoint, host, port)
+        return
     run_dir = find_run(name, runs_dir)
     from deploy.service import serve_run
 

@@ -1,189 +1,327 @@
-"""The HTTP application around an engine. It knows no Ray."""
+"""The HTTP application in front of engines. It knows no Ray."""
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
-import threading
-import time
-import uuid
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from importlib.metadata import version as version_of
+from typing import Annotated, Any
 
-from fastapi import FastAPI
-from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from fastapi import FastAPI, Path, Query
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from deploy.service.engine import Generation, InvalidPromptError, PolicyEngine
-from deploy.service.errors import ServiceError, error_response, install_handlers
-from deploy.service.follower import FollowerStatus
-from deploy.service.schemas import (
-    MAX_CHOICES,
-    Choice,
-    CompletionRequest,
-    CompletionResponse,
-    ErrorResponse,
-    HealthResponse,
-    PolicyResponse,
-    ScoreResponse,
-    Usage,
-)
+from deploy.page.routes import page_router
+from deploy.service.answers import Events, Writer
+from deploy.service.codec import Codec
+from deploy.service.errors import ServiceError, install_handlers
+from deploy.service.gate import Gate, Rates
+from deploy.service.host import Backend
+from deploy.service.keys import Keys
+from deploy.service.messages import POLICY, EngineState
+from deploy.service.metrics import ServiceMetrics
+from deploy.service.plan import Planner
+from deploy.service.policy_view import Watch, newest, policy_body, version_body
+from deploy.service.run_view import MAX_SAMPLES, RunView
+from deploy.service.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from deploy.service.steady import steadily
 
-OPEN_PATH = "/health"
-MAX_BODY_BYTES = 256 * 1024
-MAX_PENDING = 64
-_ANSWER_TIMEOUT_S = 120.0
+_Number = Annotated[int, Path(ge=0, le=2**31 - 1)]
 
 
-def digest_of(token: str) -> bytes:
-    """What the service keeps of its token: enough to recognise it, useless to whoever reads the service's state."""
-    return hashlib.sha256(token.encode()).digest()
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Service:
+    """What the application is made of."""
+
+    backend: Backend
+    """Who answers."""
+    codec: Codec
+    """How the policy reads and writes."""
+    planner: Planner
+    """Makes jobs."""
+    run: RunView | None
+    """The run whose policy it is; None of a checkpoint by itself."""
+    max_open: int = 256
+    """Requests for completions that are under way in this ingress, at most."""
 
 
-class Gate:
-    """Lets nothing through without the token, except to `/health`, and no large body. It runs before any parsing."""
-
-    def __init__(self, app: ASGIApp, token_digest: bytes) -> None:
-        self._app, self._token_digest = app, token_digest
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on, or answer 401; a body beyond the limit ends in 413 where it is read."""
-        if scope["type"] == "lifespan":
-            await self._app(scope, receive, send)
-        elif scope["type"] != "http":
-            await send({"type": "websocket.close", "code": 1008})
-        elif scope["path"] != OPEN_PATH and not self._has_token(scope):
-            response = error_response(401, "Send the token: `Authorization: Bearer TOKEN`.", "invalid_api_key")
-            await response(scope, receive, send)
-        else:
-            await self._app(scope, _limited(receive), send)
-
-    def _has_token(self, scope: Scope) -> bool:
-        sent = [value for name, value in scope["headers"] if name == b"authorization"]
-        if len(sent) != 1 or not sent[0].lower().startswith(b"bearer "):
-            return False
-        return hmac.compare_digest(hashlib.sha256(sent[0][7:].strip()).digest(), self._token_digest)
+def guarded(app: FastAPI, keys: Keys, rates: Rates) -> ASGIApp:
+    """The application behind its gate, its requests counted. What is outermost answers errors of all the rest."""
+    return Gate(app.state.metrics.measured(app), keys, rates)
 
 
-def _limited(receive: Receive) -> Receive:
-    """Stops a body that is too large while it comes, whatever length it announces."""
-    num_bytes = 0
+def create_app(service: Service) -> FastAPI:
+    """The application; `guarded` closes it."""
+    watch = Watch(service.backend)
 
-    async def limited() -> Message:
-        nonlocal num_bytes
-        message = await receive()
-        num_bytes += len(message.get("body", b""))
-        if num_bytes > MAX_BODY_BYTES:
-            raise HTTPException(413, f"The body exceeds {MAX_BODY_BYTES} bytes.")
-        return message
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        watch.ensure_running()
+        yield
+        await watch.stop()
 
-    return limited
-
-
-class Queue:
-    """Work for the engine: one request at a time, a bounded number waiting, never on the event loop's thread."""
-
-    def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
-        self._slots = threading.BoundedSemaphore(MAX_PENDING)
-
-    async def run(self, work: Callable[[], Generation]) -> Generation:
-        """The result of `work`. Raises ServiceError when the queue is full or the answer takes too long."""
-        if not self._slots.acquire(blocking=False):
-            raise ServiceError(503, f"{MAX_PENDING} requests are waiting; try again.", "overloaded")
-        future: Future[Generation] = self._pool.submit(work)
-        # The slot is free when the work has ended, which may be after its client has gone.
-        future.add_done_callback(lambda _: self._slots.release())
-        try:
-            return await asyncio.wait_for(asyncio.wrap_future(future), _ANSWER_TIMEOUT_S)
-        except TimeoutError as error:
-            raise ServiceError(503, f"No answer within {_ANSWER_TIMEOUT_S:.0f} s; try again.", "timeout") from error
-
-
-def create_app(
-    engine: PolicyEngine, run: str, token_digest: bytes, follower_status: Callable[[], FollowerStatus]
-) -> FastAPI:
-    """The application that answers from `engine` under the model name `run`."""
-    # The interactive documentation pages load scripts from elsewhere; the schema itself is behind the token.
-    app = FastAPI(
-        title="d1",
-        docs_url=None,
-        redoc_url=None,
-        redirect_slashes=False,
-        responses={status: {"model": ErrorResponse} for status in (400, 401, 404, 413, 500, 503)},
-    )
-    app.add_middleware(Gate, token_digest=token_digest)
+    # The interactive documentation pages load scripts from elsewhere; the schema itself is behind the key.
+    app = FastAPI(title="d1", docs_url=None, redoc_url=None, redirect_slashes=False, lifespan=lifespan)
     install_handlers(app)
-    queue = Queue()
-
-    @app.get(OPEN_PATH)
-    async def health() -> HealthResponse:
-        status = follower_status()
-        return HealthResponse(
-            status="ok" if status.registry_reachable else "degraded",
-            policy_version=engine.policy.version,
-            registry_reachable=status.registry_reachable,
-            follower_errors=status.num_errors,
-        )
-
-    @app.get("/v1/policy")
-    async def policy() -> PolicyResponse:
-        served = engine.policy
-        return PolicyResponse(
-            run=run,
-            policy_version=served.version,
-            round=served.round,
-            phase=served.phase,
-            score=ScoreResponse.of(engine.scored),
-            num_swaps=engine.num_swaps,
-            last_follower_error=follower_status().last_error,
-        )
-
-    @app.post("/v1/completions")
-    async def completions(request: CompletionRequest) -> CompletionResponse:
-        _check(request, run)
-        try:
-            generation = await queue.run(
-                lambda: engine.complete(
-                    request.prompts,
-                    max_tokens=request.max_tokens,
-                    temperature=request.temperature,
-                    seed=request.seed,
-                    num_choices=request.n,
-                )
-            )
-        except InvalidPromptError as error:
-            raise ServiceError(400, str(error), "invalid_prompt") from error
-        return _response(generation, run)
-
+    inference = _Inference(service)
+    app.state.inference, app.state.watch = inference, watch
+    _add_inference(app, inference)
+    _add_models(app, service, watch)
+    _add_policy(app, service, watch)
+    _add_run(app, service, watch)
+    _add_health(app, watch, inference)
+    app.include_router(page_router())
+    paths = (getattr(route, "path", "/") for route in app.routes)
+    app.state.metrics = ServiceMetrics(frozenset(path for path in paths if "{" not in path))
     return app
 
 
-def _check(request: CompletionRequest, run: str) -> None:
-    if request.model not in (None, run):
-        raise ServiceError(404, f"This service has one model, {run}.", "model_not_found")
-    if len(request.prompts) * request.n > MAX_CHOICES:
-        raise ServiceError(400, f"A request has at most {MAX_CHOICES} choices: `n` times its prompts.")
+class _Inference:
+    """Completions, in bounds."""
+
+    def __init__(self, service: Service) -> None:
+        self._service, self._num_open = service, 0
+        self.is_draining = False
+
+    @property
+    def num_open(self) -> int:
+        """Requests under way."""
+        return self._num_open
+
+    async def complete(self, ask: CompletionRequest | ChatRequest, request: Request) -> Response:
+        """The answer to a body: one object, or a stream."""
+        service = self._service
+        self._admit()
+        is_streamed = False
+        try:
+            # Tokenizing a long text would hold up every stream.
+            plan = await asyncio.to_thread(service.planner.plan, ask)
+            model = ask.model or POLICY
+            is_chat = isinstance(ask, ChatRequest)
+            writer = Writer(service.codec, plan, model, service.planner.name, is_chat=is_chat)
+            events = steadily(service.backend, plan.job, may_restart=not ask.stream)
+            if not ask.stream:
+                body = await _unless_gone(request, writer.answer(events))
+                return JSONResponse(body, headers=_version_header(writer))
+            await writer.begin(events)
+            is_streamed = True
+            chunks = writer.chunks(events, includes_usage=ask.includes_usage)
+            return EventStream(chunks, lambda: self._end(events), headers=_version_header(writer))
+        finally:
+            if not is_streamed:
+                self._num_open -= 1
+
+    def _admit(self) -> None:
+        if self.is_draining:
+            message = "The service is shutting down; try again."
+            raise ServiceError(503, message, "unavailable", retry_after_s=5)
+        if self._num_open >= self._service.max_open:
+            message = f"{self._num_open} requests are under way; try again."
+            raise ServiceError(429, message, "overloaded", retry_after_s=1)
+        self._num_open += 1
+
+    async def _end(self, events: Events) -> None:
+        self._num_open -= 1
+        await events.aclose()
 
 
-def _response(generation: Generation, run: str) -> CompletionResponse:
-    policy = generation.policy
-    num_completion_tokens = sum(text.num_tokens for text in generation.texts)
-    fingerprint = f"{run}-v{policy.version}" + (f"-{policy.manifest_digest[:12]}" if policy.manifest_digest else "")
-    return CompletionResponse(
-        id=f"cmpl-{uuid.uuid4().hex}",
-        created=int(time.time()),
-        model=run,
-        choices=[
-            Choice(index=index, text=text.text, finish_reason="length" if text.is_cut else "stop")
-            for index, text in enumerate(generation.texts)
-        ],
-        usage=Usage(
-            prompt_tokens=generation.num_prompt_tokens,
-            completion_tokens=num_completion_tokens,
-            total_tokens=generation.num_prompt_tokens + num_completion_tokens,
-        ),
-        system_fingerprint=fingerprint,
-        policy_version=policy.version,
-    )
+class EventStream(StreamingResponse):
+    """Server-sent events. When the client goes, what makes them is closed at once, not when it is collected."""
+
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        on_end: Callable[[], Awaitable[None]] | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        """Send `events`; `on_end` is called when no more is sent, be it that nothing ever was."""
+        headers = {"cache-control": "no-store", "x-accel-buffering": "no"} | (headers or {})
+        super().__init__(events, media_type="text/event-stream", headers=headers)
+        self._events, self._on_end = events, on_end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send them."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._events.aclose()
+            if self._on_end is not None:
+                await self._on_end()
+
+
+def _add_inference(app: FastAPI, inference: _Inference) -> None:
+    @app.post("/v1/completions")
+    async def completions(ask: CompletionRequest, request: Request) -> Response:
+        return await inference.complete(ask, request)
+
+    @app.post("/v1/chat/completions")
+    async def chat(ask: ChatRequest, request: Request) -> Response:
+        return await inference.complete(ask, request)
+
+
+def _add_models(app: FastAPI, service: Service, watch: Watch) -> None:
+    codec, planner = service.codec, service.planner
+
+    async def models() -> list[dict[str, Any]]:
+        states = await _states(watch)
+        aliases = policy_body(planner.name, states)["aliases"]
+        live = sorted({policy.version for state in states for policy in state.live}, reverse=True)
+        named = {**aliases, planner.name: aliases[POLICY]} | {f"policy@v{version:06d}": version for version in live}
+        return [
+            {"id": name, "object": "model", "created": 0, "owned_by": "d1", "policy_version": version}
+            for name, version in named.items()
+        ]
+
+    @app.get("/v1/models")
+    async def list_models() -> dict[str, Any]:
+        return {"object": "list", "data": await models()}
+
+    @app.get("/v1/models/{name}")
+    async def model(name: str) -> dict[str, Any]:
+        wanted = planner.wanted(name)
+        found = [one for one in await models() if one["id"] == name or one["policy_version"] == wanted]
+        if not found:
+            raise ServiceError(404, "There is no such model here.", "model_not_found", param="model")
+        return found[0] | {"id": name}
+
+    @app.post("/tokenize")
+    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+        planner.wanted(body.model)
+        if body.messages is not None:
+            ids = await asyncio.to_thread(codec.encode_chat, [message.turn for message in body.messages])
+        else:
+            ids = await asyncio.to_thread(codec.encode_any, body.prompt or "")
+        return {"tokens": ids, "count": len(ids), "max_model_len": codec.config.max_sequence_length}
+
+    @app.post("/detokenize")
+    async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
+        planner.wanted(body.model)
+        if any(not 0 <= token < codec.config.vocab_size for token in body.tokens):
+            message = f"Token ids of this policy lie between 0 and {codec.config.vocab_size - 1}."
+            raise ServiceError(400, message, "invalid_value", param="tokens")
+        return {"prompt": await asyncio.to_thread(codec.decode_any, body.tokens)}
+
+
+def _add_policy(app: FastAPI, service: Service, watch: Watch) -> None:
+    @app.get("/v1/policy")
+    async def policy() -> dict[str, Any]:
+        return policy_body(service.planner.name, await _states(watch))
+
+    @app.get("/v1/policy/events")
+    async def events(request: Request) -> Response:
+        await _states(watch)
+        return EventStream(watch.events(request.headers.get("last-event-id")))
+
+    @app.get("/v1/policy/{version}")
+    async def one(version: _Number) -> dict[str, Any]:
+        body = version_body(version, await _states(watch))
+        if body is None:
+            raise ServiceError(404, f"There is no policy version {version} here.", "model_not_found", param="version")
+        return body
+
+
+def _add_run(app: FastAPI, service: Service, watch: Watch) -> None:
+    def run() -> RunView:
+        if service.run is None:
+            raise ServiceError(404, "A checkpoint is served here, without a run.", "no_run")
+        return service.run
+
+    @app.get("/v1/run")
+    async def summary() -> dict[str, Any]:
+        return await asyncio.to_thread(run().summary)
+
+    @app.get("/v1/run/events")
+    async def events(after: Annotated[int, Query(ge=0, le=2**31 - 1)] = 0) -> dict[str, Any]:
+        return await asyncio.to_thread(run().events, after)
+
+    @app.get("/v1/run/samples")
+    async def samples(limit: Annotated[int, Query(ge=1, le=MAX_SAMPLES)] = 20) -> dict[str, Any]:
+        return await asyncio.to_thread(run().samples, limit)
+
+    @app.get("/v1/run/pools")
+    async def pools() -> dict[str, Any]:
+        run()
+        states = await _states(watch)
+        follower = newest(states).follower
+        return {
+            "replicas": [
+                {
+                    "id": state.replica,
+                    "policy_version": state.policy.version,
+                    "healthy": not watch.is_stale,
+                    "running": state.num_running,
+                    "waiting": state.num_waiting,
+                }
+                for state in states
+            ],
+            "follower": {
+                "registry_reachable": follower.registry_reachable,
+                "num_errors": follower.num_errors,
+                "last_error": follower.last_error,
+            },
+        }
+
+
+def _add_health(app: FastAPI, watch: Watch, inference: _Inference) -> None:
+    @app.get("/health")
+    async def health() -> dict[str, Any]:
+        state = newest(await _states(watch))
+        return {
+            "status": "ok" if state.follower.registry_reachable else "degraded",
+            "policy_version": state.policy.version,
+            "registry_reachable": state.follower.registry_reachable,
+            "follower_errors": state.follower.num_errors,
+        }
+
+    @app.get("/health/ready")
+    async def ready() -> dict[str, Any]:
+        if inference.is_draining:
+            raise ServiceError(503, "The service is shutting down.", "unavailable", retry_after_s=5)
+        states = await _states(watch)
+        if watch.is_stale:
+            raise ServiceError(503, "No engine answers.", "unavailable", retry_after_s=5)
+        return {"status": "ready", "policy_version": newest(states).policy.version, "num_engines": len(states)}
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": version_of("d1")}
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(app.state.metrics.text(await watch.states()), media_type="text/plain; version=0.0.4")
+
+
+async def _states(watch: Watch) -> list[EngineState]:
+    states = await watch.states()
+    if not states:
+        raise ServiceError(503, "No engine answers yet; try again.", "unavailable", retry_after_s=5)
+    return states
+
+
+def _version_header(writer: Writer) -> dict[str, str]:
+    assert writer.policy is not None, "it has begun"
+    return {"x-policy-version": str(writer.policy.version)}
+
+
+async def _unless_gone(request: Request, work: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
+    """The result of `work`, which is cancelled when the client goes: nobody else would stop it."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_gone(request))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ServiceError(499, "The client has gone.", "client_gone")
+    finally:
+        for future in (task, gone):
+            future.cancel()
+        with suppress(asyncio.CancelledError, Exception):
+            await task
+
+
+async def _gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

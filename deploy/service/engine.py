@@ -1,167 +1,245 @@
-"""The engine: prompts to completions with the policy that is current, which can be swapped at any moment."""
+"""The engine: one thread that denoises all requests together, a step at a time.
+
+A job joins at once and leaves when it is done, cancelled or out of time. Each version in memory has rows of its own;
+the thread steps them in turn. What happens is told to each job's listener, on this thread.
+"""
 
 from __future__ import annotations
 
-import json
-import secrets
 import threading
-from collections import Counter
-from collections.abc import Sequence
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
-from actors.registry import PolicyVersion
-from learner.counter import fold
-from learner.model.tokenizer import ChatTokenizer
-from rollout.request import Completion, FinishReason, Request, SamplingParams
-from rollout.sampler import Sampler
+import structlog
 
+from deploy.service.messages import BlocksDone, CanvasSeen, Done, Event, Job, Refused
+from deploy.service.versions import Live, Versions
+from rollout.request import Completion, check_request
+from rollout.sampler import SlotBatch
 
-class InvalidPromptError(ValueError):
-    """What was asked cannot be answered; the message tells the client why."""
+_JOIN_TIMEOUT_S = 30.0
+_IDLE_WAIT_S = 1.0
+_RETRY_AFTER_S = 1
+_DRAIN_RETRY_AFTER_S = 5
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GeneratedText:
-    """One completion."""
-
-    text: str
-    """Its text, special tokens left out."""
-    num_tokens: int
-    """Tokens of the text, an end of text included."""
-    is_cut: bool
-    """Whether it ended for lack of room and not by an end of text."""
+Listener = Callable[[Event], None]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Generation:
-    """The completions of one request."""
+class BusyError(Exception):
+    """The engine takes nothing more for now; `refusal` says so to the client."""
 
-    policy: PolicyVersion
-    """The version that made all of them."""
-    texts: tuple[GeneratedText, ...]
-    """The completions of the first prompt, then of the second, ..."""
-    num_prompt_tokens: int
-    """Tokens of all prompts, the chat template included."""
+    def __init__(self, refusal: Refused) -> None:
+        super().__init__(refusal.message)
+        self.refusal = refusal
 
 
-class PolicyEngine:
-    """Completes prompts. Threads may call it at the same time, and swap the policy meanwhile.
+@dataclass(slots=True)
+class _Task:
+    """A job under way. The engine's thread alone changes it."""
 
-    The sampler and what is known of its version are one tuple that is replaced whole. A request takes the tuple once:
-    a swap cannot touch it, and its answer names the version that made it.
-    """
+    job: Job
+    live: Live
+    tell: Listener
+    deadline: float
+    choice_of: dict[int, int]
+    """The batch's index of each choice that is not done, and the choice."""
+    num_shown: list[int]
+    """For each choice, slots of the finished blocks that were told."""
 
-    def __init__(self, tokenizer_dir: Path, params: SamplingParams, sampler: Sampler, policy: PolicyVersion) -> None:
-        """Serve `policy` first.
+
+class Engine:
+    """Denoises jobs with versions that others acquire. Threads may call it at the same time."""
+
+    def __init__(self, versions: Versions, max_pending: int = 512) -> None:
+        """Start the thread.
 
         Args:
-            tokenizer_dir: a checkpoint directory of the run; all its versions share the tokenizer.
-            params: how the policy was trained to sample; requests may change the temperature only.
-            sampler: the first policy.
-            policy: its version.
+            versions: told when a job no longer needs its version.
+            max_pending: choices that are denoised or wait for it.
         """
-        self.params = params
-        self._tokenizer = ChatTokenizer(tokenizer_dir)
-        self._special_ids = _special_ids(tokenizer_dir)
-        self._template_ids = self._count_special(self._encode_turn("x"))
-        self._swap_lock = threading.Lock()
-        self._current = (sampler, policy)
-        self._scored = policy if policy.num_problems else None
-        self._num_swaps = 0
+        self._versions, self._max_pending = versions, max_pending
+        self._wake = threading.Condition()
+        self._inbox: list[Callable[[], None]] = []
+        self._num_pending = self._num_running = self._num_submitted = 0
+        self._is_stopping = self._is_draining = False
+        self._tasks: dict[int, _Task] = {}
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
 
     @property
-    def policy(self) -> PolicyVersion:
-        """The version that a request would get now."""
-        return self._current[1]
+    def num_running(self) -> int:
+        """Choices that are being denoised."""
+        return self._num_running
 
     @property
-    def scored(self) -> PolicyVersion | None:
-        """The version that was last evaluated, of those heard of."""
-        return self._scored
+    def num_waiting(self) -> int:
+        """Choices that wait for a slot."""
+        return max(0, self._num_pending - self._num_running)
 
     @property
-    def num_swaps(self) -> int:
-        """Times that the weights were replaced."""
-        return self._num_swaps
+    def is_alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive()
 
-    def swap(self, sampler: Sampler, policy: PolicyVersion) -> None:
-        """Requests that start from now on get this policy."""
-        assert sampler.policy_version == policy.version, "a policy is announced under the version of its sampler"
-        with self._swap_lock:
-            self._current = (sampler, policy)
-            self._num_swaps += 1
-        self.learn(policy)
+    def submit(self, job: Job, live: Live, tell: Listener) -> int:
+        """Let a job join. The engine releases `live` when it has ended. Returns the job's ticket.
 
-    def learn(self, policy: PolicyVersion) -> None:
-        """Take over the facts of an announcement; the weights stay as they are."""
-        with self._swap_lock:
-            sampler, served = self._current
-            if policy.has_same_weights(served):
-                self._current = (sampler, policy)
-            if policy.num_problems:
-                self._scored = policy
+        Raises:
+            ValueError: a request that the policy cannot serve.
+            BusyError: there is no room, or the engine is draining.
+        """
+        for request in job.requests:
+            check_request(request, live.sampler.model.config)
+        with self._wake:
+            if self._is_draining or self._is_stopping:
+                raise BusyError(_unavailable("The service is shutting down; try again.", _DRAIN_RETRY_AFTER_S))
+            if self._num_pending + len(job.requests) > self._max_pending:
+                raise BusyError(
+                    Refused(
+                        status=429,
+                        code="overloaded",
+                        message=f"{self._num_pending} choices are waiting; try again.",
+                        retry_after_s=_RETRY_AFTER_S,
+                    )
+                )
+            self._num_pending += len(job.requests)
+            self._num_submitted += 1
+            ticket = self._num_submitted
+            deadline = time.monotonic() + job.timeout_s
+            self._post(lambda: self._join(ticket, _Task(job, live, tell, deadline, {}, [])))
+        return ticket
 
-    def complete(
-        self,
-        prompts: Sequence[str | list[int]],
-        *,
-        max_tokens: int | None,
-        temperature: float | None,
-        seed: int | None,
-        num_choices: int,
-    ) -> Generation:
-        """`num_choices` completions of each prompt, by one policy version. Raises InvalidPromptError."""
-        sampler, policy = self._current
-        gen_length = self.params.gen_length
-        if max_tokens is not None and max_tokens > gen_length:
-            raise InvalidPromptError(f"max_tokens is {max_tokens}; this policy fills at most {gen_length} tokens.")
-        encoded = [self._encode(prompt, sampler) for prompt in prompts]
-        # Temperature 0 is what held-out accuracy is measured at, so it is what users get unless they ask otherwise.
-        params = self.params.model_copy(update={"temperature": temperature or 0.0})
-        key = secrets.randbits(63) if seed is None else seed
-        requests = [
-            Request(prompt_ids=tuple(ids), params=params, seed=fold(key, index, choice))
-            for index, ids in enumerate(encoded)
-            for choice in range(num_choices)
-        ]
-        texts = tuple(self._text(completion, max_tokens or gen_length) for completion in sampler.generate(requests))
-        return Generation(policy=policy, texts=texts, num_prompt_tokens=sum(map(len, encoded)))
+    def cancel(self, ticket: int) -> None:
+        """Forget a job: the next step gives its slots to others. One that has ended is left alone."""
+        with self._wake:
+            self._post(lambda: self._leave(ticket))
 
-    def _encode(self, prompt: str | list[int], sampler: Sampler) -> list[int]:
-        config = sampler.model.config
-        if isinstance(prompt, str):
-            ids = self._encode_turn(prompt)
-            # A special token in a user's text would end their turn and speak for others, or be denoised as a slot.
-            if spelled := self._count_special(ids) - self._template_ids:
-                token = self._tokenizer.tokens([min(spelled)])[0]
-                raise InvalidPromptError(f"The prompt spells {token}, a special token of this policy.")
-        else:
-            ids = prompt
-            if any(not 0 <= token < config.vocab_size for token in ids):
-                raise InvalidPromptError(f"Token ids of this policy lie between 0 and {config.vocab_size - 1}.")
-            if config.mask_token_id in ids:
-                raise InvalidPromptError(f"The prompt has the mask id {config.mask_token_id}; a prompt has no slots.")
-        room = config.max_sequence_length - self.params.gen_length
-        if len(ids) > room:
-            raise InvalidPromptError(f"The prompt has {len(ids)} tokens; this policy reads at most {room}.")
-        return ids
+    def drain(self, timeout_s: float) -> bool:
+        """Take nothing more, and wait for what is under way. Whether all of it was done in time."""
+        with self._wake:
+            self._is_draining = True
+            return self._wake.wait_for(lambda: not self._num_pending, timeout_s)
 
-    def _encode_turn(self, text: str) -> list[int]:
-        return self._tokenizer.encode_chat([{"role": "user", "content": text}])
+    def close(self) -> None:
+        """End the thread; what is under way is told that it failed."""
+        with self._wake:
+            self._is_stopping = True
+            self._wake.notify_all()
+        self._thread.join(_JOIN_TIMEOUT_S)
 
-    def _count_special(self, ids: Sequence[int]) -> Counter[int]:
-        return Counter(token for token in ids if token in self._special_ids)
+    def _post(self, command: Callable[[], None]) -> None:
+        self._inbox.append(command)
+        self._wake.notify_all()
 
-    def _text(self, completion: Completion, max_tokens: int) -> GeneratedText:
-        num_tokens = min(completion.num_tokens, max_tokens)
-        return GeneratedText(
-            text=self._tokenizer.decode(completion.token_ids[:num_tokens].tolist()),
-            num_tokens=num_tokens,
-            is_cut=completion.finish_reason is FinishReason.LENGTH or num_tokens < completion.num_tokens,
-        )
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                while not (self._inbox or self._tasks or self._is_stopping):
+                    self._wake.wait(_IDLE_WAIT_S)
+                if self._is_stopping:
+                    break
+                inbox, self._inbox = self._inbox, []
+            for command in inbox:
+                command()
+            self._expire()
+            for live in {id(task.live): task.live for task in self._tasks.values()}.values():
+                self._step(live)
+            self._num_running = sum(
+                live.batch.num_running
+                for live in {id(t.live): t.live for t in self._tasks.values()}.values()
+                if live.batch
+            )
+        for ticket in list(self._tasks):
+            self._end(ticket, _unavailable("The engine was stopped; try again.", _DRAIN_RETRY_AFTER_S))
+
+    def _join(self, ticket: int, task: _Task) -> None:
+        self._tasks[ticket] = task
+        batch = _batch(task.live)
+        for choice, request in enumerate(task.job.requests):
+            task.choice_of[batch.submit(request)] = choice
+            task.num_shown.append(0 if request.committed is None else len(request.committed))
+
+    def _leave(self, ticket: int) -> None:
+        task = self._tasks.get(ticket)
+        if task is not None:
+            for index in task.choice_of:
+                _batch(task.live).cancel(index)
+            self._end(ticket, None)
+
+    def _expire(self) -> None:
+        now = time.monotonic()
+        for ticket, task in list(self._tasks.items()):
+            if now > task.deadline:
+                for index in task.choice_of:
+                    _batch(task.live).cancel(index)
+                sentence = f"No answer within {task.job.timeout_s:.0f} s; try again."
+                self._end(ticket, _unavailable(sentence, _RETRY_AFTER_S, code="timeout"))
+
+    def _step(self, live: Live) -> None:
+        tickets = [ticket for ticket, task in self._tasks.items() if task.live is live]
+        try:
+            finished = _batch(live).step()
+            self._show(live, tickets)
+        # The boundary at which a failure becomes an answer: whatever fails, the other versions go on.
+        except Exception as error:
+            structlog.get_logger().exception("engine_step_failed", policy_version=live.policy.version, error=str(error))
+            # Its rows are in a state that nobody knows.
+            live.batch = None
+            for ticket in tickets:
+                self._end(
+                    ticket,
+                    Refused(status=500, code="engine_failed", message="The policy failed; see the service's log."),
+                )
+            return
+        for index, completion in finished:
+            self._finish(tickets, index, completion)
+
+    def _show(self, live: Live, tickets: list[int]) -> None:
+        """Tell of finished blocks, and of the whole canvas to those who watch it."""
+        batch, watched = _batch(live), {}
+        committed = batch.num_committed()
+        for ticket in tickets:
+            task = self._tasks[ticket]
+            for index, choice in task.choice_of.items():
+                if index in committed and (task.job.shows_canvas or committed[index] > task.num_shown[choice]):
+                    watched[index] = task, choice
+        for index, progress in batch.progress([*watched]).items():
+            task, choice = watched[index]
+            if task.job.shows_canvas:
+                task.tell(CanvasSeen(choice=choice, progress=progress))
+            if progress.num_committed > (start := task.num_shown[choice]):
+                task.num_shown[choice] = progress.num_committed
+                task.tell(BlocksDone(choice=choice, start=start, slots=progress.between(start)))
+
+    def _finish(self, tickets: list[int], index: int, completion: Completion) -> None:
+        for ticket in tickets:
+            task = self._tasks.get(ticket)
+            if task is not None and index in task.choice_of:
+                task.tell(Done(choice=task.choice_of.pop(index), completion=completion))
+                self._count_done(1)
+                if not task.choice_of:
+                    self._end(ticket, None)
+                return
+
+    def _end(self, ticket: int, refusal: Refused | None) -> None:
+        task = self._tasks.pop(ticket)
+        self._count_done(len(task.choice_of))
+        self._versions.release(task.live)
+        if refusal is not None:
+            task.tell(refusal)
+
+    def _count_done(self, num_choices: int) -> None:
+        with self._wake:
+            self._num_pending -= num_choices
+            self._wake.notify_all()
 
 
-def _special_ids(tokenizer_dir: Path) -> frozenset[int]:
-    added = json.loads((tokenizer_dir / "tokenizer.json").read_text(encoding="utf-8"))["added_tokens"]
-    return frozenset(token["id"] for token in added if token["special"])
+def _batch(live: Live) -> SlotBatch:
+    if live.batch is None:
+        live.batch = live.sampler.open()
+    return live.batch
+
+
+def _unavailable(message: str, retry_after_s: int, code: str = "unavailable") -> Refused:
+    return Refused(status=503, code=code, message=message, retry_after_s=retry_after_s)

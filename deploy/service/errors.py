@@ -2,30 +2,52 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from deploy.service.schemas import ErrorDetail, ErrorResponse
+from deploy.service.messages import Refused
 
-_TYPES = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error"}
+_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _MESSAGES = {400: "The body is not JSON.", 404: "There is no such path.", 405: "This path does not know that method."}
 
 
 class ServiceError(Exception):
     """A failure that the client is told about, in one sentence."""
 
-    def __init__(self, status: int, message: str, code: str | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        code: str | None = None,
+        *,
+        param: str | None = None,
+        retry_after_s: int | None = None,
+    ) -> None:
         super().__init__(message)
-        self.status, self.message, self.code = status, message, code
+        self.status, self.message, self.code, self.param = status, message, code, param
+        self.retry_after_s = retry_after_s
 
+    @classmethod
+    def of(cls, refused: Refused) -> ServiceError:
+        """What an engine said."""
+        return cls(refused.status, refused.message, refused.code, retry_after_s=refused.retry_after_s)
 
-def error_response(status: int, message: str, code: str | None = None) -> JSONResponse:
-    """The answer to a request that failed."""
-    detail = ErrorDetail(message=message, type=_TYPES.get(status, "invalid_request_error"), code=code)
-    headers = {"www-authenticate": "Bearer"} if status == 401 else {"retry-after": "1"} if status == 503 else None
-    return JSONResponse(ErrorResponse(error=detail).model_dump(), status_code=status, headers=headers)
+    @property
+    def body(self) -> dict[str, Any]:
+        """OpenAI's error object."""
+        kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        """The answer."""
+        headers = {} if self.retry_after_s is None else {"retry-after": str(self.retry_after_s)}
+        if self.status == 401:
+            headers["www-authenticate"] = "Bearer"
+        return JSONResponse(self.body, status_code=self.status, headers=headers)
 
 
 def install_handlers(app: FastAPI) -> None:
@@ -33,25 +55,33 @@ def install_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(ServiceError)
     async def of_service(_: Request, error: ServiceError) -> JSONResponse:
-        return error_response(error.status, error.message, error.code)
+        return error.response()
 
     @app.exception_handler(RequestValidationError)
     async def of_validation(_: Request, error: RequestValidationError) -> JSONResponse:
-        first = error.errors()[0]
-        if first["type"] == "json_invalid":
-            return error_response(400, "The body is not JSON.")
-        field = ".".join(part for part in first["loc"][1:2] if isinstance(part, str)) or "body"
-        if first["type"] == "extra_forbidden":
-            # The one thing of the client's that is quoted, and only if it is a plain name.
-            name = f"`{field}`" if field.isascii() and field.isidentifier() and len(field) < 65 else "a field"
-            return error_response(400, f"The body has {name}, which this service does not know.", "unknown_parameter")
-        return error_response(400, f"`{field}`: {first['msg'].removeprefix('Value error, ')}.")
+        return refusal_of(error.errors()[0]).response()
 
     @app.exception_handler(HTTPException)
     async def of_http(_: Request, error: HTTPException) -> JSONResponse:
-        return error_response(error.status_code, _MESSAGES.get(error.status_code, str(error.detail)))
+        return ServiceError(error.status_code, _MESSAGES.get(error.status_code, str(error.detail))).response()
 
     @app.exception_handler(Exception)
     async def of_bug(_: Request, __: Exception) -> JSONResponse:
         # Starlette raises the exception again after this answer, so that the server logs it.
-        return error_response(500, "The service failed; the failure is in its log.")
+        return ServiceError(500, "The service failed; the failure is in its log.").response()
+
+
+def refusal_of(detail: Any) -> ServiceError:
+    """What pydantic found wrong with a body, or with a query or a path."""
+    if detail["type"] == "json_invalid":
+        return ServiceError(400, "The body is not JSON.")
+    parts = [part for part in detail["loc"][1:] if isinstance(part, str) and not part.startswith("function-")]
+    # What the client wrote is quoted only if it is a plain name.
+    is_plain = all(part.isascii() and part.isidentifier() and len(part) < 65 for part in parts)
+    field = ".".join(parts[:3]) if parts and is_plain else None
+    if detail["type"] == "extra_forbidden":
+        name = f"`{field}`" if field else "a field"
+        message = f"The body has {name}, which this service does not know."
+        return ServiceError(400, message, "unknown_parameter", param=field)
+    message = f"`{field or 'body'}`: {detail['msg'].removeprefix('Value error, ')}."
+    return ServiceError(400, message, "invalid_value", param=field)

@@ -1,40 +1,26 @@
-"""The follower: a thread that brings each announced policy version into the engine, off the path of requests."""
+"""The follower: a thread that lets each announced policy version take over, off the path of requests."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import structlog
 
 from actors.registry import MalformedEntryError, PolicyVersion, Registry
-from deploy.service.engine import PolicyEngine
-from rollout.sampler import Sampler
+from deploy.service.messages import FollowerStatus
+from deploy.service.versions import NoRoomError, NoSuchVersionError, RefusedVersionError, Versions
 
 _BLOCK_MS = 1000
 _RETRY_S = 2.0
 _JOIN_TIMEOUT_S = 10.0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FollowerStatus:
-    """How the follower fares."""
-
-    registry_reachable: bool
-    """Whether the registry answered the last time it was asked."""
-    num_errors: int
-    """Failures so far."""
-    last_error: str | None
-    """What the last of them was."""
-
-
 class VersionFollower:
-    """Reads the registry and swaps the engine to the version announced last."""
+    """Reads the registry and swaps to the version announced last."""
 
-    def __init__(self, registry: Registry, engine: PolicyEngine, load: Callable[[PolicyVersion], Sampler]) -> None:
-        """`load` makes the sampler of a version; it raises LookupError when its weights are gone for good."""
-        self._registry, self._engine, self._load = registry, engine, load
+    def __init__(self, registry: Registry, versions: Versions) -> None:
+        """Follow `registry` into `versions`, once it is told to."""
+        self._registry, self._versions = registry, versions
         self._last_id = "0"
         self._target: PolicyVersion | None = None
         self._status = FollowerStatus(registry_reachable=False, num_errors=0, last_error=None)
@@ -86,19 +72,20 @@ class VersionFollower:
         self._set_reachable()
         for entry_id, policy in entries:
             self._last_id, self._target = entry_id, policy
-            self._engine.learn(policy)
+            self._versions.learn(policy)
 
     def _adopt(self) -> None:
         target = self._target
-        if target is None or target.has_same_weights(self._engine.policy):
+        if target is None or target.has_same_weights(self._versions.policy):
             return
         try:
-            sampler = self._load(target)
-        except LookupError:
-            # Gone for good: only a newer announcement helps. Other failures are tried again.
+            self._versions.adopt(target)
+        except (NoSuchVersionError, RefusedVersionError):
+            # Gone or bad for good: only a newer announcement helps. Other failures are tried again.
             self._target = None
             raise
-        self._engine.swap(sampler, target)
+        except NoRoomError:
+            structlog.get_logger().info("swap_waits", policy_version=target.version)
 
     def _set_reachable(self) -> None:
         status = self._status

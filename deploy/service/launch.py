@@ -2,48 +2,62 @@
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import os
-import secrets
+import signal
 import socket
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from deploy.errors import UserError
 from deploy.ray_session import ray_session
+from deploy.service.keys import KEYS_FILE_VARIABLE, TOKEN_FILE, TOKEN_VARIABLE, are_explicit, read_keys
+from deploy.service.source import Source
 
-TOKEN_VARIABLE = "D1_API_TOKEN"  # noqa: S105 - a name
-TOKEN_FILE = "service.token"  # noqa: S105 - a name
-_LEAST_TOKEN_LENGTH = 16
 _READY_TIMEOUT_S = 180.0
+_DRAIN_TIMEOUT_S = 30.0
+_CALL_TIMEOUT_S = 5.0
 _POLL_S = 0.2
+_INGRESS = "Ingress"
 
 
 def serve_run(run_dir: Path, host: str, port: int) -> None:
     """Serve a run's newest policy.
 
     With RAY_ADDRESS set, on that cluster: returns when the service is up, and it stays. Otherwise on a Ray of its own,
-    until Ctrl-C. Raises UserError when there is nothing to serve or the address cannot be used.
+    until Ctrl-C or SIGTERM; then it finishes what is under way. Raises UserError when there is nothing to serve or the
+    address cannot be used.
     """
-    from rich.console import Console
-
     from actors.registry_server import registry_url
     from deploy.service.run_files import newest_to_answer, read_recipe
 
     run_dir = run_dir.resolve()
     num_replicas = read_recipe(run_dir).service.num_replicas
     newest_to_answer(run_dir)
-    with suppress(KeyboardInterrupt), ray_session(dashboard=False) as ray:
-        url = deploy_service(run_dir, registry_url(), host, port, num_replicas)
-        console = Console()
-        console.print(banner(run_dir, url), markup=False, soft_wrap=True)
-        if ray.is_ours:
-            console.print("Ctrl-C stops it.")
-            # Without a limit: this is the program's work.
-            threading.Event().wait()
+    _check_keys(host)
+    with ray_session(dashboard=False) as ray:
+        source = Source(directory=str(run_dir), is_run=True, registry_url=registry_url())
+        _serve(source, host, port, num_replicas, is_ours=ray.is_ours)
+
+
+def serve_checkpoint(directory: Path, host: str, port: int) -> None:
+    """Serve a checkpoint that has no run. Otherwise as `serve_run`."""
+    from deploy.service.codec import Codec
+
+    directory = directory.resolve()
+    try:
+        Codec(directory)
+    except ValueError as error:
+        raise UserError(f"cannot serve {directory}: {error}") from error
+    _check_keys(host)
+    with ray_session(dashboard=False) as ray:
+        source = Source(directory=str(directory), is_run=False, registry_url=None)
+        _serve(source, host, port, 1, is_ours=ray.is_ours)
 
 
 def deploy_service(run_dir: Path, registry_url: str, host: str, port: int, num_replicas: int) -> str:
@@ -53,62 +67,118 @@ def deploy_service(run_dir: Path, registry_url: str, host: str, port: int, num_r
     without a gap.
 
     Raises:
-        UserError: a port that is taken, or a cluster that already serves something else.
+        UserError: a port that is taken, a cluster that already serves something else, or an address that others can
+            reach without keys of the user's own.
         RuntimeError: the replicas did not come up.
     """
+    source = Source(directory=str(run_dir.resolve()), is_run=True, registry_url=registry_url)
+    return deploy_source(source, host, port, num_replicas, num_gpus=0)
+
+
+def banner(run_dir: Path, url: str) -> str:
+    """What a user needs in order to ask the service something."""
+    path = run_dir.resolve() / TOKEN_FILE
+    if os.environ.get(KEYS_FILE_VARIABLE):
+        where, key = f"keys are in the file {KEYS_FILE_VARIABLE}", "$KEY"
+    elif TOKEN_VARIABLE in os.environ:
+        where, key = f"token is in {TOKEN_VARIABLE}", f"${TOKEN_VARIABLE}"
+    else:
+        where, key = f"token is in {path}", f"$(cat {path})"
+    return (
+        f"Serving {run_dir.name} at {url}; the {where}.\n"
+        f'  curl {url}/v1/completions -H "Authorization: Bearer {key}" \\\n'
+        f"    -H 'Content-Type: application/json' -d '{{\"prompt\": \"What is 2 + 3?\"}}'"
+    )
+
+
+def _serve(source: Source, host: str, port: int, num_replicas: int, *, is_ours: bool) -> None:
+    import ray
+    from rich.console import Console
+
+    # On a cluster the GPUs are a run's; a Ray of our own has nobody else to ask for them.
+    num_gpus = 1 if is_ours and ray.available_resources().get("GPU", 0) >= num_replicas else 0
+    with suppress(KeyboardInterrupt), _ended_by_sigterm():
+        url = deploy_source(source, host, port, num_replicas, num_gpus=num_gpus)
+        console = Console()
+        console.print(banner(source.path, url), markup=False, soft_wrap=True)
+        if is_ours:
+            console.print("Ctrl-C stops it.")
+            try:
+                # Without a limit: this is the program's work.
+                threading.Event().wait()
+            finally:
+                _drain(source)
+
+
+def deploy_source(source: Source, host: str, port: int, num_replicas: int, *, num_gpus: int) -> str:
+    """As `deploy_service`, for a run or a checkpoint; each engine gets `num_gpus`."""
     from ray import serve
 
-    from deploy.service.app import digest_of
-    from deploy.service.replica import PolicyReplica
-    from deploy.service.run_files import read_recipe
+    from deploy.service.ingress import Ingress
+    from deploy.service.replica import EngineReplica
 
-    run_dir = run_dir.resolve()
-    name = f"d1-{read_recipe(run_dir).name}"
-    digest = digest_of(service_token(run_dir))
+    _check_keys(host)
+    keys = read_keys(source.path)
+    name = f"d1-{source.name}"
     _start_serve(host, port)
     others = sorted(set(serve.status().applications) - {name})
     if others:
         raise UserError(f"this cluster already serves {others[0]}; `serve shutdown` ends that, or use another cluster")
     # A bound class carries its options to the cluster; nothing here waits without limit, as serve.run does.
-    replica: Any = PolicyReplica
-    application = replica.options(num_replicas=num_replicas).bind(str(run_dir), registry_url, digest)
+    engine_class: Any = EngineReplica
+    ingress_class: Any = Ingress
+    resources = {"num_cpus": 0.01, "num_gpus": num_gpus}
+    engines = engine_class.options(num_replicas=num_replicas, ray_actor_options=resources).bind(source)
+    application = ingress_class.bind(engines, source, keys, source.rate_limit)
     serve.run_many([serve.RunTarget(application, name=name)], wait_for_applications_running=False)
     _wait_until_running(name)
     return f"http://{host}:{port}"
 
 
-def service_token(run_dir: Path) -> str:
-    """The token that clients must send: D1_API_TOKEN, or else RUN/service.token, made if there is none.
-
-    Raises UserError when it is too short to protect anything.
-    """
-    path = run_dir / TOKEN_FILE
-    if TOKEN_VARIABLE in os.environ:
-        source, token = TOKEN_VARIABLE, os.environ[TOKEN_VARIABLE].strip()
-    else:
-        try:
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        except FileExistsError:
-            pass
-        else:
-            with os.fdopen(descriptor, "w") as file:
-                file.write(secrets.token_urlsafe(32) + "\n")
-        source, token = str(path), path.read_text().strip()
-    if len(token) < _LEAST_TOKEN_LENGTH:
-        raise UserError(f"{source} has {len(token)} characters; a token needs {_LEAST_TOKEN_LENGTH} or more")
-    return token
+def _check_keys(host: str) -> None:
+    """Raise UserError where others can reach the address, and nobody has chosen the keys that they need."""
+    if not _is_loopback(host) and not are_explicit():
+        raise UserError(
+            f"{host} can be reached from other machines; choose the keys yourself, in {TOKEN_VARIABLE} or in a file "
+            f"named by {KEYS_FILE_VARIABLE}, or listen on 127.0.0.1"
+        )
 
 
-def banner(run_dir: Path, url: str) -> str:
-    """What a user needs in order to ask the service something."""
-    from_environment = TOKEN_VARIABLE in os.environ
-    token = f"${TOKEN_VARIABLE}" if from_environment else f"$(cat {run_dir.resolve() / TOKEN_FILE})"
-    where = f"in {TOKEN_VARIABLE}" if from_environment else f"in {run_dir.resolve() / TOKEN_FILE}"
-    return (
-        f"Serving {run_dir.name} at {url}; the token is {where}.\n"
-        f'  curl {url}/v1/completions -H "Authorization: Bearer {token}" \\\n'
-        f"    -H 'Content-Type: application/json' -d '{{\"prompt\": \"What is 2 + 3?\"}}'"
-    )
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM ends the block as Ctrl-C does."""
+
+    def interrupt(_signal: int, _frame: object) -> None:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        # Signals are the main thread's.
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _drain(source: Source) -> None:
+    """Refuse what is new, in our error format, and let what is under way come to its end."""
+    from ray import serve
+
+    handle = serve.get_deployment_handle(_INGRESS, app_name=f"d1-{source.name}")
+    deadline = time.monotonic() + _DRAIN_TIMEOUT_S
+    # Whatever does not answer any more is not waited for.
+    with suppress(Exception):
+        while sum(handle.broadcast("drain").results(timeout_s=_CALL_TIMEOUT_S)) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
 
 
 def _start_serve(host: str, port: int) -> None:

@@ -1,60 +1,65 @@
-"""The Ray Serve deployment: one process with an engine, its application and its follower."""
+"""The Ray Serve deployment of an engine: one process with its versions and its follower."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 
 import torch
-from fastapi import FastAPI
 from ray import serve
-from ray.serve.config import BackpressureConfig
 
 from actors.registry import Registry
-from deploy.service.app import MAX_PENDING, create_app
-from deploy.service.engine import PolicyEngine
+from deploy.service.engine import Engine
 from deploy.service.follower import VersionFollower
-from deploy.service.run_files import latest_checkpoint, load_sampler, read_recipe
+from deploy.service.host import EngineHost
+from deploy.service.messages import EngineState, Event, FollowerStatus, Job
+from deploy.service.source import Source
 
 
-# The queue that matters is the application's own: it answers in our error format and leaves /health free. Serve's
-# limits are wider, and only there so that nothing is unbounded.
+# The queue that matters is the engine's own: it says so in our error format. Serve's limit is wider, and only there so
+# that nothing is unbounded.
 @serve.deployment(
-    max_ongoing_requests=4 * MAX_PENDING,
-    max_queued_requests=4 * MAX_PENDING,
-    backpressure_config=BackpressureConfig(status_code=503, retry_after_s=1),
+    max_ongoing_requests=4096,
+    max_queued_requests=8192,
     # A new deployment of the run starts its replicas before the old ones stop.
     max_surge_percent=100,
     health_check_period_s=5,
+    graceful_shutdown_timeout_s=60,
     # Little enough to be placed beside a run that has all the CPUs.
     ray_actor_options={"num_cpus": 0.01},
 )
-@serve.ingress()
-class PolicyReplica:
-    """Answers from the newest version of one run."""
+class EngineReplica:
+    """Denoises with the newest version of one run, or with a checkpoint."""
 
-    def __init__(self, run_dir: str, registry_url: str, token_digest: bytes) -> None:
+    def __init__(self, source: Source) -> None:
         """Begin with the newest checkpoint, or with what the registry already announces."""
         # One thread for each process that shares the machine with a run.
         torch.set_num_threads(1)
-        directory = Path(run_dir)
-        recipe, policy = read_recipe(directory), latest_checkpoint(directory)
-        assert policy.checkpoint is not None, "it was found as a checkpoint"
-        checkpoint = Path(policy.checkpoint)
-        self._run, self._token_digest = recipe.name, token_digest
-        engine = recipe.rollout.engine
-        sampler = load_sampler(policy, checkpoint, engine)
-        self._engine = PolicyEngine(checkpoint, recipe.rollout.sampling, sampler, policy)
-        registry = Registry(registry_url, recipe.name)
-        self._follower = VersionFollower(
-            registry, self._engine, lambda announced: load_sampler(announced, checkpoint, engine)
-        )
-        # Not healthy before it has what its siblings serve: a new replica never answers with an older version.
-        self._follower.follow_once(block_ms=0)
-        self._follower.ensure_running()
+        versions = source.versions("cuda" if torch.cuda.is_available() else "cpu")
+        self._follower: VersionFollower | None = None
+        follower_status: Callable[[], FollowerStatus] | None = None
+        if source.registry_url is not None:
+            self._follower = follower = VersionFollower(Registry(source.registry_url, source.name), versions)
+            # Not healthy before it has what its siblings serve: a new replica never answers with an older version.
+            follower.follow_once(block_ms=0)
+            follower.ensure_running()
+            follower_status = lambda: follower.status  # noqa: E731 - it is asked each time
+        replica = serve.get_replica_context().replica_id.unique_id
+        self._host = EngineHost(versions, Engine(versions), replica=replica, follower_status=follower_status)
 
-    def __serve_build_asgi_app__(self) -> FastAPI:
-        return create_app(self._engine, self._run, self._token_digest, lambda: self._follower.status)
+    async def stream(self, job: Job) -> AsyncGenerator[list[Event], None]:
+        """As `Backend.stream`. Serve cancels it when the ingress does not listen any more."""
+        async with aclosing(self._host.stream(job)) as stream:
+            async for events in stream:
+                yield events
+
+    async def state(self) -> EngineState:
+        """How it stands."""
+        return self._host.state()
 
     def check_health(self) -> None:
-        """Serve asks every few seconds."""
-        self._follower.ensure_running()
+        """Serve asks every few seconds, and replaces what raises."""
+        if self._follower is not None:
+            self._follower.ensure_running()
+        if not self._host.engine.is_alive:
+            raise RuntimeError("the engine's thread has died")

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import math
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import yaml
 from pydantic import ValidationError
 
-from actors.checkpoints import FoundCheckpoint, newest_checkpoint, to_answer
+from actors.checkpoints import STATE, FoundCheckpoint, Position, newest_checkpoint, read_position, to_answer
 from actors.registry import PolicyVersion
 from actors.run_log import CHECKPOINTS, RECIPE, read_events
+from actors.spec import Phase
 from deploy.errors import UserError
 from deploy.printing import printable
 from deploy.recipe import Recipe
-from learner.model.checkpoint import load_config, load_policy
+from deploy.service.messages import BASE
+from learner.model.checkpoint import MANIFEST, load_config, load_policy, verify_checkpoint
 from learner.model.families import make_model
 from rollout.config import EngineConfig
 from rollout.sampler import Sampler
 
 _FETCH_TIMEOUT_S = 120.0
+_REMEMBERED_S = 5.0
 
 
 def read_recipe(run_dir: Path) -> Recipe:
@@ -49,10 +55,7 @@ def newest_to_answer(run_dir: Path) -> FoundCheckpoint:
     return found
 
 
-def latest_checkpoint(run_dir: Path) -> PolicyVersion:
-    """What `newest_to_answer` finds, with its held-out score if it has one. Raises UserError as that does."""
-    found = newest_to_answer(run_dir)
-    position = found.position
+def _version_of(position: Position, directory: Path, run_dir: Path) -> PolicyVersion:
     scores = [
         event
         for event in read_events(run_dir)
@@ -64,19 +67,85 @@ def latest_checkpoint(run_dir: Path) -> PolicyVersion:
         phase=position.phase,
         num_correct=scores[-1]["num_correct"] if scores else None,
         num_problems=scores[-1]["num_problems"] if scores else None,
-        checkpoint=str(found.directory),
+        checkpoint=str(directory),
         weight_store=None,
         manifest_digest=None,
     )
 
 
-def load_sampler(policy: PolicyVersion, config_dir: Path, engine: EngineConfig) -> Sampler:
+class Checkpoints:
+    """The checkpoints of a run, looked for by what a request wants."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._found: dict[str | int, tuple[float, PolicyVersion | None]] = {}
+
+    def locate(self, wanted: str | int) -> PolicyVersion | None:
+        """The checkpoint of `base` or of a version, as it was seconds ago; None where there is none.
+
+        `base` is what the rounds began with: the newest checkpoint before them.
+        """
+        looked_at, found = self._found.get(wanted, (-math.inf, None))
+        if time.monotonic() - looked_at > _REMEMBERED_S:
+            found = self._look_for(wanted)
+            # Versions that were asked for and are nowhere do not add up.
+            self._found = {BASE: self._found[BASE]} if BASE in self._found else {}
+            self._found[wanted] = time.monotonic(), found
+        return found
+
+    def _look_for(self, wanted: str | int) -> PolicyVersion | None:
+        def is_wanted(position: Position) -> bool:
+            if wanted == BASE:
+                return position.phase in (Phase.UNTRAINED, Phase.SFT)
+            return position.policy_version == wanted
+
+        found = [one for one in checkpoints_to_answer(self._run_dir) if is_wanted(one[0])]
+        return _version_of(*found[-1], self._run_dir) if found else None
+
+
+def checkpoints_to_answer(run_dir: Path) -> list[tuple[Position, Path]]:
+    """The checkpoints that a service may answer from, the oldest version first.
+
+    Their large files are not looked at, which takes long; who loads one does.
+    """
+    found = []
+    for directory in (run_dir / CHECKPOINTS).glob("[!.]*/"):
+        with suppress(ValueError):
+            position = read_position(directory)
+            if to_answer(position):
+                found.append((position, directory))
+    return sorted(found, key=lambda one: one[0].policy_version)
+
+
+def latest_checkpoint(run_dir: Path) -> PolicyVersion:
+    """What `newest_to_answer` finds, with its held-out score if it has one. Raises UserError as that does."""
+    found = newest_to_answer(run_dir)
+    return _version_of(found.position, found.directory, run_dir)
+
+
+def plain_checkpoint(directory: Path) -> PolicyVersion:
+    """A checkpoint that is served by itself: the version that its run gave it, or 0."""
+    position = read_position(directory) if (directory / STATE).is_file() else None
+    return PolicyVersion(
+        version=0 if position is None else position.policy_version,
+        round=0 if position is None else position.round,
+        phase="untrained" if position is None else position.phase,
+        num_correct=None,
+        num_problems=None,
+        checkpoint=str(directory),
+        weight_store=None,
+        manifest_digest=None,
+    )
+
+
+def load_sampler(policy: PolicyVersion, config_dir: Path, engine: EngineConfig, device: str = "cpu") -> Sampler:
     """The sampler of an announced version: from its weight store, or else from its checkpoint.
 
     Args:
         policy: the version.
         config_dir: a checkpoint directory of the same run, for the policy's shape: a store holds tensors only.
         engine: how the run's samplers compute.
+        device: where it computes.
 
     Raises:
         LookupError: neither the store nor a checkpoint has it. The store may have moved on to newer versions.
@@ -100,7 +169,10 @@ def load_sampler(policy: PolicyVersion, config_dir: Path, engine: EngineConfig) 
             model.load_state_dict(
                 {name: tensor.to(engine.torch_dtype) for name, tensor in weights.items()}, assign=True
             )
-            return Sampler(model, policy.version, engine)
+            return Sampler(model.to(device), policy.version, engine)
     if policy.checkpoint is None:
         raise LookupError(f"policy version {policy.version} was announced without a store or a checkpoint")
-    return Sampler(load_policy(Path(policy.checkpoint), engine.torch_dtype), policy.version, engine)
+    directory = Path(policy.checkpoint)
+    if (directory / MANIFEST).is_file():
+        verify_checkpoint(directory)
+    return Sampler(load_policy(directory, engine.torch_dtype).to(device), policy.version, engine)

@@ -1,153 +1,290 @@
-"""The service's bodies: OpenAI's completions format, and the policy."""
+"""The bodies of requests: OpenAI's completions and chat formats, and what a diffusion policy adds to them."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from actors.registry import PolicyVersion
-from rollout.score import Score
+from deploy.service.errors import ServiceError
 
 MAX_CHOICES = 32
 """Completions of one request."""
+MAX_STOPS = 4
+MAX_STOP_LENGTH = 256
+_LARGEST = 2**31 - 1
+
+# OpenAI's and vLLM's fields that this service cannot serve, with the values beside null that ask for nothing.
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "audio": (),
+    "best_of": (1,),
+    "echo": (False,),
+    "frequency_penalty": (0,),
+    "function_call": ("none",),
+    "functions": ([],),
+    "logit_bias": ({},),
+    "logprobs": (False,),
+    "metadata": ({},),
+    "min_p": (0,),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True, False),
+    "prediction": (),
+    "presence_penalty": (0,),
+    "reasoning_effort": (),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "top_logprobs": (0,),
+    "verbosity": (),
+    "web_search_options": (),
+}
+_WHY = {
+    "logprobs": "a diffusion policy commits tokens in any order and has no autoregressive log-probabilities",
+    "top_logprobs": "a diffusion policy commits tokens in any order and has no autoregressive log-probabilities",
+    "echo": "it serves to ask for log-probabilities of the prompt, which a diffusion policy does not have",
+}
 
 
-class CompletionRequest(BaseModel):
-    """What to complete. What this service cannot do is refused, not ignored."""
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True, protected_namespaces=())
 
-    model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
 
-    model: str | None = None
-    """The run's name, or left out."""
-    prompt: str | list[str] | list[int]
-    """A string is the user's turn of a conversation: the policy was trained on its chat template, so the template is
-    applied. A list of strings is as many conversations. A list of token ids is the prompt itself, nothing added."""
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    """The text is cut after so many tokens. At most, and by default, the length that the policy was trained to fill;
-    it fills that length whatever is asked here."""
+class Constraints(_Body):
+    """What the policy must and must not write."""
+
+    forbidden_ids: Annotated[list[int], Field(max_length=4096)] = []
+    """Token ids that are never committed."""
+    fixed: Annotated[dict[str, int], Field(max_length=4096)] = {}
+    """Tokens that are given: slot of the completion, counted from 0, to token id."""
+
+
+class Diffusion(_Body):
+    """How a completion is denoised; what is left out is as the policy was trained."""
+
+    steps: Annotated[int, Field(ge=1, le=_LARGEST)] | None = None
+    """Denoise steps of the whole completion."""
+    gen_length: Annotated[int, Field(ge=1, le=_LARGEST)] | None = None
+    """Slots of the completion, in tokens."""
+    block_length: Annotated[int, Field(ge=1, le=_LARGEST)] | None = None
+    """Slots that are denoised together."""
+    threshold: float | None = None
+    """Probability above which a slot is committed; it names the schedule `threshold`."""
+    factor: float | None = None
+    """Of the schedule `factor`."""
+    entropy_bound: float | None = None
+    """Of the schedule `entropy_bound`, in nats."""
+    remasking: Annotated[str, Field(max_length=32)] | None = None
+    """The schedule: quota, threshold, factor, entropy_bound, random, left_to_right."""
+    cfg_scale: float | None = None
+    """Classifier-free guidance; 0 is none."""
+    constraints: Constraints = Constraints()
+    stream: Literal["committed", "canvas"] = "committed"
+    """What a stream shows: finished blocks, which stay; or the whole canvas again after every step."""
+    return_step_map: bool = False
+    """Whether each choice comes with the step and the confidence of each of its tokens."""
+
+
+class StreamOptions(_Body):
+    """OpenAI's."""
+
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+
+class Ask(_Body):
+    """What completions and chat have in common. What this service cannot do is refused by name."""
+
+    model: Annotated[str, Field(max_length=200)] | None = None
+    """`policy`, `policy@v000012`, `base` or the run's name; left out: `policy`."""
+    max_tokens: Annotated[int, Field(ge=1, le=_LARGEST)] | None = None
+    """The text has at most so many tokens. The canvas has `diffusion.gen_length` slots whatever is asked here."""
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
     """Of the law that tokens are drawn from. By default 0, as in the held-out evaluation: the most probable token."""
+    top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
+    top_k: Annotated[int, Field(ge=0, le=_LARGEST)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    """Completions of each prompt."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     """Same seed, request and policy version: same text. By default a new one for each request."""
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
-    """Completions of each prompt."""
+    stop: str | list[str] | None = None
+    """The text ends before the first of these."""
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: Annotated[str, Field(max_length=512)] | None = None
+    """Taken and not used."""
+    diffusion: Diffusion = Diffusion()
+    diffusing: bool = False
+    """Mercury's word for a stream of canvases."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping):
+            return values
+        for name, neutral in _UNSUPPORTED.items():
+            if name in values and values[name] is not None and not _asks_nothing(values[name], neutral):
+                why = _WHY.get(name, "this service does not do that")
+                message = f"`{name}` is not supported: {why}."
+                raise ServiceError(400, message, "unsupported_parameter", param=name)
+        return {name: value for name, value in values.items() if name not in _UNSUPPORTED}
+
+    @field_validator("stop", mode="after")
+    @classmethod
+    def _stops(cls, stop: str | list[str] | None) -> str | list[str] | None:
+        stops = [stop] if isinstance(stop, str) else stop or []
+        if len(stops) > MAX_STOPS or not all(1 <= len(one) <= MAX_STOP_LENGTH for one in stops):
+            raise ValueError(f"must be at most {MAX_STOPS} strings of 1 to {MAX_STOP_LENGTH} characters")
+        return stop
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The stop strings."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def num_choices(self) -> int:
+        """Completions of each prompt."""
+        return self.n or 1
+
+    @property
+    def shows_canvas(self) -> bool:
+        """Whether the stream is of canvases."""
+        return bool(self.stream) and (self.diffusing or self.diffusion.stream == "canvas")
+
+    @property
+    def most_tokens(self) -> int | None:
+        """Tokens that the text has at most; None where only the canvas limits it."""
+        return self.max_tokens
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with the usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+class CompletionRequest(Ask):
+    """`POST /v1/completions`."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    """A string is the user's turn of a conversation: the policy was trained on its chat template, so the template is
+    applied. A list of token ids is the prompt itself, nothing added. A list of either is as many prompts."""
+    suffix: Annotated[str, Field(max_length=65536)] | None = None
+    """What follows the completion (infill). The prompt is then text, and no user's turn."""
 
     @field_validator("prompt", mode="before")
     @classmethod
     def _prompt(cls, prompt: Any) -> Any:
         is_list = isinstance(prompt, list) and bool(prompt)
-        of_one_kind = is_list and (all(type(p) is str for p in prompt) or all(type(p) is int for p in prompt))
+        of_one_kind = is_list and any(all(is_one(p) for p in prompt) for is_one in (_is_text, _is_id, _is_ids))
         if not isinstance(prompt, str) and not of_one_kind:
             raise ValueError("must be a string, a list of strings or a list of token ids, and not empty")
-        if any("\ud800" <= character <= "\udfff" for text in prompt if isinstance(text, str) for character in text):
+        if any(_is_half(text) for text in [prompt, *prompt] if isinstance(text, str)):
             raise ValueError("has half of a surrogate pair, which is no text")
         return prompt
+
+    @field_validator("suffix", mode="after")
+    @classmethod
+    def _suffix(cls, suffix: str | None) -> str | None:
+        if suffix is not None and _is_half(suffix):
+            raise ValueError("has half of a surrogate pair, which is no text")
+        return suffix
 
     @property
     def prompts(self) -> list[str | list[int]]:
         """The prompts, one or several."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        return [p for p in self.prompt if isinstance(p, str)] or [[p for p in self.prompt if isinstance(p, int)]]
+        prompt: Any = self.prompt
+        return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else list(prompt)
 
 
-class Choice(BaseModel):
-    """One completion."""
+class TextPart(_Body):
+    """A part of a message; text is the only kind."""
 
-    index: int
+    type: Literal["text"]
     text: str
-    finish_reason: Literal["stop", "length"]
-    logprobs: None = None
 
 
-class Usage(BaseModel):
-    """Tokens of the request and of its choices."""
+class Message(_Body):
+    """A turn of a conversation."""
 
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+    name: str | None = None
+    """Taken and not used."""
 
+    @property
+    def text(self) -> str:
+        """What was said."""
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
-class CompletionResponse(BaseModel):
-    """All choices of one request; one policy version made them all."""
-
-    id: str
-    object: Literal["text_completion"] = "text_completion"
-    created: int
-    model: str
-    choices: list[Choice]
-    usage: Usage
-    system_fingerprint: str
-    policy_version: int
+    @property
+    def turn(self) -> dict[str, str]:
+        """As a chat template takes it."""
+        return {"role": "system" if self.role == "developer" else self.role, "content": self.text}
 
 
-class ScoreResponse(BaseModel):
-    """Held-out accuracy of a policy version at temperature 0."""
+class ChatRequest(Ask):
+    """`POST /v1/chat/completions`."""
 
-    model_config = ConfigDict(use_attribute_docstrings=True)
+    messages: Annotated[list[Message], Field(min_length=1, max_length=256)]
+    max_completion_tokens: Annotated[int, Field(ge=1, le=_LARGEST)] | None = None
+    """The newer name of `max_tokens`."""
 
-    policy_version: int
-    """The version that was evaluated: the served one, or the last before it that was."""
-    num_correct: int
-    num_problems: int
-    accuracy: float
-    interval_95: tuple[float, float]
-
+    @field_validator("messages", mode="after")
     @classmethod
-    def of(cls, policy: PolicyVersion | None) -> ScoreResponse | None:
-        """The score of an evaluated version; None without one."""
-        if policy is None or policy.num_correct is None or not policy.num_problems:
-            return None
-        score = Score(num_correct=policy.num_correct, num_problems=policy.num_problems)
-        return cls(
-            policy_version=policy.version,
-            num_correct=score.num_correct,
-            num_problems=score.num_problems,
-            accuracy=score.accuracy,
-            interval_95=score.interval,
-        )
+    def _are_text(cls, messages: list[Message]) -> list[Message]:
+        if any(_is_half(message.text) for message in messages):
+            raise ValueError("has half of a surrogate pair, which is no text")
+        return messages
+
+    @property
+    def most_tokens(self) -> int | None:
+        """As of `Ask`."""
+        return self.max_completion_tokens or self.max_tokens
 
 
-class PolicyResponse(BaseModel):
-    """The policy that answers now."""
+class TokenizeRequest(_Body):
+    """`POST /tokenize`: text as it is, or a conversation as the policy reads it."""
 
-    model_config = ConfigDict(use_attribute_docstrings=True)
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=256)] | None = None
 
-    run: str
-    policy_version: int
-    round: int
-    phase: str
-    score: ScoreResponse | None
-    """The newest held-out score known; its own `policy_version` says of which version. None before the first."""
-    num_swaps: int
-    """Times that this replica took a new version."""
-    last_follower_error: str | None
-    """Why a new version could last not be read or loaded, if ever."""
-
-
-class HealthResponse(BaseModel):
-    """Whether the service answers, and whether it still hears of new versions."""
-
-    model_config = ConfigDict(use_attribute_docstrings=True)
-
-    status: Literal["ok", "degraded"]
-    """`degraded`: it answers, but the registry is out of reach, so the policy may be old."""
-    policy_version: int
-    registry_reachable: bool
-    follower_errors: int
-    """Failures to read the registry or to load a version, since the replica started."""
+    @model_validator(mode="after")
+    def _one(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("must have `prompt` or `messages`, and not both")
+        if _is_half(self.prompt or "") or any(_is_half(message.text) for message in self.messages or []):
+            raise ValueError("has half of a surrogate pair, which is no text")
+        return self
 
 
-class ErrorDetail(BaseModel):
-    """What went wrong, in OpenAI's words."""
+class DetokenizeRequest(_Body):
+    """`POST /detokenize`."""
 
-    message: str
-    type: str
-    code: str | None
+    model: str | None = None
+    tokens: Annotated[list[int], Field(max_length=65536)]
 
 
-class ErrorResponse(BaseModel):
-    """The body of every answer that is not 200."""
+def _asks_nothing(value: Any, neutral: tuple[Any, ...]) -> bool:
+    # To Python False is 0, but `logprobs: 0` asks for log-probabilities.
+    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral)
 
-    error: ErrorDetail
+
+def _is_text(value: Any) -> bool:
+    return type(value) is str
+
+
+def _is_id(value: Any) -> bool:
+    return type(value) is int
+
+
+def _is_ids(value: Any) -> bool:
+    return type(value) is list and bool(value) and all(map(_is_id, value))
+
+
+def _is_half(text: str) -> bool:
+    return any("\ud800" <= character <= "\udfff" for character in text)

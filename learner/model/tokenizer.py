@@ -108,6 +108,10 @@ class ChatTokenizer:
         """The text of a completion, special tokens left out."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
+    def decode_all(self, ids: Sequence[int]) -> str:
+        """The same with special tokens spelled."""
+        return str(self._tokenizer.decode(list(ids)))
+
     def tokens(self, ids: Sequence[int]) -> list[str]:
         """One string for each id, to show them."""
         return [str(self._tokenizer.decode([token])) for token in ids]
@@ -115,6 +119,12 @@ class ChatTokenizer:
     def token_id(self, token: str) -> int:
         """The id of a special token."""
         return int(self._tokenizer.convert_tokens_to_ids(token))
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Ids that no text of a user may spell: turns, ends, masks."""
+        added = self._tokenizer.added_tokens_decoder
+        return frozenset(token for token, facts in added.items() if facts.special)
 
     @property
     def eos_id(self) -> int:

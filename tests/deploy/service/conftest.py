@@ -6,8 +6,15 @@ import pytest
 import yaml
 
 from actors.registry import PolicyVersion
-from deploy.service.engine import PolicyEngine
-from deploy.service.run_files import latest_checkpoint, load_sampler, read_recipe
+from deploy.sampling.defaults import Defaults
+from deploy.service.app import Service
+from deploy.service.codec import Codec
+from deploy.service.engine import Engine
+from deploy.service.host import EngineHost
+from deploy.service.plan import Planner
+from deploy.service.run_files import Checkpoints, latest_checkpoint, load_sampler, read_recipe
+from deploy.service.run_view import RunView
+from deploy.service.versions import Versions
 from learner.model.checkpoint import save_checkpoint
 from learner.model.tokenizer import EOS, MASK, ChatTokenizer, make_tokenizer
 from learner.model.transformer import Transformer, TransformerConfig, init_weights
@@ -88,12 +95,36 @@ def run_dir(tmp_path, add_checkpoint):
 
 
 @pytest.fixture
-def engine(run_dir):
-    """An engine that serves version 1 of `run_dir`."""
+def versions(run_dir, make_sampler):
+    """The versions of an engine that serves version 1 of `run_dir`; others can be made."""
     policy = latest_checkpoint(run_dir)
     checkpoint = run_dir / "checkpoints" / "sft-1"
-    params = read_recipe(run_dir).rollout.sampling
-    return PolicyEngine(checkpoint, params, load_sampler(policy, checkpoint, EngineConfig()), policy)
+    return Versions(
+        load_sampler(policy, checkpoint, EngineConfig()),
+        policy,
+        load=lambda policy: make_sampler(policy.version),
+        locate=Checkpoints(run_dir).locate,
+    )
+
+
+@pytest.fixture
+def engine(versions):
+    engine = Engine(versions)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def host(versions, engine):
+    return EngineHost(versions, engine)
+
+
+@pytest.fixture
+def service(run_dir, host):
+    """What an application is made of, with an engine in this process."""
+    codec = Codec(run_dir / "checkpoints" / "sft-1")
+    planner = Planner(codec, Defaults.of_run(read_recipe(run_dir).rollout.sampling), "tiny")
+    return Service(backend=host, codec=codec, planner=planner, run=RunView(run_dir))
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,8 @@ import pytest
 from actors.weights import fetch
 from deploy.errors import UserError
 from deploy.service import banner
-from deploy.service.launch import serve_run, service_token
+from deploy.service.keys import Keys, read_keys
+from deploy.service.launch import serve_checkpoint, serve_run
 from deploy.service.run_files import latest_checkpoint, load_sampler
 from rollout.config import EngineConfig
 
@@ -73,25 +74,69 @@ def test_weights_of_a_store_become_the_policy(run_dir, make_model, make_policy, 
         load_sampler(make_policy(2, weight_store="s"), checkpoint, EngineConfig())
 
 
-def test_a_token_is_made_once_and_is_its_owners_alone(run_dir, monkeypatch):
+@pytest.fixture
+def bare(monkeypatch):
+    """An environment without keys."""
     monkeypatch.delenv("D1_API_TOKEN", raising=False)
-    token = service_token(run_dir)
+    monkeypatch.delenv("D1_API_KEYS_FILE", raising=False)
+
+
+def opens(keys, key):
+    return keys.owner([b"Bearer " + key.encode()])
+
+
+def test_a_token_is_made_once_and_is_its_owners_alone(run_dir, bare):
+    keys = read_keys(run_dir)
+    token = (run_dir / "service.token").read_text().strip()
     assert len(token) > 40
-    assert service_token(run_dir) == token
+    assert opens(keys, token) == opens(read_keys(run_dir), token) == "key1"
+    assert token not in repr(keys)
     assert stat.S_IMODE((run_dir / "service.token").stat().st_mode) == 0o600
     assert str(run_dir / "service.token") in banner(run_dir, "http://127.0.0.1:8000")
     assert token not in banner(run_dir, "http://127.0.0.1:8000")
 
 
-def test_a_token_from_the_environment_is_not_written_down(run_dir, monkeypatch):
+def test_a_token_from_the_environment_is_not_written_down(run_dir, bare, monkeypatch):
     monkeypatch.setenv("D1_API_TOKEN", "0123456789abcdef")
-    assert service_token(run_dir) == "0123456789abcdef"
+    assert opens(read_keys(run_dir), "0123456789abcdef") == "key1"
     assert not (run_dir / "service.token").exists()
     assert "$D1_API_TOKEN" in banner(run_dir, "http://127.0.0.1:8000")
 
 
 @pytest.mark.parametrize("token", ["", "  ", "short"])
 def test_a_token_that_protects_nothing_is_refused(run_dir, monkeypatch, token):
+    monkeypatch.delenv("D1_API_KEYS_FILE", raising=False)
     monkeypatch.setenv("D1_API_TOKEN", token)
     with pytest.raises(UserError, match="16 or more"):
-        service_token(run_dir)
+        read_keys(run_dir)
+
+
+def test_keys_of_a_file_have_names_and_all_of_them_open(run_dir, tmp_path, bare, monkeypatch):
+    path = tmp_path / "keys"
+    path.write_text("# ours\nann: aaaaaaaaaaaaaaaaaaaa\n\nbbbbbbbbbbbbbbbbbbbb\n")
+    monkeypatch.setenv("D1_API_KEYS_FILE", str(path))
+    keys = read_keys(run_dir)
+    assert opens(keys, "a" * 20) == "ann"
+    assert opens(keys, "b" * 20) == "key2"
+    assert opens(keys, "c" * 20) is None
+    assert keys.owner([]) is keys.owner([b"Bearer " + b"a" * 20] * 2) is keys.owner([b"a" * 20]) is None
+    assert "D1_API_KEYS_FILE" in banner(run_dir, "http://127.0.0.1:8000")
+    path.unlink()
+    with pytest.raises(UserError, match="cannot read D1_API_KEYS_FILE"):
+        read_keys(run_dir)
+    with pytest.raises(UserError, match="two keys named ann"):
+        Keys.of(f"ann:{'a' * 20}\nann:{'b' * 20}", "keys")
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.2", "example.org"])
+def test_an_address_that_others_reach_needs_keys_that_somebody_chose(run_dir, bare, host):
+    with pytest.raises(UserError, match="choose the keys yourself"):
+        serve_run(run_dir, host, 8000)
+    with pytest.raises(UserError, match="choose the keys yourself"):
+        serve_checkpoint(run_dir / "checkpoints" / "sft-1", host, 8000)
+    assert not (run_dir / "service.token").exists()
+
+
+def test_what_is_no_checkpoint_is_refused_in_a_sentence(tmp_path, run_dir):
+    with pytest.raises(UserError, match="cannot serve"):
+        serve_checkpoint(run_dir, "127.0.0.1", 8000)

@@ -2,12 +2,14 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
 import time
 import urllib.error
 import urllib.request
+from contextlib import suppress
 
 import pytest
 import ray
@@ -18,10 +20,13 @@ from actors.registry_server import registry_url
 from actors.weights import NAMESPACE, WeightStore, make_manifest, store_name
 from deploy.errors import UserError
 from deploy.service import deploy_service
+from deploy.service.schemas import CompletionRequest
 
 TOKEN = "a-token-of-this-test"
 ASK = {"prompt": "2 + 3", "seed": 1, "temperature": 1.0}
 NEWEST = 4
+LONG = ASK | {"diffusion": {"gen_length": 40, "block_length": 4, "steps": 40}}
+NUM_KILLS = 4
 
 
 def call(url, body=None, token=TOKEN):
@@ -81,9 +86,9 @@ def cluster(monkeypatch):
 class Asker:
     """Threads that ask without a pause."""
 
-    def __init__(self, url, num_threads):
+    def __init__(self, url, num_threads, ask=ASK):
         self.answers, self.longest_s, self._done = [], 0.0, threading.Event()
-        self._url = url
+        self._url, self._body = url, ask
         self._threads = [threading.Thread(target=self._ask, daemon=True) for _ in range(num_threads)]
         for thread in self._threads:
             thread.start()
@@ -92,7 +97,7 @@ class Asker:
         while not self._done.is_set():
             began = time.monotonic()
             try:
-                self.answers.append(call(f"{self._url}/v1/completions", ASK))
+                self.answers.append(call(f"{self._url}/v1/completions", self._body))
             except Exception as error:
                 self.answers.append((type(error).__name__, {"error": str(error)}))
             self.longest_s = max(self.longest_s, time.monotonic() - began)
@@ -111,7 +116,7 @@ def publish(store, version, weights):
 @pytest.mark.timeout(400)
 @pytest.mark.filterwarnings("ignore:Using extra keyword arguments on `Field`:DeprecationWarning")  # Ray Serve's schema
 def test_no_request_is_dropped_while_versions_change(
-    cluster, run_dir, engine, make_model, make_sampler, make_policy, add_checkpoint, free_port
+    cluster, run_dir, service, make_model, make_sampler, make_policy, add_checkpoint, free_port
 ):
     # A job deploys the service and ends.
     script = "import sys; from pathlib import Path; from deploy.service import serve_run\n"
@@ -146,10 +151,10 @@ def test_no_request_is_dropped_while_versions_change(
     wait_until(lambda: call(f"{url}/v1/policy")[1]["score"], "the score")
     wait_until(lambda: len(asker.answers) > num_before + 10, "answers of the newest version")
     asker.stop()
-    check_answers(asker.answers, engine, make_sampler, make_policy)
+    check_answers(asker.answers, service, make_sampler)
     policy = call(f"{url}/v1/policy")[1]
     assert (policy["score"]["policy_version"], policy["score"]["accuracy"]) == (NEWEST, 0.75)
-    assert (policy["round"], policy["num_swaps"], policy["last_follower_error"]) == (NEWEST - 1, NEWEST - 1, None)
+    assert (policy["round"], policy["num_swaps"], policy["last_error"]) == (NEWEST - 1, NEWEST - 1, None)
 
     # The registry's server dies: the service answers on, and follows again once it is back.
     asker = Asker(url, 1)
@@ -168,7 +173,7 @@ def test_no_request_is_dropped_while_versions_change(
     wait_until(lambda: call(f"{url}/v1/policy")[1]["num_swaps"] == 0, "the new replica")
     asker.stop()
     assert {status for status, _ in asker.answers} == {200}
-    assert asker.longest_s < 3, "requests waited for the new replica to start"
+    assert asker.longest_s < 10, "requests waited for the new replica to start"
     with pytest.raises(UserError, match=f"listens on 127.0.0.1:{free_port}"):
         deploy_service(run_dir, registry_url(), "127.0.0.1", free_port + 1, 1)
 
@@ -179,18 +184,21 @@ def test_no_request_is_dropped_while_versions_change(
     wait_until(lambda: not alive(processes), "the processes to end", 30)
 
 
-def check_answers(answers, engine, make_sampler, make_policy):
+def check_answers(answers, service, make_sampler):
     """All answered; each by the one version that it names; the last by the newest."""
     assert {status for status, _ in answers} == {200}, [body for status, body in answers if status != 200][:3]
     assert {body["policy_version"] for _, body in answers} == set(range(1, NEWEST + 1))
     assert all(body["policy_version"] == NEWEST for _, body in answers[-5:])
-    expected = {}
-    for version in range(1, NEWEST + 1):
-        engine.swap(make_sampler(version), make_policy(version))
-        generation = engine.complete([ASK["prompt"]], max_tokens=None, temperature=1.0, seed=1, num_choices=1)
-        expected[version] = generation.texts[0].text
+    expected = {version: text_of(service, make_sampler(version), ASK) for version in range(1, NEWEST + 1)}
     assert len(set(expected.values())) == NEWEST
     assert all(body["choices"][0]["text"] == expected[body["policy_version"]] for _, body in answers)
+
+
+def text_of(service, sampler, ask):
+    """What a sampler by itself says to a body."""
+    plan = service.planner.plan(CompletionRequest(**ask))
+    completion = sampler.generate(plan.job.requests)[0]
+    return service.codec.decode(completion.token_ids[: completion.num_tokens].tolist())
 
 
 def shut_down(url):
@@ -205,3 +213,131 @@ def try_to_announce(registry, policy):
     except ConnectionError:
         return False
     return True
+
+
+def engine_pids():
+    """The processes of the engine replicas."""
+    found = set()
+    for pid in descendants(os.getpid()):
+        with suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as cmdline:
+            # Ray names its workers after what they do.
+            if b"EngineReplica" in cmdline.read():
+                found.add(pid)
+    return found
+
+
+def stream(url, body):
+    """Status, text and whether it ended with [DONE] of a streamed request."""
+    request = urllib.request.Request(url, json.dumps(body | {"stream": True}).encode())
+    request.add_header("Authorization", f"Bearer {TOKEN}")
+    request.add_header("Content-Type", "application/json")
+    with urllib.request.urlopen(request, timeout=60) as response:
+        lines = [line.removeprefix("data: ") for line in response.read().decode().split("\n\n") if line]
+        chunks = [json.loads(line) for line in lines if line != "[DONE]"]
+        text = "".join(choice["text"] for chunk in chunks for choice in chunk.get("choices", ()))
+        return response.status, {"text": text, "done": lines[-1] == "[DONE]", "last": chunks[-1]}
+
+
+class Streamer(Asker):
+    """The same with streams."""
+
+    def _ask(self):
+        while not self._done.is_set():
+            try:
+                self.answers.append(stream(f"{self._url}/v1/completions", LONG))
+            except Exception as error:
+                self.answers.append((type(error).__name__, {"error": str(error)}))
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(400)
+@pytest.mark.filterwarnings("ignore:Using extra keyword arguments on `Field`:DeprecationWarning")  # Ray Serve's schema
+def test_the_death_of_an_engine_is_invisible(cluster, run_dir, service, make_sampler, free_port):
+    url = deploy_service(run_dir, registry_url(), "127.0.0.1", free_port, 2)
+    expected = text_of(service, make_sampler(1), LONG)
+    wait_until(lambda: len(call(f"{url}/v1/run/pools")[1]["replicas"]) == 2, "both engines", 120)
+
+    asker, streamer = Asker(url, 2, LONG), Streamer(url, 2)
+    killed = set()
+    for num_killed in range(1, NUM_KILLS + 1):
+        wait_until(lambda: len(engine_pids() - killed) >= 2, "two engines", 120)
+        num_before = len(asker.answers), len(streamer.answers)
+        wait_until(
+            lambda before=num_before: len(asker.answers) > before[0] and len(streamer.answers) > before[1], "answers"
+        )
+        victim = min(engine_pids() - killed)
+        killed.add(victim)
+        os.kill(victim, signal.SIGKILL)
+        assert len(killed) == num_killed
+    num_before = len(asker.answers)
+    wait_until(lambda: len(asker.answers) > num_before + 10, "answers after the last")
+    asker.stop()
+    streamer.stop()
+    assert {status for status, _ in asker.answers} == {200}, [a for a in asker.answers if a[0] != 200][:3]
+    assert {body["choices"][0]["text"] for _, body in asker.answers} == {expected}
+    assert {status for status, _ in streamer.answers} == {200}, [a for a in streamer.answers if a[0] != 200][:3]
+    assert all(body["done"] for _, body in streamer.answers), [b for _, b in streamer.answers if not b["done"]][:3]
+    assert {body["text"] for _, body in streamer.answers} == {expected}
+
+    # A client that goes away frees its slots.
+    wait_until(lambda: running(url) == 0, "nothing to run")
+    gone = LONG | {"n": 32, "stream": True}
+    request = urllib.request.Request(f"{url}/v1/completions", json.dumps(gone).encode())
+    request.add_header("Authorization", f"Bearer {TOKEN}")
+    request.add_header("Content-Type", "application/json")
+    with urllib.request.urlopen(request, timeout=60) as response:
+        response.readline()
+    began = time.monotonic()
+    wait_until(lambda: running(url) == 0, "its slots to be free", 10)
+    assert time.monotonic() - began < 5
+
+
+def running(url):
+    return sum(one["running"] + one["waiting"] for one in call(f"{url}/v1/run/pools")[1]["replicas"])
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(300)
+def test_a_checkpoint_is_served_by_itself_and_ends_gently(run_dir, free_port, tmp_path):
+    checkpoint = run_dir / "checkpoints" / "sft-1"
+    environment = os.environ | {"D1_API_TOKEN": TOKEN, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+    environment.pop("RAY_ADDRESS", None)
+    command = "from deploy.cli import main; main()"
+    words = [sys.executable, "-c", command, "serve", str(checkpoint), "--port", str(free_port)]
+    output = tmp_path / "output"
+    with output.open("w") as file:
+        served = subprocess.Popen(words, env=environment, stdout=file, stderr=subprocess.STDOUT)
+    try:
+        url = f"http://127.0.0.1:{free_port}"
+        wait_until(lambda: is_up(url) or served.poll() is not None, "the service", 150)
+        assert served.poll() is None, output.read_text()
+        status, body = call(f"{url}/v1/completions", ASK)
+        assert (status, body["policy_version"]) == (200, 1)
+        assert call(f"{url}/v1/run")[1]["error"]["code"] == "no_run"
+
+        # Long enough to be under way: what began is finished, what comes later is refused in our format.
+        slow = ASK | {"n": 32, "diffusion": {"gen_length": 40, "block_length": 1, "steps": 40}}
+        asker = Asker(url, 2, slow)
+        wait_until(lambda: len(asker.answers) > 2, "answers")
+        served.send_signal(signal.SIGTERM)
+        served.wait(90)
+        asker.stop()
+    finally:
+        processes = descendants(served.pid)
+        served.kill()
+        served.wait(20)
+        for pid in alive(processes):
+            os.kill(pid, signal.SIGKILL)
+    statuses = [status for status, _ in asker.answers]
+    assert set(statuses) <= {200, 503, "URLError", "ConnectionResetError", "RemoteDisconnected"}, set(statuses)
+    assert statuses.count(503) >= 1
+    refused = [body for status, body in asker.answers if status == 503]
+    assert all(body["error"]["code"] == "unavailable" for body in refused)
+
+
+def is_up(url):
+    try:
+        return call(f"{url}/health/ready")[0] == 200
+    # Until the application is there, Serve's proxy answers with a text of its own.
+    except (OSError, ValueError):
+        return False

@@ -1,0 +1,97 @@
+"""From text to token ids and back, as one policy reads and writes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+
+from jinja2 import TemplateError
+
+from deploy.service.errors import ServiceError
+from learner.model.checkpoint import load_config
+from learner.model.tokenizer import ChatTokenizer
+from learner.model.transformer import TransformerConfig
+
+MASKED = "\u2591"
+"""A slot without a token, in the text of a canvas."""
+
+
+class Codec:
+    """The tokenizer of a run, whose versions share it."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        """Read the tokenizer and the shape of a checkpoint's policy; its weights are not looked at."""
+        self.config: TransformerConfig = load_config(checkpoint)
+        self._tokenizer = ChatTokenizer(checkpoint)
+        self._special_ids = self._tokenizer.special_ids
+        self._text_of: dict[int, str] = {}
+
+    def encode_turn(self, text: str) -> list[int]:
+        """The prompt of a user's turn. Raises ServiceError."""
+        return self.encode_chat([{"role": "user", "content": text}], "prompt")
+
+    def encode_chat(self, messages: Sequence[dict[str, str]], param: str = "messages") -> list[int]:
+        """The prompt of a conversation. Raises ServiceError."""
+        try:
+            ids = self._tokenizer.encode_chat(messages)
+            framed = self._tokenizer.encode_chat([message | {"content": "x"} for message in messages])
+        except (TemplateError, ValueError) as error:
+            # Templates refuse what they do not know; a tokenizer may have none.
+            what = str(error).partition("\n")[0].partition("! ")[0]
+            raise ServiceError(
+                400, f"The chat template refuses this: {what}.", "invalid_prompt", param=param
+            ) from error
+        # A special token in a user's text would end their turn and speak for others, or be denoised as a slot.
+        self._refuse_special(self._count_special(ids) - self._count_special(framed), param)
+        return ids
+
+    def encode_text(self, text: str, param: str) -> list[int]:
+        """The ids of a text by itself. Raises ServiceError."""
+        ids = self._tokenizer.encode_completion(text)
+        self._refuse_special(self._count_special(ids), param)
+        return ids
+
+    def encode_any(self, text: str) -> list[int]:
+        """The ids of a text by itself, special tokens as tokens."""
+        return self._tokenizer.encode_completion(text)
+
+    def decode_any(self, ids: Sequence[int]) -> str:
+        """Text, special tokens spelled."""
+        return self._tokenizer.decode_all(ids)
+
+    def check_ids(self, ids: Sequence[int], param: str) -> list[int]:
+        """Ids that may be a prompt. Raises ServiceError."""
+        config = self.config
+        if any(not 0 <= token < config.vocab_size for token in ids):
+            message = f"Token ids of this policy lie between 0 and {config.vocab_size - 1}."
+            raise ServiceError(400, message, "invalid_prompt", param=param)
+        if config.mask_token_id in ids:
+            message = f"The prompt has the mask id {config.mask_token_id}; a prompt has no slots."
+            raise ServiceError(400, message, "invalid_prompt", param=param)
+        return list(ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text, special tokens left out."""
+        return self._tokenizer.decode(ids)
+
+    def token_text(self, token: int) -> str:
+        """One token by itself."""
+        if token not in self._text_of:
+            self._text_of[token] = self._tokenizer.tokens([token])[0]
+        return self._text_of[token]
+
+    @cached_property
+    def eos_id(self) -> int:
+        """What ends a text."""
+        return self.config.eos_token_id
+
+    def _count_special(self, ids: Sequence[int]) -> Counter[int]:
+        return Counter(token for token in ids if token in self._special_ids)
+
+    def _refuse_special(self, spelled: Counter[int], param: str) -> None:
+        if spelled:
+            token = self._tokenizer.tokens([min(spelled)])[0]
+            message = f"The prompt spells {token}, a special token of this policy."
+            raise ServiceError(400, message, "invalid_prompt", param=param)

@@ -1,0 +1,97 @@
+"""What a service answers from, a run or a checkpoint by itself: opened in each of its processes."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from actors.registry import PolicyVersion
+from deploy.sampling.defaults import Defaults
+from deploy.service.codec import Codec
+from deploy.service.plan import Planner
+from deploy.service.run_files import (
+    Checkpoints,
+    checkpoints_to_answer,
+    latest_checkpoint,
+    load_sampler,
+    plain_checkpoint,
+    read_recipe,
+)
+from deploy.service.run_view import RunView
+from deploy.service.versions import Locate, Versions
+from rollout.config import EngineConfig
+
+_NAME = re.compile(r"[^A-Za-z0-9._-]+")
+_MAX_LIVE_OF_CHECKPOINT = 2
+_RATE_OF_CHECKPOINT = "6000/minute"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """A run's directory, or a checkpoint's."""
+
+    directory: str
+    is_run: bool
+    registry_url: str | None
+    """Where the run's versions are announced; None of a checkpoint, which has no others."""
+
+    @property
+    def path(self) -> Path:
+        """Where it is."""
+        return Path(self.directory)
+
+    @property
+    def name(self) -> str:
+        """What the service calls it."""
+        name = read_recipe(self.path).name if self.is_run else _NAME.sub("-", self.path.name).strip("-.")
+        return name or "checkpoint"
+
+    @property
+    def rate_limit(self) -> str:
+        """How often each key may ask."""
+        return read_recipe(self.path).service.rate_limit if self.is_run else _RATE_OF_CHECKPOINT
+
+    def run_view(self) -> RunView | None:
+        """The run as the page reads it."""
+        return RunView(self.path) if self.is_run else None
+
+    def codec(self) -> Codec:
+        """How its policy reads and writes: all checkpoints of a run have the same tokenizer."""
+        return Codec(checkpoints_to_answer(self.path)[-1][1] if self.is_run else self.path)
+
+    def newest(self) -> PolicyVersion:
+        """The version to begin with. Raises UserError where a run has none."""
+        return latest_checkpoint(self.path) if self.is_run else plain_checkpoint(self.path)
+
+    def planner(self, codec: Codec) -> Planner:
+        """Makes the jobs of requests."""
+        if self.is_run:
+            defaults = Defaults.of_run(read_recipe(self.path).rollout.sampling)
+        else:
+            defaults = Defaults.of_policy(codec.config.max_sequence_length)
+        return Planner(codec, defaults, self.name)
+
+    def versions(self, device: str) -> Versions:
+        """The versions of an engine, the newest of them loaded."""
+        policy = self.newest()
+        assert policy.checkpoint is not None, "it was found as a checkpoint"
+        checkpoint = Path(policy.checkpoint)
+        if self.is_run:
+            recipe = read_recipe(self.path)
+            engine, most_live = recipe.rollout.engine, recipe.service.max_live_versions
+            locate: Locate = Checkpoints(self.path).locate
+        else:
+            engine, most_live = EngineConfig(), _MAX_LIVE_OF_CHECKPOINT
+            locate = _nothing
+        return Versions(
+            load_sampler(policy, checkpoint, engine, device),
+            policy,
+            load=lambda announced: load_sampler(announced, checkpoint, engine, device),
+            locate=locate,
+            most_live=most_live,
+        )
+
+
+def _nothing(_wanted: str | int) -> None:
+    return None

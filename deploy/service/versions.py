@@ -1,0 +1,279 @@
+"""The policy versions in memory: one that answers, and a few that others still need.
+
+A new one is loaded beside the old, looked at, and only then takes over. What began with a version ends with it: a
+version stays as long as a job uses it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+
+from actors.registry import PolicyVersion
+from deploy.service.messages import BASE, POLICY, RefusedVersion
+from rollout.request import Request, SamplingParams
+from rollout.sampler import Sampler, SlotBatch
+
+Check = Callable[[Sampler, PolicyVersion], str | None]
+"""Why a version must not serve; None where it may."""
+Load = Callable[[PolicyVersion], Sampler]
+"""The sampler of a version. Raises LookupError when its weights are gone, ValueError when they are damaged."""
+Locate = Callable[[str | int], PolicyVersion | None]
+"""What is known of an alias or a version that is not in memory; None where there is no such version."""
+
+_MAX_KNOWN = 200
+_MAX_REFUSED = 20
+_POLL_S = 0.5
+_LINGER_S = 300.0
+# Whoever adopts tries again; until then others may load.
+_SWAP_TIMEOUT_S = 2.0
+_BRING_TIMEOUT_S = 30.0
+
+
+class NoSuchVersionError(LookupError):
+    """There is no such version, or its weights are gone."""
+
+
+class RefusedVersionError(ValueError):
+    """The version is there, and must not serve."""
+
+
+class NoRoomError(Exception):
+    """Every version in memory is in use; it may be better in a while."""
+
+
+class Live:
+    """A version in memory."""
+
+    def __init__(self, sampler: Sampler, policy: PolicyVersion) -> None:
+        self.sampler, self.policy = sampler, policy
+        self.batch: SlotBatch | None = None
+        """Its rows; the engine's thread alone uses it."""
+        self.num_jobs = 0
+        self.used_at_s = time.monotonic()
+
+
+class Versions:
+    """At most `most_live` versions. Threads may call it at the same time."""
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        policy: PolicyVersion,
+        *,
+        load: Load,
+        locate: Locate,
+        most_live: int = 4,
+        checks: Sequence[Check] = (),
+    ) -> None:
+        """Serve `policy` first.
+
+        Args:
+            sampler: the first version's.
+            policy: what is known of it.
+            load: makes the sampler of others.
+            locate: finds others.
+            most_live: versions in memory, those included that only old requests still use; at least 2.
+            checks: what a version must pass before it serves, after `finite_probe`.
+        """
+        self._load, self._locate, self._most_live = load, locate, most_live
+        self._checks = (finite_probe, *checks)
+        # One load at a time; never held while a request is served.
+        self._loading = threading.Lock()
+        self._changed = threading.Condition()
+        self._current = Live(sampler, policy)
+        self._live = [self._current]
+        self._known: dict[int, PolicyVersion] = {}
+        self._refused: deque[RefusedVersion] = deque(maxlen=_MAX_REFUSED)
+        self.scored = policy if policy.num_problems else None
+        self.announced: PolicyVersion | None = None
+        self.num_swaps = 0
+
+    @property
+    def policy(self) -> PolicyVersion:
+        """What a request for the newest version would get now."""
+        return self._current.policy
+
+    @property
+    def live(self) -> tuple[PolicyVersion, ...]:
+        """The versions in memory. Those that nobody has used for minutes leave it."""
+        with self._changed:
+            now = time.monotonic()
+            self._live = [live for live in self._live if not self._is_idle(live) or now - live.used_at_s < _LINGER_S]
+            return tuple(live.policy for live in self._live)
+
+    @property
+    def base(self) -> int | None:
+        """The version behind `base`."""
+        found = self._locate(BASE)
+        return None if found is None else found.version
+
+    @property
+    def refused(self) -> tuple[RefusedVersion, ...]:
+        """The newest of those that do not serve."""
+        with self._changed:
+            return tuple(self._refused)
+
+    def learn(self, policy: PolicyVersion) -> None:
+        """Take over the facts of an announcement; the weights stay as they are."""
+        with self._changed:
+            self._known.pop(policy.version, None)
+            self._known[policy.version] = self.announced = policy
+            while len(self._known) > _MAX_KNOWN:
+                del self._known[next(iter(self._known))]
+            for live in self._live:
+                if policy.has_same_weights(live.policy):
+                    live.policy = policy
+            if policy.num_problems:
+                self.scored = policy
+
+    def adopt(self, policy: PolicyVersion) -> None:
+        """Load a version beside the one that serves, look at it, and let it take over.
+
+        Raises:
+            NoSuchVersionError: its weights are gone.
+            RefusedVersionError: it must not serve; `refused` says so from now on.
+            NoRoomError: every version in memory is in use; nothing has changed.
+        """
+        with self._loading:
+            live = self._find(policy)
+            if live is None:
+                try:
+                    live = self._make(policy, _SWAP_TIMEOUT_S)
+                except (NoSuchVersionError, RefusedVersionError) as error:
+                    self._refuse(policy, str(error))
+                    raise
+            with self._changed:
+                if live is not self._current:
+                    self._current.used_at_s = time.monotonic()
+                    self._current = live
+                    self.num_swaps += 1
+                self._changed.notify_all()
+            self.learn(policy)
+
+    def is_live(self, wanted: str | int) -> bool:
+        """Whether `acquire` would load nothing."""
+        return self._find_wanted(wanted) is not None
+
+    def acquire(self, wanted: str | int, began_with: PolicyVersion | None = None) -> Live:
+        """A version that stays until it is released. Loads it if need be.
+
+        Args:
+            wanted: an alias or a version.
+            began_with: the very weights that it must have.
+
+        Raises:
+            NoSuchVersionError, RefusedVersionError, NoRoomError: as in `adopt`.
+        """
+        with self._changed:
+            live = self._find_wanted(wanted, began_with)
+            if live is not None:
+                return _used(live)
+        with self._loading:
+            live = self._find_wanted(wanted, began_with) or self._make(
+                self._lookup(wanted, began_with), _BRING_TIMEOUT_S
+            )
+            with self._changed:
+                return _used(live)
+
+    def release(self, live: Live) -> None:
+        """A job that used a version has ended."""
+        with self._changed:
+            live.num_jobs -= 1
+            live.used_at_s = time.monotonic()
+            self._changed.notify_all()
+
+    def _find(self, policy: PolicyVersion) -> Live | None:
+        with self._changed:
+            found = [live for live in self._live if policy.has_same_weights(live.policy)]
+        return found[-1] if found else None
+
+    def _find_wanted(self, wanted: str | int, began_with: PolicyVersion | None = None) -> Live | None:
+        if began_with is not None:
+            return self._find(began_with)
+        if wanted == POLICY:
+            return self._current
+        located = self._locate(wanted) if wanted == BASE else None
+        version = wanted if located is None else located.version
+        with self._changed:
+            found = [live for live in self._live if live.policy.version == version]
+        return found[-1] if found else None
+
+    def _lookup(self, wanted: str | int, began_with: PolicyVersion | None) -> PolicyVersion:
+        """What is known of a version that is not in memory."""
+        version = wanted if began_with is None else began_with.version
+        announced = self._known.get(version) if isinstance(version, int) else None
+        # A resumed run may have announced other weights under the number since.
+        if began_with is not None and announced is not None and not began_with.has_same_weights(announced):
+            raise NoSuchVersionError(f"Policy version {version} has other weights now.")
+        policy = began_with or announced or self._locate(version)
+        if policy is None:
+            raise NoSuchVersionError(f"There is no policy version {wanted} here.")
+        return policy
+
+    def _make(self, policy: PolicyVersion, timeout_s: float) -> Live:
+        """Load a version and look at it; `_loading` is held."""
+        self._make_room(timeout_s)
+        try:
+            sampler = self._load(policy)
+            assert sampler.policy_version == policy.version, "a policy is announced under the version of its sampler"
+            for check in self._checks:
+                if why := check(sampler, policy):
+                    raise RefusedVersionError(why)
+        except LookupError as error:
+            raise NoSuchVersionError(str(error)) from error
+        # torch's word for weights of another shape is RuntimeError.
+        except (ValueError, RuntimeError) as error:
+            raise RefusedVersionError(f"Policy version {policy.version} is not served: {error}") from error
+        live = Live(sampler, policy)
+        with self._changed:
+            self._live.append(live)
+        return live
+
+    def _refuse(self, policy: PolicyVersion, why: str) -> None:
+        with self._changed:
+            self._refused.append(RefusedVersion(version=policy.version, why=why))
+
+    def _is_idle(self, live: Live) -> bool:
+        return live is not self._current and not live.num_jobs
+
+    def _make_room(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while len(self._live) >= self._most_live:
+                idle = [live for live in self._live if self._is_idle(live)]
+                if idle:
+                    self._live.remove(min(idle, key=lambda live: live.used_at_s))
+                elif time.monotonic() > deadline:
+                    raise NoRoomError(
+                        f"All {self._most_live} policy versions in memory were in use for {timeout_s:.0f} s."
+                    )
+                else:
+                    self._changed.wait(_POLL_S)
+
+
+@torch.inference_mode()
+def finite_probe(sampler: Sampler, policy: PolicyVersion) -> str | None:
+    """Two denoise steps, which also warm the network up; bad weights predict what is no number."""
+    config = sampler.model.config
+    if not all(bool(weight.isfinite().all()) for weight in sampler.model.parameters()):
+        return f"policy version {policy.version} has weights that are no numbers"
+    length = min(16, config.max_sequence_length // 2)
+    params = SamplingParams(gen_length=length, block_length=length, num_denoise_steps=min(2, length), temperature=0.0)
+    batch = sampler.open(most_rows=1)
+    batch.submit(Request(prompt_ids=(config.eos_token_id,), params=params, seed=0))
+    try:
+        for _ in range(2):
+            batch.step()
+    except FloatingPointError:
+        return f"policy version {policy.version} predicts what is no number"
+    return None
+
+
+def _used(live: Live) -> Live:
+    live.num_jobs += 1
+    return live
