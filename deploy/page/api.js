@@ -44,7 +44,7 @@ export async function* stream(path, { body, headers = {}, signal } = {}) {
   const post = body && { method: "POST", body: JSON.stringify(body) };
   const type = body ? { "content-type": "application/json" } : {};
   const response = await send(path, { ...post, signal, headers: { ...type, ...headers, accept: "text/event-stream" } });
-  yield* { [Symbol.asyncIterator]: () => guarded(eventsOf(response)) };
+  yield* guarded(eventsOf(response));
 }
 
 async function* guarded(events) {

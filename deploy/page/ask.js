@@ -53,7 +53,7 @@ class Column {
   }
 
   finish() {
-    this.#end(this.cause === "length" ? "complete; no slot was left" : "complete");
+    this.#end(this.cause === "length" ? "complete, all slots used" : "complete");
   }
 
   stop() {

@@ -2,7 +2,7 @@
 
 import { key, onRefusedKey } from "./api.js";
 import { AskView } from "./ask.js";
-import { byId, setText, visible } from "./dom.js";
+import { byId, setText } from "./dom.js";
 import { PolicyWatch } from "./policy.js";
 import { RunView } from "./run.js";
 
@@ -40,12 +40,10 @@ async function begin() {
   try {
     await ask.loadModels();
   } catch (error) {
-    if (error.status !== 401 && error.status !== 403) {
-      setText(byId("ask-error"), visible(error.message));
-    }
     if (error.status === 401 || error.status === 403) {
       return;
     }
+    // A service that cannot be reached is tried again by those who follow it.
   }
   showKeyPanel(false);
   policy.start();

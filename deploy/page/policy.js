@@ -37,6 +37,7 @@ export class PolicyWatch {
       this.#current = sight;
       try {
         await this.refresh();
+        this.#onChange();
         const headers = this.#lastId ? { "last-event-id": this.#lastId } : {};
         for await (const event of stream("v1/policy/events", { headers, signal: sight.signal })) {
           waitMs = FIRST_WAIT_MS;
@@ -47,7 +48,9 @@ export class PolicyWatch {
         if ([401, 403, 404].includes(error.status)) {
           return;
         }
-        if (error.name !== "AbortError") {
+        if (error.name === "AbortError") {
+          waitMs = FIRST_WAIT_MS;
+        } else {
           setText(byId("serving"), "not reachable");
           byId("serving").classList.add("bad");
         }

@@ -29,7 +29,7 @@ export class RunView {
   #history = new RunHistory();
   #plots = CURVES.map((spec) => new Plot(spec));
   #after = 0;
-  #numRounds = 0;
+  #run = null;
   #turn = 0;
 
   constructor() {
@@ -42,6 +42,7 @@ export class RunView {
     this.#turn += 1;
     this.#history = new RunHistory();
     this.#after = 0;
+    this.#run = null;
     this.#follow(this.#turn);
   }
 
@@ -72,11 +73,9 @@ export class RunView {
   }
 
   async #poll(turn) {
-    const [run, samples, pools] = await Promise.all([
-      get("v1/run"),
-      get(`v1/run/samples?limit=${NUM_SAMPLES}`),
-      get("v1/run/pools"),
-    ]);
+    // What it says of the phase, the events say too, sooner.
+    this.#run ??= await get("v1/run");
+    const [samples, pools] = await Promise.all([get(`v1/run/samples?limit=${NUM_SAMPLES}`), get("v1/run/pools")]);
     for (;;) {
       const { events, next } = await get(`v1/run/events?after=${this.#after}`);
       if (turn !== this.#turn) {
@@ -91,23 +90,25 @@ export class RunView {
         break;
       }
     }
-    this.#numRounds = run.num_rounds ?? 0;
-    this.#showRun(run);
+    this.#showRun();
     this.#showCurves();
     showSamples(samples.samples);
     this.#showPools(pools);
   }
 
-  #showRun(run) {
+  #showRun() {
     const history = this.#history;
+    const run = this.#run;
+    const planned = history.planned.get("rl") || run.num_rounds;
     const last = history.lastRound;
     setText(byId("run-title"), visible(run.name));
-    const phase = history.isDone ? "complete" : (PHASES[run.phase] ?? visible(run.phase ?? ""));
+    const name = history.phase || (run.phase ?? "");
+    const phase = history.isDone ? "complete" : (PHASES[name] ?? visible(name));
     setText(byId("run-phase"), phase);
     byId("run-phase").classList.toggle("is-live", !history.isDone);
     const evaluation = history.evaluations.findLast((item) => item.label !== "control");
     setFacts(byId("run-facts"), [
-      ["Round", last ? `${number(last.round + 1)}${this.#numRounds ? ` of ${number(this.#numRounds)}` : ""}` : "–"],
+      ["Round", last ? `${number(last.round + 1)}${planned ? ` of ${number(planned)}` : ""}` : "–"],
       ["Reward", last ? number(last.reward) : "–"],
       ["Held-out accuracy", evaluation ? percent(evaluation.num_correct / evaluation.num_problems) : "–"],
       ["Time", duration(history.seconds)],

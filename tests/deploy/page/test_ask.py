@@ -320,6 +320,19 @@ def test_without_a_key_nothing_is_asked_and_a_wrong_one_is_reported(open_page: O
     _expect_done(page)
 
 
+def test_a_service_that_was_not_there_is_found_when_it_is(open_page: Open, service: FakeService) -> None:
+    page = open_page(has_key=False, expected=(NETWORK,))
+    page.route("**/v1/**", lambda route: route.abort())
+    page.fill("#key", KEY)
+    page.keyboard.press("Enter")
+    expect(page.locator("#serving")).to_have_text("not reachable")
+    page.unroute("**/v1/**")
+    expect(page.locator("#serving")).to_have_text("version 12 · up to date")
+    expect(page.locator("#model option")).to_have_count(4)
+    _ask(page)
+    _expect_done(page)
+
+
 def test_the_key_is_in_this_tabs_storage_alone(open_page: Open, service: FakeService) -> None:
     page = open_page(has_key=False)
     page.fill("#key", KEY)
