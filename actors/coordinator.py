@@ -65,8 +65,11 @@ class Coordinator:
     # The log.
 
     async def record(self, event: str, values: dict[str, Any]) -> None:
-        """Append an event to the run log."""
+        """Append an event to the run log; the registry hears of a checkpoint that may be served."""
         self._log.append(event, **values)
+        if event == "checkpoint" and values["phase"] != Phase.CONTROL:
+            directory = str(self._spec.run_dir / values["path"])
+            await self._tell_registry(self._registry.add_checkpoint, values["policy_version"], directory)
 
     async def events_since(self, count: int) -> list[Event]:
         """The events after the first `count`."""

@@ -198,7 +198,14 @@ class Registry:
 
         False, and nothing announced, when it is not: announcing again would put the older weights back into service.
         """
-        return bool(self._run(scripts.SCORE, version, num_correct, num_problems))
+        return self._update(version, num_correct=num_correct, num_problems=num_problems)
+
+    def add_checkpoint(self, version: int, directory: str) -> bool:
+        """Write down where a version's weights lie, and announce it if the version is the newest, as `score` does.
+
+        A service on another cluster reaches no weight store, and can load a version from then on.
+        """
+        return self._update(version, checkpoint=directory)
 
     def latest(self) -> PolicyVersion | None:
         """The version announced last; None when there is none."""
@@ -301,6 +308,9 @@ class Registry:
     def close(self) -> None:
         """Close the connections."""
         self._redis.close()
+
+    def _update(self, version: int, **news: str | int) -> bool:
+        return bool(self._run(scripts.UPDATE, version, json.dumps(news)))
 
     def _run(self, script: str, *values: str | int) -> int:
         with self._explained():

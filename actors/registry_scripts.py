@@ -51,14 +51,14 @@ return knew_any
 """
 )
 
-SCORE = (
+UPDATE = (
     _PRELUDE
     + """
-local version, num_correct, num_problems = unpack(ARGV)
+local version, news = unpack(ARGV)
 local text = redis.call('HGET', facts, version)
 if not text then return 0 end
 local policy = cjson.decode(text)
-policy.num_correct, policy.num_problems = tonumber(num_correct), tonumber(num_problems)
+for name, value in pairs(cjson.decode(news)) do policy[name] = value end
 text = cjson.encode(policy)
 redis.call('HSET', facts, version, text)
 if redis.call('HGET', aliases, 'newest') ~= version then return 0 end
@@ -144,4 +144,4 @@ return num_added
 """
 )
 
-ALL = (ANNOUNCE, SCORE, MOVE, PIN, PAUSE, RECORD, RESTORE)
+ALL = (ANNOUNCE, UPDATE, MOVE, PIN, PAUSE, RECORD, RESTORE)

@@ -18,14 +18,14 @@ _STOP_TIMEOUT_S = 10.0
 class DebianRedis:
     """A redis-server on loopback. The test skips where there is none."""
 
-    def __init__(self, port: int, password: str, directory: Path | None = None) -> None:
+    def __init__(self, port: int, password: str, directory: Path | None = None, host: str = "127.0.0.1") -> None:
         """Start it and wait until it answers; with `directory` it keeps its data there. Fails when it does not."""
         binary = shutil.which("redis-server", path="/usr/bin:/usr/local/bin")
         if binary is None:
             pytest.skip("needs redis-server: `make tools` installs it on Debian, as root")
-        self.url = f"redis://:{password}@127.0.0.1:{port}/0"
+        self.port, self.url = port, f"redis://:{password}@{host}:{port}/0"
         keep = "appendonly no" if directory is None else f"appendonly yes\ndir {directory}"
-        config = f'bind 127.0.0.1\nport {port}\nrequirepass {password}\nsave ""\n{keep}\nloglevel warning\n'
+        config = f'bind {host}\nport {port}\nrequirepass {password}\nsave ""\n{keep}\nloglevel warning\n'
         self.process = subprocess.Popen([binary, "-"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
         assert self.process.stdin is not None
         self.process.stdin.write(config.encode())

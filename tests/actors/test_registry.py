@@ -105,6 +105,20 @@ def test_a_score_that_comes_late_does_not_bring_old_weights_back(registry):
     assert registry.latest().version == 4
 
 
+def test_a_checkpoint_is_announced_for_whoever_reaches_no_weight_store(registry):
+    registry.announce(POLICY)
+    registry.score(3, 7, 10)
+    last_id = registry.follow("0", 0)[-1][0]
+    assert registry.add_checkpoint(3, "/runs/ünï/rl-000002")
+    known = replace(POLICY, num_correct=7, num_problems=10, checkpoint="/runs/ünï/rl-000002")
+    assert [policy for _, policy in registry.follow(last_id, 0)] == [known]
+    registry.announce(replace(POLICY, version=4))
+    assert not registry.add_checkpoint(3, "/elsewhere")
+    assert registry.latest().version == 4
+    assert registry.version(3).checkpoint == "/elsewhere"
+    assert not registry.add_checkpoint(5, "/elsewhere")
+
+
 def test_a_version_is_found_by_its_number_with_what_is_known_of_it_last(registry):
     registry.announce(POLICY)
     registry.announce(replace(POLICY, version=4))
