@@ -13,7 +13,7 @@ STAMP := $(VENV)/.installed
 VLLM := .venv-vllm
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-vllm check fmt docs up constraints bubblewrap chromium
+.PHONY: help setup tools train test test-vllm check fmt docs up constraints bubblewrap chromium
 
 help: ## Say what there is.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -23,7 +23,14 @@ setup: $(STAMP) bubblewrap ## Make .venv and install d1 with everything that its
 train: $(STAMP) ## Train a tiny policy here: RUN=name of the run, ARGS="learner.lr=1e-4 --serve".
 	$(BIN)/d1 train recipes/tiny.yaml name=$(RUN) $(ARGS)
 
-test: $(STAMP) bubblewrap chromium ## Run the tests: ARGS="tests/rewards -k sudoku" for some of them.
+# Servers that tests run against and that pip has not: without them those tests skip.
+tools: ## Install redis-server, promtool and docker-compose for the tests, on Debian as root.
+	@command -v redis-server >/dev/null && command -v promtool >/dev/null && command -v docker-compose >/dev/null || \
+		{ apt-get update -qq && apt-get install -qq --yes --no-install-recommends \
+		redis-server prometheus docker-compose; } >/dev/null 2>&1 || \
+		echo 'redis-server, promtool or docker-compose cannot be installed here: the tests that need them skip.'
+
+test: $(STAMP) bubblewrap chromium tools ## Run the tests: ARGS="tests/rewards -k sudoku" for some of them.
 	$(BIN)/pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder $(ARGS)
 
 test-vllm: $(STAMP) $(VLLM)/.installed ## Run the tests against a vLLM server on this machine's CPU; the first time takes 4 GB.
@@ -41,7 +48,7 @@ fmt: $(STAMP) ## Format the code, and repair the lint that can be repaired.
 docs: $(STAMP) ## Write the table of the recipe's fields into docs/recipes.md.
 	$(BIN)/python docs/recipe_fields.py
 
-up: .env ## Start a Ray head, a Ray worker and Redis in containers: ARGS=--detach for the background.
+up: .secrets ## Start a small cluster in containers: ARGS=--detach for the background.
 	docker compose up --build $(ARGS)
 
 # What the programs of completions run in: where it is missing root gets it, and others are told.
@@ -87,8 +94,10 @@ $(BIN)/pip:
 	@echo 'Making $(VENV).'
 	@$(PYTHON) -m venv $(VENV)
 
-# The secrets of `make up`, made once. Git and the image leave this file out.
-.env:
-	@umask 077; for name in RAY_AUTH_TOKEN REDIS_PASSWORD; do \
-		echo "$$name=$$(head -c 32 /dev/urandom | od -An -tx1 | tr -d ' \n')"; done > $@
-	@echo 'Made .env with a new Ray token and a new Redis password.'
+# The secrets of `make up`, made once. Git and the image leave the directory out. Only its owner can enter it; the files in
+# it are readable because a container sees them under the owner they have here, which need not be its own user.
+.secrets:
+	@umask 077; rm -rf .secrets.new; mkdir .secrets.new; for name in ray_token redis_password grafana_password; do \
+		head -c 32 /dev/urandom | od -An -tx1 | tr -d ' \n' > .secrets.new/$$name; chmod 644 .secrets.new/$$name; done
+	@mv .secrets.new $@
+	@echo 'Made .secrets: a Ray token, a Redis password, and the password of Grafana for admin.'

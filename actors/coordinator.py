@@ -25,7 +25,8 @@ from actors.messages import Generation, Portion, PortionKey, PortionSummary
 from actors.metrics import RunGauges
 from actors.plan import RunPlan
 from actors.pools import Pools, PortionFailedError
-from actors.registry import MalformedEntryError, PolicyVersion, Registry
+from actors.registry import PolicyVersion, Registry
+from actors.registry_files import rebuild
 from actors.round_stats import readable_samples, round_stats
 from actors.run_log import Event, RunLog
 from actors.spec import Phase, RunSpec
@@ -64,8 +65,11 @@ class Coordinator:
     # The log.
 
     async def record(self, event: str, values: dict[str, Any]) -> None:
-        """Append an event to the run log."""
+        """Append an event to the run log; the registry hears of a checkpoint that may be served."""
         self._log.append(event, **values)
+        if event == "checkpoint" and values["phase"] != Phase.CONTROL:
+            directory = str(self._spec.run_dir / values["path"])
+            await self._tell_registry(self._registry.add_checkpoint, values["policy_version"], directory)
 
     async def events_since(self, count: int) -> list[Event]:
         """The events after the first `count`."""
@@ -169,7 +173,10 @@ class Coordinator:
             weight_store=self._store_name,
             manifest_digest=manifest_digest,
         )
-        await self._tell_registry(self._registry.announce, self._announced)
+        knew_any = await self._tell_registry(self._registry.announce, self._announced)
+        if knew_any is False:
+            # New, or Redis has lost its data: the registry gets what the run directory says.
+            await self._tell_registry(rebuild, self._registry, self._spec.run_dir)
 
     async def evaluate(self, version: int, label: str, round_index: int, is_new: bool) -> None:
         """Held-out accuracy of a version that the store has; recorded, and announced if the version is public.
@@ -202,12 +209,13 @@ class Coordinator:
         evaluations = [event for event in self._log.events_since(0) if event["event"] == "evaluation"]
         return any((event["label"], event["policy_version"]) == (label, version) for event in evaluations)
 
-    async def _tell_registry(self, call: Callable[..., Any], *facts: Any) -> None:
-        """The registry is never the only copy: a run goes on without it, and says so."""
+    async def _tell_registry(self, call: Callable[..., Any], *facts: Any) -> Any:
+        """What `call` returns, or None: the registry is never the only copy, so a run goes on without, and says so."""
         try:
-            await asyncio.to_thread(call, *facts)
-        except (ConnectionError, MalformedEntryError) as error:
+            return await asyncio.to_thread(call, *facts)
+        except (ConnectionError, ValueError) as error:
             self._log.append("failure", what=str(error), attempt=1)
+            return None
 
     async def finish(self) -> None:
         """Record that the run is done, and how long it took; the files are complete then."""

@@ -1,4 +1,4 @@
-"""The registry on the embedded server, without Ray."""
+"""The registry, without Ray: the same rules on the embedded Valkey server and on Debian's redis-server."""
 
 import os
 import secrets
@@ -8,13 +8,15 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 import redis
 
-from actors.registry import MalformedEntryError, PolicyVersion, Registry
+from actors.registry import AdminState, EventKind, MalformedEntryError, PolicyVersion, Registry
 from actors.registry_server import ValkeyServer
+from tests.redis_server import DebianRedis, free_port
 
 POLICY = PolicyVersion(
     version=3,
@@ -28,15 +30,12 @@ POLICY = PolicyVersion(
 )
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-@pytest.fixture(scope="module")
-def server():
-    server = ValkeyServer(free_port(), secrets.token_urlsafe(16))
+@pytest.fixture(scope="module", params=["embedded valkey", "debian redis"])
+def server(request):
+    if request.param == "debian redis":
+        server = DebianRedis(free_port(), secrets.token_urlsafe(16))
+    else:
+        server = ValkeyServer(free_port(), secrets.token_urlsafe(16))
     yield server
     server.stop()
 
@@ -46,6 +45,13 @@ def registry(server):
     registry = Registry(server.url, secrets.token_hex(4))
     yield registry
     registry.close()
+
+
+@pytest.fixture
+def client(server):
+    client = redis.Redis.from_url(server.url)
+    yield client
+    client.close()
 
 
 def test_the_latest_is_what_was_announced_last(registry):
@@ -99,6 +105,158 @@ def test_a_score_that_comes_late_does_not_bring_old_weights_back(registry):
     assert registry.latest().version == 4
 
 
+def test_a_checkpoint_is_announced_for_whoever_reaches_no_weight_store(registry):
+    registry.announce(POLICY)
+    registry.score(3, 7, 10)
+    last_id = registry.follow("0", 0)[-1][0]
+    assert registry.add_checkpoint(3, "/runs/ünï/rl-000002")
+    known = replace(POLICY, num_correct=7, num_problems=10, checkpoint="/runs/ünï/rl-000002")
+    assert [policy for _, policy in registry.follow(last_id, 0)] == [known]
+    registry.announce(replace(POLICY, version=4))
+    assert not registry.add_checkpoint(3, "/elsewhere")
+    assert registry.latest().version == 4
+    assert registry.version(3).checkpoint == "/elsewhere"
+    assert not registry.add_checkpoint(5, "/elsewhere")
+
+
+def test_a_version_is_found_by_its_number_with_what_is_known_of_it_last(registry):
+    registry.announce(POLICY)
+    registry.announce(replace(POLICY, version=4))
+    assert not registry.score(3, 7, 10)
+    assert registry.version(3) == replace(POLICY, num_correct=7, num_problems=10)
+    assert registry.version(5) is None
+    assert [policy.version for policy in registry.versions()] == [3, 4]
+    assert not registry.score(5, 7, 10)
+
+
+def test_the_base_is_the_last_version_before_the_rounds(registry):
+    registry.announce(replace(POLICY, version=0, phase="untrained"))
+    registry.announce(replace(POLICY, version=1, phase="sft"))
+    registry.announce(replace(POLICY, version=2, phase="rl"))
+    assert registry.aliases() == {"newest": 2, "base": 1}
+
+
+def test_an_alias_moves_only_from_where_its_mover_saw_it(registry):
+    for version in (3, 4):
+        registry.announce(replace(POLICY, version=version, round=version - 1))
+    assert registry.move("policy", 3, expected=None)
+    assert not registry.move("policy", 4, expected=None)
+    assert not registry.move("policy", 4, expected=2)
+    assert registry.aliases()["policy"] == 3
+    assert registry.move("policy", 4, expected=3)
+    assert registry.aliases()["policy"] == 4
+
+
+def test_of_many_who_move_an_alias_at_once_one_does(server, registry):
+    for version in range(9):
+        registry.announce(replace(POLICY, version=version))
+    registry.move("policy", 0, expected=None)
+    movers = [Registry(server.url, registry._keys[0].split(":")[1]) for _ in range(8)]
+    barrier = threading.Barrier(8, timeout=20)
+
+    def move(number):
+        barrier.wait()
+        return movers[number - 1].move("policy", number, expected=0)
+
+    with ThreadPoolExecutor(8) as pool:
+        moved = list(pool.map(move, range(1, 9)))
+    for mover in movers:
+        mover.close()
+    assert sorted(moved) == [False] * 7 + [True]
+    assert registry.aliases()["policy"] == moved.index(True) + 1
+    assert [event.kind for event in registry.events("0", 0)][-2:] == [EventKind.SERVING, EventKind.RETIRED]
+
+
+def test_an_alias_cannot_point_to_what_is_not_known(registry):
+    registry.announce(POLICY)
+    with pytest.raises(LookupError, match="policy version 9 is not known"):
+        registry.move("policy", 9, expected=None)
+    with pytest.raises(LookupError, match="policy version 9 is not known"):
+        registry.pin(9)
+    assert registry.aliases() == {"newest": 3}
+
+
+@pytest.mark.parametrize("alias", ["", "../x", "a" * 65, "Policy", "newest", "base", "pinned"])
+def test_a_name_that_is_no_alias_is_refused(registry, alias):
+    registry.announce(POLICY)
+    with pytest.raises(ValueError, match="no alias that can be moved"):
+        registry.move(alias, 3, expected=None)
+
+
+def test_what_happens_to_versions_is_told_in_order(registry):
+    registry.announce(POLICY)
+    registry.move("policy", 3, expected=None)
+    registry.announce(replace(POLICY, version=4, round=3))
+    registry.score(4, 1, 2)
+    registry.announce(replace(POLICY, version=4, round=3))
+    registry.move("policy", 4, expected=3, why="newer")
+    registry.move("canary", 3, expected=None)
+    registry.record(EventKind.REFUSED, 4, "worse by 9 points")
+    told = [(event.kind, event.version, event.round, event.why) for event in registry.events("0", 0)]
+    assert told == [
+        ("published", 3, 2, None),
+        ("serving", 3, 2, None),
+        ("published", 4, 3, None),
+        ("serving", 4, 3, "newer"),
+        ("retired", 3, 2, "newer"),
+        ("moved", 3, 2, None),
+        ("refused", 4, 3, "worse by 9 points"),
+    ]
+
+
+def test_other_weights_under_the_same_number_are_published_again(registry):
+    registry.announce(POLICY)
+    registry.announce(replace(POLICY, manifest_digest="def"))
+    assert [event.kind for event in registry.events("0", 0)] == [EventKind.PUBLISHED] * 2
+
+
+def test_a_reader_of_events_reads_on_and_knows_when_they_were(registry):
+    registry.announce(POLICY)
+    (first,) = registry.events("0", 0)
+    assert abs(first.time_s - time.time()) < 60
+    assert registry.events(first.id, 50) == []
+    registry.pause(True)
+    (second,) = registry.events(first.id, 0)
+    assert (second.kind, second.version, second.round) == (EventKind.PAUSED, None, None)
+    assert registry.last_events(5) == [first, second]
+    assert registry.last_events(1) == [second]
+
+
+@pytest.mark.parametrize("last_id", ["", "$", "+", "1-2-3", "1; FLUSHALL", "9" * 40])
+def test_an_id_that_is_none_is_refused(registry, last_id):
+    with pytest.raises(ValueError, match="no id of an entry"):
+        registry.events(last_id, 0)
+
+
+def test_the_streams_are_bounded(client, registry):
+    with client.pipeline(transaction=False) as pipe:
+        # One call trims 10,000 entries at most.
+        for _ in range(10_500):
+            pipe.xadd(registry._events, {"json": "{}"}).xadd(registry._stream, {"json": "{}"})
+        pipe.execute()
+    registry.announce(POLICY)
+    # Trimming goes by whole nodes of the stream: a hundred entries more at most.
+    assert client.xlen(registry._stream) <= 1100
+    assert 9_000 <= client.xlen(registry._events) <= 10_100
+
+
+def test_what_an_operator_wants_is_kept_and_told_once(registry):
+    registry.announce(POLICY)
+    assert registry.admin() == AdminState(pinned=None, is_paused=False)
+    registry.pin(3, "steady")
+    registry.pin(3, "steady")
+    registry.pause(True)
+    registry.pause(True)
+    assert registry.admin() == AdminState(pinned=3, is_paused=True)
+    registry.announce(replace(POLICY, version=4))
+    assert registry.admin().pinned == 3
+    registry.pin(None)
+    registry.pause(False)
+    assert registry.admin() == AdminState(pinned=None, is_paused=False)
+    kinds = [str(event.kind) for event in registry.events("0", 0)]
+    assert kinds == ["published", "pinned", "paused", "published", "unpinned", "resumed"]
+
+
 def test_versions_of_another_manifest_are_other_weights():
     assert not POLICY.has_same_weights(replace(POLICY, manifest_digest="def"))
     assert POLICY.has_same_weights(replace(POLICY, manifest_digest=None))
@@ -133,13 +291,11 @@ def test_a_wrong_password_is_refused_in_a_sentence(server):
         Registry(url.replace(url.split("@")[0], "redis://").replace("//@", "//"), "run").announce(POLICY)
 
 
-def test_entries_that_are_no_policy_version_can_be_skipped(server, registry):
-    client = redis.Redis.from_url(server.url)
+def test_entries_that_are_no_policy_version_can_be_skipped(client, registry):
     registry.announce(POLICY)
-    client.xadd(registry._stream, {"policy_version": b"\xff{"})
+    client.xadd(registry._stream, {"json": b"\xff{"})
     client.xadd(registry._stream, {"other": "x"})
     registry.announce(replace(POLICY, version=4))
-    client.close()
     last_id, versions, num_malformed = "0", [], 0
     for _ in range(4):
         try:

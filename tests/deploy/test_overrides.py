@@ -109,7 +109,9 @@ REFUSED_OVERRIDES = {
     "model.lora.targets=[ff_out]": (
         "model.lora.targets: it names ff_out, which no block has; the linear layers of a block are q_proj, k_proj",
     ),
-    "model.lora.dropout=0.05": ("model.lora.dropout is no key of this model.lora, which has alpha, base_weights, rank, targets",),
+    "model.lora.dropout=0.05": (
+        "model.lora.dropout is no key of this model.lora, which has alpha, base_weights, rank, targets",
+    ),
     "sharding.cpu_offload=true": ("sharding.cpu_offload is for device cuda; with device cpu everything is in main",),
     "learner.groupsize=4": ("learner.groupsize is no key of a recipe", "did you mean learner.group_size?"),
     "lerner.lr=1": ("lerner is no key of a recipe", "did you mean learner?"),

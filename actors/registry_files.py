@@ -1,0 +1,103 @@
+"""The registry from the run directory: what an empty one, new or after Redis lost its data, is filled with."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from actors.checkpoints import Position, read_position, to_answer
+from actors.registry import AdminState, PolicyVersion, Registry
+from actors.run_log import CHECKPOINTS, Event, read_events
+from actors.spec import Phase
+
+ADMIN = "admin.json"
+
+
+def rebuild(registry: Registry, run_dir: Path) -> int:
+    """Fill in what the registry does not know of a run; what it knows stays, and a second call does nothing.
+
+    Checkpoints are not verified here: whoever loads one does that. Returns how many versions were absent. Raises
+    ConnectionError as the registry does, ValueError when RUN/admin.json is damaged.
+    """
+    return registry.restore(history_of(run_dir), read_admin(run_dir))
+
+
+def history_of(run_dir: Path) -> list[PolicyVersion]:
+    """The versions of a run that a service may answer from, oldest first, with the scores and checkpoints they have."""
+    events = read_events(run_dir)
+    versions = _from_rounds(events)
+    for position, directory in _checkpoints(run_dir):
+        known = versions.get(position.policy_version) or _version(
+            position.policy_version, position.round, position.phase
+        )
+        versions[position.policy_version] = replace(known, checkpoint=str(directory))
+    scores = {
+        event["policy_version"]: {name: event[name] for name in ("num_correct", "num_problems")}
+        for event in events
+        if event["event"] == "evaluation" and event["label"] != Phase.CONTROL
+    }
+    return [replace(versions[number], **scores.get(number, {})) for number in sorted(versions)]
+
+
+def read_admin(run_dir: Path) -> AdminState:
+    """What an operator last wanted of the run's service. Raises ValueError when the file is damaged."""
+    path = run_dir / ADMIN
+    if not path.is_file():
+        return AdminState(pinned=None, is_paused=False)
+    try:
+        state = AdminState(**json.loads(path.read_text(encoding="utf-8")))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path} is damaged: {error}; pin and pause again, or delete it") from error
+    return state
+
+
+def write_admin(run_dir: Path, state: AdminState) -> None:
+    """Keep what an operator wants, whole or not at all: Redis is never the only copy."""
+    # Two replicas may write at once.
+    beside = run_dir / f".{ADMIN}.{secrets.token_hex(8)}"
+    with beside.open("w", encoding="utf-8") as file:
+        file.write(json.dumps(asdict(state)) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    beside.replace(run_dir / ADMIN)
+
+
+def _from_rounds(events: list[Event]) -> dict[int, PolicyVersion]:
+    versions: dict[int, PolicyVersion] = {}
+    for event in events:
+        if event["event"] == "round":
+            number = event["policy_version"]
+            # A resumed run does the rounds after its checkpoint again: what was later is gone.
+            versions = {other: policy for other, policy in versions.items() if other < number}
+            # An event counts rounds from 0; a version's round is how many it has been trained for.
+            versions[number] = _version(number, event["round"] + 1, Phase.RL)
+    return versions
+
+
+def _checkpoints(run_dir: Path) -> list[tuple[Position, Path]]:
+    found = []
+    for directory in sorted((run_dir / CHECKPOINTS).glob("[!.]*/")):
+        try:
+            position = read_position(directory)
+        except ValueError:
+            # Torn, or nothing that a run wrote; whoever resumes or serves says so.
+            continue
+        if to_answer(position):
+            found.append((position, directory.resolve()))
+    return found
+
+
+def _version(number: int, round_: int, phase: Phase) -> PolicyVersion:
+    return PolicyVersion(
+        version=number,
+        round=round_,
+        phase=phase,
+        num_correct=None,
+        num_problems=None,
+        checkpoint=None,
+        weight_store=None,
+        manifest_digest=None,
+    )

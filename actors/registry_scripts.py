@@ -1,0 +1,147 @@
+"""The registry's changes as scripts: Redis runs each as a whole, so nobody sees half of one and no two interleave.
+
+A script names its keys and values at its head. Every one gets all keys of a run, in the order of `KEYS`.
+"""
+
+from __future__ import annotations
+
+KEYS = ("facts", "versions", "aliases", "paused", "events")
+"""Version to its facts (hash), announcements (stream), alias to version (hash), whether paused, events (stream)."""
+FIELD = b"json"
+"""The one field of an entry of a stream."""
+_MAX_ANNOUNCEMENTS, _MAX_EVENTS = 1000, 10_000
+
+_PRELUDE = f"""
+local facts, announced, aliases, paused, events = unpack(KEYS)
+
+local function announce(text)
+  redis.call('XADD', announced, 'MAXLEN', '~', {_MAX_ANNOUNCEMENTS}, '*', '{FIELD.decode()}', text)
+end
+
+-- A version and a reason may be empty.
+local function tell(kind, version, why)
+  local event = {{kind = kind, version = cjson.null, round = cjson.null, why = cjson.null}}
+  if why ~= '' then event.why = why end
+  if version ~= '' then
+    event.version = tonumber(version)
+    local text = redis.call('HGET', facts, version)
+    if text then event.round = cjson.decode(text).round end
+  end
+  redis.call('XADD', events, 'MAXLEN', '~', {_MAX_EVENTS}, '*', '{FIELD.decode()}', cjson.encode(event))
+end
+"""
+
+ANNOUNCE = (
+    _PRELUDE
+    + """
+local version, text, digest, is_base = unpack(ARGV)
+local known = redis.call('HGET', facts, version)
+local knew_any = redis.call('HEXISTS', aliases, 'newest')
+redis.call('HSET', facts, version, text)
+redis.call('HSET', aliases, 'newest', version)
+if is_base == '1' then redis.call('HSET', aliases, 'base', version) end
+announce(text)
+local same = false
+if known then
+  local before = cjson.decode(known).manifest_digest
+  same = before == cjson.null or digest == '' or before == digest
+end
+if not same then tell('published', version, '') end
+return knew_any
+"""
+)
+
+UPDATE = (
+    _PRELUDE
+    + """
+local version, news = unpack(ARGV)
+local text = redis.call('HGET', facts, version)
+if not text then return 0 end
+local policy = cjson.decode(text)
+for name, value in pairs(cjson.decode(news)) do policy[name] = value end
+text = cjson.encode(policy)
+redis.call('HSET', facts, version, text)
+if redis.call('HGET', aliases, 'newest') ~= version then return 0 end
+announce(text)
+return 1
+"""
+)
+
+MOVE = (
+    _PRELUDE
+    + """
+local alias, to, expected, why = unpack(ARGV)
+if redis.call('HEXISTS', facts, to) == 0 then return -1 end
+local now = redis.call('HGET', aliases, alias) or ''
+if now ~= expected then return 0 end
+redis.call('HSET', aliases, alias, to)
+if now ~= to then
+  tell(alias == 'policy' and 'serving' or 'moved', to, why)
+  if alias == 'policy' and now ~= '' then tell('retired', now, why) end
+end
+return 1
+"""
+)
+
+PIN = (
+    _PRELUDE
+    + """
+local version, why = unpack(ARGV)
+local now = redis.call('HGET', aliases, 'pinned') or ''
+if version ~= '' and redis.call('HEXISTS', facts, version) == 0 then return -1 end
+if version == now then return 0 end
+if version == '' then
+  redis.call('HDEL', aliases, 'pinned')
+  tell('unpinned', now, why)
+else
+  redis.call('HSET', aliases, 'pinned', version)
+  tell('pinned', version, why)
+end
+return 1
+"""
+)
+
+PAUSE = (
+    _PRELUDE
+    + """
+local wanted, why = unpack(ARGV)
+if redis.call('EXISTS', paused) == tonumber(wanted) then return 0 end
+if wanted == '1' then
+  redis.call('SET', paused, '1')
+  tell('paused', '', why)
+else
+  redis.call('DEL', paused)
+  tell('resumed', '', why)
+end
+return 1
+"""
+)
+
+RECORD = (
+    _PRELUDE
+    + """
+tell(unpack(ARGV))
+return 1
+"""
+)
+
+RESTORE = (
+    _PRELUDE
+    + """
+local newest, base, pinned, is_paused = unpack(ARGV)
+local num_added = 0
+for i = 5, #ARGV, 2 do num_added = num_added + redis.call('HSETNX', facts, ARGV[i], ARGV[i + 1]) end
+if base ~= '' then redis.call('HSETNX', aliases, 'base', base) end
+if pinned ~= '' and redis.call('HEXISTS', facts, pinned) == 1 then
+  redis.call('HSETNX', aliases, 'pinned', pinned)
+end
+if is_paused == '1' then redis.call('SET', paused, '1') end
+if newest ~= '' and redis.call('HSETNX', aliases, 'newest', newest) == 1 then
+  announce(redis.call('HGET', facts, newest))
+end
+if num_added > 0 then tell('rebuilt', newest, num_added .. ' versions from the run directory') end
+return num_added
+"""
+)
+
+ALL = (ANNOUNCE, UPDATE, MOVE, PIN, PAUSE, RECORD, RESTORE)

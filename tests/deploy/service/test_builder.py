@@ -1,0 +1,51 @@
+"""`serve deploy deploy/serve.yaml` gets the service that `d1 serve` would deploy."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from actors.registry_server import URL_VARIABLE, ValkeyServer
+from deploy.errors import UserError
+from tests.redis_server import free_port
+
+
+@pytest.fixture
+def registry_url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    server = ValkeyServer(free_port(), secrets.token_urlsafe(16))
+    monkeypatch.setenv(URL_VARIABLE, server.url)
+    yield server.url
+    server.stop()
+
+
+def _build(arguments: dict[str, str]) -> Any:
+    """As Ray does it, from the arguments of the file."""
+    from ray.serve._private.api import call_user_app_builder_with_args_if_necessary
+
+    from deploy.service.builder import application
+
+    return call_user_app_builder_with_args_if_necessary(application, arguments)
+
+
+@pytest.mark.filterwarnings("ignore:Using extra keyword arguments on `Field`:DeprecationWarning")  # Ray Serve's schema
+def test_the_arguments_of_the_file_make_the_runs_service(run_dir: Path, registry_url: str) -> None:
+    application = _build({"run_dir": str(run_dir)})
+    deployment = application._bound_deployment
+    assert deployment.name == "PolicyReplica"
+    assert str(run_dir) in deployment.init_args
+    assert registry_url in deployment.init_args
+
+
+@pytest.mark.filterwarnings("ignore:Using extra keyword arguments on `Field`:DeprecationWarning")
+def test_arguments_that_cannot_work_are_refused(tmp_path: Path, registry_url: str) -> None:
+    with pytest.raises(ValidationError, match="run_dirs"):
+        _build({"run_dirs": str(tmp_path)})
+    with pytest.raises(UserError, match="has to be absolute"):
+        _build({"run_dir": "runs/tiny"})
+    with pytest.raises(UserError, match="is not a run"):
+        _build({"run_dir": str(tmp_path)})

@@ -1,0 +1,280 @@
+"""The files of a deployment, by the rules of the tools that will read them. No container engine is needed.
+
+docker-compose and promtool come from Debian (`make tools`); a test whose tool is absent skips. KubeRay's schemas are in
+no package: with D1_KUBERAY_CRDS naming a directory of them (helm-chart/kuberay-operator/crds of its repository), the
+manifests are held against these too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import ray
+import yaml
+
+from actors.metrics import _GAUGES
+
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "deploy"
+MANIFESTS = sorted((DEPLOY / "k8s").glob("*.yaml"))
+BOARDS = sorted((DEPLOY / "grafana" / "dashboards").glob("*.json"))
+
+
+def _run(*words: str) -> str:
+    if shutil.which(words[0]) is None:
+        pytest.skip(f"needs {words[0]} (`make tools` installs docker-compose and promtool on Debian, as root)")
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def _documents(path: Path) -> Iterator[dict[str, Any]]:
+    yield from yaml.safe_load_all(path.read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def compose() -> dict[str, Any]:
+    return yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def clusters() -> dict[str, dict[str, Any]]:
+    """The Ray clusters of the manifests, by the kind that asks for them."""
+    (job,), (service,) = _documents(DEPLOY / "k8s/train.yaml"), _documents(DEPLOY / "k8s/serve.yaml")
+    return {"RayJob": job["spec"]["rayClusterSpec"], "RayService": service["spec"]["rayClusterConfig"]}
+
+
+# Compose.
+
+
+def test_docker_compose_accepts_the_file() -> None:
+    resolved = yaml.safe_load(_run("docker-compose", "--file", "docker-compose.yml", "config"))
+    assert set(resolved["services"]) == {"head", "worker", "redis", "prometheus", "grafana"}
+
+
+def test_every_container_is_healthy_before_another_needs_it_and_can_do_little(compose: dict[str, Any]) -> None:
+    for name, service in compose["services"].items():
+        assert service["healthcheck"]["test"], name
+        assert service["cap_drop"] == ["ALL"], name
+        assert service["restart"] == "unless-stopped", name
+        assert all(needed["condition"] == "service_healthy" for needed in service.get("depends_on", {}).values()), name
+
+
+def test_secrets_are_files_and_in_no_containers_environment(compose: dict[str, Any]) -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for name, secret in compose["secrets"].items():
+        assert secret == {"file": f".secrets/{name}"}
+        assert name in makefile
+    for service in compose["services"].values():
+        for key, value in service.get("environment", {}).items():
+            assert not re.search("password|token|secret", key, re.IGNORECASE) or str(value).startswith(
+                ("/run/secrets/", "token")
+            ), key
+    assert ".secrets" in (ROOT / ".gitignore").read_text(encoding="utf-8")
+    assert ".secrets" in (ROOT / ".dockerignore").read_text(encoding="utf-8")
+
+
+def test_the_nodes_agree_on_ports_and_have_room_for_their_objects(compose: dict[str, Any]) -> None:
+    head, worker = (" ".join(compose["services"][name]["command"]) for name in ("head", "worker"))
+    assert "--port=6380" in head
+    assert "--address=head:6380" in worker
+    assert "6379" in compose["services"]["head"]["environment"]["RAY_REDIS_ADDRESS"]
+    for name, command in (("head", head), ("worker", worker)):
+        assert "--metrics-export-port=8080" in command
+        (store_bytes,) = re.findall(r"--object-store-memory=(\d+)", command)
+        shared_bytes = int(compose["services"][name]["shm_size"].removesuffix("gb")) * 2**30
+        assert int(store_bytes) < shared_bytes, name
+    assert yaml.safe_load((DEPLOY / "prometheus.yml").read_text())["scrape_configs"][0]["dns_sd_configs"] == [
+        {"names": ["head", "worker"], "type": "A", "port": 8080, "refresh_interval": "15s"}
+    ]
+
+
+def test_what_is_mounted_from_here_is_here(compose: dict[str, Any]) -> None:
+    mounted = [volume.split(":")[0] for service in compose["services"].values() for volume in service["volumes"]]
+    assert [path for path in mounted if path.startswith("./") and not (ROOT / path).exists()] == []
+
+
+# Prometheus and Grafana.
+
+
+def test_promtool_accepts_configuration_and_rules() -> None:
+    assert "SUCCESS" in _run("promtool", "check", "config", "deploy/prometheus.yml")
+
+
+def _exported() -> set[str]:
+    """What d1 exports, and what Ray's own dashboards and Serve's sources name."""
+    names = {f"ray_d1_{name}" for name in _GAUGES} | {"up"}
+    package = Path(ray.__file__).parent
+    for path in (package / "dashboard/modules/metrics/dashboards").glob("*panels.py"):
+        names |= set(re.findall(r"ray_[a-z0-9_]+", path.read_text(encoding="utf-8")))
+    return names
+
+
+def _expressions(board: dict[str, Any]) -> Iterator[str]:
+    for panel in board["panels"]:
+        yield from (target["expr"] for target in panel["targets"])
+    yield from (variable["definition"] for variable in board["templating"]["list"])
+
+
+def _metrics(expression: str) -> set[str]:
+    return set(re.findall(r"\b(?:ray_[a-z0-9_]+|up)\b", expression))
+
+
+@pytest.mark.parametrize("path", BOARDS, ids=lambda path: path.stem)
+def test_a_dashboard_asks_only_for_metrics_that_are_exported(path: Path) -> None:
+    board = json.loads(path.read_text(encoding="utf-8"))
+    for expression in _expressions(board):
+        assert _metrics(expression), expression
+        assert _metrics(expression) - _exported() == set(), expression
+    sources = _documents(DEPLOY / "grafana/provisioning/datasources/prometheus.yaml")
+    uids = {source["uid"] for document in sources for source in document["datasources"]}
+    assert {panel["datasource"]["uid"] for panel in board["panels"]} <= uids
+    assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
+
+
+def test_every_number_of_a_run_is_on_its_dashboard() -> None:
+    board = json.loads((DEPLOY / "grafana/dashboards/runs.json").read_text(encoding="utf-8"))
+    assert {f"ray_d1_{name}" for name in _GAUGES} <= set().union(*map(_metrics, _expressions(board)))
+
+
+def test_a_rule_asks_only_for_metrics_that_are_exported() -> None:
+    (rules,) = _documents(DEPLOY / "prometheus_rules.yml")
+    for rule in rules["groups"][0]["rules"]:
+        assert _metrics(rule["expr"]), rule["alert"]
+        assert _metrics(rule["expr"]) - _exported() == set(), rule["alert"]
+
+
+def test_prometheus_parses_every_expression_of_the_dashboards(tmp_path: Path) -> None:
+    # As recording rules: promtool of Debian checks no single expression. Grafana's variables are put in first.
+    expressions = [
+        re.sub(r"\$\w+", "x", target["expr"])
+        for path in BOARDS
+        for panel in json.loads(path.read_text(encoding="utf-8"))["panels"]
+        for target in panel["targets"]
+    ]
+    rules = [{"record": f"r{index}", "expr": expression} for index, expression in enumerate(expressions)]
+    (tmp_path / "rules.yml").write_text(yaml.safe_dump({"groups": [{"name": "boards", "rules": rules}]}))
+    assert f"{len(rules)} rules found" in _run("promtool", "check", "rules", str(tmp_path / "rules.yml"))
+
+
+# Kubernetes.
+
+
+def test_kustomize_builds_every_manifest() -> None:
+    kustomization = next(_documents(DEPLOY / "k8s/kustomization.yaml"))
+    assert sorted(kustomization["resources"]) == [path.name for path in MANIFESTS if path.name != "kustomization.yaml"]
+    built = list(yaml.safe_load_all(_run("kubectl", "kustomize", "deploy/k8s")))
+    assert {document["metadata"].get("namespace", "d1") for document in built} == {"d1"}
+
+
+@pytest.mark.parametrize("kind", ["RayJob", "RayService"])
+def test_a_cluster_asks_for_a_token_and_its_pods_can_do_little(kind: str, clusters: dict[str, dict[str, Any]]) -> None:
+    cluster = clusters[kind]
+    assert cluster["authOptions"] == {"mode": "token", "secretName": "d1-ray-token"}
+    assert cluster["rayVersion"] == version("ray")
+    assert cluster["headGroupSpec"]["rayStartParams"] == {"num-cpus": "0"}
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        pod = group["template"]["spec"]
+        assert pod["securityContext"]["runAsNonRoot"]
+        (container,) = pod["containers"]
+        assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+        assert container["resources"]["limits"]["memory"] == container["resources"]["requests"]["memory"]
+        (mount,) = container["volumeMounts"]
+        assert mount == {"name": "runs", "mountPath": "/srv/d1/runs"}
+        assert pod["volumes"] == [{"name": "runs", "persistentVolumeClaim": {"claimName": "runs"}}]
+
+
+def test_the_service_survives_its_head_and_training_starts_again(clusters: dict[str, dict[str, Any]]) -> None:
+    options = clusters["RayService"]["gcsFaultToleranceOptions"]
+    assert options["redisAddress"] == "redis:6379"
+    assert options["redisPassword"]["valueFrom"]["secretKeyRef"] == {"name": "d1-redis", "key": "password"}
+    (service,) = _documents(DEPLOY / "k8s/serve.yaml")
+    assert service["spec"]["excludeHeadPodFromServeSvc"]
+    (job,) = _documents(DEPLOY / "k8s/train.yaml")
+    assert job["spec"]["submissionMode"] == "SidecarMode"
+    assert "--resume-or-start" in job["spec"]["entrypoint"]
+
+
+def _strings(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _strings(inner, name)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _strings(inner, key)
+    elif isinstance(value, str):
+        yield key, value
+
+
+def test_no_manifest_holds_a_secret() -> None:
+    documents = [document for path in MANIFESTS for document in _documents(path)]
+    assert [document for document in documents if document["kind"] == "Secret"] == []
+    names = {"d1-ray-token", "d1-redis", "d1-api"}
+    referenced = {
+        value for document in documents for key, value in _strings(document) if value in names and key != "claimName"
+    }
+    assert referenced == names
+    guide = (ROOT / "docs" / "deploy.md").read_text(encoding="utf-8")
+    assert [name for name in names if f"create secret generic {name}" not in guide] == []
+
+
+def test_every_pod_is_covered_by_a_rule_that_lets_nothing_in() -> None:
+    policies = list(_documents(DEPLOY / "k8s/network.yaml"))
+    (deny,) = [policy for policy in policies if policy["metadata"]["name"] == "deny-ingress"]
+    assert deny["spec"] == {"podSelector": {}, "policyTypes": ["Ingress"]}
+    for policy in policies:
+        for rule in policy["spec"].get("ingress", []):
+            # A rule without `from` lets in everybody.
+            assert rule["from"], policy["metadata"]["name"]
+
+
+def test_kuberays_schemas_accept_the_manifests() -> None:
+    directory = os.environ.get("D1_KUBERAY_CRDS")
+    if directory is None:
+        pytest.skip("needs D1_KUBERAY_CRDS, a directory with KubeRay's CustomResourceDefinitions")
+    for kind, name in (("rayjobs", "train.yaml"), ("rayservices", "serve.yaml")):
+        (file,) = Path(directory).glob(f"*{kind}.yaml")
+        # Megabytes: the C loader takes a second where Python's takes ten.
+        definition = yaml.load(file.read_text(encoding="utf-8"), Loader=yaml.CSafeLoader)
+        (served,) = [each for each in definition["spec"]["versions"] if each["name"] == "v1"]
+        (document,) = _documents(DEPLOY / "k8s" / name)
+        jsonschema.Draft7Validator(_strict(served["schema"]["openAPIV3Schema"])).validate(document)
+
+
+def _strict(schema: Any) -> Any:
+    """The schema as the API server's field validation takes it: fields that it does not name are refused."""
+    if isinstance(schema, list):
+        return [_strict(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    strict = {name: _strict(each) for name, each in schema.items()}
+    if strict.pop("x-kubernetes-int-or-string", False):
+        strict["type"] = ["integer", "string"]
+    if isinstance(strict.get("properties"), dict) and len(strict["properties"]) and strict.get("type") == "object":
+        is_open = strict.get("x-kubernetes-preserve-unknown-fields") or "additionalProperties" in strict
+        strict |= {} if is_open else {"additionalProperties": False}
+    return strict
+
+
+# Ray Serve.
+
+
+@pytest.mark.filterwarnings("ignore:Using extra keyword arguments on `Field`:DeprecationWarning")  # Ray Serve's schema
+def test_ray_serve_accepts_its_files() -> None:
+    from ray.serve.schema import ServeDeploySchema
+
+    (service,) = _documents(DEPLOY / "k8s/serve.yaml")
+    texts = ((DEPLOY / "serve.yaml").read_text(encoding="utf-8"), service["spec"]["serveConfigV2"])
+    configs = [ServeDeploySchema.model_validate(yaml.safe_load(text)) for text in texts]
+    assert [config.http_options.host for config in configs] == ["127.0.0.1", "0.0.0.0"]
+    assert configs[0].applications == configs[1].applications

@@ -1,0 +1,202 @@
+"""A Ray cluster of plain processes, laid out like docker-compose.yml: Redis, a head with its state there, a worker.
+
+The worker lives in a network namespace with a temporary directory of its own, as a container would: two raylets that
+share one delete each other's working directories. That takes root and iproute2; tests skip without.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.redis_server import DebianRedis, free_port
+
+ROOT = Path(__file__).parents[1]
+BIN = Path(sys.executable).parent
+_START_TIMEOUT_S = 90.0
+_STOP_TIMEOUT_S = 15.0
+
+
+class RayProcesses:
+    """The cluster. Whoever makes one calls `stop`, whatever happened."""
+
+    def __init__(self) -> None:
+        """Start Redis, head and worker; each has one logical CPU, and the worker has the resource `worker`."""
+        self._mark = secrets.token_hex(3)
+        # Short: the paths of Ray's sockets lie below it, and may have 107 characters.
+        self._directory = Path(tempfile.mkdtemp(prefix="d1r-", dir="/tmp"))
+        self._redis: DebianRedis | None = None
+        self._gcs: subprocess.Popen[bytes] | None = None
+        password = secrets.token_hex(16)
+        (self._directory / "redis").mkdir()
+        try:
+            self.head_ip, self.worker_ip = self._make_namespace()
+            self._redis = DebianRedis(free_port(), password, self._directory / "redis", host=self.head_ip)
+            self.registry_url = self._redis.url
+            self.port, self.dashboard_port = free_port(), free_port()
+            self.environment = {
+                "HOME": str(self._directory),
+                "PATH": f"{BIN}:/usr/bin:/bin:/usr/sbin:/sbin",
+                "PYTHONPATH": str(ROOT),
+                "RAY_AUTH_MODE": "token",
+                "RAY_AUTH_TOKEN": secrets.token_hex(32),
+                "RAY_USAGE_STATS_ENABLED": "0",
+                "RAY_REDIS_ADDRESS": f"{self.head_ip}:{self._redis.port}",
+                "RAY_external_storage_namespace": "d1-test",
+                "RAY_gcs_rpc_server_reconnect_timeout_s": "120",
+                "D1_REDIS_URL": self.registry_url,
+            }
+            self._metrics_port = free_port()
+            ports = [f"--ray-client-server-port={free_port()}", f"--metrics-export-port={self._metrics_port}"]
+            ports += [f"--dashboard-agent-listen-port={free_port()}", f"--dashboard-port={self.dashboard_port}"]
+            self._head_command = [
+                *("--head", f"--port={self.port}", f"--node-ip-address={self.head_ip}", "--dashboard-host=127.0.0.1"),
+                *(f"--temp-dir={self._directory}", f"--redis-password={password}", *ports),
+            ]
+            self.start_head()
+            address = f"--address={self.head_ip}:{self.port}"
+            worker = [address, f"--node-ip-address={self.worker_ip}", '--resources={"worker": 1}']
+            worker += [f"--metrics-export-port={self._metrics_port}"]
+            own = ["sh", "-c", f'mount -t tmpfs d1 {self._directory} && exec "$@"', "sh"]
+            self._ray_start("worker", worker, ["ip", "netns", "exec", self._namespace, *own])
+        except BaseException:
+            self.stop()
+            raise
+
+    @property
+    def dashboard_url(self) -> str:
+        """Where jobs are submitted."""
+        return f"http://127.0.0.1:{self.dashboard_port}"
+
+    def start_head(self) -> None:
+        """Start the head; again after it was killed, as whoever supervises it would."""
+        # Ray's note that a cluster runs on this machine. In a container of its own the head would not see the worker's.
+        (self._directory / "ray_current_cluster").unlink(missing_ok=True)
+        self._ray_start("head", self._head_command, [])
+
+    def kill_head(self) -> None:
+        """End everything that runs on the head node, as the end of its container does."""
+        self._kill(self._processes("head"))
+
+    def restart_gcs(self, outage_s: float) -> None:
+        """Kill the GCS process, and start the same one again after so many seconds."""
+        (pid,) = [pid for pid in self._processes("head") if _words(pid)[:1] and "gcs_server" in _words(pid)[0]]
+        words, environment = _words(pid), _environment(pid)
+        self._kill([pid])
+        time.sleep(outage_s)
+        with (self._directory / "gcs.log").open("wb") as log:
+            self._gcs = subprocess.Popen(words, env=environment, stdout=log, stderr=log, start_new_session=True)
+
+    def metrics(self) -> set[str]:
+        """The names of what both nodes export to Prometheus."""
+        names: set[str] = set()
+        for address in (self.head_ip, self.worker_ip):
+            with urllib.request.urlopen(f"http://{address}:{self._metrics_port}/metrics", timeout=20) as response:
+                lines = response.read().decode().splitlines()
+            names |= {re.split(r"[ {]", line)[0] for line in lines if line and not line.startswith("#")}
+        return names
+
+    def python(self, script: str, *arguments: str, timeout_s: float = 90) -> str:
+        """What a driver on the head prints; the test fails if it fails."""
+        environment = self.environment | {"RAY_ADDRESS": f"{self.head_ip}:{self.port}"}
+        return self.command([sys.executable, "-c", script, *arguments], environment, timeout_s)
+
+    def command(self, words: list[str], environment: dict[str, str], timeout_s: float) -> str:
+        """What a command prints; the test fails if it fails."""
+        done = subprocess.run(
+            words, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, check=False
+        )
+        assert done.returncode == 0, f"{words[:3]} failed\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+        return done.stdout
+
+    def stop(self) -> None:
+        """End every process of the cluster, and delete its files."""
+        self._kill([pid for node in ("head", "worker") for pid in self._processes(node)])
+        if self._gcs is not None:
+            self._gcs.wait(_STOP_TIMEOUT_S)
+        if self._redis is not None:
+            self._redis.stop()
+        subprocess.run(["ip", "netns", "del", self._namespace], check=False, capture_output=True, timeout=20)
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    @property
+    def _namespace(self) -> str:
+        return f"d1-{self._mark}"
+
+    def _make_namespace(self) -> tuple[str, str]:
+        """Make the worker's namespace and a cable to it; the addresses of its two ends."""
+        if os.geteuid() != 0 or shutil.which("ip") is None:
+            pytest.skip("needs root and iproute2, for a network namespace")
+        outside, inside = f"d1h{self._mark}", f"d1w{self._mark}"
+        network = f"10.231.{secrets.randbelow(256)}"
+        commands = [
+            f"ip netns add {self._namespace}",
+            f"ip link add {outside} type veth peer name {inside} netns {self._namespace}",
+            f"ip addr add {network}.1/30 dev {outside}",
+            f"ip link set {outside} up",
+            f"ip -n {self._namespace} addr add {network}.2/30 dev {inside}",
+            f"ip -n {self._namespace} link set {inside} up",
+            f"ip -n {self._namespace} link set lo up",
+        ]
+        for command in commands:
+            done = subprocess.run(command.split(), capture_output=True, text=True, timeout=20, check=False)
+            if done.returncode != 0:
+                pytest.skip(f"this machine makes no network namespaces: {done.stderr.strip()}")
+        return f"{network}.1", f"{network}.2"
+
+    def _ray_start(self, node: str, arguments: list[str], prefix: list[str]) -> None:
+        common = ["--num-cpus=1", "--object-store-memory=100000000", "--disable-usage-stats"]
+        # Both nodes have the same host name, by which the learners would find each other.
+        own = {"D1_TEST_NODE": f"{self._mark}-{node}", "GLOO_SOCKET_IFNAME": f"d1{node[0]}{self._mark}"}
+        words = [*prefix, sys.executable, str(BIN / "ray"), "start", *arguments, *common]
+        self.command(words, self.environment | own, _START_TIMEOUT_S)
+
+    def _processes(self, node: str) -> list[int]:
+        """The processes of a node: all that it starts inherit its mark."""
+        mark = f"{self._mark}-{node}"
+        pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+        return [pid for pid in pids if _environment(pid).get("D1_TEST_NODE") == mark]
+
+    def _kill(self, pids: list[int]) -> None:
+        for pid in pids:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        wait_until(lambda: not any(_environment(pid) for pid in pids), "processes to end", _STOP_TIMEOUT_S)
+
+
+def wait_until(condition: Callable[[], bool], what: str, timeout_s: float) -> None:
+    """Wait until `condition` holds; the test fails when it does not within `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {timeout_s:.0f} s for {what}"
+        time.sleep(0.1)
+
+
+def _words(pid: int) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")[:-1]
+    except OSError:
+        return []
+
+
+def _environment(pid: int) -> dict[str, str]:
+    """A process's environment; empty once it has ended."""
+    try:
+        pairs = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return {}
+    return dict(pair.split("=", 1) for pair in pairs if "=" in pair)
