@@ -8,10 +8,9 @@ from pydantic import BaseModel, ConfigDict
 
 from actors.registry_server import registry_url
 from deploy.errors import UserError
-from deploy.service.app import digest_of
-from deploy.service.launch import service_token
-from deploy.service.replica import PolicyReplica
+from deploy.service.launch import bound_application
 from deploy.service.run_files import read_recipe
+from deploy.service.source import Source
 
 
 class Arguments(BaseModel):
@@ -30,8 +29,5 @@ def application(arguments: Arguments) -> Any:
     """
     if not arguments.run_dir.is_absolute():
         raise UserError(f"run_dir is {arguments.run_dir}; every node must find it, so it has to be absolute")
-    num_replicas = read_recipe(arguments.run_dir).service.num_replicas
-    replica: Any = PolicyReplica
-    return replica.options(num_replicas=num_replicas).bind(
-        str(arguments.run_dir), registry_url(), digest_of(service_token(arguments.run_dir))
-    )
+    source = Source(directory=str(arguments.run_dir), is_run=True, registry_url=registry_url())
+    return bound_application(source, read_recipe(arguments.run_dir).service.num_replicas, num_gpus=0)

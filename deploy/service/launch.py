@@ -114,25 +114,32 @@ def deploy_source(source: Source, host: str, port: int, num_replicas: int, *, nu
     """As `deploy_service`, for a run or a checkpoint; each engine gets `num_gpus`."""
     from ray import serve
 
-    from deploy.service.ingress import Ingress
-    from deploy.service.replica import EngineReplica
-
     _check_keys(host)
-    keys = read_keys(source.path)
     name = f"d1-{source.name}"
     _start_serve(host, port)
     others = sorted(set(serve.status().applications) - {name})
     if others:
         raise UserError(f"this cluster already serves {others[0]}; `serve shutdown` ends that, or use another cluster")
-    # A bound class carries its options to the cluster; nothing here waits without limit, as serve.run does.
+    # Nothing here waits without limit, as serve.run does.
+    application = bound_application(source, num_replicas, num_gpus=num_gpus)
+    serve.run_many([serve.RunTarget(application, name=name)], wait_for_applications_running=False)
+    _wait_until_running(name)
+    return f"http://{host}:{port}"
+
+
+def bound_application(source: Source, num_replicas: int, *, num_gpus: int) -> Any:
+    """The engines and the ingress before them, unstarted: a bound class carries its options to the cluster.
+
+    Raises UserError where the keys cannot be read.
+    """
+    from deploy.service.ingress import Ingress
+    from deploy.service.replica import EngineReplica
+
     engine_class: Any = EngineReplica
     ingress_class: Any = Ingress
     resources = {"num_cpus": 0.01, "num_gpus": num_gpus}
     engines = engine_class.options(num_replicas=num_replicas, ray_actor_options=resources).bind(source)
-    application = ingress_class.bind(engines, source, keys, source.rate_limit)
-    serve.run_many([serve.RunTarget(application, name=name)], wait_for_applications_running=False)
-    _wait_until_running(name)
-    return f"http://{host}:{port}"
+    return ingress_class.bind(engines, source, read_keys(source.path), source.rate_limit)
 
 
 def _check_keys(host: str) -> None:
