@@ -2,7 +2,7 @@
 
     python -m benchmarks.service [--seconds 20] [--clients 16]
 
-A random policy of LLaDA's architecture answers 64 tokens in 64 denoise steps. Closed loop: so many clients, each asks
+A random policy of LLaDA's architecture answers 32 tokens in 32 denoise steps. Closed loop: so many clients, each asks
 again when it is answered. Open loop: requests at a fixed rate, whatever the answers do; a request's time counts from
 when it was due.
 """
@@ -32,7 +32,7 @@ from rollout.request import Request, SamplingParams
 from rollout.sampler import Sampler
 
 KEY = "benchmark-" + "0" * 16
-SHAPE = {"gen_length": 64, "block_length": 16, "steps": 64}
+SHAPE = {"gen_length": 32, "block_length": 8, "steps": 32}
 _TIMEOUT_S = 120.0
 
 
@@ -58,11 +58,11 @@ def make_checkpoint(directory: Path) -> Path:
     tokenizer = ChatTokenizer(tokenizer_dir)
     config = TransformerConfig(
         vocab_size=len(tokenizer),
-        d_model=256,
-        num_layers=6,
+        d_model=128,
+        num_layers=4,
         num_heads=4,
         num_kv_heads=4,
-        mlp_hidden_size=704,
+        mlp_hidden_size=352,
         max_sequence_length=256,
         mask_token_id=tokenizer.token_id(MASK),
         eos_token_id=tokenizer.token_id(EOS),
@@ -80,7 +80,7 @@ def measure_sampler(checkpoint: Path, seconds: float) -> list[float]:
 
     sampler = Sampler(load_policy(checkpoint, torch.float32), 0)
     ids = tuple(ChatTokenizer(checkpoint).encode_chat([{"role": "user", "content": "What is 2 + 3?"}]))
-    params = SamplingParams(gen_length=64, block_length=16, num_denoise_steps=64, temperature=0, stop_ids=())
+    params = SamplingParams(gen_length=32, block_length=8, num_denoise_steps=32, temperature=0, stop_ids=())
     taken, until = [], time.perf_counter() + seconds
     while time.perf_counter() < until:
         began = time.perf_counter()
