@@ -31,7 +31,7 @@ tools: ## Install redis-server, promtool and docker-compose for the tests, on De
 		echo 'redis-server, promtool or docker-compose cannot be installed here: the tests that need them skip.'
 
 test: $(STAMP) bubblewrap chromium tools ## Run the tests: ARGS="tests/rewards -k sudoku" for some of them.
-	$(BIN)/pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder $(ARGS)
+	$(BIN)/pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-vllm: $(STAMP) $(VLLM)/.installed ## Run the tests against a vLLM server on this machine's CPU; the first time takes 4 GB.
 	D1_VLLM_PYTHON=$(abspath $(VLLM)/bin/python) $(BIN)/pytest -m vllm $(ARGS)

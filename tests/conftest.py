@@ -19,11 +19,8 @@ _RUNS, _RAY = "test_end_to_end", ("test_on_ray", "test_submit", "test_cluster_on
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Under xdist a file's tests stay on one worker, which makes its fixtures once. Whole runs take longest and come
-    first, on one worker; the other tests that start a Ray cluster begin on the second."""
-    for item in items:
-        group = "ray" if item.path.stem in _RAY else str(item.path)
-        item.add_marker(pytest.mark.xdist_group(group))
+    """Whole runs take longest and come first, the other tests that start a Ray cluster next: under xdist, which gives
+    whole files to workers in this order, each begins on one of two."""
     items.sort(key=lambda item: (item.path.stem != _RUNS, item.path.stem not in _RAY))
 
 
