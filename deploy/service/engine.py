@@ -202,7 +202,8 @@ class Engine:
         for ticket in tickets:
             task = self._tasks[ticket]
             for index, choice in task.choice_of.items():
-                if index in committed and (task.job.shows_canvas or committed[index] > task.num_shown[choice]):
+                has_news = task.job.tells_blocks and committed.get(index, 0) > task.num_shown[choice]
+                if index in committed and (task.job.shows_canvas or has_news):
                     watched[index] = task, choice
         for index, progress in batch.progress([*watched]).items():
             task, choice = watched[index]

@@ -54,10 +54,14 @@ class EngineHost:
             yield [_refusal(error)]
             return
         try:
-            yield [Began(policy=found.policy)]
+            first: list[Event] = [Began(policy=found.policy)]
+            if job.tells_blocks:
+                yield first
+                first = []
             num_left = len(job.requests)
             while num_left:
-                events = await mailbox.take()
+                events = first + await mailbox.take()
+                first = []
                 num_left -= sum(isinstance(event, Done) for event in events)
                 num_left = 0 if isinstance(events[-1], Refused) else num_left
                 yield events

@@ -23,6 +23,9 @@ class Job:
     """What another engine began it with: then nothing else will do. None where it has not begun."""
     shows_canvas: bool = False
     """Whether every denoise step is shown, and not only finished blocks."""
+    tells_blocks: bool = True
+    """Whether finished blocks are told as they come. Each message takes milliseconds; without them, a job whose engine
+    dies begins again."""
     timeout_s: float = 120.0
     """Time that it may take, waiting included, in seconds."""
 

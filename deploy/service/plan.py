@@ -99,12 +99,20 @@ class Planner:
             for index, ids in enumerate(prompts)
             for choice in range(ask.num_choices)
         ]
-        job = Job(requests=tuple(requests), wanted=wanted, shows_canvas=ask.shows_canvas, timeout_s=self._timeout_s)
         length = requests[0].params.gen_length if gap is None else gap
+        most_tokens = min(ask.most_tokens or length, length)
+        job = Job(
+            requests=tuple(requests),
+            wanted=wanted,
+            shows_canvas=ask.shows_canvas,
+            # Who waits for the whole answer needs them only where it may end early.
+            tells_blocks=bool(ask.stream or ask.stops or most_tokens < requests[0].params.gen_length),
+            timeout_s=self._timeout_s,
+        )
         return Plan(
             job=job,
             num_prompt_tokens=sum(map(len, prompts)),
-            most_tokens=min(ask.most_tokens or length, length),
+            most_tokens=most_tokens,
             stops=ask.stops,
             num_gap_slots=gap,
             returns_step_map=ask.diffusion.return_step_map,

@@ -91,6 +91,19 @@ def test_a_job_is_what_the_sampler_says_and_tells_each_block_once(host, make_sam
     assert not of(CanvasSeen, events)
 
 
+def test_a_job_without_blocks_is_one_message(host, make_sampler):
+    async def lists():
+        async with aclosing(host.stream(job(1, tells_blocks=False))) as stream:
+            return [events async for events in stream]
+
+    (events,) = asyncio.run(lists())
+    assert [type(event) for event in events] == [Began, Done]
+    assert ids(events)[0] == make_sampler(1).generate([request(1)])[0].token_ids.tolist()
+    backend = DyingBackend(host, 0, 1)
+    again = asyncio.run(collect(steadily(backend, job(1, tells_blocks=False), may_restart=True)))
+    assert ids(again) == ids(events)
+
+
 def test_a_watched_job_shows_every_step(versions, engine):
     seen = []
     done = threading.Event()

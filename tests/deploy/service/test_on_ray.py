@@ -81,6 +81,8 @@ def cluster(monkeypatch):
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=10**8)
     yield ray.get_runtime_context().gcs_address
     ray.shutdown()
+    # Serve remembers in this process what ended with its Ray.
+    sys.modules["ray.serve.context"]._set_global_client(None)
 
 
 class Asker:
