@@ -164,7 +164,7 @@ REFUSED_OVERRIDES = {
     "reward.terms.a={weight: 1}": ("reward.terms.a.kind is missing; it should be one of function, http, judge",),
     "reward.terms.a={kind: speed, wieght: 1}": ("did you mean reward.terms.a.weight?",),
     "reward.terms.a-b={kind: speed}": ("reward.terms.a-b should be named with letters, digits and underscores",),
-    "reward.terms=[3]": ("reward.terms is [3]; it should be a section",),
+    "reward.terms=[3]": ("reward.terms is [3]; it should be an object of keys and values",),
     "reward.terms.a={kind: length_penalty, buffer_tokens: 33}": (
         "reward.terms.a.buffer_tokens 33 exceeds rollout.sampling.gen_length 32",
     ),

@@ -50,7 +50,12 @@ def _descendants(pid: int | None = None) -> list[int]:
     """The zygotes below a process and their workers, zombies among them."""
     found = []
     for task in Path(f"/proc/{pid or os.getpid()}/task").iterdir():
-        for child in map(int, (task / "children").read_text().split()):
+        try:
+            children = (task / "children").read_text().split()
+        except FileNotFoundError:
+            # A thread that has ended meanwhile.
+            continue
+        for child in map(int, children):
             found += [child, *_descendants(child)]
     return found
 

@@ -23,7 +23,8 @@ _FLAGS = (
 _PATIENCE_MS = 15_000
 
 
-@pytest.fixture(scope="session")
+# Not for the session: while Playwright runs, its event loop does, and no test of another file can start its own.
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     """Debian's Chromium, or Chrome."""
     path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from actors.registry_server import URL_VARIABLE, ValkeyServer
 from deploy.errors import UserError
+from deploy.service.source import Source
 from tests.redis_server import free_port
 
 
@@ -35,10 +36,11 @@ def _build(arguments: dict[str, str]) -> Any:
 @pytest.mark.filterwarnings("ignore:Using extra keyword arguments on `Field`:DeprecationWarning")  # Ray Serve's schema
 def test_the_arguments_of_the_file_make_the_runs_service(run_dir: Path, registry_url: str) -> None:
     application = _build({"run_dir": str(run_dir)})
-    deployment = application._bound_deployment
-    assert deployment.name == "PolicyReplica"
-    assert str(run_dir) in deployment.init_args
-    assert registry_url in deployment.init_args
+    ingress = application._bound_deployment
+    assert ingress.name == "Ingress"
+    engines, source = ingress.init_args[:2]
+    assert engines._bound_deployment.name == "EngineReplica"
+    assert source == Source(directory=str(run_dir), is_run=True, registry_url=registry_url)
 
 
 @pytest.mark.filterwarnings("ignore:Using extra keyword arguments on `Field`:DeprecationWarning")
