@@ -97,7 +97,7 @@ $(BIN)/pip:
 # The secrets of `make up`, made once. Git and the image leave the directory out. Only its owner can enter it; the files in
 # it are readable because a container sees them under the owner they have here, which need not be its own user.
 .secrets:
-	@umask 077; rm -rf .secrets.new; mkdir .secrets.new; for name in ray_token redis_password grafana_password; do \
+	@umask 077; rm -rf .secrets.new; mkdir .secrets.new; for name in ray_token redis_password grafana_password api_keys; do \
 		head -c 32 /dev/urandom | od -An -tx1 | tr -d ' \n' > .secrets.new/$$name; chmod 644 .secrets.new/$$name; done
 	@mv .secrets.new $@
-	@echo 'Made .secrets: a Ray token, a Redis password, and the password of Grafana for admin.'
+	@echo 'Made .secrets: a Ray token, a Redis password, the password of Grafana for admin, and a key of the service.'
