@@ -14,20 +14,6 @@ from rewards.data.rows import Row, rows_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Graded:
-    """One line of the file, and what it is worth."""
-
-    place: str
-    """File and line."""
-    problem: Problem
-    """What was asked."""
-    generation: str
-    """What was generated."""
-    grade: Grade
-    """Its grade."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Line:
     """A line that can be graded."""
 
@@ -37,6 +23,14 @@ class Line:
     """What was asked."""
     generation: str
     """What was generated."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Graded(Line):
+    """A line, and what it is worth."""
+
+    grade: Grade
+    """Its grade."""
 
 
 def read_generations(task: Task, path: Path) -> list[Line]:

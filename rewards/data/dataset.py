@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -111,6 +111,37 @@ class Dataset:
 
     def _origin(self, split: Split) -> str:
         return str(self._sources.get(split) or next(iter(self._sources.values())))
+
+
+class DataTask:
+    """What tasks have in common whose problems are data: a subclass says where they are, and how a row is posed."""
+
+    name: str
+    """The task's."""
+    hub: ClassVar[Mapping[Split, Source]]
+    """Where they are on the hub."""
+    example_row: ClassVar[Mapping[str, Any]]
+    """The columns of a row of our own."""
+
+    def __init__(self, config: DataConfig) -> None:
+        """Read nothing yet."""
+        self._dataset = Dataset(self.name, config, self.hub, self._pose)
+
+    def problems(self, split: Split, count: int, seed: int) -> list[Problem]:
+        """As `Dataset.problems`."""
+        return self._dataset.problems(split, count, seed)
+
+    def size(self, split: Split) -> int | None:
+        """As `Dataset.size`."""
+        return self._dataset.size(split)
+
+    def example(self) -> Problem:
+        """One of ours, which needs no data."""
+        return self._pose(Row(place="the example", fields=self.example_row))
+
+    def _pose(self, row: Row) -> Problem:
+        """The problem of a row. Raises ValueError, in one sentence with its place, for what is none."""
+        raise NotImplementedError
 
 
 def posed_rows(source: Path | Source, pose: Callable[[Row], Problem]) -> tuple[Problem, ...]:

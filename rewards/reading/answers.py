@@ -17,6 +17,12 @@ def last_answer(text: str) -> str | None:
     left to right, an answer that is never closed is no answer, and an `<answer>` inside an open answer is part of its
     text. An empty pair is an answer: the empty string. Takes time linear in the length of `text`.
     """
+    answer = last_tagged(text)
+    return None if answer is None else answer.strip()
+
+
+def last_tagged(text: str) -> str | None:
+    """As `last_answer`, with the white space around it."""
     # Not d1's regular expression: on a text of many `<answer>` and no `</answer>` it takes quadratic time.
     answer: str | None = None
     start = text.find(_OPEN)
@@ -25,7 +31,7 @@ def last_answer(text: str) -> str | None:
         end = text.find(_CLOSE, start)
         if end < 0:
             break
-        answer = text[start:end].strip()
+        answer = text[start:end]
         start = text.find(_OPEN, end + len(_CLOSE))
     return answer
 

@@ -115,15 +115,18 @@ class Countdown:
         expression that uses exactly the given numbers, only the config's operators, and comes exactly to the target;
         what d1's `eval` took and this refuses: `**`, `//`, decimals, signs (`-3+7`) and line breaks.
         """
-        solved = {"fixed": self._is_solved, "d1": self._is_rewarded_by_d1}[self._config.reward](problem, text)
-        parts = {"answer": 0.0 if solved is None else 0.1, "correct": 0.9 if solved else 0.0}
-        is_d1 = self._config.protocol == "d1"
-        return Grade(
-            reward=sum(parts.values()),
-            parts=parts,
-            correct=self._is_correct_for_d1(problem, text) if is_d1 else bool(self._is_solved(problem, text)),
-            answer=d1_parsers.countdown_expression(text) if is_d1 else final_answer(text),
-        )
+        answer = final_answer(text)
+        is_solved = self._is_solved(problem, answer)
+        is_answered, is_rewarded = answer is not None, is_solved
+        if self._config.reward == "d1":
+            rewarded = last_answer(text)
+            is_answered = rewarded is not None
+            is_rewarded = rewarded is not None and _comes_to_target(problem, rewarded)
+        if self._config.protocol == "d1":
+            answer = d1_parsers.countdown_expression(text)
+            is_solved = _comes_to_target(problem, answer.strip())
+        parts = {"answer": 0.1 if is_answered else 0.0, "correct": 0.9 if is_rewarded else 0.0}
+        return Grade(reward=sum(parts.values()), parts=parts, correct=is_solved, answer=answer)
 
     def posed(self, question: str, truth: object) -> Problem:
         """The problem whose truth is `[[numbers], target]`, as d1 publishes it. Raises ValueError."""
@@ -158,24 +161,12 @@ class Countdown:
             return user_turn(f"{' '.join(map(str, numbers))} = {target}")
         return user_turn(f"{D1_FORMAT}\n{_D1_QUESTION.format(numbers=list(numbers), target=target)}")
 
-    def _is_solved(self, problem: Problem, text: str) -> bool | None:
-        """Whether the answer solves the problem; None without an answer."""
-        answer = final_answer(text)
-        if answer is None:
-            return None
-        evaluation = evaluate(plain(answer))
+    def _is_solved(self, problem: Problem, answer: str | None) -> bool:
+        """Whether an answer solves the problem by the fixed rules."""
+        evaluation = None if answer is None else evaluate(plain(answer))
         if evaluation is None or not evaluation.operators.issubset(self._config.operators):
             return False
         return sorted(evaluation.numbers) == _numbers_of(problem) and evaluation.value == int(problem.answer)
-
-    def _is_rewarded_by_d1(self, problem: Problem, text: str) -> bool | None:
-        """What `compute_score` of d1's `reward_func.py` says of the last answer; None without one."""
-        answer = last_answer(text)
-        return None if answer is None else _comes_to_target(problem, answer)
-
-    def _is_correct_for_d1(self, problem: Problem, text: str) -> bool:
-        """What `parse_countdown_answers` of d1's evaluation says."""
-        return _comes_to_target(problem, d1_parsers.countdown_expression(text).strip())
 
     def _draw(self, rng: Random, split: Split, taken: Set[str] | None) -> Problem | None:
         """A random problem of `split`, or None when the draw is of the other split or has no fitting target.

@@ -6,7 +6,7 @@ import re
 from fractions import Fraction
 from typing import Literal
 
-from rewards.data.dataset import DataConfig, Dataset, problem_id
+from rewards.data.dataset import DataConfig, DataTask, problem_id
 from rewards.data.rows import Row, Source, shown
 from rewards.problem import Grade, Problem, Split
 from rewards.reading.answers import final_answer, last_answer
@@ -18,6 +18,10 @@ from rewards.tasks.prompts import D1_FORMAT, PromptStyle, demonstration, user_tu
 _HUB = {
     Split.TRAIN: Source(repo="openai/gsm8k", config="main", split="train", num_rows=7473),
     Split.HELDOUT: Source(repo="openai/gsm8k", config="main", split="test", num_rows=1319),
+}
+_EXAMPLE = {
+    "question": "Ann has 3 boxes of 4 pens each, and loses 2 pens. How many pens has she left?",
+    "answer": "The boxes hold 3 * 4 = 12 pens.\n12 - 2 = 10 are left.\n#### 10",
 }
 _MARK = "####"
 _TOO_LARGE = 1e100
@@ -33,28 +37,16 @@ class Gsm8kConfig(DataConfig):
     """`d1` for the words of the d1 code, `compact` for the question alone."""
 
 
-class Gsm8k:
+class Gsm8k(DataTask):
     """The GSM8K task."""
 
     name = "gsm8k"
+    hub = _HUB
+    example_row = _EXAMPLE
 
     def __init__(self, config: Gsm8kConfig) -> None:
+        super().__init__(config)
         self._config = config
-        self._data = Dataset(self.name, config, _HUB, self._pose)
-
-    def problems(self, split: Split, count: int, seed: int) -> list[Problem]:
-        """As `Dataset.problems`."""
-        return self._data.problems(split, count, seed)
-
-    def size(self, split: Split) -> int | None:
-        """How many problems a split has. Raises ValueError as `problems`."""
-        return self._data.size(split)
-
-    def example(self) -> Problem:
-        """Made up, so that it needs no data."""
-        question = "Ann has 3 boxes of 4 pens each, and loses 2 pens. How many pens has she left?"
-        solution = "The boxes hold 3 * 4 = 12 pens.\n12 - 2 = 10 are left.\n#### 10"
-        return self._pose(Row(place="the example", fields={"question": question, "answer": solution}))
 
     def grade(self, problem: Problem, text: str) -> Grade:
         """Whether the number of the final answer is exactly the right one. Never raises.

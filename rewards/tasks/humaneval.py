@@ -7,11 +7,11 @@ import re
 from textwrap import indent
 from typing import Literal
 
-from rewards.data.dataset import Dataset, problem_id
+from rewards.data.dataset import problem_id
 from rewards.data.rows import Row, Source, shown
 from rewards.problem import Grade, Problem, Split
 from rewards.sandbox import Suite
-from rewards.tasks.programs import Programs, ProgramsConfig, instruction, label, metadata_of, program_in
+from rewards.tasks.programs import ProgramsConfig, ProgramTask, instruction, label, metadata_of, program_in
 from rewards.tasks.prompts import user_turn
 
 _HUB = {Split.TRAIN: Source(repo="openai/openai_humaneval", split="test")}
@@ -31,42 +31,27 @@ class HumanEvalConfig(ProgramsConfig):
     """Selects this task."""
 
 
-class HumanEval:
+class HumanEval(ProgramTask):
     """Complete a Python function from its signature and docstring."""
 
     name = "humaneval"
-
-    def __init__(self, config: HumanEvalConfig) -> None:
-        self._programs = Programs(config)
-        self._dataset = Dataset(self.name, config, _HUB, self._pose)
-
-    def problems(self, split: Split, count: int, seed: int) -> list[Problem]:
-        """As `Dataset.problems`. Raises ValueError, too, where the sandbox does not work on this machine."""
-        self._programs.check()
-        return self._dataset.problems(split, count, seed)
-
-    def size(self, split: Split) -> int | None:
-        """As `Dataset.size`."""
-        return self._dataset.size(split)
-
-    def example(self) -> Problem:
-        """One of ours."""
-        return self._pose(Row(place="the example", fields=_EXAMPLE))
+    hub = _HUB
+    example_row = _EXAMPLE
 
     def grade(self, problem: Problem, text: str) -> Grade:
-        """As `Programs.grade`. A program is the whole function, or what continues the prompt. Never raises.
+        """As `grade_program`. A program is the whole function, or what continues the prompt. Never raises.
 
         A test is a statement of the dataset's `check` that asserts something about the function.
         """
         found = program_in(text)
-        return self._programs.grade(problem, text, None if found is None else _completed(problem, found))
+        return self.grade_program(problem, text, None if found is None else _completed(problem, found))
 
     def posed(self, question: str, truth: object) -> Problem:
         """The problem whose question is a row's prompt, and whose truth has its `test` and `entry_point`.
 
         Raises ValueError.
         """
-        self._programs.check()
+        self._check()
         if not isinstance(truth, dict):
             raise ValueError(f"the ground truth is {shown(truth)}; a humaneval line has {_TRUTH}")
         return self._pose(

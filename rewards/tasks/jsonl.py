@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import model_validator
 
 from rewards.data.conversation import text_of, turns_of
-from rewards.data.dataset import DataConfig, Dataset, problem_id
-from rewards.data.rows import Row, shown
+from rewards.data.dataset import DataConfig, DataTask, problem_id
+from rewards.data.rows import Row, Source, shown
 from rewards.maths import MathVerifier, Verdict
 from rewards.problem import Grade, Message, Problem, Split
 from rewards.reading.answers import final_answer
@@ -23,6 +23,7 @@ GraderName = Literal["exact", "choice", "number", "math", "none"]
 
 # `B`, `(B)`, `B.` or `B) Paris`, and not the article of `A dog`.
 _LABEL = re.compile(r"\W*(\w+)\s*(?:[)\]}.:].*)?$", re.DOTALL)
+_EXAMPLE = {"prompt": "What is 3 + 4?", "answer": "7"}
 _ASKING = ("messages", "prompt", "question")
 
 
@@ -47,27 +48,17 @@ class JsonlConfig(DataConfig):
         return self
 
 
-class Jsonl:
+class Jsonl(DataTask):
     """Problems of your own, from a file."""
 
     name = "jsonl"
+    hub: ClassVar[Mapping[Split, Source]] = {}
+    example_row = _EXAMPLE
 
     def __init__(self, config: JsonlConfig) -> None:
+        super().__init__(config)
         self._config = config
         self._compare = _comparison(config.grader)
-        self._dataset = Dataset(self.name, config, {}, self._pose)
-
-    def problems(self, split: Split, count: int, seed: int) -> list[Problem]:
-        """As `Dataset.problems`."""
-        return self._dataset.problems(split, count, seed)
-
-    def size(self, split: Split) -> int | None:
-        """As `Dataset.size`."""
-        return self._dataset.size(split)
-
-    def example(self) -> Problem:
-        """Made up, as there is nothing without a file."""
-        return self._pose(Row(place="the example", fields={"prompt": "What is 3 + 4?", "answer": "7"}))
 
     def grade(self, problem: Problem, text: str) -> Grade:
         """1 for a right answer, 0 otherwise; the answer is `final_answer`'s, or the whole text. Never raises."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-from rewards.data.dataset import Dataset, problem_id
+from rewards.data.dataset import problem_id
 from rewards.data.rows import Row, Source, shown
 from rewards.problem import Grade, Problem, Split
 from rewards.sandbox import Suite
-from rewards.tasks.programs import Programs, ProgramsConfig, instruction, label, metadata_of, program_in
+from rewards.tasks.programs import ProgramsConfig, ProgramTask, instruction, label, metadata_of, program_in
 from rewards.tasks.prompts import user_turn
 
 # What the first d1 trains on (its paper, section 4).
@@ -34,39 +34,24 @@ class KodcodeConfig(ProgramsConfig):
     """Selects this task."""
 
 
-class Kodcode:
+class Kodcode(ProgramTask):
     """Write a Python program that passes pytest tests."""
 
     name = "kodcode"
-
-    def __init__(self, config: KodcodeConfig) -> None:
-        self._programs = Programs(config)
-        self._dataset = Dataset(self.name, config, _HUB, self._pose)
-
-    def problems(self, split: Split, count: int, seed: int) -> list[Problem]:
-        """As `Dataset.problems`. Raises ValueError, too, where the sandbox does not work on this machine."""
-        self._programs.check()
-        return self._dataset.problems(split, count, seed)
-
-    def size(self, split: Split) -> int | None:
-        """As `Dataset.size`."""
-        return self._dataset.size(split)
-
-    def example(self) -> Problem:
-        """One of ours."""
-        return self._pose(Row(place="the example", fields=_EXAMPLE))
+    hub = _HUB
+    example_row = _EXAMPLE
 
     def grade(self, problem: Problem, text: str) -> Grade:
-        """As `Programs.grade`. Each test function is a test, also in a class; the program is the module `solution`.
+        """As `grade_program`. Each test function is a test, also in a class; the program is the module `solution`.
 
         Of pytest there are `raises`, `approx`, `fail`, `fixture` and `mark.parametrize`; what needs more is an error
         and no zero. Never raises.
         """
-        return self._programs.grade(problem, text, program_in(text))
+        return self.grade_program(problem, text, program_in(text))
 
     def posed(self, question: str, truth: object) -> Problem:
         """The problem with a question; its truth is its tests: a text, or an object with `test`. Raises ValueError."""
-        self._programs.check()
+        self._check()
         fields = truth if isinstance(truth, dict) else {"test": truth}
         return self._pose(Row(place="the ground truth", fields={"solution": "pass", **fields, "question": question}))
 

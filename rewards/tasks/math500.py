@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-from rewards.data.dataset import DataConfig, Dataset, problem_id
+from rewards.data.dataset import DataConfig, DataTask, problem_id
 from rewards.data.rows import Row, Source, shown
 from rewards.maths import Limits, MathVerifier, Verdict, respelled, spelled_alike
 from rewards.problem import Grade, Problem, Split
@@ -19,6 +19,10 @@ from rewards.tasks.prompts import D1_FORMAT, PromptStyle, demonstration, user_tu
 _HUB = {
     Split.TRAIN: Source(repo="ankner/math-500", split="train", num_rows=7500),
     Split.HELDOUT: Source(repo="HuggingFaceH4/MATH-500", split="test", num_rows=500),
+}
+_EXAMPLE = {
+    "problem": "Solve $4x + 3 = 5$.",
+    "solution": "Subtracting $3$ and dividing by $4$, we find $x = \\boxed{\\frac{1}{2}}$.",
 }
 # d1's wording (`diffu-grpo/data_utils.py`, `get_math_questions`), to the letter.
 _D1_INSTRUCTIONS = (
@@ -43,28 +47,17 @@ class Math500Config(DataConfig):
     """`d1` for the words of the d1 code, `compact` for the problem alone."""
 
 
-class Math500:
+class Math500(DataTask):
     """The MATH task."""
 
     name = "math500"
+    hub = _HUB
+    example_row = _EXAMPLE
 
     def __init__(self, config: Math500Config) -> None:
+        super().__init__(config)
         self._config = config
-        self._data = Dataset(self.name, config, _HUB, self._pose)
         self._verifier = MathVerifier()
-
-    def problems(self, split: Split, count: int, seed: int) -> list[Problem]:
-        """As `Dataset.problems`."""
-        return self._data.problems(split, count, seed)
-
-    def size(self, split: Split) -> int | None:
-        """How many problems a split has. Raises ValueError as `problems`."""
-        return self._data.size(split)
-
-    def example(self) -> Problem:
-        """Made up, so that it needs no data."""
-        solution = "Subtracting $3$ and dividing by $4$, we find $x = \\boxed{\\frac{1}{2}}$."
-        return self._pose(Row(place="the example", fields={"problem": "Solve $4x + 3 = 5$.", "solution": solution}))
 
     def grade(self, problem: Problem, text: str) -> Grade:
         """Whether the final answer means what the right one means. Never raises.

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from rewards.data.dataset import Dataset, problem_id
+from rewards.data.dataset import problem_id
 from rewards.data.rows import Row, Source, shown
 from rewards.problem import Grade, Problem, Split
 from rewards.sandbox import Suite
-from rewards.tasks.programs import Programs, ProgramsConfig, instruction, label, metadata_of, program_in
+from rewards.tasks.programs import ProgramsConfig, ProgramTask, instruction, label, metadata_of, program_in
 from rewards.tasks.prompts import user_turn
 
 _HUB = {
@@ -30,38 +30,23 @@ class MbppConfig(ProgramsConfig):
     """Selects this task."""
 
 
-class Mbpp:
+class Mbpp(ProgramTask):
     """Write a Python function from one sentence and one of its tests."""
 
     name = "mbpp"
-
-    def __init__(self, config: MbppConfig) -> None:
-        self._programs = Programs(config)
-        self._dataset = Dataset(self.name, config, _HUB, self._pose)
-
-    def problems(self, split: Split, count: int, seed: int) -> list[Problem]:
-        """As `Dataset.problems`. Raises ValueError, too, where the sandbox does not work on this machine."""
-        self._programs.check()
-        return self._dataset.problems(split, count, seed)
-
-    def size(self, split: Split) -> int | None:
-        """As `Dataset.size`."""
-        return self._dataset.size(split)
-
-    def example(self) -> Problem:
-        """One of ours."""
-        return self._pose(Row(place="the example", fields=_EXAMPLE))
+    hub = _HUB
+    example_row = _EXAMPLE
 
     def grade(self, problem: Problem, text: str) -> Grade:
-        """As `Programs.grade`. Each statement of `test_list` and `challenge_test_list` is a test. Never raises."""
-        return self._programs.grade(problem, text, program_in(text))
+        """As `grade_program`. Each statement of `test_list` and `challenge_test_list` is a test. Never raises."""
+        return self.grade_program(problem, text, program_in(text))
 
     def posed(self, question: str, truth: object) -> Problem:
         """The problem that a sentence describes; its truth is a list of assertions, or an object with `test_list`.
 
         Raises ValueError.
         """
-        self._programs.check()
+        self._check()
         fields = truth if isinstance(truth, dict) else {"test_list": truth}
         return self._pose(Row(place="the ground truth", fields={"code": "pass", **fields, "text": question}))
 

@@ -9,15 +9,15 @@ from typing import Self
 
 from pydantic import model_validator
 
-from rewards.data.dataset import DataConfig
-from rewards.problem import Grade, Outcome, Problem
+from rewards.data.dataset import DataConfig, DataTask
+from rewards.problem import Grade, Outcome, Problem, Split
+from rewards.reading.answers import last_tagged
 from rewards.sandbox import Sandbox, SandboxConfig, Suite, Verdict
 from rewards.tasks.prompts import D1_FORMAT, demonstration
 
 LONGEST_PROGRAM = 100_000
 """Characters; a longer program is wrong."""
 
-_OPEN, _CLOSE = "<answer>", "</answer>"
 _FENCE = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n]*$", re.MULTILINE)
 _LANGUAGES = ("", "python", "python3", "py")
 _INSTRUCTION = "Inside the answer tags write the whole program in one ```python block, without tests or examples."
@@ -38,19 +38,25 @@ class ProgramsConfig(DataConfig):
         return self
 
 
-class Programs:
-    """Grades programs by their tests. What `problems` and `posed` of a task ask first is `check`."""
+class ProgramTask(DataTask):
+    """What tasks have in common whose completions are programs, graded by their tests."""
 
     def __init__(self, config: ProgramsConfig) -> None:
         """Take a task's config. The sandbox is tried when it is first needed: a list of tasks needs none."""
+        super().__init__(config)
         self._config = config
         self._sandbox = cache(lambda: Sandbox(config.sandbox))
 
-    def check(self) -> None:
+    def problems(self, split: Split, count: int, seed: int) -> list[Problem]:
+        """As `Dataset.problems`. Raises ValueError, too, where the sandbox does not work on this machine."""
+        self._check()
+        return super().problems(split, count, seed)
+
+    def _check(self) -> None:
         """Raise ValueError, in one sentence, where the config's sandbox does not work on this machine."""
         self._sandbox()
 
-    def grade(self, problem: Problem, text: str, program: str | None) -> Grade:
+    def grade_program(self, problem: Problem, text: str, program: str | None) -> Grade:
         """The grade of a program that stands in a text; None where there is none. Never raises.
 
         Parts of the fixed reward: `tests`, 0.9 times the fraction of tests that pass, and `format`, 0.1 for a closed
@@ -124,7 +130,7 @@ def program_in(text: str) -> str | None:
     It is the last block of Python in the last `<answer>` that closes, or else all that stands there; without such a tag
     the last block of the text. A block that nothing closes ends with what it is in. Takes time linear in the text.
     """
-    answer = _answer(text)
+    answer = last_tagged(text)
     block = _last_block(text if answer is None else answer)
     program = answer if block is None else block
     return program if program is not None and program.strip() else None
@@ -132,17 +138,8 @@ def program_in(text: str) -> str | None:
 
 def has_format(text: str) -> bool:
     """Whether a completion has an `<answer>` that closes, with a closed block of Python in it."""
-    answer = _answer(text)
+    answer = last_tagged(text)
     return answer is not None and _last_block(answer, only_closed=True) is not None
-
-
-def _answer(text: str) -> str | None:
-    """As `rewards.answers.last_answer`, with the white space that Python needs."""
-    answer, start = None, text.find(_OPEN)
-    while start >= 0 and (end := text.find(_CLOSE, start)) >= 0:
-        answer = text[start + len(_OPEN) : end]
-        start = text.find(_OPEN, end)
-    return answer
 
 
 def _last_block(text: str, *, only_closed: bool = False) -> str | None:
