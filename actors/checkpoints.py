@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -87,6 +88,21 @@ def newest_checkpoint(checkpoints_dir: Path, rule: Rule) -> FoundCheckpoint | No
     if damaged:
         raise ValueError(f"no checkpoint in {checkpoints_dir} is whole: {'; '.join(damaged)}")
     return None
+
+
+def checkpoints_to_answer(checkpoints_dir: Path) -> list[tuple[Position, Path]]:
+    """The checkpoints that a service may answer from, the oldest version first.
+
+    Their large files are not looked at, which takes long; who loads one does. What is torn is left out, as is what no
+    run wrote: whoever resumes or serves says so.
+    """
+    found = []
+    for directory in sorted(checkpoints_dir.glob("[!.]*/")):
+        with suppress(ValueError):
+            position = read_position(directory)
+            if to_answer(position):
+                found.append((position, directory))
+    return sorted(found, key=lambda one: one[0].policy_version)
 
 
 def read_position(directory: Path) -> Position:

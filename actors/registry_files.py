@@ -8,7 +8,7 @@ import secrets
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from actors.checkpoints import Position, read_position, to_answer
+from actors.checkpoints import checkpoints_to_answer
 from actors.registry import AdminState, PolicyVersion, Registry
 from actors.run_log import CHECKPOINTS, Event, read_events
 from actors.spec import Phase
@@ -29,11 +29,11 @@ def history_of(run_dir: Path) -> list[PolicyVersion]:
     """The versions of a run that a service may answer from, oldest first, with the scores and checkpoints they have."""
     events = read_events(run_dir)
     versions = _from_rounds(events)
-    for position, directory in _checkpoints(run_dir):
+    for position, directory in checkpoints_to_answer(run_dir / CHECKPOINTS):
         known = versions.get(position.policy_version) or _version(
             position.policy_version, position.round, position.phase
         )
-        versions[position.policy_version] = replace(known, checkpoint=str(directory))
+        versions[position.policy_version] = replace(known, checkpoint=str(directory.resolve()))
     scores = {
         event["policy_version"]: {name: event[name] for name in ("num_correct", "num_problems")}
         for event in events
@@ -75,19 +75,6 @@ def _from_rounds(events: list[Event]) -> dict[int, PolicyVersion]:
             # An event counts rounds from 0; a version's round is how many it has been trained for.
             versions[number] = _version(number, event["round"] + 1, Phase.RL)
     return versions
-
-
-def _checkpoints(run_dir: Path) -> list[tuple[Position, Path]]:
-    found = []
-    for directory in sorted((run_dir / CHECKPOINTS).glob("[!.]*/")):
-        try:
-            position = read_position(directory)
-        except ValueError:
-            # Torn, or nothing that a run wrote; whoever resumes or serves says so.
-            continue
-        if to_answer(position):
-            found.append((position, directory.resolve()))
-    return found
 
 
 def _version(number: int, round_: int, phase: Phase) -> PolicyVersion:

@@ -5,13 +5,20 @@ from __future__ import annotations
 import math
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import yaml
 from pydantic import ValidationError
 
-from actors.checkpoints import STATE, FoundCheckpoint, Position, newest_checkpoint, read_position, to_answer
+from actors.checkpoints import (
+    STATE,
+    FoundCheckpoint,
+    Position,
+    checkpoints_to_answer,
+    newest_checkpoint,
+    read_position,
+    to_answer,
+)
 from actors.registry import PolicyVersion
 from actors.run_log import CHECKPOINTS, RECIPE, read_events
 from actors.spec import Phase
@@ -99,22 +106,8 @@ class Checkpoints:
                 return position.phase in (Phase.UNTRAINED, Phase.SFT)
             return position.policy_version == wanted
 
-        found = [one for one in checkpoints_to_answer(self._run_dir) if is_wanted(one[0])]
+        found = [one for one in checkpoints_to_answer(self._run_dir / CHECKPOINTS) if is_wanted(one[0])]
         return _version_of(*found[-1], self._run_dir) if found else None
-
-
-def checkpoints_to_answer(run_dir: Path) -> list[tuple[Position, Path]]:
-    """The checkpoints that a service may answer from, the oldest version first.
-
-    Their large files are not looked at, which takes long; who loads one does.
-    """
-    found = []
-    for directory in (run_dir / CHECKPOINTS).glob("[!.]*/"):
-        with suppress(ValueError):
-            position = read_position(directory)
-            if to_answer(position):
-                found.append((position, directory))
-    return sorted(found, key=lambda one: one[0].policy_version)
 
 
 def latest_checkpoint(run_dir: Path) -> PolicyVersion:

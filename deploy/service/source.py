@@ -6,13 +6,14 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from actors.checkpoints import checkpoints_to_answer
 from actors.registry import PolicyVersion
+from actors.run_log import CHECKPOINTS
 from deploy.sampling.defaults import Defaults
 from deploy.service.codec import Codec
 from deploy.service.plan import Planner
 from deploy.service.run_files import (
     Checkpoints,
-    checkpoints_to_answer,
     latest_checkpoint,
     load_sampler,
     plain_checkpoint,
@@ -58,7 +59,7 @@ class Source:
 
     def codec(self) -> Codec:
         """How its policy reads and writes: all checkpoints of a run have the same tokenizer."""
-        return Codec(checkpoints_to_answer(self.path)[-1][1] if self.is_run else self.path)
+        return Codec(checkpoints_to_answer(self.path / CHECKPOINTS)[-1][1] if self.is_run else self.path)
 
     def newest(self) -> PolicyVersion:
         """The version to begin with. Raises UserError where a run has none."""
