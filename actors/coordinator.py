@@ -148,6 +148,7 @@ class Coordinator:
             policy_version=version,
             **stats,
             num_retries=ledger.num_retries,
+            pools=self._pools.use(),
             **_staleness(summaries, version - 1),
             **values,
             tokens_per_s=round(stats["mean_tokens"] * stats["num_completions"] / seconds, 1),

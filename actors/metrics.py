@@ -16,6 +16,10 @@ _GAUGES = {
     "num_failed_groups": "Groups of the newest round that failed",
     "frac_reward_zero_std": "Share of the newest round's groups whose rewards are all equal",
 }
+_POOL_GAUGES = {
+    "pool_away": "Actors of the pool that did not answer at the end of the newest round",
+    "pool_busy": "Share of the pool's time that it was at work in the newest round",
+}
 
 
 class RunGauges:
@@ -27,9 +31,15 @@ class RunGauges:
         self._gauges = {name: Gauge(f"d1_{name}", text, ("run",)) for name, text in _GAUGES.items()}
         for gauge in self._gauges.values():
             gauge.set_default_tags({"run": run})
+        self._pools = {name: Gauge(f"d1_{name}", text, ("run", "pool")) for name, text in _POOL_GAUGES.items()}
+        for gauge in self._pools.values():
+            gauge.set_default_tags({"run": run})
 
     def show(self, event: Event) -> None:
         """Set every gauge from a `round` event."""
         for name, gauge in self._gauges.items():
             # A round that nothing was trained on has no numbers of the learner's.
             gauge.set(float(event.get(name, math.nan)))
+        for pool, use in event["pools"].items():
+            for name, gauge in self._pools.items():
+                gauge.set(float(use[name.removeprefix("pool_")]), {"pool": pool})

@@ -107,6 +107,8 @@ class RunLog:
             scalars |= {f"reward/{part}": value for part, value in values.get("reward_parts", {}).items()}
             scalars |= {f"reward_costs/{what}": count for what, count in values.get("reward_costs", {}).items()}
             scalars |= {f"num_ungraded/{outcome}": count for outcome, count in values.get("num_ungraded", {}).items()}
+            for pool, use in values.get("pools", {}).items():
+                scalars |= {f"pools/{pool}/{name}": value for name, value in use.items()}
         for board in self._boards:
             board.log(scalars, step)
 

@@ -51,6 +51,7 @@ UNREPEATABLE = {
     "name",
     "began_at",
     "num_retries",
+    "pools",
 }
 
 

@@ -142,7 +142,9 @@ export class RunView {
     const last = this.#history.lastRound ?? {};
     const ungraded = typeof last.num_ungraded === "object" ? sum(Object.values(last.num_ungraded ?? {})) : last.num_ungraded;
     setFacts(byId("pool-facts"), [
-      ["Samplers and graders, last round", `${number(last.num_completions)} graded, ${number(ungraded ?? 0)} not, ${number(last.num_failed_groups ?? 0)} groups lost`],
+      ["Samplers, last round", poolWords(last.pools?.samplers)],
+      ["Graders, last round", poolWords(last.pools?.graders)],
+      ["Completions, last round", `${number(last.num_completions)} graded, ${number(ungraded ?? 0)} not, ${number(last.num_failed_groups ?? 0)} groups lost`],
       ["Portions tried again", number(last.num_retries)],
       ["Failures the run survived", number(this.#history.numFailures)],
       ["Registry", followerWords(follower)],
@@ -201,6 +203,14 @@ function outcome(sample) {
     return `✗ not graded: ${shortened(sample.outcome ?? "", 40)}`;
   }
   return sample.correct ? "✓ right" : "✗ wrong";
+}
+
+function poolWords(pool) {
+  if (!pool) {
+    return "–";
+  }
+  const health = pool.away > 0 ? `✗ ${number(pool.away)} restarting` : "✓ all answer";
+  return `${number(pool.size)}, ${health}, at work ${percent(pool.busy)} of the time`;
 }
 
 function followerWords(follower) {

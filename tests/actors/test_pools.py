@@ -6,10 +6,10 @@ import asyncio
 from typing import Any
 
 import pytest
-from ray.exceptions import RayTaskError
+from ray.exceptions import ActorDiedError, RayTaskError
 
 from actors.messages import Generation, Portion, PortionKey
-from actors.pools import Pools
+from actors.pools import Pools, PortionFailedError
 from rewards import RewardUnavailableError
 
 
@@ -55,6 +55,11 @@ class _Judged:
 class _Actor:
     def __init__(self, is_instant: bool) -> None:
         self.generate = self.grade = _Method(is_instant)
+        self.ready, self.is_back = self, asyncio.Event()
+
+    async def remote(self) -> bool:
+        """What `ready` answers once the actor is up again."""
+        return await self.is_back.wait()
 
 
 def _portions(count: int) -> list[Portion]:
@@ -102,5 +107,45 @@ def test_a_slow_grader_does_not_keep_the_samplers_waiting() -> None:
                     answer.set_result("graded")
             await asyncio.sleep(0)
         assert [task.result()[1] for task in tasks] == ["graded"] * 5
+
+    asyncio.run(asyncio.wait_for(scores(), 10))
+
+
+def test_use_says_how_much_a_pool_worked_since_it_was_last_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [100.0]
+    monkeypatch.setattr("actors.pools.time.monotonic", lambda: clock[0])
+
+    async def scores() -> None:
+        samplers = [_Actor(is_instant=False), _Actor(is_instant=False)]
+        grader = _Actor(is_instant=True)
+        pools = Pools(samplers, [grader], sampling_timeout_s=10, grading_timeout_s=10, on_pause=print)
+        task = asyncio.create_task(pools.score(Generation(version=0, learner_start=1), _portions(1)[0]))
+        await asyncio.sleep(0)
+        clock[0] += 3
+        samplers[0].generate.answers[0].set_result(1)
+        await task
+        clock[0] += 3
+        # One of two samplers worked for three of six seconds.
+        assert pools.use()["samplers"] == {"size": 2, "away": 0, "busy": 0.25}
+        clock[0] += 6
+        assert pools.use()["samplers"] == {"size": 2, "away": 0, "busy": 0.0}
+
+    asyncio.run(asyncio.wait_for(scores(), 10))
+
+
+def test_an_actor_that_died_is_away_until_it_answers() -> None:
+    async def scores() -> None:
+        sampler, grader = _Actor(is_instant=False), _Actor(is_instant=True)
+        pools = Pools([sampler], [grader], sampling_timeout_s=10, grading_timeout_s=10, on_pause=print)
+        task = asyncio.create_task(pools.score(Generation(version=0, learner_start=1), _portions(1)[0]))
+        await asyncio.sleep(0)
+        sampler.generate.answers[0].set_exception(ActorDiedError())
+        with pytest.raises(PortionFailedError, match="a sampler failed"):
+            await task
+        await asyncio.sleep(0)
+        assert pools.use()["samplers"]["away"] == 1
+        sampler.is_back.set()
+        while pools.use()["samplers"]["away"]:
+            await asyncio.sleep(0)
 
     asyncio.run(asyncio.wait_for(scores(), 10))

@@ -109,6 +109,7 @@ class Recorder:
             num_completions=12,
             num_failed_groups=0,
             num_retries=0,
+            pools={"samplers": {"size": 1, "away": 0, "busy": 0.5}, "graders": {"size": 1, "away": 0, "busy": 0.1}},
             mean_tokens=20.0,
             loss=-0.01,
             kl=0.001 * index,

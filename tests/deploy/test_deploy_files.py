@@ -22,7 +22,7 @@ import pytest
 import ray
 import yaml
 
-from actors.metrics import _GAUGES
+from actors.metrics import _GAUGES, _POOL_GAUGES
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -113,7 +113,7 @@ def test_promtool_accepts_configuration_and_rules() -> None:
 
 def _exported() -> set[str]:
     """What d1 exports, and what Ray's own dashboards and Serve's sources name."""
-    names = {f"ray_d1_{name}" for name in _GAUGES} | {"up"}
+    names = {f"ray_d1_{name}" for name in (*_GAUGES, *_POOL_GAUGES)} | {"up"}
     package = Path(ray.__file__).parent
     for path in (package / "dashboard/modules/metrics/dashboards").glob("*panels.py"):
         names |= set(re.findall(r"ray_[a-z0-9_]+", path.read_text(encoding="utf-8")))
@@ -144,7 +144,7 @@ def test_a_dashboard_asks_only_for_metrics_that_are_exported(path: Path) -> None
 
 def test_every_number_of_a_run_is_on_its_dashboard() -> None:
     board = json.loads((DEPLOY / "grafana/dashboards/runs.json").read_text(encoding="utf-8"))
-    assert {f"ray_d1_{name}" for name in _GAUGES} <= set().union(*map(_metrics, _expressions(board)))
+    assert {f"ray_d1_{name}" for name in (*_GAUGES, *_POOL_GAUGES)} <= set().union(*map(_metrics, _expressions(board)))
 
 
 def test_a_rule_asks_only_for_metrics_that_are_exported() -> None:

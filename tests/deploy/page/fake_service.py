@@ -262,6 +262,10 @@ def round_event(index: int, **fields: float) -> Json:
         "num_ungraded": {"timeout": 0, "error": 0},
         "num_failed_groups": 0,
         "num_retries": 0,
+        "pools": {
+            "samplers": {"size": 2, "away": 0, "busy": 0.83},
+            "graders": {"size": 4, "away": 1, "busy": 0.1},
+        },
         "mean_staleness": 0.5,
         "kl": 0.01 * index,
         "loss": -0.1,

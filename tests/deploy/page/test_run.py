@@ -111,6 +111,12 @@ def test_pools_say_how_they_fare(open_page: Open, service: FakeService) -> None:
     page = open_page("/#run")
     rows = page.locator("#replicas tbody tr")
     expect(rows).to_have_text(["one✓ healthy1230", "two✗ not answering1104"])
+    expect(page.locator("#pool-facts")).to_contain_text(
+        "Samplers, last round2, ✓ all answer, at work 83.0 % of the time"
+    )
+    expect(page.locator("#pool-facts")).to_contain_text(
+        "Graders, last round4, ✗ 1 restarting, at work 10.0 % of the time"
+    )
     expect(page.locator("#pool-facts")).to_contain_text("Failures the run survived1")
     expect(page.locator("#pool-facts")).to_contain_text("not reachable; last error: no route")
 
