@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections import deque
+import os
+import threading
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import yaml
 
@@ -23,6 +25,7 @@ class RunView:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
+        self._metrics, self._samples = _GrowingFile(directory / METRICS), _GrowingFile(directory / SAMPLES)
 
     def summary(self) -> dict[str, Any]:
         """Its name, when it began, and where it is."""
@@ -45,28 +48,75 @@ class RunView:
 
     def events(self, after: int) -> dict[str, Any]:
         """The events after the first `after`, a page of them at most."""
-        events = [*islice(_objects(self._directory / METRICS), after, after + MAX_EVENTS)]
+        events = self._metrics.objects(after, MAX_EVENTS)
         return {"events": events, "next": after + len(events)}
 
     def samples(self, limit: int) -> dict[str, Any]:
         """The newest samples, the newest last."""
-        return {"samples": [*deque(_objects(self._directory / SAMPLES), maxlen=limit)]}
+        return {"samples": self._samples.last(limit)}
 
 
-def _objects(path: Path) -> Any:
-    """The JSON objects of a file of lines; a line that is being written is none yet."""
-    if not path.is_file():
-        return
-    with path.open("rb") as file:
-        while line := file.readline(_MAX_LINE_BYTES):
-            if not line.endswith(b"\n"):
-                return
-            try:
-                value = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(value, dict):
-                yield _finite(value)
+class _GrowingFile:
+    """A file of lines that is read again and again while it grows. Threads may call it at the same time."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        self._starts: list[int] = []
+        self._end = 0
+
+    def objects(self, after: int, most: int) -> list[dict[str, Any]]:
+        """The JSON objects after the first `after`, at most so many."""
+        return self._read(slice(after, after + most))
+
+    def last(self, most: int) -> list[dict[str, Any]]:
+        """The last JSON objects, at most so many."""
+        return self._read(slice(-most, None))
+
+    def _read(self, which: slice) -> list[dict[str, Any]]:
+        if not self._path.is_file():
+            return []
+        with self._lock, self._path.open("rb") as file:
+            self._catch_up(file)
+            wanted = self._starts[which]
+            if not wanted:
+                return []
+            file.seek(wanted[0])
+            return [value for _, value in islice(_lines(file), len(wanted))]
+
+    def _catch_up(self, file: BinaryIO) -> None:
+        """Look at what was appended: of a long run each poll would otherwise read all of it."""
+        if os.fstat(file.fileno()).st_size < self._end:
+            # Another run's file under the same name.
+            self._starts, self._end = [], 0
+        file.seek(self._end)
+        for start, _ in _lines(file):
+            self._starts.append(start)
+        self._end = file.tell()
+
+
+def _objects(path: Path) -> Iterator[dict[str, Any]]:
+    """The JSON objects of a file of lines."""
+    if path.is_file():
+        with path.open("rb") as file:
+            yield from (value for _, value in _lines(file))
+
+
+def _lines(file: BinaryIO) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Where each JSON object begins, and the object. A line that is being written is none yet: the file stays before
+    it."""
+    while True:
+        start = file.tell()
+        line = file.readline(_MAX_LINE_BYTES)
+        if not line.endswith(b"\n"):
+            file.seek(start)
+            return
+        try:
+            value = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(value, dict):
+            yield start, _finite(value)
 
 
 def _finite(value: Any) -> Any:
