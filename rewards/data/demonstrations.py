@@ -1,6 +1,6 @@
 """Demonstrations in a file: conversations with the answer that SFT trains on.
 
-A JSONL file; each line has one of these, and whatever else it likes:
+A file of rows, as `rewards.data.rows` reads them; each has one of these, and whatever else it likes:
 
     {"messages": [{"role": "user", "content": ...}, ..., {"role": "assistant", "content": ...}]}
     {"prompt": ..., "completion": ...}
@@ -9,14 +9,13 @@ A JSONL file; each line has one of these, and whatever else it likes:
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rewards.data.conversation import text_of, turns_of
-from rewards.data.rows import shown
+from rewards.data.rows import Row, rows_of, shown
 from rewards.problem import Message
 from rewards.tasks.prompts import D1_FORMAT, demonstration, user_turn
 
@@ -37,47 +36,19 @@ class Demonstration:
 
 
 def read_demonstrations(path: Path) -> list[Demonstration]:
-    """The demonstrations of a JSONL file, in order; empty lines are skipped.
+    """The demonstrations of a file of rows, in order.
 
-    Raises ValueError, in one sentence with file and line, for a line that is no demonstration, and for a file without
-    any or that cannot be read.
+    Raises ValueError, in one sentence with file and line, for a row that is no demonstration, and as `rows_of`.
     """
-    found = []
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    found.append(_read_line(line, f"{path}, line {number}"))
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {(error.strerror or str(error)).lower()}") from error
-    if not found:
-        raise ValueError(f"{path} has no lines; each should be a JSON object with {_KINDS}")
-    return found
+    return [_read(row) for row in rows_of(path)]
 
 
-def _read_line(line: bytes, place: str) -> Demonstration:
+def _read(row: Row) -> Demonstration:
     try:
-        messages, completion = _parse(_object_of(line))
+        messages, completion = _parse(row.fields)
     except ValueError as error:
-        raise ValueError(f"{place}: {error}") from error
-    return Demonstration(messages=messages, completion=completion, place=place)
-
-
-def _object_of(line: bytes) -> dict[str, Any]:
-    try:
-        data = json.loads(line.rstrip(b"\r\n").decode())
-    except UnicodeDecodeError as error:
-        raise ValueError(f"byte {error.start + 1} is not UTF-8; save the file as UTF-8") from error
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            f"it is not JSON: {error.msg} at character {error.colno}; a line is one JSON object"
-        ) from error
-    except (RecursionError, ValueError) as error:
-        # Nested thousands deep, or a number of thousands of digits.
-        raise ValueError("it is not JSON that can be read; a line is one small JSON object") from error
-    if not isinstance(data, dict):
-        raise ValueError(f"it is {shown(data)}; a line should be a JSON object with {_KINDS}")
-    return data
+        raise ValueError(f"{row.place}: {error}") from error
+    return Demonstration(messages=messages, completion=completion, place=row.place)
 
 
 def _parse(data: Mapping[str, Any]) -> tuple[tuple[Message, ...], str]:

@@ -157,6 +157,8 @@ def _text(path: Path) -> str:
             data = gzip.decompress(data)
         return data.decode()
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: byte {error.start + 1} is not UTF-8; save the file as UTF-8") from error
+        *before, line = data[: error.start].split(b"\n")
+        place = f"{path}, line {len(before) + 1}: byte {len(line) + 1}"
+        raise ValueError(f"{place} is not UTF-8; save the file as UTF-8") from error
     except (gzip.BadGzipFile, EOFError) as error:
         raise ValueError(f"{path} is not gzip: {error}") from error

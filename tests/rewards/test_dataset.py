@@ -110,7 +110,7 @@ def test_rows_come_from_what_datasets_loads(tmp_path: Path) -> None:
         ("x.jsonl", b'{"question": "a"}\n{', r"x\.jsonl, line 2 is not JSON"),
         ("x.jsonl", b"[1]\n", r"x\.jsonl, line 1 is \[1\]; it should be an object"),
         ("x.jsonl", b"\n", r"x\.jsonl has no rows"),
-        ("x.jsonl", b"\xff", r"byte 1 is not UTF-8"),
+        ("x.jsonl", b'{}\n{"\xff', r"x.jsonl, line 2: byte 3 is not UTF-8"),
         ("x.jsonl", b"9" * 5000, r"x\.jsonl, line 1 is not JSON that can be read"),
         ("x.json", b"{}", r"x\.json is \{\}; it should be a list"),
         ("x.txt", b"", r"x\.txt is of no kind that can be read; it should be \*\.jsonl"),

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
+from pyarrow import parquet
 
 from rewards import Message
 from rewards.data.demonstrations import read_demonstrations
@@ -61,10 +63,6 @@ REFUSED = [
     ({**S1K, "thinking_trajectories": [7]}, r"thinking_trajectories\[0\] is 7; it should be a text"),
     ({"text": "5"}, "it has text; it should have messages, prompt and completion, or s1K's question"),
     ({}, "it has no keys; it should have messages"),
-    ([1], r"it is \[1\]; a line should be a JSON object with messages"),
-    ('{"prompt": ', "it is not JSON: Expecting value at character 12; a line is one JSON object"),
-    ("[" * 100_000, "it is not JSON that can be read"),
-    ('{"prompt": ' + "9" * 5000 + "}", "it is not JSON that can be read"),
     ('{"prompt": "\\ud800", "completion": "5"}', "prompt has half of a surrogate pair"),
 ]
 
@@ -82,8 +80,20 @@ def test_a_line_that_is_no_demonstration_is_refused_with_its_number(
 def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"absent.jsonl cannot be read: no such file or directory"):
         read_demonstrations(tmp_path / "absent.jsonl")
-    with pytest.raises(ValueError, match=r"data.jsonl has no lines; each should be a JSON object with messages"):
+    with pytest.raises(ValueError, match=r"data.jsonl has no rows"):
         read_demonstrations(_file(tmp_path, " ", ""))
-    (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "caf\xe9"}\n')
-    with pytest.raises(ValueError, match=r"latin.jsonl, line 1: byte 16 is not UTF-8; save the file as UTF-8"):
-        read_demonstrations(tmp_path / "latin.jsonl")
+    with pytest.raises(ValueError, match=r"data.jsonl, line 1 is \[1\]; it should be an object"):
+        read_demonstrations(_file(tmp_path, [1]))
+
+
+def test_parquet_is_read_as_json_lines_are(tmp_path: Path) -> None:
+    rows = [
+        {"messages": [USER, ANSWER]},
+        {"messages": [USER, ANSWER, {"role": "user", "content": "And 1 more?"}, {"role": "assistant", "content": "6"}]},
+    ]
+    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "data.parquet")
+    of_parquet = read_demonstrations(tmp_path / "data.parquet")
+    of_lines = read_demonstrations(_file(tmp_path, *rows))
+    assert [one.messages for one in of_parquet] == [one.messages for one in of_lines]
+    assert [one.completion for one in of_parquet] == ["5", "6"]
+    assert of_parquet[1].place == f"{tmp_path / 'data.parquet'}, row 2"
