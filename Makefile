@@ -16,7 +16,7 @@ CLIENTS := .venv-clients
 CLIENT_PINS := tests/deploy/service/clients/clients.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup tools train test test-vllm test-clients check fmt docs up constraints bubblewrap chromium
+.PHONY: help setup tools train test test-vllm test-clients fuzz check fmt docs up constraints bubblewrap chromium
 
 help: ## Say what there is.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -41,6 +41,9 @@ test-vllm: $(STAMP) $(VLLM)/.installed ## Run the tests against a vLLM server on
 
 test-clients: $(STAMP) $(CLIENTS)/.installed ## Run the tests with clients that others wrote; the first time takes 1 GB.
 	$(BIN)/pytest -m clients $(ARGS)
+
+fuzz: $(STAMP) ## Ask the service 10,000 requests that its schema allows or forbids, new ones each time.
+	D1_FUZZ_CASES=10000 D1_FUZZ_SEED=$(shell date +%s) $(BIN)/pytest -s tests/deploy/service/test_schema.py $(ARGS)
 
 check: $(STAMP) ## Check format, lint and types.
 	$(BIN)/ruff format --check .

@@ -62,7 +62,10 @@ def install_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def of_http(_: Request, error: HTTPException) -> JSONResponse:
-        return ServiceError(error.status_code, _MESSAGES.get(error.status_code, str(error.detail))).response()
+        response = ServiceError(error.status_code, _MESSAGES.get(error.status_code, str(error.detail))).response()
+        # Such as which methods a path knows.
+        response.headers.update(error.headers or {})
+        return response
 
     @app.exception_handler(Exception)
     async def of_bug(_: Request, __: Exception) -> JSONResponse:

@@ -187,7 +187,9 @@ def test_other_models_paths_and_methods_are_not_there(client):
     assert_error(client.get("/v1/models/..%2f..%2fetc"), 404)
     assert_error(client.get("/v1/nothing"), 404)
     assert_error(client.get("/docs"), 404)
-    assert_error(client.get("/v1/completions"), 405)
+    wrong = client.get("/v1/completions")
+    assert_error(wrong, 405)
+    assert wrong.headers["allow"] == "POST"
 
 
 def routes_of(app):
