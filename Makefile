@@ -1,9 +1,9 @@
 # The commands of d1, one for each thing to do. Those that need the environment bring .venv up to date first.
 
 PYTHON ?= python3
-# The name of the run that `make train` makes: a new one each time.
+# The name of the run that `make train` makes: a new one each time. Given, it is also the one that `make serve` serves.
 RUN ?= tiny-$(shell date +%Y%m%d-%H%M%S)
-# What is added to the command of `make train`, `make test` and `make up`.
+# What is added to the command of `make train`, `make serve`, `make test` and `make up`.
 ARGS ?=
 
 VENV := .venv
@@ -16,7 +16,7 @@ CLIENTS := .venv-clients
 CLIENT_PINS := tests/deploy/service/clients/clients.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup tools train test test-vllm test-clients fuzz check fmt docs up constraints bubblewrap chromium
+.PHONY: help setup tools train serve test test-vllm test-clients fuzz check fmt docs up constraints bubblewrap chromium
 
 help: ## Say what there is.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -25,6 +25,9 @@ setup: $(STAMP) bubblewrap ## Make .venv and install d1 with everything that its
 
 train: $(STAMP) ## Train a tiny policy here: RUN=name of the run, ARGS="learner.lr=1e-4 --serve".
 	$(BIN)/d1 train recipes/tiny.yaml name=$(RUN) $(ARGS)
+
+serve: $(STAMP) ## Answer HTTP requests from the newest run, or from RUN=name: ARGS="--port 8001".
+	$(BIN)/d1 serve $(if $(filter file,$(origin RUN)),,$(RUN)) $(ARGS)
 
 # Servers that tests run against and that pip has not: without them those tests skip.
 tools: ## Install redis-server, promtool and docker-compose for the tests, on Debian as root.
