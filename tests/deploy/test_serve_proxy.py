@@ -4,6 +4,7 @@ import asyncio
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -110,6 +111,12 @@ def test_probes_pass_and_what_is_deployed_is_nobodys_business():
     sent, _ = ask(says(*text(200, b'{"/": "d1-secret-run"}', b"application/json")), "/-/routes")
     assert sent[0]["status"] == 404
     assert b"secret" not in sent[1]["body"]
+
+
+def test_the_image_has_what_a_proxy_needs_in_its_environment():
+    image = (Path(__file__).parents[2] / "deploy" / "Dockerfile").read_text(encoding="utf-8")
+    for name, value in PROXY_ENV.items():
+        assert f"{name}={value}" in image.split()
 
 
 def test_a_proxy_imports_no_torch_for_it():
