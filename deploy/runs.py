@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from actors.run_log import METRICS, RECIPE, read_events
+from actors.run_log import CHECKPOINTS, METRICS, RECIPE, read_events
 from deploy.errors import UserError
 from deploy.history import RunHistory, read_history
 from deploy.printing import printable, rough_duration, sparkline
@@ -77,6 +77,19 @@ def find_run(name_or_path: str, runs_dir: Path) -> Path:
     close = get_close_matches(name_or_path, [path.name for path in _run_dirs(runs_dir)], n=1, cutoff=0.5)
     hint = f"did you mean {close[0]}?" if close else "`d1 runs ls` lists the runs"
     raise UserError(f"there is no run {name_or_path} in {runs_dir}, and no run directory of that path; {hint}")
+
+
+def newest_to_serve(runs_dir: Path) -> Path:
+    """The run with the newest event of those that have a checkpoint to answer from. Raises UserError without one."""
+    # It brings torch, for which `d1 runs` does not wait.
+    from actors.checkpoints import checkpoints_to_answer
+
+    runs = sorted(_run_dirs(runs_dir), key=lambda path: (path / METRICS).stat().st_mtime, reverse=True)
+    for directory in runs:
+        if checkpoints_to_answer(directory / CHECKPOINTS):
+            return directory
+    what = "no run in it has a checkpoint yet" if runs else "there is no run in it"
+    raise UserError(f"nothing in {runs_dir} can be served: {what}; `make train` or `d1 train RECIPE` makes one")
 
 
 def list_runs(runs_dir: Path) -> list[Run]:

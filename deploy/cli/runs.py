@@ -43,7 +43,10 @@ def show(name: RunName, runs_dir: RunsDir = _RUNS_DIR) -> None:
 
 
 def serve(
-    name: RunName,
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="RUN", help="A run, by name or path, or a checkpoint; by default the newest run."),
+    ] = None,
     *,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8000,
@@ -51,9 +54,13 @@ def serve(
 ) -> None:
     """Answer HTTP requests: from a run's newest checkpoint, or its newest policy while it trains; or from a checkpoint.
 
-    A checkpoint is given by its directory, or as a hub id.
+    A checkpoint is given by its directory, or as a hub id. Without a name, it is the run with the newest event.
     """
-    from deploy.runs import find_run
+    from deploy.runs import find_run, newest_to_serve
+
+    if name is None:
+        _serve_run(newest_to_serve(runs_dir), host, port)
+        return
     from learner.model.hub import find_checkpoint, is_hub_id
 
     is_hub_model = is_hub_id(name) and not (runs_dir / name).is_dir()
@@ -66,7 +73,10 @@ def serve(
 
         serve_checkpoint(checkpoint, host, port)
         return
-    run_dir = find_run(name, runs_dir)
+    _serve_run(find_run(name, runs_dir), host, port)
+
+
+def _serve_run(run_dir: Path, host: str, port: int) -> None:
     from deploy.service import serve_run
 
     serve_run(run_dir, host, port)

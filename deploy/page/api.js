@@ -4,7 +4,7 @@ import { eventsOf } from "./sse.js";
 
 const STORED = "d1.key";
 
-/** The key of this tab. It is in no URL and in no cookie, and the browser forgets it with the tab. */
+/** The key of this tab. It is in no cookie and in no request's URL, and the browser forgets it with the tab. */
 export const key = {
   get: () => sessionStorage.getItem(STORED) ?? "",
   set: (value) => sessionStorage.setItem(STORED, value),

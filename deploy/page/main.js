@@ -12,6 +12,16 @@ const ask = new AskView();
 const run = new RunView();
 const policy = new PolicyWatch(() => ask.loadModels().catch(() => {}));
 
+/** Take the key out of the link that `d1 serve` prints. No server is sent a fragment, and the address bar loses it. */
+function takeKeyOfLink() {
+  const given = new URLSearchParams(location.hash.slice(1)).get("key");
+  if (given !== null) {
+    history.replaceState(null, "", location.pathname);
+    key.set(given);
+  }
+  return given !== null;
+}
+
 function showView() {
   const chosen = location.hash.slice(1) in VIEWS ? location.hash.slice(1) : "ask";
   for (const [name, title] of Object.entries(VIEWS)) {
@@ -67,10 +77,15 @@ byId("key-forget").addEventListener("click", () => {
   location.reload();
 });
 window.addEventListener("hashchange", () => {
+  if (takeKeyOfLink()) {
+    location.reload();
+    return;
+  }
   showView();
   byId("content").focus();
 });
 
+takeKeyOfLink();
 showView();
 if (key.get() === "") {
   showKeyPanel(true);

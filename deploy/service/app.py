@@ -11,12 +11,14 @@ from typing import Annotated, Any
 
 from fastapi import FastAPI, Path, Query
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from deploy.page.routes import page_router
+from deploy.service import bodies
 from deploy.service.answers import Events, Writer
 from deploy.service.codec import Codec
+from deploy.service.described import describe, described
 from deploy.service.errors import ServiceError, install_handlers
 from deploy.service.gate import Gate, Rates
 from deploy.service.host import Backend
@@ -30,6 +32,7 @@ from deploy.service.schemas import ChatRequest, CompletionRequest, DetokenizeReq
 from deploy.service.steady import steadily
 
 _Number = Annotated[int, Path(ge=0, le=2**31 - 1)]
+_REFUSALS = (400, 404, 413, 503)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,6 +77,7 @@ def create_app(service: Service) -> FastAPI:
     _add_run(app, service, watch)
     _add_health(app, watch, inference)
     app.include_router(page_router())
+    describe(app)
     paths = (getattr(route, "path", "/") for route in app.routes)
     app.state.metrics = ServiceMetrics(frozenset(path for path in paths if "{" not in path))
     return app
@@ -131,6 +135,8 @@ class _Inference:
 class EventStream(StreamingResponse):
     """Server-sent events. When the client goes, what makes them is closed at once, not when it is collected."""
 
+    media_type = "text/event-stream"
+
     def __init__(
         self,
         events: AsyncGenerator[bytes, None],
@@ -139,7 +145,7 @@ class EventStream(StreamingResponse):
     ) -> None:
         """Send `events`; `on_end` is called when no more is sent, be it that nothing ever was."""
         headers = {"cache-control": "no-store", "x-accel-buffering": "no"} | (headers or {})
-        super().__init__(events, media_type="text/event-stream", headers=headers)
+        super().__init__(events, headers=headers)
         self._events, self._on_end = events, on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -153,11 +159,15 @@ class EventStream(StreamingResponse):
 
 
 def _add_inference(app: FastAPI, inference: _Inference) -> None:
-    @app.post("/v1/completions")
+    @app.post(
+        "/v1/completions", **described(bodies.TextAnswer, *_REFUSALS, events=(bodies.TextChunk, bodies.ErrorBody))
+    )
     async def completions(ask: CompletionRequest, request: Request) -> Response:
         return await inference.complete(ask, request)
 
-    @app.post("/v1/chat/completions")
+    @app.post(
+        "/v1/chat/completions", **described(bodies.ChatAnswer, *_REFUSALS, events=(bodies.ChatChunk, bodies.ErrorBody))
+    )
     async def chat(ask: ChatRequest, request: Request) -> Response:
         return await inference.complete(ask, request)
 
@@ -175,11 +185,11 @@ def _add_models(app: FastAPI, service: Service, watch: Watch) -> None:
             for name, version in named.items()
         ]
 
-    @app.get("/v1/models")
+    @app.get("/v1/models", **described(bodies.Models, 503))
     async def list_models() -> dict[str, Any]:
         return {"object": "list", "data": await models()}
 
-    @app.get("/v1/models/{name}")
+    @app.get("/v1/models/{name}", **described(bodies.Model, 404, 503))
     async def model(name: str) -> dict[str, Any]:
         wanted = planner.wanted(name)
         found = [one for one in await models() if one["id"] == name or one["policy_version"] == wanted]
@@ -187,7 +197,7 @@ def _add_models(app: FastAPI, service: Service, watch: Watch) -> None:
             raise ServiceError(404, "There is no such model here.", "model_not_found", param="model")
         return found[0] | {"id": name}
 
-    @app.post("/tokenize")
+    @app.post("/tokenize", **described(bodies.Tokens, 400, 404, 413))
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
         planner.wanted(body.model)
         if body.messages is not None:
@@ -196,7 +206,7 @@ def _add_models(app: FastAPI, service: Service, watch: Watch) -> None:
             ids = await asyncio.to_thread(codec.encode_any, body.prompt or "")
         return {"tokens": ids, "count": len(ids), "max_model_len": codec.config.max_sequence_length}
 
-    @app.post("/detokenize")
+    @app.post("/detokenize", **described(bodies.Detokenized, 400, 404, 413))
     async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
         planner.wanted(body.model)
         if any(not 0 <= token < codec.config.vocab_size for token in body.tokens):
@@ -206,16 +216,20 @@ def _add_models(app: FastAPI, service: Service, watch: Watch) -> None:
 
 
 def _add_policy(app: FastAPI, service: Service, watch: Watch) -> None:
-    @app.get("/v1/policy")
+    @app.get("/v1/policy", **described(bodies.Policy, 503))
     async def policy() -> dict[str, Any]:
         return policy_body(service.planner.name, await _states(watch))
 
-    @app.get("/v1/policy/events")
+    @app.get(
+        "/v1/policy/events",
+        response_class=EventStream,
+        **described(None, 503, events=(bodies.PolicyEvent,), is_ended=False),
+    )
     async def events(request: Request) -> Response:
         await _states(watch)
         return EventStream(watch.events(request.headers.get("last-event-id")))
 
-    @app.get("/v1/policy/{version}")
+    @app.get("/v1/policy/{version}", **described(bodies.PolicyOfVersion, 400, 404, 503))
     async def one(version: _Number) -> dict[str, Any]:
         body = version_body(version, await _states(watch))
         if body is None:
@@ -229,19 +243,19 @@ def _add_run(app: FastAPI, service: Service, watch: Watch) -> None:
             raise ServiceError(404, "A checkpoint is served here, without a run.", "no_run")
         return service.run
 
-    @app.get("/v1/run")
+    @app.get("/v1/run", **described(bodies.Run, 404))
     async def summary() -> dict[str, Any]:
         return await asyncio.to_thread(run().summary)
 
-    @app.get("/v1/run/events")
+    @app.get("/v1/run/events", **described(bodies.RunEvents, 400, 404))
     async def events(after: Annotated[int, Query(ge=0, le=2**31 - 1)] = 0) -> dict[str, Any]:
         return await asyncio.to_thread(run().events, after)
 
-    @app.get("/v1/run/samples")
+    @app.get("/v1/run/samples", **described(bodies.Samples, 400, 404))
     async def samples(limit: Annotated[int, Query(ge=1, le=MAX_SAMPLES)] = 20) -> dict[str, Any]:
         return await asyncio.to_thread(run().samples, limit)
 
-    @app.get("/v1/run/pools")
+    @app.get("/v1/run/pools", **described(bodies.Pools, 404, 503))
     async def pools() -> dict[str, Any]:
         run()
         states = await _states(watch)
@@ -266,7 +280,7 @@ def _add_run(app: FastAPI, service: Service, watch: Watch) -> None:
 
 
 def _add_health(app: FastAPI, watch: Watch, inference: _Inference) -> None:
-    @app.get("/health")
+    @app.get("/health", **described(bodies.Health, 503))
     async def health() -> dict[str, Any]:
         state = newest(await _states(watch))
         return {
@@ -276,7 +290,7 @@ def _add_health(app: FastAPI, watch: Watch, inference: _Inference) -> None:
             "follower_errors": state.follower.num_errors,
         }
 
-    @app.get("/health/ready")
+    @app.get("/health/ready", **described(bodies.Ready, 503))
     async def ready() -> dict[str, Any]:
         if inference.is_draining:
             raise ServiceError(503, "The service is shutting down.", "unavailable", retry_after_s=5)
@@ -285,11 +299,11 @@ def _add_health(app: FastAPI, watch: Watch, inference: _Inference) -> None:
             raise ServiceError(503, "No engine answers.", "unavailable", retry_after_s=5)
         return {"status": "ready", "policy_version": newest(states).policy.version, "num_engines": len(states)}
 
-    @app.get("/version")
+    @app.get("/version", **described(bodies.D1Version))
     async def version() -> dict[str, str]:
         return {"version": version_of("d1")}
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse, **described(None))
     async def metrics() -> Response:
         return Response(app.state.metrics.text(await watch.states()), media_type="text/plain; version=0.0.4")
 

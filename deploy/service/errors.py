@@ -9,9 +9,9 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
+from deploy.openai_error import error_object
 from deploy.service.messages import Refused
 
-_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _MESSAGES = {400: "The body is not JSON.", 404: "There is no such path.", 405: "This path does not know that method."}
 
 
@@ -39,8 +39,7 @@ class ServiceError(Exception):
     @property
     def body(self) -> dict[str, Any]:
         """OpenAI's error object."""
-        kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        return error_object(self.status, self.message, self.code, self.param)
 
     def response(self) -> JSONResponse:
         """The answer."""
@@ -63,7 +62,10 @@ def install_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def of_http(_: Request, error: HTTPException) -> JSONResponse:
-        return ServiceError(error.status_code, _MESSAGES.get(error.status_code, str(error.detail))).response()
+        response = ServiceError(error.status_code, _MESSAGES.get(error.status_code, str(error.detail))).response()
+        # Such as which methods a path knows.
+        response.headers.update(error.headers or {})
+        return response
 
     @app.exception_handler(Exception)
     async def of_bug(_: Request, __: Exception) -> JSONResponse:

@@ -17,6 +17,7 @@ TOKEN_VARIABLE = "D1_API_TOKEN"  # noqa: S105 - a name
 KEYS_FILE_VARIABLE = "D1_API_KEYS_FILE"
 TOKEN_FILE = "service.token"  # noqa: S105 - a name
 _LEAST_LENGTH = 16
+_MADE = re.compile(r"[A-Za-z0-9_-]{43}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -69,6 +70,14 @@ def digest_of(key: str) -> bytes:
 def are_explicit() -> bool:
     """Whether the environment gives the keys, and not a file that was made here."""
     return KEYS_FILE_VARIABLE in os.environ or TOKEN_VARIABLE in os.environ
+
+
+def own_key(directory: Path) -> str | None:
+    """The key that was made here, where it is the one that opens; None where somebody chose the keys."""
+    if are_explicit():
+        return None
+    text = (directory / TOKEN_FILE).read_text(encoding="utf-8").strip()
+    return text if _MADE.fullmatch(text) else None
 
 
 def read_keys(directory: Path) -> Keys:

@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from typing import Any
 
 from deploy.errors import UserError
 from deploy.ray_session import ray_session
-from deploy.service.keys import KEYS_FILE_VARIABLE, TOKEN_FILE, TOKEN_VARIABLE, are_explicit, read_keys
+from deploy.service.keys import KEYS_FILE_VARIABLE, TOKEN_FILE, TOKEN_VARIABLE, are_explicit, own_key, read_keys
 from deploy.service.source import Source
 
 _READY_TIMEOUT_S = 180.0
@@ -91,6 +92,11 @@ def banner(run_dir: Path, url: str) -> str:
     )
 
 
+def banner_of_key(url: str, key: str) -> str:
+    """What a terminal is shown besides, and no log. A browser sends nobody what follows the #."""
+    return f"The key is {key}\nThe page, with the key: {url}/#key={key}"
+
+
 def _serve(source: Source, host: str, port: int, num_replicas: int, *, is_ours: bool) -> None:
     import ray
     from rich.console import Console
@@ -99,8 +105,10 @@ def _serve(source: Source, host: str, port: int, num_replicas: int, *, is_ours: 
     num_gpus = 1 if is_ours and ray.available_resources().get("GPU", 0) >= num_replicas else 0
     with suppress(KeyboardInterrupt), _ended_by_sigterm():
         url = deploy_source(source, host, port, num_replicas, num_gpus=num_gpus)
-        console = Console()
+        console = Console(highlight=False)
         console.print(banner(source.path, url), markup=False, soft_wrap=True)
+        if sys.stdout.isatty() and (key := own_key(source.path)):
+            console.print(banner_of_key(url, key), markup=False, soft_wrap=True)
         if is_ours:
             console.print("Ctrl-C stops it.")
             try:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from deploy.service.errors import ServiceError
+from rollout.request import Schedule
 
 MAX_CHOICES = 32
 """Completions of one request."""
@@ -77,8 +78,8 @@ class Diffusion(_Body):
     """Of the schedule `factor`."""
     entropy_bound: float | None = None
     """Of the schedule `entropy_bound`, in nats."""
-    remasking: Annotated[str, Field(max_length=32)] | None = None
-    """The schedule: quota, threshold, factor, entropy_bound, random, left_to_right."""
+    remasking: Annotated[str, Field(max_length=32, json_schema_extra={"enum": [*Schedule]})] | None = None
+    """The schedule."""
     cfg_scale: float | None = None
     """Classifier-free guidance; 0 is none."""
     constraints: Constraints = Constraints()
@@ -246,8 +247,14 @@ class ChatRequest(Ask):
         return self.max_completion_tokens or self.max_tokens
 
 
+def _given(name: str, kind: str) -> dict[str, Any]:
+    return {"required": [name], "properties": {name: {"type": kind}}}
+
+
 class TokenizeRequest(_Body):
     """`POST /tokenize`: text as it is, or a conversation as the policy reads it."""
+
+    model_config = ConfigDict(json_schema_extra={"oneOf": [_given("prompt", "string"), _given("messages", "array")]})
 
     model: str | None = None
     prompt: str | None = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import time
 from collections.abc import Callable
@@ -145,3 +147,41 @@ def test_a_run_that_is_not_there_is_refused_with_the_nearest(make_run: Callable,
         "there is no run countdwn-small in runs", "did you mean countdown-small?"
     )
     d1("serve", "xyz").assert_refused("there is no run xyz in runs", "`d1 runs ls` lists the runs")
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """The runs that a service was started for."""
+    names: list[tuple[str, int]] = []
+    monkeypatch.setattr("deploy.service.serve_run", lambda run_dir, host, port: names.append((run_dir.name, port)))
+    return names
+
+
+def _add_checkpoint(run_dir: Path, phase: str = "rl") -> None:
+    directory = run_dir / "checkpoints" / phase
+    directory.mkdir(parents=True)
+    state = json.dumps({"phase": phase, "round": 1, "policy_version": 2, "rl_seconds": 1.0}).encode()
+    (directory / "trainer_state.json").write_bytes(state)
+    (directory / "manifest.json").write_text(json.dumps({"trainer_state.json": hashlib.sha256(state).hexdigest()}))
+
+
+def test_serve_without_a_name_takes_the_newest_run_that_has_something_to_serve(
+    make_run: Callable, events: Events, d1: Callable, served: list[tuple[str, int]]
+) -> None:
+    for age, name in enumerate(("begun", "control", "newest", "old")):
+        _age(make_run(name, events), 60.0 * (age + 1))
+    _add_checkpoint(Path("runs/control"), "control")
+    _add_checkpoint(Path("runs/newest"))
+    _add_checkpoint(Path("runs/old"))
+    assert d1("serve", "--port", "8123").status == 0
+    assert d1("serve", "old").status == 0
+    assert served == [("newest", 8123), ("old", 8000)]
+
+
+def test_serve_without_a_run_says_how_to_make_one(
+    make_run: Callable, events: Events, d1: Callable, served: list[tuple[str, int]]
+) -> None:
+    d1("serve").assert_refused("nothing in runs can be served: there is no run in it", "`make train`")
+    make_run("begun", events)
+    d1("serve").assert_refused("nothing in runs can be served: no run in it has a checkpoint yet", "`make train`")
+    assert served == []

@@ -333,6 +333,27 @@ def test_a_service_that_was_not_there_is_found_when_it_is(open_page: Open, servi
     _expect_done(page)
 
 
+def test_the_link_that_serve_prints_brings_the_key_and_loses_it_at_once(
+    open_page: Open, service: FakeService, url: str
+) -> None:
+    page = open_page(f"/#key={KEY}", has_key=False)
+    expect(page.locator("#key-panel")).to_be_hidden()
+    _ask(page)
+    _expect_done(page)
+    assert page.url == f"{url}/"
+    assert page.evaluate("history.length") == 2, "the blank page, and this one without the key"
+    assert not any(KEY in query for query in service.queries)
+    assert page.evaluate("sessionStorage.getItem('d1.key')") == KEY
+
+
+def test_a_link_with_the_key_works_in_a_tab_that_is_open(open_page: Open, url: str) -> None:
+    page = open_page(has_key=False)
+    expect(page.locator("#key")).to_be_focused()
+    page.evaluate(f"location.hash = 'key={KEY}'")
+    expect(page.locator("#key-panel")).to_be_hidden()
+    assert page.url == f"{url}/"
+
+
 def test_the_key_is_in_this_tabs_storage_alone(open_page: Open, service: FakeService) -> None:
     page = open_page(has_key=False)
     page.fill("#key", KEY)

@@ -1,16 +1,24 @@
 """A run directory with one tiny random checkpoint, and further versions of its policy."""
 
 import socket
+import threading
+import time
+from contextlib import aclosing
+from dataclasses import replace
 
 import pytest
+import uvicorn
 import yaml
 
 from actors.registry import PolicyVersion
 from deploy.sampling.defaults import Defaults
-from deploy.service.app import Service
+from deploy.service.app import Service, create_app, guarded
 from deploy.service.codec import Codec
 from deploy.service.engine import Engine
+from deploy.service.gate import Rates
 from deploy.service.host import EngineHost
+from deploy.service.keys import Keys
+from deploy.service.messages import BlocksDone, EngineLostError
 from deploy.service.plan import Planner
 from deploy.service.run_files import Checkpoints, latest_checkpoint, load_sampler, read_recipe
 from deploy.service.run_view import RunView
@@ -149,3 +157,58 @@ def free_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+@pytest.fixture
+def app(service):
+    return create_app(service)
+
+
+@pytest.fixture
+def listen(free_port):
+    """Puts an application behind its gate onto a socket: its URL."""
+    stops = []
+
+    def serve(app, token):
+        inside = guarded(app, Keys.of(token, "test"), Rates("1000000/second"))
+        config = uvicorn.Config(inside, host="127.0.0.1", port=free_port, log_level="error", lifespan="on", ws="none")
+        server = uvicorn.Server(config)
+        thread = threading.Thread(target=server.run, daemon=True)
+        thread.start()
+        stops.append((server, thread))
+        deadline = time.monotonic() + 20
+        while not server.started:
+            assert time.monotonic() < deadline, "the server did not start"
+            time.sleep(0.01)
+        return f"http://127.0.0.1:{free_port}"
+
+    yield serve
+    for server, thread in stops:
+        server.should_exit = True
+        thread.join(20)
+
+
+@pytest.fixture
+def mortal_service(service, monkeypatch):
+    """A service whose engine dies for good after the first block."""
+
+    class Mortal:
+        def __init__(self, host):
+            self.host, self.num_jobs = host, 0
+
+        async def stream(self, job):
+            self.num_jobs += 1
+            if self.num_jobs > 1:
+                raise EngineLostError("gone")
+            async with aclosing(self.host.stream(job)) as stream:
+                async for events in stream:
+                    yield events
+                    if any(isinstance(event, BlocksDone) for event in events):
+                        break
+            raise EngineLostError("SIGKILL")
+
+        async def states(self):
+            return await self.host.states()
+
+    monkeypatch.setattr("deploy.service.steady._PAUSE_S", 0)
+    return replace(service, backend=Mortal(service.backend))

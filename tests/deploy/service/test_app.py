@@ -14,7 +14,7 @@ from deploy.service.codec import MASKED
 from deploy.service.engine import Engine
 from deploy.service.gate import MAX_BODY_BYTES, Rates, is_open
 from deploy.service.keys import Keys
-from deploy.service.messages import BlocksDone, EngineLostError, FollowerStatus
+from deploy.service.messages import FollowerStatus
 from learner.counter import fold
 from rollout.request import Request
 
@@ -187,7 +187,9 @@ def test_other_models_paths_and_methods_are_not_there(client):
     assert_error(client.get("/v1/models/..%2f..%2fetc"), 404)
     assert_error(client.get("/v1/nothing"), 404)
     assert_error(client.get("/docs"), 404)
-    assert_error(client.get("/v1/completions"), 405)
+    wrong = client.get("/v1/completions")
+    assert_error(wrong, 405)
+    assert wrong.headers["allow"] == "POST"
 
 
 def routes_of(app):
@@ -587,29 +589,8 @@ def test_a_draining_service_says_so(client, app):
     assert client.get("/health").status_code == 200
 
 
-def test_a_stream_that_breaks_ends_with_an_error_and_no_clean_end(service, make_policy, monkeypatch):
-    class Mortal:
-        """An engine that dies for good after the first block."""
-
-        def __init__(self, host):
-            self.host, self.num_jobs = host, 0
-
-        async def stream(self, job):
-            self.num_jobs += 1
-            if self.num_jobs > 1:
-                raise EngineLostError("gone")
-            async with aclosing(self.host.stream(job)) as stream:
-                async for events in stream:
-                    yield events
-                    if any(isinstance(event, BlocksDone) for event in events):
-                        break
-            raise EngineLostError("SIGKILL")
-
-        async def states(self):
-            return await self.host.states()
-
-    monkeypatch.setattr("deploy.service.steady._PAUSE_S", 0)
-    app = create_app(replace(service, backend=Mortal(service.backend)))
+def test_a_stream_that_breaks_ends_with_an_error_and_no_clean_end(mortal_service):
+    app = create_app(mortal_service)
     inside = guarded(app, Keys.of(TOKEN, "test"), Rates("1000/second"))
     with TestClient(inside, headers=BEARER) as client:
         chunks, is_done = events_of(client.post("/v1/chat/completions", json=CHAT | {"stream": True}))

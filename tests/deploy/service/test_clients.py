@@ -3,36 +3,21 @@
 import asyncio
 import json
 import subprocess
-import threading
 import time
 
 import httpx
 import openai
 import pytest
-import uvicorn
 
-from deploy.service.app import create_app, guarded
-from deploy.service.gate import Rates
-from deploy.service.keys import Keys
+from deploy.service.app import create_app
 
 TOKEN = "a-token-of-this-test"
 MESSAGES = [{"role": "user", "content": "2 + 3"}]
 
 
 @pytest.fixture
-def url(service, free_port):
-    app = guarded(create_app(service), Keys.of(TOKEN, "test"), Rates("1000000/second"))
-    config = uvicorn.Config(app, host="127.0.0.1", port=free_port, log_level="error", lifespan="on", ws="none")
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    deadline = time.monotonic() + 20
-    while not server.started:
-        assert time.monotonic() < deadline, "the server did not start"
-        time.sleep(0.01)
-    yield f"http://127.0.0.1:{free_port}"
-    server.should_exit = True
-    thread.join(20)
+def url(app, listen):
+    return listen(app, TOKEN)
 
 
 @pytest.fixture
@@ -123,6 +108,45 @@ def test_openai_python_tries_again_when_it_is_told_to(client, engine, monkeypatc
     with pytest.raises(openai.RateLimitError) as busy:
         client.with_options(max_retries=0).completions.create(model="policy", prompt="x")
     assert busy.value.code == "overloaded"
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_openai_python_waits_asynchronously_as_long_as_a_draining_service_says(url, app, monkeypatch, is_streamed):
+    waited = []
+
+    async def wait(seconds):
+        waited.append(seconds)
+        app.state.inference.is_draining = len(waited) < 2
+
+    async def ask():
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=TOKEN, timeout=30) as client:
+            answer = await client.completions.create(model="policy", prompt="2 + 3", seed=1, stream=is_streamed)
+            return "".join([chunk.choices[0].text async for chunk in answer]) if is_streamed else answer.choices[0].text
+
+    text = asyncio.run(ask())
+    app.state.inference.is_draining = True
+    monkeypatch.setattr("openai._base_client.anyio.sleep", wait)
+    assert asyncio.run(ask()) == text
+    assert waited == [5.0, 5.0], "Retry-After says five seconds"
+
+
+def test_openai_python_gives_up_on_a_draining_service_with_its_own_error(client, app):
+    app.state.inference.is_draining = True
+    with pytest.raises(openai.InternalServerError) as unavailable:
+        client.with_options(max_retries=0).chat.completions.create(model="policy", messages=MESSAGES)
+    assert (unavailable.value.status_code, unavailable.value.code) == (503, "unavailable")
+    assert unavailable.value.response.headers["retry-after"] == "5"
+
+
+def test_openai_python_raises_where_a_stream_breaks(listen, mortal_service):
+    url = listen(create_app(mortal_service), TOKEN)
+    chunks = []
+    with openai.OpenAI(base_url=f"{url}/v1", api_key=TOKEN, timeout=30) as client:
+        stream = client.chat.completions.create(model="policy", messages=MESSAGES, stream=True, seed=1, temperature=1)
+        with pytest.raises(openai.APIError) as broken:
+            chunks.extend(stream)
+    assert broken.value.code == "engine_unavailable"
+    assert any(chunk.choices[0].delta.content for chunk in chunks), "what came before stays"
 
 
 def test_a_client_that_hangs_up_frees_its_slots(url, engine, monkeypatch):

@@ -7,10 +7,11 @@ import pytest
 
 from actors.weights import fetch
 from deploy.errors import UserError
-from deploy.service import banner
-from deploy.service.keys import Keys, read_keys
-from deploy.service.launch import serve_checkpoint, serve_run
+from deploy.service import banner, launch
+from deploy.service.keys import Keys, own_key, read_keys
+from deploy.service.launch import banner_of_key, serve_checkpoint, serve_run
 from deploy.service.run_files import latest_checkpoint, load_sampler
+from deploy.service.source import Source
 from rollout.config import EngineConfig
 
 
@@ -94,6 +95,32 @@ def test_a_token_is_made_once_and_is_its_owners_alone(run_dir, bare):
     assert stat.S_IMODE((run_dir / "service.token").stat().st_mode) == 0o600
     assert str(run_dir / "service.token") in banner(run_dir, "http://127.0.0.1:8000")
     assert token not in banner(run_dir, "http://127.0.0.1:8000")
+
+
+def test_the_key_itself_is_shown_where_it_was_made_here_and_only_there(run_dir, bare, monkeypatch, tmp_path):
+    read_keys(run_dir)
+    made = (run_dir / "service.token").read_text().strip()
+    assert own_key(run_dir) == made
+    lines = banner_of_key("http://127.0.0.1:8000", made).splitlines()
+    assert lines == [f"The key is {made}", f"The page, with the key: http://127.0.0.1:8000/#key={made}"]
+    monkeypatch.setenv("D1_API_TOKEN", "0123456789abcdef")
+    assert own_key(run_dir) is None
+    monkeypatch.delenv("D1_API_TOKEN")
+    monkeypatch.setenv("D1_API_KEYS_FILE", str(tmp_path / "keys"))
+    assert own_key(run_dir) is None
+    monkeypatch.delenv("D1_API_KEYS_FILE")
+    (run_dir / "service.token").write_text("ann: a-key-that-ann-has-chosen\n")
+    assert own_key(run_dir) is None
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_a_terminal_is_shown_the_key_and_a_log_is_not(run_dir, bare, monkeypatch, capsys, is_terminal):
+    key = (read_keys(run_dir), (run_dir / "service.token").read_text().strip())[1]
+    monkeypatch.setattr("deploy.service.launch.deploy_source", lambda *_, **__: "http://127.0.0.1:8000")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: is_terminal)
+    monkeypatch.setattr("ray.available_resources", dict)
+    launch._serve(Source(directory=str(run_dir), is_run=True, registry_url=None), "127.0.0.1", 8000, 1, is_ours=False)
+    assert (key in capsys.readouterr().out) == is_terminal
 
 
 def test_a_token_from_the_environment_is_not_written_down(run_dir, bare, monkeypatch):

@@ -19,6 +19,7 @@ from actors.registry import Registry
 from actors.registry_server import registry_url
 from actors.weights import NAMESPACE, WeightStore, make_manifest, store_name
 from deploy.errors import UserError
+from deploy.serve_proxy import PROXY_ENV
 from deploy.service import deploy_service
 from deploy.service.schemas import CompletionRequest
 
@@ -78,6 +79,8 @@ def cluster(monkeypatch):
     monkeypatch.setenv("D1_API_TOKEN", TOKEN)
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    for name, value in PROXY_ENV.items():
+        monkeypatch.setenv(name, value)
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=10**8)
     yield ray.get_runtime_context().gcs_address
     ray.shutdown()
@@ -217,13 +220,13 @@ def try_to_announce(registry, policy):
     return True
 
 
-def engine_pids():
-    """The processes of the engine replicas."""
+def pids_of(deployment):
+    """The processes of a deployment's replicas."""
     found = set()
     for pid in descendants(os.getpid()):
         with suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as cmdline:
-            # Ray names its workers after what they do.
-            if b"EngineReplica" in cmdline.read():
+            words = cmdline.read()  # Ray names its workers after what they do.
+            if all(word.encode() in words for word in ("ServeReplica", deployment)):
                 found.add(pid)
     return found
 
@@ -255,6 +258,12 @@ class Streamer(Asker):
 @pytest.mark.timeout(400)
 @pytest.mark.filterwarnings("ignore:Using extra keyword arguments on `Field`:DeprecationWarning")  # Ray Serve's schema
 def test_the_death_of_an_engine_is_invisible(cluster, run_dir, service, make_sampler, free_port):
+    from ray import serve  # The filter above is for this.
+
+    # Serve's proxy answers before there is a service.
+    serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": free_port})
+    assert is_ours(*call(f"http://127.0.0.1:{free_port}/v1/models"), {"unavailable"})
+
     url = deploy_service(run_dir, registry_url(), "127.0.0.1", free_port, 2)
     expected = text_of(service, make_sampler(1), LONG)
     wait_until(lambda: len(call(f"{url}/v1/run/pools")[1]["replicas"]) == 2, "both engines", 120)
@@ -262,12 +271,12 @@ def test_the_death_of_an_engine_is_invisible(cluster, run_dir, service, make_sam
     asker, streamer = Asker(url, 2, LONG), Streamer(url, 2)
     killed = set()
     for num_killed in range(1, NUM_KILLS + 1):
-        wait_until(lambda: len(engine_pids() - killed) >= 2, "two engines", 120)
+        wait_until(lambda: len(pids_of("EngineReplica") - killed) >= 2, "two engines", 120)
         num_before = len(asker.answers), len(streamer.answers)
         wait_until(
             lambda before=num_before: len(asker.answers) > before[0] and len(streamer.answers) > before[1], "answers"
         )
-        victim = min(engine_pids() - killed)
+        victim = min(pids_of("EngineReplica") - killed)
         killed.add(victim)
         os.kill(victim, signal.SIGKILL)
         assert len(killed) == num_killed
@@ -292,6 +301,27 @@ def test_the_death_of_an_engine_is_invisible(cluster, run_dir, service, make_sam
     began = time.monotonic()
     wait_until(lambda: running(url) == 0, "its slots to be free", 10)
     assert time.monotonic() - began < 5
+
+    # The death of the ingress is not: its clients are told to try again, and never in Serve's words.
+    assert call(f"{url}/v1/nothing")[0] == 404
+    asker = Asker(url, 2)
+    wait_until(lambda: len(asker.answers) > 2, "answers")
+    (victim,) = pids_of("Ingress")
+    os.kill(victim, signal.SIGKILL)
+    wait_until(lambda: pids_of("Ingress") - {victim} and call(f"{url}/health/ready")[0] == 200, "an ingress", 120)
+    num_before = len(asker.answers)
+    wait_until(lambda: len(asker.answers) > num_before + 4, "answers of the new one")
+    asker.stop()
+    others = [answer for answer in asker.answers if answer[0] != 200]
+    assert others, "the ingress died unnoticed"
+    assert [answer for answer in others if not is_ours(*answer, {"unavailable"})] == []
+
+
+def is_ours(status, body, codes):
+    """Whether it is one of our error objects, or a connection that broke."""
+    if status in ("RemoteDisconnected", "ConnectionResetError"):
+        return True
+    return set(body) == {"error"} and status in (429, 503) and body["error"]["code"] in codes
 
 
 def running(url):
@@ -339,7 +369,7 @@ def test_a_checkpoint_is_served_by_itself_and_ends_gently(run_dir, free_port, tm
 
 def is_up(url):
     try:
+        # What Serve's proxy says before that would be no JSON if it were its own.
         return call(f"{url}/health/ready")[0] == 200
-    # Until the application is there, Serve's proxy answers with a text of its own.
-    except (OSError, ValueError):
+    except OSError:
         return False

@@ -1,0 +1,338 @@
+"""The bodies of answers as the OpenAPI schema describes them. Nothing is checked against them while it is answered."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+
+class Error(_Body):
+    """What went wrong, in a sentence."""
+
+    message: str
+    type: str
+    param: str | None
+    """The field of the request."""
+    code: str | None
+    """For programs."""
+
+
+class ErrorBody(_Body):
+    """OpenAI's error object."""
+
+    error: Error
+
+
+class DiffusionUsage(_Body):
+    """What denoising took."""
+
+    num_forwards: int
+    num_blocks: int
+    tokens_per_forward: float
+
+
+class Usage(_Body):
+    """Tokens, and the forwards that they took."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    diffusion: DiffusionUsage
+
+
+class StepMap(_Body):
+    """Of each token of the text: the denoise step that committed it, and how sure the policy was."""
+
+    step_map: list[int]
+    token_ids: list[int]
+    confidence: list[float]
+    tokens: list[str]
+
+
+class _Choice(_Body):
+    index: int
+    logprobs: None
+    finish_reason: Literal["stop", "length"]
+    diffusion: StepMap | None = None
+    """With `diffusion.return_step_map`."""
+
+
+class TextChoice(_Choice):
+    """A completion."""
+
+    text: str
+
+
+class Reply(_Body):
+    """What the policy says."""
+
+    role: Literal["assistant"]
+    content: str
+
+
+class ChatChoice(_Choice):
+    """A reply."""
+
+    message: Reply
+
+
+class _Answer(_Body):
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+    policy_version: int
+    """The version that made all of it."""
+    usage: Usage
+
+
+class TextAnswer(_Answer):
+    """The answer of `POST /v1/completions`."""
+
+    object: Literal["text_completion"]
+    choices: list[TextChoice]
+
+
+class ChatAnswer(_Answer):
+    """The answer of `POST /v1/chat/completions`."""
+
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+
+
+class Slot(_Body):
+    """A slot of a canvas."""
+
+    text: str
+    masked: bool
+    step: int
+    """The denoise step that committed it; -1 where none has."""
+    confidence: float | None
+
+
+class Canvas(_Body):
+    """The whole canvas after a denoise step; the last of a stream can have the step map too."""
+
+    step: int
+    num_steps: int | None
+    """None where it is not known beforehand."""
+    slots: list[Slot]
+    step_map: list[int] | None = None
+    token_ids: list[int] | None = None
+    confidence: list[float] | None = None
+    tokens: list[str] | None = None
+
+
+class _Part(_Body):
+    index: int
+    logprobs: None
+    finish_reason: Literal["stop", "length"] | None
+    diffusion: StepMap | Canvas | None = None
+
+
+class TextPart(_Part):
+    """More of a completion, or the whole of it on a canvas."""
+
+    text: str
+
+
+class Delta(_Body):
+    """More of a reply."""
+
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+
+
+class ChatPart(_Part):
+    """More of a reply, or the whole of it on a canvas."""
+
+    delta: Delta
+
+
+class _Chunk(_Body):
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+    policy_version: int
+    usage: Usage | None = None
+    """In the last chunk, with `stream_options.include_usage`."""
+
+
+class TextChunk(_Chunk):
+    """An event of a stream of `POST /v1/completions`."""
+
+    object: Literal["text_completion"]
+    choices: list[TextPart]
+
+
+class ChatChunk(_Chunk):
+    """An event of a stream of `POST /v1/chat/completions`."""
+
+    object: Literal["chat.completion.chunk"]
+    choices: list[ChatPart]
+
+
+class PolicyEvent(BaseModel):
+    """What happened to a version, or to all of them; the event's name says what."""
+
+    time_s: float
+    """When, in seconds since 1970."""
+
+
+class Model(_Body):
+    """A name of a policy version."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    policy_version: int | None
+
+
+class Models(_Body):
+    """All of them."""
+
+    object: Literal["list"]
+    data: list[Model]
+
+
+class Tokens(_Body):
+    """Token ids of a text."""
+
+    tokens: list[int]
+    count: int
+    max_model_len: int
+
+
+class Detokenized(_Body):
+    """The text of token ids."""
+
+    prompt: str
+
+
+class Score(_Body):
+    """Held-out accuracy at temperature 0."""
+
+    policy_version: int
+    num_correct: int
+    num_problems: int
+    accuracy: float
+    interval_95: list[float] = Field(min_length=2, max_length=2)
+
+
+class Lag(_Body):
+    """How far the service is behind what was announced."""
+
+    published: int
+    behind: int
+
+
+class RefusedVersion(_Body):
+    """A version that stays out."""
+
+    version: int
+    why: str
+
+
+class _Version(_Body):
+    policy_version: int
+    round: int
+    phase: str
+    checksum: str | None
+    score: Score | None
+
+
+class Policy(_Version):
+    """What serves."""
+
+    run: str
+    lag: Lag
+    aliases: dict[str, int]
+    live: list[int]
+    num_swaps: int
+    refused: list[RefusedVersion]
+    last_error: str | None
+
+
+class PolicyOfVersion(_Version):
+    """A version that an engine knows."""
+
+    is_live: bool
+    is_serving: bool
+
+
+class Run(_Body):
+    """The run whose policy it is."""
+
+    name: str
+    began_at: Any
+    phase: str | None
+    num_rounds: int | None
+    recipe: dict[str, Any]
+
+
+class RunEvents(_Body):
+    """Lines of its metrics.jsonl."""
+
+    events: list[dict[str, Any]]
+    next: int
+
+
+class Samples(_Body):
+    """Lines of its samples.jsonl."""
+
+    samples: list[dict[str, Any]]
+
+
+class Replica(_Body):
+    """An engine."""
+
+    id: str
+    policy_version: int
+    healthy: bool
+    running: int
+    waiting: int
+
+
+class Follower(_Body):
+    """Who reads the registry."""
+
+    registry_reachable: bool
+    num_errors: int
+    last_error: str | None
+
+
+class Pools(_Body):
+    """The engines."""
+
+    replicas: list[Replica]
+    follower: Follower
+
+
+class Health(_Body):
+    """That the service is alive."""
+
+    status: Literal["ok", "degraded"]
+    policy_version: int
+    registry_reachable: bool
+    follower_errors: int
+
+
+class Ready(_Body):
+    """That it answers."""
+
+    status: Literal["ready"]
+    policy_version: int
+    num_engines: int
+
+
+class D1Version(_Body):
+    """Of d1 itself."""
+
+    version: str

@@ -1,0 +1,144 @@
+"""litellm, langchain-openai and lm-evaluation-harness, from an environment of theirs, against the application."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import httpx
+import pytest
+
+ROOT = Path(__file__).parents[3]
+VENV = ROOT / ".venv-clients"
+PYTHON = VENV / "bin" / "python"
+SCRIPTS = Path(__file__).parent / "clients"
+TOKEN = "a-token-of-this-test"
+
+pytestmark = [
+    pytest.mark.clients,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(not (VENV / ".installed").is_file(), reason="needs the clients that make test-clients installs"),
+]
+
+
+@pytest.fixture
+def url(app, listen):
+    return listen(app, TOKEN)
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Runs a command of the clients' environment, which finds no network but this machine."""
+    environment = {
+        "PATH": f"{PYTHON.parent}:{os.environ['PATH']}",
+        "HOME": str(tmp_path),
+        "OPENAI_API_KEY": TOKEN,
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+        "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_OFFLINE": "1",
+        "DO_NOT_TRACK": "1",
+        # Whatever asks anyone else fails, and at once.
+        "HTTPS_PROXY": "http://127.0.0.1:9",
+        "NO_PROXY": "127.0.0.1",
+    }
+
+    def run(script, *words):
+        command = [str(PYTHON), str(SCRIPTS / script), *map(str, words)]
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=240, cwd=tmp_path, check=False
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        return json.loads(done.stdout.splitlines()[-1]), done.stderr
+
+    return run
+
+
+@pytest.fixture
+def ask(url):
+    """What the service itself says, without anybody's client."""
+
+    def ask(path, **body):
+        response = httpx.post(f"{url}{path}", json=body, headers={"Authorization": f"Bearer {TOKEN}"}, timeout=60)
+        response.raise_for_status()
+        return response.json()
+
+    return ask
+
+
+@pytest.fixture
+def text(ask):
+    """The reply to the question that the scripts ask."""
+    body = {"messages": [{"role": "user", "content": "2 + 3"}], "seed": 1, "temperature": 1}
+    return ask("/v1/chat/completions", **body)["choices"][0]["message"]["content"]
+
+
+def test_litellm_asks_streams_and_raises_its_own_errors(url, run, ask, text):
+    said, _ = run("with_litellm.py", url)
+    assert said["chat"]["texts"][0] == text[: len(said["chat"]["texts"][0])]
+    assert said["chat"]["texts"][0] != said["chat"]["texts"][1]
+    assert said["chat"]["finish_reasons"] == ["length", "length"]
+    assert (said["chat"]["usage"], said["chat"]["version"]) == (0, "1")
+    assert said["streamed"]["text"] == said["streamed"]["whole"] == text
+    assert said["streamed"]["tokens"] == [16, 16]
+    assert said["all_at_once"]["texts"] == said["all_at_once"]["texts"][:2] * 3
+    assert said["all_at_once"]["texts"][0] == said["all_at_once"]["streamed"] != text
+    assert said["completions"] == {
+        "text": ask("/v1/completions", prompt="2 + 3", seed=1, max_tokens=5)["choices"][0]["text"],
+        "tokens": 5,
+    }
+    assert said["diffusion"]["num_forwards"] == 2
+    assert (said["no_model"]["error"], said["no_model"]["status"]) == ("NotFoundError", 404)
+    assert (said["logprobs"]["error"], said["logprobs"]["status"]) == ("BadRequestError", 400)
+    assert "no autoregressive log-probabilities" in said["logprobs"]["message"]
+    assert (said["no_key"]["error"], said["no_key"]["status"]) == ("AuthenticationError", 401)
+
+
+def test_litellm_tries_again_when_it_is_told_to(url, run, engine, monkeypatch, text):
+    engine._max_pending = 0
+    submit, tries = engine.submit, []
+
+    def count(*arguments):
+        tries.append(1)
+        if len(tries) == 2:
+            engine._max_pending = 100
+        return submit(*arguments)
+
+    monkeypatch.setattr(engine, "submit", count)
+    said, _ = run("with_litellm.py", url, "tries_again")
+    assert (said["text"], len(tries)) == (text, 2)
+
+
+def test_langchain_asks_streams_and_raises_its_own_errors(url, run, ask, text):
+    said, _ = run("with_langchain.py", url)
+    usage = said["chat"]["usage"]
+    assert (usage["output_tokens"], usage["total_tokens"]) == (12, usage["input_tokens"] + 12)
+    assert said["chat"]["metadata"]["finish_reason"] == "length"
+    assert said["streamed"]["text"] == said["streamed"]["whole"] == text
+    assert [reason for reason in said["streamed"]["finish_reason"] if reason] == ["length"]
+    assert said["asynchronously"] == {"texts": [text] * 3, "streamed": text}
+    answer = ask("/v1/completions", prompt=["2 + 3"], seed=1, temperature=1, max_tokens=5)["choices"][0]["text"]
+    assert said["completions"]["whole"] == said["completions"]["streamed"] == said["completions"]["texts"][0] == answer
+    assert said["completions"]["texts"][1] != answer
+    assert said["diffusion"]["token_usage"]["diffusion"]["num_forwards"] == 2
+    assert said["tools"]["status"] == 400
+    assert "`tools` is not supported" in said["tools"]["message"]
+    assert said["no_key"]["status"] == 401
+
+
+def test_lm_eval_generates_and_its_loglikelihood_is_refused_in_a_sentence(url, run, ask, tmp_path, tokenizer_dir):
+    questions = [f"What is {n} + 1?" for n in range(6)]
+    tokens = [ask("/tokenize", prompt=question)["tokens"] for question in questions]
+    greedy = {"max_tokens": 12, "temperature": 0, "stop": ["\n\n"]}
+    by_text = [choice["text"] for choice in ask("/v1/completions", prompt=questions, **greedy)["choices"]]
+    by_ids = [choice["text"] for choice in ask("/v1/completions", prompt=tokens, **greedy)["choices"]]
+    assert by_text != by_ids
+    docs = tmp_path / "docs.jsonl"
+    # Half of the targets are right.
+    pairs = zip(questions, [*by_text[:3], "x", "y", "z"], strict=True)
+    docs.write_text("".join(json.dumps({"question": ask, "target": target}) + "\n" for ask, target in pairs))
+
+    said, log = run("with_lm_eval.py", url, docs, tokenizer_dir)
+    assert said["text"] == said["chat"] == {"exact_match": 0.5, "answers": by_text}
+    assert said["ids"]["answers"] == by_ids
+    assert said["loglikelihood"] == {"error": "ClientResponseError", "status": 400}
+    assert "log-probabilities of the prompt, which a diffusion policy does not have" in log

@@ -1,0 +1,118 @@
+"""The OpenAPI schema is true: whatever it allows, and what it does not, is answered as it says. schemathesis asks.
+
+A few hundred cases, always the same; `make fuzz` asks 10,000 others.
+"""
+
+import math
+import os
+import sys
+from collections import Counter
+
+import hypothesis
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, strategies
+from schemathesis import GenerationMode
+from schemathesis import checks as general
+from schemathesis.specs.openapi import checks as openapi
+
+TOKEN = "a-token-of-this-test"
+BEARER = {"Authorization": f"Bearer {TOKEN}"}
+NUM_CASES = int(os.environ.get("D1_FUZZ_CASES", "300"))
+SEED = int(os.environ.get("D1_FUZZ_SEED", "0"))
+# It never ends; test_app.py reads it.
+ENDLESS = "/v1/policy/events"
+OPEN = {"/health", "/health/ready"}
+# Of a hundred cases; what takes nothing from its client is asked once besides.
+SHARES = {
+    "/v1/completions": 36,
+    "/v1/chat/completions": 36,
+    "/tokenize": 8,
+    "/detokenize": 8,
+    "/v1/models/{name}": 3,
+    "/v1/policy/{version}": 3,
+    "/v1/run/events": 3,
+    "/v1/run/samples": 3,
+}
+CHECKS = [
+    general.not_a_server_error,
+    openapi.status_code_conformance,
+    openapi.content_type_conformance,
+    openapi.response_headers_conformance,
+    openapi.response_schema_conformance,
+]
+
+
+@pytest.fixture
+def operations(app, listen):
+    """The operations of the schema by their paths."""
+    schema = schemathesis.openapi.from_url(listen(app, TOKEN) + "/openapi.json", headers=BEARER)
+    return {operation.path: operation for operation in (found.ok() for found in schema.get_all_operations())}
+
+
+def settings(num_cases):
+    return hypothesis.settings(
+        max_examples=num_cases, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+    )
+
+
+def each_case(operation, mode, num_cases, seed, ask):
+    """Ask so many cases of an operation."""
+
+    # Most names of models are of none: half of the cases are of one that is here.
+    @hypothesis.seed(seed)
+    @settings(num_cases)
+    @hypothesis.given(case=operation.as_strategy(generation_mode=mode), is_known=strategies.booleans())
+    def run(case, is_known):
+        if is_known and isinstance(case.body, dict) and "model" in case.body:
+            case.body["model"] = "policy"
+        if is_known and "name" in case.path_parameters:
+            case.path_parameters["name"] = "policy"
+        ask(case)
+
+    run()
+
+
+@pytest.mark.timeout(120 + NUM_CASES // 2)
+@pytest.mark.parametrize("seed", [SEED])
+def test_every_answer_is_as_the_schema_says(operations, seed):
+    statuses = Counter()
+
+    def ask(case):
+        # Cases that forbid something may bring a header of their own, and two keys are none.
+        case.headers = dict(BEARER)
+        response = case.call(timeout=60)
+        statuses[case.operation.path, response.status_code] += 1
+        case.validate_response(response, checks=CHECKS)
+
+    assert set(SHARES) <= set(operations)
+    for path, operation in operations.items():
+        if path == ENDLESS:
+            continue
+        if path not in SHARES:
+            each_case(operation, GenerationMode.POSITIVE, 1, seed, ask)
+            continue
+        num_cases = math.ceil(NUM_CASES * SHARES[path] / 100)
+        each_case(operation, GenerationMode.POSITIVE, math.ceil(num_cases / 2), seed, ask)
+        each_case(operation, GenerationMode.NEGATIVE, math.ceil(num_cases / 2), seed, ask)
+    sys.stdout.write(f"\nseed {seed}: {statuses.total()} cases\n")
+    sys.stdout.writelines(f"  {status} {path}: {count}\n" for (path, status), count in sorted(statuses.items()))
+    assert statuses.total() >= NUM_CASES
+    # It is no test if everything is refused.
+    for path, share in SHARES.items():
+        assert path == "/v1/policy/{version}" or statuses[path, 200] >= NUM_CASES * share / 1000, statuses
+    assert sum(count for (_, status), count in statuses.items() if status == 400) >= NUM_CASES / 10
+
+
+@pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer a-key-that-nobody-has"}])
+def test_without_a_key_nothing_is_open_that_the_schema_does_not_call_open(operations, headers):
+    for path, operation in operations.items():
+        is_open = path in OPEN
+        assert ("security" in operation.definition.raw) != is_open, path
+
+        def ask(case, is_open=is_open):
+            response = case.call(headers=headers, timeout=60)
+            assert response.status_code == (200 if is_open else 401)
+            case.validate_response(response, checks=CHECKS)
+
+        each_case(operation, GenerationMode.POSITIVE, 3, SEED, ask)
