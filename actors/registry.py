@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
@@ -145,6 +145,18 @@ class AdminState:
     """Whether the service keeps what it has."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Standing:
+    """What a service is to serve, all of it at one moment."""
+
+    aliases: Mapping[str, int]
+    """Which version each alias points to."""
+    admin: AdminState
+    """What an operator wants."""
+    refused: frozenset[int]
+    """The versions that a service has refused."""
+
+
 class MalformedEntryError(ValueError):
     """The next entry of a stream cannot be read; a reader goes on after `entry_id`."""
 
@@ -165,7 +177,7 @@ class Registry:
         # Without the password: this is what error messages show.
         self._address = f"{parts.hostname}:{parts.port}"
         self._keys = [f"d1:{run}:{name}" for name in scripts.KEYS]
-        self._facts, self._stream, self._aliases, self._paused, self._events = self._keys
+        self._facts, self._stream, self._aliases, self._paused, self._events, self._refused = self._keys
         # RESP 2: replies have one shape for every server.
         self._redis = redis.Redis.from_url(
             url,
@@ -237,9 +249,7 @@ class Registry:
 
     def aliases(self) -> dict[str, int]:
         """Which version each alias points to."""
-        with self._explained():
-            pairs: Any = self._redis.hgetall(self._aliases)
-        return {name.decode(): int(version) for name, version in pairs.items()}
+        return dict(self.standing().aliases)
 
     def move(self, alias: str, to: int, *, expected: int | None, why: str = "") -> bool:
         """Point `alias` to version `to` if it points to `expected` (None: to nothing) now; False if it does not.
@@ -261,11 +271,18 @@ class Registry:
 
     def admin(self) -> AdminState:
         """What is pinned, and whether the service is paused."""
+        return self.standing().admin
+
+    def standing(self) -> Standing:
+        """The aliases, what an operator wants, and what was refused."""
         with self._explained(), self._redis.pipeline(transaction=True) as pipe:
-            pipe.hget(self._aliases, PINNED)
+            pipe.hgetall(self._aliases)
             pipe.exists(self._paused)
-            pinned, paused = pipe.execute()
-        return AdminState(pinned=None if pinned is None else int(pinned), is_paused=bool(paused))
+            pipe.smembers(self._refused)
+            pairs, paused, refused = pipe.execute()
+        aliases = {name.decode(): int(version) for name, version in pairs.items()}
+        admin = AdminState(pinned=aliases.get(PINNED), is_paused=bool(paused))
+        return Standing(aliases=aliases, admin=admin, refused=frozenset(map(int, refused)))
 
     def pin(self, version: int | None, why: str = "") -> None:
         """Hold the service on a version, or with None on none. Raises LookupError for one that is not known."""
@@ -278,9 +295,9 @@ class Registry:
 
     # Events.
 
-    def record(self, kind: EventKind, version: int | None, why: str = "") -> None:
-        """Tell an event of a version: what no other method tells, such as `refused`."""
-        self._run(scripts.RECORD, kind, "" if version is None else version, why[:_MAX_WHY])
+    def refuse(self, version: int, why: str) -> bool:
+        """Tell that the service does not serve a version. False where it was told before, of the same weights."""
+        return bool(self._run(scripts.REFUSE, version, why[:_MAX_WHY]))
 
     def events(self, last_id: str, block_ms: int) -> list[RegistryEvent]:
         """The events after entry `last_id`, oldest first; it waits and raises as `follow` does."""
@@ -294,16 +311,18 @@ class Registry:
 
     # All of it.
 
-    def restore(self, versions: Sequence[PolicyVersion], admin: AdminState) -> int:
-        """Fill in what is absent, and announce the newest that has a checkpoint if none was announced.
+    def restore(self, versions: Sequence[PolicyVersion], admin: AdminState, newest: int | None = None) -> int:
+        """Fill in what is absent, and announce a version if none was announced.
 
-        What is there stays as it is. Returns how many versions were absent; 0 when there was nothing to do.
+        What is there stays as it is. That version is `newest`, one of `versions`, or else the newest that has a
+        checkpoint. Returns how many versions were absent; 0 when there was nothing to do.
         """
-        newest = max((policy.version for policy in versions if policy.checkpoint is not None), default="")
+        with_checkpoint = (policy.version for policy in versions if policy.checkpoint is not None)
+        last = newest if newest is not None else max(with_checkpoint, default="")
         base = max((policy.version for policy in versions if policy.phase in _BASE_PHASES), default="")
         facts = [fact for policy in versions for fact in (policy.version, policy.to_json())]
         pinned = "" if admin.pinned is None else admin.pinned
-        return self._run(scripts.RESTORE, newest, base, pinned, int(admin.is_paused), *facts)
+        return self._run(scripts.RESTORE, last, base, pinned, int(admin.is_paused), *facts)
 
     def close(self) -> None:
         """Close the connections."""

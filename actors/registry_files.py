@@ -14,15 +14,29 @@ from actors.run_log import CHECKPOINTS, Event, read_events
 from actors.spec import Phase
 
 ADMIN = "admin.json"
+_NOTHING_WANTED = AdminState(pinned=None, is_paused=False)
 
 
-def rebuild(registry: Registry, run_dir: Path) -> int:
+def rebuild(registry: Registry, run_dir: Path, heard: PolicyVersion | None = None) -> int:
     """Fill in what the registry does not know of a run; what it knows stays, and a second call does nothing.
 
-    Checkpoints are not verified here: whoever loads one does that. Returns how many versions were absent. Raises
-    ConnectionError as the registry does, ValueError when RUN/admin.json is damaged.
+    Checkpoints are not verified here: whoever loads one does that. `heard` is what the caller knows to have been
+    announced last: a registry that has lost its data would else go back to the newest checkpoint. Returns how many
+    versions were absent. Raises ConnectionError as the registry does, and ValueError, when all else is filled in, where
+    RUN/admin.json is damaged.
     """
-    return registry.restore(history_of(run_dir), read_admin(run_dir))
+    versions, newest = history_of(run_dir), None
+    if heard is not None:
+        known = {policy.version: policy for policy in versions}
+        on_disk = known[heard.version].checkpoint if heard.version in known else None
+        known[heard.version] = replace(heard, checkpoint=heard.checkpoint or on_disk)
+        versions, newest = list(known.values()), heard.version
+    try:
+        admin = read_admin(run_dir)
+    except ValueError:
+        registry.restore(versions, _NOTHING_WANTED, newest)
+        raise
+    return registry.restore(versions, admin, newest)
 
 
 def history_of(run_dir: Path) -> list[PolicyVersion]:
@@ -46,7 +60,7 @@ def read_admin(run_dir: Path) -> AdminState:
     """What an operator last wanted of the run's service. Raises ValueError when the file is damaged."""
     path = run_dir / ADMIN
     if not path.is_file():
-        return AdminState(pinned=None, is_paused=False)
+        return _NOTHING_WANTED
     try:
         state = AdminState(**json.loads(path.read_text(encoding="utf-8")))
     except (TypeError, ValueError) as error:

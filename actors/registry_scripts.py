@@ -5,14 +5,15 @@ A script names its keys and values at its head. Every one gets all keys of a run
 
 from __future__ import annotations
 
-KEYS = ("facts", "versions", "aliases", "paused", "events")
-"""Version to its facts (hash), announcements (stream), alias to version (hash), whether paused, events (stream)."""
+KEYS = ("facts", "versions", "aliases", "paused", "events", "refused")
+"""Version to its facts (hash), announcements (stream), alias to version (hash), whether paused, events (stream), the
+versions that were refused (set)."""
 FIELD = b"json"
 """The one field of an entry of a stream."""
 _MAX_ANNOUNCEMENTS, _MAX_EVENTS = 1000, 10_000
 
 _PRELUDE = f"""
-local facts, announced, aliases, paused, events = unpack(KEYS)
+local facts, announced, aliases, paused, events, refused = unpack(KEYS)
 
 local function announce(text)
   redis.call('XADD', announced, 'MAXLEN', '~', {_MAX_ANNOUNCEMENTS}, '*', '{FIELD.decode()}', text)
@@ -46,7 +47,11 @@ if known then
   local before = cjson.decode(known).manifest_digest
   same = before == cjson.null or digest == '' or before == digest
 end
-if not same then tell('published', version, '') end
+if not same then
+  -- Other weights than those that were refused under this number.
+  redis.call('SREM', refused, version)
+  tell('published', version, '')
+end
 return knew_any
 """
 )
@@ -117,10 +122,12 @@ return 1
 """
 )
 
-RECORD = (
+REFUSE = (
     _PRELUDE
     + """
-tell(unpack(ARGV))
+local version, why = unpack(ARGV)
+if redis.call('SADD', refused, version) == 0 then return 0 end
+tell('refused', version, why)
 return 1
 """
 )
@@ -144,4 +151,4 @@ return num_added
 """
 )
 
-ALL = (ANNOUNCE, UPDATE, MOVE, PIN, PAUSE, RECORD, RESTORE)
+ALL = (ANNOUNCE, UPDATE, MOVE, PIN, PAUSE, REFUSE, RESTORE)

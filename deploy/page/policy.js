@@ -8,7 +8,20 @@ import { untilHidden, whenVisible } from "./wait.js";
 const FIRST_WAIT_MS = 1000;
 const SLOWEST_WAIT_MS = 30_000;
 const MAX_EVENTS = 12;
-const WORDS = { published: "was published", serving: "answers", retired: "was retired", refused: "was refused" };
+const REFRESH_AFTER_MS = 100;
+const WORDS = {
+  published: "was published",
+  serving: "answers",
+  retired: "was retired",
+  refused: "was refused",
+  pinned: "was pinned",
+  unpinned: "is no longer pinned",
+  moved: "got another name",
+  paused: "Swaps are paused",
+  resumed: "Swaps go on",
+  rebuilt: "The registry was rebuilt",
+};
+const OF_NO_VERSION = ["paused", "resumed", "rebuilt"];
 
 /** Follows the service's policy events. */
 export class PolicyWatch {
@@ -16,6 +29,7 @@ export class PolicyWatch {
   #turn = 0;
   #lastId = "";
   #current = null;
+  #soon = null;
 
   /** `onChange` is called when the versions on offer may have changed. */
   constructor(onChange) {
@@ -69,13 +83,15 @@ export class PolicyWatch {
     const behind = policy.lag?.behind ?? 0;
     const lag = behind > 0 ? `${counted(behind, "version")} behind` : "up to date";
     byId("serving").classList.remove("bad");
-    setText(byId("serving"), `version ${number(policy.policy_version)} · ${lag}`);
+    const held = [policy.pinned === null || policy.pinned === undefined ? "" : `pinned to version ${number(policy.pinned)}`, policy.paused ? "paused" : ""].filter(Boolean);
+    setText(byId("serving"), [`version ${number(policy.policy_version)}`, lag, ...held].join(" · "));
     const { score } = policy;
     const refused = policy.refused ?? [];
     setFacts(byId("policy-facts"), [
       ["Answers", `version ${number(policy.policy_version)}${Number.isFinite(policy.round) ? `, round ${number(policy.round)}` : ""}`],
       ["Lag", `${lag}; newest published ${number(policy.lag?.published)}`],
       ["Held-out score", score ? `${percent(score.accuracy)} (${score.interval_95.map(percent).join(" to ")}), version ${number(score.policy_version)}` : "–"],
+      ...(held.length > 0 ? [["Held", held.join(", ")]] : []),
       ["Swaps", number(policy.num_swaps)],
       ...(refused.length > 0 ? [["Refused", refused.map(({ version, why }) => `version ${version}: ${shortened(why, 200)}`).join("; ")]] : []),
       ...(policy.last_error ? [["Last error", shortened(policy.last_error, 300)]] : []),
@@ -88,14 +104,23 @@ export class PolicyWatch {
     }
     const { version, time_s: time, why } = JSON.parse(data);
     const when = Number.isFinite(time) ? make("span", { class: "when" }, clock(time)) : null;
-    const what = `version ${number(version)} ${WORDS[event]}${why ? `: ${shortened(why, 200)}` : ""}`;
+    const who = OF_NO_VERSION.includes(event) ? "" : `version ${number(version)} `;
+    const what = `${who}${WORDS[event]}${why ? `: ${shortened(why, 200)}` : ""}`;
     const list = byId("policy-events");
     list.prepend(make("li", { class: `is-${event}` }, visible(what), when));
     while (list.children.length > MAX_EVENTS) {
       list.lastElementChild.remove();
     }
-    this.refresh().catch(() => {});
-    this.#onChange();
+    this.#refreshSoon();
+  }
+
+  /** Once for events that come together: the first of a stream are many. */
+  #refreshSoon() {
+    this.#soon ??= setTimeout(() => {
+      this.#soon = null;
+      this.refresh().catch(() => {});
+      this.#onChange();
+    }, REFRESH_AFTER_MS);
   }
 }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import version as version_of
@@ -11,8 +11,8 @@ from typing import Annotated, Any
 
 from fastapi import FastAPI, Path, Query
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.types import ASGIApp
 
 from deploy.page.routes import page_router
 from deploy.service import bodies
@@ -20,13 +20,15 @@ from deploy.service.answers import Events, Writer
 from deploy.service.codec import Codec
 from deploy.service.described import describe, described
 from deploy.service.errors import ServiceError, install_handlers
+from deploy.service.event_stream import EventStream
 from deploy.service.gate import Gate, Rates
 from deploy.service.host import Backend
 from deploy.service.keys import Keys
 from deploy.service.messages import POLICY, EngineState
 from deploy.service.metrics import ServiceMetrics
 from deploy.service.plan import Planner
-from deploy.service.policy_view import Watch, newest, policy_body, version_body
+from deploy.service.policy_events import RegistryReader, one_event
+from deploy.service.policy_view import Watch, known, newest, policy_body, version_body
 from deploy.service.run_view import MAX_SAMPLES, RunView
 from deploy.service.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from deploy.service.steady import steadily
@@ -47,6 +49,8 @@ class Service:
     """Makes jobs."""
     run: RunView | None
     """The run whose policy it is; None of a checkpoint by itself."""
+    registry: RegistryReader | None
+    """Where the run's versions are announced; None of a checkpoint by itself."""
     max_open: int = 256
     """Requests for completions that are under way in this ingress, at most."""
 
@@ -65,6 +69,8 @@ def create_app(service: Service) -> FastAPI:
         watch.ensure_running()
         yield
         await watch.stop()
+        if service.registry is not None:
+            service.registry.close()
 
     # The interactive documentation pages load scripts from elsewhere; the schema itself is behind the key.
     app = FastAPI(title="d1", docs_url=None, redoc_url=None, redirect_slashes=False, lifespan=lifespan)
@@ -130,32 +136,6 @@ class _Inference:
     async def _end(self, events: Events) -> None:
         self._num_open -= 1
         await events.aclose()
-
-
-class EventStream(StreamingResponse):
-    """Server-sent events. When the client goes, what makes them is closed at once, not when it is collected."""
-
-    media_type = "text/event-stream"
-
-    def __init__(
-        self,
-        events: AsyncGenerator[bytes, None],
-        on_end: Callable[[], Awaitable[None]] | None = None,
-        headers: dict[str, str] | None = None,
-    ) -> None:
-        """Send `events`; `on_end` is called when no more is sent, be it that nothing ever was."""
-        headers = {"cache-control": "no-store", "x-accel-buffering": "no"} | (headers or {})
-        super().__init__(events, headers=headers)
-        self._events, self._on_end = events, on_end
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send them."""
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            await self._events.aclose()
-            if self._on_end is not None:
-                await self._on_end()
 
 
 def _add_inference(app: FastAPI, inference: _Inference) -> None:
@@ -226,15 +206,24 @@ def _add_policy(app: FastAPI, service: Service, watch: Watch) -> None:
         **described(None, 503, events=(bodies.PolicyEvent,), is_ended=False),
     )
     async def events(request: Request) -> Response:
-        await _states(watch)
-        return EventStream(watch.events(request.headers.get("last-event-id")))
+        last_id = request.headers.get("last-event-id")
+        if service.registry is None:
+            return EventStream(one_event(newest(await _states(watch)).policy, last_id))
+        return EventStream(service.registry.events(last_id))
 
     @app.get("/v1/policy/{version}", **described(bodies.PolicyOfVersion, 400, 404, 503))
     async def one(version: _Number) -> dict[str, Any]:
-        body = version_body(version, await _states(watch))
-        if body is None:
+        states = await _states(watch)
+        policy = known(version, states)
+        if policy is None and service.registry is not None:
+            try:
+                policy = await service.registry.version(version)
+            except ConnectionError as error:
+                message = "No engine has that version, and the registry cannot be reached; try again."
+                raise ServiceError(503, message, "unavailable", retry_after_s=5) from error
+        if policy is None:
             raise ServiceError(404, f"There is no policy version {version} here.", "model_not_found", param="version")
-        return body
+        return version_body(policy, states)
 
 
 def _add_run(app: FastAPI, service: Service, watch: Watch) -> None:

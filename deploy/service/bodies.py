@@ -181,6 +181,12 @@ class ChatChunk(_Chunk):
 class PolicyEvent(BaseModel):
     """What happened to a version, or to all of them; the event's name says what."""
 
+    version: int | None
+    """The policy version; null where it happened to all of them."""
+    round: int | None
+    """The round that published it."""
+    why: str | None
+    """A sentence."""
     time_s: float
     """When, in seconds since 1970."""
 
@@ -254,6 +260,8 @@ class Policy(_Version):
     run: str
     lag: Lag
     aliases: dict[str, int]
+    pinned: int | None
+    paused: bool
     live: list[int]
     num_swaps: int
     refused: list[RefusedVersion]
@@ -261,7 +269,7 @@ class Policy(_Version):
 
 
 class PolicyOfVersion(_Version):
-    """A version that an engine knows."""
+    """A version that an engine or the registry knows."""
 
     is_live: bool
     is_serving: bool

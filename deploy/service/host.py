@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from typing import Protocol
 
+from actors.registry import AdminState, PolicyVersion
 from deploy.service.engine import BusyError, Engine
 from deploy.service.messages import Began, CanvasSeen, Done, EngineState, Event, FollowerStatus, Job, Refused
 from deploy.service.versions import Live, NoRoomError, NoSuchVersionError, RefusedVersionError, Versions
@@ -72,6 +73,14 @@ class EngineHost:
         """As `Backend.states`."""
         return [self.state()]
 
+    async def prepare(self, policy: PolicyVersion) -> str | None:
+        """Load a version, so that it can take over at once. Why it cannot, in a sentence; None where it can."""
+        try:
+            await asyncio.to_thread(self.versions.prepare, policy)
+        except (NoSuchVersionError, RefusedVersionError, NoRoomError, TimeoutError) as error:
+            return str(error)
+        return None
+
     def state(self) -> EngineState:
         """How it stands."""
         versions, engine = self.versions, self.engine
@@ -92,8 +101,8 @@ class EngineHost:
     async def _acquire(self, job: Job) -> Live | Refused:
         versions, wanted = self.versions, job.wanted
         try:
-            if job.began_with is None and versions.is_live(wanted):
-                return versions.acquire(wanted)
+            if job.began_with is None and (live := versions.acquire_live(wanted)) is not None:
+                return live
             # It may have to be loaded, which takes its time.
             return await asyncio.to_thread(versions.acquire, wanted, job.began_with)
         except (NoSuchVersionError, RefusedVersionError) as error:
@@ -137,4 +146,5 @@ def _refusal(error: Exception) -> Refused:
 
 
 def _no_follower() -> FollowerStatus:
-    return FollowerStatus(registry_reachable=True, num_errors=0, last_error=None)
+    admin = AdminState(pinned=None, is_paused=False)
+    return FollowerStatus(registry_reachable=True, num_errors=0, last_error=None, admin=admin)

@@ -74,7 +74,11 @@ class Ingress:
         codec = source.codec()
         self._keys, self._rate_limit = keys, rate_limit
         self._service = Service(
-            backend=Fleet(engines), codec=codec, planner=source.planner(codec), run=source.run_view()
+            backend=Fleet(engines),
+            codec=codec,
+            planner=source.planner(codec),
+            run=source.run_view(),
+            registry=source.registry_reader(),
         )
 
     def __serve_build_asgi_app__(self) -> ASGIApp:

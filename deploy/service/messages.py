@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from actors.registry import PolicyVersion
+from actors.registry import AdminState, PolicyVersion
 from rollout.request import Committed, Completion, Progress, Request
 
 POLICY, BASE = "policy", "base"
@@ -102,6 +102,8 @@ class FollowerStatus:
     """Failures so far."""
     last_error: str | None
     """What the last of them was."""
+    admin: AdminState
+    """What an operator wants, as last heard."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

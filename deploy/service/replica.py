@@ -8,7 +8,7 @@ from contextlib import aclosing
 import torch
 from ray import serve
 
-from actors.registry import Registry
+from actors.registry import PolicyVersion
 from deploy.service.engine import Engine
 from deploy.service.follower import VersionFollower
 from deploy.service.host import EngineHost
@@ -38,8 +38,8 @@ class EngineReplica:
         versions = source.versions("cuda" if torch.cuda.is_available() else "cpu")
         self._follower: VersionFollower | None = None
         follower_status: Callable[[], FollowerStatus] | None = None
-        if source.registry_url is not None:
-            self._follower = follower = VersionFollower(Registry(source.registry_url, source.name), versions)
+        if (registry := source.registry()) is not None:
+            self._follower = follower = VersionFollower(registry, versions, source.path)
             # Not healthy before it has what its siblings serve: a new replica never answers with an older version.
             follower.follow_once(block_ms=0)
             follower.ensure_running()
@@ -57,9 +57,14 @@ class EngineReplica:
         """How it stands."""
         return self._host.state()
 
+    async def prepare(self, policy: PolicyVersion) -> str | None:
+        """As `EngineHost.prepare`."""
+        return await self._host.prepare(policy)
+
     def check_health(self) -> None:
         """Serve asks every few seconds, and replaces what raises."""
         if self._follower is not None:
             self._follower.ensure_running()
+        self._host.versions.forget_idle()
         if not self._host.engine.is_alive:
             raise RuntimeError("the engine's thread has died")

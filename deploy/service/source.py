@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from actors.checkpoints import checkpoints_to_answer
-from actors.registry import PolicyVersion
+from actors.registry import PolicyVersion, Registry
 from actors.run_log import CHECKPOINTS
 from deploy.sampling.defaults import Defaults
 from deploy.service.codec import Codec
 from deploy.service.plan import Planner
+from deploy.service.policy_events import RegistryReader
 from deploy.service.run_files import (
     Checkpoints,
     latest_checkpoint,
@@ -56,6 +57,15 @@ class Source:
     def run_view(self) -> RunView | None:
         """The run as the page reads it."""
         return RunView(self.path) if self.is_run else None
+
+    def registry(self) -> Registry | None:
+        """Where the run's versions are announced; None of a checkpoint."""
+        return None if self.registry_url is None else Registry(self.registry_url, self.name)
+
+    def registry_reader(self) -> RegistryReader | None:
+        """The same for an event loop."""
+        registry = self.registry()
+        return None if registry is None else RegistryReader(registry)
 
     def codec(self) -> Codec:
         """How its policy reads and writes: all checkpoints of a run have the same tokenizer."""

@@ -100,11 +100,15 @@ class Versions:
 
     @property
     def live(self) -> tuple[PolicyVersion, ...]:
-        """The versions in memory. Those that nobody has used for minutes leave it."""
+        """The versions in memory."""
+        with self._changed:
+            return tuple(live.policy for live in self._live)
+
+    def forget_idle(self) -> None:
+        """Let go of the versions that nobody has used for minutes."""
         with self._changed:
             now = time.monotonic()
             self._live = [live for live in self._live if not self._is_idle(live) or now - live.used_at_s < _LINGER_S]
-            return tuple(live.policy for live in self._live)
 
     @property
     def base(self) -> int | None:
@@ -119,17 +123,9 @@ class Versions:
             return tuple(self._refused)
 
     def learn(self, policy: PolicyVersion) -> None:
-        """Take over the facts of an announcement; the weights stay as they are."""
-        with self._changed:
-            self._known.pop(policy.version, None)
-            self._known[policy.version] = self.announced = policy
-            while len(self._known) > _MAX_KNOWN:
-                del self._known[next(iter(self._known))]
-            for live in self._live:
-                if policy.has_same_weights(live.policy):
-                    live.policy = policy
-            if policy.num_problems:
-                self.scored = policy
+        """Take over an announcement; the weights stay as they are."""
+        self.announced = policy
+        self._take_over(policy)
 
     def adopt(self, policy: PolicyVersion) -> None:
         """Load a version beside the one that serves, look at it, and let it take over.
@@ -153,11 +149,23 @@ class Versions:
                     self._current = live
                     self.num_swaps += 1
                 self._changed.notify_all()
-            self.learn(policy)
+            self._take_over(policy)
 
-    def is_live(self, wanted: str | int) -> bool:
-        """Whether `acquire` would load nothing."""
-        return self._find_wanted(wanted) is not None
+    def prepare(self, policy: PolicyVersion) -> None:
+        """Load a version, so that it can take over at once. Raises as `acquire` does."""
+        self.release(self.acquire(policy.version, policy))
+
+    def holds(self, policy: PolicyVersion) -> bool:
+        """Whether a version is in memory."""
+        return self._find(policy) is not None
+
+    def acquire_live(self, wanted: str | int) -> Live | None:
+        """As `acquire`, at once; None where the version may have to be loaded or looked for."""
+        with self._changed:
+            if wanted == POLICY:
+                return _used(self._current)
+            found = [live for live in self._live if live.policy.version == wanted]
+            return _used(found[-1]) if found else None
 
     def acquire(self, wanted: str | int, began_with: PolicyVersion | None = None) -> Live:
         """A version that stays until it is released. Loads it if need be.
@@ -169,16 +177,19 @@ class Versions:
         Raises:
             NoSuchVersionError, RefusedVersionError, NoRoomError: as in `adopt`.
         """
-        with self._changed:
-            live = self._find_wanted(wanted, began_with)
-            if live is not None:
-                return _used(live)
-        with self._loading:
-            live = self._find_wanted(wanted, began_with) or self._make(
-                self._lookup(wanted, began_with), _BRING_TIMEOUT_S
-            )
-            with self._changed:
-                return _used(live)
+        version = wanted
+        if wanted == BASE and began_with is None:
+            base = self._locate(BASE)
+            version = BASE if base is None else base.version
+        live = self._acquire_live(version, began_with)
+        if live is None:
+            with self._loading:
+                live = self._acquire_live(version, began_with)
+                if live is None:
+                    made = self._make(self._lookup(version, began_with), _BRING_TIMEOUT_S)
+                    with self._changed:
+                        live = _used(made)
+        return live
 
     def release(self, live: Live) -> None:
         """A job that used a version has ended."""
@@ -187,21 +198,30 @@ class Versions:
             live.used_at_s = time.monotonic()
             self._changed.notify_all()
 
+    def _take_over(self, policy: PolicyVersion) -> None:
+        """Remember the facts of a version."""
+        with self._changed:
+            self._known.pop(policy.version, None)
+            self._known[policy.version] = policy
+            while len(self._known) > _MAX_KNOWN:
+                del self._known[next(iter(self._known))]
+            for live in self._live:
+                if policy.has_same_weights(live.policy):
+                    live.policy = policy
+            if policy.num_problems:
+                self.scored = policy
+
     def _find(self, policy: PolicyVersion) -> Live | None:
         with self._changed:
             found = [live for live in self._live if policy.has_same_weights(live.policy)]
         return found[-1] if found else None
 
-    def _find_wanted(self, wanted: str | int, began_with: PolicyVersion | None = None) -> Live | None:
-        if began_with is not None:
-            return self._find(began_with)
-        if wanted == POLICY:
-            return self._current
-        located = self._locate(wanted) if wanted == BASE else None
-        version = wanted if located is None else located.version
+    def _acquire_live(self, wanted: str | int, began_with: PolicyVersion | None) -> Live | None:
+        if began_with is None:
+            return self.acquire_live(wanted)
         with self._changed:
-            found = [live for live in self._live if live.policy.version == version]
-        return found[-1] if found else None
+            live = self._find(began_with)
+            return None if live is None else _used(live)
 
     def _lookup(self, wanted: str | int, began_with: PolicyVersion | None) -> PolicyVersion:
         """What is known of a version that is not in memory."""
@@ -235,8 +255,10 @@ class Versions:
         return live
 
     def _refuse(self, policy: PolicyVersion, why: str) -> None:
+        refused = RefusedVersion(version=policy.version, why=why)
         with self._changed:
-            self._refused.append(RefusedVersion(version=policy.version, why=why))
+            if refused not in self._refused:
+                self._refused.append(refused)
 
     def _is_idle(self, live: Live) -> bool:
         return live is not self._current and not live.num_jobs
@@ -275,5 +297,6 @@ def finite_probe(sampler: Sampler, policy: PolicyVersion) -> str | None:
 
 
 def _used(live: Live) -> Live:
+    """One more job needs it; the versions' lock is held."""
     live.num_jobs += 1
     return live

@@ -191,7 +191,7 @@ def test_what_happens_to_versions_is_told_in_order(registry):
     registry.announce(replace(POLICY, version=4, round=3))
     registry.move("policy", 4, expected=3, why="newer")
     registry.move("canary", 3, expected=None)
-    registry.record(EventKind.REFUSED, 4, "worse by 9 points")
+    assert registry.refuse(4, "worse by 9 points")
     told = [(event.kind, event.version, event.round, event.why) for event in registry.events("0", 0)]
     assert told == [
         ("published", 3, 2, None),
@@ -202,6 +202,21 @@ def test_what_happens_to_versions_is_told_in_order(registry):
         ("moved", 3, 2, None),
         ("refused", 4, 3, "worse by 9 points"),
     ]
+
+
+def test_a_refusal_is_told_once_of_the_same_weights(registry):
+    registry.announce(POLICY)
+    with ThreadPoolExecutor(4) as threads:
+        told = list(threads.map(lambda n: registry.refuse(3, f"engine {n}: bad checksum"), range(8)))
+    assert sum(told) == 1
+    assert registry.standing().refused == {3}
+    registry.announce(POLICY)
+    assert registry.standing().refused == {3}
+    registry.announce(replace(POLICY, manifest_digest="def"))
+    assert registry.standing().refused == frozenset()
+    assert registry.refuse(3, "again")
+    kinds = [event.kind for event in registry.events("0", 0)]
+    assert kinds == [EventKind.PUBLISHED, EventKind.REFUSED, EventKind.PUBLISHED, EventKind.REFUSED]
 
 
 def test_other_weights_under_the_same_number_are_published_again(registry):

@@ -128,6 +128,30 @@ def test_what_a_registry_knows_stays(run_dir: Path, registry: Registry) -> None:
     assert registry.aliases() == {"newest": 4, "base": 1}
 
 
+def test_what_a_service_has_heard_of_is_announced_again(run_dir: Path, registry: Registry) -> None:
+    heard = replace(history_of(run_dir)[4], weight_store="d1-weights-tiny", manifest_digest="abc")
+    assert rebuild(registry, run_dir, heard) == 5
+    assert registry.latest() == heard
+    # A newer announcement stays.
+    newer = replace(heard, version=6)
+    registry.announce(newer)
+    assert rebuild(registry, run_dir, heard) == 0
+    assert registry.latest() == newer
+
+
+def test_what_was_heard_of_keeps_its_checkpoint(run_dir: Path, registry: Registry) -> None:
+    on_disk = history_of(run_dir)[3]
+    rebuild(registry, run_dir, replace(on_disk, checkpoint=None, weight_store="d1-weights-tiny"))
+    assert registry.latest() == replace(on_disk, weight_store="d1-weights-tiny")
+
+
+def test_versions_are_filled_in_where_the_operators_file_is_damaged(run_dir: Path, registry: Registry) -> None:
+    (run_dir / "admin.json").write_text("{")
+    with pytest.raises(ValueError, match=r"admin\.json is damaged"):
+        rebuild(registry, run_dir)
+    assert registry.aliases() == {"newest": 3, "base": 1}
+
+
 def test_a_service_serves_on_when_redis_has_lost_its_data(
     run_dir: Path, server: ValkeyServer, registry: Registry
 ) -> None:

@@ -94,6 +94,8 @@ class FakeService:
             },
             "lag": {"published": 12, "behind": 0},
             "aliases": {"policy": 12, "base": 1},
+            "pinned": None,
+            "paused": False,
             "num_swaps": 11,
             "refused": [],
             "last_error": None,

@@ -138,6 +138,24 @@ def test_the_policy_and_its_lag_follow_the_events(open_page: Open, service: Fake
     expect(events.nth(1)).to_contain_text("version 14 answers")
 
 
+def test_what_an_operator_holds_is_shown(open_page: Open, service: FakeService) -> None:
+    _fill(service, 1)
+    service.policy |= {"pinned": 12, "paused": True, "lag": {"published": 14, "behind": 2}}
+    service.policy_events += [
+        ("rebuilt", {"version": 14, "round": 13, "time_s": 1e9, "why": "15 versions from the run directory"}),
+        ("pinned", {"version": 12, "round": 11, "time_s": 1e9 + 1, "why": "it adds well"}),
+        ("paused", {"version": None, "round": None, "time_s": 1e9 + 2, "why": None}),
+    ]
+    page = open_page("/#run")
+    expect(page.locator("#serving")).to_have_text("version 12 · 2 versions behind · pinned to version 12 · paused")
+    expect(page.locator("#policy-facts")).to_contain_text("Heldpinned to version 12, paused")
+    events = page.locator("#policy-events li")
+    expect(events).to_have_count(3)
+    expect(events.nth(0)).to_contain_text("Swaps are paused")
+    expect(events.nth(1)).to_contain_text("version 12 was pinned: it adds well")
+    expect(events.nth(2)).to_contain_text("The registry was rebuilt: 15 versions from the run directory")
+
+
 def test_a_cut_event_stream_is_taken_up_where_it_ended(open_page: Open, service: FakeService) -> None:
     service.policy_events += [("published", {"version": 2, "round": 1, "time_s": 1.0})]
     page = open_page("/#run")

@@ -1,5 +1,6 @@
 """A run directory with one tiny random checkpoint, and further versions of its policy."""
 
+import secrets
 import socket
 import threading
 import time
@@ -10,7 +11,8 @@ import pytest
 import uvicorn
 import yaml
 
-from actors.registry import PolicyVersion
+from actors.registry import PolicyVersion, Registry
+from actors.registry_server import ValkeyServer
 from deploy.sampling.defaults import Defaults
 from deploy.service.app import Service, create_app, guarded
 from deploy.service.codec import Codec
@@ -132,7 +134,7 @@ def service(run_dir, host):
     """What an application is made of, with an engine in this process."""
     codec = Codec(run_dir / "checkpoints" / "sft-1")
     planner = Planner(codec, Defaults.of_run(read_recipe(run_dir).rollout.sampling), "tiny")
-    return Service(backend=host, codec=codec, planner=planner, run=RunView(run_dir))
+    return Service(backend=host, codec=codec, planner=planner, run=RunView(run_dir), registry=None)
 
 
 @pytest.fixture(scope="session")
@@ -152,8 +154,27 @@ def make_policy():
     return make
 
 
+@pytest.fixture(scope="session")
+def registry_server():
+    server = ValkeyServer(unused_port(), secrets.token_urlsafe(16))
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def registry(registry_server):
+    """An empty one."""
+    registry = Registry(registry_server.url, secrets.token_hex(4))
+    yield registry
+    registry.close()
+
+
 @pytest.fixture
 def free_port():
+    return unused_port()
+
+
+def unused_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

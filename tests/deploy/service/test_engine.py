@@ -302,9 +302,34 @@ def test_a_version_that_nobody_used_for_a_while_leaves_memory(versions, make_pol
     versions.adopt(make_policy(2))
     live = versions.acquire(1)
     monkeypatch.setattr("deploy.service.versions._LINGER_S", 0.0)
+    versions.forget_idle()
     assert [policy.version for policy in versions.live] == [1, 2]
     versions.release(live)
+    assert [policy.version for policy in versions.live] == [1, 2]
+    versions.forget_idle()
     assert [policy.version for policy in versions.live] == [2]
+
+
+def test_a_version_in_memory_is_found_without_a_look_at_the_disk(versions, make_policy):
+    def locate(wanted):
+        raise AssertionError(f"looked for {wanted}")
+
+    versions._locate = locate
+    versions.adopt(make_policy(2))
+    for wanted, version in (("policy", 2), (1, 1), (2, 2)):
+        live = versions.acquire_live(wanted)
+        assert (live.policy.version, live.num_jobs) == (version, 1)
+        versions.release(live)
+    assert versions.acquire_live("base") is versions.acquire_live(3) is None
+
+
+def test_a_prepared_version_takes_over_without_loading(versions, make_policy):
+    versions.prepare(make_policy(2))
+    assert (versions.policy.version, versions.holds(make_policy(2))) == (1, True)
+    assert all(not live.num_jobs for live in versions._live)
+    versions._load = None
+    versions.adopt(make_policy(2))
+    assert versions.policy.version == 2
 
 
 def test_a_version_that_is_asked_for_and_gone_is_no_refused_one(versions, make_policy):
@@ -365,6 +390,8 @@ def test_a_score_changes_what_is_known_and_not_the_weights(versions, make_policy
     assert (versions.policy.num_correct, versions.scored.version, versions.num_swaps) == (3, 1, 0)
     versions.learn(make_policy(7, num_correct=1, num_problems=4))
     assert (versions.policy.version, versions.scored.version, versions.announced.version) == (1, 7, 7)
+    versions.adopt(make_policy(2))
+    assert (versions.policy.version, versions.announced.version) == (2, 7), "what is served need not be the newest"
 
 
 # Engines that die.

@@ -1,27 +1,34 @@
-"""The follower against a registry that is a list, and one that fails."""
+"""The follower against a registry, one that fails, and others that follow the same."""
 
 import time
 
 import pytest
+import redis
 
-from actors.registry import MalformedEntryError
+from actors.registry import AdminState, EventKind, Registry
+from actors.registry_files import write_admin
 from deploy.service.follower import VersionFollower
+from deploy.service.run_files import Checkpoints, latest_checkpoint
+from deploy.service.versions import Versions
 from rollout.sampler import Sampler
 
 
-class ListedRegistry:
-    """Announcements in a list; an exception in it is raised in its turn."""
+class FlakyRegistry(Registry):
+    """Away while it is told to be."""
 
-    def __init__(self, *entries):
-        self.entries = list(entries)
+    is_away = False
 
-    def follow(self, last_id, block_ms):
-        assert 0 <= block_ms <= 2000
-        rest = self.entries[int(last_id) :]
-        if rest and isinstance(rest[0], Exception):
-            raise rest[0]
-        time.sleep(0.01)
-        return [(str(index), policy) for index, policy in enumerate(rest, int(last_id) + 1)]
+    def _explained(self):
+        if self.is_away:
+            raise ConnectionError("away")
+        return super()._explained()
+
+
+@pytest.fixture
+def registry(registry_server, registry):
+    flaky = FlakyRegistry(registry_server.url, registry._keys[0].split(":")[1])
+    yield flaky
+    flaky.close()
 
 
 @pytest.fixture
@@ -30,13 +37,39 @@ def loaded():
 
 
 @pytest.fixture
-def follow(versions, make_sampler, loaded):
-    def load(policy):
-        loaded.append(policy.version)
-        return make_sampler(policy.version)
+def engine_of(run_dir, make_sampler, loaded):
+    """The versions of one more engine of the run."""
 
-    versions._load = load
-    return lambda *entries: VersionFollower(ListedRegistry(*entries), versions)
+    def make():
+        def load(policy):
+            loaded.append(policy.version)
+            return make_sampler(policy.version)
+
+        policy = latest_checkpoint(run_dir)
+        return Versions(make_sampler(policy.version), policy, load=load, locate=Checkpoints(run_dir).locate)
+
+    return make
+
+
+@pytest.fixture
+def versions(engine_of):
+    return engine_of()
+
+
+@pytest.fixture
+def follow(versions, registry, run_dir):
+    """A follower of a registry that has announced some versions."""
+
+    def make(*policies):
+        for policy in policies:
+            registry.announce(policy)
+        return VersionFollower(registry, versions, run_dir)
+
+    return make
+
+
+def kinds(registry):
+    return [(event.kind, event.version) for event in registry.events("0", 0)]
 
 
 def test_only_the_last_announcement_is_loaded(versions, follow, loaded, make_policy):
@@ -44,10 +77,10 @@ def test_only_the_last_announcement_is_loaded(versions, follow, loaded, make_pol
     assert (versions.policy.version, loaded) == (4, [4])
 
 
-def test_a_score_is_taken_over_without_loading(versions, follow, loaded, make_policy):
+def test_a_score_is_taken_over_without_loading(versions, follow, registry, loaded, make_policy):
     follower = follow(make_policy(2))
     follower.follow_once(0)
-    follower._registry.entries.append(make_policy(2, num_correct=1, num_problems=2))
+    registry.score(2, 1, 2)
     follower.follow_once(0)
     assert (versions.policy.num_correct, loaded, versions.num_swaps) == (1, [2], 1)
 
@@ -57,10 +90,10 @@ def test_what_is_served_already_is_not_loaded_again(versions, follow, loaded, ma
     assert (versions.policy.version, loaded) == (1, [])
 
 
-def test_a_resumed_run_may_go_back_to_an_earlier_version(versions, follow, make_policy):
+def test_a_resumed_run_may_go_back_to_an_earlier_version(versions, follow, registry, make_policy):
     follower = follow(make_policy(5, manifest_digest="a"))
     follower.follow_once(0)
-    follower._registry.entries.append(make_policy(3))
+    registry.announce(make_policy(3))
     follower.follow_once(0)
     assert versions.policy.version == 3
 
@@ -81,7 +114,23 @@ def test_weights_that_are_gone_are_counted_and_not_asked_for_again(versions, fol
     assert follower.status.registry_reachable
 
 
-def test_a_version_that_is_refused_is_counted_and_not_asked_for_again(versions, follow, make_policy):
+def test_weights_that_are_gone_are_asked_for_again_when_they_lie_elsewhere(versions, follow, registry, make_policy):
+    follower = follow(make_policy(2))
+    load = versions._load
+
+    def gone(policy):
+        if policy.checkpoint is None:
+            raise LookupError("the store moved on")
+        return load(policy)
+
+    versions._load = gone
+    assert not follower.follow_once(0)
+    registry.add_checkpoint(2, "/somewhere")
+    assert follower.follow_once(0)
+    assert versions.policy.version == 2
+
+
+def test_a_version_that_is_refused_is_counted_and_not_asked_for_again(versions, follow, registry, make_policy):
     follower = follow(make_policy(2))
 
     def damaged(policy):
@@ -94,7 +143,7 @@ def test_a_version_that_is_refused_is_counted_and_not_asked_for_again(versions, 
     assert [(refused.version, refused.why) for refused in versions.refused] == [
         (2, "Policy version 2 is not served: the checksum differs")
     ]
-    follower._registry.entries.append(make_policy(3))
+    registry.announce(make_policy(3))
     versions._load = make_sampler_of(versions)
     assert follower.follow_once(0)
     assert versions.policy.version == 3
@@ -121,18 +170,21 @@ def test_other_failures_to_load_are_tried_again(versions, follow, make_policy, m
     assert (versions.policy.version, follower.status.num_errors) == (2, 1)
 
 
-def test_a_registry_out_of_reach_is_seen_and_so_is_its_return(versions, follow, make_policy):
-    follower = follow(ConnectionError("away"))
+def test_a_registry_out_of_reach_is_seen_and_so_is_its_return(versions, follow, registry, make_policy):
+    follower = follow(make_policy(2))
+    registry.is_away = True
     assert not follower.follow_once(0)
     assert not follower.status.registry_reachable
-    follower._registry.entries = [make_policy(2)]
+    registry.is_away = False
     assert follower.follow_once(0)
     assert follower.status.registry_reachable
     assert (versions.policy.version, follower.status.num_errors) == (2, 1)
 
 
-def test_a_malformed_entry_is_counted_once_and_passed(versions, follow, make_policy):
-    follower = follow(MalformedEntryError("1", "garbage"), make_policy(2))
+def test_a_malformed_entry_is_counted_once_and_passed(versions, follow, registry, registry_server, make_policy):
+    with redis.Redis.from_url(registry_server.url) as client:
+        client.xadd(registry._stream, {"json": "garbage"})
+    follower = follow(make_policy(2))
     assert not follower.follow_once(0)
     assert follower.follow_once(0)
     assert (versions.policy.version, follower.status.num_errors) == (2, 1)
@@ -159,3 +211,178 @@ def test_the_thread_follows_and_a_dead_one_is_replaced(versions, follow, make_po
         time.sleep(0.01)
     follower.stop()
     assert not follower._thread.is_alive()
+
+
+# What the registry hears.
+
+
+def test_an_empty_registry_is_filled_and_told_what_serves(versions, follow, registry):
+    assert follow().follow_once(0)
+    assert registry.aliases() == {"newest": 1, "base": 1, "policy": 1}
+    assert kinds(registry) == [("rebuilt", 1), ("serving", 1)]
+
+
+def test_a_registry_that_lost_its_data_is_filled_with_what_was_heard(
+    versions, follow, registry, registry_server, make_policy
+):
+    newest = make_policy(7, weight_store="d1-weights-tiny", manifest_digest="abc")
+    follower = follow(newest)
+    assert follower.follow_once(0)
+    with redis.Redis.from_url(registry_server.url) as client:
+        client.flushall()
+    follower.follow_once(0)
+    assert follower.follow_once(0)
+    assert registry.latest() == newest
+    assert registry.aliases() == {"newest": 7, "base": 1, "policy": 7}
+    assert (versions.policy.version, versions.num_swaps) == (7, 1)
+
+
+def test_a_damaged_file_of_what_an_operator_wants_is_shown_and_stops_nothing(follow, registry, run_dir, versions):
+    (run_dir / "admin.json").write_text("{")
+    follower = follow()
+    assert not follower.follow_once(0)
+    assert "admin.json is damaged" in follower.status.last_error
+    assert follower.follow_once(0)
+    assert registry.aliases()["policy"] == 1
+
+
+def test_many_engines_tell_of_a_swap_and_of_a_refusal_once(engine_of, registry, run_dir, make_policy):
+    followers = [VersionFollower(registry, engine_of(), run_dir) for _ in range(3)]
+    registry.announce(make_policy(2))
+    for follower in followers:
+        assert follower.follow_once(0)
+
+    def damaged(policy):
+        raise ValueError("the checksum differs")
+
+    registry.announce(make_policy(3))
+    for follower in followers:
+        load, follower._versions._load = follower._versions._load, damaged
+        assert not follower.follow_once(0)
+        follower._versions._load = load
+    registry.announce(make_policy(4))
+    for follower in [*followers, *followers]:
+        assert follower.follow_once(0)
+    told = [one for one in kinds(registry) if one[0] not in (EventKind.REBUILT, EventKind.PUBLISHED)]
+    assert told == [("serving", 2), ("refused", 3), ("serving", 4), ("retired", 2)]
+    refused = next(event for event in registry.events("0", 0) if event.kind is EventKind.REFUSED)
+    assert refused.why == "Policy version 3 is not served: the checksum differs"
+
+
+def test_an_engine_that_lags_does_not_move_the_alias_back(engine_of, registry, run_dir, make_policy):
+    ahead = VersionFollower(registry, engine_of(), run_dir)
+    registry.announce(make_policy(2))
+    slow_versions = engine_of()
+    behind = VersionFollower(registry, slow_versions, run_dir)
+    load = slow_versions._load
+
+    def slowly(policy):
+        if policy.version == 2:
+            registry.announce(make_policy(3))
+            assert ahead.follow_once(0)
+        return load(policy)
+
+    slow_versions._load = slowly
+    behind.follow_once(0)
+    assert (slow_versions.policy.version, registry.aliases()["policy"]) == (2, 3)
+    behind.follow_once(0)
+    assert slow_versions.policy.version == 3
+    assert [one for one in kinds(registry) if one[0] == "serving"] == [("serving", 3)]
+
+
+# What an operator wants.
+
+
+def test_a_pinned_version_serves_whatever_is_announced(versions, follow, registry, make_policy):
+    follower = follow(make_policy(2), make_policy(3))
+    follower.follow_once(0)
+    registry.pin(2)
+    follower.follow_once(0)
+    registry.announce(make_policy(4))
+    follower.follow_once(0)
+    assert (versions.policy.version, versions.announced.version) == (2, 4)
+    assert follower.status.admin == AdminState(pinned=2, is_paused=False)
+    assert registry.aliases()["policy"] == 2
+    registry.pin(None)
+    follower.follow_once(0)
+    assert (versions.policy.version, registry.aliases()["policy"]) == (4, 4)
+
+
+def test_a_paused_service_keeps_what_it_has_and_new_engines_take_the_same(
+    versions, follow, registry, engine_of, run_dir, make_policy
+):
+    follower = follow(make_policy(2))
+    follower.follow_once(0)
+    registry.pause(True)
+    registry.announce(make_policy(3))
+    follower.follow_once(0)
+    assert (versions.policy.version, versions.announced.version) == (2, 3)
+    new = engine_of()
+    assert VersionFollower(registry, new, run_dir).follow_once(0)
+    assert new.policy.version == 2
+    registry.pause(False)
+    follower.follow_once(0)
+    assert versions.policy.version == 3
+
+
+def test_weights_that_a_resumed_run_makes_anew_do_not_replace_what_is_held(versions, follow, registry, make_policy):
+    follower = follow(make_policy(2, manifest_digest="a"))
+    follower.follow_once(0)
+    registry.pause(True)
+    registry.announce(make_policy(2, manifest_digest="b"))
+    follower.follow_once(0)
+    assert versions.policy.manifest_digest == "a"
+    registry.pause(False)
+    follower.follow_once(0)
+    assert versions.policy.manifest_digest == "b"
+
+
+def test_a_pin_outlives_the_registrys_data(versions, follow, registry, run_dir, add_checkpoint, make_policy):
+    add_checkpoint(run_dir, 2)
+    write_admin(run_dir, AdminState(pinned=1, is_paused=False))
+    follower = follow()
+    assert follower.follow_once(0)
+    assert (versions.policy.version, versions.announced.version) == (1, 2)
+    assert registry.admin().pinned == 1
+
+
+def test_a_pinned_version_that_is_gone_leaves_what_the_others_serve(
+    versions, follow, registry, engine_of, run_dir, make_policy
+):
+    follow(make_policy(2), make_policy(3)).follow_once(0)
+    registry.pin(2)
+    new = engine_of()
+    load, lost = new._load, [2]
+
+    def gone(policy):
+        if policy.version in lost:
+            raise LookupError("the store moved on")
+        return load(policy)
+
+    new._load = gone
+    follower = VersionFollower(registry, new, run_dir)
+    assert not follower.follow_once(0)
+    assert new.policy.version == 3
+    assert follower.follow_once(0)
+    # It was mended, and loaded by whoever mended it.
+    lost.clear()
+    new.prepare(make_policy(2))
+    assert follower.follow_once(0)
+    assert new.policy.version == 2
+
+
+def test_a_new_engine_does_not_serve_what_the_others_have_refused(
+    versions, follow, registry, engine_of, run_dir, make_policy
+):
+    follower = follow(make_policy(2))
+    follower.follow_once(0)
+
+    def damaged(policy):
+        raise ValueError("worse by 40 points")
+
+    versions._load = damaged
+    registry.announce(make_policy(3))
+    follower.follow_once(0)
+    new = engine_of()
+    assert VersionFollower(registry, new, run_dir).follow_once(0)
+    assert new.policy.version == 2

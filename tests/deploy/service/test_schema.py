@@ -20,7 +20,7 @@ TOKEN = "a-token-of-this-test"
 BEARER = {"Authorization": f"Bearer {TOKEN}"}
 NUM_CASES = int(os.environ.get("D1_FUZZ_CASES", "300"))
 SEED = int(os.environ.get("D1_FUZZ_SEED", "0"))
-# It never ends; test_app.py reads it.
+# It never ends; test_policy_events.py reads what it is made of.
 ENDLESS = "/v1/policy/events"
 OPEN = {"/health", "/health/ready"}
 # Of a hundred cases; what takes nothing from its client is asked once besides.
