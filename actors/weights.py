@@ -98,6 +98,19 @@ class WeightStore:
         # In a list: a bare reference would be resolved on the way and copied through this actor.
         return manifest, [reference]
 
+    def held(self) -> list[int]:
+        """The versions that are here."""
+        return sorted(self._versions)
+
+
+def held_by(store: str, timeout_s: float) -> frozenset[int]:
+    """The versions in the store with that Ray name; none where there is no such store, or it does not answer."""
+    try:
+        actor: Any = ray.get_actor(store, namespace=NAMESPACE)
+        return frozenset(ray.get(actor.held.remote(), timeout=timeout_s))
+    except (ValueError, ray.exceptions.RayError):
+        return frozenset()
+
 
 def store_name(run: str) -> str:
     """The Ray name of a run's weight store, in the namespace `d1`."""

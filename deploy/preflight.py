@@ -22,7 +22,7 @@ from deploy import machine
 from deploy.errors import UserError, reason
 from deploy.judges import wanted_servers
 from deploy.printing import counted
-from deploy.recipe import Recipe
+from deploy.recipe import Recipe, ServiceSection
 from learner.model.checkpoint import load_config
 from learner.model.families import make_model
 from learner.model.hub import find_checkpoint
@@ -139,11 +139,19 @@ def preflight(recipe: Recipe, available: Resources, *, resume: bool = False, ser
     """Why the recipe cannot run, in sentences that say what would help; empty when it can."""
     problems = [*_resource_problems(recipe, available), *_run_dir_problems(recipe, resume), *_input_problems(recipe)]
     problems += _judge_problems(recipe, available)
-    host, port = recipe.service.host, recipe.service.port
     # On a cluster the service may already be up for this run; Serve itself refuses a foreign one.
-    if serve and available.is_ours and (obstacle := machine.why_not_bindable(host, port)):
-        problems.append(f"the service cannot listen on {host}:{port}: {obstacle}; take another service.port")
+    if serve and available.is_ours:
+        problems += _port_problems(recipe.service)
     return problems
+
+
+def _port_problems(service: ServiceSection) -> Iterator[str]:
+    listeners = [("the service", "port", service.host, service.port)]
+    if service.admin_port is not None:
+        listeners.append(("the admin listener", "admin_port", service.admin_host, service.admin_port))
+    for who, field, host, port in listeners:
+        if obstacle := machine.why_not_bindable(host, port):
+            yield f"{who} cannot listen on {host}:{port}: {obstacle}; take another service.{field}"
 
 
 def _resource_problems(recipe: Recipe, available: Resources) -> Iterator[str]:

@@ -97,12 +97,22 @@ class ServiceSection(BaseModel):
     """Address to listen on."""
     port: Annotated[int, Field(ge=1, le=65535)] = 8000
     """Port to listen on."""
+    admin_host: str = "127.0.0.1"
+    """Address that the admin listener listens on."""
+    admin_port: Annotated[int, Field(ge=1, le=65535)] | None = None
+    """Port of the admin listener, which pins, rolls back and pauses; absent: there is none."""
     num_replicas: PositiveInt = 1
     """Replicas of the policy."""
     max_live_versions: Annotated[int, Field(ge=2)] = 4
     """Policy versions that a replica holds in memory: the newest, the base, and those that requests still use."""
     rate_limit: Annotated[str, Field(pattern=r"^[1-9][0-9]{0,8}/(second|minute|hour|day)$")] = "6000/minute"
     """Requests that each API key may make."""
+
+    @model_validator(mode="after")
+    def _ports(self) -> ServiceSection:
+        if self.admin_port == self.port:
+            raise ValueError(f"admin_port {self.admin_port} is the service's port too; take another for one of them")
+        return self
 
 
 class Recipe(BaseModel):

@@ -50,6 +50,10 @@ def serve(
     *,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8000,
+    admin_port: Annotated[
+        int | None,
+        typer.Option(min=1, max=65535, help="Port to pin, roll back and pause on; else the recipe's, if any."),
+    ] = None,
     runs_dir: RunsDir = _RUNS_DIR,
 ) -> None:
     """Answer HTTP requests: from a run's newest checkpoint, or its newest policy while it trains; or from a checkpoint.
@@ -59,7 +63,7 @@ def serve(
     from deploy.runs import find_run, newest_to_serve
 
     if name is None:
-        _serve_run(newest_to_serve(runs_dir), host, port)
+        _serve_run(newest_to_serve(runs_dir), host, port, admin_port)
         return
     from learner.model.hub import find_checkpoint, is_hub_id
 
@@ -71,12 +75,14 @@ def serve(
             raise UserError(str(error)) from error
         from deploy.service import serve_checkpoint
 
+        if admin_port is not None:
+            raise UserError("--admin-port is for runs; a checkpoint by itself has no other version to pin")
         serve_checkpoint(checkpoint, host, port)
         return
-    _serve_run(find_run(name, runs_dir), host, port)
+    _serve_run(find_run(name, runs_dir), host, port, admin_port)
 
 
-def _serve_run(run_dir: Path, host: str, port: int) -> None:
+def _serve_run(run_dir: Path, host: str, port: int, admin_port: int | None) -> None:
     from deploy.service import serve_run
 
-    serve_run(run_dir, host, port)
+    serve_run(run_dir, host, port, admin_port)

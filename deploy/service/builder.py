@@ -30,4 +30,5 @@ def application(arguments: Arguments) -> Any:
     if not arguments.run_dir.is_absolute():
         raise UserError(f"run_dir is {arguments.run_dir}; every node must find it, so it has to be absolute")
     source = Source(directory=str(arguments.run_dir), is_run=True, registry_url=registry_url())
-    return bound_application(source, read_recipe(arguments.run_dir).service.num_replicas, num_gpus=0)
+    num_replicas = read_recipe(arguments.run_dir).service.num_replicas
+    return bound_application(source, num_replicas, num_gpus=0, admin=source.admin_address())

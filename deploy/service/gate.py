@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 import uuid
+from collections.abc import Callable
 
 from limits import RateLimitItem, parse
 from limits.storage import MemoryStorage
@@ -39,11 +40,22 @@ class Rates:
         return ServiceError(429, f"This key may ask {self._limit}.", "rate_limit_exceeded", retry_after_s=retry_after_s)
 
 
+def is_open(method: str, path: str) -> bool:
+    """Whether it takes no key: health, and the page, which has no secret."""
+    return method in _OPEN_METHODS and (path in OPEN_PATHS or path.startswith(OPEN_PREFIX))
+
+
+def nothing_open(_method: str, _path: str) -> bool:
+    """Of a listener that has nothing for whoever has no key."""
+    return False
+
+
 class Gate:
     """Lets nothing through without a key, except to the open paths, and no large body."""
 
-    def __init__(self, app: ASGIApp, keys: Keys, rates: Rates) -> None:
-        self._app, self._keys, self._rates = app, keys, rates
+    def __init__(self, app: ASGIApp, keys: Keys, rates: Rates, opens: Callable[[str, str], bool] = is_open) -> None:
+        """Guard `app`; `opens` says which methods and paths take no key."""
+        self._app, self._keys, self._rates, self._opens = app, keys, rates, opens
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on, or refuse."""
@@ -60,17 +72,12 @@ class Gate:
                 await self._app(scope, _limited(receive), named)
 
     def _refusal(self, scope: Scope) -> ServiceError | None:
-        if is_open(scope["method"], scope["path"]):
+        if self._opens(scope["method"], scope["path"]):
             return None
         owner = self._keys.owner([value for name, value in scope["headers"] if name == b"authorization"])
         if owner is None:
             return ServiceError(401, "Send a key: `Authorization: Bearer KEY`.", "invalid_api_key")
         return self._rates.refusal(owner)
-
-
-def is_open(method: str, path: str) -> bool:
-    """Whether it takes no key: health, and the page, which has no secret."""
-    return method in _OPEN_METHODS and (path in OPEN_PATHS or path.startswith(OPEN_PREFIX))
 
 
 def _request_id(scope: Scope) -> bytes:

@@ -19,7 +19,8 @@ from deploy.service.messages import EngineLostError, EngineState, Event, Job
 from deploy.service.source import Source
 
 _STATE_TIMEOUT_S = 3.0
-_LOST = (RayError, BackPressureError, DeploymentUnavailableError, RequestCancelledError)
+LOST = (RayError, BackPressureError, DeploymentUnavailableError, RequestCancelledError)
+"""What a call to engines fails with when it did not reach one, or not its end."""
 
 
 class Fleet:
@@ -37,7 +38,7 @@ class Fleet:
         except RayTaskError:
             # Not the engine's death but a mistake of ours: another engine would make it again.
             raise
-        except _LOST as error:
+        except LOST as error:
             raise EngineLostError(f"{type(error).__name__}: {error}") from error
         finally:
             # Where it has ended this does nothing; else it frees the slots.
@@ -49,7 +50,7 @@ class Fleet:
             answers = await self._handle.broadcast("state").results_async(
                 timeout_s=_STATE_TIMEOUT_S, return_exceptions=True
             )
-        except (*_LOST, TimeoutError) as error:
+        except (*LOST, TimeoutError) as error:
             structlog.get_logger().warning("engines_not_heard", error=str(error))
             return []
         return [answer for answer in answers if isinstance(answer, EngineState)]
@@ -68,8 +69,11 @@ class Fleet:
 class Ingress:
     """Answers HTTP requests."""
 
-    def __init__(self, engines: Any, source: Source, keys: Keys, rate_limit: str) -> None:
-        """Answer with `engines`, a handle of `EngineReplica`."""
+    def __init__(self, engines: Any, source: Source, keys: Keys, rate_limit: str, _admin: Any) -> None:
+        """Answer with `engines`, a handle of `EngineReplica`.
+
+        Serve deploys what an argument names: `_admin` is a handle of `AdminListener`, or None.
+        """
         torch.set_num_threads(1)
         codec = source.codec()
         self._keys, self._rate_limit = keys, rate_limit

@@ -16,9 +16,30 @@ from deploy.errors import UserError, reason
 TOKEN_VARIABLE = "D1_API_TOKEN"  # noqa: S105 - a name
 KEYS_FILE_VARIABLE = "D1_API_KEYS_FILE"
 TOKEN_FILE = "service.token"  # noqa: S105 - a name
+ADMIN_TOKEN_VARIABLE = "D1_ADMIN_TOKEN"  # noqa: S105 - a name
+ADMIN_KEYS_FILE_VARIABLE = "D1_ADMIN_KEYS_FILE"
+ADMIN_TOKEN_FILE = "admin.token"  # noqa: S105 - a name
 _LEAST_LENGTH = 16
 _MADE = re.compile(r"[A-Za-z0-9_-]{43}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeySource:
+    """Where keys come from, the first that there is."""
+
+    file_variable: str
+    """The variable that names a file of keys."""
+    token_variable: str
+    """The variable that has keys itself."""
+    token_file: str
+    """The file in the run directory, which is made if need be."""
+
+
+OF_SERVICE = KeySource(file_variable=KEYS_FILE_VARIABLE, token_variable=TOKEN_VARIABLE, token_file=TOKEN_FILE)
+OF_ADMIN = KeySource(
+    file_variable=ADMIN_KEYS_FILE_VARIABLE, token_variable=ADMIN_TOKEN_VARIABLE, token_file=ADMIN_TOKEN_FILE
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,9 +88,9 @@ def digest_of(key: str) -> bytes:
     return hashlib.sha256(key.encode()).digest()
 
 
-def are_explicit() -> bool:
+def are_explicit(source: KeySource = OF_SERVICE) -> bool:
     """Whether the environment gives the keys, and not a file that was made here."""
-    return KEYS_FILE_VARIABLE in os.environ or TOKEN_VARIABLE in os.environ
+    return source.file_variable in os.environ or source.token_variable in os.environ
 
 
 def own_key(directory: Path) -> str | None:
@@ -80,28 +101,39 @@ def own_key(directory: Path) -> str | None:
     return text if _MADE.fullmatch(text) else None
 
 
-def read_keys(directory: Path) -> Keys:
-    """The keys of a service: of D1_API_KEYS_FILE, of D1_API_TOKEN, or else of DIRECTORY/service.token, made if needed.
+def read_keys(directory: Path, source: KeySource = OF_SERVICE) -> Keys:
+    """The keys of a listener; those of its file in `directory` where the environment gives none.
 
     Raises UserError when they cannot be read or protect nothing.
     """
-    if path := os.environ.get(KEYS_FILE_VARIABLE):
+    if path := os.environ.get(source.file_variable):
         try:
             return Keys.of(Path(path).read_text(encoding="utf-8"), path)
         except OSError as error:
-            raise UserError(f"cannot read {KEYS_FILE_VARIABLE} {path}: {reason(error)}") from error
+            raise UserError(f"cannot read {source.file_variable} {path}: {reason(error)}") from error
         except UnicodeDecodeError as error:
-            raise UserError(f"cannot read {KEYS_FILE_VARIABLE} {path}: it is not UTF-8") from error
-    if TOKEN_VARIABLE in os.environ:
-        return Keys.of(os.environ[TOKEN_VARIABLE], TOKEN_VARIABLE)
-    own = directory / TOKEN_FILE
+            raise UserError(f"cannot read {source.file_variable} {path}: it is not UTF-8") from error
+    if source.token_variable in os.environ:
+        return Keys.of(os.environ[source.token_variable], source.token_variable)
+    own = directory / source.token_file
     try:
         descriptor = os.open(own, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
         pass
     except OSError as error:
-        raise UserError(f"cannot write {own}: {reason(error)}; set {TOKEN_VARIABLE}") from error
+        raise UserError(f"cannot write {own}: {reason(error)}; set {source.token_variable}") from error
     else:
         with os.fdopen(descriptor, "w") as file:
             file.write(secrets.token_urlsafe(32) + "\n")
     return Keys.of(own.read_text(encoding="utf-8"), str(own))
+
+
+def read_admin_keys(directory: Path, service: Keys) -> Keys:
+    """The keys of the admin listener. Raises UserError too where one of them opens the service."""
+    admin = read_keys(directory, OF_ADMIN)
+    if set(admin.digests.values()) & set(service.digests.values()):
+        raise UserError(
+            f"a key opens both the service and its admin listener; give {OF_ADMIN.token_variable} or the file named by "
+            f"{OF_ADMIN.file_variable} keys of their own"
+        )
+    return admin

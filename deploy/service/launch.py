@@ -17,8 +17,8 @@ from typing import Any
 
 from deploy.errors import UserError
 from deploy.ray_session import ray_session
-from deploy.service.keys import KEYS_FILE_VARIABLE, TOKEN_FILE, TOKEN_VARIABLE, are_explicit, own_key, read_keys
-from deploy.service.source import Source
+from deploy.service.keys import OF_ADMIN, OF_SERVICE, KeySource, are_explicit, own_key, read_admin_keys, read_keys
+from deploy.service.source import Address, Source
 
 _READY_TIMEOUT_S = 180.0
 _DRAIN_TIMEOUT_S = 30.0
@@ -27,8 +27,8 @@ _POLL_S = 0.2
 _INGRESS = "Ingress"
 
 
-def serve_run(run_dir: Path, host: str, port: int) -> None:
-    """Serve a run's newest policy.
+def serve_run(run_dir: Path, host: str, port: int, admin_port: int | None = None) -> None:
+    """Serve a run's newest policy, with an admin listener on `admin_port`, or on the recipe's if that has one.
 
     With RAY_ADDRESS set, on that cluster: returns when the service is up, and it stays. Otherwise on a Ray of its own,
     until Ctrl-C or SIGTERM; then it finishes what is under way. Raises UserError when there is nothing to serve or the
@@ -43,7 +43,7 @@ def serve_run(run_dir: Path, host: str, port: int) -> None:
     _check_keys(host)
     with ray_session(dashboard=False) as ray:
         source = Source(directory=str(run_dir), is_run=True, registry_url=registry_url())
-        _serve(source, host, port, num_replicas, is_ours=ray.is_ours)
+        _serve(source, host, port, num_replicas, is_ours=ray.is_ours, admin_port=admin_port)
 
 
 def serve_checkpoint(directory: Path, host: str, port: int) -> None:
@@ -76,19 +76,20 @@ def deploy_service(run_dir: Path, registry_url: str, host: str, port: int, num_r
     return deploy_source(source, host, port, num_replicas, num_gpus=0)
 
 
-def banner(run_dir: Path, url: str) -> str:
-    """What a user needs in order to ask the service something."""
-    path = run_dir.resolve() / TOKEN_FILE
-    if os.environ.get(KEYS_FILE_VARIABLE):
-        where, key = f"keys are in the file {KEYS_FILE_VARIABLE}", "$KEY"
-    elif TOKEN_VARIABLE in os.environ:
-        where, key = f"token is in {TOKEN_VARIABLE}", f"${TOKEN_VARIABLE}"
-    else:
-        where, key = f"token is in {path}", f"$(cat {path})"
-    return (
+def banner(run_dir: Path, url: str, admin: Address | None = None) -> str:
+    """What a user needs in order to ask the service something, and its admin listener if it has one."""
+    where, key = _whose_key(run_dir, OF_SERVICE)
+    text = (
         f"Serving {run_dir.name} at {url}; the {where}.\n"
         f'  curl {url}/v1/completions -H "Authorization: Bearer {key}" \\\n'
         f"    -H 'Content-Type: application/json' -d '{{\"prompt\": \"What is 2 + 3?\"}}'"
+    )
+    if admin is None:
+        return text
+    where, key = _whose_key(run_dir, OF_ADMIN)
+    return (
+        f"{text}\nIts admin listener is at {admin.url}; the {where}.\n"
+        f'  curl {admin.url}/admin/policy -H "Authorization: Bearer {key}"'
     )
 
 
@@ -97,16 +98,28 @@ def banner_of_key(url: str, key: str) -> str:
     return f"The key is {key}\nThe page, with the key: {url}/#key={key}"
 
 
-def _serve(source: Source, host: str, port: int, num_replicas: int, *, is_ours: bool) -> None:
+def _whose_key(run_dir: Path, source: KeySource) -> tuple[str, str]:
+    """Where the key is, and what a shell writes for it."""
+    if os.environ.get(source.file_variable):
+        return f"keys are in the file {source.file_variable}", "$KEY"
+    if source.token_variable in os.environ:
+        return f"token is in {source.token_variable}", f"${source.token_variable}"
+    path = run_dir.resolve() / source.token_file
+    return f"token is in {path}", f"$(cat {path})"
+
+
+def _serve(
+    source: Source, host: str, port: int, num_replicas: int, *, is_ours: bool, admin_port: int | None = None
+) -> None:
     import ray
     from rich.console import Console
 
     # On a cluster the GPUs are a run's; a Ray of our own has nobody else to ask for them.
     num_gpus = 1 if is_ours and ray.available_resources().get("GPU", 0) >= num_replicas else 0
     with suppress(KeyboardInterrupt), _ended_by_sigterm():
-        url = deploy_source(source, host, port, num_replicas, num_gpus=num_gpus)
+        url = deploy_source(source, host, port, num_replicas, num_gpus=num_gpus, admin_port=admin_port)
         console = Console(highlight=False)
-        console.print(banner(source.path, url), markup=False, soft_wrap=True)
+        console.print(banner(source.path, url, source.admin_address(admin_port)), markup=False, soft_wrap=True)
         if sys.stdout.isatty() and (key := own_key(source.path)):
             console.print(banner_of_key(url, key), markup=False, soft_wrap=True)
         if is_ours:
@@ -118,44 +131,58 @@ def _serve(source: Source, host: str, port: int, num_replicas: int, *, is_ours: 
                 _drain(source)
 
 
-def deploy_source(source: Source, host: str, port: int, num_replicas: int, *, num_gpus: int) -> str:
+def deploy_source(
+    source: Source, host: str, port: int, num_replicas: int, *, num_gpus: int, admin_port: int | None = None
+) -> str:
     """As `deploy_service`, for a run or a checkpoint; each engine gets `num_gpus`."""
     from ray import serve
 
     _check_keys(host)
-    name = f"d1-{source.name}"
-    _start_serve(host, port)
-    others = sorted(set(serve.status().applications) - {name})
-    if others:
-        raise UserError(f"this cluster already serves {others[0]}; `serve shutdown` ends that, or use another cluster")
+    name, admin = f"d1-{source.name}", source.admin_address(admin_port)
+    if admin is not None and admin.port == port:
+        raise UserError(f"the admin listener cannot have the service's port {port}; choose another for one of them")
     # Nothing here waits without limit, as serve.run does.
-    application = bound_application(source, num_replicas, num_gpus=num_gpus)
+    application = bound_application(source, num_replicas, num_gpus=num_gpus, admin=admin)
+    _start_serve(host, port)
+    running = set(serve.status().applications)
+    if others := sorted(running - {name}):
+        raise UserError(f"this cluster already serves {others[0]}; `serve shutdown` ends that, or use another cluster")
+    if admin is not None and name not in running:
+        _check_port(admin)
     serve.run_many([serve.RunTarget(application, name=name)], wait_for_applications_running=False)
     _wait_until_running(name)
     return f"http://{host}:{port}"
 
 
-def bound_application(source: Source, num_replicas: int, *, num_gpus: int) -> Any:
-    """The engines and the ingress before them, unstarted: a bound class carries its options to the cluster.
+def bound_application(source: Source, num_replicas: int, *, num_gpus: int, admin: Address | None) -> Any:
+    """The engines, the ingress before them and the admin listener, unstarted: a bound class carries its options to the
+    cluster.
 
-    Raises UserError where the keys cannot be read.
+    Raises UserError where the keys cannot be read, or nobody has chosen those that the admin listener's address needs.
     """
+    from deploy.service.admin_replica import AdminListener
     from deploy.service.ingress import Ingress
     from deploy.service.replica import EngineReplica
 
     engine_class: Any = EngineReplica
     ingress_class: Any = Ingress
+    admin_class: Any = AdminListener
     resources = {"num_cpus": 0.01, "num_gpus": num_gpus}
+    keys = read_keys(source.path)
     engines = engine_class.options(num_replicas=num_replicas, ray_actor_options=resources).bind(source)
-    return ingress_class.bind(engines, source, read_keys(source.path), source.rate_limit)
+    listener = None
+    if admin is not None:
+        _check_keys(admin.host, OF_ADMIN)
+        listener = admin_class.bind(engines, source, admin, read_admin_keys(source.path, keys))
+    return ingress_class.bind(engines, source, keys, source.rate_limit, listener)
 
 
-def _check_keys(host: str) -> None:
+def _check_keys(host: str, keys: KeySource = OF_SERVICE) -> None:
     """Raise UserError where others can reach the address, and nobody has chosen the keys that they need."""
-    if not _is_loopback(host) and not are_explicit():
+    if not _is_loopback(host) and not are_explicit(keys):
         raise UserError(
-            f"{host} can be reached from other machines; choose the keys yourself, in {TOKEN_VARIABLE} or in a file "
-            f"named by {KEYS_FILE_VARIABLE}, or listen on 127.0.0.1"
+            f"{host} can be reached from other machines; choose the keys yourself, in {keys.token_variable} or in a "
+            f"file named by {keys.file_variable}, or listen on 127.0.0.1"
         )
 
 
@@ -205,18 +232,24 @@ def _start_serve(host: str, port: int) -> None:
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     client = _get_global_client(raise_if_no_controller_running=False)
     if client is None:
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((host, port))
-            except OSError as error:
-                raise UserError(f"cannot listen on {host}:{port}: {error.strerror}; choose another port") from error
+        _check_port(Address(host=host, port=port))
         serve.start(proxy_location="HeadOnly", http_options={"host": host, "port": port})
     elif (client.http_config.host, client.http_config.port) != (host, port):
         raise UserError(
             f"this cluster's service listens on {client.http_config.host}:{client.http_config.port}, "
             f"not on {host}:{port}; take that address, or end it with `serve shutdown`"
         )
+
+
+def _check_port(address: Address) -> None:
+    """Raise UserError where something else listens there."""
+    with socket.socket(address.family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((address.host, address.port))
+        except OSError as error:
+            where = f"{address.host}:{address.port}"
+            raise UserError(f"cannot listen on {where}: {error.strerror}; choose another port") from error
 
 
 def _wait_until_running(name: str) -> None:

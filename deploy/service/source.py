@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +31,24 @@ _RATE_OF_CHECKPOINT = "6000/minute"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Address:
+    """Where something listens."""
+
+    host: str
+    port: int
+
+    @property
+    def url(self) -> str:
+        """What a client asks."""
+        return f"http://[{self.host}]:{self.port}" if ":" in self.host else f"http://{self.host}:{self.port}"
+
+    @property
+    def family(self) -> socket.AddressFamily:
+        """IPv6 for what can be nothing else."""
+        return socket.AF_INET6 if ":" in self.host else socket.AF_INET
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
     """A run's directory, or a checkpoint's."""
 
@@ -53,6 +72,14 @@ class Source:
     def rate_limit(self) -> str:
         """How often each key may ask."""
         return read_recipe(self.path).service.rate_limit if self.is_run else _RATE_OF_CHECKPOINT
+
+    def admin_address(self, port: int | None = None) -> Address | None:
+        """Where the admin listener listens, on `port` or on the recipe's; None where there is to be none."""
+        if not self.is_run:
+            return None
+        service = read_recipe(self.path).service
+        port = port or service.admin_port
+        return None if port is None else Address(host=service.admin_host, port=port)
 
     def run_view(self) -> RunView | None:
         """The run as the page reads it."""

@@ -153,7 +153,9 @@ def test_a_run_that_is_not_there_is_refused_with_the_nearest(make_run: Callable,
 def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """The runs that a service was started for."""
     names: list[tuple[str, int]] = []
-    monkeypatch.setattr("deploy.service.serve_run", lambda run_dir, host, port: names.append((run_dir.name, port)))
+    monkeypatch.setattr(
+        "deploy.service.serve_run", lambda run_dir, host, port, admin_port: names.append((run_dir.name, port))
+    )
     return names
 
 

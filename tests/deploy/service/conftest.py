@@ -156,7 +156,7 @@ def make_policy():
 
 @pytest.fixture(scope="session")
 def registry_server():
-    server = ValkeyServer(unused_port(), secrets.token_urlsafe(16))
+    server = ValkeyServer(_unused_port(), secrets.token_urlsafe(16))
     yield server
     server.stop()
 
@@ -170,11 +170,17 @@ def registry(registry_server):
 
 
 @pytest.fixture
-def free_port():
-    return unused_port()
-
-
 def unused_port():
+    """Finds a free port."""
+    return _unused_port
+
+
+@pytest.fixture
+def free_port():
+    return _unused_port()
+
+
+def _unused_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

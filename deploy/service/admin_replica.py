@@ -1,0 +1,110 @@
+"""The Ray Serve deployment of the admin listener: a server and a port of its own, past Serve's proxy."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from typing import Any
+
+import uvicorn
+from ray import serve
+from ray.exceptions import RayError, RayTaskError
+
+from actors.registry import PolicyVersion
+from actors.weights import held_by
+from deploy.service.admin import create_admin_app, guarded_admin
+from deploy.service.gate import Rates
+from deploy.service.ingress import LOST
+from deploy.service.keys import Keys
+from deploy.service.messages import EngineState
+from deploy.service.policy_events import RegistryReader
+from deploy.service.source import Address, Source
+from deploy.service.steering import Steering
+
+_CALL_TIMEOUT_S = 5.0
+# The one that this one replaces may still be ending.
+_BIND_TIMEOUT_S = 30.0
+_POLL_S = 0.2
+
+
+class EnginesOfHandle:
+    """The engine replicas behind a handle, asked all at once."""
+
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+
+    def states(self) -> list[EngineState]:
+        """As `Engines.states`."""
+        try:
+            answers = self._handle.broadcast("state").results(timeout_s=_CALL_TIMEOUT_S, return_exceptions=True)
+        except (*LOST, TimeoutError):
+            return []
+        return [answer for answer in answers if isinstance(answer, EngineState)]
+
+    def prepare(self, policy: PolicyVersion, timeout_s: float) -> list[str]:
+        """As `Engines.prepare`."""
+        try:
+            answers = self._handle.broadcast("prepare", policy).results(timeout_s=timeout_s, return_exceptions=True)
+        except LOST as error:
+            raise TimeoutError(str(error)) from error
+        return [why for answer in answers if (why := _refusal(answer)) is not None]
+
+    def stored(self, store: str) -> frozenset[int]:
+        """As `Engines.stored`."""
+        return held_by(store, _CALL_TIMEOUT_S)
+
+
+def _refusal(answer: object) -> str | None:
+    """What an engine has against a version, from what it answered or failed with."""
+    if isinstance(answer, RayError) and not isinstance(answer, RayTaskError):
+        # It died, and has nothing to say: the engine in its place begins with what is wanted.
+        return None
+    return None if answer is None else str(answer).strip().splitlines()[-1]
+
+
+# One, and none beside it while it is replaced: there is one port. Where Serve's proxy of a laptop is, and no other node
+# can be meant by 127.0.0.1.
+@serve.deployment(
+    num_replicas=1,
+    max_surge_percent=0,
+    health_check_period_s=5,
+    graceful_shutdown_timeout_s=5,
+    ray_actor_options={"num_cpus": 0, "resources": {"node:__internal_head__": 0.001}},
+)
+class AdminListener:
+    """Answers an operator."""
+
+    def __init__(self, engines: Any, source: Source, address: Address, keys: Keys) -> None:
+        """Listen. Raises OSError where the port stays taken."""
+        registry = source.registry()
+        assert registry is not None, "a checkpoint by itself has nothing to administer"
+        steering = Steering(registry, source.path, EnginesOfHandle(engines))
+        app = create_admin_app(steering, RegistryReader(registry))
+        config = uvicorn.Config(
+            guarded_admin(app, keys, Rates(source.rate_limit)),
+            log_level="warning",
+            access_log=False,
+            timeout_graceful_shutdown=1,
+        )
+        listening = _bound(address)
+        self._thread = threading.Thread(
+            target=uvicorn.Server(config).run, kwargs={"sockets": [listening]}, name="admin-listener", daemon=True
+        )
+        self._thread.start()
+
+    def check_health(self) -> None:
+        """Serve asks every few seconds, and replaces what raises."""
+        if not self._thread.is_alive():
+            raise RuntimeError("the admin listener's thread has died")
+
+
+def _bound(address: Address) -> socket.socket:
+    deadline = time.monotonic() + _BIND_TIMEOUT_S
+    while True:
+        try:
+            return socket.create_server((address.host, address.port), family=address.family)
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(_POLL_S)
