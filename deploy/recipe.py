@@ -88,6 +88,19 @@ class ControlSection(BaseModel):
     """Optimizer steps; 0 means: for the same seconds as the rounds took."""
 
 
+class CanarySection(BaseModel):
+    """Held-out problems that an announced version must solve about as often as the one that serves."""
+
+    model_config = _STRICT
+
+    num_problems: PositiveInt
+    """How many: the first of the run's held-out problems, at temperature 0."""
+    max_drop: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """A version stays out whose share of them is lower than that of the serving one by more than this."""
+    timeout_s: PositiveFloat = 120.0
+    """Time to answer them, in seconds; a version that takes longer stays out."""
+
+
 class ServiceSection(BaseModel):
     """The HTTP service that answers from the current policy."""
 
@@ -107,6 +120,8 @@ class ServiceSection(BaseModel):
     """Policy versions that a replica holds in memory: the newest, the base, and those that requests still use."""
     rate_limit: Annotated[str, Field(pattern=r"^[1-9][0-9]{0,8}/(second|minute|hour|day)$")] = "6000/minute"
     """Requests that each API key may make."""
+    canary: CanarySection | None = None
+    """What an announced version has to solve before it serves; absent: nothing. A pinned version is not asked."""
 
     @model_validator(mode="after")
     def _ports(self) -> ServiceSection:
@@ -165,6 +180,12 @@ class Recipe(BaseModel):
             raise ValueError(
                 f"learner.groups_per_round {self.learner.groups_per_round} exceeds "
                 f"num_train_problems {self.num_train_problems}: a round asks each problem once"
+            )
+        canary = self.service.canary
+        if canary is not None and canary.num_problems > self.evaluation.num_problems:
+            raise ValueError(
+                f"service.canary.num_problems {canary.num_problems} exceeds evaluation.num_problems "
+                f"{self.evaluation.num_problems}, the held-out problems, of which they are the first"
             )
         if self.model.lora.rank and self.learner.reference_sync_rounds:
             raise ValueError(

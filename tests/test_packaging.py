@@ -59,7 +59,7 @@ def test_the_page_of_recipe_fields_is_current() -> None:
 def _field_names(schema: dict[str, Any], section: dict[str, Any], prefix: str = "") -> Iterator[str]:
     for name, field in section["properties"].items():
         yield prefix + name
-        for choice in field.get("oneOf", [field]):
+        for choice in field.get("oneOf", field.get("anyOf", [field])):
             if "$ref" in choice:
                 target = schema["$defs"][choice["$ref"].rpartition("/")[2]]
                 yield from _field_names(schema, target, f"{prefix}{name}.") if "properties" in target else ()

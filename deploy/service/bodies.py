@@ -258,6 +258,7 @@ class Policy(_Version):
     """What serves."""
 
     run: str
+    canary: Score | None
     lag: Lag
     aliases: dict[str, int]
     pinned: int | None

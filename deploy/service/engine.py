@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 import structlog
 
+from deploy.service.live import Live
 from deploy.service.messages import BlocksDone, CanvasSeen, Done, Event, Job, Refused
-from deploy.service.versions import Live, Versions
+from deploy.service.versions import Versions
 from rollout.request import Completion, check_request
 from rollout.sampler import SlotBatch
 

@@ -16,13 +16,16 @@ import structlog
 
 from actors.registry import NEWEST, AdminState, MalformedEntryError, PolicyVersion, Registry, Standing
 from actors.registry_files import rebuild
+from deploy.service.live import NoLongerWantedError, NoRoomError, NoSuchVersionError, RefusedVersionError
 from deploy.service.messages import POLICY, FollowerStatus
-from deploy.service.versions import NoRoomError, NoSuchVersionError, RefusedVersionError, Versions
+from deploy.service.versions import Versions
 
 _BLOCK_MS = 1000
 _RETRY_S = 2.0
 _JOIN_TIMEOUT_S = 10.0
 _MAX_GIVEN_UP = 20
+
+_NOTHING_HELD = AdminState(pinned=None, is_paused=False)
 
 _Choice = tuple[PolicyVersion, bool]
 """A version, and whether somebody chose it: it is then not compared with others."""
@@ -42,8 +45,9 @@ class VersionFollower:
         self._registry, self._versions, self._run_dir = registry, versions, run_dir
         self._last_id = "0"
         self._newest: PolicyVersion | None = None
-        self._standing = Standing(aliases={}, admin=AdminState(pinned=None, is_paused=False), refused=frozenset())
+        self._standing = Standing(aliases={}, admin=_NOTHING_HELD, refused=frozenset())
         self._is_filled = self._has_looked = False
+        self._compares = True
         # Gone or bad for good: only other weights, or another place to load them from, help.
         self._given_up = deque[object](maxlen=_MAX_GIVEN_UP)
         self._status = FollowerStatus(
@@ -71,6 +75,14 @@ class VersionFollower:
         self._stopping.set()
         if self._thread is not None:
             self._thread.join(_JOIN_TIMEOUT_S)
+
+    def catch_up(self) -> bool:
+        """As `follow_once`, of an engine that begins: what takes long, to compare a version with another, can wait."""
+        self._compares = False
+        try:
+            return self.follow_once(0)
+        finally:
+            self._compares = True
 
     def follow_once(self, block_ms: int) -> bool:
         """Read what is wanted and serve it; what fails is counted. False when something failed."""
@@ -131,7 +143,7 @@ class VersionFollower:
         while (choice := self._choice()) is not None and not self._serves(*choice):
             policy, is_chosen = choice
             try:
-                self._versions.adopt(policy)
+                self._versions.adopt(policy, is_chosen=is_chosen, still_wanted=self._is_unhindered)
             except (NoSuchVersionError, RefusedVersionError) as error:
                 self._count(str(error), registry_reachable=True)
                 if not self._is_served_elsewhere(policy):
@@ -140,9 +152,19 @@ class VersionFollower:
             except NoRoomError:
                 structlog.get_logger().info("swap_waits", policy_version=policy.version)
                 return False
+            except NoLongerWantedError:
+                return False
             else:
                 return True
         return False
+
+    def _is_unhindered(self) -> bool:
+        """Whether no operator holds the service, as far as can be heard."""
+        try:
+            admin = self._registry.admin()
+        except ConnectionError:
+            return not self._stopping.is_set()
+        return admin == _NOTHING_HELD and not self._stopping.is_set()
 
     def _choice(self) -> _Choice | None:
         """The first of what is wanted that can be served; None: what serves now."""
@@ -157,7 +179,9 @@ class VersionFollower:
         if admin.pinned is not None:
             yield self._version(admin.pinned), True
         elif not admin.is_paused and self._newest is not None:
-            yield self._newest, self._is_served_elsewhere(self._newest)
+            is_chosen = self._is_served_elsewhere(self._newest)
+            if is_chosen or self._compares or not self._versions.has_canary:
+                yield self._newest, is_chosen
         if served is not None:
             yield self._version(served), True
 

@@ -10,8 +10,9 @@ from typing import Protocol
 
 from actors.registry import AdminState, PolicyVersion
 from deploy.service.engine import BusyError, Engine
+from deploy.service.live import Live, NoRoomError, NoSuchVersionError, RefusedVersionError
 from deploy.service.messages import Began, CanvasSeen, Done, EngineState, Event, FollowerStatus, Job, Refused
-from deploy.service.versions import Live, NoRoomError, NoSuchVersionError, RefusedVersionError, Versions
+from deploy.service.versions import Versions
 
 
 class Backend(Protocol):
@@ -88,6 +89,7 @@ class EngineHost:
             replica=self._replica,
             policy=versions.policy,
             scored=versions.scored,
+            canary=versions.canary,
             announced=versions.announced,
             live=versions.live,
             base=versions.base,

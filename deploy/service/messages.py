@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from actors.registry import AdminState, PolicyVersion
 from rollout.request import Committed, Completion, Progress, Request
+from rollout.score import Score
 
 POLICY, BASE = "policy", "base"
 """Aliases of versions: the newest that serves, and what the rounds began with."""
@@ -116,6 +117,8 @@ class EngineState:
     """What a request for `policy` gets now."""
     scored: PolicyVersion | None
     """The version that was last evaluated, of those heard of."""
+    canary: Score | None
+    """How `policy` did on the canary; None where it was not asked."""
     announced: PolicyVersion | None
     """The version that was announced last; None before the first."""
     live: tuple[PolicyVersion, ...]

@@ -24,8 +24,12 @@ def score_of(policy: PolicyVersion | None) -> dict[str, Any] | None:
     if policy is None or policy.num_correct is None or not policy.num_problems:
         return None
     score = Score(num_correct=policy.num_correct, num_problems=policy.num_problems)
+    return _score_body(policy.version, score)
+
+
+def _score_body(version: int, score: Score) -> dict[str, Any]:
     return {
-        "policy_version": policy.version,
+        "policy_version": version,
         "num_correct": score.num_correct,
         "num_problems": score.num_problems,
         "accuracy": score.accuracy,
@@ -51,6 +55,7 @@ def policy_body(run: str, states: Sequence[EngineState]) -> dict[str, Any]:
         "phase": policy.phase,
         "checksum": policy.manifest_digest,
         "score": score_of(state.scored),
+        "canary": _canary_of(policy, states),
         "lag": {"published": published, "behind": max(0, published - policy.version)},
         "aliases": aliases,
         "pinned": state.follower.admin.pinned,
@@ -60,6 +65,12 @@ def policy_body(run: str, states: Sequence[EngineState]) -> dict[str, Any]:
         "refused": [{"version": refused.version, "why": refused.why} for refused in state.refused],
         "last_error": state.follower.last_error,
     }
+
+
+def _canary_of(policy: PolicyVersion, states: Sequence[EngineState]) -> dict[str, Any] | None:
+    """The first engine to serve a version asks it; those that follow need not."""
+    scores = [one.canary for one in states if one.canary is not None and one.policy.has_same_weights(policy)]
+    return _score_body(policy.version, scores[0]) if scores else None
 
 
 def known(version: int, states: Sequence[EngineState]) -> PolicyVersion | None:

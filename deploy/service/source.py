@@ -11,6 +11,7 @@ from actors.checkpoints import checkpoints_to_answer
 from actors.registry import PolicyVersion, Registry
 from actors.run_log import CHECKPOINTS
 from deploy.sampling.defaults import Defaults
+from deploy.service.canary import HeldoutCanary
 from deploy.service.codec import Codec
 from deploy.service.plan import Planner
 from deploy.service.policy_events import RegistryReader
@@ -119,7 +120,10 @@ class Source:
             recipe = read_recipe(self.path)
             engine, most_live = recipe.rollout.engine, recipe.service.max_live_versions
             locate: Locate = Checkpoints(self.path).locate
+            wanted = recipe.service.canary
+            canary = None if wanted is None else HeldoutCanary(recipe, wanted, checkpoint)
         else:
+            canary = None
             engine, most_live = EngineConfig(), _MAX_LIVE_OF_CHECKPOINT
             locate = _nothing
         return Versions(
@@ -128,6 +132,7 @@ class Source:
             load=lambda announced: load_sampler(announced, checkpoint, engine, device),
             locate=locate,
             most_live=most_live,
+            canary=canary,
         )
 
 

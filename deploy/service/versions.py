@@ -9,17 +9,23 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-
-import torch
+from collections.abc import Callable
 
 from actors.registry import PolicyVersion
+from deploy.service.live import (
+    Canary,
+    Live,
+    NoRoomError,
+    NoSuchVersionError,
+    RefusedVersionError,
+    StillWanted,
+    finite_probe,
+    objection_to,
+)
 from deploy.service.messages import BASE, POLICY, RefusedVersion
-from rollout.request import Request, SamplingParams
-from rollout.sampler import Sampler, SlotBatch
+from rollout.sampler import Sampler
+from rollout.score import Score
 
-Check = Callable[[Sampler, PolicyVersion], str | None]
-"""Why a version must not serve; None where it may."""
 Load = Callable[[PolicyVersion], Sampler]
 """The sampler of a version. Raises LookupError when its weights are gone, ValueError when they are damaged."""
 Locate = Callable[[str | int], PolicyVersion | None]
@@ -34,29 +40,6 @@ _SWAP_TIMEOUT_S = 2.0
 _BRING_TIMEOUT_S = 30.0
 
 
-class NoSuchVersionError(LookupError):
-    """There is no such version, or its weights are gone."""
-
-
-class RefusedVersionError(ValueError):
-    """The version is there, and must not serve."""
-
-
-class NoRoomError(Exception):
-    """Every version in memory is in use; it may be better in a while."""
-
-
-class Live:
-    """A version in memory."""
-
-    def __init__(self, sampler: Sampler, policy: PolicyVersion) -> None:
-        self.sampler, self.policy = sampler, policy
-        self.batch: SlotBatch | None = None
-        """Its rows; the engine's thread alone uses it."""
-        self.num_jobs = 0
-        self.used_at_s = time.monotonic()
-
-
 class Versions:
     """At most `most_live` versions. Threads may call it at the same time."""
 
@@ -68,7 +51,7 @@ class Versions:
         load: Load,
         locate: Locate,
         most_live: int = 4,
-        checks: Sequence[Check] = (),
+        canary: Canary | None = None,
     ) -> None:
         """Serve `policy` first.
 
@@ -78,10 +61,10 @@ class Versions:
             load: makes the sampler of others.
             locate: finds others.
             most_live: versions in memory, those included that only old requests still use; at least 2.
-            checks: what a version must pass before it serves, after `finite_probe`.
+            canary: what an announced version is asked before it serves; None: nothing.
         """
         self._load, self._locate, self._most_live = load, locate, most_live
-        self._checks = (finite_probe, *checks)
+        self._canary = canary
         # One load at a time; never held while a request is served.
         self._loading = threading.Lock()
         self._changed = threading.Condition()
@@ -97,6 +80,16 @@ class Versions:
     def policy(self) -> PolicyVersion:
         """What a request for the newest version would get now."""
         return self._current.policy
+
+    @property
+    def has_canary(self) -> bool:
+        """Whether an announced version is compared with the one that serves."""
+        return self._canary is not None
+
+    @property
+    def canary(self) -> Score | None:
+        """How the version that serves did on the canary; None where it was not asked."""
+        return self._current.canary
 
     @property
     def live(self) -> tuple[PolicyVersion, ...]:
@@ -127,33 +120,40 @@ class Versions:
         self.announced = policy
         self._take_over(policy)
 
-    def adopt(self, policy: PolicyVersion) -> None:
+    def adopt(
+        self, policy: PolicyVersion, *, is_chosen: bool = False, still_wanted: StillWanted = lambda: True
+    ) -> None:
         """Load a version beside the one that serves, look at it, and let it take over.
+
+        One thread at a time adopts.
+
+        Args:
+            policy: the version.
+            is_chosen: whether somebody chose it; then it may be worse than the one that serves.
+            still_wanted: asked while it is compared, which takes long.
 
         Raises:
             NoSuchVersionError: its weights are gone.
             RefusedVersionError: it must not serve; `refused` says so from now on.
             NoRoomError: every version in memory is in use; nothing has changed.
+            NoLongerWantedError: it is not wanted any more; nothing has changed.
         """
-        with self._loading:
-            live = self._find(policy)
-            if live is None:
-                try:
-                    live = self._make(policy, _SWAP_TIMEOUT_S)
-                except (NoSuchVersionError, RefusedVersionError) as error:
-                    self._refuse(policy, str(error))
-                    raise
-            with self._changed:
-                if live is not self._current:
-                    self._current.used_at_s = time.monotonic()
-                    self._current = live
-                    self.num_swaps += 1
-                self._changed.notify_all()
-            self._take_over(policy)
+        try:
+            live = self._bring(policy, _SWAP_TIMEOUT_S)
+            try:
+                if not is_chosen:
+                    self._compare(live, still_wanted)
+                self._serve(live)
+            finally:
+                self.release(live)
+        except (NoSuchVersionError, RefusedVersionError) as error:
+            self._refuse(policy, str(error))
+            raise
+        self._take_over(policy)
 
     def prepare(self, policy: PolicyVersion) -> None:
         """Load a version, so that it can take over at once. Raises as `acquire` does."""
-        self.release(self.acquire(policy.version, policy))
+        self.release(self._bring(policy, _BRING_TIMEOUT_S))
 
     def holds(self, policy: PolicyVersion) -> bool:
         """Whether a version is in memory."""
@@ -182,14 +182,7 @@ class Versions:
             base = self._locate(BASE)
             version = BASE if base is None else base.version
         live = self._acquire_live(version, began_with)
-        if live is None:
-            with self._loading:
-                live = self._acquire_live(version, began_with)
-                if live is None:
-                    made = self._make(self._lookup(version, began_with), _BRING_TIMEOUT_S)
-                    with self._changed:
-                        live = _used(made)
-        return live
+        return live or self._bring(self._lookup(version, began_with), _BRING_TIMEOUT_S)
 
     def release(self, live: Live) -> None:
         """A job that used a version has ended."""
@@ -210,6 +203,30 @@ class Versions:
                     live.policy = policy
             if policy.num_problems:
                 self.scored = policy
+
+    def _bring(self, policy: PolicyVersion, timeout_s: float) -> Live:
+        """A version that stays until it is released."""
+        with self._loading:
+            live = self._acquire_live(policy.version, policy)
+            if live is None:
+                made = self._make(policy, timeout_s)
+                with self._changed:
+                    live = _used(made)
+            return live
+
+    def _compare(self, live: Live, still_wanted: StillWanted) -> None:
+        if self._canary is None or live is self._current:
+            return
+        if why := objection_to(live, self._current, self._canary, still_wanted):
+            raise RefusedVersionError(f"Policy version {live.policy.version} is not served: {why}")
+
+    def _serve(self, live: Live) -> None:
+        with self._changed:
+            if live is not self._current:
+                self._current.used_at_s = time.monotonic()
+                self._current = live
+                self.num_swaps += 1
+            self._changed.notify_all()
 
     def _find(self, policy: PolicyVersion) -> Live | None:
         with self._changed:
@@ -241,9 +258,8 @@ class Versions:
         try:
             sampler = self._load(policy)
             assert sampler.policy_version == policy.version, "a policy is announced under the version of its sampler"
-            for check in self._checks:
-                if why := check(sampler, policy):
-                    raise RefusedVersionError(why)
+            if why := finite_probe(sampler, policy):
+                raise RefusedVersionError(why)
         except LookupError as error:
             raise NoSuchVersionError(str(error)) from error
         # torch's word for weights of another shape is RuntimeError.
@@ -276,24 +292,6 @@ class Versions:
                     )
                 else:
                     self._changed.wait(_POLL_S)
-
-
-@torch.inference_mode()
-def finite_probe(sampler: Sampler, policy: PolicyVersion) -> str | None:
-    """Two denoise steps, which also warm the network up; bad weights predict what is no number."""
-    config = sampler.model.config
-    if not all(bool(weight.isfinite().all()) for weight in sampler.model.parameters()):
-        return f"policy version {policy.version} has weights that are no numbers"
-    length = min(16, config.max_sequence_length // 2)
-    params = SamplingParams(gen_length=length, block_length=length, num_denoise_steps=min(2, length), temperature=0.0)
-    batch = sampler.open(most_rows=1)
-    batch.submit(Request(prompt_ids=(config.eos_token_id,), params=params, seed=0))
-    try:
-        for _ in range(2):
-            batch.step()
-    except FloatingPointError:
-        return f"policy version {policy.version} predicts what is no number"
-    return None
 
 
 def _used(live: Live) -> Live:

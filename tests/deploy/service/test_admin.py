@@ -16,10 +16,10 @@ from deploy.service.follower import VersionFollower
 from deploy.service.gate import MAX_BODY_BYTES, Rates
 from deploy.service.keys import OF_ADMIN, Keys, read_admin_keys, read_keys
 from deploy.service.launch import banner, bound_application
+from deploy.service.live import NoSuchVersionError, RefusedVersionError
 from deploy.service.policy_events import RegistryReader
 from deploy.service.source import Address, Source
 from deploy.service.steering import Steering, before_the_present
-from deploy.service.versions import NoSuchVersionError, RefusedVersionError
 
 ADMIN_KEY, SERVICE_KEY = "the-key-of-the-operator", "the-key-of-some-client"
 BEARER = {"Authorization": f"Bearer {ADMIN_KEY}"}

@@ -318,7 +318,7 @@ def test_a_paused_service_keeps_what_it_has_and_new_engines_take_the_same(
     follower.follow_once(0)
     assert (versions.policy.version, versions.announced.version) == (2, 3)
     new = engine_of()
-    assert VersionFollower(registry, new, run_dir).follow_once(0)
+    assert VersionFollower(registry, new, run_dir).catch_up()
     assert new.policy.version == 2
     registry.pause(False)
     follower.follow_once(0)
