@@ -8,8 +8,8 @@ import uuid
 from collections.abc import Callable
 
 from limits import RateLimitItem, parse
-from limits.storage import MemoryStorage
-from limits.strategies import SlidingWindowCounterRateLimiter
+from limits.aio.storage import MemoryStorage
+from limits.aio.strategies import SlidingWindowCounterRateLimiter
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -29,13 +29,15 @@ class Rates:
     def __init__(self, limit: str) -> None:
         """`limit` as the `limits` package writes it: "600/minute". Raises ValueError when it is none."""
         self._limit: RateLimitItem = parse(limit)
+        # The synchronous storage starts a thread for each request.
         self._limiter = SlidingWindowCounterRateLimiter(MemoryStorage())
 
-    def refusal(self, owner: str) -> ServiceError | None:
+    async def refusal(self, owner: str) -> ServiceError | None:
         """Count a request; why it is too much, or None."""
-        if self._limiter.hit(self._limit, owner):
+        if await self._limiter.hit(self._limit, owner):
             return None
-        reset_s = self._limiter.get_window_stats(self._limit, owner).reset_time - time.time()
+        window = await self._limiter.get_window_stats(self._limit, owner)
+        reset_s = window.reset_time - time.time()
         retry_after_s = max(1, min(60, round(reset_s)))
         return ServiceError(429, f"This key may ask {self._limit}.", "rate_limit_exceeded", retry_after_s=retry_after_s)
 
@@ -65,19 +67,19 @@ class Gate:
             await send({"type": "websocket.close", "code": 1008})
         else:
             named = _named(send, _request_id(scope))
-            error = self._refusal(scope)
+            error = await self._refusal(scope)
             if error is not None:
                 await error.response()(scope, receive, named)
             else:
                 await self._app(scope, _limited(receive), named)
 
-    def _refusal(self, scope: Scope) -> ServiceError | None:
+    async def _refusal(self, scope: Scope) -> ServiceError | None:
         if self._opens(scope["method"], scope["path"]):
             return None
         owner = self._keys.owner([value for name, value in scope["headers"] if name == b"authorization"])
         if owner is None:
             return ServiceError(401, "Send a key: `Authorization: Bearer KEY`.", "invalid_api_key")
-        return self._rates.refusal(owner)
+        return await self._rates.refusal(owner)
 
 
 def _request_id(scope: Scope) -> bytes:

@@ -23,7 +23,8 @@ from deploy.service.source import Source
     max_queued_requests=8192,
     # A new deployment of the run starts its replicas before the old ones stop.
     max_surge_percent=100,
-    health_check_period_s=5,
+    # A dead one is noticed here, and nowhere earlier: the others do its work until the next has started.
+    health_check_period_s=1,
     graceful_shutdown_timeout_s=60,
     # Little enough to be placed beside a run that has all the CPUs.
     ray_actor_options={"num_cpus": 0.01},
@@ -62,7 +63,7 @@ class EngineReplica:
         return await self._host.prepare(policy)
 
     def check_health(self) -> None:
-        """Serve asks every few seconds, and replaces what raises."""
+        """Serve asks every second, and replaces what raises."""
         if self._follower is not None:
             self._follower.ensure_running()
         self._host.versions.forget_idle()

@@ -50,7 +50,8 @@ async def steadily(backend: Backend, job: Job, *, may_restart: bool) -> AsyncGen
             raise EngineLostError("its events ended early")
         except EngineLostError as error:
             structlog.get_logger().warning("engine_lost", attempt=attempt, error=str(error))
-            await asyncio.sleep(_PAUSE_S * attempt)
+            # Another engine is there at once, most of the time.
+            await asyncio.sleep(_PAUSE_S * (attempt - 1))
         except _VersionGoneError as error:
             if not may_restart:
                 yield replace(error.refusal, status=503, code="version_gone", message=_gone(rest.policy))

@@ -1,5 +1,6 @@
 """The service end to end: Ray, Serve, registry and weight store, under load while the policy changes."""
 
+import asyncio
 import json
 import os
 import signal
@@ -9,7 +10,6 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from contextlib import suppress
 
 import pytest
 import ray
@@ -18,16 +18,22 @@ import redis
 from actors.registry import Registry
 from actors.registry_server import registry_url
 from actors.weights import NAMESPACE, WeightStore, make_manifest, store_name
+from benchmarks.service import faults, soak
+from benchmarks.service.deployment import KEY, ROLES, Deployed, Policies, Publisher, Shape, descendants, processes
+from benchmarks.service.load import Judge
 from deploy.errors import UserError
 from deploy.serve_proxy import PROXY_ENV
 from deploy.service import deploy_service
 from deploy.service.schemas import CompletionRequest
 
-TOKEN = "a-token-of-this-test"
+TOKEN = KEY
 ASK = {"prompt": "2 + 3", "seed": 1, "temperature": 1.0}
 NEWEST = 4
 LONG = ASK | {"diffusion": {"gen_length": 40, "block_length": 4, "steps": 40}}
-NUM_KILLS = 4
+FAULTS = faults.Plan(num_swaps=6, num_kills=2, num_parts=1, swap_every_s=1.0, kill_after_s=1.0)
+SOAK = soak.Plan(minutes=0.15, look_every_s=0.5, swap_every_s=2.0)
+MOST_GROWTH_MIB = 24.0
+INGRESS = ROLES["ingress"]
 
 
 def call(url, body=None, token=TOKEN):
@@ -48,23 +54,6 @@ def wait_until(condition, what, timeout_s=60):
     while not condition():
         assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}"
         time.sleep(0.05)
-
-
-def descendants(pid):
-    """Process ids below `pid`."""
-    parents = {}
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            with open(f"/proc/{name}/stat") as stat:
-                state, parent = stat.read().rsplit(")", 1)[1].split()[:2]
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if state != "Z":
-            parents[int(name)] = int(parent)
-    found = {pid}
-    while new := {child for child, parent in parents.items() if parent in found} - found:
-        found |= new
-    return found - {pid}
 
 
 def alive(pids):
@@ -220,75 +209,38 @@ def try_to_announce(registry, policy):
     return True
 
 
-def pids_of(deployment):
-    """The processes of a deployment's replicas."""
-    found = set()
-    for pid in descendants(os.getpid()):
-        with suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as cmdline:
-            words = cmdline.read()  # Ray names its workers after what they do.
-            if all(word.encode() in words for word in ("ServeReplica", deployment)):
-                found.add(pid)
-    return found
-
-
-def stream(url, body):
-    """Status, text and whether it ended with [DONE] of a streamed request."""
-    request = urllib.request.Request(url, json.dumps(body | {"stream": True}).encode())
-    request.add_header("Authorization", f"Bearer {TOKEN}")
-    request.add_header("Content-Type", "application/json")
-    with urllib.request.urlopen(request, timeout=60) as response:
-        lines = [line.removeprefix("data: ") for line in response.read().decode().split("\n\n") if line]
-        chunks = [json.loads(line) for line in lines if line != "[DONE]"]
-        text = "".join(choice["text"] for chunk in chunks for choice in chunk.get("choices", ()))
-        return response.status, {"text": text, "done": lines[-1] == "[DONE]", "last": chunks[-1]}
-
-
-class Streamer(Asker):
-    """The same with streams."""
-
-    def _ask(self):
-        while not self._done.is_set():
-            try:
-                self.answers.append(stream(f"{self._url}/v1/completions", LONG))
-            except Exception as error:
-                self.answers.append((type(error).__name__, {"error": str(error)}))
-
-
 @pytest.mark.ray
 @pytest.mark.timeout(400)
 @pytest.mark.filterwarnings("ignore:Using extra keyword arguments on `Field`:DeprecationWarning")  # Ray Serve's schema
-def test_the_death_of_an_engine_is_invisible(cluster, run_dir, service, make_sampler, free_port):
+def test_no_answer_is_lost_while_engines_die_and_versions_change(cluster, tmp_path, free_port):
     from ray import serve  # The filter above is for this.
 
     # Serve's proxy answers before there is a service.
     serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": free_port})
     assert is_ours(*call(f"http://127.0.0.1:{free_port}/v1/models"), {"unavailable"})
 
-    url = deploy_service(run_dir, registry_url(), "127.0.0.1", free_port, 2)
-    expected = text_of(service, make_sampler(1), LONG)
-    wait_until(lambda: len(call(f"{url}/v1/run/pools")[1]["replicas"]) == 2, "both engines", 120)
+    shape = Shape(d_model=32, num_layers=1, gen_length=40, block_length=4, steps=40)
+    policies = Policies(tmp_path / "tiny", shape, 2)
+    url = deploy_service(policies.directory, registry_url(), "127.0.0.1", free_port, policies.num_replicas)
+    registry = Registry(registry_url(), "tiny")
+    deployed = Deployed(url=url, policies=policies, publisher=Publisher(policies, registry))
 
-    asker, streamer = Asker(url, 2, LONG), Streamer(url, 2)
-    killed = set()
-    for num_killed in range(1, NUM_KILLS + 1):
-        wait_until(lambda: len(pids_of("EngineReplica") - killed) >= 2, "two engines", 120)
-        num_before = len(asker.answers), len(streamer.answers)
-        wait_until(
-            lambda before=num_before: len(asker.answers) > before[0] and len(streamer.answers) > before[1], "answers"
-        )
-        victim = min(pids_of("EngineReplica") - killed)
-        killed.add(victim)
-        os.kill(victim, signal.SIGKILL)
-        assert len(killed) == num_killed
-    num_before = len(asker.answers)
-    wait_until(lambda: len(asker.answers) > num_before + 10, "answers after the last")
-    asker.stop()
-    streamer.stop()
-    assert {status for status, _ in asker.answers} == {200}, [a for a in asker.answers if a[0] != 200][:3]
-    assert {body["choices"][0]["text"] for _, body in asker.answers} == {expected}
-    assert {status for status, _ in streamer.answers} == {200}, [a for a in streamer.answers if a[0] != 200][:3]
-    assert all(body["done"] for _, body in streamer.answers), [b for _, b in streamer.answers if not b["done"]][:3]
-    assert {body["text"] for _, body in streamer.answers} == {expected}
+    outcome = asyncio.run(faults.disturb(deployed, FAULTS, compares=False))
+    found = Judge(policies).judge(outcome.disturbed)
+    assert found.is_good, found
+    assert (outcome.num_swaps, len(outcome.kills_s)) == (FAULTS.num_swaps, FAULTS.num_kills)
+    versions = {version for answer in outcome.disturbed for version in answer.versions}
+    assert len(versions) > 3, "the load should see the versions change"
+    kills_s = [killed_s for killed_s, _ in outcome.kills_s]
+    hit = [one for one in outcome.disturbed if any(one.began_s < killed_s < one.ended_s for killed_s in kills_s)]
+    assert hit, "a kill should strike answers under way"
+
+    # Clients that hang up, bad requests and new versions; nothing grows by much.
+    soaked = asyncio.run(soak.soak(deployed, SOAK))
+    registry.close()
+    assert soaked.lost == []
+    assert min(soaked.counts[kind] for kind in ("answers", "hang-ups", "bad requests", "views")) > 8
+    assert [row for row in soak.growth(soaked.looks) if row["last"] - row["middle"] > MOST_GROWTH_MIB] == []
 
     # A client that goes away frees its slots.
     wait_until(lambda: running(url) == 0, "nothing to run")
@@ -306,9 +258,9 @@ def test_the_death_of_an_engine_is_invisible(cluster, run_dir, service, make_sam
     assert call(f"{url}/v1/nothing")[0] == 404
     asker = Asker(url, 2)
     wait_until(lambda: len(asker.answers) > 2, "answers")
-    (victim,) = pids_of("Ingress")
+    (victim,) = processes(INGRESS)
     os.kill(victim, signal.SIGKILL)
-    wait_until(lambda: pids_of("Ingress") - {victim} and call(f"{url}/health/ready")[0] == 200, "an ingress", 120)
+    wait_until(lambda: processes(INGRESS) - {victim} and call(f"{url}/health/ready")[0] == 200, "an ingress", 120)
     num_before = len(asker.answers)
     wait_until(lambda: len(asker.answers) > num_before + 4, "answers of the new one")
     asker.stop()

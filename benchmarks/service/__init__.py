@@ -1,0 +1,1 @@
+"""What the service costs, what it withstands, and what it keeps: on loopback, against the same sampler by itself."""

@@ -1,0 +1,236 @@
+"""A run of random policies on a Ray of this machine, its service, and the processes of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from actors.registry import PolicyVersion, Registry
+from actors.run_log import RECIPE
+from deploy.service.keys import KEYS_FILE_VARIABLE, TOKEN_VARIABLE
+from learner.model.checkpoint import save_checkpoint
+from learner.model.tokenizer import EOS, MASK, ChatTokenizer, make_tokenizer
+from learner.model.transformer import Transformer, TransformerConfig, init_weights
+from rollout.sampler import Sampler
+
+KEY = "benchmark-" + "0" * 16
+NUM_WEIGHTS = 4
+"""Weights that differ; versions take them in turn, so that neighbours never have the same."""
+_NUM_KEPT = 3
+ENGINE = "EngineReplica"
+ROLES = {"proxy": "ProxyActor", "ingress": ":Ingress", "engine": ENGINE}
+"""What Ray's processes are named after."""
+_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """How large the policy is, and how it denoises."""
+
+    d_model: int = 128
+    num_layers: int = 4
+    gen_length: int = 32
+    block_length: int = 8
+    steps: int = 32
+
+
+class Policies:
+    """The versions of a run: random weights under rising numbers."""
+
+    def __init__(self, directory: Path, shape: Shape, num_replicas: int) -> None:
+        """Make the run, with a checkpoint of version 1."""
+        self.directory, self.shape, self.num_replicas = directory, shape, num_replicas
+        self.newest = 1
+        self._tokenizer_dir = directory.parent / "tokenizer"
+        make_tokenizer(["What is 1 + 2?", "The sum is 3."], self._tokenizer_dir, 320)
+        tokenizer = ChatTokenizer(self._tokenizer_dir)
+        self.eos_id = tokenizer.token_id(EOS)
+        self._config = TransformerConfig(
+            vocab_size=len(tokenizer),
+            d_model=shape.d_model,
+            num_layers=shape.num_layers,
+            num_heads=4,
+            num_kv_heads=4,
+            mlp_hidden_size=shape.d_model * 11 // 4,
+            max_sequence_length=256,
+            mask_token_id=tokenizer.token_id(MASK),
+            eos_token_id=self.eos_id,
+            pad_token_id=self.eos_id,
+        )
+        directory.mkdir()
+        (directory / RECIPE).write_text(yaml.safe_dump(_recipe(directory.name, shape, num_replicas)))
+        self.save(1, "sft")
+
+    def model(self, version: int) -> Transformer:
+        """The network of a version."""
+        model = Transformer(self._config)
+        init_weights(model, seed=version % NUM_WEIGHTS)
+        return model
+
+    def sampler(self, version: int) -> Sampler:
+        """The same sampler as the service has, in this process."""
+        return Sampler(self.model(version), version)
+
+    def save(self, version: int, phase: str = "rl") -> Path:
+        """A checkpoint of a version."""
+        path = self.directory / "checkpoints" / f"{phase}-{version}"
+        state = {"phase": phase, "round": version - 1, "policy_version": version, "rl_seconds": 0.0}
+        save_checkpoint(path, self._config, self.model(version).state_dict(), self._tokenizer_dir, trainer_state=state)
+        return path
+
+    def facts(self, version: int, **known: Any) -> PolicyVersion:
+        """What is announced of a version."""
+        nothing = dict.fromkeys(("num_correct", "num_problems", "checkpoint", "weight_store", "manifest_digest"))
+        return PolicyVersion(version=version, round=version - 1, phase="rl", **nothing | known)
+
+
+def _recipe(name: str, shape: Shape, num_replicas: int) -> dict[str, Any]:
+    sampling = {"gen_length": shape.gen_length, "block_length": shape.block_length, "num_denoise_steps": shape.steps}
+    return {
+        "name": name,
+        "task": {"name": "sums"},
+        "sft": {"num_labels": 8, "num_steps": 1},
+        "learner": {"num_rounds": 1},
+        "num_train_problems": 32,
+        "rollout": {"sampling": sampling},
+        "service": {"num_replicas": num_replicas, "rate_limit": "1000000/minute"},
+    }
+
+
+class Publisher:
+    """Announces versions, as a run does: the next from its weight store, the one after from a checkpoint."""
+
+    def __init__(self, policies: Policies, registry: Registry) -> None:
+        import ray
+
+        from actors.weights import NAMESPACE, WeightStore, store_name
+
+        self._policies, self._registry = policies, registry
+        self._store_name = store_name(policies.directory.name)
+        options = {"name": self._store_name, "namespace": NAMESPACE, "num_cpus": 0}
+        self._store: Any = ray.remote(WeightStore).options(**options).remote(_NUM_KEPT)
+
+    def publish(self) -> int:
+        """Announce one more version. Returns its number."""
+        import ray
+
+        from actors.weights import make_manifest
+
+        policies = self._policies
+        version = policies.newest + 1
+        if version % 2:
+            facts = policies.facts(version, checkpoint=str(policies.save(version)))
+        else:
+            weights = policies.model(version).state_dict()
+            manifest = make_manifest(version, weights)
+            ray.get(self._store.publish.remote(manifest, ray.put(weights)), timeout=_TIMEOUT_S)
+            facts = policies.facts(version, weight_store=self._store_name, manifest_digest=manifest.digest)
+        self._registry.announce(facts)
+        policies.newest = version
+        return version
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Deployed:
+    """A service that answers."""
+
+    url: str
+    policies: Policies
+    publisher: Publisher
+
+
+@contextmanager
+def deployed(directory: Path, shape: Shape, num_replicas: int) -> Iterator[Deployed]:
+    """A run, its registry and its service, on a Ray of its own that ends with the block."""
+    from actors.registry_server import registry_url
+    from deploy.ray_session import ray_session
+    from deploy.service.launch import deploy_service
+
+    torch.set_num_threads(1)
+    policies = Policies(directory, shape, num_replicas)
+    with _environment(), ray_session(dashboard=False), closing(_ServeClient()):
+        url = registry_url()
+        address = deploy_service(directory, url, "127.0.0.1", _free_port(), num_replicas)
+        with closing(Registry(url, directory.name)) as registry:
+            yield Deployed(url=address, policies=policies, publisher=Publisher(policies, registry))
+
+
+class _ServeClient:
+    """What Serve remembers in this process."""
+
+    def close(self) -> None:
+        """Forget it: it ends with its Ray."""
+        from ray.serve.context import _set_global_client
+
+        _set_global_client(None)
+
+
+@contextmanager
+def _environment() -> Iterator[None]:
+    """What Ray's processes begin with; as it was afterwards."""
+    before = dict(os.environ)
+    for name in ("RAY_ADDRESS", "D1_REDIS_URL", KEYS_FILE_VARIABLE):
+        os.environ.pop(name, None)
+    os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", TOKEN_VARIABLE: KEY}
+    # As important as the sampler in this process, which the service is compared with. Ray's own choice is 15.
+    os.environ["RAY_worker_niceness"] = str(os.nice(0))  # noqa: SIM112 - Ray's name
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def descendants(pid: int) -> set[int]:
+    """Processes below `pid` that run."""
+    parents = {}
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(FileNotFoundError, ProcessLookupError), open(f"/proc/{name}/stat") as stat:
+            state, parent = stat.read().rsplit(")", 1)[1].split()[:2]
+            if state != "Z":
+                parents[int(name)] = int(parent)
+    found = {pid}
+    while new := {child for child, parent in parents.items() if parent in found} - found:
+        found |= new
+    return found - {pid}
+
+
+def processes(role: str) -> set[int]:
+    """Ray's processes below this one that are named after `role`."""
+    found = set()
+    for pid in descendants(os.getpid()):
+        with suppress(OSError):
+            # Ray names its workers after what they do.
+            if role.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.add(pid)
+    return found
+
+
+def cpu_s() -> dict[str, float]:
+    """CPU seconds of each role's processes so far."""
+    return {role: sum(map(_cpu_s, processes(name))) for role, name in ROLES.items()}
+
+
+def _cpu_s(pid: int) -> float:
+    times = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[11:13]
+    return sum(map(int, times)) / os.sysconf("SC_CLK_TCK")
+
+
+def kill(pid: int) -> None:
+    """SIGKILL."""
+    os.kill(pid, signal.SIGKILL)

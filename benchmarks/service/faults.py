@@ -1,0 +1,181 @@
+"""Swaps and kills under load: what is lost (nothing may be), and what they cost.
+
+Clients ask without a pause while versions are announced and engines are killed, one at a time. Parts with and without
+that take turns on the same deployment, as long as each other, so that both see the same machine. Afterwards every
+answer is compared with what the sampler of the version that it names says in this process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable
+from contextlib import aclosing
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from benchmarks.service.deployment import ENGINE, Deployed, kill, processes
+from benchmarks.service.load import Answer, Client, Judge, Verdict, for_seconds, mixed_asks
+from benchmarks.service.table import show, times, verdict
+
+_LIMIT = 1.3
+_NUM_ASKS = 32
+_BACK_TIMEOUT_S = 120.0
+_POLL_S = 0.1
+_WARM_UP_S = 2.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """What is done to the service."""
+
+    num_swaps: int = 100
+    num_kills: int = 20
+    num_parts: int = 5
+    """Parts with disturbance; after each comes one without, as long."""
+    num_clients: int = 4
+    swap_every_s: float = 2.0
+    """Between two swaps, on average."""
+    kill_after_s: float = 2.0
+    """From when all engines are back to the next kill, on average."""
+    seed: int = 0
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What came of it."""
+
+    calm: list[Answer] = field(default_factory=list)
+    disturbed: list[Answer] = field(default_factory=list)
+    kills_s: list[tuple[float, float]] = field(default_factory=list)
+    """When engines were killed and all were there again, by `time.perf_counter`."""
+    num_swaps: int = 0
+    seconds: float = 0.0
+    """Length of the disturbed parts, and of the others."""
+
+    @property
+    def summary(self) -> str:
+        """What was done so far."""
+        return f"{self.num_swaps} swaps, {len(self.kills_s)} kills, {len(self.disturbed)} answers"
+
+
+async def run(service: Deployed, plan: Plan) -> tuple[dict[str, Any], bool]:
+    """Disturb, judge and print. Returns it for JSON, and whether nothing was lost."""
+    return report(service, plan, await disturb(service, plan))
+
+
+async def disturb(service: Deployed, plan: Plan, *, compares: bool = True) -> Outcome:
+    """Run all parts; those without disturbance only if it `compares`."""
+    asks = mixed_asks(service.policies, _NUM_ASKS, plan.seed)
+    async with aclosing(Client(service.url)) as client:
+        trouble = _Trouble(service, client, plan)
+        await all_back(client, service)
+        await client.closed_loop(asks, plan.num_clients, for_seconds(_WARM_UP_S))
+        for part in range(plan.num_parts):
+            task, began = asyncio.create_task(trouble.make(part)), time.perf_counter()
+            trouble.outcome.disturbed += await client.closed_loop(asks, plan.num_clients, _until(task))
+            await task
+            seconds = time.perf_counter() - began
+            trouble.outcome.seconds += seconds
+            print(f"  part {part + 1} of {plan.num_parts}: {trouble.outcome.summary}", flush=True)
+            if compares:
+                trouble.outcome.calm += await client.closed_loop(asks, plan.num_clients, for_seconds(seconds))
+    return trouble.outcome
+
+
+def _until(task: asyncio.Task[None]) -> Callable[[], bool]:
+    return lambda: not task.done()
+
+
+class _Trouble:
+    """Swaps and kills, at the same time and each at moments of its own."""
+
+    def __init__(self, service: Deployed, client: Client, plan: Plan) -> None:
+        self._service, self._client, self._plan = service, client, plan
+        self._swap_draw, self._kill_draw = random.Random(plan.seed), random.Random(plan.seed + 1)
+        self.outcome = Outcome()
+
+    async def make(self, part: int) -> None:
+        """Those of a part."""
+        plan = self._plan
+        num_swaps, num_kills = (
+            total * (part + 1) // plan.num_parts - total * part // plan.num_parts
+            for total in (plan.num_swaps, plan.num_kills)
+        )
+        await asyncio.gather(self._swap(num_swaps), self._kill(num_kills))
+
+    async def _swap(self, num_swaps: int) -> None:
+        for _ in range(num_swaps):
+            await asyncio.sleep(self._swap_draw.uniform(0.0, 2 * self._plan.swap_every_s))
+            await asyncio.to_thread(self._service.publisher.publish)
+            self.outcome.num_swaps += 1
+
+    async def _kill(self, num_kills: int) -> None:
+        """End engines, the next once all are back."""
+        for _ in range(num_kills):
+            await asyncio.sleep(self._kill_draw.uniform(0.0, 2 * self._plan.kill_after_s))
+            killed_s, victim = time.perf_counter(), self._kill_draw.choice(sorted(processes(ENGINE)))
+            kill(victim)
+            await all_back(self._client, self._service, without=victim)
+            self.outcome.kills_s.append((killed_s, time.perf_counter()))
+
+
+async def all_back(client: Client, service: Deployed, without: int | None = None) -> None:
+    """Wait until every engine answers, one that was killed not counted."""
+    deadline, num_all = time.monotonic() + _BACK_TIMEOUT_S, service.policies.num_replicas
+    while True:
+        pids = await asyncio.to_thread(processes, ENGINE)
+        if len(pids - {without}) >= num_all and await client.num_engines() >= num_all:
+            return
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"fewer than {num_all} engines answered for {_BACK_TIMEOUT_S:.0f} s")
+        await asyncio.sleep(_POLL_S)
+
+
+def report(service: Deployed, plan: Plan, outcome: Outcome) -> tuple[dict[str, Any], bool]:
+    """Print what came of it. Returns it for JSON, and whether nothing was lost."""
+    judge = Judge(service.policies)
+    found = {"undisturbed": judge.judge(outcome.calm), "disturbed": judge.judge(outcome.disturbed)}
+    rows = [
+        _row(name, answers, found[name])
+        for name, answers in (("undisturbed", outcome.calm), ("disturbed", outcome.disturbed))
+    ]
+    who = f"{plan.num_clients} clients, {service.policies.num_replicas} engines"
+    show(f"{outcome.summary} in {outcome.seconds:.0f} s, {who}", rows)
+    near = [_row(name, answers, None) for name, answers in _by_trouble(outcome).items() if answers]
+    show("the disturbed answers", near)
+    for name, one in found.items():
+        for why in [*one.failed, *one.truncated, *one.mixed][:5]:
+            print(f"  {name}: {why}")
+    ratio = rows[1]["p99_ms"] / rows[0]["p99_ms"]
+    lost = sum(row["failed"] + row["truncated"] + row["mixed"] for row in rows)
+    back = [there - killed for killed, there in outcome.kills_s]
+    checks = [
+        verdict("failed, truncated or mixed answers", lost, "0", is_met=not lost),
+        verdict("p99 disturbed / undisturbed", ratio, f"<= {_LIMIT}", is_met=ratio <= _LIMIT),
+    ]
+    show("limits", checks)
+    print(f"  an engine was back after {sum(back) / max(1, len(back)):.1f} s on average")
+    result = {"plan": asdict(plan), "rows": rows, "disturbed": near, "checks": checks, "engine_back_s": back}
+    return result, not lost
+
+
+def _row(name: str, answers: list[Answer], found: Verdict | None) -> dict[str, Any]:
+    row: dict[str, Any] = {"answers": name, "n": len(answers)} | times([one.total_s for one in answers])
+    if found is None:
+        return row
+    return row | {"failed": len(found.failed), "truncated": len(found.truncated), "mixed": len(found.mixed)}
+
+
+def _by_trouble(outcome: Outcome) -> dict[str, list[Answer]]:
+    """Those under way when an engine was killed, those while one was away, and those of other times."""
+    parts: dict[str, list[Answer]] = {"at a kill": [], "with an engine away": [], "otherwise": []}
+    for answer in outcome.disturbed:
+        if any(answer.began_s <= killed <= answer.ended_s for killed, _ in outcome.kills_s):
+            parts["at a kill"].append(answer)
+        elif any(answer.ended_s > killed and answer.began_s < there for killed, there in outcome.kills_s):
+            parts["with an engine away"].append(answer)
+        else:
+            parts["otherwise"].append(answer)
+    return parts

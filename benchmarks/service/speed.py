@@ -1,0 +1,188 @@
+"""The service against its own sampler: what HTTP, Ray Serve and batching cost and bring.
+
+A random policy of LLaDA's architecture answers 32 tokens in 32 denoise steps, with one engine on one thread. The
+sampler in this process and the clients of the service take turns, so that both see the same machine. Closed loop: so
+many clients, each asks again when it is answered. Open loop: requests at a fixed rate, whatever the answers do; a
+request's time counts from when it was due.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import Counter
+from contextlib import aclosing
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from benchmarks.service.deployment import ROLES, Deployed, cpu_s
+from benchmarks.service.load import Answer, Ask, Client, Judge, for_seconds
+from benchmarks.service.table import percentile, show, times, verdict
+from rollout.request import Request
+from rollout.sampler import Sampler
+
+_MOST_OVERHEAD_MS = 10.0
+_LEAST_GAIN = 3.0
+_OPEN_SHARES = (0.5, 0.8)
+_PROMPT = "What is 2 + 3?"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """How much is measured."""
+
+    seconds: float = 5.0
+    """Of each measurement in a round."""
+    num_rounds: int = 4
+    num_clients: int = 16
+
+
+@dataclass(slots=True)
+class Series:
+    """The same measurement in all rounds."""
+
+    total_s: list[float] = field(default_factory=list)
+    first_s: list[float] = field(default_factory=list)
+    """To the first committed block, where it was told."""
+    num_tokens: int = 0
+    seconds: float = 0.0
+    rates: list[float] = field(default_factory=list)
+    """Requests per second in each round."""
+    cpu_s: Counter[str] = field(default_factory=Counter)
+    """CPU seconds by process: what they need, whatever else the machine does."""
+
+    def add(self, answers: list[Answer], seconds: float, cpu_s: dict[str, float]) -> None:
+        """A round of it."""
+        lost = [answer.failure or answer.truncation for answer in answers if answer.failure or answer.truncation]
+        if lost:
+            raise RuntimeError(f"{len(lost)} of {len(answers)} requests were not answered: {lost[0]}")
+        self.total_s += [answer.total_s for answer in answers]
+        self.first_s += [answer.to_first_s for answer in answers if answer.first_s]
+        self.num_tokens += sum(answer.num_tokens for answer in answers)
+        self.seconds += seconds
+        self.rates.append(len(answers) / seconds)
+        self.cpu_s.update(cpu_s)
+
+    def cpu_ms(self, role: str) -> float:
+        """Of a request."""
+        return 1e3 * self.cpu_s[role] / len(self.total_s)
+
+    def row(self, name: str) -> dict[str, Any]:
+        """Of the table."""
+        first = times(self.first_s) if self.first_s else {"p50_ms": "", "p99_ms": ""}
+        return {
+            "measurement": name,
+            "n": len(self.total_s),
+            "requests/s": len(self.total_s) / self.seconds,
+            "tokens/s": self.num_tokens / self.seconds,
+            "first block p50_ms": first["p50_ms"],
+            "first block p99_ms": first["p99_ms"],
+            **{f"end {name}": value for name, value in times(self.total_s).items()},
+            **{f"{role} CPU ms": self.cpu_ms(role) for role in ROLES},
+        }
+
+
+async def run(service: Deployed, plan: Plan) -> tuple[dict[str, Any], bool]:
+    """Measure and print. Returns it for JSON; nothing can be lost, or it raises."""
+    return report(plan, await measure(service, plan)), True
+
+
+async def measure(service: Deployed, plan: Plan) -> dict[str, Series]:
+    """All of it; the open loops come last, at shares of the rate that was found."""
+    whole, streamed = _ask(service, is_streamed=False), _ask(service, is_streamed=True)
+    sampler = service.policies.sampler(service.policies.newest)
+    requests = Judge(service.policies).requests(whole)
+    found: dict[str, Series] = {}
+    async with aclosing(Client(service.url)) as client:
+        for ask in (whole, streamed):
+            await client.closed_loop([ask], plan.num_clients, for_seconds(1.0))
+        for _ in range(plan.num_rounds):
+            for num_rows in (1, plan.num_clients):
+                series = found.setdefault(f"sampler alone, rows: {num_rows}", Series())
+                _sample(series, sampler, requests[0], whole, num_rows=num_rows, seconds=plan.seconds)
+            for num_clients in (1, plan.num_clients):
+                for ask, name in ((whole, ""), (streamed, ", streamed")):
+                    series = found.setdefault(f"closed loop, clients: {num_clients}{name}", Series())
+                    began, before = time.perf_counter(), cpu_s()
+                    answers = await client.closed_loop([ask], num_clients, for_seconds(plan.seconds))
+                    series.add(answers, time.perf_counter() - began, _since(before))
+        many = found[f"closed loop, clients: {plan.num_clients}"]
+        for share in _OPEN_SHARES:
+            rate = share * len(many.total_s) / many.seconds
+            began, before = time.perf_counter(), cpu_s()
+            answers = await client.open_loop([whole, streamed], rate, plan.seconds * plan.num_rounds)
+            name = f"open loop at {100 * share:.0f} % of {1 / share * rate:.1f}/s, half streamed"
+            found.setdefault(name, Series()).add(answers, time.perf_counter() - began, _since(before))
+    return found
+
+
+def _ask(service: Deployed, *, is_streamed: bool) -> Ask:
+    shape = service.policies.shape
+    diffusion: dict[str, Any] = {
+        "gen_length": shape.gen_length,
+        "block_length": shape.block_length,
+        "steps": shape.steps,
+    }
+    # Without an end of text every completion is as long.
+    diffusion |= {"constraints": {"forbidden_ids": [service.policies.eos_id]}}
+    return Ask(body={"prompt": _PROMPT, "seed": 0, "diffusion": diffusion}, is_streamed=is_streamed)
+
+
+def _since(before: dict[str, float]) -> dict[str, float]:
+    return {role: now - before[role] for role, now in cpu_s().items()}
+
+
+def _sample(series: Series, sampler: Sampler, request: Request, ask: Ask, *, num_rows: int, seconds: float) -> None:
+    """The sampler in this process: so many rows together, again and again."""
+    answers, began, cpu_began = [], time.perf_counter(), time.process_time()
+    while time.perf_counter() - began < seconds:
+        start_s, first_s = time.perf_counter(), 0.0
+        batch = sampler.open([request] * num_rows, most_rows=num_rows)
+        done: list[Any] = []
+        while len(done) < num_rows:
+            done += batch.step()
+            if not first_s and any(batch.num_committed().values()):
+                first_s = time.perf_counter()
+        for _, completion in done:
+            answers.append(Answer(ask=ask, began_s=start_s, first_s=first_s, ended_s=time.perf_counter()))
+            answers[-1].num_tokens = completion.num_tokens
+    series.add(answers, time.perf_counter() - began, {"engine": time.process_time() - cpu_began})
+
+
+def report(plan: Plan, found: dict[str, Series]) -> dict[str, Any]:
+    """Print what was measured beside its limits. Returns it for JSON."""
+    rows = [series.row(name) for name, series in found.items()]
+    show("speed, one engine", rows)
+    alone, one = found["sampler alone, rows: 1"], found["closed loop, clients: 1"]
+    batch, many = found[f"sampler alone, rows: {plan.num_clients}"], found[f"closed loop, clients: {plan.num_clients}"]
+    streamed = found["closed loop, clients: 1, streamed"]
+    over_ms = 1e3 * (statistics.median(one.total_s) - statistics.median(alone.total_s))
+    first_ms = 1e3 * (statistics.median(streamed.first_s) - statistics.median(alone.first_s))
+    gain = _paired(many, one)
+    checks = [
+        verdict("overhead to the end, p50, ms", over_ms, f"< {_MOST_OVERHEAD_MS}", is_met=over_ms < _MOST_OVERHEAD_MS),
+        verdict(
+            "overhead to the first block, p50, ms",
+            first_ms,
+            f"< {_MOST_OVERHEAD_MS}",
+            is_met=first_ms < _MOST_OVERHEAD_MS,
+        ),
+        verdict(f"throughput, {plan.num_clients} clients / 1", gain, f">= {_LEAST_GAIN}", is_met=gain >= _LEAST_GAIN),
+    ]
+    show("limits", checks)
+    bound, cpu_bound = _paired(batch, alone), alone.cpu_ms("engine") / batch.cpu_ms("engine")
+    print(
+        f"  the sampler alone, {plan.num_clients} rows / 1, bounds the last: {bound:.2f}, {cpu_bound:.2f} of CPU time"
+    )
+    return {
+        "plan": asdict(plan),
+        "rows": rows,
+        "checks": checks,
+        "bound_of_gain": bound,
+        "cpu_bound_of_gain": cpu_bound,
+    }
+
+
+def _paired(many: Series, one: Series) -> float:
+    """The median ratio of rates of the same round."""
+    return percentile([a / b for a, b in zip(many.rates, one.rates, strict=True)], 0.5)
