@@ -11,7 +11,7 @@ from learner.config import LearnerConfig
 from learner.estimators import SamplerFacts
 from learner.model.lora import LoraConfig
 from learner.sft import SftConfig
-from learner.sharding import ShardingConfig
+from learner.sharding_config import ShardingConfig
 from rewards import RewardConfig, TaskConfig
 from rollout.config import EvaluationConfig, RolloutConfig
 from rollout.request import Cache, SamplingParams, Schedule

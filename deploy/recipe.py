@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat
 from learner.config import LearnerConfig
 from learner.model.lora import LoraConfig
 from learner.sft import SftConfig
-from learner.sharding import ShardingConfig
+from learner.sharding_config import ShardingConfig
 from rewards import RewardConfig, TaskConfig
 from rewards.judge.config import JudgeConfig
 from rewards.terms.endpoint import AskingConfig

@@ -11,11 +11,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -36,34 +35,19 @@ from learner.model.lora import (
 )
 from learner.model.quantized import Nf4Linear, quantize_blocks, quantized_layers
 from learner.model.transformer import Transformer
-
-
-class ShardingConfig(BaseModel):
-    """How the learner's workers hold the policy and compute with it, in both stages. The defaults suit CPUs."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
-
-    compute_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of weights and activations in forward and backward. Weights are kept and stepped, and gradients summed over the
-    workers, in float32 in any case."""
-    activation_checkpointing: bool = False
-    """Keep of each block only its input, and compute the rest again in the backward pass: less memory, the same
-    gradients, about a third more time."""
-    cpu_offload: bool = False
-    """Keep weights and AdamW's moments in main memory, and step there. Only with `device: cuda`."""
-
-    @property
-    def fsdp_options(self) -> dict[str, Any]:
-        """What `fully_shard` is told."""
-        options: dict[str, Any] = {}
-        if self.compute_dtype == "bfloat16":
-            options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        if self.cpu_offload:
-            options["offload_policy"] = CPUOffloadPolicy()
-        return options
-
+from learner.sharding_config import ShardingConfig
 
 _PLAIN = ShardingConfig()
+
+
+def _fsdp_options(config: ShardingConfig) -> dict[str, Any]:
+    """What `fully_shard` is told."""
+    options: dict[str, Any] = {}
+    if config.compute_dtype == "bfloat16":
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    if config.cpu_offload:
+        options["offload_policy"] = CPUOffloadPolicy()
+    return options
 
 
 def make_mesh(device_type: str) -> DeviceMesh | None:
@@ -101,7 +85,7 @@ class ShardedPolicy:
         Raises:
             ValueError: `config` asks of a single process what only FSDP does.
         """
-        if mesh is None and config.fsdp_options:
+        if mesh is None and _fsdp_options(config):
             raise ValueError("compute_dtype and cpu_offload are FSDP's, and this process is in no process group")
         self.config = model.config
         self.mesh = mesh
@@ -121,8 +105,8 @@ class ShardedPolicy:
                 block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
         if mesh is not None:
             for block in model.blocks:
-                fully_shard(block, mesh=mesh, **config.fsdp_options)
-            fully_shard(model, mesh=mesh, **config.fsdp_options)
+                fully_shard(block, mesh=mesh, **_fsdp_options(config))
+            fully_shard(model, mesh=mesh, **_fsdp_options(config))
         self._reset_adapter()
 
     @property

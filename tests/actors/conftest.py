@@ -13,7 +13,7 @@ from learner.model.lora import LoraConfig
 from learner.model.tokenizer import EOS, MASK, ChatTokenizer, make_tokenizer
 from learner.model.transformer import Transformer, TransformerConfig, init_weights
 from learner.sft import SftConfig
-from learner.sharding import ShardingConfig
+from learner.sharding_config import ShardingConfig
 from rewards import RewardConfig, SumsConfig
 from rollout.config import EvaluationConfig, RolloutConfig
 from rollout.request import SamplingParams

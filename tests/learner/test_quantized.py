@@ -21,7 +21,8 @@ from learner.model.families import make_model
 from learner.model.lora import LoraConfig
 from learner.model.quantized import Nf4Linear, quantized_layers
 from learner.model.transformer import Transformer, TransformerConfig, init_weights
-from learner.sharding import ShardedPolicy, ShardingConfig, make_mesh
+from learner.sharding import ShardedPolicy, make_mesh
+from learner.sharding_config import ShardingConfig
 
 with warnings.catch_warnings():
     # It uses what torch will drop.

@@ -21,7 +21,8 @@ from learner.model.lora import LoraConfig
 from learner.model.transformer import Transformer, TransformerConfig, init_weights
 from learner.sft import SftConfig
 from learner.sft_learner import SftLearner, evaluation_loss
-from learner.sharding import ShardedPolicy, ShardingConfig, gathered, make_mesh, on_cpu
+from learner.sharding import ShardedPolicy, gathered, make_mesh, on_cpu
+from learner.sharding_config import ShardingConfig
 
 RL = LearnerConfig(
     num_rounds=2,
