@@ -66,9 +66,7 @@ def create_app(service: Service) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        watch.ensure_running()
         yield
-        await watch.stop()
         if service.registry is not None:
             service.registry.close()
 
@@ -76,7 +74,7 @@ def create_app(service: Service) -> FastAPI:
     app = FastAPI(title="d1", docs_url=None, redoc_url=None, redirect_slashes=False, lifespan=lifespan)
     install_handlers(app)
     inference = _Inference(service)
-    app.state.inference, app.state.watch = inference, watch
+    app.state.inference = inference
     _add_inference(app, inference)
     _add_models(app, service, watch)
     _add_policy(app, service, watch)

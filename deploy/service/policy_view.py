@@ -7,14 +7,11 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import structlog
-
 from actors.registry import PolicyVersion
 from deploy.service.host import Backend
 from deploy.service.messages import BASE, POLICY, EngineState
 from rollout.score import Score
 
-_POLL_S = 0.5
 _FRESH_S = 0.2
 _STALE_S = 15.0
 
@@ -99,22 +96,11 @@ class Watch:
     """Asks the engines how they stand."""
 
     def __init__(self, backend: Backend) -> None:
-        """Watch, once it is started or asked."""
+        """Ask `backend`, once somebody asks: an engine that is asked denoises a little later."""
         self._backend = backend
         self._states: list[EngineState] = []
         self._asked_at = -_STALE_S
         self._asking = asyncio.Lock()
-        self._task: asyncio.Task[None] | None = None
-
-    def ensure_running(self) -> None:
-        """Go on asking; from the event loop."""
-        if self._task is None or self._task.done():
-            self._task = asyncio.create_task(self._run())
-
-    async def stop(self) -> None:
-        """End it."""
-        if self._task is not None:
-            self._task.cancel()
 
     async def states(self) -> list[EngineState]:
         """How the engines stand, at most a moment ago; the last that is known where none answers now."""
@@ -127,15 +113,6 @@ class Watch:
     def is_stale(self) -> bool:
         """Whether no engine has answered for a while."""
         return time.monotonic() - self._asked_at > _STALE_S
-
-    async def _run(self) -> None:
-        while True:
-            try:
-                await self.states()
-            # An engine that does not answer is a fact of life: the next one may.
-            except Exception as error:
-                structlog.get_logger().warning("engines_not_heard", error=str(error))
-            await asyncio.sleep(_POLL_S)
 
     async def _ask(self) -> None:
         states = await self._backend.states()

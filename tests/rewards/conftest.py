@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -53,13 +54,13 @@ class Server:
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 reply = server._reply(self, body)
-                try:
+                time.sleep(reply.delay_s)
+                # Before the client has it and may ask again.
+                with server._lock:
+                    server._at_once -= 1
+                # A client may have had enough.
+                with suppress(OSError):
                     server._send(self, reply)
-                except OSError:
-                    pass  # The client has had enough.
-                finally:
-                    with server._lock:
-                        server._at_once -= 1
 
             def log_message(self, *_: object) -> None:
                 pass
@@ -87,7 +88,6 @@ class Server:
             return self.replies.pop(0) if self.replies else self.answer(body)
 
     def _send(self, handler: BaseHTTPRequestHandler, reply: Reply) -> None:
-        time.sleep(reply.delay_s)
         handler.send_response(reply.status)
         for name, value in ({"Content-Length": str(len(reply.body))} | reply.headers).items():
             handler.send_header(name, value)

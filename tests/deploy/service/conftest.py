@@ -2,18 +2,21 @@
 
 import secrets
 import socket
+import sys
 import threading
 import time
 from contextlib import aclosing
 from dataclasses import replace
 
 import pytest
+import ray
 import uvicorn
 import yaml
 
 from actors.registry import PolicyVersion, Registry
 from actors.registry_server import ValkeyServer
 from deploy.sampling.defaults import Defaults
+from deploy.serve_proxy import PROXY_ENV
 from deploy.service.app import Service, create_app, guarded
 from deploy.service.codec import Codec
 from deploy.service.engine import Engine
@@ -30,6 +33,7 @@ from learner.model.tokenizer import EOS, MASK, ChatTokenizer, make_tokenizer
 from learner.model.transformer import Transformer, TransformerConfig, init_weights
 from rollout.config import EngineConfig
 from rollout.sampler import Sampler
+from tests.deploy.service.asking import TOKEN
 
 RECIPE = {
     "name": "tiny",
@@ -239,3 +243,20 @@ def mortal_service(service, monkeypatch):
 
     monkeypatch.setattr("deploy.service.steady._PAUSE_S", 0)
     return replace(service, backend=Mortal(service.backend))
+
+
+@pytest.fixture
+def serve_cluster(monkeypatch):
+    """A Ray of this process's own, on which a service may be deployed; its address."""
+    for name in ("D1_REDIS_URL", "RAY_ADDRESS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("D1_API_TOKEN", TOKEN)
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    for name, value in PROXY_ENV.items():
+        monkeypatch.setenv(name, value)
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=10**8)
+    yield ray.get_runtime_context().gcs_address
+    ray.shutdown()
+    # Serve remembers in this process what ended with its Ray.
+    sys.modules["ray.serve.context"]._set_global_client(None)

@@ -3,16 +3,14 @@
 import os
 import signal
 import urllib.request
-from contextlib import suppress
 
 import pytest
 
 from actors.registry_server import registry_url
+from benchmarks.service.deployment import processes
 from deploy.service.launch import deploy_source
 from deploy.service.source import Source
-from tests.deploy.service.test_on_ray import ASK, TOKEN, Asker, call, cluster, descendants, wait_until
-
-__all__ = ["cluster"]
+from tests.deploy.service.asking import ASK, TOKEN, Asker, call, wait_until
 
 ADMIN_TOKEN = "the-key-of-the-operator"
 
@@ -20,7 +18,7 @@ ADMIN_TOKEN = "the-key-of-the-operator"
 @pytest.mark.ray
 @pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore:Using extra keyword arguments on `Field`:DeprecationWarning")  # Ray Serve's schema
-def test_a_pinned_version_stays_when_an_engine_dies(cluster, run_dir, add_checkpoint, unused_port, monkeypatch):
+def test_a_pinned_version_stays_when_an_engine_dies(serve_cluster, run_dir, add_checkpoint, unused_port, monkeypatch):
     add_checkpoint(run_dir, 2, round_index=1)
     monkeypatch.setenv("D1_ADMIN_TOKEN", ADMIN_TOKEN)
     source = Source(directory=str(run_dir), is_run=True, registry_url=registry_url())
@@ -43,18 +41,18 @@ def test_a_pinned_version_stays_when_an_engine_dies(cluster, run_dir, add_checkp
     policy = call(f"{url}/v1/policy")[1]
     assert (policy["policy_version"], policy["lag"]) == (1, {"published": 2, "behind": 1})
     asker = Asker(url, 2)
-    before = replica_pids("EngineReplica")
+    before = processes("EngineReplica")
     assert len(before) == 2
     os.kill(min(before), signal.SIGKILL)
-    wait_until(lambda: len(replica_pids("EngineReplica") - before) == 1 and serving() == [1, 1], "another engine", 120)
+    wait_until(lambda: len(processes("EngineReplica") - before) == 1 and serving() == [1, 1], "another engine", 120)
     asker.stop()
     assert {(status, body.get("policy_version")) for status, body in asker.answers} == {(200, 1)}
 
     # The listener comes back at its port.
-    (listener,) = replica_pids("AdminListener")
+    (listener,) = processes("AdminListener")
     os.kill(listener, signal.SIGKILL)
     wait_until(lambda: is_up(f"{admin}/policy"), "the admin listener's return", 120)
-    assert replica_pids("AdminListener") != {listener}
+    assert processes("AdminListener") != {listener}
     request = urllib.request.Request(f"{admin}/pin", method="DELETE")
     request.add_header("Authorization", f"Bearer {ADMIN_TOKEN}")
     with urllib.request.urlopen(request, timeout=60) as response:
@@ -63,16 +61,6 @@ def test_a_pinned_version_stays_when_an_engine_dies(cluster, run_dir, add_checkp
     assert call(f"{url}/v1/completions", ASK)[1]["policy_version"] == 2
     told = kinds_of(f"{url}/v1/policy/events", 8)
     assert told == ["rebuilt", "serving", "pinned", "serving", "retired", "unpinned", "serving", "retired"]
-
-
-def replica_pids(deployment):
-    """The processes of a deployment's replicas: Ray names its workers after what they do."""
-    found = set()
-    for pid in descendants(os.getpid()):
-        with suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as cmdline:
-            if deployment.encode() in cmdline.read():
-                found.add(pid)
-    return found
 
 
 def is_up(url):

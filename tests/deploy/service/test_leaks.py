@@ -34,7 +34,11 @@ def application(policies):
     codec, versions = source.codec(), source.versions("cpu")
     engine = Engine(versions)
     service = Service(
-        backend=EngineHost(versions, engine), codec=codec, planner=source.planner(codec), run=source.run_view()
+        backend=EngineHost(versions, engine),
+        codec=codec,
+        planner=source.planner(codec),
+        run=source.run_view(),
+        registry=None,
     )
     yield guarded(create_app(service), Keys.of(KEY, "test"), Rates("1000000/second"))
     engine.close()

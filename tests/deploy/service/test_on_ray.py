@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 import urllib.error
 import urllib.request
@@ -19,15 +18,13 @@ from actors.registry import Registry
 from actors.registry_server import registry_url
 from actors.weights import NAMESPACE, WeightStore, make_manifest, store_name
 from benchmarks.service import faults, soak
-from benchmarks.service.deployment import KEY, ROLES, Deployed, Policies, Publisher, Shape, descendants, processes
+from benchmarks.service.deployment import ROLES, Deployed, Policies, Publisher, Shape, descendants, processes
 from benchmarks.service.load import Judge
 from deploy.errors import UserError
-from deploy.serve_proxy import PROXY_ENV
 from deploy.service import deploy_service
 from deploy.service.schemas import CompletionRequest
+from tests.deploy.service.asking import ASK, TOKEN, Asker, call, wait_until
 
-TOKEN = KEY
-ASK = {"prompt": "2 + 3", "seed": 1, "temperature": 1.0}
 NEWEST = 4
 LONG = ASK | {"diffusion": {"gen_length": 40, "block_length": 4, "steps": 40}}
 FAULTS = faults.Plan(num_swaps=6, num_kills=2, num_parts=1, swap_every_s=1.0, kill_after_s=1.0)
@@ -36,70 +33,9 @@ MOST_GROWTH_MIB = 24.0
 INGRESS = ROLES["ingress"]
 
 
-def call(url, body=None, token=TOKEN):
-    """Status and JSON of one request."""
-    request = urllib.request.Request(url, None if body is None else json.dumps(body).encode())
-    request.add_header("Authorization", f"Bearer {token}")
-    request.add_header("Content-Type", "application/json")
-    try:
-        with urllib.request.urlopen(request, timeout=60) as response:
-            return response.status, json.load(response)
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, json.loads(error.read())
-
-
-def wait_until(condition, what, timeout_s=60):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}"
-        time.sleep(0.05)
-
-
 def alive(pids):
     """Those of `pids` that still run, whoever their parent is by now."""
     return pids & descendants(1)
-
-
-@pytest.fixture
-def cluster(monkeypatch):
-    for name in ("D1_REDIS_URL", "RAY_ADDRESS"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("D1_API_TOKEN", TOKEN)
-    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    for name, value in PROXY_ENV.items():
-        monkeypatch.setenv(name, value)
-    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=10**8)
-    yield ray.get_runtime_context().gcs_address
-    ray.shutdown()
-    # Serve remembers in this process what ended with its Ray.
-    sys.modules["ray.serve.context"]._set_global_client(None)
-
-
-class Asker:
-    """Threads that ask without a pause."""
-
-    def __init__(self, url, num_threads, ask=ASK):
-        self.answers, self.longest_s, self._done = [], 0.0, threading.Event()
-        self._url, self._body = url, ask
-        self._threads = [threading.Thread(target=self._ask, daemon=True) for _ in range(num_threads)]
-        for thread in self._threads:
-            thread.start()
-
-    def _ask(self):
-        while not self._done.is_set():
-            began = time.monotonic()
-            try:
-                self.answers.append(call(f"{self._url}/v1/completions", self._body))
-            except Exception as error:
-                self.answers.append((type(error).__name__, {"error": str(error)}))
-            self.longest_s = max(self.longest_s, time.monotonic() - began)
-
-    def stop(self):
-        self._done.set()
-        for thread in self._threads:
-            thread.join(60)
 
 
 def publish(store, version, weights):
@@ -110,13 +46,13 @@ def publish(store, version, weights):
 @pytest.mark.timeout(400)
 @pytest.mark.filterwarnings("ignore:Using extra keyword arguments on `Field`:DeprecationWarning")  # Ray Serve's schema
 def test_no_request_is_dropped_while_versions_change(
-    cluster, run_dir, service, make_model, make_sampler, make_policy, add_checkpoint, free_port
+    serve_cluster, run_dir, service, make_model, make_sampler, make_policy, add_checkpoint, free_port
 ):
     # A job deploys the service and ends.
     script = "import sys; from pathlib import Path; from deploy.service import serve_run\n"
     script += "serve_run(Path(sys.argv[1]), '127.0.0.1', int(sys.argv[2]))"
     job = [sys.executable, "-c", script, str(run_dir), str(free_port)]
-    environment = os.environ | {"RAY_ADDRESS": cluster}
+    environment = os.environ | {"RAY_ADDRESS": serve_cluster}
     done = subprocess.run(job, env=environment, timeout=180, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     url = f"http://127.0.0.1:{free_port}"
@@ -212,7 +148,7 @@ def try_to_announce(registry, policy):
 @pytest.mark.ray
 @pytest.mark.timeout(400)
 @pytest.mark.filterwarnings("ignore:Using extra keyword arguments on `Field`:DeprecationWarning")  # Ray Serve's schema
-def test_no_answer_is_lost_while_engines_die_and_versions_change(cluster, tmp_path, free_port):
+def test_no_answer_is_lost_while_engines_die_and_versions_change(serve_cluster, tmp_path, free_port):
     from ray import serve  # The filter above is for this.
 
     # Serve's proxy answers before there is a service.
