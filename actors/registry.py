@@ -145,6 +145,10 @@ class AdminState:
     """Whether the service keeps what it has."""
 
 
+NOTHING_HELD = AdminState(pinned=None, is_paused=False)
+"""The service goes to what is announced: what holds until an operator says otherwise."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Standing:
     """What a service is to serve, all of it at one moment."""

@@ -9,12 +9,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from actors.checkpoints import checkpoints_to_answer
-from actors.registry import AdminState, PolicyVersion, Registry
+from actors.registry import NOTHING_HELD, AdminState, PolicyVersion, Registry
 from actors.run_log import CHECKPOINTS, Event, read_events
 from actors.spec import Phase
 
 ADMIN = "admin.json"
-_NOTHING_WANTED = AdminState(pinned=None, is_paused=False)
 
 
 def rebuild(registry: Registry, run_dir: Path, heard: PolicyVersion | None = None) -> int:
@@ -34,7 +33,7 @@ def rebuild(registry: Registry, run_dir: Path, heard: PolicyVersion | None = Non
     try:
         admin = read_admin(run_dir)
     except ValueError:
-        registry.restore(versions, _NOTHING_WANTED, newest)
+        registry.restore(versions, NOTHING_HELD, newest)
         raise
     return registry.restore(versions, admin, newest)
 
@@ -60,7 +59,7 @@ def read_admin(run_dir: Path) -> AdminState:
     """What an operator last wanted of the run's service. Raises ValueError when the file is damaged."""
     path = run_dir / ADMIN
     if not path.is_file():
-        return _NOTHING_WANTED
+        return NOTHING_HELD
     try:
         state = AdminState(**json.loads(path.read_text(encoding="utf-8")))
     except (TypeError, ValueError) as error:

@@ -21,7 +21,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.redis_server import DebianRedis, free_port
+from deploy.machine import free_port
+from tests.redis_server import DebianRedis
 
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent

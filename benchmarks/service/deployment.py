@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import yaml
 
 from actors.registry import PolicyVersion, Registry
 from actors.run_log import RECIPE
+from deploy.machine import free_port
 from deploy.service.keys import KEYS_FILE_VARIABLE, TOKEN_VARIABLE
 from learner.model.checkpoint import save_checkpoint
 from learner.model.tokenizer import EOS, MASK, ChatTokenizer, make_tokenizer
@@ -157,21 +157,19 @@ def deployed(directory: Path, shape: Shape, num_replicas: int) -> Iterator[Deplo
 
     torch.set_num_threads(1)
     policies = Policies(directory, shape, num_replicas)
-    with _environment(), ray_session(dashboard=False), closing(_ServeClient()):
+    with _environment(), ray_session(dashboard=False), ExitStack() as at_end:
+        at_end.callback(forget_serve)
         url = registry_url()
-        address = deploy_service(directory, url, "127.0.0.1", _free_port(), num_replicas)
+        address = deploy_service(directory, url, "127.0.0.1", free_port(), num_replicas)
         with closing(Registry(url, directory.name)) as registry:
             yield Deployed(url=address, policies=policies, publisher=Publisher(policies, registry))
 
 
-class _ServeClient:
-    """What Serve remembers in this process."""
+def forget_serve() -> None:
+    """Let this process forget the Serve that ended with its Ray."""
+    from ray.serve.context import _set_global_client
 
-    def close(self) -> None:
-        """Forget it: it ends with its Ray."""
-        from ray.serve.context import _set_global_client
-
-        _set_global_client(None)
+    _set_global_client(None)
 
 
 @contextmanager
@@ -188,12 +186,6 @@ def _environment() -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def descendants(pid: int) -> set[int]:

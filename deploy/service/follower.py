@@ -14,7 +14,7 @@ from pathlib import Path
 
 import structlog
 
-from actors.registry import NEWEST, AdminState, MalformedEntryError, PolicyVersion, Registry, Standing
+from actors.registry import NEWEST, NOTHING_HELD, MalformedEntryError, PolicyVersion, Registry, Standing
 from actors.registry_files import rebuild
 from deploy.service.live import NoLongerWantedError, NoRoomError, NoSuchVersionError, RefusedVersionError
 from deploy.service.messages import POLICY, FollowerStatus
@@ -25,7 +25,6 @@ _RETRY_S = 2.0
 _JOIN_TIMEOUT_S = 10.0
 _MAX_GIVEN_UP = 20
 
-_NOTHING_HELD = AdminState(pinned=None, is_paused=False)
 
 _Choice = tuple[PolicyVersion, bool]
 """A version, and whether somebody chose it: it is then not compared with others."""
@@ -45,7 +44,7 @@ class VersionFollower:
         self._registry, self._versions, self._run_dir = registry, versions, run_dir
         self._last_id = "0"
         self._newest: PolicyVersion | None = None
-        self._standing = Standing(aliases={}, admin=_NOTHING_HELD, refused=frozenset())
+        self._standing = Standing(aliases={}, admin=NOTHING_HELD, refused=frozenset())
         self._is_filled = self._has_looked = False
         self._compares = True
         # Gone or bad for good: only other weights, or another place to load them from, help.
@@ -164,7 +163,7 @@ class VersionFollower:
             admin = self._registry.admin()
         except ConnectionError:
             return not self._stopping.is_set()
-        return admin == _NOTHING_HELD and not self._stopping.is_set()
+        return admin == NOTHING_HELD and not self._stopping.is_set()
 
     def _choice(self) -> _Choice | None:
         """The first of what is wanted that can be served; None: what serves now."""

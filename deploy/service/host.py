@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from typing import Protocol
 
-from actors.registry import AdminState, PolicyVersion
+from actors.registry import NOTHING_HELD, PolicyVersion
 from deploy.service.engine import BusyError, Engine
 from deploy.service.live import Live, NoRoomError, NoSuchVersionError, RefusedVersionError
 from deploy.service.messages import Began, CanvasSeen, Done, EngineState, Event, FollowerStatus, Job, Refused
@@ -148,5 +148,4 @@ def _refusal(error: Exception) -> Refused:
 
 
 def _no_follower() -> FollowerStatus:
-    admin = AdminState(pinned=None, is_paused=False)
-    return FollowerStatus(registry_reachable=True, num_errors=0, last_error=None, admin=admin)
+    return FollowerStatus(registry_reachable=True, num_errors=0, last_error=None, admin=NOTHING_HELD)

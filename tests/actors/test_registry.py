@@ -16,7 +16,8 @@ import redis
 
 from actors.registry import AdminState, EventKind, MalformedEntryError, PolicyVersion, Registry
 from actors.registry_server import ValkeyServer
-from tests.redis_server import DebianRedis, free_port
+from deploy.machine import free_port
+from tests.redis_server import DebianRedis
 
 POLICY = PolicyVersion(
     version=3,

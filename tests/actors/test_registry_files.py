@@ -16,9 +16,9 @@ from actors.registry import AdminState, EventKind, PolicyVersion, Registry
 from actors.registry_files import history_of, read_admin, rebuild, write_admin
 from actors.registry_server import ValkeyServer
 from actors.spec import Phase
+from deploy.machine import free_port
 from learner.model.checkpoint import save_checkpoint
 from learner.model.transformer import Transformer
-from tests.redis_server import free_port
 
 POSITIONS = {
     "initial": (Phase.UNTRAINED, 0, 0),

@@ -17,8 +17,8 @@ import pytest
 
 from actors.registry import Registry
 from actors.run_log import read_events
+from deploy.machine import free_port
 from tests.ray_processes import BIN, RayProcesses, wait_until
-from tests.redis_server import free_port
 
 BOARDS = Path(__file__).parents[2] / "deploy" / "grafana" / "dashboards"
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]

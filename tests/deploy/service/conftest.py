@@ -1,8 +1,6 @@
 """A run directory with one tiny random checkpoint, and further versions of its policy."""
 
 import secrets
-import socket
-import sys
 import threading
 import time
 from contextlib import aclosing
@@ -12,9 +10,12 @@ import pytest
 import ray
 import uvicorn
 import yaml
+from starlette.testclient import TestClient
 
 from actors.registry import PolicyVersion, Registry
 from actors.registry_server import ValkeyServer
+from benchmarks.service.deployment import forget_serve
+from deploy import machine
 from deploy.sampling.defaults import Defaults
 from deploy.serve_proxy import PROXY_ENV
 from deploy.service.app import Service, create_app, guarded
@@ -160,7 +161,7 @@ def make_policy():
 
 @pytest.fixture(scope="session")
 def registry_server():
-    server = ValkeyServer(_unused_port(), secrets.token_urlsafe(16))
+    server = ValkeyServer(machine.free_port(), secrets.token_urlsafe(16))
     yield server
     server.stop()
 
@@ -176,23 +177,51 @@ def registry(registry_server):
 @pytest.fixture
 def unused_port():
     """Finds a free port."""
-    return _unused_port
+    return machine.free_port
 
 
 @pytest.fixture
 def free_port():
-    return _unused_port()
-
-
-def _unused_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    return machine.free_port()
 
 
 @pytest.fixture
 def app(service):
     return create_app(service)
+
+
+@pytest.fixture
+def full_until(engine, monkeypatch):
+    """Makes the engine refuse what comes before the given try; the tries so far."""
+
+    def start(num):
+        engine._max_pending = 0
+        submit, tries = engine.submit, []
+
+        def count(*arguments):
+            tries.append(1)
+            if len(tries) == num:
+                engine._max_pending = 100
+            return submit(*arguments)
+
+        monkeypatch.setattr(engine, "submit", count)
+        return tries
+
+    return start
+
+
+@pytest.fixture
+def open_client():
+    """Opens clients of an application in this process; closed at the end."""
+    opened = []
+
+    def open_one(inside, headers):
+        opened.append(TestClient(inside, headers=headers, raise_server_exceptions=False))
+        return opened[-1].__enter__()
+
+    yield open_one
+    for client in opened:
+        client.__exit__(None, None, None)
 
 
 @pytest.fixture
@@ -258,5 +287,4 @@ def serve_cluster(monkeypatch):
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=10**8)
     yield ray.get_runtime_context().gcs_address
     ray.shutdown()
-    # Serve remembers in this process what ended with its Ray.
-    sys.modules["ray.serve.context"]._set_global_client(None)
+    forget_serve()

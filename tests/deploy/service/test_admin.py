@@ -71,17 +71,9 @@ def app(steering, registry):
 
 
 @pytest.fixture
-def make_client(app):
-    opened = []
-
-    def make(headers=BEARER):
-        inside = guarded_admin(app, Keys.of(f"me:{ADMIN_KEY}", "test"), Rates("1000000/second"))
-        opened.append(TestClient(inside, headers=headers, raise_server_exceptions=False))
-        return opened[-1].__enter__()
-
-    yield make
-    for client in opened:
-        client.__exit__(None, None, None)
+def make_client(app, open_client):
+    inside = guarded_admin(app, Keys.of(f"me:{ADMIN_KEY}", "test"), Rates("1000000/second"))
+    return lambda headers=BEARER: open_client(inside, headers)
 
 
 @pytest.fixture

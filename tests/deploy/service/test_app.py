@@ -34,18 +34,13 @@ def app(service, host):
 
 
 @pytest.fixture
-def make_client(app):
+def make_client(app, open_client):
     """Clients of the application behind its gate."""
-    opened = []
 
     def make(rate="1000000/second", headers=BEARER):
-        inside = guarded(app, Keys.of(f"me:{TOKEN}\nyou:{OTHER}", "test"), Rates(rate))
-        opened.append(TestClient(inside, headers=headers, raise_server_exceptions=False))
-        return opened[-1].__enter__()
+        return open_client(guarded(app, Keys.of(f"me:{TOKEN}\nyou:{OTHER}", "test"), Rates(rate)), headers)
 
-    yield make
-    for client in opened:
-        client.__exit__(None, None, None)
+    return make
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from pydantic import ValidationError
 
 from actors.registry_server import URL_VARIABLE, ValkeyServer
 from deploy.errors import UserError
+from deploy.machine import free_port
 from deploy.service.source import Source
-from tests.redis_server import free_port
 
 
 @pytest.fixture

@@ -93,17 +93,8 @@ def test_litellm_asks_streams_and_raises_its_own_errors(url, run, ask, text):
     assert (said["no_key"]["error"], said["no_key"]["status"]) == ("AuthenticationError", 401)
 
 
-def test_litellm_tries_again_when_it_is_told_to(url, run, engine, monkeypatch, text):
-    engine._max_pending = 0
-    submit, tries = engine.submit, []
-
-    def count(*arguments):
-        tries.append(1)
-        if len(tries) == 2:
-            engine._max_pending = 100
-        return submit(*arguments)
-
-    monkeypatch.setattr(engine, "submit", count)
+def test_litellm_tries_again_when_it_is_told_to(url, run, full_until, text):
+    tries = full_until(2)
     said, _ = run("with_litellm.py", url, "tries_again")
     assert (said["text"], len(tries)) == (text, 2)
 
