@@ -15,7 +15,7 @@ from actors.registry import PolicyVersion
 from actors.weights import held_by
 from deploy.service.admin import create_admin_app, guarded_admin
 from deploy.service.gate import Rates
-from deploy.service.ingress import LOST
+from deploy.service.fleet import LOST
 from deploy.service.keys import Keys
 from deploy.service.messages import EngineState
 from deploy.service.policy_events import RegistryReader

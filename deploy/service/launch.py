@@ -142,25 +142,31 @@ def deploy_source(
     if admin is not None and admin.port == port:
         raise UserError(f"the admin listener cannot have the service's port {port}; choose another for one of them")
     # Nothing here waits without limit, as serve.run does.
-    application = bound_application(source, num_replicas, num_gpus=num_gpus, admin=admin)
-    _start_serve(host, port)
+    address = Address(host=host, port=port)
+    application = bound_application(source, address, num_replicas, num_gpus=num_gpus, admin=admin)
+    _start_serve()
     running = set(serve.status().applications)
     if others := sorted(running - {name}):
         raise UserError(f"this cluster already serves {others[0]}; `serve shutdown` ends that, or use another cluster")
+    # What runs already listens where it listens: its successor takes over from it.
+    _check_port(address, shares_port=name in running)
     if admin is not None and name not in running:
         _check_port(admin)
     serve.run_many([serve.RunTarget(application, name=name)], wait_for_applications_running=False)
     _wait_until_running(name)
-    return f"http://{host}:{port}"
+    return address.url
 
 
-def bound_application(source: Source, num_replicas: int, *, num_gpus: int, admin: Address | None) -> Any:
+def bound_application(
+    source: Source, address: Address, num_replicas: int, *, num_gpus: int, admin: Address | None, num_ingresses: int | None = None
+) -> Any:
     """The engines, the ingress before them and the admin listener, unstarted: a bound class carries its options to the
     cluster.
 
     Raises UserError where the keys cannot be read, or nobody has chosen those that the admin listener's address needs.
     """
     from deploy.service.admin_replica import AdminListener
+    from deploy.service.http_server import ON_HEAD
     from deploy.service.ingress import Ingress
     from deploy.service.replica import EngineReplica
 
@@ -174,7 +180,12 @@ def bound_application(source: Source, num_replicas: int, *, num_gpus: int, admin
     if admin is not None:
         _check_keys(admin.host, OF_ADMIN)
         listener = admin_class.bind(engines, source, admin, read_admin_keys(source.path, keys))
-    return ingress_class.bind(engines, source, keys, source.rate_limit, listener)
+    if num_ingresses is None:
+        # One, where no other node can be meant by 127.0.0.1.
+        ingress_class = ingress_class.options(ray_actor_options=ON_HEAD)
+    else:
+        ingress_class = ingress_class.options(num_replicas=num_ingresses)
+    return ingress_class.bind(engines, source, keys, source.rate_limit, address, listener)
 
 
 def _check_keys(host: str, keys: KeySource = OF_SERVICE) -> None:
@@ -223,28 +234,20 @@ def _drain(source: Source) -> None:
             time.sleep(_POLL_S)
 
 
-def _start_serve(host: str, port: int) -> None:
-    """Start Serve, or use what runs if it listens where we want: Serve would silently keep its old address."""
+def _start_serve() -> None:
+    """Start Serve, or use what runs. It has no proxies: the ingress listens itself."""
     from ray import serve
-    from ray.serve.context import _get_global_client
 
     # Its driver-side progress notes would run through the caller's output.
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    client = _get_global_client(raise_if_no_controller_running=False)
-    if client is None:
-        _check_port(Address(host=host, port=port))
-        serve.start(proxy_location="HeadOnly", http_options={"host": host, "port": port})
-    elif (client.http_config.host, client.http_config.port) != (host, port):
-        raise UserError(
-            f"this cluster's service listens on {client.http_config.host}:{client.http_config.port}, "
-            f"not on {host}:{port}; take that address, or end it with `serve shutdown`"
-        )
+    serve.start(proxy_location="Disabled")
 
 
-def _check_port(address: Address) -> None:
-    """Raise UserError where something else listens there."""
+def _check_port(address: Address, *, shares_port: bool = False) -> None:
+    """Raise UserError where something else listens there; with `shares_port`, something that does not share it."""
     with socket.socket(address.family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, shares_port)
         try:
             probe.bind((address.host, address.port))
         except OSError as error:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+import asyncio
+from collections.abc import Callable
 
+import ray
 import torch
 from ray import serve
 
@@ -12,15 +13,17 @@ from actors.registry import PolicyVersion
 from deploy.service.engine import Engine
 from deploy.service.follower import VersionFollower
 from deploy.service.host import EngineHost
-from deploy.service.messages import EngineState, Event, FollowerStatus, Job
+from deploy.service.listener import LOOPBACK, Contact, JobListener
+from deploy.service.messages import EngineState, FollowerStatus
 from deploy.service.source import Source
 
 
-# The queue that matters is the engine's own: it says so in our error format. Serve's limit is wider, and only there so
-# that nothing is unbounded.
+_DRAIN_TIMEOUT_S = 50.0
+
+
 @serve.deployment(
-    max_ongoing_requests=4096,
-    max_queued_requests=8192,
+    # Jobs go past Serve; these ask how it stands.
+    max_ongoing_requests=256,
     # A new deployment of the run starts its replicas before the old ones stop.
     max_surge_percent=100,
     # A dead one is noticed here, and nowhere earlier: the others do its work until the next has started.
@@ -47,12 +50,13 @@ class EngineReplica:
             follower_status = lambda: follower.status  # noqa: E731 - it is asked each time
         replica = serve.get_replica_context().replica_id.unique_id
         self._host = EngineHost(versions, Engine(versions), replica=replica, follower_status=follower_status)
+        self._listener = JobListener(self._host, replica)
 
-    async def stream(self, job: Job) -> AsyncGenerator[list[Event], None]:
-        """As `Backend.stream`. Serve cancels it when the ingress does not listen any more."""
-        async with aclosing(self._host.stream(job)) as stream:
-            async for events in stream:
-                yield events
+    async def contact(self, node_id: str) -> Contact:
+        """Where an ingress on that node of Ray reaches it: nothing but loopback is opened until one elsewhere asks."""
+        is_here = node_id == ray.get_runtime_context().get_node_id()
+        address = LOOPBACK if is_here else ray.util.get_node_ip_address()
+        return await asyncio.to_thread(self._listener.contact, address)
 
     async def state(self) -> EngineState:
         """How it stands."""
@@ -67,5 +71,10 @@ class EngineReplica:
         if self._follower is not None:
             self._follower.ensure_running()
         self._host.versions.forget_idle()
-        if not self._host.engine.is_alive:
-            raise RuntimeError("the engine's thread has died")
+        if not (self._host.engine.is_alive and self._listener.is_alive):
+            raise RuntimeError("a thread of the engine has died")
+
+    async def __del__(self) -> None:
+        """Serve calls it once, when it stops a replica: what is under way comes to its end."""
+        self._listener.close()
+        await asyncio.to_thread(self._host.engine.drain, _DRAIN_TIMEOUT_S)

@@ -1,0 +1,74 @@
+"""An HTTP server on a thread of a replica: a port of its own, past Ray Serve's proxy."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from deploy.service.source import Address
+
+ON_HEAD = {"num_cpus": 0, "resources": {"node:__internal_head__": 0.001}}
+"""What a deployment asks of Ray that listens on the address of the machine where it was started."""
+# The one that this one replaces may still be ending.
+_BIND_TIMEOUT_S = 30.0
+_POLL_S = 0.2
+_BACKLOG = 1024
+
+
+class HttpServer:
+    """Serves an application until it is told to end."""
+
+    def __init__(self, app: ASGIApp, address: Address, *, end_within_s: float, shares_port: bool = False) -> None:
+        """Listen.
+
+        Args:
+            app: the application.
+            address: where.
+            end_within_s: how long requests under way have, once it is told to end.
+            shares_port: whether other processes of this user may listen there too; the kernel gives each new connection
+                to one of them.
+
+        Raises:
+            OSError: the port stays taken.
+        """
+        config = uvicorn.Config(
+            app,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            ws="none",
+            timeout_graceful_shutdown=round(end_within_s),
+        )
+        self._server = uvicorn.Server(config)
+        listening = _bound(address, shares_port=shares_port)
+        self._thread = threading.Thread(
+            target=self._server.run, kwargs={"sockets": [listening]}, name="http", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether its thread runs."""
+        return self._thread.is_alive()
+
+    def end(self, timeout_s: float) -> None:
+        """Take no more connections, let what is under way come to its end, and wait for it."""
+        self._server.should_exit = True
+        self._thread.join(timeout_s)
+
+
+def _bound(address: Address, *, shares_port: bool) -> socket.socket:
+    deadline = time.monotonic() + _BIND_TIMEOUT_S
+    while True:
+        try:
+            return socket.create_server(
+                (address.host, address.port), family=address.family, backlog=_BACKLOG, reuse_port=shares_port
+            )
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(_POLL_S)

@@ -1,0 +1,104 @@
+"""Messages between two processes that share a secret, over one connection.
+
+Each message is signed with the secret, both sides' nonces and its place in the conversation (keyed BLAKE2b, RFC 7693):
+neither side reads what the other did not write, or wrote for another connection. The secret itself is never sent.
+Nothing is encrypted. A message is unpickled once its signature is right: who has the secret got it from Ray, which runs
+their code anyway.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import pickle
+import secrets
+import struct
+from hashlib import blake2b
+from typing import Any, Self
+
+SECRET_BYTES = 32
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+_NONCE_BYTES = 16
+_SIGNATURE_BYTES = 32
+_HEAD = struct.Struct(f"!I{_SIGNATURE_BYTES}s")
+_COUNT = struct.Struct("!Q")
+_CALLER, _LISTENER = b"c", b"l"
+
+
+class WireError(ConnectionError):
+    """The other side is not who it should be, or says what cannot be read."""
+
+
+class Wire:
+    """One connection. Its readers and writers are not shared."""
+
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes, nonces: bytes, own: bytes
+    ) -> None:
+        """Not to be called: see `call` and `accept`."""
+        self._reader, self._writer, self._key = reader, writer, key
+        self._own, self._others = nonces + own, nonces + (_LISTENER if own == _CALLER else _CALLER)
+        self._num_sent = self._num_read = 0
+
+    @classmethod
+    async def call(cls, host: str, port: int, secret: bytes) -> Self:
+        """Connect to a listener. Raises OSError, or EOFError where it ends at once."""
+        reader, writer = await asyncio.open_connection(host, port)
+        try:
+            theirs = await reader.readexactly(_NONCE_BYTES)
+        except BaseException:
+            writer.close()
+            raise
+        ours = secrets.token_bytes(_NONCE_BYTES)
+        writer.write(ours)
+        return cls(reader, writer, secret, theirs + ours, _CALLER)
+
+    @classmethod
+    async def accept(cls, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes) -> Self:
+        """The listener's side of a new connection. Raises OSError or EOFError."""
+        ours = secrets.token_bytes(_NONCE_BYTES)
+        writer.write(ours)
+        theirs = await reader.readexactly(_NONCE_BYTES)
+        return cls(reader, writer, secret, ours + theirs, _LISTENER)
+
+    async def send(self, message: object) -> None:
+        """Send one message; waits while the other side is slow. Raises OSError."""
+        payload = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+        if len(payload) > MAX_MESSAGE_BYTES:
+            raise WireError(f"a message of {len(payload)} bytes is too large")
+        signature = self._signature(self._own, self._num_sent, payload)
+        self._num_sent += 1
+        self._writer.write(_HEAD.pack(len(payload), signature) + payload)
+        await self._writer.drain()
+
+    async def receive(self) -> Any:
+        """The next message.
+
+        Raises:
+            EOFError: the other side ended.
+            OSError: the connection broke, or its bytes are not signed with the secret (WireError).
+        """
+        num_bytes, signature = _HEAD.unpack(await self._reader.readexactly(_HEAD.size))
+        if num_bytes > MAX_MESSAGE_BYTES:
+            raise WireError(f"a message of {num_bytes} bytes is too large")
+        payload = await self._reader.readexactly(num_bytes)
+        if not hmac.compare_digest(signature, self._signature(self._others, self._num_read, payload)):
+            raise WireError("a message is not signed with the secret")
+        self._num_read += 1
+        return pickle.loads(payload)  # noqa: S301 - signed by who may run code here
+
+    async def ended(self) -> None:
+        """Return when the other side ends or breaks, or says more than it should."""
+        try:
+            await self._reader.read(1)
+        except OSError:
+            return
+
+    def close(self) -> None:
+        """End the connection, now."""
+        self._writer.close()
+
+    def _signature(self, side: bytes, place: int, payload: bytes) -> bytes:
+        hashed = blake2b(side + _COUNT.pack(place), key=self._key, digest_size=_SIGNATURE_BYTES)
+        hashed.update(payload)
+        return hashed.digest()
