@@ -40,10 +40,11 @@ def num_gpus() -> int:
     return torch.cuda.device_count()
 
 
-def why_not_bindable(host: str, port: int) -> str | None:
-    """Why nothing can listen on an address; None when it is free."""
+def why_not_bindable(host: str, port: int, *, shares_port: bool = False) -> str | None:
+    """Why nothing can listen on an address; None when it is free, or shared by what listens (`shares_port`)."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, shares_port)
         try:
             probe.bind((host, port))
         except OSError as error:

@@ -29,10 +29,8 @@ def ray_session(*, dashboard: bool) -> Iterator[RaySession]:
 
     from actors.cluster import WORKER_ENV
     from actors.weights import NAMESPACE
-    from deploy.serve_proxy import PROXY_ENV
 
-    environment = WORKER_ENV | PROXY_ENV
-    os.environ.update(environment)
+    os.environ.update(WORKER_ENV)
     is_ours = "RAY_ADDRESS" not in os.environ
     previous_umask = os.umask(0o077)  # Ray writes its token file with the default permissions.
     try:
@@ -42,7 +40,7 @@ def ray_session(*, dashboard: bool) -> Iterator[RaySession]:
             include_dashboard=dashboard if is_ours else None,
             log_to_driver=False,
             logging_level=logging.ERROR,
-            runtime_env={"env_vars": environment},
+            runtime_env={"env_vars": WORKER_ENV},
         )
     finally:
         os.umask(previous_umask)

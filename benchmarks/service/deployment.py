@@ -27,7 +27,7 @@ NUM_WEIGHTS = 4
 """Weights that differ; versions take them in turn, so that neighbours never have the same."""
 _NUM_KEPT = 3
 ENGINE = "EngineReplica"
-ROLES = {"proxy": "ProxyActor", "ingress": ":Ingress", "engine": ENGINE}
+ROLES = {"ingress": ":Ingress", "engine": ENGINE}
 """What Ray's processes are named after."""
 _TIMEOUT_S = 60.0
 

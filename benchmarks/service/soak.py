@@ -1,6 +1,6 @@
 """Memory under mixed load: answers, clients that hang up, bad requests and new versions, for as long as you like.
 
-Proxy, ingress and engines are looked at while it goes on. Growth is the slope over the requests of the second half: the
+Ingress and engines are looked at while it goes on. Growth is the slope over the requests of the second half: the
 first fills what is bounded (versions in memory, events that are kept, the allocator's arenas). Memory is what is a
 process's own, anonymous and shared: how much of the libraries' files is in memory depends on others on the machine.
 """

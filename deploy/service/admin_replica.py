@@ -1,13 +1,9 @@
-"""The Ray Serve deployment of the admin listener: a server and a port of its own, past Serve's proxy."""
+"""The Ray Serve deployment of the admin listener: a server and a port of its own."""
 
 from __future__ import annotations
 
-import socket
-import threading
-import time
 from typing import Any
 
-import uvicorn
 from ray import serve
 from ray.exceptions import RayError, RayTaskError
 
@@ -15,7 +11,8 @@ from actors.registry import PolicyVersion
 from actors.weights import held_by
 from deploy.service.admin import create_admin_app, guarded_admin
 from deploy.service.gate import Rates
-from deploy.service.fleet import LOST
+from deploy.service.http_server import ON_HEAD, HttpServer
+from deploy.service.ingress import LOST
 from deploy.service.keys import Keys
 from deploy.service.messages import EngineState
 from deploy.service.policy_events import RegistryReader
@@ -23,9 +20,6 @@ from deploy.service.source import Address, Source
 from deploy.service.steering import Steering
 
 _CALL_TIMEOUT_S = 5.0
-# The one that this one replaces may still be ending.
-_BIND_TIMEOUT_S = 30.0
-_POLL_S = 0.2
 
 
 class EnginesOfHandle:
@@ -63,14 +57,13 @@ def _refusal(answer: object) -> str | None:
     return None if answer is None else str(answer).strip().splitlines()[-1]
 
 
-# One, and none beside it while it is replaced: there is one port. Where Serve's proxy of a laptop is, and no other node
-# can be meant by 127.0.0.1.
+# One, and none beside it while it is replaced: there is one port.
 @serve.deployment(
     num_replicas=1,
     max_surge_percent=0,
     health_check_period_s=5,
     graceful_shutdown_timeout_s=5,
-    ray_actor_options={"num_cpus": 0, "resources": {"node:__internal_head__": 0.001}},
+    ray_actor_options=ON_HEAD,
 )
 class AdminListener:
     """Answers an operator."""
@@ -81,30 +74,8 @@ class AdminListener:
         assert registry is not None, "a checkpoint by itself has nothing to administer"
         steering = Steering(registry, source.path, EnginesOfHandle(engines))
         app = create_admin_app(steering, RegistryReader(registry))
-        config = uvicorn.Config(
-            guarded_admin(app, keys, Rates(source.rate_limit)),
-            log_level="warning",
-            access_log=False,
-            timeout_graceful_shutdown=1,
-        )
-        listening = _bound(address)
-        self._thread = threading.Thread(
-            target=uvicorn.Server(config).run, kwargs={"sockets": [listening]}, name="admin-listener", daemon=True
-        )
-        self._thread.start()
+        self._server = HttpServer(guarded_admin(app, keys, Rates(source.rate_limit)), address, end_within_s=1)
 
     def check_health(self) -> None:
         """Serve asks every few seconds, and replaces what raises."""
-        if not self._thread.is_alive():
-            raise RuntimeError("the admin listener's thread has died")
-
-
-def _bound(address: Address) -> socket.socket:
-    deadline = time.monotonic() + _BIND_TIMEOUT_S
-    while True:
-        try:
-            return socket.create_server((address.host, address.port), family=address.family)
-        except OSError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(_POLL_S)
+        self._server.check()

@@ -71,18 +71,24 @@ class Writer:
         try:
             async with aclosing(events):
                 if self._is_chat:
-                    for index in range(len(self._choices)):
-                        yield self._chunk([self._part(index, {"role": "assistant", "content": ""})])
+                    roles = (
+                        self._part(index, {"role": "assistant", "content": ""}) for index in range(len(self._choices))
+                    )
+                    yield b"".join(self._chunk([role]) for role in roles)
+                # What comes of one event goes out together: each write costs both sides a wake-up.
+                last = b""
                 async for event in events:
                     if isinstance(event, Refused):
                         raise ServiceError.of(event)
-                    for part in self._parts(event):
-                        yield self._chunk([part])
+                    said = b"".join(self._chunk([part]) for part in self._parts(event))
                     if all(choice.is_finished for choice in self._choices):
+                        last = said
                         break
+                    if said:
+                        yield said
             if includes_usage:
-                yield self._chunk([], usage=self._usage())
-            yield b"data: [DONE]\n\n"
+                last += self._chunk([], usage=self._usage())
+            yield last + b"data: [DONE]\n\n"
         except ServiceError as error:
             yield _data(error.body)
         except Exception:

@@ -9,9 +9,9 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from deploy.openai_error import error_object
 from deploy.service.messages import Refused
 
+_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _MESSAGES = {400: "The body is not JSON.", 404: "There is no such path.", 405: "This path does not know that method."}
 
 
@@ -39,7 +39,8 @@ class ServiceError(Exception):
     @property
     def body(self) -> dict[str, Any]:
         """OpenAI's error object."""
-        return error_object(self.status, self.message, self.code, self.param)
+        kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> JSONResponse:
         """The answer."""

@@ -1,4 +1,4 @@
-"""The engines of a service, as an ingress reaches them: Ray Serve says which there are, jobs go straight to them."""
+"""The engines of a service, as an ingress reaches them. It knows no Ray: a directory says which engines there are."""
 
 from __future__ import annotations
 
@@ -6,23 +6,28 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
-import structlog
-from ray.exceptions import RayError
-from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RequestCancelledError
-
-from deploy.service.listener import Contact
+from deploy.service.listener import END, Contact
 from deploy.service.messages import EngineLostError, EngineState, Event, Job
 from deploy.service.wire import Wire
 
-LOST = (RayError, BackPressureError, DeploymentUnavailableError, RequestCancelledError)
-"""What a call to engines fails with when it did not reach one, or not its end."""
-_CALL_TIMEOUT_S = 3.0
 _CONNECT_TIMEOUT_S = 2.0
 _LOOK_EVERY_S = 1.0
 # The engine ends every job in time. Beyond that it is as good as dead.
 _GRACE_S = 10.0
+
+
+class Directory(Protocol):
+    """Who knows the engines. What it is asked ends in time; engines that do not answer are left out."""
+
+    async def contacts(self) -> list[Contact]:
+        """Where each takes jobs."""
+        ...
+
+    async def states(self) -> list[EngineState]:
+        """How each stands."""
+        ...
 
 
 @dataclass(slots=True)
@@ -34,11 +39,10 @@ class _Engine:
 
 
 class Fleet:
-    """The engine replicas behind one handle of Ray Serve. For one event loop."""
+    """The engines of a directory; jobs go straight to them. For one event loop."""
 
-    def __init__(self, handle: Any, node_id: str) -> None:
-        """Reach the engines of `handle` from the Ray node `node_id`."""
-        self._handle, self._node_id = handle, node_id
+    def __init__(self, directory: Directory) -> None:
+        self._directory = directory
         self._engines: dict[str, _Engine] = {}
         self._looking: asyncio.Task[None] | None = None
         self._looked_s = float("-inf")
@@ -59,10 +63,12 @@ class Fleet:
                     # Around each wait, since whoever listens may go on in another task.
                     async with asyncio.timeout_at(deadline):
                         events = await wire.receive()
-                    yield events
+                    if events == END:
+                        return
+                    yield list(events)
             finally:
                 # Where it has ended this does nothing; else it frees the slots.
-                wire.close()
+                await wire.close()
         except (EOFError, OSError, TimeoutError) as error:
             self._forget(engine)
             raise EngineLostError(f"{type(error).__name__}: {error}") from error
@@ -70,8 +76,8 @@ class Fleet:
             engine.num_choices -= len(job.requests)
 
     async def states(self) -> list[EngineState]:
-        """As `Backend.states`; those that do not answer in time are left out."""
-        return [answer for answer in await self._ask_all("state") if isinstance(answer, EngineState)]
+        """As `Backend.states`."""
+        return await self._directory.states()
 
     async def _least_busy(self) -> _Engine:
         if not self._engines:
@@ -101,16 +107,7 @@ class Fleet:
 
     async def _find(self) -> None:
         self._looked_s = time.monotonic()
-        contacts = [answer for answer in await self._ask_all("contact", self._node_id) if isinstance(answer, Contact)]
-        if contacts:
+        # Where nobody answers, those that are known may still take jobs.
+        if contacts := await self._directory.contacts():
             known = self._engines
             self._engines = {one.replica: known.get(one.replica) or _Engine(one) for one in contacts}
-
-    async def _ask_all(self, method: str, *args: object) -> list[Any]:
-        try:
-            return await self._handle.broadcast(method, *args).results_async(
-                timeout_s=_CALL_TIMEOUT_S, return_exceptions=True
-            )
-        except (*LOST, TimeoutError) as error:
-            structlog.get_logger().warning("engines_not_heard", error=str(error))
-            return []

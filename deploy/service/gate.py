@@ -17,7 +17,7 @@ from deploy.service.errors import ServiceError
 from deploy.service.keys import Keys
 
 MAX_BODY_BYTES = 1024 * 1024
-OPEN_PATHS = frozenset({"/health", "/health/ready", "/"})
+OPEN_PATHS = frozenset({"/health", "/health/ready", "/-/healthz", "/"})
 OPEN_PREFIX = "/assets/"
 _OPEN_METHODS = frozenset({"GET", "HEAD"})
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")

@@ -1,4 +1,7 @@
-"""An HTTP server on a thread of a replica: a port of its own, past Ray Serve's proxy."""
+"""An HTTP server on a thread of a replica, with a port of its own.
+
+Ray Serve's proxy and its calls cost more than all the rest of a request (docs/benchmarks.md).
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,12 @@ from starlette.types import ASGIApp
 from deploy.service.source import Address
 
 ON_HEAD = {"num_cpus": 0, "resources": {"node:__internal_head__": 0.001}}
-"""What a deployment asks of Ray that listens on the address of the machine where it was started."""
+"""What a deployment asks of Ray that listens where the service was started: no other node is meant by 127.0.0.1."""
 # The one that this one replaces may still be ending.
 _BIND_TIMEOUT_S = 30.0
 _POLL_S = 0.2
 _BACKLOG = 1024
+_KEEP_ALIVE_S = 75
 
 
 class HttpServer:
@@ -40,6 +44,8 @@ class HttpServer:
             log_level="warning",
             access_log=False,
             server_header=False,
+            # Longer than clients keep a connection that they do not use: none asks over one that is just closing.
+            timeout_keep_alive=_KEEP_ALIVE_S,
             ws="none",
             timeout_graceful_shutdown=round(end_within_s),
         )
@@ -50,10 +56,10 @@ class HttpServer:
         )
         self._thread.start()
 
-    @property
-    def is_alive(self) -> bool:
-        """Whether its thread runs."""
-        return self._thread.is_alive()
+    def check(self) -> None:
+        """Raise RuntimeError where its thread has died."""
+        if not self._thread.is_alive():
+            raise RuntimeError("the thread of the HTTP server has died")
 
     def end(self, timeout_s: float) -> None:
         """Take no more connections, let what is under way come to its end, and wait for it."""

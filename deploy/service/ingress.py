@@ -6,32 +6,63 @@ import asyncio
 from typing import Any
 
 import ray
+import structlog
 import torch
 from ray import serve
+from ray.exceptions import RayError
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RequestCancelledError
 
 from deploy.service.app import Service, create_app, guarded
 from deploy.service.fleet import Fleet
 from deploy.service.gate import Rates
-from deploy.service.keys import Keys
 from deploy.service.http_server import HttpServer
+from deploy.service.keys import Keys
+from deploy.service.listener import Contact
+from deploy.service.messages import EngineState
 from deploy.service.source import Address, Source
 
+LOST = (RayError, BackPressureError, DeploymentUnavailableError, RequestCancelledError)
+"""What a call to engines fails with when it did not reach one, or not its end."""
+_CALL_TIMEOUT_S = 3.0
 _DRAIN_TIMEOUT_S = 50.0
 
 
-# Wider than the application's own limits, which answer in our error format: Serve's text must not reach a client.
+class ServeDirectory:
+    """The engine replicas behind a handle of Ray Serve, as a `Directory`."""
+
+    def __init__(self, handle: Any) -> None:
+        self._handle, self._node_id = handle, ray.get_runtime_context().get_node_id()
+
+    async def contacts(self) -> list[Contact]:
+        """As `Directory.contacts`."""
+        return [answer for answer in await self._ask("contact", self._node_id) if isinstance(answer, Contact)]
+
+    async def states(self) -> list[EngineState]:
+        """As `Directory.states`."""
+        return [answer for answer in await self._ask("state") if isinstance(answer, EngineState)]
+
+    async def _ask(self, method: str, *args: object) -> list[object]:
+        response = self._handle.broadcast(method, *args)
+        try:
+            return list(await response.results_async(timeout_s=_CALL_TIMEOUT_S, return_exceptions=True))
+        except (*LOST, TimeoutError) as error:
+            structlog.get_logger().warning("engines_not_heard", error=str(error))
+            return []
+
+
 @serve.deployment(
-    max_ongoing_requests=4096,
-    max_queued_requests=8192,
+    # Requests go past Serve; what goes through it asks it to drain.
     max_surge_percent=100,
-    health_check_period_s=5,
+    health_check_period_s=1,
     graceful_shutdown_timeout_s=60,
     ray_actor_options={"num_cpus": 0.01},
 )
 class Ingress:
     """Answers HTTP requests."""
 
-    def __init__(self, engines: Any, source: Source, keys: Keys, rate_limit: str, address: Address, _admin: Any) -> None:
+    def __init__(
+        self, engines: Any, source: Source, keys: Keys, rate_limit: str, address: Address, _admin: Any
+    ) -> None:
         """Answer with `engines`, a handle of `EngineReplica`.
 
         Serve deploys what an argument names: `_admin` is a handle of `AdminListener`, or None.
@@ -39,20 +70,24 @@ class Ingress:
         torch.set_num_threads(1)
         codec = source.codec()
         service = Service(
-            backend=Fleet(engines, ray.get_runtime_context().get_node_id()),
+            backend=Fleet(ServeDirectory(engines)),
             codec=codec,
             planner=source.planner(codec),
             run=source.run_view(),
             registry=source.registry_reader(),
         )
         self._app = create_app(service)
-        guarded_app = guarded(self._app, keys, Rates(rate_limit))
-        self._server = HttpServer(guarded_app, address, end_within_s=_DRAIN_TIMEOUT_S, shares_port=True)
+        self._server = HttpServer(
+            guarded(self._app, keys, Rates(rate_limit)),
+            address,
+            end_within_s=_DRAIN_TIMEOUT_S,
+            # With its successor, and with others on the same machine.
+            shares_port=True,
+        )
 
     def check_health(self) -> None:
         """Serve asks every second, and replaces what raises."""
-        if not self._server.is_alive:
-            raise RuntimeError("the listener's thread has died")
+        self._server.check()
 
     async def drain(self) -> int:
         """Take nothing more. Returns the requests under way."""

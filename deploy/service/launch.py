@@ -6,7 +6,6 @@ import ipaddress
 import logging
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from deploy.errors import UserError
+from deploy.machine import why_not_bindable
 from deploy.ray_session import ray_session
 from deploy.service.keys import OF_ADMIN, OF_SERVICE, KeySource, are_explicit, own_key, read_admin_keys, read_keys
 from deploy.service.source import Address, Source
@@ -137,11 +137,9 @@ def deploy_source(
     """As `deploy_service`, for a run or a checkpoint; each engine gets `num_gpus`."""
     from ray import serve
 
-    _check_keys(host)
     name, admin = f"d1-{source.name}", source.admin_address(admin_port)
     if admin is not None and admin.port == port:
         raise UserError(f"the admin listener cannot have the service's port {port}; choose another for one of them")
-    # Nothing here waits without limit, as serve.run does.
     address = Address(host=host, port=port)
     application = bound_application(source, address, num_replicas, num_gpus=num_gpus, admin=admin)
     _start_serve()
@@ -152,18 +150,33 @@ def deploy_source(
     _check_port(address, shares_port=name in running)
     if admin is not None and name not in running:
         _check_port(admin)
-    serve.run_many([serve.RunTarget(application, name=name)], wait_for_applications_running=False)
+    # Nothing here waits without limit, as serve.run does.
+    serve.run_many([serve.RunTarget(application, name=name, route_prefix=None)], wait_for_applications_running=False)
     _wait_until_running(name)
     return address.url
 
 
 def bound_application(
-    source: Source, address: Address, num_replicas: int, *, num_gpus: int, admin: Address | None, num_ingresses: int | None = None
+    source: Source,
+    address: Address,
+    num_replicas: int,
+    *,
+    num_gpus: int,
+    admin: Address | None,
+    num_ingresses: int | None = None,
 ) -> Any:
     """The engines, the ingress before them and the admin listener, unstarted: a bound class carries its options to the
     cluster.
 
-    Raises UserError where the keys cannot be read, or nobody has chosen those that the admin listener's address needs.
+    Args:
+        source: what is served.
+        address: where each ingress listens.
+        num_replicas: the engines.
+        num_gpus: of each engine.
+        admin: where the admin listener listens, if there is to be one.
+        num_ingresses: None for one, on the head node.
+
+    Raises UserError where the keys cannot be read, or nobody has chosen those that an address needs.
     """
     from deploy.service.admin_replica import AdminListener
     from deploy.service.http_server import ON_HEAD
@@ -174,18 +187,15 @@ def bound_application(
     ingress_class: Any = Ingress
     admin_class: Any = AdminListener
     resources = {"num_cpus": 0.01, "num_gpus": num_gpus}
+    _check_keys(address.host)
     keys = read_keys(source.path)
     engines = engine_class.options(num_replicas=num_replicas, ray_actor_options=resources).bind(source)
     listener = None
     if admin is not None:
         _check_keys(admin.host, OF_ADMIN)
         listener = admin_class.bind(engines, source, admin, read_admin_keys(source.path, keys))
-    if num_ingresses is None:
-        # One, where no other node can be meant by 127.0.0.1.
-        ingress_class = ingress_class.options(ray_actor_options=ON_HEAD)
-    else:
-        ingress_class = ingress_class.options(num_replicas=num_ingresses)
-    return ingress_class.bind(engines, source, keys, source.rate_limit, address, listener)
+    placed = {"ray_actor_options": ON_HEAD} if num_ingresses is None else {"num_replicas": num_ingresses}
+    return ingress_class.options(**placed).bind(engines, source, keys, source.rate_limit, address, listener)
 
 
 def _check_keys(host: str, keys: KeySource = OF_SERVICE) -> None:
@@ -245,14 +255,8 @@ def _start_serve() -> None:
 
 def _check_port(address: Address, *, shares_port: bool = False) -> None:
     """Raise UserError where something else listens there; with `shares_port`, something that does not share it."""
-    with socket.socket(address.family) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, shares_port)
-        try:
-            probe.bind((address.host, address.port))
-        except OSError as error:
-            where = f"{address.host}:{address.port}"
-            raise UserError(f"cannot listen on {where}: {error.strerror}; choose another port") from error
+    if why := why_not_bindable(address.host, address.port, shares_port=shares_port):
+        raise UserError(f"cannot listen on {address.host}:{address.port}: {why}; choose another port")
 
 
 def _wait_until_running(name: str) -> None:

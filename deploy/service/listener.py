@@ -15,12 +15,15 @@ from dataclasses import dataclass, field
 import structlog
 
 from deploy.service.host import EngineHost
-from deploy.service.messages import Job, Refused
-from deploy.service.wire import SECRET_BYTES, Wire
+from deploy.service.messages import Event, Job, Refused
+from deploy.service.wire import SECRET_BYTES, Wire, WireError
 
 LOOPBACK = "127.0.0.1"
+END: tuple[Event, ...] = ()
+"""What follows the last events: a connection that ends without it is broken."""
 _OPEN_TIMEOUT_S = 5.0
 _HELLO_TIMEOUT_S = 5.0
+_CLOSE_TIMEOUT_S = 5.0
 _BACKLOG = 512
 
 
@@ -45,8 +48,9 @@ class JobListener:
         self._secret = secrets.token_bytes(SECRET_BYTES)
         self._servers: dict[str, asyncio.Server] = {}
         self._opening = asyncio.Lock()
+        self._connections: set[asyncio.Task[None]] = set()
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="jobs", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="jobs", daemon=True)
         self._thread.start()
 
     @property
@@ -62,9 +66,26 @@ class JobListener:
         opened = asyncio.run_coroutine_threadsafe(self._open(address), self._loop)
         return opened.result(_OPEN_TIMEOUT_S)
 
-    def close(self) -> None:
-        """Take no more connections; those that are open go on. From any thread."""
-        self._loop.call_soon_threadsafe(lambda: [server.close() for server in self._servers.values()])
+    def close(self, timeout_s: float) -> None:
+        """Take no more connections, give those that are open so long, and end the thread. Not from that thread."""
+        ended = asyncio.run_coroutine_threadsafe(self._end(timeout_s), self._loop)
+        with suppress(TimeoutError):
+            ended.result(timeout_s + _CLOSE_TIMEOUT_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_CLOSE_TIMEOUT_S)
+
+    def _run(self) -> None:
+        self._loop.run_forever()
+        self._loop.close()
+
+    async def _end(self, timeout_s: float) -> None:
+        for server in self._servers.values():
+            server.close()
+        if self._connections:
+            await asyncio.wait(self._connections, timeout=timeout_s)
+        for connection in self._connections:
+            connection.cancel()
+        await asyncio.gather(*self._connections, return_exceptions=True)
 
     async def _open(self, address: str) -> Contact:
         async with self._opening:
@@ -74,16 +95,27 @@ class JobListener:
         return Contact(replica=self._replica, host=address, port=port, secret=self._secret)
 
     async def _take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connection = asyncio.current_task()
+        assert connection is not None, "asyncio gives each connection a task"
+        self._connections.add(connection)
         try:
             async with asyncio.timeout(_HELLO_TIMEOUT_S):
                 wire = await Wire.accept(reader, writer, self._secret)
                 job = await wire.receive()
+            if not isinstance(job, Job):
+                raise WireError(f"{type(job).__name__} is no job")
             await self._answer(wire, job)
-        except (EOFError, OSError, TimeoutError) as error:
-            # A client that has gone, or a stranger; an ingress whose connection broke goes elsewhere.
-            structlog.get_logger().info("job_connection_ended", error=f"{type(error).__name__}: {error}")
+        except WireError as error:
+            structlog.get_logger().warning("job_of_a_stranger", error=str(error))
+        except (EOFError, OSError, TimeoutError):
+            # Whoever asked has gone.
+            return
         finally:
+            self._connections.discard(connection)
             writer.close()
+            with suppress(OSError):
+                async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+                    await writer.wait_closed()
 
     async def _answer(self, wire: Wire, job: Job) -> None:
         """Send the events; when the other side goes, the job is cancelled at once."""
@@ -109,3 +141,4 @@ class JobListener:
             structlog.get_logger().exception("job_failed")
             message = "The policy failed; see the service's log."
             await wire.send([Refused(status=500, code="engine_failed", message=message)])
+        await wire.send(END)

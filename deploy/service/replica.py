@@ -17,7 +17,6 @@ from deploy.service.listener import LOOPBACK, Contact, JobListener
 from deploy.service.messages import EngineState, FollowerStatus
 from deploy.service.source import Source
 
-
 _DRAIN_TIMEOUT_S = 50.0
 
 
@@ -76,5 +75,4 @@ class EngineReplica:
 
     async def __del__(self) -> None:
         """Serve calls it once, when it stops a replica: what is under way comes to its end."""
-        self._listener.close()
-        await asyncio.to_thread(self._host.engine.drain, _DRAIN_TIMEOUT_S)
+        await asyncio.to_thread(self._listener.close, _DRAIN_TIMEOUT_S)

@@ -17,7 +17,6 @@ from actors.registry_server import ValkeyServer
 from benchmarks.service.deployment import forget_serve
 from deploy import machine
 from deploy.sampling.defaults import Defaults
-from deploy.serve_proxy import PROXY_ENV
 from deploy.service.app import Service, create_app, guarded
 from deploy.service.codec import Codec
 from deploy.service.engine import Engine
@@ -282,8 +281,6 @@ def serve_cluster(monkeypatch):
     monkeypatch.setenv("D1_API_TOKEN", TOKEN)
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    for name, value in PROXY_ENV.items():
-        monkeypatch.setenv(name, value)
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=10**8)
     yield ray.get_runtime_context().gcs_address
     ray.shutdown()

@@ -1,0 +1,345 @@
+"""Jobs from an ingress to engines, over connections of their own: who is asked, who may ask, what a broken one is."""
+
+import asyncio
+import struct
+from contextlib import aclosing
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+
+import msgpack
+import numpy as np
+import pytest
+
+from actors.registry import PolicyVersion
+from deploy.service import fleet as fleet_module
+from deploy.service import wire as wire_module
+from deploy.service.fleet import Fleet
+from deploy.service.listener import LOOPBACK, JobListener
+from deploy.service.messages import Began, BlocksDone, CanvasSeen, Done, EngineLostError, Job, Refused
+from deploy.service.packed import pack, unpack
+from deploy.service.steady import steadily
+from deploy.service.wire import Wire, WireError
+from rollout.request import FinishReason, Request, SamplingParams
+
+PARAMS = SamplingParams(gen_length=16, block_length=8, num_denoise_steps=8, temperature=0.9, stop_ids=())
+TIMEOUT_S = 20.0
+FACTS = dict.fromkeys(("num_correct", "num_problems", "checkpoint", "weight_store", "manifest_digest"))
+POLICY = PolicyVersion(version=3, round=2, phase="rl", **FACTS)
+
+
+def job(*seeds):
+    requests = tuple(Request(prompt_ids=(5, 6, 7), params=PARAMS, seed=seed) for seed in seeds or (1,))
+    return Job(requests=requests, wanted="policy")
+
+
+class Known:
+    """A directory of engines that listen in this process."""
+
+    def __init__(self, *listeners):
+        self.listeners, self.num_asked = list(listeners), 0
+
+    async def contacts(self):
+        self.num_asked += 1
+        return [listener.contact() for listener in self.listeners]
+
+    async def states(self):
+        return []
+
+
+class Slow:
+    """An engine that answers when it is let."""
+
+    def __init__(self):
+        self.num_begun = self.num_left = 0
+        self.may_end = False
+
+    async def stream(self, _job):
+        self.num_begun += 1
+        try:
+            yield [Began(policy=POLICY)]
+            while not self.may_end:
+                await asyncio.sleep(0.005)
+            yield [Refused(status=400, code="enough", message="That was it.")]
+        finally:
+            self.num_left += 1
+
+
+class Failing:
+    """An engine that fails after its first event."""
+
+    def __init__(self, error, policy=POLICY):
+        self.error, self.policy = error, policy
+
+    async def stream(self, _job):
+        yield [Began(policy=self.policy)]
+        raise self.error
+
+
+@pytest.fixture
+def listen():
+    """Makes engines listen."""
+    listeners = []
+
+    def one(host, replica="a"):
+        listeners.append(JobListener(host, replica))
+        return listeners[-1]
+
+    yield one
+    for listener in listeners:
+        if listener.is_alive:
+            listener.close(0.0)
+
+
+async def all_of(stream):
+    async with aclosing(stream):
+        return [event async for events in stream for event in events]
+
+
+async def until(condition):
+    async with asyncio.timeout(TIMEOUT_S):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def texts(events):
+    return {event.choice: event.completion.token_ids.tolist() for event in events if isinstance(event, Done)}
+
+
+def test_a_job_over_the_wire_is_the_job_in_the_engine(listen, host):
+    fleet = Fleet(Known(listen(host)))
+    there, here = asyncio.run(all_of(fleet.stream(job(1, 2)))), asyncio.run(all_of(host.stream(job(1, 2))))
+    assert isinstance(there[0], Began)
+    assert there[0] == here[0]
+    assert texts(there) == texts(here)
+    assert set(texts(there)) == {0, 1}
+
+
+def test_the_engine_with_the_fewest_choices_is_asked(listen):
+    slow = [Slow(), Slow()]
+    known = Known(listen(slow[0], "a"), listen(slow[1], "b"))
+
+    async def run():
+        fleet = Fleet(known)
+        tasks = []
+        for seeds, begun in (((1, 2, 3), (1, 0)), ((1,), (1, 1)), ((1,), (1, 2)), ((1,), (1, 3))):
+            tasks.append(asyncio.create_task(all_of(fleet.stream(job(*seeds)))))
+            await until(lambda: sum(one.num_begun for one in slow) == len(tasks))
+            assert tuple(one.num_begun for one in slow) == begun
+        for one in slow:
+            one.may_end = True
+        await asyncio.gather(*tasks)
+        # Nothing is under way: they take turns.
+        for _ in range(4):
+            await all_of(fleet.stream(job()))
+
+    asyncio.run(run())
+    assert [one.num_begun for one in slow] == [3, 5]
+    assert known.num_asked == 1
+
+
+def test_who_leaves_ends_the_job_at_once(listen):
+    slow = Slow()
+
+    async def run():
+        fleet = Fleet(Known(listen(slow)))
+        async with aclosing(fleet.stream(job())) as stream:
+            assert isinstance((await anext(stream))[0], Began)
+        await until(lambda: slow.num_left == 1)
+
+    asyncio.run(run())
+
+
+def test_an_engine_whose_connection_breaks_is_lost_and_another_goes_on(listen, host):
+    dying = listen(Failing(ConnectionResetError("SIGKILL"), host.versions.policy), "a")
+
+    async def run():
+        with pytest.raises(EngineLostError, match="IncompleteReadError"):
+            await all_of(Fleet(Known(dying)).stream(job()))
+        # The one that is lost is not asked again before Serve has been.
+        fleet = Fleet(Known(dying, listen(host, "b")))
+        async with aclosing(steadily(fleet, job(), may_restart=True)) as stream:
+            return [event async for event in stream]
+
+    events = asyncio.run(run())
+    assert texts(events) == texts(asyncio.run(all_of(host.stream(job()))))
+
+
+def test_a_mistake_of_the_engine_is_no_death(listen):
+    fleet = Fleet(Known(listen(Failing(ZeroDivisionError()))))
+    assert [event.code for event in asyncio.run(all_of(fleet.stream(job()))) if isinstance(event, Refused)] == [
+        "engine_failed"
+    ]
+
+
+def test_engines_that_come_later_are_found_and_those_that_stopped_are_not_asked(listen, host, monkeypatch):
+    monkeypatch.setattr(fleet_module, "_LOOK_EVERY_S", 0.0)
+    first, second = listen(Slow(), "a"), Slow()
+
+    async def run():
+        known = Known()
+        fleet = Fleet(known)
+        with pytest.raises(EngineLostError, match="no engine answers"):
+            await all_of(fleet.stream(job()))
+        known.listeners = [first]
+        under_way = fleet.stream(job())
+        await anext(under_way)
+        # It takes no more, and what is under way goes on.
+        closing = asyncio.create_task(asyncio.to_thread(first.close, TIMEOUT_S))
+        await until(lambda: not first._servers[LOOPBACK].is_serving())
+        known.listeners = [listen(second, "b")]
+        second.may_end = True
+        num_lost = 0
+        while not second.num_begun:
+            try:
+                await all_of(fleet.stream(job()))
+            except EngineLostError:
+                num_lost += 1
+        assert num_lost <= 1
+        assert first.is_alive
+        first._host.may_end = True
+        assert [event.code for event in await anext(under_way)] == ["enough"]
+        await under_way.aclose()
+        await closing
+        assert not first.is_alive
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_says_nothing_for_too_long_is_lost(listen, monkeypatch):
+    monkeypatch.setattr(fleet_module, "_GRACE_S", 0.05)
+    fleet = Fleet(Known(listen(Slow())))
+    with pytest.raises(EngineLostError, match="TimeoutError"):
+        asyncio.run(all_of(fleet.stream(replace(job(), timeout_s=0.0))))
+
+
+def test_nothing_listens_beyond_loopback_until_it_is_asked_to(listen):
+    listener = listen(Slow())
+    assert listener._servers == {}
+    contact = listener.contact()
+    assert (contact.host, contact) == (LOOPBACK, listener.contact())
+    assert [server.sockets[0].getsockname()[0] for server in listener._servers.values()] == [LOOPBACK]
+    assert contact.secret.hex() not in repr(contact)
+    assert listener.contact("127.0.0.2").host == "127.0.0.2"
+
+
+def test_a_stranger_is_not_listened_to(listen):
+    slow = Slow()
+    contact = listen(slow).contact()
+
+    async def run():
+        wire = await Wire.call(contact.host, contact.port, b"x" * 32)
+        await wire.send(job())
+        with pytest.raises((EOFError, OSError)):
+            await wire.receive()
+        await wire.close()
+
+    asyncio.run(run())
+    assert slow.num_begun == 0
+
+
+def test_what_was_recorded_opens_no_second_connection(listen):
+    slow = Slow()
+    slow.may_end = True
+    contact = listen(slow).contact()
+    said = []
+
+    async def run():
+        wire = await Wire.call(contact.host, contact.port, contact.secret)
+        write = wire._writer.write
+        wire._writer.write = lambda data: (said.append(data), write(data))
+        await wire.send(job())
+        await wire.receive()
+        assert slow.num_begun == 1
+        await wire.close()
+        reader, writer = await asyncio.open_connection(contact.host, contact.port)
+        await reader.readexactly(16)
+        writer.write(wire._own[16:32] + b"".join(said))
+        assert await reader.read() == b""
+        writer.close()
+
+    asyncio.run(run())
+    assert slow.num_begun == 1
+
+
+def test_who_took_the_port_of_a_dead_engine_is_not_believed():
+    async def impostor(reader, writer):
+        writer.write(b"n" * 16)
+        await reader.readexactly(16)
+        payload = pack([Began(policy=POLICY)])
+        writer.write(struct.pack("!I32s", len(payload), b"s" * 32) + payload)
+        await writer.drain()
+        writer.close()
+
+    async def run():
+        server = await asyncio.start_server(impostor, LOOPBACK, 0)
+        port = server.sockets[0].getsockname()[1]
+        wire = await Wire.call(LOOPBACK, port, b"k" * 32)
+        with pytest.raises(WireError, match="not signed"):
+            await wire.receive()
+        await wire.close()
+        server.close()
+        await server.wait_closed()
+
+    asyncio.run(run())
+
+
+def test_a_message_has_a_limit(listen, monkeypatch):
+    contact = listen(Slow()).contact()
+
+    async def run():
+        wire = await Wire.call(contact.host, contact.port, contact.secret)
+        monkeypatch.setattr(wire_module, "MAX_MESSAGE_BYTES", 10)
+        with pytest.raises(WireError, match="too large"):
+            await wire.send(job())
+        wire._writer.write(struct.pack("!I32s", 1000, b"s" * 32))
+        with pytest.raises((EOFError, OSError)):
+            await wire.receive()
+        await wire.close()
+
+    asyncio.run(run())
+
+
+def test_every_message_comes_back_as_it_was(host):
+    asked = replace(job(1, 2**63 - 1), shows_canvas=True, began_with=POLICY)
+    events = asyncio.run(all_of(host.stream(replace(job(1, 2), shows_canvas=True))))
+    kinds = {type(event) for event in events}
+    assert kinds == {Began, BlocksDone, CanvasSeen, Done}
+    committed = next(event.slots for event in events if isinstance(event, BlocksDone))
+    infill = replace(asked.requests[0], fixed_tokens={3: 7}, committed=committed)
+    refused = Refused(status=429, code="overloaded", message="Too much: é", retry_after_s=1)
+    finished = [event.completion.finish_reason for event in unpack(pack(events)) if isinstance(event, Done)]
+    assert {type(reason) for reason in finished} == {FinishReason}
+    for message in (asked, replace(asked, requests=(infill,)), refused, *events):
+        assert_same(unpack(pack(message)), message)
+
+
+def assert_same(got, wanted):
+    # A field that takes any text may have held a word of an enumeration.
+    assert type(got) is type(wanted) or type(got) is str
+    if is_dataclass(wanted):
+        for column in fields(wanted):
+            assert_same(getattr(got, column.name), getattr(wanted, column.name))
+    elif isinstance(wanted, np.ndarray):
+        assert got.dtype == wanted.dtype
+        np.testing.assert_array_equal(got, wanted)
+    elif isinstance(wanted, tuple):
+        assert len(got) == len(wanted)
+        for one, other in zip(got, wanted, strict=True):
+            assert_same(one, other)
+    else:
+        assert got == wanted
+
+
+def test_what_is_no_message_is_refused():
+    with pytest.raises(TypeError, match="Path is no message"):
+        pack(Path("x"))
+    for data in (b"", b"\xc1", msgpack.packb(msgpack.ExtType(9, b"")), record("Path", {}), record("Job", {"x": 1})):
+        with pytest.raises(ValueError, match="this is no message"):
+            unpack(data)
+    array = msgpack.ExtType(2, msgpack.packb(["O", [1], b"\0" * 8]))
+    with pytest.raises(ValueError, match="no part of a message"):
+        unpack(msgpack.packb(array))
+
+
+def record(name, known):
+    return msgpack.packb(msgpack.ExtType(1, msgpack.packb([name, known])))
