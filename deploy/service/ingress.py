@@ -14,6 +14,7 @@ from deploy.service.fleet import Fleet
 from deploy.service.gate import Rates
 from deploy.service.keys import Keys
 from deploy.service.http_server import HttpServer
+from deploy.service.ray_metrics import RequestMetrics
 from deploy.service.source import Address, Source
 
 _DRAIN_TIMEOUT_S = 50.0
@@ -46,7 +47,8 @@ class Ingress:
             registry=source.registry_reader(),
         )
         self._app = create_app(service)
-        guarded_app = guarded(self._app, keys, Rates(rate_limit))
+        metrics = RequestMetrics(serve.get_replica_context().app_name)
+        guarded_app = guarded(self._app, keys, Rates(rate_limit), metrics)
         self._server = HttpServer(guarded_app, address, end_within_s=_DRAIN_TIMEOUT_S, shares_port=True)
 
     def check_health(self) -> None:
