@@ -25,7 +25,7 @@ from deploy.service.gate import Gate, Rates
 from deploy.service.host import Backend
 from deploy.service.keys import Keys
 from deploy.service.messages import POLICY, EngineState
-from deploy.service.metrics import ServiceMetrics
+from deploy.service.metrics import RequestObserver, ServiceMetrics
 from deploy.service.plan import Planner
 from deploy.service.policy_events import RegistryReader, one_event
 from deploy.service.policy_view import Watch, known, newest, policy_body, version_body
@@ -55,9 +55,10 @@ class Service:
     """Requests for completions that are under way in this ingress, at most."""
 
 
-def guarded(app: FastAPI, keys: Keys, rates: Rates) -> ASGIApp:
-    """The application behind its gate, its requests counted. What is outermost answers errors of all the rest."""
-    return Gate(app.state.metrics.measured(app), keys, rates)
+def guarded(app: FastAPI, keys: Keys, rates: Rates, *observers: RequestObserver) -> ASGIApp:
+    """The application behind its gate. All that is answered is counted and told to `observers`, refusals too."""
+    measured: ASGIApp = app.state.metrics.measured(Gate(app, keys, rates), *observers)
+    return measured
 
 
 def create_app(service: Service) -> FastAPI:

@@ -19,6 +19,7 @@ from deploy.service.http_server import HttpServer
 from deploy.service.keys import Keys
 from deploy.service.listener import Contact
 from deploy.service.messages import EngineState
+from deploy.service.ray_metrics import RequestMetrics
 from deploy.service.source import Address, Source
 
 LOST = (RayError, BackPressureError, DeploymentUnavailableError, RequestCancelledError)
@@ -78,7 +79,7 @@ class Ingress:
         )
         self._app = create_app(service)
         self._server = HttpServer(
-            guarded(self._app, keys, Rates(rate_limit)),
+            guarded(self._app, keys, Rates(rate_limit), RequestMetrics(serve.get_replica_context().app_name)),
             address,
             end_within_s=_DRAIN_TIMEOUT_S,
             # With its successor, and with others on the same machine.

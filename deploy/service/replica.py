@@ -15,6 +15,7 @@ from deploy.service.follower import VersionFollower
 from deploy.service.host import EngineHost
 from deploy.service.listener import LOOPBACK, Contact, JobListener
 from deploy.service.messages import EngineState, FollowerStatus
+from deploy.service.ray_metrics import EngineMetrics
 from deploy.service.source import Source
 
 _DRAIN_TIMEOUT_S = 50.0
@@ -50,6 +51,7 @@ class EngineReplica:
         replica = serve.get_replica_context().replica_id.unique_id
         self._host = EngineHost(versions, Engine(versions), replica=replica, follower_status=follower_status)
         self._listener = JobListener(self._host, replica)
+        self._metrics = EngineMetrics(serve.get_replica_context().app_name, replica)
 
     async def contact(self, node_id: str) -> Contact:
         """Where an ingress on that node of Ray reaches it: nothing but loopback is opened until one elsewhere asks."""
@@ -70,6 +72,7 @@ class EngineReplica:
         if self._follower is not None:
             self._follower.ensure_running()
         self._host.versions.forget_idle()
+        self._metrics.show(self._host.state())
         if not (self._host.engine.is_alive and self._listener.is_alive):
             raise RuntimeError("a thread of the engine has died")
 

@@ -23,10 +23,18 @@ import ray
 import yaml
 
 from actors.metrics import _GAUGES, _POOL_GAUGES
+from deploy.service import ray_metrics
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 MANIFESTS = sorted((DEPLOY / "k8s").glob("*.yaml"))
+# As Prometheus names them.
+OF_RUNS = {f"ray_d1_{name}" for name in (*_GAUGES, *_POOL_GAUGES)}
+OF_SERVICE = {
+    *(f"ray_d1_{name}_total" for name in ray_metrics._COUNTERS),
+    *(f"ray_d1_{name}_bucket" for name in ray_metrics._HISTOGRAMS),
+    *(f"ray_d1_{name}" for name in (*ray_metrics._GAUGES, *ray_metrics._ENGINE_GAUGES)),
+}
 BOARDS = sorted((DEPLOY / "grafana" / "dashboards").glob("*.json"))
 
 
@@ -113,7 +121,7 @@ def test_promtool_accepts_configuration_and_rules() -> None:
 
 def _exported() -> set[str]:
     """What d1 exports, and what Ray's own dashboards and Serve's sources name."""
-    names = {f"ray_d1_{name}" for name in (*_GAUGES, *_POOL_GAUGES)} | {"up"}
+    names = OF_RUNS | OF_SERVICE | {"up"}
     package = Path(ray.__file__).parent
     for path in (package / "dashboard/modules/metrics/dashboards").glob("*panels.py"):
         names |= set(re.findall(r"ray_[a-z0-9_]+", path.read_text(encoding="utf-8")))
@@ -142,9 +150,10 @@ def test_a_dashboard_asks_only_for_metrics_that_are_exported(path: Path) -> None
     assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
 
 
-def test_every_number_of_a_run_is_on_its_dashboard() -> None:
-    board = json.loads((DEPLOY / "grafana/dashboards/runs.json").read_text(encoding="utf-8"))
-    assert {f"ray_d1_{name}" for name in (*_GAUGES, *_POOL_GAUGES)} <= set().union(*map(_metrics, _expressions(board)))
+@pytest.mark.parametrize(("name", "numbers"), [("runs", OF_RUNS), ("service", OF_SERVICE)])
+def test_every_number_is_on_its_dashboard(name: str, numbers: set[str]) -> None:
+    board = json.loads((DEPLOY / f"grafana/dashboards/{name}.json").read_text(encoding="utf-8"))
+    assert numbers - set().union(*map(_metrics, _expressions(board))) == set()
 
 
 def test_a_rule_asks_only_for_metrics_that_are_exported() -> None:

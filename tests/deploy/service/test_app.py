@@ -639,3 +639,12 @@ def test_metrics_are_in_prometheus_format(client):
     assert 'd1_requests_total{path="other",status="404"} 1.0' in text
     assert "d1_policy_version 1.0" in text
     assert 'd1_choices_running{replica="local"} 0.0' in text
+
+
+def test_what_the_gate_refuses_is_counted_too(make_client):
+    make_client(headers={}).get("/v1/models")
+    busy = make_client("1/minute")
+    assert [busy.get("/v1/models").status_code for _ in range(2)] == [200, 429]
+    text = make_client().get("/metrics").text
+    for status in (200, 401, 429):
+        assert f'd1_requests_total{{path="/v1/models",status="{status}"}} 1.0' in text
