@@ -282,8 +282,13 @@ def _strict(schema: Any) -> Any:
 def test_ray_serve_accepts_its_files() -> None:
     from ray.serve.schema import ServeDeploySchema
 
+    from deploy.service.builder import Arguments
+
     (service,) = _documents(DEPLOY / "k8s/serve.yaml")
     texts = ((DEPLOY / "serve.yaml").read_text(encoding="utf-8"), service["spec"]["serveConfigV2"])
     configs = [ServeDeploySchema.model_validate(yaml.safe_load(text)) for text in texts]
-    assert [config.http_options.host for config in configs] == ["127.0.0.1", "0.0.0.0"]
-    assert configs[0].applications == configs[1].applications
+    assert {config.proxy_location for config in configs} == {"Disabled"}
+    (local,), (published,) = (config.applications for config in configs)
+    given = [Arguments(**application.args) for application in (local, published)]
+    assert [arguments.host for arguments in given] == ["127.0.0.1", "0.0.0.0"]
+    assert published.model_copy(update={"args": local.args}) == local

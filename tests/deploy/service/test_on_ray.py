@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -31,6 +32,8 @@ FAULTS = faults.Plan(num_swaps=6, num_kills=2, num_parts=1, swap_every_s=1.0, ki
 SOAK = soak.Plan(minutes=0.15, look_every_s=0.5, swap_every_s=2.0)
 MOST_GROWTH_MIB = 24.0
 INGRESS = ROLES["ingress"]
+BROKEN = {"URLError", "ConnectionResetError", "RemoteDisconnected"}
+"""What a client finds where nobody listens, or does not any more."""
 
 
 def alive(pids):
@@ -97,15 +100,15 @@ def test_no_request_is_dropped_while_versions_change(
     assert call(f"{url}/health")[1]["registry_reachable"]
     registry.close()
 
-    # Deployed again, as by a resumed run, the service has no gap; another address is refused.
+    # Deployed again, as by a resumed run, the service has no gap; a port that somebody else has is refused.
     asker = Asker(url, 1)
     assert deploy_service(run_dir, registry_url(), "127.0.0.1", free_port, 1) == url
     wait_until(lambda: call(f"{url}/v1/policy")[1]["num_swaps"] == 0, "the new replica")
     asker.stop()
     assert {status for status, _ in asker.answers} == {200}
     assert asker.longest_s < 10, "requests waited for the new replica to start"
-    with pytest.raises(UserError, match=f"listens on 127.0.0.1:{free_port}"):
-        deploy_service(run_dir, registry_url(), "127.0.0.1", free_port + 1, 1)
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UserError, match="cannot listen on 127"):
+        deploy_service(run_dir, registry_url(), "127.0.0.1", taken.getsockname()[1], 1)
 
     # Nothing stays.
     processes = descendants(os.getpid())
@@ -149,12 +152,6 @@ def try_to_announce(registry, policy):
 @pytest.mark.timeout(400)
 @pytest.mark.filterwarnings("ignore:Using extra keyword arguments on `Field`:DeprecationWarning")  # Ray Serve's schema
 def test_no_answer_is_lost_while_engines_die_and_versions_change(serve_cluster, tmp_path, free_port):
-    from ray import serve  # The filter above is for this.
-
-    # Serve's proxy answers before there is a service.
-    serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": free_port})
-    assert is_ours(*call(f"http://127.0.0.1:{free_port}/v1/models"), {"unavailable"})
-
     shape = Shape(d_model=32, num_layers=1, gen_length=40, block_length=4, steps=40)
     policies = Policies(tmp_path / "tiny", shape, 2)
     url = deploy_service(policies.directory, registry_url(), "127.0.0.1", free_port, policies.num_replicas)
@@ -190,26 +187,18 @@ def test_no_answer_is_lost_while_engines_die_and_versions_change(serve_cluster, 
     wait_until(lambda: running(url) == 0, "its slots to be free", 10)
     assert time.monotonic() - began < 5
 
-    # The death of the ingress is not: its clients are told to try again, and never in Serve's words.
-    assert call(f"{url}/v1/nothing")[0] == 404
+    # The death of the ingress is not: its connections break, and none is taken until there is another.
     asker = Asker(url, 2)
     wait_until(lambda: len(asker.answers) > 2, "answers")
     (victim,) = processes(INGRESS)
     os.kill(victim, signal.SIGKILL)
-    wait_until(lambda: processes(INGRESS) - {victim} and call(f"{url}/health/ready")[0] == 200, "an ingress", 120)
+    wait_until(lambda: processes(INGRESS) - {victim} and is_up(url), "an ingress", 120)
     num_before = len(asker.answers)
     wait_until(lambda: len(asker.answers) > num_before + 4, "answers of the new one")
     asker.stop()
-    others = [answer for answer in asker.answers if answer[0] != 200]
+    others = {status for status, _ in asker.answers} - {200}
     assert others, "the ingress died unnoticed"
-    assert [answer for answer in others if not is_ours(*answer, {"unavailable"})] == []
-
-
-def is_ours(status, body, codes):
-    """Whether it is one of our error objects, or a connection that broke."""
-    if status in ("RemoteDisconnected", "ConnectionResetError"):
-        return True
-    return set(body) == {"error"} and status in (429, 503) and body["error"]["code"] in codes
+    assert others <= BROKEN, others
 
 
 def running(url):
@@ -249,7 +238,7 @@ def test_a_checkpoint_is_served_by_itself_and_ends_gently(run_dir, free_port, tm
         for pid in alive(processes):
             os.kill(pid, signal.SIGKILL)
     statuses = [status for status, _ in asker.answers]
-    assert set(statuses) <= {200, 503, "URLError", "ConnectionResetError", "RemoteDisconnected"}, set(statuses)
+    assert set(statuses) <= {200, 503} | BROKEN, set(statuses)
     assert statuses.count(503) >= 1
     refused = [body for status, body in asker.answers if status == 503]
     assert all(body["error"]["code"] == "unavailable" for body in refused)
@@ -257,7 +246,6 @@ def test_a_checkpoint_is_served_by_itself_and_ends_gently(run_dir, free_port, tm
 
 def is_up(url):
     try:
-        # What Serve's proxy says before that would be no JSON if it were its own.
         return call(f"{url}/health/ready")[0] == 200
     except OSError:
         return False
