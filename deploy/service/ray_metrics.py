@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from ray.util.metrics import Counter, Gauge, Histogram
 
-from deploy.service.messages import EngineState
 from deploy.service.metrics import BUCKETS_S
 
 # As Ray Serve labels its own: one selection on a dashboard holds for all.
@@ -60,12 +59,12 @@ class EngineMetrics:
         for gauge in self._gauges.values():
             gauge.set_default_tags({_APPLICATION: application, _REPLICA: replica})
 
-    def show(self, state: EngineState) -> None:
+    def show(self, *, num_running: int, num_waiting: int, num_swaps: int, version: int) -> None:
         """Set every gauge."""
-        self._gauges["choices_running"].set(state.num_running)
-        self._gauges["choices_waiting"].set(state.num_waiting)
-        self._gauges["policy_swaps"].set(state.num_swaps)
-        self._gauges["serving_policy_version"].set(state.policy.version)
+        self._gauges["choices_running"].set(num_running)
+        self._gauges["choices_waiting"].set(num_waiting)
+        self._gauges["policy_swaps"].set(num_swaps)
+        self._gauges["serving_policy_version"].set(version)
 
 
 def _histogram(name: str) -> Histogram:

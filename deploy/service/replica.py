@@ -71,9 +71,15 @@ class EngineReplica:
         """Serve asks every second, and replaces what raises."""
         if self._follower is not None:
             self._follower.ensure_running()
-        self._host.versions.forget_idle()
-        self._metrics.show(self._host.state())
-        if not (self._host.engine.is_alive and self._listener.is_alive):
+        engine, versions = self._host.engine, self._host.versions
+        versions.forget_idle()
+        self._metrics.show(
+            num_running=engine.num_running,
+            num_waiting=engine.num_waiting,
+            num_swaps=versions.num_swaps,
+            version=versions.policy.version,
+        )
+        if not (engine.is_alive and self._listener.is_alive):
             raise RuntimeError("a thread of the engine has died")
 
     async def __del__(self) -> None:

@@ -1,8 +1,8 @@
 """Messages between two processes that share a secret, over one connection.
 
-Each message is signed with the secret, both sides' nonces and its place in the conversation (keyed BLAKE2b, RFC 7693):
-neither side reads what the other did not write, or wrote for another connection. The secret itself is never sent.
-Nothing is encrypted.
+Both sides prove that they know the secret before a message is sent. Each message is signed with it, both nonces and its
+place in the conversation (keyed BLAKE2b, RFC 7693): neither side reads what the other did not write, or wrote for
+another connection. The secret itself is never sent. Nothing is encrypted.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 _NONCE_BYTES = 16
 _SIGNATURE_BYTES = 32
 _HEAD = struct.Struct(f"!I{_SIGNATURE_BYTES}s")
-_COUNT = struct.Struct("!Q")
+_PLACE = struct.Struct("!cQ")
 _CALLER, _LISTENER = b"c", b"l"
 
 
@@ -31,36 +31,47 @@ class WireError(ConnectionError):
 
 
 class Wire:
-    """One connection. Its readers and writers are not shared."""
+    """One end of a connection; it has one user."""
 
-    def __init__(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes, nonces: bytes, own: bytes
-    ) -> None:
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes) -> None:
         """Not to be called: see `call` and `accept`."""
         self._reader, self._writer, self._key = reader, writer, key
-        self._own, self._others = nonces + own, nonces + (_LISTENER if own == _CALLER else _CALLER)
+        self._nonces, self._own, self._others = b"", _CALLER, _LISTENER
         self._num_sent = self._num_read = 0
 
     @classmethod
     async def call(cls, host: str, port: int, secret: bytes) -> Self:
-        """Connect to a listener. Raises OSError, or EOFError where it ends at once."""
+        """Connect to a listener. Raises OSError, WireError where it does not know the secret, EOFError at its end."""
         reader, writer = await asyncio.open_connection(host, port)
+        wire = cls(reader, writer, secret)
         try:
-            theirs = await reader.readexactly(_NONCE_BYTES)
+            ours = secrets.token_bytes(_NONCE_BYTES)
+            writer.write(ours)
+            wire._nonces = ours + await reader.readexactly(_NONCE_BYTES)
+            await wire._hear_proof()
+            writer.write(wire._proof(wire._own))
         except BaseException:
-            writer.transport.abort()
+            await wire.close()
             raise
-        ours = secrets.token_bytes(_NONCE_BYTES)
-        writer.write(ours)
-        return cls(reader, writer, secret, theirs + ours, _CALLER)
+        return wire
 
     @classmethod
     async def accept(cls, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes) -> Self:
-        """The listener's side of a new connection. Raises OSError or EOFError."""
+        """The listener's end of a new connection. Raises as `call`."""
+        wire = cls(reader, writer, secret)
+        wire._own, wire._others = _LISTENER, _CALLER
         ours = secrets.token_bytes(_NONCE_BYTES)
-        writer.write(ours)
-        theirs = await reader.readexactly(_NONCE_BYTES)
-        return cls(reader, writer, secret, ours + theirs, _LISTENER)
+        wire._nonces = await reader.readexactly(_NONCE_BYTES) + ours
+        writer.write(ours + wire._proof(wire._own))
+        await wire._hear_proof()
+        return wire
+
+    async def _hear_proof(self) -> None:
+        if not hmac.compare_digest(await self._reader.readexactly(_SIGNATURE_BYTES), self._proof(self._others)):
+            raise WireError("the other side does not know the secret")
+
+    def _proof(self, side: bytes) -> bytes:
+        return blake2b(b"hello" + side + self._nonces, key=self._key, digest_size=_SIGNATURE_BYTES).digest()
 
     async def send(self, message: object) -> None:
         """Send one message; waits while the other side is slow. Raises OSError."""
@@ -105,6 +116,6 @@ class Wire:
             await self._writer.wait_closed()
 
     def _signature(self, side: bytes, place: int, payload: bytes) -> bytes:
-        hashed = blake2b(side + _COUNT.pack(place), key=self._key, digest_size=_SIGNATURE_BYTES)
+        hashed = blake2b(self._nonces + _PLACE.pack(side, place), key=self._key, digest_size=_SIGNATURE_BYTES)
         hashed.update(payload)
         return hashed.digest()

@@ -76,15 +76,13 @@ ray.init(logging_level="ERROR", log_to_driver=False)
 @serve.deployment(ray_actor_options={"num_cpus": 0.1, "resources": {"worker": 0.1}})
 class Numbers:
     def __init__(self):
-        from types import SimpleNamespace as Plain
         from actors.metrics import _GAUGES, RunGauges
         from deploy.service.ray_metrics import EngineMetrics, RequestMetrics
         requests = RequestMetrics("numbers")
         requests.num_open_is(1)
         requests.first_byte("/v1/completions", 0.1)
         requests.answered("/v1/completions", 200, 0.2)
-        state = Plain(num_running=1, num_waiting=0, num_swaps=0, policy=Plain(version=1))
-        EngineMetrics("numbers", "first").show(state)
+        EngineMetrics("numbers", "first").show(num_running=1, num_waiting=0, num_swaps=0, version=1)
         pools = {"samplers": {"away": 0, "busy": 1}}
         RunGauges("pair").show(dict.fromkeys(_GAUGES, 1.0) | {"pools": pools})
 

@@ -227,11 +227,14 @@ def test_a_stranger_is_not_listened_to(listen):
     contact = listen(slow).contact()
 
     async def run():
-        wire = await Wire.call(contact.host, contact.port, b"x" * 32)
-        await wire.send(job())
-        with pytest.raises((EOFError, OSError)):
-            await wire.receive()
-        await wire.close()
+        # The listener proves itself first; this caller does not mind.
+        reader, writer = await asyncio.open_connection(contact.host, contact.port)
+        writer.write(b"n" * 16)
+        await reader.readexactly(48)
+        payload = pack(job())
+        writer.write(b"p" * 32 + struct.pack("!I32s", len(payload), b"s" * 32) + payload)
+        assert await reader.read() == b""
+        writer.close()
 
     asyncio.run(run())
     assert slow.num_begun == 0
@@ -241,46 +244,70 @@ def test_what_was_recorded_opens_no_second_connection(listen):
     slow = Slow()
     slow.may_end = True
     contact = listen(slow).contact()
-    said = []
 
     async def run():
-        wire = await Wire.call(contact.host, contact.port, contact.secret)
-        write = wire._writer.write
-        wire._writer.write = lambda data: (said.append(data), write(data))
+        said, heard = [], await asyncio.open_connection(contact.host, contact.port)
+
+        async def pass_on(reader, writer):
+            said.append(await reader.readexactly(16))
+            heard[1].write(said[0])
+            writer.write(await heard[0].readexactly(48))
+            while data := await reader.read(4096):
+                said.append(data)
+                heard[1].write(data)
+            writer.close()
+
+        between = await asyncio.start_server(pass_on, LOOPBACK, 0)
+        wire = await Wire.call(LOOPBACK, between.sockets[0].getsockname()[1], contact.secret)
         await wire.send(job())
-        await wire.receive()
-        assert slow.num_begun == 1
+        await until(lambda: slow.num_begun == 1)
         await wire.close()
         reader, writer = await asyncio.open_connection(contact.host, contact.port)
-        await reader.readexactly(16)
-        writer.write(wire._own[16:32] + b"".join(said))
+        writer.write(b"".join(said))
+        await reader.readexactly(48)
         assert await reader.read() == b""
-        writer.close()
+        for one in (writer, heard[1], between):
+            one.close()
 
     asyncio.run(run())
     assert slow.num_begun == 1
 
 
-def test_who_took_the_port_of_a_dead_engine_is_not_believed():
+def test_who_took_the_port_of_a_dead_engine_is_told_nothing():
+    said = []
+
     async def impostor(reader, writer):
-        writer.write(b"n" * 16)
-        await reader.readexactly(16)
-        payload = pack([Began(policy=POLICY)])
-        writer.write(struct.pack("!I32s", len(payload), b"s" * 32) + payload)
-        await writer.drain()
+        said.append(await reader.readexactly(16))
+        writer.write(b"n" * 16 + b"p" * 32)
+        said.append(await reader.read())
         writer.close()
 
     async def run():
         server = await asyncio.start_server(impostor, LOOPBACK, 0)
-        port = server.sockets[0].getsockname()[1]
-        wire = await Wire.call(LOOPBACK, port, b"k" * 32)
-        with pytest.raises(WireError, match="not signed"):
-            await wire.receive()
-        await wire.close()
+        with pytest.raises(WireError, match="does not know the secret"):
+            await Wire.call(LOOPBACK, server.sockets[0].getsockname()[1], b"k" * 32)
+        await until(lambda: len(said) == 2)
         server.close()
-        await server.wait_closed()
 
     asyncio.run(run())
+    assert said[1] == b""
+
+
+def test_a_message_that_was_changed_on_its_way_is_refused(listen):
+    slow = Slow()
+    contact = listen(slow).contact()
+
+    async def run():
+        wire = await Wire.call(contact.host, contact.port, contact.secret)
+        write = wire._writer.write
+        wire._writer.write = lambda data: write(data[:-1] + bytes([data[-1] ^ 1]))
+        await wire.send(job())
+        with pytest.raises((EOFError, OSError)):
+            await wire.receive()
+        await wire.close()
+
+    asyncio.run(run())
+    assert slow.num_begun == 0
 
 
 def test_a_message_has_a_limit(listen, monkeypatch):

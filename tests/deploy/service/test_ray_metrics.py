@@ -121,12 +121,12 @@ def test_requests_under_way_go_up_and_down_again(client, core):
     assert core.of("d1_open_requests") == [(num_open, OF_TINY) for num_open in (1, 0, 1, 0)]
 
 
-def test_an_engine_shows_how_it_stands(core, host):
-    EngineMetrics("d1-tiny", "first").show(host.state())
+def test_an_engine_shows_how_it_stands(core):
+    EngineMetrics("d1-tiny", "first").show(num_running=3, num_waiting=2, num_swaps=5, version=7)
     labels = OF_TINY | {"replica": "first"}
     assert core.records == [
-        ("d1_choices_running", 0, labels),
-        ("d1_choices_waiting", 0, labels),
-        ("d1_policy_swaps", 0, labels),
-        ("d1_serving_policy_version", 1, labels),
+        ("d1_choices_running", 3, labels),
+        ("d1_choices_waiting", 2, labels),
+        ("d1_policy_swaps", 5, labels),
+        ("d1_serving_policy_version", 7, labels),
     ]
