@@ -21,12 +21,12 @@ from deploy.service.codec import Codec
 from deploy.service.described import describe, described
 from deploy.service.errors import ServiceError, install_handlers
 from deploy.service.event_stream import EventStream
-from deploy.service.gate import Gate, Rates
+from deploy.service.gate import MAX_BODY_BYTES, Gate, Rates
 from deploy.service.host import Backend
 from deploy.service.keys import Keys
 from deploy.service.messages import POLICY, EngineState
 from deploy.service.metrics import RequestObserver, ServiceMetrics
-from deploy.service.plan import Planner
+from deploy.service.plan import Plan, Planner
 from deploy.service.policy_events import RegistryReader, one_event
 from deploy.service.policy_view import Watch, known, newest, policy_body, version_body
 from deploy.service.run_view import MAX_SAMPLES, RunView
@@ -34,6 +34,8 @@ from deploy.service.schemas import ChatRequest, CompletionRequest, DetokenizeReq
 from deploy.service.steady import steadily
 
 _Number = Annotated[int, Path(ge=0, le=2**31 - 1)]
+# What is tokenized in the time that a thread takes to begin.
+_SHORT_BYTES = 2048
 _REFUSALS = (400, 404, 413, 503)
 
 
@@ -68,6 +70,7 @@ def create_app(service: Service) -> FastAPI:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         yield
+        await service.backend.aclose()
         if service.registry is not None:
             service.registry.close()
 
@@ -106,8 +109,7 @@ class _Inference:
         self._admit()
         is_streamed = False
         try:
-            # Tokenizing a long text would hold up every stream.
-            plan = await asyncio.to_thread(service.planner.plan, ask)
+            plan = await self._plan(ask, request)
             model = ask.model or POLICY
             is_chat = isinstance(ask, ChatRequest)
             writer = Writer(service.codec, plan, model, service.planner.name, is_chat=is_chat)
@@ -122,6 +124,12 @@ class _Inference:
         finally:
             if not is_streamed:
                 self._num_open -= 1
+
+    async def _plan(self, ask: CompletionRequest | ChatRequest, request: Request) -> Plan:
+        if int(request.headers.get("content-length", MAX_BODY_BYTES)) <= _SHORT_BYTES:
+            return self._service.planner.plan(ask)
+        # Tokenizing a long text would hold up every stream.
+        return await asyncio.to_thread(self._service.planner.plan, ask)
 
     def _admit(self) -> None:
         if self.is_draining:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from deploy.service.listener import END, Contact
+from deploy.service.listener import IDLE_TIMEOUT_S, Contact
 from deploy.service.messages import EngineLostError, EngineState, Event, Job
 from deploy.service.wire import Wire
 
@@ -16,6 +16,8 @@ _CONNECT_TIMEOUT_S = 2.0
 _LOOK_EVERY_S = 1.0
 # The engine ends every job in time. Beyond that it is as good as dead.
 _GRACE_S = 10.0
+# Less than an engine keeps a connection that has no job: none is used that is just closing.
+_MOST_IDLE_S = IDLE_TIMEOUT_S / 2
 
 
 class Directory(Protocol):
@@ -36,6 +38,27 @@ class _Engine:
     num_choices: int = 0
     """Of the jobs that this ingress has given it."""
     last_used: int = 0
+    idle: list[tuple[float, Wire]] = field(default_factory=list)
+    """Connections without a job, with when the last one ended."""
+
+    async def connect(self) -> Wire:
+        """The connection that was used last, or a new one. Raises as `Wire.call`, and TimeoutError."""
+        while self.idle:
+            ended_s, wire = self.idle.pop()
+            if time.monotonic() - ended_s < _MOST_IDLE_S:
+                return wire
+            await wire.close()
+        async with asyncio.timeout(_CONNECT_TIMEOUT_S):
+            return await Wire.call(self.contact.host, self.contact.port, self.contact.secret)
+
+    def keep(self, wire: Wire) -> None:
+        """Let the next job have it."""
+        self.idle.append((time.monotonic(), wire))
+
+    async def leave(self) -> None:
+        """Close what is idle."""
+        while self.idle:
+            await self.idle.pop()[1].close()
 
 
 class Fleet:
@@ -54,23 +77,22 @@ class Fleet:
         engine.num_choices += len(job.requests)
         deadline = asyncio.get_running_loop().time() + job.timeout_s + _GRACE_S
         try:
-            async with asyncio.timeout(_CONNECT_TIMEOUT_S):
-                contact = engine.contact
-                wire = await Wire.call(contact.host, contact.port, contact.secret)
+            wire, is_last = await engine.connect(), False
             try:
                 await wire.send(job)
-                while True:
+                while not is_last:
                     # Around each wait, since whoever listens may go on in another task.
                     async with asyncio.timeout_at(deadline):
-                        events = await wire.receive()
-                    if events == END:
-                        return
+                        is_last, events = await wire.receive()
                     yield list(events)
             finally:
-                # Where it has ended this does nothing; else it frees the slots.
-                await wire.close()
+                if is_last and self._knows(engine):
+                    engine.keep(wire)
+                else:
+                    # That frees the slots.
+                    await wire.close()
         except (EOFError, OSError, TimeoutError) as error:
-            self._forget(engine)
+            await self._forget(engine)
             raise EngineLostError(f"{type(error).__name__}: {error}") from error
         finally:
             engine.num_choices -= len(job.requests)
@@ -79,11 +101,16 @@ class Fleet:
         """As `Backend.states`."""
         return await self._directory.states()
 
+    async def aclose(self) -> None:
+        """As `Backend.aclose`."""
+        for engine in self._engines.values():
+            await engine.leave()
+
     async def _least_busy(self) -> _Engine:
         if not self._engines:
-            await self._look()
+            await asyncio.shield(self._look())
         elif time.monotonic() - self._looked_s > _LOOK_EVERY_S:
-            self._start_to_look()
+            self._look()
         if not self._engines:
             raise EngineLostError("no engine answers")
         engine = min(self._engines.values(), key=lambda one: (one.num_choices, one.last_used))
@@ -91,15 +118,16 @@ class Fleet:
         engine.last_used = self._num_jobs
         return engine
 
-    def _forget(self, engine: _Engine) -> None:
+    def _knows(self, engine: _Engine) -> bool:
+        return self._engines.get(engine.contact.replica) is engine
+
+    async def _forget(self, engine: _Engine) -> None:
         """It may be dead. If it is not, the next look finds it again."""
-        if self._engines.get(engine.contact.replica) is engine:
+        if self._knows(engine):
             del self._engines[engine.contact.replica]
+        await engine.leave()
 
-    async def _look(self) -> None:
-        await asyncio.shield(self._start_to_look())
-
-    def _start_to_look(self) -> asyncio.Task[None]:
+    def _look(self) -> asyncio.Task[None]:
         """Ask which engines there are, unless that is being asked."""
         if self._looking is None or self._looking.done():
             self._looking = asyncio.create_task(self._find())
@@ -111,3 +139,5 @@ class Fleet:
         if contacts := await self._directory.contacts():
             known = self._engines
             self._engines = {one.replica: known.get(one.replica) or _Engine(one) for one in contacts}
+            for replica in known.keys() - self._engines.keys():
+                await known[replica].leave()

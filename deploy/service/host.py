@@ -27,6 +27,10 @@ class Backend(Protocol):
         """Every engine that answers, as it says of itself."""
         ...
 
+    async def aclose(self) -> None:
+        """Close what is open and nobody uses."""
+        ...
+
 
 class EngineHost:
     """One engine and its versions."""
@@ -73,6 +77,9 @@ class EngineHost:
     async def states(self) -> list[EngineState]:
         """As `Backend.states`."""
         return [self.state()]
+
+    async def aclose(self) -> None:
+        """As `Backend.aclose`: there is nothing."""
 
     async def prepare(self, policy: PolicyVersion) -> str | None:
         """Load a version, so that it can take over at once. Why it cannot, in a sentence; None where it can."""

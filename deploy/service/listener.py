@@ -1,4 +1,4 @@
-"""An engine's own listener: a job comes over a connection of its own, and its events go back over it.
+"""An engine's own listener: a job comes over a connection, and its events go back over it; then the next may come.
 
 A call through Ray Serve costs the two processes more than most denoise steps do (docs/benchmarks.md). Ray finds the
 engines, watches and replaces them; jobs go past it.
@@ -9,20 +9,22 @@ from __future__ import annotations
 import asyncio
 import secrets
 import threading
+from collections.abc import Coroutine
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 import structlog
 
 from deploy.service.host import EngineHost
-from deploy.service.messages import Event, Job, Refused
+from deploy.service.messages import Done, Job, Refused
 from deploy.service.wire import SECRET_BYTES, Wire, WireError
 
 LOOPBACK = "127.0.0.1"
-END: tuple[Event, ...] = ()
-"""What follows the last events: a connection that ends without it is broken."""
 _OPEN_TIMEOUT_S = 5.0
 _HELLO_TIMEOUT_S = 5.0
+IDLE_TIMEOUT_S = 60.0
+"""How long a connection without a job is kept."""
 _CLOSE_TIMEOUT_S = 5.0
 _BACKLOG = 512
 
@@ -49,6 +51,8 @@ class JobListener:
         self._servers: dict[str, asyncio.Server] = {}
         self._opening = asyncio.Lock()
         self._connections: set[asyncio.Task[None]] = set()
+        self._busy: set[asyncio.Task[None]] = set()
+        self._is_closing = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="jobs", daemon=True)
         self._thread.start()
@@ -79,10 +83,11 @@ class JobListener:
         self._loop.close()
 
     async def _end(self, timeout_s: float) -> None:
+        self._is_closing = True
         for server in self._servers.values():
             server.close()
-        if self._connections:
-            await asyncio.wait(self._connections, timeout=timeout_s)
+        if self._busy:
+            await asyncio.wait(self._busy, timeout=timeout_s)
         for connection in self._connections:
             connection.cancel()
         await asyncio.gather(*self._connections, return_exceptions=True)
@@ -101,10 +106,7 @@ class JobListener:
         try:
             async with asyncio.timeout(_HELLO_TIMEOUT_S):
                 wire = await Wire.accept(reader, writer, self._secret)
-                job = await wire.receive()
-            if not isinstance(job, Job):
-                raise WireError(f"{type(job).__name__} is no job")
-            await self._answer(wire, job)
+            await self._answer_jobs(wire, connection)
         except WireError as error:
             structlog.get_logger().warning("job_of_a_stranger", error=str(error))
         except (EOFError, OSError, TimeoutError):
@@ -112,33 +114,57 @@ class JobListener:
             return
         finally:
             self._connections.discard(connection)
+            self._busy.discard(connection)
             writer.close()
             with suppress(OSError):
                 async with asyncio.timeout(_CLOSE_TIMEOUT_S):
                     await writer.wait_closed()
 
-    async def _answer(self, wire: Wire, job: Job) -> None:
-        """Send the events; when the other side goes, the job is cancelled at once."""
-        sending = asyncio.ensure_future(self._send_events(wire, job))
-        gone = asyncio.ensure_future(wire.ended())
+    async def _answer_jobs(self, wire: Wire, connection: asyncio.Task[None]) -> None:
+        """One after the other. When the other side goes, its job is cancelled at once."""
+        upcoming = asyncio.ensure_future(wire.receive())
         try:
-            await asyncio.wait((sending, gone), return_when=asyncio.FIRST_COMPLETED)
+            while not self._is_closing:
+                async with asyncio.timeout(IDLE_TIMEOUT_S):
+                    job = await asyncio.shield(upcoming)
+                if not isinstance(job, Job):
+                    raise WireError(f"{type(job).__name__} is no job")
+                # Awaited while the job is under way, since that is how one hears that the other side has gone.
+                upcoming = asyncio.ensure_future(wire.receive())
+                self._busy.add(connection)
+                await _unless_ended(self._send_events(wire, job), upcoming)
+                self._busy.discard(connection)
         finally:
-            for future in (sending, gone):
-                future.cancel()
-            with suppress(asyncio.CancelledError):
-                await sending
+            upcoming.cancel()
+            await asyncio.wait((upcoming,))
 
     async def _send_events(self, wire: Wire, job: Job) -> None:
+        """Each message is some events, and whether they are the job's last."""
+        num_left = len(job.requests)
         try:
             async with aclosing(self._host.stream(job)) as stream:
                 async for events in stream:
-                    await wire.send(events)
+                    num_left -= sum(isinstance(event, Done) for event in events)
+                    is_last = not num_left or isinstance(events[-1], Refused)
+                    await wire.send((is_last, events))
         except OSError:
             raise
         # A mistake of ours, which another engine would make again.
         except Exception:
             structlog.get_logger().exception("job_failed")
             message = "The policy failed; see the service's log."
-            await wire.send([Refused(status=500, code="engine_failed", message=message)])
-        await wire.send(END)
+            await wire.send((True, [Refused(status=500, code="engine_failed", message=message)]))
+
+
+async def _unless_ended(sending: Coroutine[None, None, None], upcoming: asyncio.Future[Any]) -> None:
+    """Await `sending`, but no longer than until `upcoming` fails; then raise what that failed with."""
+    task = asyncio.ensure_future(sending)
+    try:
+        await asyncio.wait((task, upcoming), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done() and upcoming.exception() is None:
+            # The next job already: it has to wait.
+            await asyncio.wait((task,))
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task

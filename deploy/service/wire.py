@@ -102,13 +102,6 @@ class Wire:
         except ValueError as error:
             raise WireError(str(error)) from error
 
-    async def ended(self) -> None:
-        """Return when the other side ends or breaks, or says more than it should."""
-        try:
-            await self._reader.read(1)
-        except OSError:
-            return
-
     async def close(self) -> None:
         """End the connection now; what was not sent yet is lost."""
         self._writer.transport.abort()

@@ -269,6 +269,9 @@ def mortal_service(service, monkeypatch):
         async def states(self):
             return await self.host.states()
 
+        async def aclose(self):
+            await self.host.aclose()
+
     monkeypatch.setattr("deploy.service.steady._PAUSE_S", 0)
     return replace(service, backend=Mortal(service.backend))
 

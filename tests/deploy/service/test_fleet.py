@@ -90,6 +90,16 @@ def listen():
             listener.close(0.0)
 
 
+def with_fleet(directory, use):
+    """What `use` makes of a fleet, which is closed then."""
+
+    async def run():
+        async with aclosing(Fleet(directory)) as fleet:
+            return await use(fleet)
+
+    return asyncio.run(run())
+
+
 async def all_of(stream):
     async with aclosing(stream):
         return [event async for events in stream for event in events]
@@ -106,8 +116,8 @@ def texts(events):
 
 
 def test_a_job_over_the_wire_is_the_job_in_the_engine(listen, host):
-    fleet = Fleet(Known(listen(host)))
-    there, here = asyncio.run(all_of(fleet.stream(job(1, 2)))), asyncio.run(all_of(host.stream(job(1, 2))))
+    there = with_fleet(Known(listen(host)), lambda fleet: all_of(fleet.stream(job(1, 2))))
+    here = asyncio.run(all_of(host.stream(job(1, 2))))
     assert isinstance(there[0], Began)
     assert there[0] == here[0]
     assert texts(there) == texts(here)
@@ -118,8 +128,7 @@ def test_the_engine_with_the_fewest_choices_is_asked(listen):
     slow = [Slow(), Slow()]
     known = Known(listen(slow[0], "a"), listen(slow[1], "b"))
 
-    async def run():
-        fleet = Fleet(known)
+    async def run(fleet):
         tasks = []
         for seeds, begun in (((1, 2, 3), (1, 0)), ((1,), (1, 1)), ((1,), (1, 2)), ((1,), (1, 3))):
             tasks.append(asyncio.create_task(all_of(fleet.stream(job(*seeds)))))
@@ -132,7 +141,7 @@ def test_the_engine_with_the_fewest_choices_is_asked(listen):
         for _ in range(4):
             await all_of(fleet.stream(job()))
 
-    asyncio.run(run())
+    with_fleet(known, run)
     assert [one.num_begun for one in slow] == [3, 5]
     assert known.num_asked == 1
 
@@ -140,44 +149,42 @@ def test_the_engine_with_the_fewest_choices_is_asked(listen):
 def test_who_leaves_ends_the_job_at_once(listen):
     slow = Slow()
 
-    async def run():
-        fleet = Fleet(Known(listen(slow)))
+    async def run(fleet):
         async with aclosing(fleet.stream(job())) as stream:
             assert isinstance((await anext(stream))[0], Began)
         await until(lambda: slow.num_left == 1)
 
-    asyncio.run(run())
+    with_fleet(Known(listen(slow)), run)
 
 
 def test_an_engine_whose_connection_breaks_is_lost_and_another_goes_on(listen, host):
     dying = listen(Failing(ConnectionResetError("SIGKILL"), host.versions.policy), "a")
 
-    async def run():
-        with pytest.raises(EngineLostError, match="IncompleteReadError"):
-            await all_of(Fleet(Known(dying)).stream(job()))
-        # The one that is lost is not asked again before Serve has been.
-        fleet = Fleet(Known(dying, listen(host, "b")))
+    with pytest.raises(EngineLostError, match="IncompleteReadError"):
+        with_fleet(Known(dying), lambda fleet: all_of(fleet.stream(job())))
+
+    async def run(fleet):
         async with aclosing(steadily(fleet, job(), may_restart=True)) as stream:
             return [event async for event in stream]
 
-    events = asyncio.run(run())
+    # The one that is lost is not asked again before the directory has been.
+    events = with_fleet(Known(dying, listen(host, "b")), run)
     assert texts(events) == texts(asyncio.run(all_of(host.stream(job()))))
 
 
 def test_a_mistake_of_the_engine_is_no_death(listen):
-    fleet = Fleet(Known(listen(Failing(ZeroDivisionError()))))
-    assert [event.code for event in asyncio.run(all_of(fleet.stream(job()))) if isinstance(event, Refused)] == [
-        "engine_failed"
-    ]
+    known = Known(listen(Failing(ZeroDivisionError())))
+    events = with_fleet(known, lambda fleet: all_of(fleet.stream(job())))
+    assert [event.code for event in events if isinstance(event, Refused)] == ["engine_failed"]
 
 
 def test_engines_that_come_later_are_found_and_those_that_stopped_are_not_asked(listen, host, monkeypatch):
     monkeypatch.setattr(fleet_module, "_LOOK_EVERY_S", 0.0)
     first, second = listen(Slow(), "a"), Slow()
 
-    async def run():
-        known = Known()
-        fleet = Fleet(known)
+    known = Known()
+
+    async def run(fleet):
         with pytest.raises(EngineLostError, match="no engine answers"):
             await all_of(fleet.stream(job()))
         known.listeners = [first]
@@ -202,14 +209,50 @@ def test_engines_that_come_later_are_found_and_those_that_stopped_are_not_asked(
         await closing
         assert not first.is_alive
 
-    asyncio.run(run())
+    with_fleet(known, run)
+
+
+def test_a_connection_is_used_again_and_another_opened_where_one_is_in_use(listen, host, monkeypatch):
+    listener, calls, call = listen(host), [], Wire.call
+    monkeypatch.setattr(Wire, "call", lambda *arguments: (calls.append(arguments), call(*arguments))[1])
+
+    async def run(fleet):
+        for _ in range(3):
+            await all_of(fleet.stream(job()))
+        assert len(calls) == 1
+        first, second = fleet.stream(job(1)), fleet.stream(job(2))
+        await anext(first)
+        await anext(second)
+        assert len(calls) == 2
+        # Left before its end, a job's connection is not: what still comes is not the next one's.
+        await first.aclose()
+        expected = texts(await all_of(second))
+        await until(lambda: len(listener._connections) == 1)
+        assert texts(await all_of(fleet.stream(job(2)))) == expected
+        assert len(calls) == 2
+
+    with_fleet(Known(listener), run)
+
+
+def test_connections_that_were_idle_for_long_are_not_used(listen, host, monkeypatch):
+    listener = listen(host)
+
+    async def run(fleet):
+        await all_of(fleet.stream(job()))
+        # The engine has closed it.
+        for connection in list(listener._connections):
+            listener._loop.call_soon_threadsafe(connection.cancel)
+        await until(lambda: not listener._connections)
+        monkeypatch.setattr(fleet_module, "_MOST_IDLE_S", 0.0)
+        assert texts(await all_of(fleet.stream(job())))
+
+    with_fleet(Known(listener), run)
 
 
 def test_an_engine_that_says_nothing_for_too_long_is_lost(listen, monkeypatch):
     monkeypatch.setattr(fleet_module, "_GRACE_S", 0.05)
-    fleet = Fleet(Known(listen(Slow())))
     with pytest.raises(EngineLostError, match="TimeoutError"):
-        asyncio.run(all_of(fleet.stream(replace(job(), timeout_s=0.0))))
+        with_fleet(Known(listen(Slow())), lambda fleet: all_of(fleet.stream(replace(job(), timeout_s=0.0))))
 
 
 def test_nothing_listens_beyond_loopback_until_it_is_asked_to(listen):
