@@ -322,9 +322,10 @@ def test_a_key_for_both_listeners_is_refused(run_dir, bare, monkeypatch, tmp_pat
 
 @pytest.mark.filterwarnings("ignore:Using extra keyword arguments on `Field`:DeprecationWarning")  # Ray Serve's schema
 def test_the_listener_is_deployed_where_the_recipe_says_and_never_in_public_without_a_key(run_dir, bare, monkeypatch):
+    here = Address(host="127.0.0.1", port=8000)
     source = Source(directory=str(run_dir), is_run=True, registry_url="redis://:none@127.0.0.1:1/0")
     assert source.admin_address() is None
-    assert bound_application(source, 1, num_gpus=0, admin=None)._bound_deployment.init_args[-1] is None
+    assert bound_application(source, here, 1, num_gpus=0, admin=None)._bound_deployment.init_args[-1] is None
     recipe = yaml.safe_load((run_dir / "recipe.yaml").read_text())
     recipe["service"] = {"admin_host": "0.0.0.0", "admin_port": 8001}
     (run_dir / "recipe.yaml").write_text(yaml.safe_dump(recipe))
@@ -332,10 +333,11 @@ def test_the_listener_is_deployed_where_the_recipe_says_and_never_in_public_with
     assert source.admin_address(9001) == Address(host="0.0.0.0", port=9001)
     monkeypatch.setenv("D1_API_TOKEN", SERVICE_KEY)
     with pytest.raises(UserError, match=f"choose the keys yourself, in {OF_ADMIN.token_variable}"):
-        bound_application(source, 1, num_gpus=0, admin=source.admin_address())
+        bound_application(source, here, 1, num_gpus=0, admin=source.admin_address())
     assert not (run_dir / "admin.token").exists()
     monkeypatch.setenv("D1_ADMIN_TOKEN", ADMIN_KEY)
-    listener = bound_application(source, 1, num_gpus=0, admin=source.admin_address())._bound_deployment.init_args[-1]
+    application = bound_application(source, here, 1, num_gpus=0, admin=source.admin_address())
+    listener = application._bound_deployment.init_args[-1]
     assert listener._bound_deployment.name == "AdminListener"
     assert listener._bound_deployment.init_args[2] == source.admin_address()
     with pytest.raises(ValueError, match="is the service's port too"):

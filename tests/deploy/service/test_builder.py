@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from actors.registry_server import URL_VARIABLE, ValkeyServer
 from deploy.errors import UserError
 from deploy.machine import free_port
-from deploy.service.source import Source
+from deploy.service.source import Address, Source
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def registry_url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     server.stop()
 
 
-def _build(arguments: dict[str, str]) -> Any:
+def _build(arguments: dict[str, Any]) -> Any:
     """As Ray does it, from the arguments of the file."""
     from ray.serve._private.api import call_user_app_builder_with_args_if_necessary
 
@@ -41,6 +41,23 @@ def test_the_arguments_of_the_file_make_the_runs_service(run_dir: Path, registry
     engines, source = ingress.init_args[:2]
     assert engines._bound_deployment.name == "EngineReplica"
     assert source == Source(directory=str(run_dir), is_run=True, registry_url=registry_url)
+    assert Address(host="127.0.0.1", port=8000) in ingress.init_args
+    assert ingress.num_replicas == 1
+
+
+@pytest.mark.filterwarnings("ignore:Using extra keyword arguments on `Field`:DeprecationWarning")
+def test_the_file_says_where_how_many_ingresses_listen(
+    run_dir: Path, registry_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = {"run_dir": str(run_dir), "host": "0.0.0.0", "port": 8100, "num_ingresses": 2}
+    monkeypatch.delenv("D1_API_TOKEN", raising=False)
+    monkeypatch.delenv("D1_API_KEYS_FILE", raising=False)
+    with pytest.raises(UserError, match=r"0\.0\.0\.0 can be reached from other machines; choose the keys yourself"):
+        _build(arguments)
+    monkeypatch.setenv("D1_API_TOKEN", "k" * 32)
+    ingress = _build(arguments)._bound_deployment
+    assert Address(host="0.0.0.0", port=8100) in ingress.init_args
+    assert ingress.num_replicas == 2
 
 
 @pytest.mark.filterwarnings("ignore:Using extra keyword arguments on `Field`:DeprecationWarning")
