@@ -295,8 +295,8 @@ def _add_health(app: FastAPI, watch: Watch, inference: _Inference) -> None:
             raise ServiceError(503, "No engine answers.", "unavailable", retry_after_s=5)
         return {"status": "ready", "policy_version": newest(states).policy.version, "num_engines": len(states)}
 
-    # What KubeRay asks each pod before it sends requests there.
-    @app.get("/-/healthz", response_class=PlainTextResponse, **described(None, 503))
+    # What KubeRay asks each pod before it sends requests there; nobody else needs to know.
+    @app.get("/-/healthz", include_in_schema=False)
     async def healthz() -> Response:
         await ready()
         return PlainTextResponse("success")

@@ -556,7 +556,10 @@ def test_too_much_is_refused_in_openais_words(client, engine, app, service):
 
 def test_a_draining_service_says_so(client, app):
     assert client.get("/health/ready").json()["status"] == "ready"
+    assert client.get("/-/healthz").text == "success"
     app.state.inference.is_draining = True
+    for path in ("/health/ready", "/-/healthz"):
+        assert_error(client.get(path), 503)
     for response in (client.post("/v1/completions", json=ASK), client.get("/health/ready")):
         assert_error(response, 503)
         assert response.headers["retry-after"]
