@@ -125,7 +125,7 @@ def service(processes: RayProcesses, tmp_path_factory: pytest.TempPathFactory) -
     policies = Policies(tmp_path_factory.mktemp("runs") / "tiny", shape, 1)
     deployed = _Service(processes, policies.directory, free_port())
     deployed.deploy()
-    wait_until(lambda: _is_up(deployed.url), "the service", 120)
+    wait_until(lambda: _are_new(processes.replicas("d1"), {}, 2), "the service", 120)
     return deployed
 
 
