@@ -6,6 +6,7 @@ share one delete each other's working directories. That takes root and iproute2;
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import secrets
@@ -18,6 +19,7 @@ import time
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,8 +35,12 @@ _STOP_TIMEOUT_S = 15.0
 class RayProcesses:
     """The cluster. Whoever makes one calls `stop`, whatever happened."""
 
-    def __init__(self) -> None:
-        """Start Redis, head and worker; each has one logical CPU, and the worker has the resource `worker`."""
+    def __init__(self, **environment: str) -> None:
+        """Start Redis, head and worker; each has one logical CPU, and the worker has the resource `worker`.
+
+        Args:
+            environment: what the nodes' environment has besides.
+        """
         self._mark = secrets.token_hex(3)
         # Short: the paths of Ray's sockets lie below it, and may have 107 characters.
         self._directory = Path(tempfile.mkdtemp(prefix="d1r-", dir="/tmp"))
@@ -58,6 +64,7 @@ class RayProcesses:
                 "RAY_external_storage_namespace": "d1-test",
                 "RAY_gcs_rpc_server_reconnect_timeout_s": "120",
                 "D1_REDIS_URL": self.registry_url,
+                **environment,
             }
             self._metrics_port = free_port()
             ports = [f"--ray-client-server-port={free_port()}", f"--metrics-export-port={self._metrics_port}"]
@@ -122,6 +129,15 @@ class RayProcesses:
         assert done.returncode == 0, f"{words[:3]} failed\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
         return done.stdout
 
+    def deploy(self, config: object) -> None:
+        """Tell Ray Serve what is to run, as KubeRay does: over HTTP, with the content of a `serve deploy` file."""
+        self._ask_serve("PUT", config)
+
+    def replicas(self, application: str) -> dict[str, str]:
+        """The state of each replica of an application of Ray Serve, by its id."""
+        deployments = self._ask_serve("GET")["applications"][application]["deployments"].values()
+        return {one["replica_id"]: one["state"] for deployment in deployments for one in deployment["replicas"]}
+
     def stop(self) -> None:
         """End every process of the cluster, and delete its files."""
         self._kill([pid for node in ("head", "worker") for pid in self._processes(node)])
@@ -131,6 +147,17 @@ class RayProcesses:
             self._redis.stop()
         subprocess.run(["ip", "netns", "del", self._namespace], check=False, capture_output=True, timeout=20)
         shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _ask_serve(self, method: str, body: object = None) -> Any:
+        request = urllib.request.Request(
+            f"{self.dashboard_url}/api/serve/applications/",
+            None if body is None else json.dumps(body).encode(),
+            method=method,
+        )
+        request.add_header("Authorization", f"Bearer {self.environment['RAY_AUTH_TOKEN']}")
+        request.add_header("Content-Type", "application/json")
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return json.loads(response.read() or "null")
 
     @property
     def _namespace(self) -> str:

@@ -1,5 +1,17 @@
 """The service: HTTP answers from the newest policy version, on Ray Serve."""
 
+import structlog
+
 from deploy.service.launch import banner, deploy_service, serve_checkpoint, serve_run
 
 __all__ = ["banner", "deploy_service", "serve_checkpoint", "serve_run"]
+
+# Here, since each of its processes passes here. By default tracebacks show what variables hold: prompts, and secrets.
+structlog.configure(
+    processors=[
+        structlog.processors.add_log_level,
+        structlog.dev.set_exc_info,
+        structlog.processors.TimeStamper(fmt="%Y-%m-%d %H:%M:%S", utc=False),
+        structlog.dev.ConsoleRenderer(colors=False, exception_formatter=structlog.dev.plain_traceback),
+    ]
+)

@@ -22,7 +22,7 @@ from rollout.sampler import SlotBatch
 _JOIN_TIMEOUT_S = 30.0
 _IDLE_WAIT_S = 1.0
 _RETRY_AFTER_S = 1
-_DRAIN_RETRY_AFTER_S = 5
+_STOPPED_RETRY_AFTER_S = 5
 
 Listener = Callable[[Event], None]
 
@@ -63,7 +63,7 @@ class Engine:
         self._wake = threading.Condition()
         self._inbox: list[Callable[[], None]] = []
         self._num_pending = self._num_running = self._num_submitted = 0
-        self._is_stopping = self._is_draining = False
+        self._is_stopping = False
         self._tasks: dict[int, _Task] = {}
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -88,13 +88,13 @@ class Engine:
 
         Raises:
             ValueError: a request that the policy cannot serve.
-            BusyError: there is no room, or the engine is draining.
+            BusyError: there is no room, or the engine was stopped.
         """
         for request in job.requests:
             check_request(request, live.sampler.model.config)
         with self._wake:
-            if self._is_draining or self._is_stopping:
-                raise BusyError(_unavailable("The service is shutting down; try again.", _DRAIN_RETRY_AFTER_S))
+            if self._is_stopping:
+                raise BusyError(_unavailable("The engine was stopped; try again.", _STOPPED_RETRY_AFTER_S))
             if self._num_pending + len(job.requests) > self._max_pending:
                 raise BusyError(
                     Refused(
@@ -115,12 +115,6 @@ class Engine:
         """Forget a job: the next step gives its slots to others. One that has ended is left alone."""
         with self._wake:
             self._post(lambda: self._leave(ticket))
-
-    def drain(self, timeout_s: float) -> bool:
-        """Take nothing more, and wait for what is under way. Whether all of it was done in time."""
-        with self._wake:
-            self._is_draining = True
-            return self._wake.wait_for(lambda: not self._num_pending, timeout_s)
 
     def close(self) -> None:
         """End the thread; what is under way is told that it failed."""
@@ -152,7 +146,7 @@ class Engine:
                 if live.batch
             )
         for ticket in list(self._tasks):
-            self._end(ticket, _unavailable("The engine was stopped; try again.", _DRAIN_RETRY_AFTER_S))
+            self._end(ticket, _unavailable("The engine was stopped; try again.", _STOPPED_RETRY_AFTER_S))
 
     def _join(self, ticket: int, task: _Task) -> None:
         self._tasks[ticket] = task
@@ -234,7 +228,6 @@ class Engine:
     def _count_done(self, num_choices: int) -> None:
         with self._wake:
             self._num_pending -= num_choices
-            self._wake.notify_all()
 
 
 def _batch(live: Live) -> SlotBatch:

@@ -41,6 +41,8 @@ class HttpServer:
         """
         config = uvicorn.Config(
             app,
+            # It would close the handlers of Ray Serve's log, without which a restarted controller replaces the replica.
+            log_config=None,
             log_level="warning",
             access_log=False,
             server_header=False,

@@ -7,20 +7,24 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 import time
-import urllib.request
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import yaml
 
 from actors.registry import Registry
 from actors.run_log import read_events
+from benchmarks.service.deployment import Policies, Shape
 from deploy.machine import free_port
+from tests.deploy.service.asking import ASK, TOKEN, Asker, call
 from tests.ray_processes import BIN, RayProcesses, wait_until
 
-BOARDS = Path(__file__).parents[2] / "deploy" / "grafana" / "dashboards"
+DEPLOY = Path(__file__).parents[2] / "deploy"
+BOARDS = DEPLOY / "grafana" / "dashboards"
+WORKER, HEAD = "worker", "node:__internal_head__"
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
 
 RECIPE = """
@@ -47,62 +51,20 @@ alive = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if n
 actors = list_actors(limit=1000, timeout=30)
 print(json.dumps({"alive": alive, "actors": [[actor["class_name"], actor["node_id"]] for actor in actors]}))
 """
-# Replicas on the worker, as in deploy/k8s, where the head has no CPUs; a proxy on each node that has one.
-SERVE = """
-import sys, ray
-from ray import serve
-ray.init(logging_level="ERROR", log_to_driver=False)
-host, port, version = sys.argv[1:]
-
-@serve.deployment(num_replicas=2, ray_actor_options={"num_cpus": 0.1, "resources": {"worker": 0.1}})
-class Probe:
-    def __init__(self, version):
-        self.version = version
-    def __call__(self, request):
-        return {"version": self.version}
-
-client = serve.context._get_global_client(raise_if_no_controller_running=False)
-if client is not None and client.http_config.port != int(port):
-    serve.shutdown()
-serve.start(proxy_location="EveryNode", http_options={"host": host, "port": int(port)})
-serve.run(Probe.bind(version), name="probe", route_prefix="/")
-"""
-# What exports numbers of a run and of a service, on the worker.
+# What exports a run's numbers, on the worker.
 NUMBERS = """
-import sys, ray
-from ray import serve
+import ray
 ray.init(logging_level="ERROR", log_to_driver=False)
 
-@serve.deployment(ray_actor_options={"num_cpus": 0.1, "resources": {"worker": 0.1}})
+@ray.remote(num_cpus=0.1, resources={"worker": 0.1})
 class Numbers:
-    def __init__(self):
+    def show(self):
         from actors.metrics import _GAUGES, RunGauges
-        from deploy.service.ray_metrics import EngineMetrics, RequestMetrics
-        requests = RequestMetrics("numbers")
-        requests.num_open_is(1)
-        requests.first_byte("/v1/completions", 0.1)
-        requests.answered("/v1/completions", 200, 0.2)
-        EngineMetrics("numbers", "first").show(num_running=1, num_waiting=0, num_swaps=0, version=1)
         pools = {"samplers": {"away": 0, "busy": 1}}
         RunGauges("pair").show(dict.fromkeys(_GAUGES, 1.0) | {"pools": pools})
 
-serve.start(proxy_location="Disabled")
-serve.run(Numbers.bind(), name="numbers", route_prefix=None)
-"""
-COUNTER = """
-import sys, ray
-ray.init(logging_level="ERROR", namespace="test", log_to_driver=False)
-
-@ray.remote(num_cpus=0.1, resources={"worker": 0.1}, max_restarts=0)
-class Counter:
-    def __init__(self):
-        self.count = 0
-    def add(self):
-        self.count += 1
-        return self.count
-
-counter = Counter.options(name="counter", lifetime="detached", get_if_exists=True).remote()
-print(ray.get(counter.add.remote(), timeout=60))
+numbers = Numbers.options(name="numbers", lifetime="detached").remote()
+ray.get(numbers.show.remote(), timeout=60)
 """
 TASKS = """
 import ray
@@ -122,9 +84,49 @@ print(len(nodes))
 
 @pytest.fixture(scope="module")
 def processes() -> Iterator[RayProcesses]:
-    cluster = RayProcesses()
+    cluster = RayProcesses(D1_API_TOKEN=TOKEN)
     yield cluster
     cluster.stop()
+
+
+@dataclass(frozen=True, slots=True)
+class _Service:
+    """The service of deploy/k8s: its engine and its ingresses are on the worker, since the head there has no CPUs."""
+
+    processes: RayProcesses
+    run_dir: Path
+    port: int
+
+    @property
+    def url(self) -> str:
+        """At the worker."""
+        return f"http://{self.processes.worker_ip}:{self.port}"
+
+    def deploy(self, num_ingresses: int = 1, *, ingress_on: str = WORKER) -> None:
+        """Deploy it, or what differs from what runs."""
+        manifest = yaml.safe_load((DEPLOY / "k8s" / "serve.yaml").read_text(encoding="utf-8"))
+        config = yaml.safe_load(manifest["spec"]["serveConfigV2"])
+        (application,) = config["applications"]
+        application["args"] |= {"run_dir": str(self.run_dir), "port": self.port, "num_ingresses": num_ingresses}
+        application["deployments"] = [
+            {"name": name, "ray_actor_options": {"num_cpus": 0.01, "resources": {node: 0.001}}}
+            for name, node in (("EngineReplica", WORKER), ("Ingress", ingress_on))
+        ]
+        self.processes.deploy(config)
+
+    def ask_all_the_time(self) -> Asker:
+        """Two clients."""
+        return Asker(self.url, 2, ASK, pause_s=0.1)
+
+
+@pytest.fixture(scope="module")
+def service(processes: RayProcesses, tmp_path_factory: pytest.TempPathFactory) -> _Service:
+    shape = Shape(d_model=32, num_layers=1, gen_length=16, block_length=8, steps=8)
+    policies = Policies(tmp_path_factory.mktemp("runs") / "tiny", shape, 1)
+    deployed = _Service(processes, policies.directory, free_port())
+    deployed.deploy()
+    wait_until(lambda: _are_new(processes.replicas("d1"), {}, 2), "the service", 120)
+    return deployed
 
 
 def test_a_submitted_run_uses_both_nodes_and_the_registry_on_redis(processes: RayProcesses, tmp_path: Path) -> None:
@@ -150,84 +152,61 @@ def test_a_submitted_run_uses_both_nodes_and_the_registry_on_redis(processes: Ra
     registry.close()
 
 
-def test_no_request_fails_while_the_gcs_is_away_and_the_cluster_is_whole_again(processes: RayProcesses) -> None:
-    port = free_port()
-    url = _serve(processes, port, "1")
-    assert processes.python(COUNTER).split() == ["1"]
-    with _Asking(url) as asking:
-        processes.restart_gcs(outage_s=3)
-        wait_until(lambda: _is_whole(processes), "tasks on both nodes", 90)
-    assert asking.failures == []
-    assert asking.num_answers > 30
-    # Its actors kept their state, and Serve's controller can act: a new version rolls out.
-    assert processes.python(COUNTER).split() == ["2"]
-    _serve(processes, port, "2")
+def test_no_request_fails_while_the_gcs_is_away_and_the_cluster_is_whole_again(service: _Service) -> None:
+    processes = service.processes
+    replicas = processes.replicas("d1")
+    asker = service.ask_all_the_time()
+    processes.restart_gcs(outage_s=3)
+    wait_until(lambda: _is_whole(processes), "tasks on both nodes", 90)
+    assert len(asker.answers) > 30
+    # The same processes answer, and Serve's controller can act: a new deployment rolls out.
+    assert processes.replicas("d1") == replicas
+    service.deploy(num_ingresses=2)
+    wait_until(lambda: _are_new(processes.replicas("d1"), replicas, 3), "the new replicas alone", 120)
+    asker.stop()
+    assert [answer for answer in asker.answers if answer[0] != 200] == []
 
 
-def test_the_nodes_export_what_the_dashboards_ask_for(processes: RayProcesses) -> None:
-    processes.python(NUMBERS)
+def test_the_nodes_export_what_the_dashboards_ask_for(service: _Service) -> None:
+    assert call(f"{service.url}/v1/completions", ASK)[0] == 200
+    service.processes.python(NUMBERS)
     text = "".join(path.read_text(encoding="utf-8") for path in BOARDS.glob("*.json"))
     wanted = set(re.findall(r"\bray_[a-z0-9_]+", text))
     assert len(wanted) > 20
-    wait_until(lambda: wanted <= processes.metrics(), f"the metrics {sorted(wanted)}", 60)
+    metrics = service.processes.metrics
+    wait_until(lambda: wanted <= metrics(), f"the metrics {sorted(wanted)}", 60)
 
 
-def test_the_worker_answers_while_the_head_is_away(processes: RayProcesses) -> None:
-    url = _serve(processes, free_port(), "1")
-    count = int(processes.python(COUNTER))
-    with _Asking(url) as asking:
-        processes.kill_head()
-        time.sleep(3)
-        processes.start_head()
-        wait_until(lambda: _is_whole(processes), "tasks on both nodes", 90)
-    assert asking.failures == []
-    assert asking.num_answers > 30
-    assert int(processes.python(COUNTER)) == count + 1
+def test_the_worker_answers_while_the_head_is_away(service: _Service) -> None:
+    processes = service.processes
+    replicas = processes.replicas("d1")
+    asker = service.ask_all_the_time()
+    processes.kill_head()
+    time.sleep(3)
+    processes.start_head()
+    wait_until(lambda: _is_whole(processes), "tasks on both nodes", 90)
+    asker.stop()
+    assert [answer for answer in asker.answers if answer[0] != 200] == []
+    assert len(asker.answers) > 30
+    assert processes.replicas("d1") == replicas
 
 
-def _serve(processes: RayProcesses, port: int, version: str) -> str:
-    """Deploy the probe and wait until the worker's proxy answers from that version; its address there."""
-    processes.python(SERVE, "0.0.0.0", str(port), version)
-    url = f"http://{processes.worker_ip}:{port}/"
-    wait_until(lambda: _answer(url) == version, f"answers of version {version}", 60)
-    return url
+def test_an_ingress_reaches_engines_on_another_node(service: _Service) -> None:
+    service.deploy(num_ingresses=2, ingress_on=HEAD)
+    url = f"http://{service.processes.head_ip}:{service.port}"
+    wait_until(lambda: _is_up(url), "the ingress on the head", 120)
+    assert call(f"{url}/v1/completions", ASK)[0] == 200
 
 
-class _Asking:
-    """Two clients that ask all the time; what did not come back right is a failure."""
-
-    def __init__(self, url: str) -> None:
-        self.failures: list[str] = []
-        self.num_answers = 0
-        self._url = url
-        self._ended = threading.Event()
-        self._threads = [threading.Thread(target=self._ask, daemon=True) for _ in range(2)]
-
-    def __enter__(self) -> _Asking:
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        for thread in self._threads:
-            thread.join(60)
-
-    def _ask(self) -> None:
-        while not self._ended.wait(0.05):
-            try:
-                version = _answer(self._url)
-                self.num_answers += 1
-            except OSError as error:
-                self.failures.append(str(error))
-            else:
-                if version not in ("1", "2"):
-                    self.failures.append(version)
+def _are_new(replicas: dict[str, str], old: dict[str, str], count: int) -> bool:
+    return len(replicas) == count and set(replicas.values()) == {"RUNNING"} and replicas.keys().isdisjoint(old)
 
 
-def _answer(url: str) -> str:
-    with urllib.request.urlopen(url, timeout=30) as response:
-        return str(json.load(response)["version"])
+def _is_up(url: str) -> bool:
+    try:
+        return call(f"{url}/health/ready")[0] == 200
+    except OSError:
+        return False
 
 
 def _is_whole(processes: RayProcesses) -> bool:

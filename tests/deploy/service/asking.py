@@ -33,9 +33,10 @@ def wait_until(condition, what, timeout_s=60):
 
 
 class Asker:
-    """Threads that ask without a pause."""
+    """Threads that ask again and again."""
 
-    def __init__(self, url, num_threads, ask=ASK):
+    def __init__(self, url, num_threads, ask=ASK, pause_s=0.0):
+        self._pause_s = pause_s
         self.answers, self.longest_s, self._done = [], 0.0, threading.Event()
         self._url, self._body = url, ask
         self._threads = [threading.Thread(target=self._ask, daemon=True) for _ in range(num_threads)]
@@ -43,7 +44,7 @@ class Asker:
             thread.start()
 
     def _ask(self):
-        while not self._done.is_set():
+        while not self._done.wait(self._pause_s):
             began = time.monotonic()
             try:
                 self.answers.append(call(f"{self._url}/v1/completions", self._body))

@@ -1,6 +1,8 @@
 """The HTTP application around a plain engine: formats, errors, and clients that mean no good."""
 
+import io
 import json
+import logging.handlers
 import time
 from dataclasses import replace
 
@@ -13,8 +15,10 @@ from deploy.service.app import create_app, guarded
 from deploy.service.codec import MASKED
 from deploy.service.engine import Engine
 from deploy.service.gate import MAX_BODY_BYTES, Rates, is_open
+from deploy.service.http_server import HttpServer
 from deploy.service.keys import Keys
 from deploy.service.messages import FollowerStatus
+from deploy.service.source import Address
 from learner.counter import fold
 from rollout.request import Request
 
@@ -651,3 +655,11 @@ def test_what_the_gate_refuses_is_counted_too(make_client):
     text = make_client().get("/metrics").text
     for status in (200, 401, 429):
         assert f'd1_requests_total{{path="/v1/models",status="{status}"}} 1.0' in text
+
+
+def test_an_http_server_leaves_the_logs_of_its_process_as_they_are(app, free_port):
+    target = logging.StreamHandler(io.StringIO())
+    # As Ray Serve logs: its controller asks where, and takes a replica that cannot say for dead.
+    handler = logging.handlers.MemoryHandler(1, target=target)
+    HttpServer(app, Address(host="127.0.0.1", port=free_port), end_within_s=1).end(20)
+    assert handler.target is target

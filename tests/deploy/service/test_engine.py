@@ -1,6 +1,7 @@
 """The engine: jobs that join, leave, and end on the version they began with; and jobs that outlive their engine."""
 
 import asyncio
+import re
 import threading
 import time
 from contextlib import aclosing
@@ -194,23 +195,40 @@ def test_a_policy_that_fails_fails_its_jobs_and_no_others(held, versions, make_p
     wait_until(lambda: of(Done, again), "the next job of that version")
 
 
+def test_the_log_of_a_failure_says_where_and_shows_no_prompt(engine, versions, capsys):
+    events, live = [], versions.acquire("policy")
+
+    def fail(*_, **__):
+        raise FloatingPointError("no number")
+
+    live.sampler.model.forward = fail
+    asked = replace(request(), prompt_ids=(211, 213, 217))
+    engine.submit(replace(job(), requests=(asked,)), live, events.append)
+    wait_until(lambda: events, "the refusal")
+    log = capsys.readouterr().out
+    assert re.search(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d \[error *\] engine_step_failed", log)
+    assert "Traceback (most recent call last)" in log
+    assert "FloatingPointError: no number" in log
+    assert not re.search(r"\b21[137]\b,", log)
+
+
 def test_what_the_policy_cannot_serve_is_refused_and_releases_the_version(host, versions):
     events = asyncio.run(flat(host.stream(Job(requests=(replace(request(), prompt_ids=()),), wanted="policy"))))
     assert [(event.status, event.code) for event in events] == [(400, "invalid_request")]
     assert versions.acquire("policy").num_jobs == 1
 
 
-def test_a_draining_engine_takes_nothing_and_ends_what_it_has(held, versions):
+def test_an_engine_that_stops_says_so_to_what_is_under_way_and_takes_nothing(held, versions):
     events = []
     held.submit(job(1), versions.acquire("policy"), events.append)
-    assert not held.drain(0.05)
-    live = versions.acquire("policy")
+    held.let(1)
+    wait_until(lambda: held.num_running == 1, "it to begin")
+    held.close()
+    assert [(event.status, event.code) for event in of(Refused, events)] == [(503, "unavailable")]
+    assert not held.is_alive
     with pytest.raises(BusyError) as raised:
-        held.submit(job(2), live, events.append)
+        held.submit(job(2), versions.acquire("policy"), events.append)
     assert raised.value.refusal.status == 503
-    held.let(200)
-    assert held.drain(20)
-    assert of(Done, events)
 
 
 def test_a_slow_reader_gets_the_newest_canvas_and_every_block():

@@ -178,6 +178,24 @@ def test_a_mistake_of_the_engine_is_no_death(listen):
     assert [event.code for event in events if isinstance(event, Refused)] == ["engine_failed"]
 
 
+def test_the_log_of_a_mistake_shows_neither_the_prompt_nor_the_secret(listen, capsys):
+    class Careless:
+        async def stream(self, job):
+            secret, asked = contact.secret, job  # noqa: F841 - what a debugger would show
+            yield [Began(policy=POLICY)]
+            raise ZeroDivisionError
+
+    listener = listen(Careless())
+    contact = listener.contact()
+    asyncio.run(all_of(Fleet(Known(listener)).stream(job())))
+    log = capsys.readouterr().out
+    assert "job_failed" in log
+    assert "Traceback (most recent call last)" in log
+    assert "ZeroDivisionError" in log
+    assert "5, 6, 7" not in log
+    assert repr(contact.secret)[2:12] not in log
+
+
 def test_engines_that_come_later_are_found_and_those_that_stopped_are_not_asked(listen, host, monkeypatch):
     monkeypatch.setattr(fleet_module, "_LOOK_EVERY_S", 0.0)
     first, second = listen(Slow(), "a"), Slow()
