@@ -85,3 +85,4 @@ class EngineReplica:
     async def __del__(self) -> None:
         """Serve calls it once, when it stops a replica: what is under way comes to its end."""
         await asyncio.to_thread(self._listener.close, _DRAIN_TIMEOUT_S)
+        await asyncio.to_thread(self._host.engine.close)

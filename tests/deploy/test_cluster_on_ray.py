@@ -158,7 +158,7 @@ def test_no_request_fails_while_the_gcs_is_away_and_the_cluster_is_whole_again(s
     asker = service.ask_all_the_time()
     processes.restart_gcs(outage_s=3)
     wait_until(lambda: _is_whole(processes), "tasks on both nodes", 90)
-    assert len(asker.answers) > 30
+    assert len(asker.answers) > 10
     # The same processes answer, and Serve's controller can act: a new deployment rolls out.
     assert processes.replicas("d1") == replicas
     service.deploy(num_ingresses=2)
@@ -187,7 +187,7 @@ def test_the_worker_answers_while_the_head_is_away(service: _Service) -> None:
     wait_until(lambda: _is_whole(processes), "tasks on both nodes", 90)
     asker.stop()
     assert [answer for answer in asker.answers if answer[0] != 200] == []
-    assert len(asker.answers) > 30
+    assert len(asker.answers) > 10
     assert processes.replicas("d1") == replicas
 
 
