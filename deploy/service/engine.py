@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import structlog
@@ -128,6 +129,20 @@ class Engine:
         self._wake.notify_all()
 
     def _run(self) -> None:
+        try:
+            self._denoise()
+        finally:
+            with self._wake:
+                self._is_stopping = True
+                inbox, self._inbox = self._inbox, []
+            for command in inbox:
+                # Who was about to join is told too.
+                with suppress(Exception):
+                    command()
+            for ticket in list(self._tasks):
+                self._end(ticket, _unavailable("The engine was stopped; try again.", _STOPPED_RETRY_AFTER_S))
+
+    def _denoise(self) -> None:
         while True:
             with self._wake:
                 while not (self._inbox or self._tasks or self._is_stopping):
@@ -145,15 +160,17 @@ class Engine:
                 for live in {id(t.live): t.live for t in self._tasks.values()}.values()
                 if live.batch
             )
-        for ticket in list(self._tasks):
-            self._end(ticket, _unavailable("The engine was stopped; try again.", _STOPPED_RETRY_AFTER_S))
 
     def _join(self, ticket: int, task: _Task) -> None:
         self._tasks[ticket] = task
-        batch = _batch(task.live)
-        for choice, request in enumerate(task.job.requests):
-            task.choice_of[batch.submit(request)] = choice
-            task.num_shown.append(0 if request.committed is None else len(request.committed))
+        try:
+            batch = _batch(task.live)
+            for choice, request in enumerate(task.job.requests):
+                task.choice_of[batch.submit(request)] = choice
+                task.num_shown.append(0 if request.committed is None else len(request.committed))
+        # There may be no memory for more rows.
+        except Exception as error:
+            self._fail(task.live, [ticket], error)
 
     def _leave(self, ticket: int) -> None:
         task = self._tasks.get(ticket)
@@ -178,17 +195,19 @@ class Engine:
             self._show(live, tickets)
         # The boundary at which a failure becomes an answer: whatever fails, the other versions go on.
         except Exception as error:
-            structlog.get_logger().exception("engine_step_failed", policy_version=live.policy.version, error=str(error))
-            # Its rows are in a state that nobody knows.
-            live.batch = None
-            for ticket in tickets:
-                self._end(
-                    ticket,
-                    Refused(status=500, code="engine_failed", message="The policy failed; see the service's log."),
-                )
+            self._fail(live, tickets, error)
             return
         for index, completion in finished:
             self._finish(tickets, index, completion)
+
+    def _fail(self, live: Live, tickets: list[int], error: Exception) -> None:
+        structlog.get_logger().exception("engine_step_failed", policy_version=live.policy.version, error=str(error))
+        # Its rows are in a state that nobody knows.
+        live.batch = None
+        for ticket in tickets:
+            self._end(
+                ticket, Refused(status=500, code="engine_failed", message="The policy failed; see the service's log.")
+            )
 
     def _show(self, live: Live, tickets: list[int]) -> None:
         """Tell of finished blocks, and of the whole canvas to those who watch it."""

@@ -52,7 +52,9 @@ class _Engine:
             return await Wire.call(self.contact.host, self.contact.port, self.contact.secret)
 
     def keep(self, wire: Wire) -> None:
-        """Let the next job have it."""
+        """Let the next job have it; those that were not needed for long are closed."""
+        while self.idle and time.monotonic() - self.idle[0][0] > _MOST_IDLE_S:
+            self.idle.pop(0)[1].abort()
         self.idle.append((time.monotonic(), wire))
 
     async def leave(self) -> None:
@@ -79,12 +81,16 @@ class Fleet:
         try:
             wire, is_last = await engine.connect(), False
             try:
-                await wire.send(job)
+                # Around each wait, since whoever listens may go on in another task.
+                async with asyncio.timeout_at(deadline):
+                    await wire.send(job)
                 while not is_last:
-                    # Around each wait, since whoever listens may go on in another task.
                     async with asyncio.timeout_at(deadline):
                         is_last, events = await wire.receive()
+                    paused_s = time.monotonic()
                     yield list(events)
+                    # A listener that is slow is not the engine's silence.
+                    deadline += time.monotonic() - paused_s
             finally:
                 if is_last and self._knows(engine):
                     engine.keep(wire)
@@ -103,7 +109,10 @@ class Fleet:
 
     async def aclose(self) -> None:
         """As `Backend.aclose`."""
-        for engine in self._engines.values():
+        if self._looking is not None:
+            self._looking.cancel()
+        engines, self._engines = self._engines, {}
+        for engine in engines.values():
             await engine.leave()
 
     async def _least_busy(self) -> _Engine:

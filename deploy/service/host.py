@@ -113,11 +113,21 @@ class EngineHost:
             if job.began_with is None and (live := versions.acquire_live(wanted)) is not None:
                 return live
             # It may have to be loaded, which takes its time.
-            return await asyncio.to_thread(versions.acquire, wanted, job.began_with)
+            loading = asyncio.ensure_future(asyncio.to_thread(versions.acquire, wanted, job.began_with))
+            try:
+                return await asyncio.shield(loading)
+            except asyncio.CancelledError:
+                # The thread goes on, and what it acquires is nobody's.
+                loading.add_done_callback(self._release)
+                raise
         except (NoSuchVersionError, RefusedVersionError) as error:
             return Refused(status=404, code="model_not_found", message=str(error))
         except NoRoomError as error:
             return Refused(status=429, code="overloaded", message=str(error), retry_after_s=5)
+
+    def _release(self, loading: asyncio.Future[Live]) -> None:
+        if not loading.cancelled() and loading.exception() is None:
+            self.versions.release(loading.result())
 
 
 class Mailbox:
@@ -140,10 +150,12 @@ class Mailbox:
         return events
 
     def _put(self, event: Event) -> None:
-        last = self._events[-1] if self._events else None
-        # A reader that is slow sees fewer denoise steps, and the engine keeps none for it.
-        if isinstance(event, CanvasSeen) and isinstance(last, CanvasSeen) and last.choice == event.choice:
-            self._events.pop()
+        if isinstance(event, CanvasSeen):
+            # A reader that is slow sees fewer denoise steps, and the engine keeps none for it.
+            of_choice = (one for one in reversed(self._events) if not isinstance(one, Began | Refused))
+            last = next((one for one in of_choice if one.choice == event.choice), None)
+            if isinstance(last, CanvasSeen):
+                self._events.remove(last)
         self._events.append(event)
         self._has_some.set()
 

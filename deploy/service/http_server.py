@@ -5,6 +5,7 @@ Ray Serve's proxy and its calls cost more than all the rest of a request (docs/b
 
 from __future__ import annotations
 
+import errno
 import socket
 import threading
 import time
@@ -76,7 +77,7 @@ def _bound(address: Address, *, shares_port: bool) -> socket.socket:
             return socket.create_server(
                 (address.host, address.port), family=address.family, backlog=_BACKLOG, reuse_port=shares_port
             )
-        except OSError:
-            if time.monotonic() > deadline:
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
                 raise
             time.sleep(_POLL_S)

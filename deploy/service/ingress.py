@@ -43,10 +43,12 @@ class ServeDirectory:
         return [answer for answer in await self._ask("state") if isinstance(answer, EngineState)]
 
     async def _ask(self, method: str, *args: object) -> list[object]:
-        response = self._handle.broadcast(method, *args)
         try:
-            return list(await response.results_async(timeout_s=_CALL_TIMEOUT_S, return_exceptions=True))
-        except (*LOST, TimeoutError) as error:
+            response = self._handle.broadcast(method, *args)
+            # In a thread: `results_async` gives up on all where one does not answer.
+            return list(await asyncio.to_thread(response.results, timeout_s=_CALL_TIMEOUT_S, return_exceptions=True))
+        # The last: what Serve raises before its router has heard of replicas.
+        except (*LOST, TimeoutError, RuntimeError) as error:
             structlog.get_logger().warning("engines_not_heard", error=str(error))
             return []
 

@@ -86,6 +86,8 @@ class JobListener:
         self._is_closing = True
         for server in self._servers.values():
             server.close()
+        for connection in self._connections - self._busy:
+            connection.cancel()
         if self._busy:
             await asyncio.wait(self._busy, timeout=timeout_s)
         for connection in self._connections:
@@ -94,6 +96,8 @@ class JobListener:
 
     async def _open(self, address: str) -> Contact:
         async with self._opening:
+            if self._is_closing:
+                raise OSError("the engine takes no more jobs")
             if address not in self._servers:
                 self._servers[address] = await asyncio.start_server(self._take, address, 0, backlog=_BACKLOG)
         port = self._servers[address].sockets[0].getsockname()[1]
@@ -112,6 +116,10 @@ class JobListener:
         except (EOFError, OSError, TimeoutError):
             # Whoever asked has gone.
             return
+        except asyncio.CancelledError:
+            # asyncio takes it for an error of the connection's.
+            if not self._is_closing:
+                raise
         finally:
             self._connections.discard(connection)
             self._busy.discard(connection)
@@ -119,6 +127,7 @@ class JobListener:
             with suppress(OSError):
                 async with asyncio.timeout(_CLOSE_TIMEOUT_S):
                     await writer.wait_closed()
+            writer.transport.abort()
 
     async def _answer_jobs(self, wire: Wire, connection: asyncio.Task[None]) -> None:
         """One after the other. When the other side goes, its job is cancelled at once."""
@@ -127,6 +136,8 @@ class JobListener:
             while not self._is_closing:
                 async with asyncio.timeout(IDLE_TIMEOUT_S):
                     job = await asyncio.shield(upcoming)
+                if self._is_closing:
+                    return
                 if not isinstance(job, Job):
                     raise WireError(f"{type(job).__name__} is no job")
                 # Awaited while the job is under way, since that is how one hears that the other side has gone.
@@ -157,13 +168,12 @@ class JobListener:
 
 
 async def _unless_ended(sending: Coroutine[None, None, None], upcoming: asyncio.Future[Any]) -> None:
-    """Await `sending`, but no longer than until `upcoming` fails; then raise what that failed with."""
+    """Await `sending`, and cancel it where the other side goes or says something before its end."""
     task = asyncio.ensure_future(sending)
     try:
         await asyncio.wait((task, upcoming), return_when=asyncio.FIRST_COMPLETED)
         if not task.done() and upcoming.exception() is None:
-            # The next job already: it has to wait.
-            await asyncio.wait((task,))
+            raise WireError("a job came before the end of the last one")
     finally:
         task.cancel()
         with suppress(asyncio.CancelledError):

@@ -21,6 +21,8 @@ _RECORDS: dict[str, type[Any]] = {
     )
 }
 _RECORD, _ARRAY = 1, 2
+# Records within records; a Job has five at most.
+_MOST_DEPTH = 16
 _KINDS_OF_ARRAYS = "bif"
 
 
@@ -32,8 +34,18 @@ def pack(message: object) -> bytes:
 
 def unpack(data: bytes) -> Any:
     """The message of some bytes; what was a list is a tuple. Raises ValueError where they are none."""
+    return _unpack(data, depth=0)
+
+
+def _unpack(data: bytes, depth: int) -> Any:
+    if depth > _MOST_DEPTH:
+        raise ValueError("this is no message: it is nested too deeply")
+
+    def part(code: int, within: bytes) -> Any:
+        return _unpacked(code, within, depth + 1)
+
     try:
-        return msgpack.unpackb(data, ext_hook=_unpacked, use_list=False, strict_map_key=False)
+        return msgpack.unpackb(data, ext_hook=part, use_list=False, strict_map_key=False)
     # Whatever the bytes are: a record that is unknown, fields that it does not have, an array that does not fit.
     except Exception as error:
         raise ValueError(f"this is no message: {type(error).__name__}: {error}") from error
@@ -59,14 +71,14 @@ def _packed(value: Any) -> Any:
     return msgpack.ExtType(_RECORD, pack([name, known]))
 
 
-def _unpacked(code: int, data: bytes) -> Any:
+def _unpacked(code: int, data: bytes, depth: int) -> Any:
     if code == _ARRAY:
-        dtype, shape, values = unpack(data)
+        dtype, shape, values = _unpack(data, depth)
         if np.dtype(dtype).kind not in _KINDS_OF_ARRAYS:
             raise ValueError(f"an array of {dtype} is no part of a message")
         return np.frombuffer(values, dtype=dtype).reshape(shape)
     if code != _RECORD:
         raise ValueError(f"{code} is no part of a message")
-    name, known = unpack(data)
+    name, known = _unpack(data, depth)
     kind = _RECORDS[name]
     return kind(known) if issubclass(kind, Enum) else kind(**known)

@@ -84,5 +84,6 @@ class EngineReplica:
 
     async def __del__(self) -> None:
         """Serve calls it once, when it stops a replica: what is under way comes to its end."""
-        await asyncio.to_thread(self._listener.close, _DRAIN_TIMEOUT_S)
+        # What an engine without its thread has under way ends on another.
+        await asyncio.to_thread(self._listener.close, _DRAIN_TIMEOUT_S if self._host.engine.is_alive else 0.0)
         await asyncio.to_thread(self._host.engine.close)

@@ -7,6 +7,7 @@ listens sees one version and no token twice.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import fields, replace
@@ -21,6 +22,8 @@ from rollout.request import Committed
 
 MAX_ATTEMPTS = 8
 _PAUSE_S = 0.25
+# The engine that gets the rest of a job whose time is over says so.
+_LEAST_S = 0.001
 
 
 async def steadily(backend: Backend, job: Job, *, may_restart: bool) -> AsyncGenerator[Event]:
@@ -78,6 +81,7 @@ class _Rest:
 
     def __init__(self, job: Job) -> None:
         self._job = job
+        self._ends_s = time.monotonic() + job.timeout_s
         self.policy: PolicyVersion | None = None
         self._open = list(range(len(job.requests)))
         """The choices that are not done."""
@@ -96,12 +100,13 @@ class _Rest:
     def job(self) -> Job:
         """What the next engine has to do."""
         self._asked = list(self._open)
+        left_s = max(_LEAST_S, self._ends_s - time.monotonic())
         if self.policy is None:
-            return self._job
+            return replace(self._job, timeout_s=left_s)
         requests = tuple(
             replace(self._job.requests[choice], committed=_joined(self._committed[choice])) for choice in self._asked
         )
-        return replace(self._job, requests=requests, began_with=self.policy)
+        return replace(self._job, requests=requests, began_with=self.policy, timeout_s=left_s)
 
     def take(self, event: Event) -> Event | None:
         """Remember an event. What it is for the listener: None if that knows it already."""

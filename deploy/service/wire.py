@@ -74,10 +74,10 @@ class Wire:
         return blake2b(b"hello" + side + self._nonces, key=self._key, digest_size=_SIGNATURE_BYTES).digest()
 
     async def send(self, message: object) -> None:
-        """Send one message; waits while the other side is slow. Raises OSError."""
+        """Send one message; waits while the other side is slow. Raises OSError, and ValueError for one too large."""
         payload = pack(message)
         if len(payload) > MAX_MESSAGE_BYTES:
-            raise WireError(f"a message of {len(payload)} bytes is too large")
+            raise ValueError(f"a message of {len(payload)} bytes is too large")
         signature = self._signature(self._own, self._num_sent, payload)
         self._num_sent += 1
         self._writer.write(_HEAD.pack(len(payload), signature) + payload)
@@ -102,9 +102,13 @@ class Wire:
         except ValueError as error:
             raise WireError(str(error)) from error
 
-    async def close(self) -> None:
+    def abort(self) -> None:
         """End the connection now; what was not sent yet is lost."""
         self._writer.transport.abort()
+
+    async def close(self) -> None:
+        """`abort`, and wait until that is done."""
+        self.abort()
         with suppress(OSError):
             await self._writer.wait_closed()
 

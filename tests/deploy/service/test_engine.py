@@ -234,14 +234,56 @@ def test_an_engine_that_stops_says_so_to_what_is_under_way_and_takes_nothing(hel
 def test_a_slow_reader_gets_the_newest_canvas_and_every_block():
     async def read():
         mailbox = Mailbox(asyncio.get_running_loop())
-        for event in ("a", CanvasSeen(choice=0, progress=1), CanvasSeen(choice=0, progress=2), "b"):
-            mailbox.put(event)
+        for progress in (1, 2):
+            for choice in (0, 1):
+                mailbox.put(CanvasSeen(choice=choice, progress=progress))
+        mailbox.put(BlocksDone(choice=0, start=0, slots=None))
         mailbox.put(CanvasSeen(choice=0, progress=3))
         await asyncio.sleep(0)
         return await asyncio.wait_for(mailbox.take(), 5)
 
     got = asyncio.run(read())
-    assert [getattr(event, "progress", event) for event in got] == ["a", 2, "b", 3]
+    assert [(event.choice, getattr(event, "progress", None)) for event in got] == [(0, 2), (1, 2), (0, None), (0, 3)]
+
+
+def test_who_leaves_while_a_version_loads_does_not_keep_it(versions, engine, make_policy):
+    may_load, loading = threading.Event(), threading.Event()
+
+    class Slow:
+        def acquire(self, *arguments):
+            loading.set()
+            assert may_load.wait(20)
+            return versions.acquire(*arguments)
+
+        def __getattr__(self, name):
+            return getattr(versions, name)
+
+    async def run():
+        task = asyncio.create_task(flat(EngineHost(Slow(), engine).stream(job(began_with=versions.policy))))
+        await asyncio.to_thread(loading.wait, 20)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        may_load.set()
+        deadline = time.monotonic() + 20
+        while versions.policy.version not in {live.policy.version for live in released}:
+            assert time.monotonic() < deadline, "it is kept"
+            await asyncio.sleep(0.01)
+
+    released, release = [], versions.release
+    versions.release = lambda live: (released.append(live), release(live))
+    asyncio.run(run())
+
+
+def test_a_version_without_room_for_rows_fails_its_job_and_no_other(host, engine, versions, monkeypatch):
+    sampler = versions._live[0].sampler
+    opened = sampler.open
+    monkeypatch.setattr(sampler, "open", lambda *_: (_ for _ in ()).throw(RuntimeError("out of memory")))
+    events = asyncio.run(flat(host.stream(job())))
+    assert [event.code for event in of(Refused, events)] == ["engine_failed"]
+    monkeypatch.setattr(sampler, "open", opened)
+    assert ids(asyncio.run(flat(host.stream(job()))))
+    assert engine.is_alive
 
 
 # Versions.

@@ -187,7 +187,7 @@ def test_the_log_of_a_mistake_shows_neither_the_prompt_nor_the_secret(listen, ca
 
     listener = listen(Careless())
     contact = listener.contact()
-    asyncio.run(all_of(Fleet(Known(listener)).stream(job())))
+    with_fleet(Known(listener), lambda fleet: all_of(fleet.stream(job())))
     log = capsys.readouterr().out
     assert "job_failed" in log
     assert "Traceback (most recent call last)" in log
@@ -263,6 +263,28 @@ def test_connections_that_were_idle_for_long_are_not_used(listen, host, monkeypa
         await until(lambda: not listener._connections)
         monkeypatch.setattr(fleet_module, "_MOST_IDLE_S", 0.0)
         assert texts(await all_of(fleet.stream(job())))
+
+    with_fleet(Known(listener), run)
+
+
+def test_an_engine_that_is_closing_takes_no_job_on_a_connection_that_it_has(listen):
+    slow = Slow()
+    listener = listen(slow)
+
+    async def run(fleet):
+        slow.may_end = True
+        first, second = fleet.stream(job()), fleet.stream(job())
+        await anext(first)
+        await anext(second)
+        # One connection is idle then, the other is not.
+        await all_of(first)
+        closing = asyncio.create_task(asyncio.to_thread(listener.close, TIMEOUT_S))
+        await until(lambda: listener._is_closing)
+        with pytest.raises(EngineLostError):
+            await all_of(fleet.stream(job()))
+        await second.aclose()
+        await closing
+        assert slow.num_begun == 2
 
     with_fleet(Known(listener), run)
 
@@ -377,7 +399,7 @@ def test_a_message_has_a_limit(listen, monkeypatch):
     async def run():
         wire = await Wire.call(contact.host, contact.port, contact.secret)
         monkeypatch.setattr(wire_module, "MAX_MESSAGE_BYTES", 10)
-        with pytest.raises(WireError, match="too large"):
+        with pytest.raises(ValueError, match="too large"):
             await wire.send(job())
         wire._writer.write(struct.pack("!I32s", 1000, b"s" * 32))
         with pytest.raises((EOFError, OSError)):
@@ -424,6 +446,11 @@ def test_what_is_no_message_is_refused():
     for data in (b"", b"\xc1", msgpack.packb(msgpack.ExtType(9, b"")), record("Path", {}), record("Job", {"x": 1})):
         with pytest.raises(ValueError, match="this is no message"):
             unpack(data)
+    deep = None
+    for _ in range(200):
+        deep = msgpack.ExtType(1, msgpack.packb(["Began", deep]))
+    with pytest.raises(ValueError, match="nested too deeply"):
+        unpack(msgpack.packb(deep))
     array = msgpack.ExtType(2, msgpack.packb(["O", [1], b"\0" * 8]))
     with pytest.raises(ValueError, match="no part of a message"):
         unpack(msgpack.packb(array))
