@@ -12,7 +12,7 @@ from actors.weights import held_by
 from deploy.service.admin import create_admin_app, guarded_admin
 from deploy.service.gate import Rates
 from deploy.service.http_server import ON_HEAD, HttpServer
-from deploy.service.ingress import LOST
+from deploy.service.ingress import LOST, heard
 from deploy.service.keys import Keys
 from deploy.service.messages import EngineState
 from deploy.service.policy_events import RegistryReader
@@ -30,19 +30,16 @@ class EnginesOfHandle:
 
     def states(self) -> list[EngineState]:
         """As `Engines.states`."""
-        try:
-            answers = self._handle.broadcast("state").results(timeout_s=_CALL_TIMEOUT_S, return_exceptions=True)
-        except (*LOST, TimeoutError):
-            return []
-        return [answer for answer in answers if isinstance(answer, EngineState)]
+        found = heard(self._handle.broadcast("state"), _CALL_TIMEOUT_S)
+        return [answer for answer in found if isinstance(answer, EngineState)]
 
     def prepare(self, policy: PolicyVersion, timeout_s: float) -> list[str]:
         """As `Engines.prepare`."""
         try:
-            answers = self._handle.broadcast("prepare", policy).results(timeout_s=timeout_s, return_exceptions=True)
+            found = self._handle.broadcast("prepare", policy).results(timeout_s=timeout_s, return_exceptions=True)
         except LOST as error:
             raise TimeoutError(str(error)) from error
-        return [why for answer in answers if (why := _refusal(answer)) is not None]
+        return [why for answer in found if (why := _refusal(answer)) is not None]
 
     def stored(self, store: str) -> frozenset[int]:
         """As `Engines.stored`."""

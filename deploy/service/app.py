@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from importlib.metadata import version as version_of
 from typing import Annotated, Any
@@ -29,6 +29,7 @@ from deploy.service.metrics import RequestObserver, ServiceMetrics
 from deploy.service.plan import Plan, Planner
 from deploy.service.policy_events import RegistryReader, one_event
 from deploy.service.policy_view import Watch, known, newest, policy_body, version_body
+from deploy.service.race import EndedError, unless
 from deploy.service.run_view import MAX_SAMPLES, RunView
 from deploy.service.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from deploy.service.steady import steadily
@@ -323,19 +324,14 @@ def _version_header(writer: Writer) -> dict[str, str]:
 
 
 async def _unless_gone(request: Request, work: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
-    """The result of `work`, which is cancelled when the client goes: nobody else would stop it."""
-    task = asyncio.ensure_future(work)
+    """The result of `work`, which is cancelled when the client goes."""
     gone = asyncio.ensure_future(_gone(request))
     try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise ServiceError(499, "The client has gone.", "client_gone")
+        return await unless(work, gone)
+    except EndedError as error:
+        raise ServiceError(499, "The client has gone.", "client_gone") from error
     finally:
-        for future in (task, gone):
-            future.cancel()
-        with suppress(asyncio.CancelledError, Exception):
-            await task
+        gone.cancel()
 
 
 async def _gone(request: Request) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import structlog
 
 from deploy.service.live import Live
-from deploy.service.messages import BlocksDone, CanvasSeen, Done, Event, Job, Refused
+from deploy.service.messages import ENGINE_FAILED, BlocksDone, CanvasSeen, Done, Event, Job, Refused
 from deploy.service.versions import Versions
 from rollout.request import Completion, check_request
 from rollout.sampler import SlotBatch
@@ -170,7 +170,7 @@ class Engine:
                 task.num_shown.append(0 if request.committed is None else len(request.committed))
         # There may be no memory for more rows.
         except Exception as error:
-            self._fail(task.live, [ticket], error)
+            self._fail(task.live, error)
 
     def _leave(self, ticket: int) -> None:
         task = self._tasks.get(ticket)
@@ -189,25 +189,26 @@ class Engine:
                 self._end(ticket, _unavailable(sentence, _RETRY_AFTER_S, code="timeout"))
 
     def _step(self, live: Live) -> None:
-        tickets = [ticket for ticket, task in self._tasks.items() if task.live is live]
+        tickets = self._tickets_of(live)
         try:
             finished = _batch(live).step()
             self._show(live, tickets)
         # The boundary at which a failure becomes an answer: whatever fails, the other versions go on.
         except Exception as error:
-            self._fail(live, tickets, error)
+            self._fail(live, error)
             return
         for index, completion in finished:
             self._finish(tickets, index, completion)
 
-    def _fail(self, live: Live, tickets: list[int], error: Exception) -> None:
+    def _fail(self, live: Live, error: Exception) -> None:
         structlog.get_logger().exception("engine_step_failed", policy_version=live.policy.version, error=str(error))
         # Its rows are in a state that nobody knows.
         live.batch = None
-        for ticket in tickets:
-            self._end(
-                ticket, Refused(status=500, code="engine_failed", message="The policy failed; see the service's log.")
-            )
+        for ticket in self._tickets_of(live):
+            self._end(ticket, ENGINE_FAILED)
+
+    def _tickets_of(self, live: Live) -> list[int]:
+        return [ticket for ticket, task in self._tasks.items() if task.live is live]
 
     def _show(self, live: Live, tickets: list[int]) -> None:
         """Tell of finished blocks, and of the whole canvas to those who watch it."""

@@ -11,7 +11,7 @@ from typing import Protocol
 from actors.registry import NOTHING_HELD, PolicyVersion
 from deploy.service.engine import BusyError, Engine
 from deploy.service.live import Live, NoRoomError, NoSuchVersionError, RefusedVersionError
-from deploy.service.messages import Began, CanvasSeen, Done, EngineState, Event, FollowerStatus, Job, Refused
+from deploy.service.messages import Began, CanvasSeen, EngineState, Event, FollowerStatus, Job, Refused, num_open_after
 from deploy.service.versions import Versions
 
 
@@ -68,8 +68,7 @@ class EngineHost:
             while num_left:
                 events = first + await mailbox.take()
                 first = []
-                num_left -= sum(isinstance(event, Done) for event in events)
-                num_left = 0 if isinstance(events[-1], Refused) else num_left
+                num_left = num_open_after(events, num_left)
                 yield events
         finally:
             self.engine.cancel(ticket)

@@ -18,14 +18,22 @@ from deploy.service.gate import Rates
 from deploy.service.http_server import HttpServer
 from deploy.service.keys import Keys
 from deploy.service.listener import Contact
-from deploy.service.messages import EngineState
+from deploy.service.messages import DRAIN_TIMEOUT_S, EngineState
 from deploy.service.ray_metrics import RequestMetrics
 from deploy.service.source import Address, Source
 
 LOST = (RayError, BackPressureError, DeploymentUnavailableError, RequestCancelledError)
 """What a call to engines fails with when it did not reach one, or not its end."""
 _CALL_TIMEOUT_S = 3.0
-_DRAIN_TIMEOUT_S = 50.0
+
+
+def heard(response: Any, timeout_s: float) -> list[object]:
+    """What engines answer to a broadcast of Serve's in time, exceptions among it; nothing where it reaches none."""
+    try:
+        return list(response.results(timeout_s=timeout_s, return_exceptions=True))
+    except (*LOST, TimeoutError) as error:
+        structlog.get_logger().warning("engines_not_heard", error=str(error))
+        return []
 
 
 class ServeDirectory:
@@ -45,19 +53,19 @@ class ServeDirectory:
     async def _ask(self, method: str, *args: object) -> list[object]:
         try:
             response = self._handle.broadcast(method, *args)
-            # In a thread: `results_async` gives up on all where one does not answer.
-            return list(await asyncio.to_thread(response.results, timeout_s=_CALL_TIMEOUT_S, return_exceptions=True))
-        # The last: what Serve raises before its router has heard of replicas.
-        except (*LOST, TimeoutError, RuntimeError) as error:
+        except RuntimeError as error:
+            # Serve's router has not heard of replicas yet.
             structlog.get_logger().warning("engines_not_heard", error=str(error))
             return []
+        # In a thread: `results_async` gives up on all where one does not answer.
+        return await asyncio.to_thread(heard, response, _CALL_TIMEOUT_S)
 
 
 @serve.deployment(
     # Requests go past Serve; what goes through it asks it to drain.
     max_surge_percent=100,
     health_check_period_s=1,
-    graceful_shutdown_timeout_s=60,
+    graceful_shutdown_timeout_s=DRAIN_TIMEOUT_S + 10,
     ray_actor_options={"num_cpus": 0.01},
 )
 class Ingress:
@@ -83,7 +91,7 @@ class Ingress:
         self._server = HttpServer(
             guarded(self._app, keys, Rates(rate_limit), RequestMetrics(serve.get_replica_context().app_name)),
             address,
-            end_within_s=_DRAIN_TIMEOUT_S,
+            end_within_s=DRAIN_TIMEOUT_S,
             # With its successor, and with others on the same machine.
             shares_port=True,
         )
@@ -100,4 +108,4 @@ class Ingress:
 
     async def __del__(self) -> None:
         """Serve calls it once, when it stops a replica: what is under way comes to its end."""
-        await asyncio.to_thread(self._server.end, _DRAIN_TIMEOUT_S + 1)
+        await asyncio.to_thread(self._server.end, DRAIN_TIMEOUT_S + 1)

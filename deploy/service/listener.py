@@ -9,15 +9,14 @@ from __future__ import annotations
 import asyncio
 import secrets
 import threading
-from collections.abc import Coroutine
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
-from typing import Any
 
 import structlog
 
 from deploy.service.host import EngineHost
-from deploy.service.messages import Done, Job, Refused
+from deploy.service.messages import ENGINE_FAILED, Job, num_open_after
+from deploy.service.race import EndedError, unless
 from deploy.service.wire import SECRET_BYTES, Wire, WireError
 
 LOOPBACK = "127.0.0.1"
@@ -143,7 +142,12 @@ class JobListener:
                 # Awaited while the job is under way, since that is how one hears that the other side has gone.
                 upcoming = asyncio.ensure_future(wire.receive())
                 self._busy.add(connection)
-                await _unless_ended(self._send_events(wire, job), upcoming)
+                try:
+                    await unless(self._send_events(wire, job), upcoming)
+                except EndedError:
+                    # It has gone, and this raises how.
+                    upcoming.result()
+                    raise WireError("a job came before the end of the last one") from None
                 self._busy.discard(connection)
         finally:
             upcoming.cancel()
@@ -155,26 +159,10 @@ class JobListener:
         try:
             async with aclosing(self._host.stream(job)) as stream:
                 async for events in stream:
-                    num_left -= sum(isinstance(event, Done) for event in events)
-                    is_last = not num_left or isinstance(events[-1], Refused)
-                    await wire.send((is_last, events))
+                    num_left = num_open_after(events, num_left)
+                    await wire.send((not num_left, events))
         except OSError:
             raise
-        # A mistake of ours, which another engine would make again.
         except Exception:
             structlog.get_logger().exception("job_failed")
-            message = "The policy failed; see the service's log."
-            await wire.send((True, [Refused(status=500, code="engine_failed", message=message)]))
-
-
-async def _unless_ended(sending: Coroutine[None, None, None], upcoming: asyncio.Future[Any]) -> None:
-    """Await `sending`, and cancel it where the other side goes or says something before its end."""
-    task = asyncio.ensure_future(sending)
-    try:
-        await asyncio.wait((task, upcoming), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done() and upcoming.exception() is None:
-            raise WireError("a job came before the end of the last one")
-    finally:
-        task.cancel()
-        with suppress(asyncio.CancelledError):
-            await task
+            await wire.send((True, [ENGINE_FAILED]))

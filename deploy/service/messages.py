@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from actors.registry import AdminState, PolicyVersion
@@ -79,6 +80,19 @@ class Refused:
 
 
 Event = Began | BlocksDone | CanvasSeen | Done | Refused
+
+
+ENGINE_FAILED = Refused(status=500, code="engine_failed", message="The policy failed; see the service's log.")
+"""The end of a job that failed by a mistake of ours, which another engine would make again."""
+DRAIN_TIMEOUT_S = 50.0
+"""What is under way has so long when the process of an engine or an ingress is told to end, in seconds."""
+
+
+def num_open_after(events: Sequence[Event], num_open: int) -> int:
+    """Choices of a job that are open after `events`, of the `num_open` before: none after a refusal."""
+    if isinstance(events[-1], Refused):
+        return 0
+    return num_open - sum(isinstance(event, Done) for event in events)
 
 
 class EngineLostError(Exception):

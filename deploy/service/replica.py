@@ -14,11 +14,9 @@ from deploy.service.engine import Engine
 from deploy.service.follower import VersionFollower
 from deploy.service.host import EngineHost
 from deploy.service.listener import LOOPBACK, Contact, JobListener
-from deploy.service.messages import EngineState, FollowerStatus
+from deploy.service.messages import DRAIN_TIMEOUT_S, EngineState, FollowerStatus
 from deploy.service.ray_metrics import EngineMetrics
 from deploy.service.source import Source
-
-_DRAIN_TIMEOUT_S = 50.0
 
 
 @serve.deployment(
@@ -28,7 +26,7 @@ _DRAIN_TIMEOUT_S = 50.0
     max_surge_percent=100,
     # A dead one is noticed here, and nowhere earlier: the others do its work until the next has started.
     health_check_period_s=1,
-    graceful_shutdown_timeout_s=60,
+    graceful_shutdown_timeout_s=DRAIN_TIMEOUT_S + 10,
     # Little enough to be placed beside a run that has all the CPUs.
     ray_actor_options={"num_cpus": 0.01},
 )
@@ -85,5 +83,5 @@ class EngineReplica:
     async def __del__(self) -> None:
         """Serve calls it once, when it stops a replica: what is under way comes to its end."""
         # What an engine without its thread has under way ends on another.
-        await asyncio.to_thread(self._listener.close, _DRAIN_TIMEOUT_S if self._host.engine.is_alive else 0.0)
+        await asyncio.to_thread(self._listener.close, DRAIN_TIMEOUT_S if self._host.engine.is_alive else 0.0)
         await asyncio.to_thread(self._host.engine.close)

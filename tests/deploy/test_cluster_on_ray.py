@@ -19,7 +19,7 @@ from actors.registry import Registry
 from actors.run_log import read_events
 from benchmarks.service.deployment import Policies, Shape
 from deploy.machine import free_port
-from tests.deploy.service.asking import ASK, TOKEN, Asker, call
+from tests.deploy.service.asking import ASK, TOKEN, Asker, call, is_up
 from tests.ray_processes import BIN, RayProcesses, wait_until
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -194,19 +194,12 @@ def test_the_worker_answers_while_the_head_is_away(service: _Service) -> None:
 def test_an_ingress_reaches_engines_on_another_node(service: _Service) -> None:
     service.deploy(num_ingresses=2, ingress_on=HEAD)
     url = f"http://{service.processes.head_ip}:{service.port}"
-    wait_until(lambda: _is_up(url), "the ingress on the head", 120)
+    wait_until(lambda: is_up(url), "the ingress on the head", 120)
     assert call(f"{url}/v1/completions", ASK)[0] == 200
 
 
 def _are_new(replicas: dict[str, str], old: dict[str, str], count: int) -> bool:
     return len(replicas) == count and set(replicas.values()) == {"RUNNING"} and replicas.keys().isdisjoint(old)
-
-
-def _is_up(url: str) -> bool:
-    try:
-        return call(f"{url}/health/ready")[0] == 200
-    except OSError:
-        return False
 
 
 def _is_whole(processes: RayProcesses) -> bool:

@@ -25,6 +25,14 @@ def call(url, body=None, token=TOKEN):
             return error.code, json.loads(error.read())
 
 
+def is_up(url):
+    """Whether a service there is ready to answer."""
+    try:
+        return call(f"{url}/health/ready")[0] == 200
+    except OSError:
+        return False
+
+
 def wait_until(condition, what, timeout_s=60):
     deadline = time.monotonic() + timeout_s
     while not condition():

@@ -275,6 +275,18 @@ def test_who_leaves_while_a_version_loads_does_not_keep_it(versions, engine, mak
     asyncio.run(run())
 
 
+def test_a_join_that_fails_ends_all_jobs_whose_rows_are_lost_with_it(held, versions, monkeypatch):
+    told = {"first": [], "second": []}
+    live = versions.acquire("policy")
+    held.submit(job(1), live, told["first"].append)
+    wait_until(lambda: held._tasks and live.batch is not None, "the first to join")
+    monkeypatch.setattr(live.batch, "submit", lambda _: (_ for _ in ()).throw(RuntimeError("out of memory")))
+    held.submit(job(2), versions.acquire("policy"), told["second"].append)
+    wait_until(lambda: all(told.values()), "both to be told")
+    assert [[event.code for event in events] for events in told.values()] == [["engine_failed"]] * 2
+    assert held.is_alive
+
+
 def test_a_version_without_room_for_rows_fails_its_job_and_no_other(host, engine, versions, monkeypatch):
     sampler = versions._live[0].sampler
     opened = sampler.open

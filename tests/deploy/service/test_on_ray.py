@@ -24,7 +24,7 @@ from benchmarks.service.load import Judge
 from deploy.errors import UserError
 from deploy.service import deploy_service
 from deploy.service.schemas import CompletionRequest
-from tests.deploy.service.asking import ASK, TOKEN, Asker, call, wait_until
+from tests.deploy.service.asking import ASK, TOKEN, Asker, call, is_up, wait_until
 
 NEWEST = 4
 LONG = ASK | {"diffusion": {"gen_length": 40, "block_length": 4, "steps": 40}}
@@ -242,10 +242,3 @@ def test_a_checkpoint_is_served_by_itself_and_ends_gently(run_dir, free_port, tm
     assert statuses.count(503) >= 1
     refused = [body for status, body in asker.answers if status == 503]
     assert all(body["error"]["code"] == "unavailable" for body in refused)
-
-
-def is_up(url):
-    try:
-        return call(f"{url}/health/ready")[0] == 200
-    except OSError:
-        return False
