@@ -46,7 +46,8 @@ test-clients: $(STAMP) $(CLIENTS)/.installed ## Run the tests with clients that 
 	$(BIN)/pytest -m clients $(ARGS)
 
 fuzz: $(STAMP) ## Ask the service 10,000 requests that its schema allows or forbids, new ones each time.
-	D1_FUZZ_CASES=10000 D1_FUZZ_SEED=$(shell date +%s) $(BIN)/pytest -s tests/deploy/service/test_schema.py $(ARGS)
+	D1_FUZZ_CASES=10000 D1_FUZZ_SEED=$(shell date +%s) $(BIN)/pytest -s tests/deploy/service/test_schema.py \
+		tests/deploy/service/test_admin.py::test_whatever_is_sent_is_answered $(ARGS)
 
 check: $(STAMP) ## Check format, lint and types.
 	$(BIN)/ruff format --check .

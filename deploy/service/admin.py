@@ -16,10 +16,11 @@ from starlette.types import ASGIApp
 from actors.registry import BASE, NEWEST, POLICY, PolicyVersion
 from deploy.service.errors import ServiceError, install_handlers
 from deploy.service.event_stream import EventStream
-from deploy.service.gate import Gate, Rates, nothing_open
+from deploy.service.gate import Gate, nothing_open
 from deploy.service.keys import Keys
 from deploy.service.policy_events import RegistryReader
 from deploy.service.policy_view import score_of
+from deploy.service.rates import Rates
 from deploy.service.steering import Served, Steering, SteeringError, UnknownVersionError, UnreadyError, served_by
 
 MAX_VERSIONS = 1000
@@ -34,6 +35,9 @@ class Reason(BaseModel):
 
     why: _Why = ""
     """What the event says."""
+
+
+_UNSAID = Reason()
 
 
 class Pin(Reason):
@@ -96,21 +100,20 @@ def _add_pins(app: FastAPI, steering: Steering, changed: _Changed) -> None:
         return await _wanted(steering, None)
 
     @app.post("/admin/rollback")
-    async def roll_back(body: Reason | None = None) -> dict[str, Any]:
-        why = "" if body is None else body.why
-        version, served = await changed(lambda: steering.roll_back(why))
+    async def roll_back(body: Reason = _UNSAID) -> dict[str, Any]:
+        version, served = await changed(lambda: steering.roll_back(body.why))
         return {"policy_version": version} | await _wanted(steering, served)
 
 
 def _add_pauses(app: FastAPI, steering: Steering, changed: _Changed) -> None:
     @app.post("/admin/pause")
-    async def pause(body: Reason | None = None) -> dict[str, Any]:
-        await changed(lambda: steering.pause("" if body is None else body.why))
+    async def pause(body: Reason = _UNSAID) -> dict[str, Any]:
+        await changed(lambda: steering.pause(body.why))
         return await _wanted(steering, None)
 
     @app.post("/admin/resume")
-    async def resume(body: Reason | None = None) -> dict[str, Any]:
-        await changed(lambda: steering.resume("" if body is None else body.why))
+    async def resume(body: Reason = _UNSAID) -> dict[str, Any]:
+        await changed(lambda: steering.resume(body.why))
         return await _wanted(steering, None)
 
 

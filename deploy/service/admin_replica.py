@@ -10,12 +10,12 @@ from ray.exceptions import RayError, RayTaskError
 from actors.registry import PolicyVersion
 from actors.weights import held_by
 from deploy.service.admin import create_admin_app, guarded_admin
-from deploy.service.gate import Rates
 from deploy.service.http_server import ON_HEAD, HttpServer
 from deploy.service.ingress import LOST, heard
 from deploy.service.keys import Keys
 from deploy.service.messages import EngineState
 from deploy.service.policy_events import RegistryReader
+from deploy.service.rates import Rates
 from deploy.service.source import Address, Source
 from deploy.service.steering import Steering
 

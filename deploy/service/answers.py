@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from typing import Any
 
@@ -14,7 +14,7 @@ from deploy.service.codec import Codec
 from deploy.service.errors import ServiceError
 from deploy.service.messages import Began, BlocksDone, CanvasSeen, Done, Event, Refused
 from deploy.service.plan import Plan
-from deploy.service.text import ChoiceText, canvas_of, text_of_canvas
+from deploy.service.text import ChoiceText, canvas_before, canvas_of, text_of_canvas
 
 Events = AsyncGenerator[Event, None]
 
@@ -75,6 +75,8 @@ class Writer:
                         self._part(index, {"role": "assistant", "content": ""}) for index in range(len(self._choices))
                     )
                     yield b"".join(self._chunk([role]) for role in roles)
+                if self._plan.job.shows_canvas:
+                    yield b"".join(self._chunk([part]) for part in self._empty())
                 # What comes of one event goes out together: each write costs both sides a wake-up.
                 last = b""
                 async for event in events:
@@ -98,6 +100,12 @@ class Writer:
     def _begin(self, policy: PolicyVersion | None) -> None:
         self.policy = policy
         self._choices = [ChoiceText(self._codec, self._plan) for _ in self._plan.job.requests]
+
+    def _empty(self) -> Iterator[dict[str, Any]]:
+        """Every canvas before its first denoise step."""
+        for index, request in enumerate(self._plan.job.requests):
+            slots = canvas_before(self._codec, request)
+            yield self._canvas(index, slots, text_of_canvas(slots), 0)
 
     def _parts(self, event: Event) -> list[dict[str, Any]]:
         """What a chunk says of an event; nothing where there is nothing new."""

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from importlib.metadata import version as version_of
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from fastapi import FastAPI, Path, Query
 from starlette.requests import Request
@@ -21,7 +21,7 @@ from deploy.service.codec import Codec
 from deploy.service.described import describe, described
 from deploy.service.errors import ServiceError, install_handlers
 from deploy.service.event_stream import EventStream
-from deploy.service.gate import MAX_BODY_BYTES, Gate, Rates
+from deploy.service.gate import MAX_BODY_BYTES, Gate
 from deploy.service.host import Backend
 from deploy.service.keys import Keys
 from deploy.service.messages import POLICY, EngineState
@@ -30,6 +30,7 @@ from deploy.service.plan import Plan, Planner
 from deploy.service.policy_events import RegistryReader, one_event
 from deploy.service.policy_view import Watch, known, newest, policy_body, version_body
 from deploy.service.race import EndedError, unless
+from deploy.service.rates import Rates
 from deploy.service.run_view import MAX_SAMPLES, RunView
 from deploy.service.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from deploy.service.steady import steadily
@@ -37,7 +38,8 @@ from deploy.service.steady import steadily
 _Number = Annotated[int, Path(ge=0, le=2**31 - 1)]
 # What is tokenized in the time that a thread takes to begin.
 _SHORT_BYTES = 2048
-_REFUSALS = (400, 404, 413, 503)
+_Result = TypeVar("_Result")
+_REFUSALS = (400, 404, 408, 413, 503)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,7 +84,7 @@ def create_app(service: Service) -> FastAPI:
     app.state.inference = inference
     _add_inference(app, inference)
     _add_models(app, service, watch)
-    _add_policy(app, service, watch)
+    _add_policy(app, service, watch, inference)
     _add_run(app, service, watch)
     _add_health(app, watch, inference)
     app.include_router(page_router())
@@ -118,7 +120,7 @@ class _Inference:
             if not ask.stream:
                 body = await _unless_gone(request, writer.answer(events))
                 return JSONResponse(body, headers=_version_header(writer))
-            await writer.begin(events)
+            await _unless_gone(request, writer.begin(events))
             is_streamed = True
             chunks = writer.chunks(events, includes_usage=ask.includes_usage)
             return EventStream(chunks, lambda: self._end(events), headers=_version_header(writer))
@@ -185,7 +187,7 @@ def _add_models(app: FastAPI, service: Service, watch: Watch) -> None:
             raise ServiceError(404, "There is no such model here.", "model_not_found", param="model")
         return found[0] | {"id": name}
 
-    @app.post("/tokenize", **described(bodies.Tokens, 400, 404, 413))
+    @app.post("/tokenize", **described(bodies.Tokens, 400, 404, 408, 413))
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
         planner.wanted(body.model)
         if body.messages is not None:
@@ -194,7 +196,7 @@ def _add_models(app: FastAPI, service: Service, watch: Watch) -> None:
             ids = await asyncio.to_thread(codec.encode_any, body.prompt or "")
         return {"tokens": ids, "count": len(ids), "max_model_len": codec.config.max_sequence_length}
 
-    @app.post("/detokenize", **described(bodies.Detokenized, 400, 404, 413))
+    @app.post("/detokenize", **described(bodies.Detokenized, 400, 404, 408, 413))
     async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
         planner.wanted(body.model)
         if any(not 0 <= token < codec.config.vocab_size for token in body.tokens):
@@ -203,7 +205,10 @@ def _add_models(app: FastAPI, service: Service, watch: Watch) -> None:
         return {"prompt": await asyncio.to_thread(codec.decode_any, body.tokens)}
 
 
-def _add_policy(app: FastAPI, service: Service, watch: Watch) -> None:
+def _add_policy(app: FastAPI, service: Service, watch: Watch, inference: _Inference) -> None:
+    def is_over() -> bool:
+        return inference.is_draining
+
     @app.get("/v1/policy", **described(bodies.Policy, 503))
     async def policy() -> dict[str, Any]:
         return policy_body(service.planner.name, await _states(watch))
@@ -216,8 +221,8 @@ def _add_policy(app: FastAPI, service: Service, watch: Watch) -> None:
     async def events(request: Request) -> Response:
         last_id = request.headers.get("last-event-id")
         if service.registry is None:
-            return EventStream(one_event(newest(await _states(watch)).policy, last_id))
-        return EventStream(service.registry.events(last_id))
+            return EventStream(one_event(newest(await _states(watch)).policy, last_id, is_over))
+        return EventStream(service.registry.events(last_id, is_over))
 
     @app.get("/v1/policy/{version}", **described(bodies.PolicyOfVersion, 400, 404, 503))
     async def one(version: _Number) -> dict[str, Any]:
@@ -323,7 +328,7 @@ def _version_header(writer: Writer) -> dict[str, str]:
     return {"x-policy-version": str(writer.policy.version)}
 
 
-async def _unless_gone(request: Request, work: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
+async def _unless_gone(request: Request, work: Coroutine[Any, Any, _Result]) -> _Result:
     """The result of `work`, which is cancelled when the client goes."""
     gone = asyncio.ensure_future(_gone(request))
     try:

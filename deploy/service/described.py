@@ -16,6 +16,7 @@ _ERRORS = {
     400: "What was asked is not valid, or not supported; the message says what.",
     401: "The request has no key that opens.",
     404: "There is no such model, version or run here.",
+    408: "The body came too slowly.",
     413: "The body is too large.",
     429: "Too many requests; Retry-After says when to try again.",
     503: "No engine answers, or the service is shutting down; Retry-After says when to try again.",

@@ -2,44 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 import uuid
 from collections.abc import Callable
 
-from limits import RateLimitItem, parse
-from limits.aio.storage import MemoryStorage
-from limits.aio.strategies import SlidingWindowCounterRateLimiter
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deploy.service.errors import ServiceError
 from deploy.service.keys import Keys
+from deploy.service.rates import Rates
 
 MAX_BODY_BYTES = 1024 * 1024
+BODY_TIMEOUT_S = 60.0
+"""A body has so long to arrive, in seconds."""
 OPEN_PATHS = frozenset({"/health", "/health/ready", "/-/healthz", "/"})
 OPEN_PREFIX = "/assets/"
 _OPEN_METHODS = frozenset({"GET", "HEAD"})
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-
-
-class Rates:
-    """How often each key may ask."""
-
-    def __init__(self, limit: str) -> None:
-        """`limit` as the `limits` package writes it: "600/minute". Raises ValueError when it is none."""
-        self._limit: RateLimitItem = parse(limit)
-        # The synchronous storage starts a thread for each request.
-        self._limiter = SlidingWindowCounterRateLimiter(MemoryStorage())
-
-    async def refusal(self, owner: str) -> ServiceError | None:
-        """Count a request; why it is too much, or None."""
-        if await self._limiter.hit(self._limit, owner):
-            return None
-        window = await self._limiter.get_window_stats(self._limit, owner)
-        reset_s = window.reset_time - time.time()
-        retry_after_s = max(1, min(60, round(reset_s)))
-        return ServiceError(429, f"This key may ask {self._limit}.", "rate_limit_exceeded", retry_after_s=retry_after_s)
 
 
 def is_open(method: str, path: str) -> bool:
@@ -62,7 +44,10 @@ class Gate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on, or refuse."""
         if scope["type"] == "lifespan":
-            await self._app(scope, receive, send)
+            try:
+                await self._app(scope, receive, send)
+            finally:
+                await self._rates.aclose()
         elif scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1008})
         else:
@@ -97,15 +82,23 @@ def _named(send: Send, request_id: bytes) -> Send:
 
 
 def _limited(receive: Receive) -> Receive:
-    """Stops a body that is too large while it comes, whatever length it announces."""
-    num_bytes = 0
+    """Stops a body that is too large or too slow while it comes, whatever length it announces."""
+    num_bytes, is_whole, ends_s = 0, False, time.monotonic() + BODY_TIMEOUT_S
 
     async def limited() -> Message:
-        nonlocal num_bytes
-        message = await receive()
-        num_bytes += len(message.get("body", b""))
-        if num_bytes > MAX_BODY_BYTES:
+        nonlocal num_bytes, is_whole
+        if is_whole:
+            # All that is left to hear is that the client goes.
+            return await receive()
+        try:
+            message = await asyncio.wait_for(receive(), ends_s - time.monotonic())
+        except TimeoutError as error:
             # FastAPI reads the body, and takes any other exception for bad JSON.
+            slow = {"connection": "close"}
+            raise HTTPException(408, f"The body was not there after {BODY_TIMEOUT_S:.0f} s.", slow) from error
+        num_bytes += len(message.get("body", b""))
+        is_whole = not message.get("more_body", False)
+        if num_bytes > MAX_BODY_BYTES:
             raise HTTPException(413, f"The body exceeds {MAX_BODY_BYTES} bytes.")
         return message
 

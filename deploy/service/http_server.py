@@ -13,6 +13,7 @@ import time
 import uvicorn
 from starlette.types import ASGIApp
 
+from deploy.service.http_protocol import BoundedHttpProtocol
 from deploy.service.source import Address
 
 ON_HEAD = {"num_cpus": 0, "resources": {"node:__internal_head__": 0.001}}
@@ -22,6 +23,8 @@ _BIND_TIMEOUT_S = 30.0
 _POLL_S = 0.2
 _BACKLOG = 1024
 _KEEP_ALIVE_S = 75
+# It ticks ten times a second.
+_HUNG_AFTER_S = 30.0
 
 
 class HttpServer:
@@ -42,6 +45,7 @@ class HttpServer:
         """
         config = uvicorn.Config(
             app,
+            http=BoundedHttpProtocol,
             # It would close the handlers of Ray Serve's log, without which a restarted controller replaces the replica.
             log_config=None,
             log_level="warning",
@@ -52,7 +56,7 @@ class HttpServer:
             ws="none",
             timeout_graceful_shutdown=round(end_within_s),
         )
-        self._server = uvicorn.Server(config)
+        self._server = _Ticking(config)
         listening = _bound(address, shares_port=shares_port)
         self._thread = threading.Thread(
             target=self._server.run, kwargs={"sockets": [listening]}, name="http", daemon=True
@@ -60,14 +64,28 @@ class HttpServer:
         self._thread.start()
 
     def check(self) -> None:
-        """Raise RuntimeError where its thread has died."""
+        """Raise RuntimeError where its thread has died, or something has held up its event loop for long."""
         if not self._thread.is_alive():
             raise RuntimeError("the thread of the HTTP server has died")
+        if (silent_s := time.monotonic() - self._server.ticked_s) > _HUNG_AFTER_S:
+            raise RuntimeError(f"the event loop of the HTTP server has not turned for {silent_s:.0f} s")
 
     def end(self, timeout_s: float) -> None:
         """Take no more connections, let what is under way come to its end, and wait for it."""
         self._server.should_exit = True
         self._thread.join(timeout_s)
+
+
+class _Ticking(uvicorn.Server):
+    """Remembers when its event loop last turned."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.ticked_s = time.monotonic()
+
+    async def on_tick(self, counter: int) -> bool:
+        self.ticked_s = time.monotonic()
+        return await super().on_tick(counter)
 
 
 def _bound(address: Address, *, shares_port: bool) -> socket.socket:

@@ -14,11 +14,11 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, 
 
 from deploy.service.app import Service, create_app, guarded
 from deploy.service.fleet import Fleet
-from deploy.service.gate import Rates
 from deploy.service.http_server import HttpServer
 from deploy.service.keys import Keys
 from deploy.service.listener import Contact
 from deploy.service.messages import DRAIN_TIMEOUT_S, EngineState
+from deploy.service.rates import Rates, SharedCounts
 from deploy.service.ray_metrics import RequestMetrics
 from deploy.service.source import Address, Source
 
@@ -72,11 +72,12 @@ class Ingress:
     """Answers HTTP requests."""
 
     def __init__(
-        self, engines: Any, source: Source, keys: Keys, rate_limit: str, address: Address, _admin: Any
+        self, engines: Any, source: Source, keys: Keys, address: Address, _admin: Any, *, is_alone: bool
     ) -> None:
         """Answer with `engines`, a handle of `EngineReplica`.
 
-        Serve deploys what an argument names: `_admin` is a handle of `AdminListener`, or None.
+        Serve deploys what an argument names: `_admin` is a handle of `AdminListener`, or None. One that is not alone
+        counts each key's requests together with the others.
         """
         torch.set_num_threads(1)
         codec = source.codec()
@@ -88,8 +89,10 @@ class Ingress:
             registry=source.registry_reader(),
         )
         self._app = create_app(service)
+        url = None if is_alone else source.registry_url
+        rates = Rates(source.rate_limit, None if url is None else SharedCounts(url, source.name))
         self._server = HttpServer(
-            guarded(self._app, keys, Rates(rate_limit), RequestMetrics(serve.get_replica_context().app_name)),
+            guarded(self._app, keys, rates, RequestMetrics(serve.get_replica_context().app_name)),
             address,
             end_within_s=DRAIN_TIMEOUT_S,
             # With its successor, and with others on the same machine.
@@ -108,4 +111,6 @@ class Ingress:
 
     async def __del__(self) -> None:
         """Serve calls it once, when it stops a replica: what is under way comes to its end."""
+        # Streams of events have none of their own.
+        self._app.state.inference.is_draining = True
         await asyncio.to_thread(self._server.end, DRAIN_TIMEOUT_S + 1)

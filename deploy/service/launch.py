@@ -195,7 +195,8 @@ def bound_application(
         _check_keys(admin.host, OF_ADMIN)
         listener = admin_class.bind(engines, source, admin, read_admin_keys(source.path, keys))
     placed = {"ray_actor_options": ON_HEAD} if num_ingresses is None else {"num_replicas": num_ingresses}
-    return ingress_class.options(**placed).bind(engines, source, keys, source.rate_limit, address, listener)
+    is_alone = num_ingresses in (None, 1)
+    return ingress_class.options(**placed).bind(engines, source, keys, address, listener, is_alone=is_alone)
 
 
 def _check_keys(host: str, keys: KeySource = OF_SERVICE) -> None:

@@ -39,11 +39,16 @@ class RegistryReader:
         """What the registry knows of a version. Raises ConnectionError where it is away."""
         return await self._call(lambda: self._registry.version(number))
 
-    async def events(self, last_id: str | None) -> AsyncGenerator[bytes, None]:
-        """Server-sent events after the entry `last_id`; the newest there are, and what follows, for no such entry."""
+    async def events(
+        self, last_id: str | None, is_over: Callable[[], bool] = lambda: False
+    ) -> AsyncGenerator[bytes, None]:
+        """Server-sent events after the entry `last_id`; the newest there are, and what follows, for no such entry.
+
+        They end when `is_over`: the client asks again, and somebody else goes on.
+        """
         yield comment("d1")
         seen, has_begun, told_at = _parsed(last_id), False, time.monotonic()
-        while True:
+        while not is_over():
             is_away = False
             try:
                 events = await (self._after(seen or (0, 0)) if has_begun else self._begin(seen))
@@ -102,16 +107,21 @@ def event_body(event: RegistryEvent) -> dict[str, Any]:
     return {"version": event.version, "round": event.round, "why": event.why, "time_s": round(event.time_s, 3)}
 
 
-async def one_event(policy: PolicyVersion, last_id: str | None) -> AsyncGenerator[bytes, None]:
-    """The events of a checkpoint by itself: it serves, and that is all that ever happens."""
+async def one_event(
+    policy: PolicyVersion, last_id: str | None, is_over: Callable[[], bool]
+) -> AsyncGenerator[bytes, None]:
+    """The events of a checkpoint by itself until `is_over`: it serves, and that is all that ever happens."""
     event_id = f"checkpoint-{policy.version}"
     yield comment("d1")
     if last_id != event_id:
         body = {"version": policy.version, "round": policy.round, "why": None, "time_s": round(time.time(), 3)}
         yield frame(event_id, "serving", body)
-    while True:
-        await asyncio.sleep(PING_S)
-        yield comment("ping")
+    told_at = time.monotonic()
+    while not is_over():
+        await asyncio.sleep(_POLL_S)
+        if time.monotonic() - told_at > PING_S:
+            told_at = time.monotonic()
+            yield comment("ping")
 
 
 def _parsed(entry_id: str | None) -> _Id | None:

@@ -11,7 +11,7 @@ import numpy as np
 from deploy.service.codec import MASKED, Codec
 from deploy.service.messages import BlocksDone, Done
 from deploy.service.plan import Plan
-from rollout.request import Committed, Progress
+from rollout.request import Committed, Progress, Request
 
 _BROKEN = "\ufffd"
 
@@ -140,6 +140,16 @@ def canvas_of(codec: Codec, progress: Progress) -> list[dict[str, Any]]:
     """The slots of a choice that is being denoised."""
     record = {name: getattr(progress.slots, name) for name in _COLUMNS}
     return slots_of(codec, record, progress.masked)
+
+
+def canvas_before(codec: Codec, request: Request) -> list[dict[str, Any]]:
+    """The slots of a choice that is yet to be denoised: masked, but for the tokens that are given."""
+    num_slots = request.params.gen_length
+    record = {"token_ids": np.zeros(num_slots, dtype=np.int64), "commit_logp_raw": np.zeros(num_slots)}
+    masked = np.ones(num_slots, dtype=bool)
+    for slot, token in request.fixed_tokens.items():
+        record["token_ids"][slot], masked[slot] = token, False
+    return slots_of(codec, record | {"step_map": np.full(num_slots, -1)}, masked)
 
 
 def slots_of(codec: Codec, record: dict[str, Any], masked: np.ndarray) -> list[dict[str, Any]]:

@@ -20,11 +20,11 @@ from deploy.sampling.defaults import Defaults
 from deploy.service.app import Service, create_app, guarded
 from deploy.service.codec import Codec
 from deploy.service.engine import Engine
-from deploy.service.gate import Rates
 from deploy.service.host import EngineHost
 from deploy.service.keys import Keys
 from deploy.service.messages import BlocksDone, EngineLostError
 from deploy.service.plan import Planner
+from deploy.service.rates import Rates
 from deploy.service.run_files import Checkpoints, latest_checkpoint, load_sampler, read_recipe
 from deploy.service.run_view import RunView
 from deploy.service.versions import Versions
@@ -261,8 +261,10 @@ def mortal_service(service, monkeypatch):
                 raise EngineLostError("gone")
             async with aclosing(self.host.stream(job)) as stream:
                 async for events in stream:
-                    yield events
-                    if any(isinstance(event, BlocksDone) for event in events):
+                    # More than one may come at once.
+                    num = next((index for index, one in enumerate(events, 1) if isinstance(one, BlocksDone)), None)
+                    yield events[:num]
+                    if num is not None:
                         break
             raise EngineLostError("SIGKILL")
 

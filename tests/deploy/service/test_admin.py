@@ -1,9 +1,12 @@
 """The admin listener's application, with an engine and a registry: what an operator can do, and who is no operator."""
 
 import stat
+from collections import Counter
 
 import pytest
+import schemathesis
 import yaml
+from schemathesis import GenerationMode
 from starlette.testclient import TestClient
 
 from actors.registry import AdminState, Registry
@@ -13,13 +16,15 @@ from deploy.recipe import ServiceSection
 from deploy.service.admin import create_admin_app, guarded_admin
 from deploy.service.app import create_app, guarded
 from deploy.service.follower import VersionFollower
-from deploy.service.gate import MAX_BODY_BYTES, Rates
+from deploy.service.gate import MAX_BODY_BYTES
 from deploy.service.keys import OF_ADMIN, Keys, read_admin_keys, read_keys
 from deploy.service.launch import banner, bound_application
 from deploy.service.live import NoSuchVersionError, RefusedVersionError
 from deploy.service.policy_events import RegistryReader
+from deploy.service.rates import Rates
 from deploy.service.source import Address, Source
 from deploy.service.steering import Steering, before_the_present
+from tests.deploy.service.fuzzing import NUM_CASES, SEED, each_case
 
 ADMIN_KEY, SERVICE_KEY = "the-key-of-the-operator", "the-key-of-some-client"
 BEARER = {"Authorization": f"Bearer {ADMIN_KEY}"}
@@ -342,3 +347,28 @@ def test_the_listener_is_deployed_where_the_recipe_says_and_never_in_public_with
     assert listener._bound_deployment.init_args[2] == source.admin_address()
     with pytest.raises(ValueError, match="is the service's port too"):
         ServiceSection(port=8001, admin_port=8001)
+
+
+# What nobody thought of.
+
+
+@pytest.mark.timeout(120 + NUM_CASES // 2)
+def test_whatever_is_sent_is_answered(app):
+    schema = schemathesis.openapi.from_asgi("/openapi.json", app)
+    # The stream of events never ends; test_policy_events.py reads what it is made of.
+    operations = [one for found in schema.get_all_operations() if (one := found.ok()).path != "/admin/events"]
+    statuses = Counter()
+
+    def ask(case):
+        response = case.call()
+        statuses[case.operation.path, response.status_code] += 1
+        assert response.status_code < 500, response.text
+        if response.status_code >= 400:
+            assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+
+    for operation in operations:
+        for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE):
+            each_case(operation, mode, NUM_CASES // 50, SEED, ask)
+    answered = {path for path, status in statuses if status == 200}
+    assert {"/admin/policy", "/admin/pause", "/admin/resume", "/admin/rollback"} <= answered, statuses
+    assert sum(count for (_, status), count in statuses.items() if status == 400) >= NUM_CASES / 30, statuses

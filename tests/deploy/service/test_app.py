@@ -1,8 +1,6 @@
 """The HTTP application around a plain engine: formats, errors, and clients that mean no good."""
 
-import io
 import json
-import logging.handlers
 import time
 from dataclasses import replace
 
@@ -14,11 +12,10 @@ from actors.registry import AdminState
 from deploy.service.app import create_app, guarded
 from deploy.service.codec import MASKED
 from deploy.service.engine import Engine
-from deploy.service.gate import MAX_BODY_BYTES, Rates, is_open
-from deploy.service.http_server import HttpServer
+from deploy.service.gate import MAX_BODY_BYTES, is_open
 from deploy.service.keys import Keys
 from deploy.service.messages import FollowerStatus
-from deploy.service.source import Address
+from deploy.service.rates import Rates
 from learner.counter import fold
 from rollout.request import Request
 
@@ -388,6 +385,8 @@ def test_a_stream_of_canvases_fills_in_and_ends_as_the_answer(client):
         frames = [choice for chunk in chunks for choice in chunk["choices"] if "diffusion" in choice]
         steps = [frame["diffusion"]["step"] for frame in frames]
         assert steps == sorted(steps)
+        assert steps[0] == 0
+        assert all(slot["masked"] for slot in frames[0]["diffusion"]["slots"])
         assert steps[-1] == frames[-1]["diffusion"]["num_steps"] == 8
         for frame in frames[:-1]:
             slots = frame["diffusion"]["slots"]
@@ -397,6 +396,15 @@ def test_a_stream_of_canvases_fills_in_and_ends_as_the_answer(client):
                 assert (slot["confidence"] is None) == (slot["step"] == -1) == slot["masked"]
         assert frames[-1]["delta"]["content"] == whole
         assert not any(slot["masked"] for slot in frames[-1]["diffusion"]["slots"])
+
+
+def test_a_canvas_shows_given_tokens_as_it_goes_on_to_show_them(client):
+    ask = {"constraints": {"fixed": {"3": 7}}, "stream": "canvas"}
+    chunks, is_done = events_of(client.post("/v1/completions", json=ASK | {"stream": True, "diffusion": ask}))
+    assert is_done
+    first, *_, last = [chunk["choices"][0]["diffusion"]["slots"] for chunk in chunks if chunk["choices"]]
+    assert first[3] == last[3]
+    assert [index for index, slot in enumerate(first) if not slot["masked"]] == [3]
 
 
 def test_a_step_map_comes_with_the_tokens_that_it_is_of(client, service, make_sampler):
@@ -655,11 +663,3 @@ def test_what_the_gate_refuses_is_counted_too(make_client):
     text = make_client().get("/metrics").text
     for status in (200, 401, 429):
         assert f'd1_requests_total{{path="/v1/models",status="{status}"}} 1.0' in text
-
-
-def test_an_http_server_leaves_the_logs_of_its_process_as_they_are(app, free_port):
-    target = logging.StreamHandler(io.StringIO())
-    # As Ray Serve logs: its controller asks where, and takes a replica that cannot say for dead.
-    handler = logging.handlers.MemoryHandler(1, target=target)
-    HttpServer(app, Address(host="127.0.0.1", port=free_port), end_within_s=1).end(20)
-    assert handler.target is target

@@ -43,6 +43,7 @@ def test_the_arguments_of_the_file_make_the_runs_service(run_dir: Path, registry
     assert source == Source(directory=str(run_dir), is_run=True, registry_url=registry_url)
     assert Address(host="127.0.0.1", port=8000) in ingress.init_args
     assert ingress.num_replicas == 1
+    assert ingress.init_kwargs == {"is_alone": True}
 
 
 @pytest.mark.filterwarnings("ignore:Using extra keyword arguments on `Field`:DeprecationWarning")
@@ -58,6 +59,7 @@ def test_the_file_says_where_how_many_ingresses_listen(
     ingress = _build(arguments)._bound_deployment
     assert Address(host="0.0.0.0", port=8100) in ingress.init_args
     assert ingress.num_replicas == 2
+    assert ingress.init_kwargs == {"is_alone": False}
 
 
 @pytest.mark.filterwarnings("ignore:Using extra keyword arguments on `Field`:DeprecationWarning")

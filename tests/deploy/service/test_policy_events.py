@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from contextlib import aclosing, suppress
 from dataclasses import replace
 
@@ -26,6 +27,10 @@ def make_reader():
     yield make
     for reader in made:
         reader.close()
+
+
+def never():
+    return False
 
 
 def events_in(frames):
@@ -54,7 +59,7 @@ def test_what_happened_is_told_and_goes_on_where_another_ingress_stopped(registr
     registry.move("policy", 2, expected=None)
     registry.pin(2, "it adds well")
     registry.pause(True)
-    heard = events_in(hear(make_reader(registry).events(None), 5))
+    heard = events_in(hear(make_reader(registry).events(None, never), 5))
     assert [(kind, body["version"], body["round"], body["why"]) for _, kind, body in heard] == [
         ("published", 2, 1, None),
         ("serving", 2, 1, None),
@@ -63,7 +68,7 @@ def test_what_happened_is_told_and_goes_on_where_another_ingress_stopped(registr
     ]
     assert all(body["time_s"] > 1e9 for _, _, body in heard)
     assert [id_ for id_, _, _ in heard] == [event.id for event in registry.events("0", 0)]
-    again = events_in(hear(make_reader(registry).events(heard[1][0]), 3))
+    again = events_in(hear(make_reader(registry).events(heard[1][0], never), 3))
     assert again == heard[2:]
 
 
@@ -71,7 +76,7 @@ def test_what_happens_while_somebody_listens_is_told(registry, make_reader, make
     monkeypatch.setattr("deploy.service.policy_events._POLL_S", 0.01)
 
     async def listen():
-        async with aclosing(make_reader(registry).events(None)) as stream:
+        async with aclosing(make_reader(registry).events(None, never)) as stream:
             assert await anext(stream) == b": d1\n\n"
             waiting = asyncio.ensure_future(anext(stream))
             await asyncio.sleep(0)
@@ -84,7 +89,7 @@ def test_what_happens_while_somebody_listens_is_told(registry, make_reader, make
 @pytest.mark.parametrize("last_id", ["", "x", "3f2a-1", "99999999999999999999-0", "9999999999999-0", "1-2-3"])
 def test_an_id_that_is_not_of_this_registry_gets_the_newest_there_are(registry, make_reader, make_policy, last_id):
     registry.announce(make_policy(2))
-    assert [kind for _, kind, _ in events_in(hear(make_reader(registry).events(last_id), 2))] == ["published"]
+    assert [kind for _, kind, _ in events_in(hear(make_reader(registry).events(last_id, never), 2))] == ["published"]
 
 
 def test_an_entry_that_cannot_be_read_is_passed(registry, registry_server, make_reader, make_policy):
@@ -94,7 +99,7 @@ def test_an_entry_that_cannot_be_read_is_passed(registry, registry_server, make_
         client.xadd(registry._events, {"json": "garbage"})
     registry.announce(make_policy(3))
     for last_id in (None, first.id):
-        heard = events_in(hear(make_reader(registry).events(last_id), 2))
+        heard = events_in(hear(make_reader(registry).events(last_id, never), 2))
         assert [body["version"] for _, _, body in heard] == [3]
 
 
@@ -106,7 +111,7 @@ def test_a_registry_that_is_away_is_waited_for_and_said_to_be(registry, make_rea
 
     async def listen():
         reader = make_reader(away)
-        async with aclosing(reader.events(None)) as stream:
+        async with aclosing(reader.events(None, never)) as stream:
             heard = [await asyncio.wait_for(anext(stream), 20) for _ in range(2)]
             reader._registry = registry
             registry.announce(make_policy(2))
@@ -121,9 +126,9 @@ def test_a_registry_that_is_away_is_waited_for_and_said_to_be(registry, make_rea
 
 
 def test_the_one_event_of_a_checkpoint_by_itself_is_told_once(make_policy):
-    heard = events_in(hear(one_event(make_policy(3), None), 2))
+    heard = events_in(hear(one_event(make_policy(3), None, never), 2))
     assert [(kind, body["version"]) for _, kind, body in heard] == [("serving", 3)]
-    assert hear(one_event(make_policy(3), heard[0][0]), 2, timeout_s=0.2) == [b": d1\n\n"]
+    assert hear(one_event(make_policy(3), heard[0][0], never), 2, timeout_s=0.2) == [b": d1\n\n"]
 
 
 def test_a_version_that_only_the_registry_knows_is_shown(service, registry, make_reader, make_policy):
@@ -140,3 +145,14 @@ def test_a_version_that_only_the_registry_knows_is_shown(service, registry, make
         refused = client.get("/v1/policy/10")
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "unavailable")
     away.close()
+
+
+def test_streams_of_events_end_when_their_ingress_does(registry, make_reader, make_policy):
+    async def listen(events):
+        async with asyncio.timeout(10):
+            return [event async for event in events]
+
+    for events in (make_reader(registry).events, lambda *rest: one_event(make_policy(3), *rest)):
+        over_s = time.monotonic() + 0.2
+        heard = asyncio.run(listen(events(None, lambda over_s=over_s: time.monotonic() > over_s)))
+        assert heard[0] == b": d1\n\n"

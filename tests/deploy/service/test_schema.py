@@ -1,25 +1,19 @@
-"""The OpenAPI schema is true: whatever it allows, and what it does not, is answered as it says. schemathesis asks.
-
-A few hundred cases, always the same; `make fuzz` asks 10,000 others.
-"""
+"""The OpenAPI schema is true: whatever it allows, and what it does not, is answered as it says. schemathesis asks."""
 
 import math
-import os
 import sys
 from collections import Counter
 
-import hypothesis
 import pytest
 import schemathesis
-from hypothesis import HealthCheck, strategies
 from schemathesis import GenerationMode
 from schemathesis import checks as general
 from schemathesis.specs.openapi import checks as openapi
 
+from tests.deploy.service.fuzzing import NUM_CASES, SEED, each_case
+
 TOKEN = "a-token-of-this-test"
 BEARER = {"Authorization": f"Bearer {TOKEN}"}
-NUM_CASES = int(os.environ.get("D1_FUZZ_CASES", "300"))
-SEED = int(os.environ.get("D1_FUZZ_SEED", "0"))
 # It never ends; test_policy_events.py reads what it is made of.
 ENDLESS = "/v1/policy/events"
 OPEN = {"/health", "/health/ready"}
@@ -48,29 +42,6 @@ def operations(app, listen):
     """The operations of the schema by their paths."""
     schema = schemathesis.openapi.from_url(listen(app, TOKEN) + "/openapi.json", headers=BEARER)
     return {operation.path: operation for operation in (found.ok() for found in schema.get_all_operations())}
-
-
-def settings(num_cases):
-    return hypothesis.settings(
-        max_examples=num_cases, deadline=None, database=None, suppress_health_check=list(HealthCheck)
-    )
-
-
-def each_case(operation, mode, num_cases, seed, ask):
-    """Ask so many cases of an operation."""
-
-    # Most names of models are of none: half of the cases are of one that is here.
-    @hypothesis.seed(seed)
-    @settings(num_cases)
-    @hypothesis.given(case=operation.as_strategy(generation_mode=mode), is_known=strategies.booleans())
-    def run(case, is_known):
-        if is_known and isinstance(case.body, dict) and "model" in case.body:
-            case.body["model"] = "policy"
-        if is_known and "name" in case.path_parameters:
-            case.path_parameters["name"] = "policy"
-        ask(case)
-
-    run()
 
 
 @pytest.mark.timeout(120 + NUM_CASES // 2)

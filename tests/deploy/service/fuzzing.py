@@ -1,0 +1,32 @@
+"""Many requests that a schema allows or forbids: a few hundred, always the same; `make fuzz` asks 10,000 others."""
+
+import os
+
+import hypothesis
+from hypothesis import HealthCheck, strategies
+
+NUM_CASES = int(os.environ.get("D1_FUZZ_CASES", "300"))
+SEED = int(os.environ.get("D1_FUZZ_SEED", "0"))
+
+
+def settings(num_cases):
+    return hypothesis.settings(
+        max_examples=num_cases, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+    )
+
+
+def each_case(operation, mode, num_cases, seed, ask):
+    """Ask so many cases of an operation."""
+
+    # Most names of models are of none: half of the cases are of one that is here.
+    @hypothesis.seed(seed)
+    @settings(num_cases)
+    @hypothesis.given(case=operation.as_strategy(generation_mode=mode), is_known=strategies.booleans())
+    def run(case, is_known):
+        if is_known and isinstance(case.body, dict) and "model" in case.body:
+            case.body["model"] = "policy"
+        if is_known and "name" in case.path_parameters:
+            case.path_parameters["name"] = "policy"
+        ask(case)
+
+    run()

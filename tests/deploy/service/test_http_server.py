@@ -1,0 +1,130 @@
+"""The HTTP server itself, asked by sockets that do not keep the rules."""
+
+import io
+import json
+import logging
+import logging.handlers
+import socket
+import time
+from contextlib import closing
+
+import pytest
+from starlette.responses import PlainTextResponse
+
+from deploy.service.gate import Gate, Rates, nothing_open
+from deploy.service.http_server import HttpServer
+from deploy.service.keys import Keys
+from deploy.service.source import Address
+from tests.deploy.service.asking import TOKEN
+
+GET = b"GET / HTTP/1.1\r\nhost: d1\r\n\r\n"
+_WAIT_S = 10.0
+
+
+async def hello(scope, receive, send):
+    await PlainTextResponse("hello")(scope, receive, send)
+
+
+@pytest.fixture
+def serve(free_port):
+    """Serve an application, and open connections to it."""
+    servers = []
+
+    def serve(app):
+        servers.append(HttpServer(app, Address(host="127.0.0.1", port=free_port), end_within_s=1))
+        return lambda: closing(socket.create_connection(("127.0.0.1", free_port), timeout=_WAIT_S))
+
+    yield serve
+    for server in servers:
+        server.end(20)
+
+
+def all_of(connection):
+    """What comes until the other side closes."""
+    parts = []
+    while part := connection.recv(65536):
+        parts.append(part)
+    return b"".join(parts)
+
+
+def refusal(answer):
+    """Status and message of an answer that is a refusal."""
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert b"content-type: application/json" in head
+    return int(head.split()[1]), json.loads(body)["error"]["message"]
+
+
+def test_a_kept_connection_is_asked_again(serve):
+    with serve(hello)() as connection:
+        for _ in range(2):
+            connection.sendall(GET)
+            assert connection.recv(65536).endswith(b"hello")
+
+
+def test_headers_that_do_not_end_are_refused(serve, monkeypatch):
+    monkeypatch.setattr("deploy.service.http_protocol.HEAD_TIMEOUT_S", 0.3)
+    with serve(hello)() as connection:
+        connection.sendall(GET)
+        assert connection.recv(65536).endswith(b"hello")
+        # The second request of a connection is held to the same.
+        connection.sendall(GET[:-2])
+        assert refusal(all_of(connection)) == (408, "The headers were not there after 0 s.")
+
+
+def test_headers_without_end_are_not_kept(serve):
+    with serve(hello)() as connection:
+        connection.sendall(GET[:-2] + b"x-long: ")
+        with pytest.raises(OSError):  # noqa: PT012, PT011 - closed on one side, reset on the other
+            for _ in range(10_000):
+                connection.sendall(b"a" * 65536)
+
+
+def test_what_is_no_http_is_refused_as_everything_is(serve):
+    with serve(hello)() as connection:
+        connection.sendall(b"\x16\x03\x01 this is TLS\r\n\r\n")
+        assert refusal(all_of(connection)) == (400, "Invalid HTTP request received.")
+
+
+def test_a_connection_that_says_nothing_ends(serve, monkeypatch):
+    monkeypatch.setattr("deploy.service.http_server._KEEP_ALIVE_S", 0.3)
+    with serve(hello)() as connection:
+        assert all_of(connection) == b""
+
+
+def test_a_body_that_does_not_end_is_refused(app, serve, monkeypatch):
+    monkeypatch.setattr("deploy.service.gate.BODY_TIMEOUT_S", 0.3)
+    gated = Gate(app, Keys.of(TOKEN, "test"), Rates("1000/second"), nothing_open)
+    head = f"POST /tokenize HTTP/1.1\r\nhost: d1\r\nauthorization: Bearer {TOKEN}\r\n"
+    with serve(gated)() as connection:
+        connection.sendall((head + "content-type: application/json\r\ncontent-length: 99\r\n\r\n{").encode())
+        assert refusal(all_of(connection)) == (408, "The body was not there after 0 s.")
+
+
+def test_a_server_whose_loop_hangs_is_not_healthy(free_port, monkeypatch):
+    monkeypatch.setattr("deploy.service.http_server._HUNG_AFTER_S", 0.5)
+
+    async def hangs(scope, receive, send):
+        time.sleep(1.5)
+        await hello(scope, receive, send)
+
+    server = HttpServer(hangs, Address(host="127.0.0.1", port=free_port), end_within_s=1)
+    server.check()
+    with closing(socket.create_connection(("127.0.0.1", free_port), timeout=_WAIT_S)) as connection:
+        connection.sendall(GET)
+        time.sleep(1.0)
+        with pytest.raises(RuntimeError, match="has not turned for 1 s"):
+            server.check()
+        assert connection.recv(65536).endswith(b"hello")
+    time.sleep(0.3)
+    server.check()
+    server.end(20)
+    with pytest.raises(RuntimeError, match="has died"):
+        server.check()
+
+
+def test_an_http_server_leaves_the_logs_of_its_process_as_they_are(app, free_port):
+    target = logging.StreamHandler(io.StringIO())
+    # As Ray Serve logs: its controller asks where, and takes a replica that cannot say for dead.
+    handler = logging.handlers.MemoryHandler(1, target=target)
+    HttpServer(app, Address(host="127.0.0.1", port=free_port), end_within_s=1).end(20)
+    assert handler.target is target

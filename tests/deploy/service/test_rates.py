@@ -1,0 +1,71 @@
+"""How often a key may ask: alone, together with other ingresses, and while what they share is away."""
+
+import asyncio
+import secrets
+import time
+
+import pytest
+
+from deploy import machine
+from deploy.service.rates import Rates, SharedCounts
+
+
+def statuses(rates, count, owner="me"):
+    """What becomes of requests, one after another, of each of `rates` in turn."""
+
+    async def ask():
+        found = []
+        for index in range(count):
+            refusal = await rates[index % len(rates)].refusal(owner)
+            found.append(200 if refusal is None else refusal.status)
+        for one in rates:
+            await one.aclose()
+        return found
+
+    return asyncio.run(ask())
+
+
+@pytest.fixture
+def make_rates(registry_server):
+    """Rates of ingresses of one service."""
+    name = secrets.token_hex(4)
+    return lambda limit: Rates(limit, SharedCounts(registry_server.url, name))
+
+
+def test_each_key_has_its_own_limit():
+    rates = [Rates("2/minute")]
+    assert statuses(rates, 3) == [200, 200, 429]
+    assert statuses(rates, 1, "you") == [200]
+
+
+def test_by_itself_each_ingress_has_the_whole_limit():
+    assert statuses([Rates("2/minute"), Rates("2/minute")], 6) == [200, 200, 200, 200, 429, 429]
+
+
+def test_ingresses_count_together(make_rates):
+    assert statuses([make_rates("3/minute"), make_rates("3/minute")], 5) == [200, 200, 200, 429, 429]
+
+
+def test_services_do_not_count_together(registry_server):
+    rates = [Rates("1/minute", SharedCounts(registry_server.url, name)) for name in ("one", "other")]
+    assert statuses(rates, 3) == [200, 200, 429]
+
+
+def test_a_refusal_says_when_to_ask_again(make_rates):
+    async def refused():
+        rates = make_rates("1/minute")
+        await rates.refusal("me")
+        refusal = await rates.refusal("me")
+        await rates.aclose()
+        return refusal
+
+    assert 1 <= asyncio.run(refused()).retry_after_s <= 60
+
+
+def test_while_the_others_cannot_be_reached_each_counts_by_itself(monkeypatch):
+    monkeypatch.setattr("deploy.service.rates._RETRY_S", 60.0)
+    url = f"redis://:none@127.0.0.1:{machine.free_port()}/0"
+    began_s = time.monotonic()
+    assert statuses([Rates("2/minute", SharedCounts(url, "tiny"))], 50)[:3] == [200, 200, 429]
+    # It is not tried for each request.
+    assert time.monotonic() - began_s < 5.0
