@@ -203,11 +203,11 @@ def _call(reference: Any) -> Any:
 
 def _start_service(recipe: Recipe, registry: str) -> str:
     """Put the service up; what to tell the user about it."""
-    from deploy.service import banner, deploy_service
+    from deploy.service import banner, deploy_source
     from deploy.service.source import Source
 
     service, source = recipe.service, Source(directory=str(recipe.run_dir), is_run=True, registry_url=registry)
-    url = deploy_service(recipe.run_dir, registry, service.host, service.port, service.num_replicas)
+    url = deploy_source(source, service.host, service.port, service.num_replicas)
     return banner(recipe.run_dir, url, source.admin_address())
 
 

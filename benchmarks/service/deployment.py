@@ -153,14 +153,16 @@ def deployed(directory: Path, shape: Shape, num_replicas: int) -> Iterator[Deplo
     """A run, its registry and its service, on a Ray of its own that ends with the block."""
     from actors.registry_server import registry_url
     from deploy.ray_session import ray_session
-    from deploy.service.launch import deploy_service
+    from deploy.service.launch import deploy_source
+    from deploy.service.source import Source
 
     torch.set_num_threads(1)
     policies = Policies(directory, shape, num_replicas)
     with _environment(), ray_session(dashboard=False), ExitStack() as at_end:
         at_end.callback(forget_serve)
         url = registry_url()
-        address = deploy_service(directory, url, "127.0.0.1", free_port(), num_replicas)
+        source = Source(directory=str(directory), is_run=True, registry_url=url)
+        address = deploy_source(source, "127.0.0.1", free_port(), num_replicas)
         with closing(Registry(url, directory.name)) as registry:
             yield Deployed(url=address, policies=policies, publisher=Publisher(policies, registry))
 

@@ -2,9 +2,9 @@
 
 import structlog
 
-from deploy.service.launch import banner, deploy_service, serve_checkpoint, serve_run
+from deploy.service.launch import banner, deploy_source, serve_checkpoint, serve_run
 
-__all__ = ["banner", "deploy_service", "serve_checkpoint", "serve_run"]
+__all__ = ["banner", "deploy_source", "serve_checkpoint", "serve_run"]
 
 # Here, since each of its processes passes here. By default tracebacks show what variables hold: prompts, and secrets.
 structlog.configure(

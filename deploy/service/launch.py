@@ -61,21 +61,6 @@ def serve_checkpoint(directory: Path, host: str, port: int) -> None:
         _serve(source, host, port, 1, is_ours=ray.is_ours)
 
 
-def deploy_service(run_dir: Path, registry_url: str, host: str, port: int, num_replicas: int) -> str:
-    """Put the service on the connected cluster and wait until it answers; it outlives this process. Returns its URL.
-
-    The run must have a checkpoint. Deployed again for the same run, the replicas are replaced one after another
-    without a gap.
-
-    Raises:
-        UserError: a port that is taken, a cluster that already serves something else, or an address that others can
-            reach without keys of the user's own.
-        RuntimeError: the replicas did not come up.
-    """
-    source = Source(directory=str(run_dir.resolve()), is_run=True, registry_url=registry_url)
-    return deploy_source(source, host, port, num_replicas, num_gpus=0)
-
-
 def banner(run_dir: Path, url: str, admin: Address | None = None) -> str:
     """What a user needs in order to ask the service something, and its admin listener if it has one."""
     where, key = _whose_key(run_dir, OF_SERVICE)
@@ -132,9 +117,25 @@ def _serve(
 
 
 def deploy_source(
-    source: Source, host: str, port: int, num_replicas: int, *, num_gpus: int, admin_port: int | None = None
+    source: Source, host: str, port: int, num_replicas: int, *, num_gpus: int = 0, admin_port: int | None = None
 ) -> str:
-    """As `deploy_service`, for a run or a checkpoint; each engine gets `num_gpus`."""
+    """Put the service on the connected cluster and wait until it answers; it outlives this process. Returns its URL.
+
+    Deployed again for the same source, the replicas are replaced one after another without a gap.
+
+    Args:
+        source: what is served; a run must have a checkpoint.
+        host: where each ingress listens.
+        port: likewise.
+        num_replicas: the engines.
+        num_gpus: of each engine.
+        admin_port: of the admin listener; None for the recipe's.
+
+    Raises:
+        UserError: a port that is taken, a cluster that already serves something else, or an address that others can
+            reach without keys of the user's own.
+        RuntimeError: the replicas did not come up.
+    """
     from ray import serve
 
     name, admin = f"d1-{source.name}", source.admin_address(admin_port)

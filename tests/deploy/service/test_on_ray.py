@@ -22,8 +22,9 @@ from benchmarks.service import faults, soak
 from benchmarks.service.deployment import ROLES, Deployed, Policies, Publisher, Shape, descendants, processes
 from benchmarks.service.load import Judge
 from deploy.errors import UserError
-from deploy.service import deploy_service
+from deploy.service import deploy_source
 from deploy.service.schemas import CompletionRequest
+from deploy.service.source import Source
 from tests.deploy.service.asking import ASK, TOKEN, Asker, call, is_up, wait_until
 
 NEWEST = 4
@@ -102,13 +103,14 @@ def test_no_request_is_dropped_while_versions_change(
 
     # Deployed again, as by a resumed run, the service has no gap; a port that somebody else has is refused.
     asker = Asker(url, 1)
-    assert deploy_service(run_dir, registry_url(), "127.0.0.1", free_port, 1) == url
+    source = Source(directory=str(run_dir), is_run=True, registry_url=registry_url())
+    assert deploy_source(source, "127.0.0.1", free_port, 1) == url
     wait_until(lambda: call(f"{url}/v1/policy")[1]["num_swaps"] == 0, "the new replica")
     asker.stop()
     assert {status for status, _ in asker.answers} == {200}
     assert asker.longest_s < 10, "requests waited for the new replica to start"
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UserError, match="cannot listen on 127"):
-        deploy_service(run_dir, registry_url(), "127.0.0.1", taken.getsockname()[1], 1)
+        deploy_source(source, "127.0.0.1", taken.getsockname()[1], 1)
 
     # Nothing stays.
     processes = descendants(os.getpid())
@@ -154,7 +156,8 @@ def try_to_announce(registry, policy):
 def test_no_answer_is_lost_while_engines_die_and_versions_change(serve_cluster, tmp_path, free_port):
     shape = Shape(d_model=32, num_layers=1, gen_length=40, block_length=4, steps=40)
     policies = Policies(tmp_path / "tiny", shape, 2)
-    url = deploy_service(policies.directory, registry_url(), "127.0.0.1", free_port, policies.num_replicas)
+    source = Source(directory=str(policies.directory), is_run=True, registry_url=registry_url())
+    url = deploy_source(source, "127.0.0.1", free_port, policies.num_replicas)
     registry = Registry(registry_url(), "tiny")
     deployed = Deployed(url=url, policies=policies, publisher=Publisher(policies, registry))
 

@@ -1,0 +1,29 @@
+"""What the tests of the application ask it, and how they read what comes."""
+
+import json
+
+TOKEN = "a-token-of-this-test"
+OTHER = "another-token-of-this-test"
+ASK = {"prompt": "2 + 3", "seed": 1}
+CHAT = {"messages": [{"role": "user", "content": "2 + 3"}], "seed": 1}
+BEARER = {"Authorization": f"Bearer {TOKEN}"}
+
+
+def events_of(response):
+    """The objects of a stream, and whether it ended with [DONE]."""
+    assert response.headers["content-type"].startswith("text/event-stream")
+    lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+    return [json.loads(line) for line in lines if line != "[DONE]"], lines[-1] == "[DONE]"
+
+
+def assert_error(response, status, code=None):
+    """An OpenAI error object, and nothing of the server's inside."""
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert response.headers["x-request-id"]
+    assert error["message"].endswith(".")
+    assert "Traceback" not in response.text
+    if code is not None:
+        assert error["code"] == code
+    return error

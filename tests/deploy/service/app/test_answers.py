@@ -1,0 +1,225 @@
+"""What the application answers is what the sampler says, in OpenAI's format."""
+
+import numpy as np
+import pytest
+
+from deploy.service.codec import MASKED
+from learner.counter import fold
+from rollout.request import Request
+from tests.deploy.service.app.asking import ASK, CHAT, assert_error, events_of
+
+
+def test_a_completion_has_openais_format(client):
+    body = client.post("/v1/completions", json=ASK | {"model": "tiny", "n": 2, "max_tokens": 4}).json()
+    assert body.pop("id").startswith("cmpl-")
+    assert body.pop("created") > 1_700_000_000
+    choices = body.pop("choices")
+    assert [choice["index"] for choice in choices] == [0, 1]
+    assert all(set(choice) == {"index", "text", "finish_reason", "logprobs"} for choice in choices)
+    assert [choice["finish_reason"] for choice in choices] == ["length", "length"]
+    usage = body.pop("usage")
+    assert usage["diffusion"] == {"num_forwards": 8, "num_blocks": 2, "tokens_per_forward": 1.0}
+    assert usage["completion_tokens"] == 8
+    assert usage["total_tokens"] == usage["prompt_tokens"] + 8
+    assert body == {
+        "object": "text_completion",
+        "model": "tiny",
+        "policy_version": 1,
+        "system_fingerprint": "tiny-v1",
+    }
+
+
+def test_several_prompts_give_a_choice_each(client):
+    assert len(client.post("/v1/completions", json={"prompt": ["1", "2", "3"]}).json()["choices"]) == 3
+    assert len(client.post("/v1/completions", json={"prompt": [5, 6, 7]}).json()["choices"]) == 1
+
+
+def expected_ids(service, make_sampler, ids=None, choice=0, version=1, **params):
+    """What the sampler by itself says to ASK."""
+    ids = ids if ids is not None else service.codec.encode_turn("2 + 3")
+    plan = service.planner._defaults
+    values = plan.complete([params], len(ids))
+    from deploy.sampling.request_line import to_params
+
+    request = Request(prompt_ids=tuple(ids), params=to_params(values), seed=fold(1, 0, choice))
+    return make_sampler(version).generate([request])[0]
+
+
+def test_an_answer_is_what_the_sampler_says(client, service, make_sampler):
+    completion = expected_ids(service, make_sampler, temperature=1.0)
+    text = service.codec.decode(completion.token_ids[: completion.num_tokens].tolist())
+    body = client.post("/v1/completions", json=ASK | {"temperature": 1.0}).json()
+    assert body["choices"][0]["text"] == text
+    chat = client.post("/v1/chat/completions", json=CHAT | {"temperature": 1.0}).json()
+    assert chat["object"] == "chat.completion"
+    assert chat["choices"][0]["message"] == {"role": "assistant", "content": text}
+
+
+def test_the_same_seed_gives_the_same_text_and_none_gives_another(client):
+    def texts(**changes):
+        body = client.post("/v1/completions", json=ASK | {"temperature": 1.0} | changes).json()
+        return [choice["text"] for choice in body["choices"]]
+
+    assert texts() == texts()
+    assert texts(seed=2) != texts()
+    assert len({texts(seed=None)[0] for _ in range(3)}) == 3
+    both = texts(prompt=["2 + 3", "4"], n=2)
+    assert len(set(both)) == 4
+    assert both[:2] == texts(n=2)
+
+
+def test_a_string_is_the_users_turn_and_ids_are_raw(client, service):
+    ids = service.codec.encode_turn("2 + 3")
+    texts = [
+        client.post("/v1/completions", json=ASK | {"prompt": prompt}).json()["choices"][0]["text"]
+        for prompt in ("2 + 3", ids, [ids], ["2 + 3"])
+    ]
+    assert len(set(texts)) == 1
+    body = client.post("/v1/completions", json=ASK | {"prompt": [ids, ids[:-1]]}).json()
+    assert len(body["choices"]) == 2
+    assert body["usage"]["prompt_tokens"] == 2 * len(ids) - 1
+
+
+def test_text_is_cut_after_max_tokens_and_costs_no_more_blocks(client):
+    whole = client.post("/v1/completions", json=ASK).json()
+    cut = client.post("/v1/completions", json=ASK | {"max_tokens": 3}).json()
+    assert cut["usage"]["completion_tokens"] == 3
+    assert cut["choices"][0]["finish_reason"] == "length"
+    assert whole["choices"][0]["text"].startswith(cut["choices"][0]["text"].rstrip("\ufffd"))
+    assert cut["usage"]["diffusion"]["num_blocks"] == 1 < whole["usage"]["diffusion"]["num_blocks"]
+    # A client that says "at most 1000" is not asking for 1000.
+    assert client.post("/v1/completions", json=ASK | {"max_tokens": 1000}).json()["choices"] == whole["choices"]
+
+
+def test_a_text_ends_before_a_stop_string_whole_or_streamed(client):
+    text = client.post("/v1/completions", json=ASK).json()["choices"][0]["text"]
+    stop = text[3:5]
+    at = text.find(stop)
+    body = client.post("/v1/completions", json=ASK | {"stop": [stop, "never"]}).json()
+    assert body["choices"][0]["text"] == text[:at]
+    assert body["choices"][0]["finish_reason"] == "stop"
+    chunks, is_done = events_of(client.post("/v1/completions", json=ASK | {"stop": stop, "stream": True}))
+    assert is_done
+    assert "".join(choice["text"] for chunk in chunks for choice in chunk["choices"]) == text[:at]
+    assert_error(client.post("/v1/completions", json=ASK | {"stop": ["a"] * 5}), 400)
+    assert_error(client.post("/v1/completions", json=ASK | {"stop": [""]}), 400)
+
+
+def test_a_stream_of_blocks_adds_up_to_the_whole_answer(client):
+    ask = {"temperature": 1.0, "n": 2}
+    whole = client.post("/v1/chat/completions", json=CHAT | ask).json()
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    response = client.post("/v1/chat/completions", json=CHAT | ask | options)
+    assert response.headers["x-policy-version"] == "1"
+    chunks, is_done = events_of(response)
+    assert is_done
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+    for choice in whole["choices"]:
+        mine = [one for chunk in chunks for one in chunk["choices"] if one["index"] == choice["index"]]
+        assert "".join(one["delta"].get("content", "") for one in mine) == choice["message"]["content"]
+        assert [one["finish_reason"] for one in mine][-1] == choice["finish_reason"]
+        assert all(one["finish_reason"] is None for one in mine[:-1])
+        assert len(mine) >= 4, "a role, two blocks, an end"
+    assert (chunks[-1]["choices"], chunks[-1]["usage"]) == ([], whole["usage"])
+
+
+def test_a_stream_of_canvases_fills_in_and_ends_as_the_answer(client):
+    whole = client.post("/v1/chat/completions", json=CHAT).json()["choices"][0]["message"]["content"]
+    for ask in ({"diffusing": True}, {"diffusion": {"stream": "canvas"}}):
+        chunks, is_done = events_of(client.post("/v1/chat/completions", json=CHAT | {"stream": True} | ask))
+        assert is_done
+        frames = [choice for chunk in chunks for choice in chunk["choices"] if "diffusion" in choice]
+        steps = [frame["diffusion"]["step"] for frame in frames]
+        assert steps == sorted(steps)
+        assert steps[0] == 0
+        assert all(slot["masked"] for slot in frames[0]["diffusion"]["slots"])
+        assert steps[-1] == frames[-1]["diffusion"]["num_steps"] == 8
+        for frame in frames[:-1]:
+            slots = frame["diffusion"]["slots"]
+            assert len(slots) == 16
+            assert frame["delta"]["content"].count(MASKED) == sum(slot["masked"] for slot in slots)
+            for slot in slots:
+                assert (slot["confidence"] is None) == (slot["step"] == -1) == slot["masked"]
+        assert frames[-1]["delta"]["content"] == whole
+        assert not any(slot["masked"] for slot in frames[-1]["diffusion"]["slots"])
+
+
+def test_a_canvas_shows_given_tokens_as_it_goes_on_to_show_them(client):
+    ask = {"constraints": {"fixed": {"3": 7}}, "stream": "canvas"}
+    chunks, is_done = events_of(client.post("/v1/completions", json=ASK | {"stream": True, "diffusion": ask}))
+    assert is_done
+    first, *_, last = [chunk["choices"][0]["diffusion"]["slots"] for chunk in chunks if chunk["choices"]]
+    assert first[3] == last[3]
+    assert [index for index, slot in enumerate(first) if not slot["masked"]] == [3]
+
+
+def test_a_step_map_comes_with_the_tokens_that_it_is_of(client, service, make_sampler):
+    completion = expected_ids(service, make_sampler)
+    ask = ASK | {"diffusion": {"return_step_map": True}}
+    choice = client.post("/v1/completions", json=ask).json()["choices"][0]
+    found = choice["diffusion"]
+    assert found["token_ids"] == completion.token_ids[: completion.num_tokens].tolist()
+    assert found["step_map"] == completion.step_map[: completion.num_tokens].tolist()
+    assert found["confidence"] == pytest.approx(np.exp(completion.commit_logp_raw), abs=1e-3)
+    assert len(found["tokens"]) == completion.num_tokens
+    chunks, _ = events_of(client.post("/v1/completions", json=ask | {"stream": True}))
+    assert [one["diffusion"] for chunk in chunks for one in chunk["choices"] if "diffusion" in one] == [found]
+
+
+def test_steps_blocks_and_constraints_reach_the_sampler(client):
+    diffusion = {
+        "steps": 4,
+        "block_length": 4,
+        "return_step_map": True,
+        "constraints": {"fixed": {"2": 70, "9": 71}, "forbidden_ids": [72]},
+    }
+    found = client.post("/v1/completions", json=ASK | {"diffusion": diffusion}).json()["choices"][0]["diffusion"]
+    assert max(found["step_map"]) == 3
+    assert (found["token_ids"][2], found["token_ids"][9]) == (70, 71)
+    assert (found["step_map"][2], found["step_map"][9]) == (-1, -1)
+    threshold = {"threshold": 0.001, "return_step_map": True}
+    found = client.post("/v1/completions", json=ASK | {"diffusion": threshold}).json()["choices"][0]["diffusion"]
+    assert max(found["step_map"]) == 1
+
+
+def test_a_gap_is_filled_before_its_suffix(client, service):
+    ask = {"prompt": "2 + ", "suffix": " = 5", "max_tokens": 5, "seed": 1}
+    body = client.post("/v1/completions", json=ask | {"diffusion": {"return_step_map": True}}).json()
+    assert body["usage"]["completion_tokens"] == 5
+    assert body["choices"][0]["finish_reason"] == "stop"
+    found = body["choices"][0]["diffusion"]
+    assert len(found["token_ids"]) == 5
+    # The suffix is seen: another one gives another gap.
+    texts = {
+        client.post("/v1/completions", json=ask | {"suffix": suffix}).json()["choices"][0]["text"]
+        for suffix in (" = 5", "!!!!", "What", "sum is 3.")
+    }
+    assert len(texts) > 1
+    assert_error(client.post("/v1/completions", json=ask | {"diffusion": {"gen_length": 16}}), 400)
+
+
+def test_messages_are_a_conversation(client):
+    parts = [{"type": "text", "text": "2 + "}, {"type": "text", "text": "3"}]
+    as_parts = {"messages": [{"role": "user", "content": parts}], "seed": 1}
+    one, other = (client.post("/v1/chat/completions", json=ask).json() for ask in (CHAT, as_parts))
+    assert one["choices"] == other["choices"]
+    image = {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}
+    assert_error(client.post("/v1/chat/completions", json=image), 400)
+    assert_error(client.post("/v1/chat/completions", json={"messages": []}), 400)
+    assert_error(client.post("/v1/chat/completions", json={"messages": [{"role": "root", "content": "x"}]}), 400)
+    spelled = {"messages": [{"role": "user", "content": "a<|assistant|>b"}]}
+    assert "a special token" in assert_error(client.post("/v1/chat/completions", json=spelled), 400)["message"]
+    limited = client.post("/v1/chat/completions", json=CHAT | {"max_completion_tokens": 2}).json()
+    assert limited["usage"]["completion_tokens"] == 2
+
+
+def test_tokens_and_text_go_both_ways(client, service):
+    body = client.post("/tokenize", json={"prompt": "What is 1 + 2?"}).json()
+    assert body == {"tokens": body["tokens"], "count": len(body["tokens"]), "max_model_len": 64}
+    assert client.post("/detokenize", json={"tokens": body["tokens"]}).json() == {"prompt": "What is 1 + 2?"}
+    turn = client.post("/tokenize", json={"messages": CHAT["messages"]}).json()["tokens"]
+    assert turn == service.codec.encode_turn("2 + 3")
+    assert_error(client.post("/tokenize", json={}), 400)
+    half = client.post("/tokenize", content=b'{"prompt": "\\ud800"}', headers={"Content-Type": "application/json"})
+    assert_error(half, 400)
+    assert_error(client.post("/detokenize", json={"tokens": [-1]}), 400)

@@ -1,0 +1,88 @@
+"""What clients see when something fails, and what is counted."""
+
+import time
+
+from starlette.testclient import TestClient
+
+from deploy.service.app import create_app, guarded
+from deploy.service.engine import Engine
+from deploy.service.keys import Keys
+from deploy.service.rates import Rates
+from tests.deploy.service.app.asking import ASK, BEARER, CHAT, TOKEN, assert_error, events_of
+
+
+def test_a_failure_of_the_engine_tells_the_client_nothing(client, engine, monkeypatch):
+    def fail(*_, **__):
+        raise RuntimeError("secret /path")
+
+    monkeypatch.setattr(engine, "submit", fail)
+    response = client.post("/v1/completions", json=ASK)
+    assert assert_error(response, 500)["type"] == "server_error"
+    assert "secret" not in response.text
+
+
+def test_too_much_is_refused_in_openais_words(client, engine, app, service):
+    engine._max_pending = 2
+    response = client.post("/v1/completions", json=ASK | {"n": 3})
+    assert assert_error(response, 429, "overloaded")["type"] == "rate_limit_error"
+    assert response.headers["retry-after"] == "1"
+    streamed = client.post("/v1/completions", json=ASK | {"n": 3, "stream": True})
+    assert_error(streamed, 429, "overloaded")
+    app.state.inference._num_open = service.max_open
+    assert_error(client.post("/v1/completions", json=ASK), 429, "overloaded")
+    app.state.inference._num_open = 0
+    assert client.post("/v1/completions", json=ASK).status_code == 200
+    assert app.state.inference.num_open == 0
+
+
+def test_a_draining_service_says_so(client, app):
+    assert client.get("/health/ready").json()["status"] == "ready"
+    assert client.get("/-/healthz").text == "success"
+    app.state.inference.is_draining = True
+    for path in ("/health/ready", "/-/healthz"):
+        assert_error(client.get(path), 503)
+    for response in (client.post("/v1/completions", json=ASK), client.get("/health/ready")):
+        assert_error(response, 503)
+        assert response.headers["retry-after"]
+    assert client.get("/health").status_code == 200
+
+
+def test_a_stream_that_breaks_ends_with_an_error_and_no_clean_end(mortal_service):
+    app = create_app(mortal_service)
+    inside = guarded(app, Keys.of(TOKEN, "test"), Rates("1000/second"))
+    with TestClient(inside, headers=BEARER) as client:
+        chunks, is_done = events_of(client.post("/v1/chat/completions", json=CHAT | {"stream": True}))
+        assert not is_done
+        assert chunks[-1]["error"]["code"] == "engine_unavailable"
+        assert all("error" not in chunk for chunk in chunks[:-1])
+        assert len(chunks) > 1
+        assert_error(client.post("/v1/completions", json=ASK), 503, "engine_unavailable")
+    assert app.state.inference.num_open == 0
+
+
+def test_a_job_that_takes_too_long_is_given_up(client, service, monkeypatch):
+    service.planner._timeout_s = 0.2
+    step = Engine._step
+    monkeypatch.setattr(Engine, "_step", lambda self, live: time.sleep(0.3) or step(self, live))
+    response = client.post("/v1/completions", json=ASK)
+    assert_error(response, 503, "timeout")
+    assert response.headers["retry-after"] == "1"
+
+
+def test_metrics_are_in_prometheus_format(client):
+    client.post("/v1/completions", json=ASK)
+    client.get("/v1/nothing/at/all")
+    text = client.get("/metrics").text
+    assert 'd1_requests_total{path="/v1/completions",status="200"} 1.0' in text
+    assert 'd1_requests_total{path="other",status="404"} 1.0' in text
+    assert "d1_policy_version 1.0" in text
+    assert 'd1_choices_running{replica="local"} 0.0' in text
+
+
+def test_what_the_gate_refuses_is_counted_too(make_client):
+    make_client(headers={}).get("/v1/models")
+    busy = make_client("1/minute")
+    assert [busy.get("/v1/models").status_code for _ in range(2)] == [200, 429]
+    text = make_client().get("/metrics").text
+    for status in (200, 401, 429):
+        assert f'd1_requests_total{{path="/v1/models",status="{status}"}} 1.0' in text

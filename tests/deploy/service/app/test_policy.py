@@ -1,0 +1,113 @@
+"""The policy, its versions and its run, as the application shows them."""
+
+import json
+import time
+from dataclasses import replace
+
+import pytest
+from starlette.testclient import TestClient
+
+from deploy.service.app import create_app, guarded
+from deploy.service.keys import Keys
+from deploy.service.rates import Rates
+from tests.deploy.service.app.asking import ASK, BEARER, TOKEN, assert_error
+
+
+def test_models_are_aliases_versions_and_the_run(client, versions, make_policy, service, make_sampler):
+    versions.adopt(make_policy(3))
+    time.sleep(0.3)
+    models = {model["id"]: model["policy_version"] for model in client.get("/v1/models").json()["data"]}
+    assert models == {"policy": 3, "base": 1, "tiny": 3, "policy@v000003": 3, "policy@v000001": 1}
+    assert client.get("/v1/models/base").json()["policy_version"] == 1
+    assert_error(client.get("/v1/models/other"), 404, "model_not_found")
+    for model, version in models.items():
+        response = client.post("/v1/completions", json=ASK | {"model": model})
+        assert response.json()["policy_version"] == version
+        assert response.json()["model"] == model
+        assert response.headers["x-policy-version"] == str(version)
+    texts = {
+        version: client.post("/v1/completions", json=ASK | {"model": f"policy@v00000{version}"}).json()["choices"]
+        for version in (1, 3)
+    }
+    assert texts[1] != texts[3]
+
+
+def test_the_policy_is_shown_with_its_score_and_what_stays_out(client, versions, make_policy):
+    versions.adopt(make_policy(2, num_correct=3, num_problems=4, round=1, manifest_digest="abc"))
+
+    def damaged(policy):
+        raise ValueError("the checksum differs")
+
+    versions._load = damaged
+    versions.learn(make_policy(5))
+    with pytest.raises(ValueError, match="checksum"):
+        versions.adopt(make_policy(5))
+    time.sleep(0.3)
+    body = client.get("/v1/policy").json()
+    score = body.pop("score")
+    assert score["interval_95"][0] < 0.75 < score["interval_95"][1]
+    assert (score["policy_version"], score["num_correct"], score["num_problems"]) == (2, 3, 4)
+    assert body == {
+        "run": "tiny",
+        "policy_version": 2,
+        "round": 1,
+        "phase": "rl",
+        "checksum": "abc",
+        "lag": {"published": 5, "behind": 3},
+        "canary": None,
+        "aliases": {"policy": 2, "base": 1},
+        "pinned": 1,
+        "paused": True,
+        "live": [1, 2],
+        "num_swaps": 1,
+        "refused": [{"version": 5, "why": "Policy version 5 is not served: the checksum differs"}],
+        "last_error": "it was away",
+    }
+    assert client.get("/v1/policy/2").json()["is_serving"]
+    assert not client.get("/v1/policy/1").json()["is_serving"]
+    assert_error(client.get("/v1/policy/77"), 404)
+    assert_error(client.get("/v1/policy/-1"), 400)
+    assert_error(client.get("/v1/policy/..%2f"), 404)
+
+
+def write_run(run_dir):
+    lines = [
+        {"event": "run", "time_s": 0.0, "began_at": 1.7e9},
+        {"event": "phase", "time_s": 1.0, "phase": "rl", "num_steps": 9},
+        {"event": "round", "time_s": 2.0, "reward": float("nan"), "parts": [{"x": float("inf")}]},
+    ]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (run_dir / "metrics.jsonl").write_text(text + "no json\n[1]\n" + '{"event": "torn')
+    samples = "".join(json.dumps({"round": index, "completion": "<b>"}) + "\n" for index in range(30))
+    (run_dir / "samples.jsonl").write_text(samples)
+
+
+def test_a_run_is_read_as_it_stands(client, run_dir):
+    write_run(run_dir)
+    summary = client.get("/v1/run").json()
+    assert summary["recipe"]["task"] == {"name": "sums"}
+    summary.pop("recipe")
+    assert summary == {"name": "tiny", "began_at": 1.7e9, "phase": "rl", "num_rounds": 1}
+    body = client.get("/v1/run/events?after=0").json()
+    assert (len(body["events"]), body["next"]) == (3, 3)
+    assert body["events"][2] == {"event": "round", "time_s": 2.0, "reward": None, "parts": [{"x": None}]}
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write('"}\n{"event": "done", "time_s": 3}\n')
+    body = client.get("/v1/run/events?after=3").json()
+    assert ([event["event"] for event in body["events"]], body["next"]) == (["torn", "done"], 5)
+    assert client.get("/v1/run/events?after=5").json() == {"events": [], "next": 5}
+    assert client.get("/v1/run").json()["phase"] == "done"
+    samples = client.get("/v1/run/samples?limit=2").json()["samples"]
+    assert [sample["round"] for sample in samples] == [28, 29]
+    for path in ("/v1/run/samples?limit=0", "/v1/run/samples?limit=x", "/v1/run/events?after=-1"):
+        assert_error(client.get(path), 400)
+    pools = client.get("/v1/run/pools").json()
+    assert pools["replicas"] == [{"id": "local", "policy_version": 1, "healthy": True, "running": 0, "waiting": 0}]
+    assert pools["follower"] == {"registry_reachable": True, "num_errors": 2, "last_error": "it was away"}
+
+
+def test_a_checkpoint_by_itself_has_no_run(service):
+    inside = guarded(create_app(replace(service, run=None)), Keys.of(TOKEN, "test"), Rates("1000/second"))
+    with TestClient(inside, headers=BEARER) as client:
+        for path in ("", "/events", "/samples", "/pools"):
+            assert_error(client.get(f"/v1/run{path}"), 404, "no_run")

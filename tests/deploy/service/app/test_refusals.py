@@ -1,0 +1,197 @@
+"""Who and what the application refuses, and in which words."""
+
+import pytest
+
+from deploy.service.gate import MAX_BODY_BYTES, is_open
+from tests.deploy.service.app.asking import ASK, CHAT, OTHER, TOKEN, assert_error
+
+
+def test_health_is_open_and_says_little(client):
+    expected = {"status": "ok", "policy_version": 1, "registry_reachable": True, "follower_errors": 2}
+    assert client.get("/health", headers={"Authorization": ""}).json() == expected
+
+
+@pytest.mark.parametrize("path", ["/v1/policy", "/v1/completions", "/nothing", "/openapi.json", "/health/", "/assets"])
+@pytest.mark.parametrize(
+    "value", ["", "Bearer", "Bearer ", "Bearer wrong", f"Basic {TOKEN}", TOKEN, f"Bearer {TOKEN}x", "Bearer \xff"]
+)
+def test_without_the_token_there_is_nothing(client, path, value):
+    headers = {"Authorization": value.encode("latin-1")}
+    error = assert_error(client.get(path, headers=headers), 401, "invalid_api_key")
+    assert error["type"] == "authentication_error"
+    assert_error(client.post(path, headers=headers, content=b"{"), 401)
+
+
+def test_a_request_without_any_authorization_header_is_refused(make_client):
+    response = make_client(headers={}).get("/v1/policy")
+    assert_error(response, 401)
+    assert response.headers["www-authenticate"] == "Bearer"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"prompt": None}, "`prompt`: must be a string"),
+        ({"prompt": []}, "`prompt`: must be a string"),
+        ({"prompt": [1, "2"]}, "`prompt`: must be a string"),
+        ({"prompt": [True]}, "`prompt`: must be a string"),
+        ({"prompt": {"a": 1}}, "`prompt`: must be a string"),
+        ({"max_tokens": 0}, "`max_tokens`"),
+        ({"max_tokens": "5"}, "`max_tokens`"),
+        ({"temperature": -1}, "`temperature`"),
+        ({"temperature": 3}, "`temperature`"),
+        ({"seed": -1}, "`seed`"),
+        ({"seed": 2**63}, "`seed`"),
+        ({"n": 0}, "`n`"),
+        ({"n": 33}, "`n`"),
+        ({"n": 17, "prompt": ["1", "2"]}, "at most 32 choices"),
+        ({"x\u0000 <script>": 1}, "a field, which this service does not know"),
+        ({"prompt": "2 <|mdm_mask|>"}, "a special token"),
+        ({"prompt": [0]}, "mask id"),
+        ({"prompt": "x" * 500}, "this policy reads at most 48"),
+    ],
+)
+def test_what_cannot_be_answered_is_refused_in_a_sentence(client, change, words):
+    assert words in assert_error(client.post("/v1/completions", json=ASK | change), 400)["message"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": ["1", "\\ud800"]}',
+        b'{"\\ud800": 1, "prompt": "1"}',
+        b'{"prompt": "1", "temperature": NaN}',
+        b'{"prompt": "1", "temperature": Infinity}',
+        b'{"prompt": "1", "seed": ' + b"9" * 5000 + b"}",
+        b'{"prompt": [' + b"1," * 60_000 + b"1]}",
+    ],
+)
+def test_bodies_that_are_no_request_are_refused(client, content):
+    assert_error(client.post("/v1/completions", content=content, headers={"Content-Type": "application/json"}), 400)
+    assert client.get("/health").status_code == 200
+
+
+def test_bodies_of_another_type_are_refused(client):
+    assert_error(client.post("/v1/completions", content=b"prompt=1", headers={"Content-Type": "text/plain"}), 400)
+
+
+def test_large_bodies_are_refused_whether_or_not_they_say_their_length(client):
+    large = b'{"prompt": "' + b"x" * MAX_BODY_BYTES + b'"}'
+    headers = {"Content-Type": "application/json"}
+    assert_error(client.post("/v1/completions", content=large, headers=headers), 413)
+    assert_error(client.post("/v1/completions", content=iter([large[:9], large[9:]]), headers=headers), 413)
+
+
+def test_other_models_paths_and_methods_are_not_there(client):
+    error = assert_error(client.post("/v1/completions", json=ASK | {"model": "gpt-5"}), 404, "model_not_found")
+    assert error["param"] == "model"
+    assert_error(client.post("/v1/completions", json=ASK | {"model": "policy@v000077"}), 404, "model_not_found")
+    assert_error(client.get("/v1/models/..%2f..%2fetc"), 404)
+    assert_error(client.get("/v1/nothing"), 404)
+    assert_error(client.get("/docs"), 404)
+    wrong = client.get("/v1/completions")
+    assert_error(wrong, 405)
+    assert wrong.headers["allow"] == "POST"
+
+
+def routes_of(app):
+    """All routes, those of included routers too."""
+    for route in app.routes:
+        yield from route.original_router.routes if hasattr(route, "original_router") else [route]
+
+
+def test_every_route_is_closed_but_those_that_are_meant_to_be_open(app, make_client):
+    """Deny by default: a route that is added is closed until somebody opens it."""
+    client = make_client(headers={})
+    walked = set()
+    for route in routes_of(app):
+        path = route.path.replace("{version}", "1").replace("{name}", "policy").replace("{name:path}", "main.js")
+        for method in sorted(route.methods | {"GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "HEAD"}):
+            if not is_open(method, path):
+                assert client.request(method, path).status_code == 401, (method, path)
+                walked.add(path)
+    assert {"/v1/completions", "/metrics", "/v1/policy/1", "/v1/run/samples", "/tokenize", "/version"} <= walked
+    opened = {route.path for route in routes_of(app) if is_open("GET", route.path)}
+    assert opened == {"/health", "/health/ready", "/-/healthz", "/", "/assets/{name:path}"}
+    assert client.get("/").headers["content-security-policy"]
+    assert client.get("/assets/main.js").status_code == 200
+    assert_error(client.get("/assets/%2e%2e%2froutes.py"), 404)
+    assert not is_open("POST", "/health")
+    assert not is_open("GET", "/assets")
+    assert not is_open("GET", "//health")
+
+
+def test_each_key_opens_and_has_a_rate_of_its_own(make_client):
+    client = make_client(rate="3/hour")
+    assert [client.get("/version").status_code for _ in range(4)] == [200, 200, 200, 429]
+    refused = client.get("/version")
+    error = assert_error(refused, 429, "rate_limit_exceeded")
+    assert error["type"] == "rate_limit_error"
+    assert 1 <= int(refused.headers["retry-after"]) <= 60
+    assert client.get("/version", headers={"Authorization": f"Bearer {OTHER}"}).status_code == 200
+    assert client.get("/health").status_code == 200
+
+
+def test_a_request_has_a_name(client):
+    assert client.get("/version", headers={"x-request-id": "mine-1.2"}).headers["x-request-id"] == "mine-1.2"
+    for bad in ("a b", "x" * 200, "<script>", ""):
+        named = client.get("/version", headers={"x-request-id": bad}).headers["x-request-id"]
+        assert named != bad
+        assert len(named) == 32
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("logprobs", 1),
+        ("logprobs", 0),
+        ("echo", True),
+        ("frequency_penalty", 0.5),
+        ("logit_bias", {"5": 1}),
+        ("best_of", 2),
+        ("tools", [{}]),
+        ("response_format", {"type": "json_object"}),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(client, field, value):
+    error = assert_error(client.post("/v1/completions", json=ASK | {field: value}), 400, "unsupported_parameter")
+    assert error["param"] == field
+
+
+def test_lm_evals_loglikelihood_is_refused_with_the_reason(client):
+    body = {"model": "policy", "prompt": [[5, 6, 7]], "temperature": 0, "max_tokens": 1, "logprobs": 1, "echo": True}
+    error = assert_error(client.post("/v1/completions", json=body), 400, "unsupported_parameter")
+    assert "log-probabilities" in error["message"]
+
+
+def test_unsupported_fields_that_ask_for_nothing_are_fine(client):
+    nothing = {"logprobs": None, "echo": False, "best_of": 1, "presence_penalty": 0, "tools": [], "user": "me"}
+    assert client.post("/v1/completions", json=ASK | nothing).status_code == 200
+    assert client.post("/v1/chat/completions", json=CHAT | {"logprobs": False}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("diffusion", "param"),
+    [
+        ({"steps": 7}, "diffusion.steps"),
+        ({"block_length": 5}, "diffusion.block_length"),
+        ({"remasking": "low_confidence"}, "diffusion.remasking"),
+        ({"threshold": 2.0}, "diffusion.threshold"),
+        ({"gen_length": 64}, "prompt"),
+        ({"constraints": {"forbidden_ids": [10**6]}}, "diffusion.constraints.forbidden_ids"),
+        ({"constraints": {"fixed": {"99": 5}}}, "diffusion.constraints.fixed"),
+        ({"constraints": {"fixed": {"-1": 5}}}, "diffusion.constraints.fixed"),
+        ({"stream": "all"}, "diffusion.stream"),
+        ({"speed": 9}, "diffusion.speed"),
+    ],
+)
+def test_what_the_sampler_cannot_do_is_refused_by_the_name_that_was_written(client, diffusion, param):
+    error = assert_error(client.post("/v1/completions", json=ASK | {"diffusion": diffusion}), 400)
+    assert error["param"] == param
