@@ -10,13 +10,13 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from benchmarks.service.deployment import ENGINE, Deployed, kill, processes
-from benchmarks.service.load import Answer, Client, Judge, Verdict, for_seconds, mixed_asks
+from benchmarks.service.load import Answer, Ask, Client, Judge, Verdict, for_seconds, mixed_asks
 from benchmarks.service.table import show, times, verdict
 
 _LIMIT = 1.3
@@ -35,6 +35,9 @@ class Plan:
     num_parts: int = 5
     """Parts with disturbance; after each comes one without, as long."""
     num_clients: int = 4
+    """Each asks again when it is answered."""
+    rate: float = 0.0
+    """Requests a second, whatever the answers do; 0 for those of the clients."""
     swap_every_s: float = 2.0
     """Between two swaps, on average."""
     kill_after_s: float = 2.0
@@ -71,17 +74,23 @@ async def disturb(service: Deployed, plan: Plan, *, compares: bool = True) -> Ou
     async with aclosing(Client(service.url)) as client:
         trouble = _Trouble(service, client, plan)
         await all_back(client, service)
-        await client.closed_loop(asks, plan.num_clients, for_seconds(_WARM_UP_S))
+        await _load(client, asks, plan, for_seconds(_WARM_UP_S))
         for part in range(plan.num_parts):
             task, began = asyncio.create_task(trouble.make(part)), time.perf_counter()
-            trouble.outcome.disturbed += await client.closed_loop(asks, plan.num_clients, _until(task))
+            trouble.outcome.disturbed += await _load(client, asks, plan, _until(task))
             await task
             seconds = time.perf_counter() - began
             trouble.outcome.seconds += seconds
             print(f"  part {part + 1} of {plan.num_parts}: {trouble.outcome.summary}", flush=True)
             if compares:
-                trouble.outcome.calm += await client.closed_loop(asks, plan.num_clients, for_seconds(seconds))
+                trouble.outcome.calm += await _load(client, asks, plan, for_seconds(seconds))
     return trouble.outcome
+
+
+async def _load(client: Client, asks: Sequence[Ask], plan: Plan, goes_on: Callable[[], bool]) -> list[Answer]:
+    if plan.rate:
+        return await client.open_loop(asks, plan.rate, goes_on)
+    return await client.closed_loop(asks, plan.num_clients, goes_on)
 
 
 def _until(task: asyncio.Task[None]) -> Callable[[], bool]:
@@ -141,7 +150,8 @@ def report(service: Deployed, plan: Plan, outcome: Outcome) -> tuple[dict[str, A
         _row(name, answers, found[name])
         for name, answers in (("undisturbed", outcome.calm), ("disturbed", outcome.disturbed))
     ]
-    who = f"{plan.num_clients} clients, {service.policies.num_replicas} engines"
+    load = f"{plan.rate:g} requests/s" if plan.rate else f"{plan.num_clients} clients"
+    who = f"{load}, {service.policies.num_replicas} engines"
     show(f"{outcome.summary} in {outcome.seconds:.0f} s, {who}", rows)
     near = [_row(name, answers, None) for name, answers in _by_trouble(outcome).items() if answers]
     show("the disturbed answers", near)

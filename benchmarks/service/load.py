@@ -152,13 +152,13 @@ class Client:
         await asyncio.gather(*(client(index) for index in range(num_clients)))
         return answers
 
-    async def open_loop(self, asks: Sequence[Ask], rate: float, seconds: float) -> list[Answer]:
-        """Requests at a fixed rate, whatever the answers do; a request's time counts from when it was due."""
-        began, tasks, draw = time.perf_counter(), [], random.Random(0)
-        for index in range(int(rate * seconds)):
-            due_s = began + index / rate
-            await asyncio.sleep(max(0.0, due_s - time.perf_counter()))
+    async def open_loop(self, asks: Sequence[Ask], rate: float, goes_on: Callable[[], bool]) -> list[Answer]:
+        """So many requests a second, whatever the answers do; a request's time counts from when it was due."""
+        due_s, tasks, draw = time.perf_counter(), [], random.Random(0)
+        while goes_on():
             tasks.append(asyncio.create_task(self.ask(draw.choice(asks), due_s)))
+            due_s += 1 / rate
+            await asyncio.sleep(max(0.0, due_s - time.perf_counter()))
         return list(await asyncio.gather(*tasks))
 
 

@@ -142,7 +142,7 @@ async def measure(service: Deployed, plan: Plan) -> tuple[dict[str, Series], lis
         for share in _OPEN_SHARES:
             rate = share * len(many.total_s) / many.seconds
             began, before = time.perf_counter(), cpu_s()
-            answers = await client.open_loop([whole, streamed], rate, plan.seconds * plan.num_rounds)
+            answers = await client.open_loop([whole, streamed], rate, for_seconds(plan.seconds * plan.num_rounds))
             name = f"open loop at {100 * share:.0f} % of {1 / share * rate:.1f}/s, half streamed"
             found.setdefault(name, Series()).add(answers, time.perf_counter() - began, _since(before))
     return found, overheads

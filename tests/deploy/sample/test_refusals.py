@@ -169,7 +169,7 @@ def test_bad_weights_and_a_full_disk_are_sentences(checkpoints: Path, workdir: P
     with torch.no_grad():
         model.norm.weight[0] = torch.nan
     save_checkpoint(workdir / "bad", config, model.state_dict(), checkpoints / "with")
-    main = f"import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r}); from deploy.cli import main; main()"
+    main = f"import sys; sys.path.insert(0, {str(Path(__file__).parents[3])!r}); from deploy.cli import main; main()"
     for words, redirect, status, part in (
         (["bad", "x"], "", 1, "predicts what is no number"),
         ([str(checkpoints / "with"), "x", "--json"], ">/dev/full", 2, "standard output takes no more: no space left"),
