@@ -62,7 +62,7 @@ FAMILIES: dict[Family, FamilyFormat] = {
 
 
 def make_model(config: TransformerConfig) -> Transformer:
-    """A network of the config's family. Its weights are torch's own; load others, or `init_weights`."""
+    """A network of the config's family. It has no weights worth the name: load some, or `init_weights`."""
     return FAMILIES[config.family].network(config)
 
 

@@ -195,7 +195,9 @@ class Transformer(nn.Module):
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.config = config
-        self.embed = nn.Embedding(config.vocab_size, config.d_model)
+        # Not torch's own draw: on the meta device that imports torch's compiler, a second for every process that loads
+        # a policy.
+        self.embed = nn.Embedding.from_pretrained(torch.zeros(config.vocab_size, config.d_model), freeze=False)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.d_model, eps=config.rms_norm_eps)
         self.head = None if config.tied_embeddings else nn.Linear(config.d_model, config.vocab_size, bias=False)
