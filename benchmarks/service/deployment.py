@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import yaml
+from torch import Tensor
 
 from actors.registry import PolicyVersion, Registry
 from actors.run_log import RECIPE
@@ -50,6 +51,7 @@ class Policies:
         """Make the run, with a checkpoint of version 1."""
         self.directory, self.shape, self.num_replicas = directory, shape, num_replicas
         self.newest = 1
+        self._weights: dict[int, dict[str, Tensor]] = {}
         self._tokenizer_dir = directory.parent / "tokenizer"
         make_tokenizer(["What is 1 + 2?", "The sum is 3."], self._tokenizer_dir, 320)
         tokenizer = ChatTokenizer(self._tokenizer_dir)
@@ -76,6 +78,13 @@ class Policies:
         init_weights(model, seed=version % NUM_WEIGHTS)
         return model
 
+    def weights(self, version: int) -> dict[str, Tensor]:
+        """Its weights, made once: making them is not the service's work."""
+        index = version % NUM_WEIGHTS
+        if index not in self._weights:
+            self._weights[index] = self.model(version).state_dict()
+        return self._weights[index]
+
     def sampler(self, version: int) -> Sampler:
         """The same sampler as the service has, in this process."""
         return Sampler(self.model(version), version)
@@ -84,7 +93,7 @@ class Policies:
         """A checkpoint of a version."""
         path = self.directory / "checkpoints" / f"{phase}-{version}"
         state = {"phase": phase, "round": version - 1, "policy_version": version, "rl_seconds": 0.0}
-        save_checkpoint(path, self._config, self.model(version).state_dict(), self._tokenizer_dir, trainer_state=state)
+        save_checkpoint(path, self._config, self.weights(version), self._tokenizer_dir, trainer_state=state)
         return path
 
     def facts(self, version: int, **known: Any) -> PolicyVersion:
@@ -130,7 +139,7 @@ class Publisher:
         if version % 2:
             facts = policies.facts(version, checkpoint=str(policies.save(version)))
         else:
-            weights = policies.model(version).state_dict()
+            weights = policies.weights(version)
             manifest = make_manifest(version, weights)
             ray.get(self._store.publish.remote(manifest, ray.put(weights)), timeout=_TIMEOUT_S)
             facts = policies.facts(version, weight_store=self._store_name, manifest_digest=manifest.digest)
