@@ -38,9 +38,9 @@ class Plan:
     """Each asks again when it is answered."""
     rate: float = 0.0
     """Requests a second, whatever the answers do; 0 for those of the clients."""
-    swap_every_s: float = 2.0
+    swap_every_s: float = 9.0
     """Between two swaps, on average."""
-    kill_after_s: float = 2.0
+    kill_after_s: float = 45.0
     """From when all engines are back to the next kill, on average."""
     seed: int = 0
 
