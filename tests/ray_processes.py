@@ -92,7 +92,12 @@ class RayProcesses:
         """Start the head; again after it was killed, as whoever supervises it would."""
         # Ray's note that a cluster runs on this machine. In a container of its own the head would not see the worker's.
         (self._directory / "ray_current_cluster").unlink(missing_ok=True)
-        self._ray_start("head", self._head_command, [])
+        try:
+            self._ray_start("head", self._head_command, [])
+        except AssertionError:
+            # Ray gives a node 30 s, and a busy machine may take longer. A supervisor tries again.
+            self.kill_head()
+            self._ray_start("head", self._head_command, [])
 
     def kill_head(self) -> None:
         """End everything that runs on the head node, as the end of its container does."""

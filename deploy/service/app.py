@@ -100,6 +100,9 @@ class _Inference:
     def __init__(self, service: Service) -> None:
         self._service, self._num_open = service, 0
         self.is_draining = False
+        """Whether nothing more is taken: nobody takes over."""
+        self.is_leaving = False
+        """Whether another takes over: who listens to events asks that one. What still comes is answered."""
 
     @property
     def num_open(self) -> int:
@@ -207,7 +210,7 @@ def _add_models(app: FastAPI, service: Service, watch: Watch) -> None:
 
 def _add_policy(app: FastAPI, service: Service, watch: Watch, inference: _Inference) -> None:
     def is_over() -> bool:
-        return inference.is_draining
+        return inference.is_draining or inference.is_leaving
 
     @app.get("/v1/policy", **described(bodies.Policy, 503))
     async def policy() -> dict[str, Any]:

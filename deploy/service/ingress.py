@@ -112,5 +112,5 @@ class Ingress:
     async def __del__(self) -> None:
         """Serve calls it once, when it stops a replica: what is under way comes to its end."""
         # Streams of events have none of their own.
-        self._app.state.inference.is_draining = True
+        self._app.state.inference.is_leaving = True
         await asyncio.to_thread(self._server.end, DRAIN_TIMEOUT_S + 1)

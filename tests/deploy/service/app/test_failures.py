@@ -47,6 +47,15 @@ def test_a_draining_service_says_so(client, app):
     assert client.get("/health").status_code == 200
 
 
+def test_an_ingress_that_is_replaced_ends_streams_of_events_and_answers_what_still_comes(client, app):
+    app.state.inference.is_leaving = True
+    events = client.get("/v1/policy/events")
+    assert events.status_code == 200
+    assert "event: serving" in events.text
+    assert client.post("/v1/completions", json=ASK).status_code == 200
+    assert client.get("/health/ready").status_code == 200
+
+
 def test_a_stream_that_breaks_ends_with_an_error_and_no_clean_end(mortal_service):
     app = create_app(mortal_service)
     inside = guarded(app, Keys.of(TOKEN, "test"), Rates("1000/second"))
