@@ -137,10 +137,14 @@ class _Inference:
         # Tokenizing a long text would hold up every stream.
         return await asyncio.to_thread(self._service.planner.plan, ask)
 
-    def _admit(self) -> None:
+    def check_taking(self) -> None:
+        """Raise ServiceError where nothing more is taken."""
         if self.is_draining:
             message = "The service is shutting down; try again."
             raise ServiceError(503, message, "unavailable", retry_after_s=5)
+
+    def _admit(self) -> None:
+        self.check_taking()
         if self._num_open >= self._service.max_open:
             message = f"{self._num_open} requests are under way; try again."
             raise ServiceError(429, message, "overloaded", retry_after_s=1)
@@ -222,6 +226,7 @@ def _add_policy(app: FastAPI, service: Service, watch: Watch, inference: _Infere
         **described(None, 503, events=(bodies.PolicyEvent,), is_ended=False),
     )
     async def events(request: Request) -> Response:
+        inference.check_taking()
         last_id = request.headers.get("last-event-id")
         if service.registry is None:
             return EventStream(one_event(newest(await _states(watch)).policy, last_id, is_over))
@@ -297,8 +302,7 @@ def _add_health(app: FastAPI, watch: Watch, inference: _Inference) -> None:
 
     @app.get("/health/ready", **described(bodies.Ready, 503))
     async def ready() -> dict[str, Any]:
-        if inference.is_draining:
-            raise ServiceError(503, "The service is shutting down.", "unavailable", retry_after_s=5)
+        inference.check_taking()
         states = await _states(watch)
         if watch.is_stale:
             raise ServiceError(503, "No engine answers.", "unavailable", retry_after_s=5)

@@ -51,12 +51,12 @@ class Gate:
         elif scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1008})
         else:
-            named = _named(send, _request_id(scope))
+            named = _Named(send, _request_id(scope))
             error = await self._refusal(scope)
             if error is not None:
                 await error.response()(scope, receive, named)
             else:
-                await self._app(scope, _limited(receive), named)
+                await self._app(scope, _limited(receive, named), named)
 
     async def _refusal(self, scope: Scope) -> ServiceError | None:
         if self._opens(scope["method"], scope["path"]):
@@ -72,16 +72,21 @@ def _request_id(scope: Scope) -> bytes:
     return sent[0] if len(sent) == 1 and _REQUEST_ID.fullmatch(sent[0]) else uuid.uuid4().hex.encode()
 
 
-def _named(send: Send, request_id: bytes) -> Send:
-    async def named(message: Message) -> None:
+class _Named:
+    """Sends an answer under the request's name."""
+
+    def __init__(self, send: Send, request_id: bytes) -> None:
+        self._send, self._request_id = send, request_id
+        self.has_begun = False
+
+    async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
-        await send(message)
+            self.has_begun = True
+            message["headers"] = [*message.get("headers", ()), (b"x-request-id", self._request_id)]
+        await self._send(message)
 
-    return named
 
-
-def _limited(receive: Receive) -> Receive:
+def _limited(receive: Receive, answer: _Named) -> Receive:
     """Stops a body that is too large or too slow while it comes, whatever length it announces."""
     num_bytes, is_whole, ends_s = 0, False, time.monotonic() + BODY_TIMEOUT_S
 
@@ -93,6 +98,8 @@ def _limited(receive: Receive) -> Receive:
         try:
             message = await asyncio.wait_for(receive(), ends_s - time.monotonic())
         except TimeoutError as error:
+            if answer.has_begun:
+                return {"type": "http.disconnect"}
             # FastAPI reads the body, and takes any other exception for bad JSON.
             slow = {"connection": "close"}
             raise HTTPException(408, f"The body was not there after {BODY_TIMEOUT_S:.0f} s.", slow) from error

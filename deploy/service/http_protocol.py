@@ -12,17 +12,37 @@ from deploy.service.errors import ServiceError
 HEAD_TIMEOUT_S = 20.0
 """A request's line and headers have so long from their first byte, in seconds."""
 MAX_HEAD_BYTES = 64 * 1024
+# The gate has narrower bounds for bodies that somebody reads: these are for those that were answered without.
+REQUEST_TIMEOUT_S = 90.0
+MAX_REQUEST_BYTES = 4 * 1024 * 1024
+# A client that reads nothing has so long.
+UNREAD_TIMEOUT_S = 60.0
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """One connection. uvicorn alone waits for a first request, and for the end of its headers, for as long as it takes.
+    """One connection.
 
-    A body's time and size are the gate's business: it has keys to ask for first.
+    uvicorn by itself waits as long as it takes for a first request, for the end of headers and of bodies that nobody
+    reads, and for clients to read. It also answers requests that come while another is answered (pipelining), which
+    no client of ours does; here such a connection ends after the answer, and the client asks again.
     """
 
-    _head_timer: asyncio.TimerHandle | None = None
-    """Runs while a request's headers are not all there."""
-    _num_head_bytes = 0
+    _is_head = False
+    """Whether a request's headers are not all there."""
+    _is_request = False
+    """Whether a request is not all there."""
+    _has_begun = False
+    """Whether a request began with the bytes just received."""
+    _is_deaf = False
+    """Whether what comes is dropped: the connection ends after the answer."""
+    _num_bytes = 0
+    """Of the request that is not all there, or of what was dropped."""
+    _timer: asyncio.TimerHandle | None = None
+    """Runs while a request is not all there."""
+    _unread_timer: asyncio.TimerHandle | None = None
+    """Runs while the client reads nothing."""
+
+    # What asyncio tells.
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client that says nothing has as long as one that keeps its connection."""
@@ -31,47 +51,134 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Nothing more comes."""
-        self._end_head()
+        self._stop_timer()
+        self._stop_unread_timer()
         self._unset_keepalive_if_required()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Bytes of a head that does not end are counted, whoever keeps them."""
-        super().data_received(data)
-        if self._head_timer is not None:
-            self._num_head_bytes += len(data)
-            if self._num_head_bytes > MAX_HEAD_BYTES:
-                self._refuse(431, f"The headers exceed {MAX_HEAD_BYTES} bytes.")
+        """Count the bytes of a request that does not end, whoever keeps them."""
+        was_request, self._has_begun = self._is_request, False
+        # uvicorn would end this timer at any byte, one of a request or not.
+        idle, self.timeout_keep_alive_task = self.timeout_keep_alive_task, None
+        if not self._is_deaf:
+            super().data_received(data)
+        if idle is not None:
+            if self._has_begun:
+                idle.cancel()
+            else:
+                self.timeout_keep_alive_task = idle
+        if self._is_deaf or (was_request and self._is_request and not self._has_begun):
+            self._count(len(data))
+
+    def pause_writing(self) -> None:
+        """The client is behind."""
+        super().pause_writing()
+        self._stop_unread_timer()
+        self._unread_timer = self.loop.call_later(UNREAD_TIMEOUT_S, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """The client has read."""
+        self._stop_unread_timer()
+        super().resume_writing()
+
+    # What the parser tells.
 
     def on_message_begin(self) -> None:
         """The first byte of a request is there."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._is_deaf = True
+            self.cycle.keep_alive = False
+            return
         super().on_message_begin()
-        self._num_head_bytes = 0
-        self._head_timer = self.loop.call_later(
-            HEAD_TIMEOUT_S, self._refuse, 408, f"The headers were not there after {HEAD_TIMEOUT_S:.0f} s."
-        )
+        self._is_head = self._is_request = self._has_begun = True
+        self._num_bytes = 0
+        self._start_timer(HEAD_TIMEOUT_S, "headers")
+
+    def on_url(self, url: bytes) -> None:
+        """Of a request that is not dropped."""
+        if not self._is_deaf:
+            super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Trailers are nobody's, and could go on for ever."""
+        if self._is_head and not self._is_deaf:
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         """The application takes over."""
-        self._end_head()
-        super().on_headers_complete()
+        if not self._is_deaf:
+            self._start_timer(REQUEST_TIMEOUT_S, "request")
+            super().on_headers_complete()
+            self._is_head = False
+
+    def on_body(self, body: bytes) -> None:
+        """Of a request that is not dropped."""
+        if not self._is_deaf:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """All of a request is there."""
+        if not self._is_deaf:
+            self._is_request = False
+            self._stop_timer()
+            super().on_message_complete()
+
+    # How it ends.
 
     def send_400_response(self, msg: str) -> None:
         """What is no HTTP is refused in the form of everything else."""
-        self._refuse(400, msg)
+        # What is dropped may be anything.
+        if not self._is_deaf:
+            self._refuse(400, msg)
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Nothing was asked for long."""
+        self._close()
+
+    def _count(self, num_bytes: int) -> None:
+        self._num_bytes += num_bytes
+        if self._is_head and self._num_bytes > MAX_HEAD_BYTES:
+            self._refuse(431, f"The headers exceed {MAX_HEAD_BYTES} bytes.")
+        elif self._num_bytes > MAX_REQUEST_BYTES:
+            self._refuse(413, f"The request exceeds {MAX_REQUEST_BYTES} bytes.")
 
     def _refuse(self, status: int, message: str) -> None:
-        self._end_head()
+        """Say why, unless something else is being said, and end."""
         if self.transport.is_closing():
             return
-        body = json.dumps(ServiceError(status, message).body).encode()
-        head = f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
-        # Behind an answer that is still being sent it would be read as a part of it.
-        if self.cycle is None or self.cycle.response_complete:
+        cycle = self.cycle
+        if cycle is not None and not cycle.response_complete:
+            is_unanswered = not cycle.response_started
+            # The application hears that nobody waits any more, and writes nothing behind this.
+            cycle.disconnected = True
+            cycle.message_event.set()
+        else:
+            # With its headers there it was answered, without being read.
+            is_unanswered = self._is_head or not self._is_request
+        if is_unanswered:
+            body = json.dumps(ServiceError(status, message).body).encode()
+            head = f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
             self.transport.write(STATUS_LINE[status] + head.encode() + body)
-        self.transport.close()
+        self._close()
 
-    def _end_head(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
+    def _close(self) -> None:
+        """End it once the client has read what was written, or has had its time."""
+        self._is_deaf = True
+        if not self.transport.is_closing():
+            self.transport.close()
+            self.loop.call_later(UNREAD_TIMEOUT_S, self.transport.abort)
+
+    def _start_timer(self, seconds: float, what: str) -> None:
+        self._stop_timer()
+        self._timer = self.loop.call_later(seconds, self._refuse, 408, f"The {what} took more than {seconds:.0f} s.")
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _stop_unread_timer(self) -> None:
+        if self._unread_timer is not None:
+            self._unread_timer.cancel()
+            self._unread_timer = None

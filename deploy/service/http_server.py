@@ -67,6 +67,9 @@ class HttpServer:
         """Raise RuntimeError where its thread has died, or something has held up its event loop for long."""
         if not self._thread.is_alive():
             raise RuntimeError("the thread of the HTTP server has died")
+        # While it ends it does not tick.
+        if self._server.should_exit:
+            return
         if (silent_s := time.monotonic() - self._server.ticked_s) > _HUNG_AFTER_S:
             raise RuntimeError(f"the event loop of the HTTP server has not turned for {silent_s:.0f} s")
 

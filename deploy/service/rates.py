@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 import structlog
@@ -9,13 +10,15 @@ from limits import RateLimitItem, parse
 from limits.aio.storage import MemoryStorage, RedisStorage
 from limits.aio.strategies import SlidingWindowCounterRateLimiter
 from limits.errors import StorageError
-from redis.asyncio import ConnectionPool
+from redis.asyncio import BlockingConnectionPool
 
 from deploy.service.errors import ServiceError
 
 # A request waits for the count no longer than this.
 _TIMEOUT_S = 0.5
 _RETRY_S = 5.0
+# Of an ingress, for its counts; more requests at a time wait for each other.
+_MAX_CONNECTIONS = 16
 
 
 class SharedCounts:
@@ -23,7 +26,13 @@ class SharedCounts:
 
     def __init__(self, redis_url: str, name: str) -> None:
         """Those of the service `name`; connects at the first count."""
-        self._pool = ConnectionPool.from_url(redis_url, socket_timeout=_TIMEOUT_S, socket_connect_timeout=_TIMEOUT_S)
+        self._pool = BlockingConnectionPool.from_url(
+            redis_url,
+            max_connections=_MAX_CONNECTIONS,
+            timeout=_TIMEOUT_S,
+            socket_timeout=_TIMEOUT_S,
+            socket_connect_timeout=_TIMEOUT_S,
+        )
         storage = RedisStorage(
             f"async+{redis_url}",
             wrap_exceptions=True,
@@ -56,16 +65,25 @@ class Rates:
         # The synchronous storage starts a thread for each request.
         self._own = SlidingWindowCounterRateLimiter(MemoryStorage())
         self._shared = shared
-        self._away_until = 0.0
+        self._is_away, self._away_until = False, 0.0
 
     async def refusal(self, owner: str) -> ServiceError | None:
         """Count a request; why it is too much, or None."""
         if self._shared is not None and time.monotonic() >= self._away_until:
-            try:
-                return await self._counted(self._shared.limiter, owner)
-            except StorageError as error:
+            if self._is_away:
+                # One tries; the others do not wait for it.
                 self._away_until = time.monotonic() + _RETRY_S
-                structlog.get_logger().warning("rates_counted_alone", error=str(error.storage_error))
+            try:
+                async with asyncio.timeout(_TIMEOUT_S):
+                    refusal = await self._counted(self._shared.limiter, owner)
+            except (StorageError, TimeoutError) as error:
+                self._away_until = time.monotonic() + _RETRY_S
+                if not self._is_away:
+                    structlog.get_logger().warning("rates_counted_alone", error=f"{type(error).__name__}: {error}")
+                self._is_away = True
+            else:
+                self._is_away, self._away_until = False, 0.0
+                return refusal
         return await self._counted(self._own, owner)
 
     async def aclose(self) -> None:

@@ -1,10 +1,12 @@
 """The HTTP server itself, asked by sockets that do not keep the rules."""
 
+import asyncio
 import io
 import json
 import logging
 import logging.handlers
 import socket
+import threading
 import time
 from contextlib import closing
 
@@ -31,6 +33,8 @@ def serve(free_port):
     servers = []
 
     def serve(app):
+        for server in servers:
+            server.end(20)
         servers.append(HttpServer(app, Address(host="127.0.0.1", port=free_port), end_within_s=1))
         return lambda: closing(socket.create_connection(("127.0.0.1", free_port), timeout=_WAIT_S))
 
@@ -68,15 +72,87 @@ def test_headers_that_do_not_end_are_refused(serve, monkeypatch):
         assert connection.recv(65536).endswith(b"hello")
         # The second request of a connection is held to the same.
         connection.sendall(GET[:-2])
-        assert refusal(all_of(connection)) == (408, "The headers were not there after 0 s.")
+        assert refusal(all_of(connection)) == (408, "The headers took more than 0 s.")
 
 
 def test_headers_without_end_are_not_kept(serve):
     with serve(hello)() as connection:
         connection.sendall(GET[:-2] + b"x-long: ")
-        with pytest.raises(OSError):  # noqa: PT012, PT011 - closed on one side, reset on the other
-            for _ in range(10_000):
-                connection.sendall(b"a" * 65536)
+        connection.sendall(b"a" * 200_000)
+        assert refusal(all_of(connection)) == (431, "The headers exceed 65536 bytes.")
+
+
+POST = b"POST / HTTP/1.1\r\nhost: d1\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize("rest", [b"x: " + b"a" * 1000 + b"\r\n", b"3e8\r\n" + b"a" * 1000 + b"\r\n"])
+def test_what_follows_an_answer_is_not_taken_without_end(serve, rest):
+    with serve(hello)() as connection:
+        connection.sendall(POST)
+        assert connection.recv(65536).endswith(b"hello")
+        if rest.startswith(b"x"):
+            # Trailers.
+            connection.sendall(b"0\r\n")
+        with pytest.raises(ConnectionError):  # noqa: PT012 - reset at one of them
+            for _ in range(30_000):
+                connection.sendall(rest)
+
+
+@pytest.mark.parametrize("first", [b"", b"\r\n", POST, POST + b"3e8\r\n", GET + b"\r\n"])
+def test_a_client_that_drips_ends(serve, monkeypatch, first):
+    monkeypatch.setattr("deploy.service.http_server._KEEP_ALIVE_S", 0.5)
+    monkeypatch.setattr("deploy.service.http_protocol.REQUEST_TIMEOUT_S", 0.5)
+    with serve(hello)() as connection:
+        connection.settimeout(0.1)
+        connection.sendall(first)
+        until = time.monotonic() + _WAIT_S
+        with pytest.raises(ConnectionError):  # noqa: PT012 - at one of them
+            while time.monotonic() < until:
+                connection.sendall(b"\r\n" if first.endswith(b"\r\n") and first != POST else b"")
+                try:
+                    if not connection.recv(65536):
+                        raise ConnectionError
+                except TimeoutError:
+                    pass
+
+
+def test_an_answer_under_way_comes_whole_whatever_follows_the_request(serve):
+    async def slow(scope, receive, send):
+        await asyncio.sleep(0.5)
+        await hello(scope, receive, send)
+
+    for rest in (GET, GET + GET, GET[:-2], b"\x00 no HTTP", b"a" * 200_000):
+        with serve(slow)() as connection:
+            connection.sendall(GET + rest)
+            answer = all_of(connection)
+            assert answer.startswith(b"HTTP/1.1 200"), rest[:20]
+            assert answer.endswith(b"hello")
+            assert answer.count(b"HTTP/1.1") == 1
+
+
+def test_a_body_that_is_no_body_is_refused(app, serve):
+    gated = Gate(app, Keys.of(TOKEN, "test"), Rates("1000/second"), nothing_open)
+    head = f"POST /tokenize HTTP/1.1\r\nhost: d1\r\nauthorization: Bearer {TOKEN}\r\n"
+    with serve(gated)() as connection:
+        connection.sendall((head + "transfer-encoding: chunked\r\n\r\n").encode())
+        time.sleep(0.2)
+        connection.sendall(b"no size\r\n")
+        assert refusal(all_of(connection)) == (400, "Invalid HTTP request received.")
+
+
+def test_a_client_that_reads_nothing_ends(serve, monkeypatch):
+    monkeypatch.setattr("deploy.service.http_protocol.UNREAD_TIMEOUT_S", 0.5)
+    ended = threading.Event()
+
+    async def much(scope, receive, send):
+        await PlainTextResponse(b"a" * 20_000_000)(scope, receive, send)
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        ended.set()
+
+    with serve(much)() as connection:
+        connection.sendall(GET)
+        assert ended.wait(_WAIT_S)
 
 
 def test_what_is_no_http_is_refused_as_everything_is(serve):

@@ -2,11 +2,13 @@
 
 import asyncio
 import secrets
+import socket
+import threading
 import time
+from contextlib import contextmanager, suppress
 
 import pytest
 
-from deploy import machine
 from deploy.service.rates import Rates, SharedCounts
 
 
@@ -62,10 +64,51 @@ def test_a_refusal_says_when_to_ask_again(make_rates):
     assert 1 <= asyncio.run(refused()).retry_after_s <= 60
 
 
-def test_while_the_others_cannot_be_reached_each_counts_by_itself(monkeypatch):
-    monkeypatch.setattr("deploy.service.rates._RETRY_S", 60.0)
-    url = f"redis://:none@127.0.0.1:{machine.free_port()}/0"
-    began_s = time.monotonic()
-    assert statuses([Rates("2/minute", SharedCounts(url, "tiny"))], 50)[:3] == [200, 200, 429]
-    # It is not tried for each request.
-    assert time.monotonic() - began_s < 5.0
+def test_a_burst_is_counted_together(make_rates):
+    async def ask():
+        rates = make_rates("5/minute")
+        found = await asyncio.gather(*(rates.refusal("me") for _ in range(200)))
+        await rates.aclose()
+        return found
+
+    assert sum(refusal is None for refusal in asyncio.run(ask())) == 5
+
+
+@contextmanager
+def redis_that_says_nothing():
+    """Its URL, and the connections that it got."""
+    accepted = []
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def accept():
+            with suppress(OSError):
+                while True:
+                    accepted.append(listening.accept()[0])
+
+        threading.Thread(target=accept, daemon=True).start()
+        yield f"redis://:none@127.0.0.1:{listening.getsockname()[1]}/0", accepted
+        listening.shutdown(socket.SHUT_RDWR)
+    for connection in accepted:
+        connection.close()
+
+
+def test_while_what_is_shared_cannot_be_reached_each_counts_by_itself(monkeypatch):
+    monkeypatch.setattr("deploy.service.rates._RETRY_S", 0.2)
+
+    async def ask(rates):
+        began_s = time.monotonic()
+        first = await asyncio.gather(*(rates.refusal("me") for _ in range(20)))
+        assert sum(refusal is None for refusal in first) == 2
+        assert time.monotonic() - began_s < 2.0, "each waited for the one before"
+        num_tried = len(accepted)
+        # It is not tried for each request.
+        assert all([await rates.refusal("me") for _ in range(20)])
+        assert len(accepted) == num_tried
+        # And by one alone, once it may be back.
+        await asyncio.sleep(0.3)
+        assert all(await asyncio.gather(*(rates.refusal("me") for _ in range(20))))
+        assert len(accepted) == num_tried + 1
+        await rates.aclose()
+
+    with redis_that_says_nothing() as (url, accepted):
+        asyncio.run(ask(Rates("2/minute", SharedCounts(url, "tiny"))))
