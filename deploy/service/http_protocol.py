@@ -17,6 +17,7 @@ REQUEST_TIMEOUT_S = 90.0
 MAX_REQUEST_BYTES = 4 * 1024 * 1024
 # A client that reads nothing has so long.
 UNREAD_TIMEOUT_S = 60.0
+_LINGER_S = 1.0
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
@@ -35,6 +36,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     """Whether a request began with the bytes just received."""
     _is_deaf = False
     """Whether what comes is dropped: the connection ends after the answer."""
+    _is_ending = False
+    """Whether nothing more is said."""
     _num_bytes = 0
     """Of the request that is not all there, or of what was dropped."""
     _timer: asyncio.TimerHandle | None = None
@@ -145,7 +148,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def _refuse(self, status: int, message: str) -> None:
         """Say why, unless something else is being said, and end."""
-        if self.transport.is_closing():
+        if self._is_ending or self.transport.is_closing():
             return
         cycle = self.cycle
         if cycle is not None and not cycle.response_complete:
@@ -160,14 +163,19 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             body = json.dumps(ServiceError(status, message).body).encode()
             head = f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
             self.transport.write(STATUS_LINE[status] + head.encode() + body)
-        self._close()
+            self._close()
+        else:
+            self.transport.close()
 
     def _close(self) -> None:
         """End it once the client has read what was written, or has had its time."""
-        self._is_deaf = True
-        if not self.transport.is_closing():
-            self.transport.close()
-            self.loop.call_later(UNREAD_TIMEOUT_S, self.transport.abort)
+        if self._is_ending or self.transport.is_closing():
+            return
+        self._is_ending = self._is_deaf = True
+        # To close with bytes unread is a reset, which takes back what the client has not read yet.
+        self.transport.write_eof()
+        self.loop.call_later(_LINGER_S, self.transport.close)
+        self.loop.call_later(UNREAD_TIMEOUT_S, self.transport.abort)
 
     def _start_timer(self, seconds: float, what: str) -> None:
         self._stop_timer()
