@@ -1,6 +1,9 @@
 """What clients see when something fails, and what is counted."""
 
+import asyncio
+import json
 import time
+from dataclasses import replace
 
 from starlette.testclient import TestClient
 
@@ -54,6 +57,33 @@ def test_an_ingress_that_is_replaced_ends_streams_of_events_and_answers_what_sti
     assert "event: serving" in events.text
     assert client.post("/v1/completions", json=ASK).status_code == 200
     assert client.get("/health/ready").status_code == 200
+
+
+def test_a_client_that_goes_before_its_stream_begins_frees_its_place(service):
+    class Silent:
+        async def stream(self, job):
+            await asyncio.sleep(60)
+            yield []
+
+    app = create_app(replace(service, backend=Silent()))
+    body = json.dumps(CHAT | {"stream": True}).encode()
+    heard = [{"type": "http.disconnect"}, {"type": "http.request", "body": body, "more_body": False}]
+    path = "/v1/chat/completions"
+    headers = [(b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": headers}
+
+    async def receive():
+        return heard.pop() if len(heard) > 1 else heard[0]
+
+    async def send(message):
+        pass
+
+    async def ask():
+        async with asyncio.timeout(10):
+            await app(scope, receive, send)
+
+    asyncio.run(ask())
+    assert app.state.inference.num_open == 0
 
 
 def test_a_stream_that_breaks_ends_with_an_error_and_no_clean_end(mortal_service):
