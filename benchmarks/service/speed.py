@@ -3,9 +3,8 @@
 A random policy of LLaDA's architecture answers 32 tokens in 32 denoise steps, with one engine on one thread. The
 sampler in this process and the clients of the service take turns, so that both see the same machine; for the overhead
 one request at a time, and what counts is the median of the differences. That is also measured with few denoise steps,
-where the noise of the denoising itself is least. Closed loop: so
-many clients, each asks again when it is answered. Open loop: requests at a fixed rate, whatever the answers do; a
-request's time counts from when it was due.
+where the noise of the denoising itself is least. Closed loop: so many clients, each asks again when it is answered.
+Open loop: requests at a fixed rate, whatever the answers do; a request's time counts from when it was due.
 """
 
 from __future__ import annotations

@@ -20,6 +20,10 @@ UNREAD_TIMEOUT_S = 60.0
 _LINGER_S = 1.0
 
 
+class _PipelinedError(Exception):
+    """A request began while another is answered."""
+
+
 class BoundedHttpProtocol(HttpToolsProtocol):
     """One connection.
 
@@ -92,46 +96,35 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self.cycle is not None and not self.cycle.response_complete:
             self._is_deaf = True
             self.cycle.keep_alive = False
-            return
+            # The parser stops, also in what it has already been given.
+            raise _PipelinedError
         super().on_message_begin()
         self._is_head = self._is_request = self._has_begun = True
         self._num_bytes = 0
         self._start_timer(HEAD_TIMEOUT_S, "headers")
 
-    def on_url(self, url: bytes) -> None:
-        """Of a request that is not dropped."""
-        if not self._is_deaf:
-            super().on_url(url)
-
     def on_header(self, name: bytes, value: bytes) -> None:
         """Trailers are nobody's, and could go on for ever."""
-        if self._is_head and not self._is_deaf:
+        if self._is_head:
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         """The application takes over."""
-        if not self._is_deaf:
-            self._start_timer(REQUEST_TIMEOUT_S, "request")
-            super().on_headers_complete()
-            self._is_head = False
-
-    def on_body(self, body: bytes) -> None:
-        """Of a request that is not dropped."""
-        if not self._is_deaf:
-            super().on_body(body)
+        self._start_timer(REQUEST_TIMEOUT_S, "request")
+        super().on_headers_complete()
+        self._is_head = False
 
     def on_message_complete(self) -> None:
         """All of a request is there."""
-        if not self._is_deaf:
-            self._is_request = False
-            self._stop_timer()
-            super().on_message_complete()
+        self._is_request = False
+        self._stop_timer()
+        super().on_message_complete()
 
     # How it ends.
 
     def send_400_response(self, msg: str) -> None:
         """What is no HTTP is refused in the form of everything else."""
-        # What is dropped may be anything.
+        # A parser that was stopped found nothing wrong.
         if not self._is_deaf:
             self._refuse(400, msg)
 
