@@ -17,7 +17,8 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -103,12 +104,13 @@ class RayProcesses:
         """End everything that runs on the head node, as the end of its container does."""
         self._kill(self._processes("head"))
 
-    def restart_gcs(self, outage_s: float) -> None:
-        """Kill the GCS process, and start the same one again after so many seconds."""
+    @contextmanager
+    def without_gcs(self) -> Iterator[None]:
+        """Kill the GCS process, and start the same one again afterwards."""
         (pid,) = [pid for pid in self._processes("head") if _words(pid)[:1] and "gcs_server" in _words(pid)[0]]
         words, environment = _words(pid), _environment(pid)
         self._kill([pid])
-        time.sleep(outage_s)
+        yield
         with (self._directory / "gcs.log").open("wb") as log:
             self._gcs = subprocess.Popen(words, env=environment, stdout=log, stderr=log, start_new_session=True)
 

@@ -156,9 +156,9 @@ def test_no_request_fails_while_the_gcs_is_away_and_the_cluster_is_whole_again(s
     processes = service.processes
     replicas = processes.replicas("d1")
     asker = service.ask_all_the_time()
-    processes.restart_gcs(outage_s=3)
+    with processes.without_gcs():
+        _wait_out(asker)
     wait_until(lambda: _is_whole(processes), "tasks on both nodes", 90)
-    assert len(asker.answers) > 10
     # The same processes answer, and Serve's controller can act: a new deployment rolls out.
     assert processes.replicas("d1") == replicas
     service.deploy(num_ingresses=2)
@@ -182,12 +182,11 @@ def test_the_worker_answers_while_the_head_is_away(service: _Service) -> None:
     replicas = processes.replicas("d1")
     asker = service.ask_all_the_time()
     processes.kill_head()
-    time.sleep(3)
+    _wait_out(asker)
     processes.start_head()
     wait_until(lambda: _is_whole(processes), "tasks on both nodes", 90)
     asker.stop()
     assert [answer for answer in asker.answers if answer[0] != 200] == []
-    assert len(asker.answers) > 10
     assert processes.replicas("d1") == replicas
 
 
@@ -196,6 +195,16 @@ def test_an_ingress_reaches_engines_on_another_node(service: _Service) -> None:
     url = f"http://{service.processes.head_ip}:{service.port}"
     wait_until(lambda: is_up(url), "the ingress on the head", 120)
     assert call(f"{url}/v1/completions", ASK)[0] == 200
+
+
+def _wait_out(asker: Asker) -> None:
+    """An outage of three seconds or more, in which each client asks again and gets answers.
+
+    Their number is waited for: Ray's dashboard keeps two CPUs busy while its GCS is away.
+    """
+    before = len(asker.answers)
+    time.sleep(3)
+    wait_until(lambda: len(asker.answers) > before + 4, "answers during the outage", 60)
 
 
 def _are_new(replicas: dict[str, str], old: dict[str, str], count: int) -> bool:
