@@ -140,7 +140,7 @@ def registry_url() -> str:
     actor: Any = (
         ray.remote(RegistryServer)
         .options(get_if_exists=True, max_restarts=-1, max_task_retries=-1, **options)
-        .remote(_free_port(), secrets.token_urlsafe(32))
+        .remote(free_port(), secrets.token_urlsafe(32))
     )
     try:
         return str(ray.get(actor.url.remote(), timeout=_ACTOR_TIMEOUT_S))
@@ -150,7 +150,8 @@ def registry_url() -> str:
         raise RuntimeError(f"the embedded registry did not start: {error}") from error
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of the loopback address that was free a moment ago."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -24,8 +24,7 @@ _PACKAGES = ("ray", "torch", "transformers")
 _REDIS_TIMEOUT_S = 3.0
 _REGISTRY_TIMEOUT_S = 60.0
 _TRY_REGISTRY = """
-from actors.registry_server import ValkeyServer
-from deploy.machine import free_port
+from actors.registry_server import ValkeyServer, free_port
 ValkeyServer(free_port(), password="lives-for-one-ping").stop()
 """
 

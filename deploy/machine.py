@@ -52,13 +52,6 @@ def why_not_bindable(host: str, port: int, *, shares_port: bool = False) -> str 
     return None
 
 
-def free_port() -> int:
-    """A port of the loopback address that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def nearest_existing(path: Path) -> Path:
     """The path itself, or the closest of its parents, that exists; not always a directory."""
     path = path.absolute()

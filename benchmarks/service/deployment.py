@@ -15,8 +15,8 @@ import yaml
 from torch import Tensor
 
 from actors.registry import PolicyVersion, Registry
+from actors.registry_server import free_port
 from actors.run_log import RECIPE
-from deploy.machine import free_port
 from deploy.service.keys import KEYS_FILE_VARIABLE, TOKEN_VARIABLE
 from learner.model.checkpoint import save_checkpoint
 from learner.model.tokenizer import EOS, MASK, ChatTokenizer, make_tokenizer

@@ -15,8 +15,7 @@ import pytest
 import redis
 
 from actors.registry import AdminState, EventKind, MalformedEntryError, PolicyVersion, Registry
-from actors.registry_server import ValkeyServer
-from deploy.machine import free_port
+from actors.registry_server import ValkeyServer, free_port
 from tests.redis_server import DebianRedis
 
 POLICY = PolicyVersion(

@@ -14,9 +14,8 @@ import redis
 from actors.checkpoints import Position
 from actors.registry import AdminState, EventKind, PolicyVersion, Registry
 from actors.registry_files import history_of, read_admin, rebuild, write_admin
-from actors.registry_server import ValkeyServer
+from actors.registry_server import ValkeyServer, free_port
 from actors.spec import Phase
-from deploy.machine import free_port
 from learner.model.checkpoint import save_checkpoint
 from learner.model.transformer import Transformer
 

@@ -16,9 +16,9 @@ import pytest
 import yaml
 
 from actors.registry import Registry
+from actors.registry_server import free_port
 from actors.run_log import read_events
 from benchmarks.service.deployment import Policies, Shape
-from deploy.machine import free_port
 from tests.deploy.service.asking import ASK, TOKEN, Asker, call, is_up
 from tests.ray_processes import BIN, RayProcesses, wait_until
 

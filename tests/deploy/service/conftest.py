@@ -14,8 +14,8 @@ from starlette.testclient import TestClient
 
 from actors.registry import PolicyVersion, Registry
 from actors.registry_server import ValkeyServer
+from actors.registry_server import free_port as find_free_port
 from benchmarks.service.deployment import forget_serve
-from deploy import machine
 from deploy.sampling.defaults import Defaults
 from deploy.service.app import Service, create_app, guarded
 from deploy.service.codec import Codec
@@ -160,7 +160,7 @@ def make_policy():
 
 @pytest.fixture(scope="session")
 def registry_server():
-    server = ValkeyServer(machine.free_port(), secrets.token_urlsafe(16))
+    server = ValkeyServer(find_free_port(), secrets.token_urlsafe(16))
     yield server
     server.stop()
 
@@ -176,12 +176,12 @@ def registry(registry_server):
 @pytest.fixture
 def unused_port():
     """Finds a free port."""
-    return machine.free_port
+    return find_free_port
 
 
 @pytest.fixture
 def free_port():
-    return machine.free_port()
+    return find_free_port()
 
 
 @pytest.fixture

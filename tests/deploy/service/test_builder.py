@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from actors.registry_server import URL_VARIABLE, ValkeyServer
+from actors.registry_server import URL_VARIABLE, ValkeyServer, free_port
 from deploy.errors import UserError
-from deploy.machine import free_port
 from deploy.service.source import Address, Source
 
 

@@ -8,8 +8,16 @@ import time
 from contextlib import contextmanager, suppress
 
 import pytest
+from redis import Redis
+from starlette.applications import Starlette
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
+from starlette.testclient import TestClient
 
+from deploy.service.gate import Gate
+from deploy.service.keys import Keys
 from deploy.service.rates import Rates, SharedCounts
+from tests.deploy.service.asking import TOKEN, wait_until
 
 
 def statuses(rates, count, owner="me"):
@@ -72,6 +80,17 @@ def test_a_burst_is_counted_together(make_rates):
         return found
 
     assert sum(refusal is None for refusal in asyncio.run(ask())) == 5
+
+
+def test_the_connections_of_the_counts_end_with_the_gate(registry_server, make_rates):
+    app = Starlette(routes=[Route("/", lambda _: PlainTextResponse("hello"), methods=["POST"])])
+    with Redis.from_url(registry_server.url) as redis:
+        num_before = len(redis.client_list())
+        with TestClient(Gate(app, Keys.of(TOKEN, "test"), make_rates("1/minute"))) as client:
+            client.headers["authorization"] = f"Bearer {TOKEN}"
+            assert [client.post("/").status_code for _ in range(2)] == [200, 429]
+            assert len(redis.client_list()) == num_before + 1
+        wait_until(lambda: len(redis.client_list()) == num_before, "the connections to end")
 
 
 @contextmanager
