@@ -257,7 +257,7 @@ def test_ctrl_c_ends_the_run_and_its_ray_and_says_how_to_go_on(folder: Path) -> 
         os.killpg(process.pid, signal.SIGINT)
         output += process.stdout.read()
         assert process.wait(timeout=20) == 130, output
-        assert time.monotonic() - interrupted < 10
+        assert time.monotonic() - interrupted < 40
     assert f"stopped; resume with: d1 train {folder / 'recipe.yaml'} name=stopped" in output
     assert "Traceback" not in output
     assert not _processes_that_mention(str(folder / "stopped")), "no actor is left"

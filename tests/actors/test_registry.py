@@ -75,9 +75,9 @@ def test_a_follower_waits_for_an_announcement(registry):
     began = time.monotonic()
     timer = threading.Timer(0.2, lambda: registry.announce(POLICY))
     timer.start()
-    assert [policy for _, policy in registry.follow("0", 2000)] == [POLICY]
+    assert [policy for _, policy in registry.follow("0", 20_000)] == [POLICY]
     timer.join(10)
-    assert 0.1 < time.monotonic() - began < 1.5
+    assert 0.1 < time.monotonic() - began < 10
 
 
 def test_waiting_ends_without_an_announcement(registry):

@@ -145,7 +145,7 @@ def test_a_server_that_never_answers_makes_the_run_wait(
     began = time.monotonic()
     with pytest.raises(RewardUnavailableError, match=sentence):
         _term(server, timeout_s=0.3).values([sample()])
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 10
     assert len(server.asked) == 3
 
 

@@ -361,7 +361,7 @@ def test_without_a_rate_limit_nobody_waits() -> None:
     began = time.monotonic()
     for _ in range(1000):
         limit.wait()
-    assert time.monotonic() - began < 0.5
+    assert time.monotonic() - began < 5
 
 
 def test_no_more_requests_at_a_time_than_the_recipe_says(server: Server) -> None:

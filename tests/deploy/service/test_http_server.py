@@ -17,7 +17,7 @@ from deploy.service.gate import Gate, Rates, nothing_open
 from deploy.service.http_server import HttpServer
 from deploy.service.keys import Keys
 from deploy.service.source import Address
-from tests.deploy.service.asking import TOKEN
+from tests.deploy.service.asking import TOKEN, wait_until
 
 GET = b"GET / HTTP/1.1\r\nhost: d1\r\n\r\n"
 _WAIT_S = 10.0
@@ -176,23 +176,32 @@ def test_a_body_that_does_not_end_is_refused(app, serve, monkeypatch):
         assert refusal(all_of(connection)) == (408, "The body was not there after 0 s.")
 
 
+def is_healthy(server):
+    try:
+        server.check()
+    except RuntimeError:
+        return False
+    return True
+
+
 def test_a_server_whose_loop_hangs_is_not_healthy(free_port, monkeypatch):
     monkeypatch.setattr("deploy.service.http_server._HUNG_AFTER_S", 0.5)
+    hangs_until = threading.Event()
 
     async def hangs(scope, receive, send):
-        time.sleep(1.5)
+        hangs_until.wait(_WAIT_S)
         await hello(scope, receive, send)
 
     server = HttpServer(hangs, Address(host="127.0.0.1", port=free_port), end_within_s=1)
     server.check()
     with closing(socket.create_connection(("127.0.0.1", free_port), timeout=_WAIT_S)) as connection:
         connection.sendall(GET)
-        time.sleep(1.0)
-        with pytest.raises(RuntimeError, match="has not turned for 1 s"):
+        wait_until(lambda: not is_healthy(server), "the check to see it")
+        with pytest.raises(RuntimeError, match=r"has not turned for \d+ s"):
             server.check()
+        hangs_until.set()
         assert connection.recv(65536).endswith(b"hello")
-    time.sleep(0.3)
-    server.check()
+    wait_until(lambda: is_healthy(server), "its loop to turn again")
     server.end(20)
     with pytest.raises(RuntimeError, match="has died"):
         server.check()

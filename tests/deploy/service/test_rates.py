@@ -112,19 +112,19 @@ def redis_that_says_nothing():
 
 
 def test_while_what_is_shared_cannot_be_reached_each_counts_by_itself(monkeypatch):
-    monkeypatch.setattr("deploy.service.rates._RETRY_S", 0.2)
+    monkeypatch.setattr("deploy.service.rates._RETRY_S", 1.0)
 
     async def ask(rates):
         began_s = time.monotonic()
         first = await asyncio.gather(*(rates.refusal("me") for _ in range(20)))
         assert sum(refusal is None for refusal in first) == 2
-        assert time.monotonic() - began_s < 2.0, "each waited for the one before"
+        assert time.monotonic() - began_s < 5.0, "each waited for the one before"
         num_tried = len(accepted)
         # It is not tried for each request.
         assert all([await rates.refusal("me") for _ in range(20)])
         assert len(accepted) == num_tried
         # And by one alone, once it may be back.
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(1.1)
         assert all(await asyncio.gather(*(rates.refusal("me") for _ in range(20))))
         assert len(accepted) == num_tried + 1
         await rates.aclose()
