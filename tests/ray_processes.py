@@ -64,6 +64,8 @@ class RayProcesses:
                 "RAY_REDIS_ADDRESS": f"{self.head_ip}:{self._redis.port}",
                 "RAY_external_storage_namespace": "d1-test",
                 "RAY_gcs_rpc_server_reconnect_timeout_s": "120",
+                # The head's dashboard keeps two CPUs busy while its GCS is away, and here the worker has the same two.
+                "RAY_worker_niceness": "0",
                 "D1_REDIS_URL": self.registry_url,
                 **environment,
             }
@@ -110,9 +112,11 @@ class RayProcesses:
         (pid,) = [pid for pid in self._processes("head") if _words(pid)[:1] and "gcs_server" in _words(pid)[0]]
         words, environment = _words(pid), _environment(pid)
         self._kill([pid])
-        yield
-        with (self._directory / "gcs.log").open("wb") as log:
-            self._gcs = subprocess.Popen(words, env=environment, stdout=log, stderr=log, start_new_session=True)
+        try:
+            yield
+        finally:
+            with (self._directory / "gcs.log").open("wb") as log:
+                self._gcs = subprocess.Popen(words, env=environment, stdout=log, stderr=log, start_new_session=True)
 
     def metrics(self) -> set[str]:
         """The names of what both nodes export to Prometheus."""

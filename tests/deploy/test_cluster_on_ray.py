@@ -198,10 +198,7 @@ def test_an_ingress_reaches_engines_on_another_node(service: _Service) -> None:
 
 
 def _wait_out(asker: Asker) -> None:
-    """An outage of three seconds or more, in which each client asks again and gets answers.
-
-    Their number is waited for: Ray's dashboard keeps two CPUs busy while its GCS is away.
-    """
+    """An outage of three seconds or more, in which each client asks again and gets answers."""
     before = len(asker.answers)
     time.sleep(3)
     wait_until(lambda: len(asker.answers) > before + 4, "answers during the outage", 60)

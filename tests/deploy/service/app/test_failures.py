@@ -12,6 +12,7 @@ from deploy.service.engine import Engine
 from deploy.service.keys import Keys
 from deploy.service.rates import Rates
 from tests.deploy.service.app.asking import ASK, BEARER, CHAT, TOKEN, assert_error, events_of
+from tests.deploy.service.asking import wait_until
 
 
 def test_a_failure_of_the_engine_tells_the_client_nothing(client, engine, monkeypatch):
@@ -111,11 +112,13 @@ def test_a_job_that_takes_too_long_is_given_up(client, service, monkeypatch):
 def test_metrics_are_in_prometheus_format(client):
     client.post("/v1/completions", json=ASK)
     client.get("/v1/nothing/at/all")
+    # What engines say of themselves is asked a few times a second.
+    idle = 'd1_choices_running{replica="local"} 0.0'
+    wait_until(lambda: idle in client.get("/metrics").text, "the engine to be idle")
     text = client.get("/metrics").text
     assert 'd1_requests_total{path="/v1/completions",status="200"} 1.0' in text
     assert 'd1_requests_total{path="other",status="404"} 1.0' in text
     assert "d1_policy_version 1.0" in text
-    assert 'd1_choices_running{replica="local"} 0.0' in text
 
 
 def test_what_the_gate_refuses_is_counted_too(make_client):
