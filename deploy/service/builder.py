@@ -26,6 +26,8 @@ class Arguments(BaseModel):
     port: Annotated[int, Field(ge=1, le=65535)] = 8000
     num_ingresses: Annotated[int, Field(ge=1, le=1000)] = 1
     """Processes that answer HTTP; several on one node share the port."""
+    num_engines: Annotated[int, Field(ge=1, le=1000)] | None = None
+    """Replicas of the policy; None for `service.num_replicas` of the run's recipe."""
 
 
 def application(arguments: Arguments) -> Any:
@@ -37,11 +39,11 @@ def application(arguments: Arguments) -> Any:
     if not arguments.run_dir.is_absolute():
         raise UserError(f"run_dir is {arguments.run_dir}; every node must find it, so it has to be absolute")
     source = Source(directory=str(arguments.run_dir), is_run=True, registry_url=registry_url())
-    num_replicas = read_recipe(arguments.run_dir).service.num_replicas
+    num_engines = arguments.num_engines or read_recipe(arguments.run_dir).service.num_replicas
     return bound_application(
         source,
         Address(host=arguments.host, port=arguments.port),
-        num_replicas,
+        num_engines,
         num_gpus=0,
         admin=source.admin_address(),
         num_ingresses=arguments.num_ingresses,

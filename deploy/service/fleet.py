@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from deploy.service.listener import IDLE_TIMEOUT_S, Contact
-from deploy.service.messages import EngineLostError, EngineState, Event, Job
+from deploy.service.messages import EngineLostError, EngineState, Event, Job, NoEngineError
 from deploy.service.wire import Wire
 
 _CONNECT_TIMEOUT_S = 2.0
@@ -79,7 +79,7 @@ class Fleet:
         engine.num_choices += len(job.requests)
         deadline = asyncio.get_running_loop().time() + job.timeout_s + _GRACE_S
         try:
-            wire, is_last = await engine.connect(), False
+            wire, is_last = await self._connected(engine), False
             try:
                 # Around each wait, since whoever listens may go on in another task.
                 async with asyncio.timeout_at(deadline):
@@ -121,11 +121,18 @@ class Fleet:
         elif time.monotonic() - self._looked_s > _LOOK_EVERY_S:
             self._look()
         if not self._engines:
-            raise EngineLostError("no engine answers")
+            raise NoEngineError("no engine answers")
         engine = min(self._engines.values(), key=lambda one: (one.num_choices, one.last_used))
         self._num_jobs += 1
         engine.last_used = self._num_jobs
         return engine
+
+    async def _connected(self, engine: _Engine) -> Wire:
+        try:
+            return await engine.connect()
+        except (EOFError, OSError, TimeoutError) as error:
+            await self._forget(engine)
+            raise NoEngineError(f"{type(error).__name__}: {error}") from error
 
     def _knows(self, engine: _Engine) -> bool:
         return self._engines.get(engine.contact.replica) is engine

@@ -20,7 +20,7 @@ class Backend(Protocol):
 
     def stream(self, job: Job) -> AsyncGenerator[list[Event]]:
         """The events of a job, those that came together in one list. The first is `Began` or `Refused`; the last is
-        `Refused`, or the `Done` of the last choice. Raises EngineLostError."""
+        `Refused`, or the `Done` of the last choice. Raises EngineLostError, NoEngineError where none took it."""
         ...
 
     async def states(self) -> list[EngineState]:

@@ -98,10 +98,12 @@ class Ingress:
             # With its successor, and with others on the same machine.
             shares_port=True,
         )
+        self._has_ended = False
 
     def check_health(self) -> None:
         """Serve asks every second, and replaces what raises."""
-        self._server.check()
+        if not self._has_ended:
+            self._server.check()
 
     async def drain(self) -> int:
         """Take nothing more. Returns the requests under way."""
@@ -109,8 +111,13 @@ class Ingress:
         inference.is_draining = True
         return int(inference.num_open)
 
+    async def end(self) -> None:
+        """Send what is answered to its end, and listen no more."""
+        self._has_ended = True
+        await asyncio.to_thread(self._server.end, DRAIN_TIMEOUT_S + 1)
+
     async def __del__(self) -> None:
         """Serve calls it once, when it stops a replica: what is under way comes to its end."""
         # Streams of events have none of their own.
         self._app.state.inference.is_leaving = True
-        await asyncio.to_thread(self._server.end, DRAIN_TIMEOUT_S + 1)
+        await self.end()

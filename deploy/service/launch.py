@@ -244,6 +244,8 @@ def _drain(source: Source) -> None:
     with suppress(Exception):
         while sum(handle.broadcast("drain").results(timeout_s=_CALL_TIMEOUT_S)) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
+        # What has its answer may not have all of it yet.
+        handle.broadcast("end").results(timeout_s=_CALL_TIMEOUT_S)
 
 
 def _start_serve() -> None:

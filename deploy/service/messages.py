@@ -99,6 +99,10 @@ class EngineLostError(Exception):
     """The engine that a job ran on is gone, or out of reach. Another can go on."""
 
 
+class NoEngineError(EngineLostError):
+    """No engine took the job. One may come: whatever watches the engines starts another in place of a dead one."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RefusedVersion:
     """A version that was announced and is not served."""

@@ -17,11 +17,23 @@ import structlog
 
 from actors.registry import PolicyVersion
 from deploy.service.host import Backend
-from deploy.service.messages import Began, BlocksDone, CanvasSeen, Done, EngineLostError, Event, Job, Refused
+from deploy.service.messages import (
+    Began,
+    BlocksDone,
+    CanvasSeen,
+    Done,
+    EngineLostError,
+    Event,
+    Job,
+    NoEngineError,
+    Refused,
+)
 from rollout.request import Committed
 
-MAX_ATTEMPTS = 8
+MAX_LOST = 8
+"""A job that is lost with so many engines may be what ends them."""
 _PAUSE_S = 0.25
+_LOOK_EVERY_S = 0.5
 # The engine that gets the rest of a job whose time is over says so.
 _LEAST_S = 0.001
 
@@ -37,35 +49,50 @@ async def steadily(backend: Backend, job: Job, *, may_restart: bool) -> AsyncGen
         may_restart: whether the job may begin again with another version where the one it began with is gone; then a
             second `Began` comes, and what came before it is void.
     """
-    rest = _Rest(job)
-    for attempt in range(1, MAX_ATTEMPTS + 1):
+    ends_s = time.monotonic() + job.timeout_s
+    rest, num_lost = _Rest(job, ends_s), 0
+    while num_lost < MAX_LOST:
         try:
             # Closed at once when the listener goes, not when it is collected: the slots wait for it.
-            async with aclosing(backend.stream(rest.job)) as stream:
-                async for events in stream:
-                    for event in events:
-                        if isinstance(event, Refused) and event.code == "model_not_found" and rest.policy is not None:
-                            raise _VersionGoneError(event)
-                        if (shown := rest.take(event)) is not None:
-                            yield shown
-                        if isinstance(event, Refused) or rest.is_done:
-                            return
-            raise EngineLostError("its events ended early")
+            async with aclosing(_attempt(backend, rest)) as events:
+                async for event in events:
+                    yield event
+            return
+        except NoEngineError:
+            # One that replaces a dead one has to start and to load the policy first.
+            if time.monotonic() > ends_s:
+                break
+            await asyncio.sleep(_LOOK_EVERY_S)
         except EngineLostError as error:
-            structlog.get_logger().warning("engine_lost", attempt=attempt, error=str(error))
+            num_lost += 1
+            structlog.get_logger().warning("engine_lost", num_lost=num_lost, error=str(error))
             # Another engine is there at once, most of the time.
-            await asyncio.sleep(_PAUSE_S * (attempt - 1))
+            await asyncio.sleep(_PAUSE_S * (num_lost - 1))
         except _VersionGoneError as error:
             if not may_restart:
                 yield replace(error.refusal, status=503, code="version_gone", message=_gone(rest.policy))
                 return
-            rest = _Rest(job)
+            rest, num_lost = _Rest(job, ends_s), num_lost + 1
     yield Refused(
         status=503,
         code="engine_unavailable",
         message="No engine could finish this request; try again.",
         retry_after_s=5,
     )
+
+
+async def _attempt(backend: Backend, rest: _Rest) -> AsyncGenerator[Event]:
+    """What the listener hears of one engine. Raises where that does not come to the end."""
+    async with aclosing(backend.stream(rest.job)) as stream:
+        async for events in stream:
+            for event in events:
+                if isinstance(event, Refused) and event.code == "model_not_found" and rest.policy is not None:
+                    raise _VersionGoneError(event)
+                if (shown := rest.take(event)) is not None:
+                    yield shown
+                if isinstance(event, Refused) or rest.is_done:
+                    return
+    raise EngineLostError("its events ended early")
 
 
 class _VersionGoneError(Exception):
@@ -79,9 +106,8 @@ class _VersionGoneError(Exception):
 class _Rest:
     """What is left of a job."""
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
-        self._ends_s = time.monotonic() + job.timeout_s
+    def __init__(self, job: Job, ends_s: float) -> None:
+        self._job, self._ends_s = job, ends_s
         self.policy: PolicyVersion | None = None
         self._open = list(range(len(job.requests)))
         """The choices that are not done."""

@@ -108,6 +108,7 @@ class _Service:
         config = yaml.safe_load(manifest["spec"]["serveConfigV2"])
         (application,) = config["applications"]
         application["args"] |= {"run_dir": str(self.run_dir), "port": self.port, "num_ingresses": num_ingresses}
+        application["args"]["num_engines"] = 1
         application["deployments"] = [
             {"name": name, "ray_actor_options": {"num_cpus": 0.01, "resources": {node: 0.001}}}
             for name, node in (("EngineReplica", WORKER), ("Ingress", ingress_on))

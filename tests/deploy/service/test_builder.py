@@ -39,6 +39,7 @@ def test_the_arguments_of_the_file_make_the_runs_service(run_dir: Path, registry
     assert ingress.name == "Ingress"
     engines, source = ingress.init_args[:2]
     assert engines._bound_deployment.name == "EngineReplica"
+    assert engines._bound_deployment.num_replicas == 1
     assert source == Source(directory=str(run_dir), is_run=True, registry_url=registry_url)
     assert Address(host="127.0.0.1", port=8000) in ingress.init_args
     assert ingress.num_replicas == 1
@@ -49,7 +50,7 @@ def test_the_arguments_of_the_file_make_the_runs_service(run_dir: Path, registry
 def test_the_file_says_where_how_many_ingresses_listen(
     run_dir: Path, registry_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arguments = {"run_dir": str(run_dir), "host": "0.0.0.0", "port": 8100, "num_ingresses": 2}
+    arguments = {"run_dir": str(run_dir), "host": "0.0.0.0", "port": 8100, "num_ingresses": 2, "num_engines": 3}
     monkeypatch.delenv("D1_API_TOKEN", raising=False)
     monkeypatch.delenv("D1_API_KEYS_FILE", raising=False)
     with pytest.raises(UserError, match=r"0\.0\.0\.0 can be reached from other machines; choose the keys yourself"):
@@ -58,6 +59,7 @@ def test_the_file_says_where_how_many_ingresses_listen(
     ingress = _build(arguments)._bound_deployment
     assert Address(host="0.0.0.0", port=8100) in ingress.init_args
     assert ingress.num_replicas == 2
+    assert ingress.init_args[0]._bound_deployment.num_replicas == 3
     assert ingress.init_kwargs == {"is_alone": False}
 
 

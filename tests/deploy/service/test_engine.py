@@ -15,7 +15,7 @@ from deploy.service.host import EngineHost, Mailbox
 from deploy.service.live import NoRoomError, NoSuchVersionError, RefusedVersionError
 from deploy.service.messages import Began, BlocksDone, CanvasSeen, Done, EngineLostError, Job, Refused
 from deploy.service.run_files import Checkpoints, load_sampler
-from deploy.service.steady import MAX_ATTEMPTS, steadily
+from deploy.service.steady import MAX_LOST, steadily
 from deploy.service.versions import Versions
 from rollout.config import EngineConfig
 from rollout.request import Request, SamplingParams
@@ -524,6 +524,6 @@ def test_a_stream_whose_version_is_gone_ends_with_an_error_and_a_whole_answer_be
 
 def test_engines_that_die_without_end_end_in_a_refusal(host, monkeypatch):
     monkeypatch.setattr("deploy.service.steady._PAUSE_S", 0)
-    backend = DyingBackend(host, *[0] * MAX_ATTEMPTS)
+    backend = DyingBackend(host, *[0] * MAX_LOST)
     events = asyncio.run(collect(steadily(backend, job(), may_restart=True)))
     assert [event.code for event in events] == ["engine_unavailable"]

@@ -15,9 +15,9 @@ from deploy.service import fleet as fleet_module
 from deploy.service import wire as wire_module
 from deploy.service.fleet import Fleet
 from deploy.service.listener import LOOPBACK, JobListener
-from deploy.service.messages import Began, BlocksDone, CanvasSeen, Done, EngineLostError, Job, Refused
+from deploy.service.messages import Began, BlocksDone, CanvasSeen, Done, EngineLostError, Job, NoEngineError, Refused
 from deploy.service.packed import pack, unpack
-from deploy.service.steady import steadily
+from deploy.service.steady import MAX_LOST, steadily
 from deploy.service.wire import Wire, WireError
 from rollout.request import FinishReason, Request, SamplingParams
 
@@ -105,6 +105,11 @@ async def all_of(stream):
         return [event async for events in stream for event in events]
 
 
+async def all_events(stream):
+    async with aclosing(stream):
+        return [event async for event in stream]
+
+
 async def until(condition):
     async with asyncio.timeout(TIMEOUT_S):
         while not condition():
@@ -163,13 +168,43 @@ def test_an_engine_whose_connection_breaks_is_lost_and_another_goes_on(listen, h
     with pytest.raises(EngineLostError, match="IncompleteReadError"):
         with_fleet(Known(dying), lambda fleet: all_of(fleet.stream(job())))
 
-    async def run(fleet):
-        async with aclosing(steadily(fleet, job(), may_restart=True)) as stream:
-            return [event async for event in stream]
-
     # The one that is lost is not asked again before the directory has been.
-    events = with_fleet(Known(dying, listen(host, "b")), run)
+    known = Known(dying, listen(host, "b"))
+    events = with_fleet(known, lambda fleet: all_events(steadily(fleet, job(), may_restart=True)))
     assert texts(events) == texts(asyncio.run(all_of(host.stream(job()))))
+
+
+class Starting(Known):
+    """A directory whose engines come late."""
+
+    async def contacts(self):
+        found = await super().contacts()
+        return found if self.num_asked > 2 * MAX_LOST else []
+
+
+def test_a_job_waits_for_an_engine_as_long_as_it_may_take(listen, host, monkeypatch):
+    monkeypatch.setattr("deploy.service.steady._LOOK_EVERY_S", 0.0)
+
+    def asked(known, work):
+        return with_fleet(known, lambda fleet: all_events(steadily(fleet, work, may_restart=True)))
+
+    assert texts(asked(Starting(listen(host)), job())) == texts(asyncio.run(all_of(host.stream(job()))))
+    (refused,) = asked(Known(), replace(job(), timeout_s=0.1))
+    assert (refused.status, refused.code) == (503, "engine_unavailable")
+
+
+def test_a_contact_that_does_not_answer_is_no_engine(listen):
+    gone = listen(Slow())
+    known = Known(gone)
+    contact = gone.contact()
+    gone.close(0.0)
+
+    async def contacts():
+        return [contact]
+
+    known.contacts = contacts
+    with pytest.raises(NoEngineError, match="ConnectionRefusedError"):
+        with_fleet(known, lambda fleet: all_of(fleet.stream(job())))
 
 
 def test_a_mistake_of_the_engine_is_no_death(listen):

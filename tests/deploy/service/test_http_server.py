@@ -176,6 +176,23 @@ def test_a_body_that_does_not_end_is_refused(app, serve, monkeypatch):
         assert refusal(all_of(connection)) == (408, "The body was not there after 0 s.")
 
 
+def test_an_answer_that_has_begun_is_whole_when_the_server_ends(free_port):
+    async def slow(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"10")]})
+        for _ in range(2):
+            await send({"type": "http.response.body", "body": b"hello", "more_body": True})
+            await asyncio.sleep(0.5)
+        await send({"type": "http.response.body", "body": b""})
+
+    server = HttpServer(slow, Address(host="127.0.0.1", port=free_port), end_within_s=10)
+    with closing(socket.create_connection(("127.0.0.1", free_port), timeout=_WAIT_S)) as connection:
+        connection.sendall(GET)
+        begun = connection.recv(65536)
+        assert begun.startswith(b"HTTP/1.1 200")
+        server.end(20)
+        assert (begun + all_of(connection)).endswith(b"\r\n\r\nhellohello")
+
+
 def is_healthy(server):
     try:
         server.check()

@@ -32,7 +32,7 @@ LONG = ASK | {"diffusion": {"gen_length": 40, "block_length": 4, "steps": 40}}
 FAULTS = faults.Plan(num_swaps=6, num_kills=2, num_parts=1, swap_every_s=1.0, kill_after_s=1.0)
 SOAK = soak.Plan(minutes=0.15, look_every_s=0.5, swap_every_s=2.0)
 MOST_GROWTH_MIB = 24.0
-INGRESS = ROLES["ingress"]
+INGRESS, ENGINE = ROLES["ingress"], ROLES["engine"]
 BROKEN = {"URLError", "ConnectionResetError", "RemoteDisconnected"}
 """What a client finds where nobody listens, or does not any more."""
 
@@ -204,6 +204,19 @@ def test_no_answer_is_lost_while_engines_die_and_versions_change(serve_cluster, 
     assert others <= BROKEN, others
 
 
+def statuses_while_the_only_engine_is_replaced(url):
+    """What clients get who ask all the time, until its successor answers."""
+    asker = Asker(url, 2)
+    wait_until(lambda: len(asker.answers) > 2, "answers")
+    (victim,) = processes(ENGINE)
+    os.kill(victim, signal.SIGKILL)
+    wait_until(lambda: processes(ENGINE) - {victim}, "its successor", 120)
+    num_before = len(asker.answers)
+    wait_until(lambda: len(asker.answers) > num_before + 4, "its answers")
+    asker.stop()
+    return {status for status, _ in asker.answers}
+
+
 def running(url):
     return sum(one["running"] + one["waiting"] for one in call(f"{url}/v1/run/pools")[1]["replicas"])
 
@@ -227,6 +240,8 @@ def test_a_checkpoint_is_served_by_itself_and_ends_gently(run_dir, free_port, tm
         assert (status, body["policy_version"]) == (200, 1)
         assert call(f"{url}/v1/run")[1]["error"]["code"] == "no_run"
 
+        statuses_of_outage = statuses_while_the_only_engine_is_replaced(url)
+
         # Long enough to be under way: what began is finished, what comes later is refused in our format.
         slow = ASK | {"n": 32, "diffusion": {"gen_length": 40, "block_length": 1, "steps": 40}}
         asker = Asker(url, 2, slow)
@@ -240,6 +255,7 @@ def test_a_checkpoint_is_served_by_itself_and_ends_gently(run_dir, free_port, tm
         served.wait(20)
         for pid in alive(processes):
             os.kill(pid, signal.SIGKILL)
+    assert statuses_of_outage == {200}
     statuses = [status for status, _ in asker.answers]
     assert set(statuses) <= {200, 503} | BROKEN, set(statuses)
     assert statuses.count(503) >= 1
