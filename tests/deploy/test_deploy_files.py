@@ -1,14 +1,12 @@
 """The files of a deployment, by the rules of the tools that will read them. No container engine is needed.
 
-docker-compose and promtool come from Debian (`make tools`); a test whose tool is absent skips. KubeRay's schemas are in
-no package: with D1_KUBERAY_CRDS naming a directory of them (helm-chart/kuberay-operator/crds of its repository), the
-manifests are held against these too.
+docker-compose and promtool come from Debian (`make tools`); a test whose tool is absent skips. The manifests are held
+against Kubernetes's schemas, which a package has, and against KubeRay's, which lie in `kuberay/`.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -18,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import kubernetes_validate
 import pytest
 import ray
 import yaml
@@ -35,6 +34,8 @@ OF_SERVICE = {
     *(f"ray_d1_{name}_bucket" for name in ray_metrics._HISTOGRAMS),
     *(f"ray_d1_{name}" for name in (*ray_metrics._GAUGES, *ray_metrics._ENGINE_GAUGES)),
 }
+_KUBERNETES = "1.31"
+_PLAIN = {"Namespace", "NetworkPolicy", "PersistentVolumeClaim", "Service", "StatefulSet"}
 BOARDS = sorted((DEPLOY / "grafana" / "dashboards").glob("*.json"))
 
 
@@ -247,17 +248,49 @@ def test_every_pod_is_covered_by_a_rule_that_lets_nothing_in() -> None:
             assert rule["from"], policy["metadata"]["name"]
 
 
-def test_kuberays_schemas_accept_the_manifests() -> None:
-    directory = os.environ.get("D1_KUBERAY_CRDS")
-    if directory is None:
-        pytest.skip("needs D1_KUBERAY_CRDS, a directory with KubeRay's CustomResourceDefinitions")
-    for kind, name in (("rayjobs", "train.yaml"), ("rayservices", "serve.yaml")):
-        (file,) = Path(directory).glob(f"*{kind}.yaml")
-        # Megabytes: the C loader takes a second where Python's takes ten.
-        definition = yaml.load(file.read_text(encoding="utf-8"), Loader=yaml.CSafeLoader)
-        (served,) = [each for each in definition["spec"]["versions"] if each["name"] == "v1"]
-        (document,) = _documents(DEPLOY / "k8s" / name)
-        jsonschema.Draft7Validator(_strict(served["schema"]["openAPIV3Schema"])).validate(document)
+def test_kubernetes_and_kuberay_accept_the_manifests() -> None:
+    documents = [document for path in MANIFESTS for document in _documents(path)]
+    assert {document["kind"] for document in documents} == {*_PLAIN, "Kustomization", "RayJob", "RayService"}
+    for document in documents:
+        _validate(document)
+
+
+@pytest.mark.parametrize(
+    ("kind", "path", "value"),
+    [
+        ("StatefulSet", "spec.replicas", "one"),
+        ("StatefulSet", "spec.template.spec.containers.0.readynessProbe", {}),
+        ("PersistentVolumeClaim", "spec.storageX", "1Gi"),
+        ("Service", "spec.ports.0.port", "six"),
+        ("RayService", "spec.serveConfigV3", ""),
+        ("RayService", "spec.rayClusterConfig.workerGroupSpecs.0.replicas", "two"),
+        ("RayJob", "spec.rayClusterSpec.headGroupSpec.template.spec.containers.0.imagePullPolicy", 3),
+        ("RayJob", "spec.rayClusterSpec.headGroupSpec.template.spec.nodeSelektor", {}),
+    ],
+)
+def test_a_mistake_in_a_manifest_is_found(kind: str, path: str, value: object) -> None:
+    found = (document for file in MANIFESTS for document in _documents(file) if document["kind"] == kind)
+    document: Any = next(found)
+    *parents, last = path.split(".")
+    place = document
+    for name in parents:
+        place = place[int(name) if name.isdigit() else name]
+    place[last] = value
+    with pytest.raises((jsonschema.ValidationError, kubernetes_validate.ValidationError)):
+        _validate(document)
+
+
+def _validate(document: dict[str, Any]) -> None:
+    """Raise where the API server, which knows KubeRay's definitions, would refuse it."""
+    if document["kind"] in _PLAIN:
+        kubernetes_validate.validate(document, _KUBERNETES, strict=True)
+    elif document["kind"] in ("RayJob", "RayService"):
+        schema = json.loads((Path(__file__).parent / "kuberay" / f"{document['kind']}.json").read_text())
+        jsonschema.Draft7Validator(_strict(schema)).validate(document)
+        cluster = document["spec"].get("rayClusterSpec") or document["spec"]["rayClusterConfig"]
+        for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+            pods = {"apiVersion": "v1", "kind": "PodTemplate", "template": group["template"]}
+            kubernetes_validate.validate(pods, _KUBERNETES, strict=True)
 
 
 def _strict(schema: Any) -> Any:
