@@ -153,6 +153,18 @@ def test_a_canvas_shows_given_tokens_as_it_goes_on_to_show_them(client):
     assert [index for index, slot in enumerate(first) if not slot["masked"]] == [3]
 
 
+def test_the_slots_of_the_last_canvas_begin_with_the_text_of_the_answer(client, service):
+    ids = service.codec.encode_any("5 😀é")
+    fixed = {str(slot): token for slot, token in enumerate([*ids, service.codec.eos_id])}
+    ask = {"stream": "canvas", "constraints": {"fixed": fixed}}
+    chunks, is_done = events_of(client.post("/v1/completions", json=ASK | {"stream": True, "diffusion": ask}))
+    assert is_done
+    last = chunks[-1]["choices"][0]
+    texts = [slot["text"] for slot in last["diffusion"]["slots"]]
+    assert texts[: len(ids) + 1] == ["5", " ", "😀", "", "", "", "é", "", "<|endoftext|>"]
+    assert last["text"] == "".join(texts[: len(ids)])
+
+
 def test_a_step_map_comes_with_the_tokens_that_it_is_of(client, service, make_sampler):
     completion = expected_ids(service, make_sampler)
     ask = ASK | {"diffusion": {"return_step_map": True}}
