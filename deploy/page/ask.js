@@ -46,7 +46,10 @@ class Column {
     if (Array.isArray(choice?.diffusion?.slots)) {
       this.recording.add(choice.diffusion);
     }
-    this.cause = choice?.finish_reason ?? this.cause;
+    if (choice?.finish_reason) {
+      this.cause = choice.finish_reason;
+      this.recording.end(String(choice.text ?? choice.delta?.content ?? ""));
+    }
     if (chunk.usage) {
       this.#showUsage(chunk.usage);
     }
@@ -286,7 +289,7 @@ function parse(data) {
 
 function spoken(column) {
   const error = column.error.textContent;
-  return error === "" ? `${column.model}: ${shortened(column.recording.text, MAX_SPOKEN_CHARS)}` : "";
+  return error === "" ? `${column.model}: ${shortened(column.recording.text, MAX_SPOKEN_CHARS) || "no text"}` : "";
 }
 
 function rank(name) {

@@ -62,6 +62,8 @@ class FakeService:
         self.models = ["policy", "policy@v000011", "policy@v000012", "base"]
         self.answers: dict[str, list[Json]] = {}
         """The canvases by model; without an entry, those of `policy`."""
+        self.text: str | None = None
+        """The whole text of an answer; None for that of the slots."""
         self.allowed = OPEN
         """How many canvases each stream may send so far."""
         self.delay_s = 0.0
@@ -159,6 +161,7 @@ class FakeService:
                 await asyncio.sleep(self.delay_s)
                 text = "".join("\u2591" if slot["masked"] else slot["text"] for slot in canvas["slots"])
                 finish = "stop" if sent == len(canvases) - 1 else None
+                text = self.text if finish and self.text is not None else text
                 said = {"delta": {"content": text}} if "messages" in body else {"text": text}
                 yield _data({**about, "choices": [{"index": 0, **said, "finish_reason": finish, "diffusion": canvas}]})
         except asyncio.CancelledError:
