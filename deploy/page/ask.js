@@ -1,6 +1,6 @@
 // The view that asks: a prompt and its options, one stream or two, and the recording that they leave.
 
-import { ApiError, get, stream } from "./api.js";
+import { ApiError, get, post, stream } from "./api.js";
 import { CanvasView, Tip } from "./canvas.js";
 import { byId, make, setText, shortened, visible } from "./dom.js";
 import { counted, duration, number } from "./numbers.js";
@@ -168,7 +168,7 @@ export class AskView {
     byId("announcement").textContent = "";
     this.#recolour();
     this.#player.reset();
-    await Promise.all(columns.map((column) => this.#follow(column, requestOf(column.model, prompt), abort.signal)));
+    await Promise.all(columns.map((column) => this.#follow(column, requestOf(column.model, prompt, abort.signal), abort.signal)));
     if (this.#abort === abort) {
       byId("stop").hidden = true;
       this.#player.end();
@@ -190,8 +190,9 @@ export class AskView {
     return null;
   }
 
-  async #follow(column, { path, body }, signal) {
+  async #follow(column, request, signal) {
     try {
+      const { path, body } = await request;
       for await (const { data } of stream(path, { body, signal })) {
         if (data === "[DONE]") {
           column.finish();
@@ -262,14 +263,16 @@ export class AskView {
   }
 }
 
-function requestOf(model, prompt) {
-  const isChat = byId("format").value === "chat";
+/** Where an answer is asked for, and with what. It reads the form at once, whatever it waits for. */
+async function requestOf(model, prompt, signal) {
   const diffusion = { stream: "canvas", ...valuesOf(DIFFUSION_NUMBERS) };
-  const asked = isChat ? { messages: [{ role: "user", content: prompt }] } : { prompt };
-  return {
-    path: isChat ? "v1/chat/completions" : "v1/completions",
-    body: { model, ...asked, ...valuesOf(NUMBERS), stream: true, stream_options: { include_usage: true }, diffusion },
-  };
+  const options = { model, ...valuesOf(NUMBERS), stream: true, stream_options: { include_usage: true }, diffusion };
+  if (byId("format").value === "chat") {
+    return { path: "v1/chat/completions", body: { ...options, messages: [{ role: "user", content: prompt }] } };
+  }
+  // As a string it would be a user's turn, with the chat template around it; token ids are the prompt itself.
+  const { tokens } = await post("tokenize", { model, prompt }, signal);
+  return { path: "v1/completions", body: { ...options, prompt: tokens } };
 }
 
 /** What was filled in; what was left empty is the service's to choose. */
