@@ -259,9 +259,7 @@ def test_only_options_that_were_filled_in_are_sent(open_page: Open, service: Fak
     ]
 
 
-def test_a_text_to_continue_goes_as_token_ids_and_a_chat_message_does_not(
-    open_page: Open, service: FakeService
-) -> None:
+def test_a_plain_text_goes_as_token_ids_and_a_chat_message_does_not(open_page: Open, service: FakeService) -> None:
     service.answers["base"] = frames(("No", " idea"), (0, 1))
     page = open_page()
     _ask(page, "one")
