@@ -31,20 +31,31 @@ export function onRefusedKey(listener) {
 
 /** A GET as JSON. */
 export async function get(path, signal) {
-  const response = await send(path, { signal });
+  return answerOf(await send(path, { signal }));
+}
+
+/** A POST of `body`, and its answer as JSON. */
+export async function post(path, body, signal) {
+  return answerOf(await send(path, { ...posting(body), signal }));
+}
+
+/** The events of a stream: of a GET, or of a POST of `body`. */
+export async function* stream(path, { body, headers = {}, signal } = {}) {
+  const request = body ? posting(body) : {};
+  const response = await send(path, { ...request, signal, headers: { ...request.headers, ...headers, accept: "text/event-stream" } });
+  yield* guarded(eventsOf(response));
+}
+
+function posting(body) {
+  return { method: "POST", body: JSON.stringify(body), headers: { "content-type": "application/json" } };
+}
+
+async function answerOf(response) {
   try {
     return await response.json();
   } catch (error) {
     throw unreachable(error);
   }
-}
-
-/** The events of a stream: of a GET, or of a POST of `body`. */
-export async function* stream(path, { body, headers = {}, signal } = {}) {
-  const post = body && { method: "POST", body: JSON.stringify(body) };
-  const type = body ? { "content-type": "application/json" } : {};
-  const response = await send(path, { ...post, signal, headers: { ...type, ...headers, accept: "text/event-stream" } });
-  yield* guarded(eventsOf(response));
 }
 
 async function* guarded(events) {

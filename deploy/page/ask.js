@@ -1,6 +1,6 @@
 // The view that asks: a prompt and its options, one stream or two, and the recording that they leave.
 
-import { ApiError, get, stream } from "./api.js";
+import { ApiError, get, post, stream } from "./api.js";
 import { CanvasView, Tip } from "./canvas.js";
 import { byId, make, setText, shortened, visible } from "./dom.js";
 import { counted, duration, number } from "./numbers.js";
@@ -46,7 +46,10 @@ class Column {
     if (Array.isArray(choice?.diffusion?.slots)) {
       this.recording.add(choice.diffusion);
     }
-    this.cause = choice?.finish_reason ?? this.cause;
+    if (choice?.finish_reason) {
+      this.cause = choice.finish_reason;
+      this.recording.end(String(choice.text ?? choice.delta?.content ?? ""));
+    }
     if (chunk.usage) {
       this.#showUsage(chunk.usage);
     }
@@ -165,7 +168,7 @@ export class AskView {
     byId("announcement").textContent = "";
     this.#recolour();
     this.#player.reset();
-    await Promise.all(columns.map((column) => this.#follow(column, requestOf(column.model, prompt), abort.signal)));
+    await Promise.all(columns.map((column) => this.#follow(column, requestOf(column.model, prompt, abort.signal), abort.signal)));
     if (this.#abort === abort) {
       byId("stop").hidden = true;
       this.#player.end();
@@ -187,8 +190,9 @@ export class AskView {
     return null;
   }
 
-  async #follow(column, { path, body }, signal) {
+  async #follow(column, request, signal) {
     try {
+      const { path, body } = await request;
       for await (const { data } of stream(path, { body, signal })) {
         if (data === "[DONE]") {
           column.finish();
@@ -259,14 +263,16 @@ export class AskView {
   }
 }
 
-function requestOf(model, prompt) {
-  const isChat = byId("format").value === "chat";
+/** Where an answer is asked for, and with what. It reads the form at once, whatever it waits for. */
+async function requestOf(model, prompt, signal) {
   const diffusion = { stream: "canvas", ...valuesOf(DIFFUSION_NUMBERS) };
-  const asked = isChat ? { messages: [{ role: "user", content: prompt }] } : { prompt };
-  return {
-    path: isChat ? "v1/chat/completions" : "v1/completions",
-    body: { model, ...asked, ...valuesOf(NUMBERS), stream: true, stream_options: { include_usage: true }, diffusion },
-  };
+  const options = { model, ...valuesOf(NUMBERS), stream: true, stream_options: { include_usage: true }, diffusion };
+  if (byId("format").value === "chat") {
+    return { path: "v1/chat/completions", body: { ...options, messages: [{ role: "user", content: prompt }] } };
+  }
+  // As a string it would be a user's turn, with the chat template around it; token ids are the prompt itself.
+  const { tokens } = await post("tokenize", { model, prompt }, signal);
+  return { path: "v1/completions", body: { ...options, prompt: tokens } };
 }
 
 /** What was filled in; what was left empty is the service's to choose. */
@@ -286,7 +292,7 @@ function parse(data) {
 
 function spoken(column) {
   const error = column.error.textContent;
-  return error === "" ? `${column.model}: ${shortened(column.recording.text, MAX_SPOKEN_CHARS)}` : "";
+  return error === "" ? `${column.model}: ${shortened(column.recording.text, MAX_SPOKEN_CHARS) || "no text"}` : "";
 }
 
 function rank(name) {

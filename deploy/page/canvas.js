@@ -13,6 +13,7 @@ export class CanvasView {
   #recording = null;
   #colourBy = "step";
   #numSteps = 1;
+  #notes = [];
   #spans = [];
   #active = 0;
   #id;
@@ -42,11 +43,12 @@ export class CanvasView {
   /** Show the frame of a recording at a position. */
   show(recording, position) {
     const frame = recording.at(position);
-    const isSameScale = recording === this.#recording && recording.numSteps === this.#numSteps;
+    const isAll = recording !== this.#recording || recording.numSteps !== this.#numSteps || recording.notes !== this.#notes;
     this.#recording = recording;
     this.#numSteps = recording.numSteps;
-    if (frame !== null && (frame !== this.#frame || !isSameScale)) {
-      this.#draw(frame, !isSameScale);
+    this.#notes = recording.notes;
+    if (frame !== null && (frame !== this.#frame || isAll)) {
+      this.#draw(frame, isAll);
     }
   }
 
@@ -73,7 +75,8 @@ export class CanvasView {
 
   #paint(span, slot, before) {
     const isNew = before?.masked === true && !slot.masked;
-    span.className = slot.masked ? "slot masked" : `slot ${this.#shade(slot)}${slot.text === "" ? " empty" : ""}${isNew ? " new" : ""}`;
+    const marks = [slot.text === "" ? " empty" : "", this.#notes[span.dataset.slot] ? " outside" : "", isNew ? " new" : ""].join("");
+    span.className = slot.masked ? "slot masked" : `slot ${this.#shade(slot)}${marks}`;
     span.textContent = slot.masked ? "" : shortened(slot.text, MAX_SLOT_CHARS).replaceAll("\n", "↵\n");
     span.setAttribute("aria-label", this.#describe(Number(span.dataset.slot)));
   }
@@ -88,8 +91,8 @@ export class CanvasView {
     if (slot.masked) {
       return `Slot ${index + 1}: masked`;
     }
-    const text = slot.text === "" ? "no text" : shortened(slot.text, MAX_TIP_CHARS).replaceAll("\n", "↵");
-    return `Slot ${index + 1}: ${text}, step ${slot.step + 1}, confidence ${percent(slot.confidence)}`;
+    const facts = [this.#notes[index], `step ${slot.step + 1}`, `confidence ${percent(slot.confidence)}`];
+    return `Slot ${index + 1}: ${[inWords(slot), ...facts].filter(Boolean).join(", ")}`;
   }
 
   #walk(event) {
@@ -182,10 +185,18 @@ export class CanvasView {
   #showTip(span) {
     const index = Number(span.dataset.slot);
     const slot = this.#frame.slots[index];
-    const text = slot.masked ? "masked" : slot.text === "" ? "no text" : shortened(slot.text, MAX_TIP_CHARS).replaceAll("\n", "↵");
     const facts = slot.masked ? [] : [["step", `${slot.step + 1} of ${this.#numSteps}`], ["confidence", percent(slot.confidence)]];
-    this.#tip.show(this, span, text, [["slot", `${index + 1} of ${this.#spans.length}`], ...facts]);
+    const note = !slot.masked && this.#notes[index] ? [["it is", this.#notes[index]]] : [];
+    this.#tip.show(this, span, inWords(slot), [["slot", `${index + 1} of ${this.#spans.length}`], ...facts, ...note]);
   }
+}
+
+/** A slot's text on one line. */
+function inWords(slot) {
+  if (slot.masked) {
+    return "masked";
+  }
+  return slot.text === "" ? "rest of the character before" : shortened(slot.text, MAX_TIP_CHARS).replaceAll("\n", "↵");
 }
 
 /** What is known of the slot under the pointer or the focus. Screen readers have it as the slot's name. */

@@ -4,6 +4,9 @@
 export class Recording {
   /** `{step, numSteps, slots}` each; a slot is `{text, masked, step, confidence}`. */
   frames = [];
+  /** Of each slot of the last frame, once the text is whole: why it is no part of the text, or "". */
+  notes = [];
+  #text = null;
 
   get last() {
     return this.frames.at(-1) ?? null;
@@ -20,6 +23,12 @@ export class Recording {
     this.frames.push({ step, numSteps: numSteps ?? null, slots: shared });
   }
 
+  /** The text is whole: what the service says it is, which the slots alone do not tell. */
+  end(text) {
+    this.#text = text;
+    this.notes = notesOf(this.last?.slots ?? [], text);
+  }
+
   /** The frame at a position; beyond the end it is the last. */
   at(position) {
     return this.frames[Math.min(position, this.frames.length - 1)] ?? null;
@@ -30,9 +39,28 @@ export class Recording {
     return Math.max(1, this.last?.numSteps ?? 0, this.last?.step ?? 0);
   }
 
+  /** The text of the answer; until it is whole, what has come of it. */
   get text() {
-    return (this.last?.slots ?? []).map((slot) => slot.text).join("");
+    return this.#text ?? (this.last?.slots ?? []).map((slot) => slot.text).join("");
   }
+}
+
+/** Special tokens are not in a text, and neither is what follows its end: an end of text, a stop, its last token. */
+function notesOf(slots, text) {
+  let left = text;
+  let isOver = false;
+  return slots.map(({ text: own }) => {
+    // A slot without a text of its own after the last character is the rest of that character.
+    isOver ||= left === "" && own !== "";
+    if (isOver) {
+      return "after the text";
+    }
+    if (!left.startsWith(own) && !own.startsWith(left)) {
+      return "not part of the text";
+    }
+    left = left.slice(own.length);
+    return "";
+  });
 }
 
 function isSame(slot, other) {

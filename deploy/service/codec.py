@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -16,6 +16,8 @@ from learner.model.transformer import TransformerConfig
 
 MASKED = "\u2591"
 """A slot without a token, in the text of a canvas."""
+BROKEN = "\ufffd"
+"""What a decoder writes for bytes that are no whole character."""
 
 
 class Codec:
@@ -81,6 +83,37 @@ class Codec:
         if token not in self._text_of:
             self._text_of[token] = self._tokenizer.tokens([token])[0]
         return self._text_of[token]
+
+    def slot_texts(self, slots: Iterable[int | None]) -> list[str]:
+        """What each slot adds to the text; a masked one (None) adds nothing.
+
+        A character of several tokens is in the first of them, and the others add nothing to it. Special tokens are
+        spelled; without them, the texts of slots that are all committed make the text of `decode`.
+        """
+        texts: list[str] = []
+        # The tokens that a character is begun in, the first one's slot, and their text.
+        begun: list[int] = []
+        first, known = 0, ""
+        for index, token in enumerate(slots):
+            if token is None:
+                texts.append("")
+                begun, known = [], ""
+            elif token in self._special_ids:
+                # `decode` passes over it, even inside a character.
+                texts.append(self.token_text(token))
+            else:
+                text = self.decode([*begun, token]) if begun else self.token_text(token)
+                if begun:
+                    texts[first] = texts[first][:-1] + text[len(known) - 1]
+                new = text[len(known) :]
+                texts.append(new)
+                if not text.endswith(BROKEN):
+                    begun, known = [], ""
+                elif new:
+                    begun, first, known = [token], index, self.token_text(token)
+                else:
+                    begun, known = [*begun, token], text
+        return texts
 
     @cached_property
     def eos_id(self) -> int:

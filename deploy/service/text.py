@@ -8,12 +8,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from deploy.service.codec import MASKED, Codec
+from deploy.service.codec import BROKEN, MASKED, Codec
 from deploy.service.messages import BlocksDone, Done
 from deploy.service.plan import Plan
 from rollout.request import Committed, Progress, Request
-
-_BROKEN = "\ufffd"
 
 
 class ChoiceText:
@@ -115,7 +113,7 @@ class ChoiceText:
 
     def _held_back(self, text: str) -> str:
         """Without what the next block may still change: half of a character, or of a stop string."""
-        text = text.rstrip(_BROKEN)
+        text = text.rstrip(BROKEN)
         longest = 0
         for stop in self._plan.stops:
             for length in range(min(len(stop) - 1, len(text)), 0, -1):
@@ -129,7 +127,7 @@ class ChoiceText:
         low, high = 0, len(ids)
         while low < high:
             middle = (low + high) // 2
-            if len(self._codec.decode(ids[:middle]).rstrip(_BROKEN)) >= num_characters:
+            if len(self._codec.decode(ids[:middle]).rstrip(BROKEN)) >= num_characters:
                 high = middle
             else:
                 low = middle + 1
@@ -154,8 +152,9 @@ def canvas_before(codec: Codec, request: Request) -> list[dict[str, Any]]:
 
 def slots_of(codec: Codec, record: dict[str, Any], masked: np.ndarray) -> list[dict[str, Any]]:
     """Slots as a page shows them."""
+    slots = zip(record["token_ids"].tolist(), masked.tolist(), strict=True)
     rows = zip(
-        record["token_ids"].tolist(),
+        codec.slot_texts(None if is_masked else token for token, is_masked in slots),
         record["step_map"].tolist(),
         np.exp(record["commit_logp_raw"]).tolist(),
         masked.tolist(),
@@ -164,8 +163,8 @@ def slots_of(codec: Codec, record: dict[str, Any], masked: np.ndarray) -> list[d
     return [
         {"text": "", "masked": True, "step": -1, "confidence": None}
         if is_masked
-        else {"text": codec.token_text(token), "masked": False, "step": step, "confidence": round(confidence, 4)}
-        for token, step, confidence, is_masked in rows
+        else {"text": text, "masked": False, "step": step, "confidence": round(confidence, 4)}
+        for text, step, confidence, is_masked in rows
     ]
 
 

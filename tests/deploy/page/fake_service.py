@@ -62,6 +62,8 @@ class FakeService:
         self.models = ["policy", "policy@v000011", "policy@v000012", "base"]
         self.answers: dict[str, list[Json]] = {}
         """The canvases by model; without an entry, those of `policy`."""
+        self.text: str | None = None
+        """The whole text of an answer; None for that of the slots."""
         self.allowed = OPEN
         """How many canvases each stream may send so far."""
         self.delay_s = 0.0
@@ -69,6 +71,7 @@ class FakeService:
         self.breaks_with: Json | None = None
         self.refusal: tuple[int, Json, dict[str, str]] | None = None
         self.requests: list[Json] = []
+        self.tokenized: list[Json] = []
         self.paths: list[str] = []
         self.queries: list[str] = []
         self.num_gone = 0
@@ -126,6 +129,12 @@ class FakeService:
                 "data": [{"id": name, "object": "model", "owned_by": "d1"} for name in self.models],
             }
 
+        @app.post("/tokenize")
+        async def tokenize(request: Request) -> Json:
+            self.tokenized.append(await request.json())
+            tokens = list(self.tokenized[-1]["prompt"].encode())
+            return {"tokens": tokens, "count": len(tokens), "max_model_len": 4096}
+
         @app.post("/v1/chat/completions")
         @app.post("/v1/completions")
         async def complete(request: Request) -> Response:
@@ -159,6 +168,7 @@ class FakeService:
                 await asyncio.sleep(self.delay_s)
                 text = "".join("\u2591" if slot["masked"] else slot["text"] for slot in canvas["slots"])
                 finish = "stop" if sent == len(canvases) - 1 else None
+                text = self.text if finish and self.text is not None else text
                 said = {"delta": {"content": text}} if "messages" in body else {"text": text}
                 yield _data({**about, "choices": [{"index": 0, **said, "finish_reason": finish, "diffusion": canvas}]})
         except asyncio.CancelledError:

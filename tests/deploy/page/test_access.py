@@ -8,7 +8,7 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Page, expect
 
-from tests.deploy.page.fake_service import SAMPLE, FakeService, evaluation_event, round_event
+from tests.deploy.page.fake_service import SAMPLE, STEPS, TEXTS, FakeService, evaluation_event, frames, round_event
 
 Open = Callable[..., Page]
 SIZES = {"desktop": {"width": 1180, "height": 800}, "phone": {"width": 360, "height": 740}}
@@ -30,6 +30,8 @@ def test_axe_finds_nothing_to_mend(open_page: Open, service: FakeService, scheme
         {"id": "two", "policy_version": 11, "healthy": False, "running": 0, "waiting": 4},
     ]
     service.policy_events = [("refused", {"version": 13, "round": 12, "time_s": 72.0, "why": "bad checksum"})]
+    service.answers["policy"] = frames((*TEXTS, "<|endoftext|>"), (*STEPS, 0))
+    service.text = "".join(TEXTS)
     service.allowed = 3
     page = open_page(color_scheme=scheme, viewport=SIZES[size])
     page.click("#key-toggle")
@@ -41,7 +43,7 @@ def test_axe_finds_nothing_to_mend(open_page: Open, service: FakeService, scheme
     assert _violations(page) == []
     service.allowed = 10
     expect(page.locator(".state").last).to_contain_text("complete")
-    page.locator("#canvas-1 .slot").first.hover()
+    page.locator("#canvas-1 .slot.outside").hover()
     assert _violations(page) == []
     page.click("#nav-run")
     page.locator(".numbers summary").click()

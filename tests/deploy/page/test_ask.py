@@ -11,6 +11,7 @@ from playwright.sync_api import Locator, Page, expect
 from tests.deploy.page.fake_service import KEY, OPEN, STEPS, TEXTS, FakeService, frames
 
 Open = Callable[..., Page]
+EOS = "<|endoftext|>"
 SENTENCE = "".join(TEXTS)
 NUM_STEPS = max(STEPS) + 1
 NETWORK = "console: Failed to load resource"
@@ -142,6 +143,47 @@ def test_colours_follow_step_or_confidence(open_page: Open, service: FakeService
     expect(page.locator(".scale")).to_have_text("0 %100 %")
 
 
+def test_what_follows_the_text_is_shown_as_that_and_neither_copied_nor_spoken(
+    open_page: Open, service: FakeService
+) -> None:
+    texts = ("5", " ", "😀", "", "<|user|>", "", "é", EOS, "x", EOS)
+    service.answers["policy"], service.text = frames(texts, (0, 3, 1, 2, 1, 1, 2, 0, 0, 3)), "5 😀é"
+    service.allowed = 4
+    page = open_page(permissions=["clipboard-read", "clipboard-write"])
+    _ask(page)
+    slot = _canvas(page).locator(".slot")
+    expect(slot.nth(7)).to_have_accessible_name(f"Slot 8: {EOS}, step 1, confidence 50.0 %")
+    service.allowed = OPEN
+    _expect_done(page)
+    expect(page.locator("#announcement")).to_have_text("policy: 5 😀é")
+    page.click("text=Copy text")
+    expect(page.locator(".column footer button")).to_have_text("Copied")
+    assert page.evaluate("navigator.clipboard.readText()") == "5 😀é"
+    expect(slot.nth(2)).to_have_accessible_name("Slot 3: 😀, step 2, confidence 85.0 %")
+    expect(slot.nth(3)).to_have_accessible_name("Slot 4: rest of the character before, step 3, confidence 78.0 %")
+    expect(slot.nth(4)).to_have_accessible_name("Slot 5: <|user|>, not part of the text, step 2, confidence 71.0 %")
+    expect(slot.nth(7)).to_have_accessible_name(f"Slot 8: {EOS}, after the text, step 1, confidence 50.0 %")
+    assert slot.evaluate_all("slots => slots.map((slot) => slot.matches('.outside'))") == [
+        *(False, False, False, False, True, False, False),
+        *(True, True, True),
+    ]
+    slot.nth(8).hover()
+    expect(page.locator(".tip")).to_contain_text("step 1 of 4")
+    expect(page.locator(".tip")).to_contain_text("it is after the text")
+    page.click("#back")
+    expect(page.locator(".slot.masked")).to_have_count(2)
+    expect(page.locator(".slot.outside")).to_have_count(3)
+
+
+def test_an_answer_without_text_is_announced_as_that(open_page: Open, service: FakeService) -> None:
+    service.answers["policy"], service.text = frames((EOS, EOS), (0, 1)), ""
+    page = open_page()
+    _ask(page)
+    _expect_done(page)
+    expect(page.locator("#announcement")).to_have_text("policy: no text")
+    expect(page.locator("text=Copy text")).to_be_hidden()
+
+
 def test_base_and_policy_are_asked_the_same_and_shown_beside_each_other(open_page: Open, service: FakeService) -> None:
     service.answers["base"] = frames(("No", " idea"), (0, 1))
     page = open_page()
@@ -207,7 +249,7 @@ def test_only_options_that_were_filled_in_are_sent(open_page: Open, service: Fak
         },
         {
             "path": "/v1/completions",
-            "prompt": "two",
+            "prompt": list(b"two"),
             "temperature": 0.5,
             "max_tokens": 64,
             "seed": 0,
@@ -215,6 +257,33 @@ def test_only_options_that_were_filled_in_are_sent(open_page: Open, service: Fak
             **common,
         },
     ]
+
+
+def test_a_plain_text_goes_as_token_ids_and_a_chat_message_does_not(open_page: Open, service: FakeService) -> None:
+    service.answers["base"] = frames(("No", " idea"), (0, 1))
+    page = open_page()
+    _ask(page, "one")
+    _expect_done(page)
+    assert service.tokenized == []
+    page.check("#compare")
+    page.locator("#options summary").click()
+    page.select_option("#format", "text")
+    _ask(page, "2 + 3 =\n")
+    _expect_done(page, 0)
+    _expect_done(page, 1)
+    assert sorted(body["model"] for body in service.tokenized) == ["base", "policy"]
+    assert {body["prompt"] for body in service.tokenized} == {"2 + 3 =\n"}
+    assert [body["prompt"] for body in service.requests[1:]] == [list(b"2 + 3 =\n")] * 2
+
+
+def test_a_text_that_cannot_be_tokenized_is_said_in_its_column(open_page: Open, service: FakeService) -> None:
+    page = open_page(expected=(NETWORK,))
+    page.route("**/tokenize", lambda route: route.abort())
+    page.locator("#options summary").click()
+    page.select_option("#format", "text")
+    _ask(page)
+    expect(page.locator(".column [role=alert]")).to_have_text("The connection to the service broke.")
+    assert service.requests == []
 
 
 def test_what_cannot_be_sent_is_said_before_it_is(open_page: Open, service: FakeService) -> None:

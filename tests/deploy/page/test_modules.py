@@ -188,6 +188,35 @@ def test_a_player_goes_along_at_the_end_alone(page: Page) -> None:
     ]
 
 
+def test_slots_that_are_no_part_of_a_text_are_told_by_it(page: Page) -> None:
+    after, other = "after the text", "not part of the text"
+    rows: list[tuple[list[str], str, list[str]]] = [
+        (["a", " b"], "a b", ["", ""]),
+        (["😀", "", "<end>", "", "x"], "😀", ["", "", after, after, after]),
+        (["<end>", "a"], "", [after, after]),
+        (["a", "<user>", "", "b"], "ab", ["", other, "", ""]),
+        # A stop inside a slot, and the most tokens.
+        (["5 ", "abc", "d"], "5 a", ["", "", after]),
+        (["a", "a", "a"], "aa", ["", "", after]),
+        ([], "", []),
+    ]
+    found = page.evaluate(
+        """async (rows) => {
+          const { Recording } = await import("/assets/recording.js");
+          return rows.map(([texts, text]) => {
+            const recording = new Recording();
+            const slots = texts.map((own) => ({ text: own, masked: false, step: 0, confidence: 1 }));
+            recording.add({ step: 1, num_steps: 1, slots });
+            const before = [recording.text, recording.notes];
+            recording.end(text);
+            return [before, [recording.text, recording.notes]];
+          });
+        }""",
+        [row[:2] for row in rows],
+    )
+    assert found == [[["".join(texts), []], [text, notes]] for texts, text, notes in rows]
+
+
 def test_a_recording_keeps_equal_slots_once_and_no_frame_twice(page: Page) -> None:
     chunks = frames(TEXTS, STEPS)
     found = page.evaluate(

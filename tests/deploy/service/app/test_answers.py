@@ -153,6 +153,29 @@ def test_a_canvas_shows_given_tokens_as_it_goes_on_to_show_them(client):
     assert [index for index, slot in enumerate(first) if not slot["masked"]] == [3]
 
 
+def test_the_slots_of_the_last_canvas_begin_with_the_text_of_the_answer(client, service):
+    ids = service.codec.encode_any("5 😀é")
+    fixed = {str(slot): token for slot, token in enumerate([*ids, service.codec.eos_id])}
+    ask = {"stream": "canvas", "constraints": {"fixed": fixed}}
+    chunks, is_done = events_of(client.post("/v1/completions", json=ASK | {"stream": True, "diffusion": ask}))
+    assert is_done
+    last = chunks[-1]["choices"][0]
+    texts = [slot["text"] for slot in last["diffusion"]["slots"]]
+    assert texts[: len(ids) + 1] == ["5", " ", "😀", "", "", "", "é", "", "<|endoftext|>"]
+    assert last["text"] == "".join(texts[: len(ids)])
+
+
+def test_the_ids_of_tokenize_are_continued_without_the_template(client):
+    """What the page does with a plain text."""
+    tokens = client.post("/tokenize", json={"prompt": "2 + 3"}).json()["tokens"]
+    turn = client.post("/tokenize", json={"messages": [{"role": "user", "content": "2 + 3"}]}).json()["tokens"]
+    plain = client.post("/v1/completions", json={"prompt": tokens, "temperature": 1.0, "seed": 5}).json()
+    chat = client.post("/v1/completions", json={"prompt": "2 + 3", "temperature": 1.0, "seed": 5}).json()
+    assert client.post("/detokenize", json={"tokens": tokens}).json() == {"prompt": "2 + 3"}
+    assert plain["usage"]["prompt_tokens"] == len(tokens) < len(turn) == chat["usage"]["prompt_tokens"]
+    assert plain["choices"][0]["text"] != chat["choices"][0]["text"]
+
+
 def test_a_step_map_comes_with_the_tokens_that_it_is_of(client, service, make_sampler):
     completion = expected_ids(service, make_sampler)
     ask = ASK | {"diffusion": {"return_step_map": True}}
