@@ -201,7 +201,9 @@ class Registry:
     # Versions.
 
     def announce(self, policy: PolicyVersion) -> bool:
-        """Make `policy` the newest version. Announced again, it only brings its new facts.
+        """Make `policy` the newest version. Announced again with the same weights, it only brings its new facts.
+
+        What it does not say stays as it was known: a run that is resumed does not know the score.
 
         False when the registry knew no version before: it is new, or has lost what it knew.
         """

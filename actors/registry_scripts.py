@@ -38,15 +38,20 @@ ANNOUNCE = (
 local version, text, digest, is_base = unpack(ARGV)
 local known = redis.call('HGET', facts, version)
 local knew_any = redis.call('HEXISTS', aliases, 'newest')
+local before = known and cjson.decode(known)
+-- As PolicyVersion.has_same_weights means it.
+local same = before and (before.manifest_digest == cjson.null or digest == '' or before.manifest_digest == digest)
+if same then
+  local policy = cjson.decode(text)
+  for name, value in pairs(before) do
+    if policy[name] == cjson.null then policy[name] = value end
+  end
+  text = cjson.encode(policy)
+end
 redis.call('HSET', facts, version, text)
 redis.call('HSET', aliases, 'newest', version)
 if is_base == '1' then redis.call('HSET', aliases, 'base', version) end
 announce(text)
-local same = false
-if known then
-  local before = cjson.decode(known).manifest_digest
-  same = before == cjson.null or digest == '' or before == digest
-end
 if not same then
   -- Other weights than those that were refused under this number.
   redis.call('SREM', refused, version)

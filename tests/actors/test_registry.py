@@ -225,6 +225,20 @@ def test_other_weights_under_the_same_number_are_published_again(registry):
     assert [event.kind for event in registry.events("0", 0)] == [EventKind.PUBLISHED] * 2
 
 
+def test_a_version_that_is_announced_again_keeps_its_score_and_its_checkpoint(registry):
+    registry.announce(POLICY)
+    registry.add_checkpoint(3, "/run/checkpoints/rl-000002")
+    registry.score(3, 5, 9)
+    known = registry.version(3)
+    registry.announce(replace(POLICY, weight_store="d1-weights-other", manifest_digest=None))
+    assert registry.version(3) == registry.latest() == replace(known, weight_store="d1-weights-other")
+    assert registry.follow("0", 0)[-1][1] == registry.version(3)
+    # Other weights have neither.
+    other = replace(POLICY, manifest_digest="def")
+    registry.announce(other)
+    assert registry.version(3) == registry.follow("0", 0)[-1][1] == other
+
+
 def test_a_reader_of_events_reads_on_and_knows_when_they_were(registry):
     registry.announce(POLICY)
     (first,) = registry.events("0", 0)
