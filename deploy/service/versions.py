@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 
 from actors.registry import PolicyVersion
 from deploy.service.live import (
@@ -247,7 +248,9 @@ class Versions:
         # A resumed run may have announced other weights under the number since.
         if began_with is not None and announced is not None and not began_with.has_same_weights(announced):
             raise NoSuchVersionError(f"Policy version {version} has other weights now.")
-        policy = began_with or announced or self._locate(version)
+        policy = began_with or announced
+        if policy is None or policy.checkpoint is None:
+            policy = _with_checkpoint(policy, self._locate(version))
         if policy is None:
             raise NoSuchVersionError(f"There is no policy version {wanted} here.")
         return policy
@@ -292,6 +295,13 @@ class Versions:
                     )
                 else:
                     self._changed.wait(_POLL_S)
+
+
+def _with_checkpoint(policy: PolicyVersion | None, on_disk: PolicyVersion | None) -> PolicyVersion | None:
+    """What is known of a version whose store may have moved on since, and of the checkpoint that it may have got."""
+    if policy is None or on_disk is None:
+        return policy or on_disk
+    return replace(policy, checkpoint=on_disk.checkpoint) if policy.has_same_weights(on_disk) else policy
 
 
 def _used(live: Live) -> Live:

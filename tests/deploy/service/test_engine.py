@@ -422,6 +422,35 @@ def test_base_is_what_the_rounds_began_with(run_dir, add_checkpoint, versions):
     assert [policy.version for policy in versions.live] == [1, 5]
 
 
+def test_a_version_that_its_store_has_lost_since_is_answered_from_its_checkpoint(
+    run_dir, add_checkpoint, versions, make_policy, make_sampler
+):
+    def load(policy):
+        if policy.checkpoint is None:
+            raise LookupError("the store moved on")
+        return make_sampler(policy.version)
+
+    versions._load = load
+    announced = make_policy(5, weight_store="d1-weights-tiny", manifest_digest="abc")
+    versions.learn(announced)
+    with pytest.raises(NoSuchVersionError, match="moved on"):
+        versions.acquire(5)
+    versions._locate = Checkpoints(run_dir).locate
+    directory = add_checkpoint(run_dir, 5, "rl", round_index=4)
+    assert versions.acquire(5).policy == replace(announced, checkpoint=str(directory))
+
+
+def test_a_checkpoint_of_other_weights_is_not_taken_for_those_that_were_announced(versions, make_policy):
+    def gone(_):
+        raise LookupError("the store moved on")
+
+    versions._load = gone
+    versions._locate = lambda version: make_policy(version, checkpoint="/other", manifest_digest="def")
+    versions.learn(make_policy(5, weight_store="d1-weights-tiny", manifest_digest="abc"))
+    with pytest.raises(NoSuchVersionError, match="moved on"):
+        versions.acquire(5)
+
+
 def test_a_damaged_checkpoint_is_found_out_when_it_is_loaded_and_not_each_time_it_is_named(
     run_dir, add_checkpoint, make_policy, make_sampler
 ):
