@@ -221,7 +221,8 @@ class Registry:
     def add_checkpoint(self, version: int, directory: str) -> bool:
         """Write down where a version's weights lie, and announce it if the version is the newest, as `score` does.
 
-        A service on another cluster reaches no weight store, and can load a version from then on.
+        A service on another cluster reaches no weight store, and can load a version from then on. A version that was
+        refused is no longer: it may be whole there.
         """
         return self._update(version, checkpoint=directory)
 

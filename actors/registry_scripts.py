@@ -68,7 +68,11 @@ local version, news = unpack(ARGV)
 local text = redis.call('HGET', facts, version)
 if not text then return 0 end
 local policy = cjson.decode(text)
-for name, value in pairs(cjson.decode(news)) do policy[name] = value end
+for name, value in pairs(cjson.decode(news)) do
+  -- What was refused as it came from elsewhere may be whole there.
+  if name == 'checkpoint' and policy.checkpoint ~= value then redis.call('SREM', refused, version) end
+  policy[name] = value
+end
 text = cjson.encode(policy)
 redis.call('HSET', facts, version, text)
 if redis.call('HGET', aliases, 'newest') ~= version then return 0 end

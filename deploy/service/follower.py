@@ -145,7 +145,8 @@ class VersionFollower:
                 self._versions.adopt(policy, is_chosen=is_chosen, still_wanted=self._is_unhindered)
             except (NoSuchVersionError, RefusedVersionError) as error:
                 self._count(str(error), registry_reachable=True)
-                if not self._is_served_elsewhere(policy):
+                # What is out of reach of this engine may be in reach of others, or of this one later.
+                if isinstance(error, RefusedVersionError) and not self._is_served_elsewhere(policy):
                     self._registry.refuse(policy.version, str(error))
                 self._given_up.append(_key(policy, is_chosen))
             except NoRoomError:

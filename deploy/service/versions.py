@@ -147,7 +147,7 @@ class Versions:
                 self._serve(live)
             finally:
                 self.release(live)
-        except (NoSuchVersionError, RefusedVersionError) as error:
+        except RefusedVersionError as error:
             self._refuse(policy, str(error))
             raise
         self._take_over(policy)
@@ -227,6 +227,9 @@ class Versions:
                 self._current.used_at_s = time.monotonic()
                 self._current = live
                 self.num_swaps += 1
+            # Other weights than those that were refused under this number, or whole ones from elsewhere.
+            allowed = [one for one in self._refused if one.version != live.policy.version]
+            self._refused = deque(allowed, maxlen=_MAX_REFUSED)
             self._changed.notify_all()
 
     def _find(self, policy: PolicyVersion) -> Live | None:

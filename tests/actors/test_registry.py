@@ -219,6 +219,18 @@ def test_a_refusal_is_told_once_of_the_same_weights(registry):
     assert kinds == [EventKind.PUBLISHED, EventKind.REFUSED, EventKind.PUBLISHED, EventKind.REFUSED]
 
 
+def test_a_version_that_lies_elsewhere_now_is_refused_no_longer(registry):
+    registry.announce(POLICY)
+    registry.refuse(3, "it arrived damaged")
+    registry.score(3, 5, 9)
+    assert registry.standing().refused == {3}
+    registry.add_checkpoint(3, "/run/checkpoints/rl-000002")
+    assert registry.standing().refused == frozenset()
+    registry.refuse(3, "it is damaged there too")
+    registry.add_checkpoint(3, "/run/checkpoints/rl-000002")
+    assert registry.standing().refused == {3}
+
+
 def test_other_weights_under_the_same_number_are_published_again(registry):
     registry.announce(POLICY)
     registry.announce(replace(POLICY, manifest_digest="def"))

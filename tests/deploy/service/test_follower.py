@@ -130,6 +130,53 @@ def test_weights_that_are_gone_are_asked_for_again_when_they_lie_elsewhere(versi
     assert versions.policy.version == 2
 
 
+def test_versions_out_of_reach_are_not_refused_and_engines_serve_them_once_they_have_a_checkpoint(
+    engine_of, registry, run_dir, make_policy
+):
+    def engine():
+        versions = engine_of()
+        load = versions._load
+
+        def from_checkpoint(policy):
+            if policy.checkpoint is None:
+                raise LookupError("there is no weight store d1-weights-tiny on this cluster")
+            return load(policy)
+
+        versions._load = from_checkpoint
+        return versions, VersionFollower(registry, versions, run_dir)
+
+    old, old_follower = engine()
+    for version in (2, 3, 4):
+        registry.announce(make_policy(version, weight_store="d1-weights-tiny"))
+        assert not old_follower.follow_once(0)
+    assert old.refused == ()
+    assert registry.standing().refused == frozenset()
+    assert EventKind.REFUSED not in dict(kinds(registry))
+    registry.add_checkpoint(4, "/somewhere")
+    # Before another engine has moved the alias.
+    new, new_follower = engine()
+    assert new_follower.catch_up()
+    assert old_follower.follow_once(0)
+    assert new.policy.version == old.policy.version == registry.aliases()["policy"] == 4
+
+
+def test_a_version_that_arrived_damaged_is_served_from_its_checkpoint(versions, follow, registry, make_policy):
+    follower = follow(make_policy(2, weight_store="d1-weights-tiny"))
+    load = versions._load
+
+    def damaged(policy):
+        if policy.checkpoint is None:
+            raise ValueError("the checksum differs")
+        return load(policy)
+
+    versions._load = damaged
+    assert not follower.follow_once(0)
+    assert registry.standing().refused == {2}
+    registry.add_checkpoint(2, "/somewhere")
+    assert follower.follow_once(0)
+    assert (versions.policy.version, versions.refused, registry.standing().refused) == (2, (), frozenset())
+
+
 def test_a_version_that_is_refused_is_counted_and_not_asked_for_again(versions, follow, registry, make_policy):
     follower = follow(make_policy(2))
 
