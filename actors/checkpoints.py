@@ -31,6 +31,8 @@ class Position:
     """The version of the checkpoint's weights."""
     rl_seconds: float
     """Seconds spent in rounds so far: the control gets as many."""
+    manifest_digest: str | None = None
+    """Checksum of the manifest of the checkpoint's tensors; None in one that an earlier d1 wrote."""
 
 
 Rule = Callable[[Position], bool]

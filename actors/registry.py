@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from enum import StrEnum
 from typing import Any, Self, TypeVar
 from urllib.parse import urlsplit
@@ -79,6 +79,12 @@ class PolicyVersion:
         """Whether both name the same weights. A run resumed from a checkpoint announces its versions a second time."""
         digests = {self.manifest_digest, other.manifest_digest} - {None}
         return self.version == other.version and len(digests) < 2
+
+    def with_checkpoint_of(self, on_disk: PolicyVersion | None) -> PolicyVersion:
+        """The same with the checkpoint of `on_disk`, if it has none itself and that one holds these very weights."""
+        if self.checkpoint is not None or on_disk is None or not self.has_same_weights(on_disk):
+            return self
+        return replace(self, checkpoint=on_disk.checkpoint)
 
 
 class EventKind(StrEnum):

@@ -27,8 +27,7 @@ def rebuild(registry: Registry, run_dir: Path, heard: PolicyVersion | None = Non
     versions, newest = history_of(run_dir), None
     if heard is not None:
         known = {policy.version: policy for policy in versions}
-        on_disk = known[heard.version].checkpoint if heard.version in known else None
-        known[heard.version] = replace(heard, checkpoint=heard.checkpoint or on_disk)
+        known[heard.version] = heard.with_checkpoint_of(known.get(heard.version))
         versions, newest = list(known.values()), heard.version
     try:
         admin = read_admin(run_dir)
@@ -46,7 +45,9 @@ def history_of(run_dir: Path) -> list[PolicyVersion]:
         known = versions.get(position.policy_version) or _version(
             position.policy_version, position.round, position.phase
         )
-        versions[position.policy_version] = replace(known, checkpoint=str(directory.resolve()))
+        versions[position.policy_version] = replace(
+            known, checkpoint=str(directory.resolve()), manifest_digest=position.manifest_digest
+        )
     scores = {
         event["policy_version"]: {name: event[name] for name in ("num_correct", "num_problems")}
         for event in events

@@ -283,6 +283,7 @@ class TrainingRun:
         if self._policy.rank:
             return
         directory = self._spec.checkpoints_dir / _checkpoint_name(position.phase, position.round)
+        digest = make_manifest(position.policy_version, weights).digest
         save_checkpoint(
             directory,
             self._policy.config,
@@ -290,7 +291,7 @@ class TrainingRun:
             self._spec.initial_checkpoint,
             adapter=adapter,
             learner_state=state,
-            trainer_state=asdict(position),
+            trainer_state=asdict(replace(position, manifest_digest=digest)),
         )
         self._record(
             "checkpoint",

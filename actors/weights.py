@@ -117,12 +117,18 @@ def store_name(run: str) -> str:
     return f"d1-weights-{run}"
 
 
-def fetch_from(store: Any, version: int, timeout_s: float) -> dict[str, Tensor]:
+def fetch_from(store: Any, version: int, timeout_s: float, digest: str | None = None) -> dict[str, Tensor]:
     """A verified policy version from a store actor.
+
+    Args:
+        store: the actor.
+        version: the policy version.
+        timeout_s: how long it may take.
+        digest: the manifest's that it must have; None: whichever weights have the number now.
 
     Raises:
         LookupError: the store does not have it.
-        ValueError: it arrived damaged.
+        ValueError: it arrived damaged, or has another digest.
         TimeoutError: nothing came within `timeout_s`.
     """
     try:
@@ -133,17 +139,22 @@ def fetch_from(store: Any, version: int, timeout_s: float) -> dict[str, Tensor]:
     except (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError) as error:
         # Gone before it answered, or after: what it owned went with it.
         raise LookupError(f"the weight store is gone, and policy version {version} with it") from error
+    if digest not in (None, manifest.digest):
+        raise ValueError(
+            f"the weight store has other weights under policy version {version} than were announced: "
+            f"their checksum is {manifest.digest[:12]}, and that was {digest[:12]}"
+        )
     verify(manifest, weights)
     return dict(weights)
 
 
-def fetch(store: str, version: int, timeout_s: float) -> dict[str, Tensor]:
+def fetch(store: str, version: int, timeout_s: float, digest: str | None = None) -> dict[str, Tensor]:
     """As `fetch_from`, of the store with that Ray name. Raises LookupError too when there is no such store."""
     try:
         actor = ray.get_actor(store, namespace=NAMESPACE)
     except ValueError as error:
         raise LookupError(f"there is no weight store {store} on this cluster") from error
-    return fetch_from(actor, version, timeout_s)
+    return fetch_from(actor, version, timeout_s, digest)
 
 
 def _checksum(tensor: Tensor) -> int:

@@ -21,7 +21,7 @@ from learner.model.checkpoint import load_config, load_policy, save_checkpoint
 from learner.model.families import make_model
 from learner.model.hub import find_checkpoint
 from learner.model.tokenizer import EOS, MASK, ChatTokenizer, make_tokenizer
-from learner.model.transformer import TransformerConfig, init_weights
+from learner.model.transformer import Transformer, TransformerConfig, init_weights
 from rewards import Split, make_task
 from rewards.data.demonstrations import read_demonstrations
 
@@ -132,7 +132,6 @@ def _source(recipe: Recipe, start_from: Path | None) -> Path | None:
 
 
 def _write_initial(recipe: Recipe, directory: Path, source: Path | None) -> None:
-    state = asdict(Position(phase=Phase.UNTRAINED, round=0, policy_version=0, rl_seconds=0.0))
     canvas_tokens = recipe.rollout.max_prompt_tokens + recipe.rollout.sampling.gen_length
     sft_tokens = recipe.sft.max_tokens or canvas_tokens
     if source is not None:
@@ -147,15 +146,25 @@ def _write_initial(recipe: Recipe, directory: Path, source: Path | None) -> None
                 f"rollout.sampling.gen_length is {canvas_tokens}"
             )
         ChatTokenizer(source)
-        save_checkpoint(directory, config, load_policy(source).state_dict(), source, trainer_state=state)
+        _save_initial(directory, load_policy(source), source)
         return
     tokenizer_dir = directory.parent / ".tokenizer"
     make_tokenizer(_texts(recipe), tokenizer_dir, recipe.model.vocab_size)
     config = _scratch_config(recipe.model, ChatTokenizer(tokenizer_dir), max(canvas_tokens, sft_tokens))
     model = make_model(config)
     init_weights(model, recipe.seed, recipe.model.init_scale)
-    save_checkpoint(directory, config, model.state_dict(), tokenizer_dir, trainer_state=state)
+    _save_initial(directory, model, tokenizer_dir)
     shutil.rmtree(tokenizer_dir)
+
+
+def _save_initial(directory: Path, model: Transformer, tokenizer_from: Path) -> None:
+    # It imports Ray, which takes seconds: not where a recipe is only looked at.
+    from actors.weights import make_manifest
+
+    weights = dict(model.named_parameters())
+    digest = make_manifest(0, weights).digest
+    position = Position(phase=Phase.UNTRAINED, round=0, policy_version=0, rl_seconds=0.0, manifest_digest=digest)
+    save_checkpoint(directory, model.config, weights, tokenizer_from, trainer_state=asdict(position))
 
 
 def _scratch_config(section: ModelSection, tokenizer: ChatTokenizer, canvas_tokens: int) -> TransformerConfig:

@@ -18,7 +18,10 @@ import pytest
 import ray
 from safetensors.torch import load_file
 
+from actors.checkpoints import read_position
 from actors.run_log import read_events
+from actors.weights import make_manifest
+from learner.model.checkpoint import load_policy
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
 
@@ -109,6 +112,10 @@ def test_a_run_leaves_what_it_promises(cluster: dict[str, str], folder: Path, fi
     assert list((run_dir / "tensorboard").glob("events.*"))
     assert (run_dir / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert not list(run_dir.glob("**/*.pkl")), "nothing is pickled to disk"
+    for checkpoint in (run_dir / "checkpoints").iterdir():
+        # As the learner that goes on from it announces them.
+        weights = dict(load_policy(checkpoint).named_parameters())
+        assert read_position(checkpoint).manifest_digest == make_manifest(0, weights).digest
     shown = _d1(cluster, "runs", "show", str(run_dir))
     assert "SFT + RL" in shown.stdout
 

@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+import structlog
 import yaml
 from pydantic import ValidationError
 
@@ -76,7 +77,7 @@ def _version_of(position: Position, directory: Path, run_dir: Path) -> PolicyVer
         num_problems=scores[-1]["num_problems"] if scores else None,
         checkpoint=str(directory),
         weight_store=None,
-        manifest_digest=None,
+        manifest_digest=position.manifest_digest,
     )
 
 
@@ -127,7 +128,7 @@ def plain_checkpoint(directory: Path) -> PolicyVersion:
         num_problems=None,
         checkpoint=str(directory),
         weight_store=None,
-        manifest_digest=None,
+        manifest_digest=None if position is None else position.manifest_digest,
     )
 
 
@@ -143,14 +144,14 @@ def load_sampler(policy: PolicyVersion, config_dir: Path, engine: EngineConfig, 
     Raises:
         LookupError: neither the store nor a checkpoint has it. The store may have moved on to newer versions.
         TimeoutError: the store did not answer.
-        ValueError: what came is damaged or of another shape.
+        ValueError: what came is damaged, of another shape, or not the weights that were announced.
     """
     if policy.weight_store is not None:
         # Ray is not imported where only checkpoints are served.
         from actors.weights import fetch
 
         try:
-            weights = fetch(policy.weight_store, policy.version, _FETCH_TIMEOUT_S)
+            weights = fetch(policy.weight_store, policy.version, _FETCH_TIMEOUT_S, policy.manifest_digest)
         except LookupError:
             if policy.checkpoint is None:
                 raise
@@ -166,6 +167,28 @@ def load_sampler(policy: PolicyVersion, config_dir: Path, engine: EngineConfig, 
     if policy.checkpoint is None:
         raise LookupError(f"policy version {policy.version} was announced without a store or a checkpoint")
     directory = Path(policy.checkpoint)
-    if (directory / MANIFEST).is_file():
-        verify_checkpoint(directory)
+    _verify(policy, directory)
     return Sampler(load_policy(directory, engine.torch_dtype).to(device), policy.version, engine)
+
+
+def _verify(policy: PolicyVersion, directory: Path) -> None:
+    """Raise ValueError where a checkpoint is damaged, or holds other weights than those that were announced."""
+    if policy.manifest_digest is None and not any((directory / name).is_file() for name in (MANIFEST, STATE)):
+        structlog.get_logger().warning("checkpoint_unverified", path=str(directory), why=f"it has no {MANIFEST}")
+        return
+    verify_checkpoint(directory)
+    if policy.manifest_digest is None:
+        return
+    digest = read_position(directory).manifest_digest or _digest_of(directory)
+    if digest != policy.manifest_digest:
+        raise ValueError(
+            f"{directory} holds other weights than were announced: their checksum is {digest[:12]}, and that was "
+            f"{policy.manifest_digest[:12]}"
+        )
+
+
+def _digest_of(directory: Path) -> str:
+    """Of a checkpoint that an earlier d1 wrote, the checksum that one of today says itself."""
+    from actors.weights import make_manifest
+
+    return make_manifest(0, dict(load_policy(directory).named_parameters())).digest

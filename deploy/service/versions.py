@@ -10,7 +10,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 
 from actors.registry import PolicyVersion
 from deploy.service.live import (
@@ -253,7 +252,9 @@ class Versions:
             raise NoSuchVersionError(f"Policy version {version} has other weights now.")
         policy = began_with or announced
         if policy is None or policy.checkpoint is None:
-            policy = _with_checkpoint(policy, self._locate(version))
+            # Its store may have moved on, and it may have got a checkpoint since.
+            on_disk = self._locate(version)
+            policy = on_disk if policy is None else policy.with_checkpoint_of(on_disk)
         if policy is None:
             raise NoSuchVersionError(f"There is no policy version {wanted} here.")
         return policy
@@ -298,13 +299,6 @@ class Versions:
                     )
                 else:
                     self._changed.wait(_POLL_S)
-
-
-def _with_checkpoint(policy: PolicyVersion | None, on_disk: PolicyVersion | None) -> PolicyVersion | None:
-    """What is known of a version whose store may have moved on since, and of the checkpoint that it may have got."""
-    if policy is None or on_disk is None:
-        return policy or on_disk
-    return replace(policy, checkpoint=on_disk.checkpoint) if policy.has_same_weights(on_disk) else policy
 
 
 def _used(live: Live) -> Live:

@@ -88,6 +88,14 @@ def test_damaged_weights_are_never_used(store: Any, spec: RunSpec, plan: RunPlan
             ray.get(sampler.generate.remote(_generation(1), plan.round_portion(0, 0)), timeout=60)
 
 
+def test_other_weights_than_were_announced_are_not_fetched(store: Any, spec: RunSpec) -> None:
+    _publish(store, 1, _weights(spec, 1.0))
+    digest = make_manifest(1, _weights(spec, 1.0)).digest
+    assert fetch_from(store, 1, 30, digest).keys() == _weights(spec, 1.0).keys()
+    with pytest.raises(ValueError, match=f"checksum is {digest[:12]}, and that was dead"):
+        fetch_from(store, 1, 30, "dead" * 16)
+
+
 def test_the_store_keeps_the_newest_versions_and_forgets_a_future_that_was_given_up(store: Any, spec: RunSpec) -> None:
     for version in (1, 2, 3):
         _publish(store, version, _weights(spec, 1.0))

@@ -56,7 +56,9 @@ EVENTS = [
 def run_dir(policy: Transformer, tmp_path: Path) -> Path:
     run = tmp_path / "tiny"
     for name, (phase, round_, version) in POSITIONS.items():
-        position = Position(phase=phase, round=round_, policy_version=version, rl_seconds=0.0)
+        position = Position(
+            phase=phase, round=round_, policy_version=version, rl_seconds=0.0, manifest_digest=f"digest of {version}"
+        )
         save_checkpoint(
             run / "checkpoints" / name, policy.config, policy.state_dict(), tmp_path, trainer_state=asdict(position)
         )
@@ -136,6 +138,23 @@ def test_what_a_service_has_heard_of_is_announced_again(run_dir: Path, registry:
     registry.announce(newer)
     assert rebuild(registry, run_dir, heard) == 0
     assert registry.latest() == newer
+
+
+def test_the_checksums_of_what_has_a_checkpoint_are_filled_in(run_dir: Path, registry: Registry) -> None:
+    rebuild(registry, run_dir)
+    assert [known.manifest_digest for known in registry.versions()] == [
+        "digest of 0",
+        "digest of 1",
+        None,
+        "digest of 3",
+        None,
+    ]
+
+
+def test_what_was_heard_of_has_no_checkpoint_of_other_weights(run_dir: Path, registry: Registry) -> None:
+    heard = replace(history_of(run_dir)[3], checkpoint=None, weight_store="d1-weights-tiny", manifest_digest="other")
+    rebuild(registry, run_dir, heard)
+    assert registry.latest() == heard
 
 
 def test_what_was_heard_of_keeps_its_checkpoint(run_dir: Path, registry: Registry) -> None:

@@ -8,8 +8,9 @@ import redis
 from actors.registry import AdminState, EventKind, Registry
 from actors.registry_files import write_admin
 from deploy.service.follower import VersionFollower
-from deploy.service.run_files import Checkpoints, latest_checkpoint
+from deploy.service.run_files import Checkpoints, latest_checkpoint, load_sampler
 from deploy.service.versions import Versions
+from rollout.config import EngineConfig
 from rollout.sampler import Sampler
 
 
@@ -158,6 +159,18 @@ def test_versions_out_of_reach_are_not_refused_and_engines_serve_them_once_they_
     assert new_follower.catch_up()
     assert old_follower.follow_once(0)
     assert new.policy.version == old.policy.version == registry.aliases()["policy"] == 4
+
+
+def test_a_version_with_another_checksum_than_was_announced_stays_out_and_says_so(
+    versions, follow, registry, run_dir, add_checkpoint, make_policy
+):
+    directory = add_checkpoint(run_dir, 2)
+    versions._load = lambda policy: load_sampler(policy, directory, EngineConfig())
+    follower = follow(make_policy(2, checkpoint=str(directory), manifest_digest="dead" * 16))
+    assert not follower.follow_once(0)
+    assert versions.policy.version == 1
+    assert registry.standing().refused == {2}
+    assert "holds other weights than were announced" in versions.refused[0].why
 
 
 def test_a_version_that_arrived_damaged_is_served_from_its_checkpoint(versions, follow, registry, make_policy):

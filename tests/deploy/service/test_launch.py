@@ -2,16 +2,18 @@
 
 import json
 import stat
+from dataclasses import replace
 
 import pytest
 
-from actors.weights import fetch
+from actors.weights import fetch, make_manifest
 from deploy.errors import UserError
 from deploy.service import banner, launch
 from deploy.service.keys import Keys, own_key, read_keys
 from deploy.service.launch import banner_of_key, serve_checkpoint, serve_run
-from deploy.service.run_files import latest_checkpoint, load_sampler
+from deploy.service.run_files import latest_checkpoint, load_sampler, plain_checkpoint
 from deploy.service.source import Source
+from learner.model.checkpoint import save_checkpoint
 from rollout.config import EngineConfig
 
 
@@ -49,7 +51,7 @@ def test_what_is_no_run_is_refused_in_a_sentence(tmp_path, run_dir):
 
 
 def test_weights_that_the_store_lost_come_from_the_checkpoint(run_dir, make_policy, monkeypatch):
-    def gone(store, version, timeout_s):
+    def gone(store, version, timeout_s, digest):
         raise LookupError(f"{store} has no {version}")
 
     assert fetch.__name__ == "fetch"
@@ -66,13 +68,59 @@ def test_weights_that_the_store_lost_come_from_the_checkpoint(run_dir, make_poli
 def test_weights_of_a_store_become_the_policy(run_dir, make_model, make_policy, monkeypatch):
     weights = make_model(2).state_dict()
     checkpoint = run_dir / "checkpoints" / "sft-1"
-    monkeypatch.setattr("actors.weights.fetch", lambda store, version, timeout_s: weights)
+    monkeypatch.setattr("actors.weights.fetch", lambda store, version, timeout_s, digest: weights)
     loaded = load_sampler(make_policy(2, weight_store="s"), checkpoint, EngineConfig()).model.state_dict()
     assert loaded.keys() == weights.keys()
     assert all(loaded[name].equal(weights[name]) for name in weights)
     del weights["head.weight"]
     with pytest.raises(RuntimeError, match=r"head\.weight"):
         load_sampler(make_policy(2, weight_store="s"), checkpoint, EngineConfig())
+
+
+@pytest.fixture
+def digested(tiny_config, tokenizer_dir, make_model, run_dir):
+    """A checkpoint of version 2 that says its checksum, and that checksum."""
+    weights = make_model(2).state_dict()
+    digest = make_manifest(2, weights).digest
+    directory = run_dir / "checkpoints" / "rl-2"
+    state = {"phase": "rl", "round": 1, "policy_version": 2, "rl_seconds": 0.0, "manifest_digest": digest}
+    save_checkpoint(directory, tiny_config, weights, tokenizer_dir, trainer_state=state)
+    return directory, digest
+
+
+def test_a_checkpoint_says_the_checksum_of_its_weights(run_dir, digested):
+    directory, digest = digested
+    assert latest_checkpoint(run_dir).manifest_digest == plain_checkpoint(directory).manifest_digest == digest
+
+
+@pytest.mark.parametrize("name", ["rl-2", "sft-1"])
+def test_a_checkpoint_of_other_weights_than_were_announced_is_refused(run_dir, make_model, make_policy, digested, name):
+    """One that says its checksum, and one of an earlier d1, which does not."""
+    directory, version = run_dir / "checkpoints" / name, int(name[-1])
+    digest = make_manifest(version, make_model(version).state_dict()).digest
+    policy = make_policy(version, checkpoint=str(directory), manifest_digest=digest)
+    assert load_sampler(policy, directory, EngineConfig()).policy_version == version
+    words = (
+        f"{name} holds other weights than were announced: their checksum is {digest[:12]}, and that was deaddeaddead"
+    )
+    with pytest.raises(ValueError, match=words):
+        load_sampler(replace(policy, manifest_digest="dead" * 16), directory, EngineConfig())
+
+
+def test_a_checkpoint_without_checksums_is_none_that_was_announced(make_policy, digested, capsys):
+    directory, digest = digested
+    (directory / "manifest.json").unlink()
+    announced = make_policy(2, checkpoint=str(directory), manifest_digest=digest)
+    for policy in (announced, replace(announced, manifest_digest=None)):
+        with pytest.raises(ValueError, match=r"has no manifest\.json"):
+            load_sampler(policy, directory, EngineConfig())
+    (directory / "trainer_state.json").unlink()
+    with pytest.raises(ValueError, match=r"has no manifest\.json"):
+        load_sampler(announced, directory, EngineConfig())
+    # Of another tool, which writes neither.
+    assert capsys.readouterr() == ("", "")
+    assert load_sampler(plain_checkpoint(directory), directory, EngineConfig()).policy_version == 0
+    assert "checkpoint_unverified" in "".join(capsys.readouterr())
 
 
 @pytest.fixture
