@@ -28,7 +28,7 @@ from actors.pools import Pools, PortionFailedError
 from actors.registry import PolicyVersion, Registry
 from actors.registry_files import rebuild
 from actors.round_stats import readable_samples, round_stats
-from actors.run_log import Event, RunLog
+from actors.run_log import Event, RunLog, began_at
 from actors.spec import Phase, RunSpec
 from learner.model.tokenizer import ChatTokenizer
 from rewards import Outcome
@@ -174,7 +174,8 @@ class Coordinator:
             weight_store=self._store_name,
             manifest_digest=manifest_digest,
         )
-        knew_any = await self._tell_registry(self._registry.announce, self._announced)
+        began = began_at(self._log.events_since(0))
+        knew_any = await self._tell_registry(self._registry.announce, self._announced, began)
         if knew_any is False:
             # New, or Redis has lost its data: the registry gets what the run directory says.
             await self._tell_registry(rebuild, self._registry, self._spec.run_dir)

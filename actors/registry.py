@@ -187,7 +187,7 @@ class Registry:
         # Without the password: this is what error messages show.
         self._address = f"{parts.hostname}:{parts.port}"
         self._keys = [f"d1:{run}:{name}" for name in scripts.KEYS]
-        self._facts, self._stream, self._aliases, self._paused, self._events, self._refused = self._keys
+        self._facts, self._stream, self._aliases, self._paused, self._events, self._refused, _ = self._keys
         # RESP 2: replies have one shape for every server.
         self._redis = redis.Redis.from_url(
             url,
@@ -206,16 +206,21 @@ class Registry:
 
     # Versions.
 
-    def announce(self, policy: PolicyVersion) -> bool:
+    def announce(self, policy: PolicyVersion, began_at: float | None = None) -> bool:
         """Make `policy` the newest version. Announced again with the same weights, it only brings its new facts.
 
         What it does not say stays as it was known: a run that is resumed does not know the score.
 
-        False when the registry knew no version before: it is new, or has lost what it knew.
+        Args:
+            policy: the version.
+            began_at: when its run began (unix time); what is known of a run that began earlier under the same name is
+                forgotten. None: not known, and nothing is.
+
+        Returns:
+            False when the registry knew no version of the run before: it is new, or has lost what it knew.
         """
-        is_base = policy.phase in _BASE_PHASES
-        digest = policy.manifest_digest or ""
-        return bool(self._run(scripts.ANNOUNCE, policy.version, policy.to_json(), digest, int(is_base)))
+        digest, is_base = policy.manifest_digest or "", int(policy.phase in _BASE_PHASES)
+        return bool(self._run(scripts.ANNOUNCE, _time(began_at), policy.version, policy.to_json(), digest, is_base))
 
     def score(self, version: int, num_correct: int, num_problems: int) -> bool:
         """Write down a version's held-out score, and announce it if the version is the newest.
@@ -324,18 +329,25 @@ class Registry:
 
     # All of it.
 
-    def restore(self, versions: Sequence[PolicyVersion], admin: AdminState, newest: int | None = None) -> int:
+    def restore(
+        self,
+        versions: Sequence[PolicyVersion],
+        admin: AdminState,
+        newest: int | None = None,
+        began_at: float | None = None,
+    ) -> int:
         """Fill in what is absent, and announce a version if none was announced.
 
-        What is there stays as it is. That version is `newest`, one of `versions`, or else the newest that has a
-        checkpoint. Returns how many versions were absent; 0 when there was nothing to do.
+        What is there stays as it is, unless it is of a run that began before `began_at`, as in `announce`. That version
+        is `newest`, one of `versions`, or else the newest that has a checkpoint. Returns how many versions were absent;
+        0 when there was nothing to do.
         """
         with_checkpoint = (policy.version for policy in versions if policy.checkpoint is not None)
         last = newest if newest is not None else max(with_checkpoint, default="")
         base = max((policy.version for policy in versions if policy.phase in _BASE_PHASES), default="")
         facts = [fact for policy in versions for fact in (policy.version, policy.to_json())]
         pinned = "" if admin.pinned is None else admin.pinned
-        return self._run(scripts.RESTORE, last, base, pinned, int(admin.is_paused), *facts)
+        return self._run(scripts.RESTORE, _time(began_at), last, base, pinned, int(admin.is_paused), *facts)
 
     def close(self) -> None:
         """Close the connections."""
@@ -391,3 +403,7 @@ def _is_of_type(name: str, value: object) -> bool:
     if name in ("version", "round"):
         return type(value) is int and value >= 0
     return isinstance(value, str) or (value is None and name != "phase")
+
+
+def _time(began_at: float | None) -> str:
+    return "" if began_at is None else repr(began_at)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from actors.checkpoints import checkpoints_to_answer
 from actors.registry import NOTHING_HELD, AdminState, PolicyVersion, Registry
-from actors.run_log import CHECKPOINTS, Event, read_events
+from actors.run_log import CHECKPOINTS, Event, began_at, read_events
 from actors.spec import Phase
 
 ADMIN = "admin.json"
@@ -24,7 +24,8 @@ def rebuild(registry: Registry, run_dir: Path, heard: PolicyVersion | None = Non
     versions were absent. Raises ConnectionError as the registry does, and ValueError, when all else is filled in, where
     RUN/admin.json is damaged.
     """
-    versions, newest = history_of(run_dir), None
+    events = read_events(run_dir)
+    versions, newest, began = _history(events, run_dir), None, began_at(events)
     if heard is not None:
         known = {policy.version: policy for policy in versions}
         known[heard.version] = heard.with_checkpoint_of(known.get(heard.version))
@@ -32,14 +33,17 @@ def rebuild(registry: Registry, run_dir: Path, heard: PolicyVersion | None = Non
     try:
         admin = read_admin(run_dir)
     except ValueError:
-        registry.restore(versions, NOTHING_HELD, newest)
+        registry.restore(versions, NOTHING_HELD, newest, began)
         raise
-    return registry.restore(versions, admin, newest)
+    return registry.restore(versions, admin, newest, began)
 
 
 def history_of(run_dir: Path) -> list[PolicyVersion]:
     """The versions of a run that a service may answer from, oldest first, with the scores and checkpoints they have."""
-    events = read_events(run_dir)
+    return _history(read_events(run_dir), run_dir)
+
+
+def _history(events: list[Event], run_dir: Path) -> list[PolicyVersion]:
     versions = _from_rounds(events)
     for position, directory in checkpoints_to_answer(run_dir / CHECKPOINTS):
         known = versions.get(position.policy_version) or _version(

@@ -5,15 +5,28 @@ A script names its keys and values at its head. Every one gets all keys of a run
 
 from __future__ import annotations
 
-KEYS = ("facts", "versions", "aliases", "paused", "events", "refused")
+KEYS = ("facts", "versions", "aliases", "paused", "events", "refused", "began_at")
 """Version to its facts (hash), announcements (stream), alias to version (hash), whether paused, events (stream), the
-versions that were refused (set)."""
+versions that were refused (set), when the run began that all of this is of (unix time)."""
 FIELD = b"json"
 """The one field of an entry of a stream."""
 _MAX_ANNOUNCEMENTS, _MAX_EVENTS = 1000, 10_000
 
 _PRELUDE = f"""
-local facts, announced, aliases, paused, events, refused = unpack(KEYS)
+local facts, announced, aliases, paused, events, refused, began_at = unpack(KEYS)
+
+-- What an earlier run of the same name left is not this run's. A time may be empty: not known.
+local function begin(time)
+  local before = redis.call('GET', began_at)
+  if time == '' or before and tonumber(time) <= tonumber(before) then return end
+  if before then
+    redis.call('DEL', facts, aliases, paused, refused)
+    -- Not deleted: their ids go on rising, and who reads them reads on.
+    redis.call('XTRIM', announced, 'MAXLEN', 0)
+    redis.call('XTRIM', events, 'MAXLEN', 0)
+  end
+  redis.call('SET', began_at, time)
+end
 
 local function announce(text)
   redis.call('XADD', announced, 'MAXLEN', '~', {_MAX_ANNOUNCEMENTS}, '*', '{FIELD.decode()}', text)
@@ -35,7 +48,8 @@ end
 ANNOUNCE = (
     _PRELUDE
     + """
-local version, text, digest, is_base = unpack(ARGV)
+local began, version, text, digest, is_base = unpack(ARGV)
+begin(began)
 local known = redis.call('HGET', facts, version)
 local knew_any = redis.call('HEXISTS', aliases, 'newest')
 local before = known and cjson.decode(known)
@@ -144,9 +158,10 @@ return 1
 RESTORE = (
     _PRELUDE
     + """
-local newest, base, pinned, is_paused = unpack(ARGV)
+local began, newest, base, pinned, is_paused = unpack(ARGV)
+begin(began)
 local num_added = 0
-for i = 5, #ARGV, 2 do num_added = num_added + redis.call('HSETNX', facts, ARGV[i], ARGV[i + 1]) end
+for i = 6, #ARGV, 2 do num_added = num_added + redis.call('HSETNX', facts, ARGV[i], ARGV[i + 1]) end
 if base ~= '' then redis.call('HSETNX', aliases, 'base', base) end
 if pinned ~= '' and redis.call('HEXISTS', facts, pinned) == 1 then
   redis.call('HSETNX', aliases, 'pinned', pinned)

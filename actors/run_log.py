@@ -170,6 +170,11 @@ def _open_at_line_end(path: Path) -> TextIO:
     return path.open("a", encoding="utf-8")
 
 
+def began_at(events: Sequence[Event]) -> float | None:
+    """When a run began (unix time), which tells it from others of its name; None where no event says so."""
+    return next((event.get("began_at") for event in events if event["event"] == "run"), None)
+
+
 def read_events(directory: Path) -> list[Event]:
     """The events of a run directory; a last line that a crash cut short is left out."""
     path = directory / METRICS

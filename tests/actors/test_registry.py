@@ -298,6 +298,31 @@ def test_what_an_operator_wants_is_kept_and_told_once(registry):
     assert kinds == ["published", "pinned", "paused", "published", "unpinned", "resumed"]
 
 
+def test_a_run_takes_nothing_over_from_an_earlier_one_of_its_name(registry):
+    assert not registry.announce(replace(POLICY, version=9), 1700000000.25)
+    registry.move("policy", 9, expected=None)
+    registry.refuse(9, "worse")
+    registry.pin(9)
+    registry.pause(True)
+    last_id, last_event = registry.follow("0", 0)[-1][0], registry.last_events(1)[0].id
+    # Resumed it keeps its state, and so it does where nobody says when it began.
+    for began_at in (1700000000.25, None):
+        assert registry.announce(replace(POLICY, version=9), began_at)
+        assert registry.admin() == AdminState(pinned=9, is_paused=True)
+    first = replace(POLICY, version=0, round=0, phase="untrained")
+    assert not registry.announce(first, 1700000000.5)
+    assert registry.aliases() == {"newest": 0, "base": 0}
+    assert registry.admin() == AdminState(pinned=None, is_paused=False)
+    assert registry.standing().refused == frozenset()
+    assert registry.versions() == [first]
+    # Who followed the earlier one reads on.
+    assert registry.follow(last_id, 0)[-1][1] == first
+    assert [(event.kind, event.version) for event in registry.events(last_event, 0)] == [(EventKind.PUBLISHED, 0)]
+    # A straggler of the earlier run takes nothing away.
+    registry.restore([POLICY], AdminState(pinned=None, is_paused=False), None, 1700000000.25)
+    assert registry.latest() == first
+
+
 def test_versions_of_another_manifest_are_other_weights():
     assert not POLICY.has_same_weights(replace(POLICY, manifest_digest="def"))
     assert POLICY.has_same_weights(replace(POLICY, manifest_digest=None))

@@ -12,7 +12,7 @@ import pytest
 import redis
 
 from actors.checkpoints import Position
-from actors.registry import AdminState, EventKind, PolicyVersion, Registry
+from actors.registry import NOTHING_HELD, AdminState, EventKind, PolicyVersion, Registry
 from actors.registry_files import history_of, read_admin, rebuild, write_admin
 from actors.registry_server import ValkeyServer, free_port
 from actors.spec import Phase
@@ -195,11 +195,33 @@ def test_a_service_serves_on_when_redis_has_lost_its_data(
     assert newest.version == 4
 
 
+def test_a_registry_that_knows_an_earlier_run_of_the_name_is_filled_anew(run_dir: Path, registry: Registry) -> None:
+    registry.announce(replace(history_of(run_dir)[4], version=9, checkpoint="/gone"), 1.0)
+    registry.move("policy", 9, expected=None)
+    registry.pin(9)
+    registry.pause(True)
+    _began_at(run_dir, 2.0)
+    assert rebuild(registry, run_dir) == 5
+    assert registry.aliases() == {"newest": 3, "base": 1}
+    assert registry.admin() == NOTHING_HELD
+    # What serves, and what an operator wants, outlives the next start of a service.
+    registry.move("policy", 3, expected=None)
+    registry.pin(1)
+    assert rebuild(registry, run_dir) == 0
+    assert registry.aliases() == {"newest": 3, "base": 1, "policy": 3, "pinned": 1}
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"pinned": 1}', '{"pinned": 1, "is_paused": true, "more": 1}'])
 def test_a_damaged_file_of_what_an_operator_wants_is_named(run_dir: Path, text: str) -> None:
     (run_dir / "admin.json").write_text(text)
     with pytest.raises(ValueError, match=r"admin\.json is damaged"):
         read_admin(run_dir)
+
+
+def _began_at(run_dir: Path, time_s: float) -> None:
+    first, *others = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.dumps(event) + "\n" for event in (first | {"began_at": time_s}, *others)]
+    (run_dir / "metrics.jsonl").write_text("".join(lines))
 
 
 def _follow(registry: Registry, last_id: str, served: PolicyVersion | None) -> tuple[PolicyVersion | None, str]:

@@ -5,7 +5,7 @@ import time
 import pytest
 import redis
 
-from actors.registry import AdminState, EventKind, Registry
+from actors.registry import NOTHING_HELD, AdminState, EventKind, Registry
 from actors.registry_files import write_admin
 from deploy.service.follower import VersionFollower
 from deploy.service.run_files import Checkpoints, latest_checkpoint, load_sampler
@@ -395,6 +395,21 @@ def test_weights_that_a_resumed_run_makes_anew_do_not_replace_what_is_held(versi
     registry.pause(False)
     follower.follow_once(0)
     assert versions.policy.manifest_digest == "b"
+
+
+def test_a_service_goes_on_with_a_new_run_of_the_name_and_without_the_pin_of_the_old(
+    versions, follow, registry, make_policy
+):
+    follower = follow()
+    registry.announce(make_policy(9, manifest_digest="old"), 1.0)
+    registry.pin(9)
+    assert follower.follow_once(0)
+    assert versions.policy.version == 9
+    registry.announce(make_policy(2, manifest_digest="new"), 2.0)
+    assert follower.follow_once(0)
+    assert (versions.policy.version, follower.status.num_errors) == (2, 0)
+    assert registry.aliases() == {"newest": 2, "policy": 2}
+    assert follower.status.admin == NOTHING_HELD
 
 
 def test_a_pin_outlives_the_registrys_data(versions, follow, registry, run_dir, add_checkpoint, make_policy):
