@@ -313,9 +313,12 @@ class Registry:
 
     # Events.
 
-    def refuse(self, version: int, why: str) -> bool:
-        """Tell that the service does not serve a version. False where it was told before, of the same weights."""
-        return bool(self._run(scripts.REFUSE, version, why[:_MAX_WHY]))
+    def refuse(self, version: int, why: str, digest: str | None = None) -> bool:
+        """Tell that the service does not serve a version, of weights with that digest where it is known.
+
+        False where it was told before, and where other weights have been announced under the number since.
+        """
+        return bool(self._run(scripts.REFUSE, version, why[:_MAX_WHY], digest or ""))
 
     def events(self, last_id: str, block_ms: int) -> list[RegistryEvent]:
         """The events after entry `last_id`, oldest first; it waits and raises as `follow` does."""

@@ -32,6 +32,12 @@ local function announce(text)
   redis.call('XADD', announced, 'MAXLEN', '~', {_MAX_ANNOUNCEMENTS}, '*', '{FIELD.decode()}', text)
 end
 
+-- As PolicyVersion.has_same_weights means it; a digest may be empty.
+local function is_of(text, digest)
+  local known = cjson.decode(text).manifest_digest
+  return known == cjson.null or digest == '' or known == digest
+end
+
 -- A version and a reason may be empty.
 local function tell(kind, version, why)
   local event = {{kind = kind, version = cjson.null, round = cjson.null, why = cjson.null}}
@@ -52,12 +58,10 @@ local began, version, text, digest, is_base = unpack(ARGV)
 begin(began)
 local known = redis.call('HGET', facts, version)
 local knew_any = redis.call('HEXISTS', aliases, 'newest')
-local before = known and cjson.decode(known)
--- As PolicyVersion.has_same_weights means it.
-local same = before and (before.manifest_digest == cjson.null or digest == '' or before.manifest_digest == digest)
+local same = known and is_of(known, digest)
 if same then
   local policy = cjson.decode(text)
-  for name, value in pairs(before) do
+  for name, value in pairs(cjson.decode(known)) do
     if policy[name] == cjson.null then policy[name] = value end
   end
   text = cjson.encode(policy)
@@ -148,7 +152,9 @@ return 1
 REFUSE = (
     _PRELUDE
     + """
-local version, why = unpack(ARGV)
+local version, why, digest = unpack(ARGV)
+local known = redis.call('HGET', facts, version)
+if known and not is_of(known, digest) then return 0 end
 if redis.call('SADD', refused, version) == 0 then return 0 end
 tell('refused', version, why)
 return 1

@@ -147,7 +147,7 @@ class VersionFollower:
                 self._count(str(error), registry_reachable=True)
                 # What is out of reach of this engine may be in reach of others, or of this one later.
                 if isinstance(error, RefusedVersionError) and not self._is_served_elsewhere(policy):
-                    self._registry.refuse(policy.version, str(error))
+                    self._registry.refuse(policy.version, str(error), policy.manifest_digest)
                 self._given_up.append(_key(policy, is_chosen))
             except NoRoomError:
                 structlog.get_logger().info("swap_waits", policy_version=policy.version)

@@ -219,6 +219,13 @@ def test_a_refusal_is_told_once_of_the_same_weights(registry):
     assert kinds == [EventKind.PUBLISHED, EventKind.REFUSED, EventKind.PUBLISHED, EventKind.REFUSED]
 
 
+def test_weights_that_were_announced_anew_meanwhile_are_not_those_that_are_refused(registry):
+    registry.announce(replace(POLICY, manifest_digest="def"))
+    assert not registry.refuse(3, "the store has other weights by now", "abc")
+    assert registry.standing().refused == frozenset()
+    assert registry.refuse(3, "bad checksum", "def")
+
+
 def test_a_version_that_lies_elsewhere_now_is_refused_no_longer(registry):
     registry.announce(POLICY)
     registry.refuse(3, "it arrived damaged")
