@@ -167,6 +167,10 @@ def load_sampler(policy: PolicyVersion, config_dir: Path, engine: EngineConfig, 
     if policy.checkpoint is None:
         raise LookupError(f"policy version {policy.version} was announced without a store or a checkpoint")
     directory = Path(policy.checkpoint)
+    if not directory.is_dir():
+        raise LookupError(
+            f"policy version {policy.version} should be in {directory}, and this machine has no such folder"
+        )
     _verify(policy, directory)
     return Sampler(load_policy(directory, engine.torch_dtype).to(device), policy.version, engine)
 

@@ -65,6 +65,12 @@ def test_weights_that_the_store_lost_come_from_the_checkpoint(run_dir, make_poli
         load_sampler(make_policy(2), checkpoint, EngineConfig())
 
 
+def test_a_checkpoint_that_this_machine_does_not_see_is_out_of_reach_and_not_refused(run_dir, make_policy):
+    gone = make_policy(2, checkpoint=str(run_dir / "checkpoints" / "rl-2"))
+    with pytest.raises(LookupError, match="this machine has no such folder"):
+        load_sampler(gone, run_dir / "checkpoints" / "sft-1", EngineConfig())
+
+
 def test_weights_of_a_store_become_the_policy(run_dir, make_model, make_policy, monkeypatch):
     weights = make_model(2).state_dict()
     checkpoint = run_dir / "checkpoints" / "sft-1"
