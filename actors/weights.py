@@ -41,12 +41,16 @@ class Manifest:
     version: int
     """The policy version."""
     tensors: tuple[TensorEntry, ...]
-    """Every parameter, in the model's order."""
+    """Every parameter."""
 
     @property
     def digest(self) -> str:
-        """Names the weights themselves: a version that is made again after a rewind may be other weights."""
-        return hashlib.sha256(repr(self.tensors).encode()).hexdigest()
+        """Names the weights themselves: a version that is made again after a rewind may be other weights.
+
+        In whichever order: a learner with layers in 4 bits gives those last, and a checkpoint by name.
+        """
+        tensors = tuple(sorted(self.tensors, key=lambda entry: entry.name))
+        return hashlib.sha256(repr(tensors).encode()).hexdigest()
 
 
 def make_manifest(version: int, weights: Mapping[str, Tensor]) -> Manifest:

@@ -33,3 +33,9 @@ def test_a_manifest_lists_shape_and_dtype() -> None:
     entry = make_manifest(3, WEIGHTS).tensors[1]
     assert (entry.name, entry.shape, entry.dtype) == ("b", (4,), "torch.bfloat16")
     assert replace(entry, checksum=0) != entry
+
+
+def test_a_digest_names_the_weights_in_whichever_order_they_come() -> None:
+    digest = make_manifest(3, WEIGHTS).digest
+    assert make_manifest(4, dict(reversed(WEIGHTS.items()))).digest == digest
+    assert make_manifest(3, WEIGHTS | {"a": WEIGHTS["a"] + 1}).digest != digest
