@@ -88,10 +88,11 @@ class Planner:
     def plan(self, ask: CompletionRequest | ChatRequest) -> Plan:
         """The job of a body. Raises ServiceError."""
         wanted = self.wanted(ask.model)
-        prompts = self._prompts(ask)
-        if len(prompts) * ask.num_choices > MAX_CHOICES:
+        # Before anything is tokenized, which takes time.
+        if ask.num_prompts * ask.num_choices > MAX_CHOICES:
             message = f"A request has at most {MAX_CHOICES} choices: `n` times its prompts."
             raise ServiceError(400, message, "invalid_value", param="n")
+        prompts = self._prompts(ask)
         given, fixed, gap = self._given(ask)
         key = secrets.randbits(63) if ask.seed is None else ask.seed
         requests = [

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from deploy.service.errors import ServiceError
 from rollout.request import Schedule
@@ -14,7 +15,14 @@ MAX_CHOICES = 32
 """Completions of one request."""
 MAX_STOPS = 4
 MAX_STOP_LENGTH = 256
+MAX_CHARACTERS = 2**18
+"""Characters of all prompts or messages of a request: half a second of a core to tokenize them, and a body has room for
+four times as many."""
+MAX_MESSAGES = 256
+MAX_PARTS = 256
+"""Parts of one message."""
 _LARGEST = 2**31 - 1
+_HALF = re.compile("[\ud800-\udfff]")
 
 # OpenAI's and vLLM's fields that this service cannot serve, with the values beside null that ask for nothing.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -48,6 +56,20 @@ _WHY = {
     "top_logprobs": "a diffusion policy commits tokens in any order and has no autoregressive log-probabilities",
     "echo": "it serves to ask for log-probabilities of the prompt, which a diffusion policy does not have",
 }
+
+
+def _whole(text: str) -> str:
+    if _HALF.search(text):
+        raise ValueError("has half of a surrogate pair, which is no text")
+    return text
+
+
+def _check_texts(texts: list[str]) -> None:
+    """Raise ValueError for what is too long to be tokenized, or no text."""
+    if sum(map(len, texts)) > MAX_CHARACTERS:
+        raise ValueError(f"must have at most {MAX_CHARACTERS} characters in all")
+    for text in texts:
+        _whole(text)
 
 
 class _Body(BaseModel):
@@ -96,6 +118,12 @@ class StreamOptions(_Body):
     include_obfuscation: bool = False
 
 
+# Where a field is one thing or another, a validator looks first: pydantic would name each type, and each item that is
+# wrong. The lengths are in the types for the schema.
+_Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
+_Prompt = Annotated[str, Field(max_length=MAX_CHARACTERS)]
+
+
 class Ask(_Body):
     """What completions and chat have in common. What this service cannot do is refused by name."""
 
@@ -111,7 +139,7 @@ class Ask(_Body):
     """Completions of each prompt."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     """Same seed, request and policy version: same text. By default a new one for each request."""
-    stop: str | list[str] | None = None
+    stop: _Stop | Annotated[list[_Stop], Field(max_length=MAX_STOPS)] | None = None
     """The text ends before the first of these."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -133,11 +161,11 @@ class Ask(_Body):
                 raise ServiceError(400, message, "unsupported_parameter", param=name)
         return {name: value for name, value in values.items() if name not in _UNSUPPORTED}
 
-    @field_validator("stop", mode="after")
+    @field_validator("stop", mode="before")
     @classmethod
-    def _stops(cls, stop: str | list[str] | None) -> str | list[str] | None:
-        stops = [stop] if isinstance(stop, str) else stop or []
-        if len(stops) > MAX_STOPS or not all(1 <= len(one) <= MAX_STOP_LENGTH for one in stops):
+    def _stops(cls, stop: Any) -> Any:
+        stops = stop if isinstance(stop, list) else [] if stop is None else [stop]
+        if len(stops) > MAX_STOPS or not all(_is_text(one) and 1 <= len(one) <= MAX_STOP_LENGTH for one in stops):
             raise ValueError(f"must be at most {MAX_STOPS} strings of 1 to {MAX_STOP_LENGTH} characters")
         return stop
 
@@ -145,6 +173,11 @@ class Ask(_Body):
     def stops(self) -> tuple[str, ...]:
         """The stop strings."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def num_prompts(self) -> int:
+        """Prompts that are to be completed."""
+        return 1
 
     @property
     def num_choices(self) -> int:
@@ -170,35 +203,39 @@ class Ask(_Body):
 class CompletionRequest(Ask):
     """`POST /v1/completions`."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: (
+        _Prompt
+        | Annotated[list[_Prompt], Field(max_length=MAX_CHOICES)]
+        | list[int]
+        | Annotated[list[list[int]], Field(max_length=MAX_CHOICES)]
+    )
     """A string is the user's turn of a conversation: the policy was trained on its chat template, so the template is
     applied. A list of token ids is the prompt itself, nothing added. A list of either is as many prompts."""
-    suffix: Annotated[str, Field(max_length=65536)] | None = None
+    suffix: Annotated[str, Field(max_length=65536), AfterValidator(_whole)] | None = None
     """What follows the completion (infill). The prompt is then text, and no user's turn."""
 
     @field_validator("prompt", mode="before")
     @classmethod
     def _prompt(cls, prompt: Any) -> Any:
         is_list = isinstance(prompt, list) and bool(prompt)
+        if is_list and len(prompt) > MAX_CHOICES and not _is_id(prompt[0]):
+            raise ValueError(f"must be at most {MAX_CHOICES} prompts")
         of_one_kind = is_list and any(all(is_one(p) for p in prompt) for is_one in (_is_text, _is_id, _is_ids))
         if not isinstance(prompt, str) and not of_one_kind:
             raise ValueError("must be a string, a list of strings or a list of token ids, and not empty")
-        if any(_is_half(text) for text in [prompt, *prompt] if isinstance(text, str)):
-            raise ValueError("has half of a surrogate pair, which is no text")
+        _check_texts([prompt] if isinstance(prompt, str) else [text for text in prompt if isinstance(text, str)])
         return prompt
-
-    @field_validator("suffix", mode="after")
-    @classmethod
-    def _suffix(cls, suffix: str | None) -> str | None:
-        if suffix is not None and _is_half(suffix):
-            raise ValueError("has half of a surrogate pair, which is no text")
-        return suffix
 
     @property
     def prompts(self) -> list[str | list[int]]:
         """The prompts, one or several."""
         prompt: Any = self.prompt
         return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else list(prompt)
+
+    @property
+    def num_prompts(self) -> int:
+        """As of `Ask`."""
+        return len(self.prompts)
 
 
 class TextPart(_Body):
@@ -212,9 +249,16 @@ class Message(_Body):
     """A turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    content: str | Annotated[list[TextPart], Field(max_length=MAX_PARTS)]
     name: str | None = None
     """Taken and not used."""
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _content(cls, content: Any) -> Any:
+        if not isinstance(content, str) and not (isinstance(content, list) and len(content) <= MAX_PARTS):
+            raise ValueError(f"must be a string or at most {MAX_PARTS} parts")
+        return content
 
     @property
     def text(self) -> str:
@@ -227,19 +271,20 @@ class Message(_Body):
         return {"role": "system" if self.role == "developer" else self.role, "content": self.text}
 
 
+def _conversation(messages: list[Message]) -> list[Message]:
+    _check_texts([message.text for message in messages])
+    return messages
+
+
+_Conversation = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES), AfterValidator(_conversation)]
+
+
 class ChatRequest(Ask):
     """`POST /v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=256)]
+    messages: _Conversation
     max_completion_tokens: Annotated[int, Field(ge=1, le=_LARGEST)] | None = None
     """The newer name of `max_tokens`."""
-
-    @field_validator("messages", mode="after")
-    @classmethod
-    def _are_text(cls, messages: list[Message]) -> list[Message]:
-        if any(_is_half(message.text) for message in messages):
-            raise ValueError("has half of a surrogate pair, which is no text")
-        return messages
 
     @property
     def most_tokens(self) -> int | None:
@@ -257,15 +302,13 @@ class TokenizeRequest(_Body):
     model_config = ConfigDict(json_schema_extra={"oneOf": [_given("prompt", "string"), _given("messages", "array")]})
 
     model: str | None = None
-    prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1, max_length=256)] | None = None
+    prompt: Annotated[_Prompt, AfterValidator(_whole)] | None = None
+    messages: _Conversation | None = None
 
     @model_validator(mode="after")
     def _one(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("must have `prompt` or `messages`, and not both")
-        if _is_half(self.prompt or "") or any(_is_half(message.text) for message in self.messages or []):
-            raise ValueError("has half of a surrogate pair, which is no text")
         return self
 
 
@@ -291,7 +334,3 @@ def _is_id(value: Any) -> bool:
 
 def _is_ids(value: Any) -> bool:
     return type(value) is list and bool(value) and all(map(_is_id, value))
-
-
-def _is_half(text: str) -> bool:
-    return any("\ud800" <= character <= "\udfff" for character in text)

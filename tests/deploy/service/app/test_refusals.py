@@ -1,8 +1,10 @@
 """Who and what the application refuses, and in which words."""
 
 import pytest
+from pydantic import ValidationError
 
 from deploy.service.gate import MAX_BODY_BYTES, is_open
+from deploy.service.schemas import MAX_CHARACTERS, ChatRequest, CompletionRequest
 from tests.deploy.service.app.asking import ASK, CHAT, OTHER, TOKEN, assert_error
 
 
@@ -76,6 +78,50 @@ def test_what_cannot_be_answered_is_refused_in_a_sentence(client, change, words)
 def test_bodies_that_are_no_request_are_refused(client, content):
     assert_error(client.post("/v1/completions", content=content, headers={"Content-Type": "application/json"}), 400)
     assert client.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", {"prompt": ["a"] * 33}, "prompt"),
+        ("/v1/completions", {"prompt": [[5]] * 33}, "prompt"),
+        ("/v1/completions", {"prompt": ["a"] * 17, "n": 2}, "n"),
+        ("/v1/completions", {"prompt": [[5]] * 17, "n": 2}, "n"),
+        ("/v1/completions", {"prompt": "a" * (MAX_CHARACTERS + 1)}, "prompt"),
+        ("/v1/completions", {"prompt": ["a" * (MAX_CHARACTERS // 2 + 1)] * 2}, "prompt"),
+        ("/v1/completions", {"prompt": "a", "suffix": "a" * 65537}, "suffix"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}] * 257}, "messages"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a" * MAX_CHARACTERS}] * 2}, "messages"),
+        ("/tokenize", {"messages": [{"role": "user", "content": "a" * MAX_CHARACTERS}] * 2}, "messages"),
+        ("/tokenize", {"prompt": "a" * (MAX_CHARACTERS + 1)}, "prompt"),
+    ],
+)
+def test_what_would_take_long_to_tokenize_is_refused_before(client, service, monkeypatch, path, body, param):
+    def tokenize(*_):
+        raise AssertionError("this takes time")
+
+    for name in ("encode_chat", "encode_completion"):
+        monkeypatch.setattr(service.codec._tokenizer, name, tokenize)
+    assert assert_error(client.post(path, json=body), 400, "invalid_value")["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "field"),
+    [
+        (CompletionRequest, {"prompt": "a", "stop": [1] * 1000}, ("stop",)),
+        (CompletionRequest, {"prompt": [1.5] * 1000}, ("prompt",)),
+        (ChatRequest, {"messages": [{"role": "user", "content": [{}] * 1000}]}, ("messages", 0, "content")),
+    ],
+)
+def test_what_is_wrong_a_thousand_times_is_said_once(kind, body, field):
+    with pytest.raises(ValidationError) as refused:
+        kind.model_validate(body)
+    assert [error["loc"] for error in refused.value.errors()] == [field]
+
+
+def test_the_schema_says_how_many_prompts_there_may_be(client):
+    prompt = client.get("/openapi.json").json()["components"]["schemas"]["CompletionRequest"]["properties"]["prompt"]
+    assert [kind.get("maxItems") for kind in prompt["anyOf"]] == [None, 32, None, 32]
 
 
 def test_bodies_of_another_type_are_refused(client):
