@@ -125,8 +125,7 @@ class _Inference:
                 return JSONResponse(body, headers=_version_header(writer))
             await _unless_gone(request, writer.begin(events))
             is_streamed = True
-            chunks = writer.chunks(events, includes_usage=ask.includes_usage)
-            return EventStream(chunks, lambda: self._end(events), headers=_version_header(writer))
+            return EventStream(writer.chunks(events), lambda: self._end(events), headers=_version_header(writer))
         finally:
             if not is_streamed:
                 self._num_open -= 1

@@ -52,6 +52,8 @@ class Plan:
     """Infill: slots before the suffix; None where there is no suffix."""
     returns_step_map: bool
     """Whether each choice comes with its steps and confidences."""
+    includes_usage: bool
+    """Whether a stream ends with the usage."""
 
     @property
     def params(self) -> SamplingParams:
@@ -117,6 +119,7 @@ class Planner:
             stops=ask.stops,
             num_gap_slots=gap,
             returns_step_map=ask.diffusion.return_step_map,
+            includes_usage=ask.includes_usage,
         )
 
     def _prompts(self, ask: CompletionRequest | ChatRequest) -> list[list[int]]:

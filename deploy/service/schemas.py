@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -36,20 +36,35 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "logprobs": (False,),
     "metadata": ({},),
     "min_p": (0,),
+    "min_tokens": (0,),
     "modalities": (["text"],),
+    "moderation": (),
     "parallel_tool_calls": (True, False),
     "prediction": (),
     "presence_penalty": (0,),
+    "prompt_cache_key": (),
+    "prompt_cache_options": ({},),
+    "prompt_cache_retention": (),
     "reasoning_effort": (),
     "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
+    "safety_identifier": (),
     "service_tier": ("auto", "default"),
+    "stop_token_ids": ([],),
     "store": (False,),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
     "top_logprobs": (0,),
     "verbosity": (),
     "web_search_options": (),
+}
+# What a turn of OpenAI's has beside its text, as a client that replays it sends it.
+_UNSUPPORTED_OF_MESSAGES: dict[str, tuple[Any, ...]] = {
+    "annotations": ([],),
+    "audio": (),
+    "function_call": (),
+    "refusal": (),
+    "tool_calls": ([],),
 }
 _WHY = {
     "logprobs": "a diffusion policy commits tokens in any order and has no autoregressive log-probabilities",
@@ -74,6 +89,23 @@ def _check_texts(texts: list[str]) -> None:
 
 class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True, protected_namespaces=())
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    """Fields that are refused by name, with the values that ask for nothing."""
+    place: ClassVar[str] = ""
+    """What stands before the name."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _given(cls, values: Any) -> Any:
+        """What is null is left out: clients send null for what they do not ask for."""
+        if not isinstance(values, Mapping):
+            return values
+        given = {name: value for name, value in values.items() if value is not None}
+        for name, neutral in cls.unsupported.items():
+            if name in given and not _asks_nothing(given.pop(name), neutral):
+                field, why = cls.place + name, _WHY.get(name, "this service does not do that")
+                raise ServiceError(400, f"`{field}` is not supported: {why}.", "unsupported_parameter", param=field)
+        return given
 
 
 class Constraints(_Body):
@@ -127,6 +159,8 @@ _Prompt = Annotated[str, Field(max_length=MAX_CHARACTERS)]
 class Ask(_Body):
     """What completions and chat have in common. What this service cannot do is refused by name."""
 
+    unsupported = _UNSUPPORTED
+
     model: Annotated[str, Field(max_length=200)] | None = None
     """`policy`, `policy@v000012`, `base` or the run's name; left out: `policy`."""
     max_tokens: Annotated[int, Field(ge=1, le=_LARGEST)] | None = None
@@ -149,22 +183,10 @@ class Ask(_Body):
     diffusing: bool = False
     """Mercury's word for a stream of canvases."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse(cls, values: Any) -> Any:
-        if not isinstance(values, Mapping):
-            return values
-        for name, neutral in _UNSUPPORTED.items():
-            if name in values and values[name] is not None and not _asks_nothing(values[name], neutral):
-                why = _WHY.get(name, "this service does not do that")
-                message = f"`{name}` is not supported: {why}."
-                raise ServiceError(400, message, "unsupported_parameter", param=name)
-        return {name: value for name, value in values.items() if name not in _UNSUPPORTED}
-
     @field_validator("stop", mode="before")
     @classmethod
     def _stops(cls, stop: Any) -> Any:
-        stops = stop if isinstance(stop, list) else [] if stop is None else [stop]
+        stops = stop if isinstance(stop, list) else [stop]
         if len(stops) > MAX_STOPS or not all(_is_text(one) and 1 <= len(one) <= MAX_STOP_LENGTH for one in stops):
             raise ValueError(f"must be at most {MAX_STOPS} strings of 1 to {MAX_STOP_LENGTH} characters")
         return stop
@@ -248,6 +270,9 @@ class TextPart(_Body):
 class Message(_Body):
     """A turn of a conversation."""
 
+    unsupported = _UNSUPPORTED_OF_MESSAGES
+    place = "messages."
+
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Annotated[list[TextPart], Field(max_length=MAX_PARTS)]
     name: str | None = None
@@ -292,14 +317,14 @@ class ChatRequest(Ask):
         return self.max_completion_tokens or self.max_tokens
 
 
-def _given(name: str, kind: str) -> dict[str, Any]:
+def _with(name: str, kind: str) -> dict[str, Any]:
     return {"required": [name], "properties": {name: {"type": kind}}}
 
 
 class TokenizeRequest(_Body):
     """`POST /tokenize`: text as it is, or a conversation as the policy reads it."""
 
-    model_config = ConfigDict(json_schema_extra={"oneOf": [_given("prompt", "string"), _given("messages", "array")]})
+    model_config = ConfigDict(json_schema_extra={"oneOf": [_with("prompt", "string"), _with("messages", "array")]})
 
     model: str | None = None
     prompt: Annotated[_Prompt, AfterValidator(_whole)] | None = None

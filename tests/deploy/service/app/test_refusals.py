@@ -1,10 +1,11 @@
 """Who and what the application refuses, and in which words."""
 
 import pytest
+from openai.types.chat import ChatCompletionMessage
 from pydantic import ValidationError
 
 from deploy.service.gate import MAX_BODY_BYTES, is_open
-from deploy.service.schemas import MAX_CHARACTERS, ChatRequest, CompletionRequest
+from deploy.service.schemas import MAX_CHARACTERS, ChatRequest, CompletionRequest, Diffusion
 from tests.deploy.service.app.asking import ASK, CHAT, OTHER, TOKEN, assert_error
 
 
@@ -33,7 +34,7 @@ def test_a_request_without_any_authorization_header_is_refused(make_client):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"prompt": None}, "`prompt`: must be a string"),
+        ({"prompt": None}, "`prompt`: Field required"),
         ({"prompt": []}, "`prompt`: must be a string"),
         ({"prompt": [1, "2"]}, "`prompt`: must be a string"),
         ({"prompt": [True]}, "`prompt`: must be a string"),
@@ -204,11 +205,27 @@ def test_a_request_has_a_name(client):
         ("best_of", 2),
         ("tools", [{}]),
         ("response_format", {"type": "json_object"}),
+        ("prompt_cache_key", "mine"),
+        ("safety_identifier", "me"),
+        ("stop_token_ids", [5]),
+        ("min_tokens", 3),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(client, field, value):
     error = assert_error(client.post("/v1/completions", json=ASK | {field: value}), 400, "unsupported_parameter")
     assert error["param"] == field
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("refusal", "No."), ("tool_calls", [{}]), ("function_call", {}), ("audio", {"id": "a"}), ("annotations", [{}])],
+)
+def test_what_a_turn_has_beside_its_text_is_refused_by_name(client, field, value):
+    turn = {"role": "assistant", "content": "5", field: value}
+    for path in ("/v1/chat/completions", "/tokenize"):
+        error = assert_error(client.post(path, json={"messages": [turn]}), 400, "unsupported_parameter")
+        assert error["param"] == f"messages.{field}"
+        assert f"`messages.{field}`" in error["message"]
 
 
 def test_lm_evals_loglikelihood_is_refused_with_the_reason(client):
@@ -221,6 +238,35 @@ def test_unsupported_fields_that_ask_for_nothing_are_fine(client):
     nothing = {"logprobs": None, "echo": False, "best_of": 1, "presence_penalty": 0, "tools": [], "user": "me"}
     assert client.post("/v1/completions", json=ASK | nothing).status_code == 200
     assert client.post("/v1/chat/completions", json=CHAT | {"logprobs": False}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "nulls",
+    [
+        *({field: None} for field in CompletionRequest.model_fields if field not in ASK),
+        *({field: None} for field in CompletionRequest.unsupported),
+        *({"diffusion": {field: None}} for field in Diffusion.model_fields),
+        {"diffusion": {"constraints": {"forbidden_ids": None, "fixed": None}}},
+    ],
+    ids=str,
+)
+def test_what_is_null_is_as_left_out(client, nulls):
+    plain = client.post("/v1/completions", json=ASK).json()["choices"]
+    assert client.post("/v1/completions", json=ASK | nulls).json()["choices"] == plain
+
+
+def test_options_of_a_stream_that_are_null_are_as_left_out(client):
+    options = {"stream": True, "stream_options": {"include_usage": None, "include_obfuscation": None}}
+    assert client.post("/v1/completions", json=ASK | options).status_code == 200
+
+
+def test_a_turn_is_taken_back_as_openai_python_dumps_it(client):
+    said = ChatCompletionMessage(role="assistant", content="5").model_dump()
+    assert said["tool_calls"] is None
+    replayed = {"messages": [*CHAT["messages"], said | {"annotations": []}, *CHAT["messages"]], "seed": 1}
+    plain = {"messages": [*CHAT["messages"], {"role": "assistant", "content": "5"}, *CHAT["messages"]], "seed": 1}
+    one, other = (client.post("/v1/chat/completions", json=ask).json() for ask in (replayed, plain))
+    assert one["choices"] == other["choices"]
 
 
 @pytest.mark.parametrize(
