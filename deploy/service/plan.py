@@ -173,7 +173,10 @@ class Planner:
         if length > self._codec.config.max_sequence_length:
             raise self._too_long(len(suffix_ids) + gap, "suffix")
         padding = [self._codec.eos_id] * (length - gap - len(suffix_ids))
-        fixed = dict(enumerate([*suffix_ids, *padding], start=gap)) | fixed
+        if taken := [slot for slot in fixed if slot >= gap]:
+            message = f"`diffusion.constraints.fixed` has slot {min(taken)}; the suffix follows slots 0 to {gap - 1}."
+            raise ServiceError(400, message, "invalid_value", param="diffusion.constraints.fixed")
+        fixed |= dict(enumerate([*suffix_ids, *padding], start=gap))
         # An end of text inside the gap ends nothing: the text goes on with the suffix.
         return given | {"gen_length": length, "stop_ids": ()}, fixed, gap
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -66,6 +66,7 @@ _UNSUPPORTED_OF_MESSAGES: dict[str, tuple[Any, ...]] = {
     "refusal": (),
     "tool_calls": ([],),
 }
+_UNSUPPORTED_PARTS = ("file", "image_url", "input_audio", "refusal")
 _WHY = {
     "logprobs": "a diffusion policy commits tokens in any order and has no autoregressive log-probabilities",
     "top_logprobs": "a diffusion policy commits tokens in any order and has no autoregressive log-probabilities",
@@ -146,8 +147,10 @@ class Diffusion(_Body):
 class StreamOptions(_Body):
     """OpenAI's."""
 
+    unsupported = {"include_obfuscation": (False,)}
+    place = "stream_options."
+
     include_usage: bool = False
-    include_obfuscation: bool = False
 
 
 # Where a field is one thing or another, a validator looks first: pydantic would name each type, and each item that is
@@ -189,7 +192,22 @@ class Ask(_Body):
         stops = stop if isinstance(stop, list) else [stop]
         if len(stops) > MAX_STOPS or not all(_is_text(one) and 1 <= len(one) <= MAX_STOP_LENGTH for one in stops):
             raise ValueError(f"must be at most {MAX_STOPS} strings of 1 to {MAX_STOP_LENGTH} characters")
+        for one in stops:
+            _whole(one)
         return stop
+
+    @model_validator(mode="after")
+    def _streams(self) -> Self:
+        asked = {
+            "stream_options": self.stream_options is not None,
+            "diffusing": self.diffusing,
+            "diffusion.stream": self.diffusion.stream == "canvas",
+        }
+        for field, is_asked in asked.items():
+            if is_asked and not self.stream:
+                message = f"`{field}` says what a stream shows; ask for one with `stream: true`, or leave it out."
+                raise ServiceError(400, message, "invalid_value", param=field)
+        return self
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -209,7 +227,7 @@ class Ask(_Body):
     @property
     def shows_canvas(self) -> bool:
         """Whether the stream is of canvases."""
-        return bool(self.stream) and (self.diffusing or self.diffusion.stream == "canvas")
+        return self.diffusing or self.diffusion.stream == "canvas"
 
     @property
     def most_tokens(self) -> int | None:
@@ -266,6 +284,17 @@ class TextPart(_Body):
     type: Literal["text"]
     text: str
 
+    @field_validator("type", mode="before")
+    @classmethod
+    def _type(cls, kind: Any) -> Any:
+        if kind in _UNSUPPORTED_PARTS:
+            message = f"`messages.content` has a part of the type `{kind}`; this service reads text only."
+            raise ServiceError(400, message, "unsupported_parameter", param="messages.content")
+        return kind
+
+
+_Parts = Annotated[list[TextPart], Field(max_length=MAX_PARTS)]
+
 
 class Message(_Body):
     """A turn of a conversation."""
@@ -274,21 +303,21 @@ class Message(_Body):
     place = "messages."
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(max_length=MAX_PARTS)]
+    content: _Parts
     name: str | None = None
     """Taken and not used."""
 
-    @field_validator("content", mode="before")
+    @field_validator("content", mode="before", json_schema_input_type=str | _Parts)
     @classmethod
     def _content(cls, content: Any) -> Any:
-        if not isinstance(content, str) and not (isinstance(content, list) and len(content) <= MAX_PARTS):
-            raise ValueError(f"must be a string or at most {MAX_PARTS} parts")
-        return content
+        if not isinstance(content, str | list):
+            raise ValueError("must be a string or a list of parts")
+        return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
     @property
     def text(self) -> str:
         """What was said."""
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return "".join(part.text for part in self.content)
 
     @property
     def turn(self) -> dict[str, str]:

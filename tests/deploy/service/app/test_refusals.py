@@ -228,6 +228,79 @@ def test_what_a_turn_has_beside_its_text_is_refused_by_name(client, field, value
         assert f"`messages.{field}`" in error["message"]
 
 
+@pytest.mark.parametrize(
+    ("part", "words", "param"),
+    [
+        ({"type": "image_url", "image_url": {"url": "x"}}, "a part of the type `image_url`", "messages.content"),
+        ({"type": "input_audio", "input_audio": {}}, "a part of the type `input_audio`", "messages.content"),
+        ({"type": "text", "text": 5}, "a valid string", "messages.content.text"),
+        ({"type": "text", "text": "x", "cache": {}}, "does not know", "messages.content.cache"),
+        ({"type": "video", "text": "x"}, "should be 'text'", "messages.content.type"),
+        ({"text": "x"}, "Field required", "messages.content.type"),
+        (5, "a valid dictionary", "messages.content"),
+    ],
+)
+def test_a_part_that_is_no_text_is_refused_by_what_it_is(client, part, words, param):
+    parts = {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}, part]}]}
+    error = assert_error(client.post("/v1/chat/completions", json=parts), 400)
+    assert words in error["message"]
+    assert error["param"] == param
+    content = assert_error(
+        client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": 5}]}), 400
+    )
+    assert content["message"] == "`messages.content`: must be a string or a list of parts."
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/v1/completions", b'{"prompt": ["1", "\\ud800"]}', "prompt"),
+        ("/v1/completions", b'{"prompt": "1", "suffix": "\\ud800"}', "suffix"),
+        ("/v1/completions", b'{"prompt": "1", "stop": "\\ud800"}', "stop"),
+        ("/v1/completions", b'{"prompt": "1", "stop": ["1", "\\ud800"]}', "stop"),
+        ("/v1/chat/completions", b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "messages"),
+        ("/tokenize", b'{"prompt": "\\ud800"}', "prompt"),
+    ],
+)
+def test_half_of_a_surrogate_pair_is_refused_where_it_is(client, path, body, field):
+    answer = client.post(path, content=body, headers={"Content-Type": "application/json"})
+    assert assert_error(answer, 400, "invalid_value")["param"] == field
+
+
+@pytest.mark.parametrize(
+    ("asked", "field"),
+    [
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream_options": {"include_usage": True}, "stream": False}, "stream_options"),
+        ({"diffusing": True}, "diffusing"),
+        ({"diffusion": {"stream": "canvas"}}, "diffusion.stream"),
+    ],
+)
+def test_what_is_asked_of_a_stream_is_refused_without_one(client, asked, field):
+    error = assert_error(client.post("/v1/completions", json=ASK | asked), 400, "invalid_value")
+    assert error["param"] == field
+    assert f"`{field}`" in error["message"]
+    assert client.post("/v1/completions", json=ASK | asked | {"stream": True}).status_code == 200
+
+
+def test_obfuscation_is_refused_by_name(client):
+    asked = ASK | {"stream": True, "stream_options": {"include_obfuscation": True}}
+    error = assert_error(client.post("/v1/completions", json=asked), 400, "unsupported_parameter")
+    assert error["param"] == "stream_options.include_obfuscation"
+    asked["stream_options"] = {"include_obfuscation": False}
+    assert client.post("/v1/completions", json=asked).status_code == 200
+
+
+def test_tokens_are_not_given_in_place_of_the_suffix(client):
+    ask = {"prompt": "2", "suffix": " is", "max_tokens": 4}
+    for slot, status in (("3", 200), ("4", 400), ("99", 400)):
+        answer = client.post("/v1/completions", json=ask | {"diffusion": {"constraints": {"fixed": {slot: 7}}}})
+        assert answer.status_code == status
+    error = assert_error(answer, 400, "invalid_value")
+    assert error["param"] == "diffusion.constraints.fixed"
+    assert "slots 0 to 3" in error["message"]
+
+
 def test_lm_evals_loglikelihood_is_refused_with_the_reason(client):
     body = {"model": "policy", "prompt": [[5, 6, 7]], "temperature": 0, "max_tokens": 1, "logprobs": 1, "echo": True}
     error = assert_error(client.post("/v1/completions", json=body), 400, "unsupported_parameter")
