@@ -21,6 +21,8 @@ four times as many."""
 MAX_MESSAGES = 256
 MAX_PARTS = 256
 """Parts of one message."""
+MAX_CONSTRAINTS = 4096
+"""Token ids that are forbidden, and slots that are given."""
 _LARGEST = 2**31 - 1
 _HALF = re.compile("[\ud800-\udfff]")
 
@@ -112,10 +114,18 @@ class _Body(BaseModel):
 class Constraints(_Body):
     """What the policy must and must not write."""
 
-    forbidden_ids: Annotated[list[int], Field(max_length=4096)] = []
+    forbidden_ids: Annotated[list[int], Field(max_length=MAX_CONSTRAINTS)] = []
     """Token ids that are never committed."""
-    fixed: Annotated[dict[str, int], Field(max_length=4096)] = {}
+    fixed: Annotated[dict[str, int], Field(max_length=MAX_CONSTRAINTS)] = {}
     """Tokens that are given: slot of the completion, counted from 0, to token id."""
+
+    @field_validator("fixed", mode="before")
+    @classmethod
+    def _fixed(cls, fixed: Any) -> Any:
+        # pydantic would look at all of them, and name the field by what the client wrote.
+        if not isinstance(fixed, dict) or len(fixed) > MAX_CONSTRAINTS or not all(map(_is_id, fixed.values())):
+            raise ValueError(f"must be at most {MAX_CONSTRAINTS} slots with a token id each")
+        return fixed
 
 
 class Diffusion(_Body):

@@ -5,7 +5,7 @@ from openai.types.chat import ChatCompletionMessage
 from pydantic import ValidationError
 
 from deploy.service.gate import MAX_BODY_BYTES, is_open
-from deploy.service.schemas import MAX_CHARACTERS, ChatRequest, CompletionRequest, Diffusion
+from deploy.service.schemas import MAX_CHARACTERS, ChatRequest, CompletionRequest, Constraints, Diffusion
 from tests.deploy.service.app.asking import ASK, CHAT, OTHER, TOKEN, assert_error
 
 
@@ -111,6 +111,7 @@ def test_what_would_take_long_to_tokenize_is_refused_before(client, service, mon
     [
         (CompletionRequest, {"prompt": "a", "stop": [1] * 1000}, ("stop",)),
         (CompletionRequest, {"prompt": [1.5] * 1000}, ("prompt",)),
+        (Constraints, {"fixed": {str(slot): "a" for slot in range(1000)}}, ("fixed",)),
         (ChatRequest, {"messages": [{"role": "user", "content": [{}] * 1000}]}, ("messages", 0, "content")),
     ],
 )
@@ -353,6 +354,8 @@ def test_a_turn_is_taken_back_as_openai_python_dumps_it(client):
         ({"constraints": {"forbidden_ids": [10**6]}}, "diffusion.constraints.forbidden_ids"),
         ({"constraints": {"fixed": {"99": 5}}}, "diffusion.constraints.fixed"),
         ({"constraints": {"fixed": {"-1": 5}}}, "diffusion.constraints.fixed"),
+        ({"constraints": {"fixed": {"0": "a"}}}, "diffusion.constraints.fixed"),
+        ({"constraints": {"fixed": [5]}}, "diffusion.constraints.fixed"),
         ({"stream": "all"}, "diffusion.stream"),
         ({"speed": 9}, "diffusion.speed"),
     ],
