@@ -66,7 +66,7 @@ class Writer:
         assert isinstance(first, Began), "nothing comes before it"
         self._begin(first.policy)
 
-    async def chunks(self, events: Events, *, includes_usage: bool) -> AsyncGenerator[bytes, None]:
+    async def chunks(self, events: Events) -> AsyncGenerator[bytes, None]:
         """A stream of server-sent events, after `begin`. It ends with [DONE], or with an error and nothing after."""
         try:
             async with aclosing(events):
@@ -88,7 +88,7 @@ class Writer:
                         break
                     if said:
                         yield said
-            if includes_usage:
+            if self._plan.includes_usage:
                 last += self._chunk([], usage=self._usage())
             yield last + b"data: [DONE]\n\n"
         except ServiceError as error:
@@ -151,7 +151,8 @@ class Writer:
 
     def _chunk(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> bytes:
         kind = "chat.completion.chunk" if self._is_chat else "text_completion"
-        return _data(self._object(kind, choices) | ({} if usage is None else {"usage": usage}))
+        # OpenAI's chunks have null there but for the last.
+        return _data(self._object(kind, choices) | ({"usage": usage} if self._plan.includes_usage else {}))
 
     def _object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         policy = self.policy

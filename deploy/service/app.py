@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from importlib.metadata import version as version_of
@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp
 
+from actors.registry import PolicyVersion
 from deploy.page.routes import page_router
 from deploy.service import bodies
 from deploy.service.answers import Events, Writer
@@ -125,8 +126,7 @@ class _Inference:
                 return JSONResponse(body, headers=_version_header(writer))
             await _unless_gone(request, writer.begin(events))
             is_streamed = True
-            chunks = writer.chunks(events, includes_usage=ask.includes_usage)
-            return EventStream(chunks, lambda: self._end(events), headers=_version_header(writer))
+            return EventStream(writer.chunks(events), lambda: self._end(events), headers=_version_header(writer))
         finally:
             if not is_streamed:
                 self._num_open -= 1
@@ -172,27 +172,26 @@ def _add_inference(app: FastAPI, inference: _Inference) -> None:
 def _add_models(app: FastAPI, service: Service, watch: Watch) -> None:
     codec, planner = service.codec, service.planner
 
-    async def models() -> list[dict[str, Any]]:
-        states = await _states(watch)
-        aliases = policy_body(planner.name, states)["aliases"]
-        live = sorted({policy.version for state in states for policy in state.live}, reverse=True)
-        named = {**aliases, planner.name: aliases[POLICY]} | {f"policy@v{version:06d}": version for version in live}
-        return [
-            {"id": name, "object": "model", "created": 0, "owned_by": "d1", "policy_version": version}
-            for name, version in named.items()
-        ]
+    async def aliases() -> dict[str, int]:
+        found: dict[str, int] = policy_body(planner.name, await _states(watch))["aliases"]
+        return {**found, planner.name: found[POLICY]}
 
     @app.get("/v1/models", **described(bodies.Models, 503))
     async def list_models() -> dict[str, Any]:
-        return {"object": "list", "data": await models()}
+        live = {policy.version for state in await _states(watch) for policy in state.live}
+        stored = () if service.run is None else await asyncio.to_thread(service.run.versions)
+        versions = {f"policy@v{version:06d}": version for version in sorted({*live, *stored}, reverse=True)}
+        return {"object": "list", "data": [_model(*one) for one in (await aliases() | versions).items()]}
 
     @app.get("/v1/models/{name}", **described(bodies.Model, 404, 503))
     async def model(name: str) -> dict[str, Any]:
         wanted = planner.wanted(name)
-        found = [one for one in await models() if one["id"] == name or one["policy_version"] == wanted]
-        if not found:
+        if isinstance(wanted, int):
+            return _model(name, (await _found(service, await _states(watch), wanted, "model")).version)
+        found = (await aliases()).get(name)
+        if found is None:
             raise ServiceError(404, "There is no such model here.", "model_not_found", param="model")
-        return found[0] | {"id": name}
+        return _model(name, found)
 
     @app.post("/tokenize", **described(bodies.Tokens, 400, 404, 408, 413))
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
@@ -235,15 +234,7 @@ def _add_policy(app: FastAPI, service: Service, watch: Watch, inference: _Infere
     @app.get("/v1/policy/{version}", **described(bodies.PolicyOfVersion, 400, 404, 503))
     async def one(version: _Number) -> dict[str, Any]:
         states = await _states(watch)
-        policy = known(version, states)
-        if policy is None and service.registry is not None:
-            try:
-                policy = await service.registry.version(version)
-            except ConnectionError as error:
-                message = "No engine has that version, and the registry cannot be reached; try again."
-                raise ServiceError(503, message, "unavailable", retry_after_s=5) from error
-        if policy is None:
-            raise ServiceError(404, f"There is no policy version {version} here.", "model_not_found", param="version")
+        policy = await _found(service, states, version, "version")
         return version_body(policy, states)
 
 
@@ -328,6 +319,28 @@ async def _states(watch: Watch) -> list[EngineState]:
     if not states:
         raise ServiceError(503, "No engine answers yet; try again.", "unavailable", retry_after_s=5)
     return states
+
+
+async def _found(service: Service, states: Sequence[EngineState], version: int, param: str) -> PolicyVersion:
+    """What is known of a version: to the engines, the registry, or the run directory. Raises ServiceError."""
+    policy, away = known(version, states), None
+    if policy is None and service.registry is not None:
+        try:
+            policy = await service.registry.version(version)
+        except ConnectionError as error:
+            away = error
+    if policy is None and service.run is not None:
+        policy = await asyncio.to_thread(service.run.checkpoint, version)
+    if policy is not None:
+        return policy
+    if away is not None:
+        message = "No engine has that version, and the registry cannot be reached; try again."
+        raise ServiceError(503, message, "unavailable", retry_after_s=5) from away
+    raise ServiceError(404, f"There is no policy version {version} here.", "model_not_found", param=param)
+
+
+def _model(name: str, version: int) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "d1", "policy_version": version}
 
 
 def _version_header(writer: Writer) -> dict[str, str]:

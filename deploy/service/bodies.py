@@ -161,7 +161,7 @@ class _Chunk(_Body):
     system_fingerprint: str
     policy_version: int
     usage: Usage | None = None
-    """In the last chunk, with `stream_options.include_usage`."""
+    """With `stream_options.include_usage` in every chunk: null, and in the last the usage. Without it absent."""
 
 
 class TextChunk(_Chunk):

@@ -52,6 +52,8 @@ class Plan:
     """Infill: slots before the suffix; None where there is no suffix."""
     returns_step_map: bool
     """Whether each choice comes with its steps and confidences."""
+    includes_usage: bool
+    """Whether a stream ends with the usage."""
 
     @property
     def params(self) -> SamplingParams:
@@ -88,10 +90,11 @@ class Planner:
     def plan(self, ask: CompletionRequest | ChatRequest) -> Plan:
         """The job of a body. Raises ServiceError."""
         wanted = self.wanted(ask.model)
-        prompts = self._prompts(ask)
-        if len(prompts) * ask.num_choices > MAX_CHOICES:
+        # Before anything is tokenized, which takes time.
+        if ask.num_prompts * ask.num_choices > MAX_CHOICES:
             message = f"A request has at most {MAX_CHOICES} choices: `n` times its prompts."
             raise ServiceError(400, message, "invalid_value", param="n")
+        prompts = self._prompts(ask)
         given, fixed, gap = self._given(ask)
         key = secrets.randbits(63) if ask.seed is None else ask.seed
         requests = [
@@ -116,6 +119,7 @@ class Planner:
             stops=ask.stops,
             num_gap_slots=gap,
             returns_step_map=ask.diffusion.return_step_map,
+            includes_usage=ask.includes_usage,
         )
 
     def _prompts(self, ask: CompletionRequest | ChatRequest) -> list[list[int]]:
@@ -169,7 +173,10 @@ class Planner:
         if length > self._codec.config.max_sequence_length:
             raise self._too_long(len(suffix_ids) + gap, "suffix")
         padding = [self._codec.eos_id] * (length - gap - len(suffix_ids))
-        fixed = dict(enumerate([*suffix_ids, *padding], start=gap)) | fixed
+        if taken := [slot for slot in fixed if slot >= gap]:
+            message = f"`diffusion.constraints.fixed` has slot {min(taken)}; the suffix follows slots 0 to {gap - 1}."
+            raise ServiceError(400, message, "invalid_value", param="diffusion.constraints.fixed")
+        fixed |= dict(enumerate([*suffix_ids, *padding], start=gap))
         # An end of text inside the gap ends nothing: the text goes on with the suffix.
         return given | {"gen_length": length, "stop_ids": ()}, fixed, gap
 

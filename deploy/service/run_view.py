@@ -6,6 +6,7 @@ import json
 import math
 import os
 import threading
+import time
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -13,11 +14,15 @@ from typing import Any, BinaryIO
 
 import yaml
 
-from actors.run_log import METRICS, RECIPE, SAMPLES
+from actors.checkpoints import checkpoints_to_answer
+from actors.registry import PolicyVersion
+from actors.run_log import CHECKPOINTS, METRICS, RECIPE, SAMPLES
+from deploy.service.run_files import Checkpoints
 
 MAX_EVENTS = 1000
 MAX_SAMPLES = 200
 _MAX_LINE_BYTES = 4 * 1024 * 1024
+_REMEMBERED_S = 5.0
 
 
 class RunView:
@@ -26,6 +31,10 @@ class RunView:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._metrics, self._samples = _GrowingFile(directory / METRICS), _GrowingFile(directory / SAMPLES)
+        self._checkpoints = Checkpoints(directory)
+        self._lock = threading.Lock()
+        self._versions: tuple[int, ...] = ()
+        self._looked_at = -math.inf
 
     def summary(self) -> dict[str, Any]:
         """Its name, when it began, and where it is."""
@@ -54,6 +63,20 @@ class RunView:
     def samples(self, limit: int) -> dict[str, Any]:
         """The newest samples, the newest last."""
         return {"samples": self._samples.last(limit)}
+
+    def versions(self) -> tuple[int, ...]:
+        """The policy versions that have checkpoints, as it was seconds ago."""
+        with self._lock:
+            # A long run has hundreds of them, and each has a file that is read.
+            if time.monotonic() - self._looked_at > _REMEMBERED_S:
+                found = checkpoints_to_answer(self._directory / CHECKPOINTS)
+                self._versions = tuple(position.policy_version for position, _ in found)
+                self._looked_at = time.monotonic()
+            return self._versions
+
+    def checkpoint(self, version: int) -> PolicyVersion | None:
+        """The checkpoint of a version, as it was seconds ago; None where there is none."""
+        return self._checkpoints.locate(version) if version in self.versions() else None
 
 
 class _GrowingFile:

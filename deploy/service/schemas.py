@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from deploy.service.errors import ServiceError
 from rollout.request import Schedule
@@ -14,7 +15,16 @@ MAX_CHOICES = 32
 """Completions of one request."""
 MAX_STOPS = 4
 MAX_STOP_LENGTH = 256
+MAX_CHARACTERS = 2**18
+"""Characters of all prompts or messages of a request: half a second of a core to tokenize them, and a body has room for
+four times as many."""
+MAX_MESSAGES = 256
+MAX_PARTS = 256
+"""Parts of one message."""
+MAX_CONSTRAINTS = 4096
+"""Token ids that are forbidden, and slots that are given."""
 _LARGEST = 2**31 - 1
+_HALF = re.compile("[\ud800-\udfff]")
 
 # OpenAI's and vLLM's fields that this service cannot serve, with the values beside null that ask for nothing.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -28,14 +38,21 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "logprobs": (False,),
     "metadata": ({},),
     "min_p": (0,),
+    "min_tokens": (0,),
     "modalities": (["text"],),
+    "moderation": (),
     "parallel_tool_calls": (True, False),
     "prediction": (),
     "presence_penalty": (0,),
+    "prompt_cache_key": (),
+    "prompt_cache_options": ({},),
+    "prompt_cache_retention": (),
     "reasoning_effort": (),
     "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
+    "safety_identifier": (),
     "service_tier": ("auto", "default"),
+    "stop_token_ids": ([],),
     "store": (False,),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
@@ -43,6 +60,15 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "verbosity": (),
     "web_search_options": (),
 }
+# What a turn of OpenAI's has beside its text, as a client that replays it sends it.
+_UNSUPPORTED_OF_MESSAGES: dict[str, tuple[Any, ...]] = {
+    "annotations": ([],),
+    "audio": (),
+    "function_call": (),
+    "refusal": (),
+    "tool_calls": ([],),
+}
+_UNSUPPORTED_PARTS = ("file", "image_url", "input_audio", "refusal")
 _WHY = {
     "logprobs": "a diffusion policy commits tokens in any order and has no autoregressive log-probabilities",
     "top_logprobs": "a diffusion policy commits tokens in any order and has no autoregressive log-probabilities",
@@ -50,17 +76,56 @@ _WHY = {
 }
 
 
+def _whole(text: str) -> str:
+    if _HALF.search(text):
+        raise ValueError("has half of a surrogate pair, which is no text")
+    return text
+
+
+def _check_texts(texts: list[str]) -> None:
+    """Raise ValueError for what is too long to be tokenized, or no text."""
+    if sum(map(len, texts)) > MAX_CHARACTERS:
+        raise ValueError(f"must have at most {MAX_CHARACTERS} characters in all")
+    for text in texts:
+        _whole(text)
+
+
 class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True, protected_namespaces=())
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    """Fields that are refused by name, with the values that ask for nothing."""
+    place: ClassVar[str] = ""
+    """What stands before the name."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _given(cls, values: Any) -> Any:
+        """What is null is left out: clients send null for what they do not ask for."""
+        if not isinstance(values, Mapping):
+            return values
+        given = {name: value for name, value in values.items() if value is not None}
+        for name, neutral in cls.unsupported.items():
+            if name in given and not _asks_nothing(given.pop(name), neutral):
+                field, why = cls.place + name, _WHY.get(name, "this service does not do that")
+                raise ServiceError(400, f"`{field}` is not supported: {why}.", "unsupported_parameter", param=field)
+        return given
 
 
 class Constraints(_Body):
     """What the policy must and must not write."""
 
-    forbidden_ids: Annotated[list[int], Field(max_length=4096)] = []
+    forbidden_ids: Annotated[list[int], Field(max_length=MAX_CONSTRAINTS)] = []
     """Token ids that are never committed."""
-    fixed: Annotated[dict[str, int], Field(max_length=4096)] = {}
+    fixed: Annotated[dict[str, int], Field(max_length=MAX_CONSTRAINTS)] = {}
     """Tokens that are given: slot of the completion, counted from 0, to token id."""
+
+    @field_validator("fixed", mode="before")
+    @classmethod
+    def _fixed(cls, fixed: Any) -> Any:
+        # pydantic would look at all of them, and name the field by what the client wrote.
+        if not isinstance(fixed, dict) or len(fixed) > MAX_CONSTRAINTS or not all(map(_is_id, fixed.values())):
+            raise ValueError(f"must be at most {MAX_CONSTRAINTS} slots with a token id each")
+        return fixed
 
 
 class Diffusion(_Body):
@@ -92,12 +157,22 @@ class Diffusion(_Body):
 class StreamOptions(_Body):
     """OpenAI's."""
 
+    unsupported = {"include_obfuscation": (False,)}
+    place = "stream_options."
+
     include_usage: bool = False
-    include_obfuscation: bool = False
+
+
+# Where a field is one thing or another, a validator looks first: pydantic would name each type, and each item that is
+# wrong. The lengths are in the types for the schema.
+_Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
+_Prompt = Annotated[str, Field(max_length=MAX_CHARACTERS)]
 
 
 class Ask(_Body):
     """What completions and chat have in common. What this service cannot do is refused by name."""
+
+    unsupported = _UNSUPPORTED
 
     model: Annotated[str, Field(max_length=200)] | None = None
     """`policy`, `policy@v000012`, `base` or the run's name; left out: `policy`."""
@@ -111,7 +186,7 @@ class Ask(_Body):
     """Completions of each prompt."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     """Same seed, request and policy version: same text. By default a new one for each request."""
-    stop: str | list[str] | None = None
+    stop: _Stop | Annotated[list[_Stop], Field(max_length=MAX_STOPS)] | None = None
     """The text ends before the first of these."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -121,30 +196,38 @@ class Ask(_Body):
     diffusing: bool = False
     """Mercury's word for a stream of canvases."""
 
-    @model_validator(mode="before")
+    @field_validator("stop", mode="before")
     @classmethod
-    def _refuse(cls, values: Any) -> Any:
-        if not isinstance(values, Mapping):
-            return values
-        for name, neutral in _UNSUPPORTED.items():
-            if name in values and values[name] is not None and not _asks_nothing(values[name], neutral):
-                why = _WHY.get(name, "this service does not do that")
-                message = f"`{name}` is not supported: {why}."
-                raise ServiceError(400, message, "unsupported_parameter", param=name)
-        return {name: value for name, value in values.items() if name not in _UNSUPPORTED}
-
-    @field_validator("stop", mode="after")
-    @classmethod
-    def _stops(cls, stop: str | list[str] | None) -> str | list[str] | None:
-        stops = [stop] if isinstance(stop, str) else stop or []
-        if len(stops) > MAX_STOPS or not all(1 <= len(one) <= MAX_STOP_LENGTH for one in stops):
+    def _stops(cls, stop: Any) -> Any:
+        stops = stop if isinstance(stop, list) else [stop]
+        if len(stops) > MAX_STOPS or not all(_is_text(one) and 1 <= len(one) <= MAX_STOP_LENGTH for one in stops):
             raise ValueError(f"must be at most {MAX_STOPS} strings of 1 to {MAX_STOP_LENGTH} characters")
+        for one in stops:
+            _whole(one)
         return stop
+
+    @model_validator(mode="after")
+    def _streams(self) -> Self:
+        asked = {
+            "stream_options": self.stream_options is not None,
+            "diffusing": self.diffusing,
+            "diffusion.stream": self.diffusion.stream == "canvas",
+        }
+        for field, is_asked in asked.items():
+            if is_asked and not self.stream:
+                message = f"`{field}` says what a stream shows; ask for one with `stream: true`, or leave it out."
+                raise ServiceError(400, message, "invalid_value", param=field)
+        return self
 
     @property
     def stops(self) -> tuple[str, ...]:
         """The stop strings."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def num_prompts(self) -> int:
+        """Prompts that are to be completed."""
+        return 1
 
     @property
     def num_choices(self) -> int:
@@ -154,7 +237,7 @@ class Ask(_Body):
     @property
     def shows_canvas(self) -> bool:
         """Whether the stream is of canvases."""
-        return bool(self.stream) and (self.diffusing or self.diffusion.stream == "canvas")
+        return self.diffusing or self.diffusion.stream == "canvas"
 
     @property
     def most_tokens(self) -> int | None:
@@ -170,35 +253,39 @@ class Ask(_Body):
 class CompletionRequest(Ask):
     """`POST /v1/completions`."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: (
+        _Prompt
+        | Annotated[list[_Prompt], Field(max_length=MAX_CHOICES)]
+        | list[int]
+        | Annotated[list[list[int]], Field(max_length=MAX_CHOICES)]
+    )
     """A string is the user's turn of a conversation: the policy was trained on its chat template, so the template is
     applied. A list of token ids is the prompt itself, nothing added. A list of either is as many prompts."""
-    suffix: Annotated[str, Field(max_length=65536)] | None = None
+    suffix: Annotated[str, Field(max_length=65536), AfterValidator(_whole)] | None = None
     """What follows the completion (infill). The prompt is then text, and no user's turn."""
 
     @field_validator("prompt", mode="before")
     @classmethod
     def _prompt(cls, prompt: Any) -> Any:
         is_list = isinstance(prompt, list) and bool(prompt)
+        if is_list and len(prompt) > MAX_CHOICES and not _is_id(prompt[0]):
+            raise ValueError(f"must be at most {MAX_CHOICES} prompts")
         of_one_kind = is_list and any(all(is_one(p) for p in prompt) for is_one in (_is_text, _is_id, _is_ids))
         if not isinstance(prompt, str) and not of_one_kind:
             raise ValueError("must be a string, a list of strings or a list of token ids, and not empty")
-        if any(_is_half(text) for text in [prompt, *prompt] if isinstance(text, str)):
-            raise ValueError("has half of a surrogate pair, which is no text")
+        _check_texts([prompt] if isinstance(prompt, str) else [text for text in prompt if isinstance(text, str)])
         return prompt
-
-    @field_validator("suffix", mode="after")
-    @classmethod
-    def _suffix(cls, suffix: str | None) -> str | None:
-        if suffix is not None and _is_half(suffix):
-            raise ValueError("has half of a surrogate pair, which is no text")
-        return suffix
 
     @property
     def prompts(self) -> list[str | list[int]]:
         """The prompts, one or several."""
         prompt: Any = self.prompt
         return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else list(prompt)
+
+    @property
+    def num_prompts(self) -> int:
+        """As of `Ask`."""
+        return len(self.prompts)
 
 
 class TextPart(_Body):
@@ -207,19 +294,40 @@ class TextPart(_Body):
     type: Literal["text"]
     text: str
 
+    @field_validator("type", mode="before")
+    @classmethod
+    def _type(cls, kind: Any) -> Any:
+        if kind in _UNSUPPORTED_PARTS:
+            message = f"`messages.content` has a part of the type `{kind}`; this service reads text only."
+            raise ServiceError(400, message, "unsupported_parameter", param="messages.content")
+        return kind
+
+
+_Parts = Annotated[list[TextPart], Field(max_length=MAX_PARTS)]
+
 
 class Message(_Body):
     """A turn of a conversation."""
 
+    unsupported = _UNSUPPORTED_OF_MESSAGES
+    place = "messages."
+
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    content: _Parts
     name: str | None = None
     """Taken and not used."""
+
+    @field_validator("content", mode="before", json_schema_input_type=str | _Parts)
+    @classmethod
+    def _content(cls, content: Any) -> Any:
+        if not isinstance(content, str | list):
+            raise ValueError("must be a string or a list of parts")
+        return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
     @property
     def text(self) -> str:
         """What was said."""
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return "".join(part.text for part in self.content)
 
     @property
     def turn(self) -> dict[str, str]:
@@ -227,19 +335,20 @@ class Message(_Body):
         return {"role": "system" if self.role == "developer" else self.role, "content": self.text}
 
 
+def _conversation(messages: list[Message]) -> list[Message]:
+    _check_texts([message.text for message in messages])
+    return messages
+
+
+_Conversation = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES), AfterValidator(_conversation)]
+
+
 class ChatRequest(Ask):
     """`POST /v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=256)]
+    messages: _Conversation
     max_completion_tokens: Annotated[int, Field(ge=1, le=_LARGEST)] | None = None
     """The newer name of `max_tokens`."""
-
-    @field_validator("messages", mode="after")
-    @classmethod
-    def _are_text(cls, messages: list[Message]) -> list[Message]:
-        if any(_is_half(message.text) for message in messages):
-            raise ValueError("has half of a surrogate pair, which is no text")
-        return messages
 
     @property
     def most_tokens(self) -> int | None:
@@ -247,25 +356,23 @@ class ChatRequest(Ask):
         return self.max_completion_tokens or self.max_tokens
 
 
-def _given(name: str, kind: str) -> dict[str, Any]:
+def _with(name: str, kind: str) -> dict[str, Any]:
     return {"required": [name], "properties": {name: {"type": kind}}}
 
 
 class TokenizeRequest(_Body):
     """`POST /tokenize`: text as it is, or a conversation as the policy reads it."""
 
-    model_config = ConfigDict(json_schema_extra={"oneOf": [_given("prompt", "string"), _given("messages", "array")]})
+    model_config = ConfigDict(json_schema_extra={"oneOf": [_with("prompt", "string"), _with("messages", "array")]})
 
     model: str | None = None
-    prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1, max_length=256)] | None = None
+    prompt: Annotated[_Prompt, AfterValidator(_whole)] | None = None
+    messages: _Conversation | None = None
 
     @model_validator(mode="after")
     def _one(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("must have `prompt` or `messages`, and not both")
-        if _is_half(self.prompt or "") or any(_is_half(message.text) for message in self.messages or []):
-            raise ValueError("has half of a surrogate pair, which is no text")
         return self
 
 
@@ -291,7 +398,3 @@ def _is_id(value: Any) -> bool:
 
 def _is_ids(value: Any) -> bool:
     return type(value) is list and bool(value) and all(map(_is_id, value))
-
-
-def _is_half(text: str) -> bool:
-    return any("\ud800" <= character <= "\udfff" for character in text)

@@ -139,11 +139,23 @@ def test_a_version_that_only_the_registry_knows_is_shown(service, registry, make
         assert (body["is_live"], body["is_serving"]) == (False, False)
         assert client.get("/v1/policy/1").json()["is_serving"]
         assert client.get("/v1/policy/10").status_code == 404
+        assert client.get("/v1/models/policy@v000009").json()["policy_version"] == 9
+        assert client.get("/v1/models/policy@v000010").status_code == 404
     away = Registry("redis://:none@127.0.0.1:1/0", "tiny")
     with TestClient(create_app(replace(service, registry=make_reader(away)))) as client:
         assert client.get("/v1/policy/1").status_code == 200
+        assert client.get("/v1/models/policy@v000010").status_code == 503
         refused = client.get("/v1/policy/10")
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "unavailable")
+    away.close()
+
+
+def test_a_checkpoint_is_shown_while_the_registry_is_away(service, make_reader, run_dir, add_checkpoint):
+    add_checkpoint(run_dir, 2)
+    away = Registry("redis://:none@127.0.0.1:1/0", "tiny")
+    with TestClient(create_app(replace(service, registry=make_reader(away)))) as client:
+        assert client.get("/v1/policy/2").json()["phase"] == "rl"
+        assert client.get("/v1/models/policy@v000002").json()["policy_version"] == 2
     away.close()
 
 

@@ -1,9 +1,11 @@
 """What the page reads of a run directory while the run writes it."""
 
 import json
+import math
 
 import pytest
 
+from actors.checkpoints import checkpoints_to_answer
 from deploy.service import run_view
 from deploy.service.run_view import RunView
 
@@ -65,3 +67,21 @@ def test_a_run_that_began_anew_is_read_from_its_beginning(tmp_path, metrics):
     view.events(0)
     metrics.write_text(_line(7))
     assert _rounds(view.events(0)) == [7]
+
+
+def test_the_disk_is_not_read_for_every_question_about_versions(run_dir, add_checkpoint, monkeypatch):
+    view = RunView(run_dir)
+    assert view.versions() == (1,)
+    assert view.checkpoint(1).phase == "sft"
+    read = []
+    monkeypatch.setattr(
+        run_view, "checkpoints_to_answer", lambda path: read.append(path) or checkpoints_to_answer(path)
+    )
+    add_checkpoint(run_dir, 2)
+    assert view.versions() == (1,)
+    assert view.checkpoint(2) is None
+    assert read == []
+    view._looked_at = -math.inf
+    assert view.versions() == (1, 2)
+    assert view.checkpoint(2).version == 2
+    assert len(read) == 1

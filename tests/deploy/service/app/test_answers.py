@@ -121,6 +121,10 @@ def test_a_stream_of_blocks_adds_up_to_the_whole_answer(client):
         assert all(one["finish_reason"] is None for one in mine[:-1])
         assert len(mine) >= 4, "a role, two blocks, an end"
     assert (chunks[-1]["choices"], chunks[-1]["usage"]) == ([], whole["usage"])
+    # As OpenAI's: https://platform.openai.com/docs/api-reference/chat/create, `stream_options`.
+    assert all(chunk["usage"] is None for chunk in chunks[:-1])
+    plain, _ = events_of(client.post("/v1/chat/completions", json=CHAT | ask | {"stream": True}))
+    assert not any("usage" in chunk for chunk in plain)
 
 
 def test_a_stream_of_canvases_fills_in_and_ends_as_the_answer(client):

@@ -32,6 +32,22 @@ def test_models_are_aliases_versions_and_the_run(client, versions, make_policy, 
     assert texts[1] != texts[3]
 
 
+def test_versions_that_have_checkpoints_are_models(client, run_dir, add_checkpoint):
+    add_checkpoint(run_dir, 2)
+    add_checkpoint(run_dir, 3, phase="control")
+    models = {model["id"]: model["policy_version"] for model in client.get("/v1/models").json()["data"]}
+    assert models == {"policy": 1, "base": 1, "tiny": 1, "policy@v000002": 2, "policy@v000001": 1}
+    shown = client.get("/v1/models/policy@v000002").json()
+    assert (shown["id"], shown["policy_version"]) == ("policy@v000002", 2)
+    known = client.get("/v1/policy/2").json()
+    assert (known["phase"], known["is_live"], known["is_serving"]) == ("rl", False, False)
+    answer = client.post("/v1/completions", json=ASK | {"model": "policy@v000002"})
+    assert answer.json()["policy_version"] == 2
+    error = assert_error(client.get("/v1/models/policy@v000003"), 404, "model_not_found")
+    assert error["param"] == "model"
+    assert_error(client.post("/v1/completions", json=ASK | {"model": "policy@v000003"}), 404, "model_not_found")
+
+
 def test_the_policy_is_shown_with_its_score_and_what_stays_out(client, versions, make_policy):
     versions.adopt(make_policy(2, num_correct=3, num_problems=4, round=1, manifest_digest="abc"))
 

@@ -1,8 +1,11 @@
 """Who and what the application refuses, and in which words."""
 
 import pytest
+from openai.types.chat import ChatCompletionMessage
+from pydantic import ValidationError
 
 from deploy.service.gate import MAX_BODY_BYTES, is_open
+from deploy.service.schemas import MAX_CHARACTERS, ChatRequest, CompletionRequest, Constraints, Diffusion
 from tests.deploy.service.app.asking import ASK, CHAT, OTHER, TOKEN, assert_error
 
 
@@ -31,7 +34,7 @@ def test_a_request_without_any_authorization_header_is_refused(make_client):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"prompt": None}, "`prompt`: must be a string"),
+        ({"prompt": None}, "`prompt`: Field required"),
         ({"prompt": []}, "`prompt`: must be a string"),
         ({"prompt": [1, "2"]}, "`prompt`: must be a string"),
         ({"prompt": [True]}, "`prompt`: must be a string"),
@@ -76,6 +79,51 @@ def test_what_cannot_be_answered_is_refused_in_a_sentence(client, change, words)
 def test_bodies_that_are_no_request_are_refused(client, content):
     assert_error(client.post("/v1/completions", content=content, headers={"Content-Type": "application/json"}), 400)
     assert client.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", {"prompt": ["a"] * 33}, "prompt"),
+        ("/v1/completions", {"prompt": [[5]] * 33}, "prompt"),
+        ("/v1/completions", {"prompt": ["a"] * 17, "n": 2}, "n"),
+        ("/v1/completions", {"prompt": [[5]] * 17, "n": 2}, "n"),
+        ("/v1/completions", {"prompt": "a" * (MAX_CHARACTERS + 1)}, "prompt"),
+        ("/v1/completions", {"prompt": ["a" * (MAX_CHARACTERS // 2 + 1)] * 2}, "prompt"),
+        ("/v1/completions", {"prompt": "a", "suffix": "a" * 65537}, "suffix"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}] * 257}, "messages"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a" * MAX_CHARACTERS}] * 2}, "messages"),
+        ("/tokenize", {"messages": [{"role": "user", "content": "a" * MAX_CHARACTERS}] * 2}, "messages"),
+        ("/tokenize", {"prompt": "a" * (MAX_CHARACTERS + 1)}, "prompt"),
+    ],
+)
+def test_what_would_take_long_to_tokenize_is_refused_before(client, service, monkeypatch, path, body, param):
+    def tokenize(*_):
+        raise AssertionError("this takes time")
+
+    for name in ("encode_chat", "encode_completion"):
+        monkeypatch.setattr(service.codec._tokenizer, name, tokenize)
+    assert assert_error(client.post(path, json=body), 400, "invalid_value")["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "field"),
+    [
+        (CompletionRequest, {"prompt": "a", "stop": [1] * 1000}, ("stop",)),
+        (CompletionRequest, {"prompt": [1.5] * 1000}, ("prompt",)),
+        (Constraints, {"fixed": {str(slot): "a" for slot in range(1000)}}, ("fixed",)),
+        (ChatRequest, {"messages": [{"role": "user", "content": [{}] * 1000}]}, ("messages", 0, "content")),
+    ],
+)
+def test_what_is_wrong_a_thousand_times_is_said_once(kind, body, field):
+    with pytest.raises(ValidationError) as refused:
+        kind.model_validate(body)
+    assert [error["loc"] for error in refused.value.errors()] == [field]
+
+
+def test_the_schema_says_how_many_prompts_there_may_be(client):
+    prompt = client.get("/openapi.json").json()["components"]["schemas"]["CompletionRequest"]["properties"]["prompt"]
+    assert [kind.get("maxItems") for kind in prompt["anyOf"]] == [None, 32, None, 32]
 
 
 def test_bodies_of_another_type_are_refused(client):
@@ -158,11 +206,100 @@ def test_a_request_has_a_name(client):
         ("best_of", 2),
         ("tools", [{}]),
         ("response_format", {"type": "json_object"}),
+        ("prompt_cache_key", "mine"),
+        ("safety_identifier", "me"),
+        ("stop_token_ids", [5]),
+        ("min_tokens", 3),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(client, field, value):
     error = assert_error(client.post("/v1/completions", json=ASK | {field: value}), 400, "unsupported_parameter")
     assert error["param"] == field
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("refusal", "No."), ("tool_calls", [{}]), ("function_call", {}), ("audio", {"id": "a"}), ("annotations", [{}])],
+)
+def test_what_a_turn_has_beside_its_text_is_refused_by_name(client, field, value):
+    turn = {"role": "assistant", "content": "5", field: value}
+    for path in ("/v1/chat/completions", "/tokenize"):
+        error = assert_error(client.post(path, json={"messages": [turn]}), 400, "unsupported_parameter")
+        assert error["param"] == f"messages.{field}"
+        assert f"`messages.{field}`" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("part", "words", "param"),
+    [
+        ({"type": "image_url", "image_url": {"url": "x"}}, "a part of the type `image_url`", "messages.content"),
+        ({"type": "input_audio", "input_audio": {}}, "a part of the type `input_audio`", "messages.content"),
+        ({"type": "text", "text": 5}, "a valid string", "messages.content.text"),
+        ({"type": "text", "text": "x", "cache": {}}, "does not know", "messages.content.cache"),
+        ({"type": "video", "text": "x"}, "should be 'text'", "messages.content.type"),
+        ({"text": "x"}, "Field required", "messages.content.type"),
+        (5, "a valid dictionary", "messages.content"),
+    ],
+)
+def test_a_part_that_is_no_text_is_refused_by_what_it_is(client, part, words, param):
+    parts = {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}, part]}]}
+    error = assert_error(client.post("/v1/chat/completions", json=parts), 400)
+    assert words in error["message"]
+    assert error["param"] == param
+    content = assert_error(
+        client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": 5}]}), 400
+    )
+    assert content["message"] == "`messages.content`: must be a string or a list of parts."
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/v1/completions", b'{"prompt": ["1", "\\ud800"]}', "prompt"),
+        ("/v1/completions", b'{"prompt": "1", "suffix": "\\ud800"}', "suffix"),
+        ("/v1/completions", b'{"prompt": "1", "stop": "\\ud800"}', "stop"),
+        ("/v1/completions", b'{"prompt": "1", "stop": ["1", "\\ud800"]}', "stop"),
+        ("/v1/chat/completions", b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "messages"),
+        ("/tokenize", b'{"prompt": "\\ud800"}', "prompt"),
+    ],
+)
+def test_half_of_a_surrogate_pair_is_refused_where_it_is(client, path, body, field):
+    answer = client.post(path, content=body, headers={"Content-Type": "application/json"})
+    assert assert_error(answer, 400, "invalid_value")["param"] == field
+
+
+@pytest.mark.parametrize(
+    ("asked", "field"),
+    [
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream_options": {"include_usage": True}, "stream": False}, "stream_options"),
+        ({"diffusing": True}, "diffusing"),
+        ({"diffusion": {"stream": "canvas"}}, "diffusion.stream"),
+    ],
+)
+def test_what_is_asked_of_a_stream_is_refused_without_one(client, asked, field):
+    error = assert_error(client.post("/v1/completions", json=ASK | asked), 400, "invalid_value")
+    assert error["param"] == field
+    assert f"`{field}`" in error["message"]
+    assert client.post("/v1/completions", json=ASK | asked | {"stream": True}).status_code == 200
+
+
+def test_obfuscation_is_refused_by_name(client):
+    asked = ASK | {"stream": True, "stream_options": {"include_obfuscation": True}}
+    error = assert_error(client.post("/v1/completions", json=asked), 400, "unsupported_parameter")
+    assert error["param"] == "stream_options.include_obfuscation"
+    asked["stream_options"] = {"include_obfuscation": False}
+    assert client.post("/v1/completions", json=asked).status_code == 200
+
+
+def test_tokens_are_not_given_in_place_of_the_suffix(client):
+    ask = {"prompt": "2", "suffix": " is", "max_tokens": 4}
+    for slot, status in (("3", 200), ("4", 400), ("99", 400)):
+        answer = client.post("/v1/completions", json=ask | {"diffusion": {"constraints": {"fixed": {slot: 7}}}})
+        assert answer.status_code == status
+    error = assert_error(answer, 400, "invalid_value")
+    assert error["param"] == "diffusion.constraints.fixed"
+    assert "slots 0 to 3" in error["message"]
 
 
 def test_lm_evals_loglikelihood_is_refused_with_the_reason(client):
@@ -178,6 +315,35 @@ def test_unsupported_fields_that_ask_for_nothing_are_fine(client):
 
 
 @pytest.mark.parametrize(
+    "nulls",
+    [
+        *({field: None} for field in CompletionRequest.model_fields if field not in ASK),
+        *({field: None} for field in CompletionRequest.unsupported),
+        *({"diffusion": {field: None}} for field in Diffusion.model_fields),
+        {"diffusion": {"constraints": {"forbidden_ids": None, "fixed": None}}},
+    ],
+    ids=str,
+)
+def test_what_is_null_is_as_left_out(client, nulls):
+    plain = client.post("/v1/completions", json=ASK).json()["choices"]
+    assert client.post("/v1/completions", json=ASK | nulls).json()["choices"] == plain
+
+
+def test_options_of_a_stream_that_are_null_are_as_left_out(client):
+    options = {"stream": True, "stream_options": {"include_usage": None, "include_obfuscation": None}}
+    assert client.post("/v1/completions", json=ASK | options).status_code == 200
+
+
+def test_a_turn_is_taken_back_as_openai_python_dumps_it(client):
+    said = ChatCompletionMessage(role="assistant", content="5").model_dump()
+    assert said["tool_calls"] is None
+    replayed = {"messages": [*CHAT["messages"], said | {"annotations": []}, *CHAT["messages"]], "seed": 1}
+    plain = {"messages": [*CHAT["messages"], {"role": "assistant", "content": "5"}, *CHAT["messages"]], "seed": 1}
+    one, other = (client.post("/v1/chat/completions", json=ask).json() for ask in (replayed, plain))
+    assert one["choices"] == other["choices"]
+
+
+@pytest.mark.parametrize(
     ("diffusion", "param"),
     [
         ({"steps": 7}, "diffusion.steps"),
@@ -188,6 +354,8 @@ def test_unsupported_fields_that_ask_for_nothing_are_fine(client):
         ({"constraints": {"forbidden_ids": [10**6]}}, "diffusion.constraints.forbidden_ids"),
         ({"constraints": {"fixed": {"99": 5}}}, "diffusion.constraints.fixed"),
         ({"constraints": {"fixed": {"-1": 5}}}, "diffusion.constraints.fixed"),
+        ({"constraints": {"fixed": {"0": "a"}}}, "diffusion.constraints.fixed"),
+        ({"constraints": {"fixed": [5]}}, "diffusion.constraints.fixed"),
         ({"stream": "all"}, "diffusion.stream"),
         ({"speed": 9}, "diffusion.speed"),
     ],
