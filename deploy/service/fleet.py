@@ -105,7 +105,11 @@ class Fleet:
 
     async def states(self) -> list[EngineState]:
         """As `Backend.states`."""
-        return await self._directory.states()
+        if self._engines:
+            return await self._directory.states()
+        # An ingress that says that it is ready has found them: without Ray's GCS it could not any more.
+        _, states = await asyncio.gather(asyncio.shield(self._look()), self._directory.states())
+        return states
 
     async def aclose(self) -> None:
         """As `Backend.aclose`."""

@@ -127,6 +127,7 @@ def service(processes: RayProcesses, tmp_path_factory: pytest.TempPathFactory) -
     deployed = _Service(processes, policies.directory, free_port())
     deployed.deploy()
     wait_until(lambda: _are_new(processes.replicas("d1"), {}, 2), "the service", 120)
+    wait_until(lambda: is_up(deployed.url), "an ingress that has found its engine", 60)
     return deployed
 
 

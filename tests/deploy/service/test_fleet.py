@@ -265,6 +265,18 @@ def test_engines_that_come_later_are_found_and_those_that_stopped_are_not_asked(
     with_fleet(known, run)
 
 
+def test_who_was_asked_how_engines_stand_has_found_them(listen, host):
+    known = Known(listen(host))
+
+    async def run(fleet):
+        await fleet.states()
+        num_asked = known.num_asked
+        assert texts(await all_of(fleet.stream(job())))
+        assert (num_asked, known.num_asked) == (1, 1)
+
+    with_fleet(known, run)
+
+
 def test_a_connection_is_used_again_and_another_opened_where_one_is_in_use(listen, host, monkeypatch):
     listener, calls, call = listen(host), [], Wire.call
     monkeypatch.setattr(Wire, "call", lambda *arguments: (calls.append(arguments), call(*arguments))[1])
