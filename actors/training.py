@@ -48,6 +48,7 @@ class TrainingRun:
         torch.set_num_threads(1)
         self._found = _to_go_on_from(spec)
         self._position = self._found.position
+        self._published_digest: str | None = None
         mesh = make_mesh(spec.device)
         device = torch.device(spec.device, torch.cuda.current_device()) if spec.device == "cuda" else "cpu"
         adapter, model = self._found_policy()
@@ -273,17 +274,18 @@ class TrainingRun:
         if self._policy.rank:
             return
         manifest = make_manifest(version, weights)
+        self._published_digest = manifest.digest
         self._on_rank_0(lambda: self._store.publish.remote(manifest, ray.put(weights)))
         if phase is not Phase.CONTROL:
             self._on_rank_0(lambda: self._coordinator.announce.remote(version, phase, round_index, manifest.digest))
 
     def _save(self, learner: Learner | None = None) -> None:
+        """A checkpoint of what was published last."""
         weights, position, adapter = self._policy.weights_on_rank_0(), self._position, self._adapter()
         state = None if learner is None else learner.full_state()
         if self._policy.rank:
             return
         directory = self._spec.checkpoints_dir / _checkpoint_name(position.phase, position.round)
-        digest = make_manifest(position.policy_version, weights).digest
         save_checkpoint(
             directory,
             self._policy.config,
@@ -291,7 +293,7 @@ class TrainingRun:
             self._spec.initial_checkpoint,
             adapter=adapter,
             learner_state=state,
-            trainer_state=asdict(replace(position, manifest_digest=digest)),
+            trainer_state=asdict(replace(position, manifest_digest=self._published_digest)),
         )
         self._record(
             "checkpoint",

@@ -172,23 +172,24 @@ def _add_inference(app: FastAPI, inference: _Inference) -> None:
 def _add_models(app: FastAPI, service: Service, watch: Watch) -> None:
     codec, planner = service.codec, service.planner
 
-    async def aliases() -> dict[str, int]:
-        found: dict[str, int] = policy_body(planner.name, await _states(watch))["aliases"]
+    def aliases(states: Sequence[EngineState]) -> dict[str, int]:
+        found: dict[str, int] = policy_body(planner.name, states)["aliases"]
         return {**found, planner.name: found[POLICY]}
 
     @app.get("/v1/models", **described(bodies.Models, 503))
     async def list_models() -> dict[str, Any]:
-        live = {policy.version for state in await _states(watch) for policy in state.live}
+        states = await _states(watch)
+        live = {policy.version for state in states for policy in state.live}
         stored = () if service.run is None else await asyncio.to_thread(service.run.versions)
         versions = {f"policy@v{version:06d}": version for version in sorted({*live, *stored}, reverse=True)}
-        return {"object": "list", "data": [_model(*one) for one in (await aliases() | versions).items()]}
+        return {"object": "list", "data": [_model(*one) for one in (aliases(states) | versions).items()]}
 
     @app.get("/v1/models/{name}", **described(bodies.Model, 404, 503))
     async def model(name: str) -> dict[str, Any]:
-        wanted = planner.wanted(name)
+        wanted, states = planner.wanted(name), await _states(watch)
         if isinstance(wanted, int):
-            return _model(name, (await _found(service, await _states(watch), wanted, "model")).version)
-        found = (await aliases()).get(name)
+            return _model(name, (await _found(service, states, wanted, "model")).version)
+        found = aliases(states).get(name)
         if found is None:
             raise ServiceError(404, "There is no such model here.", "model_not_found", param="model")
         return _model(name, found)

@@ -115,16 +115,21 @@ def test_weights_that_are_gone_are_counted_and_not_asked_for_again(versions, fol
     assert follower.status.registry_reachable
 
 
-def test_weights_that_are_gone_are_asked_for_again_when_they_lie_elsewhere(versions, follow, registry, make_policy):
-    follower = follow(make_policy(2))
+def loads_checkpoints_alone(versions, otherwise):
+    """Make `versions` fail with `otherwise` where a version has no checkpoint."""
     load = versions._load
 
-    def gone(policy):
+    def from_checkpoint(policy):
         if policy.checkpoint is None:
-            raise LookupError("the store moved on")
+            raise otherwise
         return load(policy)
 
-    versions._load = gone
+    versions._load = from_checkpoint
+
+
+def test_weights_that_are_gone_are_asked_for_again_when_they_lie_elsewhere(versions, follow, registry, make_policy):
+    follower = follow(make_policy(2))
+    loads_checkpoints_alone(versions, LookupError("the store moved on"))
     assert not follower.follow_once(0)
     registry.add_checkpoint(2, "/somewhere")
     assert follower.follow_once(0)
@@ -136,14 +141,7 @@ def test_versions_out_of_reach_are_not_refused_and_engines_serve_them_once_they_
 ):
     def engine():
         versions = engine_of()
-        load = versions._load
-
-        def from_checkpoint(policy):
-            if policy.checkpoint is None:
-                raise LookupError("there is no weight store d1-weights-tiny on this cluster")
-            return load(policy)
-
-        versions._load = from_checkpoint
+        loads_checkpoints_alone(versions, LookupError("there is no weight store d1-weights-tiny on this cluster"))
         return versions, VersionFollower(registry, versions, run_dir)
 
     old, old_follower = engine()
@@ -175,14 +173,7 @@ def test_a_version_with_another_checksum_than_was_announced_stays_out_and_says_s
 
 def test_a_version_that_arrived_damaged_is_served_from_its_checkpoint(versions, follow, registry, make_policy):
     follower = follow(make_policy(2, weight_store="d1-weights-tiny"))
-    load = versions._load
-
-    def damaged(policy):
-        if policy.checkpoint is None:
-            raise ValueError("the checksum differs")
-        return load(policy)
-
-    versions._load = damaged
+    loads_checkpoints_alone(versions, ValueError("the checksum differs"))
     assert not follower.follow_once(0)
     assert registry.standing().refused == {2}
     registry.add_checkpoint(2, "/somewhere")
