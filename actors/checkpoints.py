@@ -1,17 +1,22 @@
-"""Which checkpoint of a run to go on from, or to answer from: the newest that is whole."""
+"""Which checkpoint of a run to go on from, or to answer from: the newest that is whole. And which are kept."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import re
+import shutil
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Self
 
 from actors.spec import Phase
 from learner.model.checkpoint import MANIFEST, verify_checkpoint
 
 STATE = "trainer_state.json"
+# Those of a stage that was under way.
+_PASSING = re.compile(r"(sft|rl|control)-\d+")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,7 +29,7 @@ class Position:
     """
 
     phase: Phase
-    """The stage that was last finished, or that is under way (`rl`)."""
+    """The stage that was last finished, or that is under way."""
     round: int
     """Rounds trained."""
     policy_version: int
@@ -32,7 +37,27 @@ class Position:
     rl_seconds: float
     """Seconds spent in rounds so far: the control gets as many."""
     manifest_digest: str | None = None
-    """Checksum of the manifest of the checkpoint's tensors; None in one that an earlier d1 wrote."""
+    """Checksum of the manifest of the checkpoint's tensors; None in one of a stage of SFT under way, whose weights were
+    not published, and in one that an earlier d1 wrote."""
+    step: int | None = None
+    """Optimizer steps done of SFT or the control, where that is under way; else None."""
+    stage_seconds: float = 0.0
+    """Seconds spent in that stage so far."""
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Self:
+        """From JSON. Raises ValueError, TypeError or KeyError for what is no position."""
+        return cls(**{**values, "phase": Phase(values["phase"])})
+
+    @property
+    def is_published(self) -> bool:
+        """Whether its weights are those of its policy version."""
+        return self.step is None
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """A later position has a greater one."""
+        return self.policy_version, list(Phase).index(self.phase), self.step or 0
 
 
 Rule = Callable[[Position], bool]
@@ -57,12 +82,12 @@ def to_go_on(num_rounds: int) -> Rule:
 
 
 def to_answer(position: Position) -> bool:
-    """For a service: never the control's, which is trained to compare with."""
-    return position.phase is not Phase.CONTROL
+    """For a service: never the control's, which is trained to compare with, and no half-trained SFT."""
+    return position.phase is not Phase.CONTROL and position.is_published
 
 
 def newest_checkpoint(checkpoints_dir: Path, rule: Rule) -> FoundCheckpoint | None:
-    """The checkpoint with the highest policy version of those that count and whose files are what was written.
+    """The checkpoint that is furthest of those that count and whose files are what was written.
 
     None where there is none that counts. Raises ValueError, which names them, when all that count are damaged.
     """
@@ -78,8 +103,8 @@ def newest_checkpoint(checkpoints_dir: Path, rule: Rule) -> FoundCheckpoint | No
             damaged.append(str(error))
             continue
         if rule(position):
-            found.append((position.policy_version, directory, position))
-    for _, directory, position in sorted(found, reverse=True, key=lambda item: item[0]):
+            found.append((directory, position))
+    for directory, position in sorted(found, reverse=True, key=lambda item: item[1].order):
         try:
             verify_checkpoint(directory)
         except ValueError as error:
@@ -107,6 +132,39 @@ def checkpoints_to_answer(checkpoints_dir: Path) -> list[tuple[Position, Path]]:
     return sorted(found, key=lambda one: one[0].policy_version)
 
 
+def checkpoint_name(position: Position) -> str:
+    """The name of a checkpoint's directory: that of the stage, and where the stage stood unless it had ended."""
+    if position.phase is Phase.RL:
+        return f"{position.phase}-{position.round:06d}"
+    return str(position.phase) if position.step is None else f"{position.phase}-{position.step:06d}"
+
+
+def prune(checkpoints_dir: Path, num_kept: int, versions: Collection[int]) -> list[Path]:
+    """Delete checkpoints of stages under way, but for the newest `num_kept`, those of `versions` and the last round's.
+
+    What cannot be read stays. Returns what was deleted.
+    """
+    found = []
+    for directory in checkpoints_dir.glob("[!.]*/"):
+        with suppress(ValueError):
+            found.append((read_position(directory), directory))
+    found.sort(key=lambda item: item[0].order)
+    passing = [item for item in found if _PASSING.fullmatch(item[1].name)]
+    rounds = [item for item in passing if item[0].phase is Phase.RL]
+    kept = {directory for _, directory in (*passing[-num_kept:], *rounds[-1:])}
+    deleted = []
+    for position, directory in passing:
+        if directory in kept or (position.policy_version in versions and position.is_published):
+            continue
+        # Renamed first: nobody sees half of one.
+        going = directory.with_name(f".{directory.name}.deleted")
+        shutil.rmtree(going, ignore_errors=True)
+        directory.rename(going)
+        shutil.rmtree(going)
+        deleted.append(directory)
+    return deleted
+
+
 def read_position(directory: Path) -> Position:
     """Where the run stood when it wrote a checkpoint. Raises ValueError when its file is not what was written."""
     # By itself: other files are large, and a wrong version would put the whole checkpoint in a wrong place.
@@ -114,6 +172,6 @@ def read_position(directory: Path) -> Position:
     path = directory / STATE
     try:
         state = json.loads(path.read_text(encoding="utf-8"))
-        return Position(**state | {"phase": Phase(state["phase"])})
+        return Position.of(state)
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{path} is damaged: it does not say where the run stood") from error

@@ -17,16 +17,17 @@ from actors.resources import (
     sampler_resources,
     store_resources,
 )
+from actors.run_client import Heartbeat, RunClient
 from actors.spec import RunSpec
 from actors.training import TrainingRun
 from actors.weights import NAMESPACE, WeightStore, store_name
 from actors.workers import GraderWorker, SamplerWorker
+from learner.ranks import Ranks
 
 _START_TIMEOUT_S = 180.0
-# A rank waits for another while rank 0 evaluates; a dead rank is noticed by Ray Train long before.
-_COLLECTIVE_TIMEOUT_S = 1800
-_MAX_LEARNER_RESTARTS = 2
-_REPORT_TIMEOUT_S = 10.0
+# Ranks do their own share of the same work between two collectives. A rank that hangs is noticed long before.
+_COLLECTIVE_TIMEOUT_S = 600
+_VERDICT_TIMEOUT_S = 120.0
 
 WORKER_ENV = {
     "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1",
@@ -51,29 +52,38 @@ class RunActors:
     """Samplers and graders."""
 
 
-def start_actors(spec: RunSpec, num_graders: int, registry_url: str) -> RunActors:
-    """Ask Ray for the pools, the store and the coordinator; `wait_until_ready` says when they are there."""
+class LearnerFailedError(Exception):
+    """The learner group failed again and again; says of what."""
+
+
+def start_actors(spec: RunSpec, num_graders: int, registry_url: str, driver: str) -> RunActors:
+    """Ask Ray for the pools, the store and the coordinator; `wait_until_ready` says when they are there.
+
+    Ray starts each of them again where it dies. `driver` names this attempt at the run.
+    """
+    restarted = {"max_restarts": -1, "max_task_retries": -1}
     store: Any = (
-        ray.remote(WeightStore)
+        _watched(WeightStore)
         # An earlier try of the run may have left its store: it is taken over.
         .options(
             name=store_name(spec.name),
             namespace=NAMESPACE,
             lifetime="detached",
             get_if_exists=True,
+            **restarted,
             **store_resources(),
         )
         .remote(spec.learner.max_staleness + 2)
     )
     store.keep.remote(spec.learner.max_staleness + 2)
     samplers: list[Any] = [
-        ray.remote(SamplerWorker)
+        _watched(SamplerWorker)
         .options(name=f"{spec.name}-sampler-{index}", max_restarts=-1, **sampler_resources(spec.device))
         .remote(spec.initial_checkpoint, store, spec.device, spec.rollout.engine)
         for index in range(spec.rollout.num_samplers)
     ]
     graders: list[Any] = [
-        ray.remote(GraderWorker)
+        _watched(GraderWorker)
         .options(name=f"{spec.name}-grader-{index}", max_restarts=-1, **grader_resources())
         .remote(spec.task, spec.reward, spec.initial_checkpoint)
         for index in range(num_graders)
@@ -82,10 +92,18 @@ def start_actors(spec: RunSpec, num_graders: int, registry_url: str) -> RunActor
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     coordinator: Any = (
         ray.remote(Coordinator)
-        .options(name=f"{spec.name}-coordinator", scheduling_strategy=here, **coordinator_resources())
-        .remote(spec, samplers, graders, registry_url, store_name(spec.name))
+        .options(name=f"{spec.name}-coordinator", scheduling_strategy=here, **restarted, **coordinator_resources())
+        .remote(
+            spec, samplers, graders, store, registry_url=registry_url, store_name=store_name(spec.name), driver=driver
+        )
     )
     return RunActors(coordinator=coordinator, store=store, pools=(*samplers, *graders))
+
+
+def _watched(actor_class: type) -> Any:
+    """An actor class whose `ready` is answered while another call is at work."""
+    remote: Any = ray.remote  # Its types do not know of the groups.
+    return remote(concurrency_groups={"liveness": 1})(actor_class)
 
 
 def wait_until_ready(actors: RunActors) -> None:
@@ -112,7 +130,13 @@ def stop_actors(actors: RunActors, *, keep_store: bool) -> None:
 
 
 def fit(spec: RunSpec, actors: RunActors) -> None:
-    """Run the learner group to its end. Blocks; raises what the workers raised once restarts are used up."""
+    """Run the learner group to its end. Blocks.
+
+    The group is started again as long as that leads somewhere, which the coordinator decides: not after so many faults,
+    which a long run on many machines is bound to have.
+
+    Raises LearnerFailedError where it leads nowhere.
+    """
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
@@ -129,17 +153,24 @@ def fit(spec: RunSpec, actors: RunActors) -> None:
         run_config=RunConfig(
             name=".ray_train",
             storage_path=str(spec.run_dir),
-            failure_config=FailureConfig(max_failures=_MAX_LEARNER_RESTARTS),
+            failure_config=FailureConfig(max_failures=-1),
         ),
     ).fit()
+    if why := ray.get(actors.coordinator.gave_up.remote(), timeout=_VERDICT_TIMEOUT_S):
+        raise LearnerFailedError(why)
 
 
 def train_worker(config: Mapping[str, Any]) -> None:
     """What each learner worker runs; after a restart it goes on from the newest checkpoint."""
+    ranks, coordinator = Ranks(), config["coordinator"]
+    client = RunClient(coordinator, config["store"])
+    if not ranks.agreed(client.learner_starting):
+        return
+    heartbeat = Heartbeat(coordinator, ranks.rank)
     try:
-        TrainingRun(config["spec"], config["coordinator"], config["store"]).run()
+        TrainingRun(config["spec"], client, heartbeat, ranks).run()
     except Exception as error:
-        # Ray Train may restart the group: the run log must say why.
-        values = {"what": f"a learner worker failed: {type(error).__name__}: {error}", "attempt": 1}
-        ray.get(config["coordinator"].record.remote("failure", values), timeout=_REPORT_TIMEOUT_S)
+        heartbeat.report(error)
         raise
+    finally:
+        heartbeat.end()

@@ -1,4 +1,4 @@
-"""The coordinator: a thin asynchronous shell over the ledger.
+"""The coordinator: a thin asynchronous shell over the ledger. It may die: Ray starts it again, and nothing is lost.
 
     samplers <-- portions -- [ coordinator: ledger, run log ] -- references --> learner
         |                         ^ summaries                                     |
@@ -7,80 +7,141 @@
 | loop          | consumes             | waits for              | produces           | unblocked by         |
 |---------------|----------------------|------------------------|--------------------|----------------------|
 | `_run`        | an admitted portion  | a free sampler, grader | a ready portion    | `published`, a retry |
-| `next_batch`  | a round's portions   | the round is complete  | references         | `_run`               |
-| `evaluate`    | held-out portions    | all of them            | a Score            | `Pools.score`        |
+| `next_batch`  | a round's portions   | the round is complete  | references         | `_run`, `stop`       |
+| `evaluate`    | held-out portions    | all of them            | a Score            | `Pools.score`, `stop`|
+| `_keep_watch` |                      | an actor that is silent| a failure, a kill  |                      |
+
+Failover: the learner is the clock, and every call of its rank 0 says all that the coordinator needs to go on: round,
+version, digest. Restarted, the coordinator makes the ledger again from the call that Ray repeats, and samples the round
+again: the same texts, for draws are keyed by what they are for. What else it must know lies in the run log and in
+`Session`.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import json
+import time
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import replace
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 
+from actors.announcer import Announcer
+from actors.evaluation import Evaluation, best_version
 from actors.ledger import Ledger
-from actors.messages import Generation, Portion, PortionKey, PortionSummary
+from actors.liveness import SILENT_S, Watch
+from actors.messages import Generation, Next, PortionKey, PortionSummary
 from actors.metrics import RunGauges
 from actors.plan import RunPlan
-from actors.pools import Pools, PortionFailedError
-from actors.registry import PolicyVersion, Registry
-from actors.registry_files import rebuild
+from actors.pools import Pools, PortionFailedError, VersionLostError
+from actors.registry import Registry
 from actors.round_stats import readable_samples, round_stats
-from actors.run_log import Event, RunLog, began_at
+from actors.run_log import Event, RunLog
+from actors.session import Session
 from actors.spec import Phase, RunSpec
+from actors.status import RunStatus, assignment_text, silence_texts, wait_text
 from learner.model.tokenizer import ChatTokenizer
-from rewards import Outcome
-from rollout.score import Score
 
 _SAMPLES_PER_ROUND = 4
+_STATUS_EVERY_S = 2.0
+# Events among which one that is recorded a second time would be.
+_NEWEST = 20
+_RANK = "learner rank "
+_STORE = "the weight store"
+T = TypeVar("T")
+
+
+class StoppedError(Exception):
+    """The run is to stop before what was waited for."""
 
 
 class Coordinator:
     """Owns the ledger and the run log of one run."""
 
     def __init__(
-        self, spec: RunSpec, samplers: Sequence[Any], graders: Sequence[Any], registry_url: str, store_name: str
+        self,
+        spec: RunSpec,
+        samplers: Sequence[Any],
+        graders: Sequence[Any],
+        store: Any,
+        *,
+        registry_url: str,
+        store_name: str,
+        driver: str,
     ) -> None:
-        """Raises ValueError when the task cannot give the problems that the recipe asks for."""
+        """Begin, or go on with what the coordinator of the same `driver` had begun.
+
+        Raises ValueError when the task cannot give the problems that the recipe asks for.
+        """
         self._spec = spec
         self._plan = RunPlan(spec, ChatTokenizer(spec.initial_checkpoint))
         self._pools = Pools(samplers, graders, spec.rollout.timeout_s, spec.grading_timeout_s, self._note_pause)
         self._log = RunLog(spec.run_dir, spec.wandb_project)
         self._gauges = RunGauges(spec.name)
-        self._registry = Registry(registry_url, spec.name)
-        self._store_name = store_name
-        self._announced: PolicyVersion | None = None
+        self._announcer = Announcer(Registry(registry_url, spec.name), self._log, spec.run_dir, store_name)
+        self._evaluation = Evaluation(
+            self._plan, spec.rollout.sampling, self._pools, spec.rollout.max_attempts, self._note_failure
+        )
+        self._watch = Watch(self._end_hung)
         self._ledger: Ledger | None = None
+        self._generations: dict[int, Generation] = {}
         self._scored: dict[PortionKey, tuple[ray.ObjectRef[Any], PortionSummary]] = {}
-        self._num_learner_starts = 0
+        self._doing: dict[str, str] = {}
+        self._waiting_since: tuple[str, float] | None = None
+        self._is_lost = False
         self._paused_at_s = 0.0
         self._last_failure = ""
         self._changed = asyncio.Condition()
-        self._tasks: set[asyncio.Task[None]] = set()
-        if self._plan.num_overlong:
-            self._log.append("failure", what=f"{self._plan.num_overlong} prompts are too long", attempt=0)
+        self._stopping = asyncio.Event()
+        self._tries: set[asyncio.Task[None]] = set()
+        self._store = store
+        self._watching: asyncio.Task[None] | None = None
+        self._begin(driver)
+
+    def _begin(self, driver: str) -> None:
+        session = Session.read(self._spec.run_dir, driver)
+        if session.num_coordinator_starts:
+            what = "the coordinator died and was started again; the round under way is sampled again"
+            self._note_failure(what, session.num_coordinator_starts)
+        elif self._plan.num_overlong:
+            self._note_failure(f"{self._plan.num_overlong} prompts are too long", 0)
+        self._keep(session, num_coordinator_starts=session.num_coordinator_starts + 1)
+        if session.is_stopping:
+            self._stopping.set()
 
     # The log.
 
     async def record(self, event: str, values: dict[str, Any]) -> None:
         """Append an event to the run log; the registry hears of a checkpoint that may be served."""
+        if self._is_repeated(event, values):
+            return
         self._log.append(event, **values)
-        if event == "checkpoint" and values["phase"] != Phase.CONTROL:
-            directory = str(self._spec.run_dir / values["path"])
-            await self._tell_registry(self._registry.add_checkpoint, values["policy_version"], directory)
+        if event == "checkpoint" and values["phase"] != Phase.CONTROL and "step" not in values:
+            await self._announcer.checkpoint(values["policy_version"], self._spec.run_dir / values["path"])
 
     async def events_since(self, count: int) -> list[Event]:
         """The events after the first `count`."""
+        self._watch_over()
         return self._log.events_since(count)
 
-    async def learner_started(self, checkpoint: str) -> None:
-        """The learner group is up, from a checkpoint. Every time but the first is a restart, and is recorded."""
-        if self._num_learner_starts:
-            what = f"the learner group restarted from checkpoint {checkpoint}"
-            self._log.append("failure", what=what, attempt=self._num_learner_starts)
-        self._num_learner_starts += 1
+    async def finish(self) -> None:
+        """Record that the run is done, and how long it took; the files are complete then."""
+        self._log.append("done", seconds=self._log.seconds())
+        self._log.close()
+
+    def _is_repeated(self, event: str, values: Mapping[str, Any]) -> bool:
+        """Whether the newest events have this one: its call was answered by a coordinator that died as it did so."""
+        if self._session.num_coordinator_starts == 1:
+            return False
+        asked = json.loads(json.dumps({"event": event, **values}))
+        newest = self._log.events_since(0)[-_NEWEST:]
+        return any(one == asked | {"time_s": one["time_s"]} for one in newest)
+
+    def _note_failure(self, what: str, attempt: int) -> None:
+        self._log.append("failure", what=what, attempt=attempt)
 
     def _note_pause(self, why: str | None) -> None:
         """Record that grading waits for something that does not answer, or (None) that it goes on."""
@@ -90,56 +151,132 @@ class Coordinator:
             self._paused_at_s = self._log.seconds()
             self._log.append("pause", what=why)
 
+    # The learner group.
+
+    async def learner_starting(self) -> bool:
+        """The learner group begins, or begins again. False where it has done so in vain too often."""
+        self._forget_rounds()
+        num_checkpoints = sum(event["event"] == "checkpoint" for event in self._log.events_since(0))
+        self._keep(self._session.with_learner_start(num_checkpoints))
+        return not self._session.gave_up
+
+    async def learner_started(self, checkpoint: str, position: Mapping[str, Any]) -> None:
+        """It goes on from a checkpoint: what is done again is recorded. Every time but the first is a failure's."""
+        again = _done_again(self._log.events_since(0), position)
+        if self._session.num_learner_starts > 1:
+            what = f"the learner group restarted from checkpoint {checkpoint}; {again}"
+            self._note_failure(what, self._session.num_learner_starts - 1)
+        elif position["policy_version"] or position["step"]:
+            self._log.append("resume", what=f"going on from checkpoint {checkpoint}; {again}")
+
+    async def learner_failed(self, what: str) -> None:
+        """A rank raised. What the others raise because of it is no failure of its own."""
+        if not self._session.error:
+            self._keep(self._session, error=what)
+            self._note_failure(f"a learner worker failed: {what}", 1)
+
+    async def gave_up(self) -> str:
+        """Why the learner group is not started again; empty where it ended as it should."""
+        return self._session.gave_up
+
+    async def heartbeat(self, rank: int, doing: str, actor: Any) -> bool:
+        """A rank of the learner lives. Whether it is to stop."""
+        self._watch_over()
+        self._doing[str(rank)] = doing
+        self._watch.heard(f"{_RANK}{rank}", actor)
+        return self._stopping.is_set()
+
+    async def rank_ended(self, rank: int) -> None:
+        """A rank has ended as it should."""
+        self._watch.forget(f"{_RANK}{rank}")
+
+    async def stop(self) -> bool:
+        """Have the learner write a checkpoint and end, as soon as it can. False where no rank of it is up."""
+        self._keep(self._session, is_stopping=True)
+        self._stopping.set()
+        return bool(self._doing)
+
+    def _keep(self, session: Session, **changes: Any) -> None:
+        self._session = replace(session, **changes).write(self._spec.run_dir)
+
+    def _forget_rounds(self) -> None:
+        for attempt in self._tries:
+            attempt.cancel()
+        self._watch.forget(_RANK)
+        self._doing.clear()
+        self._scored.clear()
+        self._ledger = None
+
     # The rounds.
 
-    async def start_rounds(self, first_round: int, version: int) -> None:
-        """Begin, or after a restart of the learner rewind to, `first_round`, trained from `version`."""
-        for task in self._tasks:
-            task.cancel()
-        self._scored.clear()
-        self._ledger = Ledger(
-            num_rounds=self._spec.learner.num_rounds,
-            portions_per_round=self._plan.portions_per_round,
-            max_staleness=self._spec.learner.max_staleness,
-            max_attempts=self._spec.rollout.max_attempts,
-            next_round=first_round,
-            version=version,
-        )
-
-    async def next_batch(self, round_index: int) -> list[ray.ObjectRef[Any]]:
-        """References of a round's scored portions, once all are in.
+    async def next_batch(self, round_index: int, generation: Generation) -> tuple[Next, list[ray.ObjectRef[Any]]]:
+        """References of a round's scored portions, once all are in, sampled from `generation` or up to S before it.
 
         Raises:
             TimeoutError: nothing came back for longer than a portion's tries may take, and nothing is waited for.
             RuntimeError: every portion of the round failed.
         """
-        ledger = self._active_ledger()
+        ledger = self._ledger_at(round_index, generation)
+        self._is_lost = False
         # Now and not when the last round was published: what the learner did in between, an evaluation or a
         # checkpoint, is not a part of this round, and its sampling is.
         self._start_portions()
-        patience_s = self._spec.rollout.timeout_s + self._spec.grading_timeout_s
-        async with self._changed:
-            while not ledger.is_complete(round_index):
-                try:
-                    await asyncio.wait_for(self._changed.wait(), patience_s)
-                except TimeoutError as error:
-                    if self._pools.is_paused:
-                        continue
-                    raise TimeoutError(
-                        f"round {round_index}: no portion came back for {patience_s:.0f} s "
-                        f"({ledger.num_running()} running); are all samplers placed?"
-                    ) from error
+        self._waiting_since = f"round {round_index}", time.monotonic()
+        try:
+            await self._unless_stopped(self._complete(ledger, round_index))
+        except StoppedError:
+            return Next.STOP, []
+        except VersionLostError:
+            return Next.PUBLISH, []
+        finally:
+            self._waiting_since = None
         ready = ledger.ready(round_index)
         if not ready:
             raise RuntimeError(f"round {round_index} has no completions: all its portions failed. {self._last_failure}")
-        return [self._scored[key][0] for key in ready]
+        return Next.GO_ON, [self._scored[key][0] for key in ready]
 
-    async def published(self, round_index: int, version: int, values: dict[str, Any]) -> None:
-        """The learner trained on a round and published `version`; `values` is what it measured."""
-        ledger = self._active_ledger()
-        keys = ledger.ready(round_index)
-        summaries = [self._scored[key][1] for key in keys]
-        portions = [self._plan.round_portion(key.round, key.index) for key in keys]
+    async def forget(self, round_index: int) -> None:
+        """The portions of a round cannot be fetched any more: they are sampled again."""
+        if self._ledger is not None:
+            self._ledger.redo(round_index)
+
+    async def published(
+        self,
+        round_index: int,
+        generation: Generation,
+        values: dict[str, Any],
+        summaries: Mapping[PortionKey, PortionSummary] | None,
+    ) -> bool:
+        """The learner trained on a round and published `generation`; `values` is what it measured.
+
+        False when the round's portions are not known here, for they were gathered before a restart: then `summaries`
+        have to be given.
+        """
+        ledger = self._ledger
+        if ledger is not None and ledger.next_round > round_index:
+            return True  # Asked before.
+        if summaries is None:
+            if ledger is None:
+                return self._has_round(round_index, generation.version)
+            summaries = {key: self._scored[key][1] for key in ledger.ready(round_index)}
+        self._log_round(round_index, generation.version, values, summaries)
+        self._generations[generation.version] = generation
+        if ledger is not None:
+            for key in ledger.ready(round_index):
+                del self._scored[key]
+            ledger.publish(round_index, generation.version)
+        return True
+
+    def _has_round(self, round_index: int, version: int) -> bool:
+        """Whether the newest round of the log is this one: it was recorded by a coordinator that died as it did so."""
+        rounds = [event for event in self._log.events_since(0) if event["event"] == "round"]
+        return bool(rounds) and (rounds[-1]["round"], rounds[-1]["policy_version"]) == (round_index, version)
+
+    def _log_round(
+        self, round_index: int, version: int, values: dict[str, Any], by_key: Mapping[PortionKey, PortionSummary]
+    ) -> None:
+        portions = [self._plan.round_portion(key.round, key.index) for key in by_key]
+        summaries = list(by_key.values())
         stats = round_stats(portions, summaries, self._spec.learner.groups_per_round)
         seconds = values["sampling_s"] + values["training_s"] + values["publish_s"]
         event = self._log.append(
@@ -147,7 +284,7 @@ class Coordinator:
             round=round_index,
             policy_version=version,
             **stats,
-            num_retries=ledger.num_retries,
+            num_retries=0 if self._ledger is None else self._ledger.num_retries,
             pools=self._pools.use(),
             **_staleness(summaries, version - 1),
             **values,
@@ -156,117 +293,190 @@ class Coordinator:
         samples = readable_samples(portions, summaries, self._plan.prompt_text)
         self._log.append_samples(samples[:: max(1, len(samples) // _SAMPLES_PER_ROUND)][:_SAMPLES_PER_ROUND])
         self._gauges.show(event)
-        for key in keys:
-            del self._scored[key]
-        ledger.publish(round_index, version)
 
-    # Versions and their scores.
-
-    async def announce(self, version: int, phase: Phase, round_index: int, manifest_digest: str) -> None:
-        """Tell the registry, and so the service, that the store has a new version."""
-        self._announced = PolicyVersion(
-            version=version,
-            round=round_index,
-            phase=phase,
-            num_correct=None,
-            num_problems=None,
-            checkpoint=None,
-            weight_store=self._store_name,
-            manifest_digest=manifest_digest,
-        )
-        began = began_at(self._log.events_since(0))
-        knew_any = await self._tell_registry(self._registry.announce, self._announced, began)
-        if knew_any is False:
-            # New, or Redis has lost its data: the registry gets what the run directory says.
-            await self._tell_registry(rebuild, self._registry, self._spec.run_dir)
-
-    async def evaluate(self, version: int, label: str, round_index: int, is_new: bool) -> None:
-        """Held-out accuracy of a version that the store has; recorded, and announced if the version is public.
-
-        Of a version that is not new, an evaluation that the log has is not repeated.
-        Raises RuntimeError when a portion cannot be scored: an accuracy over fewer problems would be another number.
-        """
-        if not is_new and self._has_evaluation(version, label):
-            return
-        portions = self._plan.evaluation_portions(self._spec.rollout.sampling)
-        tries = [self._score_with_retries(version, portion) for portion in portions]
-        summaries = await asyncio.gather(*tries)
-        grades = [grade for summary in summaries for grade in summary.grades]
-        score = Score(num_correct=sum(grade.correct for grade in grades), num_problems=len(grades))
-        self._log.append(
-            "evaluation",
-            label=label,
-            policy_version=version,
-            round=round_index,
-            num_correct=score.num_correct,
-            num_problems=score.num_problems,
-            num_ungraded=sum(grade.outcome is not Outcome.GRADED for grade in grades),
-            items_right=sum(grade.score[0] for grade in grades),
-            num_items=sum(grade.score[1] for grade in grades),
-        )
-        if self._announced is not None and self._announced.version == version:
-            await self._tell_registry(self._registry.score, version, score.num_correct, score.num_problems)
-
-    def _has_evaluation(self, version: int, label: str) -> bool:
-        evaluations = [event for event in self._log.events_since(0) if event["event"] == "evaluation"]
-        return any((event["label"], event["policy_version"]) == (label, version) for event in evaluations)
-
-    async def _tell_registry(self, call: Callable[..., Any], *facts: Any) -> Any:
-        """What `call` returns, or None: the registry is never the only copy, so a run goes on without, and says so."""
-        try:
-            return await asyncio.to_thread(call, *facts)
-        except (ConnectionError, ValueError) as error:
-            self._log.append("failure", what=str(error), attempt=1)
-            return None
-
-    async def finish(self) -> None:
-        """Record that the run is done, and how long it took; the files are complete then."""
-        self._log.append("done", seconds=self._log.seconds())
-        self._log.close()
-
-    def _generation_of(self, version: int) -> Generation:
-        return Generation(version=version, learner_start=self._num_learner_starts)
-
-    def _active_ledger(self) -> Ledger:
-        if self._ledger is None:
-            raise RuntimeError("start_rounds comes before the first round")
+    def _ledger_at(self, round_index: int, generation: Generation) -> Ledger:
+        """The ledger, which is made anew after a restart of the learner or of this process."""
+        self._generations[generation.version] = generation
+        if self._ledger is None or self._ledger.next_round != round_index:
+            self._scored.clear()
+            self._ledger = Ledger(
+                num_rounds=self._spec.learner.num_rounds,
+                portions_per_round=self._plan.portions_per_round,
+                max_staleness=self._spec.learner.max_staleness,
+                max_attempts=self._spec.rollout.max_attempts,
+                next_round=round_index,
+                version=generation.version,
+            )
         return self._ledger
 
+    async def _complete(self, ledger: Ledger, round_index: int) -> None:
+        """Wait for a round. Raises VersionLostError where the learner has to publish first."""
+        patience_s = self._spec.rollout.timeout_s + self._spec.grading_timeout_s
+        async with self._changed:
+            while not ledger.is_complete(round_index):
+                if self._is_lost:
+                    raise VersionLostError
+                try:
+                    await asyncio.wait_for(self._changed.wait(), patience_s)
+                except TimeoutError as error:
+                    if self._pools.is_paused:
+                        continue
+                    raise TimeoutError(
+                        f"round {round_index}: no portion came back for {patience_s:.0f} s "
+                        f"({ledger.counts()['running']} running); are all samplers placed?"
+                    ) from error
+
     def _start_portions(self) -> None:
-        ledger = self._active_ledger()
-        while (started := ledger.start_next()) is not None:
-            task = asyncio.create_task(self._run(ledger, *started))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+        ledger = self._ledger
+        while ledger is not None and not self._is_lost and (started := ledger.start_next()) is not None:
+            attempt = asyncio.create_task(self._run(ledger, *started))
+            # The event loop itself does not hold a task until it is done.
+            self._tries.add(attempt)
+            attempt.add_done_callback(self._tries.discard)
 
     async def _run(self, ledger: Ledger, key: PortionKey, version: int) -> None:
         """One try of one portion."""
         try:
             portion = self._plan.round_portion(key.round, key.index)
-            scored = await self._pools.score(self._generation_of(version), portion)
+            scored = await self._pools.score(self._generations[version], portion)
+        except VersionLostError as error:
+            if not self._is_lost:
+                self._note_failure(f"{error}; the learner publishes again", 1)
+            self._is_lost = True
+            ledger.release(key)
         except PortionFailedError as error:
             self._last_failure = str(error)
-            self._log.append("failure", what=str(error), attempt=ledger.fail(key))
+            self._note_failure(str(error), ledger.fail(key) or 0)
             self._start_portions()
         else:
             for what in scored[1].failures:
-                self._log.append("failure", what=what, attempt=1)
-            if ledger.finish(key):
+                self._note_failure(what, 1)
+            if ledger.finish(key) and ledger is self._ledger:
                 self._scored[key] = scored
         async with self._changed:
             self._changed.notify_all()
 
-    async def _score_with_retries(self, version: int, portion: Portion) -> PortionSummary:
-        for attempt in range(1, self._spec.rollout.max_attempts + 1):
+    # Versions and their scores.
+
+    async def announce(self, generation: Generation, phase: Phase, round_index: int) -> None:
+        """Tell the registry, and so the service, that the store has a new version."""
+        await self._announcer.announce(generation, phase, round_index)
+
+    async def evaluate(self, generation: Generation, label: str, round_index: int, is_new: bool) -> tuple[Next, bool]:
+        """Held-out accuracy of a version that the store has; recorded, and announced if the version is public.
+
+        Of a version that is not new, an evaluation that the log has is not repeated. Also says whether the version is
+        the best of the rounds so far.
+        Raises RuntimeError when a portion cannot be scored: an accuracy over fewer problems would be another number.
+        """
+        version = generation.version
+        if is_new or not self._has_evaluation(version, label):
+            self._waiting_since = "the evaluation", time.monotonic()
             try:
-                _, summary = await self._pools.score(self._generation_of(version), portion)
-                if not summary.failures:
-                    return summary
-                raise PortionFailedError(summary.failures[0])
-            except PortionFailedError as error:
-                self._log.append("failure", what=str(error), attempt=attempt)
-                last = error
-        raise RuntimeError(f"the evaluation failed {self._spec.rollout.max_attempts} times: {last}") from last
+                scored = await self._unless_stopped(self._evaluation.score(generation))
+            except StoppedError:
+                return Next.STOP, False
+            except VersionLostError as error:
+                self._note_failure(f"{error}; the learner publishes again", 1)
+                return Next.PUBLISH, False
+            finally:
+                self._waiting_since = None
+            self._log.append("evaluation", label=label, policy_version=version, round=round_index, **scored)
+            if label != Phase.CONTROL:
+                await self._announcer.score(version, scored["num_correct"], scored["num_problems"])
+        return Next.GO_ON, best_version(self._log.events_since(0)) == version
+
+    async def versions_to_keep(self) -> list[int]:
+        """The versions whose checkpoints must stay: the best, and one that an operator has pinned."""
+        wanted = best_version(self._log.events_since(0)), await self._announcer.pinned()
+        return [version for version in wanted if version is not None]
+
+    def _has_evaluation(self, version: int, label: str) -> bool:
+        evaluations = [event for event in self._log.events_since(0) if event["event"] == "evaluation"]
+        return any((event["label"], event["policy_version"]) == (label, version) for event in evaluations)
+
+    # Who waits for whom.
+
+    async def status(self) -> RunStatus:
+        """How the run stands now."""
+        events = self._log.events_since(0)
+        last = {event["event"]: event for event in events}
+        stage = last.get("phase", {}).get("phase", Phase.UNTRAINED)
+        newest = last.get("round", {})
+        ledger, assignments = self._ledger, self._pools.assignments()
+        return RunStatus(
+            at=time.time(),
+            stage=stage,
+            round=ledger.next_round if ledger is not None else newest.get("round", -1) + 1,
+            num_rounds=self._spec.learner.num_rounds,
+            policy_version=max(self._generations, default=0),
+            learner=dict(self._doing),
+            portions=ledger.counts() if ledger is not None else {},
+            assignments=tuple(assignment_text(assignment) for assignment in assignments),
+            waits=tuple(self._waits()),
+            max_staleness=self._spec.learner.max_staleness,
+            staleness=newest.get("mean_staleness", 0.0),
+            num_restarts={
+                "coordinator": self._session.num_coordinator_starts - 1,
+                "learner": max(0, self._session.num_learner_starts - 1),
+            },
+            seconds={name: newest[f"{name}_s"] for name in ("sampling", "training", "publish") if newest},
+        )
+
+    def _waits(self) -> list[str]:
+        assignments = self._pools.assignments()
+        texts = silence_texts(self._watch.silent(), assignments)
+        if self._waiting_since is not None:
+            what, since = self._waiting_since
+            seconds = time.monotonic() - since
+            if seconds > SILENT_S:
+                keys = [assignment.key for assignment in assignments]
+                if self._ledger is not None and what.startswith("round"):
+                    keys = self._ledger.unfinished(self._ledger.next_round)
+                texts.append(wait_text(what, seconds, keys, assignments))
+        return texts
+
+    def _watch_over(self) -> None:
+        """Begin to watch, unless that has begun: while the actor is made there is no event loop."""
+        if self._watching is None:
+            for name, actor in (*self._pools.members().items(), (_STORE, self._store)):
+                self._watch.ask(name, actor)
+            self._watching = asyncio.create_task(self._keep_watch())
+
+    async def _keep_watch(self) -> None:
+        while True:
+            self._watch.sweep()
+            (await self.status()).write(self._spec.run_dir)
+            await asyncio.sleep(_STATUS_EVERY_S)
+
+    def _end_hung(self, name: str, actor: Any, seconds: float) -> None:
+        self._note_failure(f"{name} was silent for {seconds:.0f} s and is replaced", 1)
+        # Ray Train starts its workers anew itself.
+        ray.kill(actor, no_restart=name.startswith(_RANK))
+
+    async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T:
+        """What `work` returns. Raises StoppedError, and gives it up, where the run is to stop."""
+        task, stop = asyncio.create_task(work), asyncio.create_task(self._stopping.wait())
+        try:
+            await asyncio.wait((task, stop), return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            raise StoppedError
+        finally:
+            task.cancel()
+            stop.cancel()
+
+
+def _done_again(events: Sequence[Event], position: Mapping[str, Any]) -> str:
+    """What a learner that goes on from a position does a second time, in words."""
+    rounds = max((event["round"] + 1 for event in events if event["event"] == "round"), default=0)
+    if rounds > position["round"]:
+        return f"rounds {position['round']} to {rounds - 1} are done again"
+    steps = [event for event in events if event["event"] in ("sft", "phase_end")]
+    done = position["step"] or 0
+    if steps and steps[-1]["event"] == "sft" and steps[-1]["step"] > done:
+        return f"steps {done} to {steps[-1]['step'] - 1} of {steps[-1]['phase']} are done again"
+    return "nothing is done again"
 
 
 def _staleness(summaries: Sequence[PortionSummary], newest: int) -> dict[str, float]:

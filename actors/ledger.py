@@ -84,6 +84,18 @@ class Ledger:
             self._failed.add(key)
         return progress.attempts
 
+    def release(self, key: PortionKey) -> None:
+        """A try ended through no fault of the portion: its version is lost. The next one is of the newest version."""
+        progress = self._running.pop(key, None)
+        if progress is not None:
+            self._waiting[key] = _Progress(attempts=progress.attempts - 1)
+
+    def redo(self, round_index: int) -> None:
+        """What was ready of a round is lost: it is waiting again."""
+        for key in self.ready(round_index):
+            self._ready.remove(key)
+            self._waiting[key] = _Progress()
+
     def is_complete(self, round_index: int) -> bool:
         """Whether every portion of a round is ready or failed."""
         done = self._ready | self._failed
@@ -93,9 +105,19 @@ class Ledger:
         """The ready portions of a round, in their order."""
         return sorted((key for key in self._ready if key.round == round_index), key=lambda key: key.index)
 
-    def num_running(self) -> int:
-        """Portions that a sampler or a grader has."""
-        return len(self._running)
+    def counts(self) -> dict[str, int]:
+        """Portions by state."""
+        return {
+            "waiting": len(self._waiting),
+            "running": len(self._running),
+            "ready": len(self._ready),
+            "failed": len(self._failed),
+        }
+
+    def unfinished(self, round_index: int) -> list[PortionKey]:
+        """The portions of a round that are neither ready nor failed, in their order."""
+        keys = [key for key in (*self._waiting, *self._running) if key.round == round_index]
+        return sorted(keys, key=lambda key: key.index)
 
     def publish(self, round_index: int, version: int) -> None:
         """The learner trained on a round and published: its slots are free. Only the next round can publish."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
+from typing import Self
 
-from rewards import Grade, Problem
+from rewards import Grade, Outcome, Problem
 from rollout.request import Completion, Request
 
 
@@ -14,13 +16,24 @@ class Generation:
     """Names the weights that a portion is sampled from.
 
     A learner that restarts makes versions again, and they may be other weights: the number alone would let a sampler
-    keep what it has.
+    keep what it has. The digest holds whichever process remembers or forgets what.
     """
 
     version: int
     """The policy version."""
-    learner_start: int
-    """How often the learner group had started when it was published."""
+    digest: str
+    """The digest of its manifest."""
+
+
+class Next(StrEnum):
+    """What the coordinator asks of the learner."""
+
+    GO_ON = "go on"
+    """Here is what it waited for."""
+    PUBLISH = "publish"
+    """The weight store has lost the newest version: publish it again, and ask again."""
+    STOP = "stop"
+    """Somebody wants the run to stop: write a checkpoint, and end."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,18 +65,6 @@ class Portion:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ScoredPortion:
-    """A portion with its completions and grades: what the learner trains on."""
-
-    portion: Portion
-    """What was asked."""
-    completions: tuple[Completion, ...]
-    """What was sampled, in the order of the requests."""
-    grades: tuple[Grade, ...]
-    """What each is worth."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class PortionSummary:
     """The little of a scored portion that the coordinator keeps; the tensors go past it."""
 
@@ -81,3 +82,40 @@ class PortionSummary:
     """What went wrong in the grader, if anything did."""
     costs: Mapping[str, float]
     """What the terms of the reward spent on it, by `TERM/WHAT`; after a failed try also what that spent."""
+
+    @classmethod
+    def of(
+        cls,
+        completions: Sequence[Completion],
+        grades: Sequence[Grade],
+        texts: Sequence[str],
+        costs: Mapping[str, float],
+    ) -> Self:
+        """Of completions with their grades and texts."""
+        failures = [grade.detail for grade in grades if grade.outcome is Outcome.ERROR]
+        return cls(
+            grades=tuple(grades),
+            texts=tuple(texts),
+            num_tokens=tuple(completion.num_tokens for completion in completions),
+            step_maps=tuple(tuple(completion.step_map.tolist()) for completion in completions),
+            policy_versions=tuple(completion.policy_version for completion in completions),
+            failures=tuple(dict.fromkeys(failures)),
+            costs=costs,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScoredPortion:
+    """A portion with its completions and grades: what the learner trains on."""
+
+    portion: Portion
+    """What was asked."""
+    completions: tuple[Completion, ...]
+    """What was sampled, in the order of the requests."""
+    summary: PortionSummary
+    """Their grades, and the rest that the coordinator is told. A coordinator that restarted is told again from here."""
+
+    @property
+    def grades(self) -> tuple[Grade, ...]:
+        """What each completion is worth."""
+        return self.summary.grades

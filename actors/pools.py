@@ -11,7 +11,8 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from actors.messages import Generation, Portion, PortionSummary
+from actors.messages import Generation, Portion, PortionKey, PortionSummary
+from actors.weights import VersionMissingError
 from rewards import RewardUnavailableError
 
 _RESTART_POLL_S = 0.5
@@ -20,6 +21,28 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 
 class PortionFailedError(Exception):
     """A try of a portion failed; says why."""
+
+
+class VersionLostError(Exception):
+    """The weight store does not have the version that a portion is sampled from; says which."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Assignment:
+    """What an actor of a pool is at work on."""
+
+    actor: str
+    """Its name: `sampler 1`."""
+    key: PortionKey
+    """The portion."""
+    seconds: float
+    """For how long."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Member:
+    name: str
+    actor: Any
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,28 +62,40 @@ class _Pool:
 
     def __init__(self, kind: str, actors: Sequence[Any], timeout_s: float) -> None:
         self.kind, self.timeout_s, self._size = kind, timeout_s, len(actors)
-        self._free: asyncio.Queue[Any] = asyncio.Queue()
-        for actor in actors:
-            self._free.put_nowait(actor)
+        self.members = [_Member(f"{kind} {index}", actor) for index, actor in enumerate(actors)]
+        self._free: asyncio.Queue[_Member] = asyncio.Queue()
+        for member in self.members:
+            self._free.put_nowait(member)
+        self._assigned: dict[_Member, tuple[PortionKey, float]] = {}
         self._num_busy = self._num_away = 0
         self._busy_s, self._counted_at = 0.0, time.monotonic()
         self._asked_at = self._counted_at
         self._returning: set[asyncio.Task[None]] = set()
 
-    async def take(self) -> Any:
-        """A free actor, which is at work from now on."""
-        actor = await self._free.get()
+    async def take(self, key: PortionKey) -> _Member:
+        """A free actor, which is at work on the portion from now on."""
+        member = await self._free.get()
         self._count(1)
-        return actor
+        self._assigned[member] = key, time.monotonic()
+        return member
 
-    def give_back(self, actor: Any, *, is_healthy: bool) -> None:
+    def assignments(self) -> list[Assignment]:
+        """Who is at work on what."""
+        now = time.monotonic()
+        return [
+            Assignment(actor=member.name, key=key, seconds=now - since)
+            for member, (key, since) in self._assigned.items()
+        ]
+
+    def give_back(self, member: _Member, *, is_healthy: bool) -> None:
         """An actor is at work no more; one that is not healthy is free once it answers."""
         self._count(-1)
+        del self._assigned[member]
         if is_healthy:
-            self._free.put_nowait(actor)
+            self._free.put_nowait(member)
             return
         # The event loop itself does not hold a task until it is done.
-        task = asyncio.create_task(self._await_return(actor))
+        task = asyncio.create_task(self._await_return(member))
         self._returning.add(task)
         task.add_done_callback(self._returning.discard)
 
@@ -78,7 +113,7 @@ class _Pool:
         self._counted_at = now
         self._num_busy += more
 
-    async def _await_return(self, actor: Any) -> None:
+    async def _await_return(self, member: _Member) -> None:
         """After a restart, or after the call that nobody waits for any more.
 
         A call to an actor that is restarting fails at once; were it free, it would use up the tries of every portion.
@@ -86,12 +121,12 @@ class _Pool:
         self._num_away += 1
         while True:
             try:
-                await actor.ready.remote()
+                await member.actor.ready.remote()
             except RayError:
                 await asyncio.sleep(_RESTART_POLL_S)
             else:
                 self._num_away -= 1
-                return self._free.put_nowait(actor)
+                return self._free.put_nowait(member)
 
 
 class Pools:
@@ -123,13 +158,21 @@ class Pools:
         """How each pool has fared since the last call: the fields of `PoolUse`."""
         return {f"{pool.kind}s": asdict(pool.use()) for pool in (self._samplers, self._graders)}
 
+    def members(self) -> dict[str, Any]:
+        """The actors of both pools by name."""
+        return {member.name: member.actor for pool in (self._samplers, self._graders) for member in pool.members}
+
+    def assignments(self) -> list[Assignment]:
+        """Who of both is at work on what."""
+        return [*self._samplers.assignments(), *self._graders.assignments()]
+
     async def score(self, generation: Generation, portion: Portion) -> tuple[ray.ObjectRef[Any], PortionSummary]:
         """Sample and grade a portion with the weights of one generation.
 
         Returns the reference of the scored portion, which travels to the learner past this process, and its summary.
-        Raises PortionFailedError.
+        Raises PortionFailedError, and VersionLostError where the weights are nowhere.
         """
-        completions = await _call(self._samplers, _generate, generation, portion)
+        completions = await _call(self._samplers, portion.key, _generate, generation, portion)
         graded = await self._graded(portion, completions[0])
         return graded[0], graded[1]
 
@@ -139,7 +182,7 @@ class Pools:
         try:
             while True:
                 try:
-                    return await _call(self._graders, _grade, portion, completions)
+                    return await _call(self._graders, portion.key, _grade, portion, completions)
                 except RewardUnavailableError as error:
                     if not is_waiting:
                         is_waiting = True
@@ -169,16 +212,16 @@ def _grade(grader: Any, portion: Portion, completions: Any) -> Any:
     return grader.grade.options(num_returns=2).remote(portion, completions)
 
 
-async def _call(pool: _Pool, method: Any, *arguments: Any) -> tuple[Any, Any]:
+async def _call(pool: _Pool, key: PortionKey, method: Any, *arguments: Any) -> tuple[Any, Any]:
     """Call a free actor; returns the reference of its first return and the value of its second."""
-    actor = await pool.take()
+    member = await pool.take(key)
     is_healthy = False
     try:
-        payload, small = method(actor, *arguments)
+        payload, small = method(member.actor, *arguments)
         value = await asyncio.wait_for(small, pool.timeout_s)
         is_healthy = True
     except TimeoutError as error:
-        ray.kill(actor, no_restart=False)
+        ray.kill(member.actor, no_restart=False)
         raise PortionFailedError(
             f"a {pool.kind} did not answer within {pool.timeout_s:.0f} s and was restarted"
         ) from error
@@ -186,11 +229,14 @@ async def _call(pool: _Pool, method: Any, *arguments: Any) -> tuple[Any, Any]:
         if isinstance(error.cause, RewardUnavailableError):
             is_healthy = True
             raise error.cause from None
+        if isinstance(error.cause, VersionMissingError):
+            is_healthy = True
+            raise VersionLostError(str(error.cause)) from None
         raise _failed(pool.kind, error) from error
     except RayError as error:
         raise _failed(pool.kind, error) from error
     finally:
-        pool.give_back(actor, is_healthy=is_healthy)
+        pool.give_back(member, is_healthy=is_healthy)
     return payload, value
 
 

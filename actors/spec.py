@@ -63,7 +63,11 @@ class RunSpec:
     control_steps: int
     """Optimizer steps of the control; 0: as many as fit into the seconds that the rounds took."""
     checkpoint_every_rounds: int
-    """Rounds between checkpoints; 0: only at the ends of the stages."""
+    """Rounds between checkpoints; 0: only by time, and at the ends of the stages."""
+    checkpoint_every_s: float
+    """Seconds between checkpoints; 0: none by time."""
+    num_checkpoints_kept: int
+    """The newest checkpoints that are kept beside the best and those that end a stage."""
     wandb_project: str | None
     """The Weights & Biases project that the numbers also go to."""
 

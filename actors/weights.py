@@ -20,6 +20,10 @@ from torch import Tensor
 NAMESPACE = "d1"
 
 
+class VersionMissingError(LookupError):
+    """A weight store does not have a policy version (any more)."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorEntry:
     """One tensor of a manifest."""
@@ -80,6 +84,10 @@ class WeightStore:
         self._num_kept = num_kept
         self._versions: dict[int, tuple[Manifest, ray.ObjectRef[Any]]] = {}
 
+    def ready(self) -> bool:
+        """Answers while the actor lives."""
+        return True
+
     def keep(self, num_kept: int) -> None:
         """Keep `num_kept` versions from now on: a store that was taken over may have kept fewer."""
         self._num_kept = num_kept
@@ -95,9 +103,9 @@ class WeightStore:
             del self._versions[version]
 
     def get(self, version: int) -> tuple[Manifest, list[ray.ObjectRef[Any]]]:
-        """A version's manifest and its weights. Raises LookupError when it is not here (any more)."""
+        """A version's manifest and its weights. Raises VersionMissingError when it is not here (any more)."""
         if version not in self._versions:
-            raise LookupError(f"policy version {version} is not in the store; it has {sorted(self._versions)}")
+            raise VersionMissingError(f"policy version {version} is not in the store; it has {sorted(self._versions)}")
         manifest, reference = self._versions[version]
         # In a list: a bare reference would be resolved on the way and copied through this actor.
         return manifest, [reference]
@@ -131,7 +139,7 @@ def fetch_from(store: Any, version: int, timeout_s: float, digest: str | None = 
         digest: the manifest's that it must have; None: whichever weights have the number now.
 
     Raises:
-        LookupError: the store does not have it.
+        VersionMissingError: the store does not have it.
         ValueError: it arrived damaged, or has another digest.
         TimeoutError: nothing came within `timeout_s`.
     """
@@ -140,9 +148,12 @@ def fetch_from(store: Any, version: int, timeout_s: float, digest: str | None = 
         weights = ray.get(reference, timeout=timeout_s)
     except ray.exceptions.GetTimeoutError as error:
         raise TimeoutError(f"policy version {version} did not arrive within {timeout_s:.0f} s") from error
+    except ray.exceptions.RayTaskError as error:
+        # As the store raised it: wrapped, and wrapped again by whoever asked us, nobody could tell what it was.
+        raise error.cause from None
     except (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError) as error:
         # Gone before it answered, or after: what it owned went with it.
-        raise LookupError(f"the weight store is gone, and policy version {version} with it") from error
+        raise VersionMissingError(f"the weight store is gone, and policy version {version} with it") from error
     if digest not in (None, manifest.digest):
         raise ValueError(
             f"the weight store has other weights under policy version {version} than were announced: "
@@ -153,11 +164,11 @@ def fetch_from(store: Any, version: int, timeout_s: float, digest: str | None = 
 
 
 def fetch(store: str, version: int, timeout_s: float, digest: str | None = None) -> dict[str, Tensor]:
-    """As `fetch_from`, of the store with that Ray name. Raises LookupError too when there is no such store."""
+    """As `fetch_from`, of the store with that Ray name. Raises VersionMissingError too when there is no such store."""
     try:
         actor = ray.get_actor(store, namespace=NAMESPACE)
     except ValueError as error:
-        raise LookupError(f"there is no weight store {store} on this cluster") from error
+        raise VersionMissingError(f"there is no weight store {store} on this cluster") from error
     return fetch_from(actor, version, timeout_s, digest)
 
 

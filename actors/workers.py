@@ -12,7 +12,7 @@ from actors.plan import EVALUATION_ROUND
 from actors.weights import fetch_from
 from learner.model.checkpoint import load_policy
 from learner.model.tokenizer import ChatTokenizer
-from rewards import Grader, Outcome, RewardConfig, Sample, TaskConfig
+from rewards import Grader, RewardConfig, Sample, TaskConfig
 from rollout.config import EngineConfig
 from rollout.request import Completion, FinishReason
 from rollout.sampler import Sampler
@@ -42,7 +42,8 @@ class SamplerWorker:
         """
         if generation != self._generation:
             self._generation = None
-            self._policy.load_state_dict(fetch_from(self._store, generation.version, _FETCH_TIMEOUT_S))
+            weights = fetch_from(self._store, generation.version, _FETCH_TIMEOUT_S, generation.digest)
+            self._policy.load_state_dict(weights)
             self._generation = generation
         completions = Sampler(self._policy, generation.version, self._engine).generate(portion.requests)
         return completions, len(completions)
@@ -68,19 +69,10 @@ class GraderWorker:
         """
         samples = self._samples(portion, completions)
         is_evaluation = portion.key.round == EVALUATION_ROUND
-        grades = tuple(self._grader.evaluate(samples) if is_evaluation else self._grader.grade(samples))
-        failures = [grade.detail for grade in grades if grade.outcome is Outcome.ERROR]
-        scored = ScoredPortion(portion=portion, completions=tuple(completions), grades=grades)
-        summary = PortionSummary(
-            grades=grades,
-            texts=tuple(sample.text for sample in samples),
-            num_tokens=tuple(completion.num_tokens for completion in completions),
-            step_maps=tuple(tuple(completion.step_map.tolist()) for completion in completions),
-            policy_versions=tuple(completion.policy_version for completion in completions),
-            failures=tuple(dict.fromkeys(failures)),
-            costs=self._grader.take_costs(),
-        )
-        return scored, summary
+        grades = self._grader.evaluate(samples) if is_evaluation else self._grader.grade(samples)
+        texts = [sample.text for sample in samples]
+        summary = PortionSummary.of(completions, grades, texts, self._grader.take_costs())
+        return ScoredPortion(portion=portion, completions=tuple(completions), summary=summary), summary
 
     def _samples(self, portion: Portion, completions: list[Completion]) -> list[Sample]:
         return [

@@ -82,9 +82,7 @@ def _add(history: RunHistory, event: Event) -> None:
         case "run":
             history.name = event["name"]
         case "phase":
-            history.planned[event["phase"]] = event["num_steps"]
-            history.steps.pop(event["phase"], None)
-            history.sft_losses.pop(event["phase"], None)
+            _begin_phase(history, event)
         case "sft":
             history.steps.setdefault(event["phase"], []).append(event)
         case "sft_eval":
@@ -99,6 +97,16 @@ def _add(history: RunHistory, event: Event) -> None:
             history.checkpoints[event["path"]] = event
         case "failure":
             history.num_failures += 1
+
+
+def _begin_phase(history: RunHistory, event: Event) -> None:
+    """What there was of it counts no more, but for the steps up to where a run that was stopped in its midst goes on."""
+    phase, step = event["phase"], event.get("from_step", 0)
+    history.planned[phase] = event["num_steps"]
+    for kept in (history.steps, history.sft_losses):
+        before = [event for event in kept.pop(phase, []) if step and event["step"] <= step]
+        if before:
+            kept[phase] = before
 
 
 def _add_round(history: RunHistory, event: Event) -> None:

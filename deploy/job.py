@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import platform
+import secrets
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,12 @@ from actors.run_log import METRICS, Event, RunLog, read_events
 from actors.spec import Phase, RunSpec
 from deploy.curves import draw_curves
 from deploy.errors import RunFailedError, UserError
+from deploy.following import following, terminated_by_sigterm, wait_or_stop
 from deploy.judges import judge_servers
 from deploy.ray_session import ray_session
 from deploy.recipe import Recipe, Stages
 from deploy.run_dir import check_resumable, create_run_dir, make_spec
 
-_POLL_S = 0.5
 _CALL_TIMEOUT_S = 60.0
 
 
@@ -61,7 +62,8 @@ def run(
     if not resume:
         _record_start(recipe, began_at)
     on_event({"event": "status", "what": "starting Ray" if "RAY_ADDRESS" not in os.environ else "connecting to Ray"})
-    with ray_session(dashboard=True) as ray:
+    # Ray takes SIGTERM for itself when it starts.
+    with ray_session(dashboard=True) as ray, terminated_by_sigterm():
         on_event({"event": "status", "what": f"Ray is up; dashboard http://{ray.dashboard_url}; starting the actors"})
         with judge_servers(recipe.reward, spec.run_dir, on_event) if Phase.RL in spec.phases else nullcontext():
             _run_on_ray(
@@ -77,12 +79,12 @@ def _run_on_ray(
     from ray.exceptions import RayError
     from ray.train import TrainingFailedError
 
-    from actors.cluster import fit, start_actors, stop_actors, wait_until_ready
+    from actors.cluster import LearnerFailedError, fit, start_actors, stop_actors, wait_until_ready
     from actors.registry_server import registry_url
 
     try:
         url = registry_url()
-        actors = start_actors(spec, recipe.grading.num_graders, url)
+        actors = start_actors(spec, recipe.grading.num_graders, url, secrets.token_hex(8))
     except ValueError as error:
         # A registry that cannot serve this cluster, or the actors of a run of the same name that is under way.
         raise UserError(str(error)) from error
@@ -92,11 +94,11 @@ def _run_on_ray(
         wait_until_ready(actors)
         if serve:
             on_event({"event": "status", "what": _start_service(recipe, url)})
-        with _following(actors.coordinator, num_seen, on_event):
-            fitted.result()
+        with following(actors.coordinator, num_seen, on_event):
+            wait_or_stop(fitted, actors.coordinator, on_event)
             _call(actors.coordinator.finish.remote())
         draw_curves(read_events(spec.run_dir), spec.run_dir / "curves.png")
-    except (RayError, TrainingFailedError, TimeoutError) as error:
+    except (RayError, TrainingFailedError, LearnerFailedError, TimeoutError) as error:
         raise RunFailedError(
             f"the run failed: {_cause(error)}; the failures are in {spec.run_dir / METRICS}; --resume goes on from the "
             "newest checkpoint"
@@ -107,6 +109,10 @@ def _run_on_ray(
 
 def _cause(error: Exception) -> str:
     """What failed first, in a line: Ray wraps it in the tracebacks of every process on the way."""
+    from actors.cluster import LearnerFailedError
+
+    if isinstance(error, LearnerFailedError):
+        return str(error)
     failures = getattr(error, "worker_failures", {})
     for failure in failures.values():
         error = getattr(failure, "cause", None) or failure
@@ -147,36 +153,6 @@ def _git_commit() -> str:
     except (OSError, subprocess.SubprocessError):
         return "unknown"
     return described.stdout.strip()
-
-
-@contextmanager
-def _following(coordinator: Any, num_seen: int, on_event: Callable[[Event], None]) -> Iterator[None]:
-    """Hand every new event to `on_event`, from a thread, until the block ends."""
-    ended = threading.Event()
-
-    def follow() -> None:
-        import ray
-
-        seen = num_seen
-        while True:
-            is_last = ended.wait(_POLL_S)
-            try:
-                events = _call(coordinator.events_since.remote(seen))
-            except ray.exceptions.RayError:
-                return  # The coordinator is gone: `fit` says why.
-            for event in events:
-                on_event(event)
-            seen += len(events)
-            if is_last:
-                return
-
-    thread = threading.Thread(target=follow, name="d1-events", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join(timeout=2 * _POLL_S + 5)
 
 
 def _in_thread(work: Callable[[], None]) -> Future[None]:

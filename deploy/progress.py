@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Self
 
 from actors.run_log import Event
-from deploy.printing import duration, metric, printable
+from deploy.printing import counted, duration, metric, printable
 from deploy.report import score_text
 from rollout.score import Score
 
@@ -52,7 +52,7 @@ class ProgressDisplay:
     def __call__(self, event: Event) -> None:
         """Show one event."""
         match event["event"]:
-            case "status":
+            case "status" | "waits":
                 self._print(f"{'':10}  {printable(event['what'])}")
             case "phase":
                 self._begin(event)
@@ -178,11 +178,20 @@ def _place(event: Event) -> str:
     return f"{label} {event['round']}" if event["label"] == "round" else label
 
 
+def _stopped_at(event: Event) -> str:
+    """Where a run that is stopped stands."""
+    if event["step"] is not None:
+        return f"after {counted(event['step'], 'step')} of {_PHASES[event['phase']]}, kept in a checkpoint"
+    return f"after {counted(event['round'], 'round')}, kept in a checkpoint" if event["round"] else "at the beginning"
+
+
 _SENTENCES: dict[str, Callable[[Event], str]] = {
     "sft_data": _examples,
     "sft_eval": lambda event: f"held-out loss after {event['step']} steps: {metric(event['loss'])}",
     "evaluation": _evaluation,
     "phase_end": lambda event: f"{_PHASES[event['phase']]} took {duration(event['seconds'])}",
+    "stopped": lambda event: f"stopped {_stopped_at(event)}",
+    "resume": lambda event: printable(event["what"]),
     "checkpoint": lambda event: f"checkpoint {event['path']}",
     "failure": _failure,
     "pause": _pause,

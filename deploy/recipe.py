@@ -6,7 +6,16 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 
 from learner.config import LearnerConfig
 from learner.model.lora import LoraConfig
@@ -166,7 +175,13 @@ class Recipe(BaseModel):
     control: ControlSection = ControlSection()
     """What else the same seconds could have bought."""
     checkpoint_every_rounds: NonNegativeInt = 0
-    """Write a checkpoint to resume from after every so many rounds; 0: only at the ends of the stages."""
+    """Write a checkpoint to resume from after every so many rounds; 0: only by time, and at the ends of the stages."""
+    checkpoint_every_s: NonNegativeFloat = 120.0
+    """Write one after so many seconds too, in SFT, the rounds and the control: what a crash costs at most. It takes at
+    most a twentieth of the time: where one takes long to write, they are further apart. 0: none by time."""
+    num_checkpoints_kept: PositiveInt = 3
+    """The newest checkpoints to keep, beside those that end a stage, that of the rounds' best held-out accuracy and one
+    that an operator has pinned."""
     wandb_project: str | None = None
     """Also log to this Weights & Biases project; needs the extra `d1[wandb]`. WANDB_MODE=offline keeps it here."""
     service: ServiceSection = ServiceSection()

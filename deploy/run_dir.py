@@ -45,6 +45,8 @@ _MAY_CHANGE = (
     "evaluation.every_rounds",
     "control.",
     "checkpoint_every_rounds",
+    "checkpoint_every_s",
+    "num_checkpoints_kept",
     "service.",
     "wandb_project",
 )
@@ -79,6 +81,8 @@ def make_spec(recipe: Recipe, stages: Stages) -> RunSpec:
         grading_timeout_s=recipe.grading.timeout_s,
         control_steps=recipe.control.num_steps,
         checkpoint_every_rounds=recipe.checkpoint_every_rounds,
+        checkpoint_every_s=recipe.checkpoint_every_s,
+        num_checkpoints_kept=recipe.num_checkpoints_kept,
         wandb_project=recipe.wandb_project,
     )
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from learner.documents import Documents
 from learner.optimizer import PolicyOptimizer
@@ -51,6 +53,14 @@ class SftLearner:
         grad_norm = self.optimizer.step(lr, self.config.max_grad_norm)
         self.num_trained += batch.num_trained
         return {"loss": self.policy.sum_over_ranks(loss.detach()).item(), "grad_norm": grad_norm, "lr": lr}
+
+    def full_state(self) -> dict[str, Tensor]:
+        """What a resumed stage needs besides the weights. A collective; whole on rank 0, empty on the others."""
+        return self.optimizer.full_state()
+
+    def load_full_state(self, state: Mapping[str, Tensor]) -> None:
+        """Take over what `full_state` gave."""
+        self.optimizer.load_full_state(state)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from actors.collate import collate
-from actors.messages import Portion, PortionKey, ScoredPortion
+from actors.messages import Portion, PortionKey, PortionSummary, ScoredPortion
 from actors.spec import sampler_facts
 from learner.algorithms import ALGORITHMS
 from learner.batch import RolloutBatch
@@ -57,7 +57,9 @@ def _round(model: Transformer, params: SamplingParams, index: int) -> RolloutBat
         requests=tuple(requests),
     )
     grades = tuple(Grade(reward=reward, parts={"share": reward}, correct=reward == 1) for reward in rewards)
-    return collate([ScoredPortion(portion=portion, completions=tuple(completions), grades=grades)], GEN_LENGTH, 11)
+    summary = PortionSummary.of(completions, grades, texts=[""] * len(completions), costs={})
+    scored = ScoredPortion(portion=portion, completions=tuple(completions), summary=summary)
+    return collate([scored], GEN_LENGTH, 11)
 
 
 def _sampling(name: str) -> SamplingParams:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from actors.collate import collate
-from actors.messages import Portion, PortionKey, ScoredPortion
+from actors.messages import Portion, PortionKey, PortionSummary, ScoredPortion
 from actors.spec import sampler_facts
 from learner.batch import GroupedBatch
 from learner.estimators import InnerUpdate, TrajectoryConfig, make_terms, token_logps
@@ -37,7 +37,8 @@ def _sampled(policy: Transformer, **settings: object) -> tuple[GroupedBatch, Sam
         requests=tuple(requests),
     )
     grades = tuple(Grade(reward=i / 8, parts={"all": i / 8}, correct=False) for i in range(8))
-    scored = ScoredPortion(portion=portion, completions=tuple(completions), grades=grades)
+    summary = PortionSummary.of(completions, grades, texts=[""] * len(completions), costs={})
+    scored = ScoredPortion(portion=portion, completions=tuple(completions), summary=summary)
     return GroupedBatch.of(collate([scored], 12, policy.config.eos_token_id)), params
 
 

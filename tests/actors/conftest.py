@@ -45,6 +45,8 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> RunSpec:
         grading_timeout_s=30,
         control_steps=0,
         checkpoint_every_rounds=0,
+        checkpoint_every_s=0.0,
+        num_checkpoints_kept=3,
         wandb_project=None,
     )
     tokenizer_dir = run_dir / "tokenizer"

@@ -39,8 +39,8 @@ def _publish(store: Any, version: int, weights: dict[str, torch.Tensor]) -> None
     ray.get(store.publish.remote(make_manifest(version, weights), ray.put(weights)), timeout=60)
 
 
-def _generation(version: int, learner_start: int = 1) -> Generation:
-    return Generation(version=version, learner_start=learner_start)
+def _generation(spec: RunSpec, version: int, scale: float = 1.0) -> Generation:
+    return Generation(version=version, digest=make_manifest(version, _weights(spec, scale)).digest)
 
 
 def _fetch_until_it_fails(store: Any) -> None:
@@ -64,7 +64,7 @@ def test_a_sampler_has_the_log_probs_of_the_weights_that_were_published(
     said = []
     for version, scale in ((1, 1.0), (2, 1.3)):
         _publish(store, version, _weights(spec, scale))
-        completions, count = ray.get(sampler.generate.remote(_generation(version), portion), timeout=60)
+        completions, count = ray.get(sampler.generate.remote(_generation(spec, version, scale), portion), timeout=60)
         local = load_policy(spec.initial_checkpoint)
         local.load_state_dict(_weights(spec, scale))
         expected = Sampler(local, version).generate(portion.requests)
@@ -85,7 +85,7 @@ def test_damaged_weights_are_never_used(store: Any, spec: RunSpec, plan: RunPlan
     sampler = _sampler(spec, store)
     for _ in range(2):
         with pytest.raises(ValueError, match=r"arrived damaged: tensor norm\.weight differs"):
-            ray.get(sampler.generate.remote(_generation(1), plan.round_portion(0, 0)), timeout=60)
+            ray.get(sampler.generate.remote(_generation(spec, 1), plan.round_portion(0, 0)), timeout=60)
 
 
 def test_other_weights_than_were_announced_are_not_fetched(store: Any, spec: RunSpec) -> None:
@@ -111,9 +111,9 @@ def test_the_store_keeps_the_newest_versions_and_forgets_a_future_that_was_given
 def test_a_version_that_was_made_again_is_fetched_again(store: Any, spec: RunSpec, plan: RunPlan) -> None:
     sampler = _sampler(spec, store)
     portion, said = plan.round_portion(0, 0), []
-    for learner_start, scale in ((1, 1.0), (2, 1.3)):
+    for scale in (1.0, 1.3):
         _publish(store, 5, _weights(spec, scale))
-        completions, _ = ray.get(sampler.generate.remote(_generation(5, learner_start), portion), timeout=60)
+        completions, _ = ray.get(sampler.generate.remote(_generation(spec, 5, scale), portion), timeout=60)
         said.append([completion.commit_logp.tolist() for completion in completions])
     assert said[0] != said[1]
 
@@ -158,9 +158,9 @@ def test_a_sampler_that_hangs_or_dies_is_restarted_and_gives_the_same_text(
     async def tries() -> tuple[str, Any]:
         pools = Pools([moody], [grader], timeout_s, 60.0, print)
         with pytest.raises(PortionFailedError) as failure:
-            await pools.score(_generation(1), portion)
+            await pools.score(_generation(spec, 1), portion)
         # The very next try succeeds: an actor is not free before it is back.
-        return str(failure.value), await pools.score(_generation(1), portion)
+        return str(failure.value), await pools.score(_generation(spec, 1), portion)
 
     reason, (reference, summary) = _run(tries())
     assert reason.startswith(sentence)
@@ -177,7 +177,7 @@ def test_a_request_that_no_sampler_can_answer_says_why(store: Any, spec: RunSpec
     long = replace(portion, requests=tuple(replace(r, prompt_ids=(5,) * 60) for r in portion.requests))
 
     async def once() -> None:
-        await Pools([sampler], [], 60.0, 60.0, print).score(_generation(1), long)
+        await Pools([sampler], [], 60.0, 60.0, print).score(_generation(spec, 1), long)
 
     with pytest.raises(PortionFailedError, match="make 68 tokens; the policy takes at most 32"):
         _run(once())

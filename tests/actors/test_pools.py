@@ -75,7 +75,7 @@ def test_a_reward_that_is_unavailable_is_waited_for_and_told_once(monkeypatch: p
     async def scores() -> None:
         sampler, grader, told = _Actor(is_instant=True), _Judged(num_failures=12), []
         pools = Pools([sampler], [grader], sampling_timeout_s=10, grading_timeout_s=10, on_pause=told.append)
-        generation = Generation(version=0, learner_start=1)
+        generation = Generation(version=0, digest="")
         tasks = [asyncio.create_task(pools.score(generation, portion)) for portion in _portions(3)]
         while not told:
             await asyncio.sleep(0)
@@ -94,7 +94,7 @@ def test_a_slow_grader_does_not_keep_the_samplers_waiting() -> None:
     async def scores() -> None:
         sampler, grader = _Actor(is_instant=True), _Actor(is_instant=False)
         pools = Pools([sampler], [grader], sampling_timeout_s=10, grading_timeout_s=10, on_pause=print)
-        generation = Generation(version=0, learner_start=1)
+        generation = Generation(version=0, digest="")
         tasks = [asyncio.create_task(pools.score(generation, portion)) for portion in _portions(5)]
         for _ in range(100):
             await asyncio.sleep(0)
@@ -119,7 +119,7 @@ def test_use_says_how_much_a_pool_worked_since_it_was_last_asked(monkeypatch: py
         samplers = [_Actor(is_instant=False), _Actor(is_instant=False)]
         grader = _Actor(is_instant=True)
         pools = Pools(samplers, [grader], sampling_timeout_s=10, grading_timeout_s=10, on_pause=print)
-        task = asyncio.create_task(pools.score(Generation(version=0, learner_start=1), _portions(1)[0]))
+        task = asyncio.create_task(pools.score(Generation(version=0, digest=""), _portions(1)[0]))
         await asyncio.sleep(0)
         clock[0] += 3
         samplers[0].generate.answers[0].set_result(1)
@@ -137,7 +137,7 @@ def test_an_actor_that_died_is_away_until_it_answers() -> None:
     async def scores() -> None:
         sampler, grader = _Actor(is_instant=False), _Actor(is_instant=True)
         pools = Pools([sampler], [grader], sampling_timeout_s=10, grading_timeout_s=10, on_pause=print)
-        task = asyncio.create_task(pools.score(Generation(version=0, learner_start=1), _portions(1)[0]))
+        task = asyncio.create_task(pools.score(Generation(version=0, digest=""), _portions(1)[0]))
         await asyncio.sleep(0)
         sampler.generate.answers[0].set_exception(ActorDiedError())
         with pytest.raises(PortionFailedError, match="a sampler failed"):

@@ -1,0 +1,85 @@
+"""Held-out accuracy of a version: every held-out problem once, through the samplers and graders of training."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from actors.messages import Generation, Portion, PortionSummary
+from actors.plan import RunPlan
+from actors.pools import Pools, PortionFailedError
+from actors.run_log import Event
+from actors.spec import Phase
+from rewards import Outcome
+from rollout.request import SamplingParams
+
+
+class Evaluation:
+    """Evaluates versions on the problems of a plan."""
+
+    def __init__(
+        self, plan: RunPlan, schedule: SamplingParams, pools: Pools, max_attempts: int, on_failure: Callable[..., None]
+    ) -> None:
+        """`on_failure` is told what failed, and at which attempt."""
+        self._portions = plan.evaluation_portions(schedule)
+        self._pools, self._max_attempts, self._on_failure = pools, max_attempts, on_failure
+        self.num_done = 0
+        """Portions that the newest evaluation has behind it."""
+
+    @property
+    def num_portions(self) -> int:
+        """Portions of an evaluation."""
+        return len(self._portions)
+
+    async def score(self, generation: Generation) -> dict[str, Any]:
+        """What the `evaluation` event says of the completions.
+
+        Raises:
+            VersionLostError: the weights are nowhere.
+            RuntimeError: a portion cannot be scored: an accuracy over fewer problems would be another number.
+        """
+        self.num_done = 0
+        tries = [asyncio.create_task(self._with_retries(generation, portion)) for portion in self._portions]
+        try:
+            summaries = await asyncio.gather(*tries)
+        finally:
+            for attempt in tries:
+                attempt.cancel()
+        grades = [grade for summary in summaries for grade in summary.grades]
+        return {
+            "num_correct": sum(grade.correct for grade in grades),
+            "num_problems": len(grades),
+            "num_ungraded": sum(grade.outcome is not Outcome.GRADED for grade in grades),
+            "items_right": sum(grade.score[0] for grade in grades),
+            "num_items": sum(grade.score[1] for grade in grades),
+        }
+
+    async def _with_retries(self, generation: Generation, portion: Portion) -> PortionSummary:
+        for attempt in range(1, self._max_attempts + 1):
+            try:
+                _, summary = await self._pools.score(generation, portion)
+                if summary.failures:
+                    raise PortionFailedError(summary.failures[0])
+            except PortionFailedError as error:
+                self._on_failure(str(error), attempt)
+                last = error
+            else:
+                self.num_done += 1
+                return summary
+        raise RuntimeError(f"the evaluation failed {self._max_attempts} times: {last}") from last
+
+
+def best_version(events: list[Event]) -> int | None:
+    """The version of the rounds with the best held-out accuracy, the newest of several; None where none was evaluated.
+
+    Of a version that was evaluated twice, as after a restart, the later counts.
+    """
+    found: dict[int, float] = {}
+    for event in events:
+        if event["event"] == "round":
+            # A resumed run does the rounds after its checkpoint again: what was later is gone.
+            found = {version: share for version, share in found.items() if version < event["policy_version"]}
+        elif event["event"] == "evaluation" and event["label"] in ("round", Phase.RL):
+            found[event["policy_version"]] = event["num_correct"] / event["num_problems"]
+    return max(found, key=lambda version: (found[version], version), default=None)

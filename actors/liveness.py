@@ -1,0 +1,80 @@
+"""Liveness: which actors of a run do not answer, said after seconds and ended before they cost minutes.
+
+A process that was stopped, that swaps, or whose machine hangs keeps its connections open, so that nobody is told.
+Actors of the pools and the weight store are asked; ranks of the learner, whom only Ray Train calls, send heartbeats.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ray.exceptions import RayError
+
+SILENT_S = 15.0
+"""Seconds without an answer after which somebody is told."""
+HUNG_S = 45.0
+"""Seconds without an answer after which an actor is ended, so that Ray starts another in its place."""
+PROBE_EVERY_S = 3.0
+
+
+@dataclass(slots=True)
+class _Pulse:
+    actor: Any
+    heard_at: float
+    is_up: bool
+    """It has answered since it (re)started: who is still loading a policy is not hung."""
+
+
+class Watch:
+    """The liveness of named actors. Runs in an event loop; `silent` may be asked at any time."""
+
+    def __init__(self, on_hung: Callable[[str, Any, float], None], now: Callable[[], float] = time.monotonic) -> None:
+        """`on_hung` is given the name, the handle and the seconds of silence of an actor that has to be ended."""
+        self._on_hung, self._now = on_hung, now
+        self._pulses: dict[str, _Pulse] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def ask(self, name: str, actor: Any) -> None:
+        """Ask an actor's `ready`, in its concurrency group `liveness`, again and again from now on."""
+        self._pulses[name] = _Pulse(actor=actor, heard_at=self._now(), is_up=False)
+        task = asyncio.get_running_loop().create_task(self._follow(name))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def heard(self, name: str, actor: Any) -> None:
+        """A heartbeat came."""
+        self._pulses[name] = _Pulse(actor=actor, heard_at=self._now(), is_up=True)
+
+    def forget(self, prefix: str) -> None:
+        """The actors whose names begin like this have ended, or are about to be replaced."""
+        self._pulses = {name: pulse for name, pulse in self._pulses.items() if not name.startswith(prefix)}
+
+    def silent(self) -> dict[str, float]:
+        """Seconds of silence of each actor that has been silent for more than `SILENT_S`."""
+        return {name: age for name in self._pulses if (age := self._age(name)) > SILENT_S}
+
+    def sweep(self) -> None:
+        """End the actors that are hung."""
+        for name, pulse in list(self._pulses.items()):
+            if pulse.is_up and self._age(name) > HUNG_S:
+                # Once: what takes its place has to come up first.
+                pulse.is_up = False
+                self._on_hung(name, pulse.actor, self._age(name))
+
+    def _age(self, name: str) -> float:
+        return self._now() - self._pulses[name].heard_at
+
+    async def _follow(self, name: str) -> None:
+        while (pulse := self._pulses.get(name)) is not None:
+            try:
+                await pulse.actor.ready.options(concurrency_group="liveness").remote()
+            except RayError:
+                # It died: it is new when it answers again.
+                pulse.is_up = False
+            else:
+                pulse.heard_at, pulse.is_up = self._now(), True
+            await asyncio.sleep(PROBE_EVERY_S)

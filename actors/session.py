@@ -1,0 +1,71 @@
+"""What a coordinator must not forget when it restarts, beside the run log: a small file of the run directory."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Self
+
+SESSION = ".session.json"
+# Errors of the learner that another try would only repeat, and deaths, which may have come from outside.
+_MAX_REPEATED_ERRORS, _MAX_REPEATED_DEATHS = 2, 10
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Session:
+    """One driver's time with a run: from `d1 train`, or its `--resume`, to its end."""
+
+    driver: str
+    """Names the driver: another one begins another session."""
+    num_coordinator_starts: int = 0
+    """How often the coordinator has started in this session."""
+    num_learner_starts: int = 0
+    """How often the learner group has."""
+    num_checkpoints: int = 0
+    """Checkpoints that had been written when it last started."""
+    num_repeats: int = 0
+    """How often it has started again without one more."""
+    error: str = ""
+    """What it raised since it last started, if it did."""
+    gave_up: str = ""
+    """Why it is not started again; empty while it may be."""
+    is_stopping: bool = False
+    """Somebody wants the run to stop."""
+
+    @classmethod
+    def read(cls, directory: Path, driver: str) -> Self:
+        """The session of a driver, which is new where the file is another's, or cannot be read."""
+        try:
+            found = cls(**json.loads((directory / SESSION).read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError):
+            return cls(driver=driver)
+        return found if found.driver == driver else cls(driver=driver)
+
+    def write(self, directory: Path) -> Self:
+        """Keep it, whole or not at all. A disk that is full leaves the older one: so much is forgotten."""
+        beside = directory / f".{SESSION}.new"
+        try:
+            beside.write_text(json.dumps(asdict(self)), encoding="utf-8")
+            os.replace(beside, directory / SESSION)
+        except OSError:
+            beside.unlink(missing_ok=True)
+        return self
+
+    def with_learner_start(self, num_checkpoints: int) -> Self:
+        """The learner group starts, where so many checkpoints have been written; unless it has in vain too often."""
+        is_repeated = bool(self.num_learner_starts) and num_checkpoints == self.num_checkpoints
+        repeats = self.num_repeats + 1 if is_repeated else 0
+        limit = _MAX_REPEATED_ERRORS if self.error else _MAX_REPEATED_DEATHS
+        gave_up = self.gave_up
+        if repeats > limit:
+            gave_up = self.error or f"the learner group died {repeats} times and came no further"
+        return replace(
+            self,
+            num_learner_starts=self.num_learner_starts + 1,
+            num_checkpoints=num_checkpoints,
+            num_repeats=repeats,
+            error="",
+            gave_up=gave_up,
+        )

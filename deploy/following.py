@@ -1,0 +1,144 @@
+"""The driver's side of a run under way: it shows the events, watches the coordinator, and stops the run on a signal."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from actors.run_log import Event
+
+if TYPE_CHECKING:
+    from actors.status import RunStatus
+
+_POLL_S = 0.5
+_STATUS_EVERY_S = 5.0
+# It answers from memory. Under a load that makes it slow, a sentence costs nothing, and an end costs a round.
+_SILENT_S, _HUNG_S = 15.0, 45.0
+_LAST_LOOK_S = 10.0
+STOP_GRACE_S = 60.0
+"""Seconds that the learner has to write a checkpoint when the run is to stop."""
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM came: `docker stop`, Slurm, Kubernetes."""
+
+
+class Follower:
+    """Hands a run's events to whoever shows them, and says who waits for whom. What it calls may be slow or restart."""
+
+    def __init__(self, coordinator: Any, num_seen: int, on_event: Callable[[Event], None]) -> None:
+        """`on_event` is given every event after the first `num_seen`, from a thread."""
+        self._coordinator, self._num_seen, self._on_event = coordinator, num_seen, on_event
+        self._heard_at = self._said_at = self._asked_at = time.monotonic()
+
+    def follow(self, ended: threading.Event) -> None:
+        """Until the block has ended, or the coordinator is gone for good: then `fit` says why."""
+        import ray
+
+        pending: Any = None
+        while True:
+            is_last = ended.wait(_POLL_S)
+            pending = pending or self._coordinator.events_since.remote(self._num_seen)
+            try:
+                events = ray.get(pending, timeout=_LAST_LOOK_S if is_last else _POLL_S)
+            except ray.exceptions.GetTimeoutError:
+                self._note_silence()
+            except ray.exceptions.RayError:
+                return
+            else:
+                pending, self._heard_at = None, time.monotonic()
+                self._show(events)
+            if is_last:
+                return
+
+    def _show(self, events: list[Event]) -> None:
+        for event in events:
+            self._on_event(event)
+        self._num_seen += len(events)
+        now = time.monotonic()
+        if now - self._asked_at > _STATUS_EVERY_S:
+            self._asked_at = now
+            self._show_waits()
+
+    def _show_waits(self) -> None:
+        import ray
+
+        try:
+            status: RunStatus = ray.get(self._coordinator.status.remote(), timeout=_POLL_S)
+        except ray.exceptions.RayError:
+            return  # Its silence is noted with the next events.
+        if status.waits:
+            self._on_event({"event": "waits", "what": "; ".join(status.waits)})
+
+    def _note_silence(self) -> None:
+        import ray
+
+        now = time.monotonic()
+        silent_s = now - self._heard_at
+        if silent_s > _SILENT_S and now - self._said_at > _SILENT_S:
+            self._said_at = now
+            self._on_event({"event": "waits", "what": f"the coordinator silent for {silent_s:.0f} s; all wait for it"})
+        if silent_s > _HUNG_S:
+            self._on_event(
+                {"event": "waits", "what": f"the coordinator was silent for {silent_s:.0f} s and is replaced"}
+            )
+            self._heard_at = now
+            ray.kill(self._coordinator, no_restart=False)
+
+
+@contextmanager
+def following(coordinator: Any, num_seen: int, on_event: Callable[[Event], None]) -> Iterator[None]:
+    """Follow a run, from a thread, until the block ends."""
+    ended = threading.Event()
+    follower = Follower(coordinator, num_seen, on_event)
+    thread = threading.Thread(target=follower.follow, args=(ended,), name="d1-events", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join(timeout=2 * _LAST_LOOK_S)
+
+
+def wait_or_stop(fitted: Future[None], coordinator: Any, on_event: Callable[[Event], None]) -> None:
+    """Wait for the learner group to end. Ctrl-C or SIGTERM has it write a checkpoint first; a second one does not wait.
+
+    Raises what the group raised, and the KeyboardInterrupt once it has ended.
+    """
+    import ray
+
+    try:
+        fitted.result()
+    except KeyboardInterrupt:
+        if not ray.get(coordinator.stop.remote(), timeout=STOP_GRACE_S):
+            raise  # No learner is up yet: it has nothing to lose.
+        on_event({"event": "status", "what": "stopping: the learner writes a checkpoint; once more ends it at once"})
+        try:
+            fitted.result(STOP_GRACE_S)
+        except FutureTimeoutError:
+            what = f"the learner wrote no checkpoint within {STOP_GRACE_S:.0f} s; --resume goes on from an earlier one"
+            on_event({"event": "status", "what": what})
+        raise
+
+
+@contextmanager
+def terminated_by_sigterm() -> Iterator[None]:
+    """Within the block SIGTERM raises `Terminated` in the main thread, as Ctrl-C raises KeyboardInterrupt."""
+
+    def end(*_: object) -> None:
+        raise Terminated
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,117 @@
+"""Consensus of a learner's ranks: rank 0 decides, and the others hear it, never from a clock or a disk of their own.
+
+A rank that takes one step more than another, or finds another checkpoint, runs another collective than its peers: gloo
+aborts at best. So whatever ranks branch on goes through `Ranks.agreed` or `Ranks.shared`.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from datetime import timedelta
+from enum import IntEnum
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load, save
+from torch import Tensor
+
+TICK_S = 5.0
+"""Seconds between two signs of life of a rank 0 that is at work: the others never wait for longer in one collective."""
+_TIMEOUT_S = 300.0
+_LENGTH = struct.Struct("<Q")
+
+
+class _State(IntEnum):
+    AT_WORK, DONE, FAILED = range(3)
+
+
+class LeaderFailedError(RuntimeError):
+    """Rank 0 failed at what the others wait for; it raises the failure itself."""
+
+
+class Ranks:
+    """The processes of one learner group. Every method is a collective: all ranks call it, in the same order."""
+
+    def __init__(self) -> None:
+        """Of the process group that runs, or of this process alone where there is none."""
+        self.is_alone = not dist.is_initialized()
+        self.rank = 0 if self.is_alone else dist.get_rank()
+        # Always gloo: decisions are small and on the CPU, whatever the policy is on.
+        timeout = timedelta(seconds=_TIMEOUT_S)
+        self._group = None if self.is_alone else dist.new_group(backend="gloo", timeout=timeout)
+        # One thread, so that rank 0 can give signs of life while it works.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="rank-0")
+
+    def agreed(self, decide: Callable[[], Any]) -> Any:
+        """What `decide` returns on rank 0 (JSON), on every rank.
+
+        It may take long: the others hear every `TICK_S` seconds that rank 0 is at work.
+
+        Raises:
+            LeaderFailedError: on the other ranks, where `decide` raises on rank 0.
+        """
+        return json.loads(self._from_rank_0(lambda: json.dumps(decide()).encode()))
+
+    def shared(self, make: Callable[[], tuple[Any, Mapping[str, Tensor]]]) -> tuple[Any, dict[str, Tensor]]:
+        """What `make` returns on rank 0, a decision (JSON) and tensors on the CPU, on every rank.
+
+        Raises LeaderFailedError as `agreed` does.
+        """
+
+        def packed() -> bytes:
+            decision, tensors = make()
+            text = json.dumps(decision).encode()
+            return _LENGTH.pack(len(text)) + text + save(dict(tensors))
+
+        message = self._from_rank_0(packed)
+        (length,) = _LENGTH.unpack_from(message)
+        text, tensors = message[_LENGTH.size : _LENGTH.size + length], message[_LENGTH.size + length :]
+        return json.loads(text), load(tensors)
+
+    def on_rank_0(self, work: Callable[[], object]) -> None:
+        """Do `work` on rank 0, and go on when it is done. Raises LeaderFailedError as `agreed` does."""
+
+        def nothing() -> bytes:
+            work()
+            return b""
+
+        self._from_rank_0(nothing)
+
+    def _from_rank_0(self, work: Callable[[], bytes]) -> bytes:
+        if self.is_alone:
+            return work()
+        return self._lead(work) if self.rank == 0 else self._follow()
+
+    def _lead(self, work: Callable[[], bytes]) -> bytes:
+        result: Future[bytes] = self._thread.submit(work)
+        while not wait([result], timeout=TICK_S).done:
+            self._send_header(_State.AT_WORK, 0)
+        if (error := result.exception()) is not None:
+            self._send_header(_State.FAILED, 0)
+            raise error
+        message = result.result()
+        self._send_header(_State.DONE, len(message))
+        if message:
+            dist.broadcast(torch.frombuffer(bytearray(message), dtype=torch.uint8), 0, group=self._group)
+        return message
+
+    def _follow(self) -> bytes:
+        header = torch.zeros(2, dtype=torch.int64)
+        while True:
+            dist.broadcast(header, 0, group=self._group)
+            state, length = header.tolist()
+            if state == _State.FAILED:
+                raise LeaderFailedError("rank 0 of the learner failed")
+            if state == _State.DONE:
+                break
+        message = torch.empty(length, dtype=torch.uint8)
+        if length:
+            dist.broadcast(message, 0, group=self._group)
+        return message.numpy().tobytes()
+
+    def _send_header(self, state: _State, length: int) -> None:
+        dist.broadcast(torch.tensor([state, length]), 0, group=self._group)

@@ -1,0 +1,101 @@
+"""The rest of a run in one process: what rank 0 asks of coordinator and weight store, answered without Ray."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from actors.evaluation import best_version
+from actors.messages import Generation, Next, Portion, ScoredPortion
+from actors.plan import RunPlan
+from actors.spec import Phase, RunSpec
+from actors.weights import Manifest, verify
+from actors.workers import GraderWorker
+from learner.model.checkpoint import load_policy
+from learner.model.tokenizer import ChatTokenizer
+from rollout.sampler import Sampler
+
+
+class LocalRun:
+    """A sampler, a grader, a store of one version, and a log."""
+
+    def __init__(self, spec: RunSpec) -> None:
+        self.events: list[dict[str, Any]] = []
+        self.published_digests: list[tuple[int, str]] = []
+        self.loses_next = 0
+        """So many asks from now on find that the store has lost its version."""
+        self._spec = spec
+        self._plan = RunPlan(spec, ChatTokenizer(spec.initial_checkpoint))
+        self._grader = GraderWorker(spec.task, spec.reward, spec.initial_checkpoint)
+        self._policy = load_policy(spec.initial_checkpoint)
+
+    def learner_started(self, checkpoint: str, position: Mapping[str, Any]) -> None:
+        self.record("started", {"checkpoint": checkpoint, "position": position})
+
+    def record(self, event: str, values: Mapping[str, Any]) -> None:
+        self.events.append(json.loads(json.dumps({"event": event, **values})))
+
+    def publish(self, manifest: Manifest, weights: Mapping[str, torch.Tensor]) -> None:
+        verify(manifest, weights)
+        self._policy.load_state_dict(weights)
+        self.published_digests.append((manifest.version, manifest.digest))
+
+    def announce(self, generation: Generation, phase: Phase, round_index: int) -> None:
+        assert (generation.version, generation.digest) == self.published_digests[-1]
+
+    def next_batch(self, round_index: int, generation: Generation) -> tuple[Next, list[ScoredPortion]]:
+        if self._has_lost():
+            return Next.PUBLISH, []
+        count = range(self._plan.portions_per_round)
+        return Next.GO_ON, [self._score(self._plan.round_portion(round_index, index), generation) for index in count]
+
+    def published(
+        self, round_index: int, generation: Generation, values: Mapping[str, Any], portions: list[ScoredPortion]
+    ) -> None:
+        rewards = [grade.reward for scored in portions for grade in scored.summary.grades]
+        self.record("round", {"round": round_index, "policy_version": generation.version, "rewards": rewards, **values})
+
+    def evaluate(self, generation: Generation, label: str, round_index: int, *, is_new: bool) -> tuple[Next, bool]:
+        if self._has_lost():
+            return Next.PUBLISH, False
+        portions = self._plan.evaluation_portions(self._spec.rollout.sampling)
+        grades = [grade for portion in portions for grade in self._score(portion, generation).summary.grades]
+        counts = {"num_correct": sum(grade.correct for grade in grades), "num_problems": len(grades)}
+        self.record("evaluation", {"label": label, "policy_version": generation.version, "round": round_index} | counts)
+        return Next.GO_ON, best_version(self.events) == generation.version
+
+    def versions_to_keep(self) -> list[int]:
+        best = best_version(self.events)
+        return [] if best is None else [best]
+
+    def _has_lost(self) -> bool:
+        self.loses_next -= 1
+        return self.loses_next >= 0
+
+    def _score(self, portion: Portion, generation: Generation) -> ScoredPortion:
+        assert (generation.version, generation.digest) == self.published_digests[-1]
+        completions = Sampler(self._policy, generation.version, self._spec.rollout.engine).generate(portion.requests)
+        return self._grader.grade(portion, completions)[0]
+
+
+class Pulse:
+    """A heartbeat that nobody listens to, and that may ask for a stop."""
+
+    def __init__(self, stop_when: str = "") -> None:
+        self.doing = ""
+        self._stop_when, self._was_there = stop_when, False
+
+    @property
+    def must_stop(self) -> bool:
+        """From when the rank was at something on."""
+        self._was_there = self._was_there or (bool(self._stop_when) and self.doing.startswith(self._stop_when))
+        return self._was_there
+
+
+def facts(spec: RunSpec) -> dict[str, Any]:
+    """The name of each checkpoint and where the run stood there."""
+    found = sorted(spec.checkpoints_dir.glob("[!.]*/"))
+    return {path.name: json.loads((path / "trainer_state.json").read_text()) for path in found}

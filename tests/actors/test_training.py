@@ -1,0 +1,180 @@
+"""The stages of a run on its ranks, without Ray: what ranks agree on, where a run stops, and how it goes on."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from actors.checkpoints import Position, newest_checkpoint, to_go_on
+from actors.spec import Phase, RunSpec
+from actors.training import TrainingRun
+from learner.learner import LearnerConfig
+from learner.model.checkpoint import LEARNER_STATE
+from learner.model.lora import LoraConfig
+from learner.ranks import Ranks
+from learner.sft import SftConfig
+from rollout.config import EvaluationConfig
+from tests.actors.local_run import LocalRun, Pulse, facts
+
+STAGES = (Phase.SFT, Phase.RL, Phase.CONTROL)
+WEIGHTS = "model.safetensors"
+
+
+def _spec(spec: RunSpec, run_dir: Path, **changes: Any) -> RunSpec:
+    """A run of all stages, in a directory of its own."""
+    shutil.copytree(spec.initial_checkpoint, run_dir / "checkpoints" / "initial")
+    values: dict[str, Any] = {
+        "run_dir": run_dir,
+        "phases": STAGES,
+        "sft": SftConfig(num_labels=10, num_steps=6, batch_size=8, lr=3e-3, num_eval=4, eval_every_steps=2),
+        "learner": LearnerConfig(
+            num_rounds=3, groups_per_round=4, group_size=4, inner_updates=1, lr=1e-3, estimator={"name": "one_step"}
+        ),
+        "evaluation": EvaluationConfig(num_problems=8, every_rounds=1),
+        "control_steps": 4,
+    }
+    return replace(spec, **values | changes)
+
+
+def _ticking(step_s: float, start_s: float = 0.0) -> Callable[[], float]:
+    """A clock that moves on with each look at it, and otherwise not."""
+    looks = count()
+    return lambda: start_s + step_s * next(looks)
+
+
+def _run(spec: RunSpec, pulse: Pulse | None = None, clock: Callable[[], float] | None = None) -> LocalRun:
+    run = LocalRun(spec)
+    TrainingRun(spec, run, pulse or Pulse(), Ranks(), clock or _ticking(0.01)).run()
+    return run
+
+
+def _events(run: LocalRun, name: str) -> list[dict[str, Any]]:
+    return [event for event in run.events if event["event"] == name]
+
+
+def _files(spec: RunSpec, name: str) -> dict[str, bytes]:
+    directory = spec.checkpoints_dir / name
+    return {path.name: path.read_bytes() for path in directory.iterdir() if path.suffix == ".safetensors"}
+
+
+def _rank(rank: int, spec: RunSpec, steps_s: tuple[float, float]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{spec.run_dir}/port", rank=rank, world_size=2)
+    run = LocalRun(spec)
+    TrainingRun(spec, run, Pulse(), Ranks(), _ticking(steps_s[rank], start_s=1e6 * rank)).run()
+    if rank == 0:
+        (spec.run_dir / "events.json").write_text(json.dumps(run.events))
+    dist.destroy_process_group()
+
+
+def _run_on_ranks(spec: RunSpec, steps_s: tuple[float, float]) -> list[dict[str, Any]]:
+    mp.spawn(_rank, args=(spec, steps_s), nprocs=2)
+    events: list[dict[str, Any]] = json.loads((spec.run_dir / "events.json").read_text())
+    return events
+
+
+@pytest.mark.timeout(300)
+def test_ranks_whose_clocks_have_nothing_in_common_go_through_every_stage_together(
+    spec: RunSpec, tmp_path: Path
+) -> None:
+    limited = {"control_steps": 0, "checkpoint_every_s": 0.3}
+    alike, unlike = (_spec(spec, tmp_path / name, **limited) for name in ("alike", "unlike"))
+    expected = _run_on_ranks(alike, (0.01, 0.01))
+    assert _run_on_ranks(unlike, (0.01, 7.3)) == expected
+    assert facts(alike) == facts(unlike)
+    for name in ("sft", "rl-000003", "control"):
+        # Learning rates follow the share of the control's time that has passed: each rank steps its shard with them.
+        assert _files(alike, name) == _files(unlike, name), name
+    assert len(facts(alike)) > len(STAGES) + 1, "some were written by time"
+
+
+def test_the_control_takes_the_seconds_of_the_rounds_and_one_step_at_most_beyond(spec: RunSpec, tmp_path: Path) -> None:
+    run = _run(_spec(spec, tmp_path / "run", control_steps=0))
+    seconds = {event["phase"]: event["seconds"] for event in _events(run, "phase_end")}
+    steps = {event["phase"]: event["num_steps"] for event in _events(run, "phase_end")}
+    one_step_s = seconds["control"] / steps["control"]
+    assert steps["control"] > 2
+    assert seconds["rl"] <= seconds["control"] <= seconds["rl"] + one_step_s
+
+
+LORAS = {"whole": LoraConfig(), "adapter": LoraConfig(rank=4, alpha=8)}
+
+
+@pytest.mark.parametrize("lora", LORAS)
+@pytest.mark.parametrize(
+    ("stop_when", "checkpoint", "again"),
+    [
+        ("sft, step 3", "sft-000003", {"phase": "sft", "round": 0, "step": 3}),
+        ("round 1: training", "rl-000002", {"phase": "rl", "round": 2, "step": None}),
+        ("control, step 2", "control-000002", {"phase": "control", "round": 3, "step": 2}),
+    ],
+)
+def test_a_run_that_is_stopped_anywhere_goes_on_there_to_the_same_bits(
+    spec: RunSpec, tmp_path: Path, stop_when: str, checkpoint: str, again: dict[str, Any], lora: str
+) -> None:
+    whole, halved = (_spec(spec, tmp_path / name, lora=LORAS[lora]) for name in ("whole", "halved"))
+    expected = _run(whole)
+    first = _run(halved, Pulse(stop_when))
+    assert first.events[-2]["path"] == f"checkpoints/{checkpoint}"
+    assert first.events[-1] == {"event": "stopped", **again}
+    assert (halved.checkpoints_dir / checkpoint / LEARNER_STATE).is_file()
+    rest = _run(halved)
+    assert rest.events[0]["checkpoint"] == checkpoint
+    rounds = _events(first, "round") + _events(rest, "round")
+    assert [event["rewards"] for event in rounds] == [event["rewards"] for event in _events(expected, "round")]
+    for name in ("sft", "rl-000003", "control"):
+        assert _files(whole, name) == _files(halved, name), name
+
+
+def test_a_stop_before_anything_was_done_writes_nothing(spec: RunSpec, tmp_path: Path) -> None:
+    run = _spec(spec, tmp_path / "run")
+    stopped = _run(run, Pulse("sft, step 0"))
+    assert stopped.events[-1] == {"event": "stopped", "phase": "untrained", "round": 0, "step": None}
+    assert list(facts(run)) == ["initial"]
+
+
+def test_a_version_that_the_store_has_lost_is_published_again(spec: RunSpec, tmp_path: Path) -> None:
+    kept, lost = (_spec(spec, tmp_path / name) for name in ("kept", "lost"))
+    expected, run = _run(kept), LocalRun(lost)
+    run.loses_next = 5
+    TrainingRun(lost, run, Pulse(), Ranks(), _ticking(0.01)).run()
+    assert run.published_digests[5:] == expected.published_digests
+    assert set(run.published_digests[:6]) == {expected.published_digests[0]}
+
+
+def test_checkpoints_by_time_take_a_small_share_of_it_and_the_newest_and_the_best_are_kept(
+    spec: RunSpec, tmp_path: Path
+) -> None:
+    learner = LearnerConfig(num_rounds=9, groups_per_round=2, group_size=2, inner_updates=1, lr=1e-3)
+    frequent = _spec(
+        spec, tmp_path / "run", learner=learner, checkpoint_every_s=0.001, num_checkpoints_kept=2, control_steps=1
+    )
+    run = _run(frequent)
+    written = [event["path"].rpartition("/")[2] for event in _events(run, "checkpoint")]
+    assert 2 < len([name for name in written if name.startswith("rl-")]) <= 9
+    rounds = {name for name in facts(frequent) if name.startswith("rl-")}
+    best = run.versions_to_keep()[0]
+    assert best in {Position.of(state).policy_version for state in facts(frequent).values()}
+    assert "rl-000009" in rounds
+    assert len(rounds) <= 2 + 1 + 1
+
+
+def test_half_of_an_sft_is_gone_on_from_and_never_answered_from(spec: RunSpec, tmp_path: Path) -> None:
+    from actors.checkpoints import checkpoints_to_answer
+
+    run = _spec(spec, tmp_path / "run")
+    _run(run, Pulse("sft, step 3"))
+    found = newest_checkpoint(run.checkpoints_dir, to_go_on(3))
+    assert found is not None
+    assert (found.directory.name, found.position.step) == ("sft-000003", 3)
+    assert [path.name for _, path in checkpoints_to_answer(run.checkpoints_dir)] == ["initial"]
