@@ -232,9 +232,8 @@ class TrainingRun:
                 break
             if must_stop:
                 raise StopRequestedError
-            if is_due and step:
-                with watch.paused():
-                    self._save()
+            with watch.paused():
+                self._save_if(is_due and step > 0)
             metrics = learner.step(first_step + step, sft.lr_at(step, progress))
             step += 1
             if step == num_steps or self._clock() - self._logged_at > _LOG_EVERY_S:
@@ -339,12 +338,13 @@ class TrainingRun:
         if done == spec.learner.num_rounds:
             return
         is_due, must_stop = self._ranks.agreed(lambda: (self._checkpointer.is_due(), self._pulse.must_stop))
-        if is_due or (spec.checkpoint_every_rounds and done % spec.checkpoint_every_rounds == 0):
-            self._save()
+        every = spec.checkpoint_every_rounds
+        self._save_if(is_due or (bool(every) and done % every == 0))
         if must_stop:
             raise StopRequestedError
-        if self._is_evaluation_due() and self._evaluate(self._label()) and self._checkpointer.newest != self._position:
-            self._save()
+        if self._is_evaluation_due():
+            is_best = self._evaluate(self._label())
+            self._save_if(is_best and self._checkpointer.newest != self._position)
 
     def _is_evaluation_due(self) -> bool:
         every = self._spec.evaluation.every_rounds
@@ -369,7 +369,7 @@ class TrainingRun:
     def _started_from(self) -> Path:
         """The checkpoint that the rounds and the control start from: the SFT stage's, or the initial one."""
         name = str(Phase.SFT)
-        is_there = self._ranks.agreed(lambda: (self._spec.checkpoints_dir / name).is_dir())
+        is_there = self._ranks.agreed((self._spec.checkpoints_dir / name).is_dir)
         return self._spec.checkpoints_dir / name if is_there else self._spec.initial_checkpoint
 
     def _pull(self, round_index: int) -> tuple[RolloutBatch | None, list[ScoredPortion]]:
@@ -455,6 +455,10 @@ class TrainingRun:
         is_published = position.is_published and self._generation is not None
         digest = self._published.digest if is_published else None
         self._checkpointer.write(position, digest, self._state, self._adapter())
+
+    def _save_if(self, is_due: bool) -> None:
+        if is_due:
+            self._save()
 
     def _adapter(self) -> Adapter | None:
         """The adapter of the stage under way; None without LoRA. A collective; its matrices are on rank 0."""

@@ -100,7 +100,7 @@ def _add(history: RunHistory, event: Event) -> None:
 
 
 def _begin_phase(history: RunHistory, event: Event) -> None:
-    """What there was of it counts no more, but for the steps up to where a run that was stopped in its midst goes on."""
+    """What there was of it counts no more, but for the steps before that where a run that was stopped in it goes on."""
     phase, step = event["phase"], event.get("from_step", 0)
     history.planned[phase] = event["num_steps"]
     for kept in (history.steps, history.sft_losses):
