@@ -16,7 +16,7 @@ CLIENTS := .venv-clients
 CLIENT_PINS := tests/deploy/service/clients/clients.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup tools train serve test test-vllm test-clients fuzz check fmt docs up constraints bubblewrap chromium
+.PHONY: help setup tools train serve test test-vllm test-clients fuzz gathers check fmt docs up constraints bubblewrap chromium
 
 help: ## Say what there is.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -48,6 +48,9 @@ test-clients: $(STAMP) $(CLIENTS)/.installed ## Run the tests with clients that 
 fuzz: $(STAMP) ## Ask the service 10,000 requests that its schema allows or forbids, new ones each time.
 	D1_FUZZ_CASES=10000 D1_FUZZ_SEED=$(shell date +%s) $(BIN)/pytest -s tests/deploy/service/test_schema.py \
 		tests/deploy/service/test_admin.py::test_whatever_is_sent_is_answered $(ARGS)
+
+gathers: $(STAMP) ## Load, gather and put weights 10,000 times on two ranks.
+	D1_GATHERS=10000 $(BIN)/pytest -s tests/actors/test_on_ray.py::test_what_is_gathered_and_put_is_what_was_loaded $(ARGS)
 
 check: $(STAMP) ## Check format, lint and types.
 	$(BIN)/ruff format --check .

@@ -5,7 +5,6 @@ Collectives run on gloo for CPUs and NCCL for GPUs. Every method that gathers is
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -18,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from learner.model.families import make_model
@@ -255,12 +254,31 @@ def gather_on_rank_0(rank: int, tensors: Mapping[str, Tensor]) -> dict[str, Tens
 def gathered(tensor: Tensor) -> Tensor:
     """A sharded tensor, whole, where its shards are."""
     whole = tensor.detach()
-    return whole.full_tensor() if isinstance(whole, DTensor) else whole
+    return _all_gathered(whole) if isinstance(whole, DTensor) else whole
+
+
+def _all_gathered(sharded: DTensor) -> Tensor:
+    """What `full_tensor` gives, by another collective: on gloo that one corrupts the heap.
+
+    The two threads of a gloo group store the name of what they did last in one `std::string`, without a lock
+    (`lastCompletedWorkName`, torch 2.13). `full_tensor` asks for ALLGATHER_COALESCED, which is too long to be held
+    within the string: each thread frees the name that it replaces, and where a busy machine lets both replace the same
+    one, it is freed twice. This one is called ALLGATHER, and nothing is freed.
+    """
+    assert sharded.placements == (Shard(0),), "FSDP shards by rows"
+    num_rows, *row = sharded.shape
+    rows_each = -(-num_rows // sharded.device_mesh.size())
+    local = sharded.to_local()
+    # The last ranks may have fewer rows, or none.
+    padded = torch.cat((local, local.new_zeros(rows_each - local.shape[0], *row)))
+    whole = local.new_empty(rows_each * sharded.device_mesh.size(), *row)
+    dist.all_gather_single(whole, padded, group=sharded.device_mesh.get_group())
+    return whole[:num_rows]
 
 
 def on_cpu(whole: Tensor) -> Tensor:
     """A tensor, copied to the CPU."""
-    return copy.deepcopy(whole.cpu()) if whole.device.type == "cpu" else whole.cpu()
+    return whole.to("cpu", copy=True)
 
 
 def shard_like(whole: Tensor, like: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import ray
 import torch
+import torch.multiprocessing as mp
 
 from actors.messages import Generation
 from actors.plan import RunPlan
@@ -22,6 +23,7 @@ from actors.weights import WeightStore, fetch_from, make_manifest
 from actors.workers import GraderWorker, SamplerWorker
 from learner.model.checkpoint import load_policy
 from rollout.sampler import Sampler
+from tests.actors.gathering import NUM_GATHERS, gather_and_put
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster"), pytest.mark.timeout(180)]
 
@@ -185,3 +187,8 @@ def test_a_request_that_no_sampler_can_answer_says_why(store: Any, spec: RunSpec
 
 def _run(work: Coroutine[Any, Any, Any]) -> Any:
     return asyncio.run(asyncio.wait_for(work, 120))
+
+
+@pytest.mark.timeout(180 + NUM_GATHERS)
+def test_what_is_gathered_and_put_is_what_was_loaded(cluster: dict[str, str], tmp_path: Path) -> None:
+    mp.spawn(gather_and_put, args=(NUM_GATHERS, tmp_path / "meeting", cluster["RAY_ADDRESS"]), nprocs=2, join=True)
