@@ -14,14 +14,17 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from actors.run_log import METRICS, Event, RunLog, read_events
+from actors.run_log import DRIVER_LOG, METRICS, Event, RunLog, append_event, read_events
 from actors.spec import Phase, RunSpec
 from deploy.curves import draw_curves
-from deploy.errors import RunFailedError, UserError
+from deploy.errors import EXIT_RUN_FAILED, RunFailedError, UserError
 from deploy.judges import judge_servers
+from deploy.node_watch import node_processes, watching
+from deploy.quiet import native_words_in
 from deploy.ray_session import ray_session
 from deploy.recipe import Recipe, Stages
 from deploy.run_dir import check_resumable, create_run_dir, make_spec
+from deploy.run_lock import RunLock, locked
 
 _POLL_S = 0.5
 _CALL_TIMEOUT_S = 60.0
@@ -53,15 +56,27 @@ def run(
     """
     began_at = time.time()
     spec = make_spec(recipe, stages)
-    if not resume:
-        create_run_dir(recipe, spec, start_from)
-    else:
+    if resume:
         check_resumable(recipe, spec)
+    with locked(RunLock.take(spec.run_dir) if resume else create_run_dir(recipe, spec, start_from)) as lock:
+        if not lock.is_exclusive:
+            what = f"the file system of {spec.run_dir} has no locks: let nothing else train this run meanwhile"
+            on_event({"event": "status", "what": what})
+        _run_locked(recipe, spec, began_at=began_at, resume=resume, serve=serve, on_event=on_event)
+
+
+def _run_locked(
+    recipe: Recipe, spec: RunSpec, *, began_at: float, resume: bool, serve: bool, on_event: Callable[[Event], None]
+) -> None:
     num_seen = len(read_events(spec.run_dir))
     if not resume:
         _record_start(recipe, began_at)
     on_event({"event": "status", "what": "starting Ray" if "RAY_ADDRESS" not in os.environ else "connecting to Ray"})
-    with ray_session(dashboard=True) as ray:
+    with (
+        native_words_in(spec.run_dir / DRIVER_LOG),
+        ray_session(dashboard=True) as ray,
+        watching(node_processes(), lambda name: _end_with_node(spec, f"{name} died", ray.logs_dir, on_event)),
+    ):
         on_event({"event": "status", "what": f"Ray is up; dashboard http://{ray.dashboard_url}; starting the actors"})
         with judge_servers(recipe.reward, spec.run_dir, on_event) if Phase.RL in spec.phases else nullcontext():
             _run_on_ray(
@@ -103,6 +118,18 @@ def _run_on_ray(
         ) from error
     finally:
         stop_actors(actors, keep_store=keep_store)
+
+
+def _end_with_node(spec: RunSpec, what: str, logs_dir: Path, on_event: Callable[[Event], None]) -> None:
+    """Say what died, and end this process before Ray's native code does."""
+    is_done = bool(events := read_events(spec.run_dir)) and events[-1]["event"] == "done"
+    if is_done:
+        sentence = f"{what}, and the service with it; the run had ended well; d1 serve {spec.name} serves it again"
+    else:
+        sentence = f"the run failed: {what}; its logs are in {logs_dir}; --resume goes on from the newest checkpoint"
+        append_event(spec.run_dir, "failure", what=what, attempt=1)
+    on_event({"event": "lost", "what": sentence})
+    os._exit(EXIT_RUN_FAILED)
 
 
 def _cause(error: Exception) -> str:

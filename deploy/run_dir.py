@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import shutil
 from collections.abc import Mapping
@@ -17,6 +18,7 @@ from actors.spec import Phase, RunSpec
 from deploy.errors import UserError
 from deploy.overrides import load_recipe, resolved_yaml
 from deploy.recipe import ModelSection, Recipe, Stages
+from deploy.run_lock import LOCK, RunLock
 from learner.model.checkpoint import load_config, load_policy, save_checkpoint
 from learner.model.families import make_model
 from learner.model.hub import find_checkpoint
@@ -83,23 +85,44 @@ def make_spec(recipe: Recipe, stages: Stages) -> RunSpec:
     )
 
 
-def create_run_dir(recipe: Recipe, spec: RunSpec, start_from: Path | None) -> None:
-    """Make the run directory, with policy version 0 made from scratch or copied from `start_from`.
+def create_run_dir(recipe: Recipe, spec: RunSpec, start_from: Path | None) -> RunLock:
+    """Make the run directory, with policy version 0 made from scratch or copied from `start_from`; returns its lock.
 
-    Raises UserError when the recipe cannot work: a bad checkpoint, too few problems, a canvas that is too short.
+    Raises UserError when the recipe cannot work: a bad checkpoint, too few problems, a canvas that is too short; and
+    when another process makes or has made the run.
     """
     partial = spec.run_dir.with_name(f".{spec.run_dir.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
     try:
-        partial.mkdir(parents=True)
+        partial.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(str(error)) from error
+    # It moves with the directory: there is no moment at which the run is there and nobody has its lock.
+    lock = RunLock.take(partial)
+    try:
+        _fill_run_dir(recipe, spec, start_from, partial)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        lock.release()
+        raise
+    return lock
+
+
+def _fill_run_dir(recipe: Recipe, spec: RunSpec, start_from: Path | None, partial: Path) -> None:
+    """Write into `partial`, and give it its name."""
+    try:
+        # Of a try that was killed.
+        for path in [path for path in partial.iterdir() if path.name != LOCK]:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
         (partial / RECIPE).write_text(resolved_yaml(recipe))
         _write_initial(recipe, partial / CHECKPOINTS / "initial", _source(recipe, start_from))
         _check_plan(replace(spec, run_dir=partial))
         partial.rename(spec.run_dir)
     except (ValueError, OSError) as error:
+        if isinstance(error, OSError) and error.errno in (errno.EEXIST, errno.ENOTEMPTY):
+            raise UserError(
+                f"there already is a run {recipe.name} in {spec.run_dir.parent}; choose name=..."
+            ) from error
         raise UserError(str(error)) from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def check_resumable(recipe: Recipe, spec: RunSpec) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,15 +118,20 @@ def _run(recipe: Recipe, order: _Order) -> None:
 
     from actors.run_log import read_events
     from deploy import job
+    from deploy.printing import printable
     from deploy.progress import ProgressDisplay
     from deploy.report import result_table
 
-    console = Console()
+    # This screen, also while `sys.stdout` is a log's.
+    console = Console(file=sys.stdout)
     with ProgressDisplay(console) as display:
 
         def show(event: Event) -> None:
             display(event)
-            if event["event"] == "done":
+            if event["event"] == "lost":
+                display.stop()
+                sys.stderr.write(f"d1: {printable(event['what'])}\n")
+            elif event["event"] == "done":
                 # Now and not when `job.run` returns: with --serve it stays until Ctrl-C.
                 display.stop()
                 console.print(result_table(read_events(recipe.run_dir)))

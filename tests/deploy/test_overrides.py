@@ -111,7 +111,7 @@ def test_another_task_names_every_field_that_it_does_not_have_and_what_would_do(
     (workdir / "tiny.yaml").write_text(RECIPE.replace("task: {name: sums}", sudoku))
     words = ("train", "tiny.yaml", "task.name=countdown", "task.num_numbers=4", "--dry-run")
     d1(*words).assert_refused(
-        "the override task.name=countdown: tiny.yaml sets task.min_empty, task.max_empty, which countdown does not have",
+        "task.name=countdown: tiny.yaml sets task.min_empty, task.max_empty, which countdown does not have",
         "'task={name: countdown, prompt: compact, num_numbers: 4}'",
     )
     whole = load_recipe(workdir / "tiny.yaml", ["task={name: countdown, prompt: compact, num_numbers: 4}"])
