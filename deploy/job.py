@@ -9,10 +9,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from actors.run_log import DRIVER_LOG, METRICS, Event, RunLog, append_event, read_events
 from actors.spec import Phase, RunSpec
@@ -25,6 +25,9 @@ from deploy.ray_session import ray_session
 from deploy.recipe import Recipe, Stages
 from deploy.run_dir import check_resumable, create_run_dir, make_spec
 from deploy.run_lock import RunLock, locked
+
+if TYPE_CHECKING:
+    from actors.cluster import RunActors
 
 _POLL_S = 0.5
 _CALL_TIMEOUT_S = 60.0
@@ -112,12 +115,46 @@ def _run_on_ray(
             _call(actors.coordinator.finish.remote())
         draw_curves(read_events(spec.run_dir), spec.run_dir / "curves.png")
     except (RayError, TrainingFailedError, TimeoutError) as error:
-        raise RunFailedError(
-            f"the run failed: {_cause(error)}; the failures are in {spec.run_dir / METRICS}; --resume goes on from the "
-            "newest checkpoint"
-        ) from error
-    finally:
+        cause = _dead_actor(actors) or _cause(error)
         stop_actors(actors, keep_store=keep_store)
+        raise RunFailedError(_failed(spec, cause, num_seen)) from error
+    except BaseException:
+        stop_actors(actors, keep_store=keep_store)
+        raise
+    stop_actors(actors, keep_store=keep_store)
+
+
+def _dead_actor(actors: RunActors) -> str | None:
+    """Which of the actors that a run cannot do without is dead: what others say of that is in Ray's words."""
+    from ray.exceptions import ActorDiedError, RayError
+
+    asked = {
+        "the coordinator": lambda: actors.coordinator.events_since.remote(0),
+        "the weight store": actors.store.held.remote,
+    }
+    for name, ask in asked.items():
+        try:
+            _call(ask())
+        except ActorDiedError:
+            return f"{name} died"
+        except RayError:
+            continue
+    return None
+
+
+def _failed(spec: RunSpec, cause: str, num_seen: int) -> str:
+    """The sentence for a run that failed; the run log says so too when this returns, or the sentence does not name it.
+
+    The coordinator is gone: what it did not come to write the driver does.
+    """
+    where = f"the failures are in {spec.run_dir / METRICS}; "
+    failures = [str(event["what"]) for event in read_events(spec.run_dir)[num_seen:] if event["event"] == "failure"]
+    if not any(cause in what for what in failures):
+        try:
+            append_event(spec.run_dir, "failure", what=cause, attempt=1)
+        except OSError:
+            where = ""
+    return f"the run failed: {cause}; {where}--resume goes on from the newest checkpoint"
 
 
 def _end_with_node(spec: RunSpec, what: str, logs_dir: Path, on_event: Callable[[Event], None]) -> None:
@@ -127,7 +164,8 @@ def _end_with_node(spec: RunSpec, what: str, logs_dir: Path, on_event: Callable[
         sentence = f"{what}, and the service with it; the run had ended well; d1 serve {spec.name} serves it again"
     else:
         sentence = f"the run failed: {what}; its logs are in {logs_dir}; --resume goes on from the newest checkpoint"
-        append_event(spec.run_dir, "failure", what=what, attempt=1)
+        with suppress(OSError):
+            append_event(spec.run_dir, "failure", what=what, attempt=1)
     on_event({"event": "lost", "what": sentence})
     os._exit(EXIT_RUN_FAILED)
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from deploy.errors import RunFailedError, UserError, reason
 
@@ -56,7 +57,8 @@ def ray_session(*, dashboard: bool) -> Iterator[RaySession]:
         ray.shutdown()
         raise RunFailedError(_why_no_ray(error, is_ours=is_ours)) from error
     try:
-        logs_dir = Path(context.address_info["session_dir"], "logs")
+        node: Any = ray.get_runtime_context().worker.node
+        logs_dir = Path(node.get_logs_dir_path())
         yield RaySession(is_ours=is_ours, dashboard_url=context.dashboard_url or "", logs_dir=logs_dir)
     finally:
         ray.shutdown()
