@@ -17,6 +17,7 @@ from actors.resources import (
     sampler_resources,
     store_resources,
 )
+from actors.run_log import LEARNER_FAILED
 from actors.spec import RunSpec
 from actors.training import TrainingRun
 from actors.weights import NAMESPACE, WeightStore, store_name
@@ -140,6 +141,6 @@ def train_worker(config: Mapping[str, Any]) -> None:
         TrainingRun(config["spec"], config["coordinator"], config["store"]).run()
     except Exception as error:
         # Ray Train may restart the group: the run log must say why.
-        values = {"what": f"a learner worker failed: {type(error).__name__}: {error}", "attempt": 1}
+        values = {"what": f"{LEARNER_FAILED}: {type(error).__name__}: {error}", "attempt": 1}
         ray.get(config["coordinator"].record.remote("failure", values), timeout=_REPORT_TIMEOUT_S)
         raise

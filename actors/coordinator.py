@@ -28,7 +28,7 @@ from actors.pools import Pools, PortionFailedError
 from actors.registry import PolicyVersion, Registry
 from actors.registry_files import rebuild
 from actors.round_stats import readable_samples, round_stats
-from actors.run_log import Event, RunLog, began_at
+from actors.run_log import RESTARTED, Event, RunLog, began_at
 from actors.spec import Phase, RunSpec
 from learner.model.tokenizer import ChatTokenizer
 from rewards import Outcome
@@ -78,7 +78,7 @@ class Coordinator:
     async def learner_started(self, checkpoint: str) -> None:
         """The learner group is up, from a checkpoint. Every time but the first is a restart, and is recorded."""
         if self._num_learner_starts:
-            what = f"the learner group restarted from checkpoint {checkpoint}"
+            what = f"{RESTARTED} from checkpoint {checkpoint}"
             self._log.append("failure", what=what, attempt=self._num_learner_starts)
         self._num_learner_starts += 1
 

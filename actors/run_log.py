@@ -44,6 +44,10 @@ METRICS, SAMPLES, TENSORBOARD, CHECKPOINTS, RECIPE, FAILED_BATCHES, DRIVER_LOG =
 )
 
 
+LEARNER_FAILED, RESTARTED = "a learner worker failed", "the learner group restarted"
+"""What the `failure` events of one fault of the learner group begin with: each worker's, and the restart's."""
+
+
 class RunLog:
     """Appends to the files of one run directory. A disk that is full costs nothing but time: what could not be written
     waits in memory, in order, and is written once there is room."""

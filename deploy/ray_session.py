@@ -84,7 +84,8 @@ def _make_token(path: Path) -> None:
     except OSError as error:
         raise UserError(f"Ray's token cannot be written to {path}: {reason(error)}; set RAY_AUTH_TOKEN") from error
     finally:
-        whole.unlink(missing_ok=True)
+        with suppress(OSError):
+            whole.unlink()
 
 
 def _why_no_ray(error: Exception, *, is_ours: bool) -> str:
