@@ -15,7 +15,7 @@ Everything else that shows numbers (TensorBoard, W&B, the table, the curves) is 
 |       | num_problems, num_ungraded, items_right, num_items |
 | checkpoint | path (below the run directory), phase, round, policy_version |
 | phase_end | phase, seconds (evaluation and checkpoints not counted), num_steps |
-| failure | what, attempt |
+| failure | what, attempt (0: nothing was tried again) |
 | pause | what: who does not answer; pause_end: seconds |
 | done | seconds |
 """
