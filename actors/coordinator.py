@@ -39,7 +39,7 @@ from actors.plan import RunPlan
 from actors.pools import Pools, PortionFailedError, VersionLostError
 from actors.registry import Registry
 from actors.round_stats import readable_samples, round_stats
-from actors.run_log import Event, RunLog
+from actors.run_log import LEARNER_FAILED, RESTARTED, Event, RunLog
 from actors.session import Session
 from actors.spec import Phase, RunSpec
 from actors.status import RunStatus, assignment_text, silence_texts, wait_text
@@ -164,7 +164,7 @@ class Coordinator:
         """It goes on from a checkpoint: what is done again is recorded. Every time but the first is a failure's."""
         again = _done_again(self._log.events_since(0), position)
         if self._session.num_learner_starts > 1:
-            what = f"the learner group restarted from checkpoint {checkpoint}; {again}"
+            what = f"{RESTARTED} from checkpoint {checkpoint}; {again}"
             self._note_failure(what, self._session.num_learner_starts - 1)
         elif position["policy_version"] or position["step"]:
             self._log.append("resume", what=f"going on from checkpoint {checkpoint}; {again}")
@@ -173,7 +173,7 @@ class Coordinator:
         """A rank raised. What the others raise because of it is no failure of its own."""
         if not self._session.error:
             self._keep(self._session, error=what)
-            self._note_failure(f"a learner worker failed: {what}", 1)
+            self._note_failure(f"{LEARNER_FAILED}: {what}", 1)
 
     async def gave_up(self) -> str:
         """Why the learner group is not started again; empty where it ended as it should."""

@@ -15,34 +15,42 @@ Everything else that shows numbers (TensorBoard, W&B, the table, the curves) is 
 |       | num_problems, num_ungraded, items_right, num_items |
 | checkpoint | path (below the run directory), phase, round, policy_version |
 | phase_end | phase, seconds (evaluation and checkpoints not counted), num_steps |
-| failure | what, attempt |
+| failure | what, attempt (0: nothing was tried again) |
 | pause | what: who does not answer; pause_end: seconds |
 | done | seconds |
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol
 
 Event = dict[str, Any]
 
-METRICS, SAMPLES, TENSORBOARD, CHECKPOINTS, RECIPE, FAILED_BATCHES = (
+METRICS, SAMPLES, TENSORBOARD, CHECKPOINTS, RECIPE, FAILED_BATCHES, DRIVER_LOG = (
     "metrics.jsonl",
     "samples.jsonl",
     "tensorboard",
     "checkpoints",
     "recipe.yaml",
     "failed_batches",
+    "driver.log",
 )
 
 
+LEARNER_FAILED, RESTARTED = "a learner worker failed", "the learner group restarted"
+"""What the `failure` events of one fault of the learner group begin with: each worker's, and the restart's."""
+
+
 class RunLog:
-    """Appends to the files of one run directory."""
+    """Appends to the files of one run directory. A disk that is full costs nothing but time: what could not be written
+    waits in memory, in order, and is written once there is room."""
 
     def __init__(self, directory: Path, wandb_project: str | None = None) -> None:
         """Open `directory` for appending: a resumed run goes on in the same files.
@@ -50,30 +58,28 @@ class RunLog:
         With `wandb_project` the numbers also go to Weights & Biases, as WANDB_MODE and its other variables say.
         """
         directory.mkdir(parents=True, exist_ok=True)
-        self._metrics = _open_at_line_end(directory / METRICS)
-        self._samples = _open_at_line_end(directory / SAMPLES)
+        self._metrics = LineFile(directory / METRICS)
+        self._samples = LineFile(directory / SAMPLES, is_synced=False)
         self._boards: list[Board] = [TensorBoard(directory / TENSORBOARD)]
         if wandb_project is not None:
             self._boards.append(WandB(directory, wandb_project))
         self._events = read_events(directory)
-        self._began = time.time() - self._seconds_so_far()
+        # A clock that nobody sets: an event is never earlier than the one before it.
+        self._began = time.monotonic() - self._seconds_so_far()
+        self._is_failing = False
 
     def append(self, event: str, **values: Any) -> Event:
-        """Record one event; it is on disk when this returns."""
-        line = json.dumps({"event": event, "time_s": self.seconds(), **values})
-        record: Event = json.loads(line)
-        self._metrics.write(line + "\n")
-        self._metrics.flush()
-        os.fsync(self._metrics.fileno())
-        self._events.append(record)
-        self._to_boards(event, values)
+        """Record one event; it is on disk when this returns, or waits in memory for room on the disk."""
+        record = self._keep(event, values)
+        tries = (self._try(self._metrics.write_out), self._try(self._samples.write_out), self._to_boards(event, values))
+        self._note(next((failed for failed in tries if failed is not None), None))
         return record
 
     def append_samples(self, samples: Sequence[Mapping[str, Any]]) -> None:
         """Record readable completions."""
         for sample in samples:
-            self._samples.write(json.dumps(dict(sample), ensure_ascii=False) + "\n")
-        self._samples.flush()
+            self._samples.add(json.dumps(dict(sample), ensure_ascii=False))
+        self._note(self._try(self._samples.write_out))
 
     def events_since(self, count: int) -> list[Event]:
         """The events after the first `count`: what a follower has not seen."""
@@ -81,26 +87,50 @@ class RunLog:
 
     def seconds(self) -> float:
         """Seconds since the run began."""
-        return round(time.time() - self._began, 3)
+        return round(time.monotonic() - self._began, 3)
 
     def close(self) -> None:
-        """Flush and close the files and the boards."""
+        """Write what waits, and close the files and the boards. Raises OSError when events are lost by that."""
         for board in self._boards:
-            board.close()
+            self._try(board.close)
+        self._try(self._samples.close)
         self._metrics.close()
-        self._samples.close()
+
+    def _keep(self, event: str, values: Mapping[str, Any]) -> Event:
+        """Followers see it at once; the file has it once it is written out."""
+        line = json.dumps({"event": event, "time_s": self.seconds(), **values})
+        record: Event = json.loads(line)
+        self._metrics.add(line)
+        self._events.append(record)
+        return record
+
+    def _try(self, write: Callable[[], None]) -> OSError | None:
+        try:
+            write()
+        except OSError as error:
+            return error
+        return None
+
+    def _note(self, failed: OSError | None) -> None:
+        """Say once that something cannot be written, until all of it can be again."""
+        if failed is not None and not self._is_failing:
+            what = "the disk is full" if failed.errno == errno.ENOSPC else f"the run directory: {failed}"
+            waiting = f"{self._metrics.num_waiting} events and {self._samples.num_waiting} samples wait in memory"
+            self._keep("failure", {"what": f"{what}: {waiting} until there is room", "attempt": 1})
+        self._is_failing = failed is not None or bool(self._metrics.num_waiting or self._samples.num_waiting)
 
     def _seconds_so_far(self) -> float:
         """Of a run that has only been announced, the time since; of a resumed one, the time it had run."""
         if not self._events:
             return 0.0
         last = self._events[-1]
-        return time.time() - last["began_at"] if last["event"] == "run" else last["time_s"]
+        return max(0.0, time.time() - last["began_at"]) if last["event"] == "run" else last["time_s"]
 
-    def _to_boards(self, event: str, values: Mapping[str, Any]) -> None:
+    def _to_boards(self, event: str, values: Mapping[str, Any]) -> OSError | None:
+        """Show the numbers of an event; the boards' last failure."""
         step = values.get("round", values.get("step"))
         if event not in ("sft", "sft_eval", "round", "evaluation") or step is None:
-            return
+            return None
         prefix = values.get("phase", values.get("label", event)) + ("_eval" if event == "sft_eval" else "")
         scalars = {f"{prefix}/{name}": value for name, value in values.items() if isinstance(value, int | float)}
         if event == "round":
@@ -109,8 +139,59 @@ class RunLog:
             scalars |= {f"num_ungraded/{outcome}": count for outcome, count in values.get("num_ungraded", {}).items()}
             for pool, use in values.get("pools", {}).items():
                 scalars |= {f"pools/{pool}/{name}": value for name, value in use.items()}
-        for board in self._boards:
-            board.log(scalars, step)
+        failures = [self._try(partial(board.log, scalars, step)) for board in self._boards]
+        return next((failure for failure in failures if failure is not None), None)
+
+
+class LineFile:
+    """A file of lines. A line is in it whole and once, or it waits in memory behind those before it."""
+
+    def __init__(self, path: Path, *, is_synced: bool = True) -> None:
+        """Open for appending, without a last line that a crash cut short: what is appended to it could not be read.
+
+        With `is_synced`, what was written out is on disk.
+        """
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        self._is_synced = is_synced
+        self._waiting: list[bytes] = []
+        whole = path.read_bytes()
+        if not whole.endswith(b"\n"):
+            os.ftruncate(self._file, whole.rfind(b"\n") + 1)
+
+    @property
+    def num_waiting(self) -> int:
+        """Lines that are not in the file yet."""
+        return len(self._waiting)
+
+    def add(self, line: str) -> None:
+        """Take a line, without a newline in it, to be written out."""
+        self._waiting.append(line.encode(errors="backslashreplace") + b"\n")
+
+    def write_out(self) -> None:
+        """Write what waits, without a buffer between. Raises OSError; the file then has whole lines only."""
+        while self._waiting:
+            size = os.fstat(self._file).st_size
+            try:
+                _write_all(self._file, self._waiting[0])
+                if self._is_synced:
+                    os.fsync(self._file)
+            except OSError:
+                os.ftruncate(self._file, size)
+                raise
+            del self._waiting[0]
+
+    def close(self) -> None:
+        """Write what waits, and close. Raises OSError when that cannot be written."""
+        try:
+            self.write_out()
+        finally:
+            os.close(self._file)
+
+
+def _write_all(file: int, data: bytes) -> None:
+    """A full disk takes the beginning first."""
+    while data:
+        data = data[os.write(file, data) :]
 
 
 class Board(Protocol):
@@ -129,19 +210,27 @@ class TensorBoard:
     """Event files for TensorBoard."""
 
     def __init__(self, directory: Path) -> None:
-        from torch.utils.tensorboard.writer import SummaryWriter
-
-        self._writer = SummaryWriter(log_dir=str(directory))
+        self._directory = directory
+        self._writer: Any = None
 
     def log(self, scalars: Mapping[str, float], step: int) -> None:
-        """Add the scalars, and write them out."""
-        for name, value in scalars.items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()
+        """Add the scalars, and write them out. Raises OSError; the next ones then go into a file of their own."""
+        from torch.utils.tensorboard.writer import SummaryWriter
+
+        try:
+            # After a failure it writes no more, and its file may end in half a record.
+            self._writer = self._writer or SummaryWriter(log_dir=str(self._directory))
+            for name, value in scalars.items():
+                self._writer.add_scalar(name, value, step)
+            self._writer.flush()
+        except OSError:
+            self._writer = None
+            raise
 
     def close(self) -> None:
         """Close the file."""
-        self._writer.close()
+        if self._writer is not None:
+            self._writer.close()
 
 
 class WandB:
@@ -162,12 +251,14 @@ class WandB:
         self._run.finish()
 
 
-def _open_at_line_end(path: Path) -> TextIO:
-    """Open for appending, without a last line that a crash cut short: what is appended to it could not be read."""
-    if path.is_file():
-        whole = path.read_bytes()
-        os.truncate(path, whole.rfind(b"\n") + 1)
-    return path.open("a", encoding="utf-8")
+def append_event(directory: Path, event: str, **values: Any) -> None:
+    """Append an event to the log of a run whose coordinator is gone. Raises OSError."""
+    path = directory / METRICS
+    silent_s = max(0.0, time.time() - path.stat().st_mtime) if path.is_file() else 0.0
+    last_s = max((record["time_s"] for record in read_events(directory)), default=0.0)
+    file = LineFile(path)
+    file.add(json.dumps({"event": event, "time_s": round(last_s + silent_s, 3), **values}))
+    file.close()
 
 
 def began_at(events: Sequence[Event]) -> float | None:

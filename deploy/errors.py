@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+EXIT_RUN_FAILED, EXIT_USER_ERROR = 1, 2
+
 
 class UserError(Exception):
     """One sentence: what is wrong, where, and what would be right. `main` prints it and exits with status 2."""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from actors.run_log import Event
+from actors.run_log import LEARNER_FAILED, RESTARTED, Event
 from rollout.score import Score
 
 
@@ -45,7 +45,9 @@ class RunHistory:
     checkpoints: dict[str, Event] = field(default_factory=dict)
     """The `checkpoint` events by path."""
     num_failures: int = 0
-    """Failures that the run survived."""
+    """Faults that the run survived: a learner that dies is one, with what its other workers say and its restart."""
+    is_learner_down: bool = False
+    """Whether the learner group's newest fault is counted and it has trained nothing since."""
     last: Event | None = None
     """The newest event."""
 
@@ -96,13 +98,25 @@ def _add(history: RunHistory, event: Event) -> None:
         case "checkpoint":
             history.checkpoints[event["path"]] = event
         case "failure":
-            history.num_failures += 1
+            _add_failure(history, event)
+
+
+def _add_failure(history: RunHistory, event: Event) -> None:
+    """A fault counts once, of all that its consequences are recorded as; what needed no other try is none."""
+    what = str(event["what"])
+    is_restart = what.startswith(RESTARTED)
+    is_learner = is_restart or what.startswith(LEARNER_FAILED)
+    if event.get("attempt") != 0 and not (is_learner and history.is_learner_down):
+        history.num_failures += 1
+    if is_learner:
+        history.is_learner_down = not is_restart
 
 
 def _begin_phase(history: RunHistory, event: Event) -> None:
     """What there was of it counts no more, but for the steps before that where a run that was stopped in it goes on."""
     phase, step = event["phase"], event.get("from_step", 0)
     history.planned[phase] = event["num_steps"]
+    history.is_learner_down = False
     for kept in (history.steps, history.sft_losses):
         before = [event for event in kept.pop(phase, []) if step and event["step"] <= step]
         if before:

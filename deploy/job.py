@@ -10,20 +10,26 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from actors.run_log import METRICS, Event, RunLog, read_events
+from actors.run_log import DRIVER_LOG, METRICS, Event, RunLog, append_event, read_events
 from actors.spec import Phase, RunSpec
 from deploy.curves import draw_curves
-from deploy.errors import RunFailedError, UserError
+from deploy.errors import EXIT_RUN_FAILED, RunFailedError, UserError
 from deploy.following import following, terminated_by_sigterm, wait_or_stop
 from deploy.judges import judge_servers
+from deploy.node_watch import node_processes, watching
+from deploy.quiet import native_words_in
 from deploy.ray_session import ray_session
 from deploy.recipe import Recipe, Stages
 from deploy.run_dir import check_resumable, create_run_dir, make_spec
+from deploy.run_lock import RunLock, locked
+
+if TYPE_CHECKING:
+    from actors.cluster import RunActors
 
 _CALL_TIMEOUT_S = 60.0
 
@@ -54,16 +60,29 @@ def run(
     """
     began_at = time.time()
     spec = make_spec(recipe, stages)
-    if not resume:
-        create_run_dir(recipe, spec, start_from)
-    else:
+    if resume:
         check_resumable(recipe, spec)
+    with locked(RunLock.take(spec.run_dir) if resume else create_run_dir(recipe, spec, start_from)) as lock:
+        if not lock.is_exclusive:
+            what = f"the file system of {spec.run_dir} has no locks: let nothing else train this run meanwhile"
+            on_event({"event": "status", "what": what})
+        _run_locked(recipe, spec, began_at=began_at, resume=resume, serve=serve, on_event=on_event)
+
+
+def _run_locked(
+    recipe: Recipe, spec: RunSpec, *, began_at: float, resume: bool, serve: bool, on_event: Callable[[Event], None]
+) -> None:
     num_seen = len(read_events(spec.run_dir))
     if not resume:
         _record_start(recipe, began_at)
     on_event({"event": "status", "what": "starting Ray" if "RAY_ADDRESS" not in os.environ else "connecting to Ray"})
-    # Ray takes SIGTERM for itself when it starts.
-    with ray_session(dashboard=True) as ray, terminated_by_sigterm():
+    with (
+        native_words_in(spec.run_dir / DRIVER_LOG),
+        ray_session(dashboard=True) as ray,
+        # Ray takes SIGTERM for itself when it starts.
+        terminated_by_sigterm(),
+        watching(node_processes(), lambda name: _end_with_node(spec, f"{name} died", ray.logs_dir, on_event)),
+    ):
         on_event({"event": "status", "what": f"Ray is up; dashboard http://{ray.dashboard_url}; starting the actors"})
         with judge_servers(recipe.reward, spec.run_dir, on_event) if Phase.RL in spec.phases else nullcontext():
             _run_on_ray(
@@ -99,12 +118,59 @@ def _run_on_ray(
             _call(actors.coordinator.finish.remote())
         draw_curves(read_events(spec.run_dir), spec.run_dir / "curves.png")
     except (RayError, TrainingFailedError, LearnerFailedError, TimeoutError) as error:
-        raise RunFailedError(
-            f"the run failed: {_cause(error)}; the failures are in {spec.run_dir / METRICS}; --resume goes on from the "
-            "newest checkpoint"
-        ) from error
-    finally:
+        cause = _dead_actor(actors) or _cause(error)
         stop_actors(actors, keep_store=keep_store)
+        raise RunFailedError(_failed(spec, cause, num_seen)) from error
+    except BaseException:
+        stop_actors(actors, keep_store=keep_store)
+        raise
+    stop_actors(actors, keep_store=keep_store)
+
+
+def _dead_actor(actors: RunActors) -> str | None:
+    """Which of the actors that a run cannot do without is dead: what others say of that is in Ray's words."""
+    from ray.exceptions import ActorDiedError, RayError
+
+    asked = {
+        "the coordinator": lambda: actors.coordinator.events_since.remote(0),
+        "the weight store": actors.store.held.remote,
+    }
+    for name, ask in asked.items():
+        try:
+            _call(ask())
+        except ActorDiedError:
+            return f"{name} died"
+        except RayError:
+            continue
+    return None
+
+
+def _failed(spec: RunSpec, cause: str, num_seen: int) -> str:
+    """The sentence for a run that failed; the run log says so too when this returns, or the sentence does not name it.
+
+    The coordinator is gone: what it did not come to write the driver does.
+    """
+    where = f"the failures are in {spec.run_dir / METRICS}; "
+    failures = [str(event["what"]) for event in read_events(spec.run_dir)[num_seen:] if event["event"] == "failure"]
+    if not any(cause in what for what in failures):
+        try:
+            append_event(spec.run_dir, "failure", what=cause, attempt=1)
+        except OSError:
+            where = ""
+    return f"the run failed: {cause}; {where}--resume goes on from the newest checkpoint"
+
+
+def _end_with_node(spec: RunSpec, what: str, logs_dir: Path, on_event: Callable[[Event], None]) -> None:
+    """Say what died, and end this process before Ray's native code does."""
+    is_done = bool(events := read_events(spec.run_dir)) and events[-1]["event"] == "done"
+    if is_done:
+        sentence = f"{what}, and the service with it; the run had ended well; d1 serve {spec.name} serves it again"
+    else:
+        sentence = f"the run failed: {what}; its logs are in {logs_dir}; --resume goes on from the newest checkpoint"
+        with suppress(OSError):
+            append_event(spec.run_dir, "failure", what=what, attempt=1)
+    on_event({"event": "lost", "what": sentence})
+    os._exit(EXIT_RUN_FAILED)
 
 
 def _cause(error: Exception) -> str:

@@ -35,6 +35,8 @@ def load_recipe(path: Path, overrides: Sequence[str]) -> Recipe:
     try:
         recipe = Recipe.model_validate(data)
     except ValidationError as error:
+        if stale := _stale_fields(error, overridden):
+            raise UserError(_other_task(path, data["task"], stale)) from error
         refusal, num_more = first_refusal(error, Recipe.model_json_schema())
         more = f" ({num_more} more {'problem' if num_more == 1 else 'problems'} after this one)" if num_more else ""
         raise UserError(f"{_place(path, overridden, refusal.key)}: {refusal.sentence}{more}") from error
@@ -91,6 +93,25 @@ def _leave_method(data: Mapping[str, Any], algorithm: Any) -> None:
     if isinstance(section, dict) and section.get("algorithm", DEFAULT) != algorithm:
         for name in METHOD:
             section.pop(name, None)
+
+
+def _stale_fields(error: ValidationError, overridden: Mapping[str, str]) -> list[str]:
+    """What a file says of its own task and the task that an override names does not have."""
+    if "task.name" not in overridden:
+        return []
+    unknown = [detail["loc"] for detail in error.errors() if detail["type"] == "extra_forbidden"]
+    fields = [str(name) for section, *_, name in unknown if section == "task"]
+    return [field for field in fields if f"task.{field}" not in overridden]
+
+
+def _other_task(path: Path, task: Mapping[str, Any], stale: Sequence[str]) -> str:
+    """The sentence for a task that comes over the fields of another."""
+    kept = {field: value for field, value in task.items() if field not in stale}
+    section = yaml.safe_dump(kept, default_flow_style=True, sort_keys=False, allow_unicode=True, width=math.inf).strip()
+    return (
+        f"the override task.name={kept['name']}: {path} sets {', '.join(f'task.{field}' for field in stale)}, which "
+        f"{kept['name']} does not have; give the section as a whole: 'task={section}'"
+    )
 
 
 def _place(path: Path, overridden: Mapping[str, str], key: str) -> str:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-import os
 import socket
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryFile
 
 from actors.resources import (
     coordinator_resources,
@@ -26,13 +26,19 @@ from deploy.recipe import Recipe, ServiceSection
 from learner.model.checkpoint import load_config
 from learner.model.families import make_model
 from learner.model.hub import find_checkpoint
-from rewards import Split, make_task
+from rewards import Problem, Split, Task, make_task
 from rewards.data.demonstrations import read_demonstrations
+from rewards.data.draw import TooFewProblemsError
 
 _FLOAT_BYTES = 4
 # Measured: a process with torch and Ray in it has 310 MB, Ray's own processes and the driver have 1.5 GB together.
 _PROCESS_BYTES = 310_000_000
 _RAY_BYTES = 1_500_000_000
+# Measured: a problem of a task in Python's objects, but for its texts; a token in a tuple.
+_PROBLEM_BYTES, _TOKEN_BYTES = 600, 8
+MOST_LOOKED_AT = 20_000
+"""Problems of a split that are made before a run starts, to see that they can be."""
+_PROBE_BYTES = 4096
 # Sums of decimal fractions: 0.4 + 0.4 + 0.1 + ... against a whole number of CPUs.
 _CPU_TOLERANCE = 1e-6
 _CONNECT_TIMEOUT_S = 5.0
@@ -77,7 +83,10 @@ def needs_of(recipe: Recipe) -> Needs:
     return Needs(
         cpus=round(cpus + samplers * sampler["num_cpus"] + workers * worker["CPU"], 3),
         gpus=int(samplers * sampler["num_gpus"] + workers * worker.get("GPU", 0)),
-        memory_bytes=_RAY_BYTES + num_processes * _PROCESS_BYTES + _weight_copies(recipe) * _weight_bytes(recipe),
+        memory_bytes=_RAY_BYTES
+        + num_processes * _PROCESS_BYTES
+        + _weight_copies(recipe) * _weight_bytes(recipe)
+        + _problem_copies(recipe) * _problem_bytes(recipe),
     )
 
 
@@ -180,8 +189,8 @@ def _run_dir_problems(recipe: Recipe, resume: bool) -> Iterator[str]:
     nearest = machine.nearest_existing(run_dir.parent)
     if not nearest.is_dir():
         yield f"runs_dir {runs_dir} cannot be made: {nearest} is a file; take another runs_dir"
-    elif not os.access(nearest, os.W_OK):
-        yield f"runs_dir {runs_dir} cannot be written to: {nearest} is not writable; take another runs_dir"
+    elif obstacle := _why_not_writable(nearest):
+        yield f"runs_dir {runs_dir} cannot be written to: {nearest}: {obstacle}; take another runs_dir"
     elif resume and not run_dir.is_dir():
         yield f"there is no run {recipe.name} in {run_dir.parent} to resume; start it without --resume"
     elif not resume and run_dir.exists() and (run_dir.is_file() or any(run_dir.iterdir())):
@@ -189,6 +198,16 @@ def _run_dir_problems(recipe: Recipe, resume: bool) -> Iterator[str]:
             f"there already is a run {recipe.name} in {run_dir.parent}; "
             "choose name=..., or go on with it: d1 train RECIPE --resume"
         )
+
+
+def _why_not_writable(directory: Path) -> str | None:
+    """Why no file can be made there: tried, for a superuser's permissions say nothing, nor do anybody's of the room."""
+    try:
+        with TemporaryFile(dir=directory) as file:
+            file.write(bytes(_PROBE_BYTES))
+    except OSError as error:
+        return reason(error)
+    return None
 
 
 def _task_problems(recipe: Recipe) -> Iterator[str]:
@@ -203,7 +222,7 @@ def _task_problems(recipe: Recipe) -> Iterator[str]:
     }
     for split, (key, count, num_labels) in asked.items():
         try:
-            problems = task.problems(split, count, recipe.seed if split is Split.TRAIN else 0)
+            problems = _looked_at(task, split, count, recipe.seed if split is Split.TRAIN else 0)
         except ValueError as error:
             yield f"{key} is {count}: {error}"
             continue
@@ -215,6 +234,21 @@ def _task_problems(recipe: Recipe) -> Iterator[str]:
             )
         if split is Split.TRAIN and recipe.reward.terms:
             yield from _reward_problems(recipe, task.grade(problems[0], "").parts)
+
+
+def _looked_at(task: Task, split: Split, count: int, seed: int) -> list[Problem]:
+    """The first of `count` problems of a split: they show that a task can be run, and millions take minutes to make.
+
+    Raises ValueError, in one sentence, where the split has fewer than `count`.
+    """
+    if count > MOST_LOOKED_AT and count > (most := task.at_most(split)):
+        raise ValueError(
+            f"the {split} split of {task.name} has at most {most} problems with this config, but {count} were asked for"
+        )
+    try:
+        return task.problems(split, min(count, MOST_LOOKED_AT), seed)
+    except TooFewProblemsError as error:
+        raise TooFewProblemsError(task=task.name, split=split, available=error.available, count=count) from error
 
 
 def _reward_problems(recipe: Recipe, task_parts: Collection[str]) -> Iterator[str]:
@@ -271,6 +305,22 @@ def _weight_bytes(recipe: Recipe) -> int:
     model = recipe.model
     block = 4 * model.d_model**2 + 3 * model.d_model * model.mlp_hidden_size
     return _FLOAT_BYTES * (2 * model.vocab_size * model.d_model + model.num_layers * block)
+
+
+def _problem_copies(recipe: Recipe) -> int:
+    """Processes that hold every problem: the driver, the coordinator and each learner worker."""
+    return 2 + recipe.learner.num_workers
+
+
+def _problem_bytes(recipe: Recipe) -> int:
+    """What a run's problems and their prompts take in one process. Of a task that cannot be made, nothing."""
+    try:
+        example = make_task(recipe.task).example()
+    except ValueError:
+        return 0
+    num_characters = len(example.demonstration) + sum(len(message.content) for message in example.messages)
+    one = _PROBLEM_BYTES + num_characters + _TOKEN_BYTES * min(num_characters, recipe.rollout.max_prompt_tokens)
+    return (recipe.num_train_problems + recipe.evaluation.num_problems) * one
 
 
 def _checkpoint_bytes(reference: Path) -> int:

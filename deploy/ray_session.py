@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deploy.errors import RunFailedError, UserError, reason
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -17,6 +22,8 @@ class RaySession:
     """Whether the Ray was started here and ends with the block."""
     dashboard_url: str
     """Where its dashboard is, empty without one."""
+    logs_dir: Path
+    """Where its processes on this machine log."""
 
 
 @contextmanager
@@ -24,7 +31,10 @@ def ray_session(*, dashboard: bool) -> Iterator[RaySession]:
     """Connect to the cluster that RAY_ADDRESS names, or start a Ray on this machine.
 
     Args:
-        dashboard: whether a Ray that is started here has a dashboard."""
+        dashboard: whether a Ray that is started here has a dashboard.
+
+    Raises RunFailedError when it does not start or answer, UserError when its token cannot be kept.
+    """
     import ray
 
     from actors.cluster import WORKER_ENV
@@ -32,7 +42,8 @@ def ray_session(*, dashboard: bool) -> Iterator[RaySession]:
 
     os.environ.update(WORKER_ENV)
     is_ours = "RAY_ADDRESS" not in os.environ
-    previous_umask = os.umask(0o077)  # Ray writes its token file with the default permissions.
+    if is_ours:
+        _make_token(Path.home() / ".ray" / "auth_token")
     try:
         context = ray.init(
             address="local" if is_ours else None,
@@ -42,9 +53,44 @@ def ray_session(*, dashboard: bool) -> Iterator[RaySession]:
             logging_level=logging.ERROR,
             runtime_env={"env_vars": WORKER_ENV},
         )
-    finally:
-        os.umask(previous_umask)
+    except Exception as error:  # Ray raises a plain one where a process of its own does not start.
+        ray.shutdown()
+        raise RunFailedError(_why_no_ray(error, is_ours=is_ours)) from error
     try:
-        yield RaySession(is_ours=is_ours, dashboard_url=context.dashboard_url or "")
+        node: Any = ray.get_runtime_context().worker.node
+        logs_dir = Path(node.get_logs_dir_path())
+        yield RaySession(is_ours=is_ours, dashboard_url=context.dashboard_url or "", logs_dir=logs_dir)
     finally:
         ray.shutdown()
+
+
+def _make_token(path: Path) -> None:
+    """Make Ray's token, unless there is one: Ray itself would write a file that everybody reads.
+
+    The file alone has the mode, not the umask: every process that Ray starts would have that, and all that they write.
+    """
+    if os.environ.get("RAY_AUTH_MODE", "token").lower() != "token":
+        return
+    if path.exists() or any(name in os.environ for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")):
+        return
+    whole = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with open(os.open(whole, os.O_CREAT | os.O_WRONLY | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
+            file.write(secrets.token_hex(32))
+        # Another process may have been faster, and Ray may run with its token.
+        with suppress(FileExistsError):
+            os.link(whole, path)
+    except OSError as error:
+        raise UserError(f"Ray's token cannot be written to {path}: {reason(error)}; set RAY_AUTH_TOKEN") from error
+    finally:
+        with suppress(OSError):
+            whole.unlink()
+
+
+def _why_no_ray(error: Exception, *, is_ours: bool) -> str:
+    first_line = str(error).partition("\n")[0].strip() or type(error).__name__
+    if not is_ours:
+        return f"could not connect to the Ray cluster at RAY_ADDRESS {os.environ['RAY_ADDRESS']}: {first_line}"
+    directory = Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp", "ray")  # noqa: S108 - Ray's
+    return f"Ray did not start on this machine: {first_line}; its logs are in {directory / 'session_latest' / 'logs'}"

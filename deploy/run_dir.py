@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from actors.checkpoints import Position
@@ -17,13 +19,15 @@ from actors.spec import Phase, RunSpec
 from deploy.errors import UserError
 from deploy.overrides import load_recipe, resolved_yaml
 from deploy.recipe import ModelSection, Recipe, Stages
+from deploy.run_lock import LOCK, RunLock
 from learner.model.checkpoint import load_config, load_policy, save_checkpoint
 from learner.model.families import make_model
-from learner.model.hub import find_checkpoint
+from learner.model.hub import find_checkpoint, is_hub_id
 from learner.model.tokenizer import EOS, MASK, ChatTokenizer, make_tokenizer
 from learner.model.transformer import Transformer, TransformerConfig, init_weights
 from rewards import Split, make_task
 from rewards.data.demonstrations import read_demonstrations
+from rewards.data.draw import TooFewProblemsError
 
 _PHASES = {
     Stages.ALL: (Phase.SFT, Phase.RL),
@@ -87,23 +91,44 @@ def make_spec(recipe: Recipe, stages: Stages) -> RunSpec:
     )
 
 
-def create_run_dir(recipe: Recipe, spec: RunSpec, start_from: Path | None) -> None:
-    """Make the run directory, with policy version 0 made from scratch or copied from `start_from`.
+def create_run_dir(recipe: Recipe, spec: RunSpec, start_from: Path | None) -> RunLock:
+    """Make the run directory, with policy version 0 made from scratch or copied from `start_from`; returns its lock.
 
-    Raises UserError when the recipe cannot work: a bad checkpoint, too few problems, a canvas that is too short.
+    Raises UserError when the recipe cannot work: a bad checkpoint, too few problems, a canvas that is too short; and
+    when another process makes or has made the run.
     """
     partial = spec.run_dir.with_name(f".{spec.run_dir.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
     try:
-        partial.mkdir(parents=True)
+        partial.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(str(error)) from error
+    # It moves with the directory: there is no moment at which the run is there and nobody has its lock.
+    lock = RunLock.take(partial)
+    try:
+        _fill_run_dir(recipe, spec, start_from, partial)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        lock.release()
+        raise
+    return lock
+
+
+def _fill_run_dir(recipe: Recipe, spec: RunSpec, start_from: Path | None, partial: Path) -> None:
+    """Write into `partial`, and give it its name."""
+    try:
+        # Of a try that was killed.
+        for path in [path for path in partial.iterdir() if path.name != LOCK]:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
         (partial / RECIPE).write_text(resolved_yaml(recipe))
         _write_initial(recipe, partial / CHECKPOINTS / "initial", _source(recipe, start_from))
-        _check_plan(replace(spec, run_dir=partial))
+        _check_plan(spec, ChatTokenizer(partial / CHECKPOINTS / "initial"))
         partial.rename(spec.run_dir)
     except (ValueError, OSError) as error:
+        if isinstance(error, OSError) and error.errno in (errno.EEXIST, errno.ENOTEMPTY):
+            raise UserError(
+                f"there already is a run {recipe.name} in {spec.run_dir.parent}; choose name=..."
+            ) from error
         raise UserError(str(error)) from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def check_resumable(recipe: Recipe, spec: RunSpec) -> None:
@@ -135,26 +160,66 @@ def _source(recipe: Recipe, start_from: Path | None) -> Path | None:
     return None if source is None else find_checkpoint(source)
 
 
+def check_creatable(recipe: Recipe, spec: RunSpec, start_from: Path | None, max_problems: int) -> None:
+    """Raise UserError where `create_run_dir` would for what the recipe says, with nothing written but a scratch file.
+
+    Of a split no more than `max_problems` are looked at, of a model of the hub only its config.
+    """
+    heldout = min(spec.evaluation.num_problems, max_problems)
+    few = replace(
+        spec,
+        num_train_problems=min(spec.num_train_problems, max_problems),
+        evaluation=spec.evaluation.model_copy(update={"num_problems": heldout}),
+    )
+    reference = start_from or recipe.model.checkpoint
+    try:
+        with TemporaryDirectory(prefix="d1-") as scratch:
+            if reference is None:
+                make_tokenizer(_texts(recipe), Path(scratch), recipe.model.vocab_size)
+                tokenizer = ChatTokenizer(Path(scratch))
+            else:
+                source = find_checkpoint(reference, config_only=True)
+                _check_canvas(recipe, source)
+                if is_hub_id(reference):
+                    return
+                tokenizer = ChatTokenizer(source)
+            _check_plan(few, tokenizer)
+    except TooFewProblemsError:
+        return  # `preflight` says so, with the counts that the recipe has.
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+def _check_canvas(recipe: Recipe, source: Path) -> None:
+    """Raise ValueError unless a checkpoint takes the recipe's canvases."""
+    canvas_tokens, sft_tokens = _canvas_tokens(recipe)
+    config = load_config(source)
+    if config.max_sequence_length < sft_tokens:
+        raise ValueError(
+            f"{source} takes canvases of {config.max_sequence_length} tokens; sft.max_tokens is {sft_tokens}"
+        )
+    if config.max_sequence_length < canvas_tokens:
+        raise ValueError(
+            f"{source} takes canvases of {config.max_sequence_length} tokens; rollout.max_prompt_tokens + "
+            f"rollout.sampling.gen_length is {canvas_tokens}"
+        )
+
+
+def _canvas_tokens(recipe: Recipe) -> tuple[int, int]:
+    """Tokens of a canvas of the rounds, and of SFT."""
+    tokens = recipe.rollout.max_prompt_tokens + recipe.rollout.sampling.gen_length
+    return tokens, recipe.sft.max_tokens or tokens
+
+
 def _write_initial(recipe: Recipe, directory: Path, source: Path | None) -> None:
-    canvas_tokens = recipe.rollout.max_prompt_tokens + recipe.rollout.sampling.gen_length
-    sft_tokens = recipe.sft.max_tokens or canvas_tokens
     if source is not None:
-        config = load_config(source)
-        if config.max_sequence_length < sft_tokens:
-            raise ValueError(
-                f"{source} takes canvases of {config.max_sequence_length} tokens; sft.max_tokens is {sft_tokens}"
-            )
-        if config.max_sequence_length < canvas_tokens:
-            raise ValueError(
-                f"{source} takes canvases of {config.max_sequence_length} tokens; rollout.max_prompt_tokens + "
-                f"rollout.sampling.gen_length is {canvas_tokens}"
-            )
+        _check_canvas(recipe, source)
         ChatTokenizer(source)
         _save_initial(directory, load_policy(source), source)
         return
     tokenizer_dir = directory.parent / ".tokenizer"
     make_tokenizer(_texts(recipe), tokenizer_dir, recipe.model.vocab_size)
-    config = _scratch_config(recipe.model, ChatTokenizer(tokenizer_dir), max(canvas_tokens, sft_tokens))
+    config = _scratch_config(recipe.model, ChatTokenizer(tokenizer_dir), max(_canvas_tokens(recipe)))
     model = make_model(config)
     init_weights(model, recipe.seed, recipe.model.init_scale)
     _save_initial(directory, model, tokenizer_dir)
@@ -197,8 +262,7 @@ def _texts(recipe: Recipe) -> list[str]:
     return texts
 
 
-def _check_plan(spec: RunSpec) -> None:
-    tokenizer = ChatTokenizer(spec.initial_checkpoint)
+def _check_plan(spec: RunSpec, tokenizer: ChatTokenizer) -> None:
     plan = RunPlan(spec, tokenizer)
     if Phase.SFT in spec.phases:
         load_sft_data(spec, plan, tokenizer)

@@ -13,6 +13,7 @@ from actors.run_log import CHECKPOINTS, METRICS, RECIPE, read_events
 from deploy.errors import UserError
 from deploy.history import RunHistory, read_history
 from deploy.printing import printable, rough_duration, sparkline
+from deploy.run_lock import holder_of, this_host
 from deploy.yaml_text import parse_yaml
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ class Run:
     """What happened."""
     silent_s: float
     """Seconds since its last event."""
+    is_held: bool
+    """Whether a process of this machine has the directory's lock."""
 
     @property
     def name(self) -> str:
@@ -43,9 +46,12 @@ class Run:
 
     @property
     def state(self) -> str:
-        """`finished`; else a guess from the silence, with a question mark: nobody can ask a run directory."""
+        """`finished`, or `running` where a process here has the lock; else a guess from the silence, with a question
+        mark: nobody can ask a run directory."""
         if self.history.is_finished:
             return "finished"
+        if self.is_held:
+            return "running"
         return "running?" if self.silent_s < _SILENT_S else "stopped?"
 
     @property
@@ -61,11 +67,14 @@ def read_run(directory: Path) -> Run:
     with suppress(OSError, ValueError):
         recipe = parse_yaml((directory / RECIPE).read_text(encoding="utf-8"))
     silent_s = time.time() - (directory / METRICS).stat().st_mtime
+    holder = holder_of(directory)
     return Run(
         directory=directory,
         recipe=recipe if isinstance(recipe, dict) else {},
         history=read_history(read_events(directory)),
         silent_s=silent_s,
+        # A lock of another machine need not have reached this one, nor its end.
+        is_held=holder is not None and holder.host == this_host(),
     )
 
 

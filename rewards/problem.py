@@ -104,6 +104,13 @@ class Task(Protocol):
         """
         ...
 
+    def at_most(self, split: Split) -> int:
+        """A number of problems that a split cannot exceed, found without making them; exact where they are data.
+
+        Raises ValueError as `problems`.
+        """
+        ...
+
     def example(self) -> Problem:
         """A problem to look at; it needs no data."""
         ...

@@ -270,6 +270,38 @@ def test_ctrl_c_ends_the_run_and_its_ray_and_says_how_to_go_on(folder: Path) -> 
     assert not _processes_that_mention(str(folder / "stopped")), "no actor is left"
 
 
+@pytest.mark.parametrize(("process", "name"), [("raylet/raylet", "Ray's raylet"), ("gcs_server", "Ray's GCS")])
+def test_the_death_of_rays_own_processes_is_one_sentence(process: str, name: str, folder: Path) -> None:
+    run = f"without-{process[:3]}"
+    arguments = [D1, "train", str(folder / "recipe.yaml"), f"name={run}", f"runs_dir={folder}", *SMALL]
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    environment |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+    output = ""
+    with subprocess.Popen(
+        [*arguments, "learner.num_rounds=5000"],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as driver:
+        assert driver.stdout is not None
+        for line in driver.stdout:
+            output += line
+            if "held-out accuracy after no training" in line:
+                break
+        children = Path(f"/proc/{driver.pid}/task/{driver.pid}/children").read_text().split()
+        (victim,) = [pid for pid in children if process in Path(f"/proc/{pid}/cmdline").read_text().split("\0")[0]]
+        os.kill(int(victim), signal.SIGKILL)
+        rest, errors = driver.communicate(timeout=60)
+    assert driver.returncode == 1
+    assert errors.startswith(f"d1: the run failed: {name} died; its logs are in /")
+    assert errors.endswith("; --resume goes on from the newest checkpoint\n")
+    assert errors.count("\n") == 1
+    assert "state-dump" not in output + rest
+    assert read_events(folder / run)[-1]["what"] == f"{name} died"
+
+
 def _processes_that_mention(text: str) -> list[str]:
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):

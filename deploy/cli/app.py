@@ -7,10 +7,8 @@ import sys
 import typer
 
 from deploy.cli import export, machine, runs, sample, submit, tasks, train
-from deploy.errors import RunFailedError, UserError
+from deploy.errors import EXIT_RUN_FAILED, EXIT_USER_ERROR, RunFailedError, UserError
 from deploy.printing import printable
-
-_EXIT_RUN_FAILED, _EXIT_USER_ERROR = 1, 2
 
 app = typer.Typer(
     name="d1",
@@ -39,7 +37,7 @@ def main() -> None:
         app(prog_name="d1")
     except UserError as error:
         sys.stderr.write(f"d1: {printable(str(error))}\n")
-        sys.exit(_EXIT_USER_ERROR)
+        sys.exit(EXIT_USER_ERROR)
     except RunFailedError as error:
         sys.stderr.write(f"d1: {printable(str(error))}\n")
-        sys.exit(_EXIT_RUN_FAILED)
+        sys.exit(EXIT_RUN_FAILED)

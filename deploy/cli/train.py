@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -97,18 +98,37 @@ def sft(
 
 def _carry_out(recipe: Recipe, order: _Order, dry_run: bool) -> None:
     from deploy.preflight import cluster_resources, preflight
+    from deploy.printing import counted
 
     available = cluster_resources(os.environ.get("RAY_ADDRESS"))
     problems = preflight(recipe, available, resume=order.resume, serve=order.serve)
     if dry_run:
         from deploy.cli.dry_run import print_dry_run
 
+        problems += [more for more in _refusals(recipe, order) if not any(more in problem for problem in problems)]
         print_dry_run(recipe, available, problems)
+        if problems:
+            raise UserError(f"{recipe.name} cannot run: {counted(len(problems), 'problem')}, listed above")
+        return
     if problems:
-        is_all = dry_run or len(problems) == 1
-        raise UserError(problems[0] + ("" if is_all else f" ({len(problems) - 1} more: --dry-run lists all)"))
-    if not dry_run:
-        _run(recipe, order)
+        more = len(problems) - 1
+        raise UserError(problems[0] + (f" ({more} more: --dry-run lists all)" if more else ""))
+    _run(recipe, order)
+
+
+def _refusals(recipe: Recipe, order: _Order) -> Iterator[str]:
+    """Why the run directory would be refused, once the actors' needs are met."""
+    from deploy.preflight import MOST_LOOKED_AT
+    from deploy.run_dir import check_creatable, check_resumable, make_spec
+
+    spec = make_spec(recipe, order.stages)
+    try:
+        if order.resume:
+            check_resumable(recipe, spec)
+        else:
+            check_creatable(recipe, spec, order.start_from, MOST_LOOKED_AT)
+    except UserError as error:
+        yield str(error)
 
 
 def _run(recipe: Recipe, order: _Order) -> None:
@@ -117,15 +137,20 @@ def _run(recipe: Recipe, order: _Order) -> None:
 
     from actors.run_log import read_events
     from deploy import job
+    from deploy.printing import printable
     from deploy.progress import ProgressDisplay
     from deploy.report import result_table
 
-    console = Console()
+    # This screen, also while `sys.stdout` is a log's.
+    console = Console(file=sys.stdout)
     with ProgressDisplay(console) as display:
 
         def show(event: Event) -> None:
             display(event)
-            if event["event"] == "done":
+            if event["event"] == "lost":
+                display.stop()
+                sys.stderr.write(f"d1: {printable(event['what'])}\n")
+            elif event["event"] == "done":
                 # Now and not when `job.run` returns: with --serve it stays until Ctrl-C.
                 display.stop()
                 console.print(result_table(read_events(recipe.run_dir)))

@@ -15,6 +15,7 @@ export class RunHistory {
   planned = new Map();
   evaluations = [];
   #lastRound = null;
+  #isLearnerDown = false;
 
   /** Take one line of metrics.jsonl. */
   add(event) {
@@ -26,6 +27,7 @@ export class RunHistory {
         break;
       case "phase":
         this.phase = event.phase;
+        this.#isLearnerDown = false;
         this.planned.set(event.phase, event.num_steps);
         this.steps.delete(event.phase);
         this.sftLosses.delete(event.phase);
@@ -43,7 +45,7 @@ export class RunHistory {
         this.evaluations.push(event);
         break;
       case "failure":
-        this.numFailures += 1;
+        this.#addFailure(event);
         break;
       default:
         break;
@@ -57,6 +59,18 @@ export class RunHistory {
 
   get lastRound() {
     return this.#lastRound;
+  }
+
+  /** A fault counts once, of all that its consequences are recorded as; what needed no other try is none. */
+  #addFailure(event) {
+    const isRestart = event.what.startsWith("the learner group restarted");
+    const isLearner = isRestart || event.what.startsWith("a learner worker failed");
+    if (event.attempt !== 0 && !(isLearner && this.#isLearnerDown)) {
+      this.numFailures += 1;
+    }
+    if (isLearner) {
+      this.#isLearnerDown = !isRestart;
+    }
   }
 
   /** A run that was resumed from a checkpoint goes through the rounds after it again. */

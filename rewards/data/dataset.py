@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from rewards.data.draw import rng_for, too_few
+from rewards.data.draw import TooFewProblemsError, rng_for
 from rewards.data.rows import Row, Source, rows_of
 from rewards.data.split import split_of
 from rewards.problem import Problem, Rules, Split
@@ -99,6 +99,10 @@ class Dataset:
             return source.num_rows if len(self._sources) > 1 else None
         return len(self._split(split))
 
+    def at_most(self, split: Split) -> int:
+        """How many problems a split has, read for it where need be. Raises ValueError as `problems`."""
+        return len(self._split(split))
+
     def _split(self, split: Split) -> tuple[Problem, ...]:
         if split in self._sources and len(self._sources) > 1:
             return self._all(split)
@@ -135,6 +139,10 @@ class DataTask:
         """As `Dataset.size`."""
         return self._dataset.size(split)
 
+    def at_most(self, split: Split) -> int:
+        """As `Dataset.at_most`."""
+        return self._dataset.at_most(split)
+
     def example(self) -> Problem:
         """One of ours, which needs no data."""
         return self._pose(Row(place="the example", fields=self.example_row))
@@ -166,7 +174,7 @@ def posed_rows(source: Path | Source, pose: Callable[[Row], Problem]) -> tuple[P
 def chosen(found: Sequence[Problem], *, task: str, split: Split, count: int, seed: int) -> list[Problem]:
     """The first `count` of them in the order of a seed. Raises ValueError, in one sentence, where there are fewer."""
     if count > len(found):
-        raise ValueError(too_few(task=task, split=split, available=len(found), count=count))
+        raise TooFewProblemsError(task=task, split=split, available=len(found), count=count)
     shuffled = list(found)
     rng_for(f"{task}/{split}/{seed}").shuffle(shuffled)
     return shuffled[:count]

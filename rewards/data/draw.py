@@ -34,10 +34,16 @@ def draw_distinct(
             continue
         misses += 1
         if misses == _MAX_MISSES:
-            raise ValueError(too_few(task=task, split=split, available=len(problems), count=count))
+            raise TooFewProblemsError(task=task, split=split, available=len(problems), count=count)
     return list(problems.values())
 
 
-def too_few(*, task: str, split: Split, available: int, count: int) -> str:
-    """The sentence that tells a user how many problems a split has."""
-    return f"the {split} split of {task} has {available} problems with this config, but {count} were asked for"
+class TooFewProblemsError(ValueError):
+    """A split has fewer problems than were asked for; in one sentence, how many it has."""
+
+    def __init__(self, *, task: str, split: Split, available: int, count: int) -> None:
+        """`available` of `count` problems are there."""
+        super().__init__(
+            f"the {split} split of {task} has {available} problems with this config, but {count} were asked for"
+        )
+        self.available = available

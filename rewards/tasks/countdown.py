@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence, Set
 from dataclasses import replace
+from math import comb
 from random import Random
 from typing import Literal, Self
 
@@ -103,6 +104,13 @@ class Countdown:
         """How many a file has; None where they are generated."""
         found = self._files.of(split)
         return None if found is None else len(found)
+
+    def at_most(self, split: Split) -> int:
+        """As many as a file has; else every set of numbers with every target, most of which it does not come to."""
+        if (found := self._files.of(split)) is not None:
+            return len(found)
+        num_choices = self._config.max_number - self._config.min_number + 1
+        return comb(num_choices + self._config.num_numbers - 1, self._config.num_numbers) * self._config.max_target
 
     def example(self) -> Problem:
         """The first training problem of seed 0."""

@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 from functools import cache
 from itertools import permutations
+from math import comb
 from random import Random
 from typing import Literal, Self
 
@@ -123,6 +124,13 @@ class Sudoku:
         """How many a file has; None where they are generated."""
         found = self._files.of(split)
         return None if found is None else len(found)
+
+    def at_most(self, split: Split) -> int:
+        """As many as a file has; else as many as the ways to empty cells, some of which have several solutions."""
+        if (found := self._files.of(split)) is not None:
+            return len(found)
+        num_empty = range(self._config.min_empty, self._config.max_empty + 1)
+        return len(self._grids(split)) * sum(comb(NUM_CELLS, count) for count in num_empty)
 
     def example(self) -> Problem:
         """The first training problem of seed 0."""

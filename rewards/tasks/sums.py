@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from rewards.data.draw import rng_for, too_few
+from rewards.data.draw import TooFewProblemsError, rng_for
 from rewards.data.rows import shown
 from rewards.data.split import split_of
 from rewards.problem import Grade, Problem, Split
@@ -49,13 +49,17 @@ class Sums:
         """
         operands = self._operands(split)
         if count > len(operands):
-            raise ValueError(too_few(task=self.name, split=split, available=len(operands), count=count))
+            raise TooFewProblemsError(task=self.name, split=split, available=len(operands), count=count)
         rng_for(f"{self.name}/{split}/{seed}").shuffle(operands)
         return [self._pose(terms) for terms in operands[:count]]
 
     def size(self, split: Split) -> int:
         """How many problems a split has."""
         return len(self._operands(split))
+
+    def at_most(self, split: Split) -> int:
+        """As many as there are."""
+        return self.size(split)
 
     def example(self) -> Problem:
         """The first training problem of seed 0."""

@@ -1,14 +1,22 @@
+"""What a run log says is there once and in order, whatever the disk and the clock do."""
+
 from __future__ import annotations
 
+import errno
 import json
+import os
+import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from actors.run_log import RunLog, read_events
+import actors.run_log
+from actors.run_log import LineFile, RunLog, append_event, read_events
 
 
 def test_events_are_on_disk_at_once_and_followers_see_each_once(tmp_path: Path) -> None:
@@ -90,3 +98,109 @@ def test_numbers_go_to_weights_and_biases_if_a_project_is_named(
     log.append("sft", phase="sft", step=7, loss=1.5)
     log.close()
     assert told == [("sudoku", tmp_path.name, "allow"), {"sft/step": 7, "sft/loss": 1.5}, "finished"]
+
+
+# It ends with a traceback when it cannot write.
+TENSORBOARDS_THREAD = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 256 KB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "d1-test", str(disk)]
+    if os.geteuid() != 0 or subprocess.run(mount, check=False, capture_output=True).returncode != 0:
+        pytest.skip("needs root, to mount a small disk")
+    yield disk
+    subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def _fill(disk: Path) -> Path:
+    filler = disk / "filler"
+    with suppress(OSError), filler.open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+    return filler
+
+
+@TENSORBOARDS_THREAD
+def test_what_a_full_disk_does_not_take_waits_and_is_written_once_and_in_order(small_disk: Path) -> None:
+    log = RunLog(small_disk)
+    # Events of more than a page, so that the disk takes the beginning of one.
+    long = {"text": "x" * 3000, "reward": 0.5}
+    log.append("round", round=0, **long)
+    log.append_samples([{"round": 0, "completion": "y" * 3000}])
+    filler = _fill(small_disk)
+    for index in range(1, 8):
+        log.append("round", round=index, **long)
+        log.append_samples([{"round": index, "completion": "y" * 3000}])
+    told = log.events_since(0)
+    (failure,) = [event for event in told if event["event"] == "failure"]
+    assert "the disk is full" in failure["what"]
+    assert "wait in memory until there is room" in failure["what"]
+    written = (small_disk / "metrics.jsonl").read_bytes()
+    assert written.endswith(b"\n"), "no half line"
+    assert [event["round"] for event in read_events(small_disk)][:1] == [0]
+    assert len(read_events(small_disk)) < len(told)
+    filler.unlink()
+    log.append("round", round=8, **long)
+    log.close()
+    assert read_events(small_disk) == log.events_since(0)
+    assert [event["round"] for event in read_events(small_disk) if event["event"] == "round"] == list(range(9))
+    samples = [json.loads(line)["round"] for line in (small_disk / "samples.jsonl").read_text().splitlines()]
+    assert samples == list(range(8))
+
+
+@TENSORBOARDS_THREAD
+def test_events_that_are_lost_at_the_end_are_no_secret(small_disk: Path) -> None:
+    log = RunLog(small_disk)
+    _fill(small_disk)
+    log.append("round", round=0, text="x" * 100_000)
+    with pytest.raises(OSError, match="No space left"):
+        log.close()
+
+
+def test_a_line_of_which_the_disk_took_a_part_is_not_in_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write_half(file: int, data: bytes) -> int:
+        if len(data) < 10:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real_write(file, data[: len(data) // 2])
+
+    real_write = os.write
+    file = LineFile(tmp_path / "lines")
+    file.add("the first line")
+    file.write_out()
+    monkeypatch.setattr(actors.run_log.os, "write", write_half)
+    file.add("the second line")
+    file.add("the third line")
+    for _ in range(2):
+        with pytest.raises(OSError, match="No space left"):
+            file.write_out()
+        assert (tmp_path / "lines").read_text() == "the first line\n"
+        assert file.num_waiting == 2
+    monkeypatch.undo()
+    file.close()
+    assert (tmp_path / "lines").read_text() == "the first line\nthe second line\nthe third line\n"
+
+
+def test_a_clock_that_is_set_back_makes_no_event_earlier_than_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = RunLog(tmp_path)
+    before = log.append("phase", phase="sft", num_steps=3)["time_s"]
+    monkeypatch.setattr(actors.run_log.time, "time", lambda: 0.0)
+    after = log.append("phase", phase="rl", num_steps=3)["time_s"]
+    log.close()
+    assert before <= after < before + 60
+
+
+def test_what_a_driver_adds_to_the_log_of_a_dead_coordinator_comes_last_and_can_be_read(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"event": "phase", "time_s": 7.5}\n{"event": "rou')
+    append_event(tmp_path, "failure", what="the coordinator died", attempt=1)
+    first, last = read_events(tmp_path)
+    assert first["time_s"] == 7.5
+    assert (last["event"], last["what"], last["attempt"]) == ("failure", "the coordinator died", 1)
+    assert 7.5 <= last["time_s"] < 67.5

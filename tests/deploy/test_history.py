@@ -53,3 +53,32 @@ def test_nothing_has_no_history() -> None:
 
 def test_moving_mean() -> None:
     assert moving_mean([1, 2, 3, 5], 2) == [1, 1.5, 2.5, 4]
+
+
+LEARNER_DIED = "a learner worker failed: RuntimeError: Connection reset by peer"
+RESTARTED = "the learner group restarted from checkpoint sft"
+SAMPLER_DIED = "a sampler failed: The actor is temporarily unavailable"
+
+
+def _num_failures(recorder: Any, *whats: str, attempt: int = 1) -> int:
+    for what in whats:
+        if what == "phase":
+            recorder.add("phase", phase="rl", num_steps=20)
+        else:
+            recorder.add("failure", what=what, attempt=attempt)
+    return read_history(recorder.events).num_failures
+
+
+def test_a_learner_that_dies_is_one_fault_however_many_events_tell_of_it(recorder: Any) -> None:
+    assert _num_failures(recorder, LEARNER_DIED, LEARNER_DIED, RESTARTED, "phase") == 1
+    assert _num_failures(recorder, RESTARTED, "phase") == 2, "killed without a word"
+    assert _num_failures(recorder, LEARNER_DIED, RESTARTED, LEARNER_DIED, RESTARTED) == 4, "twice, before any training"
+
+
+def test_the_death_of_a_learner_in_a_resumed_run_is_another_one(recorder: Any) -> None:
+    assert _num_failures(recorder, LEARNER_DIED, "phase", LEARNER_DIED) == 2
+
+
+def test_other_faults_count_each_and_what_was_only_left_out_does_not(recorder: Any) -> None:
+    assert _num_failures(recorder, SAMPLER_DIED, SAMPLER_DIED) == 2
+    assert _num_failures(recorder, "9 prompts are too long", attempt=0) == 2

@@ -13,6 +13,7 @@ from deploy.errors import UserError
 from deploy.overrides import load_recipe, resolved_yaml
 from learner.algorithms import ALGORITHMS
 from learner.estimators import OneStepConfig
+from tests.deploy.conftest import RECIPE
 
 
 def test_a_recipe_without_a_name_takes_its_files(recipe_file: Path) -> None:
@@ -103,6 +104,18 @@ def test_under_lora_the_reference_cannot_follow(recipe_file: Path) -> None:
         UserError, match=r"learner\.reference_sync_rounds 5 moves the KL reference, which with model\.lora"
     ):
         load_recipe(recipe_file, ["learner.reference_sync_rounds=5", "model.lora.rank=8"])
+
+
+def test_another_task_names_every_field_that_it_does_not_have_and_what_would_do(workdir: Path, d1: Callable) -> None:
+    sudoku = "task: {name: sudoku, prompt: compact, min_empty: 4, max_empty: 9}"
+    (workdir / "tiny.yaml").write_text(RECIPE.replace("task: {name: sums}", sudoku))
+    words = ("train", "tiny.yaml", "task.name=countdown", "task.num_numbers=4", "--dry-run")
+    d1(*words).assert_refused(
+        "task.name=countdown: tiny.yaml sets task.min_empty, task.max_empty, which countdown does not have",
+        "'task={name: countdown, prompt: compact, num_numbers: 4}'",
+    )
+    whole = load_recipe(workdir / "tiny.yaml", ["task={name: countdown, prompt: compact, num_numbers: 4}"])
+    assert whole.task.name == "countdown"
 
 
 REFUSED_OVERRIDES = {

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from io import BytesIO
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from deploy.overrides import load_recipe
 from deploy.preflight import Resources, cluster_resources, needs_of, preflight
 from learner.model.llada import write_config
 from learner.model.transformer import TransformerConfig
+from rewards.data.draw import draw_distinct
 
 PLENTY = Resources(where="this machine", cpus=64, gpus=8, memory_bytes=10**12, is_ours=True)
 SMALL = Resources(where="the cluster at x:1", cpus=2, gpus=0, memory_bytes=2 * 10**9, is_ours=False)
@@ -123,6 +126,90 @@ def test_more_problems_than_the_task_has_are_refused(recipe_file: Path) -> None:
     assert heldout.startswith("evaluation.num_problems is 500: ")
 
 
+TOO_MANY = "num_train_problems=99999999"
+MANY_COUNTDOWNS = "task={name: countdown, prompt: compact, max_number: 1000, max_target: 100000}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        ([], "the train split of sums has at most 825 problems with this config, but 99999999 were asked for"),
+        (["task={name: sums, num_terms: 5}"], "the train split of sums has at most "),
+        (["task={name: sudoku}"], "the train split of sudoku has at most "),
+        (["task={name: countdown, prompt: compact}"], "the train split of countdown has at most 17170000 problems"),
+    ],
+    ids=lambda value: str(value)[-30:],
+)
+def test_so_many_problems_that_they_cannot_exist_are_refused_without_making_them(
+    overrides: list[str], sentence: str, recipe_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def draw(draw_one: object, *, count: int, **arguments: object) -> object:
+        assert count == 1, "an example or the held-out problem"
+        return draw_distinct(draw_one, count=count, **arguments)
+
+    for task in ("countdown", "sudoku"):
+        monkeypatch.setattr(f"rewards.tasks.{task}.draw_distinct", draw)
+    huge = replace(PLENTY, memory_bytes=10**14)
+    words = (*overrides, TOO_MANY, "evaluation.num_problems=1", "sft.num_steps=0")
+    (problem,) = _problems(recipe_file, *words, available=huge)
+    assert problem.startswith(f"num_train_problems is 99999999: {sentence}")
+
+
+def test_of_problems_that_exist_a_few_are_made_and_the_memory_of_all_counts(
+    recipe_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deploy.preflight.MOST_LOOKED_AT", 50)
+    made: list[int] = []
+
+    def draw(draw_one: object, *, count: int, **arguments: object) -> object:
+        made.append(count)
+        return draw_distinct(draw_one, count=count, **arguments)
+
+    monkeypatch.setattr("rewards.tasks.countdown.draw_distinct", draw)
+    available = replace(PLENTY, memory_bytes=32 * 10**9)
+    (problem,) = _problems(recipe_file, MANY_COUNTDOWNS, TOO_MANY, available=available)
+    assert "GB of memory" in problem
+    assert max(made) == 50
+    few, many = (
+        needs_of(load_recipe(recipe_file, [MANY_COUNTDOWNS, f"num_train_problems={count}"])).memory_bytes
+        for count in (1000, 1_001_000)
+    )
+    # The driver, the coordinator and two learner workers; about 700 bytes each.
+    assert 4 * 1_000_000 * 600 < many - few < 4 * 1_000_000 * 2000
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("rollout.max_prompt_tokens=3", "every prompt of task sums is longer than rollout.max_prompt_tokens 3; raise"),
+        ("rollout.sampling={gen_length: 2, block_length: 2, num_denoise_steps: 2}", "a demonstration of task sums has"),
+        ("runs_dir=/proc/x", "runs_dir /proc/x cannot be written to: /proc: no such file or directory; take another"),
+    ],
+    ids=lambda value: value[:20],
+)
+def test_what_making_the_run_would_refuse_a_dry_run_refuses_in_the_same_sentence(
+    override: str, sentence: str, recipe_file: Path, d1: Callable
+) -> None:
+    dry, real = d1("train", "tiny.yaml", override, "--dry-run"), d1("train", "tiny.yaml", override)
+    assert dry.status == 2
+    assert "Nothing stands in its way" not in dry.out
+    real.assert_refused(sentence)
+    assert f"problem: {real.err.removeprefix('d1: ')}" in dry.out
+    assert dry.err == "d1: tiny cannot run: 1 problem, listed above\n"
+    assert [path.name for path in recipe_file.parent.glob("**/*") if path.is_file()] == ["tiny.yaml"]
+
+
+def test_a_full_disk_is_noticed_before_the_run(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class FullFile(BytesIO):
+        def write(self, data: object) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("deploy.preflight.TemporaryFile", lambda **_: FullFile())
+    (problem,) = _problems(recipe_file)
+    assert problem.startswith("runs_dir runs cannot be written to: ")
+    assert problem.endswith(": no space left on device; take another runs_dir")
+
+
 def test_a_checkpoint_that_is_none_is_refused(recipe_file: Path) -> None:
     (problem,) = _problems(recipe_file, "model.checkpoint=nowhere")
     assert problem == (
@@ -200,8 +287,9 @@ def test_a_dry_run_lists_all_problems_and_exits_2(recipe_file: Path, d1: Callabl
     ended = d1("train", "tiny.yaml", "num_train_problems=5000", "evaluation.num_problems=500", "--dry-run")
     assert ended.status == 2
     assert ended.out.count("problem: ") == 2
-    assert ended.err.startswith("d1: num_train_problems is 5000: ")
-    assert ended.err.count("\n") == 1
+    for key in ("num_train_problems is 5000: ", "evaluation.num_problems is 500: "):
+        assert (ended.out + ended.err).count(key) == 1, "each thing is said once"
+    assert ended.err == "d1: tiny cannot run: 2 problems, listed above\n"
 
 
 def test_training_is_refused_with_the_first_problem(recipe_file: Path, d1: Callable) -> None:

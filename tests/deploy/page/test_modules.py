@@ -101,7 +101,8 @@ def test_a_history_is_what_the_reports_have(page: Page) -> None:
         elif kind == "phase":
             events.append({"event": "phase", "time_s": 1.0, "phase": draw.choice(["sft", "control"]), "num_steps": 9})
         else:
-            events.append({"event": "failure", "time_s": 1.0, "what": "x", "attempt": 1})
+            what = draw.choice(["x", "a learner worker failed: y", "the learner group restarted from checkpoint sft"])
+            events.append({"event": "failure", "time_s": 1.0, "what": what, "attempt": draw.choice([0, 1])})
     found = page.evaluate(
         """async (events) => {
           const { RunHistory } = await import("/assets/history.js");

@@ -1,0 +1,83 @@
+"""The processes of Ray that a driver cannot do without, and who notices first when one of them dies.
+
+When its raylet or its GCS is gone, Ray's native code in the driver ends the whole process, seconds later and without a
+word of what to do: no exception, no `finally`, no `atexit`. So a thread waits for the deaths themselves.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+
+_CREDENTIALS = struct.Struct("3i")  # struct ucred of Linux: pid, uid, gid.
+
+
+def node_processes() -> dict[str, int]:
+    """Process ids of what the connected driver lives by, by what a person calls it.
+
+    That is the raylet of its node, and the GCS too where this process started them: another may have a GCS that comes
+    back. Empty where they cannot be known, in a container apart from them.
+    """
+    from ray._private import ray_constants
+    from ray._private.worker import _global_node as node
+
+    assert node is not None, "Ray is connected"
+    started = {
+        "Ray's raylet": ray_constants.PROCESS_TYPE_RAYLET,
+        "Ray's GCS": ray_constants.PROCESS_TYPE_GCS_SERVER,
+    }
+    ours = {
+        what: node.all_processes[kind][0].process.pid for what, kind in started.items() if kind in node.all_processes
+    }
+    if ours:
+        return ours
+    pid = _peer(node.raylet_socket_name)
+    return {"Ray's raylet": pid} if pid else {}
+
+
+def _peer(path: str) -> int:
+    """Who listens on a Unix socket; 0 where that is a process of another namespace."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(path)
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid: int = _CREDENTIALS.unpack(credentials)[0]
+    return pid
+
+
+@contextmanager
+def watching(processes: Mapping[str, int], on_death: Callable[[str], None]) -> Iterator[None]:
+    """While the block runs, call `on_death` from a thread, once, with the name of the first process that ends."""
+    with ExitStack() as at_end:
+        names: dict[int, str] = {}
+        for name, pid in processes.items():
+            try:
+                handle = os.pidfd_open(pid)
+            except ProcessLookupError:
+                on_death(name)
+                continue
+            at_end.callback(os.close, handle)
+            names[handle] = name
+        wake, woken = os.pipe()
+        at_end.callback(os.close, wake)
+        poll = select.poll()
+        for handle in (*names, wake):
+            poll.register(handle, select.POLLIN)
+
+        def watch() -> None:
+            # A process's handle is readable once it has ended; the pipe's end, once the block has.
+            ended = [handle for handle, _ in poll.poll()]
+            if wake not in ended:
+                on_death(names[ended[0]])
+
+        thread = threading.Thread(target=watch, name="d1-node-watch", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            os.close(woken)
+            thread.join()
