@@ -19,9 +19,11 @@ from actors.spec import Phase, RunSpec
 from deploy.curves import draw_curves
 from deploy.errors import RunFailedError, UserError
 from deploy.judges import judge_servers
+from deploy.printing import counted
 from deploy.ray_session import ray_session
 from deploy.recipe import Recipe, Stages
 from deploy.run_dir import check_resumable, create_run_dir, make_spec
+from deploy.runs import point_latest_at
 
 _POLL_S = 0.5
 _CALL_TIMEOUT_S = 60.0
@@ -53,16 +55,18 @@ def run(
     """
     began_at = time.time()
     spec = make_spec(recipe, stages)
+    on_event(_waiting("reading the run directory" if resume else "making the run directory"))
     if not resume:
         create_run_dir(recipe, spec, start_from)
     else:
         check_resumable(recipe, spec)
+    point_latest_at(spec.run_dir)
     num_seen = len(read_events(spec.run_dir))
     if not resume:
         _record_start(recipe, began_at)
-    on_event({"event": "status", "what": "starting Ray" if "RAY_ADDRESS" not in os.environ else "connecting to Ray"})
+    on_event(_waiting("starting Ray" if "RAY_ADDRESS" not in os.environ else "connecting to Ray"))
     with ray_session(dashboard=True) as ray:
-        on_event({"event": "status", "what": f"Ray is up; dashboard http://{ray.dashboard_url}; starting the actors"})
+        on_event({"event": "status", "what": f"Ray is up; dashboard http://{ray.dashboard_url}"})
         with judge_servers(recipe.reward, spec.run_dir, on_event) if Phase.RL in spec.phases else nullcontext():
             _run_on_ray(
                 recipe, spec, num_seen=num_seen, serve=serve, keep_store=serve and not ray.is_ours, on_event=on_event
@@ -89,9 +93,14 @@ def _run_on_ray(
     try:
         # Before the pools are up: they and the learner group take as long to start, and need not wait in turn.
         fitted = _in_thread(lambda: fit(spec, actors))
+        pools = f"{counted(spec.rollout.num_samplers, 'sampler')} and {counted(recipe.grading.num_graders, 'grader')}"
+        learners = counted(spec.learner.num_workers, "learner")
+        on_event(_waiting(f"starting {pools}, and {learners} beside them"))
         wait_until_ready(actors)
         if serve:
+            on_event(_waiting("starting the service"))
             on_event({"event": "status", "what": _start_service(recipe, url)})
+        on_event(_waiting(f"starting {learners}; then comes the first evaluation"))
         with _following(actors.coordinator, num_seen, on_event):
             fitted.result()
             _call(actors.coordinator.finish.remote())
@@ -103,6 +112,11 @@ def _run_on_ray(
         ) from error
     finally:
         stop_actors(actors, keep_store=keep_store)
+
+
+def _waiting(what: str) -> Event:
+    """What the driver waits for: for a person who watches, and not for the run log."""
+    return {"event": "waiting", "what": what}
 
 
 def _cause(error: Exception) -> str:

@@ -27,24 +27,25 @@ class Waiting:
         self._ended: threading.Event | None = None
         self._spinner: Progress | None = None
 
-    def begin(self, what: str, *, at_once: bool = False, first_after_s: float = 0.0) -> None:
+    def begin(self, what: str, *, at_once: bool = False, first_after_s: float | None = None) -> None:
         """Begin to wait for `what`; a wait that is under way ends.
 
         Args:
             what: such as `starting Ray`.
             at_once: whether a line says so now. A terminal shows it now in any case.
-            first_after_s: when the first line comes, where that is later than after 5 s.
+            first_after_s: when the first line comes, where that is later than after 5 s. Then a terminal has lines too:
+                something else moves on it.
         """
         self.end()
         self._what = what
         if at_once:
             self._print(what)
-        if self._console.is_terminal:
+        if self._console.is_terminal and first_after_s is None:
             self._spinner = _spinner(self._console, what)
             self._spinner.start()
             return
         self._ended = threading.Event()
-        arguments = max(EVERY_S, first_after_s), self._ended
+        arguments = max(EVERY_S, first_after_s or 0.0), self._ended
         threading.Thread(target=self._repeat, args=arguments, name="d1-waiting", daemon=True).start()
 
     def change(self, what: str) -> None:
