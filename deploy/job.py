@@ -67,6 +67,7 @@ def run(
     on_event(_waiting("starting Ray" if "RAY_ADDRESS" not in os.environ else "connecting to Ray"))
     with ray_session(dashboard=True) as ray:
         on_event({"event": "status", "what": f"Ray is up; dashboard http://{ray.dashboard_url}"})
+        on_event(_waiting("starting the registry"))
         with judge_servers(recipe.reward, spec.run_dir, on_event) if Phase.RL in spec.phases else nullcontext():
             _run_on_ray(
                 recipe, spec, num_seen=num_seen, serve=serve, keep_store=serve and not ray.is_ours, on_event=on_event
@@ -99,7 +100,7 @@ def _run_on_ray(
         wait_until_ready(actors)
         if serve:
             on_event(_waiting("starting the service"))
-            on_event({"event": "status", "what": _start_service(recipe, url)})
+            on_event({"event": "status", "what": _start_service(recipe, url, lambda what: on_event(_waiting(what)))})
         on_event(_waiting(f"starting {learners}; then comes the first evaluation"))
         with _following(actors.coordinator, num_seen, on_event):
             fitted.result()
@@ -215,13 +216,13 @@ def _call(reference: Any) -> Any:
     return ray.get(reference, timeout=_CALL_TIMEOUT_S)
 
 
-def _start_service(recipe: Recipe, registry: str) -> str:
-    """Put the service up; what to tell the user about it."""
+def _start_service(recipe: Recipe, registry: str, say: Callable[[str], None]) -> str:
+    """Put the service up, saying what that waits for; what to tell the user about it."""
     from deploy.service import banner, deploy_source
     from deploy.service.source import Source
 
     service, source = recipe.service, Source(directory=str(recipe.run_dir), is_run=True, registry_url=registry)
-    url = deploy_source(source, service.host, service.port, service.num_replicas)
+    url = deploy_source(source, service.host, service.port, service.num_replicas, say=say)
     return banner(recipe.run_dir, url, source.admin_address())
 
 

@@ -85,7 +85,9 @@ def newest_to_serve(runs_dir: Path) -> Path:
         if checkpoints_to_answer(directory / CHECKPOINTS):
             return directory
     what = "no run in it has a checkpoint yet" if runs else "there is no run in it"
-    raise UserError(f"nothing in {runs_dir} can be served: {what}; `make train` or `{program()} train RECIPE` makes one")
+    raise UserError(
+        f"nothing in {runs_dir} can be served: {what}; `make train` or `{program()} train RECIPE` makes one"
+    )
 
 
 def list_runs(runs_dir: Path) -> list[Run]:

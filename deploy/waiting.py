@@ -76,12 +76,12 @@ class Waiting:
 
 
 @contextmanager
-def saying(what: str) -> Iterator[Waiting]:
-    """Say on stderr what the block does, if it takes longer than 5 s or stderr is a terminal."""
+def saying(what: str, *, at_once: bool = False) -> Iterator[Waiting]:
+    """Say on stderr what the block does; if not `at_once`, where it takes longer than 5 s or stderr is a terminal."""
     from rich.console import Console
 
     waiting = Waiting(Console(stderr=True), "d1: ")
-    waiting.begin(what)
+    waiting.begin(what, at_once=at_once)
     try:
         yield waiting
     finally:

@@ -67,13 +67,13 @@ def serve(
     if name is None:
         from deploy.runs import newest_to_serve
 
-        with saying("looking for the newest run"):
+        with saying("looking for the newest run", at_once=True):
             run_dir = newest_to_serve(runs_dir)
         _serve_run(run_dir, host, port, admin_port)
         return
     from deploy.references import find
 
-    with saying(f"looking for {name}"):
+    with saying(f"looking for {name}", at_once=True):
         try:
             found = find(name, runs_dir)
         except ValueError as error:
@@ -83,12 +83,14 @@ def serve(
         return
     if admin_port is not None:
         raise UserError("--admin-port is for runs; a checkpoint by itself has no other version to pin")
-    from deploy.service import serve_checkpoint
+    with saying("loading Ray and the service", at_once=True):
+        from deploy.service import serve_checkpoint
 
     serve_checkpoint(found.directory, host, port)
 
 
 def _serve_run(run_dir: Path, host: str, port: int, admin_port: int | None) -> None:
-    from deploy.service import serve_run
+    with saying("loading Ray and the service", at_once=True):
+        from deploy.service import serve_run
 
     serve_run(run_dir, host, port, admin_port)

@@ -45,9 +45,7 @@ class Policy:
         return self.sampler.model.config
 
 
-def open_policy(
-    reference: str, device: Device | None, engine: EngineConfig, runs_dir: Path = Path("runs")
-) -> Policy:
+def open_policy(reference: str, device: Device | None, engine: EngineConfig, runs_dir: Path = Path("runs")) -> Policy:
     """Find and load a checkpoint.
 
     Args:
