@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _LINE_EVERY_S = 5.0
 _LONGEST_FAILURE = 200
 # A step that takes so many times as long as the one before it is worth a line.
-_UNUSUAL = 3.0
+_UNUSUAL = 2.0
 # They come at any time, and what was waited for is waited for still.
 _BESIDE_THE_WORK = ("run", "status", "failure", "pause", "pause_end")
 # How the failures begin after which the learner group starts again.

@@ -31,6 +31,7 @@ def ray_session(*, dashboard: bool) -> Iterator[RaySession]:
     from actors.weights import NAMESPACE
 
     os.environ.update(WORKER_ENV)
+    _keep_notes_in_logs()
     is_ours = "RAY_ADDRESS" not in os.environ
     previous_umask = os.umask(0o077)  # Ray writes its token file with the default permissions.
     try:
@@ -48,3 +49,10 @@ def ray_session(*, dashboard: bool) -> Iterator[RaySession]:
         yield RaySession(is_ours=is_ours, dashboard_url=context.dashboard_url or "")
     finally:
         ray.shutdown()
+
+
+def _keep_notes_in_logs() -> None:
+    """What Ray notes of a worker that died is in its logs: `log_to_driver` does not keep it off our standard output."""
+    from ray._private import worker
+
+    worker._worker_logs_enabled = False

@@ -96,7 +96,7 @@ def list_runs(runs_dir: Path) -> list[Run]:
 
 
 def runs_table(runs: list[Run], width: int) -> Table:
-    """A row for each run, `width` columns wide at most: names are whole, and what does not fit beside them is left out."""
+    """A row for each run, `width` columns at most: names are whole, and what does not fit beside them is left out."""
     from rich.table import Table
     from rich.text import Text
 

@@ -138,7 +138,7 @@ def _relative(recipe_path: Path) -> str:
     except ValueError as error:
         raise UserError(
             f"the recipe {recipe_path} is not below {Path.cwd()}, the directory that is sent to the cluster; "
-            "run `{program()} submit` from a directory that holds it"
+            f"run `{program()} submit` from a directory that holds it"
         ) from error
 
 

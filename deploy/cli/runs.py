@@ -67,13 +67,13 @@ def serve(
     if name is None:
         from deploy.runs import newest_to_serve
 
-        with saying("looking for the newest run", at_once=True):
+        with saying("looking for the newest run"):
             run_dir = newest_to_serve(runs_dir)
         _serve_run(run_dir, host, port, admin_port)
         return
     from deploy.references import find
 
-    with saying(f"looking for {name}", at_once=True):
+    with saying(f"looking for {name}"):
         try:
             found = find(name, runs_dir)
         except ValueError as error:
