@@ -103,7 +103,7 @@ def sample(
         "cache": cache,
         "cache_refresh_steps": cache_refresh_steps,
     }
-    with saying("starting"):
+    with saying("loading torch"):
         from deploy.sampling.policy import open_policy
         from deploy.sampling.prepare import Options, check_options
         from rollout.config import EngineConfig
