@@ -105,11 +105,10 @@ def sft(
 
 def _not_through_link(recipe: Recipe) -> tuple[Recipe, list[str]]:
     """The recipe with the name that its run has itself where it says `latest`, and the overrides that say so."""
-    if not recipe.run_dir.is_symlink():
-        return recipe, []
+    link = recipe.runs_dir / recipe.name
+    target = link.resolve()
     # A link to elsewhere is how somebody laid out a disk, and no other name for a run.
-    target = recipe.run_dir.resolve()
-    if target.parent != recipe.runs_dir.resolve():
+    if not link.is_symlink() or target.parent != recipe.runs_dir.resolve():
         return recipe, []
     return recipe.model_copy(update={"name": target.name}), [f"name={target.name}"]
 

@@ -167,6 +167,7 @@ def deploy_source(
         raise UserError(f"the admin listener cannot have the service's port {port}; choose another for one of them")
     address = Address(host=host, port=port)
     application = bound_application(source, address, num_replicas, num_gpus=num_gpus, admin=admin)
+    say("starting Ray Serve")
     _start_serve()
     running = set(serve.status().applications)
     if others := sorted(running - {name}):
