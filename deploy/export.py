@@ -7,19 +7,20 @@ from collections.abc import Callable
 from pathlib import Path
 
 from deploy.errors import UserError, reason
-from deploy.sampling.policy import checkpoint_directory
+from deploy.references import find_checkpoint_of
 from learner.model.adapter import ADAPTER, Adapter, read_adapter, stacked, write_peft_adapter
 from learner.model.checkpoint import MANIFEST, load_config, policy_files, verify_checkpoint
 
 
-def export_policy(reference: str, out: Path) -> Path:
+def export_policy(reference: str, out: Path, runs_dir: Path = Path("runs")) -> Path:
     """Write a Hugging Face directory that the original code of the policy's family loads.
 
     Its weights are the checkpoint's, to the bit; an adapter is merged into them.
 
     Args:
-        reference: a checkpoint's directory, a run's directory (its newest checkpoint), or a hub id.
+        reference: a checkpoint or a run (its newest checkpoint), named as for `deploy.references.find`.
         out: where to; nothing may be there but an empty directory.
+        runs_dir: where the runs are.
 
     Returns:
         The directory of the checkpoint that was taken.
@@ -27,12 +28,12 @@ def export_policy(reference: str, out: Path) -> Path:
     Raises:
         UserError: there is no checkpoint, it is damaged, or `out` cannot be written.
     """
-    directory = _find(reference)
+    directory = _find(reference, runs_dir)
     _write(out, lambda partial: [shutil.copyfile(path, partial / path.name) for path in policy_files(directory)])
     return directory
 
 
-def export_adapter(reference: str, out: Path) -> tuple[Path, Path]:
+def export_adapter(reference: str, out: Path, runs_dir: Path = Path("runs")) -> tuple[Path, Path]:
     """Write the adapter alone, as a directory that peft loads onto the original code's model.
 
     It is what all stages of the run have added to the policy that the run began with.
@@ -40,6 +41,7 @@ def export_adapter(reference: str, out: Path) -> tuple[Path, Path]:
     Args:
         reference: as of `export_policy`.
         out: likewise.
+        runs_dir: likewise.
 
     Returns:
         The directories of the checkpoint that was taken and of the policy that the adapter stands on.
@@ -47,7 +49,7 @@ def export_adapter(reference: str, out: Path) -> tuple[Path, Path]:
     Raises:
         UserError: as of `export_policy`, and for a checkpoint that was trained whole.
     """
-    directory = _find(reference)
+    directory = _find(reference, runs_dir)
     try:
         adapter, base = _whole_adapter(directory)
         family = load_config(directory).family
@@ -57,9 +59,9 @@ def export_adapter(reference: str, out: Path) -> tuple[Path, Path]:
     return directory, base
 
 
-def _find(reference: str) -> Path:
+def _find(reference: str, runs_dir: Path) -> Path:
     try:
-        directory = checkpoint_directory(reference)
+        directory = find_checkpoint_of(reference, runs_dir)
         load_config(directory)
         policy_files(directory)
         if (directory / MANIFEST).is_file():

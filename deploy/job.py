@@ -22,11 +22,13 @@ from deploy.errors import EXIT_RUN_FAILED, RunFailedError, UserError
 from deploy.following import following, terminated_by_sigterm, wait_or_stop
 from deploy.judges import judge_servers
 from deploy.node_watch import node_processes, watching
+from deploy.printing import counted
 from deploy.quiet import native_words_in
 from deploy.ray_session import ray_session
 from deploy.recipe import Recipe, Stages
 from deploy.run_dir import check_resumable, create_run_dir, make_spec
 from deploy.run_lock import RunLock, locked
+from deploy.runs import point_latest_at
 
 if TYPE_CHECKING:
     from actors.cluster import RunActors
@@ -60,6 +62,7 @@ def run(
     """
     began_at = time.time()
     spec = make_spec(recipe, stages)
+    on_event(_waiting("reading the run directory" if resume else "making the run directory"))
     if resume:
         check_resumable(recipe, spec)
     with locked(RunLock.take(spec.run_dir) if resume else create_run_dir(recipe, spec, start_from)) as lock:
@@ -72,10 +75,11 @@ def run(
 def _run_locked(
     recipe: Recipe, spec: RunSpec, *, began_at: float, resume: bool, serve: bool, on_event: Callable[[Event], None]
 ) -> None:
+    point_latest_at(spec.run_dir)
     num_seen = len(read_events(spec.run_dir))
     if not resume:
         _record_start(recipe, began_at)
-    on_event({"event": "status", "what": "starting Ray" if "RAY_ADDRESS" not in os.environ else "connecting to Ray"})
+    on_event(_waiting("starting Ray" if "RAY_ADDRESS" not in os.environ else "connecting to Ray"))
     with (
         native_words_in(spec.run_dir / DRIVER_LOG),
         ray_session(dashboard=True) as ray,
@@ -83,7 +87,8 @@ def _run_locked(
         terminated_by_sigterm(),
         watching(node_processes(), lambda name: _end_with_node(spec, f"{name} died", ray.logs_dir, on_event)),
     ):
-        on_event({"event": "status", "what": f"Ray is up; dashboard http://{ray.dashboard_url}; starting the actors"})
+        on_event({"event": "status", "what": f"Ray is up; dashboard http://{ray.dashboard_url}"})
+        on_event(_waiting("starting the registry"))
         with judge_servers(recipe.reward, spec.run_dir, on_event) if Phase.RL in spec.phases else nullcontext():
             _run_on_ray(
                 recipe, spec, num_seen=num_seen, serve=serve, keep_store=serve and not ray.is_ours, on_event=on_event
@@ -110,9 +115,14 @@ def _run_on_ray(
     try:
         # Before the pools are up: they and the learner group take as long to start, and need not wait in turn.
         fitted = _in_thread(lambda: fit(spec, actors))
+        pools = f"{counted(spec.rollout.num_samplers, 'sampler')} and {counted(recipe.grading.num_graders, 'grader')}"
+        learners = counted(spec.learner.num_workers, "learner")
+        on_event(_waiting(f"starting {pools}, and {learners} beside them"))
         wait_until_ready(actors)
         if serve:
-            on_event({"event": "status", "what": _start_service(recipe, url)})
+            on_event(_waiting("starting the service"))
+            on_event({"event": "status", "what": _start_service(recipe, url, lambda what: on_event(_waiting(what)))})
+        on_event(_waiting(f"starting {learners}; then comes the first evaluation"))
         with following(actors.coordinator, num_seen, on_event):
             wait_or_stop(fitted, actors.coordinator, on_event)
             _call(actors.coordinator.finish.remote())
@@ -171,6 +181,11 @@ def _end_with_node(spec: RunSpec, what: str, logs_dir: Path, on_event: Callable[
             append_event(spec.run_dir, "failure", what=what, attempt=1)
     on_event({"event": "lost", "what": sentence})
     os._exit(EXIT_RUN_FAILED)
+
+
+def _waiting(what: str) -> Event:
+    """What the driver waits for: for a person who watches, and not for the run log."""
+    return {"event": "waiting", "what": what}
 
 
 def _cause(error: Exception) -> str:
@@ -243,13 +258,13 @@ def _call(reference: Any) -> Any:
     return ray.get(reference, timeout=_CALL_TIMEOUT_S)
 
 
-def _start_service(recipe: Recipe, registry: str) -> str:
-    """Put the service up; what to tell the user about it."""
+def _start_service(recipe: Recipe, registry: str, say: Callable[[str], None]) -> str:
+    """Put the service up, saying what that waits for; what to tell the user about it."""
     from deploy.service import banner, deploy_source
     from deploy.service.source import Source
 
     service, source = recipe.service, Source(directory=str(recipe.run_dir), is_run=True, registry_url=registry)
-    url = deploy_source(source, service.host, service.port, service.num_replicas)
+    url = deploy_source(source, service.host, service.port, service.num_replicas, say=say)
     return banner(recipe.run_dir, url, source.admin_address())
 
 

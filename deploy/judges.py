@@ -30,7 +30,7 @@ def judge_servers(reward: RewardConfig, run_dir: Path, on_event: Callable[[Event
     """
     with ExitStack() as servers:
         for address, (name, judge, vllm) in wanted_servers(reward).items():
-            on_event({"event": "status", "what": f"starting vLLM with {judge.model} for the judge {name}"})
+            on_event({"event": "waiting", "what": f"starting vLLM with {judge.model} for the judge {name}"})
             log = run_dir / f"judge-{name}.log"
             try:
                 servers.enter_context(vllm_server(vllm, model=judge.model, base_url=address, log=log))

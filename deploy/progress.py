@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 from actors.run_log import Event
 from deploy.printing import counted, duration, metric, printable
 from deploy.report import score_text
+from deploy.waiting import Waiting
 from rollout.score import Score
 
 if TYPE_CHECKING:
@@ -16,6 +17,18 @@ if TYPE_CHECKING:
 
 _LINE_EVERY_S = 5.0
 _LONGEST_FAILURE = 200
+# A step that takes so many times as long as the one before it is worth a line.
+_UNUSUAL = 2.0
+# They come at any time, and what was waited for is waited for still.
+_BESIDE_THE_WORK = ("run", "status", "failure", "pause", "pause_end")
+# How the failures begin after which the learner group starts again.
+_OF_LEARNERS = ("a learner worker failed", "the learner group restarted")
+_BETWEEN_PHASES = {
+    "evaluation": "preparing what comes next",
+    "sft_data": "preparing SFT",
+    "phase_end": "writing a checkpoint",
+    "checkpoint": "evaluating",
+}
 _PHASES = {"untrained": "untrained", "sft": "SFT", "rl": "RL", "control": "control"}
 _LABELS = {
     "untrained": "no training",
@@ -37,6 +50,8 @@ class ProgressDisplay:
         self._phase: Event | None = None
         self._limit_s = 0.0
         self._last_line_s = float("-inf")
+        self._last_step_s = 0.0
+        self._waiting = Waiting(console, f"{'':10}  ")
 
     def __enter__(self) -> Self:
         return self
@@ -46,11 +61,17 @@ class ProgressDisplay:
 
     def stop(self) -> None:
         """End the live display; what it showed stays on the screen. A second call does nothing."""
+        self._waiting.end()
         if self._bar is not None:
             self._bar.stop()
 
     def __call__(self, event: Event) -> None:
         """Show one event."""
+        if event["event"] == "waiting":
+            self._wait(printable(event["what"]), at_once=True)
+            return
+        if event["event"] not in _BESIDE_THE_WORK:
+            self._waiting.end()
         match event["event"]:
             case "status" | "waits":
                 self._print(f"{'':10}  {printable(event['what'])}")
@@ -58,13 +79,36 @@ class ProgressDisplay:
                 self._begin(event)
             case "sft" | "round" if self._phase is not None:
                 self._advance(event, self._phase)
-            case "phase_end" if event["phase"] == "rl":
-                self._limit_s = event["seconds"]
+                self._wait_for_step(event)
+            case "phase_end":
+                self._phase = None
+                if event["phase"] == "rl":
+                    self._limit_s = event["seconds"]
         if event["event"] in _SENTENCES:
             self._line(event, _SENTENCES[event["event"]](event))
+        if what := self._next(event):
+            self._wait(what)
+
+    def _wait_for_step(self, event: Event) -> None:
+        """Say so where the next step takes much longer than this one: a process may have died, and be started again."""
+        usual_s, self._last_step_s = event["time_s"] - self._last_step_s, event["time_s"]
+        what = f"round {event['round'] + 2}" if event["event"] == "round" else "the next step"
+        self._waiting.begin(f"waiting for {what}", first_after_s=_UNUSUAL * usual_s)
+
+    def _next(self, event: Event) -> str:
+        """What a run does after an event, where that is no step of a phase; the run log has a line when it is done."""
+        if event["event"] == "failure" and str(event["what"]).startswith(_OF_LEARNERS):
+            self._phase = None
+            return "starting the learners again"
+        return _BETWEEN_PHASES.get(event["event"], "") if self._phase is None else ""
+
+    def _wait(self, what: str, *, at_once: bool = False) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+        self._waiting.begin(what, at_once=at_once)
 
     def _begin(self, event: Event) -> None:
-        self._phase = event
+        self._phase, self._last_step_s = event, event["time_s"]
         self._last_line_s = float("-inf")
         name, (total, unit) = _PHASES[event["phase"]], self._total(event)
         self._line(event, f"{name}: {total:g} {unit}" if total else f"{name}: as many {unit} as the time allows")
@@ -131,6 +175,7 @@ class _Bar:
 
     def advance(self, done: float, facts: str) -> None:
         assert self._task is not None, "a phase has begun"
+        self._progress.start()
         if self._is_first and done > 1:
             # A resumed run: what was done before must not count into the speed that the time left comes from.
             self._progress.reset(self._task, completed=int(done) - 1)

@@ -41,6 +41,7 @@ def ray_session(*, dashboard: bool) -> Iterator[RaySession]:
     from actors.weights import NAMESPACE
 
     os.environ.update(WORKER_ENV)
+    _keep_notes_in_logs()
     is_ours = "RAY_ADDRESS" not in os.environ
     if is_ours:
         _make_token(Path.home() / ".ray" / "auth_token")
@@ -94,3 +95,10 @@ def _why_no_ray(error: Exception, *, is_ours: bool) -> str:
         return f"could not connect to the Ray cluster at RAY_ADDRESS {os.environ['RAY_ADDRESS']}: {first_line}"
     directory = Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp", "ray")  # noqa: S108 - Ray's
     return f"Ray did not start on this machine: {first_line}; its logs are in {directory / 'session_latest' / 'logs'}"
+
+
+def _keep_notes_in_logs() -> None:
+    """What Ray notes of a worker that died is in its logs: `log_to_driver` does not keep it off our standard output."""
+    from ray._private import worker
+
+    worker._worker_logs_enabled = False

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import time
 from contextlib import suppress
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from actors.run_log import CHECKPOINTS, METRICS, RECIPE, read_events
 from deploy.errors import UserError
 from deploy.history import RunHistory, read_history
 from deploy.printing import printable, rough_duration, sparkline
+from deploy.program import program
 from deploy.run_lock import holder_of, this_host
 from deploy.yaml_text import parse_yaml
 
@@ -22,6 +23,11 @@ if TYPE_CHECKING:
 # Longer than any pause that a healthy run makes by default: one batch of completions may take 600 s.
 _SILENT_S = 900.0
 _SPARKLINE_WIDTH = 10
+_NAME = "run"
+_NUMBERS = ("silent", "rounds", "held-out", "best", "time")
+_FIRST_TO_YIELD = ("reward", "time", "silent", "best", "task", "rounds", "held-out", "state")
+LATEST = "latest"
+"""The link in a directory of runs to the run that was last started or resumed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,16 +84,6 @@ def read_run(directory: Path) -> Run:
     )
 
 
-def find_run(name_or_path: str, runs_dir: Path) -> Path:
-    """The directory of a run that is given by its name in `runs_dir` or by its path. Raises UserError without one."""
-    for directory in (runs_dir / name_or_path, Path(name_or_path)):
-        if (directory / METRICS).is_file():
-            return directory
-    close = get_close_matches(name_or_path, [path.name for path in _run_dirs(runs_dir)], n=1, cutoff=0.5)
-    hint = f"did you mean {close[0]}?" if close else "`d1 runs ls` lists the runs"
-    raise UserError(f"there is no run {name_or_path} in {runs_dir}, and no run directory of that path; {hint}")
-
-
 def newest_to_serve(runs_dir: Path) -> Path:
     """The run with the newest event of those that have a checkpoint to answer from. Raises UserError without one."""
     # It brings torch, for which `d1 runs` does not wait.
@@ -98,7 +94,9 @@ def newest_to_serve(runs_dir: Path) -> Path:
         if checkpoints_to_answer(directory / CHECKPOINTS):
             return directory
     what = "no run in it has a checkpoint yet" if runs else "there is no run in it"
-    raise UserError(f"nothing in {runs_dir} can be served: {what}; `make train` or `d1 train RECIPE` makes one")
+    raise UserError(
+        f"nothing in {runs_dir} can be served: {what}; `make train` or `{program()} train RECIPE` makes one"
+    )
 
 
 def list_runs(runs_dir: Path) -> list[Run]:
@@ -106,33 +104,64 @@ def list_runs(runs_dir: Path) -> list[Run]:
     return sorted((read_run(path) for path in _run_dirs(runs_dir)), key=lambda run: run.silent_s)
 
 
-def runs_table(runs: list[Run]) -> Table:
-    """A row for each run, narrow enough for 80 columns."""
+def runs_table(runs: list[Run], width: int) -> Table:
+    """A row for each run, `width` columns at most: names are whole, and what does not fit beside them is left out."""
     from rich.table import Table
     from rich.text import Text
 
+    rows = [{heading: printable(cell) for heading, cell in _cells(run).items()} for run in runs]
+    sizes = {heading: max(len(heading), *(len(row[heading]) for row in rows)) for heading in rows[0]}
+    for heading in _FIRST_TO_YIELD:
+        if sum(size + 1 for size in sizes.values()) > width:
+            del sizes[heading]
     table = Table(box=None, padding=(0, 1, 0, 0))
-    for heading in ("run", "state", "silent", "task", "rounds", "held-out", "best", "time", "reward"):
-        is_number = heading in ("silent", "rounds", "held-out", "best", "time")
-        table.add_column(heading, justify="right" if is_number else "left", no_wrap=True)
-    for run in runs:
-        history = run.history
-        # The control is another policy than the one the run is for.
-        accuracies = [item.score.accuracy for item in history.evaluations if item.label != "control"]
-        cells = (
-            run.name,
-            run.state,
-            rough_duration(run.silent_s),
-            run.task,
-            str(len(history.rounds)),
-            f"{100 * accuracies[-1]:.1f} %" if accuracies else "",
-            f"{100 * max(accuracies):.1f} %" if accuracies else "",
-            rough_duration(history.seconds),
-            sparkline(history.series("reward"), _SPARKLINE_WIDTH),
-        )
-        table.add_row(*(Text(printable(cell)) for cell in cells))
+    for heading in sizes:
+        is_name = heading == _NAME
+        justify: Literal["left", "right"] = "right" if heading in _NUMBERS else "left"
+        # A name that is wider than the terminal by itself goes on in the next line.
+        table.add_column(heading, justify=justify, no_wrap=not is_name, overflow="fold" if is_name else "ellipsis")
+    for row in rows:
+        table.add_row(*(Text(row[heading]) for heading in sizes))
     return table
 
 
+def _cells(run: Run) -> dict[str, str]:
+    """What is said of a run, by heading."""
+    history = run.history
+    # The control is another policy than the one the run is for.
+    accuracies = [item.score.accuracy for item in history.evaluations if item.label != "control"]
+    return {
+        _NAME: run.name,
+        "state": run.state,
+        "silent": rough_duration(run.silent_s),
+        "task": run.task,
+        "rounds": str(len(history.rounds)),
+        "held-out": f"{100 * accuracies[-1]:.1f} %" if accuracies else "",
+        "best": f"{100 * max(accuracies):.1f} %" if accuracies else "",
+        "time": rough_duration(history.seconds),
+        "reward": sparkline(history.series("reward"), _SPARKLINE_WIDTH),
+    }
+
+
+def run_names(runs_dir: Path) -> list[str]:
+    """What the runs of a directory can be called by."""
+    return [path.name for path in _run_dirs(runs_dir)] + [LATEST] * (runs_dir / LATEST).is_dir()
+
+
+def point_latest_at(run_dir: Path) -> None:
+    """Make the link `latest` beside a run point to it. What is there and is no link stays as it is."""
+    link = run_dir.with_name(LATEST)
+    if run_dir.name == LATEST or (link.exists() and not link.is_symlink()):
+        return
+    # Renamed into its place, it is never missing; a file system without links has none.
+    fresh = run_dir.with_name(f".{LATEST}.{os.getpid()}")
+    with suppress(OSError):
+        fresh.unlink(missing_ok=True)
+        fresh.symlink_to(run_dir.name)
+        fresh.replace(link)
+
+
 def _run_dirs(runs_dir: Path) -> list[Path]:
-    return [path.parent for path in runs_dir.glob("*/" + METRICS) if not path.parent.name.startswith(".")]
+    """Each run once: a link to another of the same directory is a second name for it."""
+    found = [path.parent for path in runs_dir.glob("*/" + METRICS) if not path.parent.name.startswith(".")]
+    return [path for path in found if not (path.is_symlink() and path.resolve().parent == runs_dir.resolve())]

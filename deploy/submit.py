@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from deploy.errors import UserError
 from deploy.printing import printable
+from deploy.program import program
 
 if TYPE_CHECKING:
     from deploy.recipe import Recipe
@@ -137,7 +138,7 @@ def _relative(recipe_path: Path) -> str:
     except ValueError as error:
         raise UserError(
             f"the recipe {recipe_path} is not below {Path.cwd()}, the directory that is sent to the cluster; "
-            "run d1 submit from a directory that holds it"
+            f"run `{program()} submit` from a directory that holds it"
         ) from error
 
 

@@ -7,10 +7,13 @@ from typing import Annotated, Literal
 
 import typer
 
+from deploy.cli.options import RunsDir
+from deploy.waiting import saying
+
 
 def export(
     checkpoint: Annotated[
-        str, typer.Argument(metavar="RUN|CHECKPOINT", help="A checkpoint's or a run's directory, or a hub id.")
+        str, typer.Argument(metavar="RUN|CHECKPOINT", help="A run by name or path, a checkpoint's path, or a hub id.")
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="A directory that is not there yet, or is empty.")],
     *,
@@ -18,16 +21,20 @@ def export(
         Literal["merged", "apart"],
         typer.Option(help="An adapter merged into the weights, or alone: a directory that peft loads."),
     ] = "merged",
+    runs_dir: RunsDir = Path("runs"),
 ) -> None:
     """Write a checkpoint as a Hugging Face directory that the model's original code loads.
 
     Of a run its newest checkpoint that is whole.
     """
-    from deploy.export import export_adapter, export_policy
+    with saying(f"exporting {checkpoint}"):
+        from deploy.export import export_adapter, export_policy
 
-    if lora == "merged":
-        directory = export_policy(checkpoint, out)
+        if lora == "merged":
+            directory, base = export_policy(checkpoint, out, runs_dir), None
+        else:
+            directory, base = export_adapter(checkpoint, out, runs_dir)
+    if base is None:
         typer.echo(f"{out} is the policy of {directory}")
         return
-    directory, base = export_adapter(checkpoint, out)
     typer.echo(f"{out} is the adapter of {directory}, on the policy of {base}")

@@ -9,15 +9,20 @@ import typer
 
 from deploy.cli.options import RunsDir
 from deploy.errors import UserError, reason
+from deploy.waiting import saying
 
 
 def doctor(runs_dir: RunsDir = Path("runs")) -> None:
     """Check whether this machine is fit for d1. Exit status 1 if a check fails; warnings do not count."""
-    from rich.console import Console
+    checks = []
+    with saying("checking this machine") as waiting:
+        from rich.console import Console
 
-    from deploy.doctor import Verdict, checks_table, run_checks
+        from deploy.doctor import Verdict, checks_table, run_checks
 
-    checks = list(run_checks(runs_dir))
+        for check in run_checks(runs_dir):
+            checks.append(check)
+            waiting.change(f"checking this machine; last: {check.name}")
     Console().print(checks_table(checks))
     counts = {verdict: sum(check.verdict is verdict for check in checks) for verdict in Verdict}
     typer.echo(f"{counts[Verdict.FAILED]} failed, {counts[Verdict.WARNING]} warnings, {counts[Verdict.OK]} ok")

@@ -9,6 +9,8 @@ import typer
 
 from deploy.cli.options import RunName, RunsDir
 from deploy.errors import UserError
+from deploy.program import program
+from deploy.waiting import saying
 
 _RUNS_DIR = Path("runs")
 
@@ -23,10 +25,11 @@ def list_all(runs_dir: RunsDir = _RUNS_DIR) -> None:
     from deploy.runs import list_runs, runs_table
 
     if not runs_dir.is_dir():
-        raise UserError(f"there is no directory {runs_dir}; `d1 train` makes it, or say --runs-dir DIR")
+        raise UserError(f"there is no directory {runs_dir}; `{program()} train` makes it, or say --runs-dir DIR")
     runs = list_runs(runs_dir)
     if runs:
-        Console().print(runs_table(runs))
+        console = Console()
+        console.print(runs_table(runs, console.width))
     else:
         typer.echo(f"no runs in {runs_dir}")
 
@@ -36,8 +39,9 @@ def show(name: RunName, runs_dir: RunsDir = _RUNS_DIR) -> None:
     """Show one run: its recipe, results, curves, checkpoints and newest completions."""
     from rich.console import Console
 
+    from deploy.references import find_run
     from deploy.run_page import print_run
-    from deploy.runs import find_run, read_run
+    from deploy.runs import read_run
 
     print_run(read_run(find_run(name, runs_dir)), Console())
 
@@ -60,29 +64,33 @@ def serve(
 
     A checkpoint is given by its directory, or as a hub id. Without a name, it is the run with the newest event.
     """
-    from deploy.runs import find_run, newest_to_serve
-
     if name is None:
-        _serve_run(newest_to_serve(runs_dir), host, port, admin_port)
-        return
-    from learner.model.hub import find_checkpoint, is_hub_id
+        from deploy.runs import newest_to_serve
 
-    is_hub_model = is_hub_id(name) and not (runs_dir / name).is_dir()
-    if (Path(name) / "config.json").is_file() or is_hub_model:
+        with saying("looking for the newest run"):
+            run_dir = newest_to_serve(runs_dir)
+        _serve_run(run_dir, host, port, admin_port)
+        return
+    from deploy.references import find
+
+    with saying(f"looking for {name}"):
         try:
-            checkpoint = find_checkpoint(name)
+            found = find(name, runs_dir)
         except ValueError as error:
             raise UserError(str(error)) from error
+    if found.is_run:
+        _serve_run(found.directory, host, port, admin_port)
+        return
+    if admin_port is not None:
+        raise UserError("--admin-port is for runs; a checkpoint by itself has no other version to pin")
+    with saying("loading Ray and the service", at_once=True):
         from deploy.service import serve_checkpoint
 
-        if admin_port is not None:
-            raise UserError("--admin-port is for runs; a checkpoint by itself has no other version to pin")
-        serve_checkpoint(checkpoint, host, port)
-        return
-    _serve_run(find_run(name, runs_dir), host, port, admin_port)
+    serve_checkpoint(found.directory, host, port)
 
 
 def _serve_run(run_dir: Path, host: str, port: int, admin_port: int | None) -> None:
-    from deploy.service import serve_run
+    with saying("loading Ray and the service", at_once=True):
+        from deploy.service import serve_run
 
     serve_run(run_dir, host, port, admin_port)

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from deploy.cli.options import RunsDir
 from deploy.errors import RunFailedError, UserError, reason
+from deploy.waiting import saying
 
 if TYPE_CHECKING:
     from deploy.sampling.policy import Policy
@@ -28,7 +30,9 @@ def _denoising(text: str, metavar: str | None = None) -> Any:
 def sample(
     checkpoint: Annotated[
         str,
-        typer.Argument(metavar="CHECKPOINT", help="A checkpoint directory, a run's directory, or a hub id ORG/NAME."),
+        typer.Argument(
+            metavar="RUN|CHECKPOINT", help="A run by name or path, a checkpoint's path, or a hub id ORG/NAME."
+        ),
     ],
     prompt: Annotated[str | None, typer.Argument(metavar="PROMPT", help="The user's turn of a conversation.")] = None,
     *,
@@ -49,6 +53,7 @@ def sample(
     ] = None,
     dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of the weights.")] = "float32",
     slots: Annotated[int, typer.Option(min=1, help="Requests that are denoised at a time.")] = 64,
+    runs_dir: RunsDir = Path("runs"),
     gen_length: Annotated[int | None, _denoising("Tokens of the completion.")] = None,
     block_length: Annotated[int | None, _denoising("Tokens denoised together; divides the length.")] = None,
     steps: Annotated[
@@ -98,15 +103,17 @@ def sample(
         "cache": cache,
         "cache_refresh_steps": cache_refresh_steps,
     }
-    from deploy.sampling.policy import open_policy
-    from deploy.sampling.prepare import Options, check_options
-    from rollout.config import EngineConfig
+    with saying("loading torch"):
+        from deploy.sampling.policy import open_policy
+        from deploy.sampling.prepare import Options, check_options
+        from rollout.config import EngineConfig
 
     values = {key: value for key, value in given.items() if value is not None}
     options = Options(values=values, is_raw=raw, keep_after_eos=keep_after_eos)
     check_options(options)
     lines = None if requests is None else _read(requests)
-    policy = open_policy(checkpoint, device, EngineConfig(num_slots=slots, dtype=dtype))
+    with saying(f"loading the policy of {checkpoint}"):
+        policy = open_policy(checkpoint, device, EngineConfig(num_slots=slots, dtype=dtype), runs_dir)
     with _failures_as_sentences(checkpoint):
         if lines is not None:
             _sample_file(policy, lines, options, colour, as_json=as_json)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from typing import Annotated
 
 import typer
 
 from deploy.cli.options import Overrides, RecipePath, Serve
+from deploy.program import command
+from deploy.waiting import saying
 
 _EXIT_INTERRUPTED = 130
 
@@ -28,19 +29,21 @@ def submit(
 
     Submitting the same run again follows the job that there is; if that failed or was stopped, it is resumed.
     """
-    from deploy.overrides import load_recipe
-    from deploy.submit import connect, follow
-    from deploy.submit import submit as submit_run
+    with saying("reading the recipe"):
+        from deploy.overrides import load_recipe
+        from deploy.submit import connect, follow
+        from deploy.submit import submit as submit_run
 
-    recipe = load_recipe(recipe_path, overrides or [])
-    client = connect(address)
+        recipe = load_recipe(recipe_path, overrides or [])
+    with saying("connecting to the cluster"):
+        client = connect(address)
     job_id = submit_run(client, recipe, recipe_path, overrides or [], serve=serve, say=typer.echo)
     if no_follow:
         return
     try:
         status = follow(client, job_id, _write)
     except KeyboardInterrupt as interrupt:
-        again = shlex.join(["d1", *sys.argv[1:]])
+        again = command(*sys.argv[1:])
         typer.echo(f"\nno longer following; the job goes on. To follow: {again}. To end it: ray job stop {job_id}")
         raise typer.Exit(_EXIT_INTERRUPTED) from interrupt
     raise typer.Exit(status)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from itertools import count
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
 from deploy.errors import UserError, reason
+from deploy.waiting import saying
 
 _Fields = Annotated[
     list[str] | None,
@@ -36,21 +38,23 @@ def grade(
     ] = None,
 ) -> None:
     """Grade generations that lie in a file, as training and evaluation would."""
-    from rich.console import Console
-    from rich.progress import Progress
+    with saying(f"loading the task {task}"):
+        from rich.console import Console
 
-    from deploy.grading import grade_all, item, read_generations, summary
-    from deploy.grading_view import failures_view, summary_table
-    from deploy.tasks import opened, task_config
+        from deploy.grading import grade_all, item, read_generations, summary
+        from deploy.grading_view import failures_view, summary_table
+        from deploy.tasks import opened, task_config
 
-    # A task without published parsers has no such field.
-    rules = [] if protocol == "fixed" else [f"protocol={protocol}"]
-    chosen = opened(task_config(task, [*(fields or []), *rules]))
-    lines = read_generations(chosen, file)
-    errors = Console(stderr=True)
-    with Progress(console=errors, transient=True, disable=not errors.is_terminal) as progress:
-        bar = progress.add_task(f"Grading {len(lines)} generations", total=len(lines))
-        graded = grade_all(chosen, lines, lambda: progress.advance(bar))
+        # A task without published parsers has no such field.
+        rules = [] if protocol == "fixed" else [f"protocol={protocol}"]
+        chosen = opened(task_config(task, [*(fields or []), *rules]))
+    with saying(f"reading {file}"):
+        lines = read_generations(chosen, file)
+    done = count(1)
+    with saying(f"grading {len(lines)} generations") as waiting:
+        graded = grade_all(
+            chosen, lines, lambda: waiting.change(f"grading {len(lines)} generations, {next(done)} are done")
+        )
     if out is not None:
         try:
             out.write_text("".join(json.dumps(item(line)) + "\n" for line in graded), encoding="utf-8")
@@ -73,14 +77,15 @@ def tasks(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """List the tasks with their sizes and an example, or show one."""
-    from rich.console import Console
+    with saying("loading the tasks" if task is None else f"loading the task {task}"):
+        from rich.console import Console
 
-    from deploy.tasks import described
-    from deploy.tasks_view import task_view, tasks_table
-    from rewards.tasks.table import task_names
+        from deploy.tasks import described
+        from deploy.tasks_view import task_view, tasks_table
+        from rewards.tasks.table import task_names
 
-    names = task_names() if task is None else (task,)
-    found = [described(name, fields or []) for name in names]
+        names = task_names() if task is None else (task,)
+        found = [described(name, fields or []) for name in names]
     if as_json:
         typer.echo(json.dumps(found if task is None else found[0]))
         return

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,12 +13,14 @@ import typer
 
 from deploy.cli.options import DryRun, Overrides, RecipePath, Resume, ResumeOrStart, Serve
 from deploy.errors import UserError
+from deploy.program import command, program
+from deploy.waiting import saying
 
 if TYPE_CHECKING:
     from actors.run_log import Event
     from deploy.recipe import Recipe, Stages
 
-_EXIT_INTERRUPTED = 130
+_EXIT_INTERRUPTED, _EXIT_TERMINATED = 130, 143
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,17 +60,20 @@ def train(
 
     On the cluster that RAY_ADDRESS names, or on a Ray of its own on this machine.
     """
-    from deploy.overrides import load_recipe
-    from deploy.recipe import Stages
+    with saying("reading the recipe"):
+        from deploy.overrides import load_recipe
+        from deploy.recipe import Stages
 
-    recipe = load_recipe(recipe_path, overrides or [])
+        recipe = load_recipe(recipe_path, overrides or [])
     if start_from is not None:
-        _check_checkpoint(start_from)
-    words = ["d1", "train", str(recipe_path), *(overrides or [])]
+        with saying(f"looking for {start_from}"):
+            _check_checkpoint(start_from)
+    recipe, renamed = _not_through_link(recipe)
+    words = ["train", str(recipe_path), *(overrides or []), *renamed]
     words += ["--from", str(start_from)] if start_from is not None else []
     words += ["--serve"] if serve else []
     order = _Order(
-        command=shlex.join(words),
+        command=command(*words),
         stages=Stages.ALL if start_from is None else Stages.RL,
         start_from=start_from,
         resume=resume or (resume_or_start and recipe.run_dir.is_dir()),
@@ -86,22 +90,37 @@ def sft(
     resume: Resume = False,
 ) -> None:
     """Run stage 1 of a recipe alone: masked SFT on its labels."""
-    from deploy.overrides import load_recipe
-    from deploy.recipe import Stages
+    with saying("reading the recipe"):
+        from deploy.overrides import load_recipe
+        from deploy.recipe import Stages
 
-    recipe = load_recipe(recipe_path, overrides or [])
+        recipe = load_recipe(recipe_path, overrides or [])
     if not recipe.sft.num_steps:
-        raise UserError(f"{recipe_path}: sft.num_steps is 0, which leaves `d1 sft` nothing to do; give it steps")
-    command = shlex.join(["d1", "sft", str(recipe_path), *(overrides or [])])
-    _carry_out(recipe, _Order(command=command, stages=Stages.SFT, resume=resume), dry_run)
+        raise UserError(
+            f"{recipe_path}: sft.num_steps is 0, which leaves `{program()} sft` nothing to do; give it steps"
+        )
+    recipe, renamed = _not_through_link(recipe)
+    again = command("sft", str(recipe_path), *(overrides or []), *renamed)
+    _carry_out(recipe, _Order(command=again, stages=Stages.SFT, resume=resume), dry_run)
+
+
+def _not_through_link(recipe: Recipe) -> tuple[Recipe, list[str]]:
+    """The recipe with the name that its run has itself where it says `latest`, and the overrides that say so."""
+    link = recipe.runs_dir / recipe.name
+    target = link.resolve()
+    # A link to elsewhere is how somebody laid out a disk, and no other name for a run.
+    if not link.is_symlink() or target.parent != recipe.runs_dir.resolve():
+        return recipe, []
+    return recipe.model_copy(update={"name": target.name}), [f"name={target.name}"]
 
 
 def _carry_out(recipe: Recipe, order: _Order, dry_run: bool) -> None:
-    from deploy.preflight import cluster_resources, preflight
-    from deploy.printing import counted
+    with saying("checking whether the recipe can run here"):
+        from deploy.preflight import cluster_resources, preflight
+        from deploy.printing import counted
 
-    available = cluster_resources(os.environ.get("RAY_ADDRESS"))
-    problems = preflight(recipe, available, resume=order.resume, serve=order.serve)
+        available = cluster_resources(os.environ.get("RAY_ADDRESS"))
+        problems = preflight(recipe, available, resume=order.resume, serve=order.serve)
     if dry_run:
         from deploy.cli.dry_run import print_dry_run
 
@@ -132,14 +151,16 @@ def _refusals(recipe: Recipe, order: _Order) -> Iterator[str]:
 
 
 def _run(recipe: Recipe, order: _Order) -> None:
-    from rich.console import Console
-    from rich.text import Text
+    with saying("loading Ray and torch"):
+        from rich.console import Console
+        from rich.text import Text
 
-    from actors.run_log import read_events
-    from deploy import job
-    from deploy.printing import printable
-    from deploy.progress import ProgressDisplay
-    from deploy.report import result_table
+        from actors.run_log import read_events
+        from deploy import job
+        from deploy.following import Terminated
+        from deploy.printing import printable
+        from deploy.progress import ProgressDisplay
+        from deploy.report import result_table
 
     # This screen, also while `sys.stdout` is a log's.
     console = Console(file=sys.stdout)
@@ -170,7 +191,8 @@ def _run(recipe: Recipe, order: _Order) -> None:
             if _is_done(read_events(recipe.run_dir)):
                 return
             console.print(Text(f"stopped; resume with: {order.command} --resume"), soft_wrap=True)
-            raise typer.Exit(_EXIT_INTERRUPTED) from interrupt
+            status = _EXIT_TERMINATED if isinstance(interrupt, Terminated) else _EXIT_INTERRUPTED
+            raise typer.Exit(status) from interrupt
 
 
 def _is_done(events: Sequence[Event]) -> bool:

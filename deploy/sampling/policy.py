@@ -13,9 +13,9 @@ import torch
 from actors.run_log import CHECKPOINTS, RECIPE
 from deploy.errors import UserError, reason
 from deploy.overrides import load_recipe
+from deploy.references import find_checkpoint_of
 from deploy.sampling.defaults import Defaults
 from learner.model.checkpoint import load_policy
-from learner.model.hub import find_checkpoint
 from learner.model.tokenizer import TOKENIZER_FILES, ChatTokenizer
 from learner.model.transformer import Transformer, TransformerConfig
 from rollout.config import EngineConfig
@@ -45,13 +45,14 @@ class Policy:
         return self.sampler.model.config
 
 
-def open_policy(reference: str, device: Device | None, engine: EngineConfig) -> Policy:
+def open_policy(reference: str, device: Device | None, engine: EngineConfig, runs_dir: Path = Path("runs")) -> Policy:
     """Find and load a checkpoint.
 
     Args:
-        reference: a checkpoint's directory, a run's directory (its newest checkpoint), or a hub id.
+        reference: a checkpoint or a run (its newest checkpoint), named as for `deploy.references.find`.
         device: where it computes; None takes a GPU where there is one.
         engine: how it computes.
+        runs_dir: where the runs are.
 
     Raises:
         UserError: there is no checkpoint, it cannot be read, or there is no such device.
@@ -61,7 +62,7 @@ def open_policy(reference: str, device: Device | None, engine: EngineConfig) -> 
         raise UserError("--device cuda: torch sees no GPU on this machine; take --device cpu")
     device = device or ("cuda" if has_gpu else "cpu")
     try:
-        directory = checkpoint_directory(reference)
+        directory = find_checkpoint_of(reference, runs_dir)
         model = load_policy(directory, engine.torch_dtype).to(device)
     except ValueError as error:
         raise UserError(str(error)) from error
@@ -82,19 +83,6 @@ def _choose_threads(model: Transformer) -> None:
     is_small = sum(parameter.numel() for parameter in model.parameters()) < _LEAST_SHARED_PARAMETERS
     if is_small and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
-
-
-def checkpoint_directory(reference: str) -> Path:
-    """The directory of a checkpoint that is given as `open_policy` takes it.
-
-    Raises UserError or ValueError when there is none.
-    """
-    path = Path(reference)
-    if (path / RECIPE).is_file() and not (path / "config.json").is_file():
-        from deploy.service.run_files import newest_to_answer
-
-        return newest_to_answer(path).directory
-    return find_checkpoint(reference)
 
 
 def _defaults(directory: Path, max_sequence_length: int) -> Defaults:

@@ -5,26 +5,29 @@ from __future__ import annotations
 import ipaddress
 import logging
 import os
+import shlex
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from deploy.errors import UserError
 from deploy.machine import why_not_bindable
-from deploy.ray_session import ray_session
+from deploy.ray_session import RaySession, ray_session
+from deploy.service.example import example_request
 from deploy.service.keys import OF_ADMIN, OF_SERVICE, KeySource, are_explicit, own_key, read_admin_keys, read_keys
 from deploy.service.source import Address, Source
+from deploy.waiting import saying
 
 _READY_TIMEOUT_S = 180.0
 _DRAIN_TIMEOUT_S = 30.0
 _CALL_TIMEOUT_S = 5.0
 _POLL_S = 0.2
-_INGRESS = "Ingress"
+_ENGINE, _INGRESS = "EngineReplica", "Ingress"
 
 
 def serve_run(run_dir: Path, host: str, port: int, admin_port: int | None = None) -> None:
@@ -39,9 +42,10 @@ def serve_run(run_dir: Path, host: str, port: int, admin_port: int | None = None
 
     run_dir = run_dir.resolve()
     num_replicas = read_recipe(run_dir).service.num_replicas
-    newest_to_answer(run_dir)
+    with saying(f"checking the newest checkpoint of {run_dir.name}", at_once=True):
+        newest_to_answer(run_dir)
     _check_keys(host)
-    with ray_session(dashboard=False) as ray:
+    with _ray() as ray:
         source = Source(directory=str(run_dir), is_run=True, registry_url=registry_url())
         _serve(source, host, port, num_replicas, is_ours=ray.is_ours, admin_port=admin_port)
 
@@ -56,18 +60,27 @@ def serve_checkpoint(directory: Path, host: str, port: int) -> None:
     except ValueError as error:
         raise UserError(f"cannot serve {directory}: {error}") from error
     _check_keys(host)
-    with ray_session(dashboard=False) as ray:
+    with _ray() as ray:
         source = Source(directory=str(directory), is_run=False, registry_url=None)
         _serve(source, host, port, 1, is_ours=ray.is_ours)
+
+
+@contextmanager
+def _ray() -> Iterator[RaySession]:
+    with ExitStack() as ray:
+        with saying("connecting to Ray" if "RAY_ADDRESS" in os.environ else "starting Ray", at_once=True):
+            session = ray.enter_context(ray_session(dashboard=False))
+        yield session
 
 
 def banner(run_dir: Path, url: str, admin: Address | None = None) -> str:
     """What a user needs in order to ask the service something, and its admin listener if it has one."""
     where, key = _whose_key(run_dir, OF_SERVICE)
+    path, body = example_request(run_dir)
     text = (
         f"Serving {run_dir.name} at {url}; the {where}.\n"
-        f'  curl {url}/v1/completions -H "Authorization: Bearer {key}" \\\n'
-        f"    -H 'Content-Type: application/json' -d '{{\"prompt\": \"What is 2 + 3?\"}}'"
+        f'  curl {url}{path} -H "Authorization: Bearer {key}" \\\n'
+        f"    -H 'Content-Type: application/json' -d {body}"
     )
     if admin is None:
         return text
@@ -90,7 +103,7 @@ def _whose_key(run_dir: Path, source: KeySource) -> tuple[str, str]:
     if source.token_variable in os.environ:
         return f"token is in {source.token_variable}", f"${source.token_variable}"
     path = run_dir.resolve() / source.token_file
-    return f"token is in {path}", f"$(cat {path})"
+    return f"token is in {path}", f"$(cat {shlex.quote(str(path))})"
 
 
 def _serve(
@@ -102,7 +115,10 @@ def _serve(
     # On a cluster the GPUs are a run's; a Ray of our own has nobody else to ask for them.
     num_gpus = 1 if is_ours and ray.available_resources().get("GPU", 0) >= num_replicas else 0
     with suppress(KeyboardInterrupt), _ended_by_sigterm():
-        url = deploy_source(source, host, port, num_replicas, num_gpus=num_gpus, admin_port=admin_port)
+        with saying("starting the service", at_once=True) as waiting:
+            url = deploy_source(
+                source, host, port, num_replicas, num_gpus=num_gpus, admin_port=admin_port, say=waiting.change
+            )
         console = Console(highlight=False)
         console.print(banner(source.path, url, source.admin_address(admin_port)), markup=False, soft_wrap=True)
         if sys.stdout.isatty() and (key := own_key(source.path)):
@@ -117,7 +133,14 @@ def _serve(
 
 
 def deploy_source(
-    source: Source, host: str, port: int, num_replicas: int, *, num_gpus: int = 0, admin_port: int | None = None
+    source: Source,
+    host: str,
+    port: int,
+    num_replicas: int,
+    *,
+    num_gpus: int = 0,
+    admin_port: int | None = None,
+    say: Callable[[str], object] = lambda _: None,
 ) -> str:
     """Put the service on the connected cluster and wait until it answers; it outlives this process. Returns its URL.
 
@@ -130,6 +153,7 @@ def deploy_source(
         num_replicas: the engines.
         num_gpus: of each engine.
         admin_port: of the admin listener; None for the recipe's.
+        say: is told what is waited for, each time that it is something else.
 
     Raises:
         UserError: a port that is taken, a cluster that already serves something else, or an address that others can
@@ -143,6 +167,7 @@ def deploy_source(
         raise UserError(f"the admin listener cannot have the service's port {port}; choose another for one of them")
     address = Address(host=host, port=port)
     application = bound_application(source, address, num_replicas, num_gpus=num_gpus, admin=admin)
+    say("starting Ray Serve")
     _start_serve()
     running = set(serve.status().applications)
     if others := sorted(running - {name}):
@@ -153,7 +178,7 @@ def deploy_source(
         _check_port(admin)
     # Nothing here waits without limit, as serve.run does.
     serve.run_many([serve.RunTarget(application, name=name, route_prefix=None)], wait_for_applications_running=False)
-    _wait_until_running(name)
+    _wait_until_running(name, {_ENGINE: f"the engines to load {source.name}", _INGRESS: f"port {port}"}, say)
     return address.url
 
 
@@ -263,12 +288,26 @@ def _check_port(address: Address, *, shares_port: bool = False) -> None:
         raise UserError(f"cannot listen on {address.host}:{address.port}: {why}; choose another port")
 
 
-def _wait_until_running(name: str) -> None:
+def _wait_until_running(name: str, awaited: Mapping[str, str], say: Callable[[str], object]) -> None:
+    """Wait for an application.
+
+    Args:
+        name: its name.
+        awaited: what is waited for while a deployment, by its name, is not up.
+        say: is told.
+    """
     from ray import serve
 
-    deadline = time.monotonic() + _READY_TIMEOUT_S
+    deadline, said = time.monotonic() + _READY_TIMEOUT_S, ""
     while True:
         application = serve.status().applications[name]
+        deployments = application.deployments
+        pending = [
+            what for one, what in awaited.items() if one not in deployments or deployments[one].status != "HEALTHY"
+        ]
+        if pending and (now := f"waiting for {' and '.join(pending)}") != said:
+            said = now
+            say(said)
         if application.status == "RUNNING":
             return
         if application.status == "DEPLOY_FAILED":

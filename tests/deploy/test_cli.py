@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import types
@@ -70,7 +71,9 @@ def test_help_needs_neither_torch_nor_ray(tmp_path: Path) -> None:
 
 
 def test_a_refusal_of_the_real_command_is_one_sentence(recipe_file: Path) -> None:
-    ended = _python(_MAIN, "train", "tiny.yaml", "learner.lr=-1", cwd=recipe_file.parent)
+    # Without what a busy machine has said of long imports.
+    quiet = f"import deploy.waiting; deploy.waiting.EVERY_S = 600; {_MAIN}"
+    ended = _python(quiet, "train", "tiny.yaml", "learner.lr=-1", cwd=recipe_file.parent)
     assert ended.returncode == 2
     assert ended.stdout == ""
     assert ended.stderr == "d1: the override learner.lr=-1: learner.lr is -1; it should be greater than 0\n"
@@ -133,6 +136,29 @@ def test_ctrl_c_says_how_to_resume(recipe_file: Path, d1: Callable, events: Even
     assert ended.status == 130
     assert ended.out.endswith("stopped; resume with: d1 train tiny.yaml 'task={name: sums}' --resume\n")
     assert "Traceback" not in ended.err
+
+
+def test_resumed_through_the_link_it_is_the_run_itself(
+    recipe_file: Path, d1: Callable, events: Events, install_job: Callable, make_run: Callable
+) -> None:
+    from deploy.runs import point_latest_at
+
+    point_latest_at(make_run("mine", events[:20]))
+    install_job(FakeJob(events[:20], interrupt=True))
+    ended = d1("train", "tiny.yaml", "name=latest", "--resume")
+    assert ended.out.endswith("stopped; resume with: d1 train tiny.yaml name=latest name=mine --resume\n")
+
+
+def test_a_command_is_printed_as_this_user_can_run_it(
+    recipe_file: Path, d1: Callable, events: Events, install_job: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", os.defpath)
+    install_job(FakeJob(events[:20], interrupt=True))
+    script = os.path.relpath(Path(sys.executable).with_name("d1"))
+    absolute = str(Path(sys.executable).with_name("d1"))
+    printed = d1("train", "tiny.yaml").out.splitlines()[-1]
+    assert printed == f"stopped; resume with: {min(script, absolute, key=len)} train tiny.yaml --resume"
+    d1("runs", "show", "x").assert_refused(f"`{min(script, absolute, key=len)} runs ls` lists the runs")
 
 
 def test_ctrl_c_that_ends_only_the_service_of_a_finished_run_is_success(

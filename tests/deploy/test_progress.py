@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import io
+import threading
 from itertools import pairwise
 from typing import Any
 
+import pytest
 from rich.console import Console
 
+from deploy import progress, waiting
 from deploy.progress import ProgressDisplay
+from deploy.waiting import Waiting
 
 Events = list[dict[str, Any]]
 
@@ -99,6 +103,54 @@ def test_a_pause_says_whom_it_is_for_and_when_it_is_over(recorder: Any) -> None:
 def test_a_status_is_shown_as_it_is() -> None:
     status = {"event": "status", "what": "serving [tiny] at http://127.0.0.1:8000"}
     assert _shown([status], is_terminal=False).strip() == status["what"]
+
+
+def test_what_the_driver_waits_for_is_said_at_once() -> None:
+    wait = {"event": "waiting", "what": "starting Ray\x1b[2J"}
+    assert _shown([wait], is_terminal=False).strip() == "starting Ray\\u001b[2J"
+    assert "starting Ray" in _shown([wait], is_terminal=True)
+
+
+def _waited_for(events: Events, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What is said of a silence after the events."""
+    monkeypatch.setattr(waiting, "EVERY_S", 0.01)
+    said, file = threading.Event(), io.StringIO()
+    display = ProgressDisplay(Console(file=file, width=140))
+    write = Waiting._print
+
+    def heard(wait: Waiting, text: str) -> None:
+        write(wait, text)
+        said.set()
+
+    for event in events:
+        display(event)
+    monkeypatch.setattr(Waiting, "_print", heard)
+    assert said.wait(60)
+    display.stop()
+    return file.getvalue().splitlines()[-1].strip().partition(": ")[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("evaluation", "preparing what comes next"),
+        ("checkpoint", "evaluating"),
+        ("phase_end", "writing a checkpoint"),
+        ("round", "waiting for round 2"),
+    ],
+)
+def test_a_silence_has_a_reason(events: Events, monkeypatch: pytest.MonkeyPatch, kind: str, said: str) -> None:
+    first = next(index for index, event in enumerate(events) if event["event"] == kind)
+    monkeypatch.setattr(progress, "_UNUSUAL", 0.0)
+    assert _waited_for(events[: first + 1], monkeypatch) == said
+
+
+@pytest.mark.parametrize("what", ["a learner worker failed: OSError", "the learner group restarted from checkpoint x"])
+def test_a_restart_of_the_learners_is_said(recorder: Any, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    recorder.add("phase", phase="rl", num_steps=12)
+    recorder.round(0, 0.5)
+    recorder.add("failure", what=what, attempt=1)
+    assert _waited_for(recorder.events, monkeypatch) == "starting the learners again"
 
 
 def test_stopping_twice_is_no_error(events: Events) -> None:

@@ -1,13 +1,16 @@
-"""Ray's token is its owner's alone, and a Ray that does not start is one sentence."""
+"""Ray's token is its owner's alone, a Ray that does not start is one sentence, and its words stay in its logs."""
 
 from __future__ import annotations
 
 import os
 import stat
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
+from ray._private import worker
 
 from deploy.errors import RunFailedError, UserError
 from deploy.ray_session import ray_session
@@ -84,3 +87,18 @@ def test_a_ray_that_does_not_start_is_one_sentence_with_the_place_of_its_logs(ho
         _start()
     assert str(failed.value).startswith("Ray did not start on this machine: Failed to start the raylet.; its logs are")
     assert "\n" not in str(failed.value)
+
+
+def test_what_ray_notes_of_a_dead_worker_is_not_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.setattr(ray, "init", lambda **_: SimpleNamespace(dashboard_url="", address_info={"session_dir": "/"}))
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    monkeypatch.setattr(worker, "_worker_logs_enabled", True)
+    note: dict[str, Any] = {"lines": ["A worker died or was killed"], "pid": "raylet", "is_err": False}
+    worker.print_to_stdstream(dict(note), ignore_prefix=False)
+    assert "A worker died" in capsys.readouterr().out, "as Ray's thread would"
+    with ray_session(dashboard=False):
+        worker.print_to_stdstream(note | {"lines": ["A worker died again"]}, ignore_prefix=False)
+    assert capsys.readouterr() == ("", "")

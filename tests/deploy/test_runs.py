@@ -61,6 +61,22 @@ def test_ls_fits_into_80_columns(
     assert "…" not in d1("runs", "ls").out
 
 
+def test_ls_keeps_names_whole_and_leaves_out_what_does_not_fit(
+    make_run: Callable, events: Events, d1: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long, longest = "tiny-20261122-131142-with-another-learning-rate", "x" * 80
+    monkeypatch.setenv("COLUMNS", "80")
+    make_run(long, events)
+    table = d1("runs", "ls").out
+    assert _rows(table)[0][:2] == [long, "running?" if "running?" in table else "finished"]
+    assert "held-out" in table
+    make_run(longest, events)
+    table = d1("runs", "ls").out
+    assert all(len(line) <= 80 for line in table.splitlines())
+    assert long in table
+    assert longest in "".join(table.split())
+
+
 def test_ls_skips_what_is_no_run_and_survives_a_broken_one(make_run: Callable, events: Events, d1: Callable) -> None:
     directory = make_run("torn", events)
     with (directory / "metrics.jsonl").open("a") as file:

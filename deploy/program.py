@@ -1,0 +1,30 @@
+"""How this user calls this program: a command that it prints runs as it is printed."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+import sysconfig
+from pathlib import Path
+
+_NAME = "d1"
+
+
+def program() -> str:
+    """`d1` where the PATH finds this installation's, else the path of its script, from here where that is shorter."""
+    called = Path(sys.argv[0])
+    script = called if called.name == _NAME and called.is_file() else Path(sysconfig.get_path("scripts"), _NAME)
+    found = shutil.which(_NAME)
+    if not script.is_file() or (found is not None and os.path.samefile(found, script)):
+        return _NAME
+    from_here = os.path.relpath(script)
+    # Without a slash a shell would look for it on the PATH.
+    from_here = from_here if os.sep in from_here else os.path.join(os.curdir, from_here)
+    return shlex.quote(min(from_here, os.path.abspath(script), key=len))
+
+
+def command(*words: str) -> str:
+    """A whole command, quoted for a shell."""
+    return f"{program()} {shlex.join(words)}"

@@ -1,0 +1,45 @@
+"""What a newcomer could ask a policy: a problem of its own task, for the curl line that is printed."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from actors.run_log import CHECKPOINTS, RECIPE
+from deploy.errors import UserError
+from deploy.service.run_files import read_recipe
+from rewards import Split, make_task
+
+# The shortest of so many is shown: a problem of some tasks fills a page.
+_NUM_PROBLEMS = 8
+_OF_ANY_POLICY = "What is 2 + 3?"
+
+
+def example_request(directory: Path) -> tuple[str, str]:
+    """The path of the service, and a body as a shell takes it, for a run's policy or a checkpoint's."""
+    body = _body(directory)
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    # ASCII: a task's text could steer a terminal.
+    return path, shlex.quote(json.dumps(body))
+
+
+def _body(directory: Path) -> dict[str, Any]:
+    directory = directory.resolve()
+    run_dir = directory.parent.parent if directory.parent.name == CHECKPOINTS else directory
+    problems = []
+    # A service that answers does not end because a dataset is not on this machine.
+    with suppress(UserError, ValueError, OSError):
+        if (run_dir / RECIPE).is_file():
+            recipe = read_recipe(run_dir)
+            count = min(_NUM_PROBLEMS, recipe.evaluation.num_problems)
+            problems = make_task(recipe.task).problems(Split.HELDOUT, count, seed=0)
+    if not problems:
+        return {"prompt": _OF_ANY_POLICY}
+    messages = min(problems, key=lambda problem: sum(len(message.content) for message in problem.messages)).messages
+    # What a prompt is to the service: the only turn, of the user.
+    if len(messages) == 1 and messages[0].role == "user":
+        return {"prompt": messages[0].content}
+    return {"messages": [{"role": message.role, "content": message.content} for message in messages]}

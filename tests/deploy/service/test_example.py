@@ -1,0 +1,83 @@
+"""The curl line asks what the policy was trained for."""
+
+import json
+import shlex
+
+import pytest
+import yaml
+
+from deploy.service import banner
+from deploy.service.example import example_request
+from rewards import Split, make_task
+from rewards.problem import Message
+
+
+def _recipe(run_dir, **changes):
+    recipe = yaml.safe_load((run_dir / "recipe.yaml").read_text()) | changes
+    (run_dir / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+
+
+def test_a_run_is_asked_a_held_out_problem_of_its_task(run_dir):
+    sudoku = {"name": "sudoku", "prompt": "compact", "min_empty": 4, "max_empty": 9}
+    _recipe(run_dir, task=sudoku)
+    path, body = example_request(run_dir)
+    assert path == "/v1/completions"
+    prompt = json.loads(shlex.split(body)[0])["prompt"]
+    assert "2 + 3" not in prompt
+    _recipe(run_dir, task={"name": "sums"})
+    assert example_request(run_dir) != (path, body)
+    assert example_request(run_dir) == example_request(run_dir / "checkpoints" / "sft-1")
+    line = banner(run_dir, "http://127.0.0.1:8000").splitlines()
+    assert shlex.split(line[2])[-1] == shlex.split(example_request(run_dir)[1])[0]
+
+
+@pytest.mark.parametrize("task", [{"name": "sums"}, {"name": "countdown"}, {"name": "sudoku"}])
+def test_it_is_the_shortest_of_some(run_dir, task):
+    _recipe(run_dir, task=task)
+    prompt = json.loads(shlex.split(example_request(run_dir)[1])[0])["prompt"]
+    from deploy.service.run_files import read_recipe
+
+    recipe = read_recipe(run_dir)
+    count = min(8, recipe.evaluation.num_problems)
+    problems = make_task(recipe.task).problems(Split.HELDOUT, count, seed=0)
+    texts = [problem.messages[0].content for problem in problems]
+    assert prompt in texts
+    assert len(prompt) == min(map(len, texts))
+
+
+def test_a_task_without_its_data_and_a_checkpoint_without_a_run_have_a_neutral_one(run_dir, tmp_path):
+    _recipe(run_dir, task={"name": "jsonl", "grader": "exact", "train_data": str(tmp_path / "gone.jsonl")})
+    neutral = "/v1/completions", shlex.quote(json.dumps({"prompt": "What is 2 + 3?"}))
+    assert example_request(run_dir) == neutral
+    assert example_request(tmp_path) == neutral
+
+
+def test_what_a_task_says_cannot_leave_its_quotes_or_steer_a_terminal(run_dir, monkeypatch):
+    hostile = 'it\'s $(id) `id` \x1b[2J\n"done" \u202e'
+
+    class _Task:
+        def problems(self, split, count, seed):
+            return [type("P", (), {"messages": (Message(role="user", content=hostile),)})]
+
+    monkeypatch.setattr("deploy.service.example.make_task", lambda config: _Task())
+    _, body = example_request(run_dir)
+    assert json.loads(shlex.split(body)[0]) == {"prompt": hostile}
+    assert body.isascii()
+    assert body.isprintable()
+
+
+def test_a_conversation_is_asked_as_one(run_dir, monkeypatch):
+    turns = [
+        Message(role="user", content="a"),
+        Message(role="assistant", content="b"),
+        Message(role="user", content=""),
+    ]
+
+    class _Task:
+        def problems(self, split, count, seed):
+            return [type("P", (), {"messages": tuple(turns)})]
+
+    monkeypatch.setattr("deploy.service.example.make_task", lambda config: _Task())
+    path, body = example_request(run_dir)
+    assert path == "/v1/chat/completions"
+    assert [turn["role"] for turn in json.loads(shlex.split(body)[0])["messages"]] == ["user", "assistant", "user"]
