@@ -76,6 +76,8 @@ class Driver:
     def close(self) -> None:
         """Read what is left of its output, once no process of its family has it open any more."""
         self._reader.join(timeout=10.0)
+        if not self._reader.is_alive() and self._process.stdout is not None:
+            self._process.stdout.close()
 
     def _read(self) -> None:
         assert self._process.stdout is not None

@@ -221,7 +221,7 @@ def _blow(record: RunRecord, blow: Blow) -> Iterator[str]:
         yield f"fault {blow.fault.number}, {blow.fault} ({blow.victim}, round {blow.round}): {what}"
     if blow.fault.harm is Harm.FLIP:
         said = [str(event["what"]) for event in record.history.events if event["event"] == "failure"]
-        if not any(blow.victim in what for what in said):
+        if not any(blow.victim in what and "damaged" in what for what in said):
             yield f"fault {blow.fault.number}, {blow.fault}: nobody said that checkpoint {blow.victim} is damaged"
 
 

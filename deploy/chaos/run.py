@@ -150,7 +150,7 @@ class DisturbedRun:
                 time.sleep(0.1)
             leftovers = [process.title[:80] for process in left]
             self._family.kill()
-            driver.close()
+        driver.close()
         self._drives.append(
             Drive(
                 began_s=driver.began_s,
