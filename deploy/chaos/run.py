@@ -188,20 +188,13 @@ class DisturbedRun:
                 self._resume()
                 began = time.monotonic()
             has_moved = self._progress_at_s > max(began, self._driver.began_s)
-            if has_moved and self._are_all_there():
+            if has_moved and self._family.has_working({role: self._plan.sizes.get(role, 1) for role in _ROLES}):
                 return True
             if time.monotonic() - max(self._progress_at_s, began) > self._plan.patience_s:
                 self._say(f"no progress for {self._plan.patience_s:.0f} s: the run is killed and resumed")
                 self._help()
             time.sleep(_POLL_S)
         return False
-
-    def _are_all_there(self) -> bool:
-        for role in _ROLES:
-            working = [process for process in self._family.of_role(role) if process.state != "T"]
-            if len(working) < self._plan.sizes.get(role, 1):
-                return False
-        return True
 
     def _one(self, faults: deque[Fault]) -> None:
         """Wait for the next fault's moment and carry it out; it stays where it is when the run ends before."""

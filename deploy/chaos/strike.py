@@ -75,8 +75,7 @@ class Strike:
             return True
         if fault.harm is Harm.TERM and not self._has_had_time():
             return False
-        working = [one for one in self._scene.family.of_role(role) if one.state != "T"]
-        return len(working) >= self._scene.sizes.get(role, 1)
+        return self._scene.family.has_working({role: self._scene.sizes.get(role, 1)})
 
     def end(self) -> None:
         """Let nothing of it last, whatever happened."""

@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,8 +80,12 @@ class Family:
 
     def of_role(self, target: Target) -> list[Process]:
         """Those that play a role. The driver is known to who started it, and is not among them."""
-        pattern = re.compile(_TITLES[target])
-        return [process for process in self.living() if pattern.match(process.title)]
+        return [process for process in self.living() if _plays(process, target)]
+
+    def has_working(self, sizes: Mapping[Target, int]) -> bool:
+        """Whether each role has so many processes, none of which stands still."""
+        working = [process for process in self.living() if process.state != "T"]
+        return all(sum(_plays(process, role) for process in working) >= size for role, size in sizes.items())
 
     def kill(self, timeout_s: float = 20.0) -> None:
         """End all of them; returns when they have ended or `timeout_s` is over."""
@@ -95,6 +100,10 @@ class Family:
             return f"\0{MARK}={self.mark}\0".encode() in b"\0" + (_PROC / str(pid) / "environ").read_bytes()
         except OSError:
             return False
+
+
+def _plays(process: Process, target: Target) -> bool:
+    return re.match(_TITLES[target], process.title) is not None
 
 
 def _read(pid: int) -> Process | None:

@@ -19,7 +19,7 @@ from deploy.chaos.run import DisturbedRun, Plan, undisturbed
 from deploy.chaos.targets import MARK, Family
 
 FAKE = Path(__file__).with_name("fake_train.py")
-NUM_ROUNDS = 200
+NUM_ROUNDS = 100
 TERMS = Terms(
     num_rounds=NUM_ROUNDS, groups_per_round=2, group_size=4, max_staleness=0, phases=(f"rl-{NUM_ROUNDS:06d}",)
 )
