@@ -25,7 +25,6 @@ from deploy.chaos.targets import MARK, Family
 Say = Callable[[str], None]
 _PROGRESS = {"sft", "sft_eval", "round", "evaluation", "checkpoint", "phase_end", "done"}
 _POLL_S = 0.02
-_LEFTOVER_S = 20.0
 _MAX_VAIN_DRIVES = 3
 _ROLES = (Target.SAMPLER, Target.GRADER, Target.LEARNER, Target.COORDINATOR, Target.STORE, Target.CONTROLLER)
 
@@ -42,6 +41,8 @@ class Plan:
     """The recipe's."""
     patience_s: float
     """How long a run may make no progress before it counts as stuck."""
+    leftover_s: float
+    """How long after the end of `d1 train` its processes may take to end."""
     disk_bytes: int
     """Size of the file system of its own that a run directory gets."""
 
@@ -145,7 +146,7 @@ class DisturbedRun:
             pass
         leftovers: list[str] = []
         if self._scene.cluster is None:
-            deadline = time.monotonic() + _LEFTOVER_S
+            deadline = time.monotonic() + self._plan.leftover_s
             while (left := self._family.living()) and time.monotonic() < deadline:
                 time.sleep(0.1)
             leftovers = [process.title[:80] for process in left]
@@ -198,24 +199,36 @@ class DisturbedRun:
 
     def _one(self, faults: deque[Fault]) -> None:
         """Wait for the next fault's moment and carry it out; it stays where it is when the run ends before."""
-        fault, plan = faults[0], self._plan
+        fault = faults[0]
         until = time.monotonic() + fault.delay_s
-        while time.monotonic() < until and self._driver.status is None and not self._is_done:
-            self._look()
+        while time.monotonic() < until and not self._has_ended():
             time.sleep(_POLL_S)
-        every, is_over = plan.checkpoint_every_rounds, lambda: self._driver.status is not None
-        came = wait_for(fault.moment, self._run_dir, every, is_over, plan.patience_s)
-        self._look()
-        if not came or self._is_done or self._driver.status is not None:
-            return
-        faults.popleft()
         try:
-            strike = Strike(fault, self._scene, self._driver)
+            strike = self._strike(fault)
         except NotPossibleError as error:
-            self._say(f"fault {fault.number}, {fault}: skipped, {error}")
+            if not self._has_ended():
+                faults.popleft()
+                self._say(f"fault {fault.number}, {fault}: skipped, {error}")
             return
-        self._say(f"fault {fault.number}, {fault}: {strike.victim}, in round {self._rounds_done} of {self._name}")
-        self._recover(fault, strike)
+        if strike is not None:
+            faults.popleft()
+            self._say(f"fault {fault.number}, {fault}: {strike.victim}, in round {self._rounds_done} of {self._name}")
+            self._recover(fault, strike)
+
+    def _strike(self, fault: Fault) -> Strike | None:
+        """Carry a fault out at its moment; None when the run ends before. Raises NotPossibleError."""
+        if self._has_ended():
+            return None
+        strike = Strike(fault, self._scene, self._driver)
+        every, patience_s = self._plan.checkpoint_every_rounds, self._plan.patience_s
+        if not wait_for(fault.moment, self._run_dir, every, lambda: self._driver.status is not None, patience_s):
+            return None
+        strike.carry_out()
+        return strike
+
+    def _has_ended(self) -> bool:
+        self._look()
+        return self._is_done or self._driver.status is not None
 
     def _recover(self, fault: Fault, strike: Strike) -> None:
         round_index, num_drives = self._rounds_done, len(self._drives)

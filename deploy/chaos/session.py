@@ -21,6 +21,7 @@ from deploy.recipe import Recipe
 
 _REFERENCE = "reference"
 _DISK_BYTES = 256 << 20
+_LEFTOVER_S = 20.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,6 +126,7 @@ def _plan(recipe: Recipe, order: Order) -> Plan:
         },
         checkpoint_every_rounds=recipe.checkpoint_every_rounds,
         patience_s=order.patience_s,
+        leftover_s=_LEFTOVER_S,
         disk_bytes=_DISK_BYTES,
     )
 

@@ -48,13 +48,21 @@ class Strike:
     """One fault under way."""
 
     def __init__(self, fault: Fault, scene: Scene, driver: Driver) -> None:
-        """Carry it out. Raises NotPossibleError."""
+        """Choose whom it will hit: to look for him takes longer than some moments last. Raises NotPossibleError."""
         self._fault, self._scene, self._driver = fault, scene, driver
-        self.victim, self._process = "", None
+        self.victim, self.at_s = "", 0.0
+        self.over_at_s: float | None = None
+        self._process: Process | None = None
+        if fault.target is Target.BYTES:
+            self._process = self._choose(Target.LEARNER)
+        elif fault.target not in (Target.DISK, Target.CLOCK, Target.DRIVER):
+            self._process = self._choose(fault.target)
+
+    def carry_out(self) -> None:
+        """Do it. Raises NotPossibleError."""
         self.at_s = time.monotonic()
         self._do()
-        self.over_at_s: float | None = None
-        if fault.seconds is None or fault.harm is Harm.JUMP:
+        if self._fault.seconds is None or self._fault.harm is Harm.JUMP:
             self.over_at_s = self.at_s
 
     @property
@@ -87,9 +95,7 @@ class Strike:
 
     def _has_had_time(self) -> bool:
         """A process may end of a signal that it can catch, or not: after some seconds it will not."""
-        is_gone = self._process is not None and self._process.key not in {
-            one.key for one in self._scene.family.living()
-        }
+        is_gone = self._process is not None and not self._process.is_there()
         return is_gone or time.monotonic() > self.at_s + _TERM_S
 
     def _do(self) -> None:
@@ -107,7 +113,7 @@ class Strike:
                 self.victim = "the run's wall clock"
             case Target.BYTES:
                 self.victim = _flip_newest(scene.run_dir / CHECKPOINTS, fault.choice)
-                self._choose(Target.LEARNER).signal(signal.SIGKILL)
+                self._victim_of(Target.LEARNER).signal(signal.SIGKILL)
             case Target.DRIVER:
                 self.victim = f"process {self._driver.pid}"
                 self._driver.signal(_NUMBERS[fault.harm])
@@ -120,7 +126,7 @@ class Strike:
             if scene.cluster is None:
                 raise NotPossibleError("redis-server is missing (Debian: apt install redis-server)")
             scene.cluster.note_gcs()
-        process = self._process = self._choose(fault.target)
+        process = self._victim_of(fault.target)
         self.victim = f"{_short(process.title)}, process {process.pid}"
         if fault.moment is Moment.COLLECTIVE:
             process.signal(signal.SIGSTOP)
@@ -138,6 +144,12 @@ class Strike:
             self._process.signal(signal.SIGCONT)
         if scene.cluster is not None and fault.target is Target.GCS_ON_REDIS:
             scene.cluster.restart_gcs()
+
+    def _victim_of(self, target: Target) -> Process:
+        """Who was chosen; another one if he has ended meanwhile."""
+        if self._process is None or not self._process.is_there():
+            self._process = self._choose(target)
+        return self._process
 
     def _choose(self, target: Target) -> Process:
         candidates = self._scene.family.of_role(target)

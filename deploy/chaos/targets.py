@@ -53,6 +53,11 @@ class Process:
         """What tells it from all others, earlier ones too."""
         return self.pid, self.started
 
+    def is_there(self) -> bool:
+        """Whether it has not ended."""
+        now = _read(self.pid)
+        return now is not None and now.key == self.key and now.state not in "ZX"
+
     def signal(self, number: signal.Signals) -> None:
         """Send it a signal; nothing happens when it has ended."""
         with suppress(ProcessLookupError):

@@ -31,6 +31,7 @@ def _plan(flaw: str = "none", patience_s: float = 60.0, num_rounds: int = NUM_RO
         sizes={Target.SAMPLER: 2, Target.LEARNER: 2},
         checkpoint_every_rounds=5,
         patience_s=patience_s,
+        leftover_s=2.0,
         disk_bytes=16 << 20,
     )
 
