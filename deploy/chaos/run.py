@@ -26,6 +26,8 @@ Say = Callable[[str], None]
 _PROGRESS = {"sft", "sft_eval", "round", "evaluation", "checkpoint", "phase_end", "done"}
 _POLL_S = 0.02
 _MAX_VAIN_DRIVES = 3
+# Until its first step: `d1 train` gives up by itself before.
+_START_S = 600.0
 _ROLES = (Target.SAMPLER, Target.GRADER, Target.LEARNER, Target.COORDINATOR, Target.STORE, Target.CONTROLLER)
 
 
@@ -170,8 +172,15 @@ class DisturbedRun:
         self._num_vain += 1
         self._start()
 
+    def _is_stuck_since(self, since_s: float) -> bool:
+        """Whether the run has kept everybody waiting for longer than it may, from some moment on."""
+        is_starting = self._progress_at_s <= self._driver.began_s
+        limit_s = max(self._plan.patience_s, _START_S if is_starting else 0.0)
+        return time.monotonic() - since_s > limit_s
+
     def _help(self) -> None:
         """The run is stuck: end it, so that it can be resumed."""
+        self._say(f"{self._name} makes no progress: it is killed and resumed")
         if self._driver.status is None:
             self._was_helped = True
             self._driver.kill()
@@ -191,8 +200,7 @@ class DisturbedRun:
             has_moved = self._progress_at_s > max(began, self._driver.began_s)
             if has_moved and self._family.has_working({role: self._plan.sizes.get(role, 1) for role in _ROLES}):
                 return True
-            if time.monotonic() - max(self._progress_at_s, began) > self._plan.patience_s:
-                self._say(f"no progress for {self._plan.patience_s:.0f} s: the run is killed and resumed")
+            if self._is_stuck_since(max(began, self._progress_at_s)):
                 self._help()
             time.sleep(_POLL_S)
         return False
@@ -251,7 +259,7 @@ class DisturbedRun:
             waits_since = max(strike.over_at_s or now, self._driver.began_s)
             if back_at_s is not None:
                 waits_since = max(waits_since, self._progress_at_s)
-            if now - waits_since > self._plan.patience_s:
+            if self._is_stuck_since(waits_since):
                 outcome = Outcome.STUCK
                 break
             time.sleep(_POLL_S)
@@ -284,10 +292,8 @@ class DisturbedRun:
                     return
                 self._num_vain += 1
                 self._start()
-            if time.monotonic() - self._progress_at_s > self._plan.patience_s:
-                self._say(f"no progress for {self._plan.patience_s:.0f} s: the run is killed and resumed")
+            if self._is_stuck_since(self._progress_at_s):
                 self._help()
-                self._progress_at_s = time.monotonic()
             time.sleep(_POLL_S)
 
 
