@@ -5,6 +5,9 @@ PYTHON ?= python3
 RUN ?= tiny-$(shell date +%Y%m%d-%H%M%S)
 # What is added to the command of `make train`, `make serve`, `make test` and `make up`.
 ARGS ?=
+# Of `make chaos`.
+KILLS ?= 200
+SEED ?= $(shell date +%s)
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -16,7 +19,7 @@ CLIENTS := .venv-clients
 CLIENT_PINS := tests/deploy/service/clients/clients.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup tools train serve test test-vllm test-clients fuzz gathers check fmt docs up constraints bubblewrap chromium
+.PHONY: help setup tools train serve test test-vllm test-clients fuzz gathers chaos check fmt docs up constraints bubblewrap chromium
 
 help: ## Say what there is.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -29,12 +32,13 @@ train: $(STAMP) ## Train a tiny policy here: RUN=name of the run, ARGS="learner.
 serve: $(STAMP) ## Answer HTTP requests from the newest run, or from RUN=name: ARGS="--port 8001".
 	$(BIN)/d1 serve $(if $(filter file,$(origin RUN)),,$(RUN)) $(ARGS)
 
-# Servers that tests run against and that pip has not: without them those tests skip.
-tools: ## Install redis-server, promtool and docker-compose for the tests, on Debian as root.
-	@command -v redis-server >/dev/null && command -v promtool >/dev/null && command -v docker-compose >/dev/null || \
+# Servers that tests run against and that pip has not, and the clock that `d1 chaos` moves: what needs them skips without.
+tools: ## Install redis-server, promtool, docker-compose and faketime, on Debian as root.
+	@command -v redis-server >/dev/null && command -v promtool >/dev/null && command -v docker-compose >/dev/null && \
+		command -v faketime >/dev/null || \
 		{ apt-get update -qq && apt-get install -qq --yes --no-install-recommends \
-		redis-server prometheus docker-compose; } >/dev/null 2>&1 || \
-		echo 'redis-server, promtool or docker-compose cannot be installed here: the tests that need them skip.'
+		redis-server prometheus docker-compose faketime; } >/dev/null 2>&1 || \
+		echo 'redis-server, promtool, docker-compose or faketime cannot be installed here: what needs them skips.'
 
 test: $(STAMP) bubblewrap chromium tools ## Run the tests: ARGS="tests/rewards -k sudoku" for some of them.
 	$(BIN)/pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(ARGS)
@@ -51,6 +55,9 @@ fuzz: $(STAMP) ## Ask the service 10,000 requests that its schema allows or forb
 
 gathers: $(STAMP) ## Load, gather and put weights 10,000 times on two ranks.
 	D1_GATHERS=10000 $(BIN)/pytest -s tests/actors/test_on_ray.py::test_what_is_gathered_and_put_is_what_was_loaded $(ARGS)
+
+chaos: $(STAMP) tools ## Kill, stop and starve runs, and judge their histories: KILLS=200 and SEED=a number, a night.
+	$(BIN)/d1 chaos recipes/chaos.yaml --kills $(KILLS) --seed $(SEED) $(ARGS)
 
 check: $(STAMP) ## Check format, lint and types.
 	$(BIN)/ruff format --check .

@@ -1,0 +1,1 @@
+"""Chaos: a run is killed, starved and lied to, and its history is compared with an undisturbed one's."""

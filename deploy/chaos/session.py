@@ -1,0 +1,170 @@
+"""A session: one undisturbed run, then disturbed ones until every fault has been carried out, then the verdict."""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from actors.spec import Phase
+from deploy.chaos.faults import Fault, Setting, Target
+from deploy.chaos.judge import Terms, judge
+from deploy.chaos.places import Cluster, FakeClock
+from deploy.chaos.record import History, RunRecord, read_history
+from deploy.chaos.run import DisturbedRun, Plan, Say, undisturbed
+from deploy.chaos.schedule import schedule
+from deploy.errors import RunFailedError, UserError
+from deploy.overrides import load_recipe
+from deploy.recipe import Recipe
+
+_REFERENCE = "reference"
+_DISK_BYTES = 256 << 20
+_LEFTOVER_S = 20.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Order:
+    """What the user asked for."""
+
+    recipe_path: Path
+    """The recipe."""
+    overrides: tuple[str, ...]
+    """Changes to it."""
+    kills: int
+    """How many faults."""
+    seed: int
+    """Of their schedule."""
+    targets: Collection[Target]
+    """What they may be done to."""
+    reference: Path | None
+    """The directory of an undisturbed run; None: one is made first."""
+    patience_s: float
+    """How long a run may make no progress before it counts as stuck."""
+    out: Path
+    """Where the runs and the report go."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """What came of a session."""
+
+    records: tuple[RunRecord, ...]
+    """The disturbed runs."""
+    skipped: tuple[str, ...]
+    """A sentence for each fault that was not carried out."""
+    violations: tuple[str, ...]
+    """A sentence for each thing that must not be."""
+
+
+def carry_out(order: Order, say: Say) -> Verdict:
+    """Run a session. Raises UserError for a recipe whose runs cannot be compared, RunFailedError for one that fails."""
+    recipe = load_recipe(order.recipe_path, list(order.overrides))
+    _check(recipe, order.recipe_path)
+    faults = schedule(order.kills, order.seed, order.targets)
+    order.out.mkdir(parents=True)
+    plan = _plan(recipe, order)
+    reference = _reference(recipe, order, plan, say)
+    terms = _terms(recipe)
+    skipped: list[str] = []
+    records: list[RunRecord] = []
+    for setting in Setting:
+        left = deque(fault for fault in faults if fault.setting is setting)
+        if left and (why := _impossible(setting)):
+            skipped += [f"fault {fault.number}, {fault}: {why}" for fault in left]
+            left.clear()
+        while left:
+            before = len(left)
+            name = f"disturbed-{len(records) + 1}"
+            say(f"{name}: a run on {setting}, {len(left)} faults to come")
+            record = DisturbedRun(name, setting, order.out, plan, say).go(left)
+            records.append(record)
+            found = judge(terms, reference, record)
+            say(f"{name}: {len(record.blows)} faults, {len(record.drives)} times `d1 train`, {len(found)} violations")
+            if len(left) == before:
+                skipped += [f"fault {fault.number}, {fault}: its run ended before" for fault in left]
+                break
+    skipped += _undone(faults, records, skipped)
+    violations = [what for record in records for what in judge(terms, reference, record)]
+    return Verdict(records=tuple(records), skipped=tuple(skipped), violations=tuple(violations))
+
+
+def _undone(faults: list[Fault], records: list[RunRecord], skipped: list[str]) -> list[str]:
+    """Faults that had no victim when their moment came."""
+    done = {blow.fault.number for record in records for blow in record.blows}
+    said = {fault.number for fault in faults if any(what.startswith(f"fault {fault.number},") for what in skipped)}
+    return [
+        f"fault {fault.number}, {fault}: not possible when its moment came"
+        for fault in faults
+        if fault.number not in done | said
+    ]
+
+
+def _check(recipe: Recipe, path: Path) -> None:
+    if recipe.control.enabled and not recipe.control.num_steps:
+        raise UserError(
+            f"{path}: control.num_steps 0 gives the control the rounds' seconds, and no two runs are alike; "
+            "give it steps, or control.enabled=false"
+        )
+    if not recipe.checkpoint_every_rounds:
+        raise UserError(
+            f"{path}: checkpoint_every_rounds is 0, and faults between rounds aim at checkpoints; give it 5"
+        )
+    if recipe.sft.num_steps == 0:
+        raise UserError(f"{path}: sft.num_steps is 0, and faults aim at every stage; give it steps")
+
+
+def _plan(recipe: Recipe, order: Order) -> Plan:
+    d1 = str(Path(sys.executable).with_name("d1"))
+    return Plan(
+        command=(d1, "train", str(order.recipe_path), *order.overrides),
+        sizes={
+            Target.SAMPLER: recipe.rollout.num_samplers,
+            Target.GRADER: recipe.grading.num_graders,
+            Target.LEARNER: recipe.learner.num_workers,
+        },
+        checkpoint_every_rounds=recipe.checkpoint_every_rounds,
+        patience_s=order.patience_s,
+        leftover_s=_LEFTOVER_S,
+        disk_bytes=_DISK_BYTES,
+    )
+
+
+def _terms(recipe: Recipe) -> Terms:
+    phases = (Phase.SFT, f"{Phase.RL}-{recipe.learner.num_rounds:06d}")
+    return Terms(
+        num_rounds=recipe.learner.num_rounds,
+        groups_per_round=recipe.learner.groups_per_round,
+        group_size=recipe.learner.group_size,
+        max_staleness=recipe.learner.max_staleness,
+        phases=(*phases, Phase.CONTROL) if recipe.control.enabled else phases,
+    )
+
+
+def _reference(recipe: Recipe, order: Order, plan: Plan, say: Say) -> History:
+    if order.reference is not None:
+        began = load_recipe(order.reference / "recipe.yaml", [])
+        places = {"name": recipe.name, "runs_dir": recipe.runs_dir}
+        if began.model_copy(update=places) != recipe:
+            raise UserError(f"--reference {order.reference} is a run of another recipe; leave it out to make one")
+        history = read_history(order.reference)
+        if not history.events or history.events[-1]["event"] != "done":
+            raise UserError(f"--reference {order.reference} has not ended; leave it out to make one")
+        return history
+    say("the undisturbed run, to compare with")
+    try:
+        events = undisturbed(_REFERENCE, order.out, plan)
+    except RuntimeError as error:
+        raise RunFailedError(str(error)) from error
+    say(f"it took {events[-1]['time_s']:.0f} s")
+    return read_history(order.out / _REFERENCE)
+
+
+def _impossible(setting: Setting) -> str:
+    """Why nothing can run there; empty when it can."""
+    if setting is Setting.FAKE_CLOCK and not FakeClock.is_possible():
+        return "libfaketime is missing (Debian: apt install faketime)"
+    if setting is Setting.CLUSTER and not Cluster.is_possible():
+        return "redis-server is missing (Debian: apt install redis-server)"
+    return ""

@@ -1,0 +1,94 @@
+"""What `d1 chaos` refuses before it starts anything, and what it reports."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from deploy.chaos.driver import Line
+from deploy.chaos.expectations import ALLOWED, Outcome
+from deploy.chaos.faults import Fault, Harm, Moment, Setting, Target
+from deploy.chaos.record import Blow, Drive, History, RunRecord
+from deploy.chaos.report import as_json, markdown, rows
+from deploy.chaos.session import Order, Verdict, carry_out
+from deploy.errors import UserError
+
+RECIPE = Path(__file__).parents[3] / "recipes" / "chaos.yaml"
+
+
+def _order(tmp_path: Path, *overrides: str, reference: Path | None = None) -> Order:
+    return Order(
+        recipe_path=RECIPE,
+        overrides=overrides,
+        kills=1,
+        seed=0,
+        targets=tuple(Target),
+        reference=reference,
+        patience_s=1.0,
+        out=tmp_path / "out",
+    )
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("control.num_steps=0", "control.num_steps 0 gives the control the rounds' seconds"),
+        ("checkpoint_every_rounds=0", "checkpoint_every_rounds is 0, and faults between rounds aim at checkpoints"),
+        ("sft.num_steps=0", "sft.num_steps is 0, and faults aim at every stage"),
+    ],
+)
+def test_a_recipe_whose_runs_cannot_be_compared_is_refused(tmp_path: Path, override: str, sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        carry_out(_order(tmp_path, override), print)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_run_of_another_recipe_is_no_reference(tmp_path: Path) -> None:
+    reference = tmp_path / "reference"
+    reference.mkdir()
+    (reference / "recipe.yaml").write_text(RECIPE.read_text().replace("seed: 0", "seed: 1"))
+    with pytest.raises(UserError, match="is a run of another recipe"):
+        carry_out(_order(tmp_path, reference=reference), print)
+
+
+def test_every_target_has_an_expectation() -> None:
+    assert ALLOWED.keys() == set(Target)
+    assert not [target for target, outcomes in ALLOWED.items() if Outcome.STUCK in outcomes]
+
+
+def _blow(number: int, outcome: Outcome, seconds: float | None) -> Blow:
+    fault = Fault(
+        number=number,
+        target=Target.LEARNER,
+        harm=Harm.KILL,
+        moment=Moment.ANY,
+        delay_s=0.0,
+        choice=0.0,
+        seconds=None,
+    )
+    return Blow(
+        fault=fault, victim="process 7", round=3, at_s=1.0, over_at_s=1.0, back_after_s=seconds, outcome=outcome
+    )
+
+
+def test_the_table_counts_faults_of_a_kind_and_their_seconds() -> None:
+    blows = (
+        _blow(1, Outcome.WENT_ON, 2.0),
+        _blow(2, Outcome.WENT_ON, 4.0),
+        _blow(3, Outcome.RESUMED, 30.0),
+        _blow(4, Outcome.STUCK, None),
+    )
+    drive = Drive(began_s=0.0, ended_s=9.0, status=0, was_helped=False, lines=(Line(at_s=1.0, text="x"),), leftovers=())
+    history = History(events=(), samples=(), digests={}, num_unreadable=0)
+    record = RunRecord(name="one", setting=Setting.OWN_RAY, drives=(drive,), blows=blows, history=history)
+    verdict = Verdict(records=(record,), skipped=(), violations=("one: this",))
+    (row,) = rows(verdict)
+    assert (row.times, row.went_on, row.resumed, row.stuck, row.median_s, row.max_s) == (4, 2, 1, 1, 4.0, 30.0)
+    assert markdown(verdict).splitlines()[2] == "| learner | SIGKILL | any | 4 | 2 | 1 | 1 | 4.0 | 30.0 |"
+    found = as_json(verdict)
+    assert found["violations"] == ["one: this"]
+    assert (
+        found["faults"][2] | {"run": "one", "target": "learner", "outcome": "resumed", "back_after_s": 30.0}
+        == (found["faults"][2])
+    )
