@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -17,6 +19,8 @@ from learner.sharding import ShardedPolicy
 
 # One by time takes at most one part in so many of a run's seconds.
 _SHARE_OF_TIME = 20
+# One that a later stage begins from waits for room on the disk.
+_PATIENCE_S, _PAUSE_S = 600.0, 5.0
 
 
 class Client(Protocol):
@@ -49,6 +53,8 @@ class Checkpointer:
         digest: str | None,
         state: Callable[[], Mapping[str, Tensor]] | None,
         adapter: Adapter | None,
+        *,
+        may_fail: bool,
     ) -> None:
         """A checkpoint of the policy as it is, and away with those that are not kept. A collective.
 
@@ -58,13 +64,17 @@ class Checkpointer:
             state: gives what the learner of a stage under way goes on with; a collective. None where SFT or the control
                 has ended.
             adapter: that of the stage, whole on rank 0; None without LoRA.
+            may_fail: the run can do without this one: that it cannot be written, as on a full disk, is recorded. Else
+                it is tried again for `_PATIENCE_S`.
+
+        Raises OSError on rank 0, and LeaderFailedError on the others, when it cannot be written and may not fail.
         """
         began = self._clock()
         weights = self._policy.weights_on_rank_0()
         learner_state = None if state is None else state()
+        directory = self._spec.checkpoints_dir / checkpoint_name(position)
 
-        def on_rank_0() -> None:
-            directory = self._spec.checkpoints_dir / checkpoint_name(position)
+        def save() -> None:
             save_checkpoint(
                 directory,
                 self._policy.config,
@@ -74,19 +84,47 @@ class Checkpointer:
                 learner_state=learner_state,
                 trainer_state=asdict(replace(position, manifest_digest=digest)),
             )
-            under_way = {} if position.step is None else {"step": position.step}
-            self._client.record(
-                "checkpoint",
-                {
-                    "path": str(directory.relative_to(self._spec.run_dir)),
-                    "phase": position.phase,
-                    "round": position.round,
-                    "policy_version": position.policy_version,
-                    **under_way,
-                },
-            )
-            prune(self._spec.checkpoints_dir, self._spec.num_checkpoints_kept, self._client.versions_to_keep())
 
-        self._ranks.on_rank_0(on_rank_0)
-        self.newest, self._written_at = position, self._clock()
+        def on_rank_0() -> bool:
+            if not self._is_saved(save, directory.name, 0.0 if may_fail else _PATIENCE_S):
+                return False
+            self._record(position, directory)
+            prune(self._spec.checkpoints_dir, self._spec.num_checkpoints_kept, self._client.versions_to_keep())
+            return True
+
+        if self._ranks.agreed(on_rank_0):
+            self.newest = position
+        self._written_at = self._clock()
         self._write_s = self._written_at - began
+
+    def _is_saved(self, save: Callable[[], None], name: str, patience_s: float) -> bool:
+        """Whether it could be saved, within `patience_s` seconds if that is more than none; else it raises."""
+        began = time.monotonic()
+        is_told = False
+        while True:
+            try:
+                save()
+            except OSError as error:
+                if not is_told:
+                    is_told = True
+                    self._client.record("failure", {"what": f"checkpoint {name}: {error}", "attempt": 1})
+                if not patience_s:
+                    return False
+                if time.monotonic() - began > patience_s:
+                    raise
+                time.sleep(_PAUSE_S)
+            else:
+                return True
+
+    def _record(self, position: Position, directory: Path) -> None:
+        under_way = {} if position.step is None else {"step": position.step}
+        self._client.record(
+            "checkpoint",
+            {
+                "path": str(directory.relative_to(self._spec.run_dir)),
+                "phase": position.phase,
+                "round": position.round,
+                "policy_version": position.policy_version,
+                **under_way,
+            },
+        )

@@ -454,7 +454,8 @@ class TrainingRun:
         position = self._position
         is_published = position.is_published and self._generation is not None
         digest = self._published.digest if is_published else None
-        self._checkpointer.write(position, digest, self._state, self._adapter())
+        is_end = self._state is None or position.round == self._spec.learner.num_rounds
+        self._checkpointer.write(position, digest, self._state, self._adapter(), may_fail=not is_end)
 
     def _save_if(self, is_due: bool) -> None:
         if is_due:

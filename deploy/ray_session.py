@@ -5,13 +5,17 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-from collections.abc import Iterator
+import signal
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from deploy.errors import RunFailedError, UserError, reason
+
+_MOST_STARTS = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,24 +49,50 @@ def ray_session(*, dashboard: bool) -> Iterator[RaySession]:
     is_ours = "RAY_ADDRESS" not in os.environ
     if is_ours:
         _make_token(Path.home() / ".ray" / "auth_token")
-    try:
-        context = ray.init(
-            address="local" if is_ours else None,
-            namespace=NAMESPACE,
-            include_dashboard=dashboard if is_ours else None,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            runtime_env={"env_vars": WORKER_ENV},
-        )
-    except Exception as error:  # Ray raises a plain one where a process of its own does not start.
-        ray.shutdown()
-        raise RunFailedError(_why_no_ray(error, is_ours=is_ours)) from error
+    connect = partial(
+        ray.init,
+        address="local" if is_ours else None,
+        namespace=NAMESPACE,
+        include_dashboard=dashboard if is_ours else None,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        runtime_env={"env_vars": WORKER_ENV},
+    )
+    context = _connected(connect, num_tries=_MOST_STARTS if is_ours else 1)
     try:
         node: Any = ray.get_runtime_context().worker.node
         logs_dir = Path(node.get_logs_dir_path())
         yield RaySession(is_ours=is_ours, dashboard_url=context.dashboard_url or "", logs_dir=logs_dir)
     finally:
         ray.shutdown()
+
+
+def _connected(connect: Callable[[], Any], num_tries: int) -> Any:
+    """What `connect` returns. Ray gives its processes 30 s to start, which a busy machine may need: it tries again.
+
+    Raises RunFailedError.
+    """
+    import ray
+
+    for attempt in range(1, num_tries + 1):
+        try:
+            return connect()
+        except Exception as error:  # Ray raises a plain one where a process of its own does not start.
+            ray.shutdown()
+            _end_started()
+            if attempt == num_tries:
+                raise RunFailedError(_why_no_ray(error, is_ours="RAY_ADDRESS" not in os.environ)) from error
+    raise AssertionError("a try returns or raises")
+
+
+def _end_started() -> None:
+    """End what a start that failed has left: Ray forgets the processes that it had started by then."""
+    for task in Path("/proc/self/task").glob("*/children"):
+        for pid in map(int, task.read_text().split()):
+            with suppress(OSError):
+                name = Path(f"/proc/{pid}/cmdline").read_bytes().partition(b"\0")[0]
+                if name.endswith((b"/gcs_server", b"/raylet")):
+                    os.kill(pid, signal.SIGKILL)
 
 
 def _make_token(path: Path) -> None:

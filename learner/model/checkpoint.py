@@ -182,9 +182,51 @@ def save_checkpoint(
         learner_state: the learner's other tensors by name, for a checkpoint that the rounds resume from.
         trainer_state: where training stood (JSON).
         shard_bytes: weights that take more than this are written as several files of at most this size.
+
+    Raises OSError when it cannot be written; nothing is left of it then.
     """
     partial = directory.with_name(f".{directory.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
+    try:
+        _write_partial(
+            partial,
+            config,
+            weights,
+            tokenizer_from,
+            adapter=adapter,
+            learner_state=learner_state,
+            trainer_state=trainer_state,
+            shard_bytes=shard_bytes,
+        )
+    except (OSError, SafetensorError) as error:
+        # On a full disk it would be in its own way.
+        shutil.rmtree(partial, ignore_errors=True)
+        raise OSError(f"{directory} cannot be written: {error}") from error
+    _put_in_place(partial, directory)
+
+
+def _put_in_place(partial: Path, directory: Path) -> None:
+    """Rename it; an earlier one of that name goes when this one is there."""
+    earlier = directory.with_name(f".{directory.name}.earlier")
+    shutil.rmtree(earlier, ignore_errors=True)
+    if directory.exists():
+        directory.rename(earlier)
+    partial.rename(directory)
+    _fsync(directory.parent)
+    shutil.rmtree(earlier, ignore_errors=True)
+
+
+def _write_partial(
+    partial: Path,
+    config: TransformerConfig,
+    weights: Mapping[str, Tensor],
+    tokenizer_from: Path,
+    *,
+    adapter: Adapter | None,
+    learner_state: Mapping[str, Tensor] | None,
+    trainer_state: Mapping[str, Any] | None,
+    shard_bytes: int,
+) -> None:
     partial.mkdir(parents=True)
     _write_policy(partial, config, weights, shard_bytes)
     if adapter is not None:
@@ -200,10 +242,6 @@ def save_checkpoint(
     for path in partial.iterdir():
         _fsync(path)
     _fsync(partial)
-    if directory.exists():
-        shutil.rmtree(directory)
-    partial.rename(directory)
-    _fsync(directory.parent)
 
 
 def verify_checkpoint(directory: Path, names: Collection[str] | None = None) -> None:

@@ -19,7 +19,7 @@ from actors.checkpoints import Position, newest_checkpoint, to_go_on
 from actors.spec import Phase, RunSpec
 from actors.training import TrainingRun
 from learner.learner import LearnerConfig
-from learner.model.checkpoint import LEARNER_STATE
+from learner.model.checkpoint import LEARNER_STATE, save_checkpoint
 from learner.model.lora import LoraConfig
 from learner.ranks import Ranks
 from learner.sft import SftConfig
@@ -179,3 +179,26 @@ def test_half_of_an_sft_is_gone_on_from_and_never_answered_from(spec: RunSpec, t
     assert found is not None
     assert (found.directory.name, found.position.step) == ("sft-000003", 3)
     assert [path.name for _, path in checkpoints_to_answer(run.checkpoints_dir)] == ["initial"]
+
+
+def test_a_checkpoint_that_cannot_be_written_is_left_out_and_one_that_ends_a_stage_is_waited_for(
+    spec: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("actors.checkpointing._PAUSE_S", 0.01)
+    unevaluated = EvaluationConfig(num_problems=8)
+    run = _spec(spec, tmp_path / "run", checkpoint_every_rounds=1, evaluation=unevaluated)
+    refused = []
+
+    def full_at_first(directory: Path, *arguments: Any, **more: Any) -> None:
+        if directory.name in ("rl-000001", "sft") and refused.count(directory.name) < 2:
+            refused.append(directory.name)
+            raise OSError("No space left on device")
+        save_checkpoint(directory, *arguments, **more)
+
+    monkeypatch.setattr("actors.checkpointing.save_checkpoint", full_at_first)
+    done = _run(run)
+    assert refused == ["sft", "sft", "rl-000001"]
+    assert {"sft", "rl-000002", "rl-000003", "control"} <= facts(run).keys()
+    assert [event["what"] for event in _events(done, "failure")] == [
+        f"checkpoint {name}: No space left on device" for name in ("sft", "rl-000001")
+    ]

@@ -52,7 +52,7 @@ def test_the_token_is_its_owners_and_what_ray_writes_has_the_users_umask(home: P
             _start()
     finally:
         os.umask(before)
-    assert inits == [0o022]
+    assert inits == [0o022] * 3, "a busy machine may need longer than Ray gives it"
     token = home / ".ray" / "auth_token"
     assert stat.S_IMODE(token.stat().st_mode) == 0o600
     assert len(token.read_text()) == 64
