@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _POLL_S = 0.5
 _STATUS_EVERY_S = 5.0
 # It answers from memory. Under a load that makes it slow, a sentence costs nothing, and an end costs a round.
-_SILENT_S, _HUNG_S = 15.0, 45.0
+_SILENT_S, _HUNG_S, _START_S = 15.0, 45.0, 300.0
 _LAST_LOOK_S = 10.0
 STOP_GRACE_S = 60.0
 """Seconds that the learner has to write a checkpoint when the run is to stop."""
@@ -36,6 +36,8 @@ class Follower:
         """`on_event` is given every event after the first `num_seen`, from a thread."""
         self._coordinator, self._num_seen, self._on_event = coordinator, num_seen, on_event
         self._heard_at = self._said_at = self._asked_at = time.monotonic()
+        # Until it has answered for the first time, it may still be starting.
+        self._patience_s = _START_S
 
     def follow(self, ended: threading.Event) -> None:
         """Until the block has ended, or the coordinator is gone for good: then `fit` says why."""
@@ -52,7 +54,7 @@ class Follower:
             except ray.exceptions.RayError:
                 return
             else:
-                pending, self._heard_at = None, time.monotonic()
+                pending, self._heard_at, self._patience_s = None, time.monotonic(), _HUNG_S
                 self._show(events)
             if is_last:
                 return
@@ -74,22 +76,24 @@ class Follower:
         except ray.exceptions.RayError:
             return  # Its silence is noted with the next events.
         if status.waits:
-            self._on_event({"event": "waits", "what": "; ".join(status.waits)})
+            self._say("; ".join(status.waits))
 
     def _note_silence(self) -> None:
         import ray
 
         now = time.monotonic()
         silent_s = now - self._heard_at
-        if silent_s > _SILENT_S and now - self._said_at > _SILENT_S:
-            self._said_at = now
-            self._on_event({"event": "waits", "what": f"the coordinator silent for {silent_s:.0f} s; all wait for it"})
-        if silent_s > _HUNG_S:
-            self._on_event(
-                {"event": "waits", "what": f"the coordinator was silent for {silent_s:.0f} s and is replaced"}
-            )
-            self._heard_at = now
+        if silent_s > self._patience_s:
+            self._say(f"the coordinator was silent for {silent_s:.0f} s and is replaced")
+            # What takes its place has to come up first.
+            self._heard_at, self._patience_s = now, _START_S
             ray.kill(self._coordinator, no_restart=False)
+        elif silent_s > _SILENT_S and now - self._said_at > _SILENT_S:
+            self._say(f"the coordinator silent for {silent_s:.0f} s; all wait for it")
+
+    def _say(self, what: str) -> None:
+        self._said_at = time.monotonic()
+        self._on_event({"event": "waits", "what": what})
 
 
 @contextmanager
