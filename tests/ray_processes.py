@@ -105,12 +105,7 @@ class RayProcesses:
         """Start the head; again after it was killed, as whoever supervises it would."""
         # Ray's note that a cluster runs on this machine. In a container of its own the head would not see the worker's.
         (self._directory / "ray_current_cluster").unlink(missing_ok=True)
-        try:
-            self._ray_start("head", self._head_command, [])
-        except AssertionError:
-            # Ray gives a node 30 s, and a busy machine may take longer. A supervisor tries again.
-            self.kill_head()
-            self._ray_start("head", self._head_command, [])
+        self._ray_start("head", self._head_command, [])
 
     def kill_head(self) -> None:
         """End everything that runs on the head node, as the end of its container does."""
@@ -216,7 +211,12 @@ class RayProcesses:
         # Both nodes have the same host name, by which the learners would find each other.
         own = {"D1_TEST_NODE": f"{self._mark}-{node}", "GLOO_SOCKET_IFNAME": self._interface(node)}
         words = [*prefix, sys.executable, str(BIN / "ray"), "start", *arguments, *common]
-        self.command(words, self.environment | own, _START_TIMEOUT_S)
+        try:
+            self.command(words, self.environment | own, _START_TIMEOUT_S)
+        except (AssertionError, subprocess.TimeoutExpired):
+            # Ray gives a node 30 s, and a busy machine may take longer. A supervisor tries again.
+            self._kill(self._processes(node))
+            self.command(words, self.environment | own, _START_TIMEOUT_S)
 
     def _processes(self, node: str) -> list[int]:
         """The processes of a node: all that it starts inherit its mark."""
