@@ -40,8 +40,9 @@ tools: ## Install redis-server, promtool, docker-compose and faketime, on Debian
 		redis-server prometheus docker-compose faketime; } >/dev/null 2>&1 || \
 		echo 'redis-server, promtool, docker-compose or faketime cannot be installed here: what needs them skips.'
 
+# Hundreds of processes of the tests import d1: its bytecode is kept, whatever the environment says.
 test: $(STAMP) bubblewrap chromium tools ## Run the tests: ARGS="tests/rewards -k sudoku" for some of them.
-	$(BIN)/pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-vllm: $(STAMP) $(VLLM)/.installed ## Run the tests against a vLLM server on this machine's CPU; the first time takes 4 GB.
 	D1_VLLM_PYTHON=$(abspath $(VLLM)/bin/python) $(BIN)/pytest -m vllm $(ARGS)

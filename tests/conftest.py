@@ -15,7 +15,7 @@ from learner.model.transformer import Transformer, TransformerConfig, init_weigh
 SHARED = Path(__file__).parents[1].parent / "shared"
 
 
-_RUNS, _RAY = "test_end_to_end", ("test_on_ray", "test_admin_on_ray", "test_submit", "test_cluster_on_ray")
+_RUNS, _RAY = "test_end_to_end", ("test_on_ray", "test_admin_on_ray", "test_cluster_on_ray")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,11 +1,14 @@
 """A Ray cluster of plain processes, laid out like docker-compose.yml: Redis, a head with its state there, a worker.
 
-The worker lives in a network namespace with a temporary directory of its own, as a container would: two raylets that
-share one delete each other's working directories. That takes root and iproute2; tests skip without.
+Each node lives in a network namespace of its own, as containers would: a browser that another test has open would call
+off its requests (net::ERR_NETWORK_CHANGED) when an interface came or went beside it. Whoever starts the cluster is on
+the head's network until it ends. The worker has a temporary directory of its own too: two raylets that share one delete
+each other's working directories. All that takes root and iproute2; tests skip without.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import re
@@ -31,10 +34,14 @@ ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
 _START_TIMEOUT_S = 90.0
 _STOP_TIMEOUT_S = 15.0
+_CLONE_NEWNET = 0x40000000  # <sched.h>
 
 
 class RayProcesses:
-    """The cluster. Whoever makes one calls `stop`, whatever happened."""
+    """The cluster. Whoever makes one calls `stop` in the same thread, whatever happened.
+
+    In between, that thread and what it starts are on the head's network, whose loopback address is another one.
+    """
 
     def __init__(self, **environment: str) -> None:
         """Start Redis, head and worker; each has one logical CPU, and the worker has the resource `worker`.
@@ -45,12 +52,15 @@ class RayProcesses:
         self._mark = secrets.token_hex(3)
         # Short: the paths of Ray's sockets lie below it, and may have 107 characters.
         self._directory = Path(tempfile.mkdtemp(prefix="d1r-", dir="/tmp"))
+        self._network_before = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
         self._redis: DebianRedis | None = None
         self._gcs: subprocess.Popen[bytes] | None = None
         password = secrets.token_hex(16)
         (self._directory / "redis").mkdir()
         try:
-            self.head_ip, self.worker_ip = self._make_namespace()
+            self.head_ip, self.worker_ip = self._make_networks()
+            with Path("/run/netns", self._network("head")).open() as network:
+                _enter_network(network.fileno())
             self._redis = DebianRedis(free_port(), password, self._directory / "redis", host=self.head_ip)
             self.registry_url = self._redis.url
             self.port, self.dashboard_port = free_port(), free_port()
@@ -81,7 +91,7 @@ class RayProcesses:
             worker = [address, f"--node-ip-address={self.worker_ip}", '--resources={"worker": 1}']
             worker += [f"--metrics-export-port={self._metrics_port}"]
             own = ["sh", "-c", f'mount -t tmpfs d1 {self._directory} && exec "$@"', "sh"]
-            self._ray_start("worker", worker, ["ip", "netns", "exec", self._namespace, *own])
+            self._ray_start("worker", worker, ["ip", "netns", "exec", self._network("worker"), *own])
         except BaseException:
             self.stop()
             raise
@@ -95,12 +105,7 @@ class RayProcesses:
         """Start the head; again after it was killed, as whoever supervises it would."""
         # Ray's note that a cluster runs on this machine. In a container of its own the head would not see the worker's.
         (self._directory / "ray_current_cluster").unlink(missing_ok=True)
-        try:
-            self._ray_start("head", self._head_command, [])
-        except AssertionError:
-            # Ray gives a node 30 s, and a busy machine may take longer. A supervisor tries again.
-            self.kill_head()
-            self._ray_start("head", self._head_command, [])
+        self._ray_start("head", self._head_command, [])
 
     def kill_head(self) -> None:
         """End everything that runs on the head node, as the end of its container does."""
@@ -156,7 +161,11 @@ class RayProcesses:
             self._gcs.wait(_STOP_TIMEOUT_S)
         if self._redis is not None:
             self._redis.stop()
-        subprocess.run(["ip", "netns", "del", self._namespace], check=False, capture_output=True, timeout=20)
+        _enter_network(self._network_before)
+        os.close(self._network_before)
+        for node in ("worker", "head"):
+            delete = ["ip", "netns", "del", self._network(node)]
+            subprocess.run(delete, check=False, capture_output=True, timeout=20)
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def _ask_serve(self, method: str, body: object = None) -> Any:
@@ -170,37 +179,44 @@ class RayProcesses:
         with urllib.request.urlopen(request, timeout=60) as response:
             return json.loads(response.read() or "null")
 
-    @property
-    def _namespace(self) -> str:
-        return f"d1-{self._mark}"
+    def _network(self, node: str) -> str:
+        return f"d1-{self._mark}-{node}"
 
-    def _make_namespace(self) -> tuple[str, str]:
-        """Make the worker's namespace and a cable to it; the addresses of its two ends."""
+    def _make_networks(self) -> tuple[str, str]:
+        """Make a network namespace for each node and a cable between them; the addresses of its two ends."""
         if os.geteuid() != 0 or shutil.which("ip") is None:
             pytest.skip("needs root and iproute2, for a network namespace")
-        outside, inside = f"d1h{self._mark}", f"d1w{self._mark}"
-        network = f"10.231.{secrets.randbelow(256)}"
+        head, worker = self._network("head"), self._network("worker")
+        outgoing, incoming = self._interface("head"), self._interface("worker")
         commands = [
-            f"ip netns add {self._namespace}",
-            f"ip link add {outside} type veth peer name {inside} netns {self._namespace}",
-            f"ip addr add {network}.1/30 dev {outside}",
-            f"ip link set {outside} up",
-            f"ip -n {self._namespace} addr add {network}.2/30 dev {inside}",
-            f"ip -n {self._namespace} link set {inside} up",
-            f"ip -n {self._namespace} link set lo up",
+            f"ip netns add {head}",
+            f"ip netns add {worker}",
+            f"ip -n {head} link add {outgoing} type veth peer name {incoming} netns {worker}",
+            f"ip -n {head} addr add 10.231.0.1/30 dev {outgoing}",
+            f"ip -n {worker} addr add 10.231.0.2/30 dev {incoming}",
         ]
+        for network, interface in ((head, outgoing), (worker, incoming)):
+            commands += [f"ip -n {network} link set {interface} up", f"ip -n {network} link set lo up"]
         for command in commands:
             done = subprocess.run(command.split(), capture_output=True, text=True, timeout=20, check=False)
             if done.returncode != 0:
                 pytest.skip(f"this machine makes no network namespaces: {done.stderr.strip()}")
-        return f"{network}.1", f"{network}.2"
+        return "10.231.0.1", "10.231.0.2"
+
+    def _interface(self, node: str) -> str:
+        return f"d1{node[0]}{self._mark}"
 
     def _ray_start(self, node: str, arguments: list[str], prefix: list[str]) -> None:
         common = ["--num-cpus=1", "--object-store-memory=100000000", "--disable-usage-stats"]
         # Both nodes have the same host name, by which the learners would find each other.
-        own = {"D1_TEST_NODE": f"{self._mark}-{node}", "GLOO_SOCKET_IFNAME": f"d1{node[0]}{self._mark}"}
+        own = {"D1_TEST_NODE": f"{self._mark}-{node}", "GLOO_SOCKET_IFNAME": self._interface(node)}
         words = [*prefix, sys.executable, str(BIN / "ray"), "start", *arguments, *common]
-        self.command(words, self.environment | own, _START_TIMEOUT_S)
+        try:
+            self.command(words, self.environment | own, _START_TIMEOUT_S)
+        except (AssertionError, subprocess.TimeoutExpired):
+            # Ray gives a node 30 s, and a busy machine may take longer. A supervisor tries again.
+            self._kill(self._processes(node))
+            self.command(words, self.environment | own, _START_TIMEOUT_S)
 
     def _processes(self, node: str) -> list[int]:
         """The processes of a node: all that it starts inherit its mark."""
@@ -223,6 +239,12 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_s: float) -> No
     while not condition():
         assert time.monotonic() < deadline, f"waited {timeout_s:.0f} s for {what}"
         time.sleep(0.1)
+
+
+def _enter_network(namespace: int) -> None:
+    """Move this thread, and what it starts from now on, into the network namespace of an open file."""
+    if ctypes.CDLL(None, use_errno=True).setns(namespace, _CLONE_NEWNET) != 0:
+        raise OSError(ctypes.get_errno(), "cannot enter a network namespace")
 
 
 def _words(pid: int) -> list[str]:

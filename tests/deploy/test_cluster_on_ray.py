@@ -6,6 +6,7 @@ The head keeps its state in Redis (RAY_REDIS_ADDRESS), so whoever restarts it ge
 from __future__ import annotations
 
 import json
+import os
 import re
 import time
 from collections.abc import Iterator
@@ -131,6 +132,13 @@ def service(processes: RayProcesses, tmp_path_factory: pytest.TempPathFactory) -
     return deployed
 
 
+def test_the_cluster_is_on_a_network_of_its_own(processes: RayProcesses) -> None:
+    # Interfaces that came and went beside a browser would call off its requests: net::ERR_NETWORK_CHANGED.
+    here, outside = _interfaces("thread-self"), _interfaces(str(os.getppid()))
+    assert len(here) == 2
+    assert here & outside == {"lo"}
+
+
 def test_a_submitted_run_uses_both_nodes_and_the_registry_on_redis(processes: RayProcesses, tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(RECIPE + f"runs_dir: {tmp_path}\n")
     environment = processes.environment | {"RAY_ADDRESS": processes.dashboard_url}
@@ -197,6 +205,12 @@ def test_an_ingress_reaches_engines_on_another_node(service: _Service) -> None:
     url = f"http://{service.processes.head_ip}:{service.port}"
     wait_until(lambda: is_up(url), "the ingress on the head", 120)
     assert call(f"{url}/v1/completions", ASK)[0] == 200
+
+
+def _interfaces(process: str) -> set[str]:
+    """The network interfaces that a process sees."""
+    lines = Path("/proc", process, "net", "dev").read_text().splitlines()[2:]
+    return {line.split(":")[0].strip() for line in lines}
 
 
 def _wait_out(asker: Asker) -> None:

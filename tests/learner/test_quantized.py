@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from pydantic import ValidationError
 from torch import Tensor
 
@@ -23,6 +22,7 @@ from learner.model.quantized import Nf4Linear, quantized_layers
 from learner.model.transformer import Transformer, TransformerConfig, init_weights
 from learner.sharding import ShardedPolicy, make_mesh
 from learner.sharding_config import ShardingConfig
+from tests.ranks import run_ranks
 
 with warnings.catch_warnings():
     # It uses what torch will drop.
@@ -171,7 +171,7 @@ def _trained(policy: ShardedPolicy, batch: RolloutBatch) -> dict[str, Any]:
 
 def test_two_ranks_are_one(config: TransformerConfig, rollouts: RolloutBatch, tmp_path: Path) -> None:
     out = tmp_path / "out.pt"
-    mp.spawn(_rank, args=(str(tmp_path / "at"), config, rollouts, out), nprocs=2, join=True)
+    run_ranks(_rank, str(tmp_path / "at"), config, rollouts, out, num=2)
     sharded, single = torch.load(out, weights_only=True), _trained(_policy(_base(config)), rollouts)
     assert sharded["metrics"] == pytest.approx(single["metrics"], rel=1e-3, abs=1e-5)
     for part in ("weights", "adapter"):

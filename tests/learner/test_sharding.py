@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from learner.algorithms import ALGORITHMS
 from learner.batch import RolloutBatch
@@ -23,6 +22,10 @@ from learner.sft import SftConfig
 from learner.sft_learner import SftLearner, evaluation_loss
 from learner.sharding import ShardedPolicy, gathered, make_mesh, on_cpu
 from learner.sharding_config import ShardingConfig
+from tests.ranks import run_ranks
+
+# Ranks that keep step wait for each other's turn on a busy machine.
+pytestmark = pytest.mark.timeout(400)
 
 RL = LearnerConfig(
     num_rounds=2,
@@ -106,9 +109,7 @@ Results = dict[str, dict[str, Any]]
 @pytest.fixture(scope="module")
 def on_two_ranks(tmp_path_factory: pytest.TempPathFactory, config: TransformerConfig) -> dict[str, Results]:
     directory = tmp_path_factory.mktemp("ranks")
-    mp.spawn(
-        _rank, args=(str(directory / "rendezvous"), config, _rollouts(), directory / "out.pt"), nprocs=2, join=True
-    )
+    run_ranks(_rank, str(directory / "rendezvous"), config, _rollouts(), directory / "out.pt", num=2)
     return torch.load(directory / "out.pt", weights_only=True)
 
 
@@ -281,7 +282,7 @@ def test_every_algorithm_has_one_gradient_on_any_number_of_ranks(
 ) -> None:
     """Three groups on four ranks: where groups stay whole, one rank has nothing and still keeps step."""
     out = tmp_path / "out.pt"
-    mp.spawn(_gradient_rank, args=(world_size, str(tmp_path / "at"), config, out), nprocs=world_size, join=True)
+    run_ranks(_gradient_rank, world_size, str(tmp_path / "at"), config, out, num=world_size)
     sharded = torch.load(out, weights_only=True)
     model = Transformer(config)
     init_weights(model, seed=0)
@@ -324,7 +325,7 @@ def _adapted_rank(rank: int, port_file: str, config: TransformerConfig, out: Pat
 
 def test_a_step_of_a_sharded_adapter_is_a_single_step(config: TransformerConfig, tmp_path: Path) -> None:
     out = tmp_path / "out.pt"
-    mp.spawn(_adapted_rank, args=(str(tmp_path / "at"), config, out), nprocs=2, join=True)
+    run_ranks(_adapted_rank, str(tmp_path / "at"), config, out, num=2)
     sharded = torch.load(out, weights_only=True)
     start = _policy(config, LORAS["adapter"]).full_weights()
     for name, single in _adapted(config, _rollouts(), on_ranks=False).items():
@@ -344,8 +345,9 @@ def _late_rank(rank: int, port_file: str, out: Path) -> None:
     policy = ShardedPolicy(Transformer(_tiny()), make_mesh("cpu"))
     policy.wait_for_all("round 6", timeout_s=60)
     if rank == 2:
-        (out / "late").write_text("")
-        time.sleep(6)
+        deadline = time.monotonic() + 60
+        while not (out / "said").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
         return
     try:
         policy.wait_for_all("round 7", timeout_s=2)
@@ -371,5 +373,5 @@ def _tiny() -> TransformerConfig:
 
 
 def test_a_rank_that_lags_is_named(tmp_path: Path) -> None:
-    mp.spawn(_late_rank, args=(str(tmp_path / "at"), tmp_path), nprocs=3, join=True)
+    run_ranks(_late_rank, str(tmp_path / "at"), tmp_path, num=3)
     assert (tmp_path / "said").read_text() == "round 7: rank 2 of the learner did not come within 2 s"

@@ -36,8 +36,9 @@ def statuses(rates, count, owner="me"):
 
 
 @pytest.fixture
-def make_rates(registry_server):
-    """Rates of ingresses of one service."""
+def make_rates(registry_server, monkeypatch):
+    """Rates of ingresses of one service, which wait for the count however busy this machine is."""
+    monkeypatch.setattr("deploy.service.rates._TIMEOUT_S", 60.0)
     name = secrets.token_hex(4)
     return lambda limit: Rates(limit, SharedCounts(registry_server.url, name))
 
