@@ -471,12 +471,16 @@ def _done_again(events: Sequence[Event], position: Mapping[str, Any]) -> str:
     """What a learner that goes on from a position does a second time, in words."""
     rounds = max((event["round"] + 1 for event in events if event["event"] == "round"), default=0)
     if rounds > position["round"]:
-        return f"rounds {position['round']} to {rounds - 1} are done again"
+        return _again("round", position["round"], rounds - 1)
     steps = [event for event in events if event["event"] in ("sft", "phase_end")]
     done = position["step"] or 0
     if steps and steps[-1]["event"] == "sft" and steps[-1]["step"] > done:
-        return f"steps {done} to {steps[-1]['step'] - 1} of {steps[-1]['phase']} are done again"
+        return _again(f"{steps[-1]['phase']} step", done, steps[-1]["step"] - 1)
     return "nothing is done again"
+
+
+def _again(what: str, first: int, last: int) -> str:
+    return f"{what} {first} is done again" if first == last else f"{what}s {first} to {last} are done again"
 
 
 def _staleness(summaries: Sequence[PortionSummary], newest: int) -> dict[str, float]:

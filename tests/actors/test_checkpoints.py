@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from actors.checkpoints import Position, newest_checkpoint, to_answer, to_go_on
+from actors.checkpoints import (
+    Position,
+    checkpoint_name,
+    checkpoints_to_answer,
+    newest_checkpoint,
+    prune,
+    to_answer,
+    to_go_on,
+)
 from actors.spec import Phase
 from learner.model.checkpoint import save_checkpoint
 from learner.model.transformer import Transformer
@@ -95,3 +104,57 @@ def test_what_a_run_did_not_write_is_none_of_its_checkpoints(checkpoints: Path) 
     found = newest_checkpoint(checkpoints, to_answer)
     assert found is not None
     assert (_name(found), found.passed_over) == ("rl-000001", ())
+
+
+def _save(directory: Path, policy: Transformer, *positions: Position) -> None:
+    for position in positions:
+        state = asdict(position)
+        weights = policy.state_dict()
+        save_checkpoint(
+            directory / checkpoint_name(position), policy.config, weights, directory.parent, trainer_state=state
+        )
+
+
+def _rounds(*rounds: int) -> list[Position]:
+    return [Position(phase=Phase.RL, round=done, policy_version=done + 1, rl_seconds=1.0) for done in rounds]
+
+
+def _under_way(phase: Phase, version: int, step: int) -> Position:
+    return Position(phase=phase, round=9 if version else 0, policy_version=version, rl_seconds=0.0, step=step)
+
+
+def test_a_stage_under_way_is_further_than_where_it_began_and_is_never_answered_from(
+    checkpoints: Path, policy: Transformer
+) -> None:
+    _save(checkpoints, policy, _under_way(Phase.SFT, 0, 40), _under_way(Phase.SFT, 0, 120))
+    names = [path.name for _, path in checkpoints_to_answer(checkpoints)]
+    assert names == ["initial", "sft", "rl-000001", "rl-000002"]
+    for name in ("sft", "rl-000001", "rl-000002", "control"):
+        shutil.rmtree(checkpoints / name)
+    assert _name(newest_checkpoint(checkpoints, to_go_on(9))) == "sft-000120"
+    _save(checkpoints, policy, *_rounds(9), _under_way(Phase.CONTROL, 10, 7))
+    assert _name(newest_checkpoint(checkpoints, to_go_on(9))) == "control-000007"
+    assert _name(newest_checkpoint(checkpoints, to_answer)) == "rl-000009"
+
+
+def test_the_newest_are_kept_and_the_best_and_what_ends_a_stage(checkpoints: Path, policy: Transformer) -> None:
+    _save(checkpoints, policy, _under_way(Phase.SFT, 0, 40), *_rounds(3, 4, 5, 6))
+    deleted = prune(checkpoints, 2, versions=[4])
+    assert sorted(path.name for path in deleted) == ["rl-000001", "rl-000002", "rl-000004", "sft-000040"]
+    left = sorted(path.name for path in checkpoints.iterdir())
+    assert left == ["control", "initial", "rl-000003", "rl-000005", "rl-000006", "sft"]
+    assert prune(checkpoints, 2, versions=[4]) == []
+
+
+def test_the_last_round_stays_under_the_checkpoints_of_the_control(checkpoints: Path, policy: Transformer) -> None:
+    _save(checkpoints, policy, *_rounds(9), *(_under_way(Phase.CONTROL, 10, step) for step in (1, 2, 3)))
+    prune(checkpoints, 2, versions=[])
+    left = sorted(path.name for path in checkpoints.iterdir())
+    assert left == ["control", "control-000002", "control-000003", "initial", "rl-000009", "sft"]
+
+
+def test_what_cannot_be_read_is_not_deleted(checkpoints: Path, policy: Transformer) -> None:
+    _save(checkpoints, policy, *_rounds(3, 4, 5))
+    (checkpoints / "rl-000001" / "trainer_state.json").write_text("{")
+    prune(checkpoints, 1, versions=[])
+    assert (checkpoints / "rl-000001").is_dir()

@@ -85,6 +85,34 @@ def test_a_late_answer_is_nobodys() -> None:
     assert ledger.fail(key) is None
 
 
+def test_a_lost_version_costs_no_try_and_the_next_is_of_the_newest() -> None:
+    ledger = _ledger(max_staleness=1)
+    (first, _), *_ = _start_all(ledger)
+    later = PortionKey(round=1, index=0)
+    for _ in range(5):
+        ledger.release(later)
+        assert _start_all(ledger) == [(later, 10)]
+    for index in range(2):
+        ledger.finish(PortionKey(round=0, index=index))
+    ledger.publish(0, 11)
+    ledger.release(later)
+    assert (later, 11) in _start_all(ledger), "not of the one that nobody has"
+    ledger.release(first)
+    assert ledger.counts()["waiting"] == 0, "nobody waits for it any more"
+
+
+def test_what_is_ready_and_lost_is_done_again_and_what_runs_goes_on() -> None:
+    ledger = _ledger()
+    started = dict(_start_all(ledger))
+    done, running = started
+    ledger.finish(done)
+    assert ledger.unfinished(0) == [running]
+    ledger.redo(0)
+    assert ledger.ready(0) == []
+    assert _start_all(ledger) == [(done, 10)]
+    assert ledger.counts() == {"waiting": 0, "running": 2, "ready": 0, "failed": 0}
+
+
 def test_rounds_publish_in_order() -> None:
     with pytest.raises(ValueError, match="round 1 published, but round 0 is next"):
         _ledger().publish(1, 11)
@@ -106,6 +134,8 @@ def test_every_portion_ends_once_and_no_slot_is_exceeded(data: st.DataObject, st
             if data.draw(st.booleans()):
                 assert ledger.finish(key)
                 ended.append(key)
+            elif data.draw(st.booleans()):
+                ledger.release(key)
             elif ledger.fail(key) == 2:
                 ended.append(key)
         ledger.publish(round_index, 11 + round_index)

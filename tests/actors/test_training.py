@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
-from actors.checkpoints import Position, newest_checkpoint, to_go_on
+from actors.checkpoints import Position, checkpoints_to_answer, newest_checkpoint, to_go_on
 from actors.spec import Phase, RunSpec
 from actors.training import TrainingRun
 from learner.learner import LearnerConfig
@@ -25,6 +24,7 @@ from learner.ranks import Ranks
 from learner.sft import SftConfig
 from rollout.config import EvaluationConfig
 from tests.actors.local_run import LocalRun, Pulse, facts
+from tests.ranks import run_ranks
 
 STAGES = (Phase.SFT, Phase.RL, Phase.CONTROL)
 WEIGHTS = "model.safetensors"
@@ -79,7 +79,7 @@ def _rank(rank: int, spec: RunSpec, steps_s: tuple[float, float]) -> None:
 
 def _run_on_ranks(spec: RunSpec, steps_s: tuple[float, float]) -> list[dict[str, Any]]:
     """The events, without how much memory the processes took."""
-    mp.spawn(_rank, args=(spec, steps_s), nprocs=2)
+    run_ranks(_rank, spec, steps_s, num=2)
     events: list[dict[str, Any]] = json.loads((spec.run_dir / "events.json").read_text())
     return [{key: value for key, value in event.items() if key != "peak_memory_bytes"} for event in events]
 
@@ -171,8 +171,6 @@ def test_checkpoints_by_time_take_a_small_share_of_it_and_the_newest_and_the_bes
 
 
 def test_half_of_an_sft_is_gone_on_from_and_never_answered_from(spec: RunSpec, tmp_path: Path) -> None:
-    from actors.checkpoints import checkpoints_to_answer
-
     run = _spec(spec, tmp_path / "run")
     _run(run, Pulse("sft, step 3"))
     found = newest_checkpoint(run.checkpoints_dir, to_go_on(3))

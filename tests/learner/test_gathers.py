@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,16 +16,19 @@ from learner.config import LearnerConfig
 from learner.documents import Documents
 from learner.learner import Learner
 from learner.model.transformer import Transformer, TransformerConfig, init_weights
+from learner.ranks import Ranks
 from learner.sft import SftConfig
 from learner.sft_learner import SftLearner, evaluation_loss
 from learner.sharding import ShardedPolicy, gather_on_rank_0, gathered, make_mesh
+from tests.ranks import run_ranks
 
-# ALLREDUCE and ALLGATHER on gloo. A name of more than 15 characters would be freed, perhaps by two threads.
+# ALLREDUCE, ALLGATHER and BROADCAST on gloo. A name of more than 15 characters would be freed, perhaps by two threads.
 OF_SHORT_NAMES = {
     "_c10d_functional.all_reduce",
     "_c10d_functional._wrap_tensor_autograd",
     "c10d.allreduce_",
     "c10d._allgather_base_",
+    "c10d.broadcast_",
     "c10d._reduce_scatter_base_",
     "c10d.monitored_barrier_",
 }
@@ -68,6 +70,9 @@ def _collectives(rank: int, meeting: Path, config: TransformerConfig, batch: Rol
         learner = Learner(policy, LearnerConfig(num_rounds=1, group_size=4, groups_per_round=3))
         learner.update(batch, 0)
         policy.wait_for_all("the end", timeout_s=60)
+        ranks = Ranks()
+        ranks.agreed(lambda: 1)
+        ranks.shared(lambda: (None, {"ids": batch.prompt_ids}))
         learner.load_full_state(learner.full_state())
         policy.load_full_weights(policy.full_weights())
     if rank == 0:
@@ -80,7 +85,7 @@ def test_no_collective_of_a_learner_has_a_name_that_gloo_would_free_twice(
     config: TransformerConfig, rollouts: RolloutBatch, tmp_path: Path
 ) -> None:
     out = tmp_path / "out.pt"
-    mp.spawn(_collectives, args=(tmp_path / "meeting", config, rollouts, out), nprocs=2, join=True)
+    run_ranks(_collectives, tmp_path / "meeting", config, rollouts, out, num=2)
     seen = set(torch.load(out, weights_only=True))
     assert seen
     assert seen <= OF_SHORT_NAMES
@@ -106,4 +111,4 @@ def _gathers(rank: int, world_size: int, meeting: Path) -> None:
 
 
 def test_a_gather_gives_the_whole_whichever_way_the_rows_are_shared(tmp_path: Path) -> None:
-    mp.spawn(_gathers, args=(3, tmp_path / "meeting"), nprocs=3, join=True)
+    run_ranks(_gathers, 3, tmp_path / "meeting", num=3)

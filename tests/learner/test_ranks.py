@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from learner import ranks as module
 from learner.ranks import LeaderFailedError, Ranks
+from tests.ranks import run_ranks
 
 TENSORS = {
     "ids": torch.arange(6).view(2, 3),
@@ -54,7 +54,7 @@ def _with_short_waits(rank: int, folder: Path) -> None:
 
 
 def test_ranks_do_what_rank_0_decided(tmp_path: Path) -> None:
-    mp.spawn(_with_short_waits, args=(tmp_path,), nprocs=2)
+    run_ranks(_with_short_waits, tmp_path, num=2)
 
 
 def test_a_process_by_itself_decides_alone() -> None:
