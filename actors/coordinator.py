@@ -79,7 +79,8 @@ class Coordinator:
         self._spec = spec
         self._plan = RunPlan(spec, ChatTokenizer(spec.initial_checkpoint))
         self._pools = Pools(samplers, graders, spec.rollout.timeout_s, spec.grading_timeout_s, self._note_pause)
-        self._log = RunLog(spec.run_dir, spec.wandb_project)
+        session = Session.read(spec.run_dir, driver)
+        self._log = RunLog(spec.run_dir, spec.wandb_project, is_going_on=session.num_coordinator_starts > 0)
         self._gauges = RunGauges(spec.name)
         self._announcer = Announcer(Registry(registry_url, spec.name), self._log, spec.run_dir, store_name)
         self._evaluation = Evaluation(
@@ -99,10 +100,9 @@ class Coordinator:
         self._tries: set[asyncio.Task[None]] = set()
         self._store = store
         self._watching: asyncio.Task[None] | None = None
-        self._begin(driver)
+        self._begin(session)
 
-    def _begin(self, driver: str) -> None:
-        session = Session.read(self._spec.run_dir, driver)
+    def _begin(self, session: Session) -> None:
         if session.num_coordinator_starts:
             what = "the coordinator died and was started again; the round under way is sampled again"
             self._note_failure(what, session.num_coordinator_starts)
@@ -451,6 +451,8 @@ class Coordinator:
 
     def _end_hung(self, name: str, actor: Any, seconds: float) -> None:
         self._note_failure(f"{name} was silent for {seconds:.0f} s and is replaced", 1)
+        if name.startswith(_RANK):
+            self._watch.forget(name)
         # Ray Train starts its workers anew itself.
         ray.kill(actor, no_restart=name.startswith(_RANK))
 

@@ -52,10 +52,11 @@ class RunLog:
     """Appends to the files of one run directory. A disk that is full costs nothing but time: what could not be written
     waits in memory, in order, and is written once there is room."""
 
-    def __init__(self, directory: Path, wandb_project: str | None = None) -> None:
+    def __init__(self, directory: Path, wandb_project: str | None = None, *, is_going_on: bool = False) -> None:
         """Open `directory` for appending: a resumed run goes on in the same files.
 
-        With `wandb_project` the numbers also go to Weights & Biases, as WANDB_MODE and its other variables say.
+        With `wandb_project` the numbers also go to Weights & Biases, as WANDB_MODE and its other variables say. With
+        `is_going_on` the run has not been interrupted: the time since its last event counts.
         """
         directory.mkdir(parents=True, exist_ok=True)
         self._metrics = LineFile(directory / METRICS)
@@ -63,9 +64,10 @@ class RunLog:
         self._boards: list[Board] = [TensorBoard(directory / TENSORBOARD)]
         if wandb_project is not None:
             self._boards.append(WandB(directory, wandb_project))
+        away_s = max(0.0, time.time() - (directory / METRICS).stat().st_mtime) if is_going_on else 0.0
         self._events = read_events(directory)
         # A clock that nobody sets: an event is never earlier than the one before it.
-        self._began = time.monotonic() - self._seconds_so_far()
+        self._began = time.monotonic() - self._seconds_so_far() - away_s
         self._is_failing = False
 
     def append(self, event: str, **values: Any) -> Event:
