@@ -24,7 +24,7 @@ from deploy.chaos.targets import MARK, Family
 
 Say = Callable[[str], None]
 _PROGRESS = {"sft", "sft_eval", "round", "evaluation", "checkpoint", "phase_end", "done"}
-_POLL_S = 0.02
+_POLL_S = 0.1
 _MAX_VAIN_DRIVES = 3
 # Until its first step: `d1 train` gives up by itself before.
 _START_S = 600.0
