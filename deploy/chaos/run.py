@@ -219,6 +219,7 @@ class DisturbedRun:
                 self._say(f"fault {fault.number}, {fault}: skipped, {error}")
             return
         if strike is not None:
+            self._look()
             faults.popleft()
             self._say(f"fault {fault.number}, {fault}: {strike.victim}, in round {self._rounds_done} of {self._name}")
             self._recover(fault, strike)
