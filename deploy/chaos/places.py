@@ -142,6 +142,8 @@ class Cluster:
         self._family.kill()
         for process in (self._gcs, getattr(self, "_redis", None)):
             if process is not None:
+                # Redis writes over its environment, and so over the mark.
+                process.kill()
                 process.wait()
         shutil.rmtree(self._directory, ignore_errors=True)
 

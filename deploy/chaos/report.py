@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
+from rich.box import SIMPLE
 from rich.table import Table
 
 from deploy.chaos.expectations import Outcome
@@ -59,9 +60,12 @@ def rows(verdict: Verdict) -> list[Row]:
 
 def table(verdict: Verdict) -> Table:
     """For a terminal."""
-    shown = Table(*_HEADS)
+    shown = Table(box=SIMPLE, pad_edge=False)
+    for head in ("what is done", "when", *_HEADS[3:]):
+        shown.add_column(head, no_wrap=head in ("what is done", "when"))
     for row in rows(verdict):
-        shown.add_row(*row.cells)
+        target, harm, *others = row.cells
+        shown.add_row(f"{harm} {target}", *others)
     return shown
 
 

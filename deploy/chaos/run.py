@@ -24,7 +24,7 @@ from deploy.chaos.targets import MARK, Family
 
 Say = Callable[[str], None]
 _PROGRESS = {"sft", "sft_eval", "round", "evaluation", "checkpoint", "phase_end", "done"}
-_POLL_S = 0.02
+_POLL_S = 0.1
 _MAX_VAIN_DRIVES = 3
 # Until its first step: `d1 train` gives up by itself before.
 _START_S = 600.0
@@ -219,6 +219,7 @@ class DisturbedRun:
                 self._say(f"fault {fault.number}, {fault}: skipped, {error}")
             return
         if strike is not None:
+            self._look()
             faults.popleft()
             self._say(f"fault {fault.number}, {fault}: {strike.victim}, in round {self._rounds_done} of {self._name}")
             self._recover(fault, strike)

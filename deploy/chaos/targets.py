@@ -71,10 +71,12 @@ class Family:
         """`mark` goes into the environment of whatever is started: `{MARK: mark}`."""
         self.mark = mark
         self._known: set[tuple[int, int]] = set()
+        # Older than the family: to look into each of them again takes most of the time.
+        self._others = {process.key for process in _all()}
 
     def living(self) -> list[Process]:
         """Those that have not ended, by id."""
-        found = [process for name in os.listdir(_PROC) if name.isdigit() and (process := _read(int(name)))]
+        found = [process for process in _all() if process.key not in self._others]
         ours = {process.pid for process in found if process.key in self._known or self._is_marked(process.pid)}
         # Some write over their environment; their parents have not.
         while more := {process.pid for process in found if process.parent in ours} - ours:
@@ -105,6 +107,10 @@ class Family:
             return f"\0{MARK}={self.mark}\0".encode() in b"\0" + (_PROC / str(pid) / "environ").read_bytes()
         except OSError:
             return False
+
+
+def _all() -> list[Process]:
+    return [process for name in os.listdir(_PROC) if name.isdigit() and (process := _read(int(name)))]
 
 
 def _plays(process: Process, target: Target) -> bool:

@@ -112,10 +112,11 @@ class Run:
                 sys.exit(1)
             self.replace(worker)
             if worker.name == "RayTrainWorker":
-                if self.flaw != "double":
-                    self.write(
-                        "failure", what=f"the learner group restarted from checkpoint {self.newest()}", attempt=1
-                    )
+                if self.flaw == "double":
+                    index = max(0, index - 2)
+                    continue
+                what = f"the learner group restarted from checkpoint {self.newest()}"
+                self.write("failure", what=what, attempt=1)
                 index = self.newest()
         return index
 
