@@ -89,7 +89,9 @@ class Checkpointer:
             if not self._is_saved(save, directory.name, 0.0 if may_fail else _PATIENCE_S):
                 return False
             self._record(position, directory)
-            prune(self._spec.checkpoints_dir, self._spec.num_checkpoints_kept, self._client.versions_to_keep())
+            prune(
+                self._spec.checkpoints_dir, self._spec.num_checkpoints_kept, self._client.versions_to_keep(), position
+            )
             return True
 
         if self._ranks.agreed(on_rank_0):

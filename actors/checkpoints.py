@@ -139,19 +139,25 @@ def checkpoint_name(position: Position) -> str:
     return str(position.phase) if position.step is None else f"{position.phase}-{position.step:06d}"
 
 
-def prune(checkpoints_dir: Path, num_kept: int, versions: Collection[int]) -> list[Path]:
+def prune(checkpoints_dir: Path, num_kept: int, versions: Collection[int], now: Position) -> list[Path]:
     """Delete checkpoints of stages under way, but for the newest `num_kept`, those of `versions` and the last round's.
 
-    What cannot be read stays. Returns what was deleted.
+    What is further than `now`, where the run stands, is of a future that was given up: it is none of the newest. What
+    cannot be read stays. Nobody else may be writing a checkpoint. Returns what was deleted.
     """
+    for left in checkpoints_dir.glob(".*"):
+        if left.suffix in (".partial", ".deleted", ".earlier"):
+            # By a process that died over it.
+            shutil.rmtree(left)
     found = []
     for directory in checkpoints_dir.glob("[!.]*/"):
         with suppress(ValueError):
             found.append((read_position(directory), directory))
     found.sort(key=lambda item: item[0].order)
     passing = [item for item in found if _PASSING.fullmatch(item[1].name)]
-    rounds = [item for item in passing if item[0].phase is Phase.RL]
-    kept = {directory for _, directory in (*passing[-num_kept:], *rounds[-1:])}
+    past = [item for item in passing if item[0].order <= now.order]
+    rounds = [item for item in past if item[0].phase is Phase.RL]
+    kept = {directory for _, directory in (*past[-num_kept:], *rounds[-1:])}
     deleted = []
     for position, directory in passing:
         if directory in kept or (position.policy_version in versions and position.is_published):

@@ -22,12 +22,14 @@ from actors.spec import RunSpec
 from actors.training import TrainingRun
 from actors.weights import NAMESPACE, WeightStore, store_name
 from actors.workers import GraderWorker, SamplerWorker
-from learner.ranks import Ranks
+from learner.ranks import LeaderFailedError, Ranks, is_lost_peer
 
-_START_TIMEOUT_S = 180.0
+_START_TIMEOUT_S = 600.0
 # Ranks do their own share of the same work between two collectives. A rank that hangs is noticed long before.
-_COLLECTIVE_TIMEOUT_S = 600
+_COLLECTIVE_TIMEOUT_S = 900
 _VERDICT_TIMEOUT_S = 120.0
+# The coordinator gives up long before, unless a group does not come to ask it.
+_MAX_LEARNER_RESTARTS = 1000
 
 WORKER_ENV = {
     "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1",
@@ -153,7 +155,7 @@ def fit(spec: RunSpec, actors: RunActors) -> None:
         run_config=RunConfig(
             name=".ray_train",
             storage_path=str(spec.run_dir),
-            failure_config=FailureConfig(max_failures=-1),
+            failure_config=FailureConfig(max_failures=_MAX_LEARNER_RESTARTS),
         ),
     ).fit()
     if why := ray.get(actors.coordinator.gave_up.remote(), timeout=_VERDICT_TIMEOUT_S):
@@ -164,13 +166,15 @@ def train_worker(config: Mapping[str, Any]) -> None:
     """What each learner worker runs; after a restart it goes on from the newest checkpoint."""
     ranks, coordinator = Ranks(), config["coordinator"]
     client = RunClient(coordinator, config["store"])
-    if not ranks.agreed(client.learner_starting):
+    if not ranks.agreed(client.may_start):
         return
     heartbeat = Heartbeat(coordinator, ranks.rank)
     try:
         TrainingRun(config["spec"], client, heartbeat, ranks).run()
+    except LeaderFailedError:
+        raise  # Rank 0 says why.
     except Exception as error:
-        heartbeat.report(error)
+        heartbeat.report(error, is_echo=is_lost_peer(error))
         raise
     finally:
         heartbeat.end()

@@ -90,7 +90,8 @@ class Coordinator:
         self._ledger: Ledger | None = None
         self._generations: dict[int, Generation] = {}
         self._scored: dict[PortionKey, tuple[ray.ObjectRef[Any], PortionSummary]] = {}
-        self._doing: dict[str, str] = {}
+        self._doing: dict[str, tuple[str, float]] = {}
+        self._has_echoed = False
         self._waiting_since: tuple[str, float] | None = None
         self._is_lost = False
         self._paused_at_s = 0.0
@@ -98,6 +99,7 @@ class Coordinator:
         self._changed = asyncio.Condition()
         self._stopping = asyncio.Event()
         self._tries: set[asyncio.Task[None]] = set()
+        self._asked: set[asyncio.Task[Any]] = set()
         self._store = store
         self._watching: asyncio.Task[None] | None = None
         self._begin(session)
@@ -106,6 +108,7 @@ class Coordinator:
         if session.num_coordinator_starts:
             what = "the coordinator died and was started again; the round under way is sampled again"
             self._note_failure(what, session.num_coordinator_starts)
+            self._end_pause()
         elif self._plan.num_overlong:
             self._note_failure(f"{self._plan.num_overlong} prompts are too long", 0)
         self._keep(session, num_coordinator_starts=session.num_coordinator_starts + 1)
@@ -116,9 +119,8 @@ class Coordinator:
 
     async def record(self, event: str, values: dict[str, Any]) -> None:
         """Append an event to the run log; the registry hears of a checkpoint that may be served."""
-        if self._is_repeated(event, values):
-            return
-        self._log.append(event, **values)
+        if not self._is_repeated(event, values):
+            self._log.append(event, **values)
         if event == "checkpoint" and values["phase"] != Phase.CONTROL and "step" not in values:
             await self._announcer.checkpoint(values["policy_version"], self._spec.run_dir / values["path"])
 
@@ -129,7 +131,10 @@ class Coordinator:
 
     async def finish(self) -> None:
         """Record that the run is done, and how long it took; the files are complete then."""
-        self._log.append("done", seconds=self._log.seconds())
+        if self._watching is not None:
+            self._watching.cancel()
+        if not self._is_repeated("done", {}):
+            self._log.append("done", seconds=self._log.seconds())
         self._log.close()
 
     def _is_repeated(self, event: str, values: Mapping[str, Any]) -> bool:
@@ -137,11 +142,17 @@ class Coordinator:
         if self._session.num_coordinator_starts == 1:
             return False
         asked = json.loads(json.dumps({"event": event, **values}))
-        newest = self._log.events_since(0)[-_NEWEST:]
+        newest = _since_learner_start(self._log.events_since(0))[-_NEWEST:]
         return any(one == asked | {"time_s": one["time_s"]} for one in newest)
 
     def _note_failure(self, what: str, attempt: int) -> None:
         self._log.append("failure", what=what, attempt=attempt)
+
+    def _end_pause(self) -> None:
+        """A pause that the coordinator that died had begun: who is still waited for begins another."""
+        pauses = [event for event in self._log.events_since(0) if event["event"] in ("pause", "pause_end")]
+        if pauses and pauses[-1]["event"] == "pause":
+            self._log.append("pause_end", seconds=round(self._log.seconds() - pauses[-1]["time_s"], 3))
 
     def _note_pause(self, why: str | None) -> None:
         """Record that grading waits for something that does not answer, or (None) that it goes on."""
@@ -153,11 +164,11 @@ class Coordinator:
 
     # The learner group.
 
-    async def learner_starting(self) -> bool:
-        """The learner group begins, or begins again. False where it has done so in vain too often."""
+    async def learner_starting(self, learner: str) -> bool:
+        """The learner group `learner` begins. False where groups have done so in vain too often."""
         self._forget_rounds()
         num_checkpoints = sum(event["event"] == "checkpoint" for event in self._log.events_since(0))
-        self._keep(self._session.with_learner_start(num_checkpoints))
+        self._keep(self._session.with_learner_start(learner, num_checkpoints))
         return not self._session.gave_up
 
     async def learner_started(self, checkpoint: str, position: Mapping[str, Any]) -> None:
@@ -169,11 +180,14 @@ class Coordinator:
         elif position["policy_version"] or position["step"]:
             self._log.append("resume", what=f"going on from checkpoint {checkpoint}; {again}")
 
-    async def learner_failed(self, what: str) -> None:
-        """A rank raised. What the others raise because of it is no failure of its own."""
-        if not self._session.error:
+    async def learner_failed(self, what: str, is_echo: bool) -> None:
+        """A rank raised. What it raises because another has died, or has raised, is no failure of its own."""
+        if self._session.error or (is_echo and self._has_echoed):
+            return
+        self._has_echoed = is_echo
+        if not is_echo:
             self._keep(self._session, error=what)
-            self._note_failure(f"{LEARNER_FAILED}: {what}", 1)
+        self._note_failure(f"{LEARNER_FAILED}: {what}", 1)
 
     async def gave_up(self) -> str:
         """Why the learner group is not started again; empty where it ended as it should."""
@@ -182,28 +196,32 @@ class Coordinator:
     async def heartbeat(self, rank: int, doing: str, actor: Any) -> bool:
         """A rank of the learner lives. Whether it is to stop."""
         self._watch_over()
-        self._doing[str(rank)] = doing
+        if self._doing.get(str(rank), ("", 0.0))[0] != doing:
+            self._doing[str(rank)] = doing, time.monotonic()
         self._watch.heard(f"{_RANK}{rank}", actor)
         return self._stopping.is_set()
 
     async def rank_ended(self, rank: int) -> None:
         """A rank has ended as it should."""
         self._watch.forget(f"{_RANK}{rank}")
+        self._doing.pop(str(rank), None)
 
     async def stop(self) -> bool:
         """Have the learner write a checkpoint and end, as soon as it can. False where no rank of it is up."""
         self._keep(self._session, is_stopping=True)
         self._stopping.set()
-        return bool(self._doing)
+        # After a restart of this process the first heartbeat has not come yet.
+        return bool(self._doing) or self._session.num_coordinator_starts > 1
 
     def _keep(self, session: Session, **changes: Any) -> None:
         self._session = replace(session, **changes).write(self._spec.run_dir)
 
     def _forget_rounds(self) -> None:
-        for attempt in self._tries:
-            attempt.cancel()
-        self._watch.forget(_RANK)
+        for asked in (*self._tries, *self._asked):
+            asked.cancel()
+        self._watch.forget(*(f"{_RANK}{rank}" for rank in self._doing))
         self._doing.clear()
+        self._has_echoed = False
         self._scored.clear()
         self._ledger = None
 
@@ -255,9 +273,11 @@ class Coordinator:
         ledger = self._ledger
         if ledger is not None and ledger.next_round > round_index:
             return True  # Asked before.
+        if ledger is None and self._has_round(round_index, generation.version):
+            return True
         if summaries is None:
             if ledger is None:
-                return self._has_round(round_index, generation.version)
+                return False
             summaries = {key: self._scored[key][1] for key in ledger.ready(round_index)}
         self._log_round(round_index, generation.version, values, summaries)
         self._generations[generation.version] = generation
@@ -370,7 +390,7 @@ class Coordinator:
         Raises RuntimeError when a portion cannot be scored: an accuracy over fewer problems would be another number.
         """
         version = generation.version
-        if is_new or not self._has_evaluation(version, label):
+        if not self._is_evaluated(version, label, is_new=is_new):
             self._waiting_since = "the evaluation", time.monotonic()
             try:
                 scored = await self._unless_stopped(self._evaluation.score(generation))
@@ -391,8 +411,13 @@ class Coordinator:
         wanted = best_version(self._log.events_since(0)), await self._announcer.pinned()
         return [version for version in wanted if version is not None]
 
-    def _has_evaluation(self, version: int, label: str) -> bool:
-        evaluations = [event for event in self._log.events_since(0) if event["event"] == "evaluation"]
+    def _is_evaluated(self, version: int, label: str, *, is_new: bool) -> bool:
+        """Whether the log has it: of a version that is not new; of a new one, since the learner started, if it was a
+        coordinator that died as it answered."""
+        events = self._log.events_since(0)
+        if is_new:
+            events = _since_learner_start(events) if self._session.num_coordinator_starts > 1 else []
+        evaluations = [event for event in events if event["event"] == "evaluation"]
         return any((event["label"], event["policy_version"]) == (label, version) for event in evaluations)
 
     # Who waits for whom.
@@ -410,7 +435,7 @@ class Coordinator:
             round=ledger.next_round if ledger is not None else newest.get("round", -1) + 1,
             num_rounds=self._spec.learner.num_rounds,
             policy_version=max(self._generations, default=0),
-            learner=dict(self._doing),
+            learner={rank: doing for rank, (doing, _) in self._doing.items()},
             portions=ledger.counts() if ledger is not None else {},
             assignments=tuple(assignment_text(assignment) for assignment in assignments),
             waits=tuple(self._waits()),
@@ -434,10 +459,17 @@ class Coordinator:
                 if self._ledger is not None and what.startswith("round"):
                     keys = self._ledger.unfinished(self._ledger.next_round)
                 texts.append(wait_text(what, seconds, keys, assignments))
+        elif "0" in self._doing:
+            doing, since = self._doing["0"]
+            if time.monotonic() - since > SILENT_S:
+                texts.append(f"the learner is at this for {time.monotonic() - since:.0f} s: {doing}")
         return texts
 
     def _watch_over(self) -> None:
         """Begin to watch, unless that has begun: while the actor is made there is no event loop."""
+        if self._watching is not None and self._watching.done() and not self._watching.cancelled():
+            self._note_failure(f"the watch over the actors failed, and goes on: {self._watching.exception()}", 1)
+            self._watching = asyncio.create_task(self._keep_watch())
         if self._watching is None:
             for name, actor in (*self._pools.members().items(), (_STORE, self._store)):
                 self._watch.ask(name, actor)
@@ -459,14 +491,26 @@ class Coordinator:
     async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T:
         """What `work` returns. Raises StoppedError, and gives it up, where the run is to stop."""
         task, stop = asyncio.create_task(work), asyncio.create_task(self._stopping.wait())
+        # A learner that starts again asks anew: nobody waits for this any more.
+        self._asked.add(task)
         try:
             await asyncio.wait((task, stop), return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
+            if task.done() and not task.cancelled():
                 return task.result()
             raise StoppedError
         finally:
+            self._asked.discard(task)
             task.cancel()
             stop.cancel()
+
+
+def _since_learner_start(events: list[Event]) -> list[Event]:
+    """The events of the learner group that is up."""
+    for index in range(len(events) - 1, -1, -1):
+        event = events[index]
+        if event["event"] == "resume" or (event["event"] == "failure" and event["what"].startswith(RESTARTED)):
+            return events[index + 1 :]
+    return events
 
 
 def _done_again(events: Sequence[Event], position: Mapping[str, Any]) -> str:

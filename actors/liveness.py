@@ -18,6 +18,8 @@ SILENT_S = 15.0
 """Seconds without an answer after which somebody is told."""
 HUNG_S = 45.0
 """Seconds without an answer after which an actor is ended, so that Ray starts another in its place."""
+START_S = 900.0
+"""The same of an actor that has not answered since it (re)started: it may be loading a policy."""
 PROBE_EVERY_S = 3.0
 
 
@@ -37,6 +39,7 @@ class Watch:
         self._on_hung, self._now = on_hung, now
         self._pulses: dict[str, _Pulse] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._swept_at = now()
 
     def ask(self, name: str, actor: Any) -> None:
         """Ask an actor's `ready`, in its concurrency group `liveness`, again and again from now on."""
@@ -49,21 +52,32 @@ class Watch:
         """A heartbeat came."""
         self._pulses[name] = _Pulse(actor=actor, heard_at=self._now(), is_up=True)
 
-    def forget(self, prefix: str) -> None:
-        """The actors whose names begin like this have ended, or are about to be replaced."""
-        self._pulses = {name: pulse for name, pulse in self._pulses.items() if not name.startswith(prefix)}
+    def forget(self, *names: str) -> None:
+        """These have ended, or are about to be replaced."""
+        for name in names:
+            self._pulses.pop(name, None)
 
     def silent(self) -> dict[str, float]:
         """Seconds of silence of each actor that has been silent for more than `SILENT_S`."""
         return {name: age for name in self._pulses if (age := self._age(name)) > SILENT_S}
 
     def sweep(self) -> None:
-        """End the actors that are hung."""
+        """End the actors that are hung. To be called every `PROBE_EVERY_S` seconds, or more often."""
+        self._allow_for_our_own_silence()
         for name, pulse in list(self._pulses.items()):
-            if pulse.is_up and self._age(name) > HUNG_S:
-                # Once: what takes its place has to come up first.
-                pulse.is_up = False
-                self._on_hung(name, pulse.actor, self._age(name))
+            seconds = self._age(name)
+            if seconds > (HUNG_S if pulse.is_up else START_S):
+                # What takes its place has to come up first.
+                pulse.is_up, pulse.heard_at = False, self._now()
+                self._on_hung(name, pulse.actor, seconds)
+
+    def _allow_for_our_own_silence(self) -> None:
+        """Where it was this process that stood still, nobody could be heard."""
+        now = self._now()
+        away_s, self._swept_at = now - self._swept_at, now
+        if away_s > 2 * PROBE_EVERY_S:
+            for pulse in self._pulses.values():
+                pulse.heard_at = min(now, pulse.heard_at + away_s)
 
     def _age(self, name: str) -> float:
         return self._now() - self._pulses[name].heard_at
@@ -71,7 +85,8 @@ class Watch:
     async def _follow(self, name: str) -> None:
         while (pulse := self._pulses.get(name)) is not None:
             try:
-                await pulse.actor.ready.options(concurrency_group="liveness").remote()
+                # Ray would repeat it after a restart, which is to be known.
+                await pulse.actor.ready.options(concurrency_group="liveness", max_task_retries=0).remote()
             except RayError:
                 # It died: it is new when it answers again.
                 pulse.is_up = False

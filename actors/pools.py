@@ -16,6 +16,7 @@ from actors.weights import VersionMissingError
 from rewards import RewardUnavailableError
 
 _RESTART_POLL_S = 0.5
+_LONGEST_START_S = 900.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 
 
@@ -74,10 +75,21 @@ class _Pool:
 
     async def take(self, key: PortionKey) -> _Member:
         """A free actor, which is at work on the portion from now on."""
-        member = await self._free.get()
-        self._count(1)
-        self._assigned[member] = key, time.monotonic()
-        return member
+        while True:
+            member = await self._free.get()
+            self._count(1)
+            self._assigned[member] = key, time.monotonic()
+            is_up = False
+            try:
+                await member.actor.ready.options(concurrency_group="liveness").remote()
+                is_up = True
+            except RayError:
+                # It died while it was free, or is still starting: no try of the portion.
+                continue
+            finally:
+                if not is_up:
+                    self.give_back(member, is_healthy=False)
+            return member
 
     def assignments(self) -> list[Assignment]:
         """Who is at work on what."""
@@ -121,9 +133,12 @@ class _Pool:
         self._num_away += 1
         while True:
             try:
-                await member.actor.ready.remote()
+                await asyncio.wait_for(member.actor.ready.remote(), max(self.timeout_s, _LONGEST_START_S))
             except RayError:
                 await asyncio.sleep(_RESTART_POLL_S)
+            except TimeoutError:
+                # It answers whether it lives, and hangs at the call that was given up.
+                ray.kill(member.actor, no_restart=False)
             else:
                 self._num_away -= 1
                 return self._free.put_nowait(member)
@@ -220,11 +235,6 @@ async def _call(pool: _Pool, key: PortionKey, method: Any, *arguments: Any) -> t
         payload, small = method(member.actor, *arguments)
         value = await asyncio.wait_for(small, pool.timeout_s)
         is_healthy = True
-    except TimeoutError as error:
-        ray.kill(member.actor, no_restart=False)
-        raise PortionFailedError(
-            f"a {pool.kind} did not answer within {pool.timeout_s:.0f} s and was restarted"
-        ) from error
     except RayTaskError as error:
         if isinstance(error.cause, RewardUnavailableError):
             is_healthy = True
@@ -235,6 +245,12 @@ async def _call(pool: _Pool, key: PortionKey, method: Any, *arguments: Any) -> t
         raise _failed(pool.kind, error) from error
     except RayError as error:
         raise _failed(pool.kind, error) from error
+    except TimeoutError as error:
+        # Ours: one that the actor raised is a RayTaskError too.
+        ray.kill(member.actor, no_restart=False)
+        raise PortionFailedError(
+            f"a {pool.kind} did not answer within {pool.timeout_s:.0f} s and was restarted"
+        ) from error
     finally:
         pool.give_back(member, is_healthy=is_healthy)
     return payload, value

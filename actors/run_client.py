@@ -6,12 +6,13 @@ asked twice. Nobody but rank 0 asks; the other ranks hear of it (`learner/ranks.
 
 from __future__ import annotations
 
+import secrets
 import threading
 from collections.abc import Mapping
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, ObjectLostError, RayError
+from ray.exceptions import ActorDiedError, GetTimeoutError, ObjectLostError, RayError
 from torch import Tensor
 
 from actors.messages import Generation, Next, ScoredPortion
@@ -30,9 +31,12 @@ class RunClient:
         """Take over the handles."""
         self._coordinator, self._store = coordinator, store
 
-    def learner_starting(self) -> bool:
-        """The learner group begins, or begins again. False where it has done so in vain too often."""
-        return bool(self._call(self._coordinator.learner_starting.remote()))
+    def may_start(self) -> bool:
+        """The learner group begins, or begins again. False where it has done so in vain too often, or is of no use."""
+        try:
+            return bool(self._call(self._coordinator.learner_starting.remote(secrets.token_hex(8))))
+        except ActorDiedError:
+            return False  # The coordinator is gone for good: `fit` finds that out and says so.
 
     def learner_started(self, checkpoint: str, position: Mapping[str, Any]) -> None:
         """It goes on from a checkpoint, which says where the run stood."""
@@ -105,9 +109,12 @@ class Heartbeat:
         self._thread.join(_REPORT_TIMEOUT_S)
         self._say(self._coordinator.rank_ended.remote(self._rank))
 
-    def report(self, error: Exception) -> None:
-        """The rank has failed: the run log must say why, for Ray Train may restart the group."""
-        self._say(self._coordinator.learner_failed.remote(f"{type(error).__name__}: {error}"))
+    def report(self, error: Exception, *, is_echo: bool) -> None:
+        """The rank has failed: the run log must say why, for Ray Train may restart the group.
+
+        An echo is the failure of a collective whose other end has died.
+        """
+        self._say(self._coordinator.learner_failed.remote(f"{type(error).__name__}: {error}", is_echo))
 
     def _beat(self) -> None:
         while not self._ended.wait(HEARTBEAT_S):

@@ -23,6 +23,8 @@ class Session:
     """How often the coordinator has started in this session."""
     num_learner_starts: int = 0
     """How often the learner group has."""
+    learner: str = ""
+    """Names the learner group that started last."""
     num_checkpoints: int = 0
     """Checkpoints that had been written when it last started."""
     num_repeats: int = 0
@@ -53,8 +55,10 @@ class Session:
             beside.unlink(missing_ok=True)
         return self
 
-    def with_learner_start(self, num_checkpoints: int) -> Self:
-        """The learner group starts, where so many checkpoints have been written; unless it has in vain too often."""
+    def with_learner_start(self, learner: str, num_checkpoints: int) -> Self:
+        """A learner group starts, where so many checkpoints have been written; unless one has in vain too often."""
+        if learner == self.learner:
+            return self  # Asked before.
         is_repeated = bool(self.num_learner_starts) and num_checkpoints == self.num_checkpoints
         repeats = self.num_repeats + 1 if is_repeated else 0
         limit = _MAX_REPEATED_ERRORS if self.error else _MAX_REPEATED_DEATHS
@@ -64,6 +68,7 @@ class Session:
         return replace(
             self,
             num_learner_starts=self.num_learner_starts + 1,
+            learner=learner,
             num_checkpoints=num_checkpoints,
             num_repeats=repeats,
             error="",

@@ -37,7 +37,7 @@ from learner.ranks import Ranks
 from learner.sft_learner import SftLearner, evaluation_loss
 from learner.sharding import ShardedPolicy, make_mesh
 
-_LAG_TIMEOUT_S = 300.0
+_LAG_TIMEOUT_S = 600.0
 _LOG_EVERY_S = 1.0
 
 
@@ -155,6 +155,11 @@ class TrainingRun:
 
     def _stages(self) -> None:
         phases, position = self._spec.phases, self._position
+        if not position.is_published and position.phase not in phases:
+            raise ValueError(
+                f"the run was stopped in the midst of {position.phase}, which this command leaves out; resume it with "
+                "the command that began it"
+            )
         if position.is_published:
             # Samplers and service may be new: the store must have what they will be asked for.
             self._publish(position.policy_version, position.phase, position.round)
@@ -444,7 +449,9 @@ class TrainingRun:
         weights = self._policy.weights_on_rank_0()
 
         def publish() -> None:
-            self._client.publish(make_manifest(self._published.version, weights), weights)
+            manifest = make_manifest(self._published.version, weights)
+            self._generation = Generation(version=manifest.version, digest=manifest.digest)
+            self._client.publish(manifest, weights)
 
         self._ranks.on_rank_0(publish)
 
@@ -454,7 +461,7 @@ class TrainingRun:
         position = self._position
         is_published = position.is_published and self._generation is not None
         digest = self._published.digest if is_published else None
-        is_end = self._state is None or position.round == self._spec.learner.num_rounds
+        is_end = position.is_published and (self._state is None or position.round == self._spec.learner.num_rounds)
         self._checkpointer.write(position, digest, self._state, self._adapter(), may_fail=not is_end)
 
     def _save_if(self, is_due: bool) -> None:

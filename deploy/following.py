@@ -19,8 +19,10 @@ if TYPE_CHECKING:
 _POLL_S = 0.5
 _STATUS_EVERY_S = 5.0
 # It answers from memory. Under a load that makes it slow, a sentence costs nothing, and an end costs a round.
-_SILENT_S, _HUNG_S, _START_S = 15.0, 45.0, 300.0
+_SILENT_S, _HUNG_S, _START_S = 15.0, 45.0, 600.0
 _LAST_LOOK_S = 10.0
+# Between two looks; they are less than a second apart.
+_STALLED_S = 5.0
 STOP_GRACE_S = 60.0
 """Seconds that the learner has to write a checkpoint when the run is to stop."""
 
@@ -35,24 +37,32 @@ class Follower:
     def __init__(self, coordinator: Any, num_seen: int, on_event: Callable[[Event], None]) -> None:
         """`on_event` is given every event after the first `num_seen`, from a thread."""
         self._coordinator, self._num_seen, self._on_event = coordinator, num_seen, on_event
-        self._heard_at = self._said_at = self._asked_at = time.monotonic()
+        self._heard_at = self._said_at = self._asked_at = self._looked_at = time.monotonic()
         # Until it has answered for the first time, it may still be starting.
         self._patience_s = _START_S
 
     def follow(self, ended: threading.Event) -> None:
-        """Until the block has ended, or the coordinator is gone for good: then `fit` says why."""
+        """Until the block has ended. Where the coordinator is gone for good, `fit` says why."""
         import ray
 
         pending: Any = None
         while True:
             is_last = ended.wait(_POLL_S)
-            pending = pending or self._coordinator.events_since.remote(self._num_seen)
+            # What was asked before the end does not have the last events.
+            pending = None if is_last else pending
+            pending = pending or self._coordinator.events_since.options(max_task_retries=0).remote(self._num_seen)
+            self._looked_at, away_s = time.monotonic(), time.monotonic() - self._looked_at
+            if away_s > _STALLED_S:
+                # It was this process that stood still: nobody could be heard.
+                self._heard_at += away_s
             try:
                 events = ray.get(pending, timeout=_LAST_LOOK_S if is_last else _POLL_S)
             except ray.exceptions.GetTimeoutError:
                 self._note_silence()
             except ray.exceptions.RayError:
-                return
+                # It died, and Ray starts it again.
+                pending, self._patience_s = None, _START_S
+                self._note_silence()
             else:
                 pending, self._heard_at, self._patience_s = None, time.monotonic(), _HUNG_S
                 self._show(events)
@@ -110,25 +120,38 @@ def following(coordinator: Any, num_seen: int, on_event: Callable[[Event], None]
         thread.join(timeout=2 * _LAST_LOOK_S)
 
 
-def wait_or_stop(fitted: Future[None], coordinator: Any, on_event: Callable[[Event], None]) -> None:
-    """Wait for the learner group to end. Ctrl-C or SIGTERM has it write a checkpoint first; a second one does not wait.
+@contextmanager
+def stopping_in_order(fitted: Future[None], coordinator: Any, on_event: Callable[[Event], None]) -> Iterator[None]:
+    """On Ctrl-C or SIGTERM in the block the learner writes a checkpoint first; a second one does not wait for it."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if _is_up(coordinator):
+            on_event(
+                {"event": "status", "what": "stopping: the learner writes a checkpoint; once more ends it at once"}
+            )
+            _wait(fitted, on_event)
+        raise
 
-    Raises what the group raised, and the KeyboardInterrupt once it has ended.
-    """
+
+def _is_up(coordinator: Any) -> bool:
+    """Whether there is a learner to stop; one that has not begun has nothing to lose."""
     import ray
 
     try:
-        fitted.result()
-    except KeyboardInterrupt:
-        if not ray.get(coordinator.stop.remote(), timeout=STOP_GRACE_S):
-            raise  # No learner is up yet: it has nothing to lose.
-        on_event({"event": "status", "what": "stopping: the learner writes a checkpoint; once more ends it at once"})
-        try:
-            fitted.result(STOP_GRACE_S)
-        except FutureTimeoutError:
-            what = f"the learner wrote no checkpoint within {STOP_GRACE_S:.0f} s; --resume goes on from an earlier one"
-            on_event({"event": "status", "what": what})
-        raise
+        return bool(ray.get(coordinator.stop.remote(), timeout=STOP_GRACE_S))
+    except ray.exceptions.RayError:
+        return True  # It may have heard of it all the same.
+
+
+def _wait(fitted: Future[None], on_event: Callable[[Event], None]) -> None:
+    try:
+        fitted.result(STOP_GRACE_S)
+    except FutureTimeoutError:
+        what = f"the learner wrote no checkpoint within {STOP_GRACE_S:.0f} s; --resume goes on from an earlier one"
+        on_event({"event": "status", "what": what})
+    except Exception as error:  # It was to end in any case.
+        on_event({"event": "status", "what": f"the learner failed as it stopped: {type(error).__name__}"})
 
 
 @contextmanager

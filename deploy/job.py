@@ -19,7 +19,7 @@ from actors.run_log import DRIVER_LOG, METRICS, Event, RunLog, append_event, rea
 from actors.spec import Phase, RunSpec
 from deploy.curves import draw_curves
 from deploy.errors import EXIT_RUN_FAILED, RunFailedError, UserError
-from deploy.following import following, terminated_by_sigterm, wait_or_stop
+from deploy.following import following, stopping_in_order, terminated_by_sigterm
 from deploy.judges import judge_servers
 from deploy.node_watch import node_processes, watching
 from deploy.printing import counted
@@ -118,13 +118,18 @@ def _run_on_ray(
         pools = f"{counted(spec.rollout.num_samplers, 'sampler')} and {counted(recipe.grading.num_graders, 'grader')}"
         learners = counted(spec.learner.num_workers, "learner")
         on_event(_waiting(f"starting {pools}, and {learners} beside them"))
-        wait_until_ready(actors)
-        if serve:
-            on_event(_waiting("starting the service"))
-            on_event({"event": "status", "what": _start_service(recipe, url, lambda what: on_event(_waiting(what)))})
-        on_event(_waiting(f"starting {learners}; then comes the first evaluation"))
-        with following(actors.coordinator, num_seen, on_event):
-            wait_or_stop(fitted, actors.coordinator, on_event)
+        with (
+            following(actors.coordinator, num_seen, on_event),
+            stopping_in_order(fitted, actors.coordinator, on_event),
+        ):
+            wait_until_ready(actors)
+            if serve:
+                on_event(_waiting("starting the service"))
+                on_event(
+                    {"event": "status", "what": _start_service(recipe, url, lambda what: on_event(_waiting(what)))}
+                )
+            on_event(_waiting(f"starting {learners}; then comes the first evaluation"))
+            fitted.result()
             _call(actors.coordinator.finish.remote())
         draw_curves(read_events(spec.run_dir), spec.run_dir / "curves.png")
     except (RayError, TrainingFailedError, LearnerFailedError, TimeoutError) as error:

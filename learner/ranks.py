@@ -21,7 +21,8 @@ from torch import Tensor
 
 TICK_S = 5.0
 """Seconds between two signs of life of a rank 0 that is at work: the others never wait for longer in one collective."""
-_TIMEOUT_S = 300.0
+# One rank may load a checkpoint for longer than another. Who hangs is noticed by other means.
+_TIMEOUT_S = 900.0
 _LENGTH = struct.Struct("<Q")
 
 
@@ -31,6 +32,13 @@ class _State(IntEnum):
 
 class LeaderFailedError(RuntimeError):
     """Rank 0 failed at what the others wait for; it raises the failure itself."""
+
+
+def is_lost_peer(error: Exception) -> bool:
+    """Whether a collective failed because another rank has ended: what that rank died of is the cause."""
+    if isinstance(error, dist.DistBackendError | dist.DistNetworkError):
+        return True
+    return isinstance(error, RuntimeError) and "gloo/transport" in str(error)
 
 
 class Ranks:

@@ -119,6 +119,9 @@ def _rounds(*rounds: int) -> list[Position]:
     return [Position(phase=Phase.RL, round=done, policy_version=done + 1, rl_seconds=1.0) for done in rounds]
 
 
+NOW = Position(phase=Phase.CONTROL, round=9, policy_version=10, rl_seconds=1.0, step=9)
+
+
 def _under_way(phase: Phase, version: int, step: int) -> Position:
     return Position(phase=phase, round=9 if version else 0, policy_version=version, rl_seconds=0.0, step=step)
 
@@ -139,16 +142,16 @@ def test_a_stage_under_way_is_further_than_where_it_began_and_is_never_answered_
 
 def test_the_newest_are_kept_and_the_best_and_what_ends_a_stage(checkpoints: Path, policy: Transformer) -> None:
     _save(checkpoints, policy, _under_way(Phase.SFT, 0, 40), *_rounds(3, 4, 5, 6))
-    deleted = prune(checkpoints, 2, versions=[4])
+    deleted = prune(checkpoints, 2, [4], NOW)
     assert sorted(path.name for path in deleted) == ["rl-000001", "rl-000002", "rl-000004", "sft-000040"]
     left = sorted(path.name for path in checkpoints.iterdir())
     assert left == ["control", "initial", "rl-000003", "rl-000005", "rl-000006", "sft"]
-    assert prune(checkpoints, 2, versions=[4]) == []
+    assert prune(checkpoints, 2, [4], NOW) == []
 
 
 def test_the_last_round_stays_under_the_checkpoints_of_the_control(checkpoints: Path, policy: Transformer) -> None:
     _save(checkpoints, policy, *_rounds(9), *(_under_way(Phase.CONTROL, 10, step) for step in (1, 2, 3)))
-    prune(checkpoints, 2, versions=[])
+    prune(checkpoints, 2, [], NOW)
     left = sorted(path.name for path in checkpoints.iterdir())
     assert left == ["control", "control-000002", "control-000003", "initial", "rl-000009", "sft"]
 
@@ -156,5 +159,19 @@ def test_the_last_round_stays_under_the_checkpoints_of_the_control(checkpoints: 
 def test_what_cannot_be_read_is_not_deleted(checkpoints: Path, policy: Transformer) -> None:
     _save(checkpoints, policy, *_rounds(3, 4, 5))
     (checkpoints / "rl-000001" / "trainer_state.json").write_text("{")
-    prune(checkpoints, 1, versions=[])
+    prune(checkpoints, 1, [], NOW)
     assert (checkpoints / "rl-000001").is_dir()
+
+
+def test_a_future_that_was_given_up_is_none_of_the_newest(checkpoints: Path, policy: Transformer) -> None:
+    """Its files may be why it was given up."""
+    _save(checkpoints, policy, *_rounds(3, 4, 5, 6))
+    prune(checkpoints, 1, [], now=_rounds(4)[0])
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["control", "initial", "rl-000004", "sft"]
+
+
+def test_what_a_process_that_died_had_begun_goes(checkpoints: Path, policy: Transformer) -> None:
+    (checkpoints / ".rl-000007.partial").mkdir()
+    (checkpoints / ".rl-000003.deleted").mkdir()
+    prune(checkpoints, 3, [], NOW)
+    assert not list(checkpoints.glob(".*"))

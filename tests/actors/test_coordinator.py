@@ -107,7 +107,7 @@ def _run(work: Coroutine[Any, Any, Any]) -> Any:
 def test_a_round_that_is_asked_for_again_is_sampled_again_from_the_same_weights(case: _Case) -> None:
     async def scene() -> None:
         first = case.coordinator()
-        await first.learner_starting()
+        await first.learner_starting("group")
         what, references = await first.next_batch(0, _generation(1))
         assert (what, len(references)) == (Next.GO_ON, first._plan.portions_per_round)
         before = list(case.sampler.asked)
@@ -235,12 +235,12 @@ def test_a_learner_that_fails_again_and_again_is_given_up_and_its_own_error_is_n
     async def scene() -> None:
         coordinator = case.coordinator()
         for attempt in range(3):
-            assert await coordinator.learner_starting()
+            assert await coordinator.learner_starting(f"group {attempt}")
             await coordinator.learner_started("sft", {"round": 0, "policy_version": 1, "step": None})
-            await coordinator.learner_failed("FloatingPointError: round 0: nan")
-            await coordinator.learner_failed("LeaderFailedError: rank 0 of the learner failed")
+            await coordinator.learner_failed("FloatingPointError: round 0: nan", is_echo=False)
+            await coordinator.learner_failed("RuntimeError: gloo", is_echo=True)
             coordinator = case.coordinator() if attempt == 1 else coordinator
-        assert not await coordinator.learner_starting()
+        assert not await coordinator.learner_starting("one more")
         assert await coordinator.gave_up() == "FloatingPointError: round 0: nan"
         failures = [event["what"] for event in case.events("failure")]
         assert failures.count("a learner worker failed: FloatingPointError: round 0: nan") == 3
@@ -253,12 +253,51 @@ def test_what_a_resumed_run_does_again_is_said(case: _Case) -> None:
         coordinator = case.coordinator()
         await coordinator.next_batch(0, _generation(1))
         await coordinator.published(0, _generation(2), VALUES, None)
-        await coordinator.learner_starting()
+        await coordinator.learner_starting("one")
         await coordinator.learner_started("sft", {"round": 0, "policy_version": 1, "step": None})
         (event,) = case.events("resume")
         assert event["what"] == "going on from checkpoint sft; round 0 is done again"
-        await coordinator.learner_starting()
+        await coordinator.learner_starting("two")
         await coordinator.learner_started("rl-000001", {"round": 1, "policy_version": 2, "step": None})
         assert case.events("failure")[-1]["what"].endswith("restarted from checkpoint rl-000001; nothing is done again")
+
+    _run(scene())
+
+
+def test_a_rank_that_loses_another_reports_an_echo_which_ends_no_run(case: _Case) -> None:
+    async def scene() -> None:
+        coordinator = case.coordinator()
+        for attempt in range(8):
+            assert await coordinator.learner_starting(f"group {attempt}")
+            for _ in range(3):
+                await coordinator.learner_failed("RuntimeError: Connection closed by peer", is_echo=True)
+        assert len(case.events("failure")) == 8, "once for each start"
+
+    _run(scene())
+
+
+def test_an_evaluation_ends_with_the_learner_that_asked_for_it(case: _Case) -> None:
+    async def scene() -> None:
+        coordinator = case.coordinator()
+        case.sampler.mood = "silent"
+        orphan = asyncio.create_task(coordinator.evaluate(_generation(1), "sft", 0, True))
+        await asyncio.sleep(0.05)
+        await coordinator.learner_starting("the next group")
+        assert (await orphan)[0] is Next.STOP
+        assert case.events("evaluation") == []
+
+    _run(scene())
+
+
+def test_an_evaluation_whose_answer_was_lost_is_not_recorded_twice(case: _Case) -> None:
+    async def scene() -> None:
+        await case.coordinator().evaluate(_generation(1), "sft", 0, True)
+        successor = case.coordinator()
+        assert (await successor.evaluate(_generation(1), "sft", 0, True))[0] is Next.GO_ON
+        assert len(case.events("evaluation")) == 1
+        await successor.learner_starting("the next group")
+        await successor.learner_started("initial", {"round": 0, "policy_version": 1, "step": None})
+        await successor.evaluate(_generation(1), "sft", 0, True)
+        assert len(case.events("evaluation")) == 2, "of a version that was made again"
 
     _run(scene())

@@ -32,11 +32,27 @@ class _Method:
         return "reference", answer
 
 
+class _Ready:
+    """What an actor that is up answers, and one that is down does not until it is up again."""
+
+    def __init__(self) -> None:
+        self.is_up = asyncio.Event()
+        self.is_up.set()
+
+    def options(self, concurrency_group: str) -> _Ready:
+        assert concurrency_group == "liveness"
+        return self
+
+    async def remote(self) -> bool:
+        return await self.is_up.wait()
+
+
 class _Judged:
     """A grader whose judge answers only from a certain call on."""
 
     def __init__(self, num_failures: int) -> None:
         self.grade, self.num_calls, self._num_failures = self, 0, num_failures
+        self.ready = _Ready()
 
     def options(self, num_returns: int) -> _Judged:
         return self
@@ -55,11 +71,7 @@ class _Judged:
 class _Actor:
     def __init__(self, is_instant: bool) -> None:
         self.generate = self.grade = _Method(is_instant)
-        self.ready, self.is_back = self, asyncio.Event()
-
-    async def remote(self) -> bool:
-        """What `ready` answers once the actor is up again."""
-        return await self.is_back.wait()
+        self.ready = _Ready()
 
 
 def _portions(count: int) -> list[Portion]:
@@ -139,13 +151,58 @@ def test_an_actor_that_died_is_away_until_it_answers() -> None:
         pools = Pools([sampler], [grader], sampling_timeout_s=10, grading_timeout_s=10, on_pause=print)
         task = asyncio.create_task(pools.score(Generation(version=0, digest=""), _portions(1)[0]))
         await asyncio.sleep(0)
+        sampler.ready.is_up.clear()
         sampler.generate.answers[0].set_exception(ActorDiedError())
         with pytest.raises(PortionFailedError, match="a sampler failed"):
             await task
         await asyncio.sleep(0)
         assert pools.use()["samplers"]["away"] == 1
-        sampler.is_back.set()
+        sampler.ready.is_up.set()
         while pools.use()["samplers"]["away"]:
             await asyncio.sleep(0)
+
+    asyncio.run(asyncio.wait_for(scores(), 10))
+
+
+def test_an_actor_that_died_while_it_was_free_costs_no_try() -> None:
+    async def scores() -> None:
+        dead, alive, grader = _Actor(is_instant=True), _Actor(is_instant=True), _Actor(is_instant=True)
+        asked = []
+
+        class Dead(_Ready):
+            async def remote(self) -> bool:
+                asked.append("dead")
+                if len(asked) == 1:
+                    raise ActorDiedError
+                return await super().remote()
+
+        dead.ready = Dead()
+        dead.ready.is_up.clear()
+        pools = Pools([dead, alive], [grader], sampling_timeout_s=10, grading_timeout_s=10, on_pause=print)
+        await pools.score(Generation(version=0, digest=""), _portions(1)[0])
+        assert len(alive.generate.answers) == 1
+        assert dead.generate.answers == []
+        assert pools.use()["samplers"]["away"] == 1
+
+    asyncio.run(asyncio.wait_for(scores(), 10))
+
+
+def test_a_timeout_that_an_actor_raises_is_not_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    killed: list[Any] = []
+    monkeypatch.setattr("actors.pools.ray.kill", lambda actor, **_: killed.append(actor))
+
+    async def scores() -> None:
+        sampler, grader = _Actor(is_instant=False), _Actor(is_instant=True)
+        pools = Pools([sampler], [grader], sampling_timeout_s=10, grading_timeout_s=10, on_pause=print)
+        task = asyncio.create_task(pools.score(Generation(version=0, digest=""), _portions(1)[0]))
+        while not sampler.generate.answers:
+            await asyncio.sleep(0)
+        cause = TimeoutError("policy version 3 did not arrive within 120 s")
+        sampler.generate.answers[0].set_exception(
+            RayTaskError("generate", f"traceback\nTimeoutError: {cause}", cause).as_instanceof_cause()
+        )
+        with pytest.raises(PortionFailedError, match="did not arrive within 120 s"):
+            await task
+        assert killed == []
 
     asyncio.run(asyncio.wait_for(scores(), 10))

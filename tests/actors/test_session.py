@@ -20,7 +20,7 @@ def _starts(session: Session, *num_checkpoints: int, error: str = "") -> list[bo
     """Whether each start of the learner group, after so many checkpoints, is one too many."""
     is_too_many = []
     for count in num_checkpoints:
-        session = replace(session.with_learner_start(count), error=error)
+        session = replace(session.with_learner_start(f"group {len(is_too_many)}", count), error=error)
         is_too_many.append(bool(session.gave_up))
     return is_too_many
 
@@ -28,8 +28,9 @@ def _starts(session: Session, *num_checkpoints: int, error: str = "") -> list[bo
 def test_an_error_that_comes_again_and_again_ends_the_run_and_says_which() -> None:
     session = Session(driver="one")
     assert _starts(session, 0, 0, 0, 0, error="ValueError: bad") == [False, False, False, True]
-    for _ in range(4):
-        session = replace(session.with_learner_start(0), error="ValueError: bad")
+    for group in range(4):
+        session = replace(session.with_learner_start(str(group), 0), error="ValueError: bad")
+        assert session.with_learner_start(str(group), 0) == session, "asked twice"
     assert session.gave_up == "ValueError: bad"
 
 
