@@ -21,6 +21,7 @@ class Announcer:
         """`store_name` is the Ray name of the run's weight store."""
         self._registry, self._log = registry, log
         self._run_dir, self._store_name = run_dir, store_name
+        self._is_away = False
 
     async def announce(self, generation: Generation, phase: Phase, round_index: int) -> None:
         """The store has a version."""
@@ -47,15 +48,25 @@ class Announcer:
         """A version was evaluated."""
         await self._tell(self._registry.score, version, num_correct, num_problems)
 
-    async def pinned(self) -> int | None:
+    def pinned(self) -> int | None:
         """The version that an operator holds on to."""
-        state = await self._tell(read_admin, self._run_dir)
-        return None if state is None else state.pinned
-
-    async def _tell(self, call: Callable[..., Any], *facts: Any) -> Any:
-        """What `call` returns, or None."""
         try:
-            return await asyncio.to_thread(call, *facts)
-        except (ConnectionError, ValueError) as error:
+            return read_admin(self._run_dir).pinned
+        except ValueError as error:
             self._log.append("failure", what=str(error), attempt=1)
             return None
+
+    async def _tell(self, call: Callable[..., Any], *facts: Any) -> Any:
+        """What `call` returns, or None. An outage is one failure, however often it is met."""
+        try:
+            answer = await asyncio.to_thread(call, *facts)
+        except ConnectionError as error:
+            if not self._is_away:
+                self._log.append("failure", what=str(error), attempt=1)
+            self._is_away = True
+        except ValueError as error:
+            self._log.append("failure", what=str(error), attempt=1)
+        else:
+            self._is_away = False
+            return answer
+        return None

@@ -408,7 +408,7 @@ class Coordinator:
 
     async def versions_to_keep(self) -> list[int]:
         """The versions whose checkpoints must stay: the best, and one that an operator has pinned."""
-        wanted = best_version(self._log.events_since(0)), await self._announcer.pinned()
+        wanted = best_version(self._log.events_since(0)), self._announcer.pinned()
         return [version for version in wanted if version is not None]
 
     def _is_evaluated(self, version: int, label: str, *, is_new: bool) -> bool:

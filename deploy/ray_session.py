@@ -15,7 +15,8 @@ from typing import Any
 
 from deploy.errors import RunFailedError, UserError, reason
 
-_MOST_STARTS = 3
+MOST_STARTS = 3
+"""How often a Ray of our own is tried to be started."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,6 +49,8 @@ def ray_session(*, dashboard: bool) -> Iterator[RaySession]:
     _keep_notes_in_logs()
     is_ours = "RAY_ADDRESS" not in os.environ
     if is_ours:
+        # Ray would run its workers at 15: beside any other work of the machine they would get next to nothing.
+        os.environ.setdefault("RAY_worker_niceness", "0")
         _make_token(Path.home() / ".ray" / "auth_token")
     connect = partial(
         ray.init,
@@ -58,7 +61,7 @@ def ray_session(*, dashboard: bool) -> Iterator[RaySession]:
         logging_level=logging.ERROR,
         runtime_env={"env_vars": WORKER_ENV},
     )
-    context = _connected(connect, num_tries=_MOST_STARTS if is_ours else 1)
+    context = connected(connect, num_tries=MOST_STARTS if is_ours else 1)
     try:
         node: Any = ray.get_runtime_context().worker.node
         logs_dir = Path(node.get_logs_dir_path())
@@ -67,7 +70,7 @@ def ray_session(*, dashboard: bool) -> Iterator[RaySession]:
         ray.shutdown()
 
 
-def _connected(connect: Callable[[], Any], num_tries: int) -> Any:
+def connected(connect: Callable[[], Any], num_tries: int) -> Any:
     """What `connect` returns. Ray gives its processes 30 s to start, which a busy machine may need: it tries again.
 
     Raises RunFailedError.

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 import ray
 import torch
 
+from deploy.ray_session import MOST_STARTS, connected
 from learner.model.transformer import Transformer, TransformerConfig, init_weights
 
 SHARED = Path(__file__).parents[1].parent / "shared"
@@ -67,9 +69,10 @@ def policy(config: TransformerConfig) -> Transformer:
 def cluster() -> Iterator[dict[str, str]]:
     """A Ray cluster on this machine that outlives the runs on it; yields the environment that finds it."""
     before = dict(os.environ)
-    os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+    os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
     os.environ.pop("RAY_ADDRESS", None)
-    ray.init(
+    start = partial(
+        ray.init,
         address="local",
         namespace="d1",
         num_cpus=4,
@@ -77,6 +80,7 @@ def cluster() -> Iterator[dict[str, str]]:
         log_to_driver=False,
         object_store_memory=200_000_000,
     )
+    connected(start, MOST_STARTS)
     yield dict(os.environ) | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
     ray.shutdown()
     os.environ.clear()

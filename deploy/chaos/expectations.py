@@ -24,19 +24,18 @@ _MAY_END = frozenset({Outcome.WENT_ON, Outcome.RESUMED})
 ALLOWED: dict[Target, frozenset[Outcome]] = {
     Target.SAMPLER: _GOES_ON,
     Target.GRADER: _GOES_ON,
-    # Ray Train starts the group again twice; a third fault in one `d1 train` ends it.
-    Target.LEARNER: _MAY_END,
+    Target.LEARNER: _GOES_ON,
     Target.CONTROLLER: _MAY_END,
-    Target.COORDINATOR: _MAY_END,
-    Target.STORE: _MAY_END,
+    Target.COORDINATOR: _GOES_ON,
+    Target.STORE: _GOES_ON,
     Target.REGISTRY: _GOES_ON,
     Target.DRIVER: _MAY_END,
     Target.RAYLET: _MAY_END,
     Target.GCS: _MAY_END,
     Target.GCS_ON_REDIS: _GOES_ON,
-    Target.DISK: _MAY_END,
+    Target.DISK: _GOES_ON,
     Target.CLOCK: _GOES_ON,
     # A learner is killed too.
-    Target.BYTES: _MAY_END,
+    Target.BYTES: _GOES_ON,
 }
 """What each target's loss may lead to. Tighter is better: whoever makes a role restartable takes its RESUMED away."""

@@ -5,6 +5,7 @@ import threading
 import time
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import ray
@@ -16,6 +17,7 @@ from actors.registry import PolicyVersion, Registry
 from actors.registry_server import ValkeyServer
 from actors.registry_server import free_port as find_free_port
 from benchmarks.service.deployment import forget_serve
+from deploy.ray_session import MOST_STARTS, connected
 from deploy.sampling.defaults import Defaults
 from deploy.service.app import Service, create_app, guarded
 from deploy.service.codec import Codec
@@ -286,7 +288,9 @@ def serve_cluster(monkeypatch):
     monkeypatch.setenv("D1_API_TOKEN", TOKEN)
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=10**8)
+    monkeypatch.setenv("RAY_worker_niceness", "0")
+    start = partial(ray.init, address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+    connected(partial(start, object_store_memory=10**8), MOST_STARTS)
     yield ray.get_runtime_context().gcs_address
     ray.shutdown()
     forget_serve()
