@@ -239,18 +239,14 @@ def test_a_run_that_fails_says_so_in_one_sentence(cluster: dict[str, str], folde
     assert any("the learner group restarted from checkpoint sft" in what for what in failures)
 
 
-def test_ctrl_c_ends_the_run_and_its_ray_and_says_how_to_go_on(folder: Path) -> None:
-    arguments = [
-        D1,
-        "train",
-        str(folder / "recipe.yaml"),
-        "name=stopped",
-        f"runs_dir={folder}",
-        "learner.num_rounds=5000",
-        *SMALL,
-    ]
+def _stopped_by(sent: signal.Signals, folder: Path, *more: str) -> tuple[str, int]:
+    """What a run in its rounds says, and its exit status, when a signal comes to all of its processes."""
+    recipe = str(folder / "recipe.yaml")
+    arguments = [D1, "train", recipe, "name=stopped", f"runs_dir={folder}", "learner.num_rounds=5000", *SMALL, *more]
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     environment |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+    # What is printed is then as short as can be.
+    environment["PATH"] = f"{Path(D1).parent}:{environment['PATH']}"
     output = ""
     with subprocess.Popen(
         arguments, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
@@ -261,13 +257,34 @@ def test_ctrl_c_ends_the_run_and_its_ray_and_says_how_to_go_on(folder: Path) -> 
             if "rounds  reward" in line:
                 break
         interrupted = time.monotonic()
-        os.killpg(process.pid, signal.SIGINT)
+        if sent is signal.SIGINT:
+            os.killpg(process.pid, sent)
+        else:
+            process.send_signal(sent)
         output += process.stdout.read()
-        assert process.wait(timeout=20) == 130, output
+        status = process.wait(timeout=20)
         assert time.monotonic() - interrupted < 40
-    assert f"stopped; resume with: d1 train {folder / 'recipe.yaml'} name=stopped" in output
+    assert f"stopped; resume with: d1 train {recipe} name=stopped" in output
     assert "Traceback" not in output
     assert not _processes_that_mention(str(folder / "stopped")), "no actor is left"
+    return output, status
+
+
+def test_ctrl_c_and_sigterm_end_the_run_and_its_ray_and_lose_nothing(folder: Path) -> None:
+    output, status = _stopped_by(signal.SIGINT, folder, "checkpoint_every_rounds=0", "control.enabled=false")
+    assert status == 130, output
+    events = read_events(folder / "stopped")
+    (stopped,) = [event for event in events if event["event"] == "stopped"]
+    rounds = [event["round"] for event in events if event["event"] == "round"]
+    assert stopped["round"] == len(rounds), "what was trained on is kept"
+    assert f"stopped after {len(rounds)} round" in output
+    again, status = _stopped_by(
+        signal.SIGTERM, folder, "checkpoint_every_rounds=0", "control.enabled=false", "--resume"
+    )
+    assert status == 143, again
+    assert f"going on from checkpoint rl-{len(rounds):06d}; nothing is done again" in again
+    more = [event["round"] for event in read_events(folder / "stopped") if event["event"] == "round"]
+    assert more == list(range(len(more))), "no round is done twice, or left out"
 
 
 @pytest.mark.parametrize(("process", "name"), [("raylet/raylet", "Ray's raylet"), ("gcs_server", "Ray's GCS")])
