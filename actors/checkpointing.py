@@ -82,6 +82,7 @@ class Checkpointer:
                     "phase": position.phase,
                     "round": position.round,
                     "policy_version": position.policy_version,
+                    "seconds": round(self._clock() - began, 3),
                     **under_way,
                 },
             )

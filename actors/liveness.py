@@ -27,6 +27,10 @@ class _Pulse:
     heard_at: float
     is_up: bool
     """It has answered since it (re)started: who is still loading a policy is not hung."""
+    process: int | None = None
+    """The process that answered last."""
+    num_restarts: int = 0
+    """How often another one did."""
 
 
 class Watch:
@@ -57,6 +61,10 @@ class Watch:
         """Seconds of silence of each actor that has been silent for more than `SILENT_S`."""
         return {name: age for name in self._pulses if (age := self._age(name)) > SILENT_S}
 
+    def num_restarts(self) -> dict[str, int]:
+        """How often each actor that is asked has answered from another process than before, where that is not 0."""
+        return {name: pulse.num_restarts for name, pulse in self._pulses.items() if pulse.num_restarts}
+
     def sweep(self) -> None:
         """End the actors that are hung."""
         for name, pulse in list(self._pulses.items()):
@@ -71,10 +79,12 @@ class Watch:
     async def _follow(self, name: str) -> None:
         while (pulse := self._pulses.get(name)) is not None:
             try:
-                await pulse.actor.ready.options(concurrency_group="liveness").remote()
+                process = await pulse.actor.ready.options(concurrency_group="liveness").remote()
             except RayError:
                 # It died: it is new when it answers again.
                 pulse.is_up = False
             else:
                 pulse.heard_at, pulse.is_up = self._now(), True
+                pulse.num_restarts += pulse.process not in (None, process)
+                pulse.process = process
             await asyncio.sleep(PROBE_EVERY_S)
