@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -60,8 +61,6 @@ def _print(run_dir: Path, *, as_json: bool) -> None:
 
 
 def _watch(run_dir: Path) -> None:
-    import time
-
     from rich.console import Console
     from rich.live import Live
 
