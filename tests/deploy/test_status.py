@@ -130,6 +130,7 @@ def test_a_run_that_has_been_silent_is_not_called_running(run_dir: Path, d1: Cal
 
 
 def test_a_run_whose_process_is_of_this_machine_runs_until_that_ends(run_dir: Path, d1: Callable) -> None:
+    replace(STATUS, at=time.time() - 1).write(run_dir)
     lock = RunLock.take(run_dir)
     assert d1("status").out.startswith("tiny: starting (process "), "what was said before it began is not its own"
     replace(STATUS, at=_just_now()).write(run_dir)
