@@ -88,7 +88,7 @@ class Checkpointer:
         def on_rank_0() -> bool:
             if not self._is_saved(save, directory.name, 0.0 if may_fail else _PATIENCE_S):
                 return False
-            self._record(position, directory)
+            self._record(position, directory, round(self._clock() - began, 3))
             prune(
                 self._spec.checkpoints_dir, self._spec.num_checkpoints_kept, self._client.versions_to_keep(), position
             )
@@ -118,7 +118,7 @@ class Checkpointer:
             else:
                 return True
 
-    def _record(self, position: Position, directory: Path) -> None:
+    def _record(self, position: Position, directory: Path, seconds: float) -> None:
         under_way = {} if position.step is None else {"step": position.step}
         self._client.record(
             "checkpoint",
@@ -127,6 +127,7 @@ class Checkpointer:
                 "phase": position.phase,
                 "round": position.round,
                 "policy_version": position.policy_version,
+                "seconds": seconds,
                 **under_way,
             },
         )

@@ -42,7 +42,8 @@ from actors.round_stats import readable_samples, round_stats
 from actors.run_log import LEARNER_FAILED, RESTARTED, Event, RunLog
 from actors.session import Session
 from actors.spec import Phase, RunSpec
-from actors.status import RunStatus, assignment_text, silence_texts, wait_text
+from actors.status import RunStatus, actor_statuses, restarts_by_kind, silence_texts, wait_text
+from actors.timeline import COORDINATOR, LEARNER, Kind, Timeline
 from learner.model.tokenizer import ChatTokenizer
 
 _SAMPLES_PER_ROUND = 4
@@ -87,6 +88,7 @@ class Coordinator:
             self._plan, spec.rollout.sampling, self._pools, spec.rollout.max_attempts, self._note_failure
         )
         self._watch = Watch(self._end_hung)
+        self._timeline = Timeline()
         self._ledger: Ledger | None = None
         self._generations: dict[int, Generation] = {}
         self._scored: dict[PortionKey, tuple[ray.ObjectRef[Any], PortionSummary]] = {}
@@ -95,6 +97,7 @@ class Coordinator:
         self._waiting_since: tuple[str, float] | None = None
         self._is_lost = False
         self._paused_at_s = 0.0
+        self._learner_starting_at = time.monotonic()
         self._last_failure = ""
         self._changed = asyncio.Condition()
         self._stopping = asyncio.Event()
@@ -109,6 +112,9 @@ class Coordinator:
             what = "the coordinator died and was started again; the round under way is sampled again"
             self._note_failure(what, session.num_coordinator_starts)
             self._end_pause()
+            self._timeline = Timeline.read(self._spec.run_dir)
+            if (last := RunStatus.read(self._spec.run_dir)) is not None:
+                self._timeline.add_since(COORDINATOR, "away", Kind.AWAY, last.at)
         elif self._plan.num_overlong:
             self._note_failure(f"{self._plan.num_overlong} prompts are too long", 0)
         self._keep(session, num_coordinator_starts=session.num_coordinator_starts + 1)
@@ -121,6 +127,7 @@ class Coordinator:
         """Append an event to the run log; the registry hears of a checkpoint that may be served."""
         if not self._is_repeated(event, values):
             self._log.append(event, **values)
+            self._timeline.add_event(event, values)
         if event == "checkpoint" and values["phase"] != Phase.CONTROL and "step" not in values:
             await self._announcer.checkpoint(values["policy_version"], self._spec.run_dir / values["path"])
 
@@ -133,9 +140,11 @@ class Coordinator:
         """Record that the run is done, and how long it took; the files are complete then."""
         if self._watching is not None:
             self._watching.cancel()
-        if not self._is_repeated("done", {}):
+        events = self._log.events_since(0)
+        if not events or events[-1]["event"] != "done":
             self._log.append("done", seconds=self._log.seconds())
         self._log.close()
+        await self._write_status()
 
     def _is_repeated(self, event: str, values: Mapping[str, Any]) -> bool:
         """Whether the newest events have this one: its call was answered by a coordinator that died as it did so."""
@@ -167,12 +176,14 @@ class Coordinator:
     async def learner_starting(self, learner: str) -> bool:
         """The learner group `learner` begins. False where groups have done so in vain too often."""
         self._forget_rounds()
+        self._learner_starting_at = time.monotonic()
         num_checkpoints = sum(event["event"] == "checkpoint" for event in self._log.events_since(0))
         self._keep(self._session.with_learner_start(learner, num_checkpoints))
         return not self._session.gave_up
 
     async def learner_started(self, checkpoint: str, position: Mapping[str, Any]) -> None:
         """It goes on from a checkpoint: what is done again is recorded. Every time but the first is a failure's."""
+        self._timeline.add(LEARNER, "loading a checkpoint", Kind.WORK, self._learner_starting_at)
         again = _done_again(self._log.events_since(0), position)
         if self._session.num_learner_starts > 1:
             what = f"{RESTARTED} from checkpoint {checkpoint}; {again}"
@@ -280,6 +291,7 @@ class Coordinator:
                 return False
             summaries = {key: self._scored[key][1] for key in ledger.ready(round_index)}
         self._log_round(round_index, generation.version, values, summaries)
+        self._timeline.add_round(round_index, values)
         self._generations[generation.version] = generation
         if ledger is not None:
             for key in ledger.ready(round_index):
@@ -391,7 +403,8 @@ class Coordinator:
         """
         version = generation.version
         if not self._is_evaluated(version, label, is_new=is_new):
-            self._waiting_since = "the evaluation", time.monotonic()
+            began = time.monotonic()
+            self._waiting_since = "the evaluation", began
             try:
                 scored = await self._unless_stopped(self._evaluation.score(generation))
             except StoppedError:
@@ -401,6 +414,7 @@ class Coordinator:
                 return Next.PUBLISH, False
             finally:
                 self._waiting_since = None
+                self._timeline.add(LEARNER, f"evaluation of version {version}", Kind.WAIT, began)
             self._log.append("evaluation", label=label, policy_version=version, round=round_index, **scored)
             if label != Phase.CONTROL:
                 await self._announcer.score(version, scored["num_correct"], scored["num_problems"])
@@ -437,13 +451,14 @@ class Coordinator:
             policy_version=max(self._generations, default=0),
             learner={rank: doing for rank, (doing, _) in self._doing.items()},
             portions=ledger.counts() if ledger is not None else {},
-            assignments=tuple(assignment_text(assignment) for assignment in assignments),
+            pools=actor_statuses(self._pools.members(), assignments, self._pools.away()),
             waits=tuple(self._waits()),
             max_staleness=self._spec.learner.max_staleness,
             staleness=newest.get("mean_staleness", 0.0),
             num_restarts={
                 "coordinator": self._session.num_coordinator_starts - 1,
                 "learner": max(0, self._session.num_learner_starts - 1),
+                **restarts_by_kind(self._watch.num_restarts()),
             },
             seconds={name: newest[f"{name}_s"] for name in ("sampling", "training", "publish") if newest},
         )
@@ -478,8 +493,13 @@ class Coordinator:
     async def _keep_watch(self) -> None:
         while True:
             self._watch.sweep()
-            (await self.status()).write(self._spec.run_dir)
+            await self._write_status()
             await asyncio.sleep(_STATUS_EVERY_S)
+
+    async def _write_status(self) -> None:
+        self._timeline.add_works(self._pools.take_works())
+        self._timeline.write(self._spec.run_dir)
+        (await self.status()).write(self._spec.run_dir)
 
     def _end_hung(self, name: str, actor: Any, seconds: float) -> None:
         self._note_failure(f"{name} was silent for {seconds:.0f} s and is replaced", 1)

@@ -29,6 +29,10 @@ class _Pulse:
     heard_at: float
     is_up: bool
     """It has answered since it (re)started: who is still loading a policy is not hung."""
+    process: int | None = None
+    """The process that answered last."""
+    num_restarts: int = 0
+    """How often another one did."""
 
 
 class Watch:
@@ -61,6 +65,10 @@ class Watch:
         """Seconds of silence of each actor that has been silent for more than `SILENT_S`."""
         return {name: age for name in self._pulses if (age := self._age(name)) > SILENT_S}
 
+    def num_restarts(self) -> dict[str, int]:
+        """How often each actor that is asked has answered from another process than before, where that is not 0."""
+        return {name: pulse.num_restarts for name, pulse in self._pulses.items() if pulse.num_restarts}
+
     def sweep(self) -> None:
         """End the actors that are hung. To be called every `PROBE_EVERY_S` seconds, or more often."""
         self._allow_for_our_own_silence()
@@ -86,10 +94,13 @@ class Watch:
         while (pulse := self._pulses.get(name)) is not None:
             try:
                 # Ray would repeat it after a restart, which is to be known.
-                await pulse.actor.ready.options(concurrency_group="liveness", max_task_retries=0).remote()
+                ready = pulse.actor.ready.options(concurrency_group="liveness", max_task_retries=0)
+                process = await ready.remote()
             except RayError:
                 # It died: it is new when it answers again.
                 pulse.is_up = False
             else:
                 pulse.heard_at, pulse.is_up = self._now(), True
+                pulse.num_restarts += pulse.process not in (None, process)
+                pulse.process = process
             await asyncio.sleep(PROBE_EVERY_S)

@@ -49,6 +49,11 @@ class PortionKey:
     index: int
     """Its place in the round."""
 
+    @property
+    def is_of_evaluation(self) -> bool:
+        """Whether it is of an evaluation and not of a round."""
+        return self.round < 0
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Portion:

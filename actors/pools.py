@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -18,6 +19,8 @@ from rewards import RewardUnavailableError
 _RESTART_POLL_S = 0.5
 _LONGEST_START_S = 900.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
+# The coordinator asks for them every two seconds.
+_MAX_WORKS = 2000
 
 
 class PortionFailedError(Exception):
@@ -38,6 +41,22 @@ class Assignment:
     """The portion."""
     seconds: float
     """For how long."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """What an actor of a pool did, from when to when."""
+
+    actor: str
+    """Its name: `sampler 1`."""
+    key: PortionKey | None
+    """The portion that it had; None where it was away."""
+    began: float
+    """By `time.monotonic`."""
+    ended: float
+    """By the same."""
+    is_done: bool
+    """Whether it answered; else the try failed or was given up, or it was away."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -68,7 +87,9 @@ class _Pool:
         for member in self.members:
             self._free.put_nowait(member)
         self._assigned: dict[_Member, tuple[PortionKey, float]] = {}
-        self._num_busy = self._num_away = 0
+        self._away: dict[_Member, float] = {}
+        self._works: deque[Work] = deque(maxlen=_MAX_WORKS)
+        self._num_busy = 0
         self._busy_s, self._counted_at = 0.0, time.monotonic()
         self._asked_at = self._counted_at
         self._returning: set[asyncio.Task[None]] = set()
@@ -102,7 +123,8 @@ class _Pool:
     def give_back(self, member: _Member, *, is_healthy: bool) -> None:
         """An actor is at work no more; one that is not healthy is free once it answers."""
         self._count(-1)
-        del self._assigned[member]
+        key, began = self._assigned.pop(member)
+        self._note(member, key, began, is_done=is_healthy)
         if is_healthy:
             self._free.put_nowait(member)
             return
@@ -117,7 +139,22 @@ class _Pool:
         seconds = self._counted_at - self._asked_at
         busy = self._busy_s / (self._size * seconds) if seconds else 0.0
         self._busy_s, self._asked_at = 0.0, self._counted_at
-        return PoolUse(size=self._size, away=self._num_away, busy=round(min(busy, 1.0), 3))
+        return PoolUse(size=self._size, away=len(self._away), busy=round(min(busy, 1.0), 3))
+
+    def away(self) -> dict[str, float]:
+        """Who does not answer, and for how many seconds."""
+        now = time.monotonic()
+        return {member.name: now - since for member, since in self._away.items()}
+
+    def take_works(self) -> list[Work]:
+        """What was done since the last call."""
+        works = list(self._works)
+        self._works.clear()
+        return works
+
+    def _note(self, member: _Member, key: PortionKey | None, began: float, *, is_done: bool) -> None:
+        ended = time.monotonic()
+        self._works.append(Work(actor=member.name, key=key, began=began, ended=ended, is_done=is_done))
 
     def _count(self, more: int) -> None:
         now = time.monotonic()
@@ -130,7 +167,7 @@ class _Pool:
 
         A call to an actor that is restarting fails at once; were it free, it would use up the tries of every portion.
         """
-        self._num_away += 1
+        self._away[member] = time.monotonic()
         while True:
             try:
                 await asyncio.wait_for(member.actor.ready.remote(), max(self.timeout_s, _LONGEST_START_S))
@@ -140,7 +177,7 @@ class _Pool:
                 # It answers whether it lives, and hangs at the call that was given up.
                 ray.kill(member.actor, no_restart=False)
             else:
-                self._num_away -= 1
+                self._note(member, None, self._away.pop(member), is_done=False)
                 return self._free.put_nowait(member)
 
 
@@ -180,6 +217,14 @@ class Pools:
     def assignments(self) -> list[Assignment]:
         """Who of both is at work on what."""
         return [*self._samplers.assignments(), *self._graders.assignments()]
+
+    def away(self) -> dict[str, float]:
+        """Who of both does not answer, and for how many seconds."""
+        return self._samplers.away() | self._graders.away()
+
+    def take_works(self) -> list[Work]:
+        """What the actors of both did since the last call."""
+        return [*self._samplers.take_works(), *self._graders.take_works()]
 
     async def score(self, generation: Generation, portion: Portion) -> tuple[ray.ObjectRef[Any], PortionSummary]:
         """Sample and grade a portion with the weights of one generation.

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Self
+
+from actors.whole_file import write_whole
 
 SESSION = ".session.json"
 # Errors of the learner that another try would only repeat, and deaths, which may have come from outside.
@@ -47,12 +48,7 @@ class Session:
 
     def write(self, directory: Path) -> Self:
         """Keep it, whole or not at all. A disk that is full leaves the older one: so much is forgotten."""
-        beside = directory / f".{SESSION}.new"
-        try:
-            beside.write_text(json.dumps(asdict(self)), encoding="utf-8")
-            os.replace(beside, directory / SESSION)
-        except OSError:
-            beside.unlink(missing_ok=True)
+        write_whole(directory / SESSION, json.dumps(asdict(self)))
         return self
 
     def with_learner_start(self, learner: str, num_checkpoints: int) -> Self:

@@ -3,17 +3,45 @@
 from __future__ import annotations
 
 import json
-import os
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from enum import StrEnum
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from actors.messages import PortionKey
-from actors.plan import EVALUATION_ROUND
-from actors.pools import Assignment
+from actors.whole_file import write_whole
+
+if TYPE_CHECKING:
+    # `d1 status` reads what is written here, and does not wait for torch and Ray.
+    from actors.messages import PortionKey
+    from actors.pools import Assignment
 
 STATUS = "status.json"
+_MOST_SHOWN = 4
+
+
+class ActorState(StrEnum):
+    """How a sampler or a grader stands."""
+
+    BUSY = "busy"
+    IDLE = "idle"
+    AWAY = "away"
+    """It does not answer: it restarts, or is still at a call that was given up."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ActorStatus:
+    """A sampler or a grader at one moment."""
+
+    name: str
+    """`sampler 1`."""
+    state: ActorState
+    """How it stands."""
+    portion: str
+    """What it has, `portion 12:1`; empty where it has none."""
+    seconds: float
+    """For how long it has had that, or has been away; 0 where it is idle."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,8 +62,8 @@ class RunStatus:
     """What each rank of the learner is at, by rank."""
     portions: Mapping[str, int]
     """Portions in flight by state: waiting, running, ready, failed."""
-    assignments: tuple[str, ...]
-    """Who is at work on which portion: `sampler 1: portion 12:1 for 3 s`."""
+    pools: tuple[ActorStatus, ...]
+    """The samplers and the graders."""
     waits: tuple[str, ...]
     """Who waits for whom for longer than usual, in sentences; empty while all goes well."""
     max_staleness: int
@@ -43,37 +71,54 @@ class RunStatus:
     staleness: float
     """How many they were in the newest round, on the mean."""
     num_restarts: Mapping[str, int]
-    """Restarts since this driver began: of the coordinator, of the learner group."""
+    """Of the coordinator and the learner group since this driver began; of samplers, graders and weight store since the
+    coordinator last started."""
     seconds: Mapping[str, float]
     """Of the newest round: sampling, training, publish."""
 
     def write(self, directory: Path) -> None:
         """Keep it in the run directory, whole or not at all; a disk that is full leaves the older one."""
-        beside = directory / f".{STATUS}.new"
-        try:
-            beside.write_text(json.dumps(asdict(self)), encoding="utf-8")
-            os.replace(beside, directory / STATUS)
-        except OSError:
-            return
+        write_whole(directory / STATUS, json.dumps(asdict(self)))
 
     @classmethod
     def read(cls, directory: Path) -> Self | None:
         """What a run last said of itself; None where it has said nothing yet."""
         try:
             values = json.loads((directory / STATUS).read_text(encoding="utf-8"))
-            return cls(**values | {name: tuple(values[name]) for name in ("assignments", "waits")})
-        except (OSError, ValueError, TypeError, KeyError):
+            pools = tuple(ActorStatus(**actor | {"state": ActorState(actor["state"])}) for actor in values.pop("pools"))
+            return cls(pools=pools, waits=tuple(values.pop("waits")), **values)
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):
             return None
 
 
 def portion_name(key: PortionKey) -> str:
     """A portion for people: `portion 12:1`, or `evaluation portion 3`."""
-    return f"evaluation portion {key.index}" if key.round == EVALUATION_ROUND else f"portion {key.round}:{key.index}"
+    return f"evaluation portion {key.index}" if key.is_of_evaluation else f"portion {key.round}:{key.index}"
 
 
-def assignment_text(assignment: Assignment) -> str:
-    """`sampler 1: portion 12:1 for 3 s`."""
-    return f"{assignment.actor}: {portion_name(assignment.key)} for {assignment.seconds:.0f} s"
+def actor_statuses(
+    names: Iterable[str], assignments: Iterable[Assignment], away: Mapping[str, float]
+) -> tuple[ActorStatus, ...]:
+    """How each of `names` stands, by who has what, and who is away for how many seconds."""
+    by_name = {assignment.actor: assignment for assignment in assignments}
+    statuses = []
+    for name in names:
+        state, portion, seconds = ActorState.IDLE, "", 0.0
+        if name in by_name:
+            state, portion, seconds = ActorState.BUSY, portion_name(by_name[name].key), by_name[name].seconds
+        elif name in away:
+            state, seconds = ActorState.AWAY, away[name]
+        statuses.append(ActorStatus(name=name, state=state, portion=portion, seconds=round(seconds, 3)))
+    return tuple(statuses)
+
+
+def restarts_by_kind(num_restarts: Mapping[str, int]) -> dict[str, int]:
+    """Restarts of samplers, of graders and of the weight store, of those by actor; none where there were none."""
+    kinds: Counter[str] = Counter()
+    for name, count in num_restarts.items():
+        kind, _, number = name.rpartition(" ")
+        kinds[f"{kind}s" if number.isdigit() else name] += count
+    return dict(kinds)
 
 
 def silence_texts(silent: Mapping[str, float], assignments: Iterable[Assignment]) -> list[str]:
@@ -98,6 +143,3 @@ def wait_text(who: str, seconds: float, portions: Iterable[PortionKey], assignme
         f" and {len(parts) - _MOST_SHOWN} more" if len(parts) > _MOST_SHOWN else ""
     )
     return f"{who} waits for {seconds:.0f} s: {shown}"
-
-
-_MOST_SHOWN = 4

@@ -8,6 +8,7 @@ any. (Whether a transfer was right is tested by comparing log-probabilities, nev
 from __future__ import annotations
 
 import hashlib
+import os
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -84,9 +85,9 @@ class WeightStore:
         self._num_kept = num_kept
         self._versions: dict[int, tuple[Manifest, ray.ObjectRef[Any]]] = {}
 
-    def ready(self) -> bool:
-        """Answers while the actor lives."""
-        return True
+    def ready(self) -> int:
+        """Answers while the actor lives, with its process id: another one is a restart."""
+        return os.getpid()
 
     def keep(self, num_kept: int) -> None:
         """Keep `num_kept` versions from now on: a store that was taken over may have kept fewer."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +32,9 @@ class SamplerWorker:
         self._store = store
         self._generation: Generation | None = None
 
-    def ready(self) -> bool:
-        """Answers once the actor is up."""
-        return True
+    def ready(self) -> int:
+        """Answers once the actor is up, with its process id: another one is a restart."""
+        return os.getpid()
 
     def generate(self, generation: Generation, portion: Portion) -> tuple[list[Completion], int]:
         """Completions of a portion by exactly those weights, fetched and verified where they are not held.
@@ -57,9 +58,9 @@ class GraderWorker:
         self._grader = Grader(task, reward)
         self._tokenizer = ChatTokenizer(tokenizer)
 
-    def ready(self) -> bool:
-        """Answers once the actor is up."""
-        return True
+    def ready(self) -> int:
+        """Answers once the actor is up, with its process id: another one is a restart."""
+        return os.getpid()
 
     def grade(self, portion: Portion, completions: list[Completion]) -> tuple[ScoredPortion, PortionSummary]:
         """Grade the text of each completion up to its end of text; what follows it is not the policy's answer.

@@ -103,6 +103,11 @@ def holder_of(directory: Path) -> Holder | None:
     return None
 
 
+def last_holder_of(directory: Path) -> Holder | None:
+    """Who had a run directory's lock last, and may have it; None where nobody has signed it."""
+    return _read(directory)
+
+
 def this_host() -> str:
     """What a holder on this machine has for `host`."""
     return socket.gethostname()

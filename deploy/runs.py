@@ -84,6 +84,14 @@ def read_run(directory: Path) -> Run:
     )
 
 
+def newest_run(runs_dir: Path) -> Path:
+    """The run with the newest event. Raises UserError where there is none."""
+    directories = _run_dirs(runs_dir)
+    if not directories:
+        raise UserError(f"there is no run in {runs_dir}; `make train` or `{program()} train RECIPE` makes one")
+    return max(directories, key=lambda path: (path / METRICS).stat().st_mtime)
+
+
 def newest_to_serve(runs_dir: Path) -> Path:
     """The run with the newest event of those that have a checkpoint to answer from. Raises UserError without one."""
     # It brings torch, for which `d1 runs` does not wait.

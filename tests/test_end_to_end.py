@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from safetensors.torch import load_file
 
 from actors.checkpoints import read_position
 from actors.run_log import read_events
+from actors.timeline import TIMELINE, num_rounds, read_trace
 from actors.weights import make_manifest
 from learner.model.checkpoint import load_policy
 
@@ -118,6 +120,36 @@ def test_a_run_leaves_what_it_promises(cluster: dict[str, str], folder: Path, fi
         assert read_position(checkpoint).manifest_digest == make_manifest(0, weights).digest
     shown = _d1(cluster, "runs", "show", str(run_dir))
     assert "SFT + RL" in shown.stdout
+
+
+def test_a_timeline_shows_what_overlaps(cluster: dict[str, str], folder: Path, first_run: list[dict[str, Any]]) -> None:
+    # Eight portions a round for one sampler: it is at work on the next round long after the learner has begun with one.
+    ahead = ("learner.max_staleness=1", "rollout.batch_size=4", "control.enabled=false", "learner.inner_updates=4")
+    _train(cluster, folder, "ahead", *ahead, *SMALL)
+    overlapping: dict[str, list[tuple[int, int]]] = {}
+    for name in ("first", "ahead"):
+        spans = read_trace(folder / name / TIMELINE)
+        assert num_rounds(spans) == 4
+        for track in {span.track for span in spans}:
+            own = sorted((span for span in spans if span.track == track), key=lambda span: span.began)
+            # Times are rounded to microseconds, beginnings and durations.
+            assert all(before.ended <= after.began + 2e-6 for before, after in pairwise(own)), track
+        trainings = [span for span in spans if span.name.endswith(": training")]
+        sampled = [span for span in spans if span.track.startswith("sampler") and span.args["round"] >= 0]
+        assert [span.args["round"] for span in trainings] == [0, 1, 2, 3]
+        assert {span.args["round"] for span in sampled} == {0, 1, 2, 3}
+        overlapping[name] = [
+            (training.args["round"], portion.args["round"])
+            for training in trainings
+            for portion in sampled
+            if portion.began < training.ended and training.began < portion.ended
+        ]
+    assert overlapping["first"] == [], "with a staleness of 0 samplers wait for the learner, and it for them"
+    assert overlapping["ahead"]
+    assert all(portion > training for training, portion in overlapping["ahead"]), "what is trained on is complete"
+    said = _d1(cluster, "status", str(folder / "ahead"))
+    assert said.stdout.startswith("ahead: finished, ")
+    assert "rounds, 4 of 4 done" in said.stdout
 
 
 def test_a_resumed_run_is_the_uninterrupted_one(

@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from deploy.cli import chaos, export, machine, runs, sample, submit, tasks, train
+from deploy.cli import chaos, export, machine, runs, sample, status, submit, tasks, train
 from deploy.errors import EXIT_RUN_FAILED, EXIT_USER_ERROR, RunFailedError, UserError
 from deploy.printing import printable
 
@@ -27,6 +27,7 @@ app.command()(tasks.grade)
 app.command()(tasks.tasks)
 app.command()(runs.serve)
 app.add_typer(runs.app, name="runs")
+app.command()(status.status)
 app.command()(machine.doctor)
 app.command()(machine.schema)
 app.command()(chaos.chaos)

@@ -9,7 +9,7 @@ import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 
 from actors.messages import Generation, Portion, PortionKey
-from actors.pools import Pools, PortionFailedError
+from actors.pools import Pools, PortionFailedError, Work
 from rewards import RewardUnavailableError
 
 
@@ -204,5 +204,36 @@ def test_a_timeout_that_an_actor_raises_is_not_its_own(monkeypatch: pytest.Monke
         with pytest.raises(PortionFailedError, match="did not arrive within 120 s"):
             await task
         assert killed == []
+
+    asyncio.run(asyncio.wait_for(scores(), 10))
+
+
+def test_what_each_actor_did_and_for_how_long_it_was_away_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [100.0]
+    monkeypatch.setattr("actors.pools.time.monotonic", lambda: clock[0])
+
+    async def scores() -> None:
+        sampler, grader = _Actor(is_instant=False), _Actor(is_instant=True)
+        pools = Pools([sampler], [grader], sampling_timeout_s=10, grading_timeout_s=10, on_pause=print)
+        (portion,) = _portions(1)
+        task = asyncio.create_task(pools.score(Generation(version=0, digest=""), portion))
+        while not sampler.generate.answers:
+            await asyncio.sleep(0)
+        clock[0] += 3
+        sampler.ready.is_up.clear()
+        sampler.generate.answers[0].set_exception(ActorDiedError())
+        with pytest.raises(PortionFailedError, match="a sampler failed"):
+            await task
+        await asyncio.sleep(0)
+        clock[0] += 4
+        assert pools.away() == {"sampler 0": 4.0}
+        sampler.ready.is_up.set()
+        while pools.away():
+            await asyncio.sleep(0)
+        assert pools.take_works() == [
+            Work(actor="sampler 0", key=portion.key, began=100.0, ended=103.0, is_done=False),
+            Work(actor="sampler 0", key=None, began=103.0, ended=107.0, is_done=False),
+        ]
+        assert pools.take_works() == []
 
     asyncio.run(asyncio.wait_for(scores(), 10))

@@ -66,7 +66,7 @@ def test_help_needs_neither_torch_nor_ray(tmp_path: Path) -> None:
     assert _python(code, cwd=tmp_path).stdout == "[]\n"
     ended = _python(_MAIN, "--help", cwd=tmp_path)
     assert ended.returncode == 0
-    for command in ("train", "sft", "submit", "sample", "serve", "doctor", "schema", "runs"):
+    for command in ("train", "sft", "submit", "sample", "serve", "doctor", "schema", "runs", "status"):
         assert f" {command} " in ended.stdout
 
 

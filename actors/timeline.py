@@ -1,0 +1,240 @@
+"""What the actors of a run were at during its newest rounds, as a trace: in it one sees what overlaps, and bubbles.
+
+    learner rank 0  | waiting |  training  | publish | waiting |  training  |
+    sampler 0       |portion 3:0|  portion 4:0  |      | portion 5:0 |
+    sampler 1         | portion 3:1 |   away    | portion 4:1 |
+    grader 0                 |3:0| |3:1|      |4:0|
+
+The file is a Chrome trace (chrome://tracing, ui.perfetto.dev): the "Trace Event Format", JSON object form.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from actors.status import portion_name
+from actors.whole_file import write_whole
+
+if TYPE_CHECKING:
+    from actors.pools import Work
+
+TIMELINE = "timeline.json"
+LEARNER, COORDINATOR, STAGE = "learner rank 0", "coordinator", "stage"
+NUM_ROUNDS = 8
+"""Rounds that are kept."""
+_MAX_SPANS = 4000
+_MICROSECONDS = 1e6
+_STAGES_OF_STEPS = ("sft", "control")
+
+
+class Kind(StrEnum):
+    """What an actor does in a span."""
+
+    WORK = "work"
+    """It is at work."""
+    WAIT = "wait"
+    """It waits for others."""
+    AWAY = "away"
+    """It does not answer: it restarts, or is still at a call that was given up."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Span:
+    """Something that an actor did, from when to when."""
+
+    track: str
+    """The actor: `sampler 1`, `learner rank 0`."""
+    name: str
+    """What: `portion 3:1`, `round 3: training`."""
+    kind: Kind
+    """Whether that is work."""
+    began: float
+    """Unix time. Two spans of a track do not overlap."""
+    ended: float
+    """Unix time."""
+    args: Mapping[str, Any] = field(default_factory=dict)
+    """What else there is to say: `round`, `is_done`."""
+
+
+class Timeline:
+    """The spans of the newest rounds. Times that it is given are those of its clock, `time.monotonic`."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic, wall: Callable[[], float] = time.time) -> None:
+        """Begin without spans. Unix times follow from one look at both clocks: a jump of the wall's shifts nothing."""
+        self._offset = wall() - clock()
+        self._clock = clock
+        self._spans: deque[Span] = deque(maxlen=_MAX_SPANS)
+        self._ends: dict[str, float] = {}
+        self._rounds: deque[float] = deque(maxlen=NUM_ROUNDS)
+        self._has_changed = False
+
+    def add(self, track: str, name: str, kind: Kind, began: float, ended: float | None = None, **args: Any) -> None:
+        """Something was done, until now where no end is given. A track does one thing at a time, so it began after
+        the one before it."""
+        until = self._unix(ended)
+        self._append(Span(track=track, name=name, kind=kind, began=began + self._offset, ended=until, args=args))
+
+    def add_since(self, track: str, name: str, kind: Kind, began: float) -> None:
+        """As `add`, where another process wrote down the beginning, in Unix time."""
+        self._append(Span(track=track, name=name, kind=kind, began=began, ended=self._unix(None)))
+
+    def add_works(self, works: Iterable[Work]) -> None:
+        """What the actors of the pools did."""
+        for work in works:
+            if work.key is None:
+                self.add(work.actor, "away", Kind.AWAY, work.began, work.ended)
+                continue
+            facts = {"round": work.key.round, "index": work.key.index, "is_done": work.is_done}
+            self.add(work.actor, portion_name(work.key), Kind.WORK, work.began, work.ended, **facts)
+
+    def add_round(self, round_index: int, values: Mapping[str, Any]) -> None:
+        """The learner has just published a round; `values` has its `sampling_s`, `training_s` and `publish_s`.
+
+        Durations, for the learner may be on another machine, with another clock.
+        """
+        published = self._clock()
+        trained = published - values["publish_s"]
+        sampled = trained - values["training_s"]
+        began = sampled - values["sampling_s"]
+        self._rounds.append(began + self._offset)
+        for name, kind, since, until in (
+            ("waiting", Kind.WAIT, began, sampled),
+            ("training", Kind.WORK, sampled, trained),
+            ("publish", Kind.WORK, trained, published),
+        ):
+            self.add(LEARNER, f"round {round_index}: {name}", kind, since, until, round=round_index)
+
+    def add_event(self, event: str, values: Mapping[str, Any]) -> None:
+        """The run log has a new event, of something that has just ended."""
+        if event == "checkpoint":
+            name = f"checkpoint {Path(values['path']).name}"
+            self.add(LEARNER, name, Kind.WORK, self._clock() - values["seconds"])
+        elif event == "phase_end" and values["phase"] in _STAGES_OF_STEPS:
+            name = f"{values['phase']}: {values['num_steps']} steps"
+            self.add(STAGE, name, Kind.WORK, self._clock() - values["seconds"])
+
+    def spans(self) -> list[Span]:
+        """Those that ended after the oldest round that is kept began."""
+        since = self._rounds[0] if len(self._rounds) == NUM_ROUNDS else 0.0
+        return [span for span in self._spans if span.ended > since]
+
+    def write(self, directory: Path) -> None:
+        """Write the trace into a run directory if it has changed."""
+        if self._has_changed:
+            self._has_changed = False
+            kept = self.spans()
+            self._spans = deque(kept, maxlen=_MAX_SPANS)
+            write_whole(directory / TIMELINE, json.dumps(trace_of(kept)))
+
+    @classmethod
+    def read(cls, directory: Path) -> Self:
+        """Go on with what a process before this one wrote; with nothing where there is nothing."""
+        timeline = cls()
+        for span in read_trace(directory / TIMELINE):
+            timeline._append(span)
+            if _is_wait_for_a_round(span):
+                timeline._rounds.append(span.began)
+        return timeline
+
+    def _unix(self, at: float | None) -> float:
+        return self._offset + (self._clock() if at is None else at)
+
+    def _append(self, span: Span) -> None:
+        span = replace(span, began=max(span.began, self._ends.get(span.track, 0.0)))
+        if span.began < span.ended:
+            self._ends[span.track] = span.ended
+            self._spans.append(span)
+            self._has_changed = True
+
+
+def trace_of(spans: Sequence[Span]) -> dict[str, Any]:
+    """A Chrome trace with a thread for each track. Times are in microseconds since 1970."""
+    tracks = sorted({span.track for span in spans}, key=_order)
+    tids = {track: tid for tid, track in enumerate(tracks, start=1)}
+    names = [
+        {"ph": "M", "pid": 1, "tid": tid, "name": what, "args": args}
+        for track, tid in tids.items()
+        for what, args in (("thread_name", {"name": track}), ("thread_sort_index", {"sort_index": tid}))
+    ]
+    events = [
+        {
+            "ph": "X",
+            "pid": 1,
+            "tid": tids[span.track],
+            "name": span.name,
+            "cat": str(span.kind),
+            "ts": (began := round(span.began * _MICROSECONDS)),
+            "dur": round(span.ended * _MICROSECONDS) - began,
+            "args": dict(span.args),
+        }
+        for span in sorted(spans, key=lambda span: span.began)
+    ]
+    return {"displayTimeUnit": "ms", "traceEvents": names + events}
+
+
+def read_trace(path: Path) -> list[Span]:
+    """The spans of a trace that `trace_of` made; none where there is no such file."""
+    try:
+        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+        tracks = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+        return [
+            Span(
+                track=tracks[event["tid"]],
+                name=event["name"],
+                kind=Kind(event["cat"]),
+                began=event["ts"] / _MICROSECONDS,
+                ended=(event["ts"] + event["dur"]) / _MICROSECONDS,
+                args=event["args"],
+            )
+            for event in events
+            if event["ph"] == "X"
+        ]
+    except (OSError, ValueError, TypeError, KeyError):
+        return []
+
+
+def num_rounds(spans: Iterable[Span]) -> int:
+    """How many rounds the learner has trained on in a trace."""
+    return sum(_is_wait_for_a_round(span) for span in spans)
+
+
+def idle_shares(spans: Sequence[Span]) -> dict[str, float]:
+    """For each actor the share of the time of the rounds that it did not work, 0 to 1.
+
+    The time of the rounds is from where the learner began to wait for the first of them to where it published the last.
+    """
+    rounds = [span for span in spans if span.track == LEARNER and "round" in span.args]
+    if not rounds:
+        return {}
+    began, ended = min(span.began for span in rounds), max(span.ended for span in rounds)
+    return {
+        track: 1 - sum(_within(span, began, ended) for span in _works(spans, track)) / (ended - began)
+        for track in sorted({span.track for span in spans} - {COORDINATOR, STAGE}, key=_order)
+    }
+
+
+def _works(spans: Iterable[Span], track: str) -> Iterator[Span]:
+    return (span for span in spans if span.track == track and span.kind is Kind.WORK)
+
+
+def _within(span: Span, began: float, ended: float) -> float:
+    return max(0.0, min(span.ended, ended) - max(span.began, began))
+
+
+def _is_wait_for_a_round(span: Span) -> bool:
+    return span.track == LEARNER and span.kind is Kind.WAIT and "round" in span.args
+
+
+def _order(track: str) -> tuple[int, str, int]:
+    """The learner first, then who works for it, each kind by number."""
+    kind, _, number = track.rpartition(" ")
+    kinds = ("learner rank", "sampler", "grader")
+    place = kinds.index(kind) if kind in kinds else len(kinds)
+    return place, kind, int(number) if number.isdigit() else 0

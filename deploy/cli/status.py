@@ -1,0 +1,94 @@
+"""`d1 status`: how a run stands at this moment."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from deploy.cli.options import RunsDir
+from deploy.errors import UserError, reason
+
+_EVERY_S = 2.0
+
+
+def status(
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="RUN", help="A run, by name or path; by default the one with the newest event."),
+    ] = None,
+    *,
+    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Show it again every 2 s, until Ctrl-C.")] = False,
+    timeline: Annotated[
+        Path | None,
+        typer.Option(metavar="OUT.json", help="Write what the actors did in the newest rounds, as a Chrome trace."),
+    ] = None,
+    runs_dir: RunsDir = Path("runs"),
+) -> None:
+    """Say how a run stands: stage, round, who waits for whom, restarts, seconds of each phase.
+
+    All of it lies in the run directory, so any machine that sees that may ask.
+    """
+    from deploy.references import find_run
+    from deploy.runs import newest_run
+
+    if as_json + watch + (timeline is not None) > 1:
+        raise UserError("--json, --watch and --timeline each print something else; give one of them")
+    run_dir = newest_run(runs_dir) if name is None else find_run(name, runs_dir)
+    if timeline is not None:
+        typer.echo(_written(run_dir, timeline))
+    elif watch:
+        _watch(run_dir)
+    else:
+        _print(run_dir, as_json=as_json)
+
+
+def _print(run_dir: Path, *, as_json: bool) -> None:
+    from rich.console import Console
+
+    from deploy.standing import read_standing
+    from deploy.status_view import json_of, status_view
+
+    standing = read_standing(run_dir)
+    if as_json:
+        typer.echo(json_of(standing))
+    else:
+        Console(highlight=False).print(status_view(standing))
+
+
+def _watch(run_dir: Path) -> None:
+    from rich.console import Console
+    from rich.live import Live
+
+    from deploy.standing import read_standing
+    from deploy.status_view import status_view
+
+    if not sys.stdout.isatty():
+        raise UserError("--watch is for a terminal, and this is none; --json prints the same for a program, once")
+    with Live(console=Console(highlight=False), auto_refresh=False, vertical_overflow="visible") as live:
+        try:
+            while True:
+                live.update(status_view(read_standing(run_dir)), refresh=True)
+                time.sleep(_EVERY_S)
+        except KeyboardInterrupt:
+            return
+
+
+def _written(run_dir: Path, out: Path) -> str:
+    """Copy a run's trace; a sentence that says what is in it."""
+    from actors.timeline import TIMELINE, num_rounds, read_trace
+    from deploy.printing import counted
+
+    spans = read_trace(run_dir / TIMELINE)
+    if not spans:
+        raise UserError(f"the run in {run_dir} has no {TIMELINE} yet: it begins with the first evaluation or round")
+    try:
+        out.write_text((run_dir / TIMELINE).read_text(encoding="utf-8"), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--timeline {out} cannot be written: {reason(error)}") from error
+    what = f"{counted(num_rounds(spans), 'round')}, {counted(len(spans), 'span')}"
+    return f"{out}: {what}; open it at https://ui.perfetto.dev or in chrome://tracing"

@@ -1,0 +1,183 @@
+"""The timeline without Ray: what it keeps, what it writes, and where a bubble is."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from actors.messages import PortionKey
+from actors.pools import Work
+from actors.timeline import (
+    COORDINATOR,
+    LEARNER,
+    NUM_ROUNDS,
+    STAGE,
+    TIMELINE,
+    Kind,
+    Timeline,
+    idle_shares,
+    num_rounds,
+    read_trace,
+    trace_of,
+)
+
+UNIX = 1_000_000.0
+ROUND = {"sampling_s": 2.0, "training_s": 5.0, "publish_s": 1.0}
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 50.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def timeline(clock: Clock) -> Timeline:
+    """At 50 s by its clock it is `UNIX`."""
+    return Timeline(clock, lambda: UNIX)
+
+
+def _work(actor: str, round_index: int, began: float, ended: float) -> Work:
+    return Work(actor=actor, key=PortionKey(round=round_index, index=1), began=began, ended=ended, is_done=True)
+
+
+def _times(timeline: Timeline, track: str) -> list[tuple[str, float, float]]:
+    return [(span.name, span.began - UNIX, span.ended - UNIX) for span in timeline.spans() if span.track == track]
+
+
+def test_a_round_is_three_spans_that_end_when_it_is_published(timeline: Timeline, clock: Clock) -> None:
+    clock.now += 10
+    timeline.add_round(3, ROUND)
+    assert _times(timeline, LEARNER) == [
+        ("round 3: waiting", 2.0, 4.0),
+        ("round 3: training", 4.0, 9.0),
+        ("round 3: publish", 9.0, 10.0),
+    ]
+    assert [span.kind for span in timeline.spans()] == [Kind.WAIT, Kind.WORK, Kind.WORK]
+    assert {span.args["round"] for span in timeline.spans()} == {3}
+
+
+def test_a_portion_an_evaluations_and_a_restart_are_told_apart(timeline: Timeline) -> None:
+    away = Work(actor="sampler 1", key=None, began=53.0, ended=55.0, is_done=False)
+    timeline.add_works([_work("sampler 1", 4, 51.0, 53.0), away, _work("grader 0", -1, 51.0, 52.0)])
+    assert _times(timeline, "sampler 1") == [("portion 4:1", 1.0, 3.0), ("away", 3.0, 5.0)]
+    assert _times(timeline, "grader 0") == [("evaluation portion 1", 1.0, 2.0)]
+    assert [span.kind for span in timeline.spans()] == [Kind.WORK, Kind.AWAY, Kind.WORK]
+
+
+def test_a_track_does_one_thing_at_a_time(timeline: Timeline, clock: Clock) -> None:
+    clock.now += 10
+    timeline.add_round(0, ROUND)
+    clock.now += 7.5
+    # Half a second of this round's wait went by before the last one's publication was told.
+    timeline.add_round(1, ROUND)
+    timeline.add(LEARNER, "nothing", Kind.WORK, clock.now - 3)
+    spans = timeline.spans()
+    assert all(before.ended <= after.began for before, after in pairwise(spans))
+    assert len(spans) == 6
+
+
+def test_the_newest_rounds_are_kept_and_what_was_done_meanwhile(timeline: Timeline, clock: Clock) -> None:
+    for index in range(NUM_ROUNDS + 3):
+        timeline.add_works([_work("sampler 0", index + 1, clock.now + 1, clock.now + 7)])
+        clock.now += 8
+        timeline.add_round(index, ROUND)
+    spans = timeline.spans()
+    assert [span.args["round"] for span in spans if span.name.endswith("training")] == list(range(3, NUM_ROUNDS + 3))
+    assert [span.args["round"] for span in spans if span.track == "sampler 0"] == list(range(4, NUM_ROUNDS + 4))
+    assert num_rounds(spans) == NUM_ROUNDS
+
+
+def test_without_a_round_the_number_of_spans_is_bounded(timeline: Timeline) -> None:
+    timeline.add_works(_work("sampler 0", -1, 51.0 + index, 52.0 + index) for index in range(5000))
+    assert len(timeline.spans()) == 4000
+    assert timeline.spans()[-1].ended == UNIX + 5001
+
+
+def test_the_file_is_a_chrome_trace_with_a_named_thread_for_each_actor(
+    timeline: Timeline, clock: Clock, tmp_path: Path
+) -> None:
+    timeline.add_works([_work("sampler 10", 0, 50.0, 51.0), _work("grader 0", 0, 51.0, 52.0)])
+    timeline.add_works([_work("sampler 2", 0, 50.25, 51.5)])
+    clock.now += 10
+    timeline.add_round(0, ROUND)
+    timeline.write(tmp_path)
+    trace = json.loads((tmp_path / TIMELINE).read_text())
+    names = [event for event in trace["traceEvents"] if event["name"] == "thread_name"]
+    assert [event["args"]["name"] for event in names] == [LEARNER, "sampler 2", "sampler 10", "grader 0"]
+    (portion,) = [event for event in trace["traceEvents"] if event["ph"] == "X" and event["tid"] == names[1]["tid"]]
+    assert portion == {
+        "ph": "X",
+        "pid": 1,
+        "tid": names[1]["tid"],
+        "name": "portion 0:1",
+        "cat": "work",
+        "ts": 1_000_000_250_000,
+        "dur": 1_250_000,
+        "args": {"round": 0, "index": 1, "is_done": True},
+    }
+    assert trace == trace_of(read_trace(tmp_path / TIMELINE))
+
+
+def test_it_is_written_when_it_has_changed(timeline: Timeline, tmp_path: Path) -> None:
+    timeline.write(tmp_path)
+    assert not (tmp_path / TIMELINE).exists()
+    timeline.add_works([_work("sampler 0", 0, 50.0, 51.0)])
+    timeline.write(tmp_path)
+    (tmp_path / TIMELINE).unlink()
+    timeline.write(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_coordinator_that_restarts_goes_on_with_what_it_had_written(
+    timeline: Timeline, clock: Clock, tmp_path: Path
+) -> None:
+    for index in range(NUM_ROUNDS):
+        clock.now += 8
+        timeline.add_round(index, ROUND)
+    timeline.write(tmp_path)
+    again = Timeline.read(tmp_path)
+    assert again.spans() == read_trace(tmp_path / TIMELINE)
+    again.add_since(COORDINATOR, "away", Kind.AWAY, UNIX + 64)
+    again.add_round(NUM_ROUNDS, ROUND)
+    kept = [span.args["round"] for span in again.spans() if span.name.endswith("training")]
+    assert kept == list(range(1, NUM_ROUNDS + 1))
+    assert _times(again, COORDINATOR)[0][:2] == ("away", 64.0)
+
+
+@pytest.mark.parametrize("text", [None, "", "[]", "{}", '{"traceEvents": [1]}', '{"traceEvents": [{"name": "x"}]}'])
+def test_a_trace_that_cannot_be_read_is_an_empty_one(text: str | None, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / TIMELINE).write_text(text)
+    assert Timeline.read(tmp_path).spans() == []
+
+
+def test_a_bubble_is_time_of_the_rounds_without_work(timeline: Timeline, clock: Clock) -> None:
+    assert idle_shares(timeline.spans()) == {}
+    # The rounds are from 2 s to 10 s. What was done before and after is no part of them, nor is being away work.
+    timeline.add_works([_work("sampler 0", 0, 50.0, 54.0), _work("sampler 0", 0, 58.0, 70.0)])
+    timeline.add_works([Work(actor="sampler 1", key=None, began=52.0, ended=60.0, is_done=False)])
+    clock.now += 10
+    timeline.add_round(0, ROUND)
+    timeline.add(STAGE, "control: 3 steps", Kind.WORK, 50.0)
+    assert idle_shares(timeline.spans()) == pytest.approx({LEARNER: 0.25, "sampler 0": 0.5, "sampler 1": 1.0})
+
+
+def test_checkpoints_and_stages_of_steps_are_told_by_the_run_log(timeline: Timeline, clock: Clock) -> None:
+    clock.now += 10
+    timeline.add_event("checkpoint", {"path": "checkpoints/rl-000003", "seconds": 2.0})
+    timeline.add_event("phase_end", {"phase": "sft", "seconds": 4.0, "num_steps": 5})
+    timeline.add_event("phase_end", {"phase": "rl", "seconds": 4.0, "num_steps": 5})
+    timeline.add_event("sft", {"step": 3})
+    assert _times(timeline, LEARNER) == [("checkpoint rl-000003", 8.0, 10.0)]
+    assert _times(timeline, STAGE) == [("sft: 5 steps", 6.0, 10.0)]
