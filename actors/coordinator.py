@@ -1,4 +1,4 @@
-"""The coordinator: a thin asynchronous shell over the ledger. It may die: Ray starts it again, and nothing is lost.
+"""The coordinator: a thin asynchronous shell over rounds and ledger. It may die: Ray starts it again, nothing is lost.
 
     samplers <-- portions -- [ coordinator: ledger, run log ] -- references --> learner
         |                         ^ summaries                                     |
@@ -6,8 +6,8 @@
 
 | loop          | consumes             | waits for              | produces           | unblocked by         |
 |---------------|----------------------|------------------------|--------------------|----------------------|
-| `_run`        | an admitted portion  | a free sampler, grader | a ready portion    | `published`, a retry |
-| `next_batch`  | a round's portions   | the round is complete  | references         | `_run`, `stop`       |
+| `Rounds._run` | an admitted portion  | a free sampler, grader | a ready portion    | `published`, a retry |
+| `next_batch`  | a round's portions   | the round is complete  | references         | `Rounds._run`, `stop`|
 | `evaluate`    | held-out portions    | all of them            | a Score            | `Pools.score`, `stop`|
 | `_keep_watch` |                      | an actor that is silent| a failure, a kill  |                      |
 
@@ -31,14 +31,14 @@ import ray
 
 from actors.announcer import Announcer
 from actors.evaluation import Evaluation, best_version
-from actors.ledger import Ledger
 from actors.liveness import SILENT_S, Watch
 from actors.messages import Generation, Next, PortionKey, PortionSummary
 from actors.metrics import RunGauges
 from actors.plan import RunPlan
-from actors.pools import Pools, PortionFailedError, VersionLostError
+from actors.pools import Pools, VersionLostError
 from actors.registry import Registry
 from actors.round_stats import readable_samples, round_stats
+from actors.rounds import Rounds
 from actors.run_log import LEARNER_FAILED, RESTARTED, Event, RunLog
 from actors.session import Session
 from actors.spec import Phase, RunSpec
@@ -52,6 +52,7 @@ _STATUS_EVERY_S = 2.0
 _NEWEST = 20
 _RANK = "learner rank "
 _STORE = "the weight store"
+_ROUND, _EVALUATION = "the round", "the evaluation"
 T = TypeVar("T")
 
 
@@ -87,21 +88,15 @@ class Coordinator:
         self._evaluation = Evaluation(
             self._plan, spec.rollout.sampling, self._pools, spec.rollout.max_attempts, self._note_failure
         )
+        self._rounds = Rounds(spec, self._plan, self._pools, self._note_failure)
         self._watch = Watch(self._end_hung)
         self._timeline = Timeline()
-        self._ledger: Ledger | None = None
-        self._generations: dict[int, Generation] = {}
-        self._scored: dict[PortionKey, tuple[ray.ObjectRef[Any], PortionSummary]] = {}
         self._doing: dict[str, tuple[str, float]] = {}
         self._has_echoed = False
         self._waiting_since: tuple[str, float] | None = None
-        self._is_lost = False
         self._paused_at_s = 0.0
         self._learner_starting_at = time.monotonic()
-        self._last_failure = ""
-        self._changed = asyncio.Condition()
         self._stopping = asyncio.Event()
-        self._tries: set[asyncio.Task[None]] = set()
         self._asked: set[asyncio.Task[Any]] = set()
         self._store = store
         self._watching: asyncio.Task[None] | None = None
@@ -175,7 +170,7 @@ class Coordinator:
 
     async def learner_starting(self, learner: str) -> bool:
         """The learner group `learner` begins. False where groups have done so in vain too often."""
-        self._forget_rounds()
+        self._forget_learner()
         self._learner_starting_at = time.monotonic()
         num_checkpoints = sum(event["event"] == "checkpoint" for event in self._log.events_since(0))
         self._keep(self._session.with_learner_start(learner, num_checkpoints))
@@ -227,47 +222,31 @@ class Coordinator:
     def _keep(self, session: Session, **changes: Any) -> None:
         self._session = replace(session, **changes).write(self._spec.run_dir)
 
-    def _forget_rounds(self) -> None:
-        for asked in (*self._tries, *self._asked):
+    def _forget_learner(self) -> None:
+        self._rounds.forget()
+        for asked in self._asked:
             asked.cancel()
         self._watch.forget(*(f"{_RANK}{rank}" for rank in self._doing))
         self._doing.clear()
         self._has_echoed = False
-        self._scored.clear()
-        self._ledger = None
 
     # The rounds.
 
     async def next_batch(self, round_index: int, generation: Generation) -> tuple[Next, list[ray.ObjectRef[Any]]]:
-        """References of a round's scored portions, once all are in, sampled from `generation` or up to S before it.
-
-        Raises:
-            TimeoutError: nothing came back for longer than a portion's tries may take, and nothing is waited for.
-            RuntimeError: every portion of the round failed.
-        """
-        ledger = self._ledger_at(round_index, generation)
-        self._is_lost = False
-        # Now and not when the last round was published: what the learner did in between, an evaluation or a
-        # checkpoint, is not a part of this round, and its sampling is.
-        self._start_portions()
-        self._waiting_since = f"round {round_index}", time.monotonic()
+        """References of a round's scored portions, or what else to do first. Raises as `Rounds.complete` does."""
+        self._waiting_since = _ROUND, time.monotonic()
         try:
-            await self._unless_stopped(self._complete(ledger, round_index))
+            return Next.GO_ON, await self._unless_stopped(self._rounds.complete(round_index, generation))
         except StoppedError:
             return Next.STOP, []
         except VersionLostError:
             return Next.PUBLISH, []
         finally:
             self._waiting_since = None
-        ready = ledger.ready(round_index)
-        if not ready:
-            raise RuntimeError(f"round {round_index} has no completions: all its portions failed. {self._last_failure}")
-        return Next.GO_ON, [self._scored[key][0] for key in ready]
 
     async def forget(self, round_index: int) -> None:
         """The portions of a round cannot be fetched any more: they are sampled again."""
-        if self._ledger is not None:
-            self._ledger.redo(round_index)
+        self._rounds.redo(round_index)
 
     async def published(
         self,
@@ -281,23 +260,20 @@ class Coordinator:
         False when the round's portions are not known here, for they were gathered before a restart: then `summaries`
         have to be given.
         """
-        ledger = self._ledger
-        if ledger is not None and ledger.next_round > round_index:
+        if self._is_published(round_index, generation.version):
             return True  # Asked before.
-        if ledger is None and self._has_round(round_index, generation.version):
-            return True
+        summaries = summaries or self._rounds.summaries(round_index)
         if summaries is None:
-            if ledger is None:
-                return False
-            summaries = {key: self._scored[key][1] for key in ledger.ready(round_index)}
+            return False
         self._log_round(round_index, generation.version, values, summaries)
         self._timeline.add_round(round_index, values)
-        self._generations[generation.version] = generation
-        if ledger is not None:
-            for key in ledger.ready(round_index):
-                del self._scored[key]
-            ledger.publish(round_index, generation.version)
+        self._rounds.publish(round_index, generation)
         return True
+
+    def _is_published(self, round_index: int, version: int) -> bool:
+        next_round = self._rounds.next_round
+        # Else the log has it, where it was a coordinator that died as it answered.
+        return self._has_round(round_index, version) if next_round is None else next_round > round_index
 
     def _has_round(self, round_index: int, version: int) -> bool:
         """Whether the newest round of the log is this one: it was recorded by a coordinator that died as it did so."""
@@ -316,7 +292,7 @@ class Coordinator:
             round=round_index,
             policy_version=version,
             **stats,
-            num_retries=0 if self._ledger is None else self._ledger.num_retries,
+            num_retries=self._rounds.num_retries,
             pools=self._pools.use(),
             **_staleness(summaries, version - 1),
             **values,
@@ -325,68 +301,6 @@ class Coordinator:
         samples = readable_samples(portions, summaries, self._plan.prompt_text)
         self._log.append_samples(samples[:: max(1, len(samples) // _SAMPLES_PER_ROUND)][:_SAMPLES_PER_ROUND])
         self._gauges.show(event)
-
-    def _ledger_at(self, round_index: int, generation: Generation) -> Ledger:
-        """The ledger, which is made anew after a restart of the learner or of this process."""
-        self._generations[generation.version] = generation
-        if self._ledger is None or self._ledger.next_round != round_index:
-            self._scored.clear()
-            self._ledger = Ledger(
-                num_rounds=self._spec.learner.num_rounds,
-                portions_per_round=self._plan.portions_per_round,
-                max_staleness=self._spec.learner.max_staleness,
-                max_attempts=self._spec.rollout.max_attempts,
-                next_round=round_index,
-                version=generation.version,
-            )
-        return self._ledger
-
-    async def _complete(self, ledger: Ledger, round_index: int) -> None:
-        """Wait for a round. Raises VersionLostError where the learner has to publish first."""
-        patience_s = self._spec.rollout.timeout_s + self._spec.grading_timeout_s
-        async with self._changed:
-            while not ledger.is_complete(round_index):
-                if self._is_lost:
-                    raise VersionLostError
-                try:
-                    await asyncio.wait_for(self._changed.wait(), patience_s)
-                except TimeoutError as error:
-                    if self._pools.is_paused:
-                        continue
-                    raise TimeoutError(
-                        f"round {round_index}: no portion came back for {patience_s:.0f} s "
-                        f"({ledger.counts()['running']} running); are all samplers placed?"
-                    ) from error
-
-    def _start_portions(self) -> None:
-        ledger = self._ledger
-        while ledger is not None and not self._is_lost and (started := ledger.start_next()) is not None:
-            attempt = asyncio.create_task(self._run(ledger, *started))
-            # The event loop itself does not hold a task until it is done.
-            self._tries.add(attempt)
-            attempt.add_done_callback(self._tries.discard)
-
-    async def _run(self, ledger: Ledger, key: PortionKey, version: int) -> None:
-        """One try of one portion."""
-        try:
-            portion = self._plan.round_portion(key.round, key.index)
-            scored = await self._pools.score(self._generations[version], portion)
-        except VersionLostError as error:
-            if not self._is_lost:
-                self._note_failure(f"{error}; the learner publishes again", 1)
-            self._is_lost = True
-            ledger.release(key)
-        except PortionFailedError as error:
-            self._last_failure = str(error)
-            self._note_failure(str(error), ledger.fail(key) or 0)
-            self._start_portions()
-        else:
-            for what in scored[1].failures:
-                self._note_failure(what, 1)
-            if ledger.finish(key) and ledger is self._ledger:
-                self._scored[key] = scored
-        async with self._changed:
-            self._changed.notify_all()
 
     # Versions and their scores.
 
@@ -404,7 +318,7 @@ class Coordinator:
         version = generation.version
         if not self._is_evaluated(version, label, is_new=is_new):
             began = time.monotonic()
-            self._waiting_since = "the evaluation", began
+            self._waiting_since = _EVALUATION, began
             try:
                 scored = await self._unless_stopped(self._evaluation.score(generation))
             except StoppedError:
@@ -442,15 +356,15 @@ class Coordinator:
         last = {event["event"]: event for event in events}
         stage = last.get("phase", {}).get("phase", Phase.UNTRAINED)
         newest = last.get("round", {})
-        ledger, assignments = self._ledger, self._pools.assignments()
+        assignments, next_round = self._pools.assignments(), self._rounds.next_round
         return RunStatus(
             at=time.time(),
             stage=stage,
-            round=ledger.next_round if ledger is not None else newest.get("round", -1) + 1,
+            round=newest.get("round", -1) + 1 if next_round is None else next_round,
             num_rounds=self._spec.learner.num_rounds,
-            policy_version=max(self._generations, default=0),
+            policy_version=self._rounds.newest_version,
             learner={rank: doing for rank, (doing, _) in self._doing.items()},
-            portions=ledger.counts() if ledger is not None else {},
+            portions=self._rounds.counts(),
             pools=actor_statuses(self._pools.members(), assignments, self._pools.away()),
             waits=tuple(self._waits()),
             max_staleness=self._spec.learner.max_staleness,
@@ -468,12 +382,11 @@ class Coordinator:
         texts = silence_texts(self._watch.silent(), assignments)
         if self._waiting_since is not None:
             what, since = self._waiting_since
+            who = f"round {self._rounds.next_round}" if what is _ROUND else what
             seconds = time.monotonic() - since
             if seconds > SILENT_S:
-                keys = [assignment.key for assignment in assignments]
-                if self._ledger is not None and what.startswith("round"):
-                    keys = self._ledger.unfinished(self._ledger.next_round)
-                texts.append(wait_text(what, seconds, keys, assignments))
+                keys = self._rounds.unfinished() if what is _ROUND else [held.key for held in assignments]
+                texts.append(wait_text(who, seconds, keys, assignments))
         elif "0" in self._doing:
             doing, since = self._doing["0"]
             if time.monotonic() - since > SILENT_S:

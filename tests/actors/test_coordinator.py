@@ -222,7 +222,10 @@ def test_the_status_says_who_waits_for_whom(case: _Case, monkeypatch: pytest.Mon
         assert (status.stage, status.round, status.policy_version) == ("rl", 0, 1)
         assert status.learner == {"1": "round 0: waiting for completions"}
         assert status.portions["running"] == coordinator._plan.portions_per_round
-        assert [(actor.name, actor.portion) for actor in status.pools] == [("sampler 0", "portion 0:0"), ("grader 0", "")]
+        assert [(actor.name, actor.portion) for actor in status.pools] == [
+            ("sampler 0", "portion 0:0"),
+            ("grader 0", ""),
+        ]
         assert status.waits[0].startswith("round 0 waits for 0 s: portion 0:0 (sampler 0, 0 s), portion 0:1 (nobody is")
         status.write(case.spec.run_dir)
         assert RunStatus.read(case.spec.run_dir) == status
