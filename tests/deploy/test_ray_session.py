@@ -93,7 +93,10 @@ def test_what_ray_notes_of_a_dead_worker_is_not_printed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    monkeypatch.setattr(ray, "init", lambda **_: SimpleNamespace(dashboard_url="", address_info={"session_dir": "/"}))
+    monkeypatch.setattr(ray, "init", lambda **_: SimpleNamespace(dashboard_url=""))
+    node = SimpleNamespace(get_logs_dir_path=lambda: "/")
+    context = SimpleNamespace(worker=SimpleNamespace(node=node))
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
     monkeypatch.setattr(ray, "shutdown", lambda: None)
     monkeypatch.setattr(worker, "_worker_logs_enabled", True)
     note: dict[str, Any] = {"lines": ["A worker died or was killed"], "pid": "raylet", "is_err": False}
