@@ -21,7 +21,8 @@ from deploy.recipe import Recipe
 
 _REFERENCE = "reference"
 _DISK_BYTES = 256 << 20
-_LEFTOVER_S = 20.0
+# The agents of a raylet that was killed look for it every few seconds, and end at the fifth time.
+_LEFTOVER_S = 45.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
