@@ -112,9 +112,10 @@ class Heartbeat:
     def report(self, error: Exception, *, is_echo: bool) -> None:
         """The rank has failed: the run log must say why, for Ray Train may restart the group.
 
-        An echo is the failure of a collective whose other end has died.
+        An echo is the failure of a collective whose other end has died; what the transport says of it is in Ray's logs.
         """
-        self._say(self._coordinator.learner_failed.remote(f"{type(error).__name__}: {error}", is_echo))
+        what = f"rank {self._rank} lost another" if is_echo else f"{type(error).__name__}: {error}"
+        self._say(self._coordinator.learner_failed.remote(what, is_echo))
 
     def _beat(self) -> None:
         while not self._ended.wait(HEARTBEAT_S):
