@@ -19,7 +19,7 @@ CLIENTS := .venv-clients
 CLIENT_PINS := tests/deploy/service/clients/clients.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup tools train serve test test-vllm test-clients fuzz gathers chaos check fmt docs up constraints bubblewrap chromium
+.PHONY: help setup tools train serve test test-nightly test-vllm test-clients fuzz gathers chaos check fmt docs up constraints bubblewrap chromium
 
 help: ## Say what there is.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -43,6 +43,9 @@ tools: ## Install redis-server, promtool, docker-compose and faketime, on Debian
 # Hundreds of processes of the tests import d1: its bytecode is kept, whatever the environment says.
 test: $(STAMP) bubblewrap chromium tools ## Run the tests: ARGS="tests/rewards -k sudoku" for some of them.
 	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+
+test-nightly: $(STAMP) tools ## Run the tests that kill and stop whole runs, for some minutes more.
+	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -m nightly $(ARGS)
 
 test-vllm: $(STAMP) $(VLLM)/.installed ## Run the tests against a vLLM server on this machine's CPU; the first time takes 4 GB.
 	D1_VLLM_PYTHON=$(abspath $(VLLM)/bin/python) $(BIN)/pytest -m vllm $(ARGS)

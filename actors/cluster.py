@@ -65,7 +65,7 @@ def start_actors(spec: RunSpec, num_graders: int, registry_url: str, driver: str
     """
     restarted = {"max_restarts": -1, "max_task_retries": -1}
     store: Any = (
-        _watched(WeightStore)
+        watched(WeightStore)
         # An earlier try of the run may have left its store: it is taken over.
         .options(
             name=store_name(spec.name),
@@ -79,13 +79,13 @@ def start_actors(spec: RunSpec, num_graders: int, registry_url: str, driver: str
     )
     store.keep.remote(spec.learner.max_staleness + 2)
     samplers: list[Any] = [
-        _watched(SamplerWorker)
+        watched(SamplerWorker)
         .options(name=f"{spec.name}-sampler-{index}", max_restarts=-1, **sampler_resources(spec.device))
         .remote(spec.initial_checkpoint, store, spec.device, spec.rollout.engine)
         for index in range(spec.rollout.num_samplers)
     ]
     graders: list[Any] = [
-        _watched(GraderWorker)
+        watched(GraderWorker)
         .options(name=f"{spec.name}-grader-{index}", max_restarts=-1, **grader_resources())
         .remote(spec.task, spec.reward, spec.initial_checkpoint)
         for index in range(num_graders)
@@ -102,8 +102,8 @@ def start_actors(spec: RunSpec, num_graders: int, registry_url: str, driver: str
     return RunActors(coordinator=coordinator, store=store, pools=(*samplers, *graders))
 
 
-def _watched(actor_class: type) -> Any:
-    """An actor class whose `ready` is answered while another call is at work."""
+def watched(actor_class: type) -> Any:
+    """An actor class whose `ready` is answered while another call is at work, as `Pools` and `Watch` ask it."""
     remote: Any = ray.remote  # Its types do not know of the groups.
     return remote(concurrency_groups={"liveness": 1})(actor_class)
 

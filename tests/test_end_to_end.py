@@ -122,6 +122,7 @@ def test_a_run_leaves_what_it_promises(cluster: dict[str, str], folder: Path, fi
     assert "SFT + RL" in shown.stdout
 
 
+@pytest.mark.nightly
 def test_a_timeline_shows_what_overlaps(cluster: dict[str, str], folder: Path, first_run: list[dict[str, Any]]) -> None:
     # Eight portions a round for one sampler: it is at work on the next round long after the learner has begun with one.
     ahead = ("learner.max_staleness=1", "rollout.batch_size=4", "control.enabled=false", "learner.inner_updates=4")
@@ -302,7 +303,7 @@ def _stopped_by(sent: signal.Signals, folder: Path, *more: str) -> tuple[str, in
     return output, status
 
 
-def test_ctrl_c_and_sigterm_end_the_run_and_its_ray_and_lose_nothing(folder: Path) -> None:
+def test_ctrl_c_ends_the_run_and_its_ray_and_loses_nothing(folder: Path) -> None:
     output, status = _stopped_by(signal.SIGINT, folder, "checkpoint_every_rounds=0", "control.enabled=false")
     assert status == 130, output
     events = read_events(folder / "stopped")
@@ -310,15 +311,23 @@ def test_ctrl_c_and_sigterm_end_the_run_and_its_ray_and_lose_nothing(folder: Pat
     rounds = [event["round"] for event in events if event["event"] == "round"]
     assert stopped["round"] == len(rounds), "what was trained on is kept"
     assert f"stopped after {len(rounds)} round" in output
-    again, status = _stopped_by(
-        signal.SIGTERM, folder, "checkpoint_every_rounds=0", "control.enabled=false", "--resume"
-    )
+
+
+@pytest.mark.nightly
+def test_a_run_that_goes_on_after_ctrl_c_repeats_nothing_and_sigterm_is_as_good(folder: Path) -> None:
+    more = ("checkpoint_every_rounds=0", "control.enabled=false", "--resume-or-start")
+    if not (folder / "stopped").is_dir():
+        _stopped_by(signal.SIGINT, folder, *more)
+    before = [event["round"] for event in read_events(folder / "stopped") if event["event"] == "round"]
+    again, status = _stopped_by(signal.SIGTERM, folder, *more)
     assert status == 143, again
-    assert f"going on from checkpoint rl-{len(rounds):06d}; nothing is done again" in again
-    more = [event["round"] for event in read_events(folder / "stopped") if event["event"] == "round"]
-    assert more == list(range(len(more))), "no round is done twice, or left out"
+    assert f"going on from checkpoint rl-{len(before):06d}; nothing is done again" in again
+    after = [event["round"] for event in read_events(folder / "stopped") if event["event"] == "round"]
+    assert len(after) > len(before)
+    assert after == list(range(len(after))), "no round is done twice, or left out"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("process", "name"), [("raylet/raylet", "Ray's raylet"), ("gcs_server", "Ray's GCS")])
 def test_the_death_of_rays_own_processes_is_one_sentence(process: str, name: str, folder: Path) -> None:
     run = f"without-{process[:3]}"

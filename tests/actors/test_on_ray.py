@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ import ray
 import torch
 import torch.multiprocessing as mp
 
+from actors.cluster import watched
+from actors.liveness import Watch
 from actors.messages import Generation
 from actors.plan import RunPlan
 from actors.pools import Pools, PortionFailedError
@@ -29,7 +32,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster"), pytest.mark.t
 
 
 def _sampler(spec: RunSpec, store: Any) -> Any:
-    worker = ray.remote(SamplerWorker).options(num_cpus=0)
+    worker = watched(SamplerWorker).options(num_cpus=0)
     return worker.remote(spec.initial_checkpoint, store, "cpu", spec.rollout.engine)
 
 
@@ -152,8 +155,8 @@ def test_a_sampler_that_hangs_or_dies_is_restarted_and_gives_the_same_text(
 ) -> None:
     _publish(store, 1, _weights(spec, 1.0))
     options = {"num_cpus": 0, "max_restarts": -1}
-    moody = ray.remote(_Moody).options(**options).remote(spec, store, tmp_path / "mark", mood)
-    grader = ray.remote(GraderWorker).options(num_cpus=0).remote(spec.task, spec.reward, spec.initial_checkpoint)
+    moody = watched(_Moody).options(**options).remote(spec, store, tmp_path / "mark", mood)
+    grader = watched(GraderWorker).options(num_cpus=0).remote(spec.task, spec.reward, spec.initial_checkpoint)
     ray.get([moody.ready.remote(), grader.ready.remote()], timeout=60)
     portion = plan.round_portion(0, 0)
 
@@ -170,6 +173,40 @@ def test_a_sampler_that_hangs_or_dies_is_restarted_and_gives_the_same_text(
     local = Sampler(load_policy(spec.initial_checkpoint), 1).generate(portion.requests)
     assert [c.token_ids.tolist() for c in scored.completions] == [c.token_ids.tolist() for c in local]
     assert len(summary.texts) == 8
+
+
+def test_an_actor_that_is_stopped_is_silent_and_what_takes_its_place_answers(
+    store: Any, spec: RunSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its process neither answers nor dies: nobody but the watch can tell."""
+    monkeypatch.setattr("actors.liveness.PROBE_EVERY_S", 0.2)
+    monkeypatch.setattr("actors.liveness.SILENT_S", 2.0)
+    monkeypatch.setattr("actors.liveness.HUNG_S", 4.0)
+    sampler = watched(SamplerWorker).options(num_cpus=0, max_restarts=-1)
+    sampler = sampler.remote(spec.initial_checkpoint, store, "cpu", spec.rollout.engine)
+    first = ray.get(sampler.ready.remote(), timeout=100)
+    hung: list[str] = []
+
+    def end(name: str, actor: Any, seconds: float) -> None:
+        hung.append(name)
+        ray.kill(actor, no_restart=False)
+
+    async def until(watch: Watch, condition: Callable[[], bool]) -> None:
+        while not condition():
+            watch.sweep()
+            await asyncio.sleep(0.05)
+
+    async def scene() -> None:
+        watch = Watch(end)
+        watch.ask("sampler 0", sampler)
+        await asyncio.sleep(1)
+        os.kill(first, signal.SIGSTOP)
+        await until(watch, lambda: "sampler 0" in watch.silent())
+        await until(watch, lambda: bool(watch.num_restarts()))
+
+    _run(scene())
+    assert hung == ["sampler 0"]
+    assert ray.get(sampler.ready.remote(), timeout=100) != first
 
 
 def test_a_request_that_no_sampler_can_answer_says_why(store: Any, spec: RunSpec, plan: RunPlan) -> None:
