@@ -166,6 +166,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(
     assert resumed[-1] == _repeatable(first_run)[-1]
 
 
+@pytest.mark.nightly
 def test_under_lora_in_4_bits_too_and_from_the_newest_checkpoint_that_is_whole(
     cluster: dict[str, str], folder: Path
 ) -> None:
@@ -203,6 +204,7 @@ def test_under_lora_in_4_bits_too_and_from_the_newest_checkpoint_that_is_whole(
     }
 
 
+@pytest.mark.nightly
 def test_a_finished_run_goes_on_for_more_rounds_from_its_last_round(
     cluster: dict[str, str], folder: Path, first_run: list[dict[str, Any]]
 ) -> None:

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,6 @@ from tests.actors.local_run import LocalRun, Pulse, facts
 from tests.ranks import run_ranks
 
 STAGES = (Phase.SFT, Phase.RL, Phase.CONTROL)
-WEIGHTS = "model.safetensors"
 
 
 def _spec(spec: RunSpec, run_dir: Path, **changes: Any) -> RunSpec:
@@ -109,6 +109,8 @@ def test_the_control_takes_the_seconds_of_the_rounds_and_one_step_at_most_beyond
 
 
 LORAS = {"whole": LoraConfig(), "adapter": LoraConfig(rank=4, alpha=8)}
+if find_spec("bitsandbytes") is not None:
+    LORAS["adapter on 4 bits"] = LoraConfig(rank=4, alpha=8, base_weights="nf4")
 
 
 @pytest.mark.parametrize("lora", LORAS)
@@ -200,3 +202,21 @@ def test_a_checkpoint_that_cannot_be_written_is_left_out_and_one_that_ends_a_sta
     assert [event["what"] for event in _events(done, "failure")] == [
         f"checkpoint {name}: No space left on device" for name in ("sft", "rl-000001")
     ]
+
+
+def test_a_finished_run_goes_on_for_more_rounds_from_its_last_round(spec: RunSpec, tmp_path: Path) -> None:
+    """The control's checkpoint is newer, and another policy."""
+    short = _spec(spec, tmp_path / "short")
+    whole = _spec(spec, tmp_path / "whole", learner=short.learner.model_copy(update={"num_rounds": 5}))
+    longer = replace(short, learner=whole.learner)
+    expected = _run(whole)
+    _run(short)
+    more = _run(longer)
+    assert more.events[0]["checkpoint"] == "rl-000003"
+    assert [event["round"] for event in _events(more, "round")] == [3, 4]
+    # The learning rate is constant, so that a run of five rounds was the same in its first three.
+    assert [event["rewards"] for event in _events(more, "round")] == [
+        event["rewards"] for event in _events(expected, "round")
+    ][3:]
+    for name in ("rl-000005", "control"):
+        assert _files(whole, name)["model.safetensors"] == _files(longer, name)["model.safetensors"], name
