@@ -6,7 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -61,6 +61,8 @@ class Follower:
                 self._note_silence()
             except ray.exceptions.RayError:
                 # It died, and Ray starts it again.
+                if self._patience_s == _HUNG_S:
+                    self._say("the coordinator died; Ray starts it again")
                 pending, self._patience_s = None, _START_S
                 self._note_silence()
             else:
@@ -98,7 +100,7 @@ class Follower:
             # What takes its place has to come up first.
             self._heard_at, self._patience_s = now, _START_S
             ray.kill(self._coordinator, no_restart=False)
-        elif silent_s > _SILENT_S and now - self._said_at > _SILENT_S:
+        elif self._patience_s == _HUNG_S and silent_s > _SILENT_S and now - self._said_at > _SILENT_S:
             self._say(f"the coordinator silent for {silent_s:.0f} s; all wait for it")
 
     def _say(self, what: str) -> None:
@@ -118,6 +120,16 @@ def following(coordinator: Any, num_seen: int, on_event: Callable[[Event], None]
     finally:
         ended.set()
         thread.join(timeout=2 * _LAST_LOOK_S)
+
+
+def wait_for(fitted: Future[None]) -> None:
+    """Wait for the learner group. Raises what it raised.
+
+    In short waits: a signal that another thread was given is only seen when the main thread runs.
+    """
+    while not fitted.done():
+        wait((fitted,), _POLL_S)
+    fitted.result()
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from actors.run_log import DRIVER_LOG, METRICS, Event, RunLog, append_event, rea
 from actors.spec import Phase, RunSpec
 from deploy.curves import draw_curves
 from deploy.errors import EXIT_RUN_FAILED, RunFailedError, UserError
-from deploy.following import following, stopping_in_order, terminated_by_sigterm
+from deploy.following import following, stopping_in_order, terminated_by_sigterm, wait_for
 from deploy.judges import judge_servers
 from deploy.node_watch import node_processes, watching
 from deploy.printing import counted
@@ -129,7 +129,7 @@ def _run_on_ray(
                     {"event": "status", "what": _start_service(recipe, url, lambda what: on_event(_waiting(what)))}
                 )
             on_event(_waiting(f"starting {learners}; then comes the first evaluation"))
-            fitted.result()
+            wait_for(fitted)
             _call(actors.coordinator.finish.remote())
         draw_curves(read_events(spec.run_dir), spec.run_dir / "curves.png")
     except (RayError, TrainingFailedError, LearnerFailedError, TimeoutError) as error:
