@@ -94,7 +94,6 @@ class Coordinator:
         self._doing: dict[str, tuple[str, float]] = {}
         self._has_echoed = False
         self._waiting_since: tuple[str, float] | None = None
-        self._paused_at_s = 0.0
         self._learner_starting_at = time.monotonic()
         self._stopping = asyncio.Event()
         self._asked: set[asyncio.Task[Any]] = set()
@@ -153,7 +152,7 @@ class Coordinator:
         self._log.append("failure", what=what, attempt=attempt)
 
     def _end_pause(self) -> None:
-        """A pause that the coordinator that died had begun: who is still waited for begins another."""
+        """The pause that goes on by the log, if one does: it may have begun under a coordinator that died."""
         pauses = [event for event in self._log.events_since(0) if event["event"] in ("pause", "pause_end")]
         if pauses and pauses[-1]["event"] == "pause":
             self._log.append("pause_end", seconds=round(self._log.seconds() - pauses[-1]["time_s"], 3))
@@ -161,9 +160,8 @@ class Coordinator:
     def _note_pause(self, why: str | None) -> None:
         """Record that grading waits for something that does not answer, or (None) that it goes on."""
         if why is None:
-            self._log.append("pause_end", seconds=round(self._log.seconds() - self._paused_at_s, 3))
+            self._end_pause()
         else:
-            self._paused_at_s = self._log.seconds()
             self._log.append("pause", what=why)
 
     # The learner group.

@@ -12,12 +12,12 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
+from actors.liveness import START_S
 from actors.messages import Generation, Portion, PortionKey, PortionSummary
 from actors.weights import VersionMissingError
 from rewards import RewardUnavailableError
 
 _RESTART_POLL_S = 0.5
-_LONGEST_START_S = 900.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 # The coordinator asks for them every two seconds.
 _MAX_WORKS = 2000
@@ -170,7 +170,7 @@ class _Pool:
         self._away[member] = time.monotonic()
         while True:
             try:
-                await asyncio.wait_for(member.actor.ready.remote(), max(self.timeout_s, _LONGEST_START_S))
+                await asyncio.wait_for(member.actor.ready.remote(), max(self.timeout_s, START_S))
             except RayError:
                 await asyncio.sleep(_RESTART_POLL_S)
             except TimeoutError:

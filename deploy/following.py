@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -122,14 +122,21 @@ def following(coordinator: Any, num_seen: int, on_event: Callable[[Event], None]
         thread.join(timeout=2 * _LAST_LOOK_S)
 
 
-def wait_for(fitted: Future[None]) -> None:
-    """Wait for the learner group. Raises what it raised.
+def has_ended(fitted: Future[None], limit_s: float = math.inf) -> bool:
+    """Wait for the learner group, and say whether it has ended by then.
 
     In short waits: a signal that another thread was given is only seen when the main thread runs.
     """
-    while not fitted.done():
+    deadline = time.monotonic() + limit_s
+    while not fitted.done() and time.monotonic() < deadline:
         wait((fitted,), _POLL_S)
-    fitted.result()
+    return fitted.done()
+
+
+def wait_for(fitted: Future[None]) -> None:
+    """Wait for the learner group. Raises what it raised."""
+    if has_ended(fitted):
+        fitted.result()
 
 
 @contextmanager
@@ -157,12 +164,10 @@ def _is_up(coordinator: Any) -> bool:
 
 
 def _wait(fitted: Future[None], on_event: Callable[[Event], None]) -> None:
-    try:
-        fitted.result(STOP_GRACE_S)
-    except FutureTimeoutError:
+    if not has_ended(fitted, STOP_GRACE_S):
         what = f"the learner wrote no checkpoint within {STOP_GRACE_S:.0f} s; --resume goes on from an earlier one"
         on_event({"event": "status", "what": what})
-    except Exception as error:  # It was to end in any case.
+    elif (error := fitted.exception()) is not None:
         on_event({"event": "status", "what": f"the learner failed as it stopped: {type(error).__name__}"})
 
 

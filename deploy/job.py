@@ -19,7 +19,7 @@ from actors.run_log import DRIVER_LOG, METRICS, Event, RunLog, append_event, rea
 from actors.spec import Phase, RunSpec
 from deploy.curves import draw_curves
 from deploy.errors import EXIT_RUN_FAILED, RunFailedError, UserError
-from deploy.following import following, stopping_in_order, terminated_by_sigterm, wait_for
+from deploy.following import following, has_ended, stopping_in_order, terminated_by_sigterm, wait_for
 from deploy.judges import judge_servers
 from deploy.node_watch import node_processes, watching
 from deploy.printing import counted
@@ -274,5 +274,5 @@ def _start_service(recipe: Recipe, registry: str, say: Callable[[str], None]) ->
 
 
 def _wait_for_interrupt() -> None:
-    """The service lives in our Ray: stay until Ctrl-C."""
-    threading.Event().wait()
+    """The service lives in our Ray: stay until Ctrl-C, which nothing else ends."""
+    has_ended(Future())
