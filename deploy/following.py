@@ -139,6 +139,11 @@ def wait_for(fitted: Future[None]) -> None:
         fitted.result()
 
 
+def wait_for_interrupt() -> None:
+    """Stay until Ctrl-C or SIGTERM, which nothing else ends."""
+    has_ended(Future())
+
+
 @contextmanager
 def stopping_in_order(fitted: Future[None], coordinator: Any, on_event: Callable[[Event], None]) -> Iterator[None]:
     """On Ctrl-C or SIGTERM in the block the learner writes a checkpoint first; a second one does not wait for it."""

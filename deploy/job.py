@@ -19,7 +19,7 @@ from actors.run_log import DRIVER_LOG, METRICS, Event, RunLog, append_event, rea
 from actors.spec import Phase, RunSpec
 from deploy.curves import draw_curves
 from deploy.errors import EXIT_RUN_FAILED, RunFailedError, UserError
-from deploy.following import following, has_ended, stopping_in_order, terminated_by_sigterm, wait_for
+from deploy.following import following, stopping_in_order, terminated_by_sigterm, wait_for, wait_for_interrupt
 from deploy.judges import judge_servers
 from deploy.node_watch import node_processes, watching
 from deploy.printing import counted
@@ -94,7 +94,7 @@ def _run_locked(
                 recipe, spec, num_seen=num_seen, serve=serve, keep_store=serve and not ray.is_ours, on_event=on_event
             )
         if serve and ray.is_ours:
-            _wait_for_interrupt()
+            wait_for_interrupt()
 
 
 def _run_on_ray(
@@ -271,8 +271,3 @@ def _start_service(recipe: Recipe, registry: str, say: Callable[[str], None]) ->
     service, source = recipe.service, Source(directory=str(recipe.run_dir), is_run=True, registry_url=registry)
     url = deploy_source(source, service.host, service.port, service.num_replicas, say=say)
     return banner(recipe.run_dir, url, source.admin_address())
-
-
-def _wait_for_interrupt() -> None:
-    """The service lives in our Ray: stay until Ctrl-C, which nothing else ends."""
-    has_ended(Future())

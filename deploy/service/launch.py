@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from deploy.errors import UserError
+from deploy.following import wait_for_interrupt
 from deploy.machine import why_not_bindable
 from deploy.ray_session import RaySession, ray_session
 from deploy.service.example import example_request
@@ -127,7 +128,7 @@ def _serve(
             console.print("Ctrl-C stops it.")
             try:
                 # Without a limit: this is the program's work.
-                threading.Event().wait()
+                wait_for_interrupt()
             finally:
                 _drain(source)
 
