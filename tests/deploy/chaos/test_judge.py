@@ -114,7 +114,7 @@ def test_an_end_that_the_role_may_have_passes_when_it_says_how_to_resume() -> No
     first = _drive(ended_s=61.0, status=1, lines=(Line(at_s=30.0, text="round"), sentence))
     record = _record(
         drives=(first, _drive(began_s=62.0, lines=(Line(at_s=80.0, text="round"),))),
-        blows=(_blow(Target.COORDINATOR, outcome=Outcome.RESUMED),),
+        blows=(_blow(Target.CONTROLLER, outcome=Outcome.RESUMED),),
     )
     assert judge(TERMS, REFERENCE, record) == []
 
