@@ -9,6 +9,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from actors import NAMESPACE
 from actors.coordinator import Coordinator
 from actors.resources import (
     coordinator_resources,
@@ -19,8 +20,7 @@ from actors.resources import (
 )
 from actors.run_client import Heartbeat, RunClient
 from actors.spec import RunSpec
-from actors.training import TrainingRun
-from actors.weights import NAMESPACE, WeightStore, store_name
+from actors.weights import WeightStore, store_name
 from actors.workers import GraderWorker, SamplerWorker
 from learner.ranks import LeaderFailedError, Ranks, is_lost_peer
 
@@ -140,10 +140,12 @@ def fit(spec: RunSpec, actors: RunActors) -> None:
     Raises LearnerFailedError where it leads nowhere.
     """
     from ray.train import FailureConfig, RunConfig, ScalingConfig
-    from ray.train.torch import TorchConfig, TorchTrainer
+    from ray.train.torch import TorchConfig
+
+    from actors.trainer import Trainer
 
     backend = "cpu:gloo,cuda:nccl" if spec.device == "cuda" else "gloo"
-    TorchTrainer(
+    Trainer(
         train_worker,
         train_loop_config={"spec": spec, "coordinator": actors.coordinator, "store": actors.store},
         torch_config=TorchConfig(backend=backend, timeout_s=_COLLECTIVE_TIMEOUT_S),
@@ -164,6 +166,9 @@ def fit(spec: RunSpec, actors: RunActors) -> None:
 
 def train_worker(config: Mapping[str, Any]) -> None:
     """What each learner worker runs; after a restart it goes on from the newest checkpoint."""
+    # Driver and controller import this module too, and FSDP takes a second.
+    from actors.training import TrainingRun
+
     ranks, coordinator = Ranks(), config["coordinator"]
     client = RunClient(coordinator, config["store"])
     if not ranks.agreed(client.may_start):
@@ -174,7 +179,7 @@ def train_worker(config: Mapping[str, Any]) -> None:
     except LeaderFailedError:
         raise  # Rank 0 says why.
     except Exception as error:
-        heartbeat.report(error, is_echo=is_lost_peer(error))
-        raise
+        if heartbeat.report(error, is_echo=is_lost_peer(error)):
+            raise
     finally:
         heartbeat.end()

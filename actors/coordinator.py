@@ -170,8 +170,7 @@ class Coordinator:
         """The learner group `learner` begins. False where groups have done so in vain too often."""
         self._forget_learner()
         self._learner_starting_at = time.monotonic()
-        num_checkpoints = sum(event["event"] == "checkpoint" for event in self._log.events_since(0))
-        self._keep(self._session.with_learner_start(learner, num_checkpoints))
+        self._keep(self._session.with_learner_start(learner, self._num_checkpoints()))
         return not self._session.gave_up
 
     async def learner_started(self, checkpoint: str, position: Mapping[str, Any]) -> None:
@@ -184,14 +183,20 @@ class Coordinator:
         elif position["policy_version"] or position["step"]:
             self._log.append("resume", what=f"going on from checkpoint {checkpoint}; {again}")
 
-    async def learner_failed(self, what: str, is_echo: bool) -> None:
-        """A rank raised. What it raises because another has died, or has raised, is no failure of its own."""
-        if self._session.error or (is_echo and self._has_echoed):
-            return
-        self._has_echoed = is_echo
-        if not is_echo:
-            self._keep(self._session, error=what)
-        self._note_failure(f"{LEARNER_FAILED}: {what}", 1)
+    async def learner_failed(self, what: str, is_echo: bool, is_transient: bool) -> bool:
+        """A rank raised. What it raises because another has died, or has raised, is no failure of its own.
+
+        False where the group is not to start again: another would raise what two have, unless it came from outside.
+        """
+        if not self._session.error and not (is_echo and self._has_echoed):
+            self._has_echoed = is_echo
+            if not is_echo:
+                self._keep(self._session.with_error(what, self._num_checkpoints(), is_transient=is_transient))
+            self._note_failure(f"{LEARNER_FAILED}: {what}", 1)
+        return not self._session.gave_up
+
+    def _num_checkpoints(self) -> int:
+        return sum(event["event"] == "checkpoint" for event in self._log.events_since(0))
 
     async def gave_up(self) -> str:
         """Why the learner group is not started again; empty where it ended as it should."""

@@ -18,8 +18,8 @@ from typing import Any
 import ray
 import redis
 
+from actors import NAMESPACE
 from actors.registry import Registry
-from actors.weights import NAMESPACE
 
 URL_VARIABLE = "D1_REDIS_URL"
 ACTOR_NAME = "d1-registry"

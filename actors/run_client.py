@@ -109,25 +109,24 @@ class Heartbeat:
         self._thread.join(_REPORT_TIMEOUT_S)
         self._say(self._coordinator.rank_ended.remote(self._rank))
 
-    def report(self, error: Exception, *, is_echo: bool) -> None:
-        """The rank has failed: the run log must say why, for Ray Train may restart the group.
+    def report(self, error: Exception, *, is_echo: bool) -> bool:
+        """The rank has failed, and the run log must say why. False where the group is not to start again.
 
         An echo is the failure of a collective whose other end has died; what the transport says of it is in Ray's logs.
         """
         what = f"rank {self._rank} lost another" if is_echo else f"{type(error).__name__}: {error}"
-        self._say(self._coordinator.learner_failed.remote(what, is_echo))
+        is_transient = isinstance(error, (RayError, OSError))
+        return bool(self._say(self._coordinator.learner_failed.remote(what, is_echo, is_transient), otherwise=True))
 
     def _beat(self) -> None:
         while not self._ended.wait(HEARTBEAT_S):
-            self.must_stop = bool(
-                self._say(
-                    self._coordinator.heartbeat.options(max_task_retries=0).remote(self._rank, self.doing, self._me)
-                )
-            )
+            heartbeat = self._coordinator.heartbeat.options(max_task_retries=0)
+            said = self._say(heartbeat.remote(self._rank, self.doing, self._me), otherwise=self.must_stop)
+            self.must_stop = bool(said)
 
-    def _say(self, reference: Any) -> Any:
+    def _say(self, reference: Any, otherwise: Any = None) -> Any:
         try:
             return ray.get(reference, timeout=_REPORT_TIMEOUT_S)
         except RayError:
             # It restarts, or is gone: whoever waits for its answer says so.
-            return self.must_stop
+            return otherwise

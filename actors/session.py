@@ -32,6 +32,8 @@ class Session:
     """How often it has started again without one more."""
     error: str = ""
     """What it raised since it last started, if it did."""
+    last_error: str = ""
+    """What the one before it raised."""
     gave_up: str = ""
     """Why it is not started again; empty while it may be."""
     is_stopping: bool = False
@@ -68,5 +70,11 @@ class Session:
             num_checkpoints=num_checkpoints,
             num_repeats=repeats,
             error="",
+            last_error=self.error,
             gave_up=gave_up,
         )
+
+    def with_error(self, what: str, num_checkpoints: int, *, is_transient: bool) -> Self:
+        """The learner group raised. A third would raise what two have, if they came no further and it did not pass."""
+        is_again = what == self.last_error and num_checkpoints == self.num_checkpoints
+        return replace(self, error=what, gave_up=what if is_again and not is_transient else self.gave_up)

@@ -18,7 +18,7 @@ import ray
 import torch
 from torch import Tensor
 
-NAMESPACE = "d1"
+from actors import NAMESPACE
 
 
 class VersionMissingError(LookupError):

@@ -42,8 +42,8 @@ def ray_session(*, dashboard: bool) -> Iterator[RaySession]:
     """
     import ray
 
+    from actors import NAMESPACE
     from actors.cluster import WORKER_ENV
-    from actors.weights import NAMESPACE
 
     os.environ.update(WORKER_ENV)
     _keep_notes_in_logs()

@@ -153,17 +153,34 @@ def test_a_timeline_shows_what_overlaps(cluster: dict[str, str], folder: Path, f
     assert "rounds, 4 of 4 done" in said.stdout
 
 
-def test_a_resumed_run_is_the_uninterrupted_one(
+def test_a_resumed_run_is_the_uninterrupted_one_and_a_killed_sampler_costs_only_time(
     cluster: dict[str, str], folder: Path, first_run: list[dict[str, Any]]
 ) -> None:
-    shutil.copytree(folder / "first", folder / "resumed")
+    resumed = folder / "resumed"
+    shutil.copytree(folder / "first", resumed)
     for name in ("rl-000003", "rl-000004", "control"):
-        shutil.rmtree(folder / "resumed" / "checkpoints" / name)
+        shutil.rmtree(resumed / "checkpoints" / name)
+    killed: list[float] = []
+
+    def kill() -> None:
+        while not killed:
+            if any(event["event"] == "round" for event in read_events(resumed)[len(first_run) :]):
+                ray.kill(ray.get_actor("resumed-sampler-0", namespace="d1"), no_restart=False)
+                killed.append(time.time())
+            time.sleep(0.01)
+
+    threading.Thread(target=kill, daemon=True).start()
     events = _train(cluster, folder, "resumed", "--resume")[len(first_run) :]
-    resumed = _repeatable(events)
+    assert killed
+    said = _repeatable(events)
     assert [event["round"] for event in events if event["event"] == "round"] == [2, 3]
-    assert resumed == [event for event in _repeatable(first_run) if event in resumed]
-    assert resumed[-1] == _repeatable(first_run)[-1]
+    assert said == [event for event in _repeatable(first_run) if event in said]
+    assert said[-1] == _repeatable(first_run)[-1]
+    for name in ("rl-000003", "rl-000004", "control"):
+        weights = [
+            (folder / run / "checkpoints" / name / "model.safetensors").read_bytes() for run in ("first", "resumed")
+        ]
+        assert weights[0] == weights[1], name
 
 
 @pytest.mark.nightly
@@ -223,43 +240,11 @@ def test_a_finished_run_goes_on_for_more_rounds_from_its_last_round(
     assert "began with 0" in refused.stderr
 
 
-def test_the_same_seed_gives_the_same_run_and_a_killed_sampler_costs_only_time(
-    cluster: dict[str, str], folder: Path, first_run: list[dict[str, Any]]
-) -> None:
-    killed: list[float] = []
-
-    def kill() -> None:
-        metrics = folder / "killed" / "metrics.jsonl"
-        while not killed:
-            if metrics.is_file() and '"round": 0' in metrics.read_text():
-                ray.kill(ray.get_actor("killed-sampler-0", namespace="d1"), no_restart=False)
-                killed.append(time.time())
-            time.sleep(0.01)
-
-    killer = threading.Thread(target=kill, daemon=True)
-    killer.start()
-    events = _train(cluster, folder, "killed")
-    assert killed
-    assert _repeatable(events) == _repeatable(first_run)
-    for name in ("sft", "rl-000004", "control"):
-        weights = [
-            (folder / run / "checkpoints" / name / "model.safetensors").read_bytes() for run in ("first", "killed")
-        ]
-        assert weights[0] == weights[1], name
-
-
-def test_each_stage_runs_alone(cluster: dict[str, str], folder: Path, first_run: list[dict[str, Any]]) -> None:
+def test_sft_runs_alone(cluster: dict[str, str], folder: Path, first_run: list[dict[str, Any]]) -> None:
     alone = _train(cluster, folder, "alone", "rollout.num_samplers=1", command="sft")
     assert [event["label"] for event in alone if event["event"] == "evaluation"] == ["untrained", "sft"]
-    checkpoint = folder / "alone" / "checkpoints" / "sft"
-    weights = [
-        (path / "model.safetensors").read_bytes() for path in (checkpoint, folder / "first" / "checkpoints" / "sft")
-    ]
-    assert weights[0] == weights[1]
-    events = _train(cluster, folder, "rounds", "--from", str(checkpoint), "rollout.num_samplers=1")
-    assert [event["label"] for event in events if event["event"] == "evaluation"] == ["start", "round", "rl"]
-    rewards = [event["reward"] for event in events if event["event"] == "round"]
-    assert rewards == [event["reward"] for event in first_run if event["event"] == "round"]
+    weights = [(folder / run / "checkpoints" / "sft" / "model.safetensors").read_bytes() for run in ("first", "alone")]
+    assert weights[0] == weights[1], "the same seed gives the same weights"
 
 
 def test_a_run_that_fails_says_so_in_one_sentence(cluster: dict[str, str], folder: Path) -> None:
@@ -305,14 +290,24 @@ def _stopped_by(sent: signal.Signals, folder: Path, *more: str) -> tuple[str, in
     return output, status
 
 
-def test_ctrl_c_ends_the_run_and_its_ray_and_loses_nothing(folder: Path) -> None:
-    output, status = _stopped_by(signal.SIGINT, folder, "checkpoint_every_rounds=0", "control.enabled=false")
+def test_ctrl_c_ends_a_run_from_a_checkpoint_and_its_ray_and_loses_nothing(
+    cluster: dict[str, str], folder: Path, first_run: list[dict[str, Any]]
+) -> None:
+    start = str(folder / "first" / "checkpoints" / "sft")
+    output, status = _stopped_by(
+        signal.SIGINT, folder, "--from", start, "checkpoint_every_rounds=0", "control.enabled=false"
+    )
     assert status == 130, output
     events = read_events(folder / "stopped")
     (stopped,) = [event for event in events if event["event"] == "stopped"]
-    rounds = [event["round"] for event in events if event["event"] == "round"]
+    rounds = [event for event in events if event["event"] == "round"]
     assert stopped["round"] == len(rounds), "what was trained on is kept"
     assert f"stopped after {len(rounds)} round" in output
+    first = {event["label"]: event["num_correct"] for event in first_run if event["event"] == "evaluation"}
+    found = [(event["label"], event["num_correct"]) for event in events if event["event"] == "evaluation"]
+    assert found[0] == ("start", first["sft"])
+    first_reward = next(event["reward"] for event in first_run if event["event"] == "round")
+    assert rounds[0]["reward"] == first_reward, "the rounds begin where SFT has left off"
 
 
 @pytest.mark.nightly

@@ -121,7 +121,8 @@ class Publisher:
     def __init__(self, policies: Policies, registry: Registry) -> None:
         import ray
 
-        from actors.weights import NAMESPACE, WeightStore, store_name
+        from actors import NAMESPACE
+        from actors.weights import WeightStore, store_name
 
         self._policies, self._registry = policies, registry
         self._store_name = store_name(policies.directory.name)

@@ -22,7 +22,7 @@ from benchmarks.service.load import Client, Judge, for_seconds, mixed_asks
 from benchmarks.service.table import show, times, verdict
 
 _MIB = 1024 * 1024
-_LEAST_SAMPLES = 6
+_LEAST_LOOKS = 12
 _SLOPE = "growth per 1,000 requests"
 _EVENTS = "/v1/policy/events"
 _NUM_ASKS = 32
@@ -104,8 +104,12 @@ class _Soak:
     def __init__(self, service: Deployed, client: Client, plan: Plan) -> None:
         self._service, self._client, self._plan = service, client, plan
         self._asks = mixed_asks(service.policies, _NUM_ASKS, plan.seed)
-        self._judge, self._goes_on = Judge(service.policies), for_seconds(60 * plan.minutes)
+        self._judge, self._has_time = Judge(service.policies), for_seconds(60 * plan.minutes)
         self.outcome = Outcome()
+
+    def _goes_on(self) -> bool:
+        """Where a look takes long, the time is longer too: a slope needs so many."""
+        return self._has_time() or len(self.outcome.looks) < _LEAST_LOOKS
 
     async def ask(self, index: int) -> None:
         """A client that wants answers, and looks at each."""
@@ -206,8 +210,8 @@ def report(plan: Plan, outcome: Outcome) -> tuple[dict[str, Any], bool]:
 def growth(looks: list[Look]) -> list[dict[str, Any]]:
     """Of each process that was there from the middle to the end: its size, and its slope in the second half."""
     half = looks[len(looks) // 2 :]
-    if len(half) < _LEAST_SAMPLES:
-        raise ValueError(f"{len(looks)} looks are too few for a slope; take more minutes, or look more often")
+    if len(looks) < _LEAST_LOOKS:
+        raise ValueError(f"{len(looks)} looks are too few for a slope: {_LEAST_LOOKS} are the least")
     rows = []
     for role, last in looks[-1].sizes.items():
         for number, pid in enumerate(pid for pid in last if all(pid in look.sizes[role] for look in half)):

@@ -240,13 +240,30 @@ def test_a_learner_that_fails_again_and_again_is_given_up_and_its_own_error_is_n
         for attempt in range(3):
             assert await coordinator.learner_starting(f"group {attempt}")
             await coordinator.learner_started("sft", {"round": 0, "policy_version": 1, "step": None})
-            await coordinator.learner_failed("FloatingPointError: round 0: nan", is_echo=False)
-            await coordinator.learner_failed("RuntimeError: gloo", is_echo=True)
+            assert await coordinator.learner_failed("OSError: no space", is_echo=False, is_transient=True)
+            assert await coordinator.learner_failed("RuntimeError: gloo", is_echo=True, is_transient=False)
             coordinator = case.coordinator() if attempt == 1 else coordinator
         assert not await coordinator.learner_starting("one more")
-        assert await coordinator.gave_up() == "FloatingPointError: round 0: nan"
+        assert await coordinator.gave_up() == "OSError: no space"
         failures = [event["what"] for event in case.events("failure")]
-        assert failures.count("a learner worker failed: FloatingPointError: round 0: nan") == 3
+        assert failures.count("a learner worker failed: OSError: no space") == 3
+
+    _run(scene())
+
+
+def test_what_two_learner_groups_have_raised_from_one_place_a_third_need_not(case: _Case) -> None:
+    async def scene() -> None:
+        coordinator = case.coordinator()
+        nan, bad = "FloatingPointError: round 0: nan", "ValueError: bad"
+        for attempt, (what, may_go_on) in enumerate([(nan, True), (bad, True), (nan, True), (nan, False)]):
+            assert await coordinator.learner_starting(f"group {attempt}")
+            if attempt in (0, 2):
+                await coordinator.record("checkpoint", {"phase": "sft", "path": "sft", "step": attempt, "seconds": 0.0})
+            assert await coordinator.learner_failed(what, is_echo=False, is_transient=False) is may_go_on
+            assert (
+                await coordinator.learner_failed("rank 1 lost another", is_echo=True, is_transient=False) is may_go_on
+            )
+        assert await coordinator.gave_up() == nan
 
     _run(scene())
 
@@ -273,7 +290,7 @@ def test_a_rank_that_loses_another_reports_an_echo_which_ends_no_run(case: _Case
         for attempt in range(8):
             assert await coordinator.learner_starting(f"group {attempt}")
             for _ in range(3):
-                await coordinator.learner_failed("RuntimeError: Connection closed by peer", is_echo=True)
+                await coordinator.learner_failed("rank 0 lost another", is_echo=True, is_transient=False)
         assert len(case.events("failure")) == 8, "once for each start"
 
     _run(scene())
