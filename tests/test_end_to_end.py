@@ -262,14 +262,16 @@ def test_a_run_that_fails_says_so_in_one_sentence(cluster: dict[str, str], folde
 def _stopped_by(sent: signal.Signals, folder: Path, *more: str) -> tuple[str, int]:
     """What a run in its rounds says, and its exit status, when a signal comes to all of its processes."""
     recipe = str(folder / "recipe.yaml")
-    arguments = [D1, "train", recipe, "name=stopped", f"runs_dir={folder}", "learner.num_rounds=5000", *SMALL, *more]
+    arguments = ["train", recipe, "name=stopped", f"runs_dir={folder}", "learner.num_rounds=5000", *SMALL, *more]
+    # Whoever runs the tests in the background of a script has Ctrl-C ignored, by all that they start too.
+    command = ["env", "--default-signal=INT", D1, *arguments]
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     environment |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
     # What is printed is then as short as can be.
     environment["PATH"] = f"{Path(D1).parent}:{environment['PATH']}"
     output = ""
     with subprocess.Popen(
-        arguments, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     ) as process:
         assert process.stdout is not None
         for line in process.stdout:
