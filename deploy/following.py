@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from actors.run_log import Event
 if TYPE_CHECKING:
     from actors.status import RunStatus
 
-_POLL_S = 0.5
+_POLL_S, _LOOK_EVERY_S = 0.5, 0.1
 _STATUS_EVERY_S = 5.0
 # It answers from memory. Under a load that makes it slow, a sentence costs nothing, and an end costs a round.
 _SILENT_S, _HUNG_S, _START_S = 15.0, 45.0, 600.0
@@ -125,11 +125,12 @@ def following(coordinator: Any, num_seen: int, on_event: Callable[[Event], None]
 def has_ended(fitted: Future[None], limit_s: float = math.inf) -> bool:
     """Wait for the learner group, and say whether it has ended by then.
 
-    In short waits: a signal that another thread was given is only seen when the main thread runs.
+    In short sleeps: a signal that another thread was given is only seen when the main thread runs, and two that come at
+    once break a wait for a lock, which Python then releases without having it.
     """
     deadline = time.monotonic() + limit_s
     while not fitted.done() and time.monotonic() < deadline:
-        wait((fitted,), _POLL_S)
+        time.sleep(_LOOK_EVERY_S)
     return fitted.done()
 
 
