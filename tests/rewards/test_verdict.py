@@ -45,7 +45,7 @@ _FORGERIES = {
         "        except OSError: pass\n"
         "    return 0"
     ),
-    "closes every file": "import os\nos.closerange(0, 64)\ndef f(x): return x + 1",
+    "closes every file": "import os\nos.closerange(0, 1 << 20)\ndef f(x): return x + 1",
     "closes standard output": "import os, sys\nsys.stdout.close(); sys.stderr.close()\ndef f(x): return 0",
     "is equal to all": "class E:\n    def __eq__(self, other): return True\ndef f(x): return E()",
     "is an equal int": "class E(int):\n    def __eq__(self, other): return True\ndef f(x): return E(0)",
