@@ -121,7 +121,7 @@ def wait_until_ready(actors: RunActors) -> None:
     except ray.exceptions.GetTimeoutError as error:
         raise TimeoutError(
             f"the cluster did not start {len(actors.pools)} samplers and graders and the coordinator within "
-            f"{_START_TIMEOUT_S:.0f} s; does it have room for them (d1 train RECIPE --dry-run)?"
+            f"{_START_TIMEOUT_S:.0f} s; does it have room for them? --dry-run says"
         ) from error
 
 

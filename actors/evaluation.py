@@ -71,9 +71,10 @@ class Evaluation:
 
 
 def best_version(events: list[Event]) -> int | None:
-    """The version of the rounds with the best held-out accuracy, the newest of several; None where none was evaluated.
+    """The version of the rounds with the best held-out accuracy; None where none was evaluated.
 
-    Of a version that was evaluated twice, as after a restart, the later counts.
+    The oldest of several: an accuracy that stays where it is, at 0 too, writes no checkpoint each time. Of those of one
+    version, as after a restart, the later counts.
     """
     found: dict[int, float] = {}
     for event in events:
@@ -82,4 +83,4 @@ def best_version(events: list[Event]) -> int | None:
             found = {version: share for version, share in found.items() if version < event["policy_version"]}
         elif event["event"] == "evaluation" and event["label"] in ("round", Phase.RL):
             found[event["policy_version"]] = event["num_correct"] / event["num_problems"]
-    return max(found, key=lambda version: (found[version], version), default=None)
+    return max(found, key=lambda version: (found[version], -version), default=None)

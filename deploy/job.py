@@ -23,6 +23,7 @@ from deploy.following import following, stopping_in_order, terminated_by_sigterm
 from deploy.judges import judge_servers
 from deploy.node_watch import node_processes, watching
 from deploy.printing import counted
+from deploy.program import program
 from deploy.quiet import native_words_in
 from deploy.ray_session import ray_session
 from deploy.recipe import Recipe, Stages
@@ -179,7 +180,9 @@ def _end_with_node(spec: RunSpec, what: str, logs_dir: Path, on_event: Callable[
     """Say what died, and end this process before Ray's native code does."""
     is_done = bool(events := read_events(spec.run_dir)) and events[-1]["event"] == "done"
     if is_done:
-        sentence = f"{what}, and the service with it; the run had ended well; d1 serve {spec.name} serves it again"
+        sentence = (
+            f"{what}, and the service with it; the run had ended well; {program()} serve {spec.name} serves it again"
+        )
     else:
         sentence = f"the run failed: {what}; its logs are in {logs_dir}; --resume goes on from the newest checkpoint"
         with suppress(OSError):

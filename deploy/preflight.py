@@ -22,6 +22,7 @@ from deploy import machine
 from deploy.errors import UserError, reason
 from deploy.judges import wanted_servers
 from deploy.printing import counted
+from deploy.program import program
 from deploy.recipe import Recipe, ServiceSection
 from learner.model.checkpoint import load_config
 from learner.model.families import make_model
@@ -130,7 +131,7 @@ def _check_address(address: str) -> None:
     if "://" in address:
         raise UserError(
             f"RAY_ADDRESS is {address}, and a run connects to a cluster's HOST:PORT from one of its machines; "
-            "use `d1 submit`, or unset it to run on this machine"
+            f"use `{program()} submit`, or unset it to run on this machine"
         )
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or int(port) > _LAST_PORT:
@@ -195,8 +196,7 @@ def _run_dir_problems(recipe: Recipe, resume: bool) -> Iterator[str]:
         yield f"there is no run {recipe.name} in {run_dir.parent} to resume; start it without --resume"
     elif not resume and run_dir.exists() and (run_dir.is_file() or any(run_dir.iterdir())):
         yield (
-            f"there already is a run {recipe.name} in {run_dir.parent}; "
-            "choose name=..., or go on with it: d1 train RECIPE --resume"
+            f"there already is a run {recipe.name} in {run_dir.parent}; choose name=..., or go on with it by --resume"
         )
 
 

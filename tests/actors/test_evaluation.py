@@ -17,8 +17,8 @@ def _evaluation(version: int, num_correct: int, label: str = "round") -> dict[st
     }
 
 
-def test_the_best_is_the_newest_of_those_with_the_highest_accuracy() -> None:
-    assert best_version([_evaluation(3, 4), _evaluation(5, 6), _evaluation(7, 6), _evaluation(9, 5)]) == 7
+def test_the_best_is_the_oldest_of_those_with_the_highest_accuracy() -> None:
+    assert best_version([_evaluation(3, 4), _evaluation(5, 6), _evaluation(7, 6), _evaluation(9, 5)]) == 5
 
 
 def test_only_the_rounds_count() -> None:

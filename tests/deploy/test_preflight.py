@@ -110,7 +110,7 @@ def test_a_name_that_is_taken_is_refused_unless_the_run_is_resumed(recipe_file: 
     make_run("tiny", [])
     (problem,) = _problems(recipe_file)
     assert "there already is a run tiny in" in problem
-    assert problem.endswith("choose name=..., or go on with it: d1 train RECIPE --resume")
+    assert problem.endswith("choose name=..., or go on with it by --resume")
     assert _problems(recipe_file, resume=True) == []
     assert _problems(recipe_file, "name=other") == []
 
@@ -264,8 +264,8 @@ def test_without_an_address_it_is_this_machine() -> None:
 @pytest.mark.parametrize(
     ("address", "part"),
     [
-        ("http://127.0.0.1:8265", "use `d1 submit`"),
-        ("ray://127.0.0.1:10001", "use `d1 submit`"),
+        ("http://127.0.0.1:8265", "d1 submit`"),
+        ("ray://127.0.0.1:10001", "d1 submit`"),
         ("127.0.0.1:1", "connection refused; unset it"),
     ],
 )
