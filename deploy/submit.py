@@ -18,6 +18,8 @@ from learner.model.hub import is_hub_id
 
 # Ray's own excludes: what git ignores, and these where a tree is no checkout.
 _EXCLUDES = ["/runs", "/.venv", "/.git"]
+# `ray job stop` sends SIGTERM, and SIGKILL three seconds later if nobody says otherwise: less than a checkpoint takes.
+_ENVIRONMENT = {"RAY_JOB_STOP_WAIT_TIME_S": "90"}
 _SUCCEEDED, _OVER = "SUCCEEDED", ("FAILED", "STOPPED")
 _POLL_S = 2.0
 
@@ -93,7 +95,7 @@ def submit(
     command = ["d1", "train", _relative(recipe_path), *overrides, *_absolute_paths(recipe)]
     command += ["--serve"] if serve else []
     command += ["--resume-or-start"] if attempt else []
-    runtime_env = {"working_dir": ".", "excludes": _EXCLUDES}
+    runtime_env = {"working_dir": ".", "excludes": _EXCLUDES, "env_vars": _ENVIRONMENT}
     try:
         client.submit_job(entrypoint=shlex.join(command), submission_id=job_id, runtime_env=runtime_env)
     except (RuntimeError, ValueError) as error:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from deploy.errors import UserError
+from deploy.following import STOP_GRACE_S
 from deploy.overrides import load_recipe
 from deploy.submit import connect, follow, submit
 
@@ -40,6 +41,7 @@ class FakeCluster:
             raise RuntimeError(f"Job with submission_id {submission_id} already exists.\nTraceback ...")
         assert Path(runtime_env["working_dir"]).is_dir()
         assert {"/runs", "/.venv", "/.git"} <= set(runtime_env["excludes"])
+        assert int(runtime_env["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"]) > STOP_GRACE_S, "time for a checkpoint"
         words = shlex.split(entrypoint)
         assert words[:2] == ["d1", "train"]
         assert not Path(words[2]).is_absolute(), "the job starts in a copy of the directory"
