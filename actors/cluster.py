@@ -179,7 +179,9 @@ def train_worker(config: Mapping[str, Any]) -> None:
     except LeaderFailedError:
         raise  # Rank 0 says why.
     except Exception as error:
-        if heartbeat.report(error, is_echo=is_lost_peer(error)):
+        may_start_again = heartbeat.report(error, is_echo=is_lost_peer(error))
+        # Others may wait for this rank in a collective, which only its end breaks: then the next group is told.
+        if may_start_again or ranks.size > 1:
             raise
     finally:
         heartbeat.end()

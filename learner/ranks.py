@@ -47,7 +47,7 @@ class Ranks:
     def __init__(self) -> None:
         """Of the process group that runs, or of this process alone where there is none."""
         self.is_alone = not dist.is_initialized()
-        self.rank = 0 if self.is_alone else dist.get_rank()
+        self.rank, self.size = (0, 1) if self.is_alone else (dist.get_rank(), dist.get_world_size())
         # Always gloo: decisions are small and on the CPU, whatever the policy is on.
         timeout = timedelta(seconds=_TIMEOUT_S)
         self._group = None if self.is_alone else dist.new_group(backend="gloo", timeout=timeout)
