@@ -22,6 +22,7 @@ from deploy.errors import EXIT_RUN_FAILED, RunFailedError, UserError
 from deploy.following import following, stopping_in_order, terminated_by_sigterm, wait_for, wait_for_interrupt
 from deploy.judges import judge_servers
 from deploy.node_watch import node_processes, watching
+from deploy.orphans import adopt_orphans, kill_descendants
 from deploy.printing import counted
 from deploy.program import program
 from deploy.quiet import native_words_in
@@ -80,6 +81,7 @@ def _run_locked(
     num_seen = len(read_events(spec.run_dir))
     if not resume:
         _record_start(recipe, began_at)
+    adopt_orphans()
     on_event(_waiting("starting Ray" if "RAY_ADDRESS" not in os.environ else "connecting to Ray"))
     with (
         native_words_in(spec.run_dir / DRIVER_LOG),
@@ -188,6 +190,7 @@ def _end_with_node(spec: RunSpec, what: str, logs_dir: Path, on_event: Callable[
         with suppress(OSError):
             append_event(spec.run_dir, "failure", what=what, attempt=1)
     on_event({"event": "lost", "what": sentence})
+    kill_descendants()
     os._exit(EXIT_RUN_FAILED)
 
 
