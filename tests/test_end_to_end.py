@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -330,10 +331,11 @@ def test_a_run_that_goes_on_after_ctrl_c_repeats_nothing_and_sigterm_is_as_good(
 @pytest.mark.nightly
 @pytest.mark.parametrize(("process", "name"), [("raylet/raylet", "Ray's raylet"), ("gcs_server", "Ray's GCS")])
 def test_the_death_of_rays_own_processes_is_one_sentence(process: str, name: str, folder: Path) -> None:
-    run = f"without-{process[:3]}"
+    run, mark = f"without-{process[:3]}", f"D1_TEST_MARK={process[:3]}-{os.getpid()}"
     arguments = [D1, "train", str(folder / "recipe.yaml"), f"name={run}", f"runs_dir={folder}", *SMALL]
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     environment |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+    environment |= dict([mark.split("=")])
     output = ""
     with subprocess.Popen(
         [*arguments, "learner.num_rounds=5000"],
@@ -358,6 +360,8 @@ def test_the_death_of_rays_own_processes_is_one_sentence(process: str, name: str
     assert errors.count("\n") == 1
     assert "state-dump" not in output + rest
     assert read_events(folder / run)[-1]["what"] == f"{name} died"
+    left = _processes_with(mark)
+    assert not left, left
 
 
 def _processes_that_mention(text: str) -> list[str]:
@@ -368,4 +372,14 @@ def _processes_that_mention(text: str) -> list[str]:
                 found.append(path.parent.name)
         except OSError:
             continue
+    return found
+
+
+def _processes_with(variable: str) -> list[str]:
+    """The command lines of the processes that have it in their environment."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):
+            if f"\0{variable}\0" in path.read_text(errors="replace"):
+                found.append((path.parent / "cmdline").read_text().replace("\0", " ")[:80])
     return found

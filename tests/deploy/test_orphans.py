@@ -12,7 +12,8 @@ import subprocess, sys
 from deploy.orphans import adopt_orphans, kill_descendants
 if sys.argv[1] == "adopting":
     adopt_orphans()
-shell = subprocess.Popen(["sh", "-c", "setsid sleep 1000 >/dev/null 2>&1 & echo $!; wait"], stdout=subprocess.PIPE, text=True)
+leaves = "setsid sleep 1000 >/dev/null 2>&1 & echo $!; wait"
+shell = subprocess.Popen(["sh", "-c", leaves], stdout=subprocess.PIPE, text=True)
 print(shell.stdout.readline(), flush=True)
 shell.kill()
 shell.wait()
