@@ -212,7 +212,7 @@ def _during(record: RunRecord, drive: Drive) -> list[Blow]:
 
 
 def _blow(record: RunRecord, blow: Blow) -> Iterator[str]:
-    if blow.outcome not in ALLOWED[blow.fault.target]:
+    if blow.outcome not in ALLOWED[blow.fault.target] and not _is_an_earlier_ones(record, blow):
         what = {
             Outcome.RESUMED: "the run ended and had to be resumed",
             Outcome.STUCK: "the run got stuck and had to be killed",
@@ -223,6 +223,18 @@ def _blow(record: RunRecord, blow: Blow) -> Iterator[str]:
         said = [str(event["what"]) for event in record.history.events if event["event"] == "failure"]
         if not any(blow.victim in what and "damaged" in what for what in said):
             yield f"fault {blow.fault.number}, {blow.fault}: nobody said that checkpoint {blow.victim} is damaged"
+
+
+def _is_an_earlier_ones(record: RunRecord, blow: Blow) -> bool:
+    """Whether the run ended of a SIGTERM before: what is told to end finishes its call first.
+
+    Ray Train's controller has one call, which ends when the training does.
+    """
+    drive = next((one for one in record.drives if one.began_s <= blow.at_s <= one.ended_s), None)
+    return blow.outcome is Outcome.RESUMED and any(
+        one.fault.harm is Harm.TERM and one.at_s < blow.at_s and Outcome.RESUMED in ALLOWED[one.fault.target]
+        for one in (_during(record, drive) if drive else ())
+    )
 
 
 def _last_word(drive: Drive) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import signal
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -45,6 +46,8 @@ class Plan:
     """How long a run may make no progress before it counts as stuck."""
     leftover_s: float
     """How long after the end of `d1 train` its processes may take to end."""
+    leftover_killed_s: float
+    """The same where it was killed itself."""
     disk_bytes: int
     """Size of the file system of its own that a run directory gets."""
 
@@ -148,7 +151,8 @@ class DisturbedRun:
             pass
         leftovers: list[str] = []
         if self._scene.cluster is None:
-            deadline = time.monotonic() + self._plan.leftover_s
+            was_killed = status == -signal.SIGKILL
+            deadline = time.monotonic() + (self._plan.leftover_killed_s if was_killed else self._plan.leftover_s)
             while (left := self._family.living()) and time.monotonic() < deadline:
                 time.sleep(0.1)
             leftovers = [process.title[:80] for process in left]

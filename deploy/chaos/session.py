@@ -21,8 +21,8 @@ from deploy.recipe import Recipe
 
 _REFERENCE = "reference"
 _DISK_BYTES = 256 << 20
-# The agents of a raylet that was killed look for it every few seconds, and end at the fifth time.
-_LEFTOVER_S = 45.0
+# After a driver that was killed two agents of Ray look for their GCS for a minute.
+_LEFTOVER_S, _LEFTOVER_KILLED_S = 15.0, 90.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,6 +128,7 @@ def _plan(recipe: Recipe, order: Order) -> Plan:
         checkpoint_every_rounds=recipe.checkpoint_every_rounds,
         patience_s=order.patience_s,
         leftover_s=_LEFTOVER_S,
+        leftover_killed_s=_LEFTOVER_KILLED_S,
         disk_bytes=_DISK_BYTES,
     )
 

@@ -119,6 +119,18 @@ def test_an_end_that_the_role_may_have_passes_when_it_says_how_to_resume() -> No
     assert judge(TERMS, REFERENCE, record) == []
 
 
+def test_a_run_may_end_late_of_a_process_that_was_told_to_and_finished_its_call_first() -> None:
+    sentence = Line(at_s=60.0, text="d1: the run failed: ...; --resume goes on from the newest checkpoint")
+    first = _drive(ended_s=61.0, status=1, lines=(Line(at_s=30.0, text="round"), sentence))
+    drives = (first, _drive(began_s=62.0, lines=(Line(at_s=80.0, text="round"),)))
+    later = _blow(Target.SAMPLER, outcome=Outcome.RESUMED, at_s=50.0)
+    told = _blow(Target.CONTROLLER, Harm.TERM, at_s=40.0)
+    assert judge(TERMS, REFERENCE, _record(drives=drives, blows=(told, later))) == []
+    for other in (_blow(Target.CONTROLLER, Harm.STOP, at_s=40.0), _blow(Target.GRADER, Harm.TERM, at_s=40.0)):
+        (found,) = judge(TERMS, REFERENCE, _record(drives=drives, blows=(other, later)))
+        assert found.endswith("the run ended and had to be resumed")
+
+
 def test_a_driver_that_was_stopped_owes_no_word_meanwhile() -> None:
     stop = _blow(Target.DRIVER, Harm.STOP, at_s=46.0, over_at_s=75.0, seconds=29.0)
     assert judge(TERMS, REFERENCE, _record(drives=(_drive(lines=_lines(20.0, 45.0)),), blows=(stop,))) == []
