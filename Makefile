@@ -32,13 +32,12 @@ train: $(STAMP) ## Train a tiny policy here: RUN=name of the run, ARGS="learner.
 serve: $(STAMP) ## Answer HTTP requests from the newest run, or from RUN=name: ARGS="--port 8001".
 	$(BIN)/d1 serve $(if $(filter file,$(origin RUN)),,$(RUN)) $(ARGS)
 
-# Servers that tests run against and that pip has not, and the clock that `d1 chaos` moves: what needs them skips without.
-tools: ## Install redis-server, promtool, docker-compose and faketime, on Debian as root.
-	@command -v redis-server >/dev/null && command -v promtool >/dev/null && command -v docker-compose >/dev/null && \
-		command -v faketime >/dev/null || \
+# Servers that tests run against and that pip has not: what needs them skips without.
+tools: ## Install redis-server, promtool and docker-compose, on Debian as root.
+	@command -v redis-server >/dev/null && command -v promtool >/dev/null && command -v docker-compose >/dev/null || \
 		{ apt-get update -qq && apt-get install -qq --yes --no-install-recommends \
-		redis-server prometheus docker-compose faketime; } >/dev/null 2>&1 || \
-		echo 'redis-server, promtool, docker-compose or faketime cannot be installed here: what needs them skips.'
+		redis-server prometheus docker-compose; } >/dev/null 2>&1 || \
+		echo 'redis-server, promtool or docker-compose cannot be installed here: what needs them skips.'
 
 # Hundreds of processes of the tests import d1: its bytecode is kept, whatever the environment says.
 test: $(STAMP) bubblewrap chromium tools ## Run the tests: ARGS="tests/rewards -k sudoku" for some of them.

@@ -65,7 +65,7 @@ class Setting(StrEnum):
 
     OWN_RAY = "its own Ray"
     CLUSTER = "a cluster whose GCS keeps its state in Redis"
-    FAKE_CLOCK = "a clock that can be moved"
+    MOVABLE_CLOCK = "a clock that can be moved"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,7 +90,7 @@ class Fault:
     @property
     def setting(self) -> Setting:
         """What the run has to run on."""
-        own = {Target.GCS_ON_REDIS: Setting.CLUSTER, Target.CLOCK: Setting.FAKE_CLOCK}
+        own = {Target.GCS_ON_REDIS: Setting.CLUSTER, Target.CLOCK: Setting.MOVABLE_CLOCK}
         return own.get(self.target, Setting.OWN_RAY)
 
     def __str__(self) -> str:

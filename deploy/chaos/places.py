@@ -1,4 +1,4 @@
-"""What a run runs on: a small disk of its own, a clock that can be moved, a cluster whose GCS can be restarted."""
+"""What a run runs on: a small disk of its own, a cluster whose GCS can be restarted."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from deploy.chaos.targets import MARK, Family
 
 _BALLAST = ".ballast"
 _CHUNK = bytes(1 << 16)
-_FAKETIME = tuple(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"))
 _START_TIMEOUT_S = 120.0
 
 
@@ -53,39 +52,6 @@ class SmallDisk:
         """Unmount it, with all that is on it."""
         command = ["umount", "--lazy", str(self.directory)]
         subprocess.run(command, check=False, timeout=20, capture_output=True)  # noqa: S603
-
-
-class FakeClock:
-    """The wall clock of a run's processes alone, by libfaketime. What measures durations is left alone."""
-
-    def __init__(self, file: Path) -> None:
-        """`file` says how far the clock is off."""
-        self._file, self._offset_s = file, 0.0
-        self.jump(0.0)
-
-    @staticmethod
-    def is_possible() -> bool:
-        """Whether libfaketime is installed."""
-        return bool(_FAKETIME)
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """What a process needs to see this clock."""
-        return {
-            "LD_PRELOAD": str(_FAKETIME[0]),
-            "FAKETIME_TIMESTAMP_FILE": str(self._file),
-            "FAKETIME_CACHE_DURATION": "1",
-            "FAKETIME_DONT_FAKE_MONOTONIC": "1",
-            "FAKETIME_DONT_RESET": "1",
-            "NO_FAKE_STAT": "1",
-        }
-
-    def jump(self, seconds: float) -> None:
-        """Move it."""
-        self._offset_s += seconds
-        partial = self._file.with_suffix(".partial")
-        partial.write_text(f"{self._offset_s:+.0f}\n", encoding="utf-8")
-        partial.rename(self._file)
 
 
 class Cluster:

@@ -60,9 +60,12 @@ def rows(verdict: Verdict) -> list[Row]:
 
 def table(verdict: Verdict) -> Table:
     """For a terminal."""
-    shown = Table(box=SIMPLE, pad_edge=False)
-    for head in ("what is done", "when", *_HEADS[3:]):
-        shown.add_column(head, no_wrap=head in ("what is done", "when"))
+    shown = Table(box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
+    for head in ("what is done", "when"):
+        shown.add_column(head, no_wrap=True)
+    # 80 columns are enough.
+    for head in ("times", "on", "resumed", "stuck", "median s", "max s"):
+        shown.add_column(head, no_wrap=True, justify="right")
     for row in rows(verdict):
         target, harm, *others = row.cells
         shown.add_row(f"{harm} {target}", *others)

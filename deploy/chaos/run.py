@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from actors.run_log import Event, read_events
+from deploy.chaos.clock import MovableClock
 from deploy.chaos.driver import Driver
 from deploy.chaos.expectations import Outcome
 from deploy.chaos.faults import Fault, Setting, Target
 from deploy.chaos.moments import EventTail, wait_for
-from deploy.chaos.places import Cluster, FakeClock, SmallDisk, continued
+from deploy.chaos.places import Cluster, SmallDisk, continued
 from deploy.chaos.record import Blow, Drive, RunRecord, read_history
 from deploy.chaos.strike import NotPossibleError, Scene, Strike
 from deploy.chaos.targets import MARK, Family
@@ -110,8 +111,8 @@ class DisturbedRun:
             stack.callback(disk.close)
         except OSError:
             self._directory.mkdir(parents=True, exist_ok=True)
-        if self._setting is Setting.FAKE_CLOCK and FakeClock.is_possible():
-            clock = FakeClock(self._kept.with_suffix(".clock"))
+        if self._setting is Setting.MOVABLE_CLOCK:
+            clock = MovableClock(self._kept.with_suffix(".clock"))
             environment |= clock.environment
         if self._setting is Setting.CLUSTER and Cluster.is_possible():
             cluster = Cluster(self._family)

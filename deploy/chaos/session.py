@@ -11,7 +11,7 @@ from pathlib import Path
 from actors.spec import Phase
 from deploy.chaos.faults import Fault, Setting, Target
 from deploy.chaos.judge import Terms, judge
-from deploy.chaos.places import Cluster, FakeClock
+from deploy.chaos.places import Cluster
 from deploy.chaos.record import History, RunRecord, read_history
 from deploy.chaos.run import DisturbedRun, Plan, Say, undisturbed
 from deploy.chaos.schedule import schedule
@@ -165,8 +165,6 @@ def _reference(recipe: Recipe, order: Order, plan: Plan, say: Say) -> History:
 
 def _impossible(setting: Setting) -> str:
     """Why nothing can run there; empty when it can."""
-    if setting is Setting.FAKE_CLOCK and not FakeClock.is_possible():
-        return "libfaketime is missing (Debian: apt install faketime)"
     if setting is Setting.CLUSTER and not Cluster.is_possible():
         return "redis-server is missing (Debian: apt install redis-server)"
     return ""

@@ -11,9 +11,10 @@ from pathlib import Path
 
 from actors.checkpoints import read_position
 from actors.run_log import CHECKPOINTS
+from deploy.chaos.clock import MovableClock
 from deploy.chaos.driver import Driver
 from deploy.chaos.faults import Fault, Harm, Moment, Target
-from deploy.chaos.places import Cluster, FakeClock, SmallDisk
+from deploy.chaos.places import Cluster, SmallDisk
 from deploy.chaos.record import WEIGHTS
 from deploy.chaos.targets import Family, Process
 
@@ -38,7 +39,7 @@ class Scene:
     """How many processes a role has; 1 where it is not said."""
     disk: SmallDisk | None
     """Its file system, where it has one of its own."""
-    clock: FakeClock | None
+    clock: MovableClock | None
     """Its clock, likewise."""
     cluster: Cluster | None
     """Its cluster, likewise."""
@@ -107,8 +108,7 @@ class Strike:
                 scene.disk.fill()
                 self.victim = str(scene.disk.directory)
             case Target.CLOCK:
-                if scene.clock is None:
-                    raise NotPossibleError("libfaketime is missing (Debian: apt install faketime)")
+                assert scene.clock is not None, "its setting has one"
                 scene.clock.jump(fault.seconds or 0.0)
                 self.victim = "the run's wall clock"
             case Target.BYTES:

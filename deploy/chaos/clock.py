@@ -1,0 +1,50 @@
+"""A wall clock that can be moved: `time.time` of every Python process of one run, and of nobody else.
+
+Not by libfaketime: with it (0.9.10) Python's `time.sleep` fails, and waits of Ray's C++ that end at a moment of the wall
+clock, which a real jump moves too, would be off by it. What measures durations is left alone.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import time
+from pathlib import Path
+
+_VARIABLE = "D1_CHAOS_CLOCK"
+_OFFSET_S = struct.Struct("d")
+# Python imports this name, where it finds it, as it starts.
+_SITE = "sitecustomize.py"
+
+
+class MovableClock:
+    """What a run is told of the time."""
+
+    def __init__(self, directory: Path) -> None:
+        """`directory` is new: what the run's processes read."""
+        directory.mkdir()
+        self._directory, self._file, self._offset_s = directory, directory / "offset", 0.0
+        self._file.write_bytes(_OFFSET_S.pack(0.0))
+        (directory / _SITE).write_text("from deploy.chaos.clock import install\n\ninstall()\n", encoding="utf-8")
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What a process needs to see this clock."""
+        paths = [str(self._directory), *filter(None, [os.environ.get("PYTHONPATH")])]
+        return {_VARIABLE: str(self._file), "PYTHONPATH": os.pathsep.join(paths)}
+
+    def jump(self, seconds: float) -> None:
+        """Move it, in all processes at once."""
+        self._offset_s += seconds
+        with self._file.open("r+b", buffering=0) as file:
+            file.write(_OFFSET_S.pack(self._offset_s))
+
+
+def install() -> None:
+    """Have this process see the clock that its environment names."""
+    with open(os.environ[_VARIABLE], "rb") as file:
+        offset = mmap.mmap(file.fileno(), _OFFSET_S.size, access=mmap.ACCESS_READ)
+    seconds, nanoseconds = time.time, time.time_ns
+    time.time = lambda: seconds() + _OFFSET_S.unpack(offset)[0]
+    time.time_ns = lambda: nanoseconds() + int(1e9 * _OFFSET_S.unpack(offset)[0])
