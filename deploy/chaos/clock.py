@@ -1,7 +1,7 @@
 """A wall clock that can be moved: `time.time` of every Python process of one run, and of nobody else.
 
-Not by libfaketime: with it (0.9.10) Python's `time.sleep` fails, and waits of Ray's C++ that end at a moment of the wall
-clock, which a real jump moves too, would be off by it. What measures durations is left alone.
+Not by libfaketime: with it (0.9.10) Python's `time.sleep` fails, and waits of Ray's C++ for a moment of the wall clock,
+which a real jump moves too, would be off by it. Durations are measured by another clock, which is left alone.
 """
 
 from __future__ import annotations
