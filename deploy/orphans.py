@@ -8,9 +8,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-from collections import defaultdict
 from contextlib import suppress
-from pathlib import Path
 
 _PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
 # What was about to start another process when it was killed has done so, or has not.
@@ -26,24 +24,22 @@ def adopt_orphans() -> None:
 def kill_descendants() -> None:
     """SIGKILL all of them."""
     for _ in range(_MAX_SWEEPS):
-        if not (found := _descendants()):
+        if not (found := descendants(os.getpid())):
             return
         for pid in found:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
 
 
-def _descendants() -> list[int]:
-    """Those that run, the nearest first."""
-    children: defaultdict[int, list[tuple[int, str]]] = defaultdict(list)
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):
-            state, parent = path.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[:2]
-            children[int(parent)].append((int(path.parent.name), state))
-    found, below = [], [os.getpid()]
-    while below:
-        for pid, state in children[below.pop(0)]:
-            below.append(pid)
+def descendants(pid: int) -> set[int]:
+    """Processes below `pid` that run."""
+    parents = {}
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(FileNotFoundError, ProcessLookupError), open(f"/proc/{name}/stat", errors="replace") as stat:
+            state, parent = stat.read().rsplit(")", 1)[1].split()[:2]
             if state != "Z":
-                found.append(pid)
-    return found
+                parents[int(name)] = int(parent)
+    found = {pid}
+    while new := {child for child, parent in parents.items() if parent in found} - found:
+        found |= new
+    return found - {pid}

@@ -248,6 +248,22 @@ def test_sft_runs_alone(cluster: dict[str, str], folder: Path, first_run: list[d
     assert weights[0] == weights[1], "the same seed gives the same weights"
 
 
+@pytest.mark.nightly
+def test_the_same_seed_gives_the_same_run(
+    cluster: dict[str, str], folder: Path, first_run: list[dict[str, Any]]
+) -> None:
+    assert _repeatable(_train(cluster, folder, "again")) == _repeatable(first_run)
+
+
+@pytest.mark.nightly
+def test_rounds_run_alone(cluster: dict[str, str], folder: Path, first_run: list[dict[str, Any]]) -> None:
+    checkpoint = folder / "first" / "checkpoints" / "sft"
+    events = _train(cluster, folder, "rounds", "--from", str(checkpoint), "rollout.num_samplers=1")
+    assert [event["label"] for event in events if event["event"] == "evaluation"] == ["start", "round", "rl"]
+    rewards = [event["reward"] for event in events if event["event"] == "round"]
+    assert rewards == [event["reward"] for event in first_run if event["event"] == "round"]
+
+
 def test_a_run_that_fails_says_so_in_one_sentence(cluster: dict[str, str], folder: Path) -> None:
     arguments = (str(folder / "recipe.yaml"), "name=failing", f"runs_dir={folder}", "learner.lr=1e30", *SMALL)
     done = _d1(cluster, "train", *arguments)

@@ -17,6 +17,7 @@ from torch import Tensor
 from actors.registry import PolicyVersion, Registry
 from actors.registry_server import free_port
 from actors.run_log import RECIPE
+from deploy.orphans import descendants
 from deploy.service.keys import KEYS_FILE_VARIABLE, TOKEN_VARIABLE
 from learner.model.checkpoint import save_checkpoint
 from learner.model.tokenizer import EOS, MASK, ChatTokenizer, make_tokenizer
@@ -198,20 +199,6 @@ def _environment() -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
-
-
-def descendants(pid: int) -> set[int]:
-    """Processes below `pid` that run."""
-    parents = {}
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        with suppress(FileNotFoundError, ProcessLookupError), open(f"/proc/{name}/stat") as stat:
-            state, parent = stat.read().rsplit(")", 1)[1].split()[:2]
-            if state != "Z":
-                parents[int(name)] = int(parent)
-    found = {pid}
-    while new := {child for child, parent in parents.items() if parent in found} - found:
-        found |= new
-    return found - {pid}
 
 
 def processes(role: str) -> set[int]:

@@ -15,6 +15,7 @@ import pytest
 from deploy.errors import UserError
 from deploy.overrides import load_recipe
 from deploy.preflight import Resources, cluster_resources, needs_of, preflight
+from deploy.program import program
 from learner.model.llada import write_config
 from learner.model.transformer import TransformerConfig
 from rewards.data.draw import draw_distinct
@@ -264,8 +265,8 @@ def test_without_an_address_it_is_this_machine() -> None:
 @pytest.mark.parametrize(
     ("address", "part"),
     [
-        ("http://127.0.0.1:8265", "d1 submit`"),
-        ("ray://127.0.0.1:10001", "d1 submit`"),
+        ("http://127.0.0.1:8265", f"use `{program()} submit`"),
+        ("ray://127.0.0.1:10001", f"use `{program()} submit`"),
         ("127.0.0.1:1", "connection refused; unset it"),
     ],
 )

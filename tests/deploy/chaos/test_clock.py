@@ -11,7 +11,7 @@ from pathlib import Path
 from deploy.chaos.clock import MovableClock
 
 SCRIPT = """
-import logging, subprocess, sys, time
+import subprocess, sys, time
 child = "import time; print(time.time(), time.monotonic())"
 for _ in range(2):
     print(time.time(), time.monotonic(), flush=True)

@@ -21,9 +21,10 @@ from actors.registry import Registry
 from actors.registry_server import registry_url
 from actors.weights import WeightStore, make_manifest, store_name
 from benchmarks.service import faults, soak
-from benchmarks.service.deployment import ROLES, Deployed, Policies, Publisher, Shape, descendants, processes
+from benchmarks.service.deployment import ROLES, Deployed, Policies, Publisher, Shape, processes
 from benchmarks.service.load import Judge
 from deploy.errors import UserError
+from deploy.orphans import descendants
 from deploy.service import deploy_source
 from deploy.service.schemas import CompletionRequest
 from deploy.service.source import Source
