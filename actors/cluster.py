@@ -32,14 +32,13 @@ _VERDICT_TIMEOUT_S = 120.0
 _MAX_LEARNER_RESTARTS = 1000
 
 WORKER_ENV = {
-    "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1",
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
 }
-"""What the processes of a run need in their environment: weights without a copy, a brisk Ray Train controller, no
-look-ups at a hub, and one thread for each of the processes that share a machine."""
+"""What the processes of a run need in their environment: a brisk Ray Train controller, no look-ups at a hub, and one
+thread for each of the processes that share a machine."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

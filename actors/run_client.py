@@ -17,7 +17,7 @@ from torch import Tensor
 
 from actors.messages import Generation, Next, ScoredPortion
 from actors.spec import Phase
-from actors.weights import Manifest
+from actors.weights import Manifest, put
 
 _CALL_TIMEOUT_S = 600.0
 _REPORT_TIMEOUT_S = 10.0
@@ -48,7 +48,7 @@ class RunClient:
 
     def publish(self, manifest: Manifest, weights: Mapping[str, Tensor]) -> None:
         """Hand a version to the weight store."""
-        self._call(self._store.publish.remote(manifest, ray.put(weights)))
+        self._call(self._store.publish.remote(manifest, put(weights)))
 
     def announce(self, generation: Generation, phase: Phase, round_index: int) -> None:
         """Tell the service that the store has a version."""

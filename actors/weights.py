@@ -8,14 +8,18 @@ any. (Whether a transfer was right is tested by comparing log-probabilities, nev
 from __future__ import annotations
 
 import hashlib
+import math
 import os
+import warnings
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import ray
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from actors import NAMESPACE
@@ -77,6 +81,15 @@ def verify(manifest: Manifest, weights: Mapping[str, Tensor]) -> None:
         raise ValueError(f"policy version {manifest.version} arrived with an unlisted tensor {min(actual)}")
 
 
+def put(weights: Mapping[str, Tensor]) -> ray.ObjectRef[Any]:
+    """Whole CPU tensors in Ray's object store, as `WeightStore.publish` takes them over.
+
+    As bytes, which every process on a machine reads from the same memory. (Ray does that with tensors too where it is
+    told to, and then imports torch in each process of the cluster: two seconds of CPU each.)
+    """
+    return ray.put({name: _bytes(tensor) for name, tensor in weights.items()})
+
+
 class WeightStore:
     """Owns the newest policy versions."""
 
@@ -93,8 +106,8 @@ class WeightStore:
         """Keep `num_kept` versions from now on: a store that was taken over may have kept fewer."""
         self._num_kept = num_kept
 
-    def publish(self, manifest: Manifest, weights: Mapping[str, Tensor]) -> None:
-        """Take over a version. Put again, so that this actor owns it and not the learner that may die.
+    def publish(self, manifest: Manifest, weights: Mapping[str, NDArray[np.uint8]]) -> None:
+        """Take over a version that was `put`. Put again, so that this actor owns it and not the learner that may die.
 
         Higher versions are of a future that a resumed run has given up: they go.
         """
@@ -146,7 +159,7 @@ def fetch_from(store: Any, version: int, timeout_s: float, digest: str | None = 
     """
     try:
         manifest, (reference,) = ray.get(store.get.remote(version), timeout=timeout_s)
-        weights = ray.get(reference, timeout=timeout_s)
+        arrays = ray.get(reference, timeout=timeout_s)
     except ray.exceptions.GetTimeoutError as error:
         raise TimeoutError(f"policy version {version} did not arrive within {timeout_s:.0f} s") from error
     except ray.exceptions.RayTaskError as error:
@@ -160,8 +173,7 @@ def fetch_from(store: Any, version: int, timeout_s: float, digest: str | None = 
             f"the weight store has other weights under policy version {version} than were announced: "
             f"their checksum is {manifest.digest[:12]}, and that was {digest[:12]}"
         )
-    verify(manifest, weights)
-    return dict(weights)
+    return _verified(manifest, arrays)
 
 
 def fetch(store: str, version: int, timeout_s: float, digest: str | None = None) -> dict[str, Tensor]:
@@ -173,5 +185,23 @@ def fetch(store: str, version: int, timeout_s: float, digest: str | None = None)
     return fetch_from(actor, version, timeout_s, digest)
 
 
+def _verified(manifest: Manifest, arrays: Mapping[str, NDArray[np.uint8]]) -> dict[str, Tensor]:
+    """The tensors that a manifest lists, in the memory of `arrays`: for reading only. Raises as `verify`."""
+    with warnings.catch_warnings():
+        # Nobody writes to what `fetch` gives.
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable", UserWarning)
+        weights = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    for entry in manifest.tensors:
+        dtype: torch.dtype = getattr(torch, entry.dtype.removeprefix("torch."))
+        if entry.name in weights and weights[entry.name].numel() == dtype.itemsize * math.prod(entry.shape):
+            weights[entry.name] = weights[entry.name].view(dtype).view(entry.shape)
+    verify(manifest, weights)
+    return weights
+
+
+def _bytes(tensor: Tensor) -> NDArray[np.uint8]:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
+
+
 def _checksum(tensor: Tensor) -> int:
-    return zlib.crc32(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return zlib.crc32(_bytes(tensor).data)

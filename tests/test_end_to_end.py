@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -26,7 +27,7 @@ from actors.timeline import TIMELINE, num_rounds, read_trace
 from actors.weights import make_manifest
 from learner.model.checkpoint import load_policy
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 
 D1 = str(Path(sys.executable).with_name("d1"))
 RECIPE = """
@@ -72,7 +73,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _d1(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([D1, *arguments], env=environment, capture_output=True, text=True, timeout=180, check=False)
+    return subprocess.run([D1, *arguments], env=environment, capture_output=True, text=True, timeout=600, check=False)
 
 
 def _train(
@@ -268,7 +269,8 @@ def test_a_run_that_fails_says_so_in_one_sentence(cluster: dict[str, str], folde
     arguments = (str(folder / "recipe.yaml"), "name=failing", f"runs_dir={folder}", "learner.lr=1e30", *SMALL)
     done = _d1(cluster, "train", *arguments)
     assert done.returncode == 1
-    (sentence,) = [line for line in done.stderr.splitlines() if line.startswith("d1: ")]
+    # Without what a busy machine has said of long imports.
+    (sentence,) = [line for line in done.stderr.splitlines() if re.match(r"d1: (?!.+: \d+ s$)", line)]
     assert "the run failed: FloatingPointError: round 0: the gradient's norm is nan" in sentence
     assert "Traceback" not in done.stderr
     failures = [event["what"] for event in read_events(folder / "failing") if event["event"] == "failure"]

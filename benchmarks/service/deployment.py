@@ -134,7 +134,7 @@ class Publisher:
         """Announce one more version. Returns its number."""
         import ray
 
-        from actors.weights import make_manifest
+        from actors.weights import make_manifest, put
 
         policies = self._policies
         version = policies.newest + 1
@@ -143,7 +143,7 @@ class Publisher:
         else:
             weights = policies.weights(version)
             manifest = make_manifest(version, weights)
-            ray.get(self._store.publish.remote(manifest, ray.put(weights)), timeout=_TIMEOUT_S)
+            ray.get(self._store.publish.remote(manifest, put(weights)), timeout=_TIMEOUT_S)
             facts = policies.facts(version, weight_store=self._store_name, manifest_digest=manifest.digest)
         self._registry.announce(facts)
         policies.newest = version

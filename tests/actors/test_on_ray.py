@@ -22,13 +22,13 @@ from actors.messages import Generation
 from actors.plan import RunPlan
 from actors.pools import Pools, PortionFailedError
 from actors.spec import RunSpec
-from actors.weights import WeightStore, fetch_from, make_manifest
+from actors.weights import WeightStore, fetch_from, make_manifest, put
 from actors.workers import GraderWorker, SamplerWorker
 from learner.model.checkpoint import load_policy
 from rollout.sampler import Sampler
 from tests.actors.gathering import NUM_GATHERS, gather_and_put
 
-pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster"), pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster"), pytest.mark.timeout(600)]
 
 
 def _sampler(spec: RunSpec, store: Any) -> Any:
@@ -41,7 +41,7 @@ def _weights(spec: RunSpec, scale: float) -> dict[str, torch.Tensor]:
 
 
 def _publish(store: Any, version: int, weights: dict[str, torch.Tensor]) -> None:
-    ray.get(store.publish.remote(make_manifest(version, weights), ray.put(weights)), timeout=60)
+    ray.get(store.publish.remote(make_manifest(version, weights), put(weights)), timeout=180)
 
 
 def _generation(spec: RunSpec, version: int, scale: float = 1.0) -> Generation:
@@ -69,7 +69,7 @@ def test_a_sampler_has_the_log_probs_of_the_weights_that_were_published(
     said = []
     for version, scale in ((1, 1.0), (2, 1.3)):
         _publish(store, version, _weights(spec, scale))
-        completions, count = ray.get(sampler.generate.remote(_generation(spec, version, scale), portion), timeout=60)
+        completions, count = ray.get(sampler.generate.remote(_generation(spec, version, scale), portion), timeout=180)
         local = load_policy(spec.initial_checkpoint)
         local.load_state_dict(_weights(spec, scale))
         expected = Sampler(local, version).generate(portion.requests)
@@ -86,11 +86,11 @@ def test_damaged_weights_are_never_used(store: Any, spec: RunSpec, plan: RunPlan
     weights = _weights(spec, 1.0)
     manifest = make_manifest(1, weights)
     weights["norm.weight"][3] += 1e-3
-    ray.get(store.publish.remote(manifest, ray.put(weights)), timeout=60)
+    ray.get(store.publish.remote(manifest, put(weights)), timeout=180)
     sampler = _sampler(spec, store)
     for _ in range(2):
         with pytest.raises(ValueError, match=r"arrived damaged: tensor norm\.weight differs"):
-            ray.get(sampler.generate.remote(_generation(spec, 1), plan.round_portion(0, 0)), timeout=60)
+            ray.get(sampler.generate.remote(_generation(spec, 1), plan.round_portion(0, 0)), timeout=180)
 
 
 def test_other_weights_than_were_announced_are_not_fetched(store: Any, spec: RunSpec) -> None:
@@ -118,7 +118,7 @@ def test_a_version_that_was_made_again_is_fetched_again(store: Any, spec: RunSpe
     portion, said = plan.round_portion(0, 0), []
     for scale in (1.0, 1.3):
         _publish(store, 5, _weights(spec, scale))
-        completions, _ = ray.get(sampler.generate.remote(_generation(spec, 5, scale), portion), timeout=60)
+        completions, _ = ray.get(sampler.generate.remote(_generation(spec, 5, scale), portion), timeout=180)
         said.append([completion.commit_logp.tolist() for completion in completions])
     assert said[0] != said[1]
 
@@ -157,7 +157,7 @@ def test_a_sampler_that_hangs_or_dies_is_restarted_and_gives_the_same_text(
     options = {"num_cpus": 0, "max_restarts": -1}
     moody = watched(_Moody).options(**options).remote(spec, store, tmp_path / "mark", mood)
     grader = watched(GraderWorker).options(num_cpus=0).remote(spec.task, spec.reward, spec.initial_checkpoint)
-    ray.get([moody.ready.remote(), grader.ready.remote()], timeout=60)
+    ray.get([moody.ready.remote(), grader.ready.remote()], timeout=180)
     portion = plan.round_portion(0, 0)
 
     async def tries() -> tuple[str, Any]:
@@ -169,7 +169,7 @@ def test_a_sampler_that_hangs_or_dies_is_restarted_and_gives_the_same_text(
 
     reason, (reference, summary) = _run(tries())
     assert reason.startswith(sentence)
-    scored = ray.get(reference, timeout=60)
+    scored = ray.get(reference, timeout=180)
     local = Sampler(load_policy(spec.initial_checkpoint), 1).generate(portion.requests)
     assert [c.token_ids.tolist() for c in scored.completions] == [c.token_ids.tolist() for c in local]
     assert len(summary.texts) == 8
@@ -184,7 +184,7 @@ def test_an_actor_that_is_stopped_is_silent_and_what_takes_its_place_answers(
     monkeypatch.setattr("actors.liveness.HUNG_S", 4.0)
     sampler = watched(SamplerWorker).options(num_cpus=0, max_restarts=-1)
     sampler = sampler.remote(spec.initial_checkpoint, store, "cpu", spec.rollout.engine)
-    first = ray.get(sampler.ready.remote(), timeout=100)
+    first = ray.get(sampler.ready.remote(), timeout=180)
     hung: list[str] = []
 
     def end(name: str, actor: Any, seconds: float) -> None:
@@ -206,7 +206,7 @@ def test_an_actor_that_is_stopped_is_silent_and_what_takes_its_place_answers(
 
     _run(scene())
     assert hung == ["sampler 0"]
-    assert ray.get(sampler.ready.remote(), timeout=100) != first
+    assert ray.get(sampler.ready.remote(), timeout=180) != first
 
 
 def test_a_request_that_no_sampler_can_answer_says_why(store: Any, spec: RunSpec, plan: RunPlan) -> None:

@@ -19,7 +19,7 @@ import redis
 from actors import NAMESPACE
 from actors.registry import Registry
 from actors.registry_server import registry_url
-from actors.weights import WeightStore, make_manifest, store_name
+from actors.weights import WeightStore, make_manifest, put, store_name
 from benchmarks.service import faults, soak
 from benchmarks.service.deployment import ROLES, Deployed, Policies, Publisher, Shape, processes
 from benchmarks.service.load import Judge
@@ -46,11 +46,11 @@ def alive(pids):
 
 
 def publish(store, version, weights):
-    ray.get(store.publish.remote(make_manifest(version, weights), ray.put(weights)), timeout=60)
+    ray.get(store.publish.remote(make_manifest(version, weights), put(weights)), timeout=60)
 
 
 @pytest.mark.ray
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 @pytest.mark.filterwarnings("ignore:Using extra keyword arguments on `Field`:DeprecationWarning")  # Ray Serve's schema
 def test_no_request_is_dropped_while_versions_change(
     serve_cluster, run_dir, service, make_model, make_sampler, make_policy, add_checkpoint, free_port
@@ -60,7 +60,7 @@ def test_no_request_is_dropped_while_versions_change(
     script += "serve_run(Path(sys.argv[1]), '127.0.0.1', int(sys.argv[2]))"
     job = [sys.executable, "-c", script, str(run_dir), str(free_port)]
     environment = os.environ | {"RAY_ADDRESS": serve_cluster}
-    done = subprocess.run(job, env=environment, timeout=180, capture_output=True, text=True, check=False)
+    done = subprocess.run(job, env=environment, timeout=600, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     url = f"http://127.0.0.1:{free_port}"
     assert f"Serving tiny at {url}; the token is in D1_API_TOKEN" in done.stdout
@@ -154,7 +154,7 @@ def try_to_announce(registry, policy):
 
 
 @pytest.mark.ray
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 @pytest.mark.filterwarnings("ignore:Using extra keyword arguments on `Field`:DeprecationWarning")  # Ray Serve's schema
 def test_no_answer_is_lost_while_engines_die_and_versions_change(serve_cluster, tmp_path, free_port):
     shape = Shape(d_model=32, num_layers=1, gen_length=40, block_length=4, steps=40)
@@ -225,7 +225,7 @@ def running(url):
 
 
 @pytest.mark.ray
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_a_checkpoint_is_served_by_itself_and_ends_gently(run_dir, free_port, tmp_path):
     checkpoint = run_dir / "checkpoints" / "sft-1"
     environment = os.environ | {"D1_API_TOKEN": TOKEN, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
