@@ -39,10 +39,15 @@ def uniform(seeds: Tensor, *keys: Tensor | int) -> Tensor:
 
     The draw is the top 23 bits of `fold(seed, *keys)` plus a half: exact in float32, never 0 or 1.
     """
+    return ((folded(seeds, *keys) >> 40).to(torch.float32) + 0.5) * 2.0**-23
+
+
+def folded(seeds: Tensor, *keys: Tensor | int) -> Tensor:
+    """`fold(seed, *keys)`, int64, of the broadcast shape of `seeds` [...] and `keys` [...], all int64."""
     state = seeds
     for key in keys:
         state = _finalise_tensor((state ^ key) + _signed(_GAMMA)) >> 1 & _signed(_MASK_64 >> 1)
-    return ((state >> 40).to(torch.float32) + 0.5) * 2.0**-23
+    return state
 
 
 def _finalise(state: int) -> int:

@@ -1,6 +1,6 @@
 """The forwards of one denoise step: which canvases are run, and how their logits serve the rows.
 
-Three kinds of rows can be active at once. A row without cache is run whole, once for all rows whose canvases are still
+Three kinds of rows can be active at once. A row without cache is run whole, once for all rows whose canvases are
 equal, and once more with its prompt masked under guidance. A row with a cache is run whole where its block begins or is
 refreshed, and then leaves keys and values behind; else only its block is run (dual) or its block and all after it
 (prefix).
@@ -42,8 +42,8 @@ class ActiveRow:
     slot: int
     request: Request
     kind: Kind
-    is_fresh: bool
-    """Whether nothing was committed yet: rows of equal requests then have equal canvases."""
+    twin: int
+    """The first slot whose canvas has the same tokens, its own perhaps."""
     block_start: int
     """Column where its block begins."""
 
@@ -54,18 +54,15 @@ class ActiveRow:
 
     @property
     def canvas_key(self) -> object:
-        """Equal for rows whose canvases and blocks are equal."""
-        if not self.is_fresh:
-            return self.slot
+        """Equal for rows that the same forward serves: equal tokens, masked slots, blocks and guidance."""
         params = self.request.params
-        fixed = tuple(sorted(self.request.fixed_tokens.items()))
         return (
-            self.request.prompt_ids,
+            self.twin,
+            len(self.request.prompt_ids),
             params.gen_length,
             params.block_length,
             params.cfg_scale,
             params.forbidden_ids,
-            fixed,
         )
 
 
@@ -156,7 +153,8 @@ class Forwards:
         if len(canvas_of_key) == len(rows):
             logits_NV = self._whole(rows, columns_RK, index_N)
             return SlotLogits(logits_NV, index_N, torch.arange(len(index_N), device=index_N.device))
-        first = [canvas_R.index(canvas) for canvas in range(len(canvas_of_key))]
+        first_of_canvas = dict(zip(reversed(canvas_R), reversed(range(len(rows))), strict=True))
+        first = [first_of_canvas[canvas] for canvas in range(len(canvas_of_key))]
         first_U = self._tensor(first)
         shared_M = self._asked(open_RK[first_U])
         logits_MV = self._whole([rows[row] for row in first], columns_RK[first_U], shared_M)

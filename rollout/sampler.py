@@ -135,7 +135,7 @@ class SlotBatch:
     def num_committed(self) -> dict[int, int]:
         """Slots of the finished blocks of each request with a row. Free: the last step has looked at the device."""
         return {
-            index: self._seen[slot][3] - len(request.prompt_ids) for slot, (index, request) in self._running.items()
+            index: self._seen[slot][2] - len(request.prompt_ids) for slot, (index, request) in self._running.items()
         }
 
     @torch.inference_mode()
@@ -160,7 +160,8 @@ class SlotBatch:
             has_cache = any(row.kind is not Kind.WHOLE for row in active)
             for _ in range(1 if has_cache else self._steps_per_sync):
                 self._denoise(active)
-                active = [replace(row, is_fresh=False) for row in active]
+                # Nobody has looked whose canvases are equal after that.
+                active = [replace(row, twin=row.slot) for row in active]
             self._look([row.slot for row in active])
         return self._harvest()
 
@@ -178,8 +179,10 @@ class SlotBatch:
 
     def _look(self, slots: list[int]) -> None:
         """Where these rows are: the one time that the host waits for the device."""
-        rows = self.slots.rows.of(on_device(slots, self.slots.device))
-        columns = (rows.done.long(), rows.step, rows.step_in_block, rows.block_start, rows.broken.long())
+        rows_A = on_device(slots, self.slots.device)
+        rows = self.slots.rows.of(rows_A)
+        twins_A = self.slots.twins(rows_A)
+        columns = (rows.done.long(), rows.step_in_block, rows.block_start, twins_A, rows.broken.long())
         self._seen |= dict(zip(slots, torch.stack(columns, dim=1).tolist(), strict=True))
         broken = [self._running[slot][0] for slot in slots if self._seen[slot][-1]]
         if broken:
@@ -188,10 +191,10 @@ class SlotBatch:
     def _active(self) -> list[ActiveRow]:
         active = []
         for slot, (_, request) in self._running.items():
-            is_done, step, step_in_block, block_start, _ = self._seen[slot]
+            is_done, step_in_block, block_start, twin, _ = self._seen[slot]
             if not is_done:
                 kind = _kind(request.params, step_in_block)
-                active.append(ActiveRow(slot, request, kind, is_fresh=step == 0, block_start=block_start))
+                active.append(ActiveRow(slot, request, kind, twin=twin, block_start=block_start))
         return sorted(active, key=lambda row: (row.kind, row.slot))
 
     def _denoise(self, active: list[ActiveRow]) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from learner.counter import folded
 from rollout.request import Cache, Committed, Completion, FinishReason, Progress, Request
 from rollout.schedules import CODES, RowSchedules, shares
 
@@ -103,6 +104,7 @@ class Slots:
         self.rows = RowState(*(torch.zeros(num_slots, dtype=dtype, device=device) for dtype in _ROW_DTYPES))
         self.rows.done.fill_(True)
         self.canvases = self._empty_canvases(0)
+        self._multipliers_W = torch.empty(0, dtype=torch.int64, device=device)
         self._stop_ids = torch.full((num_slots, 1), _NO_TOKEN, device=device)
 
     def admit(self, slots: Sequence[int], requests: Sequence[Request]) -> None:
@@ -186,6 +188,22 @@ class Slots:
             )
         return found
 
+    def twins(self, rows_A: Tensor) -> Tensor:
+        """For each of some slots the first of them whose canvas has the same tokens, itself perhaps.
+
+        Exact, and without a wait for the device: hashes only say which two canvases are compared.
+        """
+        tokens_AW = self.canvases.tokens[rows_A]
+        hash_A = (tokens_AW * self._multipliers_W).sum(dim=1)
+        ordered_A, place_A = hash_A.sort(stable=True)
+        is_new_A = torch.ones_like(ordered_A, dtype=torch.bool)
+        is_new_A[1:] = ordered_A[1:] != ordered_A[:-1]
+        places_A = torch.arange(len(rows_A), device=self.device)
+        first_A = torch.empty_like(place_A)
+        first_A[place_A] = place_A[torch.where(is_new_A, places_A, 0).cummax(dim=0).values]
+        is_equal_A = (tokens_AW == tokens_AW[first_A]).all(dim=1)
+        return rows_A[torch.where(is_equal_A, first_A, places_A)]
+
     def _restore(self, slot: int, start: int, committed: Committed) -> None:
         """Commit again what was committed before."""
         span = slice(start, start + len(committed))
@@ -253,6 +271,8 @@ class Slots:
         for field in fields(Canvases):
             getattr(wider, field.name)[:, : self.width] = getattr(self.canvases, field.name)
         self.canvases, self.width = wider, width
+        columns_W = torch.arange(width, device=self.device)
+        self._multipliers_W = folded(torch.zeros_like(columns_W), columns_W)
 
 
 _ROW_DTYPES = (

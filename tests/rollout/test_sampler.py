@@ -19,6 +19,7 @@ from rollout.config import EngineConfig
 from rollout.replay import replay
 from rollout.request import Completion, FinishReason, Request, SamplingParams
 from rollout.sampler import Sampler
+from rollout.slots import Slots
 from tests.rollout.slow import Slow, sample
 
 BASE: dict[str, Any] = {"gen_length": 16, "block_length": 8, "num_denoise_steps": 8, "temperature": 1.0}
@@ -119,12 +120,42 @@ def test_completions_do_not_depend_on_their_neighbours(policy: Transformer) -> N
     assert [c.token_ids.tolist() for c in backwards[::-1]] == [c.token_ids.tolist() for c in together]
 
 
-def test_a_group_shares_its_first_forward(policy: Transformer) -> None:
-    sampler = Sampler(policy, 0)
-    group = [replace(_requests(WARM)[1], seed=seed) for seed in range(5)]
-    for request, completion in zip(group, sampler.generate(group), strict=True):
+@pytest.mark.parametrize("is_static", [False, True])
+def test_rows_with_equal_canvases_share_a_forward(policy: Transformer, is_static: bool) -> None:
+    """At every step: what was committed so far is what a canvas is, whoever committed it and when."""
+    params = WARM.model_copy(update={"temperature": 0.3})
+    sampler = Sampler(policy, 0, EngineConfig(static_shapes=is_static))
+    group = [replace(request, seed=seed) for request in _requests(params)[1:3] for seed in range(6)]
+    completions = sampler.generate(group)
+    for request, completion in zip(group, completions, strict=True):
         _check_equal(completion, sample(policy, request))
-    assert sampler.counts.num_rows == 1 + 5 * (sampler.counts.num_forwards - 1)
+    canvases = {
+        (step, request.prompt_ids, tuple(np.where(done.step_map < step, done.token_ids, -1)))
+        for request, done in zip(group, completions, strict=True)
+        for step in range(done.step_map.max() + 1)
+    }
+    num_alone = sum(int(completion.step_map.max()) + 1 for completion in completions)
+    assert len(canvases) < num_alone - (len(group) - 2), "rows share more than their first forward"
+    assert sampler.counts.num_rows == len(canvases)
+
+
+def test_canvases_of_one_hash_are_compared(policy: Transformer) -> None:
+    slots = Slots(6, policy.config.mask_token_id, policy.config.eos_token_id, torch.device("cpu"))
+    prompts = [(1, 2), (3, 4), (1, 2), (3, 4), (1, 2, 3), (1, 2)]
+    slots.admit(range(6), [replace(_requests(WARM)[0], prompt_ids=prompt) for prompt in prompts])
+    rows = torch.tensor([5, 1, 2, 3, 4])
+    assert slots.twins(rows).tolist() == [5, 1, 5, 1, 4]
+    slots._multipliers_W.zero_()
+    assert slots.twins(rows).tolist() == [5, 1, 5, 3, 4], "rows that equal another than the first stay alone"
+
+
+def test_what_differs_in_more_than_its_tokens_shares_no_forward(policy: Transformer) -> None:
+    base = _requests(WARM)[1]
+    rows = [{}, {"forbidden_ids": (3, 4)}, {"cfg_scale": 1.5}, {"gen_length": 8}, {"block_length": 4}]
+    requests = [replace(base, params=SamplingParams(**{**BASE, "temperature": 0.7, **changes})) for changes in rows]
+    sampler = Sampler(policy, 0)
+    for request, completion in zip(requests, sampler.generate(requests), strict=True):
+        _check_equal(completion, sample(policy, request))
 
 
 def test_a_group_has_different_samples_and_a_seed_always_the_same(policy: Transformer) -> None:
