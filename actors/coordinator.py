@@ -53,6 +53,7 @@ _NEWEST = 20
 _RANK = "learner rank "
 _STORE = "the weight store"
 _ROUND, _EVALUATION = "the round", "the evaluation"
+_ONE_SCHEDULE = ("round", Phase.UNTRAINED)
 T = TypeVar("T")
 
 
@@ -85,9 +86,8 @@ class Coordinator:
         self._log = RunLog(spec.run_dir, spec.wandb_project, is_going_on=session.num_coordinator_starts > 0)
         self._gauges = RunGauges(spec.name)
         self._announcer = Announcer(Registry(registry_url, spec.name), self._log, spec.run_dir, store_name)
-        self._evaluation = Evaluation(
-            self._plan, spec.rollout.sampling, self._pools, spec.rollout.max_attempts, self._note_failure
-        )
+        schedules = spec.evaluation.params(spec.rollout.sampling)
+        self._evaluation = Evaluation(self._plan, schedules, self._pools, spec.rollout.max_attempts, self._note_failure)
         self._rounds = Rounds(spec, self._plan, self._pools, self._note_failure)
         self._watch = Watch(self._end_hung)
         self._timeline = Timeline()
@@ -323,7 +323,8 @@ class Coordinator:
             began = time.monotonic()
             self._waiting_since = _EVALUATION, began
             try:
-                scored = await self._unless_stopped(self._evaluation.score(generation))
+                score = self._evaluation.score(generation, at_all=label not in _ONE_SCHEDULE)
+                scored = await self._unless_stopped(score)
             except StoppedError:
                 return Next.STOP, False
             except VersionLostError as error:

@@ -1,9 +1,10 @@
-"""Held-out accuracy of a version: every held-out problem once, through the samplers and graders of training."""
+"""Held-out accuracy of a version: every held-out problem once at each schedule, through the samplers and graders of
+training."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from actors.messages import Generation, Portion, PortionSummary
@@ -19,41 +20,42 @@ class Evaluation:
     """Evaluates versions on the problems of a plan."""
 
     def __init__(
-        self, plan: RunPlan, schedule: SamplingParams, pools: Pools, max_attempts: int, on_failure: Callable[..., None]
+        self,
+        plan: RunPlan,
+        schedules: Sequence[SamplingParams],
+        pools: Pools,
+        max_attempts: int,
+        on_failure: Callable[..., None],
     ) -> None:
-        """`on_failure` is told what failed, and at which attempt."""
-        self._portions = plan.evaluation_portions(schedule)
+        """At `schedules`, of which the first counts. `on_failure` is told what failed, and at which attempt."""
+        self._portions: dict[str, list[Portion]] = {}
+        for params in schedules:
+            self._portions[params.schedule_name] = plan.evaluation_portions(
+                params, sum(map(len, self._portions.values()))
+            )
         self._pools, self._max_attempts, self._on_failure = pools, max_attempts, on_failure
-        self.num_done = 0
-        """Portions that the newest evaluation has behind it."""
 
-    @property
-    def num_portions(self) -> int:
-        """Portions of an evaluation."""
-        return len(self._portions)
-
-    async def score(self, generation: Generation) -> dict[str, Any]:
-        """What the `evaluation` event says of the completions.
+    async def score(self, generation: Generation, *, at_all: bool) -> dict[str, Any]:
+        """What the `evaluation` event says of the completions: of those at the first schedule, and, with `at_all`, of
+        those at each under `schedules`.
 
         Raises:
             VersionLostError: the weights are nowhere.
             RuntimeError: a portion cannot be scored: an accuracy over fewer problems would be another number.
         """
-        self.num_done = 0
-        tries = [asyncio.create_task(self._with_retries(generation, portion)) for portion in self._portions]
+        names = list(self._portions) if at_all else list(self._portions)[:1]
+        tries = [
+            asyncio.create_task(self._with_retries(generation, portion))
+            for name in names
+            for portion in self._portions[name]
+        ]
         try:
-            summaries = await asyncio.gather(*tries)
+            summaries = iter(await asyncio.gather(*tries))
         finally:
             for attempt in tries:
                 attempt.cancel()
-        grades = [grade for summary in summaries for grade in summary.grades]
-        return {
-            "num_correct": sum(grade.correct for grade in grades),
-            "num_problems": len(grades),
-            "num_ungraded": sum(grade.outcome is not Outcome.GRADED for grade in grades),
-            "items_right": sum(grade.score[0] for grade in grades),
-            "num_items": sum(grade.score[1] for grade in grades),
-        }
+        found = {name: _counts([next(summaries) for _ in self._portions[name]]) for name in names}
+        return {"schedule": names[0], **found[names[0]], "schedules": found}
 
     async def _with_retries(self, generation: Generation, portion: Portion) -> PortionSummary:
         for attempt in range(1, self._max_attempts + 1):
@@ -65,9 +67,21 @@ class Evaluation:
                 self._on_failure(str(error), attempt)
                 last = error
             else:
-                self.num_done += 1
                 return summary
         raise RuntimeError(f"the evaluation failed {self._max_attempts} times: {last}") from last
+
+
+def _counts(summaries: Sequence[PortionSummary]) -> dict[str, float]:
+    grades = [grade for summary in summaries for grade in summary.grades]
+    steps = [max(step_map) + 1 for summary in summaries for step_map in summary.step_maps]
+    return {
+        "num_correct": sum(grade.correct for grade in grades),
+        "num_problems": len(grades),
+        "num_ungraded": sum(grade.outcome is not Outcome.GRADED for grade in grades),
+        "items_right": sum(grade.score[0] for grade in grades),
+        "num_items": sum(grade.score[1] for grade in grades),
+        "mean_steps": round(sum(steps) / len(steps), 2),
+    }
 
 
 def best_version(events: list[Event]) -> int | None:

@@ -12,7 +12,7 @@ from rewards import Problem, Split, make_task
 from rollout.request import Request, SamplingParams
 
 EVALUATION_ROUND = -1
-_ORDER_KEY, _SAMPLE_KEY, MASK_KEY = 11, 12, 13
+_ORDER_KEY, _SAMPLE_KEY, MASK_KEY, _SCHEDULE_KEY = 11, 12, 13, 14
 
 
 class RunPlan:
@@ -24,7 +24,7 @@ class RunPlan:
         Raises ValueError when the task has too few problems or every prompt is longer than allowed.
         """
         task = make_task(spec.task)
-        self._spec = spec
+        self._spec, self._params = spec, spec.rollout.params
         self._tokenizer = tokenizer
         self._prompts: dict[str, tuple[int, ...]] = {}
         self._orders: dict[int, list[int]] = {}
@@ -47,11 +47,12 @@ class RunPlan:
         problems, group_ids, requests = [], [], []
         for group in range(first, last):
             problem, epoch = self._problem_at(round_index * spec.learner.groups_per_round + group)
+            asked = key_of(problem.problem_id), epoch
+            params = self._params[fold(spec.seed, _SCHEDULE_KEY, *asked) % len(self._params)]
             for sample in range(spec.learner.group_size):
-                seed = fold(spec.seed, _SAMPLE_KEY, key_of(problem.problem_id), epoch, sample)
                 problems.append(problem)
                 group_ids.append(group)
-                requests.append(self._request(problem, spec.rollout.sampling, seed))
+                requests.append(self._request(problem, params, fold(spec.seed, _SAMPLE_KEY, *asked, sample)))
         return Portion(
             key=PortionKey(round=round_index, index=index),
             problems=tuple(problems),
@@ -59,12 +60,12 @@ class RunPlan:
             requests=tuple(requests),
         )
 
-    def evaluation_portions(self, schedule: SamplingParams) -> list[Portion]:
-        """Every held-out problem once, at temperature 0."""
-        params = schedule.model_copy(update={"temperature": 0.0})
+    def evaluation_portions(self, params: SamplingParams, first_index: int = 0) -> list[Portion]:
+        """Every held-out problem once, at temperature 0; the portions count from `first_index`."""
+        params = params.model_copy(update={"temperature": 0.0})
         size = self._spec.rollout.batch_size
         portions = []
-        for index, start in enumerate(range(0, len(self.heldout), size)):
+        for index, start in enumerate(range(0, len(self.heldout), size), first_index):
             problems = tuple(self.heldout[start : start + size])
             portions.append(
                 Portion(

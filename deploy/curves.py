@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from actors.run_log import Event
 from deploy.history import Evaluation, RunHistory, moving_mean, read_history
 from deploy.printing import printable
+from rollout.score import Score
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -81,10 +82,16 @@ def _panels(history: RunHistory) -> Iterable[_Panel]:
         yield _reward
     if history.evaluations:
         yield _accuracy
+    if any(len(item.schedules) > 1 for item in history.evaluations):
+        yield _schedules
     if history.steps:
         yield _sft_loss
     if history.rounds:
-        yield from (_shares, _kl, _seconds)
+        yield _shares
+        # Not every method has one.
+        if any("kl" in event for event in history.rounds.values()):
+            yield _kl
+        yield _seconds
 
 
 def _smooth(axes: Axes, xs: list[float], values: list[float], color: str, label: str) -> None:
@@ -120,6 +127,25 @@ def _accuracy(axes: Axes, history: RunHistory) -> None:
     axes.legend(loc="best")
 
 
+def _schedules(axes: Axes, history: RunHistory) -> None:
+    """A line for each stage; rings are schedules that take as many steps as they need."""
+    axes.set(title="Held-out accuracy by denoise steps", xlabel="denoise steps", ylabel="%", xscale="log")
+    for label, (color, name) in _STAGES.items():
+        item = history.final(label)
+        if item is None or len(item.schedules) < 2:
+            continue
+        found = sorted((scored.mean_steps, _of_100(scored.score), key) for key, scored in item.schedules.items())
+        fixed = [point for point in found if point[2][0].isdigit()]
+        axes.plot([x for x, _, _ in fixed], [y for _, y, _ in fixed], "o-", color=color, markersize=4, label=name)
+        free = [point for point in found if point not in fixed]
+        axes.plot([x for x, _, _ in free], [y for _, y, _ in free], "o", color=color, markersize=7, markerfacecolor="w")
+    ticks = sorted({round(scored.mean_steps) for item in history.evaluations for scored in item.schedules.values()})
+    axes.set_xticks(ticks, [str(tick) for tick in ticks])
+    axes.minorticks_off()
+    axes.set_ylim(bottom=0)
+    axes.legend(loc="best")
+
+
 def _points(axes: Axes, items: list[Evaluation], *, color: str, name: str, is_stage: bool) -> None:
     middles = [_percent(item) for item in items]
     lows = [middle - 100 * item.score.interval[0] for middle, item in zip(middles, items, strict=True)]
@@ -143,7 +169,11 @@ def _points(axes: Axes, items: list[Evaluation], *, color: str, name: str, is_st
 
 
 def _percent(item: Evaluation) -> float:
-    return 100 * item.score.accuracy
+    return _of_100(item.score)
+
+
+def _of_100(score: Score) -> float:
+    return 100 * score.accuracy
 
 
 def _sft_loss(axes: Axes, history: RunHistory) -> None:

@@ -5,9 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from actors.run_log import LEARNER_FAILED, RESTARTED, Event
 from rollout.score import Score
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScheduleScore:
+    """One evaluation at one schedule."""
+
+    score: Score
+    """How many held-out problems it solved."""
+    mean_steps: float
+    """Denoise steps of a completion."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,7 +32,11 @@ class Evaluation:
     time_s: float
     """Seconds since the run began."""
     score: Score
-    """How many it solved."""
+    """How many it solved, at the first schedule."""
+    schedule: str = ""
+    """The name of that."""
+    schedules: Mapping[str, ScheduleScore] = field(default_factory=dict)
+    """The same at every schedule that was asked for, by name."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -132,9 +147,23 @@ def _add_round(history: RunHistory, event: Event) -> None:
     history.rounds[index] = event
 
 
-def _evaluation(event: Mapping[str, object]) -> Evaluation:
-    counts = {name: event[name] for name in ("num_correct", "num_problems")}
-    return Evaluation(label=event["label"], round=event["round"], time_s=event["time_s"], score=Score(**counts))  # type: ignore[arg-type]
+def _evaluation(event: Event) -> Evaluation:
+    schedules = {
+        name: ScheduleScore(score=_score(scored), mean_steps=scored["mean_steps"])
+        for name, scored in event.get("schedules", {}).items()
+    }
+    return Evaluation(
+        label=event["label"],
+        round=event["round"],
+        time_s=event["time_s"],
+        score=_score(event),
+        schedule=event.get("schedule", ""),
+        schedules=schedules,
+    )
+
+
+def _score(counts: Mapping[str, Any]) -> Score:
+    return Score(num_correct=counts["num_correct"], num_problems=counts["num_problems"])
 
 
 def moving_mean(values: Sequence[float], width: int) -> list[float]:

@@ -270,7 +270,8 @@ def _judge_problems(recipe: Recipe, available: Resources) -> Iterator[str]:
 
 def _input_problems(recipe: Recipe) -> Iterator[str]:
     yield from _task_problems(recipe)
-    if refusal := recipe.learner.refusal(sampler_facts(recipe.rollout.sampling)):
+    refusals = (recipe.learner.refusal(sampler_facts(params)) for params in recipe.rollout.params)
+    if refusal := next(filter(None, refusals), None):
         yield f"learner.{refusal}"
     if recipe.sft.data is not None:
         try:

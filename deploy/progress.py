@@ -196,7 +196,8 @@ def _examples(event: Event) -> str:
 
 def _evaluation(event: Event) -> str:
     score = Score(num_correct=event["num_correct"], num_problems=event["num_problems"])
-    return f"held-out accuracy after {_place(event)}: {score_text(score)}"
+    at = f" at {event['schedule']}" if "schedule" in event else ""
+    return f"held-out accuracy after {_place(event)}{at}: {score_text(score)}"
 
 
 def _failure(event: Event) -> str:

@@ -27,6 +27,7 @@ from rewards.terms.endpoint import AskingConfig
 from rewards.terms.shaping import LengthPenaltyConfig
 from rewards.terms.term import TermConfig
 from rollout.config import EvaluationConfig, RolloutConfig
+from rollout.request import SamplingParams
 
 _STRICT = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
@@ -196,6 +197,10 @@ class Recipe(BaseModel):
                 f"learner.groups_per_round {self.learner.groups_per_round} exceeds "
                 f"num_train_problems {self.num_train_problems}: a round asks each problem once"
             )
+        try:
+            self.evaluated_params  # noqa: B018 - Raises where one does not fit.
+        except ValueError as error:
+            raise ValueError(f"evaluation.{error}") from None
         canary = self.service.canary
         if canary is not None and canary.num_problems > self.evaluation.num_problems:
             raise ValueError(
@@ -257,6 +262,11 @@ class Recipe(BaseModel):
                 f"sft.num_eval {self.sft.num_eval} exceeds evaluation.num_problems {self.evaluation.num_problems}, "
                 "the held-out problems, of which they are the first"
             )
+
+    @property
+    def evaluated_params(self) -> tuple[SamplingParams, ...]:
+        """What a policy is evaluated at; the first is what the service answers at."""
+        return self.evaluation.params(self.rollout.sampling)
 
     @property
     def run_dir(self) -> Path:

@@ -118,7 +118,7 @@ def _locate(location: Sequence[str | int], schema: Schema) -> tuple[str, Schema]
             # Pydantic puts the name of the chosen member between the key of a union and the member's own keys.
             node = _resolved({"$ref": node["discriminator"]["mapping"][part]}, schema)
         elif isinstance(part, int) and "properties" not in node:
-            key = f"{key}[{part}]"
+            key, node = f"{key}[{part}]", _resolved(node.get("items", node), schema)
         else:
             key = _joined(key, str(part))
             node = _resolved(_child(node, part), schema)
@@ -133,8 +133,8 @@ def _child(node: Schema, part: str | int) -> Schema:
 
 
 def _resolved(node: Schema, schema: Schema) -> Schema:
-    # A section that may be left out is one of two things, the other of which is nothing.
-    node = node | next((choice for choice in node.get("anyOf", ()) if "$ref" in choice), {})
+    # What may be left out is one of two things, the other of which is nothing.
+    node = node | next((choice for choice in node.get("anyOf", ()) if "$ref" in choice or "items" in choice), {})
     if "$ref" not in node:
         return node
     target: Schema = schema["$defs"][node["$ref"].rpartition("/")[2]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -14,6 +15,7 @@ from rollout.score import Score
 if TYPE_CHECKING:
     from rich.table import Table
 
+_SHORT = {"start": "start", "sft": "SFT", "rl": "RL", "control": "control"}
 _HEADINGS = ("policy", "held-out accuracy", "95 % interval", "n", "time", "work")
 
 
@@ -33,18 +35,56 @@ class _Row:
         return self.name, f"{100 * score.accuracy:.1f} %", interval, str(score.num_problems), time, work
 
 
-def result_table(events: Iterable[Event]) -> Table:
-    """A row for each stage that was evaluated."""
+def result_tables(events: Iterable[Event]) -> Iterator[Table]:
+    """What each stage came to and cost, a row for each that was evaluated; then its accuracy at each schedule, where
+    several were asked for."""
+    history = read_history(events)
+    yield _result_table(history)
+    if len(names := _schedule_names(history)) > 1:
+        yield _schedule_table(history, names)
+
+
+def _result_table(history: RunHistory) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    history = read_history(events)
     table = Table(title=Text(printable(history.name)), caption=f"{duration(history.seconds)} in all")
     for heading in _HEADINGS:
         table.add_column(heading, justify="left" if heading == "policy" else "right")
     for row in _rows(history):
         table.add_row(*row.cells())
     return table
+
+
+def _schedule_table(history: RunHistory, names: Iterable[str]) -> Table:
+    """A row for each schedule, a column for each stage that was evaluated at it."""
+    from rich.table import Table
+
+    table = Table(title="held-out accuracy by schedule, %")
+    stages = [
+        (name, item) for label, name in _SHORT.items() if (item := history.final(label)) and len(item.schedules) > 1
+    ]
+    table.add_column("denoising")
+    for name, _ in stages:
+        table.add_column(name, justify="right")
+    for name in names:
+        table.add_row(name, *(_schedule_cell(item, name) for _, item in stages))
+    return table
+
+
+def _schedule_cell(item: Evaluation, name: str) -> str:
+    """The accuracy, with the steps that it took where the schedule's name does not say how many."""
+    found = item.schedules.get(name)
+    if found is None:
+        return ""
+    steps = "" if name[0].isdigit() else f" in {found.mean_steps:.1f} steps"
+    return f"{100 * found.score.accuracy:.1f}{steps}"
+
+
+def _schedule_names(history: RunHistory) -> list[str]:
+    """Steps first, ascending; then the others, as the recipe names them."""
+    names = dict.fromkeys(name for item in history.evaluations for name in item.schedules)
+    return sorted(names, key=lambda name: int(name.split()[0]) if name[0].isdigit() else math.inf)
 
 
 def result_markdown(events: Iterable[Event]) -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from actors.run_log import SAMPLES, read_events
 from deploy.printing import duration, metric, printable, sparkline
-from deploy.report import result_table
+from deploy.report import result_tables
 from deploy.runs import Run
 
 if TYPE_CHECKING:
@@ -62,7 +62,8 @@ def print_run(run: Run, console: Console) -> None:
     console.print(Text(title, style="bold"))
     console.print(_grid(_essentials(run.recipe)))
     if history.evaluations:
-        console.print(result_table(read_events(run.directory)))
+        for table in result_tables(read_events(run.directory)):
+            console.print(table)
     console.print(_grid(_curves(run)))
     for path, event in history.checkpoints.items():
         console.print(Text(f"checkpoint {printable(path)}  policy version {event['policy_version']}"))

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from rollout.request import SamplingParams
+from rollout.schedule_config import ScheduleConfig, with_schedules
 
 
 class EngineConfig(BaseModel):
@@ -51,6 +52,9 @@ class RolloutConfig(BaseModel):
     """How a sampler computes."""
     sampling: SamplingParams = SamplingParams()
     """How training completions are denoised; evaluation does the same at temperature 0."""
+    schedules: tuple[ScheduleConfig, ...] | None = None
+    """Schedules in place of that of `sampling`: the seed draws one for each group, so that the states of all of them
+    are trained. Absent: every group is denoised as `sampling` says."""
     overlong_prompts: Literal["drop", "truncate_left"] = "drop"
     """Prompts above `max_prompt_tokens`: `drop` leaves them out and counts them; `truncate_left` keeps the last
     tokens, as d1 does, which cuts off the instruction."""
@@ -60,6 +64,16 @@ class RolloutConfig(BaseModel):
     """Longest time for one batch of completions, in seconds; then it is tried on another sampler."""
     max_attempts: Annotated[int, Field(ge=1)] = 3
     """Tries of one batch before its groups count as failed."""
+
+    @model_validator(mode="after")
+    def _fitting(self) -> RolloutConfig:
+        with_schedules(self.sampling, self.schedules)
+        return self
+
+    @property
+    def params(self) -> tuple[SamplingParams, ...]:
+        """What a group's parameters are drawn from."""
+        return with_schedules(self.sampling, self.schedules)
 
 
 class EvaluationConfig(BaseModel):
@@ -71,3 +85,11 @@ class EvaluationConfig(BaseModel):
     """Held-out problems asked in each evaluation."""
     every_rounds: NonNegativeInt = 0
     """Evaluate also after every so many rounds; 0 does so only at the ends of the stages."""
+    schedules: tuple[ScheduleConfig, ...] | None = None
+    """Schedules in place of that of `rollout.sampling`. The accuracy at the first is what a policy is compared and
+    announced by, and what the service answers at; what SFT, the rounds and the control end with is evaluated at the
+    others too."""
+
+    def params(self, sampling: SamplingParams) -> tuple[SamplingParams, ...]:
+        """The parameters to evaluate at, the first the one that counts. Raises ValueError where one does not fit."""
+        return with_schedules(sampling, self.schedules)

@@ -126,8 +126,8 @@ class SamplingParams(BaseModel):
                 f"block_length {self.block_length} does not divide gen_length {self.gen_length}; "
                 f"take a divisor of {self.gen_length}"
             )
-        num_steps, is_by_shares = self.num_denoise_steps, self.schedule in _BY_SHARES and self.threshold is None
-        if is_by_shares and (num_steps % self.num_blocks or num_steps > self.gen_length):
+        num_steps = self.num_denoise_steps
+        if self.is_by_shares and (num_steps % self.num_blocks or num_steps > self.gen_length):
             raise ValueError(
                 f"num_denoise_steps {num_steps} must be a multiple of the {self.num_blocks} blocks "
                 f"and at most gen_length {self.gen_length}"
@@ -153,6 +153,23 @@ class SamplingParams(BaseModel):
         if self.cache_refresh_steps and self.cache is Cache.NONE:
             raise ValueError(f"cache_refresh_steps {self.cache_refresh_steps} needs a cache: prefix or dual")
         return self
+
+    @property
+    def is_by_shares(self) -> bool:
+        """Whether `num_denoise_steps` says how many slots a step commits."""
+        return self.schedule in _BY_SHARES and self.threshold is None
+
+    @property
+    def schedule_name(self) -> str:
+        """What a table calls the schedule: `9 steps`, `threshold 0.9`, `random, 9 steps`."""
+        parts = [] if self.schedule is Schedule.QUOTA else [self.schedule.replace("_", " ")]
+        if self.is_by_shares:
+            parts.append("1 step" if self.num_denoise_steps == 1 else f"{self.num_denoise_steps} steps")
+        elif self.schedule is Schedule.LEFT_TO_RIGHT:
+            parts.append(f"threshold {self.threshold:g}")
+        else:
+            parts[0] += f" {getattr(self, PARAMETER_OF[self.schedule]):g}"
+        return ", ".join(parts)
 
     @property
     def num_blocks(self) -> int:

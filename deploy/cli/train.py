@@ -160,7 +160,7 @@ def _run(recipe: Recipe, order: _Order) -> None:
         from deploy.following import Terminated
         from deploy.printing import printable
         from deploy.progress import ProgressDisplay
-        from deploy.report import result_table
+        from deploy.report import result_tables
 
     # This screen, also while `sys.stdout` is a log's.
     console = Console(file=sys.stdout)
@@ -174,7 +174,8 @@ def _run(recipe: Recipe, order: _Order) -> None:
             elif event["event"] == "done":
                 # Now and not when `job.run` returns: with --serve it stays until Ctrl-C.
                 display.stop()
-                console.print(result_table(read_events(recipe.run_dir)))
+                for table in result_tables(read_events(recipe.run_dir)):
+                    console.print(table)
                 console.print(Text(f"run directory: {recipe.run_dir}"), soft_wrap=True)
 
         try:

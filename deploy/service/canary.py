@@ -72,7 +72,7 @@ class HeldoutCanary:
         if self._grader is None:
             plan = RunPlan(make_spec(self._recipe, Stages.ALL), ChatTokenizer(self._checkpoint))
             plan.heldout = plan.heldout[: self._config.num_problems]
-            self._portions = plan.evaluation_portions(self._recipe.rollout.sampling)
+            self._portions = plan.evaluation_portions(self._recipe.evaluated_params[0])
             # An evaluation asks no term of the reward.
             self._grader = GraderWorker(self._recipe.task, RewardConfig(), self._checkpoint)
         return self._grader

@@ -106,7 +106,7 @@ class Source:
     def planner(self, codec: Codec) -> Planner:
         """Makes the jobs of requests."""
         if self.is_run:
-            defaults = Defaults.of_run(read_recipe(self.path).rollout.sampling)
+            defaults = Defaults.of_run(read_recipe(self.path).evaluated_params[0])
         else:
             defaults = Defaults.of_policy(codec.config.max_sequence_length)
         return Planner(codec, defaults, self.name)

@@ -61,7 +61,7 @@ class LocalRun:
     def evaluate(self, generation: Generation, label: str, round_index: int, *, is_new: bool) -> tuple[Next, bool]:
         if self._has_lost():
             return Next.PUBLISH, False
-        portions = self._plan.evaluation_portions(self._spec.rollout.sampling)
+        portions = self._plan.evaluation_portions(self._spec.evaluation.params(self._spec.rollout.sampling)[0])
         grades = [grade for portion in portions for grade in self._score(portion, generation).summary.grades]
         counts = {"num_correct": sum(grade.correct for grade in grades), "num_problems": len(grades)}
         self.record("evaluation", {"label": label, "policy_version": generation.version, "round": round_index} | counts)

@@ -5,6 +5,7 @@ import pytest
 from actors.plan import RunPlan
 from actors.spec import RunSpec
 from learner.model.tokenizer import ChatTokenizer
+from rollout.config import RolloutConfig
 
 
 def test_a_round_is_the_same_whoever_plans_it(spec: RunSpec, plan: RunPlan) -> None:
@@ -35,6 +36,23 @@ def test_no_two_samples_of_a_run_share_a_seed(plan: RunPlan, other_seed: RunPlan
     ]
     seeds = [request.seed for portion in portions for request in portion.requests]
     assert len(set(seeds)) == len(seeds) == 2 * 25 * 20
+
+
+def test_each_group_is_denoised_at_a_schedule_that_the_seed_draws(spec: RunSpec) -> None:
+    def drawn(seed: int) -> list[list[int]]:
+        steps = [{"num_denoise_steps": count} for count in (1, 2, 8)]
+        rollout = RolloutConfig.model_validate({**spec.rollout.model_dump(), "schedules": steps})
+        plan = RunPlan(replace(spec, rollout=rollout, seed=seed), ChatTokenizer(spec.initial_checkpoint))
+        portions = [plan.round_portion(r, index) for r in range(10) for index in range(plan.portions_per_round)]
+        steps_of = [request.params.num_denoise_steps for portion in portions for request in portion.requests]
+        return [steps_of[start : start + 4] for start in range(0, len(steps_of), 4)]
+
+    groups = drawn(0)
+    assert all(len(set(group)) == 1 for group in groups), "a group is compared with itself"
+    counts = [sum(group[0] == steps for group in groups) for steps in (1, 2, 8)]
+    assert sum(counts) == 50
+    assert min(counts) > 8
+    assert drawn(0) == groups != drawn(1)
 
 
 def test_evaluation_asks_every_held_out_problem_once_and_greedily(

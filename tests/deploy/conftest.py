@@ -7,7 +7,7 @@ import math
 import os
 import sys
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -92,8 +92,20 @@ class Recorder:
         self.time_s += wait_s
         self.events.append({"event": event, "time_s": round(self.time_s, 3), **values})
 
-    def evaluation(self, label: str, num_correct: int, round_index: int = 0) -> None:
-        counts = {"num_correct": num_correct, "num_problems": 500}
+    def evaluation(
+        self,
+        label: str,
+        num_correct: int,
+        round_index: int = 0,
+        schedules: Mapping[str, tuple[int, float]] | None = None,
+    ) -> None:
+        counts: dict[str, Any] = {"num_correct": num_correct, "num_problems": 500}
+        if schedules:
+            counts["schedule"] = next(iter(schedules))
+            counts["schedules"] = {
+                name: {"num_correct": right, "num_problems": 500, "mean_steps": steps}
+                for name, (right, steps) in schedules.items()
+            }
         self.add("evaluation", 10, label=label, policy_version=round_index + 1, round=round_index, **counts)
 
     def sft_steps(self, phase: str, num_steps: int, planned: int) -> None:

@@ -50,7 +50,11 @@ def test_every_shipped_recipe_is_one(path: Path) -> None:
 
 
 NEEDS = {
-    "justgrpo": ["rollout.sampling.block_length=1", "rollout.sampling.num_denoise_steps=18"],
+    "justgrpo": [
+        "rollout.sampling.block_length=1",
+        "rollout.sampling.num_denoise_steps=18",
+        "evaluation.schedules=null",
+    ],
     "forkgrpo": ["rollout.sampling.schedule=left_to_right", "rollout.sampling.threshold=0.8"],
 }
 
@@ -160,6 +164,17 @@ REFUSED_OVERRIDES = {
     "rollout.sampling.block_length=12": (
         "override rollout.sampling.block_length=12",
         "rollout.sampling: block_length 12 does not divide gen_length 32; take a divisor of 32",
+    ),
+    "rollout.schedules=[]": ("rollout: schedules is empty; name one, or leave it out",),
+    "rollout.schedules=[{num_denoise_steps: 33}]": (
+        "rollout: schedules[0]: num_denoise_steps 33 must be a multiple of the 4 blocks and at most gen_length 32",
+    ),
+    "evaluation.schedules=[{threshold: 0.9}, {num_denoise_steps: 33}]": (
+        "evaluation.schedules[1]: num_denoise_steps 33 must be a multiple of the 4 blocks and at most gen_length 32",
+    ),
+    "evaluation.schedules=[{threshold: 1.2}]": ("evaluation.schedules[0].threshold is 1.2; it should be at most 1\n",),
+    "evaluation.schedules=[{steps: 3}]": (
+        "evaluation.schedules[0].steps is no key of this evaluation.schedules[0], which has ent",
     ),
     "model.num_heads=3": ("model: num_heads 3 does not split d_model 128 into heads of even width",),
     "sft.num_labels=400": ("tiny.yaml: sft.num_labels 400 exceeds num_train_problems 40",),

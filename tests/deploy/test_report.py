@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.console import Console
 
-from deploy.report import result_markdown, result_table
+from deploy.report import result_markdown, result_tables
 
 Events = list[dict[str, Any]]
 
@@ -14,7 +14,8 @@ Events = list[dict[str, Any]]
 def _printed(events: Events) -> str:
     console = Console(width=120)
     with console.capture() as capture:
-        console.print(result_table(events))
+        for table in result_tables(events):
+            console.print(table)
     return capture.get()
 
 
@@ -66,3 +67,20 @@ def test_a_runs_name_is_not_markup(recorder: Any) -> None:
     text = _printed(recorder.events)
     assert "[bold]x[/nope]\\u001b[2J" in text
     assert "\x1b[2J" not in text
+
+
+def test_the_accuracy_at_each_schedule_has_a_table(recorder: Any) -> None:
+    assert "by schedule" not in _printed(recorder.events)
+    free = {"threshold 0.9": (150, 2.34)}
+    recorder.evaluation("sft", 100, schedules={"9 steps": (100, 9), "18 steps": (125, 18), "1 step": (50, 1)} | free)
+    recorder.evaluation("rl", 200, 5, schedules={"9 steps": (200, 9), "18 steps": (300, 18)})
+    assert _printed(recorder.events).splitlines()[-8:] == [
+        "┏━━━━━━━━━━━━━━━┳━━━━━━━━━━━━━━━━━━━┳━━━━━━┓",
+        "┃ denoising     ┃               SFT ┃   RL ┃",
+        "┡━━━━━━━━━━━━━━━╇━━━━━━━━━━━━━━━━━━━╇━━━━━━┩",
+        "│ 1 step        │              10.0 │      │",
+        "│ 9 steps       │              20.0 │ 40.0 │",
+        "│ 18 steps      │              25.0 │ 60.0 │",
+        "│ threshold 0.9 │ 30.0 in 2.3 steps │      │",
+        "└───────────────┴───────────────────┴──────┘",
+    ]

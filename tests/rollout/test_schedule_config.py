@@ -1,0 +1,65 @@
+"""Schedules in place of one."""
+
+import pytest
+from pydantic import ValidationError
+
+from rollout.config import EvaluationConfig, RolloutConfig
+from rollout.request import SamplingParams, Schedule
+from rollout.schedule_config import ScheduleConfig
+
+BASE = SamplingParams(gen_length=18, block_length=18, num_denoise_steps=9, temperature=0.7, top_k=5)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "schedule", "expected", "name"),
+    [
+        ({}, {"num_denoise_steps": 3}, {"num_denoise_steps": 3}, "3 steps"),
+        ({}, {"threshold": 0.9}, {"threshold": 0.9, "schedule": "threshold"}, "threshold 0.9"),
+        ({"schedule": "random"}, {"num_denoise_steps": 1}, {"schedule": "random", "num_denoise_steps": 1}, None),
+        ({"threshold": 0.5}, {"num_denoise_steps": 6}, {"threshold": None, "schedule": "quota"}, "6 steps"),
+        ({"threshold": 0.5}, {"entropy_bound": 0.2}, {"threshold": None, "entropy_bound": 0.2}, "entropy bound 0.2"),
+        ({}, {"factor": 1.5}, {"factor": 1.5, "schedule": "factor"}, "factor 1.5"),
+        ({}, {"schedule": "left_to_right"}, {"schedule": "left_to_right"}, "left to right, 9 steps"),
+        (
+            {},
+            {"schedule": "left_to_right", "threshold": 0.8},
+            {"schedule": "left_to_right", "threshold": 0.8},
+            "left to right, threshold 0.8",
+        ),
+    ],
+)
+def test_a_schedule_takes_the_place_of_another(
+    sampling: dict[str, object], schedule: dict[str, object], expected: dict[str, object], name: str | None
+) -> None:
+    params = ScheduleConfig(**schedule).of(SamplingParams(**{**BASE.model_dump(exclude={"schedule"}), **sampling}))
+    assert {key: getattr(params, key) for key in expected} == expected
+    assert (params.gen_length, params.temperature, params.top_k) == (18, 0.7, 5), "the rest stays"
+    assert name is None or params.schedule_name == name
+
+
+def test_one_step_is_one_step() -> None:
+    assert BASE.model_copy(update={"num_denoise_steps": 1}).schedule_name == "1 step"
+    random = BASE.model_copy(update={"schedule": Schedule.RANDOM})
+    assert random.schedule_name == "random, 9 steps"
+
+
+def test_without_schedules_there_is_that_of_the_sampling() -> None:
+    assert RolloutConfig(sampling=BASE).params == (BASE,)
+    assert EvaluationConfig().params(BASE) == (BASE,)
+
+
+@pytest.mark.parametrize(
+    ("schedules", "sentence"),
+    [
+        (
+            [{"num_denoise_steps": 9}, {"num_denoise_steps": 19}],
+            r"schedules\[1\]: num_denoise_steps 19 must be a multiple of the 1 blocks and at most gen_length 18",
+        ),
+        ([{"threshold": 1.2}], r"schedules\.0\.threshold\n  Input should be less than or equal to 1"),
+        ([{"schedule": "factor"}], r"schedules\[0\]: schedule factor needs factor"),
+        ([], "schedules is empty; name one"),
+    ],
+)
+def test_one_that_does_not_fit_is_named(schedules: list[dict[str, object]], sentence: str) -> None:
+    with pytest.raises(ValidationError, match=sentence):
+        RolloutConfig.model_validate({"sampling": BASE, "schedules": schedules})
