@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from statistics import fmean
@@ -28,11 +30,23 @@ def round_stats(portions: Sequence[Portion], summaries: Sequence[PortionSummary]
         "reward_parts": {name: fmean(grade.parts.get(name, 0.0) for grade in grades) for name in part_names_of(grades)},
         "reward_costs": dict(costs),
         "correct": fmean(grade.correct for grade in grades) if grades else 0.0,
+        "answer_shapes": _effective_number(Counter(_shape(grade.answer) for grade in grades if grade.correct)),
         "num_completions": len(grades),
         "num_ungraded": {outcome: outcomes[outcome] for outcome in Outcome if outcome is not Outcome.GRADED},
         "num_failed_groups": num_groups - len({group for group, _, _ in rows}),
         "mean_tokens": fmean(count for _, _, count in rows) if rows else 0.0,
     }
+
+
+def _shape(answer: str | None) -> str:
+    """An answer with every number as one letter: `3*(14-5)` is `n*(n-n)`."""
+    return re.sub(r"\d+", "n", answer or "")
+
+
+def _effective_number(counts: Counter[str]) -> float:
+    """e to the entropy of a distribution: n where n things are equally common, 0 where there are none."""
+    total = counts.total()
+    return math.exp(-sum(n / total * math.log(n / total) for n in counts.values())) if total else 0.0
 
 
 def _trained(portion: Portion, summary: PortionSummary) -> list[tuple[int, Grade, int]]:

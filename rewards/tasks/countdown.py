@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence, Set
 from dataclasses import replace
+from fractions import Fraction
 from math import comb
 from random import Random
 from typing import Literal, Self
@@ -63,6 +64,9 @@ class CountdownConfig(Files):
     """The reward that is trained on."""
     protocol: Rules = "fixed"
     """What counts as correct in evaluation."""
+    shaping: float = Field(default=0.0, ge=0, le=1)
+    """Weight of two more parts of the fixed reward, for policies that hardly ever come to the target: `numbers` for an
+    expression of exactly the given numbers, and `close` for one that also comes near, shaping / (1 + the distance)."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -70,6 +74,8 @@ class CountdownConfig(Files):
             raise ValueError(f"max_number is {self.max_number}; it must be at least min_number = {self.min_number}")
         if len(set(self.operators)) != len(self.operators):
             raise ValueError(f"operators is {list(self.operators)}; each operator must be listed once")
+        if self.shaping and self.reward == "d1":
+            raise ValueError(f"shaping is {self.shaping:g}, and reward d1 has no such parts; take reward fixed, or 0")
         if self.prompt == "d1" and len(self.operators) != len(_ALL_OPERATORS):
             raise ValueError(f"operators is {list(self.operators)}; prompt d1 names all four: use compact for fewer")
         return self
@@ -119,12 +125,14 @@ class Countdown:
     def grade(self, problem: Problem, text: str) -> Grade:
         """0 without an answer, 0.1 with one, 1 with a right one: d1's `countdown_reward_func`. Never raises.
 
-        Parts: `answer` (0 or 0.1) for an answer, `correct` (0 or 0.9) for a right one. By the fixed rules that is an
-        expression that uses exactly the given numbers, only the config's operators, and comes exactly to the target;
-        what d1's `eval` took and this refuses: `**`, `//`, decimals, signs (`-3+7`) and line breaks.
+        Parts: `answer` (0 or 0.1) for an answer, `correct` (0 or 0.9) for a right one, and two more with `shaping`. By
+        the fixed rules a right one is an expression that uses exactly the given numbers, only the config's operators,
+        and comes exactly to the target. What d1's `eval` took and this refuses: `**`, `//`, decimals, signs (`-3+7`),
+        line breaks.
         """
         answer = final_answer(text)
-        is_solved = self._is_solved(problem, answer)
+        uses, misses_by = self._looked_at(problem, answer)
+        is_solved = uses and misses_by == 0
         is_answered, is_rewarded = answer is not None, is_solved
         if self._config.reward == "d1":
             rewarded = last_answer(text)
@@ -134,6 +142,9 @@ class Countdown:
             answer = d1_parsers.countdown_expression(text)
             is_solved = _comes_to_target(problem, answer.strip())
         parts = {"answer": 0.1 if is_answered else 0.0, "correct": 0.9 if is_rewarded else 0.0}
+        if self._config.shaping:
+            parts["numbers"] = self._config.shaping if uses else 0.0
+            parts["close"] = float(self._config.shaping / (1 + misses_by)) if uses else 0.0
         return Grade(reward=sum(parts.values()), parts=parts, correct=is_solved, answer=answer)
 
     def posed(self, question: str, truth: object) -> Problem:
@@ -169,12 +180,12 @@ class Countdown:
             return user_turn(f"{' '.join(map(str, numbers))} = {target}")
         return user_turn(f"{D1_FORMAT}\n{_D1_QUESTION.format(numbers=list(numbers), target=target)}")
 
-    def _is_solved(self, problem: Problem, answer: str | None) -> bool:
-        """Whether an answer solves the problem by the fixed rules."""
+    def _looked_at(self, problem: Problem, answer: str | None) -> tuple[bool, Fraction]:
+        """Whether an answer uses the given numbers by the fixed rules, and how far from the target it then comes."""
         evaluation = None if answer is None else evaluate(plain(answer))
         if evaluation is None or not evaluation.operators.issubset(self._config.operators):
-            return False
-        return sorted(evaluation.numbers) == _numbers_of(problem) and evaluation.value == int(problem.answer)
+            return False, Fraction(0)
+        return sorted(evaluation.numbers) == _numbers_of(problem), abs(evaluation.value - int(problem.answer))
 
     def _draw(self, rng: Random, split: Split, taken: Set[str] | None) -> Problem | None:
         """A random problem of `split`, or None when the draw is of the other split or has no fitting target.

@@ -1,3 +1,4 @@
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
@@ -114,6 +115,18 @@ def test_a_failed_grade_that_the_recipe_makes_a_zero_is_trained_on_and_still_cou
     assert stats["num_completions"] == 8
     assert stats["reward_parts"] == {"digits": pytest.approx(0.35)}
     assert stats["num_ungraded"] == {"timeout": 1, "error": 0}
+
+
+def test_the_shapes_of_correct_answers_are_counted_by_how_common_they_are(plan: RunPlan) -> None:
+    """Eight answers: four of one shape, two of another and one of a third are right, and one more is wrong."""
+    answers = ["1*2+3", "12*3+4", "3*3+3", "1*1+10", "2-1", "30-11", "7", "1/2/3"]
+    portion = plan.round_portion(0, 0)
+    grades = [Grade(reward=1.0, parts={}, correct=answer != "1/2/3", answer=answer) for answer in answers]
+    stats = round_stats([portion], [_summary(tuple(grades))], num_groups=2)
+    entropy = -(4 / 7 * math.log(4 / 7) + 2 / 7 * math.log(2 / 7) + 1 / 7 * math.log(1 / 7))
+    assert stats["answer_shapes"] == pytest.approx(math.exp(entropy))
+    wrong = tuple(replace(grade, correct=False) for grade in grades)
+    assert round_stats([portion], [_summary(wrong)], num_groups=2)["answer_shapes"] == 0
 
 
 def test_costs_of_the_terms_add_up_over_a_round(plan: RunPlan) -> None:

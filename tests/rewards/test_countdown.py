@@ -294,3 +294,32 @@ def test_a_row_that_is_no_problem_is_named(tmp_path: Path, row: dict[str, object
     task = Countdown(CountdownConfig(train_data=_file(tmp_path / "x.jsonl", row)))
     with pytest.raises(ValueError, match=sentence):
         task.problems(Split.TRAIN, 1, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("text", "numbers", "close", "correct"),
+    [
+        ("<answer>2*4-3</answer>", 0.3, 0.3, True),
+        ("<answer>2*4+3</answer>", 0.3, 0.3 / 7, False),
+        ("<answer>2-4*3</answer>", 0.3, 0.3 / 16, False),
+        ("<answer>4/3-2</answer>", 0.3, 0.3 * 3 / 20, False),
+        ("<answer>5</answer>", 0.0, 0.0, False),
+        ("<answer>2+3</answer>", 0.0, 0.0, False),
+        ("<answer>2*4-3+4-4</answer>", 0.0, 0.0, False),
+        ("2*4-3", 0.0, 0.0, False),
+    ],
+)
+def test_shaping_rewards_the_given_numbers_and_then_coming_near(
+    text: str, numbers: float, close: float, correct: bool
+) -> None:
+    """Nothing is to be had for the target itself, nor for other numbers that come to it."""
+    grade = Countdown(CountdownConfig(shaping=0.3)).grade(_problem("2 4 3", 5), text)
+    assert (grade.parts["numbers"], grade.parts["close"]) == pytest.approx((numbers, close))
+    assert grade.correct is correct
+    assert grade.reward == pytest.approx(sum(grade.parts.values()))
+
+
+def test_d1s_reward_is_not_shaped() -> None:
+    assert set(Countdown(CountdownConfig()).grade(_problem("2 4 3", 5), "").parts) == {"answer", "correct"}
+    with pytest.raises(ValidationError, match=r"shaping is 0\.3, and reward d1 has no such parts"):
+        CountdownConfig(shaping=0.3, reward="d1")
