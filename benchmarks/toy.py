@@ -84,7 +84,7 @@ def train(num_steps: int, seed: int = 0) -> Transformer:
             lengths=torch.full((_BATCH,), PROMPT_TOKENS + GEN_LENGTH),
             sample_keys=torch.arange(step * _BATCH, (step + 1) * _BATCH),
         )
-        masked = plan_sft(documents, model.config.mask_token_id, step, seed)
+        masked = plan_sft(documents, model.config.mask_token_id, step, seed, documents.num_rows)
         loss = -(masked_logps(model, masked) * masked.weights).sum() / documents.num_trained
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

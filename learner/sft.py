@@ -2,10 +2,12 @@
 
 Each document draws a mask ratio t ~ U(0, 1], masks its completion slots with probability t (the prompt never), and
 pays CE / t on the masked slots: an upper bound on the negative log-likelihood (LLaDA, arXiv 2502.09992, algorithm 2).
+The ratios of a batch are spread evenly over (0, 1], from a start that each step draws: each is uniform, and their mean
+hardly varies.
 
-The sum is divided by the number of completion slots of the whole batch, over all ranks, so that every slot weighs the
-same. d1 divides by that of each sequence, which it trains on one at a time, and averages over the sequences; as it pads
-all of them to one length, the two differ by the lengths of the prompts only.
+The sum of a document is divided by the number of its completion slots, and the documents of the whole batch, over all
+ranks, are averaged: long answers weigh no more than short ones (LLaDA's guidelines; d1 does so too).
+`normalize_by: slot` divides by the slots of the whole batch instead, so that every slot weighs the same.
 
 Shape letters: B documents, S slots of the widest one, N masked slots, V vocabulary.
 """
@@ -62,10 +64,16 @@ class SftConfig(BaseModel):
     where several share one; else the first held-out problems."""
     eval_every_steps: NonNegativeInt = 0
     """Also take the evaluation loss after every so many steps; 0 does so only at the start and the end."""
+    normalize_by: Literal["row", "slot"] = "row"
+    """What the loss is a mean over: `row`, the examples, of each one's mean over its completion slots (LLaDA, d1); or
+    `slot`, all completion slots of the batch, so that long answers weigh more. The two differ where examples do: with
+    `eos_padding: ignored`."""
     lr: PositiveFloat = 1e-5
     """Peak learning rate, reached after `num_warmup_steps`, then falling linearly to a tenth."""
     num_warmup_steps: NonNegativeInt = 20
     """Steps of linear warm-up."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW's (d1's)."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
     """AdamW's."""
     max_grad_norm: PositiveFloat = 1.0
@@ -121,10 +129,17 @@ class MaskedDocuments:
     weights: Tensor
     """[N] float32: 1 / t of its document."""
 
+    def mean_over_rows(self, values_N: Tensor, sizes_B: Tensor) -> Tensor:
+        """[B] the sum of each document's values, divided by its size: [B], slots."""
+        sums_B = values_N.new_zeros(len(sizes_B)).index_add(0, self.rows, values_N)
+        return sums_B / sizes_B.clamp(min=1)
 
-def plan_sft(documents: Documents, mask_id: int, step: int, seed: int) -> MaskedDocuments:
-    """The masks of one step: every document draws its own t."""
-    t_B = _MIN_T + (1 - _MIN_T) * uniform(documents.sample_keys, seed, step, _T_KEY)
+
+def plan_sft(documents: Documents, mask_id: int, step: int, seed: int, batch_size: int) -> MaskedDocuments:
+    """The masks of one step of `batch_size` documents on all ranks, which are keyed by their place in the run."""
+    start = uniform(torch.tensor(fold(seed, step, _T_KEY), device=documents.ids.device))
+    place_B = (start + documents.sample_keys % batch_size / batch_size) % 1
+    t_B = _MIN_T + (1 - _MIN_T) * place_B
     return mask_documents(documents, mask_id, t_B, (seed, step))
 
 

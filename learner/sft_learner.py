@@ -30,7 +30,7 @@ class SftLearner:
         self.config = config
         self._documents = documents
         self._seed = seed
-        self.optimizer = PolicyOptimizer(policy, betas=(0.9, 0.99), weight_decay=config.weight_decay)
+        self.optimizer = PolicyOptimizer(policy, betas=config.betas, weight_decay=config.weight_decay)
         self.num_trained = 0
         """Completion slots that were trained on so far, on all ranks."""
 
@@ -45,9 +45,12 @@ class SftLearner:
         keys = torch.arange(step * batch_size, (step + 1) * batch_size)
         batch = replace(self._documents.select(rows), sample_keys=keys)
         shard = batch.shard(self.policy.rank, self.policy.world_size).to(self.policy.device)
-        masked = plan_sft(shard, self.policy.config.mask_token_id, step, self._seed)
-        logps_N = masked_logps(self.policy.module, masked, packing=self.config.packing)
-        loss = -(logps_N * masked.weights).sum() / batch.num_trained
+        masked = plan_sft(shard, self.policy.config.mask_token_id, step, self._seed, batch_size)
+        losses_N = -masked_logps(self.policy.module, masked, packing=self.config.packing) * masked.weights
+        if self.config.normalize_by == "row":
+            loss = masked.mean_over_rows(losses_N, shard.lengths - shard.prompt_lengths).sum() / batch_size
+        else:
+            loss = losses_N.sum() / batch.num_trained
         # FSDP averages over ranks; the loss is a sum over them.
         (loss * self.policy.world_size).backward()
         grad_norm = self.optimizer.step(lr, self.config.max_grad_norm)

@@ -32,8 +32,8 @@ def _documents(*, trains_padding: bool = True, num_examples: int = 12) -> Docume
     return make_documents(_examples(num_examples), EOS_ID, trains_padding=trains_padding)
 
 
-def _plan(documents: Documents, step: int = 0, seed: int = 0) -> MaskedDocuments:
-    return plan_sft(documents, MASK_ID, step, seed)
+def _plan(documents: Documents, step: int = 0, seed: int = 0, batch_size: int = 6) -> MaskedDocuments:
+    return plan_sft(documents, MASK_ID, step, seed, batch_size)
 
 
 def test_each_epoch_is_a_permutation_of_all_labels() -> None:
@@ -72,26 +72,48 @@ def test_only_slots_that_are_trained_on_are_masked_and_all_of_them_can_be(trains
 
 def test_mask_ratio_is_uniform_and_weights_are_its_inverse() -> None:
     many = replace(_documents().select(torch.zeros(3000, dtype=torch.long)), sample_keys=torch.arange(3000))
-    masked = _plan(many)
+    masked = _plan(many, batch_size=3000)
     # E[1/t * masked] = 1: the weighted number of masked slots is the number of slots.
     assert abs(masked.weights.sum().item() / (3000 * 8) - 1) < 0.03
     assert masked.weights.min() >= 1
     assert abs(len(masked.targets) / (3000 * 8) - 0.5) < 0.02
 
 
+def test_the_mask_ratios_of_a_batch_are_spread_evenly_from_another_start_at_each_step() -> None:
+    documents, found = _documents(num_examples=8), []
+    for step in range(30):
+        places = torch.arange(step * 8, step * 8 + 8)
+        # With many slots a document, each has a masked one that says what its t is.
+        masked = _plan(replace(documents, sample_keys=places), step, batch_size=8)
+        ratios = dict(zip(masked.rows.tolist(), (1 / masked.weights).tolist(), strict=True))
+        eighths = sorted(int((ratio - 1e-3) / (1 - 1e-3) * 8) for ratio in ratios.values())
+        assert len(set(eighths)) == len(eighths), "no two in one eighth"
+        found.append(next(iter(ratios.values())))
+    assert max(found) > 0.85
+    assert min(found) < 0.25
+    assert len(set(found)) > 25
+
+
 @pytest.mark.parametrize("trains_padding", [True, False])
 @pytest.mark.parametrize("sft", [CONFIG, PACKED], ids=["unpacked", "packed"])
-def test_loss_is_that_of_a_row_by_row_loop(policy: Transformer, sft: SftConfig, trains_padding: bool) -> None:
-    documents, total, num_slots = _documents(trains_padding=trains_padding), 0.0, 0
+@pytest.mark.parametrize("normalize_by", ["row", "slot"])
+def test_loss_is_that_of_a_row_by_row_loop(
+    policy: Transformer, sft: SftConfig, trains_padding: bool, normalize_by: str
+) -> None:
+    documents, total, num_slots, means = _documents(trains_padding=trains_padding), 0.0, 0, []
+    sft = sft.model_copy(update={"normalize_by": normalize_by})
     for place, row in enumerate(sft_rows(12, 6, 0, seed=3).tolist()):
         one = replace(documents.select(slice(row, row + 1)), sample_keys=torch.tensor([place]))
         masked = _plan(one, seed=3)
         with torch.no_grad():
             logp = policy(masked.ids[:, : int(one.lengths[0])]).log_softmax(-1)[0]
-        total -= (logp[masked.columns, masked.targets] * masked.weights).sum().item()
-        num_slots += int(one.lengths[0] - one.prompt_lengths[0])
+        loss, size = -(logp[masked.columns, masked.targets] * masked.weights).sum().item(), int(one.lengths[0])
+        total, num_slots = total + loss, num_slots + size - int(one.prompt_lengths[0])
+        means.append(loss / (size - int(one.prompt_lengths[0])))
     metrics = SftLearner(ShardedPolicy(policy, None), sft, documents, seed=3).step(0, lr=0.0)
-    assert metrics["loss"] == pytest.approx(total / num_slots, abs=1e-5)
+    by_row, by_slot = sum(means) / 6, total / num_slots
+    assert metrics["loss"] == pytest.approx(by_row if normalize_by == "row" else by_slot, abs=1e-5)
+    assert (by_row == pytest.approx(by_slot, abs=1e-6)) == trains_padding, "they differ where lengths do"
 
 
 def test_packing_changes_no_gradient(policy: Transformer) -> None:
@@ -119,7 +141,8 @@ def test_packed_documents_do_not_see_each_other(policy: Transformer) -> None:
 
 def test_packing_takes_fewer_slots(policy: Transformer) -> None:
     examples = [Example(prompt_ids=(1, 2), completion_ids=(3,) * count, num_slots=12) for count in (9, 2, 1, 4, 1, 1)]
-    masked, shapes = _plan(make_documents(examples, EOS_ID, trains_padding=False)), []
+    # A step that masks some of each.
+    masked, shapes = _plan(make_documents(examples, EOS_ID, trains_padding=False), step=16), []
     hook = policy.register_forward_pre_hook(lambda _module, arguments: shapes.append(arguments[0].shape))
     with torch.no_grad():
         masked_logps(policy, masked)
