@@ -101,6 +101,7 @@ class TrainingRun:
         self._generation: Generation | None = None
         self._state: Callable[[], Mapping[str, Tensor]] | None = None
         self._logged_at, self._logged_tokens = 0.0, 0
+        self._num_skipped = 0
         mesh = make_mesh(spec.device)
         device = torch.device(spec.device, torch.cuda.current_device()) if spec.device == "cuda" else "cpu"
         adapter, model = self._found_policy()
@@ -276,7 +277,7 @@ class TrainingRun:
             # What SFT published is not rounded yet: the rounds are of completions of the policy that they start from.
             self._position = replace(self._position, policy_version=self._position.policy_version + 1)
             self._publish(self._position.policy_version, Phase.SFT, 0)
-        learner = Learner(self._policy, spec.learner, sampler_facts(spec.rollout.sampling))
+        learner = Learner(self._policy, spec.learner, sampler_facts(spec.rollout.params[0]))
         self._restore(learner)
         self._record("phase", phase=Phase.RL, num_steps=spec.learner.num_rounds)
         for round_index in range(first, spec.learner.num_rounds):
@@ -322,12 +323,21 @@ class TrainingRun:
         try:
             metrics = learner.update(batch, round_index)
         except FloatingPointError as error:
-            path = self._spec.run_dir / FAILED_BATCHES / f"round-{round_index:06d}.safetensors"
-            if self._ranks.rank == 0:
-                path.parent.mkdir(exist_ok=True)
-                save_file({field.name: getattr(batch, field.name) for field in fields(batch)}, path)
-            raise FloatingPointError(f"round {round_index}: {error}. Its batch is in {path}") from error
+            self._skip(batch, round_index, error)
+            return {"num_trained_completions": 0.0}
+        self._num_skipped = 0
         return metrics | self._use_of_devices(learner.model_flops / (self._clock() - began))
+
+    def _skip(self, batch: RolloutBatch, round_index: int, error: FloatingPointError) -> None:
+        """Keep a batch that no step was taken on. Raises FloatingPointError after too many rounds of that in a row."""
+        path = self._spec.run_dir / FAILED_BATCHES / f"round-{round_index:06d}.safetensors"
+        if self._ranks.rank == 0:
+            path.parent.mkdir(exist_ok=True)
+            save_file({field.name: getattr(batch, field.name) for field in fields(batch)}, path)
+        self._num_skipped += 1
+        if self._num_skipped > self._spec.learner.max_skipped_rounds:
+            raise FloatingPointError(f"round {round_index}: {error}. Its batch is in {path}") from error
+        self._record("failure", what=f"round {round_index} is skipped: {error}. Its batch is in {path}", attempt=1)
 
     def _use_of_devices(self, flop_per_s: float) -> dict[str, float]:
         """How much of its devices an update used: arithmetic of all workers, memory of the one that took most."""

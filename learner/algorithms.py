@@ -11,8 +11,9 @@ from typing import Any
 DEFAULT = "diffu-grpo"
 """The algorithm of a recipe that names none."""
 
-METHOD = ("advantage", "filters", "estimator", "objective")
-"""What a method is: the settings that belong to one and not to a task or a machine."""
+METHOD = ("advantage", "filters", "estimator", "objective", "max_staleness", "imitation_coef")
+"""What a method is: the settings that belong to one and not to a task or a machine. How stale its completions may be is
+one of them: few methods can correct for that."""
 
 ALGORITHMS: Mapping[str, Mapping[str, Any]] = {
     "diffu-grpo": {"estimator": {"name": "one_step"}, "objective": {"name": "clipped_ratio"}},
@@ -70,7 +71,7 @@ ALGORITHMS: Mapping[str, Mapping[str, Any]] = {
     },
     "gdpo": {
         "advantage": "group_z",
-        "estimator": {"name": "elbo", "num_draws": 3, "counts": "quadrature", "complement": False},
+        "estimator": {"name": "elbo", "num_draws": 2, "counts": "quadrature", "complement": False},
         "objective": {"name": "clipped_ratio", "level": "sequence", "kl_coef": 0.0},
     },
     "stepmerge": {
@@ -137,8 +138,9 @@ ALGORITHMS: Mapping[str, Mapping[str, Any]] = {
         "objective": {"name": "linear_bound"},
     },
     "stabledrl": {
-        "inner_updates": 12,
-        "estimator": {"name": "block_masks", "num_draws": 1},
+        "inner_updates": 2,
+        "group_size": 16,
+        "estimator": {"name": "block_masks", "num_draws": 2},
         "objective": {
             "name": "sandwich",
             "beta": 1.5,

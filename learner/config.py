@@ -26,6 +26,7 @@ from learner.objectives import (
     PreferenceConfig,
     SandwichConfig,
 )
+from learner.objectives.base import Coefficient
 from learner.objectives.distribution_matching import DistributionMatchingConfig
 
 
@@ -59,7 +60,9 @@ class LearnerConfig(BaseModel):
     max_grad_norm: PositiveFloat = 0.2
     """Gradients are clipped to this global norm."""
     max_staleness: NonNegativeInt = 0
-    """A round trains on completions at most this many policy versions old; 0 is exactly synchronous."""
+    """A round trains on completions at most this many policy versions old; 0 is exactly synchronous. Above 0 samplers
+    are at work while the learner trains, and `objective.old` must be `sampler`: the ratio is then to the policy that
+    sampled, whichever that was."""
     algorithm: str = DEFAULT
     """A row of `docs/algorithms.md`: it fills in `advantage`, `filters`, `estimator`, `objective`, `inner_updates` and
     `group_size` where this section does not say them."""
@@ -71,6 +74,12 @@ class LearnerConfig(BaseModel):
     """Which corrupted canvases give the likelihood."""
     objective: ObjectiveConfig = ClippedRatioConfig()
     """What is minimised."""
+    imitation_coef: Coefficient = 0.0
+    """Weight of the denoising loss on the round's correct completions, at every update: each is a demonstration, of all
+    states that one may decode through (LightningRL's, arXiv 2603.13319, under masks of SFT's). 0 is none."""
+    max_skipped_rounds: NonNegativeInt = 3
+    """Rounds in a row that may be skipped because their loss or gradient is not finite: each is counted as a failure,
+    and its batch is kept in the run directory. One more ends the run."""
     reference_sync_rounds: NonNegativeInt = 0
     """Rounds after which the KL reference becomes the current policy; 0 keeps the policy that RL started from.
     (d1 asks for a sync every 64 steps, which does nothing under LoRA.)"""
@@ -90,11 +99,24 @@ class LearnerConfig(BaseModel):
             raise ValueError(f"objective {objective.name} compares ELBOs: estimator must be elbo, not {estimator.name}")
         if isinstance(objective, SandwichConfig) and estimator.name != "block_masks":
             raise ValueError(f"objective sandwich needs the masks of estimator block_masks, not of {estimator.name}")
+        is_of_one_draw = isinstance(estimator, BlockMasksConfig) and estimator.num_draws == 1
+        if isinstance(objective, SandwichConfig) and objective.mix > 0 and is_of_one_draw:
+            raise ValueError(
+                f"objective.mix is {objective.mix:g}, and of one draw both bounds have the same gradient: "
+                "estimator.num_draws must be 2 or more, or mix 0"
+            )
         is_exact = isinstance(estimator, TrajectoryConfig) and estimator.is_exact
         if isinstance(objective, ClippedRatioConfig) and objective.old == "sampler" and not is_exact:
             raise ValueError(
                 "objective.old is sampler: the estimator must be trajectory with steps_per_segment: 1, law: sampler "
                 "and no p_mask_prompt, or its likelihoods are not comparable with the recorded ones"
+            )
+        is_corrected = isinstance(objective, ClippedRatioConfig) and objective.old == "sampler"
+        if self.max_staleness and not is_corrected:
+            raise ValueError(
+                f"max_staleness is {self.max_staleness}: completions of an older policy are corrected for by what the "
+                "sampler recorded, so that objective.old must be sampler (with estimator trajectory, "
+                "steps_per_segment: 1 and law: sampler), or max_staleness 0"
             )
         scores_order = isinstance(estimator, TrajectoryConfig) and estimator.scores_order
         if scores_order != (isinstance(objective, ClippedRatioConfig) and objective.order_temperature is not None):

@@ -17,6 +17,7 @@ from learner.batch import RolloutBatch
 from learner.config import LearnerConfig
 from learner.estimators import SamplerFacts, Terms, token_logps
 from learner.flops import forward_flops, update_flops
+from learner.imitation import demonstrations, denoising_loss
 from learner.micro_batches import coefficients
 from learner.model.lora import WHOLE
 from learner.objectives import Loss
@@ -67,7 +68,8 @@ class Learner:
 
         Old likelihoods are those of the policy at the start of the round, under the same masks as the new ones.
         A round of which the filters leave nothing changes nothing; its metrics say so.
-        Raises FloatingPointError when the gradient is not finite.
+        Raises FloatingPointError when the loss or the gradient is not finite. That step is not taken; the policy can
+        train on.
         """
         lr = self.config.lr_at(round_index)
         metrics = UpdateMetrics(self.policy)
@@ -77,11 +79,15 @@ class Learner:
         if work.num_rows:
             probed |= mask_variance(self.policy, self.config, self._sampler, batch)
             known = self._known_before(work)
+            correct = None
+            if self.config.imitation_coef and bool(batch.correct.any()):
+                correct = demonstrations(self.policy, self.config, self._sampler, batch)
             for index in range(self.config.inner_updates):
                 plan = work.plan(index)
                 self._backward(work, plan, known.setdefault(plan.key, Known()), metrics)
-                metrics.end_update()
-                metrics.add_step(self.optimizer.step(lr, self.config.max_grad_norm))
+                if correct is not None:
+                    self._imitate(correct.plan(index), metrics)
+                metrics.add_step(self._step(metrics, lr))
             self._sync_reference(round_index)
         self.model_flops = self.policy.sum_over_ranks(torch.tensor([self._flops], dtype=torch.float64)).item()
         return (
@@ -136,6 +142,15 @@ class Learner:
         else:
             self._in_one_sweep(work, plan, known, metrics)
 
+    def _imitate(self, plan: Plan, metrics: UpdateMetrics) -> None:
+        """Add the gradient of the denoising loss of the correct completions."""
+        self._flops += update_flops(self.policy.config, self.policy.lora, plan.canvases)
+        for micro, counts in zip(plan.micro_batches, plan.counts, strict=True):
+            new_N = token_logps(self.policy.module, micro.views, micro.law)
+            loss = denoising_loss(micro, new_N)
+            self._accumulate(self.config.imitation_coef * loss)
+            metrics.add_imitation(loss, self.config.imitation_coef, counts=counts)
+
     def _in_one_sweep(self, work: Round, plan: Plan, known: Known, metrics: UpdateMetrics) -> None:
         news = []
         for micro, inside, counts in zip(plan.micro_batches, plan.inside, plan.counts, strict=True):
@@ -159,6 +174,15 @@ class Learner:
             new_N = token_logps(self.policy.module, micro.views, micro.law)
             weight_N = gradient_N[inside] if inside.stop > inside.start else torch.zeros_like(new_N)
             self._accumulate((new_N * weight_N).sum())
+
+    def _step(self, metrics: UpdateMetrics, lr: float) -> float:
+        """Step down the gradient that was added up; its norm."""
+        try:
+            metrics.end_update()
+            return self.optimizer.step(lr, self.config.max_grad_norm)
+        except FloatingPointError:
+            self.optimizer.forget_gradients()
+            raise
 
     def _loss(self, work: Round, terms: Terms, new_N: Tensor, known: Known, inside: slice) -> Loss:
         is_idle = inside.stop == inside.start

@@ -36,13 +36,17 @@ class PolicyOptimizer:
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         if not torch.isfinite(norm):
             raise FloatingPointError(
-                f"the gradient's norm is {norm.item()}: training stops before it harms the policy; try a lower lr"
+                f"the gradient's norm is {norm.item()}: no step is taken, which would harm the policy; try a lower lr"
             )
         for group in self._adamw.param_groups:
             group["lr"] = lr
         self._adamw.step()
         self._adamw.zero_grad()
         return norm.item()
+
+    def forget_gradients(self) -> None:
+        """Clear them without a step."""
+        self._adamw.zero_grad()
 
     def full_state(self) -> dict[str, Tensor]:
         """The moments and step counts by parameter name, whole, on rank 0's CPU. A collective."""

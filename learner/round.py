@@ -19,6 +19,9 @@ from learner.micro_batches import MicroBatches, cut
 from learner.objectives import Logps, RowFacts, normalized, unit_keys
 from learner.sharding import ShardedPolicy
 
+Chosen = tuple[Tensor, Tensor]
+"""[B] bool, the completions that are trained on, and [B] the advantage of each."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
@@ -54,17 +57,22 @@ class Round:
     """The completions of a round that this rank trains on."""
 
     def __init__(
-        self, policy: ShardedPolicy, config: LearnerConfig, sampler: SamplerFacts, batch: RolloutBatch
+        self,
+        policy: ShardedPolicy,
+        config: LearnerConfig,
+        sampler: SamplerFacts,
+        batch: RolloutBatch,
+        chosen: Chosen | None = None,
     ) -> None:
-        """Take this rank's share of `batch`, of which every rank is given the whole."""
+        """Take this rank's share of `batch`, of which every rank is given the whole: of what `chosen` says, else of
+        what the config's filters leave, with its advantages."""
         self._policy, self._config, self._sampler = policy, config, sampler
-        rewards = Rewards(total=batch.rewards, parts=batch.reward_parts, groups=batch.group_ids)
-        kept_B = config.filters.keeps(rewards, batch.correct, batch.truncated)
+        kept_B, advantages_B = chosen or _chosen(batch, config)
         self.num_rows = int(kept_B.sum())
         self._plan: Plan | None = None
         if not self.num_rows:
             return
-        advantages_B = group_advantages(rewards, config.advantage)[kept_B]
+        advantages_B = advantages_B[kept_B]
         grouped = GroupedBatch.of(batch.select(kept_B))
         mine = grouped.rows_of(policy.rank, policy.world_size, whole_groups=config.objective.compares_groups)
         shard = grouped.select(mine) if len(mine) else grouped.emptied()
@@ -117,6 +125,12 @@ class Round:
         """These likelihoods of terms, with what the sampler recorded of them."""
         sampled_N = self.batch.commit_logp[terms.rows, terms.slots]
         return Logps(new=new_N, old=old_N, reference=reference_N, sampled=sampled_N)
+
+
+def _chosen(batch: RolloutBatch, config: LearnerConfig) -> Chosen:
+    rewards = Rewards(total=batch.rewards, parts=batch.reward_parts, groups=batch.group_ids)
+    kept_B = config.filters.keeps(rewards, batch.correct, batch.truncated)
+    return kept_B, group_advantages(rewards, config.advantage)
 
 
 def scored_logps(policy: ShardedPolicy, plan: Plan) -> Tensor:

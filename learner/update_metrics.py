@@ -59,12 +59,19 @@ class UpdateMetrics:
         elif _RATIO in loss.per_unit:
             self._add("ratio_square", loss.per_unit[_RATIO][:0])
 
+    def add_imitation(self, loss: Tensor, coefficient: float, *, counts: bool) -> None:
+        """Count the denoising loss of some demonstrations in."""
+        weight = float(counts)
+        self._update_loss = self._update_loss + weight * coefficient * loss.detach()
+        self._add("loss", loss.detach()[None] * weight * coefficient)
+        self._add("imitation_loss", loss.detach()[None] * weight)
+
     def end_update(self) -> None:
         """Before the optimizer steps: raises FloatingPointError when the update's loss is not finite, on all ranks."""
         loss = self._policy.sum_over_ranks(self._update_loss[None]).item()
         if not torch.isfinite(torch.tensor(loss)):
             raise FloatingPointError(
-                f"the loss is {loss}: training stops before it harms the policy; try a lower lr or a smaller clip"
+                f"the loss is {loss}: no step is taken, which would harm the policy; try a lower lr or a smaller clip"
             )
         self._update_loss = torch.zeros_like(self._update_loss)
 
@@ -86,7 +93,8 @@ class UpdateMetrics:
             metrics["effective_sample_share"] = total**2 / max(1e-30, metrics.pop("ratio_square") * count**2)
         if "clip_ratio/low" in sums:
             metrics["clip_ratio/region_mean"] = metrics["clip_ratio/low_mean"] + metrics["clip_ratio/high_mean"]
-        return metrics | {"loss": sums["loss"][0] / num_steps, "grad_norm": sum(self._grad_norms) / num_steps}
+        losses = {name: sums[name][0] / num_steps for name in ("loss", "imitation_loss") if name in sums}
+        return metrics | losses | {"grad_norm": sum(self._grad_norms) / num_steps}
 
     def _add(self, name: str, values: Tensor) -> None:
         counted = torch.stack((values.double().sum(), values.new_tensor(len(values)).double()))

@@ -127,7 +127,17 @@ def test_a_run_leaves_what_it_promises(cluster: dict[str, str], folder: Path, fi
 @pytest.mark.nightly
 def test_a_timeline_shows_what_overlaps(cluster: dict[str, str], folder: Path, first_run: list[dict[str, Any]]) -> None:
     # Eight portions a round for one sampler: it is at work on the next round long after the learner has begun with one.
-    ahead = ("learner.max_staleness=1", "rollout.batch_size=4", "control.enabled=false", "learner.inner_updates=4")
+    exact = (
+        "learner.estimator={name: trajectory, steps_per_segment: 1, law: sampler}",
+        "learner.objective.old=sampler",
+    )
+    ahead = (
+        "learner.max_staleness=1",
+        "rollout.batch_size=4",
+        "control.enabled=false",
+        "learner.inner_updates=4",
+        *exact,
+    )
     _train(cluster, folder, "ahead", *ahead, *SMALL)
     overlapping: dict[str, list[tuple[int, int]]] = {}
     for name in ("first", "ahead"):
@@ -266,7 +276,14 @@ def test_rounds_run_alone(cluster: dict[str, str], folder: Path, first_run: list
 
 
 def test_a_run_that_fails_says_so_in_one_sentence(cluster: dict[str, str], folder: Path) -> None:
-    arguments = (str(folder / "recipe.yaml"), "name=failing", f"runs_dir={folder}", "learner.lr=1e30", *SMALL)
+    arguments = (
+        str(folder / "recipe.yaml"),
+        "name=failing",
+        f"runs_dir={folder}",
+        "learner.lr=1e30",
+        "learner.max_skipped_rounds=0",
+        *SMALL,
+    )
     done = _d1(cluster, "train", *arguments)
     assert done.returncode == 1
     # Without what a busy machine has said of long imports.

@@ -52,8 +52,10 @@ class Slots(StrEnum):
 
     TEXT = "text"
     """Those up to and including the first end of text."""
+    DENOISED = "denoised"
+    """Those that the sampler denoised, whole blocks up to the one that the text ends in."""
     CANVAS = "canvas"
-    """All of them: that a text ends and stays ended counts too."""
+    """All of them, with what fills up the canvas after the last block that was denoised, which nobody sampled."""
 
 
 class Estimator(Protocol):
@@ -75,11 +77,12 @@ class Estimator(Protocol):
         """Why it cannot work with a sampler like this; None where it can."""
 
 
-def covered(batch: CompletionBatch, slots: Slots) -> Tensor:
+def covered(batch: GroupedBatch, slots: Slots) -> Tensor:
     """[B, L] bool: the slots that a likelihood is about; none of a row that only fills a shard."""
     if slots is Slots.TEXT:
         return batch.completion_mask()
-    return (batch.completion_lengths > 0)[:, None].expand(-1, batch.num_slots)
+    is_row_B1 = (batch.completion_lengths > 0)[:, None]
+    return is_row_B1 & (batch.step_map >= 0) if slots is Slots.DENOISED else is_row_B1.expand(-1, batch.num_slots)
 
 
 def prompt_mask(batch: CompletionBatch, probability: float, *keys: Tensor | int) -> Tensor | None:

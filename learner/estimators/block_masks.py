@@ -30,7 +30,7 @@ class BlockMasksConfig(BaseModel):
     name: Literal["block_masks"] = "block_masks"
     """The estimator."""
     num_draws: PositiveInt = 2
-    """Canvases of each completion (SPG: 2, StableDRL: 1)."""
+    """Canvases of each completion (SPG and StableDRL: 2)."""
     block_length: PositiveInt | None = None
     """Slots of a block; null: the sampler's."""
     p_mask_clean: Probability = 0.15

@@ -54,7 +54,7 @@ class ElboConfig(BaseModel):
     """How the number of masked slots is drawn."""
     complement: bool = True
     """Run the complement of each mask too: every slot is scored exactly once a draw."""
-    slots: Slots = Slots.CANVAS
+    slots: Slots = Slots.DENOISED
     """The slots that the likelihood is about."""
     masks: Literal["each_update", "fixed"] = "each_update"
     """Draw masks anew at every update, or once for the round."""
@@ -72,7 +72,7 @@ class ElboConfig(BaseModel):
         draws = self._draws(batch, self.mask_key(update))
         weights_R = self._weights(draws) / (1 if self.values == "draws" else self.num_draws)
         if not self.complement:
-            # What lies past a text that alone is covered is end of text, and shown.
+            # What lies past the slots that are covered is shown.
             return Corruption(
                 rows=draws.rows,
                 masked=draws.masked,

@@ -17,6 +17,20 @@ from learner.objectives.units import Level, Normalize, RowFacts
 
 Coefficient = Annotated[float, Field(ge=0)]
 
+MOST_LOG_RATIO = 20.0
+"""Log-ratios beyond are cut before they are exponentiated: e^88 is infinite in float32, and times an advantage of zero
+no number. (verl's bound; a ratio of 5e8 is no estimate of anything.)"""
+
+
+def bounded(log_ratios: Tensor) -> Tensor:
+    """Log-ratios within `MOST_LOG_RATIO`, with no gradient beyond."""
+    return log_ratios.clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO)
+
+
+def is_cut(log_ratios: Tensor) -> Tensor:
+    """1 where `bounded` changes a log-ratio, else 0: what is reported."""
+    return (log_ratios.detach().abs() > MOST_LOG_RATIO).float()
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Logps:

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 
 from learner.estimators.terms import TOKEN, Terms
-from learner.objectives.base import Coefficient, Logps, Loss
+from learner.objectives.base import Coefficient, Logps, Loss, bounded, is_cut
 from learner.objectives.order import order_logps
 from learner.objectives.units import Level, Normalize, RowFacts, Units, units_of
 
@@ -36,6 +36,7 @@ def kl_estimate(kind: Kl, difference: Tensor) -> Tensor:
         return -difference
     if kind is Kl.K2:
         return difference.square() / 2
+    difference = bounded(difference)
     return difference.exp() - difference - 1
 
 
@@ -92,7 +93,8 @@ class ClippedRatioConfig(BaseModel):
         """-min(ratio A, clip(ratio) A) + kl_coef KL of each unit, in its share."""
         units = units_of(terms, self.level)
         advantages_U = rows.advantages[units.rows]
-        ratio_U = self._log_ratio(terms, units, logps.new, self._divided_by(logps), rows).exp()
+        log_ratio_U = self._log_ratio(terms, units, logps.new, self._divided_by(logps), rows)
+        ratio_U = bounded(log_ratio_U).exp()
         clipped_U = ratio_U.clamp(
             -math.inf if self.clip_low is None else 1 - self.clip_low,
             math.inf if self.clip_high is None else 1 + self.clip_high,
@@ -107,6 +109,7 @@ class ClippedRatioConfig(BaseModel):
         lost_U = clipped_U * advantages_U < ratio_U * advantages_U
         per_unit |= {
             "ratio": ratio_U.detach(),
+            "ratio_cut": is_cut(log_ratio_U),
             "clip_ratio/low": (lost_U & (advantages_U < 0)).float(),
             "clip_ratio/high": (lost_U & (advantages_U > 0)).float(),
         }

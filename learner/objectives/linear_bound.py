@@ -11,7 +11,7 @@ import torch
 from pydantic import BaseModel, ConfigDict
 
 from learner.estimators.terms import Terms
-from learner.objectives.base import Logps, Loss
+from learner.objectives.base import Logps, Loss, bounded, is_cut
 from learner.objectives.units import Level, Normalize, RowFacts, units_of
 
 
@@ -43,9 +43,9 @@ class LinearBoundConfig(BaseModel):
         size_U = rows.sizes[units.rows] if self.per_slot else 1.0
         log_ratio_U = units.sum(terms.weights * (logps.new - logps.old)) / size_U
         # e^d is a bound from above, which a negative advantage turns round; 1 + d is one from below.
-        bound_U = torch.where(advantages_U < 0, log_ratio_U.exp(), 1 + log_ratio_U)
+        bound_U = torch.where(advantages_U < 0, bounded(log_ratio_U).exp(), 1 + log_ratio_U)
         loss_U = -bound_U * advantages_U
         return Loss(
             total=(loss_U * units.importance).sum(),
-            per_unit={"ratio": log_ratio_U.detach().exp()},
+            per_unit={"ratio": bounded(log_ratio_U.detach()).exp(), "ratio_cut": is_cut(log_ratio_U)},
         )

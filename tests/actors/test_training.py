@@ -14,11 +14,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 
 from actors.checkpoints import Position, checkpoints_to_answer, newest_checkpoint, to_go_on
 from actors.spec import Phase, RunSpec
 from actors.training import TrainingRun
-from learner.learner import LearnerConfig
+from learner.batch import RolloutBatch
+from learner.config import LearnerConfig
+from learner.learner import Learner
 from learner.model.checkpoint import LEARNER_STATE, save_checkpoint
 from learner.model.lora import LoraConfig
 from learner.ranks import Ranks
@@ -37,13 +40,16 @@ def _spec(spec: RunSpec, run_dir: Path, **changes: Any) -> RunSpec:
         "run_dir": run_dir,
         "phases": STAGES,
         "sft": SftConfig(num_labels=10, num_steps=6, batch_size=8, lr=3e-3, num_eval=4, eval_every_steps=2),
-        "learner": LearnerConfig(
-            num_rounds=3, groups_per_round=4, group_size=4, inner_updates=1, lr=1e-3, estimator={"name": "one_step"}
-        ),
+        "learner": _learner(),
         "evaluation": EvaluationConfig(num_problems=8, every_rounds=1),
         "control_steps": 4,
     }
     return replace(spec, **values | changes)
+
+
+def _learner(**changes: Any) -> LearnerConfig:
+    values = {"num_rounds": 3, "groups_per_round": 4, "group_size": 4, "inner_updates": 1, "lr": 1e-3}
+    return LearnerConfig.model_validate({**values, "estimator": {"name": "one_step"}, **changes})
 
 
 def _ticking(step_s: float, start_s: float = 0.0) -> Callable[[], float]:
@@ -220,3 +226,42 @@ def test_a_finished_run_goes_on_for_more_rounds_from_its_last_round(spec: RunSpe
     ][3:]
     for name in ("rl-000005", "control"):
         assert _files(whole, name)["model.safetensors"] == _files(longer, name)["model.safetensors"], name
+
+
+def _failing_at(*rounds: int) -> Any:
+    """An update that comes to no number in some rounds."""
+    update = Learner.update
+
+    def failing(learner: Learner, batch: RolloutBatch, round_index: int) -> dict[str, float]:
+        if round_index in rounds:
+            raise FloatingPointError("the loss is nan")
+        return update(learner, batch, round_index)
+
+    return failing
+
+
+def test_a_round_without_a_finite_loss_is_skipped_counted_and_kept(
+    spec: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Learner, "update", _failing_at(0, 2))
+    small = _spec(spec, tmp_path / "run", phases=(Phase.RL,), learner=_learner(max_skipped_rounds=1))
+    run = _run(small)
+    assert [event["what"] for event in _events(run, "failure")] == [
+        f"round {index} is skipped: the loss is nan. Its batch is in "
+        f"{small.run_dir / 'failed_batches' / f'round-00000{index}.safetensors'}"
+        for index in (0, 2)
+    ]
+    assert load_file(small.run_dir / "failed_batches" / "round-000002.safetensors")["rewards"].shape == (16,)
+    trained = [event["num_trained_completions"] for event in _events(run, "round")]
+    assert trained[0] == trained[2] == 0 < trained[1]
+    digests = dict(run.published_digests)
+    assert digests[1] == digests[0] != digests[2] == digests[3], "the policy stays as it was"
+
+
+def test_too_many_skipped_rounds_in_a_row_end_the_run(
+    spec: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Learner, "update", _failing_at(0, 1))
+    small = _spec(spec, tmp_path / "run", phases=(Phase.RL,), learner=_learner(max_skipped_rounds=1))
+    with pytest.raises(FloatingPointError, match=r"round 1: the loss is nan\. Its batch is in .*round-000001"):
+        _run(small)

@@ -92,7 +92,7 @@ def rows_of(
                 group=int(batch.group_index[row]),
                 reward=float(batch.rewards[row]),
                 length=int(batch.completion_lengths[row]),
-                width=batch.num_slots,
+                width=sum(step >= 0 for step in batch.step_map[row].tolist()),
                 draws=draws,
                 sampled=batch.commit_logp[row].tolist(),
             )
@@ -293,8 +293,8 @@ def espo(rows: list[Row]) -> Tensor:
 
 
 def gdpo(rows: list[Row]) -> Tensor:
-    nodes = [0.5 - math.sqrt(0.6) / 2, 0.5, 0.5 + math.sqrt(0.6) / 2]
-    weights = [5 / 18, 8 / 18, 5 / 18]
+    nodes = [0.5 - math.sqrt(1 / 3) / 2, 0.5 + math.sqrt(1 / 3) / 2]
+    weights = [1 / 2, 1 / 2]
     losses = []
     for row, advantage in zip(rows, group_z(rows), strict=True):
         values = []

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
 from learner.algorithms import ALGORITHMS
@@ -43,8 +45,8 @@ def algorithm_config(name: str, **changes: object) -> LearnerConfig:
 class Recorder:
     """In the optimizer's place: keeps the gradients of every step, and moves the policy by a known noise."""
 
-    def __init__(self, model: Transformer) -> None:
-        self._model = model
+    def __init__(self, model: Transformer, move: Callable[[Transformer], Transformer]) -> None:
+        self._model, self._move = model, move
         self.gradients: list[dict[str, Tensor]] = []
         self.loss = 0.0
 
@@ -52,7 +54,7 @@ class Recorder:
         self.gradients.append(
             {name: p.grad.clone() for name, p in self._model.named_parameters() if p.grad is not None}
         )
-        moved(self._model)
+        self._move(self._model)
         self._model.zero_grad()
         return 0.0
 
@@ -66,18 +68,31 @@ def moved(model: Transformer) -> Transformer:
     return model
 
 
+def sharpened(model: Transformer) -> Transformer:
+    """The same policy surer of itself: random tokens, which it hardly expects, become less likely."""
+    with torch.no_grad():
+        model.head.weight.mul_(1.1)
+    return model
+
+
 def _copy(model: Transformer, dtype: torch.dtype = torch.float32) -> Transformer:
     copied = Transformer(model.config)
     copied.load_state_dict(model.state_dict())
     return copied.to(dtype)
 
 
-def _gradients(model: Transformer, config: LearnerConfig, batch: RolloutBatch, sampler: SamplerFacts) -> Recorder:
+def _gradients(
+    model: Transformer,
+    config: LearnerConfig,
+    batch: RolloutBatch,
+    sampler: SamplerFacts,
+    move: Callable[[Transformer], Transformer] = moved,
+) -> Recorder:
     """Those of both inner updates; the reference is the policy moved twice."""
     learner = Learner(ShardedPolicy(model, None), config, sampler)
     if learner.reference is not None:
         moved(moved(learner.reference.module))
-    recorder = Recorder(model)
+    recorder = Recorder(model, move)
     learner.optimizer = recorder  # type: ignore[assignment]
     metrics = learner.update(batch, 0)
     assert metrics["num_trained_completions"] == batch.num_rows
@@ -128,6 +143,55 @@ def _tell(
         slow.step_weights.clear()
         for canvas, row in enumerate(corruption.rows.tolist()):
             slow.step_weights[row, int(corruption.parts[canvas])] = float(corruption.importance[canvas, 0])
+
+
+def _coefficients() -> list[tuple[str, str, str]]:
+    """Every number and switch of estimator and objective that a row of the table sets."""
+    return [
+        (name, section, key)
+        for name, row in ALGORITHMS.items()
+        for section in ("estimator", "objective")
+        for key, value in row.get(section, {}).items()
+        if isinstance(value, int | float) and key != "requires_block_length"
+    ]
+
+
+def _others(value: object, key: str) -> list[object]:
+    """Other values, far enough from the first to be seen in two updates that hardly move the policy."""
+    if isinstance(value, bool):
+        return [not value]
+    if key.startswith("clip_"):
+        return [1e-4, 0.99 if key == "clip_low" else 50.0]
+    if isinstance(value, int):
+        return [value - 1 if value > 2 else value + 1]
+    assert isinstance(value, float)
+    return [value / 2, value * 1.4] if value else [0.4]
+
+
+@pytest.mark.parametrize(("name", "section", "key"), _coefficients())
+def test_every_coefficient_of_a_row_can_change_an_update(
+    name: str, section: str, key: str, policy: Transformer, rollouts: RolloutBatch
+) -> None:
+    config, sampler = algorithm_config(name), algorithm_sampler(name)
+    changes, values = [], _others(getattr(getattr(config, section), key), key)
+    for value in values:
+        whole = config.model_dump()
+        whole[section][key] = value
+        try:
+            other = LearnerConfig.model_validate(whole)
+        except ValidationError:
+            continue
+        # Ratios go up in one of them, and down in the other.
+        for move in (moved, sharpened):
+            before, after = (_gradients(_copy(policy), one, rollouts, sampler, move) for one in (config, other))
+            changes += [
+                float((gradients[parameter] - gradient).abs().max() / gradient.abs().max().clamp(min=1e-9))
+                for gradients, others in zip(after.gradients, before.gradients, strict=True)
+                for parameter, gradient in others.items()
+            ]
+    if not changes:
+        pytest.skip("another value would be another method, which is refused")
+    assert max(changes) > 1e-3, f"{section}.{key} = {values} change nothing"
 
 
 @pytest.mark.parametrize("max_tokens", [14, 40])

@@ -155,7 +155,12 @@ def _exhaustive_elbo(policy: Transformer, batch: GroupedBatch, num_slots: int) -
 def test_the_mean_estimate_is_the_exhaustive_elbo(
     policy: Transformer, grouped: GroupedBatch, settings: dict[str, object]
 ) -> None:
-    short = replace(grouped, completion_ids=grouped.completion_ids[:, :4], completion_lengths=torch.full((12,), 4))
+    short = replace(
+        grouped,
+        completion_ids=grouped.completion_ids[:, :4],
+        completion_lengths=torch.full((12,), 4),
+        step_map=grouped.step_map[:, :4],
+    )
     many = _many(short, 0, 4000)
     config = ElboConfig(**settings)  # type: ignore[arg-type]
     terms = make_terms(many, policy.config, config.corrupt(many, FIRST, SAMPLER))
@@ -166,12 +171,31 @@ def test_the_mean_estimate_is_the_exhaustive_elbo(
     assert float(values.mean()) == pytest.approx(_exhaustive_elbo(policy, many, 4), abs=error)
 
 
+@pytest.mark.parametrize("slots", ["text", "denoised", "canvas"])
+@pytest.mark.parametrize("complement", [True, False])
+def test_an_elbo_scores_the_slots_that_it_is_about(grouped: GroupedBatch, slots: str, complement: bool) -> None:
+    config = ElboConfig(num_draws=16, counts="row", complement=complement, slots=slots)  # type: ignore[arg-type]
+    corruption = config.corrupt(grouped, FIRST, SAMPLER)
+    scored_BL = torch.zeros_like(grouped.completion_ids, dtype=torch.bool)
+    for row, scored_L in zip(corruption.rows.tolist(), corruption.scored, strict=True):
+        scored_BL[row] |= scored_L
+    expected = {
+        "text": grouped.completion_mask(),
+        "denoised": grouped.step_map >= 0,
+        "canvas": torch.ones_like(scored_BL),
+    }
+    assert torch.equal(scored_BL, expected[slots])
+    assert config.sizes(grouped).tolist() == expected[slots].sum(dim=1).tolist()
+    assert not bool((grouped.step_map >= 0).all()), "some of the canvas was never denoised"
+
+
 def test_quadrature_integrates_a_polynomial_of_the_ratio_exactly(grouped: GroupedBatch) -> None:
     """With log p = -t^2 for every token the bound is the integral of -L t^2, as far as t L is a whole number."""
     wide = replace(
         grouped,
         completion_ids=torch.zeros(12, 1000, dtype=torch.long),
         completion_lengths=torch.full((12,), 1000),
+        step_map=torch.zeros(12, 1000, dtype=torch.long),
     )
     corruption = ElboConfig(counts="quadrature", complement=False, num_draws=3).corrupt(wide, FIRST, SAMPLER)
     ratio = corruption.masked.float().mean(dim=1)

@@ -1,3 +1,4 @@
+import copy
 from dataclasses import replace
 
 import pytest
@@ -75,11 +76,14 @@ def test_kl_starts_at_zero_and_grows(policy: Transformer, rollouts: RolloutBatch
 def test_a_gradient_that_is_not_finite_stops_training_and_spares_the_policy(
     policy: Transformer, rollouts: RolloutBatch
 ) -> None:
-    before = policy.head.weight.clone()
+    before, policy_before = policy.head.weight.clone(), copy.deepcopy(policy)
     learner = Learner(ShardedPolicy(policy, None), _config())
-    with pytest.raises(FloatingPointError, match="training stops"):
+    with pytest.raises(FloatingPointError, match="no step is taken"):
         learner.update(replace(rollouts, rewards=torch.tensor([float("inf")] * 12)), 0)
     assert torch.equal(policy.head.weight, before)
+    after = learner.update(rollouts, 1)
+    untouched = Learner(ShardedPolicy(policy_before, None), _config())
+    assert after == pytest.approx(untouched.update(rollouts, 1)), "nothing is left of the bad one"
 
 
 def test_group_normalization_weighs_tokens_unequally(policy: Transformer, rollouts: RolloutBatch) -> None:

@@ -234,6 +234,8 @@ def test_full_weights_are_not_the_live_ones(config: TransformerConfig) -> None:
 
 _WIDE = ("diffu-grpo-parity", "wd1", "tracerl", "stabledrl", "vrpo")
 ON_RANKS = {4: _WIDE, 2: tuple(name for name in ALGORITHMS if name not in _WIDE)}
+# Two of them, one on either number of ranks, with the denoising loss of the correct completions beside.
+IMITATING = ("wd1", "coupled-grpo")
 
 
 class _Recorder:
@@ -254,6 +256,8 @@ def _gradients(policy: ShardedPolicy, name: str, batch: RolloutBatch) -> dict[st
     settings = {"algorithm": name, "num_rounds": 1, "inner_updates": 2, "micro_batch_tokens": 60}
     if name == "tracerl":
         settings["filters"] = {"min_accuracy": 0.0, "max_accuracy": 1.0}
+    if name in IMITATING:
+        settings["imitation_coef"] = 0.2
     sampler = SamplerFacts(block_length=1 if name == "justgrpo" else 4, has_fallback=True)
     learner = Learner(policy, LearnerConfig.model_validate(settings), sampler)
     recorder = _Recorder(policy)
@@ -287,6 +291,7 @@ def test_every_algorithm_has_one_gradient_on_any_number_of_ranks(
     model = Transformer(config)
     init_weights(model, seed=0)
     for name, single in _all_gradients(ShardedPolicy(model, None), _rollouts(), world_size).items():
+        assert ("imitation_loss" in single["metrics"]) == (name in IMITATING)  # type: ignore[operator]
         assert sharded[name]["metrics"] == pytest.approx(single["metrics"], rel=1e-4, abs=1e-6), name
         for ours, expected in zip(sharded[name]["gradients"], single["gradients"], strict=True):  # type: ignore[call-overload]
             assert ours.keys() == expected.keys()
