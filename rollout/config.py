@@ -53,8 +53,9 @@ class RolloutConfig(BaseModel):
     sampling: SamplingParams = SamplingParams()
     """How training completions are denoised; evaluation does the same at temperature 0."""
     schedules: tuple[ScheduleConfig, ...] | None = None
-    """Schedules in place of that of `sampling`: the seed draws one for each group, so that the states of all of them
-    are trained. Absent: every group is denoised as `sampling` says."""
+    """Schedules in place of that of `sampling`, each a section such as `num_denoise_steps: 9` or `threshold: 0.9`: the
+    seed draws one for each group, so that the states of all of them are trained. Absent: every group is denoised as
+    `sampling` says."""
     overlong_prompts: Literal["drop", "truncate_left"] = "drop"
     """Prompts above `max_prompt_tokens`: `drop` leaves them out and counts them; `truncate_left` keeps the last
     tokens, as d1 does, which cuts off the instruction."""
@@ -86,9 +87,9 @@ class EvaluationConfig(BaseModel):
     every_rounds: NonNegativeInt = 0
     """Evaluate also after every so many rounds; 0 does so only at the ends of the stages."""
     schedules: tuple[ScheduleConfig, ...] | None = None
-    """Schedules in place of that of `rollout.sampling`. The accuracy at the first is what a policy is compared and
-    announced by, and what the service answers at; what SFT, the rounds and the control end with is evaluated at the
-    others too."""
+    """Schedules in place of that of `rollout.sampling`, each a section as in `rollout.schedules`. The accuracy at the
+    first is what a policy is compared and announced by, and what the service answers at; what SFT, the rounds and the
+    control end with is evaluated at the others too."""
 
     def params(self, sampling: SamplingParams) -> tuple[SamplingParams, ...]:
         """The parameters to evaluate at, the first the one that counts. Raises ValueError where one does not fit."""
