@@ -23,7 +23,7 @@ from learner.model.lora import WHOLE
 from learner.objectives import Loss
 from learner.optimizer import PolicyOptimizer
 from learner.probes import mask_variance, sampling_gap
-from learner.round import Plan, Round, joined, scored_logps
+from learner.round import WEIGHING, Plan, Round, joined, scored_logps
 from learner.sharding import ShardedPolicy
 from learner.update_metrics import UpdateMetrics, batch_metrics
 
@@ -78,6 +78,10 @@ class Learner:
         self._flops = 0.0
         if work.num_rows:
             probed |= mask_variance(self.policy, self.config, self._sampler, batch)
+            if self.config.objective.weighs_rows:
+                plan = work.plan(WEIGHING)
+                self._count_forward(plan)
+                work.weigh_rows(self._of_reference(plan) - scored_logps(self.policy, plan))
             known = self._known_before(work)
             correct = None
             if self.config.imitation_coef and bool(batch.correct.any()):
@@ -197,8 +201,10 @@ class Learner:
         (loss * self.policy.world_size).backward()
 
     def _reference_logps(self, plan: Plan) -> Tensor | None:
-        if not self.config.objective.needs_reference:
-            return None
+        objective = self.config.objective
+        return self._of_reference(plan) if objective.needs_reference and not objective.weighs_rows else None
+
+    def _of_reference(self, plan: Plan) -> Tensor:
         self._count_forward(plan, is_reference=True)
         if self.reference is not None:
             return scored_logps(self.reference, plan)

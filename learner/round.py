@@ -19,6 +19,8 @@ from learner.micro_batches import MicroBatches, cut
 from learner.objectives import Logps, RowFacts, normalized, unit_keys
 from learner.sharding import ShardedPolicy
 
+WEIGHING = -1
+"""The number of the plan that rows are weighed by: before the first update, with masks of its own."""
 Chosen = tuple[Tensor, Tensor]
 """[B] bool, the completions that are trained on, and [B] the advantage of each."""
 
@@ -86,6 +88,12 @@ class Round:
             num_rows=self.num_rows,
             num_groups=int(grouped.group_index.max()) + 1,
         )
+
+    def weigh_rows(self, log_weights_N: Tensor) -> None:
+        """Keep for the objective what the terms of the weighing plan, its log-ratios [N], say of their rows."""
+        terms = self.plan(WEIGHING).terms
+        sums_B = torch.zeros_like(self.rows.advantages).index_add_(0, terms.rows, terms.weights * log_weights_N)
+        self.rows = replace(self.rows, log_weights=sums_B)
 
     def plan(self, index: int) -> Plan:
         """What the `index`-th inner update runs; a collective."""

@@ -81,6 +81,9 @@ class Objective(Protocol):
     def needs_reference(self) -> bool:
         """Whether there must be a reference policy."""
 
+    weighs_rows: bool
+    """Whether rows are weighed by it, once before the first update, and no update looks at it."""
+
     def loss(self, terms: Terms, logps: Logps, rows: RowFacts) -> Loss:
         """The loss of some terms: whole units, whose importance is their share of the round's loss.
 

@@ -45,6 +45,7 @@ class ClippedRatioConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
+    weighs_rows: ClassVar[bool] = False
     compares_groups: ClassVar[bool] = False
     weigh_by_length: ClassVar[bool] = False
 

@@ -25,8 +25,9 @@ class DistributionMatchingConfig(BaseModel):
 
     compares_groups: ClassVar[bool] = True
     weigh_by_length: ClassVar[bool] = False
-    needs_old: ClassVar[bool] = True
+    needs_old: ClassVar[bool] = False
     needs_reference: ClassVar[bool] = True
+    weighs_rows: ClassVar[bool] = True
     level: ClassVar[Level] = Level.ROW
     normalize_by: ClassVar[Normalize] = Normalize.GROUP_SUM
 
@@ -36,16 +37,16 @@ class DistributionMatchingConfig(BaseModel):
     """Temperature of the reward."""
 
     def loss(self, terms: Terms, logps: Logps, rows: RowFacts) -> Loss:
-        """-(softmax(rho + r / alpha) - softmax(rho - r / alpha)) times the ELBO of a slot, rho = reference - old."""
-        assert logps.reference is not None, "the learner has a reference where needs_reference says so"
+        """-(softmax(rho + r / alpha) - softmax(rho - r / alpha)) times the ELBO of a slot, rho = reference - old ELBO
+        before the first update, under masks of its own."""
+        assert rows.log_weights is not None, "the learner weighs rows where weighs_rows says so"
         zeros_B = torch.zeros_like(rows.advantages)
         units = units_of(terms, Level.ROW)
         importance_B = zeros_B.index_add(0, units.rows, units.importance)
         elbo_B = zeros_B.index_add(0, terms.rows, terms.weights * logps.new)
-        rho_B = zeros_B.index_add(0, terms.rows, terms.weights * (logps.reference - logps.old))
         counts_B = importance_B > 0
         # Within a group a softmax of advantages is one of rewards.
-        wanted_B = group_softmax(rho_B + rows.advantages / self.alpha, rows.groups, counts_B)
-        unwanted_B = group_softmax(rho_B - rows.advantages / self.alpha, rows.groups, counts_B)
+        wanted_B = group_softmax(rows.log_weights + rows.advantages / self.alpha, rows.groups, counts_B)
+        unwanted_B = group_softmax(rows.log_weights - rows.advantages / self.alpha, rows.groups, counts_B)
         loss_B = -(wanted_B - unwanted_B) * elbo_B / rows.sizes
         return Loss(total=(loss_B * importance_B).sum())

@@ -53,6 +53,8 @@ class RowFacts:
     """[B] int64: 0, 1, ... over the whole round."""
     sizes: Tensor
     """[B] float32: completion slots that the estimator's value of the row covers; at least 1."""
+    log_weights: Tensor | None = None
+    """[B] float32, nats: the reference's value of each row less the old policy's, where the objective weighs rows."""
     num_rows: int
     """Rows of the round, over all ranks."""
     num_groups: int

@@ -345,12 +345,16 @@ def bgpo(rows: list[Row]) -> Tensor:
     return torch.stack(losses).mean()
 
 
+def rho(rows: list[Row]) -> list[Tensor]:
+    """The reference's ELBO of each completion less the old policy's."""
+    return [(_ratio_elbo(row, "reference") - _ratio_elbo(row, "old")).detach() for row in rows]
+
+
 def dmpo(rows: list[Row]) -> Tensor:
-    losses = []
+    losses, of_rows = [], iter(rhos)
     for group in groups_of(rows):
-        rho = [_ratio_elbo(row, "reference") - _ratio_elbo(row, "old") for row in group]
         rewards = torch.tensor([row.reward for row in group], dtype=torch.float64)
-        tilt = torch.stack(rho)
+        tilt = torch.stack([next(of_rows) for _ in group])
         weights = (tilt + rewards / 0.04).softmax(0) - (tilt - rewards / 0.04).softmax(0)
         total = torch.zeros((), dtype=torch.float64)
         for row, weight in zip(group, weights, strict=True):
@@ -359,6 +363,10 @@ def dmpo(rows: list[Row]) -> Tensor:
             total = total - weight * mean
         losses.append(total)
     return torch.stack(losses).mean()
+
+
+rhos: list[Tensor] = []
+"""What `dmpo` is told: `rho` of each completion, once for all updates, under masks of its own."""
 
 
 def _ratio_elbo(row: Row, name: str) -> Tensor:

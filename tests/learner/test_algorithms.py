@@ -16,6 +16,7 @@ from learner.config import LearnerConfig
 from learner.estimators import InnerUpdate, SamplerFacts
 from learner.learner import Learner
 from learner.model.transformer import Transformer
+from learner.round import WEIGHING
 from learner.sharding import ShardedPolicy
 from tests.learner import slow
 
@@ -109,6 +110,9 @@ def test_loss_and_gradient_are_those_of_the_papers_formula(
     old, first = _copy(policy, torch.float64), _copy(policy, torch.float64)
     second = moved(_copy(policy)).to(torch.float64)
     reference = moved(moved(_copy(policy))).to(torch.float64)
+    if name == "dmpo":
+        masks = config.estimator.corrupt(grouped, InnerUpdate(WEIGHING, 2), sampler)
+        slow.rhos[:] = slow.rho(slow.rows_of((first, old, reference), grouped, masks))
     losses = []
     for index, new in enumerate((first, second)):
         corruption = config.estimator.corrupt(grouped, InnerUpdate(index, 2), sampler)
