@@ -89,7 +89,7 @@ def _defaults(directory: Path, max_sequence_length: int) -> Defaults:
     checkpoints = directory.resolve().parent
     recipe = checkpoints.parent / RECIPE
     if checkpoints.name == CHECKPOINTS and recipe.is_file():
-        return Defaults.of_run(load_recipe(recipe, []).rollout.sampling)
+        return Defaults.of_run(load_recipe(recipe, []).evaluated_params[0])
     return Defaults.of_policy(max_sequence_length)
 
 

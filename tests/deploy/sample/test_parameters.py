@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -61,6 +62,17 @@ def test_prompts_go_through_the_chat_template_unless_raw(ask: Callable, checkpoi
     first, second, third, last = (ask([a | SHORT]).lines[0]["commit_logp_raw"] for a in asked)
     assert first == second == third != last
     assert ask([asked[0] | SHORT], "--raw").lines[0]["commit_logp_raw"] == last
+
+
+def test_a_run_answers_at_the_schedule_that_counts_in_its_evaluation(
+    ask: Callable, checkpoints: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "evaluated"
+    shutil.copytree(checkpoints / "run", run)
+    with (run / "recipe.yaml").open("a") as recipe:
+        recipe.write("\nevaluation: {schedules: [{num_denoise_steps: 12}, {num_denoise_steps: 24}]}\n")
+    (answer,) = ask([{"prompt_ids": [5]}], checkpoint=str(run)).lines
+    assert (answer["num_tokens"], answer["num_forwards"]) == (24, 12)
 
 
 def test_what_a_line_leaves_out_comes_from_the_options_then_from_the_run_at_temperature_0(ask: Callable) -> None:
