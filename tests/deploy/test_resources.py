@@ -40,5 +40,9 @@ def test_memory_grows_with_the_model_and_with_its_copies(recipe_file: Path) -> N
 
     wide = ("model.d_model=1024", "model.num_layers=12", "model.mlp_hidden_size=4096")
     assert memory(*wide) > memory() + 4e9
-    assert memory(*wide, "learner.max_staleness=4") > memory(*wide)
+    exact = (
+        "learner.estimator={name: trajectory, steps_per_segment: 1, law: sampler}",
+        "learner.objective.old=sampler",
+    )
+    assert memory(*wide, *exact, "learner.max_staleness=4") > memory(*wide, *exact)
     assert memory(*wide, "learner.objective.kl_coef=0") < memory(*wide)

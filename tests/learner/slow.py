@@ -43,6 +43,7 @@ class Row:
     reward: float
     length: int
     width: int
+    denoised: int
     draws: list[Draw]
     sampled: list[float]
 
@@ -92,7 +93,8 @@ def rows_of(
                 group=int(batch.group_index[row]),
                 reward=float(batch.rewards[row]),
                 length=int(batch.completion_lengths[row]),
-                width=sum(step >= 0 for step in batch.step_map[row].tolist()),
+                width=batch.num_slots,
+                denoised=sum(step >= 0 for step in batch.step_map[row].tolist()),
                 draws=draws,
                 sampled=batch.commit_logp[row].tolist(),
             )
@@ -275,7 +277,7 @@ def stabledrl(rows: list[Row]) -> Tensor:
 
 def _espo_value(row: Row, name: str) -> Tensor:
     """Half of (L + 1) / x times the sum over the mask, half of the same over its complement, averaged over draws."""
-    L = row.width
+    L = row.denoised
     total = torch.zeros((), dtype=torch.float64)
     for draw in row.draws:
         # The other side masks the rest; an empty side adds nothing.
@@ -287,8 +289,8 @@ def espo(rows: list[Row]) -> Tensor:
     losses = []
     for row, advantage in zip(rows, leave_one_out(rows), strict=True):
         new, old, reference = (_espo_value(row, name) for name in ("new", "old", "reference"))
-        ratio = ((new - old) / row.width).exp()
-        losses.append(ppo(ratio, advantage, 0.2, 0.2) + 1e-3 * (new - reference) ** 2 / 2 / row.width)
+        ratio = ((new - old) / row.denoised).exp()
+        losses.append(ppo(ratio, advantage, 0.2, 0.2) + 1e-3 * (new - reference) ** 2 / 2 / row.denoised)
     return torch.stack(losses).mean()
 
 
@@ -301,11 +303,11 @@ def gdpo(rows: list[Row]) -> Tensor:
         for name in ("new", "old"):
             value = torch.zeros((), dtype=torch.float64)
             for draw in row.draws:
-                assert len(draw.masked) == math.floor(nodes[draw.part] * row.width)
+                assert len(draw.masked) == math.floor(nodes[draw.part] * row.denoised)
                 total = sum(getattr(draw, name)[slot] for slot in draw.scored)
                 value = value + weights[draw.part] * total / nodes[draw.part]
             values.append(value)
-        losses.append(ppo(((values[0] - values[1]) / row.width).exp(), advantage, 0.5, 0.5))
+        losses.append(ppo(((values[0] - values[1]) / row.denoised).exp(), advantage, 0.5, 0.5))
     return torch.stack(losses).mean()
 
 
@@ -339,8 +341,8 @@ def bgpo(rows: list[Row]) -> Tensor:
     losses = []
     for row, advantage in zip(rows, group_z(rows), strict=True):
         for draw in row.draws:
-            scale = row.width / len(draw.masked)
-            d = scale * sum(draw.new[slot] - draw.old[slot] for slot in draw.scored) / row.width
+            scale = row.denoised / len(draw.masked)
+            d = scale * sum(draw.new[slot] - draw.old[slot] for slot in draw.scored) / row.denoised
             losses.append(-(1 + d) * advantage if advantage >= 0 else -d.exp() * advantage)
     return torch.stack(losses).mean()
 
@@ -371,7 +373,7 @@ rhos: list[Tensor] = []
 
 def _ratio_elbo(row: Row, name: str) -> Tensor:
     return sum(
-        row.width / len(draw.masked) * sum(getattr(draw, name)[slot] for slot in draw.scored) for draw in row.draws
+        row.denoised / len(draw.masked) * sum(getattr(draw, name)[slot] for slot in draw.scored) for draw in row.draws
     ) / torch.tensor(4.0, dtype=torch.float64)
 
 
@@ -405,7 +407,7 @@ def vrpo(rows: list[Row]) -> Tensor:
         for row in group:
             gain = torch.zeros((), dtype=torch.float64)
             for draw in row.draws:
-                scale = row.width / len(draw.masked) / 8
+                scale = row.denoised / len(draw.masked) / 8
                 gain = gain + scale * sum(draw.new[slot] - draw.reference[slot] for slot in draw.scored)
             gains.append(gain)
         pairs = [
