@@ -116,7 +116,9 @@ def _reward(axes: Axes, history: RunHistory) -> None:
 def _accuracy(axes: Axes, history: RunHistory) -> None:
     axes.set(title="Held-out accuracy, 95 % interval", xlabel="minutes since the start", ylabel="%")
     course = [item for item in history.evaluations if item.label != "control"]
-    axes.plot([item.time_s / 60 for item in course], [_percent(item) for item in course], color=_GREY, linewidth=1)
+    axes.plot(
+        [item.time_s / 60 for item in course], [_percent(item.score) for item in course], color=_GREY, linewidth=1
+    )
     for label, (color, name) in _STAGES.items():
         items = [item for item in history.evaluations if item.label == label]
         if items:
@@ -134,7 +136,7 @@ def _schedules(axes: Axes, history: RunHistory) -> None:
         item = history.final(label)
         if item is None or len(item.schedules) < 2:
             continue
-        found = sorted((scored.mean_steps, _of_100(scored.score), key) for key, scored in item.schedules.items())
+        found = sorted((scored.mean_steps, _percent(scored.score), key) for key, scored in item.schedules.items())
         fixed = [point for point in found if point[2][0].isdigit()]
         axes.plot([x for x, _, _ in fixed], [y for _, y, _ in fixed], "o-", color=color, markersize=4, label=name)
         free = [point for point in found if point not in fixed]
@@ -147,7 +149,7 @@ def _schedules(axes: Axes, history: RunHistory) -> None:
 
 
 def _points(axes: Axes, items: list[Evaluation], *, color: str, name: str, is_stage: bool) -> None:
-    middles = [_percent(item) for item in items]
+    middles = [_percent(item.score) for item in items]
     lows = [middle - 100 * item.score.interval[0] for middle, item in zip(middles, items, strict=True)]
     highs = [100 * item.score.interval[1] - middle for middle, item in zip(middles, items, strict=True)]
     marks: dict[str, Any] = {"markersize": 7, "capsize": 3} if is_stage else {"markersize": 3, "alpha": 0.6}
@@ -164,15 +166,13 @@ def _points(axes: Axes, items: list[Evaluation], *, color: str, name: str, is_st
         **marks,
     )
     for item in items if is_stage else ():
-        place = (item.time_s / 60, _percent(item))
-        axes.annotate(f"{_percent(item):.1f}", place, (7, 3), textcoords="offset points", color=color, weight="bold")
+        place = (item.time_s / 60, _percent(item.score))
+        axes.annotate(
+            f"{_percent(item.score):.1f}", place, (7, 3), textcoords="offset points", color=color, weight="bold"
+        )
 
 
-def _percent(item: Evaluation) -> float:
-    return _of_100(item.score)
-
-
-def _of_100(score: Score) -> float:
+def _percent(score: Score) -> float:
     return 100 * score.accuracy
 
 

@@ -33,8 +33,6 @@ class Evaluation:
     """Seconds since the run began."""
     score: Score
     """How many it solved, at the first schedule."""
-    schedule: str = ""
-    """The name of that."""
     schedules: Mapping[str, ScheduleScore] = field(default_factory=dict)
     """The same at every schedule that was asked for, by name."""
 
@@ -157,7 +155,6 @@ def _evaluation(event: Event) -> Evaluation:
         round=event["round"],
         time_s=event["time_s"],
         score=_score(event),
-        schedule=event.get("schedule", ""),
         schedules=schedules,
     )
 

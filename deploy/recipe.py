@@ -198,7 +198,7 @@ class Recipe(BaseModel):
                 f"num_train_problems {self.num_train_problems}: a round asks each problem once"
             )
         try:
-            self.evaluated_params  # noqa: B018 - Raises where one does not fit.
+            self.evaluation.params(self.rollout.sampling)
         except ValueError as error:
             raise ValueError(f"evaluation.{error}") from None
         canary = self.service.canary

@@ -106,13 +106,12 @@ class LearnerConfig(BaseModel):
                 "estimator.num_draws must be 2 or more, or mix 0"
             )
         is_exact = isinstance(estimator, TrajectoryConfig) and estimator.is_exact
-        if isinstance(objective, ClippedRatioConfig) and objective.old == "sampler" and not is_exact:
+        if self._takes_recorded and not is_exact:
             raise ValueError(
                 "objective.old is sampler: the estimator must be trajectory with steps_per_segment: 1, law: sampler "
                 "and no p_mask_prompt, or its likelihoods are not comparable with the recorded ones"
             )
-        is_corrected = isinstance(objective, ClippedRatioConfig) and objective.old == "sampler"
-        if self.max_staleness and not is_corrected:
+        if self.max_staleness and not self._takes_recorded:
             raise ValueError(
                 f"max_staleness is {self.max_staleness}: completions of an older policy are corrected for by what the "
                 "sampler recorded, so that objective.old must be sampler (with estimator trajectory, "
@@ -129,9 +128,14 @@ class LearnerConfig(BaseModel):
             )
         return self
 
+    @property
+    def _takes_recorded(self) -> bool:
+        """Whether ratios are to the likelihoods that the sampler recorded."""
+        return isinstance(self.objective, ClippedRatioConfig) and self.objective.old == "sampler"
+
     def refusal(self, sampler: SamplerFacts) -> str | None:
         """Why this cannot learn from completions sampled like this; None where it can."""
-        if isinstance(self.objective, ClippedRatioConfig) and self.objective.old == "sampler":
+        if self._takes_recorded:
             if not sampler.records_law:
                 return (
                     "objective.old is sampler; a sampler with a cache, guidance, top_p, top_k or sample_then_select "

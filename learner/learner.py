@@ -17,7 +17,7 @@ from learner.batch import RolloutBatch
 from learner.config import LearnerConfig
 from learner.estimators import SamplerFacts, Terms, token_logps
 from learner.flops import forward_flops, update_flops
-from learner.imitation import demonstrations, denoising_loss
+from learner.imitation import DENOISING_LOSS, demonstrations
 from learner.micro_batches import coefficients
 from learner.model.lora import WHOLE
 from learner.objectives import Loss
@@ -90,7 +90,7 @@ class Learner:
                 plan = work.plan(index)
                 self._backward(work, plan, known.setdefault(plan.key, Known()), metrics)
                 if correct is not None:
-                    self._imitate(correct.plan(index), metrics)
+                    self._imitate(correct, index, metrics)
                 metrics.add_step(self._step(metrics, lr))
             self._sync_reference(round_index)
         self.model_flops = self.policy.sum_over_ranks(torch.tensor([self._flops], dtype=torch.float64)).item()
@@ -146,12 +146,14 @@ class Learner:
         else:
             self._in_one_sweep(work, plan, known, metrics)
 
-    def _imitate(self, plan: Plan, metrics: UpdateMetrics) -> None:
+    def _imitate(self, correct: Round, index: int, metrics: UpdateMetrics) -> None:
         """Add the gradient of the denoising loss of the correct completions."""
+        plan = correct.plan(index)
         self._flops += update_flops(self.policy.config, self.policy.lora, plan.canvases)
         for micro, counts in zip(plan.micro_batches, plan.counts, strict=True):
             new_N = token_logps(self.policy.module, micro.views, micro.law)
-            loss = denoising_loss(micro, new_N)
+            logps = correct.logps(micro, new_N, new_N.detach(), None)
+            loss = DENOISING_LOSS.loss(micro, logps, correct.rows).total
             self._accumulate(self.config.imitation_coef * loss)
             metrics.add_imitation(loss, self.config.imitation_coef, counts=counts)
 

@@ -129,11 +129,6 @@ class MaskedDocuments:
     weights: Tensor
     """[N] float32: 1 / t of its document."""
 
-    def mean_over_rows(self, values_N: Tensor, sizes_B: Tensor) -> Tensor:
-        """[B] the sum of each document's values, divided by its size: [B], slots."""
-        sums_B = values_N.new_zeros(len(sizes_B)).index_add(0, self.rows, values_N)
-        return sums_B / sizes_B.clamp(min=1)
-
 
 def plan_sft(documents: Documents, mask_id: int, step: int, seed: int, batch_size: int) -> MaskedDocuments:
     """The masks of one step of `batch_size` documents on all ranks, which are keyed by their place in the run."""

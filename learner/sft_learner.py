@@ -48,7 +48,8 @@ class SftLearner:
         masked = plan_sft(shard, self.policy.config.mask_token_id, step, self._seed, batch_size)
         losses_N = -masked_logps(self.policy.module, masked, packing=self.config.packing) * masked.weights
         if self.config.normalize_by == "row":
-            loss = masked.mean_over_rows(losses_N, shard.lengths - shard.prompt_lengths).sum() / batch_size
+            sizes_B = shard.lengths - shard.prompt_lengths
+            loss = (losses_N / sizes_B[masked.rows]).sum() / batch_size
         else:
             loss = losses_N.sum() / batch.num_trained
         # FSDP averages over ranks; the loss is a sum over them.

@@ -148,20 +148,22 @@ class Forwards:
         if rows[0].kind is not Kind.WHOLE:
             logits_NV = self._with_memory(rows, columns_RK, index_N)
             return SlotLogits(logits_NV, index_N, torch.arange(len(index_N), device=index_N.device))
-        canvas_of_key: dict[object, int] = {}
-        canvas_R = [canvas_of_key.setdefault(row.canvas_key, len(canvas_of_key)) for row in rows]
-        if len(canvas_of_key) == len(rows):
+        keys_R = [row.canvas_key for row in rows]
+        first_of_key: dict[object, int] = {}
+        for index, key in enumerate(keys_R):
+            first_of_key.setdefault(key, index)
+        if len(first_of_key) == len(rows):
             logits_NV = self._whole(rows, columns_RK, index_N)
             return SlotLogits(logits_NV, index_N, torch.arange(len(index_N), device=index_N.device))
-        first_of_canvas = dict(zip(reversed(canvas_R), reversed(range(len(rows))), strict=True))
-        first = [first_of_canvas[canvas] for canvas in range(len(canvas_of_key))]
+        canvas_of_key = {key: canvas for canvas, key in enumerate(first_of_key)}
+        first = list(first_of_key.values())
         first_U = self._tensor(first)
         shared_M = self._asked(open_RK[first_U])
         logits_MV = self._whole([rows[row] for row in first], columns_RK[first_U], shared_M)
         K = columns_RK.shape[1]
         place = torch.empty(len(first) * K, dtype=torch.int64, device=index_N.device)
         place[shared_M] = torch.arange(len(shared_M), device=index_N.device)
-        canvas_N = self._tensor(canvas_R)[index_N // K]
+        canvas_N = self._tensor([canvas_of_key[key] for key in keys_R])[index_N // K]
         return SlotLogits(logits_MV, index_N, place[canvas_N * K + index_N % K])
 
     def _asked(self, open_RK: Tensor) -> Tensor:
