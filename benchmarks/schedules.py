@@ -16,26 +16,12 @@ from rich.table import Table
 
 from actors.plan import RunPlan
 from actors.workers import GraderWorker
+from benchmarks.algorithms.local_run import score
 from deploy.overrides import load_recipe
 from deploy.recipe import Stages
 from deploy.run_dir import make_spec
 from learner.model.checkpoint import load_policy
 from learner.model.tokenizer import ChatTokenizer
-from learner.model.transformer import Transformer
-from rollout.request import SamplingParams
-from rollout.sampler import Sampler
-from rollout.score import Score
-
-
-def score(policy: Transformer, plan: RunPlan, grader: GraderWorker, params: SamplingParams) -> Score:
-    """Held-out accuracy at temperature 0 under `params`."""
-    num_correct = num_problems = 0
-    for portion in plan.evaluation_portions(params):
-        completions = Sampler(policy, 0).generate(portion.requests)
-        _, summary = grader.grade(portion, completions)
-        num_correct += sum(grade.correct for grade in summary.grades)
-        num_problems += len(summary.grades)
-    return Score(num_correct=num_correct, num_problems=num_problems)
 
 
 def main() -> None:
@@ -52,7 +38,7 @@ def main() -> None:
         policy = load_policy(directory)
         cells = []
         for count in steps:
-            result = score(policy, plan, grader, sampling.model_copy(update={"num_denoise_steps": count}))
+            result, _ = score(policy, plan, grader, sampling.model_copy(update={"num_denoise_steps": count}))
             low, high = result.interval
             cells.append(f"{100 * result.accuracy:.1f} % ({100 * low:.1f} to {100 * high:.1f})")
         table.add_row(directory.name, *cells)

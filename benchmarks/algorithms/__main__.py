@@ -1,0 +1,87 @@
+"""Every algorithm on the tiny tasks, from the same SFT checkpoint, at equal rollouts and at equal seconds.
+
+    python -m benchmarks.algorithms [--rows NAME ...] [--tasks sudoku countdown] [--seeds 0 1 2] [--out DIRECTORY]
+
+Each row of `learner/algorithms.py` trains with its own estimator, objective, advantage, group size and inner updates,
+on as many completions a round as all others. Its learning rate is the recipe's divided by the square root of its
+optimizer steps a round. `recipe` is the recipe's own method. A run is evaluated when its completions, and when its CPU
+seconds, are those that all get. What is done is kept in `--out`, and a second call goes on from there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from benchmarks.algorithms.report import Result, markdown, write_between_marks
+from benchmarks.algorithms.trial import RECIPE_ROW, Budget, Trial, start, try_row
+from learner.algorithms import ALGORITHMS
+
+TASKS = {"sudoku": Path("recipes/tiny.yaml"), "countdown": Path("recipes/countdown.yaml")}
+
+
+def main() -> None:
+    """Train what is not trained yet, then print the tables, and write them where `--docs` says."""
+    args = _arguments()
+    console = Console(width=180)
+    trials = [
+        Trial(task=task, recipe=str(TASKS[task]), row=row, seed=seed, out=str(args.out.resolve()))
+        for task in args.tasks
+        for seed in args.seeds
+        for row in args.rows
+    ]
+    budget = Budget(num_completions=args.completions, cpu_s=args.seconds, of_round=args.round)
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(args.jobs, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        # Trials of one task and seed share a checkpoint: made first, and once.
+        bases = {(trial.task, trial.seed): trial for trial in trials}
+        for future in [pool.submit(start, trial) for trial in bases.values()]:
+            future.result()
+        missing = [trial for trial in trials if not _path(trial).is_file()]
+        waiting = {pool.submit(try_row, trial, budget): trial for trial in missing}
+        for number, done in enumerate(as_completed(waiting), 1):
+            trial, result = waiting[done], done.result()
+            _path(trial).parent.mkdir(parents=True, exist_ok=True)
+            _path(trial).write_text(json.dumps(asdict(result), indent=1) + "\n")
+            console.print(f"{number}/{len(missing)} {trial.task} {trial.row} seed {trial.seed}: {result.summary}")
+    text = markdown(list(_results(args.out, args.tasks)), args.completions, args.seconds)
+    console.print(text, markup=False, highlight=False)
+    if args.docs is not None:
+        write_between_marks(args.docs, text)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [RECIPE_ROW, *ALGORITHMS]
+    parser.add_argument("--rows", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
+    parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument("--completions", type=int, default=51_200, help="that every row trains on")
+    parser.add_argument("--seconds", type=float, default=90.0, help="of CPU that every row trains for")
+    parser.add_argument("--round", type=int, default=512, help="completions of a round")
+    parser.add_argument("--jobs", type=int, default=2, help="processes, of one thread each")
+    parser.add_argument("--out", type=Path, default=Path("runs/algorithms"))
+    parser.add_argument("--docs", type=Path, help="a Markdown file with the marks to write the tables between")
+    return parser.parse_args()
+
+
+def _path(trial: Trial) -> Path:
+    return Path(trial.out) / trial.task / f"{trial.row}.{trial.seed}.json"
+
+
+def _results(out: Path, tasks: Sequence[str]) -> Iterator[Result]:
+    for task in tasks:
+        for path in sorted((out / task).glob("*.json")):
+            yield Result(**json.loads(path.read_text()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""The stages of a run in one process and on one thread, without Ray: what its actors do, one after the other.
+
+Synchronous: every round trains on completions of the policy that it updates.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from actors.checkpoints import Position
+from actors.collate import collate
+from actors.messages import ScoredPortion
+from actors.plan import RunPlan
+from actors.sft_data import load_sft_data
+from actors.spec import Phase, sampler_facts
+from actors.workers import GraderWorker
+from deploy.recipe import Recipe, Stages
+from deploy.run_dir import create_run_dir, make_spec
+from learner.learner import Learner, Metrics
+from learner.model.checkpoint import load_policy, save_checkpoint
+from learner.model.tokenizer import ChatTokenizer
+from learner.model.transformer import Transformer
+from learner.sft_learner import SftLearner
+from learner.sharding import ShardedPolicy
+from rollout.request import SamplingParams
+from rollout.sampler import Sampler
+from rollout.score import Score
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trained:
+    """A round, as it ended."""
+
+    num_rounds: int
+    """Rounds so far."""
+    num_completions: int
+    """Completions so far."""
+    cpu_s: float
+    """CPU seconds of sampling, grading and updating so far."""
+    correct: float
+    """Share of the round's completions that are correct."""
+    metrics: Metrics
+    """The learner's."""
+
+
+def make_sft_checkpoint(recipe: Recipe) -> Path:
+    """The checkpoint that the recipe's SFT ends with; made where it is not there yet."""
+    spec = make_spec(recipe, Stages.ALL)
+    directory = spec.checkpoints_dir / "sft"
+    if directory.is_dir():
+        return directory
+    if not spec.initial_checkpoint.is_dir():
+        create_run_dir(recipe, spec, start_from=None).release()
+    tokenizer, policy = ChatTokenizer(spec.initial_checkpoint), load_policy(spec.initial_checkpoint)
+    documents = load_sft_data(spec, RunPlan(spec, tokenizer), tokenizer).train
+    learner = SftLearner(ShardedPolicy(policy, None), spec.sft, documents, spec.seed)
+    for step in range(spec.sft.num_steps):
+        learner.step(step, spec.sft.lr_at(step, step / spec.sft.num_steps))
+    position = Position(phase=Phase.SFT, round=0, policy_version=1, rl_seconds=0.0)
+    save_checkpoint(
+        directory, policy.config, policy.state_dict(), spec.initial_checkpoint, trainer_state=asdict(position)
+    )
+    return directory
+
+
+class LocalRun:
+    """The rounds of a recipe from a checkpoint."""
+
+    def __init__(self, recipe: Recipe, checkpoint: Path) -> None:
+        """Raises ValueError where the recipe's algorithm cannot learn from completions that are sampled like that."""
+        self._spec = make_spec(recipe, Stages.RL)
+        self._plan = RunPlan(self._spec, ChatTokenizer(checkpoint))
+        self._grader = GraderWorker(self._spec.task, self._spec.reward, checkpoint)
+        self.policy = load_policy(checkpoint)
+        facts = sampler_facts(self._spec.rollout.params[0])
+        self._learner = Learner(ShardedPolicy(self.policy, None), self._spec.learner, facts)
+
+    def rounds(self) -> Iterator[Trained]:
+        """Round after round, as long as more are asked for.
+
+        Raises FloatingPointError when a loss or gradient is not finite.
+        """
+        num_rounds = num_completions = 0
+        spent_s = 0.0
+        while True:
+            began_s = time.process_time()
+            scored = [self._scored(num_rounds, index) for index in range(self._plan.portions_per_round)]
+            batch = collate(scored, self._spec.rollout.sampling.gen_length, self.policy.config.eos_token_id)
+            if batch is None:
+                raise RuntimeError(f"no completion of round {num_rounds} could be graded")
+            metrics = self._learner.update(batch, num_rounds)
+            spent_s += time.process_time() - began_s
+            num_rounds += 1
+            num_completions += batch.num_rows
+            yield Trained(
+                num_rounds=num_rounds,
+                num_completions=num_completions,
+                cpu_s=spent_s,
+                correct=batch.correct.float().mean().item(),
+                metrics=metrics,
+            )
+
+    def evaluate(self, schedules: Sequence[SamplingParams]) -> dict[str, tuple[Score, float]]:
+        """Held-out accuracy at temperature 0, and the mean number of denoise steps, by schedule."""
+        return {params.schedule_name: score(self.policy, self._plan, self._grader, params) for params in schedules}
+
+    def _scored(self, round_index: int, index: int) -> ScoredPortion:
+        portion = self._plan.round_portion(round_index, index)
+        completions = Sampler(self.policy, round_index, self._spec.rollout.engine).generate(portion.requests)
+        return self._grader.grade(portion, completions)[0]
+
+
+@torch.no_grad()
+def score(policy: Transformer, plan: RunPlan, grader: GraderWorker, params: SamplingParams) -> tuple[Score, float]:
+    """Held-out accuracy at temperature 0 under `params`, and the mean number of denoise steps that it took."""
+    num_correct = num_problems = num_steps = 0
+    for portion in plan.evaluation_portions(params):
+        completions = Sampler(policy, 0).generate(portion.requests)
+        _, summary = grader.grade(portion, completions)
+        num_correct += sum(grade.correct for grade in summary.grades)
+        num_problems += len(summary.grades)
+        num_steps += sum(completion.num_forwards for completion in completions)
+    return Score(num_correct=num_correct, num_problems=num_problems), num_steps / num_problems

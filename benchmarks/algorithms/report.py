@@ -1,0 +1,149 @@
+"""The tables of docs/results.md from what the trials left."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from rollout.score import Score
+
+BEGIN, END = "<!-- benchmarks.algorithms -->", "<!-- end of benchmarks.algorithms -->"
+_GAP, _VARIANCE = "estimator_gap", "estimator_variance"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Result:
+    """What a trial found. Scores are by schedule; the first schedule counts."""
+
+    task: str
+    row: str
+    seed: int
+    lr: float
+    inner_updates: int
+    group_size: int
+    num_rounds: int
+    """Rounds in all."""
+    cpu_s: float
+    """CPU seconds in all."""
+    before: Mapping[str, Any]
+    """Of the SFT checkpoint."""
+    at_completions: Mapping[str, Any] | None
+    """When its completions were those that all get; None when it ended before."""
+    at_seconds: Mapping[str, Any] | None
+    """When its seconds were."""
+    metrics: Mapping[str, float]
+    """The learner's, mean of the last rounds."""
+    correct: Sequence[float]
+    """Share of each round's completions that is correct."""
+    failure: str | None
+    """What ended it early."""
+
+    @property
+    def summary(self) -> str:
+        """In a line."""
+        cells = (_cell([self.before]), _cell([self.at_completions]), _cell([self.at_seconds]))
+        took = f"{self.num_rounds} rounds, {self.cpu_s:.0f} CPU-s"
+        return f"{cells[0]} -> {cells[1]} (completions), {cells[2]} (seconds); {took}. {self.failure or ''}"
+
+
+def markdown(results: Sequence[Result], completions: int, cpu_s: float) -> str:
+    """Two tables for each task: the schedule that counts, and all schedules."""
+    lines: list[str] = []
+    for task, of_task in groupby(sorted(results, key=lambda result: result.task), key=lambda result: result.task):
+        found = list(of_task)
+        first, *others = found[0].before
+        rows = _by_row(found)
+        lines += [f"### {task.capitalize()}", ""]
+        lines += [
+            f"| row | seeds | updates x G | {first}, after {completions:,} completions | after {cpu_s:.0f} CPU-s "
+            "| points a CPU-minute | CPU-s a round | gap, nats | variance |",
+            "|---|---:|---:|---|---|---:|---:|---:|---:|",
+        ]
+        for row, trials in rows:
+            lines.append(_line(row, trials, cpu_s))
+        lines += ["", f"After {cpu_s:.0f} CPU-s, %:", "", f"| row | {' | '.join([first, *others])} |"]
+        lines += ["|---|" + "---:|" * (1 + len(others)), _schedules("SFT", [trial.before for trial in found])]
+        lines += [_schedules(row, [trial.at_seconds for trial in trials]) for row, trials in rows]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def write_between_marks(path: Path, text: str) -> None:
+    """Replace what lies between the marks of a file. Raises ValueError where it has none."""
+    before, begin, rest = path.read_text(encoding="utf-8").partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"{path} has no line {BEGIN} with {END} after it")
+    path.write_text(f"{before}{BEGIN}\n\n{text}\n{END}{after}", encoding="utf-8")
+
+
+def _by_row(results: Sequence[Result]) -> list[tuple[str, list[Result]]]:
+    """The trials of each row, the best row first."""
+    names = dict.fromkeys(result.row for result in results)
+    rows = [(name, [result for result in results if result.row == name]) for name in names]
+    return sorted(rows, key=lambda row: -_accuracy([trial.at_seconds for trial in row[1]]))
+
+
+def _line(row: str, trials: Sequence[Result], cpu_s: float) -> str:
+    one = trials[0]
+    gain = _accuracy([trial.at_seconds for trial in trials]) - _accuracy([trial.before for trial in trials])
+    seconds = sum(trial.cpu_s for trial in trials) / max(1, sum(trial.num_rounds for trial in trials))
+    cells = (
+        f"`{row}`",
+        str(len(trials)),
+        f"{one.inner_updates} x {one.group_size}",
+        _cell([trial.at_completions for trial in trials]),
+        _cell([trial.at_seconds for trial in trials]),
+        "" if math.isinf(gain) else f"{100 * gain / (cpu_s / 60):+.1f}",
+        f"{seconds:.2f}",
+        _metric(trials, _GAP, "{:+.3f}"),
+        _metric(trials, _VARIANCE, "{:.4f}"),
+    )
+    failures = [trial.failure for trial in trials if trial.failure]
+    return f"| {' | '.join(cells)} |" + (f" {failures[0]}" if failures else "")
+
+
+def _schedules(row: str, scores: Sequence[Mapping[str, Any] | None]) -> str:
+    names = next((list(some) for some in scores if some), [])
+    cells = []
+    for name in names:
+        pooled = _pooled(scores, name)
+        steps = [some[name]["mean_steps"] for some in scores if some]
+        in_steps = f" in {sum(steps) / len(steps):.1f}" if "step" not in name else ""
+        cells.append(f"{100 * pooled.accuracy:.1f}{in_steps}" if pooled else "-")
+    return f"| {f'`{row}`' if row != 'SFT' else row} | {' | '.join(cells)} |"
+
+
+def _cell(scores: Sequence[Mapping[str, Any] | None]) -> str:
+    """Accuracy at the schedule that counts, with its interval over the problems of all seeds."""
+    names = [next(iter(some)) for some in scores if some]
+    pooled = _pooled(scores, names[0]) if names else None
+    if pooled is None:
+        return "ended before"
+    low, high = pooled.interval
+    return f"{100 * pooled.accuracy:.1f} % ({100 * low:.1f} to {100 * high:.1f})"
+
+
+def _accuracy(scores: Sequence[Mapping[str, Any] | None]) -> float:
+    names = [next(iter(some)) for some in scores if some]
+    pooled = _pooled(scores, names[0]) if names else None
+    return pooled.accuracy if pooled else -math.inf
+
+
+def _pooled(scores: Sequence[Mapping[str, Any] | None], name: str) -> Score | None:
+    """Over seeds; None where one of them ended before."""
+    if not all(scores):
+        return None
+    found = [some[name] for some in scores if some]
+    return Score(
+        num_correct=sum(one["num_correct"] for one in found), num_problems=sum(one["num_problems"] for one in found)
+    )
+
+
+def _metric(trials: Sequence[Result], name: str, form: str) -> str:
+    values = [trial.metrics[name] for trial in trials if name in trial.metrics]
+    return form.format(sum(values) / len(values)) if values else ""

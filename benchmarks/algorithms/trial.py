@@ -1,0 +1,151 @@
+"""One row of the table of algorithms on one task and seed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.algorithms.local_run import LocalRun, Trained, make_sft_checkpoint
+from benchmarks.algorithms.report import Result
+from deploy.overrides import load_recipe
+from deploy.recipe import Recipe
+from learner.config import LearnerConfig
+from rollout.config import RolloutConfig
+from rollout.request import SamplingParams, Schedule
+from rollout.schedule_config import ScheduleConfig
+
+RECIPE_ROW = "recipe"
+"""The method of the recipe itself."""
+_FORK = ScheduleConfig(schedule=Schedule.LEFT_TO_RIGHT, threshold=0.8)
+_LAST = 10
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trial:
+    """What is tried."""
+
+    task: str
+    recipe: str
+    """The recipe's file."""
+    row: str
+    seed: int
+    out: str
+    """Where checkpoints and results lie."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Budget:
+    """What every row gets: as many completions, and as many seconds."""
+
+    num_completions: int
+    cpu_s: float
+    """CPU seconds of sampling, grading and updating on one thread; evaluation is not counted."""
+    of_round: int
+    """Completions of a round."""
+
+
+def start(trial: Trial) -> str:
+    """Make the checkpoint that all rows of the trial's task and seed start from, and evaluate it; what it scores."""
+    base = base_recipe(trial)
+    checkpoint, path = make_sft_checkpoint(base), _before(base)
+    if not path.is_file():
+        path.write_text(json.dumps(_scores(LocalRun(base, checkpoint), _schedules(base)), indent=1) + "\n")
+    return path.read_text()
+
+
+def try_row(trial: Trial, budget: Budget) -> Result:
+    """Train until both budgets are spent, evaluating when each of them is."""
+    base = base_recipe(trial)
+    schedules = _schedules(base)
+    recipe = recipe_of(trial, base, budget)
+    run = LocalRun(recipe, make_sft_checkpoint(base))
+    at_completions: dict[str, Any] | None = None
+    at_seconds: dict[str, Any] | None = None
+    failure, rounds = None, []
+    try:
+        for trained in run.rounds():
+            rounds.append(trained)
+            if at_completions is None and trained.num_completions >= budget.num_completions:
+                at_completions = _scores(run, schedules[:1])
+            if at_seconds is None and trained.cpu_s >= budget.cpu_s:
+                at_seconds = _scores(run, schedules)
+            if at_completions is not None and at_seconds is not None:
+                break
+    except FloatingPointError as error:
+        failure = str(error)
+    return Result(
+        task=trial.task,
+        row=trial.row,
+        seed=trial.seed,
+        lr=recipe.learner.lr,
+        inner_updates=recipe.learner.inner_updates,
+        group_size=recipe.learner.group_size,
+        num_rounds=len(rounds),
+        cpu_s=rounds[-1].cpu_s if rounds else 0.0,
+        before=json.loads(_before(base).read_text()),
+        at_completions=at_completions,
+        at_seconds=at_seconds,
+        metrics=_means(rounds[-_LAST:]),
+        correct=[round(trained.correct, 4) for trained in rounds],
+        failure=failure,
+    )
+
+
+def base_recipe(trial: Trial) -> Recipe:
+    """The recipe of the trial's task, with its seed."""
+    name = f"{trial.task}-{trial.seed}"
+    return load_recipe(Path(trial.recipe), [f"runs_dir={trial.out}", f"name={name}", f"seed={trial.seed}"])
+
+
+def _before(base: Recipe) -> Path:
+    return base.run_dir / "before.json"
+
+
+def _schedules(base: Recipe) -> tuple[SamplingParams, ...]:
+    """Those of the recipe, however a row samples."""
+    return base.evaluation.params(base.rollout.sampling)
+
+
+def recipe_of(trial: Trial, base: Recipe, budget: Budget) -> Recipe:
+    """The recipe with the row's method, at the budget's size of a round."""
+    method = {} if trial.row == RECIPE_ROW else {"algorithm": trial.row}
+    kept = base.learner.model_dump(include={"micro_batch_tokens", "weight_decay", "max_grad_norm"})
+    if trial.row == RECIPE_ROW:
+        kept = base.learner.model_dump(exclude={"num_workers", "max_staleness"})
+    settings = {**kept, **method, "num_rounds": 1, "num_workers": 1, "final_lr_fraction": 1.0, "num_warmup_rounds": 5}
+    learner = LearnerConfig.model_validate(settings)
+    sizes = {
+        "groups_per_round": max(1, round(budget.of_round / learner.group_size)),
+        "lr": base.learner.lr * (base.learner.inner_updates / learner.inner_updates) ** 0.5,
+    }
+    learner = LearnerConfig.model_validate(settings | sizes)
+    return base.model_copy(update={"learner": learner, "rollout": _rollout_of(trial.row, base.rollout)})
+
+
+def _rollout_of(row: str, rollout: RolloutConfig) -> RolloutConfig:
+    """Rows that cannot learn from the recipe's schedule sample as their papers do."""
+    sampling = rollout.sampling
+    if row == "justgrpo":
+        sampling = sampling.model_copy(update={"block_length": 1, "num_denoise_steps": sampling.gen_length})
+    elif row == "forkgrpo":
+        sampling = _FORK.of(sampling)
+    else:
+        return rollout
+    return rollout.model_copy(update={"sampling": sampling, "schedules": None})
+
+
+def _scores(run: LocalRun, schedules: Sequence[SamplingParams]) -> dict[str, Any]:
+    return {
+        name: {"num_correct": score.num_correct, "num_problems": score.num_problems, "mean_steps": round(steps, 2)}
+        for name, (score, steps) in run.evaluate(schedules).items()
+    }
+
+
+def _means(rounds: Sequence[Trained]) -> dict[str, float]:
+    """The learner's metrics, averaged over some rounds."""
+    names = sorted({name for trained in rounds for name in trained.metrics})
+    values = {name: [trained.metrics[name] for trained in rounds if name in trained.metrics] for name in names}
+    return {name: sum(some) / len(some) for name, some in values.items()}

@@ -1,0 +1,111 @@
+"""Trials of algorithms, and the tables that they end in."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from actors.spec import sampler_facts
+from benchmarks.algorithms.__main__ import TASKS
+from benchmarks.algorithms.report import BEGIN, END, Result, markdown, write_between_marks
+from benchmarks.algorithms.trial import RECIPE_ROW, Budget, Trial, base_recipe, recipe_of, start, try_row
+from learner.algorithms import ALGORITHMS
+
+ROOT = Path(__file__).parents[1]
+BUDGET = Budget(num_completions=24, cpu_s=0.0, of_round=12)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The recipe of `make train`, made so small that it teaches nothing."""
+    recipe = yaml.safe_load((ROOT / "recipes" / "tiny.yaml").read_text())
+    recipe["model"] |= {"d_model": 32, "num_layers": 1, "num_heads": 2, "mlp_hidden_size": 64}
+    recipe["sft"] |= {"num_steps": 2, "batch_size": 4, "num_labels": 4}
+    recipe["num_train_problems"] = 40
+    recipe["learner"]["groups_per_round"] = 2
+    recipe["evaluation"] = {"num_problems": 4, "schedules": [{"num_denoise_steps": 2}, {"threshold": 0.9}]}
+    path = tmp_path_factory.mktemp("recipe") / "small.yaml"
+    path.write_text(yaml.safe_dump(recipe))
+    return path
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("row", [RECIPE_ROW, *ALGORITHMS])
+def test_every_row_learns_from_how_it_samples(row: str, task: str, tmp_path: Path) -> None:
+    trial = Trial(task=task, recipe=str(ROOT / TASKS[task]), row=row, seed=0, out=str(tmp_path))
+    recipe = recipe_of(trial, base_recipe(trial), Budget(num_completions=1, cpu_s=1, of_round=512))
+    learner = recipe.learner
+    assert learner.refusal(sampler_facts(recipe.rollout.params[0])) is None
+    assert 480 <= learner.groups_per_round * learner.group_size <= 544, "as many completions as the others"
+    if row != RECIPE_ROW:
+        own = ALGORITHMS[row]
+        assert learner.estimator.name == own["estimator"]["name"]
+        assert learner.inner_updates == own.get("inner_updates", 12)
+        assert learner.lr == pytest.approx(base_recipe(trial).learner.lr / learner.inner_updates**0.5)
+
+
+def test_a_trial_ends_when_both_budgets_are_spent(small: Path, tmp_path: Path) -> None:
+    trial = Trial(task="sudoku", recipe=str(small), row="cj-grpo", seed=0, out=str(tmp_path))
+    start(trial)
+    result = try_row(trial, BUDGET)
+    assert result.num_rounds == 2
+    assert result.failure is None
+    assert list(result.before) == ["2 steps", "threshold 0.9"] == list(result.at_seconds or {})
+    assert list(result.at_completions or {}) == ["2 steps"]
+    assert {some["num_problems"] for some in result.before.values()} == {4}
+    again = try_row(trial, BUDGET)
+    assert replace(again, cpu_s=result.cpu_s) == result, "a trial depends on its seed alone"
+
+
+def _result(row: str, seed: int, correct: int) -> Result:
+    scores = {
+        name: {"num_correct": n, "num_problems": 100, "mean_steps": 9.0}
+        for name, n in (("9 steps", correct), ("threshold 0.9", 1))
+    }
+    before = {name: some | {"num_correct": 10} for name, some in scores.items()}
+    return Result(
+        task="sudoku",
+        row=row,
+        seed=seed,
+        lr=1e-3,
+        inner_updates=1,
+        group_size=4,
+        num_rounds=10,
+        cpu_s=20.0,
+        before=before,
+        at_completions={"9 steps": scores["9 steps"]},
+        at_seconds=scores,
+        metrics={"estimator_variance": 0.25},
+        correct=[0.0],
+        failure=None,
+    )
+
+
+def test_seeds_are_pooled_and_the_best_row_comes_first() -> None:
+    text = markdown([_result("spg", 0, 20), _result("espo", 0, 40), _result("espo", 1, 60)], 1000, 30.0)
+    first, second = [line for line in text.splitlines() if line.startswith("| `")][:2]
+    # 100 of 200, and from 10 to 50 % in half a minute.
+    assert first.startswith("| `espo` | 2 | 1 x 4 | 50.0 % (43.1 to 56.9) | 50.0 % (43.1 to 56.9) | +80.0 | 2.00 |")
+    assert second.startswith("| `spg` | 1 | 1 x 4 | 20.0 %")
+    assert "| SFT | 10.0 | 10.0 in 9.0 |" in text
+    assert "| `espo` | 50.0 | 1.0 in 9.0 |" in text
+
+
+def test_a_trial_that_ended_early_says_why() -> None:
+    failed = replace(_result("spg", 0, 20), at_completions=None, at_seconds=None, failure="the loss is nan")
+    line = next(line for line in markdown([failed, _result("espo", 0, 1)], 1, 30.0).splitlines() if "`spg`" in line)
+    assert line.count("ended before") == 2
+    assert "the loss is nan" in line
+
+
+def test_tables_are_written_between_the_marks(tmp_path: Path) -> None:
+    path = tmp_path / "results.md"
+    path.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    write_between_marks(path, "new")
+    assert path.read_text() == f"before\n{BEGIN}\n\nnew\n{END}\nafter\n"
+    path.write_text("no marks")
+    with pytest.raises(ValueError, match="has no line"):
+        write_between_marks(path, "new")
