@@ -1,7 +1,7 @@
 """The objectives of every algorithm, restated from their papers: plain loops in float64 over rows, draws and tokens.
 
 Nothing of the learner's is used but the masks, which are random: canvases are built here, one at a time, and each
-formula is written out on its own. Slow.
+formula is written out on its own, with which tokens it scores and what each is worth. Slow.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from learner.model.transformer import Transformer
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """One canvas: the slots it masks, those it scores, and the likelihoods of their tokens by three policies."""
+    """One canvas: the slots it masks, and the likelihoods of their tokens by three policies."""
 
+    number: int
     part: int
     masked: list[int]
     scored: list[int]
@@ -44,23 +45,28 @@ class Row:
     length: int
     width: int
     denoised: int
+    steps: list[int]
+    fallback: list[bool]
     draws: list[Draw]
     sampled: list[float]
 
 
 def rows_of(
-    policies: tuple[Transformer, Transformer, Transformer], batch: GroupedBatch, corruption: Corruption
+    policies: tuple[Transformer, Transformer, Transformer],
+    batch: GroupedBatch,
+    corruption: Corruption,
+    temperature: float | None = None,
 ) -> list[Row]:
-    """Every completion with its canvases; policies are new, old and reference, in float64."""
-    law = corruption.law
+    """Every completion with its canvases, without those that mask nothing; policies are new, old and reference, in
+    float64. With a temperature tokens are scored as a sampler draws them, at it and without the mask id."""
     rows = []
     for row in range(batch.num_rows):
         draws = []
-        for canvas in (corruption.rows == row).nonzero()[:, 0].tolist():
-            scored = corruption.scored[canvas].nonzero()[:, 0].tolist()
-            if not scored:
-                continue
+        for number, canvas in enumerate((corruption.rows == row).nonzero()[:, 0].tolist()):
             masked = corruption.masked[canvas].nonzero()[:, 0].tolist()
+            if not masked:
+                continue
+            scored = corruption.scored[canvas].nonzero()[:, 0].tolist()
             prompt = batch.prompt_ids[row, : batch.prompt_lengths[row]].clone()
             mask_id = policies[0].config.mask_token_id
             if corruption.prompt_masked is not None:
@@ -74,20 +80,20 @@ def rows_of(
             if corruption.places is not None:
                 places = {slot: int(place) for slot, place in enumerate(corruption.places[canvas]) if place >= -1}
             for policy in policies:
-                logits = policy(ids)[0, len(prompt) :] / law.temperature
-                if law.excludes_mask_id:
-                    logits = logits.clone()
+                logits = policy(ids)[0, len(prompt) :]
+                if temperature is not None:
+                    logits = logits / temperature
                     logits[:, mask_id] = -torch.inf
                 logps = logits.log_softmax(-1)
-                values.append({slot: logps[slot, batch.completion_ids[row, slot]] for slot in scored})
+                values.append({slot: logps[slot, batch.completion_ids[row, slot]] for slot in masked})
                 others = [token for token in range(logps.shape[1]) if token != mask_id]
                 tops.append({slot: logps[slot, others].max() for slot in places})
             new, old, reference = values
             part = 0 if corruption.parts is None else int(corruption.parts[canvas])
             detached = [{slot: value.detach() for slot, value in some.items()} for some in (old, reference)]
-            weight = 1.0 if corruption.weights is None else float(corruption.weights[canvas, scored[0]])
+            weight = 1.0 if corruption.weights is None else float(corruption.weights[canvas, masked[0]])
             top_old = {slot: value.detach() for slot, value in tops[1].items()}
-            draws.append(Draw(part, masked, scored, new, *detached, weight, tops[0], top_old, places))
+            draws.append(Draw(number, part, masked, scored, new, *detached, weight, tops[0], top_old, places))
         rows.append(
             Row(
                 group=int(batch.group_index[row]),
@@ -95,6 +101,8 @@ def rows_of(
                 length=int(batch.completion_lengths[row]),
                 width=batch.num_slots,
                 denoised=sum(step >= 0 for step in batch.step_map[row].tolist()),
+                steps=batch.step_map[row].tolist(),
+                fallback=batch.fallback[row].tolist(),
                 draws=draws,
                 sampled=batch.commit_logp[row].tolist(),
             )
@@ -149,17 +157,52 @@ def tokens_of(row: Row) -> Iterator[tuple[int, Draw]]:
             yield slot, draw
 
 
+def masked_text(row: Row) -> Iterator[tuple[int, Draw]]:
+    """The tokens of the text where a canvas masks them."""
+    for draw in row.draws:
+        for slot in draw.masked:
+            if slot < row.length:
+                yield slot, draw
+
+
+def prompt_only(row: Row) -> Iterator[tuple[int, Draw]]:
+    """All tokens of the text, on one canvas without any."""
+    assert [draw.masked for draw in row.draws] == [list(range(row.width))]
+    return masked_text(row)
+
+
+def by_segments(row: Row, begins: list[int]) -> Iterator[tuple[list[int], Draw]]:
+    """The tokens of the text that each segment of denoise steps committed, on the canvas that it began with; segments
+    that committed none have no canvas."""
+    wanted = []
+    for begin, end in zip(begins, [*begins[1:], row.width], strict=True):
+        text = [slot for slot in range(row.length) if begin <= row.steps[slot] < end]
+        wanted += [(begin, text)] if text else []
+    for (begin, text), draw in zip(wanted, row.draws, strict=True):
+        assert draw.masked == [slot for slot, step in enumerate(row.steps) if step < 0 or step >= begin]
+        yield text, draw
+
+
+def by_steps(row: Row) -> Iterator[tuple[list[int], Draw]]:
+    """The same where every step is a segment."""
+    return by_segments(row, list(range(max(row.steps) + 1)))
+
+
 # The algorithms.
 
 
-def diffu_grpo(rows: list[Row]) -> Tensor:
+def _diffu_grpo(rows: list[Row], tokens: Callable[[Row], Iterator[tuple[int, Draw]]]) -> Tensor:
     total, count = torch.zeros((), dtype=torch.float64), 0
     for row, advantage in zip(rows, group_mean(rows), strict=True):
-        for slot, draw in tokens_of(row):
+        for slot, draw in tokens(row):
             ratio = (draw.new[slot] - draw.old[slot]).exp()
             total = total + ppo(ratio, advantage, 0.5, 0.5) + 0.04 * k3(draw.new[slot], draw.reference[slot])
             count += 1
     return total / count
+
+
+def diffu_grpo(rows: list[Row]) -> Tensor:
+    return _diffu_grpo(rows, prompt_only)
 
 
 def diffu_grpo_parity(rows: list[Row]) -> Tensor:
@@ -169,7 +212,7 @@ def diffu_grpo_parity(rows: list[Row]) -> Tensor:
         total, count = torch.zeros((), dtype=torch.float64), 0
         for row in group:
             advantage = next(advantages)
-            for slot, draw in tokens_of(row):
+            for slot, draw in prompt_only(row):
                 ratio = (draw.new[slot] - draw.old[slot]).exp()
                 total = total + ppo(ratio, advantage, 0.5, 0.5) + 0.04 * k3(draw.new[slot], draw.reference[slot])
                 count += 1
@@ -184,7 +227,7 @@ def wd1(rows: list[Row]) -> Tensor:
         weights = own.softmax(0) - (-own).softmax(0)
         losses.append(
             sum(
-                -weight * sum(draw.new[slot] for slot, draw in tokens_of(row))
+                -weight * sum(draw.new[slot] for slot, draw in prompt_only(row))
                 for row, weight in zip(group, weights, strict=True)
             )
         )
@@ -192,13 +235,13 @@ def wd1(rows: list[Row]) -> Tensor:
 
 
 def coupled_grpo(rows: list[Row]) -> Tensor:
-    """Half the fully masked value, half 1 / t or 1 / (1 - t) times the one under the mask; t is in the batch's mask."""
+    """Half the fully masked value, half 1 / t or 1 / (1 - t) times the one under the mask or its complement."""
     total, count = torch.zeros((), dtype=torch.float64), 0
+    t = MASK_RATIO["value"]
+    weights = [1.0, 1 / t, 1 / (1 - t)]
     for row, advantage in zip(rows, leave_one_out(rows), strict=True):
-        ratios = row_ratios[id(row)]
         for slot in range(row.length):
-            weights = {0: 1.0, 1: 1 / ratios, 2: 1 / (1 - ratios)}
-            hiding = [(weights[draw.part] / 2, draw) for draw in row.draws if slot in draw.scored]
+            hiding = [(weights[draw.number] / 2, draw) for draw in row.draws if slot in draw.masked]
             assert len(hiding) == 2, "once fully masked, once in the mask or its complement"
             new = sum(weight * draw.new[slot] for weight, draw in hiding)
             old = sum(weight * draw.old[slot] for weight, draw in hiding)
@@ -208,8 +251,8 @@ def coupled_grpo(rows: list[Row]) -> Tensor:
     return total / count
 
 
-row_ratios: dict[int, float] = {}
-"""What `coupled_grpo` is told: t of each row."""
+MASK_RATIO = {"value": 0.5}
+"""What `coupled_grpo` is told: t, which was drawn."""
 
 
 def unigrpo(rows: list[Row]) -> Tensor:
@@ -218,31 +261,39 @@ def unigrpo(rows: list[Row]) -> Tensor:
         values = [
             ppo((draw.new[slot] - draw.old[slot]).exp(), advantage, 0.2, 0.2)
             + 0.04 * k3(draw.new[slot], draw.reference[slot])
-            for slot, draw in tokens_of(row)
+            for slot, draw in masked_text(row)
         ]
         losses.append(torch.stack(values).mean() if values else None)
     return sum(loss for loss in losses if loss is not None) / len(rows)
 
 
 def _lower(row: Row, name: str = "new") -> Tensor:
-    """The mean over draws of the mean log-probability of a scored token; a draw without any is 0."""
-    num_draws = NUM_DRAWS["value"]
-    return sum(torch.stack([getattr(d, name)[s] for s in d.scored]).mean() for d in row.draws) / num_draws
+    """The mean over draws of the mean log-probability of a masked token of the text."""
+    values = [torch.stack([getattr(draw, name)[slot] for slot in _in_text(row, draw)]).mean() for draw in row.draws]
+    assert len(values) == NUM_DRAWS["value"], "every draw masks some of the text"
+    return torch.stack(values).mean()
+
+
+def _in_text(row: Row, draw: Draw) -> list[int]:
+    return [slot for slot in draw.masked if slot < row.length]
 
 
 def _upper(row: Row, beta: float) -> Tensor:
     """1 / beta times the mean over tokens of log mean over draws of p^beta / t where masked."""
-    num_draws, logs = NUM_DRAWS["value"], []
+    logs = []
     for slot in range(row.length):
         powers = [
-            (beta * draw.new[slot]).exp() / (len(draw.scored) / row.length) for draw in row.draws if slot in draw.scored
+            (beta * draw.new[slot]).exp() / (len(_in_text(row, draw)) / row.length)
+            for draw in row.draws
+            if slot in draw.masked
         ]
         if powers:
-            logs.append((sum(powers) / num_draws).log())
+            logs.append((sum(powers) / NUM_DRAWS["value"]).log())
     return torch.stack(logs).mean() / beta
 
 
 NUM_DRAWS = {"value": 2}
+"""What the restatements are told: the draws of a completion that the row's configuration asks for."""
 
 
 def _spg(rows: list[Row], mix: float) -> Tensor:
@@ -275,13 +326,30 @@ def stabledrl(rows: list[Row]) -> Tensor:
     return torch.stack(losses).mean()
 
 
+def sides(row: Row) -> list[Draw]:
+    """The canvases of draws that cover each denoised slot once, in a mask or in its complement; empty ones are left
+    out."""
+    denoised = [slot for slot, step in enumerate(row.steps) if step >= 0]
+    for number in range(NUM_DRAWS["value"]):
+        both = [slot for draw in row.draws if draw.number // 2 == number for slot in draw.masked]
+        assert sorted(both) == denoised
+    return row.draws
+
+
+def draws_of(row: Row) -> list[Draw]:
+    """The canvases of draws that each mask some of the denoised slots and nothing else."""
+    assert len(row.draws) == NUM_DRAWS["value"]
+    assert all(row.steps[slot] >= 0 for draw in row.draws for slot in draw.masked)
+    return row.draws
+
+
 def _espo_value(row: Row, name: str) -> Tensor:
     """Half of (L + 1) / x times the sum over the mask, half of the same over its complement, averaged over draws."""
     L = row.denoised
     total = torch.zeros((), dtype=torch.float64)
-    for draw in row.draws:
+    for draw in sides(row):
         # The other side masks the rest; an empty side adds nothing.
-        total = total + (L + 1) / len(draw.masked) * sum(getattr(draw, name)[slot] for slot in draw.scored) / 2
+        total = total + (L + 1) / len(draw.masked) * sum(getattr(draw, name)[slot] for slot in draw.masked) / 2
     return total / 2
 
 
@@ -302,18 +370,31 @@ def gdpo(rows: list[Row]) -> Tensor:
         values = []
         for name in ("new", "old"):
             value = torch.zeros((), dtype=torch.float64)
-            for draw in row.draws:
-                assert len(draw.masked) == math.floor(nodes[draw.part] * row.denoised)
-                total = sum(getattr(draw, name)[slot] for slot in draw.scored)
-                value = value + weights[draw.part] * total / nodes[draw.part]
+            for node, weight in zip(nodes, weights, strict=True):
+                count = math.floor(node * row.denoised)
+                draws = [draw for draw in row.draws if len(draw.masked) == count]
+                assert len(draws) == (count > 0), "a node that masks nothing adds nothing"
+                for draw in draws:
+                    value = value + weight / node * sum(getattr(draw, name)[slot] for slot in draw.masked)
             values.append(value)
         losses.append(ppo(((values[0] - values[1]) / row.denoised).exp(), advantage, 0.5, 0.5))
     return torch.stack(losses).mean()
 
 
 def stepmerge(rows: list[Row]) -> Tensor:
-    """The same sum as diffu-GRPO's: only the canvases differ."""
-    return diffu_grpo(rows)
+    """The same sum as diffu-GRPO's: only the canvases differ, of which there is one for each of N segments."""
+    num_segments = NUM_SEGMENTS["value"]
+
+    def tokens(row: Row) -> Iterator[tuple[int, Draw]]:
+        num_steps = max(row.steps) + 1
+        for slots, draw in by_segments(row, [number * num_steps // num_segments for number in range(num_segments)]):
+            yield from ((slot, draw) for slot in slots)
+
+    return _diffu_grpo(rows, tokens)
+
+
+NUM_SEGMENTS = {"value": 8}
+"""What `stepmerge` is told: N, which the fixture's few steps make smaller."""
 
 
 def _by_slice(rows: list[Row], kl_coef: float) -> Tensor:
@@ -334,15 +415,21 @@ def tracerl(rows: list[Row]) -> Tensor:
 
 
 def cj_grpo(rows: list[Row]) -> Tensor:
-    return _by_slice(rows, 0.0)
+    """The mean over all steps of the mean over what the step committed."""
+    steps = []
+    for row, advantage in zip(rows, group_z(rows), strict=True):
+        for slots, draw in by_steps(row):
+            values = [ppo((draw.new[slot] - draw.old[slot]).exp(), advantage, 0.2, 0.2) for slot in slots]
+            steps.append(torch.stack(values).mean())
+    return torch.stack(steps).mean()
 
 
 def bgpo(rows: list[Row]) -> Tensor:
     losses = []
     for row, advantage in zip(rows, group_z(rows), strict=True):
-        for draw in row.draws:
+        for draw in draws_of(row):
             scale = row.denoised / len(draw.masked)
-            d = scale * sum(draw.new[slot] - draw.old[slot] for slot in draw.scored) / row.denoised
+            d = scale * sum(draw.new[slot] - draw.old[slot] for slot in draw.masked) / row.denoised
             losses.append(-(1 + d) * advantage if advantage >= 0 else -d.exp() * advantage)
     return torch.stack(losses).mean()
 
@@ -361,7 +448,7 @@ def dmpo(rows: list[Row]) -> Tensor:
         total = torch.zeros((), dtype=torch.float64)
         for row, weight in zip(group, weights, strict=True):
             # Four canvases: two draws with their complements; an empty one adds nothing.
-            mean = sum(sum(draw.new[slot] for slot in draw.scored) / len(draw.masked) for draw in row.draws) / 4
+            mean = sum(sum(draw.new[slot] for slot in draw.masked) / len(draw.masked) for draw in sides(row)) / 4
             total = total - weight * mean
         losses.append(total)
     return torch.stack(losses).mean()
@@ -373,7 +460,7 @@ rhos: list[Tensor] = []
 
 def _ratio_elbo(row: Row, name: str) -> Tensor:
     return sum(
-        row.denoised / len(draw.masked) * sum(getattr(draw, name)[slot] for slot in draw.scored) for draw in row.draws
+        row.denoised / len(draw.masked) * sum(getattr(draw, name)[slot] for slot in draw.masked) for draw in sides(row)
     ) / torch.tensor(4.0, dtype=torch.float64)
 
 
@@ -391,12 +478,29 @@ step_weights: dict[tuple[int, int], float] = {}
 """What `agrpo` is told: the weight of each drawn step of each row."""
 
 
-def _on_policy(rows: list[Row]) -> Tensor:
+def justgrpo(rows: list[Row]) -> Tensor:
+    """Each token after all that is left of it; the mean over all tokens."""
     total, count = torch.zeros((), dtype=torch.float64), 0
     for row, advantage in zip(rows, group_z(rows), strict=True):
-        for slot, draw in tokens_of(row):
-            total = total + ppo((draw.new[slot] - draw.old[slot]).exp(), advantage, 0.2, 0.2)
-            count += 1
+        for slots, draw in by_steps(row):
+            for slot in slots:
+                total = total + ppo((draw.new[slot] - draw.old[slot]).exp(), advantage, 0.2, 0.2)
+                count += 1
+    return total / count
+
+
+def forkgrpo(rows: list[Row]) -> Tensor:
+    """JustGRPO's, of the tokens that a step committed only because it must commit one."""
+    total, count = torch.zeros((), dtype=torch.float64), 0
+    for row, advantage in zip(rows, group_z(rows), strict=True):
+        forced = [slot for slot in range(row.length) if row.fallback[slot]]
+        begins = sorted({row.steps[slot] for slot in forced})
+        for begin, draw in zip(begins, row.draws, strict=True):
+            assert draw.masked == [slot for slot, step in enumerate(row.steps) if step < 0 or step >= begin]
+            for slot in forced:
+                if row.steps[slot] == begin:
+                    total = total + ppo((draw.new[slot] - draw.old[slot]).exp(), advantage, 0.2, 0.2)
+                    count += 1
     return total / count
 
 
@@ -406,9 +510,9 @@ def vrpo(rows: list[Row]) -> Tensor:
         gains = []
         for row in group:
             gain = torch.zeros((), dtype=torch.float64)
-            for draw in row.draws:
+            for draw in draws_of(row):
                 scale = row.denoised / len(draw.masked) / 8
-                gain = gain + scale * sum(draw.new[slot] - draw.reference[slot] for slot in draw.scored)
+                gain = gain + scale * sum(draw.new[slot] - draw.reference[slot] for slot in draw.masked)
             gains.append(gain)
         pairs = [
             -torch.nn.functional.logsigmoid(0.2 * (gains[better] - gains[worse]))
@@ -461,7 +565,7 @@ SLOW: dict[str, Callable[[list[Row]], Tensor]] = {
     "stabledrl": stabledrl,
     "dmpo": dmpo,
     "agrpo": agrpo,
-    "justgrpo": _on_policy,
-    "forkgrpo": _on_policy,
+    "justgrpo": justgrpo,
+    "forkgrpo": forkgrpo,
     "vrpo": vrpo,
 }

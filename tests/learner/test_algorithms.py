@@ -13,7 +13,8 @@ from torch import Tensor
 from learner.algorithms import ALGORITHMS
 from learner.batch import GroupedBatch, RolloutBatch
 from learner.config import LearnerConfig
-from learner.estimators import InnerUpdate, SamplerFacts
+from learner.counter import uniform
+from learner.estimators import InnerUpdate, SamplerFacts, random_masks
 from learner.learner import Learner
 from learner.model.transformer import Transformer
 from learner.round import WEIGHING
@@ -112,12 +113,15 @@ def test_loss_and_gradient_are_those_of_the_papers_formula(
     reference = moved(moved(_copy(policy))).to(torch.float64)
     if name == "dmpo":
         masks = config.estimator.corrupt(grouped, InnerUpdate(WEIGHING, 2), sampler)
+        slow.NUM_DRAWS["value"] = 2
         slow.rhos[:] = slow.rho(slow.rows_of((first, old, reference), grouped, masks))
     losses = []
     for index, new in enumerate((first, second)):
         corruption = config.estimator.corrupt(grouped, InnerUpdate(index, 2), sampler)
-        rows = slow.rows_of((new, old, reference), grouped, corruption)
-        _tell(name, rows, config, grouped, corruption)
+        rows = slow.rows_of(
+            (new, old, reference), grouped, corruption, sampler.temperature if name == "agrpo" else None
+        )
+        _tell(name, index, config, grouped, corruption)
         loss = slow.SLOW[name](rows)
         loss.backward()
         losses.append(loss.item())
@@ -132,15 +136,12 @@ def test_loss_and_gradient_are_those_of_the_papers_formula(
     assert any(float(gradient.abs().max()) > 1e-5 for gradient in recorder.gradients[1].values())
 
 
-def _tell(
-    name: str, rows: list[slow.Row], config: LearnerConfig, grouped: GroupedBatch, corruption: slow.Corruption
-) -> None:
+def _tell(name: str, index: int, config: LearnerConfig, grouped: GroupedBatch, corruption: slow.Corruption) -> None:
     """What was drawn, besides masks, that a formula needs."""
     slow.NUM_DRAWS["value"] = getattr(config.estimator, "num_draws", 1)
+    slow.NUM_SEGMENTS["value"] = getattr(config.estimator, "num_segments", None) or 1
     if name == "coupled-grpo":
-        assert corruption.weights is not None
-        for index, row in enumerate(rows):
-            slow.row_ratios[id(row)] = 0.5 / float(corruption.weights[3 * index + 1, 0])
+        slow.MASK_RATIO["value"] = 0.2 + 0.6 * uniform(grouped.sample_keys[:1], index, random_masks._RATIO_KEY).item()
     if name == "agrpo":
         assert corruption.importance is not None
         assert corruption.parts is not None
