@@ -93,6 +93,8 @@ def sampler_facts(params: SamplingParams) -> SamplerFacts:
     return SamplerFacts(
         temperature=params.temperature,
         block_length=params.block_length,
+        # The other schedules commit one slot a step at least.
+        most_steps=params.num_denoise_steps if params.is_by_shares else params.gen_length,
         forbidden_ids=params.forbidden_ids,
         records_law=is_whole and params.cache is Cache.NONE and params.logp_exact,
         # The other schedules have no test, or one that the first slot always passes.

@@ -105,11 +105,13 @@ ALGORITHMS: Mapping[str, Mapping[str, Any]] = {
         },
     },
     "mapg": {
-        "inner_updates": 4,
-        "advantage": "group_z",
+        "inner_updates": 12,
+        "group_size": 4,
+        "advantage": "leave_one_out",
         "estimator": {
             "name": "trajectory",
             "num_segments": 32,
+            "num_shown_steps": 1,
             "num_sampled": 12,
             "weigh": "value",
             "scores_order": True,
@@ -117,10 +119,11 @@ ALGORITHMS: Mapping[str, Mapping[str, Any]] = {
         "objective": {
             "name": "clipped_ratio",
             "level": "sequence",
-            "clip_low": 0.2,
-            "clip_high": 0.2,
+            "clip_low": 3e-4,
+            "clip_high": 4e-4,
             "kl_coef": 0.0,
-            "order_temperature": 0.5,
+            "normalize_by": "row",
+            "order_temperature": 1.0,
         },
     },
     "bgpo": {

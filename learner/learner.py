@@ -164,7 +164,7 @@ class Learner:
             news.append(new_N.detach())
             loss = self._loss(work, micro, new_N, known, inside)
             self._accumulate(loss.total)
-            metrics.add(loss, new_N, counts=counts)
+            metrics.add(loss, micro.of_tokens(new_N), counts=counts)
         if known.old is None:
             known.old = joined(news, plan)
 
@@ -175,7 +175,8 @@ class Learner:
             known.old = all_N
         whole = slice(0, plan.terms.num_terms)
         gradient_N = coefficients(lambda new_N: self._loss(work, plan.terms, new_N, known, whole).total, all_N)
-        metrics.add(self._loss(work, plan.terms, all_N, known, whole), all_N, counts=any(plan.counts))
+        loss = self._loss(work, plan.terms, all_N, known, whole)
+        metrics.add(loss, plan.terms.of_tokens(all_N), counts=any(plan.counts))
         for micro, inside in zip(plan.micro_batches, plan.inside, strict=True):
             new_N = token_logps(self.policy.module, micro.views, micro.law)
             weight_N = gradient_N[inside] if inside.stop > inside.start else torch.zeros_like(new_N)

@@ -16,7 +16,6 @@ from learner.batch import RolloutBatch
 from learner.config import LearnerConfig
 from learner.counter import fold
 from learner.estimators import SamplerFacts, Terms, TrajectoryConfig
-from learner.estimators.terms import TOKEN
 from learner.objectives import ClippedRatioConfig
 from learner.round import Plan, Round, scored_logps
 from learner.sharding import ShardedPolicy
@@ -102,9 +101,8 @@ def _are_equal(ours: Terms, theirs: Terms) -> bool:
 
 
 def _row_sums(policy: ShardedPolicy, plan: Plan, num_rows: int) -> tuple[Tensor, Tensor]:
-    """[B] weighted sums of each row's log-probabilities, and [B] of their weights; slots that were ranked do not
-    count."""
+    """[B] weighted sums of each row's log-probabilities, and [B] of their weights."""
     terms, logps_N = plan.terms, scored_logps(policy, plan)
-    weight_N = terms.weights * terms.importance * (terms.places == TOKEN)
+    weight_N = terms.token_weights * terms.importance
     zeros_B = logps_N.new_zeros(num_rows)
     return zeros_B.index_add(0, terms.rows, weight_N * logps_N), zeros_B.index_add(0, terms.rows, weight_N)

@@ -28,6 +28,8 @@ class SamplerFacts:
     """Tokens are drawn from softmax(logits / temperature)."""
     block_length: int = 32
     """Slots of a block."""
+    most_steps: int = 128
+    """Denoise steps that a completion can take at most."""
     forbidden_ids: tuple[int, ...] = ()
     """Ids that are never drawn, besides the mask id."""
     records_law: bool = True

@@ -40,11 +40,8 @@ class Corruption:
     """[R, L] float32: what a scored token counts for in the loss; None: 1."""
     law: Law = SOFTMAX
     """The distribution that tokens are scored under."""
-    places: Tensor | None = None
-    """[R, L] int64: where slots were ranked to be committed: the denoise step of those that the canvas's segment
-    committed, -1 for those that they were preferred to, -2 elsewhere. None: no order is scored."""
-    sets: Tensor | None = None
-    """[R, L] int64: with `places` the number, within the row, of the set of slots that were ranked together."""
+    rivals: Tensor | None = None
+    """[R, L] bool: the slots that the scored ones were committed before; None: no order is scored."""
 
     def of_canvases(self, kept_R: Tensor) -> Corruption:
         """Some of the canvases."""
@@ -55,7 +52,8 @@ class Corruption:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Terms:
-    """Scored tokens, in the order of their views."""
+    """Scored tokens, in the order of their views. Where an order is scored there are, besides the terms of the tokens'
+    log-probabilities, those of their logits and of the highest logit of each rival."""
 
     views: Views
     """The canvases, and the slots of these that are scored."""
@@ -71,14 +69,21 @@ class Terms:
     """[N] float32: factor of the log-probability in the value of its token or row."""
     importance: Tensor
     """[N] float32: what it counts for in the loss."""
-    places: Tensor
-    """[N] int64: -2 for a token's log-probability. Else the term is that of the most probable token in a slot that was
-    ranked: the denoise step that committed it, or -1 where others were preferred. `parts` is then the ranked set."""
 
     @property
     def num_terms(self) -> int:
         """N."""
         return len(self.rows)
+
+    @property
+    def token_weights(self) -> Tensor:
+        """[N] the weights, 0 for logits."""
+        is_logit_N = self.views.is_logit
+        return self.weights if is_logit_N is None else self.weights.masked_fill(is_logit_N, 0.0)
+
+    def of_tokens(self, values_N: Tensor) -> Tensor:
+        """The values of those terms that are log-probabilities."""
+        return values_N if self.views.is_logit is None else values_N[~self.views.is_logit]
 
     def of_views(self, first: int, last: int) -> Terms:
         """The terms of views `first` to `last - 1`, whose canvases are cut to the longest of them."""
@@ -94,6 +99,7 @@ class Terms:
             slots=slots_M // old_width * width + slots_M % old_width,
             scored=views.scored[inside] - begin,
             targets=views.targets[inside],
+            is_logit=None if views.is_logit is None else views.is_logit[inside],
         )
         return replace(self, views=cut, **{name: getattr(self, name)[inside] for name in _OF_TERMS})
 
@@ -103,9 +109,7 @@ class Terms:
         return replace(first, importance=torch.zeros_like(first.importance))
 
 
-_OF_TERMS = ("rows", "slots", "parts", "weights", "importance", "places")
-TOKEN = -2
-"""The place of a term that scores a token."""
+_OF_TERMS = ("rows", "slots", "parts", "weights", "importance")
 
 
 def make_terms(batch: CompletionBatch, model: TransformerConfig, corruption: Corruption) -> Terms:
@@ -125,31 +129,31 @@ def make_terms(batch: CompletionBatch, model: TransformerConfig, corruption: Cor
     completion_ids = torch.where(masked_RL, mask_id, some.completion_ids)
     ids_RS, columns_RL = canvas(some, prompt_ids, completion_ids, model.pad_token_id)
     canvas_N, slots_N = corruption.scored.nonzero(as_tuple=True)
-    num_tokens = len(canvas_N)
-    if corruption.places is not None:
-        ranked = (corruption.places != TOKEN).nonzero(as_tuple=True)
-        canvas_N, slots_N = torch.cat((canvas_N, ranked[0])), torch.cat((slots_N, ranked[1]))
-    is_token_N = torch.arange(len(canvas_N), device=rows_R.device) < num_tokens
+    targets_N, is_logit_N = some.completion_ids[canvas_N, slots_N], None
+    if corruption.rivals is not None:
+        num_tokens, (rival_canvas, rival_slots) = len(canvas_N), corruption.rivals.nonzero(as_tuple=True)
+        canvas_N, slots_N = torch.cat((canvas_N, canvas_N, rival_canvas)), torch.cat((slots_N, slots_N, rival_slots))
+        targets_N = torch.cat((targets_N, targets_N, torch.full_like(rival_slots, -1)))
+        is_logit_N = torch.arange(len(canvas_N), device=rows_R.device) >= num_tokens
     lengths_R = some.prompt_lengths + batch.num_slots
-    targets_N = torch.where(is_token_N, some.completion_ids[canvas_N, slots_N], -1)
     views = share_equal_views(ids_RS, lengths_R, canvas_N, columns_RL[canvas_N, slots_N], targets_N)
     order_N = views.scored.argsort(stable=True)
-    views = replace(views, scored=views.scored[order_N], targets=views.targets[order_N])
-    canvas_N, slots_N, is_token_N = canvas_N[order_N], slots_N[order_N], is_token_N[order_N]
+    views = replace(
+        views,
+        scored=views.scored[order_N],
+        targets=views.targets[order_N],
+        is_logit=None if is_logit_N is None else is_logit_N[order_N],
+    )
+    canvas_N, slots_N = canvas_N[order_N], slots_N[order_N]
     ones_N = torch.ones(len(order_N), device=rows_R.device)
     parts_R = torch.zeros_like(rows_R) if corruption.parts is None else corruption.parts
-    parts_N, places_N = parts_R[canvas_N], torch.full_like(canvas_N, TOKEN)
-    if corruption.places is not None and corruption.sets is not None:
-        parts_N = torch.where(is_token_N, parts_N, corruption.sets[canvas_N, slots_N])
-        places_N = torch.where(is_token_N, TOKEN, corruption.places[canvas_N, slots_N])
     importance_N = ones_N if corruption.importance is None else corruption.importance[canvas_N, slots_N]
     return Terms(
         views=views,
         law=corruption.law,
         rows=rows_R[canvas_N],
         slots=slots_N,
-        parts=parts_N,
-        places=places_N,
+        parts=parts_R[canvas_N],
         weights=ones_N if corruption.weights is None else corruption.weights[canvas_N, slots_N],
         importance=torch.zeros_like(importance_N) if is_empty else importance_N,
     )

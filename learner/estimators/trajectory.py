@@ -5,7 +5,7 @@ With one segment for each step every token is scored in the very state that it w
 tokens is the exact likelihood of the trajectory (CJ-GRPO; over a sampler with blocks of one slot, JustGRPO, arXiv
 2601.15165, and the autoregressive factorisation). Longer segments cost fewer forwards: d2's StepMerge (arXiv
 2509.21474), of which one segment is diffu-GRPO's estimate, and TraceRL's slices (arXiv 2509.06949). Sampled segments
-cost fewer still and are weighted to stay unbiased (AGRPO).
+cost fewer still and are weighted to stay unbiased (AGRPO), or stand for all (MAPG, arXiv 2607.15200).
 
 Shape letters: B rows, L completion slots, R canvases, K segments of the row with the most.
 """
@@ -15,14 +15,14 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, model_validator
 from torch import Tensor
 
 from learner.batch import GroupedBatch
 from learner.counter import uniform
 from learner.estimators.base import InnerUpdate, Probability, SamplerFacts, prompt_mask
-from learner.estimators.terms import TOKEN, Corruption
-from learner.estimators.views import Law
+from learner.estimators.terms import Corruption
+from learner.estimators.views import SOFTMAX, Law
 
 _CHOICE_KEY, _PROMPT_KEY = 21, 22
 
@@ -35,13 +35,18 @@ class TrajectoryConfig(BaseModel):
     name: Literal["trajectory"] = "trajectory"
     """The estimator."""
     num_segments: PositiveInt | None = None
-    """Segments that the denoise steps of a completion are cut into, equally long (d2: 8 or 16)."""
+    """Segments that the denoise steps of a canvas are cut into, equally long (d2: 8 or 16); a completion that ends
+    early has the first of them."""
     steps_per_segment: PositiveInt | None = None
     """Or the denoise steps of a segment (TraceRL's shrink): 1 is exact."""
+    num_shown_steps: NonNegativeInt = 0
+    """Denoise steps at the beginning whose tokens are shown throughout and not scored; the segments begin after them
+    (MAPG: 1)."""
     num_sampled: PositiveInt | None = None
-    """Segments of each completion that are drawn anew at every update, weighted to stay unbiased; null: all."""
+    """Segments of each completion, of those with a token to score, that are drawn anew at every update; null: all."""
     proposal: Literal["uniform", "entropy"] = "uniform"
-    """What they are drawn by: all alike, or by the entropy of the tokens that they commit (AGRPO)."""
+    """What they are drawn by: different ones, all alike likely; or by the entropy of the tokens that they commit
+    (AGRPO)."""
     only: Literal["all", "fallback", "uncertain"] = "all"
     """Tokens that are scored: all; those that a step committed only because it must commit one (ForkGRPO); or the
     `uncertain_share` of the highest entropy at commit (JustGRPO's fast variant)."""
@@ -51,10 +56,10 @@ class TrajectoryConfig(BaseModel):
     """The distribution that tokens are scored under: the plain softmax, or the one that the sampler drew from, at its
     temperature and without the mask id."""
     weigh: Literal["loss", "value"] = "loss"
-    """What the weight of a drawn segment multiplies: its share of the loss, or, where a ratio is of whole completions,
-    its log-probability."""
+    """What makes up for the segments that are not drawn: a drawn one has a greater share of the loss, which is that of
+    all on average; or, where a ratio is of whole completions, the mean token that is drawn stands for all (MAPG)."""
     scores_order: bool = False
-    """Score too which slots were committed, among all that the block still had masked (MAPG); for
+    """Score too which slots were committed, against all that the segment leaves masked (MAPG); for
     `objective.order_temperature`."""
     p_mask_prompt: Probability = 0.0
     """Probability that a prompt token is masked (d2: 0.15)."""
@@ -65,6 +70,14 @@ class TrajectoryConfig(BaseModel):
     def _one_length(self) -> TrajectoryConfig:
         if (self.num_segments is None) == (self.steps_per_segment is None):
             raise ValueError("give either num_segments or steps_per_segment")
+        return self
+
+    @model_validator(mode="after")
+    def _drawn_alike_where_tokens_stand_for_all(self) -> TrajectoryConfig:
+        if self.weigh == "value" and self.proposal != "uniform":
+            raise ValueError(
+                f"weigh: value takes the drawn tokens for all: proposal must be uniform, not {self.proposal}"
+            )
         return self
 
     def corrupt(self, batch: GroupedBatch, update: InnerUpdate, sampler: SamplerFacts) -> Corruption:
@@ -82,22 +95,17 @@ class TrajectoryConfig(BaseModel):
         is_committed_RL = segment_RL == parts_R[:, None]
         scored_RL = scored_BL[rows_R] & is_committed_RL
         # What was never committed, after the last block that was denoised, is masked throughout.
-        masked_RL = (segment_RL >= parts_R[:, None]) | (segment_RL < 0)
-        drawn_RL = importance_BK[rows_R, parts_R][:, None].expand_as(scored_RL)
-        places_RL = sets_RL = None
-        if self.scores_order:
-            places_RL, sets_RL = self._order(batch.step_map[rows_R], is_committed_RL, masked_RL, sampler.block_length)
-            sets_RL = sets_RL + parts_R[:, None] * batch.num_slots
+        masked_RL = (segment_RL >= parts_R[:, None]) | (batch.step_map[rows_R] < 0)
+        is_of_loss = self.weigh == "loss"
         return Corruption(
             rows=rows_R,
             masked=masked_RL,
             scored=scored_RL,
-            places=places_RL,
-            sets=sets_RL,
+            rivals=masked_RL & ~is_committed_RL if self.scores_order else None,
             prompt_masked=None if prompt_BP is None else prompt_BP[rows_R],
             parts=parts_R,
-            weights=drawn_RL if self.weigh == "value" else None,
-            importance=drawn_RL if self.weigh == "loss" else None,
+            weights=None if is_of_loss else self._shares(batch, rows_R, scored_RL),
+            importance=importance_BK[rows_R, parts_R][:, None].expand_as(scored_RL) if is_of_loss else None,
             law=self._law(sampler),
         )
 
@@ -110,13 +118,18 @@ class TrajectoryConfig(BaseModel):
         return batch.completion_lengths
 
     def refusal(self, sampler: SamplerFacts) -> str | None:
-        """Fallback tokens must be told apart."""
+        """Fallback tokens must be told apart, and some step must be scored."""
         if self.only == "fallback" and not sampler.has_fallback:
             return "estimator.only is fallback; the sampler's schedule never falls back: set rollout.sampling.threshold"
         if self.requires_block_length not in (None, sampler.block_length):
             return (
                 f"estimator.requires_block_length is {self.requires_block_length}; "
                 f"rollout.sampling.block_length is {sampler.block_length} and must be the same"
+            )
+        if self.num_shown_steps >= sampler.most_steps:
+            return (
+                f"estimator.num_shown_steps is {self.num_shown_steps}, and a completion takes at most "
+                f"{sampler.most_steps} of rollout.sampling's denoise steps: nothing would be scored; make it less"
             )
         return None
 
@@ -127,35 +140,25 @@ class TrajectoryConfig(BaseModel):
 
     def _law(self, sampler: SamplerFacts) -> Law:
         if self.law == "softmax":
-            return Law(has_top=self.scores_order)
+            return SOFTMAX
         return Law(
             temperature=sampler.temperature or 1.0,
             excludes_mask_id=True,
             forbidden_ids=sampler.forbidden_ids,
-            has_top=self.scores_order,
         )
 
-    @staticmethod
-    def _order(step_RL: Tensor, is_committed_RL: Tensor, masked_RL: Tensor, block_length: int) -> tuple[Tensor, Tensor]:
-        """[R, L] places and [R, L] blocks: in each block that a segment commits to, all slots that were masked."""
-        block_L = torch.arange(step_RL.shape[1], device=step_RL.device) // block_length
-        block_RL = block_L.expand_as(step_RL)
-        num_blocks = int(block_L.max()) + 1
-        is_active_RW = torch.zeros(len(step_RL), num_blocks, device=step_RL.device)
-        is_active_RW = is_active_RW.scatter_add_(1, block_RL, is_committed_RL.float()) > 0
-        is_ranked_RL = masked_RL & is_active_RW.gather(1, block_RL)
-        return torch.where(is_ranked_RL, torch.where(is_committed_RL, step_RL, -1), TOKEN), block_RL
-
     def _segments(self, batch: GroupedBatch) -> Tensor:
-        """[B, L] int64 the segment that commits each slot, -1 where none does."""
-        step_BL = batch.step_map
+        """[B, L] int64 the segment that commits each slot, negative where none does."""
+        step_BL = batch.step_map - self.num_shown_steps
         if self.steps_per_segment is not None:
-            return torch.where(step_BL < 0, -1, step_BL // self.steps_per_segment)
+            return torch.where(batch.step_map < 0, -1, step_BL // self.steps_per_segment)
         assert self.num_segments is not None, "one of the two is given"
-        num_steps_B = step_BL.amax(dim=1, keepdim=True) + 1
-        # Segment n begins at step floor(n * steps / segments), as d2's snapshots do.
-        segment_BL = ((step_BL + 1) * self.num_segments - 1) // num_steps_B.clamp(min=1)
-        return torch.where(step_BL < 0, -1, segment_BL)
+        # Segment n begins at step floor(n * steps / segments), as d2's snapshots do. The steps are those of the whole
+        # canvas: as many for a slot as the completion took.
+        num_steps_B1 = (batch.step_map.amax(dim=1, keepdim=True) + 1) * batch.num_slots
+        num_denoised_B1 = (batch.step_map >= 0).sum(dim=1, keepdim=True)
+        segment_BL = ((step_BL + 1) * self.num_segments * num_denoised_B1 - 1) // num_steps_B1.clamp(min=1)
+        return torch.where(batch.step_map < 0, -1, segment_BL)
 
     def _counts(self, batch: GroupedBatch) -> Tensor:
         """[B, L] bool: the tokens that are scored, as far as `only` goes."""
@@ -173,12 +176,13 @@ class TrajectoryConfig(BaseModel):
         """[B, K] float32 what each segment counts for: 1, or how often it is drawn over how often is expected."""
         if self.num_sampled is None:
             return wanted_BK.float()
-        weight_BK = wanted_BK.float()
-        if self.proposal == "entropy":
-            entropy_BL = batch.commit_entropy * (batch.completion_mask() & (segment_BL >= 0))
-            weight_BK = torch.zeros_like(weight_BK).scatter_add_(1, segment_BL.clamp(min=0), entropy_BL)
-            # A certain segment can be drawn too, or the estimate would be biased.
-            weight_BK = (weight_BK + 1e-2) * wanted_BK
+        if self.proposal == "uniform":
+            return _drawn_alike(batch.sample_keys, wanted_BK, self.num_sampled, update)
+        entropy_BL = batch.commit_entropy * (batch.completion_mask() & (segment_BL >= 0))
+        weight_BK = torch.zeros_like(wanted_BK, dtype=torch.float32)
+        weight_BK = weight_BK.scatter_add_(1, segment_BL.clamp(min=0), entropy_BL)
+        # A certain segment can be drawn too, or the estimate would be biased.
+        weight_BK = (weight_BK + 1e-2) * wanted_BK
         chance_BK = weight_BK / weight_BK.sum(dim=1, keepdim=True).clamp(min=1e-12)
         # Systematic draws: one uniform for each row, the others evenly behind it (low discrepancy).
         start_B = uniform(batch.sample_keys, update.index, _CHOICE_KEY)
@@ -186,3 +190,17 @@ class TrajectoryConfig(BaseModel):
         reached_BK = (ends_BK - start_B[:, None]).ceil().clamp(min=0, max=self.num_sampled)
         drawn_BK = reached_BK.diff(dim=1, prepend=torch.zeros_like(reached_BK[:, :1])) * wanted_BK
         return torch.where(drawn_BK > 0, drawn_BK / (self.num_sampled * chance_BK).clamp(min=1e-12), 0.0)
+
+    def _shares(self, batch: GroupedBatch, rows_R: Tensor, scored_RL: Tensor) -> Tensor:
+        """[R, L] float32 the tokens that each scored one stands for: its row's, over those of it that are scored."""
+        num_scored_B = torch.zeros_like(batch.completion_lengths).index_add_(0, rows_R, scored_RL.sum(dim=1))
+        return (self.sizes(batch) / num_scored_B)[rows_R][:, None].expand_as(scored_RL)
+
+
+def _drawn_alike(sample_keys: Tensor, wanted_BK: Tensor, num_sampled: int, update: InnerUpdate) -> Tensor:
+    """[B, K] float32: so many different ones of the wanted, all where there are no more, over how often is expected."""
+    segments_K = torch.arange(wanted_BK.shape[1], device=wanted_BK.device)
+    luck_BK = uniform(sample_keys[:, None], update.index, _CHOICE_KEY, segments_K).masked_fill(~wanted_BK, torch.inf)
+    is_drawn_BK = wanted_BK & (luck_BK.argsort(dim=1).argsort(dim=1) < num_sampled)
+    num_wanted_B1 = wanted_BK.sum(dim=1, keepdim=True)
+    return is_drawn_BK * (num_wanted_B1 / num_sampled).clamp(min=1.0)

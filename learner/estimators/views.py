@@ -25,8 +25,6 @@ class Law:
     sampler's law excludes the mask id."""
     forbidden_ids: tuple[int, ...] = ()
     """Other ids that the sampler's law excludes."""
-    has_top: bool = False
-    """Whether some targets are -1: the log-probability of the most probable token, what samplers rank slots by."""
 
 
 SOFTMAX = Law()
@@ -49,7 +47,9 @@ class Views:
     scored: Tensor
     """[N] int64, the index into `slots` of each scored token."""
     targets: Tensor
-    """[N] int64, the tokens whose log-probability is wanted there."""
+    """[N] int64, the tokens whose log-probability is wanted there; -1: the one with the highest logit."""
+    is_logit: Tensor | None = None
+    """[N] bool: where the logit is wanted in place of the log-probability; None: nowhere."""
 
 
 def share_equal_views(ids_BS: Tensor, lengths_B: Tensor, rows_N: Tensor, columns_N: Tensor, targets_N: Tensor) -> Views:
@@ -67,7 +67,7 @@ def share_equal_views(ids_BS: Tensor, lengths_B: Tensor, rows_N: Tensor, columns
 
 
 def token_logps(model: Transformer, views: Views, law: Law = SOFTMAX) -> Tensor:
-    """Log-probability, in nats, of each scored token: [N] float32."""
+    """Log-probability, in nats, of each scored token, or its logit: [N] float32."""
     width = views.ids.shape[1]
     lengths = None if bool((views.lengths == width).all()) else views.lengths
     grid = query_grid(views.slots, *views.ids.shape)
@@ -76,11 +76,11 @@ def token_logps(model: Transformer, views: Views, law: Law = SOFTMAX) -> Tensor:
     wanted = Wanted(
         slot=views.scored[order_N],
         token=views.targets[order_N],
+        is_logit=None if views.is_logit is None else views.is_logit[order_N],
         temperature=law.temperature,
         mask_id=model.config.mask_token_id,
         excludes_mask_id=law.excludes_mask_id,
         forbidden_ids=law.forbidden_ids,
-        has_top=law.has_top,
     )
     logps_N: Tensor = model(views.ids, lengths, *grid, wanted=wanted)
     return torch.empty_like(logps_N).scatter(0, order_N, logps_N)

@@ -1,4 +1,4 @@
-"""Log-probabilities of wanted tokens, without ever holding the logits of all slots.
+"""Log-probabilities and logits of wanted tokens, without ever holding the logits of all slots.
 
 The head is much the widest matrix: the logits of a few thousand slots of a real vocabulary are gigabytes. It runs on
 chunks of the slots, forwards and backwards. A few chunks' log-probabilities are kept for the backward pass; where there
@@ -33,7 +33,9 @@ class Wanted:
     slot: Tensor
     """[N] int64, ascending: which of the scored slots each is wanted at."""
     token: Tensor
-    """[N] int64; -1 for the most probable one, the `mask_id` apart."""
+    """[N] int64; -1 for the one with the highest logit, where a logit is wanted."""
+    is_logit: Tensor | None = None
+    """[N] bool: those of which the logit is wanted, divided by the temperature and not normalised; None: no logits."""
     temperature: float = 1.0
     """Logits are divided by it."""
     mask_id: int = 0
@@ -42,12 +44,10 @@ class Wanted:
     """Whether the law gives it no probability, as the sampler's does."""
     forbidden_ids: tuple[int, ...] = ()
     """Other ids to which it gives none."""
-    has_top: bool = False
-    """Whether some of the tokens are -1."""
 
 
 def wanted_logps(x_MD: Tensor, weight_VD: Tensor, wanted: Wanted) -> Tensor:
-    """[N] float32 log-probabilities, in nats, of tokens under the head's matrix."""
+    """[N] float32 log-probabilities, in nats, of tokens under the head's matrix; logits where these are wanted."""
     logps_N: Tensor = _WantedLogps.apply(x_MD, weight_VD, wanted)
     return logps_N
 
@@ -63,9 +63,9 @@ class _WantedLogps(torch.autograd.Function):
         is_kept = any(ctx.needs_input_grad) and len(x_MD) * len(weight_VD) <= most_kept
         parts, tokens = [], []
         for rows, slot_N, inside in _chunks(x_MD, weight_VD, wanted):
-            logps_CV = _log_softmax(x_MD[rows], weight_VD, wanted)
-            tokens.append(_tokens(logps_CV, slot_N, wanted, inside))
-            parts.append(logps_CV[slot_N, tokens[-1]])
+            logps_CV, values_N, token_N = _scored(x_MD[rows], weight_VD, wanted, slot_N, inside)
+            parts.append(values_N)
+            tokens.append(token_N)
             if is_kept:
                 ctx.kept.append(logps_CV)
         ctx.save_for_backward(x_MD, weight_VD, torch.cat(tokens))
@@ -80,9 +80,12 @@ class _WantedLogps(torch.autograd.Function):
         grad_weight_VD = None
         for rows, slot_N, inside in _chunks(x_MD, weight_VD, ctx.wanted):
             # What is kept is overwritten: a second backward computes it again.
-            logps_CV = ctx.kept.pop(0) if ctx.kept else _log_softmax(x_MD[rows], weight_VD, ctx.wanted)
-            # Of log softmax: what comes in at the token, less the probability of each id times all that comes in.
-            total_C = grad_N.new_zeros(len(logps_CV)).index_add_(0, slot_N, grad_N[inside])
+            logps_CV = ctx.kept.pop(0) if ctx.kept else _log_softmax(_logits(x_MD[rows], weight_VD, ctx.wanted))
+            # Of log softmax: what comes in at the token, less the probability of each id times all that comes in. Of a
+            # logit the former alone.
+            is_logit_N = ctx.wanted.is_logit
+            of_logps_N = grad_N[inside] if is_logit_N is None else grad_N[inside].masked_fill(is_logit_N[inside], 0.0)
+            total_C = grad_N.new_zeros(len(logps_CV)).index_add_(0, slot_N, of_logps_N)
             grad_CV = logps_CV.exp_().mul_(-total_C[:, None])
             grad_CV.index_put_((slot_N, token_N[inside]), grad_N[inside], accumulate=True)
             if ctx.wanted.temperature != 1.0:
@@ -109,21 +112,30 @@ def _chunks(x_MD: Tensor, weight_VD: Tensor, wanted: Wanted) -> Iterator[tuple[s
         yield slice(begin, begin + size), wanted.slot[inside] - begin, inside
 
 
-def _log_softmax(x_CD: Tensor, weight_VD: Tensor, wanted: Wanted) -> Tensor:
-    """[C, V] float32."""
+def _logits(x_CD: Tensor, weight_VD: Tensor, wanted: Wanted) -> Tensor:
+    """[C, V] under the law."""
     logits_CV = F.linear(x_CD, weight_VD)
     if wanted.temperature != 1.0:
         logits_CV = logits_CV.float().div_(wanted.temperature)
     excluded = [*wanted.forbidden_ids, *([wanted.mask_id] if wanted.excludes_mask_id else [])]
     if excluded:
         logits_CV.index_fill_(1, torch.tensor(excluded, device=logits_CV.device), -torch.inf)
+    return logits_CV
+
+
+def _log_softmax(logits_CV: Tensor) -> Tensor:
+    """[C, V] float32."""
     return logits_CV.log_softmax(dim=-1, dtype=torch.float32)
 
 
-def _tokens(logps_CV: Tensor, slot_N: Tensor, wanted: Wanted, inside: slice) -> Tensor:
-    """The tokens that are wanted of a chunk, the most probable one where that is asked for."""
-    token_N = wanted.token[inside]
-    if not wanted.has_top:
-        return token_N
-    mask_id = torch.tensor([wanted.mask_id], device=logps_CV.device)
-    return torch.where(token_N < 0, logps_CV.index_fill(1, mask_id, -torch.inf).argmax(dim=-1)[slot_N], token_N)
+def _scored(
+    x_CD: Tensor, weight_VD: Tensor, wanted: Wanted, slot_N: Tensor, inside: slice
+) -> tuple[Tensor, Tensor, Tensor]:
+    """[C, V] the log-probabilities of a chunk; [N] what is wanted of it, and [N] of which tokens."""
+    logits_CV, token_N = _logits(x_CD, weight_VD, wanted), wanted.token[inside]
+    logps_CV = _log_softmax(logits_CV)
+    if wanted.is_logit is None:
+        return logps_CV, logps_CV[slot_N, token_N], token_N
+    token_N = torch.where(token_N < 0, logits_CV.argmax(dim=-1)[slot_N], token_N)
+    logit_N = logits_CV[slot_N, token_N].float()
+    return logps_CV, torch.where(wanted.is_logit[inside], logit_N, logps_CV[slot_N, token_N]), token_N

@@ -53,7 +53,7 @@ class Loss:
     total: Tensor
     """[] to be minimised: these terms' share of the round's loss."""
     per_unit: Mapping[str, Tensor] = field(default_factory=dict)
-    """[U] each, without gradient: what is reported, by name."""
+    """[U] each, without gradient: what is reported, by name. Of two ratios of a unit both: [2 U]."""
 
 
 class Objective(Protocol):

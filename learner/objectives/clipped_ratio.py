@@ -13,7 +13,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 
-from learner.estimators.terms import TOKEN, Terms
+from learner.estimators.terms import Terms
 from learner.objectives.base import Coefficient, Logps, Loss, bounded, is_cut
 from learner.objectives.order import order_logps
 from learner.objectives.units import Level, Normalize, RowFacts, Units, units_of
@@ -71,13 +71,16 @@ class ClippedRatioConfig(BaseModel):
     normalize_by: Normalize = Normalize.ROUND
     """What the loss is a mean over."""
     order_temperature: Annotated[float, Field(gt=0)] | None = None
-    """Add to a completion's value how probable the order of its commits was: Plackett and Luce's, of the slots' highest
-    probabilities at this temperature (MAPG: 0.5). Needs `estimator.scores_order`; null: the order does not count."""
+    """Add a second loss, with a ratio and a clip of its own, of how probable it was to commit each token's slot before
+    those that were left masked: by a softmax of logits at this temperature (MAPG: 1). Needs `estimator.scores_order`;
+    null: the order does not count."""
 
     @model_validator(mode="after")
     def _order_of_completions(self) -> ClippedRatioConfig:
         if self.order_temperature is not None and self.level is not Level.ROW:
             raise ValueError("order_temperature needs level: sequence; an order is no single token's")
+        if self.order_temperature is not None and self.old == "sampler":
+            raise ValueError("order_temperature needs old: learner; samplers record no logits")
         return self
 
     @property
@@ -91,45 +94,41 @@ class ClippedRatioConfig(BaseModel):
         return self.kl_coef > 0 and self.kl_against == "reference"
 
     def loss(self, terms: Terms, logps: Logps, rows: RowFacts) -> Loss:
-        """-min(ratio A, clip(ratio) A) + kl_coef KL of each unit, in its share."""
+        """-min(ratio A, clip(ratio) A) + kl_coef KL of each unit, in its share; of the order's ratio the former too."""
         units = units_of(terms, self.level)
-        advantages_U = rows.advantages[units.rows]
-        log_ratio_U = self._log_ratio(terms, units, logps.new, self._divided_by(logps), rows)
+        old_N = logps.sampled if self.old == "sampler" else logps.old
+        log_ratios = [self._value(terms.token_weights * (logps.new - old_N), units, rows)]
+        if self.order_temperature is not None:
+            new_N, old_N = (order_logps(terms, logits_N, self.order_temperature) for logits_N in (logps.new, old_N))
+            log_ratios.append(self._value(terms.weights * (new_N - old_N), units, rows))
+        surrogates = [self._surrogate(log_ratio_U, rows.advantages[units.rows]) for log_ratio_U in log_ratios]
+        loss_U = torch.stack([loss_U for loss_U, _ in surrogates]).sum(dim=0)
+        per_unit = {name: torch.cat([found[name] for _, found in surrogates]) for name in surrogates[0][1]}
+        if self.kl_coef > 0:
+            against_N = logps.old if self.kl_against == "old" else logps.reference
+            assert against_N is not None, "the learner has a reference where needs_reference says so"
+            difference_U = units.sum(terms.token_weights * (against_N - logps.new))
+            kl_U = kl_estimate(self.kl, difference_U) / self._size(units, rows)
+            loss_U, per_unit = loss_U + self.kl_coef * kl_U, {"kl": kl_U.detach()} | per_unit
+        return Loss(total=(loss_U * units.importance).sum(), per_unit=per_unit)
+
+    def _surrogate(self, log_ratio_U: Tensor, advantages_U: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """[U] PPO's loss, and what is reported of it."""
         ratio_U = bounded(log_ratio_U).exp()
         clipped_U = ratio_U.clamp(
             -math.inf if self.clip_low is None else 1 - self.clip_low,
             math.inf if self.clip_high is None else 1 + self.clip_high,
         )
-        gain_U = (ratio_U * advantages_U).minimum(clipped_U * advantages_U)
-        loss_U, per_unit = -gain_U, {}
-        if self.kl_coef > 0:
-            against_N = logps.old if self.kl_against == "old" else logps.reference
-            assert against_N is not None, "the learner has a reference where needs_reference says so"
-            kl_U = self._kl(terms, units, against_N, logps.new, rows)
-            loss_U, per_unit = loss_U + self.kl_coef * kl_U, {"kl": kl_U.detach()}
         lost_U = clipped_U * advantages_U < ratio_U * advantages_U
-        per_unit |= {
+        return -(ratio_U * advantages_U).minimum(clipped_U * advantages_U), {
             "ratio": ratio_U.detach(),
             "ratio_cut": is_cut(log_ratio_U),
             "clip_ratio/low": (lost_U & (advantages_U < 0)).float(),
             "clip_ratio/high": (lost_U & (advantages_U > 0)).float(),
         }
-        return Loss(total=(loss_U * units.importance).sum(), per_unit=per_unit)
 
-    def _divided_by(self, logps: Logps) -> Tensor:
-        return logps.sampled if self.old == "sampler" else logps.old
-
-    def _log_ratio(self, terms: Terms, units: Units, over_N: Tensor, under_N: Tensor, rows: RowFacts) -> Tensor:
-        if self.order_temperature is None:
-            return units.sum(terms.weights * (over_N - under_N)) / self._size(units, rows)
-        is_token_N = terms.places == TOKEN
-        tokens_U = units.sum(torch.where(is_token_N, terms.weights * (over_N - under_N), 0.0))
-        over_B = order_logps(terms, over_N, self.order_temperature, len(rows.sizes))
-        under_B = order_logps(terms, under_N, self.order_temperature, len(rows.sizes))
-        return (tokens_U + (over_B - under_B)[units.rows]) / self._size(units, rows)
-
-    def _kl(self, terms: Terms, units: Units, against_N: Tensor, new_N: Tensor, rows: RowFacts) -> Tensor:
-        return kl_estimate(self.kl, units.sum(terms.weights * (against_N - new_N))) / self._size(units, rows)
+    def _value(self, values_N: Tensor, units: Units, rows: RowFacts) -> Tensor:
+        return units.sum(values_N) / self._size(units, rows)
 
     def _size(self, units: Units, rows: RowFacts) -> Tensor | float:
         return rows.sizes[units.rows] if self.level is Level.ROW and self.per_slot else 1.0

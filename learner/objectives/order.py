@@ -1,42 +1,42 @@
-"""How probable an order of commits was: the part of a denoise step's decision that tokens do not show.
+"""How probable it was to commit a slot before its rivals: the part of a step's decision that tokens do not show.
 
-A step ranks the masked slots of its block by their highest probability. Plackett and Luce's model makes a distribution
-of it: the first is drawn by softmax over all, the next over those that are left, and so on (MAPG, arXiv 2607.15200).
+A sampler commits the slots that it is surest of. A softmax over a committed token's logit and the highest logit of
+each slot that was left masked makes a distribution of it (Mask-Aware Policy Gradients, arXiv 2607.15200; its code).
 
-Shape letters: N terms, B rows, S ranked sets, W slots of the largest.
+Shape letters: N terms, C canvases.
 """
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from learner.estimators.terms import TOKEN, Terms
+from learner.estimators.terms import Terms
 
 _NEVER = -1e9
 
 
-def order_logps(terms: Terms, logps_N: Tensor, temperature: float, num_rows: int) -> Tensor:
-    """[B] log-probability, in nats, of the commits of each row's ranked sets, each times its weight.
+def order_logps(terms: Terms, logits_N: Tensor, temperature: float) -> Tensor:
+    """[N] log-probability, in nats, that a committed slot went before its canvas's rivals; 0 for all other terms.
 
-    Slots that one step committed together count in the order of the slots; those that were only ranked come after.
+    Tokens that a segment commits together are no rivals of each other.
+
+    Args:
+        terms: whole canvases of them.
+        logits_N: [N] the logits of those that are logits.
+        temperature: logits are divided by it.
     """
-    ranked = (terms.places != TOKEN).nonzero()[:, 0]
-    total_B = logps_N.new_zeros(num_rows)
-    if not len(ranked):
-        return total_B + 0 * logps_N.sum()
-    row, place, slot = terms.rows[ranked], terms.places[ranked], terms.slots[ranked]
-    _, set_M = (row * (int(terms.parts.max()) + 1) + terms.parts[ranked]).unique(return_inverse=True)
-    # By set, then the committed ones by step and slot, then the others.
-    last = int(place.max()) + 1
-    when = torch.where(place < 0, last, place) * (int(slot.max()) + 1) + slot
-    order = (set_M * (int(when.max()) + 1) + when).argsort()
-    ranked, set_M, place = ranked[order], set_M[order], place[order]
-    sizes_S = set_M.bincount()
-    column_M = torch.arange(len(set_M), device=set_M.device) - (sizes_S.cumsum(0) - sizes_S)[set_M]
-    shape = len(sizes_S), int(sizes_S.max())
-    utility_SW = logps_N.new_full(shape, _NEVER).index_put((set_M, column_M), logps_N[ranked] / temperature)
-    # Each is drawn from those that were not drawn before it: it and all behind it.
-    left_SW = utility_SW.flip(1).logcumsumexp(dim=1).flip(1)
-    logp_M = (utility_SW - left_SW)[set_M, column_M] * (place >= 0)
-    return total_B.index_add(0, terms.rows[ranked], terms.weights[ranked] * logp_M)
+    is_logit_N = terms.views.is_logit
+    if is_logit_N is None:
+        return torch.zeros_like(logits_N)
+    is_rival_N = is_logit_N & (terms.views.targets < 0)
+    keys_C, canvas_N = (terms.rows * (int(terms.parts.max()) + 1) + terms.parts).unique(return_inverse=True)
+    scores_N = logits_N / temperature
+    rivals_N = scores_N.masked_fill(~is_rival_N, _NEVER)
+    top_C = scores_N.new_full((len(keys_C),), _NEVER).scatter_reduce(0, canvas_N, rivals_N.detach(), "amax")
+    powers_N = (rivals_N - top_C[canvas_N]).exp() * is_rival_N
+    sums_C = scores_N.new_zeros(len(keys_C)).index_add(0, canvas_N, powers_N)
+    # Where nothing is left masked there was no choice: the log-probability is 0.
+    against_C = top_C + sums_C.clamp(min=torch.finfo(torch.float32).tiny).log()
+    return F.logsigmoid(scores_N - against_C[canvas_N]) * (is_logit_N & ~is_rival_N)

@@ -29,3 +29,11 @@ def test_a_schedule_has_a_fallback_if_its_completions_show_one(
     params = SamplingParams.model_validate(shape | schedule)
     (completion,) = Sampler(policy, 0).generate([Request(prompt_ids=(1, 2, 3), params=params, seed=1)])
     assert completion.fallback.any() == sampler_facts(params).has_fallback
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+def test_a_completion_takes_at_most_so_many_steps(schedule: dict[str, object], policy: Transformer) -> None:
+    shape = {"gen_length": 8, "block_length": 4, "num_denoise_steps": 4, "temperature": 1.0, "stop_ids": ()}
+    params = SamplingParams.model_validate(shape | schedule)
+    (completion,) = Sampler(policy, 0).generate([Request(prompt_ids=(1, 2, 3), params=params, seed=1)])
+    assert int(completion.step_map.max()) + 1 == sampler_facts(params).most_steps

@@ -30,10 +30,8 @@ class Draw:
     new: dict[int, Tensor]
     old: dict[int, Tensor]
     reference: dict[int, Tensor]
-    weight: float
-    top_new: dict[int, Tensor]
-    top_old: dict[int, Tensor]
-    places: dict[int, int]
+    new_logits: Tensor
+    old_logits: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +47,7 @@ class Row:
     fallback: list[bool]
     draws: list[Draw]
     sampled: list[float]
+    tokens: list[int]
 
 
 def rows_of(
@@ -75,25 +74,18 @@ def rows_of(
             completion[masked] = mask_id
             ids = torch.cat((prompt, completion))[None]
             values: list[dict[int, Tensor]] = []
-            tops: list[dict[int, Tensor]] = []
-            places = {}
-            if corruption.places is not None:
-                places = {slot: int(place) for slot, place in enumerate(corruption.places[canvas]) if place >= -1}
-            for policy in policies:
-                logits = policy(ids)[0, len(prompt) :]
+            raw = [policy(ids)[0, len(prompt) :] for policy in policies]
+            for of_policy in raw:
+                logits = of_policy
                 if temperature is not None:
                     logits = logits / temperature
                     logits[:, mask_id] = -torch.inf
                 logps = logits.log_softmax(-1)
                 values.append({slot: logps[slot, batch.completion_ids[row, slot]] for slot in masked})
-                others = [token for token in range(logps.shape[1]) if token != mask_id]
-                tops.append({slot: logps[slot, others].max() for slot in places})
             new, old, reference = values
             part = 0 if corruption.parts is None else int(corruption.parts[canvas])
             detached = [{slot: value.detach() for slot, value in some.items()} for some in (old, reference)]
-            weight = 1.0 if corruption.weights is None else float(corruption.weights[canvas, masked[0]])
-            top_old = {slot: value.detach() for slot, value in tops[1].items()}
-            draws.append(Draw(number, part, masked, scored, new, *detached, weight, tops[0], top_old, places))
+            draws.append(Draw(number, part, masked, scored, new, *detached, raw[0], raw[1].detach()))
         rows.append(
             Row(
                 group=int(batch.group_index[row]),
@@ -105,6 +97,7 @@ def rows_of(
                 fallback=batch.fallback[row].tolist(),
                 draws=draws,
                 sampled=batch.commit_logp[row].tolist(),
+                tokens=batch.completion_ids[row].tolist(),
             )
         )
     return rows
@@ -524,27 +517,32 @@ def vrpo(rows: list[Row]) -> Tensor:
     return torch.stack(losses).mean()
 
 
-def _plackett_luce(tops: dict[int, Tensor], places: dict[int, int]) -> Tensor:
-    """In each block of 4, one commit after the other: the softmax over the slots that are left, at temperature 0.5."""
-    total = torch.zeros((), dtype=torch.float64)
-    for block in {slot // 4 for slot in places}:
-        left = [slot for slot in places if slot // 4 == block]
-        for slot in sorted((slot for slot in left if places[slot] >= 0), key=lambda slot: (places[slot], slot)):
-            total = total + tops[slot] / 0.5 - torch.stack([tops[other] / 0.5 for other in left]).logsumexp(0)
-            left.remove(slot)
-    return total
+def _before_rivals(row: Row, slot: int, rivals: list[int], logits: Tensor) -> Tensor:
+    """The softmax of a committed token's logit, against the highest logit of each slot that is committed later."""
+    own = logits[slot, row.tokens[slot]]
+    return own - torch.stack([own, *(logits[rival].max() for rival in rivals)]).logsumexp(0)
 
 
 def mapg(rows: list[Row]) -> Tensor:
+    """Its code's: four steps of the whole canvas in two segments, (0, 2] and (2, 4], of which one is drawn: a loss of
+    the drawn tokens and a loss of their order, each with a ratio of means."""
     losses = []
-    for row, advantage in zip(rows, group_z(rows), strict=True):
-        difference = torch.zeros((), dtype=torch.float64)
+    for row, advantage in zip(rows, leave_one_out(rows), strict=True):
+        ends = {part: 2 * part + 2 for part in (0, 1)}
+        inside = {part: [s for s, step in enumerate(row.steps) if end - 2 < step <= end] for part, end in ends.items()}
+        valid = [part for part in (0, 1) if any(slot < row.length for slot in inside[part])]
+        assert len(row.draws) == min(1, len(valid)), "one of those with a token of the text"
         for draw in row.draws:
-            tokens = sum(draw.new[slot] - draw.old[slot] for slot in draw.scored)
-            order = _plackett_luce(draw.top_new, draw.places) - _plackett_luce(draw.top_old, draw.places)
-            difference = difference + draw.weight * (tokens + order)
-        losses.append(ppo((difference / row.length).exp(), advantage, 0.2, 0.2))
-    return torch.stack(losses).mean()
+            later = [s for s, step in enumerate(row.steps) if step > ends[draw.part] or step == -1]
+            assert draw.masked == sorted(inside[draw.part] + later)
+            assert draw.scored == [slot for slot in inside[draw.part] if slot < row.length]
+            tokens = sum(draw.new[slot] - draw.old[slot] for slot in draw.scored) / len(draw.scored)
+            orders = sum(
+                _before_rivals(row, slot, later, draw.new_logits) - _before_rivals(row, slot, later, draw.old_logits)
+                for slot in draw.scored
+            ) / len(draw.scored)
+            losses += [ppo(mean.exp(), advantage, 3e-4, 4e-4) for mean in (tokens, orders)]
+    return torch.stack(losses).sum() / len(rows)
 
 
 SLOW: dict[str, Callable[[list[Row]], Tensor]] = {

@@ -40,7 +40,7 @@ def algorithm_config(name: str, **changes: object) -> LearnerConfig:
     if name == "agrpo":
         settings["estimator"] = {"num_sampled": 3}
     if name == "mapg":
-        settings["estimator"] = {"num_segments": 4, "num_sampled": 3}
+        settings["estimator"] = {"num_segments": 2, "num_sampled": 1}
     return LearnerConfig.model_validate(settings | changes)
 
 

@@ -36,6 +36,7 @@ LACKING = {
     "recorded likelihoods": {"records_law": False},
     "blocks of 1 slot": {"block_length": 2},
     "a threshold": {"has_fallback": False},
+    "two denoise steps": {"most_steps": 1},
 }
 
 

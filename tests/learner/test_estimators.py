@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from itertools import combinations
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from learner.batch import GroupedBatch
 from learner.estimators import (
@@ -71,6 +73,70 @@ def test_every_text_token_is_scored_once_over_all_segments(grouped: GroupedBatch
     corruption = TrajectoryConfig(steps_per_segment=2).corrupt(grouped, FIRST, SAMPLER)
     times = torch.zeros(12, 8, dtype=torch.long).index_add_(0, corruption.rows, corruption.scored.long())
     assert torch.equal(times == 1, grouped.completion_mask())
+
+
+def test_segments_are_of_the_whole_canvas(grouped: GroupedBatch) -> None:
+    """Two slots a step: four steps, of which a completion that ends in its first block takes two."""
+    corruption = TrajectoryConfig(num_segments=4).corrupt(grouped, FIRST, SAMPLER)
+    assert corruption.parts is not None
+    assert (grouped.completion_lengths <= 4).any()
+    step = torch.where(corruption.scored, grouped.step_map[corruption.rows], -1)
+    assert torch.equal(step.amax(dim=1), corruption.parts)
+
+
+@pytest.mark.parametrize("settings", [{"steps_per_segment": 2}, {"num_segments": 2}])
+def test_the_first_steps_can_be_shown_throughout(grouped: GroupedBatch, settings: dict[str, int]) -> None:
+    config = TrajectoryConfig(num_shown_steps=1, **settings)  # type: ignore[arg-type]
+    corruption = config.corrupt(grouped, FIRST, SAMPLER)
+    assert corruption.parts is not None
+    step_RL, parts_R1 = grouped.step_map[corruption.rows], corruption.parts[:, None]
+    is_in_segment_RL = (step_RL > 2 * parts_R1) & (step_RL <= 2 * parts_R1 + 2)
+    assert torch.equal(corruption.scored, is_in_segment_RL & grouped.completion_mask()[corruption.rows])
+    assert torch.equal(corruption.masked, (step_RL > 2 * parts_R1) | (step_RL < 0))
+
+
+def test_a_sampler_of_no_more_steps_than_are_shown_is_refused() -> None:
+    config = TrajectoryConfig(num_segments=2, num_shown_steps=3)
+    assert "nothing would be scored" in str(config.refusal(SamplerFacts(most_steps=3)))
+    assert config.refusal(SamplerFacts(most_steps=4)) is None
+
+
+def test_segments_that_are_drawn_alike_are_different_ones_and_any_of_them(grouped: GroupedBatch) -> None:
+    row = int(grouped.completion_lengths.argmax())
+    many = _many(grouped, row, 600)
+    config = TrajectoryConfig(steps_per_segment=1, num_sampled=2)
+    corruption = config.corrupt(many, FIRST, SAMPLER)
+    assert corruption.parts is not None
+    pairs = Counter(map(tuple, corruption.parts.unflatten(0, (600, 2)).tolist()))
+    assert set(pairs) == set(combinations(range(4), 2))
+    assert max(pairs.values()) < 2 * min(pairs.values()), "no pair is likelier"
+
+
+def test_tokens_that_are_drawn_stand_for_all(grouped: GroupedBatch) -> None:
+    """Their weighted sum over the completion's length is their mean."""
+    config = TrajectoryConfig(steps_per_segment=1, num_sampled=1, weigh="value")
+    corruption = config.corrupt(grouped, FIRST, SAMPLER)
+    assert corruption.importance is None
+    assert corruption.weights is not None
+    totals = torch.zeros(12).index_add_(0, corruption.rows, (corruption.weights * corruption.scored).sum(dim=1))
+    torch.testing.assert_close(totals, grouped.completion_lengths.float())
+    assert (corruption.weights > 1).any()
+
+
+def test_tokens_that_stand_for_all_must_be_drawn_alike() -> None:
+    with pytest.raises(ValidationError, match="proposal must be uniform, not entropy"):
+        TrajectoryConfig(steps_per_segment=1, num_sampled=1, weigh="value", proposal="entropy")
+
+
+def test_an_order_is_scored_against_all_that_a_segment_leaves_masked(grouped: GroupedBatch) -> None:
+    """In later blocks too, and in those that were never denoised; what a segment commits together is no rival."""
+    config = TrajectoryConfig(num_segments=2, scores_order=True)
+    corruption = config.corrupt(grouped, FIRST, SAMPLER)
+    assert corruption.parts is not None
+    assert corruption.rivals is not None
+    step_RL = grouped.step_map[corruption.rows]
+    assert torch.equal(corruption.rivals, (step_RL > 2 * corruption.parts[:, None] + 1) | (step_RL < 0))
+    assert corruption.rivals.any()
 
 
 @pytest.mark.parametrize("proposal", ["uniform", "entropy"])

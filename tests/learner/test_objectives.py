@@ -30,7 +30,6 @@ def _loss(
         parts=zeros,
         weights=ones,
         importance=ones,
-        places=zeros - 2,
     )
     rows = RowFacts(advantages=advantages, groups=zeros, sizes=ones, num_rows=count, num_groups=1)
     return config.loss(terms, Logps(new=new, old=old, reference=reference, sampled=old), rows)
@@ -181,3 +180,12 @@ def test_a_mean_over_parts_is_taken_where_each_unit_is_in_one(estimator: dict[st
     objective = {"name": "clipped_ratio", "level": level, "normalize_by": "part"}
     config = LearnerConfig.model_validate({"num_rounds": 1, "estimator": estimator, "objective": objective})
     assert config.objective.normalize_by == "part"
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [({"level": "token"}, "an order is no single token's"), ({"level": "sequence", "old": "sampler"}, "no logits")],
+)
+def test_an_order_needs_whole_completions_and_the_learners_own_logits(settings: dict[str, object], why: str) -> None:
+    with pytest.raises(ValidationError, match=why):
+        ClippedRatioConfig.model_validate({"order_temperature": 1.0} | settings)

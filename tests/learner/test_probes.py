@@ -20,7 +20,10 @@ SAMPLER = SamplerFacts(temperature=0.7, block_length=4, has_fallback=True)
 
 
 def _config(estimator: dict[str, object]) -> LearnerConfig:
-    return LearnerConfig.model_validate({"num_rounds": 1, "group_size": 4, "estimator": estimator})
+    settings: dict[str, object] = {"num_rounds": 1, "group_size": 4, "estimator": estimator}
+    if estimator.get("scores_order"):
+        settings["objective"] = {"name": "clipped_ratio", "level": "sequence", "order_temperature": 1.0}
+    return LearnerConfig.model_validate(settings)
 
 
 def _copies(batch: RolloutBatch, times: int = 3) -> RolloutBatch:
@@ -60,8 +63,9 @@ def _estimate(policy: Transformer, batch: RolloutBatch, config: LearnerConfig, r
         {"name": "elbo", "num_draws": 2, "counts": "row", "complement": False},
         {"name": "block_masks", "num_draws": 2},
         {"name": "trajectory", "steps_per_segment": 1, "num_sampled": 2, "proposal": "entropy"},
+        {"name": "trajectory", "steps_per_segment": 1, "num_sampled": 1, "weigh": "value", "scores_order": True},
     ],
-    ids=lambda estimator: estimator["name"],
+    ids=lambda estimator: "order" if "scores_order" in estimator else estimator["name"],
 )
 def test_the_variance_is_that_of_two_draws_by_hand(
     policy: Transformer, rollouts: RolloutBatch, estimator: dict[str, object]

@@ -23,19 +23,23 @@ def _plainly(x_MD: Tensor, weight_VD: Tensor, wanted: Wanted) -> Tensor:
     if wanted.excludes_mask_id:
         logits_MV = logits_MV.index_fill(1, torch.tensor([wanted.mask_id, *wanted.forbidden_ids]), -torch.inf)
     logps_MV = logits_MV.log_softmax(dim=-1)
-    others = [token for token in range(11) if token != wanted.mask_id]
-    top_N = logps_MV[:, others].amax(dim=-1)[wanted.slot]
-    return torch.where(wanted.token < 0, top_N, logps_MV[wanted.slot, wanted.token.clamp(min=0)])
+    logps_N = logps_MV[wanted.slot, wanted.token.clamp(min=0)]
+    if wanted.is_logit is None:
+        return logps_N
+    of_token_N, top_N = logits_MV[wanted.slot, wanted.token.clamp(min=0)], logits_MV.amax(dim=-1)[wanted.slot]
+    return torch.where(wanted.is_logit, torch.where(wanted.token < 0, top_N, of_token_N), logps_N)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("temperature", "excludes"), [(1.0, False), (0.7, True)])
+@pytest.mark.parametrize("is_logit", [False, True])
 @pytest.mark.parametrize(("chunk", "kept"), [(1000, 1000), (22, 1000), (22, 0), (44, 0)])
 def test_values_and_gradients_are_autograds(
     chunk: int,
     kept: int,
     temperature: float,
     excludes: bool,
+    is_logit: bool,
     dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -43,12 +47,12 @@ def test_values_and_gradients_are_autograds(
     monkeypatch.setattr(scoring, "_MOST_KEPT_CPU", kept)
     wanted = Wanted(
         slot=SLOTS,
-        token=torch.tensor([0, -1, 10, 4, -1, 4, 9]),
+        token=torch.tensor([0, -1, 10, 4, -1, 4, 9] if is_logit else [0, 2, 10, 4, 6, 4, 9]),
+        is_logit=torch.tensor([False, True, False, True, True, False, True]) if is_logit else None,
         temperature=temperature,
         mask_id=3,
         excludes_mask_id=excludes,
         forbidden_ids=(7,) if excludes else (),
-        has_top=True,
     )
     weights_N = torch.tensor([1.0, -2.0, 0.5, 0.0, 3.0, 1.0, -1.0])
     x_MD, weight_VD = _inputs(dtype)
