@@ -72,6 +72,8 @@ class RolloutBatch(CompletionBatch):
     """[B, L] float32, nats, under the law that was sampled; 0 where nothing was committed."""
     commit_entropy: Tensor
     """[B, L] float32, nats, of the untempered prediction at commit; 0 where nothing was committed."""
+    commit_law_entropy: Tensor
+    """[B, L] float32, nats, of the law that the token was drawn from; 0 where nothing was committed."""
     fallback: Tensor
     """[B, L] bool: committed only because a step commits at least one."""
     num_forwards: Tensor

@@ -144,6 +144,7 @@ def _rollouts() -> RolloutBatch:
         commit_logp=-torch.rand(11, 8, generator=generator),
         commit_entropy=torch.rand(11, 8, generator=generator),
         fallback=torch.rand(11, 8, generator=generator) < 0.5,
+        commit_law_entropy=torch.rand(11, 8, generator=generator),
         num_forwards=torch.full((11,), 4),
         policy_versions=torch.zeros(11, dtype=torch.long),
     )
