@@ -20,11 +20,12 @@ from torch import Tensor
 
 from learner.batch import GroupedBatch
 from learner.counter import uniform
-from learner.estimators.base import InnerUpdate, Probability, SamplerFacts, prompt_mask
+from learner.estimators.base import InnerUpdate, Probability, SamplerFacts, Slots, covered, prompt_mask
 from learner.estimators.terms import TOKEN, Corruption
 from learner.estimators.views import Law
 
-_CHOICE_KEY, _PROMPT_KEY = 21, 22
+CHOICE_KEY, _PROMPT_KEY = 21, 22
+_LEAST_ENTROPY = 1e-2
 
 
 class TrajectoryConfig(BaseModel):
@@ -41,7 +42,10 @@ class TrajectoryConfig(BaseModel):
     num_sampled: PositiveInt | None = None
     """Segments of each completion that are drawn anew at every update, weighted to stay unbiased; null: all."""
     proposal: Literal["uniform", "entropy"] = "uniform"
-    """What they are drawn by: all alike, or by the entropy of the tokens that they commit (AGRPO)."""
+    """What they are drawn by: all alike, or by the entropy of what their tokens were drawn from (AGRPO)."""
+    slots: Literal["text", "denoised"] = "text"
+    """Whose tokens are scored: the text's, up to and including its first end of text; or those of all slots that were
+    denoised, in the steps up to the last that commits anything but an end of text (AGRPO)."""
     only: Literal["all", "fallback", "uncertain"] = "all"
     """Tokens that are scored: all; those that a step committed only because it must commit one (ForkGRPO); or the
     `uncertain_share` of the highest entropy at commit (JustGRPO's fast variant)."""
@@ -50,9 +54,9 @@ class TrajectoryConfig(BaseModel):
     law: Literal["softmax", "sampler"] = "softmax"
     """The distribution that tokens are scored under: the plain softmax, or the one that the sampler drew from, at its
     temperature and without the mask id."""
-    weigh: Literal["loss", "value"] = "loss"
-    """What the weight of a drawn segment multiplies: its share of the loss, or, where a ratio is of whole completions,
-    its log-probability."""
+    weigh: Literal["loss", "mean", "value"] = "loss"
+    """What a drawn segment stands for: its share in the sum of all segments' losses, or in their mean (AGRPO); or,
+    where a ratio is of whole completions, in the sum of their log-probabilities."""
     scores_order: bool = False
     """Score too which slots were committed, among all that the block still had masked (MAPG); for
     `objective.order_temperature`."""
@@ -70,12 +74,17 @@ class TrajectoryConfig(BaseModel):
     def corrupt(self, batch: GroupedBatch, update: InnerUpdate, sampler: SamplerFacts) -> Corruption:
         """One canvas for each segment that commits a scored token."""
         segment_BL = self._segments(batch)
-        scored_BL = batch.completion_mask() & (segment_BL >= 0) & self._counts(batch)
+        covered_BL = self._covered(batch)
+        scored_BL = covered_BL & self._counts(batch)
         num_segments = int(segment_BL.max().clamp(min=0)) + 1
         wanted_BK = torch.zeros(batch.num_rows, num_segments, dtype=torch.bool, device=segment_BL.device)
         rows_N, slots_N = scored_BL.nonzero(as_tuple=True)
         wanted_BK[rows_N, segment_BL[rows_N, slots_N]] = True
-        importance_BK = self._drawn(batch, wanted_BK, segment_BL, update)
+        entropy_BK = torch.zeros_like(wanted_BK, dtype=torch.float32)
+        entropy_BK.scatter_add_(1, segment_BL.clamp(min=0), batch.commit_law_entropy * covered_BL)
+        importance_BK = self._drawn(batch, wanted_BK, entropy_BK, update)
+        if self.weigh == "mean":
+            importance_BK = importance_BK / wanted_BK.sum(dim=1, keepdim=True).clamp(min=1)
         rows_R, parts_R = (importance_BK > 0).nonzero(as_tuple=True)
         segment_RL = segment_BL[rows_R]
         prompt_BP = prompt_mask(batch, self.p_mask_prompt, _PROMPT_KEY, self.mask_key(update))
@@ -97,7 +106,7 @@ class TrajectoryConfig(BaseModel):
             prompt_masked=None if prompt_BP is None else prompt_BP[rows_R],
             parts=parts_R,
             weights=drawn_RL if self.weigh == "value" else None,
-            importance=drawn_RL if self.weigh == "loss" else None,
+            importance=None if self.weigh == "value" else drawn_RL,
             law=self._law(sampler),
         )
 
@@ -106,8 +115,8 @@ class TrajectoryConfig(BaseModel):
         return update.index if self.num_sampled is not None or self.p_mask_prompt > 0 else 0
 
     def sizes(self, batch: GroupedBatch) -> Tensor:
-        """The text's tokens."""
-        return batch.completion_lengths
+        """The tokens that may be scored."""
+        return batch.completion_lengths if self.slots == "text" else self._covered(batch).sum(dim=1)
 
     def refusal(self, sampler: SamplerFacts) -> str | None:
         """Fallback tokens must be told apart."""
@@ -157,6 +166,16 @@ class TrajectoryConfig(BaseModel):
         segment_BL = ((step_BL + 1) * self.num_segments - 1) // num_steps_B.clamp(min=1)
         return torch.where(step_BL < 0, -1, segment_BL)
 
+    def _covered(self, batch: GroupedBatch) -> Tensor:
+        """[B, L] bool: the committed slots of the text, or of the steps up to the last that says something."""
+        if self.slots == "text":
+            return batch.completion_mask() & (batch.step_map >= 0)
+        last_B1 = (batch.completion_lengths - 1).clamp(min=0)[:, None]
+        # A text that was not cut off ends in the token that ends texts.
+        is_end_BL = (batch.completion_ids == batch.completion_ids.gather(1, last_B1)) & ~batch.truncated[:, None]
+        last_step_B1 = batch.step_map.masked_fill(is_end_BL, -1).amax(dim=1, keepdim=True)
+        return covered(batch, Slots.DENOISED) & (batch.step_map <= last_step_B1)
+
     def _counts(self, batch: GroupedBatch) -> Tensor:
         """[B, L] bool: the tokens that are scored, as far as `only` goes."""
         if self.only == "all":
@@ -169,19 +188,18 @@ class TrajectoryConfig(BaseModel):
         kept_B = (batch.completion_lengths * self.uncertain_share).ceil().long()
         return is_text & (rank_BL < kept_B[:, None])
 
-    def _drawn(self, batch: GroupedBatch, wanted_BK: Tensor, segment_BL: Tensor, update: InnerUpdate) -> Tensor:
+    def _drawn(self, batch: GroupedBatch, wanted_BK: Tensor, entropy_BK: Tensor, update: InnerUpdate) -> Tensor:
         """[B, K] float32 what each segment counts for: 1, or how often it is drawn over how often is expected."""
         if self.num_sampled is None:
             return wanted_BK.float()
         weight_BK = wanted_BK.float()
         if self.proposal == "entropy":
-            entropy_BL = batch.commit_entropy * (batch.completion_mask() & (segment_BL >= 0))
-            weight_BK = torch.zeros_like(weight_BK).scatter_add_(1, segment_BL.clamp(min=0), entropy_BL)
-            # A certain segment can be drawn too, or the estimate would be biased.
-            weight_BK = (weight_BK + 1e-2) * wanted_BK
+            # A certain segment can be drawn too, or the estimate would be biased; and with no weight that swamps all
+            # others, whose bound this is.
+            weight_BK = (entropy_BK + _LEAST_ENTROPY) * wanted_BK
         chance_BK = weight_BK / weight_BK.sum(dim=1, keepdim=True).clamp(min=1e-12)
         # Systematic draws: one uniform for each row, the others evenly behind it (low discrepancy).
-        start_B = uniform(batch.sample_keys, update.index, _CHOICE_KEY)
+        start_B = uniform(batch.sample_keys, update.index, CHOICE_KEY)
         ends_BK = chance_BK.cumsum(dim=1) * self.num_sampled
         reached_BK = (ends_BK - start_B[:, None]).ceil().clamp(min=0, max=self.num_sampled)
         drawn_BK = reached_BK.diff(dim=1, prepend=torch.zeros_like(reached_BK[:, :1])) * wanted_BK

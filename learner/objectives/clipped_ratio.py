@@ -68,6 +68,9 @@ class ClippedRatioConfig(BaseModel):
     """The policy that RL started from, or the one that the round was sampled from."""
     kl_coef: Coefficient = 0.04
     """Weight of the KL penalty; 0 needs no reference model (d1: 0.04)."""
+    kl_sums_tokens: bool = False
+    """Under `normalize_by: part` the KL of a segment is the sum of its tokens' KLs, where its gain is their mean
+    (TraceRL)."""
     normalize_by: Normalize = Normalize.ROUND
     """What the loss is a mean over."""
     order_temperature: Annotated[float, Field(gt=0)] | None = None
@@ -78,6 +81,13 @@ class ClippedRatioConfig(BaseModel):
     def _order_of_completions(self) -> ClippedRatioConfig:
         if self.order_temperature is not None and self.level is not Level.ROW:
             raise ValueError("order_temperature needs level: sequence; an order is no single token's")
+        return self
+
+    @model_validator(mode="after")
+    def _sums_of_parts(self) -> ClippedRatioConfig:
+        is_of_parts = self.level is Level.TOKEN and self.normalize_by is Normalize.PART
+        if self.kl_sums_tokens and not is_of_parts:
+            raise ValueError("kl_sums_tokens needs level: token and normalize_by: part; it adds up a part's tokens")
         return self
 
     @property
@@ -101,12 +111,13 @@ class ClippedRatioConfig(BaseModel):
             math.inf if self.clip_high is None else 1 + self.clip_high,
         )
         gain_U = (ratio_U * advantages_U).minimum(clipped_U * advantages_U)
-        loss_U, per_unit = -gain_U, {}
+        total, per_unit = -(gain_U * units.importance).sum(), {}
         if self.kl_coef > 0:
             against_N = logps.old if self.kl_against == "old" else logps.reference
             assert against_N is not None, "the learner has a reference where needs_reference says so"
             kl_U = self._kl(terms, units, against_N, logps.new, rows)
-            loss_U, per_unit = loss_U + self.kl_coef * kl_U, {"kl": kl_U.detach()}
+            share_U = _shares_of_parts(terms, units) if self.kl_sums_tokens else units.importance
+            total, per_unit = total + self.kl_coef * (kl_U * share_U).sum(), {"kl": kl_U.detach()}
         lost_U = clipped_U * advantages_U < ratio_U * advantages_U
         per_unit |= {
             "ratio": ratio_U.detach(),
@@ -114,7 +125,7 @@ class ClippedRatioConfig(BaseModel):
             "clip_ratio/low": (lost_U & (advantages_U < 0)).float(),
             "clip_ratio/high": (lost_U & (advantages_U > 0)).float(),
         }
-        return Loss(total=(loss_U * units.importance).sum(), per_unit=per_unit)
+        return Loss(total=total, per_unit=per_unit)
 
     def _divided_by(self, logps: Logps) -> Tensor:
         return logps.sampled if self.old == "sampler" else logps.old
@@ -133,3 +144,10 @@ class ClippedRatioConfig(BaseModel):
 
     def _size(self, units: Units, rows: RowFacts) -> Tensor | float:
         return rows.sizes[units.rows] if self.level is Level.ROW and self.per_slot else 1.0
+
+
+def _shares_of_parts(terms: Terms, units: Units) -> Tensor:
+    """[U] what each unit's part counts for in the loss: all of its units together."""
+    parts = units_of(terms, Level.PART)
+    part_U = parts.of_term.new_zeros(len(units.rows)).scatter_(0, units.of_term, parts.of_term)
+    return units.importance.new_zeros(len(parts.rows)).index_add_(0, part_U, units.importance)[part_U]

@@ -33,7 +33,7 @@ def rollouts() -> RolloutBatch:
         sample_keys=torch.arange(12) * 7919,
         rewards=rewards,
         reward_parts=torch.stack((rewards / 3, rewards * 2 / 3), dim=1),
-        correct=rewards > 0.5,
+        correct=rewards > 0.7,
         truncated=lengths == 8,
         group_ids=torch.tensor([5, 6, 9]).repeat_interleave(4),
         step_map=torch.where(is_denoised, steps.flatten(1), -1),

@@ -41,11 +41,17 @@ class Row:
 
     group: int
     reward: float
+    correct: bool
     length: int
     width: int
     denoised: int
     draws: list[Draw]
     sampled: list[float]
+    steps: list[int]
+    """Of each slot, -1 where none was."""
+    law_entropy: list[float]
+    says_something: list[bool]
+    """Of each slot: its token is not an end of text."""
 
 
 def rows_of(
@@ -92,11 +98,18 @@ def rows_of(
             Row(
                 group=int(batch.group_index[row]),
                 reward=float(batch.rewards[row]),
+                correct=bool(batch.correct[row]),
                 length=int(batch.completion_lengths[row]),
                 width=batch.num_slots,
                 denoised=sum(step >= 0 for step in batch.step_map[row].tolist()),
                 draws=draws,
                 sampled=batch.commit_logp[row].tolist(),
+                steps=batch.step_map[row].tolist(),
+                law_entropy=batch.commit_law_entropy[row].tolist(),
+                says_something=[
+                    bool(batch.truncated[row]) or token != policies[0].config.eos_token_id
+                    for token in batch.completion_ids[row].tolist()
+                ],
             )
         )
     return rows
@@ -316,25 +329,37 @@ def stepmerge(rows: list[Row]) -> Tensor:
     return diffu_grpo(rows)
 
 
-def _by_slice(rows: list[Row], kl_coef: float) -> Tensor:
-    slices = []
-    for row, advantage in zip(rows, group_z(rows), strict=True):
-        for draw in row.draws:
-            values = [
-                ppo((draw.new[slot] - draw.old[slot]).exp(), advantage, 0.2, 0.2)
-                + kl_coef * k3(draw.new[slot], draw.old[slot])
-                for slot in draw.scored
-            ]
-            slices += [torch.stack(values).mean()]
-    return torch.stack(slices).mean()
+def _slice_gain(draw: Draw, advantage: float) -> Tensor:
+    return torch.stack(
+        [ppo((draw.new[slot] - draw.old[slot]).exp(), advantage, 0.2, 0.2) for slot in draw.scored]
+    ).mean()
 
 
 def tracerl(rows: list[Row]) -> Tensor:
-    return _by_slice(rows, 0.01)
+    """Of one optimizer step, on its share of the rows; what a row is compared with is its whole group all the same."""
+    z_scores = []
+    for group in groups_of(rows):
+        accuracy = sum(row.correct for row in group) / len(group)
+        std = math.sqrt(sum((row.correct - accuracy) ** 2 for row in group) / len(group))
+        z_scores += [(row.correct - accuracy) / (std + 1e-4) for row in group]
+    begin, end = (math.ceil(len(rows) * (minibatch["index"] + past) / minibatch["count"]) for past in (0, 1))
+    slices = [
+        _slice_gain(draw, z_scores[index]) + 0.01 * sum(k3(draw.new[slot], draw.old[slot]) for slot in draw.scored)
+        for index in range(begin, end)
+        for draw in rows[index].draws
+    ]
+    return torch.stack(slices).mean()
+
+
+minibatch = {"index": 0, "count": 1}
+"""What `tracerl` is told: which step of a sweep, of how many."""
 
 
 def cj_grpo(rows: list[Row]) -> Tensor:
-    return _by_slice(rows, 0.0)
+    advantages = group_z(rows)
+    return torch.stack(
+        [_slice_gain(draw, advantages[index]) for index, row in enumerate(rows) for draw in row.draws]
+    ).mean()
 
 
 def bgpo(rows: list[Row]) -> Tensor:
@@ -378,17 +403,33 @@ def _ratio_elbo(row: Row, name: str) -> Tensor:
 
 
 def agrpo(rows: list[Row]) -> Tensor:
-    """Weights of the drawn steps are in the corruption; old likelihoods are the sampler's."""
+    """The mean over a completion's steps of the sum over what each commits, by steps drawn where the running share of
+    entropy passes (start + 0), (start + 1), ... of the draws; old likelihoods are the sampler's."""
     total = torch.zeros((), dtype=torch.float64)
-    for index, (row, advantage) in enumerate(zip(rows, group_mean(rows), strict=True)):
-        for slot, draw in tokens_of(row):
-            weight = step_weights[index, draw.part]
-            total = total + weight * ppo((draw.new[slot] - row.sampled[slot]).exp(), advantage, 0.2, 0.2)
+    for row, advantage, start in zip(rows, group_mean(rows), starts, strict=True):
+        said = [step for step, says in zip(row.steps, row.says_something, strict=True) if says and step >= 0]
+        num_steps = max(said, default=-1) + 1
+        of_steps = [[slot for slot in range(row.width) if row.steps[slot] == step] for step in range(num_steps)]
+        entropies = [1e-2 + sum(row.law_entropy[slot] for slot in slots) for slots in of_steps]
+        drawn, passed = {}, 0.0
+        for step, entropy in enumerate(entropies):
+            before, passed = passed, passed + entropy / sum(entropies) * num_drawn["value"]
+            count = sum(before <= start + draw < passed for draw in range(num_drawn["value"]))
+            if count:
+                drawn[step] = count / num_drawn["value"] / (entropy / sum(entropies)) / num_steps
+        assert [draw.part for draw in row.draws] == list(drawn)
+        for draw in row.draws:
+            assert draw.scored == of_steps[draw.part]
+            for slot in draw.scored:
+                ratio = (draw.new[slot] - row.sampled[slot]).exp()
+                total = total + drawn[draw.part] * ppo(ratio, advantage, 0.2, 0.2)
     return total / len(rows)
 
 
-step_weights: dict[tuple[int, int], float] = {}
-"""What `agrpo` is told: the weight of each drawn step of each row."""
+starts: list[float] = []
+"""What `agrpo` is told: the uniform number of each row."""
+num_drawn = {"value": 0}
+"""And how many steps are drawn."""
 
 
 def _on_policy(rows: list[Row]) -> Tensor:

@@ -175,6 +175,12 @@ def test_a_mean_over_parts_is_refused_where_a_unit_is_in_several(
     assert f"objective.normalize_by is part, and estimator {what} in several draws or segments" in str(refused.value)
 
 
+@pytest.mark.parametrize("changes", [{"normalize_by": "round"}, {"normalize_by": "part", "level": "part"}])
+def test_a_sum_of_kls_over_a_part_is_refused_where_the_loss_is_no_mean_over_parts(changes: dict[str, object]) -> None:
+    with pytest.raises(ValidationError, match="kl_sums_tokens needs level: token and normalize_by: part"):
+        ClippedRatioConfig.model_validate({"kl_sums_tokens": True, **changes})
+
+
 @pytest.mark.parametrize(
     ("estimator", "level"),
     [
