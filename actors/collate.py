@@ -63,6 +63,7 @@ def collate(portions: Sequence[ScoredPortion], gen_length: int, eos_id: int) -> 
         step_map=pad_rows([completion.step_map.tolist() for completion in completions], -1, gen_length),
         commit_logp=_padded([completion.commit_logp for completion in completions], gen_length),
         commit_entropy=_padded([completion.commit_entropy for completion in completions], gen_length),
+        commit_law_entropy=_padded([completion.commit_law_entropy for completion in completions], gen_length),
         fallback=_padded([completion.fallback for completion in completions], gen_length),
         num_forwards=torch.tensor([completion.num_forwards for completion in completions]),
         policy_versions=torch.tensor([completion.policy_version for completion in completions]),

@@ -73,6 +73,7 @@ def make_round(setting: Setting) -> RolloutBatch:
         step_map=steps.flatten(1)[:, :L],
         commit_logp=zeros,
         commit_entropy=zeros,
+        commit_law_entropy=zeros,
         fallback=zeros > 0,
         num_forwards=torch.ones(B, dtype=torch.int64),
         policy_versions=torch.zeros(B, dtype=torch.int64),

@@ -13,6 +13,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
+from learner.batch import RolloutBatch
 from learner.objectives.units import group_softmax
 
 _STD_FLOOR = 1e-4
@@ -35,6 +36,8 @@ class Advantage(StrEnum):
     """softmax(A) - softmax(-A) over the group, A the reward minus the mean (wd1, arXiv 2507.08838)."""
     PART_Z = "part_z"
     """The sum over the reward's parts of each one's `group_z`: parts of unlike scale weigh alike (LightningRL)."""
+    CORRECT_Z = "correct_z"
+    """`group_z` of 1 for a correct completion and 0 for others, whatever their rewards (TraceRL)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,8 +48,15 @@ class Rewards:
     """[B] float32."""
     parts: Tensor
     """[B, K] float32."""
+    correct: Tensor
+    """[B] bool: the answer is right."""
     groups: Tensor
     """[B] int64; rows of one problem share it."""
+
+    @classmethod
+    def of(cls, batch: RolloutBatch) -> Rewards:
+        """Those of a batch."""
+        return cls(total=batch.rewards, parts=batch.reward_parts, correct=batch.correct, groups=batch.group_ids)
 
 
 class Filters(BaseModel):
@@ -63,11 +73,11 @@ class Filters(BaseModel):
     truncated: bool = False
     """Leave out completions that end at their length and not by an end of text. They count in the group's mean."""
 
-    def keeps(self, rewards: Rewards, correct_B: Tensor, truncated_B: Tensor) -> Tensor:
+    def keeps(self, rewards: Rewards, truncated_B: Tensor) -> Tensor:
         """[B] bool: the rows that are trained on."""
         means = _GroupMeans(rewards.groups)
-        kept_B = torch.ones_like(correct_B)
-        accuracy_B = means.of(correct_B.float())
+        kept_B = torch.ones_like(rewards.correct)
+        accuracy_B = means.of(rewards.correct.float())
         # A share like 1/5 is not exact.
         kept_B &= (accuracy_B >= self.min_accuracy - 1e-6) & (accuracy_B <= self.max_accuracy + 1e-6)
         if self.zero_variance:
@@ -93,7 +103,7 @@ def group_advantages(rewards: Rewards, advantage: Advantage) -> Tensor:
     if advantage is Advantage.SOFTMAX_PAIR:
         counts_B = torch.ones_like(centred_B, dtype=torch.bool)
         return group_softmax(centred_B, means.groups_B, counts_B) - group_softmax(-centred_B, means.groups_B, counts_B)
-    return _z(rewards.total, means)
+    return _z(rewards.correct.float() if advantage is Advantage.CORRECT_Z else rewards.total, means)
 
 
 def group_spreads(rewards: Rewards) -> Tensor:

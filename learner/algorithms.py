@@ -80,7 +80,9 @@ ALGORITHMS: Mapping[str, Mapping[str, Any]] = {
     },
     "tracerl": {
         "inner_updates": 1,
-        "advantage": "group_z",
+        "num_minibatches": 16,
+        "group_size": 8,
+        "advantage": "correct_z",
         "filters": {"min_accuracy": 0.2, "max_accuracy": 0.8},
         "estimator": {"name": "trajectory", "steps_per_segment": 8},
         "objective": {
@@ -89,6 +91,7 @@ ALGORITHMS: Mapping[str, Mapping[str, Any]] = {
             "clip_high": 0.2,
             "kl_against": "old",
             "kl_coef": 0.01,
+            "kl_sums_tokens": True,
             "normalize_by": "part",
         },
     },
@@ -167,7 +170,9 @@ ALGORITHMS: Mapping[str, Mapping[str, Any]] = {
             "steps_per_segment": 1,
             "num_sampled": 24,
             "proposal": "entropy",
+            "slots": "denoised",
             "law": "sampler",
+            "weigh": "mean",
         },
         "objective": {
             "name": "clipped_ratio",

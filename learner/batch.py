@@ -72,6 +72,8 @@ class RolloutBatch(CompletionBatch):
     """[B, L] float32, nats, under the law that was sampled; 0 where nothing was committed."""
     commit_entropy: Tensor
     """[B, L] float32, nats, of the untempered prediction at commit; 0 where nothing was committed."""
+    commit_law_entropy: Tensor
+    """[B, L] float32, nats, of the law that the token was drawn from; 0 where nothing was committed."""
     fallback: Tensor
     """[B, L] bool: committed only because a step commits at least one."""
     num_forwards: Tensor
@@ -118,9 +120,25 @@ class GroupedBatch(RolloutBatch):
 
         None may be left for the last ranks.
         """
-        unit_B = self.group_index if whole_groups else torch.arange(self.num_rows)
-        per_rank = -(-(int(unit_B.max()) + 1) // world_size)
+        unit_B, num_units = self._units(whole_groups=whole_groups)
+        per_rank = -(-num_units // world_size)
         return ((unit_B >= rank * per_rank) & (unit_B < (rank + 1) * per_rank)).nonzero()[:, 0]
+
+    def minibatches(self, count: int, *, whole_groups: bool) -> list[Tensor]:
+        """The rows of each minibatch: contiguous and about equally many, cut between groups if they must stay whole.
+
+        None is empty: there are as many as rows, or groups, where these are fewer than `count`.
+        """
+        unit_B, num_units = self._units(whole_groups=whole_groups)
+        count = min(count, num_units)
+        return [(unit_B * count // num_units == index).nonzero()[:, 0] for index in range(count)]
+
+    def _units(self, *, whole_groups: bool) -> tuple[Tensor, int]:
+        """[B] 0, 1, ... what each row belongs to when rows are shared out: itself or its group; and how many."""
+        if not whole_groups:
+            return torch.arange(self.num_rows), self.num_rows
+        _, unit_B = self.group_index.unique(return_inverse=True)
+        return unit_B, int(unit_B.max()) + 1
 
     def emptied(self) -> GroupedBatch:
         """The first row with a length of 0: it has no token and so no gradient."""

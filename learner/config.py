@@ -44,7 +44,10 @@ class LearnerConfig(BaseModel):
     group_size: Annotated[int, Field(ge=2)] = 6
     """Completions of each problem (G). At least 2: the advantage compares them."""
     inner_updates: PositiveInt = 12
-    """Optimizer steps on each round's completions (mu)."""
+    """Sweeps through each round's completions (mu), of one optimizer step unless `num_minibatches` says otherwise."""
+    num_minibatches: PositiveInt = 1
+    """Optimizer steps of a sweep, each on another share of the round's completions, in their order (PPO's; TraceRL
+    steps so). Whole groups where a loss compares them; a smaller round takes a step for each completion, or group."""
     micro_batch_tokens: PositiveInt = 16384
     """Most tokens, padding included, of one forward and backward on one worker. The update does not depend on it."""
     lr: PositiveFloat = 3e-6
@@ -64,8 +67,8 @@ class LearnerConfig(BaseModel):
     are at work while the learner trains, and `objective.old` must be `sampler`: the ratio is then to the policy that
     sampled, whichever that was."""
     algorithm: str = DEFAULT
-    """A row of `docs/algorithms.md`: it fills in `advantage`, `filters`, `estimator`, `objective`, `inner_updates` and
-    `group_size` where this section does not say them."""
+    """A row of `docs/algorithms.md`: it fills in `advantage`, `filters`, `estimator`, `objective`, `inner_updates`,
+    `num_minibatches` and `group_size` where this section does not say them."""
     advantage: Advantage = Advantage.GROUP_MEAN
     """How rewards become advantages."""
     filters: Filters = Filters()

@@ -64,7 +64,7 @@ class Learner:
             self.reference = policy.frozen_copy(policy.full_weights())
 
     def update(self, batch: RolloutBatch, round_index: int) -> Metrics:
-        """Train on one round: `inner_updates` optimizer steps, each on all of its completions.
+        """Train on one round: `inner_updates` sweeps through it, of `num_minibatches` optimizer steps each.
 
         Old likelihoods are those of the policy at the start of the round, under the same masks as the new ones.
         A round of which the filters leave nothing changes nothing; its metrics say so.
@@ -78,20 +78,21 @@ class Learner:
         self._flops = 0.0
         if work.num_rows:
             probed |= mask_variance(self.policy, self.config, self._sampler, batch)
+            minibatches = work.minibatches()
             if self.config.objective.weighs_rows:
-                plan = work.plan(WEIGHING)
-                self._count_forward(plan)
-                work.weigh_rows(self._of_reference(plan) - scored_logps(self.policy, plan))
-            known = self._known_before(work)
-            correct = None
+                self._weigh_rows(minibatches)
+            known = self._known_before(minibatches)
+            correct: list[Round] = []
             if self.config.imitation_coef and bool(batch.correct.any()):
-                correct = demonstrations(self.policy, self.config, self._sampler, batch)
+                correct = demonstrations(self.policy, self.config, self._sampler, batch).minibatches()
             for index in range(self.config.inner_updates):
-                plan = work.plan(index)
-                self._backward(work, plan, known.setdefault(plan.key, Known()), metrics)
-                if correct is not None:
-                    self._imitate(correct, index, metrics)
-                metrics.add_step(self._step(metrics, lr))
+                for place, some in enumerate(minibatches):
+                    plan = some.plan(index)
+                    self._backward(some, plan, known[place].setdefault(plan.key, Known()), metrics)
+                    # There may be fewer correct completions than steps.
+                    for correct_ones in correct[place : place + 1]:
+                        self._imitate(correct_ones, index, metrics)
+                    metrics.add_step(self._step(metrics, lr))
             self._sync_reference(round_index)
         self.model_flops = self.policy.sum_over_ranks(torch.tensor([self._flops], dtype=torch.float64)).item()
         return (
@@ -121,23 +122,33 @@ class Learner:
         if self.reference is not None and parts["reference"]:
             self.reference.load_full_weights(parts["reference"])
 
-    def _known_before(self, work: Round) -> dict[int, Known]:
-        """Old likelihoods of the canvases that only later updates run, and with them the reference's.
+    def _weigh_rows(self, minibatches: list[Round]) -> None:
+        for some in minibatches:
+            plan = some.plan(WEIGHING)
+            self._count_forward(plan)
+            some.weigh_rows(self._of_reference(plan) - scored_logps(self.policy, plan))
 
-        At the first inner update the policy is still the old one: what it gives is the old likelihood, for free.
+    def _known_before(self, minibatches: list[Round]) -> list[dict[int, Known]]:
+        """For each minibatch, by mask key, old likelihoods of the canvases that only later steps run, and with them the
+        reference's.
+
+        At the first step the policy is still the old one: what it gives is the old likelihood, for free.
         """
-        known: dict[int, Known] = {}
+        known: list[dict[int, Known]] = [{} for _ in minibatches]
         if self.config.objective.needs_old:
-            first = work.plan(0).key
-            for index in range(1, self.config.inner_updates):
-                plan = work.plan(index)
-                if plan.key != first and plan.key not in known:
+            first = minibatches[0].plan(0).key
+            for place, some in enumerate(minibatches):
+                for index in range(self.config.inner_updates):
+                    plan = some.plan(index)
+                    if plan.key in known[place] or (place == 0 and plan.key == first):
+                        continue
                     self._count_forward(plan)
-                    known[plan.key] = Known(old=scored_logps(self.policy, plan), reference=self._reference_logps(plan))
+                    old_N = scored_logps(self.policy, plan)
+                    known[place][plan.key] = Known(old=old_N, reference=self._reference_logps(plan))
         return known
 
     def _backward(self, work: Round, plan: Plan, known: Known, metrics: UpdateMetrics) -> None:
-        """Add the gradient of one inner update, and what its plan gave for the next."""
+        """Add the gradient of one step, and what its plan gave for the next."""
         if known.reference is None:
             known.reference = self._reference_logps(plan)
         self._flops += update_flops(self.policy.config, self.policy.lora, plan.canvases)
@@ -156,6 +167,7 @@ class Learner:
             loss = DENOISING_LOSS.loss(micro, logps, correct.rows).total
             self._accumulate(self.config.imitation_coef * loss)
             metrics.add_imitation(loss, self.config.imitation_coef, counts=counts)
+        metrics.end_imitation()
 
     def _in_one_sweep(self, work: Round, plan: Plan, known: Known, metrics: UpdateMetrics) -> None:
         news = []

@@ -1,10 +1,11 @@
-"""One round on one rank: its rows, their canvases in micro-batches, and what is known of their likelihoods.
+"""One round on one rank: its rows, all or a minibatch of them, and their canvases in micro-batches.
 
 Shape letters: B rows of this rank, N terms.
 """
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, replace
 
 import torch
@@ -27,12 +28,12 @@ Chosen = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """What one inner update runs on this rank."""
+    """What one optimizer step runs on this rank."""
 
     key: int
     """The estimator's mask key: plans with equal keys are equal."""
     terms: Terms
-    """All of them; their importance is their unit's share of the round's loss."""
+    """All of them; their importance is their unit's share of the step's loss."""
     micro_batches: tuple[Terms, ...]
     """The terms in micro-batches, and after them as many that count for nothing as other ranks have more."""
     counts: tuple[bool, ...]
@@ -56,7 +57,7 @@ class Plan:
 
 
 class Round:
-    """The completions of a round that this rank trains on."""
+    """The completions of a round, or of one of its minibatches, that this rank trains on."""
 
     def __init__(
         self,
@@ -71,11 +72,27 @@ class Round:
         self._policy, self._config, self._sampler = policy, config, sampler
         kept_B, advantages_B = chosen or _chosen(batch, config)
         self.num_rows = int(kept_B.sum())
+        if self.num_rows:
+            self._take(GroupedBatch.of(batch.select(kept_B)), advantages_B[kept_B])
+
+    def minibatches(self) -> list[Round]:
+        """What the optimizer steps of a sweep train on, one after the other: on every rank as many, whatever its share
+        of each. A row keeps its advantage and its draws, which know the whole round."""
+        count, whole_groups = self._config.num_minibatches, self._config.objective.compares_groups
+        return [self._some(rows_B) for rows_B in self._all.minibatches(count, whole_groups=whole_groups)]
+
+    def _some(self, rows_B: Tensor) -> Round:
+        some = copy.copy(self)
+        some._take(self._all.select(rows_B), self._advantages_B[rows_B])
+        return some
+
+    def _take(self, grouped: GroupedBatch, advantages_B: Tensor) -> None:
+        """Take this rank's share of some rows."""
+        policy, config = self._policy, self._config
+        self._all, self._advantages_B, self.num_rows = grouped, advantages_B, grouped.num_rows
         self._plan: Plan | None = None
-        if not self.num_rows:
-            return
-        advantages_B = advantages_B[kept_B]
-        grouped = GroupedBatch.of(batch.select(kept_B))
+        # A minibatch counts its own groups.
+        groups_G, group_B = grouped.group_index.unique(return_inverse=True)
         mine = grouped.rows_of(policy.rank, policy.world_size, whole_groups=config.objective.compares_groups)
         shard = grouped.select(mine) if len(mine) else grouped.emptied()
         advantages_B = advantages_B[mine] if len(mine) else torch.zeros(1)
@@ -83,10 +100,10 @@ class Round:
         self.batch = shard
         self.rows = RowFacts(
             advantages=advantages_B.to(policy.device),
-            groups=shard.group_index,
+            groups=(group_B[mine] if len(mine) else group_B[:1]).to(policy.device),
             sizes=config.estimator.sizes(shard).float().clamp(min=1),
             num_rows=self.num_rows,
-            num_groups=int(grouped.group_index.max()) + 1,
+            num_groups=len(groups_G),
         )
 
     def weigh_rows(self, log_ratios_N: Tensor) -> None:
@@ -96,7 +113,7 @@ class Round:
         self.rows = replace(self.rows, log_weights=sums_B)
 
     def plan(self, index: int) -> Plan:
-        """What the `index`-th inner update runs; a collective."""
+        """What the step of the `index`-th inner update runs; a collective."""
         update = InnerUpdate(index, self._config.inner_updates)
         key = self._config.estimator.mask_key(update)
         if self._plan is None or self._plan.key != key:
@@ -136,8 +153,8 @@ class Round:
 
 
 def _chosen(batch: RolloutBatch, config: LearnerConfig) -> Chosen:
-    rewards = Rewards(total=batch.rewards, parts=batch.reward_parts, groups=batch.group_ids)
-    kept_B = config.filters.keeps(rewards, batch.correct, batch.truncated)
+    rewards = Rewards.of(batch)
+    kept_B = config.filters.keeps(rewards, batch.truncated)
     return kept_B, group_advantages(rewards, config.advantage)
 
 

@@ -19,7 +19,7 @@ _TRL = {_RATIO: "ratio_mean", "clip_ratio/low": "clip_ratio/low_mean", "clip_rat
 
 def batch_metrics(batch: RolloutBatch) -> dict[str, float]:
     """What a round's completions are like."""
-    rewards = Rewards(total=batch.rewards, parts=batch.reward_parts, groups=batch.group_ids)
+    rewards = Rewards.of(batch)
     lengths_B = batch.completion_lengths.float()
     is_text = batch.completion_mask()
     return {
@@ -43,6 +43,7 @@ class UpdateMetrics:
         self._most = torch.zeros(1, device=policy.device)
         self._update_loss = torch.zeros((), device=policy.device)
         self._grad_norms: list[float] = []
+        self._num_imitations = 0
 
     def add(self, loss: Loss, new_N: Tensor, *, counts: bool) -> None:
         """Count some terms in; those of a rank that has nothing to do only by their names, which all ranks share."""
@@ -65,6 +66,10 @@ class UpdateMetrics:
         self._update_loss = self._update_loss + weight * coefficient * loss.detach()
         self._add("loss", loss.detach()[None] * weight * coefficient)
         self._add("imitation_loss", loss.detach()[None] * weight)
+
+    def end_imitation(self) -> None:
+        """After the denoising loss of a step, which not every one has."""
+        self._num_imitations += 1
 
     def end_update(self) -> None:
         """Before the optimizer steps: raises FloatingPointError when the update's loss is not finite, on all ranks."""
@@ -93,7 +98,8 @@ class UpdateMetrics:
             metrics["effective_sample_share"] = total**2 / max(1e-30, metrics.pop("ratio_square") * count**2)
         if "clip_ratio/low" in sums:
             metrics["clip_ratio/region_mean"] = metrics["clip_ratio/low_mean"] + metrics["clip_ratio/high_mean"]
-        losses = {name: sums[name][0] / num_steps for name in ("loss", "imitation_loss") if name in sums}
+        counts = {"loss": num_steps, "imitation_loss": self._num_imitations}
+        losses = {name: sums[name][0] / count for name, count in counts.items() if name in sums}
         return metrics | losses | {"grad_norm": sum(self._grad_norms) / num_steps}
 
     def _add(self, name: str, values: Tensor) -> None:

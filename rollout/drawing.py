@@ -73,10 +73,24 @@ class Law:
     """Whether any slot has a `top_p` or `top_k`."""
 
 
-def draw(predicted: Predictions, slots_N: Tensor, law: Law, uniforms_N: Tensor) -> tuple[Tensor, Tensor]:
-    """A token for each of some slots, and its log-probability, in nats, under the law it was drawn from.
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """Tokens for N slots, and what they were drawn from."""
 
-    Temperature 0 is the most probable token, with log-probability 0.
+    tokens: Tensor
+    """[N] int64."""
+    logp: Tensor
+    """[N] log-probability, in nats, under the law that each was drawn from; 0 at temperature 0."""
+    law_entropy: Tensor
+    """[N] entropy, in nats, of that law; 0 at temperature 0."""
+
+    def of(self, slots_M: Tensor) -> Draws:
+        """Those of some of the slots."""
+        return Draws(self.tokens[slots_M], self.logp[slots_M], self.law_entropy[slots_M])
+
+
+def draw(predicted: Predictions, slots_N: Tensor, law: Law, uniforms_N: Tensor) -> Draws:
+    """A token for each of some slots. Temperature 0 is the most probable token.
 
     Args:
         predicted: what the policy says.
@@ -88,9 +102,17 @@ def draw(predicted: Predictions, slots_N: Tensor, law: Law, uniforms_N: Tensor) 
     scaled_NV = predicted.shifted[slots_N].div_(torch.where(is_greedy_N, 1.0, law.temperature)[:, None])
     if law.is_truncated:
         scaled_NV = truncate(scaled_NV, law.top_p, law.top_k)
-    drawn_N, total_N = inverse_cdf(scaled_NV.exp(), uniforms_N)
-    logp_N = scaled_NV.gather(1, drawn_N[:, None])[:, 0] - total_N.log().float()
-    return torch.where(is_greedy_N, predicted.top_tokens(slots_N), drawn_N), torch.where(is_greedy_N, 0.0, logp_N)
+    weights_NV = scaled_NV.exp()
+    drawn_N, total_N = inverse_cdf(weights_NV, uniforms_N)
+    log_norm_N = total_N.log().float()
+    logp_N = scaled_NV.gather(1, drawn_N[:, None])[:, 0] - log_norm_N
+    # A token that cannot be drawn adds nothing: its weight is 0, and this end of its logit finite.
+    mean_N = weights_NV.mul_(scaled_NV.clamp_(min=_LEAST)).sum(dim=-1) / total_N.float()
+    return Draws(
+        tokens=torch.where(is_greedy_N, predicted.top_tokens(slots_N), drawn_N),
+        logp=torch.where(is_greedy_N, 0.0, logp_N),
+        law_entropy=torch.where(is_greedy_N, 0.0, log_norm_N - mean_N),
+    )
 
 
 def truncate(logits_NV: Tensor, top_p_N: Tensor, top_k_N: Tensor) -> Tensor:

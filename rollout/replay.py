@@ -29,6 +29,7 @@ class Replayed:
     logp: NDArray[np.float32]
     logp_raw: NDArray[np.float32]
     entropy: NDArray[np.float32]
+    law_entropy: NDArray[np.float32]
 
 
 @torch.inference_mode()
@@ -43,7 +44,7 @@ def replay(model: Transformer, request: Request, completion: Completion) -> Repl
     device = next(model.parameters()).device
     step_C = torch.from_numpy(completion.step_map.astype(np.int64)).to(device)
     steps_N, slots_N = _in_order(step_C)
-    records = torch.zeros(3, len(step_C), device=device)
+    records = torch.zeros(4, len(step_C), device=device)
     for first in range(0, completion.step_map.max(initial=-1) + 1, _CANVASES_AT_A_TIME):
         inside_N = (steps_N >= first) & (steps_N < first + _CANVASES_AT_A_TIME)
         steps_T = torch.arange(first, min(first + _CANVASES_AT_A_TIME, int(steps_N.max()) + 1), device=device)
@@ -52,8 +53,8 @@ def replay(model: Transformer, request: Request, completion: Completion) -> Repl
         logits_NV = _logits(model, request, canvases_TL, rows_N, asked_N)
         tokens_N = canvases_TL.new_tensor(completion.token_ids)[asked_N]
         records[:, asked_N] = torch.stack(_record(request, logits_NV, tokens_N))
-    logp, logp_raw, entropy = records.cpu().numpy()
-    return Replayed(logp=logp, logp_raw=logp_raw, entropy=entropy)
+    logp, logp_raw, entropy, law_entropy = records.cpu().numpy()
+    return Replayed(logp=logp, logp_raw=logp_raw, entropy=entropy, law_entropy=law_entropy)
 
 
 def _in_order(step_C: Tensor) -> tuple[Tensor, Tensor]:
@@ -88,13 +89,14 @@ def _logits(model: Transformer, request: Request, canvases_TL: Tensor, rows_N: T
     return logits_NV
 
 
-def _record(request: Request, logits_NV: Tensor, tokens_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _record(request: Request, logits_NV: Tensor, tokens_N: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     params, predicted = request.params, predictions(logits_NV)
     everything_N = torch.arange(len(tokens_N), device=tokens_N.device)
     logp_raw_N, entropy_N = predicted.logp(everything_N, tokens_N), predicted.entropy(everything_N)
     if params.temperature == 0:
-        return torch.zeros_like(logp_raw_N), logp_raw_N, entropy_N
+        return torch.zeros_like(logp_raw_N), logp_raw_N, entropy_N, torch.zeros_like(entropy_N)
     scaled_NV = predicted.shifted / params.temperature
     top_p_N, top_k_N = torch.full_like(logp_raw_N, params.top_p), torch.full_like(tokens_N, params.top_k)
     law_NV = truncate(scaled_NV, top_p_N, top_k_N).log_softmax(dim=-1)
-    return law_NV.gather(1, tokens_N[:, None])[:, 0], logp_raw_N, entropy_N
+    law_entropy_N = torch.special.entr(law_NV.exp()).sum(dim=-1)
+    return law_NV.gather(1, tokens_N[:, None])[:, 0], logp_raw_N, entropy_N, law_entropy_N

@@ -203,6 +203,7 @@ class Committed:
     commit_logp: NDArray[np.float32]
     commit_logp_raw: NDArray[np.float32]
     commit_entropy: NDArray[np.float32]
+    commit_law_entropy: NDArray[np.float32]
     fallback: NDArray[np.bool_]
 
     def __len__(self) -> int:
@@ -334,6 +335,8 @@ class Completion:
     """[C] log-probability, in nats, of the token at temperature 1 among all tokens but the forbidden."""
     commit_entropy: NDArray[np.float32]
     """[C] entropy, in nats, of that untempered prediction at commit."""
+    commit_law_entropy: NDArray[np.float32]
+    """[C] entropy, in nats, of the law that the token was drawn from (0 at temperature 0, and where it was given)."""
     fallback: NDArray[np.bool_]
     """[C] whether the slot was committed only because a step commits at least one: none passed the schedule's test."""
     num_forwards: int

@@ -228,6 +228,7 @@ class SlotBatch:
             (canvases.logp, drawn.logp),
             (canvases.logp_raw, drawn.logp_raw),
             (canvases.entropy, drawn.entropy),
+            (canvases.law_entropy, drawn.law_entropy),
             (canvases.fallback, fallback_M),
             (canvases.masked, torch.zeros_like(fallback_M)),
         ):

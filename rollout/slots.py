@@ -83,12 +83,14 @@ class Canvases:
     masked: Tensor
     """bool: a completion slot that nothing was committed to yet."""
     step_map: Tensor
-    """int64; this and the next four as in `Completion`."""
+    """int64; this and the next five as in `Completion`."""
     logp: Tensor
     """float32."""
     logp_raw: Tensor
     """float32."""
     entropy: Tensor
+    """float32."""
+    law_entropy: Tensor
     """float32."""
     fallback: Tensor
     """bool."""
@@ -213,6 +215,7 @@ class Slots:
             (self.canvases.logp, committed.commit_logp),
             (self.canvases.logp_raw, committed.commit_logp_raw),
             (self.canvases.entropy, committed.commit_entropy),
+            (self.canvases.law_entropy, committed.commit_law_entropy),
             (self.canvases.fallback, committed.fallback),
             (self.canvases.masked, np.zeros(len(committed), dtype=bool)),
         ):
@@ -283,7 +286,7 @@ _ROW_DTYPES = (
     torch.int64,
     *[torch.float32] * 4,
 )
-_CANVAS_DTYPES = (torch.int64, torch.bool, torch.int64, *[torch.float32] * 3, torch.bool)
+_CANVAS_DTYPES = (torch.int64, torch.bool, torch.int64, *[torch.float32] * 4, torch.bool)
 
 
 def on_device(values: Sequence[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
@@ -341,5 +344,6 @@ def _columns(kept: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         "commit_logp": kept["logp"].copy(),
         "commit_logp_raw": kept["logp_raw"].copy(),
         "commit_entropy": kept["entropy"].copy(),
+        "commit_law_entropy": kept["law_entropy"].copy(),
         "fallback": kept["fallback"].copy(),
     }

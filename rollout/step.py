@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from learner.counter import uniform
-from rollout.drawing import Law, draw, predictions
+from rollout.drawing import Draws, Law, draw, predictions
 from rollout.forwards import SlotLogits
 from rollout.request import SamplingParams, Schedule
 from rollout.schedules import BlockView, select
@@ -31,6 +31,7 @@ class Drawn:
     logp: Tensor
     logp_raw: Tensor
     entropy: Tensor
+    law_entropy: Tensor
 
 
 class DenoiseStep:
@@ -57,7 +58,7 @@ class DenoiseStep:
         self._index_N, self._source_N = found.index, found.source
         self._predicted = predictions(found.logits)
         self._slots_AK = columns_AK - rows.prompt_length[:, None]
-        self._drawn_N: tuple[Tensor, Tensor] | None = None
+        self._drawn_N: Draws | None = None
         if not all(p.logp_exact for p in params):
             self._drawn_N = self._draw(torch.arange(len(found.index), device=found.index.device))
 
@@ -88,16 +89,14 @@ class DenoiseStep:
     def draw(self, picked_M: Tensor) -> Drawn:
         """Tokens for some of the open slots."""
         source_M = self._source_N[picked_M]
-        if self._drawn_N is None:
-            tokens_M, logp_M = self._draw(picked_M)
-        else:
-            tokens_M, logp_M = self._drawn_N[0][picked_M], self._drawn_N[1][picked_M]
+        draws_M = self._draw(picked_M) if self._drawn_N is None else self._drawn_N.of(picked_M)
         return Drawn(
-            tokens=tokens_M,
+            tokens=draws_M.tokens,
             steps=self._rows.step[self._row_of(picked_M)],
-            logp=logp_M,
-            logp_raw=self._predicted.logp(source_M, tokens_M),
+            logp=draws_M.logp,
+            logp_raw=self._predicted.logp(source_M, draws_M.tokens),
             entropy=self._entropy(source_M),
+            law_entropy=draws_M.law_entropy,
         )
 
     def _confidence(self) -> Tensor:
@@ -107,13 +106,14 @@ class DenoiseStep:
             return confidence_N
         draws_first_A = on_device([not p.logp_exact for p in self._params], confidence_N.device)
         drawn_first_N = draws_first_A[self._index_N // self._open_AK.shape[1]]
-        return torch.where(drawn_first_N, self._predicted.logp(self._source_N, self._drawn_N[0]), confidence_N)
+        return torch.where(drawn_first_N, self._predicted.logp(self._source_N, self._drawn_N.tokens), confidence_N)
 
-    def _draw(self, picked_M: Tensor) -> tuple[Tensor, Tensor]:
+    def _draw(self, picked_M: Tensor) -> Draws:
         rows, row_M, source_M = self._rows, self._row_of(picked_M), self._source_N[picked_M]
         if all(p.temperature == 0 for p in self._params):
             tokens_M = self._predicted.top_tokens(source_M)
-            return tokens_M, torch.zeros(tokens_M.shape, device=tokens_M.device)
+            zeros_M = torch.zeros(tokens_M.shape, device=tokens_M.device)
+            return Draws(tokens=tokens_M, logp=zeros_M, law_entropy=zeros_M)
         law = Law(
             temperature=rows.temperature[row_M],
             top_p=rows.top_p[row_M],

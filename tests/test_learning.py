@@ -56,7 +56,8 @@ def _round(model: Transformer, params: SamplingParams, index: int) -> RolloutBat
         group_ids=tuple(row // GROUP_SIZE for row in range(len(requests))),
         requests=tuple(requests),
     )
-    grades = tuple(Grade(reward=reward, parts={"share": reward}, correct=reward == 1) for reward in rewards)
+    # Half of the best counts as right: what looks at nothing else must meet right completions among the first.
+    grades = tuple(Grade(reward=reward, parts={"share": reward}, correct=reward >= 0.5) for reward in rewards)
     summary = PortionSummary.of(completions, grades, texts=[""] * len(completions), costs={})
     scored = ScoredPortion(portion=portion, completions=tuple(completions), summary=summary)
     return collate([scored], GEN_LENGTH, 11)

@@ -41,7 +41,7 @@ class SamplerFacts:
 
 @dataclass(frozen=True, slots=True)
 class InnerUpdate:
-    """One of the optimizer steps on a round."""
+    """One of the sweeps through a round's completions."""
 
     index: int
     """0, 1, ..."""

@@ -20,11 +20,12 @@ from torch import Tensor
 
 from learner.batch import GroupedBatch
 from learner.counter import uniform
-from learner.estimators.base import InnerUpdate, Probability, SamplerFacts, prompt_mask
+from learner.estimators.base import InnerUpdate, Probability, SamplerFacts, Slots, covered, prompt_mask
 from learner.estimators.terms import Corruption
 from learner.estimators.views import SOFTMAX, Law
 
-_CHOICE_KEY, _PROMPT_KEY = 21, 22
+CHOICE_KEY, _PROMPT_KEY = 21, 22
+_LEAST_ENTROPY = 1e-2
 
 
 class TrajectoryConfig(BaseModel):
@@ -45,8 +46,11 @@ class TrajectoryConfig(BaseModel):
     num_sampled: PositiveInt | None = None
     """Segments of each completion, of those with a token to score, that are drawn anew at every update; null: all."""
     proposal: Literal["uniform", "entropy"] = "uniform"
-    """What they are drawn by: different ones, all alike likely; or by the entropy of the tokens that they commit
+    """What they are drawn by: different ones, all alike likely; or by the entropy of what their tokens were drawn from
     (AGRPO)."""
+    slots: Literal["text", "denoised"] = "text"
+    """Whose tokens are scored: the text's, up to and including its first end of text; or those of all slots that were
+    denoised, in the steps up to the last that commits anything but an end of text (AGRPO)."""
     only: Literal["all", "fallback", "uncertain"] = "all"
     """Tokens that are scored: all; those that a step committed only because it must commit one (ForkGRPO); or the
     `uncertain_share` of the highest entropy at commit (JustGRPO's fast variant)."""
@@ -55,9 +59,9 @@ class TrajectoryConfig(BaseModel):
     law: Literal["softmax", "sampler"] = "softmax"
     """The distribution that tokens are scored under: the plain softmax, or the one that the sampler drew from, at its
     temperature and without the mask id."""
-    weigh: Literal["loss", "value"] = "loss"
-    """What makes up for the segments that are not drawn: a drawn one has a greater share of the loss, which is that of
-    all on average; or, where a ratio is of whole completions, the mean token that is drawn stands for all (MAPG)."""
+    weigh: Literal["loss", "mean", "value"] = "loss"
+    """What a drawn segment stands for: its share in the sum of all segments' losses, or in their mean (AGRPO); or,
+    where a ratio is of whole completions, the mean token that is drawn stands for all (MAPG)."""
     scores_order: bool = False
     """Score too which slots were committed, against all that the segment leaves masked (MAPG); for
     `objective.order_temperature`."""
@@ -83,12 +87,17 @@ class TrajectoryConfig(BaseModel):
     def corrupt(self, batch: GroupedBatch, update: InnerUpdate, sampler: SamplerFacts) -> Corruption:
         """One canvas for each segment that commits a scored token."""
         segment_BL = self._segments(batch)
-        scored_BL = batch.completion_mask() & (segment_BL >= 0) & self._counts(batch)
+        covered_BL = self._covered(batch) & (segment_BL >= 0)
+        scored_BL = covered_BL & self._counts(batch)
         num_segments = int(segment_BL.max().clamp(min=0)) + 1
         wanted_BK = torch.zeros(batch.num_rows, num_segments, dtype=torch.bool, device=segment_BL.device)
         rows_N, slots_N = scored_BL.nonzero(as_tuple=True)
         wanted_BK[rows_N, segment_BL[rows_N, slots_N]] = True
-        importance_BK = self._drawn(batch, wanted_BK, segment_BL, update)
+        entropy_BK = torch.zeros_like(wanted_BK, dtype=torch.float32)
+        entropy_BK.scatter_add_(1, segment_BL.clamp(min=0), batch.commit_law_entropy * covered_BL)
+        importance_BK = self._drawn(batch, wanted_BK, entropy_BK, update)
+        if self.weigh == "mean":
+            importance_BK = importance_BK / wanted_BK.sum(dim=1, keepdim=True).clamp(min=1)
         rows_R, parts_R = (importance_BK > 0).nonzero(as_tuple=True)
         segment_RL = segment_BL[rows_R]
         prompt_BP = prompt_mask(batch, self.p_mask_prompt, _PROMPT_KEY, self.mask_key(update))
@@ -96,7 +105,7 @@ class TrajectoryConfig(BaseModel):
         scored_RL = scored_BL[rows_R] & is_committed_RL
         # What was never committed, after the last block that was denoised, is masked throughout.
         masked_RL = (segment_RL >= parts_R[:, None]) | (batch.step_map[rows_R] < 0)
-        is_of_loss = self.weigh == "loss"
+        is_of_value = self.weigh == "value"
         return Corruption(
             rows=rows_R,
             masked=masked_RL,
@@ -104,8 +113,8 @@ class TrajectoryConfig(BaseModel):
             rivals=masked_RL & ~is_committed_RL if self.scores_order else None,
             prompt_masked=None if prompt_BP is None else prompt_BP[rows_R],
             parts=parts_R,
-            weights=None if is_of_loss else self._shares(batch, rows_R, scored_RL),
-            importance=importance_BK[rows_R, parts_R][:, None].expand_as(scored_RL) if is_of_loss else None,
+            weights=self._shares(batch, rows_R, scored_RL) if is_of_value else None,
+            importance=None if is_of_value else importance_BK[rows_R, parts_R][:, None].expand_as(scored_RL),
             law=self._law(sampler),
         )
 
@@ -114,8 +123,8 @@ class TrajectoryConfig(BaseModel):
         return update.index if self.num_sampled is not None or self.p_mask_prompt > 0 else 0
 
     def sizes(self, batch: GroupedBatch) -> Tensor:
-        """The text's tokens."""
-        return batch.completion_lengths
+        """The tokens that may be scored."""
+        return batch.completion_lengths if self.slots == "text" else self._covered(batch).sum(dim=1)
 
     def refusal(self, sampler: SamplerFacts) -> str | None:
         """Fallback tokens must be told apart, and some step must be scored."""
@@ -160,6 +169,16 @@ class TrajectoryConfig(BaseModel):
         segment_BL = ((step_BL + 1) * self.num_segments * num_denoised_B1 - 1) // num_steps_B1.clamp(min=1)
         return torch.where(batch.step_map < 0, -1, segment_BL)
 
+    def _covered(self, batch: GroupedBatch) -> Tensor:
+        """[B, L] bool: the committed slots of the text, or of the steps up to the last that says something."""
+        if self.slots == "text":
+            return batch.completion_mask() & (batch.step_map >= 0)
+        last_B1 = (batch.completion_lengths - 1).clamp(min=0)[:, None]
+        # A text that was not cut off ends in the token that ends texts.
+        is_end_BL = (batch.completion_ids == batch.completion_ids.gather(1, last_B1)) & ~batch.truncated[:, None]
+        last_step_B1 = batch.step_map.masked_fill(is_end_BL, -1).amax(dim=1, keepdim=True)
+        return covered(batch, Slots.DENOISED) & (batch.step_map <= last_step_B1)
+
     def _counts(self, batch: GroupedBatch) -> Tensor:
         """[B, L] bool: the tokens that are scored, as far as `only` goes."""
         if self.only == "all":
@@ -172,20 +191,18 @@ class TrajectoryConfig(BaseModel):
         kept_B = (batch.completion_lengths * self.uncertain_share).ceil().long()
         return is_text & (rank_BL < kept_B[:, None])
 
-    def _drawn(self, batch: GroupedBatch, wanted_BK: Tensor, segment_BL: Tensor, update: InnerUpdate) -> Tensor:
+    def _drawn(self, batch: GroupedBatch, wanted_BK: Tensor, entropy_BK: Tensor, update: InnerUpdate) -> Tensor:
         """[B, K] float32 what each segment counts for: 1, or how often it is drawn over how often is expected."""
         if self.num_sampled is None:
             return wanted_BK.float()
         if self.proposal == "uniform":
             return _drawn_alike(batch.sample_keys, wanted_BK, self.num_sampled, update)
-        entropy_BL = batch.commit_entropy * (batch.completion_mask() & (segment_BL >= 0))
-        weight_BK = torch.zeros_like(wanted_BK, dtype=torch.float32)
-        weight_BK = weight_BK.scatter_add_(1, segment_BL.clamp(min=0), entropy_BL)
-        # A certain segment can be drawn too, or the estimate would be biased.
-        weight_BK = (weight_BK + 1e-2) * wanted_BK
+        # A certain segment can be drawn too, or the estimate would be biased; and with no weight that swamps all
+        # others, whose bound this is.
+        weight_BK = (entropy_BK + _LEAST_ENTROPY) * wanted_BK
         chance_BK = weight_BK / weight_BK.sum(dim=1, keepdim=True).clamp(min=1e-12)
         # Systematic draws: one uniform for each row, the others evenly behind it (low discrepancy).
-        start_B = uniform(batch.sample_keys, update.index, _CHOICE_KEY)
+        start_B = uniform(batch.sample_keys, update.index, CHOICE_KEY)
         ends_BK = chance_BK.cumsum(dim=1) * self.num_sampled
         reached_BK = (ends_BK - start_B[:, None]).ceil().clamp(min=0, max=self.num_sampled)
         drawn_BK = reached_BK.diff(dim=1, prepend=torch.zeros_like(reached_BK[:, :1])) * wanted_BK
@@ -200,7 +217,7 @@ class TrajectoryConfig(BaseModel):
 def _drawn_alike(sample_keys: Tensor, wanted_BK: Tensor, num_sampled: int, update: InnerUpdate) -> Tensor:
     """[B, K] float32: so many different ones of the wanted, all where there are no more, over how often is expected."""
     segments_K = torch.arange(wanted_BK.shape[1], device=wanted_BK.device)
-    luck_BK = uniform(sample_keys[:, None], update.index, _CHOICE_KEY, segments_K).masked_fill(~wanted_BK, torch.inf)
+    luck_BK = uniform(sample_keys[:, None], update.index, CHOICE_KEY, segments_K).masked_fill(~wanted_BK, torch.inf)
     is_drawn_BK = wanted_BK & (luck_BK.argsort(dim=1).argsort(dim=1) < num_sampled)
     num_wanted_B1 = wanted_BK.sum(dim=1, keepdim=True)
     return is_drawn_BK * (num_wanted_B1 / num_sampled).clamp(min=1.0)

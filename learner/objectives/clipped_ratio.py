@@ -68,6 +68,9 @@ class ClippedRatioConfig(BaseModel):
     """The policy that RL started from, or the one that the round was sampled from."""
     kl_coef: Coefficient = 0.04
     """Weight of the KL penalty; 0 needs no reference model (d1: 0.04)."""
+    kl_sums_tokens: bool = False
+    """Under `normalize_by: part` the KL of a segment is the sum of its tokens' KLs, where its gain is their mean
+    (TraceRL)."""
     normalize_by: Normalize = Normalize.ROUND
     """What the loss is a mean over."""
     order_temperature: Annotated[float, Field(gt=0)] | None = None
@@ -81,6 +84,13 @@ class ClippedRatioConfig(BaseModel):
             raise ValueError("order_temperature needs level: sequence; an order is no single token's")
         if self.order_temperature is not None and self.old == "sampler":
             raise ValueError("order_temperature needs old: learner; samplers record no logits")
+        return self
+
+    @model_validator(mode="after")
+    def _sums_of_parts(self) -> ClippedRatioConfig:
+        is_of_parts = self.level is Level.TOKEN and self.normalize_by is Normalize.PART
+        if self.kl_sums_tokens and not is_of_parts:
+            raise ValueError("kl_sums_tokens needs level: token and normalize_by: part; it adds up a part's tokens")
         return self
 
     @property
@@ -102,15 +112,16 @@ class ClippedRatioConfig(BaseModel):
             new_N, old_N = (order_logps(terms, logits_N, self.order_temperature) for logits_N in (logps.new, old_N))
             log_ratios.append(self._value(terms.weights * (new_N - old_N), units, rows))
         surrogates = [self._surrogate(log_ratio_U, rows.advantages[units.rows]) for log_ratio_U in log_ratios]
-        loss_U = torch.stack([loss_U for loss_U, _ in surrogates]).sum(dim=0)
+        total = (torch.stack([loss_U for loss_U, _ in surrogates]).sum(dim=0) * units.importance).sum()
         per_unit = {name: torch.cat([found[name] for _, found in surrogates]) for name in surrogates[0][1]}
         if self.kl_coef > 0:
             against_N = logps.old if self.kl_against == "old" else logps.reference
             assert against_N is not None, "the learner has a reference where needs_reference says so"
             difference_U = units.sum(terms.token_weights * (against_N - logps.new))
             kl_U = kl_estimate(self.kl, difference_U) / self._size(units, rows)
-            loss_U, per_unit = loss_U + self.kl_coef * kl_U, {"kl": kl_U.detach()} | per_unit
-        return Loss(total=(loss_U * units.importance).sum(), per_unit=per_unit)
+            share_U = _shares_of_parts(terms, units) if self.kl_sums_tokens else units.importance
+            total, per_unit = total + self.kl_coef * (kl_U * share_U).sum(), {"kl": kl_U.detach()} | per_unit
+        return Loss(total=total, per_unit=per_unit)
 
     def _surrogate(self, log_ratio_U: Tensor, advantages_U: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """[U] PPO's loss, and what is reported of it."""
@@ -132,3 +143,10 @@ class ClippedRatioConfig(BaseModel):
 
     def _size(self, units: Units, rows: RowFacts) -> Tensor | float:
         return rows.sizes[units.rows] if self.level is Level.ROW and self.per_slot else 1.0
+
+
+def _shares_of_parts(terms: Terms, units: Units) -> Tensor:
+    """[U] what each unit's part counts for in the loss: all of its units together."""
+    parts = units_of(terms, Level.PART)
+    part_U = parts.of_term.new_zeros(len(units.rows)).scatter_(0, units.of_term, parts.of_term)
+    return units.importance.new_zeros(len(parts.rows)).index_add_(0, part_U, units.importance)[part_U]

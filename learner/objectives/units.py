@@ -50,15 +50,15 @@ class RowFacts:
     advantages: Tensor
     """[B] float32."""
     groups: Tensor
-    """[B] int64: 0, 1, ... over the whole round."""
+    """[B] int64: 0, 1, ... over all that an optimizer step trains on."""
     sizes: Tensor
     """[B] float32: completion slots that the estimator's value of the row covers; at least 1."""
     log_weights: Tensor | None = None
     """[B] float32, nats: the reference's value of each row less the old policy's, where the objective weighs rows."""
     num_rows: int
-    """Rows of the round, over all ranks."""
+    """Rows that the step trains on, over all ranks."""
     num_groups: int
-    """Groups of the round, over all ranks."""
+    """Groups that the step trains on, over all ranks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -27,6 +27,7 @@ def _completion(text: list[int], version: int) -> Completion:
         commit_logp=zeros - 0.5,
         commit_logp_raw=zeros,
         commit_entropy=zeros,
+        commit_law_entropy=zeros + 0.25,
         fallback=np.zeros(len(text), dtype=np.bool_),
         num_forwards=1,
         exact=True,
@@ -69,6 +70,8 @@ def test_rows_carry_their_own_request_completion_and_grade(plan: RunPlan) -> Non
     assert batch.completion_ids.tolist() == [[7, 8, 9, 10, 1, 1, 1, 1]] * 8
     assert batch.completion_lengths.tolist() == [3] * 8
     assert batch.step_map[0].tolist() == [0, 1, 2, 3, -1, -1, -1, -1]
+    assert batch.commit_logp[0].tolist() == [-0.5] * 4 + [0.0] * 4
+    assert batch.commit_law_entropy[0].tolist() == [0.25] * 4 + [0.0] * 4
     torch.testing.assert_close(batch.rewards, torch.arange(8) / 10)
     for row, request in enumerate(portion.requests):
         assert batch.prompt_ids[row, : batch.prompt_lengths[row]].tolist() == list(request.prompt_ids)

@@ -40,6 +40,7 @@ class Row:
 
     group: int
     reward: float
+    correct: bool
     length: int
     width: int
     denoised: int
@@ -48,6 +49,9 @@ class Row:
     draws: list[Draw]
     sampled: list[float]
     tokens: list[int]
+    law_entropy: list[float]
+    says_something: list[bool]
+    """Of each slot: its token is not an end of text."""
 
 
 def rows_of(
@@ -90,6 +94,7 @@ def rows_of(
             Row(
                 group=int(batch.group_index[row]),
                 reward=float(batch.rewards[row]),
+                correct=bool(batch.correct[row]),
                 length=int(batch.completion_lengths[row]),
                 width=batch.num_slots,
                 denoised=sum(step >= 0 for step in batch.step_map[row].tolist()),
@@ -98,6 +103,11 @@ def rows_of(
                 draws=draws,
                 sampled=batch.commit_logp[row].tolist(),
                 tokens=batch.completion_ids[row].tolist(),
+                law_entropy=batch.commit_law_entropy[row].tolist(),
+                says_something=[
+                    bool(batch.truncated[row]) or token != policies[0].config.eos_token_id
+                    for token in batch.completion_ids[row].tolist()
+                ],
             )
         )
     return rows
@@ -142,12 +152,6 @@ def ppo(ratio: Tensor, advantage: float, low: float, high: float) -> Tensor:
 
 def k3(new: Tensor, against: Tensor) -> Tensor:
     return (against - new).exp() - (against - new) - 1
-
-
-def tokens_of(row: Row) -> Iterator[tuple[int, Draw]]:
-    for draw in row.draws:
-        for slot in draw.scored:
-            yield slot, draw
 
 
 def masked_text(row: Row) -> Iterator[tuple[int, Draw]]:
@@ -375,11 +379,12 @@ def gdpo(rows: list[Row]) -> Tensor:
 
 
 def stepmerge(rows: list[Row]) -> Tensor:
-    """The same sum as diffu-GRPO's: only the canvases differ, of which there is one for each of N segments."""
+    """The same sum as diffu-GRPO's: only the canvases differ, of which there is one for each of N segments of the steps
+    that the whole canvas takes, as many for a slot as those that were denoised took."""
     num_segments = NUM_SEGMENTS["value"]
 
     def tokens(row: Row) -> Iterator[tuple[int, Draw]]:
-        num_steps = max(row.steps) + 1
+        num_steps = (max(row.steps) + 1) * row.width // row.denoised
         for slots, draw in by_segments(row, [number * num_steps // num_segments for number in range(num_segments)]):
             yield from ((slot, draw) for slot in slots)
 
@@ -390,21 +395,30 @@ NUM_SEGMENTS = {"value": 8}
 """What `stepmerge` is told: N, which the fixture's few steps make smaller."""
 
 
-def _by_slice(rows: list[Row], kl_coef: float) -> Tensor:
-    slices = []
-    for row, advantage in zip(rows, group_z(rows), strict=True):
-        for draw in row.draws:
-            values = [
-                ppo((draw.new[slot] - draw.old[slot]).exp(), advantage, 0.2, 0.2)
-                + kl_coef * k3(draw.new[slot], draw.old[slot])
-                for slot in draw.scored
-            ]
-            slices += [torch.stack(values).mean()]
-    return torch.stack(slices).mean()
+def _slice_gain(draw: Draw, advantage: float) -> Tensor:
+    return torch.stack(
+        [ppo((draw.new[slot] - draw.old[slot]).exp(), advantage, 0.2, 0.2) for slot in draw.scored]
+    ).mean()
 
 
 def tracerl(rows: list[Row]) -> Tensor:
-    return _by_slice(rows, 0.01)
+    """Of one optimizer step, on its share of the rows; what a row is compared with is its whole group all the same."""
+    z_scores = []
+    for group in groups_of(rows):
+        accuracy = sum(row.correct for row in group) / len(group)
+        std = math.sqrt(sum((row.correct - accuracy) ** 2 for row in group) / len(group))
+        z_scores += [(row.correct - accuracy) / (std + 1e-4) for row in group]
+    begin, end = (math.ceil(len(rows) * (minibatch["index"] + past) / minibatch["count"]) for past in (0, 1))
+    slices = [
+        _slice_gain(draw, z_scores[index]) + 0.01 * sum(k3(draw.new[slot], draw.old[slot]) for slot in draw.scored)
+        for index in range(begin, end)
+        for draw in rows[index].draws
+    ]
+    return torch.stack(slices).mean()
+
+
+minibatch = {"index": 0, "count": 1}
+"""What `tracerl` is told: which step of a sweep, of how many."""
 
 
 def cj_grpo(rows: list[Row]) -> Tensor:
@@ -458,17 +472,33 @@ def _ratio_elbo(row: Row, name: str) -> Tensor:
 
 
 def agrpo(rows: list[Row]) -> Tensor:
-    """Weights of the drawn steps are in the corruption; old likelihoods are the sampler's."""
+    """The mean over a completion's steps of the sum over what each commits, by steps drawn where the running share of
+    entropy passes (start + 0), (start + 1), ... of the draws; old likelihoods are the sampler's."""
     total = torch.zeros((), dtype=torch.float64)
-    for index, (row, advantage) in enumerate(zip(rows, group_mean(rows), strict=True)):
-        for slot, draw in tokens_of(row):
-            weight = step_weights[index, draw.part]
-            total = total + weight * ppo((draw.new[slot] - row.sampled[slot]).exp(), advantage, 0.2, 0.2)
+    for row, advantage, start in zip(rows, group_mean(rows), starts, strict=True):
+        said = [step for step, says in zip(row.steps, row.says_something, strict=True) if says and step >= 0]
+        num_steps = max(said, default=-1) + 1
+        of_steps = [[slot for slot in range(row.width) if row.steps[slot] == step] for step in range(num_steps)]
+        entropies = [1e-2 + sum(row.law_entropy[slot] for slot in slots) for slots in of_steps]
+        drawn, passed = {}, 0.0
+        for step, entropy in enumerate(entropies):
+            before, passed = passed, passed + entropy / sum(entropies) * num_drawn["value"]
+            count = sum(before <= start + draw < passed for draw in range(num_drawn["value"]))
+            if count:
+                drawn[step] = count / num_drawn["value"] / (entropy / sum(entropies)) / num_steps
+        assert [draw.part for draw in row.draws] == list(drawn)
+        for draw in row.draws:
+            assert draw.scored == of_steps[draw.part]
+            for slot in draw.scored:
+                ratio = (draw.new[slot] - row.sampled[slot]).exp()
+                total = total + drawn[draw.part] * ppo(ratio, advantage, 0.2, 0.2)
     return total / len(rows)
 
 
-step_weights: dict[tuple[int, int], float] = {}
-"""What `agrpo` is told: the weight of each drawn step of each row."""
+starts: list[float] = []
+"""What `agrpo` is told: the uniform number of each row."""
+num_drawn = {"value": 0}
+"""And how many steps are drawn."""
 
 
 def justgrpo(rows: list[Row]) -> Tensor:

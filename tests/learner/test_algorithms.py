@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from learner.batch import GroupedBatch, RolloutBatch
 from learner.config import LearnerConfig
 from learner.counter import uniform
 from learner.estimators import InnerUpdate, SamplerFacts, random_masks
+from learner.estimators.trajectory import CHOICE_KEY
 from learner.learner import Learner
 from learner.model.transformer import Transformer
 from learner.round import WEIGHING
@@ -30,11 +32,13 @@ def algorithm_sampler(name: str) -> SamplerFacts:
 
 
 def algorithm_config(name: str, **changes: object) -> LearnerConfig:
-    """The method in two inner updates, as small as the fixture's completions."""
+    """The method in two optimizer steps, as small as the fixture's completions."""
     settings: dict[str, object] = {"algorithm": name, "num_rounds": 1, "inner_updates": 2, "lr": 1e-3}
     if name == "tracerl":
         # The fixture's completions are not graded by accuracy, and have four steps.
         settings |= {"filters": {"min_accuracy": 0.0, "max_accuracy": 1.0}, "estimator": {"steps_per_segment": 2}}
+        # Its two steps are those of one sweep.
+        settings |= {"inner_updates": 1, "num_minibatches": 2}
     if name == "stepmerge":
         settings["estimator"] = {"num_segments": 2}
     if name == "agrpo":
@@ -90,7 +94,7 @@ def _gradients(
     sampler: SamplerFacts,
     move: Callable[[Transformer], Transformer] = moved,
 ) -> Recorder:
-    """Those of both inner updates; the reference is the policy moved twice."""
+    """Those of both steps; the reference is the policy moved twice."""
     learner = Learner(ShardedPolicy(model, None), config, sampler)
     if learner.reference is not None:
         moved(moved(learner.reference.module))
@@ -106,48 +110,111 @@ def _gradients(
 def test_loss_and_gradient_are_those_of_the_papers_formula(
     name: str, policy: Transformer, rollouts: RolloutBatch, grouped: GroupedBatch
 ) -> None:
-    """Of two inner updates: at the second one new, old and reference differ."""
+    """Of two steps: at the second one new, old and reference differ."""
     config, sampler = algorithm_config(name), algorithm_sampler(name)
     old, first = _copy(policy, torch.float64), _copy(policy, torch.float64)
     second = moved(_copy(policy)).to(torch.float64)
     reference = moved(moved(_copy(policy))).to(torch.float64)
     if name == "dmpo":
-        masks = config.estimator.corrupt(grouped, InnerUpdate(WEIGHING, 2), sampler)
+        masks = config.estimator.corrupt(grouped, InnerUpdate(WEIGHING, config.inner_updates), sampler)
         slow.NUM_DRAWS["value"] = 2
         slow.rhos[:] = slow.rho(slow.rows_of((first, old, reference), grouped, masks))
     losses = []
-    for index, new in enumerate((first, second)):
-        corruption = config.estimator.corrupt(grouped, InnerUpdate(index, 2), sampler)
+    for step, new in enumerate((first, second)):
+        update = InnerUpdate(step // config.num_minibatches, config.inner_updates)
+        corruption = config.estimator.corrupt(grouped, update, sampler)
         rows = slow.rows_of(
             (new, old, reference), grouped, corruption, sampler.temperature if name == "agrpo" else None
         )
-        _tell(name, index, config, grouped, corruption)
+        slow.minibatch |= {"index": step % config.num_minibatches, "count": config.num_minibatches}
+        _tell(name, config, grouped, update)
         loss = slow.SLOW[name](rows)
         loss.backward()
         losses.append(loss.item())
     recorder = _gradients(policy, config, rollouts, sampler)
     assert recorder.loss == pytest.approx(sum(losses) / 2, rel=2e-5, abs=1e-5)
-    for new, gradients in zip((first, second), recorder.gradients, strict=True):
+    _assert_gradients(recorder, [first, second])
+    assert any(float(gradient.abs().max()) > 1e-5 for gradient in recorder.gradients[1].values())
+
+
+def _assert_gradients(recorder: Recorder, news: list[Transformer]) -> None:
+    """Of each step, those of the restatement at the policy of that step."""
+    for new, gradients in zip(news, recorder.gradients, strict=True):
         for parameter_name, expected in new.named_parameters():
             assert expected.grad is not None
             actual = gradients[parameter_name].to(torch.float64)
             scale = max(1e-3, float(expected.grad.abs().max()))
             assert float((actual - expected.grad).abs().max()) < 2e-4 * scale, parameter_name
-    assert any(float(gradient.abs().max()) > 1e-5 for gradient in recorder.gradients[1].values())
 
 
-def _tell(name: str, index: int, config: LearnerConfig, grouped: GroupedBatch, corruption: slow.Corruption) -> None:
+@pytest.mark.parametrize("name", ["diffu-grpo", "coupled-grpo", "espo", "stabledrl"])
+def test_steps_on_minibatches_are_those_of_the_papers_formula(
+    name: str, policy: Transformer, rollouts: RolloutBatch, grouped: GroupedBatch
+) -> None:
+    """Of two sweeps, each in three steps, one on each group: old likelihoods are of the round's start, masks the
+    round's."""
+    config, sampler = algorithm_config(name, num_minibatches=3), algorithm_sampler(name)
+    old, reference = _copy(policy, torch.float64), moved(moved(_copy(policy))).to(torch.float64)
+    at, news, losses = _copy(policy), [], []
+    for step in range(6):
+        news.append(_copy(at, torch.float64))
+        corruption = config.estimator.corrupt(grouped, update := InnerUpdate(step // 3, 2), sampler)
+        rows = slow.rows_of((news[-1], old, reference), grouped, corruption)
+        _tell(name, config, grouped, update)
+        loss = slow.SLOW[name](rows[step % 3 * 4 : step % 3 * 4 + 4])
+        loss.backward()
+        losses.append(loss.item())
+        moved(at)
+    recorder = _gradients(policy, config, rollouts, sampler)
+    assert recorder.loss == pytest.approx(sum(losses) / 6, rel=2e-5, abs=1e-5)
+    _assert_gradients(recorder, news)
+
+
+@pytest.mark.parametrize(("name", "count", "num_steps"), [("espo", 5, 5), ("agrpo", 50, 12), ("dmpo", 2, 2)])
+def test_the_steps_of_a_sweep_add_up_to_the_whole_round(
+    name: str, count: int, num_steps: int, policy: Transformer, rollouts: RolloutBatch
+) -> None:
+    """Of a policy that stands still: each step by its share of the completions, or groups where these are compared."""
+    configs = [algorithm_config(name, inner_updates=1, num_minibatches=number) for number in (1, count)]
+    whole, steps = (
+        _gradients(_copy(policy), config, rollouts, algorithm_sampler(name), lambda model: model).gradients
+        for config in configs
+    )
+    assert len(steps) == num_steps
+    units = 3 if name == "dmpo" else 12
+    ends = [-(-place * units // num_steps) for place in range(num_steps + 1)]
+    shares = [(end - begin) / units for begin, end in pairwise(ends)]
+    for parameter, expected in whole[0].items():
+        total = sum(share * gradients[parameter] for share, gradients in zip(shares, steps, strict=True))
+        scale = max(1e-3, float(expected.abs().max()))
+        assert float((total - expected).abs().max()) < 1e-4 * scale, parameter
+
+
+def test_clip_and_kl_of_tracerl_have_a_gradient_after_the_first_step(
+    policy: Transformer, rollouts: RolloutBatch
+) -> None:
+    settings = {"algorithm": "tracerl", "num_rounds": 1, "lr": 1e-2, "max_grad_norm": 1e9, "filters": {}}
+    one_step, row = (
+        Learner(ShardedPolicy(_copy(policy), None), LearnerConfig.model_validate(settings | changes), SAMPLER)
+        for changes in ({"num_minibatches": 1}, {})
+    )
+    standing, moving = one_step.update(rollouts, 0), row.update(rollouts, 0)
+    assert (standing["kl"], standing["clip_ratio/region_mean"]) == (pytest.approx(0, abs=1e-7), 0)
+    assert moving["kl"] > 1e-3
+    assert moving["clip_ratio/region_mean"] > 0
+
+
+def _tell(name: str, config: LearnerConfig, grouped: GroupedBatch, update: InnerUpdate) -> None:
     """What was drawn, besides masks, that a formula needs."""
     slow.NUM_DRAWS["value"] = getattr(config.estimator, "num_draws", 1)
     slow.NUM_SEGMENTS["value"] = getattr(config.estimator, "num_segments", None) or 1
     if name == "coupled-grpo":
-        slow.MASK_RATIO["value"] = 0.2 + 0.6 * uniform(grouped.sample_keys[:1], index, random_masks._RATIO_KEY).item()
+        slow.MASK_RATIO["value"] = (
+            0.2 + 0.6 * uniform(grouped.sample_keys[:1], update.index, random_masks._RATIO_KEY).item()
+        )
     if name == "agrpo":
-        assert corruption.importance is not None
-        assert corruption.parts is not None
-        slow.step_weights.clear()
-        for canvas, row in enumerate(corruption.rows.tolist()):
-            slow.step_weights[row, int(corruption.parts[canvas])] = float(corruption.importance[canvas, 0])
+        slow.num_drawn["value"] = config.estimator.num_sampled  # type: ignore[union-attr]
+        slow.starts[:] = uniform(grouped.sample_keys, update.index, CHOICE_KEY).tolist()
 
 
 def _coefficients() -> list[tuple[str, str, str]]:

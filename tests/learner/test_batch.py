@@ -29,6 +29,18 @@ def test_ranks_share_a_round_and_hold_every_row_once(
         assert sum(len(grouped.group_index[rows].unique()) for rows in shares) == 3
 
 
+@pytest.mark.parametrize("count", [1, 2, 5, 12, 40])
+def test_minibatches_hold_every_row_once_and_are_about_equal(grouped: GroupedBatch, count: int) -> None:
+    parts = grouped.minibatches(count, whole_groups=False)
+    assert torch.cat(parts).tolist() == list(range(12))
+    assert len(parts) == min(count, 12)
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+    whole = grouped.minibatches(count, whole_groups=True)
+    assert torch.cat(whole).tolist() == list(range(12))
+    assert len(whole) == min(count, 3)
+    assert sum(len(grouped.group_index[rows].unique()) for rows in whole) == 3
+
+
 def test_rows_know_their_group_wherever_they_stand(grouped: GroupedBatch) -> None:
     assert grouped.group_index.tolist() == [0] * 4 + [1] * 4 + [2] * 4
     assert grouped.group_places.tolist() == [0, 1, 2, 3] * 3

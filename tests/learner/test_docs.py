@@ -7,6 +7,7 @@ import re
 import sys
 from collections import Counter
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated
@@ -57,27 +58,28 @@ def _config(name: str) -> LearnerConfig:
     )
 
 
-def _batch() -> RolloutBatch:
+def _batch(rows: int) -> RolloutBatch:
     generator = torch.Generator().manual_seed(3)
-    order = torch.rand(ROWS, LENGTH, generator=generator).argsort(dim=1)
+    order = torch.rand(rows, LENGTH, generator=generator).argsort(dim=1)
     return RolloutBatch(
         # Each has a prompt of its own: no canvas is shared.
-        prompt_ids=torch.randint(0, 38, (ROWS, 40), generator=generator),
-        prompt_lengths=torch.full((ROWS,), 40),
-        completion_ids=torch.randint(0, 38, (ROWS, LENGTH), generator=generator),
-        completion_lengths=torch.full((ROWS,), LENGTH),
-        sample_keys=torch.arange(ROWS) * 7919,
-        rewards=torch.rand(ROWS, generator=generator),
-        reward_parts=torch.zeros(ROWS, 1),
-        correct=torch.tensor([True, False]).repeat(2),
-        truncated=torch.ones(ROWS, dtype=torch.bool),
-        group_ids=torch.arange(2).repeat_interleave(2),
+        prompt_ids=torch.randint(0, 38, (rows, 40), generator=generator),
+        prompt_lengths=torch.full((rows,), 40),
+        completion_ids=torch.randint(0, 38, (rows, LENGTH), generator=generator),
+        completion_lengths=torch.full((rows,), LENGTH),
+        sample_keys=torch.arange(rows) * 7919,
+        rewards=torch.rand(rows, generator=generator),
+        reward_parts=torch.zeros(rows, 1),
+        correct=torch.tensor([True, False]).repeat(rows // 2),
+        truncated=torch.ones(rows, dtype=torch.bool),
+        group_ids=torch.arange(rows) // 2,
         step_map=order,
-        commit_logp=-torch.ones(ROWS, LENGTH),
-        commit_entropy=torch.ones(ROWS, LENGTH),
+        commit_logp=-torch.ones(rows, LENGTH),
+        commit_entropy=torch.ones(rows, LENGTH),
+        commit_law_entropy=torch.ones(rows, LENGTH),
         fallback=order % 4 == 0,
-        num_forwards=torch.full((ROWS,), LENGTH),
-        policy_versions=torch.zeros(ROWS, dtype=torch.long),
+        num_forwards=torch.full((rows,), LENGTH),
+        policy_versions=torch.zeros(rows, dtype=torch.long),
     )
 
 
@@ -110,6 +112,8 @@ def test_the_tables_costs_are_what_the_learner_runs(
     model, ran = Transformer(config.model_copy(update=shape)), Counter[str]()
     init_weights(model, seed=0)
     trained = Learner(ShardedPolicy(model, None), _config(name), SamplerFacts(block_length=1, has_fallback=True))
+    # A step for each minibatch.
+    num_rows = max(ROWS, trained.config.num_minibatches)
 
     def counted(module: Transformer, *arguments: object) -> object:
         views = arguments[0]
@@ -122,11 +126,11 @@ def test_the_tables_costs_are_what_the_learner_runs(
     # What the probes take is no method's.
     for probe in ("sampling_gap", "mask_variance"):
         monkeypatch.setattr(learner.learner, probe, lambda *_: {})
-    trained.update(_batch(), 0)
+    trained.update(_batch(num_rows), 0)
     canvases = float(CANVASES.get(row["canvases"], 0) or row["canvases"])
     for kind, passes in zip(("new", "old", "reference"), row["passes"].split(" + "), strict=True):
         # An empty mask or complement is not run.
-        most = canvases * int(passes) * ROWS
+        most = canvases * Fraction(passes) * num_rows
         assert 0.95 * most <= ran[kind] <= most, kind
     page = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
     assert f"({row['passes']})" in page

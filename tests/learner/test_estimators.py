@@ -139,6 +139,40 @@ def test_an_order_is_scored_against_all_that_a_segment_leaves_masked(grouped: Gr
     assert corruption.rivals.any()
 
 
+def test_all_tokens_of_a_step_are_scored_up_to_the_last_that_says_something(grouped: GroupedBatch) -> None:
+    """A text that ends in its second slot, whose steps 0 and 1 commit ends of text too, and 2 and 3 nothing else."""
+    batch = replace(
+        _many(grouped, 0, 2),
+        completion_ids=torch.tensor([[5, 39, 39, 6, 39, 39, 39, 39]] * 2),
+        completion_lengths=torch.tensor([2, 8]),
+        step_map=torch.tensor([[1, 0, 1, 0, 2, 2, 3, 3]] * 2),
+        truncated=torch.tensor([False, True]),
+    )
+    config = TrajectoryConfig(steps_per_segment=1, slots="denoised", weigh="mean")
+    corruption = config.corrupt(batch, FIRST, SAMPLER)
+    assert corruption.rows.tolist() == [0, 0, 1, 1, 1, 1]
+    assert corruption.scored[0].nonzero()[:, 0].tolist() == [1, 3]
+    assert corruption.scored[1].nonzero()[:, 0].tolist() == [0, 2]
+    assert config.sizes(batch).tolist() == [4, 8], "what was cut off ends in no end of text"
+    assert corruption.importance is not None
+    assert corruption.importance[:, 0].tolist() == [1 / 2] * 2 + [1 / 4] * 4
+
+
+def test_segments_are_drawn_by_the_entropy_of_what_was_drawn_from(grouped: GroupedBatch) -> None:
+    """The second step has nearly all the entropy of these laws, the first that of untempered predictions."""
+    row = int(grouped.completion_lengths.argmax())
+    many = _many(grouped, row, 200)
+    many = replace(
+        many,
+        commit_entropy=(many.step_map == 0).float() * 1e3,
+        commit_law_entropy=(many.step_map == 1).float() * 1e3,
+    )
+    config = TrajectoryConfig(steps_per_segment=1, num_sampled=1, proposal="entropy")
+    corruption = config.corrupt(many, FIRST, SAMPLER)
+    assert corruption.parts is not None
+    assert corruption.parts.unique().tolist() == [1]
+
+
 @pytest.mark.parametrize("proposal", ["uniform", "entropy"])
 @pytest.mark.parametrize("num_sampled", [1, 3])
 def test_sampled_segments_count_for_one_on_average(grouped: GroupedBatch, proposal: str, num_sampled: int) -> None:

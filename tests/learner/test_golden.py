@@ -253,6 +253,7 @@ def example(source: Source) -> RolloutBatch:
         step_map=(steps // source.slots_per_step).expand(num_rows, SLOTS),
         commit_logp=torch.zeros(num_rows, SLOTS),
         commit_entropy=torch.zeros(num_rows, SLOTS),
+        commit_law_entropy=torch.zeros(num_rows, SLOTS),
         fallback=torch.zeros(num_rows, SLOTS, dtype=torch.bool),
         num_forwards=torch.full((num_rows,), SLOTS // source.slots_per_step),
         policy_versions=torch.zeros(num_rows, dtype=torch.long),
@@ -307,9 +308,7 @@ def test_a_row_has_the_loss_and_the_gradient_of_its_public_code(name: str) -> No
 def test_a_row_has_the_advantages_of_its_public_code(name: str) -> None:
     """Up to what the standard deviation of a group is: ours is the population's, and 1e-4 is added to it."""
     batch, std = example(SOURCES[name]), SOURCES[name].std
-    ours = group_advantages(
-        Rewards(total=batch.rewards, parts=batch.reward_parts, groups=batch.group_ids), config(name).advantage
-    )
+    ours = group_advantages(Rewards.of(batch), config(name).advantage)
     factors = torch.ones(len(ours))
     if std is not None:
         deviations = batch.rewards.view(NUM_GROUPS, GROUP).std(dim=1, correction=0).repeat_interleave(GROUP)

@@ -132,6 +132,7 @@ def rollouts() -> RolloutBatch:
         step_map=steps,
         commit_logp=zeros,
         commit_entropy=zeros,
+        commit_law_entropy=zeros,
         fallback=steps < 0,
         num_forwards=steps.amax(dim=1) + 1,
         policy_versions=torch.zeros(8, dtype=torch.long),
@@ -163,7 +164,7 @@ def test_losses_and_gradients_are_those_of_the_public_code() -> None:
     config = LearnerConfig.model_validate(SETTINGS)
     assert drawn(config) == DRAWN
     batch = rollouts()
-    rewards = Rewards(total=batch.rewards, parts=batch.reward_parts, groups=batch.group_ids)
+    rewards = Rewards.of(batch)
     assert group_advantages(rewards, config.advantage).tolist() == pytest.approx(ADVANTAGES, abs=1e-6)
     model = policy()
     learner = Learner(ShardedPolicy(model, None), config, SamplerFacts(block_length=4))

@@ -96,7 +96,10 @@ def test_gradient_is_that_of_finite_differences() -> None:
 def _rewards(totals: list[float], groups: list[int], parts: list[list[float]] | None = None) -> Rewards:
     total = torch.tensor(totals)
     return Rewards(
-        total=total, parts=total[:, None] if parts is None else torch.tensor(parts), groups=torch.tensor(groups)
+        total=total,
+        parts=total[:, None] if parts is None else torch.tensor(parts),
+        correct=total > 0,
+        groups=torch.tensor(groups),
     )
 
 
@@ -125,6 +128,12 @@ def test_parts_of_unlike_scale_weigh_alike() -> None:
     torch.testing.assert_close(group_advantages(rewards, Advantage.PART_Z), torch.zeros(2), atol=1e-3, rtol=0)
 
 
+def test_correctness_alone_counts_where_the_advantage_is_of_it() -> None:
+    rewards = _rewards([0.1, 0.9, 0.0, -1.0, 0.2, 7.0], [4, 4, 4, 4, 2, 2])
+    z = group_advantages(rewards, Advantage.CORRECT_Z)
+    torch.testing.assert_close(z, torch.tensor([1.0, 1.0, -1.0, -1.0, 0.0, 0.0]), atol=1e-3, rtol=0)
+
+
 def test_a_group_of_equal_rewards_has_no_advantage() -> None:
     rewards = _rewards([0.1, 0.1, 0.1, 5.0, 7.0, 0.0], [0, 0, 0, 1, 1, 1])
     for advantage in Advantage:
@@ -134,11 +143,10 @@ def test_a_group_of_equal_rewards_has_no_advantage() -> None:
 
 def test_filters_leave_out_whole_groups_or_cut_off_completions() -> None:
     rewards = _rewards([1.0, 1.0, 0.0, 1.0, 0.0, 0.0], [0, 0, 1, 1, 2, 2])
-    correct = rewards.total > 0
     truncated = torch.tensor([False, False, True, False, False, False])
 
     def kept(**settings: object) -> list[bool]:
-        return Filters(**settings).keeps(rewards, correct, truncated).tolist()  # type: ignore[arg-type]
+        return Filters(**settings).keeps(rewards, truncated).tolist()  # type: ignore[arg-type]
 
     assert all(kept())
     assert kept(zero_variance=True) == [False, False, True, True, False, False]
@@ -164,6 +172,12 @@ def test_a_mean_over_parts_is_refused_where_a_unit_is_in_several(
     with pytest.raises(ValidationError) as refused:
         LearnerConfig.model_validate({"num_rounds": 1, "estimator": estimator, "objective": objective})
     assert f"objective.normalize_by is part, and estimator {what} in several draws or segments" in str(refused.value)
+
+
+@pytest.mark.parametrize("changes", [{"normalize_by": "round"}, {"normalize_by": "part", "level": "part"}])
+def test_a_sum_of_kls_over_a_part_is_refused_where_the_loss_is_no_mean_over_parts(changes: dict[str, object]) -> None:
+    with pytest.raises(ValidationError, match="kl_sums_tokens needs level: token and normalize_by: part"):
+        ClippedRatioConfig.model_validate({"kl_sums_tokens": True, **changes})
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ class Slow:
     logp: list[float]
     logp_raw: list[float]
     entropy: list[float]
+    law_entropy: list[float]
     fallback: list[bool]
     num_steps: int = 0
     blocks: list[int] = field(default_factory=list)
@@ -36,7 +37,7 @@ def sample(policy: Transformer, request: Request) -> Slow:
     params, mask_id = request.params, policy.config.mask_token_id
     n = params.gen_length
     tokens = [request.fixed_tokens.get(slot, mask_id) for slot in range(n)]
-    slow = Slow(tokens, [-1] * n, [0.0] * n, [0.0] * n, [0.0] * n, [False] * n)
+    slow = Slow(tokens, [-1] * n, [0.0] * n, [0.0] * n, [0.0] * n, [0.0] * n, [False] * n)
     is_open = [slot not in request.fixed_tokens for slot in range(n)]
     for begin in range(0, n, params.block_length):
         block = range(begin, begin + params.block_length)
@@ -51,7 +52,7 @@ def sample(policy: Transformer, request: Request) -> Slow:
             drawn = {slot: _draw(logits[slot], request, slow.num_steps, slot) for slot in slots}
             chosen, is_fallback = _choose(params, request, slow.num_steps, logits, drawn, slots, share)
             for slot in chosen:
-                token, logp = drawn[slot]
+                token, logp, slow.law_entropy[slot] = drawn[slot]
                 law = logits[slot].double().softmax(-1)
                 slow.tokens[slot], slow.step_map[slot], slow.logp[slot] = token, slow.num_steps, logp
                 slow.logp_raw[slot] = law[token].log().item()
@@ -74,10 +75,11 @@ def _logits(policy: Transformer, request: Request, tokens: list[int]) -> Tensor:
     return logits
 
 
-def _draw(logits: Tensor, request: Request, step: int, slot: int) -> tuple[int, float]:
+def _draw(logits: Tensor, request: Request, step: int, slot: int) -> tuple[int, float, float]:
+    """The token, its log-probability, and the entropy of what it was drawn from."""
     params = request.params
     if params.temperature == 0:
-        return int(logits.argmax()), 0.0
+        return int(logits.argmax()), 0.0, 0.0
     law = (logits / params.temperature).double().softmax(-1)
     order = law.argsort(descending=True, stable=True).tolist()
     kept, mass = [], 0.0
@@ -90,7 +92,7 @@ def _draw(logits: Tensor, request: Request, step: int, slot: int) -> tuple[int, 
     law /= law.sum()
     u = uniform(torch.tensor(request.draw_key), step, slot).double().item()
     token = int((law.cumsum(0) <= u).sum())
-    return token, law[token].log().item()
+    return token, law[token].log().item(), torch.special.entr(law).sum().item()
 
 
 def _choose(
@@ -98,7 +100,7 @@ def _choose(
     request: Request,
     step: int,
     logits: Tensor,
-    drawn: dict[int, tuple[int, float]],
+    drawn: dict[int, tuple[int, float, float]],
     slots: list[int],
     share: int,
 ) -> tuple[list[int], bool]:

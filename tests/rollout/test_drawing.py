@@ -27,7 +27,8 @@ def _draw(
         is_truncated=top_p < 1 or top_k > 0,
     )
     predicted = predictions(logits_V[None].clone())
-    return draw(predicted, torch.zeros(count, dtype=torch.int64), law, uniform(torch.tensor(1), torch.arange(count)))
+    drawn = draw(predicted, torch.zeros(count, dtype=torch.int64), law, uniform(torch.tensor(1), torch.arange(count)))
+    return drawn.tokens, drawn.logp
 
 
 def _chi_square(tokens_N: Tensor, law_V: Tensor) -> tuple[float, int]:

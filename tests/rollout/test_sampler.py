@@ -42,6 +42,7 @@ def _check_equal(completion: Completion, slow: Slow, atol: float = 2e-5) -> None
     assert completion.commit_logp == pytest.approx(slow.logp[:denoised], abs=atol)
     assert completion.commit_logp_raw == pytest.approx(slow.logp_raw[:denoised], abs=atol)
     assert completion.commit_entropy == pytest.approx(slow.entropy[:denoised], abs=atol)
+    assert completion.commit_law_entropy == pytest.approx(slow.law_entropy[:denoised], abs=atol)
 
 
 SCHEDULES: dict[str, dict[str, object]] = {
@@ -178,6 +179,7 @@ def test_replaying_tokens_and_step_map_gives_the_recorded_logps(
         np.testing.assert_allclose(replayed.logp, completion.commit_logp, atol=1e-5)
         np.testing.assert_allclose(replayed.logp_raw, completion.commit_logp_raw, atol=1e-5)
         np.testing.assert_allclose(replayed.entropy, completion.commit_entropy, atol=1e-5)
+        np.testing.assert_allclose(replayed.law_entropy, completion.commit_law_entropy, atol=1e-5)
 
 
 def test_the_recorded_logp_is_unbiased(policy: Transformer) -> None:

@@ -47,7 +47,7 @@ def _assert_same(one: Completion, other: Completion) -> None:
         other.num_tokens,
         other.finish_reason,
     )
-    for name in ("commit_logp", "commit_logp_raw", "commit_entropy"):
+    for name in ("commit_logp", "commit_logp_raw", "commit_entropy", "commit_law_entropy"):
         assert getattr(one, name) == pytest.approx(getattr(other, name), abs=2e-5)
 
 
@@ -124,6 +124,7 @@ def _committed(**changes: Any) -> Committed:
         "commit_logp": floats,
         "commit_logp_raw": floats,
         "commit_entropy": floats,
+        "commit_law_entropy": floats,
         "fallback": np.zeros(length, bool),
     }
     return Committed(**columns | changes)
