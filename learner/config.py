@@ -76,7 +76,7 @@ class LearnerConfig(BaseModel):
     """What is minimised."""
     imitation_coef: Coefficient = 0.0
     """Weight of the denoising loss on the round's correct completions, at every update: each is a demonstration, of all
-    states that one may decode through (LightningRL's, arXiv 2603.13319, under masks of SFT's). 0 is none."""
+    states that one may decode through. 0 is none. On the method's own canvases alone it is `objective.nll_coef`."""
     max_skipped_rounds: NonNegativeInt = 3
     """Rounds in a row that may be skipped because their loss or gradient is not finite: each is counted as a failure,
     and its batch is kept in the run directory. One more ends the run."""
@@ -143,6 +143,11 @@ class LearnerConfig(BaseModel):
                 )
             if sampler.temperature == 0:
                 return "objective.old is sampler; at rollout.sampling.temperature 0 nothing is drawn"
+        if self.filters.min_speed_range and not sampler.has_varying_steps:
+            return (
+                f"filters.min_speed_range is {self.filters.min_speed_range:g}; the sampler takes equally many steps "
+                "for every block: set rollout.sampling.threshold, factor or entropy_bound, or min_speed_range 0"
+            )
         return self.estimator.refusal(sampler)
 
     def lr_at(self, round_index: int) -> float:

@@ -85,7 +85,9 @@ class Round:
             advantages=advantages_B.to(policy.device),
             groups=shard.group_index,
             sizes=config.estimator.sizes(shard).float().clamp(min=1),
+            correct=shard.correct,
             num_rows=self.num_rows,
+            num_correct=int(grouped.correct.sum()),
             num_groups=int(grouped.group_index.max()) + 1,
         )
 
@@ -137,7 +139,7 @@ class Round:
 
 def _chosen(batch: RolloutBatch, config: LearnerConfig) -> Chosen:
     rewards = Rewards(total=batch.rewards, parts=batch.reward_parts, groups=batch.group_ids)
-    kept_B = config.filters.keeps(rewards, batch.correct, batch.truncated)
+    kept_B = config.filters.keeps(rewards, batch.correct, batch.truncated, batch.speeds())
     return kept_B, group_advantages(rewards, config.advantage)
 
 

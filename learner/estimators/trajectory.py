@@ -4,8 +4,8 @@ before it and masks the rest.
 With one segment for each step every token is scored in the very state that it was committed in: the product over
 tokens is the exact likelihood of the trajectory (CJ-GRPO; over a sampler with blocks of one slot, JustGRPO, arXiv
 2601.15165, and the autoregressive factorisation). Longer segments cost fewer forwards: d2's StepMerge (arXiv
-2509.21474), of which one segment is diffu-GRPO's estimate, and TraceRL's slices (arXiv 2509.06949). Sampled segments
-cost fewer still and are weighted to stay unbiased (AGRPO).
+2509.21474), of which one segment is diffu-GRPO's estimate, TraceRL's slices (arXiv 2509.06949), and LightningRL's
+blocks (arXiv 2603.13319). Sampled segments cost fewer still and are weighted to stay unbiased (AGRPO).
 
 Shape letters: B rows, L completion slots, R canvases, K segments of the row with the most.
 """
@@ -38,6 +38,9 @@ class TrajectoryConfig(BaseModel):
     """Segments that the denoise steps of a completion are cut into, equally long (d2: 8 or 16)."""
     steps_per_segment: PositiveInt | None = None
     """Or the denoise steps of a segment (TraceRL's shrink): 1 is exact."""
+    blocks_per_segment: PositiveInt | None = None
+    """Or the sampler's blocks of a segment: 1 scores each block in the state that it began in, whatever the number of
+    steps it then took (LightningRL)."""
     num_sampled: PositiveInt | None = None
     """Segments of each completion that are drawn anew at every update, weighted to stay unbiased; null: all."""
     proposal: Literal["uniform", "entropy"] = "uniform"
@@ -63,13 +66,14 @@ class TrajectoryConfig(BaseModel):
 
     @model_validator(mode="after")
     def _one_length(self) -> TrajectoryConfig:
-        if (self.num_segments is None) == (self.steps_per_segment is None):
-            raise ValueError("give either num_segments or steps_per_segment")
+        given = (self.num_segments, self.steps_per_segment, self.blocks_per_segment)
+        if sum(length is not None for length in given) != 1:
+            raise ValueError("give one of num_segments, steps_per_segment and blocks_per_segment")
         return self
 
     def corrupt(self, batch: GroupedBatch, update: InnerUpdate, sampler: SamplerFacts) -> Corruption:
         """One canvas for each segment that commits a scored token."""
-        segment_BL = self._segments(batch)
+        segment_BL = self._segments(batch, sampler.block_length)
         scored_BL = batch.completion_mask() & (segment_BL >= 0) & self._counts(batch)
         num_segments = int(segment_BL.max().clamp(min=0)) + 1
         wanted_BK = torch.zeros(batch.num_rows, num_segments, dtype=torch.bool, device=segment_BL.device)
@@ -146,12 +150,15 @@ class TrajectoryConfig(BaseModel):
         is_ranked_RL = masked_RL & is_active_RW.gather(1, block_RL)
         return torch.where(is_ranked_RL, torch.where(is_committed_RL, step_RL, -1), TOKEN), block_RL
 
-    def _segments(self, batch: GroupedBatch) -> Tensor:
+    def _segments(self, batch: GroupedBatch, block_length: int) -> Tensor:
         """[B, L] int64 the segment that commits each slot, -1 where none does."""
         step_BL = batch.step_map
+        if self.blocks_per_segment is not None:
+            slots_L = torch.arange(batch.num_slots, device=step_BL.device)
+            return torch.where(step_BL < 0, -1, slots_L // (self.blocks_per_segment * block_length))
         if self.steps_per_segment is not None:
             return torch.where(step_BL < 0, -1, step_BL // self.steps_per_segment)
-        assert self.num_segments is not None, "one of the two is given"
+        assert self.num_segments is not None, "one of the three is given"
         num_steps_B = step_BL.amax(dim=1, keepdim=True) + 1
         # Segment n begins at step floor(n * steps / segments), as d2's snapshots do.
         segment_BL = ((step_BL + 1) * self.num_segments - 1) // num_steps_B.clamp(min=1)

@@ -68,6 +68,9 @@ class ClippedRatioConfig(BaseModel):
     """The policy that RL started from, or the one that the round was sampled from."""
     kl_coef: Coefficient = 0.04
     """Weight of the KL penalty; 0 needs no reference model (d1: 0.04)."""
+    nll_coef: Coefficient = 0.0
+    """Weight of the negative log-likelihood of the correct completions, on the same canvases: their mean of each one's
+    mean over tokens (LightningRL: 0.1). 0 is none."""
     normalize_by: Normalize = Normalize.ROUND
     """What the loss is a mean over."""
     order_temperature: Annotated[float, Field(gt=0)] | None = None
@@ -78,6 +81,14 @@ class ClippedRatioConfig(BaseModel):
     def _order_of_completions(self) -> ClippedRatioConfig:
         if self.order_temperature is not None and self.level is not Level.ROW:
             raise ValueError("order_temperature needs level: sequence; an order is no single token's")
+        return self
+
+    @model_validator(mode="after")
+    def _nll_of_completions(self) -> ClippedRatioConfig:
+        if self.nll_coef and (self.level is not Level.TOKEN or self.normalize_by is not Normalize.ROW):
+            raise ValueError(
+                "nll_coef needs level: token and normalize_by: row; it is a mean over completions of each one's tokens"
+            )
         return self
 
     @property
@@ -91,7 +102,7 @@ class ClippedRatioConfig(BaseModel):
         return self.kl_coef > 0 and self.kl_against == "reference"
 
     def loss(self, terms: Terms, logps: Logps, rows: RowFacts) -> Loss:
-        """-min(ratio A, clip(ratio) A) + kl_coef KL of each unit, in its share."""
+        """-min(ratio A, clip(ratio) A) + kl_coef KL of each unit, in its share; of correct ones -nll_coef logp too."""
         units = units_of(terms, self.level)
         advantages_U = rows.advantages[units.rows]
         log_ratio_U = self._log_ratio(terms, units, logps.new, self._divided_by(logps), rows)
@@ -101,12 +112,21 @@ class ClippedRatioConfig(BaseModel):
             math.inf if self.clip_high is None else 1 + self.clip_high,
         )
         gain_U = (ratio_U * advantages_U).minimum(clipped_U * advantages_U)
-        loss_U, per_unit = -gain_U, {}
+        loss_U = -gain_U
+        per_unit: dict[str, Tensor] = {}
         if self.kl_coef > 0:
             against_N = logps.old if self.kl_against == "old" else logps.reference
             assert against_N is not None, "the learner has a reference where needs_reference says so"
             kl_U = self._kl(terms, units, against_N, logps.new, rows)
-            loss_U, per_unit = loss_U + self.kl_coef * kl_U, {"kl": kl_U.detach()}
+            loss_U = loss_U + self.kl_coef * kl_U
+            per_unit["kl"] = kl_U.detach()
+        if self.nll_coef > 0:
+            nll_U = -units.sum(terms.weights * logps.new)
+            is_correct_U = rows.correct[units.rows]
+            # Of the correct ones the mean, where the loss is the mean of all.
+            more = rows.num_rows / max(1, rows.num_correct)
+            loss_U = loss_U + self.nll_coef * more * nll_U * is_correct_U
+            per_unit["nll"] = nll_U.detach()[is_correct_U]
         lost_U = clipped_U * advantages_U < ratio_U * advantages_U
         per_unit |= {
             "ratio": ratio_U.detach(),

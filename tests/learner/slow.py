@@ -41,6 +41,8 @@ class Row:
 
     group: int
     reward: float
+    parts: list[float]
+    correct: bool
     length: int
     width: int
     denoised: int
@@ -92,6 +94,8 @@ def rows_of(
             Row(
                 group=int(batch.group_index[row]),
                 reward=float(batch.rewards[row]),
+                parts=batch.reward_parts[row].tolist(),
+                correct=bool(batch.correct[row]),
                 length=int(batch.completion_lengths[row]),
                 width=batch.num_slots,
                 denoised=sum(step >= 0 for step in batch.step_map[row].tolist()),
@@ -443,6 +447,37 @@ def mapg(rows: list[Row]) -> Tensor:
     return torch.stack(losses).mean()
 
 
+def _round_part_z(rows: list[Row]) -> list[float]:
+    """Each part's z-score in its group; their sums, in units of their root mean square over the round."""
+    sums = []
+    for group in groups_of(rows):
+        for row in group:
+            total = 0.0
+            for part in range(len(row.parts)):
+                values = [other.parts[part] for other in group]
+                mean = sum(values) / len(values)
+                std = math.sqrt(sum((value - mean) ** 2 for value in values) / len(values))
+                total += (row.parts[part] - mean) / (std + 1e-4)
+            sums.append(total)
+    scale = math.sqrt(sum(total**2 for total in sums) / len(sums))
+    return [total / (scale + 1e-4) for total in sums]
+
+
+def lightningrl(rows: list[Row]) -> Tensor:
+    losses, likelihoods = [], []
+    for row, advantage in zip(rows, _round_part_z(rows), strict=True):
+        values, logps = [], []
+        for slot, draw in tokens_of(row):
+            assert draw.masked == list(range(slot // 4 * 4, row.width)), "shown before the token's block, then masked"
+            ratio = (draw.new[slot] - draw.old[slot]).exp()
+            values.append(ppo(ratio, advantage, 0.2, 0.2) + 0.01 * k3(draw.new[slot], draw.reference[slot]))
+            logps.append(draw.new[slot])
+        assert len(values) == row.length
+        losses.append(torch.stack(values).mean())
+        likelihoods += [torch.stack(logps).mean()] if row.correct else []
+    return torch.stack(losses).mean() - 0.1 * torch.stack(likelihoods).mean()
+
+
 SLOW: dict[str, Callable[[list[Row]], Tensor]] = {
     "diffu-grpo": diffu_grpo,
     "diffu-grpo-parity": diffu_grpo_parity,
@@ -464,4 +499,5 @@ SLOW: dict[str, Callable[[list[Row]], Tensor]] = {
     "justgrpo": _on_policy,
     "forkgrpo": _on_policy,
     "vrpo": vrpo,
+    "lightningrl": lightningrl,
 }

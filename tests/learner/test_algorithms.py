@@ -20,7 +20,7 @@ from learner.round import WEIGHING
 from learner.sharding import ShardedPolicy
 from tests.learner import slow
 
-SAMPLER = SamplerFacts(temperature=0.7, block_length=4, has_fallback=True)
+SAMPLER = SamplerFacts(temperature=0.7, block_length=4, has_fallback=True, has_varying_steps=True)
 
 
 def algorithm_sampler(name: str) -> SamplerFacts:

@@ -258,7 +258,8 @@ def _gradients(policy: ShardedPolicy, name: str, batch: RolloutBatch) -> dict[st
         settings["filters"] = {"min_accuracy": 0.0, "max_accuracy": 1.0}
     if name in IMITATING:
         settings["imitation_coef"] = 0.2
-    sampler = SamplerFacts(block_length=1 if name == "justgrpo" else 4, has_fallback=True)
+    block_length = 1 if name == "justgrpo" else 4
+    sampler = SamplerFacts(block_length=block_length, has_fallback=True, has_varying_steps=True)
     learner = Learner(policy, LearnerConfig.model_validate(settings), sampler)
     recorder = _Recorder(policy)
     learner.optimizer = recorder  # type: ignore[assignment]
