@@ -210,6 +210,12 @@ ALGORITHMS: Mapping[str, Mapping[str, Any]] = {
             "normalize_by": "row",
         },
     },
+    "tba": {
+        "inner_updates": 1,
+        "group_size": 20,
+        "estimator": {"name": "trajectory", "steps_per_segment": 1, "law": "sampler"},
+        "objective": {"name": "trajectory_balance", "beta": 0.014},
+    },
 }
 """By name: settings of the recipe's section `learner`. Learning rates and batch sizes stay the recipe's own: published
 ones are for 8 B parameters and eight GPUs."""

@@ -478,6 +478,18 @@ def lightningrl(rows: list[Row]) -> Tensor:
     return torch.stack(losses).mean() - 0.1 * torch.stack(likelihoods).mean()
 
 
+def tba(rows: list[Row]) -> Tensor:
+    """The squared residual of log Z + log policy - log reference - reward / beta, log Z being the group's estimate."""
+    losses = []
+    for group in groups_of(rows):
+        log_ratios = [sum(draw.new[slot] - draw.reference[slot] for slot, draw in tokens_of(row)) for row in group]
+        wanted = [row.reward / 0.014 for row in group]
+        estimates = [want - log_ratio for want, log_ratio in zip(wanted, log_ratios, strict=True)]
+        log_z = torch.stack(estimates).mean().detach()
+        losses += [(log_z + ours - want) ** 2 for ours, want in zip(log_ratios, wanted, strict=True)]
+    return torch.stack(losses).mean()
+
+
 SLOW: dict[str, Callable[[list[Row]], Tensor]] = {
     "diffu-grpo": diffu_grpo,
     "diffu-grpo-parity": diffu_grpo_parity,
@@ -500,4 +512,5 @@ SLOW: dict[str, Callable[[list[Row]], Tensor]] = {
     "forkgrpo": _on_policy,
     "vrpo": vrpo,
     "lightningrl": lightningrl,
+    "tba": tba,
 }

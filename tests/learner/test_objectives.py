@@ -9,7 +9,7 @@ from learner.config import LearnerConfig
 from learner.estimators import SamplerFacts
 from learner.estimators.terms import Terms
 from learner.estimators.views import SOFTMAX, Views
-from learner.objectives import ClippedRatioConfig, Kl, Logps, Loss, RowFacts
+from learner.objectives import ClippedRatioConfig, Kl, Logps, Loss, RowFacts, TrajectoryBalanceConfig
 from learner.objectives.clipped_ratio import kl_estimate
 
 CONFIG = ClippedRatioConfig(clip_low=0.2, clip_high=0.3, kl_coef=0.5)
@@ -133,6 +133,53 @@ def test_lightningrls_loss_is_what_its_code_gives() -> None:
 def test_a_likelihood_of_the_correct_completions_is_a_mean_over_completions(setting: dict[str, str]) -> None:
     with pytest.raises(ValidationError, match="nll_coef needs level: token and normalize_by: row"):
         ClippedRatioConfig.model_validate({"nll_coef": 0.1, "normalize_by": "row"} | setting)
+
+
+@pytest.mark.parametrize("baseline", [0.0, 0.5, -3.0])
+def test_tbas_loss_is_what_its_code_gives(baseline: float) -> None:
+    """bbartoldson/TBA, src/tba_trainer_gsm8k.py, for one prompt; log Z takes up what all rewards of a group share."""
+    new = torch.tensor([-1.5, -3.5, -0.7, -2.0], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor([-1.7, -3.3, -0.9, -2.4], dtype=torch.float64)
+    rows = _rows(torch.tensor([1.0, 0.0, 0.0, 1.0], dtype=torch.float64) - baseline)
+    logps = Logps(new=new, old=new.detach(), reference=reference, sampled=reference)
+    terms = _terms([1] * 4, torch.full((4,), 0.25, dtype=torch.float64))
+    loss = TrajectoryBalanceConfig(beta=0.014).loss(terms, logps, rows).total
+    assert loss.item() == pytest.approx(1264.843418367347, rel=1e-12)
+    loss.backward()
+    gradient = [-17.832142857142856, 17.682142857142857, 17.88214285714286, -17.732142857142858]
+    torch.testing.assert_close(new.grad, torch.tensor(gradient, dtype=torch.float64), rtol=1e-12, atol=0)
+
+
+def test_the_tilted_reference_has_no_residual() -> None:
+    """With new - reference = reward / beta - log Z, whatever log Z is."""
+    reference, rewards = -torch.rand(5, dtype=torch.float64), torch.rand(5, dtype=torch.float64)
+    logps = Logps(new=reference + rewards / 0.3 - 1.7, old=reference, reference=reference, sampled=reference)
+    loss = TrajectoryBalanceConfig(beta=0.3).loss(
+        _terms([1] * 5, torch.ones(5, dtype=torch.float64)), logps, _rows(rewards)
+    )
+    assert loss.total.item() == pytest.approx(0, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    "estimator",
+    [
+        {"name": "one_step"},
+        {"name": "random_masks"},
+        {"name": "block_masks"},
+        {"name": "trajectory", "steps_per_segment": 1, "only": "uncertain"},
+        {"name": "trajectory", "steps_per_segment": 1, "num_sampled": 2},
+    ],
+)
+def test_trajectory_balance_needs_a_completions_likelihood(estimator: dict[str, object]) -> None:
+    settings = {"num_rounds": 1, "estimator": estimator, "objective": {"name": "trajectory_balance"}}
+    with pytest.raises(ValidationError, match="estimator must be elbo, or trajectory with only: all"):
+        LearnerConfig.model_validate(settings)
+
+
+def test_trajectory_balance_learns_from_stale_completions_too() -> None:
+    assert LearnerConfig.model_validate({"num_rounds": 1, "algorithm": "tba", "max_staleness": 3}).max_staleness == 3
+    with pytest.raises(ValidationError, match="or the objective trajectory_balance, or max_staleness 0"):
+        LearnerConfig.model_validate({"num_rounds": 1, "max_staleness": 3})
 
 
 def test_a_range_of_speeds_needs_steps_that_vary() -> None:

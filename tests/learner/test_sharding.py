@@ -232,7 +232,7 @@ def test_full_weights_are_not_the_live_ones(config: TransformerConfig) -> None:
 
 # Every algorithm on 2 or on 4 ranks: the gradient of one process. On 4 those whose loss looks beyond a row.
 
-_WIDE = ("diffu-grpo-parity", "wd1", "tracerl", "stabledrl", "vrpo")
+_WIDE = ("diffu-grpo-parity", "wd1", "tracerl", "stabledrl", "vrpo", "tba")
 ON_RANKS = {4: _WIDE, 2: tuple(name for name in ALGORITHMS if name not in _WIDE)}
 # Two of them, one on either number of ranks, with the denoising loss of the correct completions beside.
 IMITATING = ("wd1", "coupled-grpo")
