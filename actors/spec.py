@@ -99,4 +99,5 @@ def sampler_facts(params: SamplingParams) -> SamplerFacts:
         records_law=is_whole and params.cache is Cache.NONE and params.logp_exact,
         # The other schedules have no test, or one that the first slot always passes.
         has_fallback=params.threshold is not None or params.schedule is Schedule.FACTOR,
+        has_varying_steps=not params.is_by_shares,
     )

@@ -30,6 +30,7 @@ from learner.model.hub import find_checkpoint
 from rewards import Problem, Split, Task, make_task
 from rewards.data.demonstrations import read_demonstrations
 from rewards.data.draw import TooFewProblemsError
+from rewards.terms.shaping import SpeedConfig
 
 _FLOAT_BYTES = 4
 # Measured: a process with torch and Ray in it has 310 MB, Ray's own processes and the driver have 1.5 GB together.
@@ -273,6 +274,7 @@ def _input_problems(recipe: Recipe) -> Iterator[str]:
     refusals = (recipe.learner.refusal(sampler_facts(params)) for params in recipe.rollout.params)
     if refusal := next(filter(None, refusals), None):
         yield f"learner.{refusal}"
+    yield from _speed_problems(recipe)
     if recipe.sft.data is not None:
         try:
             read_demonstrations(recipe.sft.data)
@@ -287,6 +289,15 @@ def _input_problems(recipe: Recipe) -> Iterator[str]:
             load_config(find_checkpoint(recipe.model.checkpoint, config_only=True))
         except ValueError as error:
             yield f"model.checkpoint: {error}"
+
+
+def _speed_problems(recipe: Recipe) -> Iterator[str]:
+    least = recipe.learner.filters.min_speed_range
+    if least and not any(isinstance(term, SpeedConfig) for term in recipe.reward.terms.values()):
+        yield (
+            f"learner.filters.min_speed_range is {least:g} and the reward has no term of kind speed; add "
+            "reward.terms.fast='{kind: speed}', or take learner.filters.min_speed_range=0"
+        )
 
 
 def _weight_copies(recipe: Recipe) -> int:

@@ -36,6 +36,9 @@ class Advantage(StrEnum):
     """softmax(A) - softmax(-A) over the group, A the reward minus the mean (wd1, arXiv 2507.08838)."""
     PART_Z = "part_z"
     """The sum over the reward's parts of each one's `group_z`: parts of unlike scale weigh alike (LightningRL)."""
+    ROUND_PART_Z = "round_part_z"
+    """... divided by its standard deviation over the round (LightningRL's configuration, after NVIDIA's GDPO, arXiv
+    2601.05242): the step stays as large however many parts there are."""
     CORRECT_Z = "correct_z"
     """`group_z` of 1 for a correct completion and 0 for others, whatever their rewards (TraceRL)."""
 
@@ -70,11 +73,14 @@ class Filters(BaseModel):
     """Leave out groups of which a smaller share is correct (TraceRL: 0.2)."""
     max_accuracy: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Leave out groups of which a greater share is correct (TraceRL: 0.8)."""
+    min_speed_range: Annotated[float, Field(ge=0)] = 0.0
+    """Leave out groups whose completions differ by less in tokens per forward: they do not say what makes one fast
+    (LightningRL: 0.01). Needs a schedule that takes as many steps as it needs."""
     truncated: bool = False
     """Leave out completions that end at their length and not by an end of text. They count in the group's mean."""
 
-    def keeps(self, rewards: Rewards, truncated_B: Tensor) -> Tensor:
-        """[B] bool: the rows that are trained on."""
+    def keeps(self, rewards: Rewards, truncated_B: Tensor, speeds_B: Tensor) -> Tensor:
+        """[B] bool: the rows that are trained on; `speeds_B` is in tokens per forward."""
         means = _GroupMeans(rewards.groups)
         kept_B = torch.ones_like(rewards.correct)
         accuracy_B = means.of(rewards.correct.float())
@@ -82,21 +88,22 @@ class Filters(BaseModel):
         kept_B &= (accuracy_B >= self.min_accuracy - 1e-6) & (accuracy_B <= self.max_accuracy + 1e-6)
         if self.zero_variance:
             kept_B &= means.of(((rewards.total - means.of(rewards.total)).abs() > 1e-6).float()) > 0
+        if self.min_speed_range:
+            kept_B &= means.greatest(speeds_B) + means.greatest(-speeds_B) >= self.min_speed_range - 1e-6
         return kept_B & ~truncated_B if self.truncated else kept_B
 
 
 def group_advantages(rewards: Rewards, advantage: Advantage) -> Tensor:
     """Advantages [B]."""
     means = _GroupMeans(rewards.groups)
-    if advantage is Advantage.PART_Z:
-        # Parts in columns: as many z-scores, added up.
-        columns = [_z(rewards.parts[:, part], means) for part in range(rewards.parts.shape[1])]
-        return torch.stack(columns).sum(dim=0) if columns else torch.zeros_like(rewards.total)
+    if advantage in (Advantage.PART_Z, Advantage.ROUND_PART_Z):
+        parts_B = _parts_z(rewards, means)
+        return parts_B if advantage is Advantage.PART_Z else _over_the_round(parts_B)
     centred_B = rewards.total - means.of(rewards.total)
     if advantage is Advantage.GROUP_MEAN:
         return centred_B
     if advantage is Advantage.ROUND_Z:
-        return centred_B / (centred_B.square().mean().sqrt() + _STD_FLOOR)
+        return _over_the_round(centred_B)
     if advantage is Advantage.LEAVE_ONE_OUT:
         # r - (sum - r) / (n - 1) = (r - mean) n / (n - 1); alone in its group a row has nothing to compare with.
         return centred_B * means.counts_B / (means.counts_B - 1).clamp(min=1)
@@ -136,7 +143,24 @@ class _GroupMeans:
         sums_G = values_B.new_zeros(int(self.groups_B.max()) + 1).index_add_(0, self.groups_B, values_B)
         return sums_G[self.groups_B] / self.counts_B
 
+    def greatest(self, values_B: Tensor) -> Tensor:
+        """[B] the greatest value of each row's group."""
+        most_G = values_B.new_empty(int(self.groups_B.max()) + 1)
+        most_G.scatter_reduce_(0, self.groups_B, values_B, "amax", include_self=False)
+        return most_G[self.groups_B]
+
 
 def _z(rewards_B: Tensor, means: _GroupMeans) -> Tensor:
     centred_B = rewards_B - means.of(rewards_B)
     return centred_B / (means.of(centred_B.square()).sqrt() + _STD_FLOOR)
+
+
+def _parts_z(rewards: Rewards, means: _GroupMeans) -> Tensor:
+    """[B] the z-scores of the parts, added up."""
+    columns = [_z(rewards.parts[:, part], means) for part in range(rewards.parts.shape[1])]
+    return torch.stack(columns).sum(dim=0) if columns else torch.zeros_like(rewards.total)
+
+
+def _over_the_round(centred_B: Tensor) -> Tensor:
+    """[B] what is centred within its groups, divided by its standard deviation over the round."""
+    return centred_B / (centred_B.square().mean().sqrt() + _STD_FLOOR)

@@ -202,6 +202,28 @@ ALGORITHMS: Mapping[str, Mapping[str, Any]] = {
         "estimator": {"name": "elbo", "num_draws": 8, "counts": "row", "complement": False},
         "objective": {"name": "preference", "beta": 0.2},
     },
+    "lightningrl": {
+        "inner_updates": 1,
+        "group_size": 32,
+        "advantage": "round_part_z",
+        # One of 32 correct is a share of 0.03.
+        "filters": {"min_accuracy": 0.01, "min_speed_range": 0.01},
+        "estimator": {"name": "trajectory", "blocks_per_segment": 1},
+        "objective": {
+            "name": "clipped_ratio",
+            "clip_low": 0.2,
+            "clip_high": 0.2,
+            "kl_coef": 0.01,
+            "nll_coef": 0.1,
+            "normalize_by": "row",
+        },
+    },
+    "tba": {
+        "inner_updates": 1,
+        "group_size": 20,
+        "estimator": {"name": "trajectory", "steps_per_segment": 1, "law": "sampler"},
+        "objective": {"name": "trajectory_balance", "beta": 0.014},
+    },
 }
 """By name: settings of the recipe's section `learner`. Learning rates and batch sizes stay the recipe's own: published
 ones are for 8 B parameters and eight GPUs."""

@@ -81,6 +81,10 @@ class RolloutBatch(CompletionBatch):
     policy_versions: Tensor
     """[B] int64: the version that sampled the row."""
 
+    def speeds(self) -> Tensor:
+        """[B] float32: tokens per forward of each completion."""
+        return self.completion_lengths / self.num_forwards.clamp(min=1)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupedBatch(RolloutBatch):

@@ -25,6 +25,7 @@ from learner.objectives import (
     ObjectiveConfig,
     PreferenceConfig,
     SandwichConfig,
+    TrajectoryBalanceConfig,
 )
 from learner.objectives.base import Coefficient
 from learner.objectives.distribution_matching import DistributionMatchingConfig
@@ -65,7 +66,7 @@ class LearnerConfig(BaseModel):
     max_staleness: NonNegativeInt = 0
     """A round trains on completions at most this many policy versions old; 0 is exactly synchronous. Above 0 samplers
     are at work while the learner trains, and `objective.old` must be `sampler`: the ratio is then to the policy that
-    sampled, whichever that was."""
+    sampled, whichever that was. Or the objective is `trajectory_balance`, whose minimum is the same whoever sampled."""
     algorithm: str = DEFAULT
     """A row of `docs/algorithms.md`: it fills in `advantage`, `filters`, `estimator`, `objective`, `inner_updates`,
     `num_minibatches` and `group_size` where this section does not say them."""
@@ -79,7 +80,7 @@ class LearnerConfig(BaseModel):
     """What is minimised."""
     imitation_coef: Coefficient = 0.0
     """Weight of the denoising loss on the round's correct completions, at every update: each is a demonstration, of all
-    states that one may decode through (LightningRL's, arXiv 2603.13319, under masks of SFT's). 0 is none."""
+    states that one may decode through. 0 is none. On the method's own canvases alone it is `objective.nll_coef`."""
     max_skipped_rounds: NonNegativeInt = 3
     """Rounds in a row that may be skipped because their loss or gradient is not finite: each is counted as a failure,
     and its batch is kept in the run directory. One more ends the run."""
@@ -100,6 +101,11 @@ class LearnerConfig(BaseModel):
             raise ValueError("objective linear_bound and estimator elbo with values: draws need each other")
         if isinstance(objective, PreferenceConfig | DistributionMatchingConfig) and estimator.name != "elbo":
             raise ValueError(f"objective {objective.name} compares ELBOs: estimator must be elbo, not {estimator.name}")
+        if isinstance(objective, TrajectoryBalanceConfig) and not _sums_up(estimator):
+            raise ValueError(
+                "objective trajectory_balance is of a completion's log-likelihood: estimator must be elbo, or "
+                f"trajectory with only: all and, if segments are drawn, weigh: value; not {estimator.name} as it is set"
+            )
         if isinstance(objective, SandwichConfig) and estimator.name != "block_masks":
             raise ValueError(f"objective sandwich needs the masks of estimator block_masks, not of {estimator.name}")
         is_of_one_draw = isinstance(estimator, BlockMasksConfig) and estimator.num_draws == 1
@@ -114,11 +120,12 @@ class LearnerConfig(BaseModel):
                 "objective.old is sampler: the estimator must be trajectory with steps_per_segment: 1, law: sampler "
                 "and no p_mask_prompt, or its likelihoods are not comparable with the recorded ones"
             )
-        if self.max_staleness and not self._takes_recorded:
+        is_off_policy = self._takes_recorded or isinstance(objective, TrajectoryBalanceConfig)
+        if self.max_staleness and not is_off_policy:
             raise ValueError(
                 f"max_staleness is {self.max_staleness}: completions of an older policy are corrected for by what the "
                 "sampler recorded, so that objective.old must be sampler (with estimator trajectory, "
-                "steps_per_segment: 1 and law: sampler), or max_staleness 0"
+                "steps_per_segment: 1 and law: sampler), or the objective trajectory_balance, or max_staleness 0"
             )
         scores_order = isinstance(estimator, TrajectoryConfig) and estimator.scores_order
         if scores_order != (isinstance(objective, ClippedRatioConfig) and objective.order_temperature is not None):
@@ -146,12 +153,24 @@ class LearnerConfig(BaseModel):
                 )
             if sampler.temperature == 0:
                 return "objective.old is sampler; at rollout.sampling.temperature 0 nothing is drawn"
+        if self.filters.min_speed_range and not sampler.has_varying_steps:
+            return (
+                f"filters.min_speed_range is {self.filters.min_speed_range:g}; the sampler takes equally many steps "
+                "for every block: set rollout.sampling.threshold, factor or entropy_bound, or min_speed_range 0"
+            )
         return self.estimator.refusal(sampler)
 
     def lr_at(self, round_index: int) -> float:
         """The learning rate of a round."""
         warmup = min(1.0, (round_index + 1) / (self.num_warmup_rounds + 1))
         return self.lr * warmup * (1.0 - (1.0 - self.final_lr_fraction) * round_index / max(1, self.num_rounds))
+
+
+def _sums_up(estimator: EstimatorConfig) -> bool:
+    """Whether the values of a completion's terms add up to its log-likelihood, or a bound or an estimate of it."""
+    if isinstance(estimator, TrajectoryConfig):
+        return estimator.only == "all" and (estimator.num_sampled is None or estimator.weigh == "value")
+    return isinstance(estimator, ElboConfig)
 
 
 def _is_in_several_parts(level: Level, estimator: EstimatorConfig) -> bool:

@@ -102,7 +102,9 @@ class Round:
             advantages=advantages_B.to(policy.device),
             groups=(group_B[mine] if len(mine) else group_B[:1]).to(policy.device),
             sizes=config.estimator.sizes(shard).float().clamp(min=1),
+            correct=shard.correct,
             num_rows=self.num_rows,
+            num_correct=int(grouped.correct.sum()),
             num_groups=len(groups_G),
         )
 
@@ -154,7 +156,7 @@ class Round:
 
 def _chosen(batch: RolloutBatch, config: LearnerConfig) -> Chosen:
     rewards = Rewards.of(batch)
-    kept_B = config.filters.keeps(rewards, batch.truncated)
+    kept_B = config.filters.keeps(rewards, batch.truncated, batch.speeds())
     return kept_B, group_advantages(rewards, config.advantage)
 
 

@@ -79,7 +79,7 @@ def test_the_expected_reward_rises(name: str) -> None:
     model = Transformer(CONFIG)
     init_weights(model, seed=0)
     params = _sampling(name)
-    filters = {"min_accuracy": 0.0, "max_accuracy": 1.0}
+    filters = {"min_accuracy": 0.0, "max_accuracy": 1.0, "min_speed_range": 0.0}
     config = LearnerConfig.model_validate(
         {
             "algorithm": name,

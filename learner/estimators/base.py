@@ -37,6 +37,8 @@ class SamplerFacts:
     selected before they are sampled, the whole vocabulary."""
     has_fallback: bool = False
     """Whether its schedule can fail to find a slot, and says so when it then commits one all the same."""
+    has_varying_steps: bool = False
+    """Whether completions differ in how many denoise steps a block takes."""
 
 
 @dataclass(frozen=True, slots=True)

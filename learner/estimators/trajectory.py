@@ -4,8 +4,9 @@ before it and masks the rest.
 With one segment for each step every token is scored in the very state that it was committed in: the product over
 tokens is the exact likelihood of the trajectory (CJ-GRPO; over a sampler with blocks of one slot, JustGRPO, arXiv
 2601.15165, and the autoregressive factorisation). Longer segments cost fewer forwards: d2's StepMerge (arXiv
-2509.21474), of which one segment is diffu-GRPO's estimate, and TraceRL's slices (arXiv 2509.06949). Sampled segments
-cost fewer still and are weighted to stay unbiased (AGRPO), or stand for all (MAPG, arXiv 2607.15200).
+2509.21474), of which one segment is diffu-GRPO's estimate, TraceRL's slices (arXiv 2509.06949), and LightningRL's
+blocks (arXiv 2603.13319). Sampled segments cost fewer still and are weighted to stay unbiased (AGRPO), or stand for all
+(MAPG, arXiv 2607.15200).
 
 Shape letters: B rows, L completion slots, R canvases, K segments of the row with the most.
 """
@@ -40,6 +41,9 @@ class TrajectoryConfig(BaseModel):
     early has the first of them."""
     steps_per_segment: PositiveInt | None = None
     """Or the denoise steps of a segment (TraceRL's shrink): 1 is exact."""
+    blocks_per_segment: PositiveInt | None = None
+    """Or the sampler's blocks of a segment: 1 scores each block in the state that it began in, whatever the number of
+    steps it then took (LightningRL)."""
     num_shown_steps: NonNegativeInt = 0
     """Denoise steps at the beginning whose tokens are shown throughout and not scored; the segments begin after them
     (MAPG: 1)."""
@@ -72,8 +76,9 @@ class TrajectoryConfig(BaseModel):
 
     @model_validator(mode="after")
     def _one_length(self) -> TrajectoryConfig:
-        if (self.num_segments is None) == (self.steps_per_segment is None):
-            raise ValueError("give either num_segments or steps_per_segment")
+        given = (self.num_segments, self.steps_per_segment, self.blocks_per_segment)
+        if sum(length is not None for length in given) != 1:
+            raise ValueError("give one of num_segments, steps_per_segment and blocks_per_segment")
         return self
 
     @model_validator(mode="after")
@@ -86,7 +91,7 @@ class TrajectoryConfig(BaseModel):
 
     def corrupt(self, batch: GroupedBatch, update: InnerUpdate, sampler: SamplerFacts) -> Corruption:
         """One canvas for each segment that commits a scored token."""
-        segment_BL = self._segments(batch)
+        segment_BL = self._segments(batch, sampler.block_length)
         covered_BL = self._covered(batch) & (segment_BL >= 0)
         scored_BL = covered_BL & self._counts(batch)
         num_segments = int(segment_BL.max().clamp(min=0)) + 1
@@ -156,12 +161,15 @@ class TrajectoryConfig(BaseModel):
             forbidden_ids=sampler.forbidden_ids,
         )
 
-    def _segments(self, batch: GroupedBatch) -> Tensor:
+    def _segments(self, batch: GroupedBatch, block_length: int) -> Tensor:
         """[B, L] int64 the segment that commits each slot, negative where none does."""
         step_BL = batch.step_map - self.num_shown_steps
+        if self.blocks_per_segment is not None:
+            slots_L = torch.arange(batch.num_slots, device=step_BL.device)
+            return torch.where(step_BL < 0, -1, slots_L // (self.blocks_per_segment * block_length))
         if self.steps_per_segment is not None:
             return torch.where(batch.step_map < 0, -1, step_BL // self.steps_per_segment)
-        assert self.num_segments is not None, "one of the two is given"
+        assert self.num_segments is not None, "one of the three is given"
         # Segment n begins at step floor(n * steps / segments), as d2's snapshots do. The steps are those of the whole
         # canvas: as many for a slot as the completion took.
         num_steps_B1 = (batch.step_map.amax(dim=1, keepdim=True) + 1) * batch.num_slots

@@ -10,6 +10,7 @@ from learner.objectives.distribution_matching import DistributionMatchingConfig
 from learner.objectives.linear_bound import LinearBoundConfig
 from learner.objectives.preference import PreferenceConfig
 from learner.objectives.sandwich import SandwichConfig
+from learner.objectives.trajectory_balance import TrajectoryBalanceConfig
 from learner.objectives.units import Level, Normalize, RowFacts, normalized, unit_keys, units_of
 from learner.objectives.weighted_likelihood import WeightedLikelihoodConfig
 
@@ -19,7 +20,8 @@ ObjectiveConfig = Annotated[
     | SandwichConfig
     | LinearBoundConfig
     | PreferenceConfig
-    | DistributionMatchingConfig,
+    | DistributionMatchingConfig
+    | TrajectoryBalanceConfig,
     Field(discriminator="name"),
 ]
 """Any of them, told apart by `name`."""
@@ -38,6 +40,7 @@ __all__ = [
     "PreferenceConfig",
     "RowFacts",
     "SandwichConfig",
+    "TrajectoryBalanceConfig",
     "WeightedLikelihoodConfig",
     "normalized",
     "unit_keys",

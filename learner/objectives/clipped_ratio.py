@@ -71,6 +71,9 @@ class ClippedRatioConfig(BaseModel):
     kl_sums_tokens: bool = False
     """Under `normalize_by: part` the KL of a segment is the sum of its tokens' KLs, where its gain is their mean
     (TraceRL)."""
+    nll_coef: Coefficient = 0.0
+    """Weight of the negative log-likelihood of the correct completions, on the same canvases: their mean of each one's
+    mean over tokens (LightningRL: 0.1). 0 is none."""
     normalize_by: Normalize = Normalize.ROUND
     """What the loss is a mean over."""
     order_temperature: Annotated[float, Field(gt=0)] | None = None
@@ -93,6 +96,14 @@ class ClippedRatioConfig(BaseModel):
             raise ValueError("kl_sums_tokens needs level: token and normalize_by: part; it adds up a part's tokens")
         return self
 
+    @model_validator(mode="after")
+    def _nll_of_completions(self) -> ClippedRatioConfig:
+        if self.nll_coef and (self.level is not Level.TOKEN or self.normalize_by is not Normalize.ROW):
+            raise ValueError(
+                "nll_coef needs level: token and normalize_by: row; it is a mean over completions of each one's tokens"
+            )
+        return self
+
     @property
     def needs_old(self) -> bool:
         """A ratio to the learner's own likelihoods, or a KL to them."""
@@ -104,7 +115,8 @@ class ClippedRatioConfig(BaseModel):
         return self.kl_coef > 0 and self.kl_against == "reference"
 
     def loss(self, terms: Terms, logps: Logps, rows: RowFacts) -> Loss:
-        """-min(ratio A, clip(ratio) A) + kl_coef KL of each unit, in its share; of the order's ratio the former too."""
+        """-min(ratio A, clip(ratio) A) + kl_coef KL of each unit, in its share; of the order's ratio the former too,
+        and of correct ones -nll_coef logp."""
         units = units_of(terms, self.level)
         old_N = logps.sampled if self.old == "sampler" else logps.old
         log_ratios = [self._value(terms.token_weights * (logps.new - old_N), units, rows)]
@@ -121,6 +133,14 @@ class ClippedRatioConfig(BaseModel):
             kl_U = kl_estimate(self.kl, difference_U) / self._size(units, rows)
             share_U = _shares_of_parts(terms, units) if self.kl_sums_tokens else units.importance
             total, per_unit = total + self.kl_coef * (kl_U * share_U).sum(), {"kl": kl_U.detach()} | per_unit
+        if self.nll_coef > 0:
+            nll_U, is_correct_U = -units.sum(terms.token_weights * logps.new), rows.correct[units.rows]
+            # Of the correct ones the mean, where the loss is the mean of all.
+            share_U = is_correct_U * units.importance * (rows.num_rows / max(1, rows.num_correct))
+            total, per_unit = (
+                total + self.nll_coef * (nll_U * share_U).sum(),
+                per_unit | {"nll": nll_U.detach()[is_correct_U]},
+            )
         return Loss(total=total, per_unit=per_unit)
 
     def _surrogate(self, log_ratio_U: Tensor, advantages_U: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

@@ -55,8 +55,12 @@ class RowFacts:
     """[B] float32: completion slots that the estimator's value of the row covers; at least 1."""
     log_weights: Tensor | None = None
     """[B] float32, nats: the reference's value of each row less the old policy's, where the objective weighs rows."""
+    correct: Tensor
+    """[B] bool: the answer is right."""
     num_rows: int
     """Rows that the step trains on, over all ranks."""
+    num_correct: int
+    """Correct ones of these."""
     num_groups: int
     """Groups that the step trains on, over all ranks."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from actors.spec import sampler_facts
 from learner.model.transformer import Transformer
@@ -37,3 +38,13 @@ def test_a_completion_takes_at_most_so_many_steps(schedule: dict[str, object], p
     params = SamplingParams.model_validate(shape | schedule)
     (completion,) = Sampler(policy, 0).generate([Request(prompt_ids=(1, 2, 3), params=params, seed=1)])
     assert int(completion.step_map.max()) + 1 == sampler_facts(params).most_steps
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+def test_steps_vary_if_a_surer_policy_takes_fewer(schedule: dict[str, object], policy: Transformer) -> None:
+    shape = {"gen_length": 8, "block_length": 4, "num_denoise_steps": 8, "temperature": 1.0, "stop_ids": ()}
+    params = SamplingParams.model_validate(shape | schedule)
+    with torch.no_grad():
+        policy.head.weight.mul_(1e4)
+    (completion,) = Sampler(policy, 0).generate([Request(prompt_ids=(1, 2, 3), params=params, seed=1)])
+    assert (completion.num_forwards < 8) == sampler_facts(params).has_varying_steps

@@ -56,6 +56,7 @@ NEEDS = {
         "evaluation.schedules=null",
     ],
     "forkgrpo": ["rollout.sampling.schedule=left_to_right", "rollout.sampling.threshold=0.8"],
+    "lightningrl": ["rollout.sampling.threshold=0.9", "reward.terms.fast={kind: speed}"],
 }
 
 

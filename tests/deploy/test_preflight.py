@@ -98,6 +98,16 @@ def test_a_term_that_cannot_work_is_refused_in_one_sentence(term: str, sentence:
     assert "\n" not in problem
 
 
+def test_speeds_are_filtered_by_only_where_they_are_rewarded(recipe_file: Path) -> None:
+    filtered = ("learner.filters.min_speed_range=0.01", "rollout.sampling.threshold=0.9")
+    (problem,) = _problems(recipe_file, *filtered)
+    assert problem == (
+        "learner.filters.min_speed_range is 0.01 and the reward has no term of kind speed; add "
+        "reward.terms.fast='{kind: speed}', or take learner.filters.min_speed_range=0"
+    )
+    assert _problems(recipe_file, *filtered, "reward.terms.fast={kind: speed}") == []
+
+
 def test_d1_starts_no_judge_for_graders_that_may_be_elsewhere(recipe_file: Path) -> None:
     vllm = "{kind: judge, model: m, criteria: c, base_url: 'http://127.0.0.1:1/v1', vllm: {command: [python3]}}"
     cluster = replace(PLENTY, is_ours=False)

@@ -40,6 +40,7 @@ class Row:
 
     group: int
     reward: float
+    parts: list[float]
     correct: bool
     length: int
     width: int
@@ -94,6 +95,7 @@ def rows_of(
             Row(
                 group=int(batch.group_index[row]),
                 reward=float(batch.rewards[row]),
+                parts=batch.reward_parts[row].tolist(),
                 correct=bool(batch.correct[row]),
                 length=int(batch.completion_lengths[row]),
                 width=batch.num_slots,
@@ -575,6 +577,52 @@ def mapg(rows: list[Row]) -> Tensor:
     return torch.stack(losses).sum() / len(rows)
 
 
+def _round_part_z(rows: list[Row]) -> list[float]:
+    """Each part's z-score in its group; their sums, in units of their root mean square over the round."""
+    sums = []
+    for group in groups_of(rows):
+        for row in group:
+            total = 0.0
+            for part in range(len(row.parts)):
+                values = [other.parts[part] for other in group]
+                mean = sum(values) / len(values)
+                std = math.sqrt(sum((value - mean) ** 2 for value in values) / len(values))
+                total += (row.parts[part] - mean) / (std + 1e-4)
+            sums.append(total)
+    scale = math.sqrt(sum(total**2 for total in sums) / len(sums))
+    return [total / (scale + 1e-4) for total in sums]
+
+
+def lightningrl(rows: list[Row]) -> Tensor:
+    losses, likelihoods = [], []
+    for row, advantage in zip(rows, _round_part_z(rows), strict=True):
+        values, logps = [], []
+        for begin, draw in zip(range(0, row.length, 4), row.draws, strict=True):
+            assert draw.masked == list(range(begin, row.width)), "shown before the block, masked from it on"
+            for slot in range(begin, min(begin + 4, row.length)):
+                ratio = (draw.new[slot] - draw.old[slot]).exp()
+                values.append(ppo(ratio, advantage, 0.2, 0.2) + 0.01 * k3(draw.new[slot], draw.reference[slot]))
+                logps.append(draw.new[slot])
+        losses.append(torch.stack(values).mean())
+        likelihoods += [torch.stack(logps).mean()] if row.correct else []
+    return torch.stack(losses).mean() - 0.1 * torch.stack(likelihoods).mean()
+
+
+def tba(rows: list[Row]) -> Tensor:
+    """The squared residual of log Z + log policy - log reference - reward / beta, log Z being the group's estimate."""
+    losses = []
+    for group in groups_of(rows):
+        log_ratios = [
+            sum(draw.new[slot] - draw.reference[slot] for slots, draw in by_steps(row) for slot in slots)
+            for row in group
+        ]
+        wanted = [row.reward / 0.014 for row in group]
+        estimates = [want - log_ratio for want, log_ratio in zip(wanted, log_ratios, strict=True)]
+        log_z = torch.stack(estimates).mean().detach()
+        losses += [(log_z + ours - want) ** 2 for ours, want in zip(log_ratios, wanted, strict=True)]
+    return torch.stack(losses).mean()
+
+
 SLOW: dict[str, Callable[[list[Row]], Tensor]] = {
     "diffu-grpo": diffu_grpo,
     "diffu-grpo-parity": diffu_grpo_parity,
@@ -596,4 +644,6 @@ SLOW: dict[str, Callable[[list[Row]], Tensor]] = {
     "justgrpo": justgrpo,
     "forkgrpo": forkgrpo,
     "vrpo": vrpo,
+    "lightningrl": lightningrl,
+    "tba": tba,
 }

@@ -23,7 +23,7 @@ from learner.round import WEIGHING
 from learner.sharding import ShardedPolicy
 from tests.learner import slow
 
-SAMPLER = SamplerFacts(temperature=0.7, block_length=4, has_fallback=True)
+SAMPLER = SamplerFacts(temperature=0.7, block_length=4, has_fallback=True, has_varying_steps=True)
 
 
 def algorithm_sampler(name: str) -> SamplerFacts:
@@ -124,7 +124,7 @@ def test_loss_and_gradient_are_those_of_the_papers_formula(
         update = InnerUpdate(step // config.num_minibatches, config.inner_updates)
         corruption = config.estimator.corrupt(grouped, update, sampler)
         rows = slow.rows_of(
-            (new, old, reference), grouped, corruption, sampler.temperature if name == "agrpo" else None
+            (new, old, reference), grouped, corruption, sampler.temperature if name in ("agrpo", "tba") else None
         )
         slow.minibatch |= {"index": step % config.num_minibatches, "count": config.num_minibatches}
         _tell(name, config, grouped, update)

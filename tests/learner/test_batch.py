@@ -1,7 +1,9 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
-from learner.batch import CompletionBatch, GroupedBatch, canvas, pad_rows
+from learner.batch import CompletionBatch, GroupedBatch, RolloutBatch, canvas, pad_rows
 
 
 def test_canvas_joins_prompt_and_completion_without_a_gap() -> None:
@@ -46,3 +48,10 @@ def test_rows_know_their_group_wherever_they_stand(grouped: GroupedBatch) -> Non
     assert grouped.group_places.tolist() == [0, 1, 2, 3] * 3
     assert grouped.group_keys.tolist() == [key for first in (0, 4, 8) for key in [first * 7919] * 4]
     assert grouped.group_sizes.tolist() == [4] * 12
+
+
+def test_a_speed_is_text_tokens_per_forward(rollouts: RolloutBatch) -> None:
+    batch = replace(rollouts, num_forwards=torch.arange(12))
+    lengths = batch.completion_lengths.tolist()
+    expected = [length / max(1, count) for count, length in enumerate(lengths)]
+    assert batch.speeds().tolist() == pytest.approx(expected)

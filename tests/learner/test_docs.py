@@ -32,12 +32,15 @@ ROOT = Path(__file__).parents[2]
 # Every completion fills its canvas, a token a step; every fourth falls back.
 LENGTH, ROWS = 64, 4
 GAP = "sampling/sampling_logp_difference/{}"
-CANVASES = {"steps / 8": LENGTH / 8, "steps": LENGTH, "tokens": LENGTH, "fallbacks": LENGTH / 4}
+CANVASES = {"steps / 8": LENGTH / 8, "steps": LENGTH, "tokens": LENGTH, "fallbacks": LENGTH / 4, "blocks": LENGTH}
+# Which method needs what, and it has blocks of one slot.
+FITTING = SamplerFacts(block_length=1, has_fallback=True, has_varying_steps=True)
 LACKING = {
     "recorded likelihoods": {"records_law": False},
     "blocks of 1 slot": {"block_length": 2},
     "a threshold": {"has_fallback": False},
     "two denoise steps": {"most_steps": 1},
+    "steps that vary": {"has_varying_steps": False},
 }
 
 
@@ -78,7 +81,7 @@ def _batch(rows: int) -> RolloutBatch:
         commit_entropy=torch.ones(rows, LENGTH),
         commit_law_entropy=torch.ones(rows, LENGTH),
         fallback=order % 4 == 0,
-        num_forwards=torch.full((rows,), LENGTH),
+        num_forwards=torch.tensor([LENGTH, LENGTH - 1]).repeat(rows // 2),
         policy_versions=torch.zeros(rows, dtype=torch.long),
     )
 
@@ -97,9 +100,8 @@ def test_the_readme_and_the_page_name_every_algorithm_and_what_it_is_made_of() -
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_the_readme_says_what_an_algorithm_needs_of_the_sampler(name: str) -> None:
     config = _config(name)
-    fitting = SamplerFacts(block_length=1, has_fallback=True)
-    assert config.refusal(fitting) is None
-    lacking = [need for need, facts in LACKING.items() if config.refusal(replace(fitting, **facts))]  # type: ignore[arg-type]
+    assert config.refusal(FITTING) is None
+    lacking = [need for need, facts in LACKING.items() if config.refusal(replace(FITTING, **facts))]  # type: ignore[arg-type]
     assert ", ".join(lacking) == _rows()[name]["needs"]
 
 
@@ -111,7 +113,7 @@ def test_the_tables_costs_are_what_the_learner_runs(
     shape = {"max_sequence_length": 128, "d_model": 8, "num_heads": 2, "num_kv_heads": 1}
     model, ran = Transformer(config.model_copy(update=shape)), Counter[str]()
     init_weights(model, seed=0)
-    trained = Learner(ShardedPolicy(model, None), _config(name), SamplerFacts(block_length=1, has_fallback=True))
+    trained = Learner(ShardedPolicy(model, None), _config(name), FITTING)
     # A step for each minibatch.
     num_rows = max(ROWS, trained.config.num_minibatches)
 
@@ -138,10 +140,9 @@ def test_the_tables_costs_are_what_the_learner_runs(
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_metric_of_a_round_is_explained(name: str, policy: Transformer, rollouts: RolloutBatch) -> None:
-    sampler = SamplerFacts(block_length=1, has_fallback=True)
     # All completions pass TraceRL's filter.
     settings = {"algorithm": name, "num_rounds": 1, "filters": {}}
-    learned = Learner(ShardedPolicy(policy, None), LearnerConfig.model_validate(settings), sampler)
+    learned = Learner(ShardedPolicy(policy, None), LearnerConfig.model_validate(settings), FITTING)
     page = (ROOT / "docs" / "run_directory.md").read_text(encoding="utf-8").replace(".../max", GAP.format("max"))
     rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
     explained = {field for row in rows for field in re.findall(r"`([^`]+)`", row)}

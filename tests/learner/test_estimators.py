@@ -62,6 +62,28 @@ def test_a_segments_canvas_shows_what_was_committed_before_it(
             assert corruption.scored[canvas, slot] == (step // lengths == part)
 
 
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_a_block_is_scored_in_the_state_that_it_began_in_however_many_steps_it_took(
+    grouped: GroupedBatch, blocks: int
+) -> None:
+    # Another number of steps for each block of each row.
+    steps = grouped.step_map.where(grouped.step_map < 0, grouped.step_map // (1 + torch.arange(12)[:, None] % 3))
+    corruption = TrajectoryConfig(blocks_per_segment=blocks).corrupt(replace(grouped, step_map=steps), FIRST, SAMPLER)
+    assert corruption.parts is not None
+    assert len(corruption.rows) == sum(-(-length // (4 * blocks)) for length in grouped.completion_lengths.tolist())
+    for canvas, (row, part) in enumerate(zip(corruption.rows.tolist(), corruption.parts.tolist(), strict=True)):
+        for slot in range(8):
+            assert corruption.masked[canvas, slot] == (slot >= part * 4 * blocks)
+            is_text = slot < grouped.completion_lengths[row]
+            assert corruption.scored[canvas, slot] == (is_text and slot // (4 * blocks) == part)
+
+
+@pytest.mark.parametrize("given", [{}, {"num_segments": 2, "blocks_per_segment": 1}])
+def test_a_trajectory_is_cut_in_one_way(given: dict[str, int]) -> None:
+    with pytest.raises(ValidationError, match="give one of num_segments, steps_per_segment and blocks_per_segment"):
+        TrajectoryConfig(**given)  # type: ignore[arg-type]
+
+
 def test_slots_that_were_never_denoised_are_masked_throughout(grouped: GroupedBatch) -> None:
     corruption = TrajectoryConfig(steps_per_segment=1).corrupt(grouped, FIRST, SAMPLER)
     never = grouped.step_map[corruption.rows] < 0

@@ -6,9 +6,10 @@ from pydantic import ValidationError
 
 from learner.advantages import Advantage, Filters, Rewards, group_advantages, zero_variance_share
 from learner.config import LearnerConfig
+from learner.estimators import SamplerFacts
 from learner.estimators.terms import Terms
 from learner.estimators.views import SOFTMAX, Views
-from learner.objectives import ClippedRatioConfig, Kl, Logps, Loss, RowFacts
+from learner.objectives import ClippedRatioConfig, Kl, Logps, Loss, RowFacts, TrajectoryBalanceConfig
 from learner.objectives.clipped_ratio import kl_estimate
 
 CONFIG = ClippedRatioConfig(clip_low=0.2, clip_high=0.3, kl_coef=0.5)
@@ -19,20 +20,37 @@ def _loss(
     config: ClippedRatioConfig, new: torch.Tensor, old: torch.Tensor, reference: torch.Tensor, advantages: torch.Tensor
 ) -> Loss:
     """Of one token for each row, each of importance 1."""
-    count = len(new)
+    terms = _terms([1] * len(new), torch.ones(len(new), dtype=new.dtype))
+    return config.loss(terms, Logps(new=new, old=old, reference=reference, sampled=old), _rows(advantages))
+
+
+def _terms(lengths: list[int], importance: torch.Tensor) -> Terms:
+    """Of completions of these lengths, whose tokens are each scored once."""
     views = Views(ids=NOTHING, lengths=NOTHING, slots=NOTHING, scored=NOTHING, targets=NOTHING)
-    ones, zeros = torch.ones(count, dtype=new.dtype), torch.zeros(count, dtype=torch.long)
-    terms = Terms(
+    slots = torch.cat([torch.arange(length) for length in lengths])
+    return Terms(
         views=views,
         law=SOFTMAX,
-        rows=torch.arange(count),
-        slots=zeros,
-        parts=zeros,
-        weights=ones,
-        importance=ones,
+        rows=torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)),
+        slots=slots,
+        parts=torch.zeros_like(slots),
+        weights=torch.ones_like(importance),
+        importance=importance,
     )
-    rows = RowFacts(advantages=advantages, groups=zeros, sizes=ones, num_rows=count, num_groups=1)
-    return config.loss(terms, Logps(new=new, old=old, reference=reference, sampled=old), rows)
+
+
+def _rows(advantages: torch.Tensor) -> RowFacts:
+    """Of one group, the better half of it correct."""
+    correct = advantages > 0
+    return RowFacts(
+        advantages=advantages,
+        groups=torch.zeros(len(advantages), dtype=torch.long),
+        sizes=torch.ones_like(advantages),
+        correct=correct,
+        num_rows=len(advantages),
+        num_correct=int(correct.sum()),
+        num_groups=1,
+    )
 
 
 @pytest.mark.parametrize(
@@ -93,6 +111,85 @@ def test_gradient_is_that_of_finite_differences() -> None:
     assert torch.autograd.gradcheck(lambda values: _loss(CONFIG, values, old, reference, advantages).total, new)
 
 
+def test_lightningrls_loss_is_what_its_code_gives() -> None:
+    """SJTU-DENG-Lab/LightningRL, commit e4d7d29, models/sdar/modeling_sdar.py: all three means over sequences."""
+    new = torch.tensor([-1.0, -0.5, -2.0, -0.3, -1.2, -0.7], dtype=torch.float64, requires_grad=True)
+    old = torch.tensor([-1.1, -0.9, -1.5, -0.3, -1.6, -0.4], dtype=torch.float64)
+    reference = torch.tensor([-1.3, -0.4, -2.2, -0.1, -1.0, -0.9], dtype=torch.float64)
+    shares = torch.tensor([1 / 6, 1 / 6, 1 / 9, 1 / 9, 1 / 9, 1 / 3], dtype=torch.float64)
+    config = LearnerConfig.model_validate({"num_rounds": 1, "algorithm": "lightningrl"}).objective
+    logps = Logps(new=new, old=old, reference=reference, sampled=old)
+    loss = config.loss(_terms([2, 3, 1], shares), logps, _rows(torch.tensor([0.8, -1.1, 0.4], dtype=torch.float64)))
+    assert loss.total.item() == pytest.approx(0.06890970258491574, rel=1e-9)
+    assert loss.per_unit["nll"].tolist() == [1.0, 0.5, 0.7]
+    loss.total.backward()
+    gradient = [-0.17192415277788922, -0.025175284863459414, 0.00020141027435779805]
+    gradient += [0.12197621915759982, 0.18208812664708846, -0.14817153193448898]
+    torch.testing.assert_close(new.grad, torch.tensor(gradient, dtype=torch.float64), rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("setting", [{"level": "sequence"}, {"normalize_by": "round"}, {"normalize_by": "group"}])
+def test_a_likelihood_of_the_correct_completions_is_a_mean_over_completions(setting: dict[str, str]) -> None:
+    with pytest.raises(ValidationError, match="nll_coef needs level: token and normalize_by: row"):
+        ClippedRatioConfig.model_validate({"nll_coef": 0.1, "normalize_by": "row"} | setting)
+
+
+@pytest.mark.parametrize("baseline", [0.0, 0.5, -3.0])
+def test_tbas_loss_is_what_its_code_gives(baseline: float) -> None:
+    """bbartoldson/TBA, src/tba_trainer_gsm8k.py, for one prompt; log Z takes up what all rewards of a group share."""
+    new = torch.tensor([-1.5, -3.5, -0.7, -2.0], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor([-1.7, -3.3, -0.9, -2.4], dtype=torch.float64)
+    rows = _rows(torch.tensor([1.0, 0.0, 0.0, 1.0], dtype=torch.float64) - baseline)
+    logps = Logps(new=new, old=new.detach(), reference=reference, sampled=reference)
+    terms = _terms([1] * 4, torch.full((4,), 0.25, dtype=torch.float64))
+    loss = TrajectoryBalanceConfig(beta=0.014).loss(terms, logps, rows).total
+    assert loss.item() == pytest.approx(1264.843418367347, rel=1e-12)
+    loss.backward()
+    gradient = [-17.832142857142856, 17.682142857142857, 17.88214285714286, -17.732142857142858]
+    torch.testing.assert_close(new.grad, torch.tensor(gradient, dtype=torch.float64), rtol=1e-12, atol=0)
+
+
+def test_the_tilted_reference_has_no_residual() -> None:
+    """With new - reference = reward / beta - log Z, whatever log Z is."""
+    reference, rewards = -torch.rand(5, dtype=torch.float64), torch.rand(5, dtype=torch.float64)
+    logps = Logps(new=reference + rewards / 0.3 - 1.7, old=reference, reference=reference, sampled=reference)
+    loss = TrajectoryBalanceConfig(beta=0.3).loss(
+        _terms([1] * 5, torch.ones(5, dtype=torch.float64)), logps, _rows(rewards)
+    )
+    assert loss.total.item() == pytest.approx(0, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    "estimator",
+    [
+        {"name": "one_step"},
+        {"name": "random_masks"},
+        {"name": "block_masks"},
+        {"name": "trajectory", "steps_per_segment": 1, "only": "uncertain"},
+        {"name": "trajectory", "steps_per_segment": 1, "num_sampled": 2},
+    ],
+)
+def test_trajectory_balance_needs_a_completions_likelihood(estimator: dict[str, object]) -> None:
+    settings = {"num_rounds": 1, "estimator": estimator, "objective": {"name": "trajectory_balance"}}
+    with pytest.raises(ValidationError, match="estimator must be elbo, or trajectory with only: all"):
+        LearnerConfig.model_validate(settings)
+
+
+def test_trajectory_balance_learns_from_stale_completions_too() -> None:
+    assert LearnerConfig.model_validate({"num_rounds": 1, "algorithm": "tba", "max_staleness": 3}).max_staleness == 3
+    with pytest.raises(ValidationError, match="or the objective trajectory_balance, or max_staleness 0"):
+        LearnerConfig.model_validate({"num_rounds": 1, "max_staleness": 3})
+
+
+def test_a_range_of_speeds_needs_steps_that_vary() -> None:
+    config = LearnerConfig.model_validate({"num_rounds": 1, "algorithm": "lightningrl"})
+    assert config.refusal(SamplerFacts(has_varying_steps=True)) is None
+    assert config.refusal(SamplerFacts()) == (
+        "filters.min_speed_range is 0.01; the sampler takes equally many steps for every block: set "
+        "rollout.sampling.threshold, factor or entropy_bound, or min_speed_range 0"
+    )
+
+
 def _rewards(totals: list[float], groups: list[int], parts: list[list[float]] | None = None) -> Rewards:
     total = torch.tensor(totals)
     return Rewards(
@@ -134,6 +231,26 @@ def test_correctness_alone_counts_where_the_advantage_is_of_it() -> None:
     torch.testing.assert_close(z, torch.tensor([1.0, 1.0, -1.0, -1.0, 0.0, 0.0]), atol=1e-3, rtol=0)
 
 
+def test_lightningrls_advantages_are_what_its_code_gives() -> None:
+    """SJTU-DENG-Lab/LightningRL, commit e4d7d29: `reward/rl_reward.py`, then `train/train_policy_no_value.py`, in the
+    mode of its configuration, whose standard deviation over the round divides by n - 1."""
+    correct = [1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 1.0, 0.0]
+    speeds = [2.0, 1.0, 4.0, 1.5, 3.0, 3.5, 5.0, 2.5]
+    parts = [list(pair) for pair in zip(correct, speeds, strict=True)]
+    advantages = group_advantages(_rewards([0.0] * 8, [0] * 4 + [1] * 4, parts), Advantage.ROUND_PART_Z)
+    theirs = [0.5167882442474365, -1.153977632522583, 0.37527692317962646, 0.26191246509552]
+    theirs += [-0.6454501152038574, -0.3351559638977051, 1.9363502264022827, -0.955744206905365]
+    torch.testing.assert_close(advantages, torch.tensor(theirs) * (8 / 7) ** 0.5, atol=2e-4, rtol=2e-4)
+
+
+def test_parts_normalised_over_the_round_too_have_its_unit_variance() -> None:
+    rewards = _rewards([0.0] * 5, [0, 0, 1, 1, 1], [[1.0, 3.0], [0.0, 5.0], [0.0, 7.0], [0.0, 9.0], [1.0, 2.0]])
+    parts_z = group_advantages(rewards, Advantage.PART_Z)
+    round_z = group_advantages(rewards, Advantage.ROUND_PART_Z)
+    assert round_z.square().mean().item() == pytest.approx(1, rel=1e-3)
+    torch.testing.assert_close(round_z, parts_z / parts_z.square().mean().sqrt(), atol=1e-3, rtol=0)
+
+
 def test_a_group_of_equal_rewards_has_no_advantage() -> None:
     rewards = _rewards([0.1, 0.1, 0.1, 5.0, 7.0, 0.0], [0, 0, 0, 1, 1, 1])
     for advantage in Advantage:
@@ -144,15 +261,18 @@ def test_a_group_of_equal_rewards_has_no_advantage() -> None:
 def test_filters_leave_out_whole_groups_or_cut_off_completions() -> None:
     rewards = _rewards([1.0, 1.0, 0.0, 1.0, 0.0, 0.0], [0, 0, 1, 1, 2, 2])
     truncated = torch.tensor([False, False, True, False, False, False])
+    speeds = torch.tensor([1.0, 1.5, 4.0, 4.0, 2.0, 2.01])
 
     def kept(**settings: object) -> list[bool]:
-        return Filters(**settings).keeps(rewards, truncated).tolist()  # type: ignore[arg-type]
+        return Filters(**settings).keeps(rewards, truncated, speeds).tolist()  # type: ignore[arg-type]
 
     assert all(kept())
     assert kept(zero_variance=True) == [False, False, True, True, False, False]
     assert kept(min_accuracy=0.2) == [True, True, True, True, False, False]
     assert kept(max_accuracy=0.8) == [False, False, True, True, True, True]
     assert kept(truncated=True) == [True, True, False, True, True, True]
+    assert kept(min_speed_range=0.01) == [True, True, False, False, True, True]
+    assert kept(min_speed_range=0.5) == [True, True, False, False, False, False]
 
 
 @pytest.mark.parametrize(

@@ -233,7 +233,7 @@ def test_full_weights_are_not_the_live_ones(config: TransformerConfig) -> None:
 
 # Every algorithm on 2 or on 4 ranks: the gradient of one process. On 4 those whose loss looks beyond a row.
 
-_WIDE = ("diffu-grpo-parity", "wd1", "tracerl", "stabledrl", "vrpo")
+_WIDE = ("diffu-grpo-parity", "wd1", "tracerl", "stabledrl", "vrpo", "tba")
 ON_RANKS = {4: _WIDE, 2: tuple(name for name in ALGORITHMS if name not in _WIDE)}
 # Two of them, one on either number of ranks, with the denoising loss of the correct completions beside.
 IMITATING = ("wd1", "coupled-grpo")
@@ -264,7 +264,8 @@ def _gradients(policy: ShardedPolicy, name: str, batch: RolloutBatch, num_miniba
         settings["filters"] = {"min_accuracy": 0.0, "max_accuracy": 1.0}
     if name in IMITATING or num_minibatches > 1:
         settings["imitation_coef"] = 0.2
-    sampler = SamplerFacts(block_length=1 if name == "justgrpo" else 4, has_fallback=True)
+    block_length = 1 if name == "justgrpo" else 4
+    sampler = SamplerFacts(block_length=block_length, has_fallback=True, has_varying_steps=True)
     learner = Learner(policy, LearnerConfig.model_validate(settings), sampler)
     recorder = _Recorder(policy)
     learner.optimizer = recorder  # type: ignore[assignment]

@@ -1,0 +1,53 @@
+"""Trajectory balance: the policy is drawn to the reference tilted by the reward, reference(o) e^(reward / beta) / Z.
+
+There log Z + new - reference - reward / beta is zero of every completion, whoever sampled it; its square is minimised.
+log Z is the one that fits the group best, the mean of reward / beta - new + reference over it (VarGrad), so that the
+loss is the variance over a group of what Z should be (TBA, arXiv 2503.18929).
+
+Shape letters: N terms, B rows.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+
+from learner.estimators.terms import Terms
+from learner.objectives.base import Logps, Loss
+from learner.objectives.units import Level, Normalize, RowFacts, units_of
+
+
+class TrajectoryBalanceConfig(BaseModel):
+    """The square of log Z + new - reference - reward / beta, with the group's own estimate of log Z."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    weighs_rows: ClassVar[bool] = False
+    compares_groups: ClassVar[bool] = True
+    weigh_by_length: ClassVar[bool] = False
+    needs_old: ClassVar[bool] = False
+    needs_reference: ClassVar[bool] = True
+    level: ClassVar[Level] = Level.ROW
+    normalize_by: ClassVar[Normalize] = Normalize.ROW_SUM
+
+    name: Literal["trajectory_balance"] = "trajectory_balance"
+    """The objective."""
+    beta: Annotated[float, Field(gt=0)] = 0.014
+    """Temperature of the reward: the smaller, the further from the reference."""
+
+    def loss(self, terms: Terms, logps: Logps, rows: RowFacts) -> Loss:
+        """The mean over completions of the squared residual."""
+        assert logps.reference is not None, "the learner has a reference where needs_reference says so"
+        units = units_of(terms, Level.ROW)
+        zeros_B = torch.zeros_like(rows.advantages)
+        share_B = zeros_B.index_add(0, units.rows, units.importance)
+        gain_B = zeros_B.index_add(0, terms.rows, terms.weights * (logps.new - logps.reference))
+        # An advantage is the reward up to a constant of its group, and log Z takes that up.
+        residual_B = gain_B - rows.advantages / self.beta
+        counts_B = (share_B > 0).to(residual_B.dtype)
+        sums_G = residual_B.new_zeros(rows.num_groups).index_add(0, rows.groups, residual_B * counts_B)
+        sizes_G = residual_B.new_zeros(rows.num_groups).index_add(0, rows.groups, counts_B)
+        residual_B = residual_B - (sums_G / sizes_G.clamp(min=1))[rows.groups]
+        return Loss(total=(residual_B.square() * share_B).sum())
