@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from learner.batch import RolloutBatch
+from benchmarks.models import Shape
+from benchmarks.rounds import Setting, make_round
 from learner.config import LearnerConfig
 from learner.counter import uniform
 from learner.learner import Learner
@@ -77,19 +78,8 @@ def test_a_compiled_policy_in_bfloat16_samples_what_it_samples_eagerly(policy: T
 
 
 def test_an_update_is_the_same_step(policy: Transformer) -> None:
-    generator = torch.Generator().manual_seed(0)
-    batch = RolloutBatch(
-        prompt_ids=torch.randint(0, 38, (8, 6), generator=generator),
-        prompt_lengths=torch.full((8,), 6),
-        completion_ids=torch.randint(0, 38, (8, 8), generator=generator),
-        completion_lengths=torch.full((8,), 8),
-        sample_keys=torch.arange(8),
-        rewards=torch.rand(8, generator=generator),
-        group_ids=torch.arange(8) // 4,
-        step_map=torch.zeros(8, 8, dtype=torch.long),
-        commit_logp=torch.zeros(8, 8),
-        policy_versions=torch.zeros(8, dtype=torch.long),
-    )
+    shape = Shape(d_model=32, num_layers=2, num_heads=4, vocab_size=38)
+    batch = make_round(Setting(shape=shape, prompt_tokens=6, gen_length=8, num_groups=2, group_size=4))
     config = LearnerConfig(
         num_rounds=1, group_size=4, groups_per_round=2, inner_updates=2, micro_batch_tokens=60, lr=1e-3
     )

@@ -13,6 +13,7 @@ from benchmarks.algorithms.report import Result
 from deploy.overrides import load_recipe
 from deploy.recipe import Recipe
 from learner.config import LearnerConfig
+from rewards import RewardConfig
 from rollout.config import RolloutConfig
 from rollout.request import SamplingParams, Schedule
 from rollout.schedule_config import ScheduleConfig
@@ -122,7 +123,10 @@ def recipe_of(trial: Trial, base: Recipe, budget: Budget) -> Recipe:
         "lr": base.learner.lr * (base.learner.inner_updates / learner.inner_updates) ** 0.5,
     }
     learner = LearnerConfig.model_validate(settings | sizes)
-    return base.model_copy(update={"learner": learner, "rollout": _rollout_of(trial.row, base.rollout)})
+    changes: dict[str, Any] = {"learner": learner, "rollout": _rollout_of(trial.row, base.rollout)}
+    if trial.row == "lightningrl":
+        changes["reward"] = RewardConfig.model_validate({"terms": {"speed": {"kind": "speed", "weight": 0.02}}})
+    return base.model_copy(update=changes)
 
 
 def _rollout_of(row: str, rollout: RolloutConfig) -> RolloutConfig:
@@ -132,6 +136,8 @@ def _rollout_of(row: str, rollout: RolloutConfig) -> RolloutConfig:
         sampling = sampling.model_copy(update={"block_length": 1, "num_denoise_steps": sampling.gen_length})
     elif row == "forkgrpo":
         sampling = _FORK.of(sampling)
+    elif row == "lightningrl":
+        sampling = ScheduleConfig(threshold=0.9).of(sampling)
     else:
         return rollout
     return rollout.model_copy(update={"sampling": sampling, "schedules": None})
