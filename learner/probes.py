@@ -79,6 +79,26 @@ def mask_variance(
     return {"estimator_variance": total / count} if count else {}
 
 
+def likelihood_gap(
+    policy: ShardedPolicy, config: LearnerConfig, sampler: SamplerFacts, batch: RolloutBatch
+) -> float | None:
+    """How much likelier completions are by the estimator than by what their sampler recorded: the difference of the
+    mean log-probabilities of a token, nats; mean over completions. Where the likelihood is exact it is rounding.
+
+    None where the sampler's record does not replay. It costs a forward of every canvas of the batch. A collective.
+    """
+    if not sampler.records_law or sampler.temperature == 0:
+        return None
+    work = Round(policy, config.model_copy(update={"filters": Filters(), "objective": _PLAIN}), sampler, batch)
+    sums_B, weights_B = _row_sums(policy, work.plan(0), work.batch.num_rows)
+    is_text_BL = work.batch.completion_mask()
+    recorded_B = (work.batch.commit_logp * is_text_BL).sum(dim=1) / is_text_BL.sum(dim=1).clamp(min=1)
+    is_scored_B = weights_B > 0
+    gap_B = (sums_B / weights_B - recorded_B)[is_scored_B]
+    total, count = policy.sum_over_ranks(torch.stack((gap_B.sum(), is_scored_B.float().sum()))).tolist()
+    return total / count if count else None
+
+
 def _some(batch: RolloutBatch, count: int) -> RolloutBatch:
     """At most so many rows, evenly spread over the groups."""
     count = min(count, batch.num_rows)

@@ -79,6 +79,7 @@ def _result(row: str, seed: int, correct: int) -> Result:
         at_completions={"9 steps": scores["9 steps"]},
         at_seconds=scores,
         metrics={"estimator_variance": 0.25},
+        gap=-0.5,
         correct=[0.0],
         failure=None,
     )
@@ -88,7 +89,9 @@ def test_seeds_are_pooled_and_the_best_row_comes_first() -> None:
     text = markdown([_result("spg", 0, 20), _result("espo", 0, 40), _result("espo", 1, 60)], 1000, 30.0)
     first, second = [line for line in text.splitlines() if line.startswith("| `")][:2]
     # 100 of 200, and from 10 to 50 % in half a minute.
-    assert first.startswith("| `espo` | 2 | 1 x 4 | 50.0 % (43.1 to 56.9) | 50.0 % (43.1 to 56.9) | +80.0 | 2.00 |")
+    assert first.startswith(
+        "| `espo` | 2 | 1 x 4 | 50.0 % (43.1 to 56.9) | 50.0 % (43.1 to 56.9) | +80.0 | 2.00 | -0.500 | 0.2500 |"
+    )
     assert second.startswith("| `spg` | 1 | 1 x 4 | 20.0 %")
     assert "| SFT | 10.0 | 10.0 in 9.0 |" in text
     assert "| `espo` | 50.0 | 1.0 in 9.0 |" in text

@@ -21,10 +21,12 @@ from actors.spec import Phase, sampler_facts
 from actors.workers import GraderWorker
 from deploy.recipe import Recipe, Stages
 from deploy.run_dir import create_run_dir, make_spec
+from learner.batch import RolloutBatch
 from learner.learner import Learner, Metrics
 from learner.model.checkpoint import load_policy, save_checkpoint
 from learner.model.tokenizer import ChatTokenizer
 from learner.model.transformer import Transformer
+from learner.probes import likelihood_gap
 from learner.sft_learner import SftLearner
 from learner.sharding import ShardedPolicy
 from rollout.request import SamplingParams
@@ -77,8 +79,9 @@ class LocalRun:
         self._plan = RunPlan(self._spec, ChatTokenizer(checkpoint))
         self._grader = GraderWorker(self._spec.task, self._spec.reward, checkpoint)
         self.policy = load_policy(checkpoint)
-        facts = sampler_facts(self._spec.rollout.params[0])
-        self._learner = Learner(ShardedPolicy(self.policy, None), self._spec.learner, facts)
+        self._facts = sampler_facts(self._spec.rollout.params[0])
+        self._learner = Learner(ShardedPolicy(self.policy, None), self._spec.learner, self._facts)
+        self._newest: RolloutBatch | None = None
 
     def rounds(self) -> Iterator[Trained]:
         """Round after round, as long as more are asked for.
@@ -93,7 +96,7 @@ class LocalRun:
             batch = collate(scored, self._spec.rollout.sampling.gen_length, self.policy.config.eos_token_id)
             if batch is None:
                 raise RuntimeError(f"no completion of round {num_rounds} could be graded")
-            metrics = self._learner.update(batch, num_rounds)
+            metrics, self._newest = self._learner.update(batch, num_rounds), batch
             spent_s += time.process_time() - began_s
             num_rounds += 1
             num_completions += batch.num_rows
@@ -104,6 +107,11 @@ class LocalRun:
                 correct=batch.correct.float().mean().item(),
                 metrics=metrics,
             )
+
+    def likelihood_gap(self) -> float | None:
+        """Nats a token, of the newest round's completions under the policy that has learned from them."""
+        assert self._newest is not None, "a round comes first"
+        return likelihood_gap(self._learner.policy, self._spec.learner, self._facts, self._newest)
 
     def evaluate(self, schedules: Sequence[SamplingParams]) -> dict[str, tuple[Score, float]]:
         """Held-out accuracy at temperature 0, and the mean number of denoise steps, by schedule."""

@@ -12,7 +12,7 @@ from typing import Any
 from rollout.score import Score
 
 BEGIN, END = "<!-- benchmarks.algorithms -->", "<!-- end of benchmarks.algorithms -->"
-_GAP, _VARIANCE = "estimator_gap", "estimator_variance"
+_VARIANCE = "estimator_variance"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,6 +37,8 @@ class Result:
     """When its seconds were."""
     metrics: Mapping[str, float]
     """The learner's, mean of the last rounds."""
+    gap: float | None
+    """The estimate's log-probability of a token less the recorded one, nats, at the end."""
     correct: Sequence[float]
     """Share of each round's completions that is correct."""
     failure: str | None
@@ -100,8 +102,8 @@ def _line(row: str, trials: Sequence[Result], cpu_s: float) -> str:
         _cell([trial.at_seconds for trial in trials]),
         "" if math.isinf(gain) else f"{100 * gain / (cpu_s / 60):+.1f}",
         f"{seconds:.2f}",
-        _metric(trials, _GAP, "{:+.3f}"),
-        _metric(trials, _VARIANCE, "{:.4f}"),
+        _mean([trial.gap for trial in trials], "{:+.3f}"),
+        _mean([trial.metrics.get(_VARIANCE) for trial in trials], "{:.4f}"),
     )
     failures = [trial.failure for trial in trials if trial.failure]
     return f"| {' | '.join(cells)} |" + (f" {failures[0]}" if failures else "")
@@ -144,6 +146,6 @@ def _pooled(scores: Sequence[Mapping[str, Any] | None], name: str) -> Score | No
     )
 
 
-def _metric(trials: Sequence[Result], name: str, form: str) -> str:
-    values = [trial.metrics[name] for trial in trials if name in trial.metrics]
-    return form.format(sum(values) / len(values)) if values else ""
+def _mean(values: Sequence[float | None], form: str) -> str:
+    known = [value for value in values if value is not None]
+    return form.format(sum(known) / len(known)) if known else ""

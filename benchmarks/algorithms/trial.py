@@ -90,6 +90,7 @@ def try_row(trial: Trial, budget: Budget) -> Result:
         at_completions=at_completions,
         at_seconds=at_seconds,
         metrics=_means(rounds[-_LAST:]),
+        gap=run.likelihood_gap() if rounds else None,
         correct=[round(trained.correct, 4) for trained in rounds],
         failure=failure,
     )

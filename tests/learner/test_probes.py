@@ -13,7 +13,7 @@ from learner.config import LearnerConfig
 from learner.counter import fold
 from learner.estimators import InnerUpdate, SamplerFacts
 from learner.model.transformer import Transformer
-from learner.probes import mask_variance
+from learner.probes import likelihood_gap, mask_variance
 from learner.sharding import ShardedPolicy
 
 SAMPLER = SamplerFacts(temperature=0.7, block_length=4, has_fallback=True)
@@ -111,3 +111,29 @@ def test_it_runs_few_completions_without_gradients(name: str, policy: Transforme
     batch = GroupedBatch.of(_copies(rollouts).select(torch.tensor([0, 12, 24])))
     most = len(config.estimator.corrupt(batch, InnerUpdate(0, config.inner_updates), SAMPLER).rows)
     assert sum(rows) <= 2 * (most + 3)
+
+
+@pytest.mark.parametrize(
+    "estimator",
+    [
+        {"name": "one_step", "p_mask_prompt": 0},
+        {"name": "trajectory", "num_segments": 2},
+        {"name": "trajectory", "steps_per_segment": 1},
+    ],
+)
+def test_the_gap_is_what_an_estimate_adds_to_the_record_by_hand(
+    policy: Transformer, rollouts: RolloutBatch, estimator: dict[str, object]
+) -> None:
+    config = _config(estimator)
+    recorded = [rollouts.commit_logp[row, : rollouts.completion_lengths[row]].mean().item() for row in range(12)]
+    estimated = [_estimate(policy, rollouts, config, row, 0) for row in range(12)]
+    expected = sum(ours - theirs for ours, theirs in zip(estimated, recorded, strict=True)) / 12
+    found = likelihood_gap(ShardedPolicy(policy, None), config, SAMPLER, rollouts)
+    assert found == pytest.approx(expected, rel=1e-4)
+    assert abs(expected) > 0.1
+
+
+def test_there_is_no_gap_to_what_does_not_replay(policy: Transformer, rollouts: RolloutBatch) -> None:
+    config, plain = _config({"name": "one_step"}), ShardedPolicy(policy, None)
+    assert likelihood_gap(plain, config, replace(SAMPLER, records_law=False), rollouts) is None
+    assert likelihood_gap(plain, config, replace(SAMPLER, temperature=0.0), rollouts) is None
