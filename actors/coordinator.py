@@ -31,7 +31,7 @@ import ray
 
 from actors.announcer import Announcer
 from actors.evaluation import Evaluation, best_version
-from actors.liveness import SILENT_S, Watch
+from actors.liveness import Watch
 from actors.messages import Generation, Next, PortionKey, PortionSummary
 from actors.metrics import RunGauges
 from actors.plan import RunPlan
@@ -42,7 +42,7 @@ from actors.rounds import Rounds
 from actors.run_log import LEARNER_FAILED, RESTARTED, Event, RunLog
 from actors.session import Session
 from actors.spec import Phase, RunSpec
-from actors.status import RunStatus, actor_statuses, restarts_by_kind, silence_texts, wait_text
+from actors.status import SILENT_S, RunStatus, actor_statuses, restarts_by_kind, silence_texts, wait_text
 from actors.timeline import COORDINATOR, LEARNER, Kind, Timeline
 from learner.model.tokenizer import ChatTokenizer
 

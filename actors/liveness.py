@@ -14,10 +14,8 @@ from typing import Any
 
 from ray.exceptions import RayError
 
-SILENT_S = 15.0
-"""Seconds without an answer after which somebody is told."""
-HUNG_S = 45.0
-"""Seconds without an answer after which an actor is ended, so that Ray starts another in its place."""
+from actors.status import HUNG_S, SILENT_S
+
 START_S = 900.0
 """The same of an actor that has not answered since it (re)started: it may be loading a policy."""
 PROBE_EVERY_S = 3.0

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from actors.pools import Assignment
 
 STATUS = "status.json"
+SILENT_S = 15.0
+"""Seconds without an answer after which somebody is told."""
+HUNG_S = 45.0
+"""Seconds without an answer after which an actor is ended, so that Ray starts another in its place."""
 _MOST_SHOWN = 4
 
 

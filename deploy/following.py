@@ -9,17 +9,14 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from actors.run_log import Event
-
-if TYPE_CHECKING:
-    from actors.status import RunStatus
+from actors.status import HUNG_S, SILENT_S, RunStatus
 
 _POLL_S, _LOOK_EVERY_S = 0.5, 0.1
 _STATUS_EVERY_S = 5.0
-# It answers from memory. Under a load that makes it slow, a sentence costs nothing, and an end costs a round.
-_SILENT_S, _HUNG_S, _START_S = 15.0, 45.0, 600.0
+_START_S = 600.0
 _LAST_LOOK_S = 10.0
 # Between two looks; they are less than a second apart.
 _STALLED_S = 5.0
@@ -61,12 +58,12 @@ class Follower:
                 self._note_silence()
             except ray.exceptions.RayError:
                 # It died, and Ray starts it again.
-                if self._patience_s == _HUNG_S:
+                if self._patience_s == HUNG_S:
                     self._say("the coordinator died; Ray starts it again")
                 pending, self._patience_s = None, _START_S
                 self._note_silence()
             else:
-                pending, self._heard_at, self._patience_s = None, time.monotonic(), _HUNG_S
+                pending, self._heard_at, self._patience_s = None, time.monotonic(), HUNG_S
                 self._show(events)
             if is_last:
                 return
@@ -100,7 +97,7 @@ class Follower:
             # What takes its place has to come up first.
             self._heard_at, self._patience_s = now, _START_S
             ray.kill(self._coordinator, no_restart=False)
-        elif self._patience_s == _HUNG_S and silent_s > _SILENT_S and now - self._said_at > _SILENT_S:
+        elif self._patience_s == HUNG_S and silent_s > SILENT_S and now - self._said_at > SILENT_S:
             self._say(f"the coordinator silent for {silent_s:.0f} s; all wait for it")
 
     def _say(self, what: str) -> None:
