@@ -44,7 +44,7 @@ def test_every_row_learns_from_how_it_samples(row: str, task: str, tmp_path: Pat
         own = ALGORITHMS[row]
         assert learner.estimator.name == own["estimator"]["name"]
         assert learner.inner_updates == own.get("inner_updates", 12)
-        assert learner.lr == pytest.approx(base_recipe(trial).learner.lr / learner.inner_updates**0.5)
+        assert learner.lr == pytest.approx(5e-4 / (learner.inner_updates * own.get("num_minibatches", 1)) ** 0.5)
 
 
 def test_a_trial_ends_when_both_budgets_are_spent(small: Path, tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def _result(row: str, seed: int, correct: int) -> Result:
         row=row,
         seed=seed,
         lr=1e-3,
-        inner_updates=1,
+        num_updates=1,
         group_size=4,
         num_rounds=10,
         cpu_s=20.0,

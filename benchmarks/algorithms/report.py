@@ -23,7 +23,7 @@ class Result:
     row: str
     seed: int
     lr: float
-    inner_updates: int
+    num_updates: int
     group_size: int
     num_rounds: int
     """Rounds in all."""
@@ -97,7 +97,7 @@ def _line(row: str, trials: Sequence[Result], cpu_s: float) -> str:
     cells = (
         f"`{row}`",
         str(len(trials)),
-        f"{one.inner_updates} x {one.group_size}",
+        f"{one.num_updates} x {one.group_size}",
         _cell([trial.at_completions for trial in trials]),
         _cell([trial.at_seconds for trial in trials]),
         "" if math.isinf(gain) else f"{100 * gain / (cpu_s / 60):+.1f}",

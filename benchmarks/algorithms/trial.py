@@ -21,7 +21,8 @@ from rollout.schedule_config import ScheduleConfig
 RECIPE_ROW = "recipe"
 """The method of the recipe itself."""
 _FORK = ScheduleConfig(schedule=Schedule.LEFT_TO_RIGHT, threshold=0.8)
-_LAST = 10
+_NOT_OF_A_METHOD = ("micro_batch_tokens", "betas", "weight_decay", "max_grad_norm")
+_WARMUP_ROUNDS, _LAST = 10, 10
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,7 +83,7 @@ def try_row(trial: Trial, budget: Budget) -> Result:
         row=trial.row,
         seed=trial.seed,
         lr=recipe.learner.lr,
-        inner_updates=recipe.learner.inner_updates,
+        num_updates=_steps_per_round(recipe.learner),
         group_size=recipe.learner.group_size,
         num_rounds=len(rounds),
         cpu_s=rounds[-1].cpu_s if rounds else 0.0,
@@ -113,21 +114,24 @@ def _schedules(base: Recipe) -> tuple[SamplingParams, ...]:
 
 def recipe_of(trial: Trial, base: Recipe, budget: Budget) -> Recipe:
     """The recipe with the row's method, at the budget's size of a round."""
-    method = {} if trial.row == RECIPE_ROW else {"algorithm": trial.row}
-    kept = base.learner.model_dump(include={"micro_batch_tokens", "weight_decay", "max_grad_norm"})
-    if trial.row == RECIPE_ROW:
-        kept = base.learner.model_dump(exclude={"num_workers", "max_staleness"})
-    settings = {**kept, **method, "num_rounds": 1, "num_workers": 1, "final_lr_fraction": 1.0, "num_warmup_rounds": 5}
+    settings = base.learner.model_dump(exclude={"num_workers", "max_staleness"})
+    if trial.row != RECIPE_ROW:
+        settings = {name: settings[name] for name in _NOT_OF_A_METHOD} | {"algorithm": trial.row}
+    settings |= {"num_workers": 1, "num_rounds": 1, "final_lr_fraction": 1.0, "num_warmup_rounds": _WARMUP_ROUNDS}
     learner = LearnerConfig.model_validate(settings)
     sizes = {
         "groups_per_round": max(1, round(budget.of_round / learner.group_size)),
-        "lr": base.learner.lr * (base.learner.inner_updates / learner.inner_updates) ** 0.5,
+        "lr": base.learner.lr * (_steps_per_round(base.learner) / _steps_per_round(learner)) ** 0.5,
     }
     learner = LearnerConfig.model_validate(settings | sizes)
     changes: dict[str, Any] = {"learner": learner, "rollout": _rollout_of(trial.row, base.rollout)}
     if trial.row == "lightningrl":
         changes["reward"] = RewardConfig.model_validate({"terms": {"speed": {"kind": "speed", "weight": 0.02}}})
     return base.model_copy(update=changes)
+
+
+def _steps_per_round(learner: LearnerConfig) -> int:
+    return learner.inner_updates * learner.num_minibatches
 
 
 def _rollout_of(row: str, rollout: RolloutConfig) -> RolloutConfig:
