@@ -7,6 +7,7 @@ import socket
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryFile
 
@@ -269,11 +270,17 @@ def _judge_problems(recipe: Recipe, available: Resources) -> Iterator[str]:
         )
 
 
+def _refusals(recipe: Recipe) -> Iterator[str]:
+    """Why the learner cannot learn from what is sampled: for each of the schedules that it cannot learn from."""
+    for index, params in enumerate(recipe.rollout.params):
+        place = "" if recipe.rollout.schedules is None else f" (rollout.schedules[{index}])"
+        if refusal := recipe.learner.refusal(sampler_facts(params)):
+            yield f"learner.{refusal}{place}"
+
+
 def _input_problems(recipe: Recipe) -> Iterator[str]:
     yield from _task_problems(recipe)
-    refusals = (recipe.learner.refusal(sampler_facts(params)) for params in recipe.rollout.params)
-    if refusal := next(filter(None, refusals), None):
-        yield f"learner.{refusal}"
+    yield from islice(_refusals(recipe), 1)
     yield from _speed_problems(recipe)
     if recipe.sft.data is not None:
         try:

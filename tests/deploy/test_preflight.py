@@ -108,6 +108,15 @@ def test_speeds_are_filtered_by_only_where_they_are_rewarded(recipe_file: Path) 
     assert _problems(recipe_file, *filtered, "reward.terms.fast={kind: speed}") == []
 
 
+def test_a_schedule_that_the_learner_cannot_learn_from_is_named(recipe_file: Path) -> None:
+    words = ("learner.algorithm=forkgrpo", "rollout.schedules=[{threshold: 0.9}, {num_denoise_steps: 8}]")
+    (problem,) = _problems(recipe_file, *words)
+    assert problem == (
+        "learner.estimator.only is fallback; the sampler's schedule never falls back: set rollout.sampling.threshold "
+        "(rollout.schedules[1])"
+    )
+
+
 def test_d1_starts_no_judge_for_graders_that_may_be_elsewhere(recipe_file: Path) -> None:
     vllm = "{kind: judge, model: m, criteria: c, base_url: 'http://127.0.0.1:1/v1', vllm: {command: [python3]}}"
     cluster = replace(PLENTY, is_ours=False)
