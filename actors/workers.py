@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from actors.messages import Generation, Portion, PortionSummary, ScoredPortion
+from actors.packed import Completions
 from actors.plan import EVALUATION_ROUND
 from actors.weights import fetch_from
 from learner.model.checkpoint import load_policy
@@ -36,7 +38,7 @@ class SamplerWorker:
         """Answers once the actor is up, with its process id: another one is a restart."""
         return os.getpid()
 
-    def generate(self, generation: Generation, portion: Portion) -> tuple[list[Completion], int]:
+    def generate(self, generation: Generation, portion: Portion) -> tuple[Completions, int]:
         """Completions of a portion by exactly those weights, fetched and verified where they are not held.
 
         Returns them and their number: a caller that only needs to know that they are there waits for the number.
@@ -47,7 +49,7 @@ class SamplerWorker:
             self._policy.load_state_dict(weights)
             self._generation = generation
         completions = Sampler(self._policy, generation.version, self._engine).generate(portion.requests)
-        return completions, len(completions)
+        return Completions(completions), len(completions)
 
 
 class GraderWorker:
@@ -62,7 +64,7 @@ class GraderWorker:
         """Answers once the actor is up, with its process id: another one is a restart."""
         return os.getpid()
 
-    def grade(self, portion: Portion, completions: list[Completion]) -> tuple[ScoredPortion, PortionSummary]:
+    def grade(self, portion: Portion, completions: Sequence[Completion]) -> tuple[ScoredPortion, PortionSummary]:
         """Grade the text of each completion up to its end of text; what follows it is not the policy's answer.
 
         An evaluation is graded by the task alone. Raises RewardUnavailableError when what a term of the reward asks
@@ -73,9 +75,9 @@ class GraderWorker:
         grades = self._grader.evaluate(samples) if is_evaluation else self._grader.grade(samples)
         texts = [sample.text for sample in samples]
         summary = PortionSummary.of(completions, grades, texts, self._grader.take_costs())
-        return ScoredPortion(portion=portion, completions=tuple(completions), summary=summary), summary
+        return ScoredPortion(portion=portion, completions=Completions(completions), summary=summary), summary
 
-    def _samples(self, portion: Portion, completions: list[Completion]) -> list[Sample]:
+    def _samples(self, portion: Portion, completions: Sequence[Completion]) -> list[Sample]:
         return [
             Sample(
                 problem=problem,
