@@ -27,6 +27,7 @@ from learner.model.scoring import Wanted
 from learner.model.transformer import TransformerConfig
 from learner.round import WEIGHING
 from learner.sharding import ShardedPolicy
+from tests.learner.batches import batch_of
 
 VOCAB, EOS, MASK = 8, 6, 7
 PROMPT, SLOTS, BLOCK = 4, 16, 4
@@ -239,24 +240,13 @@ def example(source: Source) -> RolloutBatch:
     order = torch.tensor([1, 3, 0, 2]) if source.block_length == BLOCK else torch.zeros(1, dtype=torch.int64)
     steps = slots // source.block_length * source.block_length + order[slots % source.block_length]
     rewards = torch.tensor([1.0, 0.25, 0.5, 0.125, 0.75, 2.0, 0.5, 0.0])
-    return RolloutBatch(
-        prompt_ids=(torch.arange(NUM_GROUPS * PROMPT).view(NUM_GROUPS, PROMPT) * 5 % 6).repeat_interleave(GROUP, 0),
-        prompt_lengths=torch.full((num_rows,), PROMPT),
-        completion_ids=ids,
-        completion_lengths=lengths,
-        sample_keys=torch.arange(num_rows) * 7919,
+    return batch_of(
+        prompts=(torch.arange(NUM_GROUPS * PROMPT).view(NUM_GROUPS, PROMPT) * 5 % 6).repeat_interleave(GROUP, 0),
+        completions=ids,
+        lengths=lengths,
+        steps=(steps // source.slots_per_step).expand(num_rows, SLOTS),
         rewards=rewards,
-        reward_parts=rewards[:, None],
-        correct=rewards > 0.5,
-        truncated=lengths == SLOTS,
         group_ids=torch.arange(NUM_GROUPS).repeat_interleave(GROUP),
-        step_map=(steps // source.slots_per_step).expand(num_rows, SLOTS),
-        commit_logp=torch.zeros(num_rows, SLOTS),
-        commit_entropy=torch.zeros(num_rows, SLOTS),
-        commit_law_entropy=torch.zeros(num_rows, SLOTS),
-        fallback=torch.zeros(num_rows, SLOTS, dtype=torch.bool),
-        num_forwards=torch.full((num_rows,), SLOTS // source.slots_per_step),
-        policy_versions=torch.zeros(num_rows, dtype=torch.long),
     )
 
 

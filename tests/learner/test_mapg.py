@@ -19,6 +19,7 @@ from learner.learner import Learner
 from learner.model.transformer import Transformer, TransformerConfig
 from learner.objectives import ClippedRatioConfig
 from learner.sharding import ShardedPolicy
+from tests.learner.batches import batch_of
 from tests.learner.test_algorithms import Recorder
 
 END = 39
@@ -117,25 +118,14 @@ def moved(model: Transformer) -> Transformer:
 
 def rollouts() -> RolloutBatch:
     """Two groups of four."""
-    steps, zeros = torch.tensor(STEPS), torch.zeros(8, 8)
-    return RolloutBatch(
-        prompt_ids=torch.tensor(PROMPTS),
-        prompt_lengths=torch.full((8,), 4),
-        completion_ids=torch.tensor(COMPLETIONS),
-        completion_lengths=torch.tensor(LENGTHS),
-        sample_keys=torch.arange(8) * 7919,
+    return batch_of(
+        prompts=torch.tensor(PROMPTS),
+        completions=torch.tensor(COMPLETIONS),
+        lengths=torch.tensor(LENGTHS),
+        steps=torch.tensor(STEPS),
         rewards=torch.tensor(REWARDS),
-        reward_parts=torch.tensor(REWARDS)[:, None],
         correct=torch.tensor(REWARDS) > 1,
         truncated=torch.zeros(8, dtype=torch.bool),
-        group_ids=torch.arange(2).repeat_interleave(4),
-        step_map=steps,
-        commit_logp=zeros,
-        commit_entropy=zeros,
-        commit_law_entropy=zeros,
-        fallback=steps < 0,
-        num_forwards=steps.amax(dim=1) + 1,
-        policy_versions=torch.zeros(8, dtype=torch.long),
     )
 
 

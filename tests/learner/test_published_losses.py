@@ -24,6 +24,7 @@ from learner.estimators import SamplerFacts, Views
 from learner.learner import Learner
 from learner.model.transformer import Transformer
 from learner.sharding import ShardedPolicy
+from tests.learner.batches import batch_of
 
 # Two blocks of 4 slots, two slots a step; 39 ends a text, and 37 is what may follow it.
 END, MASK = 39, 38
@@ -93,24 +94,16 @@ def _batch(completions: list[list[int]], rewards: Tensor, correct: Tensor, entro
     lengths = torch.where(is_end.any(dim=1), is_end.int().argmax(dim=1) + 1, 8)
     num_masked = (steps[:, None, :] >= steps[:, :, None]).sum(dim=2)
     recorded = _logp(torch.arange(rows)[:, None], torch.arange(8), num_masked, torch.tensor(0.0))
-    return RolloutBatch(
-        prompt_ids=torch.tensor([[row, 7] for row in range(rows)]),
-        prompt_lengths=torch.full((rows,), PROMPT),
-        completion_ids=ids,
-        completion_lengths=lengths,
-        sample_keys=torch.arange(rows) * 7919,
+    return batch_of(
+        prompts=torch.tensor([[row, 7] for row in range(rows)]),
+        completions=ids,
+        lengths=lengths,
+        steps=steps,
         rewards=rewards,
-        reward_parts=rewards[:, None],
         correct=correct,
         truncated=~is_end.any(dim=1),
-        group_ids=torch.arange(rows) // 4,
-        step_map=steps,
         commit_logp=recorded,
-        commit_entropy=torch.zeros(rows, 8),
         commit_law_entropy=entropy,
-        fallback=torch.zeros(rows, 8, dtype=torch.bool),
-        num_forwards=torch.full((rows,), 4),
-        policy_versions=torch.zeros(rows, dtype=torch.int64),
     )
 
 
