@@ -17,6 +17,7 @@ from rich.table import Table
 from actors.plan import RunPlan
 from actors.workers import GraderWorker
 from benchmarks.algorithms.local_run import score
+from benchmarks.algorithms.report import in_words
 from deploy.overrides import load_recipe
 from deploy.recipe import Stages
 from deploy.run_dir import make_spec
@@ -39,8 +40,7 @@ def main() -> None:
         cells = []
         for count in steps:
             result, _ = score(policy, plan, grader, sampling.model_copy(update={"num_denoise_steps": count}))
-            low, high = result.interval
-            cells.append(f"{100 * result.accuracy:.1f} % ({100 * low:.1f} to {100 * high:.1f})")
+            cells.append(in_words(result))
         table.add_row(directory.name, *cells)
     Console().print(table)
 

@@ -120,20 +120,25 @@ def _schedules(row: str, scores: Sequence[Mapping[str, Any] | None]) -> str:
     return f"| {f'`{row}`' if row != 'SFT' else row} | {' | '.join(cells)} |"
 
 
+def in_words(score: Score) -> str:
+    """The accuracy with its interval."""
+    low, high = score.interval
+    return f"{100 * score.accuracy:.1f} % ({100 * low:.1f} to {100 * high:.1f})"
+
+
 def _cell(scores: Sequence[Mapping[str, Any] | None]) -> str:
-    """Accuracy at the schedule that counts, with its interval over the problems of all seeds."""
-    names = [next(iter(some)) for some in scores if some]
-    pooled = _pooled(scores, names[0]) if names else None
-    if pooled is None:
-        return "ended before"
-    low, high = pooled.interval
-    return f"{100 * pooled.accuracy:.1f} % ({100 * low:.1f} to {100 * high:.1f})"
+    pooled = _that_counts(scores)
+    return "ended before" if pooled is None else in_words(pooled)
 
 
 def _accuracy(scores: Sequence[Mapping[str, Any] | None]) -> float:
-    names = [next(iter(some)) for some in scores if some]
-    pooled = _pooled(scores, names[0]) if names else None
-    return pooled.accuracy if pooled else -math.inf
+    pooled = _that_counts(scores)
+    return -math.inf if pooled is None else pooled.accuracy
+
+
+def _that_counts(scores: Sequence[Mapping[str, Any] | None]) -> Score | None:
+    """At the first schedule, over the problems of all seeds."""
+    return next((_pooled(scores, next(iter(some))) for some in scores if some), None)
 
 
 def _pooled(scores: Sequence[Mapping[str, Any] | None], name: str) -> Score | None:
