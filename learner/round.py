@@ -111,7 +111,7 @@ class Round:
     def weigh_rows(self, log_ratios_N: Tensor) -> None:
         """Keep for the objective what the log-ratios [N] of the weighing plan's terms say of their rows."""
         terms = self.plan(WEIGHING).terms
-        sums_B = torch.zeros_like(self.rows.advantages).index_add_(0, terms.rows, terms.weights * log_ratios_N)
+        sums_B = self.rows.values(terms, log_ratios_N)
         self.rows = replace(self.rows, log_weights=sums_B)
 
     def plan(self, index: int) -> Plan:

@@ -137,10 +137,8 @@ class ClippedRatioConfig(BaseModel):
             nll_U, is_correct_U = -units.sum(terms.token_weights * logps.new), rows.correct[units.rows]
             # Of the correct ones the mean, where the loss is the mean of all.
             share_U = is_correct_U * units.importance * (rows.num_rows / max(1, rows.num_correct))
-            total, per_unit = (
-                total + self.nll_coef * (nll_U * share_U).sum(),
-                per_unit | {"nll": nll_U.detach()[is_correct_U]},
-            )
+            total = total + self.nll_coef * (nll_U * share_U).sum()
+            per_unit["nll"] = nll_U.detach()[is_correct_U]
         return Loss(total=total, per_unit=per_unit)
 
     def _surrogate(self, log_ratio_U: Tensor, advantages_U: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

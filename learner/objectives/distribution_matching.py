@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-import torch
 from pydantic import BaseModel, ConfigDict, Field
 
 from learner.estimators.terms import Terms
 from learner.objectives.base import Logps, Loss
-from learner.objectives.units import Level, Normalize, RowFacts, group_softmax, units_of
+from learner.objectives.units import Level, Normalize, RowFacts, group_softmax
 
 
 class DistributionMatchingConfig(BaseModel):
@@ -40,10 +39,7 @@ class DistributionMatchingConfig(BaseModel):
         """-(softmax(rho + r / alpha) - softmax(rho - r / alpha)) times the ELBO of a slot, rho = reference - old ELBO
         before the first update, under masks of its own."""
         assert rows.log_weights is not None, "the learner weighs rows where weighs_rows says so"
-        zeros_B = torch.zeros_like(rows.advantages)
-        units = units_of(terms, Level.ROW)
-        importance_B = zeros_B.index_add(0, units.rows, units.importance)
-        elbo_B = zeros_B.index_add(0, terms.rows, terms.weights * logps.new)
+        elbo_B, importance_B = rows.values(terms, logps.new), rows.shares(terms)
         counts_B = importance_B > 0
         # Within a group a softmax of advantages is one of rewards.
         wanted_B = group_softmax(rows.log_weights + rows.advantages / self.alpha, rows.groups, counts_B)

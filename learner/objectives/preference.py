@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-import torch
 import torch.nn.functional as F
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from learner.estimators.terms import Terms
 from learner.objectives.base import Logps, Loss
-from learner.objectives.units import Level, Normalize, RowFacts, units_of
+from learner.objectives.units import Level, Normalize, RowFacts
 
 
 class PreferenceConfig(BaseModel):
@@ -38,13 +37,10 @@ class PreferenceConfig(BaseModel):
     def loss(self, terms: Terms, logps: Logps, rows: RowFacts) -> Loss:
         """The mean over a group's pairs of unequal advantage, in the group's share of the round."""
         assert logps.reference is not None, "the learner has a reference where needs_reference says so"
-        gain_N = terms.weights * (logps.new - logps.reference)
-        gain_B = torch.zeros_like(rows.advantages).index_add(0, terms.rows, gain_N)
-        units = units_of(terms, Level.ROW)
-        share_B = torch.zeros_like(rows.advantages).index_add_(0, units.rows, units.importance)
+        gain_B, share_B = rows.values(terms, logps.new - logps.reference), rows.shares(terms)
         better_K, worse_K = _pairs(rows.advantages, rows.groups, share_B > 0)
         if not len(better_K):
-            return Loss(total=(gain_N * 0).sum(), per_unit={"preferred": gain_N.detach()[:0]})
+            return Loss(total=(gain_B * 0).sum(), per_unit={"preferred": gain_B.detach()[:0]})
         margin_K = self.beta * (gain_B[better_K] - gain_B[worse_K])
         group_K = rows.groups[better_K]
         share_K = share_B[better_K] / group_K.bincount(minlength=rows.num_groups)[group_K]

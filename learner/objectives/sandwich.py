@@ -57,21 +57,19 @@ class SandwichConfig(BaseModel):
 
     def loss(self, terms: Terms, logps: Logps, rows: RowFacts) -> Loss:
         """The bound of each completion times -A, in its share."""
-        zeros_B = torch.zeros_like(rows.advantages)
-        lower_B = zeros_B.index_add(0, terms.rows, terms.weights * logps.new)
+        lower_B = rows.values(terms, logps.new)
         bound_B, per_unit = lower_B, {}
         if self.mix > 0:
             mixed_B = torch.lerp(lower_B, self._upper(terms, logps.new, rows), self.mix)
             bound_B = torch.where(rows.advantages > 0, lower_B, mixed_B)
-        units = units_of(terms, Level.ROW)
-        importance_B = zeros_B.index_add(0, units.rows, units.importance)
+        importance_B = rows.shares(terms)
         if self.self_normalized:
-            old_B = zeros_B.index_add(0, terms.rows, terms.weights * logps.old)
+            old_B = rows.values(terms, logps.old)
             weight_B = group_softmax(
                 (lower_B.detach() - old_B).clamp(max=_MOST_LOG_WEIGHT), rows.groups, importance_B > 0
             )
             importance_B = importance_B * weight_B
-            per_unit = {"ratio": (lower_B.detach() - old_B).exp()[units.rows]}
+            per_unit = {"ratio": (lower_B.detach() - old_B).exp()[units_of(terms, Level.ROW).rows]}
         return Loss(total=-(rows.advantages * bound_B * importance_B).sum(), per_unit=per_unit)
 
     def _upper(self, terms: Terms, new_N: Tensor, rows: RowFacts) -> Tensor:

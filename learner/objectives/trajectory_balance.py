@@ -11,12 +11,11 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-import torch
 from pydantic import BaseModel, ConfigDict, Field
 
 from learner.estimators.terms import Terms
 from learner.objectives.base import Logps, Loss
-from learner.objectives.units import Level, Normalize, RowFacts, units_of
+from learner.objectives.units import Level, Normalize, RowFacts
 
 
 class TrajectoryBalanceConfig(BaseModel):
@@ -40,10 +39,7 @@ class TrajectoryBalanceConfig(BaseModel):
     def loss(self, terms: Terms, logps: Logps, rows: RowFacts) -> Loss:
         """The mean over completions of the squared residual."""
         assert logps.reference is not None, "the learner has a reference where needs_reference says so"
-        units = units_of(terms, Level.ROW)
-        zeros_B = torch.zeros_like(rows.advantages)
-        share_B = zeros_B.index_add(0, units.rows, units.importance)
-        gain_B = zeros_B.index_add(0, terms.rows, terms.weights * (logps.new - logps.reference))
+        gain_B, share_B = rows.values(terms, logps.new - logps.reference), rows.shares(terms)
         # An advantage is the reward up to a constant of its group, and log Z takes that up.
         residual_B = gain_B - rows.advantages / self.beta
         counts_B = (share_B > 0).to(residual_B.dtype)

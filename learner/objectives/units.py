@@ -64,6 +64,15 @@ class RowFacts:
     num_groups: int
     """Groups that the step trains on, over all ranks."""
 
+    def values(self, terms: Terms, values_N: Tensor) -> Tensor:
+        """[B] the weighted sum of each row's terms."""
+        return torch.zeros_like(self.advantages).index_add(0, terms.rows, terms.weights * values_N)
+
+    def shares(self, terms: Terms) -> Tensor:
+        """[B] what each row counts for in the loss; 0 for one without terms."""
+        units = units_of(terms, Level.ROW)
+        return torch.zeros_like(self.advantages).index_add(0, units.rows, units.importance)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Units:
