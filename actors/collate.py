@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from actors.messages import ScoredPortion
 from actors.plan import MASK_KEY
 from learner.batch import RolloutBatch, pad_rows
-from learner.counter import fold
+from learner.keys import fold
 from rewards import Grade
 from rollout.request import Completion, FinishReason, Request
 

@@ -6,7 +6,8 @@ import torch
 
 from actors.messages import Portion, PortionKey
 from actors.spec import RunSpec
-from learner.counter import fold, key_of, uniform
+from learner.counter import uniform
+from learner.keys import fold, key_of
 from learner.model.tokenizer import ChatTokenizer
 from rewards import Problem, Split, make_task
 from rollout.request import Request, SamplingParams

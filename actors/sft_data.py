@@ -11,8 +11,8 @@ from jinja2 import TemplateError
 
 from actors.plan import RunPlan
 from actors.spec import RunSpec
-from learner.counter import key_of
 from learner.documents import Documents, Example, make_documents
+from learner.keys import key_of
 from learner.model.tokenizer import ChatTokenizer
 from learner.packing import packed_padding_share, padding_share
 from rewards import Problem

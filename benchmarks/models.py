@@ -9,7 +9,8 @@ from torch import Tensor
 
 from benchmarks.measure import peak_bytes
 from benchmarks.reference import ReferenceNet, generate
-from learner.model.transformer import Transformer, TransformerConfig, init_weights
+from learner.model.config import TransformerConfig
+from learner.model.transformer import Transformer, init_weights
 from rollout.request import Request, SamplingParams
 from rollout.sampler import Sampler
 

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from benchmarks.measure import seconds
-from learner.model.transformer import Transformer, TransformerConfig
+from learner.model.config import TransformerConfig
+from learner.model.transformer import Transformer
 from rollout.request import Request, SamplingParams
 from rollout.sampler import Sampler
 

@@ -13,9 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from learner.counter import fold, uniform
+from learner.counter import uniform
 from learner.documents import Documents
-from learner.model.transformer import Transformer, TransformerConfig, init_weights
+from learner.keys import fold
+from learner.model.config import TransformerConfig
+from learner.model.transformer import Transformer, init_weights
 from learner.sft import masked_logps, plan_sft
 
 BASE = 96

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from learner.flops import Canvases, forward_flops
+from learner.model.config import TransformerConfig
 from learner.model.lora import WHOLE
-from learner.model.transformer import TransformerConfig
 
 COLUMNS = {"network": "network", "way": "way", "tflop": "TFLOP a round", "ratio": "of the first"}
 

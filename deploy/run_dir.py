@@ -21,10 +21,11 @@ from deploy.overrides import load_recipe, resolved_yaml
 from deploy.recipe import ModelSection, Recipe, Stages
 from deploy.run_lock import LOCK, RunLock
 from learner.model.checkpoint import load_config, load_policy, save_checkpoint
+from learner.model.config import TransformerConfig
 from learner.model.families import make_model
 from learner.model.hub import find_checkpoint, is_hub_id
 from learner.model.tokenizer import EOS, MASK, ChatTokenizer, make_tokenizer
-from learner.model.transformer import Transformer, TransformerConfig, init_weights
+from learner.model.transformer import Transformer, init_weights
 from rewards import Split, make_task
 from rewards.data.demonstrations import read_demonstrations
 from rewards.data.draw import TooFewProblemsError

@@ -10,28 +10,10 @@ applied once for each key. Integer arithmetic wraps alike on CPU and GPU, so a d
 
 from __future__ import annotations
 
-import hashlib
-
 import torch
 from torch import Tensor
 
-_GAMMA = 0x9E3779B97F4A7C15
-_MIX_1 = 0xBF58476D1CE4E5B9
-_MIX_2 = 0x94D049BB133111EB
-_MASK_64 = (1 << 64) - 1
-
-
-def fold(seed: int, *keys: int) -> int:
-    """A new 63-bit seed from a seed and keys; `fold(fold(s, a), b) == fold(s, a, b)`."""
-    state = seed & _MASK_64
-    for key in keys:
-        state = _finalise((state ^ (key & _MASK_64)) + _GAMMA & _MASK_64) >> 1
-    return state
-
-
-def key_of(text: str) -> int:
-    """A stable 63-bit key of a name (Python's own `hash` changes from process to process)."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+from learner.keys import GAMMA, MASK_64, MIX_1, MIX_2
 
 
 def uniform(seeds: Tensor, *keys: Tensor | int) -> Tensor:
@@ -46,19 +28,13 @@ def folded(seeds: Tensor, *keys: Tensor | int) -> Tensor:
     """`fold(seed, *keys)`, int64, of the broadcast shape of `seeds` [...] and `keys` [...], all int64."""
     state = seeds
     for key in keys:
-        state = _finalise_tensor((state ^ key) + _signed(_GAMMA)) >> 1 & _signed(_MASK_64 >> 1)
+        state = _finalise_tensor((state ^ key) + _signed(GAMMA)) >> 1 & _signed(MASK_64 >> 1)
     return state
 
 
-def _finalise(state: int) -> int:
-    state = (state ^ (state >> 30)) * _MIX_1 & _MASK_64
-    state = (state ^ (state >> 27)) * _MIX_2 & _MASK_64
-    return state ^ (state >> 31)
-
-
 def _finalise_tensor(state: Tensor) -> Tensor:
-    state = (state ^ _logical_shift(state, 30)) * _signed(_MIX_1)
-    state = (state ^ _logical_shift(state, 27)) * _signed(_MIX_2)
+    state = (state ^ _logical_shift(state, 30)) * _signed(MIX_1)
+    state = (state ^ _logical_shift(state, 27)) * _signed(MIX_2)
     return state ^ _logical_shift(state, 31)
 
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from learner.estimators import Views
+from learner.model.config import TransformerConfig
 from learner.model.lora import LoraConfig
-from learner.model.transformer import TransformerConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,8 +14,8 @@ from torch import Tensor
 from learner.advantages import Filters
 from learner.batch import RolloutBatch
 from learner.config import LearnerConfig
-from learner.counter import fold
 from learner.estimators import SamplerFacts, Terms, TrajectoryConfig
+from learner.keys import fold
 from learner.objectives import ClippedRatioConfig
 from learner.round import Plan, Round, scored_logps
 from learner.sharding import ShardedPolicy

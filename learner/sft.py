@@ -22,9 +22,10 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 from torch import Tensor
 
-from learner.counter import fold, uniform
+from learner.counter import uniform
 from learner.documents import Documents
 from learner.estimators.views import share_equal_views, token_logps
+from learner.keys import fold
 from learner.model.scoring import Wanted
 from learner.model.transformer import Transformer, query_grid
 from learner.packing import pack

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, model_validator
 
-from learner.counter import fold
-from learner.model.transformer import TransformerConfig
+from learner.keys import fold
+from learner.model.config import TransformerConfig
 
 MAX_SEED = 2**63 - 1
 _LARGEST = 2**31 - 1

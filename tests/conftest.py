@@ -12,7 +12,8 @@ import ray
 import torch
 
 from deploy.ray_session import MOST_STARTS, connected
-from learner.model.transformer import Transformer, TransformerConfig, init_weights
+from learner.model.config import TransformerConfig
+from learner.model.transformer import Transformer, init_weights
 
 SHARED = Path(__file__).parents[1].parent / "shared"
 

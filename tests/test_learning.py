@@ -11,7 +11,8 @@ from learner.algorithms import ALGORITHMS
 from learner.batch import RolloutBatch
 from learner.config import LearnerConfig
 from learner.learner import Learner
-from learner.model.transformer import Transformer, TransformerConfig, init_weights
+from learner.model.config import TransformerConfig
+from learner.model.transformer import Transformer, init_weights
 from learner.sharding import ShardedPolicy
 from rewards import Grade, Message, Problem
 from rollout.request import Request, SamplingParams

@@ -20,8 +20,9 @@ from actors.run_log import RECIPE
 from deploy.orphans import descendants
 from deploy.service.keys import KEYS_FILE_VARIABLE, TOKEN_VARIABLE
 from learner.model.checkpoint import save_checkpoint
+from learner.model.config import TransformerConfig
 from learner.model.tokenizer import EOS, MASK, ChatTokenizer, make_tokenizer
-from learner.model.transformer import Transformer, TransformerConfig, init_weights
+from learner.model.transformer import Transformer, init_weights
 from rollout.sampler import Sampler
 
 KEY = "benchmark-" + "0" * 16

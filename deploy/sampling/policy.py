@@ -16,8 +16,9 @@ from deploy.overrides import load_recipe
 from deploy.references import find_checkpoint_of
 from deploy.sampling.defaults import Defaults
 from learner.model.checkpoint import load_policy
+from learner.model.config import TransformerConfig
 from learner.model.tokenizer import TOKENIZER_FILES, ChatTokenizer
-from learner.model.transformer import Transformer, TransformerConfig
+from learner.model.transformer import Transformer
 from rollout.config import EngineConfig
 from rollout.sampler import Sampler
 

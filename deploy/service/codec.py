@@ -11,8 +11,8 @@ from jinja2 import TemplateError
 
 from deploy.service.errors import ServiceError
 from learner.model.checkpoint import load_config
+from learner.model.config import TransformerConfig
 from learner.model.tokenizer import ChatTokenizer
-from learner.model.transformer import TransformerConfig
 
 MASKED = "\u2591"
 """A slot without a token, in the text of a canvas."""

@@ -14,7 +14,7 @@ from deploy.service.codec import Codec
 from deploy.service.errors import ServiceError
 from deploy.service.messages import BASE, POLICY, Job
 from deploy.service.schemas import MAX_CHOICES, ChatRequest, CompletionRequest
-from learner.counter import fold
+from learner.keys import fold
 from rollout.request import Request, SamplingParams, check_request
 
 _VERSION = re.compile(r"policy@v(\d{1,9})")

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from learner.batch import CompletionBatch, canvas
 from learner.estimators.views import SOFTMAX, Law, Views, share_equal_views
-from learner.model.transformer import TransformerConfig
+from learner.model.config import TransformerConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

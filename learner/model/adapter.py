@@ -17,9 +17,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from learner.model.config import Family
 from learner.model.families import FAMILIES
 from learner.model.lora import adapter_names
-from learner.model.transformer import Family
 
 ADAPTER = "lora.safetensors"
 _ABOUT = "d1"

@@ -24,10 +24,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from learner.model.adapter import Adapter, write_adapter
+from learner.model.config import TransformerConfig
 from learner.model.families import FAMILIES, make_model, read_config
 from learner.model.raw_config import RawConfig
 from learner.model.tokenizer import TOKENIZER_FILES
-from learner.model.transformer import Transformer, TransformerConfig
+from learner.model.transformer import Transformer
 
 MANIFEST = "manifest.json"
 LEARNER_STATE = "learner.safetensors"

@@ -11,8 +11,9 @@ from typing import Any
 
 from torch import Tensor
 
+from learner.model.config import TransformerConfig
 from learner.model.raw_config import RawConfig
-from learner.model.transformer import Transformer, TransformerConfig
+from learner.model.transformer import Transformer
 
 MODEL_TYPE = "Dream"
 

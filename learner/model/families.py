@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from learner.model import dream, llada
+from learner.model.config import Family, TransformerConfig
 from learner.model.raw_config import RawConfig
-from learner.model.transformer import Family, Transformer, TransformerConfig
+from learner.model.transformer import Transformer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

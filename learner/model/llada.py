@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from learner.model.config import TransformerConfig
 from learner.model.raw_config import RawConfig
-from learner.model.transformer import TransformerConfig
 
 MODEL_TYPE = "llada"
 

@@ -9,9 +9,10 @@ from actors.plan import RunPlan
 from actors.spec import Phase, RunSpec
 from learner.learner import LearnerConfig
 from learner.model.checkpoint import save_checkpoint
+from learner.model.config import TransformerConfig
 from learner.model.lora import LoraConfig
 from learner.model.tokenizer import EOS, MASK, ChatTokenizer, make_tokenizer
-from learner.model.transformer import Transformer, TransformerConfig, init_weights
+from learner.model.transformer import Transformer, init_weights
 from learner.sft import SftConfig
 from learner.sharding_config import ShardingConfig
 from rewards import RewardConfig, SumsConfig

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from actors.cluster import WORKER_ENV
 from actors.weights import make_manifest, verify
-from learner.model.transformer import Transformer, TransformerConfig, init_weights
+from learner.model.config import TransformerConfig
+from learner.model.transformer import Transformer, init_weights
 from learner.optimizer import PolicyOptimizer
 from learner.sharding import ShardedPolicy, make_mesh
 

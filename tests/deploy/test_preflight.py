@@ -16,8 +16,8 @@ from deploy.errors import UserError
 from deploy.overrides import load_recipe
 from deploy.preflight import Resources, cluster_resources, needs_of, preflight
 from deploy.program import program
+from learner.model.config import TransformerConfig
 from learner.model.llada import write_config
-from learner.model.transformer import TransformerConfig
 from rewards.data.draw import draw_distinct
 
 PLENTY = Resources(where="this machine", cpus=64, gpus=8, memory_bytes=10**12, is_ours=True)

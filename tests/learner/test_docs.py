@@ -24,7 +24,8 @@ from learner.batch import GroupedBatch, RolloutBatch
 from learner.config import LearnerConfig
 from learner.estimators import OneStepConfig, SamplerFacts, TrajectoryConfig, token_logps
 from learner.learner import Learner
-from learner.model.transformer import Transformer, TransformerConfig, init_weights
+from learner.model.config import TransformerConfig
+from learner.model.transformer import Transformer, init_weights
 from learner.sharding import ShardedPolicy
 from tests.learner import slow, test_algorithms
 

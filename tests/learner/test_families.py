@@ -14,9 +14,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from learner.model.checkpoint import load_config, load_policy, save_checkpoint
+from learner.model.config import TransformerConfig
 from learner.model.dream import Dream
 from learner.model.families import make_model
-from learner.model.transformer import Transformer, TransformerConfig, init_weights
+from learner.model.transformer import Transformer, init_weights
 from learner.sharding import ShardedPolicy
 
 # As LLaDA-8B-Instruct's and Dream-v0-Instruct-7B's config.json have them on the hub.

@@ -15,7 +15,8 @@ from learner.batch import RolloutBatch
 from learner.config import LearnerConfig
 from learner.documents import Documents
 from learner.learner import Learner
-from learner.model.transformer import Transformer, TransformerConfig, init_weights
+from learner.model.config import TransformerConfig
+from learner.model.transformer import Transformer, init_weights
 from learner.ranks import Ranks
 from learner.sft import SftConfig
 from learner.sft_learner import SftLearner, evaluation_loss

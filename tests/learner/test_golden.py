@@ -23,8 +23,8 @@ from learner.batch import GroupedBatch, RolloutBatch
 from learner.config import LearnerConfig
 from learner.estimators import InnerUpdate, SamplerFacts
 from learner.learner import Learner
+from learner.model.config import TransformerConfig
 from learner.model.scoring import Wanted
-from learner.model.transformer import TransformerConfig
 from learner.round import WEIGHING
 from learner.sharding import ShardedPolicy
 from tests.learner.batches import batch_of

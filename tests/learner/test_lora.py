@@ -14,9 +14,10 @@ from learner.batch import RolloutBatch
 from learner.config import LearnerConfig
 from learner.estimators import SamplerFacts, token_logps
 from learner.learner import Learner
+from learner.model.config import TransformerConfig
 from learner.model.families import make_model
 from learner.model.lora import TARGETS, LoraConfig, is_adapter, plain_name
-from learner.model.transformer import Transformer, TransformerConfig, init_weights
+from learner.model.transformer import Transformer, init_weights
 from learner.round import Round, scored_logps
 from learner.sharding import ShardedPolicy
 from tests.learner.test_algorithms import algorithm_config, algorithm_sampler

@@ -16,7 +16,8 @@ from learner.batch import GroupedBatch, RolloutBatch
 from learner.config import LearnerConfig
 from learner.estimators import InnerUpdate, SamplerFacts, TrajectoryConfig
 from learner.learner import Learner
-from learner.model.transformer import Transformer, TransformerConfig
+from learner.model.config import TransformerConfig
+from learner.model.transformer import Transformer
 from learner.objectives import ClippedRatioConfig
 from learner.sharding import ShardedPolicy
 from tests.learner.batches import batch_of

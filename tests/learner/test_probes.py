@@ -10,8 +10,8 @@ import torch
 from learner.algorithms import ALGORITHMS
 from learner.batch import GroupedBatch, RolloutBatch
 from learner.config import LearnerConfig
-from learner.counter import fold
 from learner.estimators import InnerUpdate, SamplerFacts
+from learner.keys import fold
 from learner.model.transformer import Transformer
 from learner.probes import likelihood_gap, mask_variance
 from learner.sharding import ShardedPolicy

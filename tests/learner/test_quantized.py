@@ -16,10 +16,11 @@ from torch import Tensor
 from learner.batch import RolloutBatch
 from learner.config import LearnerConfig
 from learner.learner import Learner
+from learner.model.config import TransformerConfig
 from learner.model.families import make_model
 from learner.model.lora import LoraConfig
 from learner.model.quantized import Nf4Linear, quantized_layers
-from learner.model.transformer import Transformer, TransformerConfig, init_weights
+from learner.model.transformer import Transformer, init_weights
 from learner.sharding import ShardedPolicy, make_mesh
 from learner.sharding_config import ShardingConfig
 from tests.ranks import run_ranks

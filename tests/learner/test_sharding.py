@@ -16,8 +16,9 @@ from learner.config import LearnerConfig
 from learner.documents import Documents
 from learner.estimators import SamplerFacts
 from learner.learner import Learner
+from learner.model.config import TransformerConfig
 from learner.model.lora import LoraConfig
-from learner.model.transformer import Transformer, TransformerConfig, init_weights
+from learner.model.transformer import Transformer, init_weights
 from learner.sft import SftConfig
 from learner.sft_learner import SftLearner, evaluation_loss
 from learner.sharding import ShardedPolicy, gathered, make_mesh, on_cpu

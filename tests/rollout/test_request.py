@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from learner.model.transformer import Transformer, TransformerConfig
+from learner.model.config import TransformerConfig
+from learner.model.transformer import Transformer
 from rollout.request import Request, SamplingParams, Schedule, check_request
 from rollout.sampler import Sampler
 

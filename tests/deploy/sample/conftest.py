@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from learner.model.checkpoint import load_policy, save_checkpoint
+from learner.model.config import TransformerConfig
 from learner.model.tokenizer import EOS, MASK, ChatTokenizer, make_tokenizer
-from learner.model.transformer import Transformer, TransformerConfig, init_weights
+from learner.model.transformer import Transformer, init_weights
 
 RECIPE = """\
 name: tiny

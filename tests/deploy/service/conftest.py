@@ -31,8 +31,9 @@ from deploy.service.run_files import Checkpoints, latest_checkpoint, load_sample
 from deploy.service.run_view import RunView
 from deploy.service.versions import Versions
 from learner.model.checkpoint import save_checkpoint
+from learner.model.config import TransformerConfig
 from learner.model.tokenizer import EOS, MASK, ChatTokenizer, make_tokenizer
-from learner.model.transformer import Transformer, TransformerConfig, init_weights
+from learner.model.transformer import Transformer, init_weights
 from rollout.config import EngineConfig
 from rollout.sampler import Sampler
 from tests.deploy.service.asking import TOKEN

@@ -1,0 +1,32 @@
+"""Seeds from seeds: a new one for each thing that has keys, the same in every process.
+
+Whole numbers alone: who plans what is drawn needs no torch. `learner.counter` draws, by the same hash.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+GAMMA = 0x9E3779B97F4A7C15
+MIX_1 = 0xBF58476D1CE4E5B9
+MIX_2 = 0x94D049BB133111EB
+MASK_64 = (1 << 64) - 1
+
+
+def fold(seed: int, *keys: int) -> int:
+    """A new 63-bit seed from a seed and keys; `fold(fold(s, a), b) == fold(s, a, b)`."""
+    state = seed & MASK_64
+    for key in keys:
+        state = _finalise((state ^ (key & MASK_64)) + GAMMA & MASK_64) >> 1
+    return state
+
+
+def key_of(text: str) -> int:
+    """A stable 63-bit key of a name (Python's own `hash` changes from process to process)."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+
+def _finalise(state: int) -> int:
+    state = (state ^ (state >> 30)) * MIX_1 & MASK_64
+    state = (state ^ (state >> 27)) * MIX_2 & MASK_64
+    return state ^ (state >> 31)
