@@ -11,6 +11,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors import NAMESPACE
 from actors.coordinator import Coordinator
+from actors.grader import GraderWorker
 from actors.resources import (
     coordinator_resources,
     grader_resources,
@@ -19,9 +20,9 @@ from actors.resources import (
     store_resources,
 )
 from actors.run_client import Heartbeat, RunClient
+from actors.sampler import SamplerWorker
 from actors.spec import RunSpec
-from actors.weights import WeightStore, store_name
-from actors.workers import GraderWorker, SamplerWorker
+from actors.weight_store import WeightStore, store_name
 from learner.ranks import LeaderFailedError, Ranks, is_lost_peer
 
 _START_TIMEOUT_S = 600.0

@@ -10,6 +10,9 @@ from typing import Self
 from rewards import Grade, Outcome, Problem
 from rollout.request import Completion, Request
 
+EVALUATION_ROUND = -1
+"""The round of portions that only measure."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Generation:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from actors.messages import Portion, PortionKey
+from actors.messages import EVALUATION_ROUND, Portion, PortionKey
 from actors.spec import RunSpec
 from learner.counter import uniform
 from learner.keys import fold, key_of
@@ -12,7 +12,6 @@ from learner.model.tokenizer import ChatTokenizer
 from rewards import Problem, Split, make_task
 from rollout.request import Request, SamplingParams
 
-EVALUATION_ROUND = -1
 _ORDER_KEY, _SAMPLE_KEY, MASK_KEY, _SCHEDULE_KEY = 11, 12, 13, 14
 
 

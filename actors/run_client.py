@@ -17,7 +17,8 @@ from torch import Tensor
 
 from actors.messages import Generation, Next, ScoredPortion
 from actors.spec import Phase
-from actors.weights import Manifest, put
+from actors.weight_store import Manifest
+from actors.weights import put
 
 _CALL_TIMEOUT_S = 600.0
 _REPORT_TIMEOUT_S = 10.0

@@ -25,7 +25,8 @@ from actors.plan import RunPlan
 from actors.run_log import FAILED_BATCHES
 from actors.sft_data import SftData, load_sft_data
 from actors.spec import Phase, RunSpec, sampler_facts
-from actors.weights import Manifest, make_manifest
+from actors.weight_store import Manifest
+from actors.weights import make_manifest
 from learner.batch import RolloutBatch
 from learner.hardware import forget_peak_memory, peak_flop_per_s, peak_memory_bytes
 from learner.learner import Learner

@@ -14,8 +14,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from actors.grader import GraderWorker
 from actors.plan import RunPlan
-from actors.workers import GraderWorker
 from benchmarks.algorithms.local_run import score
 from benchmarks.algorithms.report import in_words
 from deploy.overrides import load_recipe

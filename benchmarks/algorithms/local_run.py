@@ -14,11 +14,11 @@ import torch
 
 from actors.checkpoints import Position
 from actors.collate import collate
+from actors.grader import GraderWorker
 from actors.messages import ScoredPortion
 from actors.plan import RunPlan
 from actors.sft_data import load_sft_data
 from actors.spec import Phase, sampler_facts
-from actors.workers import GraderWorker
 from deploy.recipe import Recipe, Stages
 from deploy.run_dir import create_run_dir, make_spec
 from learner.batch import RolloutBatch

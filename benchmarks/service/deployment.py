@@ -124,7 +124,7 @@ class Publisher:
         import ray
 
         from actors import NAMESPACE
-        from actors.weights import WeightStore, store_name
+        from actors.weight_store import WeightStore, store_name
 
         self._policies, self._registry = policies, registry
         self._store_name = store_name(policies.directory.name)

@@ -127,7 +127,7 @@ class Client:
                 if "x-policy-version" in response.headers:
                     answer.versions.add(int(response.headers["x-policy-version"]))
         except (httpx.HTTPError, ValueError, KeyError) as error:
-            answer.failure = f"{type(error).__name__}: {error}"
+            answer.failure = f"{_why(error)} (status {answer.status}, {time.perf_counter() - answer.began_s:.1f} s)"
         answer.ended_s = time.perf_counter()
         return answer
 
@@ -160,6 +160,13 @@ class Client:
             due_s += 1 / rate
             await asyncio.sleep(max(0.0, due_s - time.perf_counter()))
         return list(await asyncio.gather(*tasks))
+
+
+def _why(error: BaseException) -> str:
+    """An error and what it came from: httpx has no words for a connection that was reset, or was closed by itself."""
+    said = f"{type(error).__name__}: {error}".removesuffix(": ")
+    cause = error.__cause__ or error.__context__
+    return said if cause is None else f"{said} <- {_why(cause)}"
 
 
 def _read_body(answer: Answer, body: dict[str, Any]) -> None:

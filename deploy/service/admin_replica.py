@@ -8,7 +8,7 @@ from ray import serve
 from ray.exceptions import RayError, RayTaskError
 
 from actors.registry import PolicyVersion
-from actors.weights import held_by
+from actors.weight_store import held_by
 from deploy.service.admin import create_admin_app, guarded_admin
 from deploy.service.http_server import ON_HEAD, HttpServer
 from deploy.service.ingress import LOST, heard

@@ -6,9 +6,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from actors.grader import GraderWorker
 from actors.messages import Portion
 from actors.plan import RunPlan
-from actors.workers import GraderWorker
 from deploy.recipe import CanarySection, Recipe, Stages
 from deploy.run_dir import make_spec
 from deploy.service.live import CanaryError, NoLongerWantedError, StillWanted

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 
 from actors.evaluation import best_version
+from actors.grader import GraderWorker
 from actors.messages import Generation, Next, Portion, ScoredPortion
 from actors.plan import RunPlan
 from actors.spec import Phase, RunSpec
-from actors.weights import Manifest, verify
-from actors.workers import GraderWorker
+from actors.weight_store import Manifest
+from actors.weights import verify
 from learner.model.checkpoint import load_policy
 from learner.model.tokenizer import ChatTokenizer
 from rollout.sampler import Sampler

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from actors.collate import collate
-from actors.messages import Portion, PortionKey, PortionSummary, ScoredPortion
-from actors.plan import EVALUATION_ROUND, RunPlan
+from actors.grader import GraderWorker
+from actors.messages import EVALUATION_ROUND, Portion, PortionKey, PortionSummary, ScoredPortion
+from actors.plan import RunPlan
 from actors.round_stats import readable_samples, round_stats
 from actors.spec import RunSpec
-from actors.workers import GraderWorker
 from learner.model.tokenizer import ChatTokenizer
 from rewards import Grade, Outcome, RewardConfig
 from rollout.request import Completion, FinishReason

@@ -17,7 +17,7 @@ from actors.messages import Generation, Next, Portion, PortionKey, PortionSummar
 from actors.run_log import read_events
 from actors.spec import Phase, RunSpec
 from actors.status import RunStatus
-from actors.weights import VersionMissingError
+from actors.weight_store import VersionMissingError
 from rewards import Grade
 
 NOWHERE = "redis://127.0.0.1:1/0"

@@ -17,13 +17,15 @@ import torch
 import torch.multiprocessing as mp
 
 from actors.cluster import watched
+from actors.grader import GraderWorker
 from actors.liveness import Watch
 from actors.messages import Generation
 from actors.plan import RunPlan
 from actors.pools import Pools, PortionFailedError
+from actors.sampler import SamplerWorker
 from actors.spec import RunSpec
-from actors.weights import WeightStore, fetch_from, make_manifest, put
-from actors.workers import GraderWorker, SamplerWorker
+from actors.weight_store import WeightStore
+from actors.weights import fetch_from, make_manifest, put
 from learner.model.checkpoint import load_policy
 from rollout.sampler import Sampler
 from tests.actors.gathering import NUM_GATHERS, gather_and_put

@@ -1,0 +1,47 @@
+"""The pools' samplers: an ordinary class, made a Ray actor where the pools are built."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from actors.messages import Generation, Portion
+from actors.packed import Completions
+from actors.weights import fetch_from
+from learner.model.checkpoint import load_policy
+from rollout.config import EngineConfig
+from rollout.sampler import Sampler
+
+_FETCH_TIMEOUT_S = 120.0
+
+
+class SamplerWorker:
+    """Holds one policy version and samples from it. Without weights it takes none on faith: it fetches them first."""
+
+    def __init__(self, checkpoint: Path, store: Any, device: str, engine: EngineConfig) -> None:
+        """Make an empty policy of the checkpoint's shape; `store` is the weight store's handle."""
+        torch.set_num_threads(1)
+        self._policy = load_policy(checkpoint, engine.torch_dtype).to(device)
+        self._engine = engine
+        self._store = store
+        self._generation: Generation | None = None
+
+    def ready(self) -> int:
+        """Answers once the actor is up, with its process id: another one is a restart."""
+        return os.getpid()
+
+    def generate(self, generation: Generation, portion: Portion) -> tuple[Completions, int]:
+        """Completions of a portion by exactly those weights, fetched and verified where they are not held.
+
+        Returns them and their number: a caller that only needs to know that they are there waits for the number.
+        """
+        if generation != self._generation:
+            self._generation = None
+            weights = fetch_from(self._store, generation.version, _FETCH_TIMEOUT_S, generation.digest)
+            self._policy.load_state_dict(weights)
+            self._generation = generation
+        completions = Sampler(self._policy, generation.version, self._engine).generate(portion.requests)
+        return Completions(completions), len(completions)

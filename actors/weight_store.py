@@ -1,0 +1,109 @@
+"""The weight store: an actor that owns the newest policy versions in Ray's object store.
+
+So they outlive the learner that made them. It holds bytes, and knows no tensor: `actors.weights` makes the one of the
+other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import ray
+from numpy.typing import NDArray
+
+from actors import NAMESPACE
+
+
+class VersionMissingError(LookupError):
+    """A weight store does not have a policy version (any more)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorEntry:
+    """One tensor of a manifest."""
+
+    name: str
+    """The parameter's name in `learner.model.transformer`."""
+    shape: tuple[int, ...]
+    """Its shape."""
+    dtype: str
+    """Its torch dtype."""
+    checksum: int
+    """CRC-32 of its bytes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
+    """What a policy version consists of."""
+
+    version: int
+    """The policy version."""
+    tensors: tuple[TensorEntry, ...]
+    """Every parameter."""
+
+    @property
+    def digest(self) -> str:
+        """Names the weights themselves: a version that is made again after a rewind may be other weights.
+
+        In whichever order: a learner with layers in 4 bits gives those last, and a checkpoint by name.
+        """
+        tensors = tuple(sorted(self.tensors, key=lambda entry: entry.name))
+        return hashlib.sha256(repr(tensors).encode()).hexdigest()
+
+
+class WeightStore:
+    """Owns the newest policy versions."""
+
+    def __init__(self, num_kept: int) -> None:
+        """Keep `num_kept` versions; older ones are dropped when newer arrive."""
+        self._num_kept = num_kept
+        self._versions: dict[int, tuple[Manifest, ray.ObjectRef[Any]]] = {}
+
+    def ready(self) -> int:
+        """Answers while the actor lives, with its process id: another one is a restart."""
+        return os.getpid()
+
+    def keep(self, num_kept: int) -> None:
+        """Keep `num_kept` versions from now on: a store that was taken over may have kept fewer."""
+        self._num_kept = num_kept
+
+    def publish(self, manifest: Manifest, weights: Mapping[str, NDArray[np.uint8]]) -> None:
+        """Take over a version that was `put`. Put again, so that this actor owns it and not the learner that may die.
+
+        Higher versions are of a future that a resumed run has given up: they go.
+        """
+        self._versions = {version: held for version, held in self._versions.items() if version < manifest.version}
+        self._versions[manifest.version] = (manifest, ray.put(weights))
+        for version in sorted(self._versions)[: -self._num_kept]:
+            del self._versions[version]
+
+    def get(self, version: int) -> tuple[Manifest, list[ray.ObjectRef[Any]]]:
+        """A version's manifest and its weights. Raises VersionMissingError when it is not here (any more)."""
+        if version not in self._versions:
+            raise VersionMissingError(f"policy version {version} is not in the store; it has {sorted(self._versions)}")
+        manifest, reference = self._versions[version]
+        # In a list: a bare reference would be resolved on the way and copied through this actor.
+        return manifest, [reference]
+
+    def held(self) -> list[int]:
+        """The versions that are here."""
+        return sorted(self._versions)
+
+
+def held_by(store: str, timeout_s: float) -> frozenset[int]:
+    """The versions in the store with that Ray name; none where there is no such store, or it does not answer."""
+    try:
+        actor: Any = ray.get_actor(store, namespace=NAMESPACE)
+        return frozenset(ray.get(actor.held.remote(), timeout=timeout_s))
+    except (ValueError, ray.exceptions.RayError):
+        return frozenset()
+
+
+def store_name(run: str) -> str:
+    """The Ray name of a run's weight store, in the namespace `d1`."""
+    return f"d1-weights-{run}"
