@@ -34,8 +34,9 @@ from rewards.data.draw import TooFewProblemsError
 from rewards.terms.shaping import SpeedConfig
 
 _FLOAT_BYTES = 4
-# Measured: a process with torch and Ray in it has 310 MB, Ray's own processes and the driver have 1.5 GB together.
-_PROCESS_BYTES = 310_000_000
+# Measured: a process with torch and Ray in it has 310 MB, one without torch 165 MB, Ray's own processes and the driver
+# have 1.5 GB together.
+_PROCESS_BYTES, _PROCESS_WITHOUT_TORCH_BYTES = 310_000_000, 165_000_000
 _RAY_BYTES = 1_500_000_000
 # Measured: a problem of a task in Python's objects, but for its texts; a token in a tuple.
 _PROBLEM_BYTES, _TOKEN_BYTES = 600, 8
@@ -82,12 +83,13 @@ def needs_of(recipe: Recipe) -> Needs:
     sampler, worker = sampler_resources(recipe.device), learner_resources(recipe.device)
     small = coordinator_resources()["num_cpus"] + store_resources()["num_cpus"]
     cpus = small + recipe.grading.num_graders * grader_resources()["num_cpus"]
-    num_processes = samplers + workers + recipe.grading.num_graders + 2
+    num_with_torch, num_without = samplers + workers + 1, recipe.grading.num_graders + 1
     return Needs(
         cpus=round(cpus + samplers * sampler["num_cpus"] + workers * worker["CPU"], 3),
         gpus=int(samplers * sampler["num_gpus"] + workers * worker.get("GPU", 0)),
         memory_bytes=_RAY_BYTES
-        + num_processes * _PROCESS_BYTES
+        + num_with_torch * _PROCESS_BYTES
+        + num_without * _PROCESS_WITHOUT_TORCH_BYTES
         + _weight_copies(recipe) * _weight_bytes(recipe)
         + _problem_copies(recipe) * _problem_bytes(recipe),
     )
