@@ -54,7 +54,7 @@ test-clients: $(STAMP) $(CLIENTS)/.installed ## Run the tests with clients that 
 
 fuzz: $(STAMP) ## Ask the service 10,000 requests that its schema allows or forbids, new ones each time.
 	D1_FUZZ_CASES=10000 D1_FUZZ_SEED=$(shell date +%s) $(BIN)/pytest -s tests/deploy/service/test_schema.py \
-		tests/deploy/service/test_admin.py::test_whatever_is_sent_is_answered $(ARGS)
+		tests/deploy/service/admin/test_admin.py::test_whatever_is_sent_is_answered $(ARGS)
 
 gathers: $(STAMP) ## Load, gather and put weights 10,000 times on two ranks.
 	D1_GATHERS=10000 $(BIN)/pytest -s tests/actors/test_on_ray.py::test_what_is_gathered_and_put_is_what_was_loaded $(ARGS)
@@ -71,8 +71,9 @@ fmt: $(STAMP) ## Format the code, and repair the lint that can be repaired.
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
 
-docs: $(STAMP) ## Write the table of the recipe's fields into docs/recipes.md.
+docs: $(STAMP) ## Write docs/tree.md, and the table of the recipe's fields into docs/recipes.md.
 	$(BIN)/python docs/recipe_fields.py
+	$(BIN)/python docs/tree.py
 
 up: .secrets ## Start a small cluster in containers: ARGS=--detach for the background.
 	docker compose up --build $(ARGS)

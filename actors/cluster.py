@@ -10,7 +10,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors import NAMESPACE
-from actors.coordinator import Coordinator
+from actors.coordination.coordinator import Coordinator
 from actors.grader import GraderWorker
 from actors.resources import (
     coordinator_resources,
@@ -19,11 +19,11 @@ from actors.resources import (
     sampler_resources,
     store_resources,
 )
-from actors.run_client import Heartbeat, RunClient
 from actors.sampler import SamplerWorker
 from actors.spec import RunSpec
+from actors.training.run_client import Heartbeat, RunClient
 from actors.weight_store import WeightStore, store_name
-from learner.ranks import LeaderFailedError, Ranks, is_lost_peer
+from learner.parallel.ranks import LeaderFailedError, Ranks, is_lost_peer
 
 _START_TIMEOUT_S = 600.0
 # Ranks do their own share of the same work between two collectives. A rank that hangs is noticed long before.
@@ -127,7 +127,11 @@ def wait_until_ready(actors: RunActors) -> None:
 
 def stop_actors(actors: RunActors, *, keep_store: bool) -> None:
     """End a run's actors; the store stays where a service still reads from it."""
-    for actor in (*actors.pools, actors.coordinator, *(() if keep_store else (actors.store,))):
+    for actor in (
+        *actors.pools,
+        actors.coordinator,
+        *(() if keep_store else (actors.store,)),
+    ):
         ray.kill(actor)
 
 
@@ -142,7 +146,7 @@ def fit(spec: RunSpec, actors: RunActors) -> None:
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig
 
-    from actors.trainer import Trainer
+    from actors.training.trainer import Trainer
 
     backend = "cpu:gloo,cuda:nccl" if spec.device == "cuda" else "gloo"
     Trainer(
@@ -167,7 +171,7 @@ def fit(spec: RunSpec, actors: RunActors) -> None:
 def train_worker(config: Mapping[str, Any]) -> None:
     """What each learner worker runs; after a restart it goes on from the newest checkpoint."""
     # Driver and controller import this module too, and FSDP takes a second.
-    from actors.training import TrainingRun
+    from actors.training.training import TrainingRun
 
     ranks, coordinator = Ranks(), config["coordinator"]
     client = RunClient(coordinator, config["store"])

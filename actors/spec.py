@@ -10,8 +10,8 @@ from actors.run_log import CHECKPOINTS
 from learner.config import LearnerConfig
 from learner.estimators import SamplerFacts
 from learner.model.lora import LoraConfig
-from learner.sft import SftConfig
-from learner.sharding_config import ShardingConfig
+from learner.parallel.sharding_config import ShardingConfig
+from learner.sft.sft import SftConfig
 from rewards import RewardConfig, TaskConfig
 from rollout.config import EvaluationConfig, RolloutConfig
 from rollout.request import Cache, SamplingParams, Schedule

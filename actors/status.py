@@ -14,8 +14,8 @@ from actors.whole_file import write_whole
 
 if TYPE_CHECKING:
     # `d1 status` reads what is written here, and does not wait for torch and Ray.
+    from actors.coordination.pools import Assignment
     from actors.messages import PortionKey
-    from actors.pools import Assignment
 
 STATUS = "status.json"
 SILENT_S = 15.0

@@ -23,7 +23,7 @@ from actors.status import portion_name
 from actors.whole_file import write_whole
 
 if TYPE_CHECKING:
-    from actors.pools import Work
+    from actors.coordination.pools import Work
 
 TIMELINE = "timeline.json"
 LEARNER, COORDINATOR, STAGE = "learner rank 0", "coordinator", "stage"

@@ -43,7 +43,7 @@ from learner.batch import RolloutBatch
 from learner.estimators import SamplerFacts
 from learner.hardware import peak_flop_per_s
 from learner.learner import Learner
-from learner.sharding import ShardedPolicy
+from learner.parallel.sharding import ShardedPolicy
 
 Row = dict[str, Any]
 WIDE = CASES["d 128, 4 layers, V 16,384"].with_vocabulary(32768)

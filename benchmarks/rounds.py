@@ -17,7 +17,7 @@ from learner.batch import GroupedBatch, RolloutBatch
 from learner.config import LearnerConfig
 from learner.estimators import InnerUpdate, SamplerFacts
 from learner.learner import Learner
-from learner.sharding import ShardedPolicy
+from learner.parallel.sharding import ShardedPolicy
 
 BLOCK_LENGTH, TOKENS_PER_STEP = 32, 2
 

@@ -18,9 +18,9 @@ from actors.grader import GraderWorker
 from actors.plan import RunPlan
 from benchmarks.algorithms.local_run import score
 from benchmarks.algorithms.report import in_words
-from deploy.overrides import load_recipe
-from deploy.recipe import Stages
-from deploy.run_dir import make_spec
+from deploy.recipe.overrides import load_recipe
+from deploy.recipe.recipe import Stages
+from deploy.runs.run_directory import make_spec
 from learner.model.checkpoint import load_policy
 from learner.model.tokenizer import ChatTokenizer
 

@@ -24,7 +24,7 @@ _PACKAGES = ("ray", "torch", "transformers")
 _REDIS_TIMEOUT_S = 3.0
 _REGISTRY_TIMEOUT_S = 60.0
 _TRY_REGISTRY = """
-from actors.registry_server import ValkeyServer, free_port
+from actors.registry.server import ValkeyServer, free_port
 ValkeyServer(free_port(), password="lives-for-one-ping").stop()
 """
 
@@ -162,7 +162,7 @@ def _embedded_registry() -> Check:
 
 def _redis() -> Iterator[Check]:
     """The server that takes the embedded one's place, if the environment names one. Its URL may hold a password."""
-    from actors.registry_server import URL_VARIABLE
+    from actors.registry.server import URL_VARIABLE
 
     url = os.environ.get(URL_VARIABLE)
     if url is None:

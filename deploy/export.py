@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from deploy.errors import UserError, reason
-from deploy.references import find_checkpoint_of
+from deploy.runs.references import find_checkpoint_of
 from learner.model.adapter import ADAPTER, Adapter, read_adapter, stacked, write_peft_adapter
 from learner.model.checkpoint import MANIFEST, load_config, policy_files, verify_checkpoint
 
@@ -18,7 +18,7 @@ def export_policy(reference: str, out: Path, runs_dir: Path = Path("runs")) -> P
     Its weights are the checkpoint's, to the bit; an adapter is merged into them.
 
     Args:
-        reference: a checkpoint or a run (its newest checkpoint), named as for `deploy.references.find`.
+        reference: a checkpoint or a run (its newest checkpoint), named as for `deploy.runs.references.find`.
         out: where to; nothing may be there but an empty directory.
         runs_dir: where the runs are.
 

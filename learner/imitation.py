@@ -11,8 +11,8 @@ from learner.batch import RolloutBatch
 from learner.config import LearnerConfig
 from learner.estimators import RandomMasksConfig, SamplerFacts
 from learner.objectives import Normalize, WeightedLikelihoodConfig
+from learner.parallel.sharding import ShardedPolicy
 from learner.round import Round
-from learner.sharding import ShardedPolicy
 
 _MASKS = RandomMasksConfig(min_ratio=0.0, max_ratio=1.0, ratios="spread", coupled=False)
 DENOISING_LOSS = WeightedLikelihoodConfig(normalize_by=Normalize.ROUND)

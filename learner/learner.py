@@ -18,13 +18,13 @@ from learner.config import LearnerConfig
 from learner.estimators import SamplerFacts, Terms, token_logps
 from learner.flops import forward_flops, update_flops
 from learner.imitation import DENOISING_LOSS, demonstrations
-from learner.micro_batches import coefficients
 from learner.model.lora import WHOLE
 from learner.objectives import Loss
 from learner.optimizer import PolicyOptimizer
+from learner.parallel.micro_batches import coefficients
+from learner.parallel.sharding import ShardedPolicy
 from learner.probes import mask_variance, sampling_gap
 from learner.round import WEIGHING, Plan, Round, joined, scored_logps
-from learner.sharding import ShardedPolicy
 from learner.update_metrics import UpdateMetrics, batch_metrics
 
 Metrics = dict[str, float]

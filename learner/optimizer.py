@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from learner.sharding import ShardedPolicy, gather_on_rank_0, shard_like
+from learner.parallel.sharding import ShardedPolicy, gather_on_rank_0, shard_like
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _STEP = "step"

@@ -17,8 +17,8 @@ from learner.config import LearnerConfig
 from learner.estimators import SamplerFacts, Terms, TrajectoryConfig
 from learner.keys import fold
 from learner.objectives import ClippedRatioConfig
+from learner.parallel.sharding import ShardedPolicy
 from learner.round import Plan, Round, scored_logps
-from learner.sharding import ShardedPolicy
 
 _NUM_PROBED = 8
 _ROWS_FOR_EACH = 12

@@ -16,9 +16,9 @@ from learner.batch import GroupedBatch, RolloutBatch
 from learner.config import LearnerConfig
 from learner.estimators import InnerUpdate, SamplerFacts, Terms, make_terms, token_logps
 from learner.flops import NOTHING, Canvases
-from learner.micro_batches import MicroBatches, cut
 from learner.objectives import Logps, RowFacts, normalized, unit_keys
-from learner.sharding import ShardedPolicy
+from learner.parallel.micro_batches import MicroBatches, cut
+from learner.parallel.sharding import ShardedPolicy
 
 WEIGHING = -1
 """The number of the plan that rows are weighed by: before the first update, with masks of its own."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from learner.advantages import Rewards, group_spreads, zero_variance_share
 from learner.batch import RolloutBatch
 from learner.objectives import Loss
-from learner.sharding import ShardedPolicy
+from learner.parallel.sharding import ShardedPolicy
 
 _RATIO = "ratio"
 _TRL = {_RATIO: "ratio_mean", "clip_ratio/low": "clip_ratio/low_mean", "clip_ratio/high": "clip_ratio/high_mean"}

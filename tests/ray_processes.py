@@ -27,7 +27,7 @@ from typing import Any
 
 import pytest
 
-from actors.registry_server import free_port
+from actors.registry.server import free_port
 from tests.redis_server import DebianRedis
 
 ROOT = Path(__file__).parents[1]

@@ -147,7 +147,7 @@ def test_no_module_has_the_name_of_one_of_the_standard_library() -> None:
         ("learner.learner, rollout.sampler", {"ray", "fastapi", "redis"}),
         # Torch takes seconds of CPU and 150 MB in each of a cluster's processes.
         ("actors.grader", {"torch", "ray"}),
-        ("actors.weight_store, actors.registry_server", {"torch"}),
+        ("actors.weight_store, actors.registry.server", {"torch"}),
         # `d1 --help` answers at once.
         ("deploy.cli", {"torch", "ray", "transformers", "matplotlib", "fastapi"}),
     ],

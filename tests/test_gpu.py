@@ -14,7 +14,7 @@ from learner.config import LearnerConfig
 from learner.counter import uniform
 from learner.learner import Learner
 from learner.model.transformer import Transformer
-from learner.sharding import ShardedPolicy
+from learner.parallel.sharding import ShardedPolicy
 from rollout.config import EngineConfig
 from rollout.request import Request, SamplingParams
 from rollout.sampler import Sampler

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from actors.collate import collate
 from actors.messages import Portion, PortionKey, PortionSummary, ScoredPortion
 from actors.spec import sampler_facts
+from actors.training.collate import collate
 from learner.algorithms import ALGORITHMS
 from learner.batch import RolloutBatch
 from learner.config import LearnerConfig
 from learner.learner import Learner
 from learner.model.config import TransformerConfig
 from learner.model.transformer import Transformer, init_weights
-from learner.sharding import ShardedPolicy
+from learner.parallel.sharding import ShardedPolicy
 from rewards import Grade, Message, Problem
 from rollout.request import Request, SamplingParams
 from rollout.sampler import Sampler

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from actors.collate import collate
 from actors.messages import Portion, PortionKey, PortionSummary, ScoredPortion
 from actors.spec import sampler_facts
+from actors.training.collate import collate
 from learner.batch import GroupedBatch
 from learner.estimators import InnerUpdate, TrajectoryConfig, make_terms, token_logps
 from learner.model.transformer import Transformer

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import runpy
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from importlib.metadata import distribution
 from pathlib import Path
@@ -14,7 +15,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from deploy.schema import recipe_schema
+from deploy.recipe.schema import recipe_schema
 
 ROOT = Path(__file__).parents[1]
 
@@ -75,27 +76,12 @@ def test_the_documents_name_only_recipe_fields_that_exist() -> None:
         assert named - fields == set(), name
 
 
-def _tree_of(readme: str) -> set[str]:
-    """The files that the README's tree names, with their folders."""
-    block = next(part for part in readme.split("```") if part.startswith("\nrewards/"))
-    folders: list[str] = []
-    paths = set()
-    for line in block.strip().splitlines():
-        depth, name = (len(line) - len(line.lstrip())) // 2, line.split()[0]
-        folders = folders[:depth]
-        if name.endswith("/"):
-            folders.append(name)
-        else:
-            paths.add("".join(folders) + name)
-    return paths
+def test_the_page_of_files_is_current() -> None:
+    page = (ROOT / "docs" / "tree.md").read_text(encoding="utf-8")
+    assert page == runpy.run_path(str(ROOT / "docs" / "tree.py"))["page"](), "run make docs"
 
 
-def test_the_readmes_tree_is_the_tree() -> None:
-    named = _tree_of((ROOT / "README.md").read_text(encoding="utf-8"))
-    assert [path for path in sorted(named) if not (ROOT / path).is_file()] == []
-    folders = ("rewards", "learner", "rollout", "actors", "deploy", "recipes", "benchmarks", "docs")
-    there = {
-        path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".yaml", ".md")
-    }
-    missing = {str(path.relative_to(ROOT)) for path in there if path.name != "__init__.py"} - named
-    assert missing == set()
+def test_no_folder_has_more_than_sixteen_files_of_code() -> None:
+    folders = ("rewards", "learner", "rollout", "actors", "deploy", "benchmarks", "tests")
+    sizes = Counter(path.parent for folder in folders for path in (ROOT / folder).rglob("*.py"))
+    assert {str(path.relative_to(ROOT)): size for path, size in sizes.items() if size > 16} == {}

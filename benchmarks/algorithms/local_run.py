@@ -12,23 +12,23 @@ from pathlib import Path
 
 import torch
 
-from actors.checkpoints import Position
-from actors.collate import collate
 from actors.grader import GraderWorker
 from actors.messages import ScoredPortion
 from actors.plan import RunPlan
-from actors.sft_data import load_sft_data
 from actors.spec import Phase, sampler_facts
-from deploy.recipe import Recipe, Stages
-from deploy.run_dir import create_run_dir, make_spec
+from actors.training.checkpoints import Position
+from actors.training.collate import collate
+from actors.training.sft_data import load_sft_data
+from deploy.recipe.recipe import Recipe, Stages
+from deploy.runs.run_directory import create_run_dir, make_spec
 from learner.batch import RolloutBatch
 from learner.learner import Learner, Metrics
 from learner.model.checkpoint import load_policy, save_checkpoint
 from learner.model.tokenizer import ChatTokenizer
 from learner.model.transformer import Transformer
+from learner.parallel.sharding import ShardedPolicy
 from learner.probes import likelihood_gap
-from learner.sft_learner import SftLearner
-from learner.sharding import ShardedPolicy
+from learner.sft.learner import SftLearner
 from rollout.request import SamplingParams
 from rollout.sampler import Sampler
 from rollout.score import Score

@@ -10,8 +10,8 @@ from typing import Any
 
 from benchmarks.algorithms.local_run import LocalRun, Trained, make_sft_checkpoint
 from benchmarks.algorithms.report import Result
-from deploy.overrides import load_recipe
-from deploy.recipe import Recipe
+from deploy.recipe.overrides import load_recipe
+from deploy.recipe.recipe import Recipe
 from learner.config import LearnerConfig
 from rewards import RewardConfig
 from rollout.config import RolloutConfig

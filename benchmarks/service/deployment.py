@@ -14,11 +14,11 @@ import torch
 import yaml
 from torch import Tensor
 
-from actors.registry import PolicyVersion, Registry
-from actors.registry_server import free_port
+from actors.registry.registry import PolicyVersion, Registry
+from actors.registry.server import free_port
 from actors.run_log import RECIPE
-from deploy.orphans import descendants
-from deploy.service.keys import KEYS_FILE_VARIABLE, TOKEN_VARIABLE
+from deploy.job.orphans import descendants
+from deploy.service.gateway.api_keys import KEYS_FILE_VARIABLE, TOKEN_VARIABLE
 from learner.model.checkpoint import save_checkpoint
 from learner.model.config import TransformerConfig
 from learner.model.tokenizer import EOS, MASK, ChatTokenizer, make_tokenizer
@@ -163,9 +163,9 @@ class Deployed:
 @contextmanager
 def deployed(directory: Path, shape: Shape, num_replicas: int) -> Iterator[Deployed]:
     """A run, its registry and its service, on a Ray of its own that ends with the block."""
-    from actors.registry_server import registry_url
-    from deploy.ray_session import ray_session
-    from deploy.service.launch import deploy_source
+    from actors.registry.server import registry_url
+    from deploy.job.ray_session import ray_session
+    from deploy.service.on_ray.launch import deploy_source
     from deploy.service.source import Source
 
     torch.set_num_threads(1)

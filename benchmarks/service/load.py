@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 
 from benchmarks.service.deployment import KEY, NUM_WEIGHTS, Policies
-from deploy.service.schemas import ChatRequest, CompletionRequest
+from deploy.service.api.requests import ChatRequest, CompletionRequest
 from deploy.service.source import Source
 from rollout.request import Request
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from actors.registry_server import free_port
+from actors.registry.server import free_port
 from deploy.chaos.faults import Target
 from deploy.chaos.targets import MARK, Family
 

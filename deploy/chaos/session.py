@@ -16,8 +16,8 @@ from deploy.chaos.record import History, RunRecord, read_history
 from deploy.chaos.run import DisturbedRun, Plan, Say, undisturbed
 from deploy.chaos.schedule import schedule
 from deploy.errors import RunFailedError, UserError
-from deploy.overrides import load_recipe
-from deploy.recipe import Recipe
+from deploy.recipe.overrides import load_recipe
+from deploy.recipe.recipe import Recipe
 
 _REFERENCE = "reference"
 _DISK_BYTES = 256 << 20

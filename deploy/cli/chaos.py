@@ -43,7 +43,7 @@ def chaos(
     from deploy.chaos.report import as_json as json_of
     from deploy.chaos.report import markdown, table
     from deploy.chaos.session import Order, carry_out
-    from deploy.overrides import load_recipe
+    from deploy.recipe.overrides import load_recipe
 
     runs_dir = load_recipe(recipe_path, overrides or []).runs_dir
     directory = (out or runs_dir / f"chaos-{time.strftime('%Y%m%d-%H%M%S')}-seed-{seed}").resolve()

@@ -9,9 +9,9 @@ from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
 
-from deploy.overrides import resolved_yaml
-from deploy.preflight import Resources, gigabytes, needs_of
-from deploy.recipe import Recipe
+from deploy.recipe.overrides import resolved_yaml
+from deploy.recipe.preflight import Resources, gigabytes, needs_of
+from deploy.recipe.recipe import Recipe
 
 
 def print_dry_run(recipe: Recipe, available: Resources, problems: Sequence[str]) -> None:

@@ -43,7 +43,7 @@ def schema(
     """
     import json
 
-    from deploy.schema import recipe_schema
+    from deploy.recipe.schema import recipe_schema
 
     text = json.dumps(recipe_schema(), indent=2) + "\n"
     if output is None:

@@ -22,7 +22,7 @@ def list_all(runs_dir: RunsDir = _RUNS_DIR) -> None:
     """List the runs, the most recent first."""
     from rich.console import Console
 
-    from deploy.runs import list_runs, runs_table
+    from deploy.runs.listing import list_runs, runs_table
 
     if not runs_dir.is_dir():
         raise UserError(f"there is no directory {runs_dir}; `{program()} train` makes it, or say --runs-dir DIR")
@@ -39,9 +39,9 @@ def show(name: RunName, runs_dir: RunsDir = _RUNS_DIR) -> None:
     """Show one run: its recipe, results, curves, checkpoints and newest completions."""
     from rich.console import Console
 
-    from deploy.references import find_run
-    from deploy.run_page import print_run
-    from deploy.runs import read_run
+    from deploy.runs.listing import read_run
+    from deploy.runs.page import print_run
+    from deploy.runs.references import find_run
 
     print_run(read_run(find_run(name, runs_dir)), Console())
 
@@ -65,13 +65,13 @@ def serve(
     A checkpoint is given by its directory, or as a hub id. Without a name, it is the run with the newest event.
     """
     if name is None:
-        from deploy.runs import newest_to_serve
+        from deploy.runs.listing import newest_to_serve
 
         with saying("looking for the newest run"):
             run_dir = newest_to_serve(runs_dir)
         _serve_run(run_dir, host, port, admin_port)
         return
-    from deploy.references import find
+    from deploy.runs.references import find
 
     with saying(f"looking for {name}"):
         try:

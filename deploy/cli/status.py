@@ -33,8 +33,8 @@ def status(
 
     All of it lies in the run directory, so any machine that sees that may ask.
     """
-    from deploy.references import find_run
-    from deploy.runs import newest_run
+    from deploy.runs.listing import newest_run
+    from deploy.runs.references import find_run
 
     if as_json + watch + (timeline is not None) > 1:
         raise UserError("--json, --watch and --timeline each print something else; give one of them")
@@ -50,8 +50,8 @@ def status(
 def _print(run_dir: Path, *, as_json: bool) -> None:
     from rich.console import Console
 
-    from deploy.standing import read_standing
-    from deploy.status_view import json_of, status_view
+    from deploy.runs.status import read_standing
+    from deploy.runs.status_view import json_of, status_view
 
     standing = read_standing(run_dir)
     if as_json:
@@ -64,8 +64,8 @@ def _watch(run_dir: Path) -> None:
     from rich.console import Console
     from rich.live import Live
 
-    from deploy.standing import read_standing
-    from deploy.status_view import status_view
+    from deploy.runs.status import read_standing
+    from deploy.runs.status_view import status_view
 
     if not sys.stdout.isatty():
         raise UserError("--watch is for a terminal, and this is none; --json prints the same for a program, once")

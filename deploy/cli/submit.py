@@ -30,9 +30,9 @@ def submit(
     Submitting the same run again follows the job that there is; if that failed or was stopped, it is resumed.
     """
     with saying("reading the recipe"):
-        from deploy.overrides import load_recipe
-        from deploy.submit import connect, follow
-        from deploy.submit import submit as submit_run
+        from deploy.job.submit import connect, follow
+        from deploy.job.submit import submit as submit_run
+        from deploy.recipe.overrides import load_recipe
 
         recipe = load_recipe(recipe_path, overrides or [])
     with saying("connecting to the cluster"):

@@ -41,9 +41,9 @@ def grade(
     with saying(f"loading the task {task}"):
         from rich.console import Console
 
-        from deploy.grading import grade_all, item, read_generations, summary
-        from deploy.grading_view import failures_view, summary_table
-        from deploy.tasks import opened, task_config
+        from deploy.grading.grade import grade_all, item, read_generations, summary
+        from deploy.grading.grade_view import failures_view, summary_table
+        from deploy.grading.tasks import opened, task_config
 
         # A task without published parsers has no such field.
         rules = [] if protocol == "fixed" else [f"protocol={protocol}"]
@@ -80,8 +80,8 @@ def tasks(
     with saying("loading the tasks" if task is None else f"loading the task {task}"):
         from rich.console import Console
 
-        from deploy.tasks import described
-        from deploy.tasks_view import task_view, tasks_table
+        from deploy.grading.tasks import described
+        from deploy.grading.tasks_view import task_view, tasks_table
         from rewards.tasks.table import task_names
 
         names = task_names() if task is None else (task,)

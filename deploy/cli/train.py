@@ -18,7 +18,7 @@ from deploy.waiting import saying
 
 if TYPE_CHECKING:
     from actors.run_log import Event
-    from deploy.recipe import Recipe, Stages
+    from deploy.recipe.recipe import Recipe, Stages
 
 _EXIT_INTERRUPTED, _EXIT_TERMINATED = 130, 143
 
@@ -61,8 +61,8 @@ def train(
     On the cluster that RAY_ADDRESS names, or on a Ray of its own on this machine.
     """
     with saying("reading the recipe"):
-        from deploy.overrides import load_recipe
-        from deploy.recipe import Stages
+        from deploy.recipe.overrides import load_recipe
+        from deploy.recipe.recipe import Stages
 
         recipe = load_recipe(recipe_path, overrides or [])
     if start_from is not None:
@@ -91,8 +91,8 @@ def sft(
 ) -> None:
     """Run stage 1 of a recipe alone: masked SFT on its labels."""
     with saying("reading the recipe"):
-        from deploy.overrides import load_recipe
-        from deploy.recipe import Stages
+        from deploy.recipe.overrides import load_recipe
+        from deploy.recipe.recipe import Stages
 
         recipe = load_recipe(recipe_path, overrides or [])
     if not recipe.sft.num_steps:
@@ -116,8 +116,8 @@ def _not_through_link(recipe: Recipe) -> tuple[Recipe, list[str]]:
 
 def _carry_out(recipe: Recipe, order: _Order, dry_run: bool) -> None:
     with saying("checking whether the recipe can run here"):
-        from deploy.preflight import cluster_resources, preflight
         from deploy.printing import counted
+        from deploy.recipe.preflight import cluster_resources, preflight
 
         available = cluster_resources(os.environ.get("RAY_ADDRESS"))
         problems = preflight(recipe, available, resume=order.resume, serve=order.serve)
@@ -137,8 +137,8 @@ def _carry_out(recipe: Recipe, order: _Order, dry_run: bool) -> None:
 
 def _refusals(recipe: Recipe, order: _Order) -> Iterator[str]:
     """Why the run directory would be refused, once the actors' needs are met."""
-    from deploy.preflight import MOST_LOOKED_AT
-    from deploy.run_dir import check_creatable, check_resumable, make_spec
+    from deploy.recipe.preflight import MOST_LOOKED_AT
+    from deploy.runs.run_directory import check_creatable, check_resumable, make_spec
 
     spec = make_spec(recipe, order.stages)
     try:
@@ -156,11 +156,11 @@ def _run(recipe: Recipe, order: _Order) -> None:
         from rich.text import Text
 
         from actors.run_log import read_events
-        from deploy import job
-        from deploy.following import Terminated
+        from deploy.job import job
+        from deploy.job.following import Terminated
         from deploy.printing import printable
-        from deploy.progress import ProgressDisplay
-        from deploy.report import result_tables
+        from deploy.runs.progress import ProgressDisplay
+        from deploy.runs.report import result_tables
 
     # This screen, also while `sys.stdout` is a log's.
     console = Console(file=sys.stdout)

@@ -1,4 +1,4 @@
-// A run's events, put in order, as deploy/history.py does it. They arrive a few at a time.
+// A run's events, put in order, as deploy/runs/history.py does it. They arrive a few at a time.
 
 /** What a run has come to. What a resumed run repeated counts once, as it was the last time. */
 export class RunHistory {

@@ -12,8 +12,8 @@ import torch
 
 from actors.run_log import CHECKPOINTS, RECIPE
 from deploy.errors import UserError, reason
-from deploy.overrides import load_recipe
-from deploy.references import find_checkpoint_of
+from deploy.recipe.overrides import load_recipe
+from deploy.runs.references import find_checkpoint_of
 from deploy.sampling.defaults import Defaults
 from learner.model.checkpoint import load_policy
 from learner.model.config import TransformerConfig
@@ -50,7 +50,7 @@ def open_policy(reference: str, device: Device | None, engine: EngineConfig, run
     """Find and load a checkpoint.
 
     Args:
-        reference: a checkpoint or a run (its newest checkpoint), named as for `deploy.references.find`.
+        reference: a checkpoint or a run (its newest checkpoint), named as for `deploy.runs.references.find`.
         device: where it computes; None takes a GPU where there is one.
         engine: how it computes.
         runs_dir: where the runs are.

@@ -11,7 +11,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from deploy.errors import UserError, reason
-from deploy.refusals import shortened
+from deploy.recipe.refusals import shortened
 from deploy.sampling.policy import Policy
 from deploy.sampling.request_line import (
     SAMPLING_KEYS,

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from deploy.refusals import first_refusal
+from deploy.recipe.refusals import first_refusal
 from rollout.request import MAX_SEED, SamplingParams
 
 Whole = Annotated[int, Field(le=MAX_SEED, ge=-MAX_SEED)]

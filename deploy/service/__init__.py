@@ -2,7 +2,7 @@
 
 import structlog
 
-from deploy.service.launch import banner, deploy_source, serve_checkpoint, serve_run
+from deploy.service.on_ray.launch import banner, deploy_source, serve_checkpoint, serve_run
 
 __all__ = ["banner", "deploy_source", "serve_checkpoint", "serve_run"]
 

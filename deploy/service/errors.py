@@ -9,7 +9,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from deploy.service.messages import Refused
+from deploy.service.contract import Refused
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _MESSAGES = {400: "The body is not JSON.", 404: "There is no such path.", 405: "This path does not know that method."}

@@ -11,7 +11,10 @@ import structlog
 import yaml
 from pydantic import ValidationError
 
-from actors.checkpoints import (
+from actors.registry.registry import PolicyVersion
+from actors.run_log import CHECKPOINTS, RECIPE, read_events
+from actors.spec import Phase
+from actors.training.checkpoints import (
     STATE,
     FoundCheckpoint,
     Position,
@@ -20,13 +23,10 @@ from actors.checkpoints import (
     read_position,
     to_answer,
 )
-from actors.registry import PolicyVersion
-from actors.run_log import CHECKPOINTS, RECIPE, read_events
-from actors.spec import Phase
 from deploy.errors import UserError
 from deploy.printing import printable
-from deploy.recipe import Recipe
-from deploy.service.messages import BASE
+from deploy.recipe.recipe import Recipe
+from deploy.service.contract import BASE
 from learner.model.checkpoint import MANIFEST, load_config, load_policy, verify_checkpoint
 from learner.model.families import make_model
 from rollout.config import EngineConfig

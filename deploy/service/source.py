@@ -7,14 +7,16 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
-from actors.checkpoints import checkpoints_to_answer
-from actors.registry import PolicyVersion, Registry
+from actors.registry.registry import PolicyVersion, Registry
 from actors.run_log import CHECKPOINTS
+from actors.training.checkpoints import checkpoints_to_answer
 from deploy.sampling.defaults import Defaults
-from deploy.service.canary import HeldoutCanary
-from deploy.service.codec import Codec
-from deploy.service.plan import Planner
-from deploy.service.policy_events import RegistryReader
+from deploy.service.api.planner import Planner
+from deploy.service.api.policy_events import RegistryReader
+from deploy.service.api.run_view import RunView
+from deploy.service.api.text_codec import Codec
+from deploy.service.engine.canary import HeldoutCanary
+from deploy.service.engine.versions import Locate, Versions
 from deploy.service.run_files import (
     Checkpoints,
     latest_checkpoint,
@@ -22,8 +24,6 @@ from deploy.service.run_files import (
     plain_checkpoint,
     read_recipe,
 )
-from deploy.service.run_view import RunView
-from deploy.service.versions import Locate, Versions
 from rollout.config import EngineConfig
 
 _NAME = re.compile(r"[^A-Za-z0-9._-]+")

@@ -13,8 +13,8 @@ from learner.model.config import TransformerConfig
 from learner.model.lora import LoraConfig
 from learner.model.tokenizer import EOS, MASK, ChatTokenizer, make_tokenizer
 from learner.model.transformer import Transformer, init_weights
-from learner.sft import SftConfig
-from learner.sharding_config import ShardingConfig
+from learner.parallel.sharding_config import ShardingConfig
+from learner.sft.sft import SftConfig
 from rewards import RewardConfig, SumsConfig
 from rollout.config import EvaluationConfig, RolloutConfig
 from rollout.request import SamplingParams

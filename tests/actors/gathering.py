@@ -15,7 +15,7 @@ from actors.weights import make_manifest, verify
 from learner.model.config import TransformerConfig
 from learner.model.transformer import Transformer, init_weights
 from learner.optimizer import PolicyOptimizer
-from learner.sharding import ShardedPolicy, make_mesh
+from learner.parallel.sharding import ShardedPolicy, make_mesh
 
 NUM_GATHERS = int(os.environ.get("D1_GATHERS", "20"))
 _STATE_EVERY = 10

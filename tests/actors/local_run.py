@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from actors.evaluation import best_version
+from actors.coordination.evaluation import best_version
 from actors.grader import GraderWorker
 from actors.messages import Generation, Next, Portion, ScoredPortion
 from actors.plan import RunPlan

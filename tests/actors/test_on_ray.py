@@ -17,11 +17,11 @@ import torch
 import torch.multiprocessing as mp
 
 from actors.cluster import watched
+from actors.coordination.liveness import Watch
+from actors.coordination.pools import Pools, PortionFailedError
 from actors.grader import GraderWorker
-from actors.liveness import Watch
 from actors.messages import Generation
 from actors.plan import RunPlan
-from actors.pools import Pools, PortionFailedError
 from actors.sampler import SamplerWorker
 from actors.spec import RunSpec
 from actors.weight_store import WeightStore
@@ -181,9 +181,9 @@ def test_an_actor_that_is_stopped_is_silent_and_what_takes_its_place_answers(
     store: Any, spec: RunSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its process neither answers nor dies: nobody but the watch can tell."""
-    monkeypatch.setattr("actors.liveness.PROBE_EVERY_S", 0.2)
-    monkeypatch.setattr("actors.liveness.SILENT_S", 2.0)
-    monkeypatch.setattr("actors.liveness.HUNG_S", 4.0)
+    monkeypatch.setattr("actors.coordination.liveness.PROBE_EVERY_S", 0.2)
+    monkeypatch.setattr("actors.coordination.liveness.SILENT_S", 2.0)
+    monkeypatch.setattr("actors.coordination.liveness.HUNG_S", 4.0)
     sampler = watched(SamplerWorker).options(num_cpus=0, max_restarts=-1)
     sampler = sampler.remote(spec.initial_checkpoint, store, "cpu", spec.rollout.engine)
     first = ray.get(sampler.ready.remote(), timeout=180)

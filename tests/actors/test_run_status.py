@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from ray.exceptions import ActorUnavailableError
 
-from actors.liveness import Watch
+from actors.coordination.liveness import Watch
+from actors.coordination.pools import Assignment
 from actors.messages import PortionKey
-from actors.pools import Assignment
 from actors.status import STATUS, ActorState, ActorStatus, RunStatus, actor_statuses, restarts_by_kind
 
 STATUS_OF_A_RUN = RunStatus(
@@ -80,7 +80,7 @@ class _Restarting:
 
 
 def test_an_answer_from_another_process_is_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("actors.liveness.PROBE_EVERY_S", 0.0)
+    monkeypatch.setattr("actors.coordination.liveness.PROBE_EVERY_S", 0.0)
 
     async def watch() -> dict[str, int]:
         watch, actor = Watch(lambda name, actor, seconds: None), _Restarting()

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from actors.coordination.pools import Work
 from actors.messages import PortionKey
-from actors.pools import Work
 from actors.timeline import (
     COORDINATOR,
     LEARNER,

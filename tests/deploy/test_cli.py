@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from deploy.recipe import Stages
+from deploy.recipe.recipe import Stages
 
 Events = list[dict[str, Any]]
 _ROOT = Path(__file__).parents[2]
@@ -32,7 +32,7 @@ def _python(code: str, *words: str, cwd: Path) -> subprocess.CompletedProcess[st
 
 
 class FakeJob:
-    """Takes what `deploy.job.run` is given, and plays events."""
+    """Takes what `deploy.job.job.run` is given, and plays events."""
 
     def __init__(self, events: Events, interrupt: bool = False) -> None:
         self.events, self.interrupt, self.calls = events, interrupt, []
@@ -51,10 +51,10 @@ class FakeJob:
 @pytest.fixture
 def install_job(monkeypatch: pytest.MonkeyPatch) -> Callable[[FakeJob], FakeJob]:
     def install(job: FakeJob) -> FakeJob:
-        module = types.ModuleType("deploy.job")
+        module = types.ModuleType("deploy.job.job")
         module.run = job.run  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, "deploy.job", module)
-        monkeypatch.setattr("deploy.job", module, raising=False)
+        monkeypatch.setitem(sys.modules, "deploy.job.job", module)
+        monkeypatch.setattr("deploy.job.job", module, raising=False)
         return job
 
     return install
@@ -141,7 +141,7 @@ def test_ctrl_c_says_how_to_resume(recipe_file: Path, d1: Callable, events: Even
 def test_resumed_through_the_link_it_is_the_run_itself(
     recipe_file: Path, d1: Callable, events: Events, install_job: Callable, make_run: Callable
 ) -> None:
-    from deploy.runs import point_latest_at
+    from deploy.runs.listing import point_latest_at
 
     point_latest_at(make_run("mine", events[:20]))
     install_job(FakeJob(events[:20], interrupt=True))
@@ -178,7 +178,7 @@ def test_a_bug_is_not_hidden(recipe_file: Path, workdir: Path, monkeypatch: pyte
     def broken(*_: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("deploy.overrides.load_recipe", broken)
+    monkeypatch.setattr("deploy.recipe.overrides.load_recipe", broken)
     monkeypatch.setattr(sys, "argv", ["d1", "train", "tiny.yaml"])
     with pytest.raises(ZeroDivisionError):
         main()

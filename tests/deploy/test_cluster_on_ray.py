@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from actors.registry import Registry
-from actors.registry_server import free_port
+from actors.registry.registry import Registry
+from actors.registry.server import free_port
 from actors.run_log import read_events
 from benchmarks.service.deployment import Policies, Shape
 from tests.deploy.service.asking import ASK, TOKEN, Asker, call, is_up
@@ -60,7 +60,7 @@ ray.init(logging_level="ERROR", log_to_driver=False)
 @ray.remote(num_cpus=0.1, resources={"worker": 0.1})
 class Numbers:
     def show(self):
-        from actors.metrics import _GAUGES, RunGauges
+        from actors.coordination.metrics import _GAUGES, RunGauges
         pools = {"samplers": {"away": 0, "busy": 1}}
         RunGauges("pair").show(dict.fromkeys(_GAUGES, 1.0) | {"pools": pools})
 

@@ -21,8 +21,8 @@ import pytest
 import ray
 import yaml
 
-from actors.metrics import _GAUGES, _POOL_GAUGES
-from deploy.service import ray_metrics
+from actors.coordination.metrics import _GAUGES, _POOL_GAUGES
+from deploy.service.on_ray import ray_metrics
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -315,7 +315,7 @@ def _strict(schema: Any) -> Any:
 def test_ray_serve_accepts_its_files() -> None:
     from ray.serve.schema import ServeDeploySchema
 
-    from deploy.service.builder import Arguments
+    from deploy.service.on_ray.builder import Arguments
 
     (service,) = _documents(DEPLOY / "k8s/serve.yaml")
     texts = ((DEPLOY / "serve.yaml").read_text(encoding="utf-8"), service["spec"]["serveConfigV2"])

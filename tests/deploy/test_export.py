@@ -20,7 +20,7 @@ from learner.model.families import make_model
 from learner.model.lora import TARGETS, LoraConfig
 from learner.model.tokenizer import make_tokenizer
 from learner.model.transformer import init_weights
-from learner.sharding import ShardedPolicy
+from learner.parallel.sharding import ShardedPolicy
 
 LORA = LoraConfig(rank=3, alpha=6)
 

@@ -26,8 +26,9 @@ from learner.estimators import OneStepConfig, SamplerFacts, TrajectoryConfig, to
 from learner.learner import Learner
 from learner.model.config import TransformerConfig
 from learner.model.transformer import Transformer, init_weights
-from learner.sharding import ShardedPolicy
-from tests.learner import slow, test_algorithms
+from learner.parallel.sharding import ShardedPolicy
+from tests.learner import slow
+from tests.learner.methods import test_algorithms
 
 ROOT = Path(__file__).parents[2]
 # Every completion fills its canvas, a token a step; every fourth falls back.
@@ -46,8 +47,8 @@ LACKING = {
 
 
 def _rows() -> dict[str, dict[str, str]]:
-    """The README's table of algorithms, by name."""
-    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    """The table of algorithms, by name."""
+    lines = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8").splitlines()
     start = next(index for index, line in enumerate(lines) if line.startswith("| algorithm |"))
     table = [[cell.strip() for cell in line[1:-1].split("|")] for line in lines[start:] if line.startswith("| `")]
     heads = [cell.strip() for cell in lines[start][1:-1].split("|")]

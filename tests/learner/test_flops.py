@@ -17,8 +17,8 @@ from learner.flops import Canvases, forward_flops, update_flops
 from learner.learner import Learner
 from learner.model.lora import LoraConfig
 from learner.model.transformer import Transformer
+from learner.parallel.sharding import ShardedPolicy
 from learner.round import Round
-from learner.sharding import ShardedPolicy
 
 
 def _config(**changes: object) -> LearnerConfig:

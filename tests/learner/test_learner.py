@@ -11,8 +11,8 @@ from learner.estimators import InnerUpdate, OneStepConfig, SamplerFacts, Traject
 from learner.learner import Learner
 from learner.model.transformer import Transformer
 from learner.objectives import ClippedRatioConfig
+from learner.parallel.sharding import ShardedPolicy
 from learner.round import Round
-from learner.sharding import ShardedPolicy
 
 
 def _config(**changes: object) -> LearnerConfig:

@@ -13,8 +13,8 @@ from learner.config import LearnerConfig
 from learner.estimators import InnerUpdate, SamplerFacts
 from learner.keys import fold
 from learner.model.transformer import Transformer
+from learner.parallel.sharding import ShardedPolicy
 from learner.probes import likelihood_gap, mask_variance
-from learner.sharding import ShardedPolicy
 
 SAMPLER = SamplerFacts(temperature=0.7, block_length=4, has_fallback=True)
 

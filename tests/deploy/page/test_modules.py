@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from playwright.sync_api import Page
 
-from deploy.history import moving_mean, read_history
 from deploy.printing import duration, printable
+from deploy.runs.history import moving_mean, read_history
 from rollout.score import Score
 from tests.deploy.page.fake_service import STEPS, TEXTS, evaluation_event, frames, round_event
 

@@ -13,23 +13,23 @@ import uvicorn
 import yaml
 from starlette.testclient import TestClient
 
-from actors.registry import PolicyVersion, Registry
-from actors.registry_server import ValkeyServer
-from actors.registry_server import free_port as find_free_port
+from actors.registry.registry import PolicyVersion, Registry
+from actors.registry.server import ValkeyServer
+from actors.registry.server import free_port as find_free_port
 from benchmarks.service.deployment import forget_serve
-from deploy.ray_session import MOST_STARTS, connected
+from deploy.job.ray_session import MOST_STARTS, connected
 from deploy.sampling.defaults import Defaults
-from deploy.service.app import Service, create_app, guarded
-from deploy.service.codec import Codec
-from deploy.service.engine import Engine
-from deploy.service.host import EngineHost
-from deploy.service.keys import Keys
-from deploy.service.messages import BlocksDone, EngineLostError
-from deploy.service.plan import Planner
-from deploy.service.rates import Rates
+from deploy.service.api.app import Service, create_app, guarded
+from deploy.service.api.planner import Planner
+from deploy.service.api.run_view import RunView
+from deploy.service.api.text_codec import Codec
+from deploy.service.contract import BlocksDone, EngineLostError
+from deploy.service.engine.engine import Engine
+from deploy.service.engine.engine_host import EngineHost
+from deploy.service.engine.versions import Versions
+from deploy.service.gateway.api_keys import Keys
+from deploy.service.gateway.rate_limits import Rates
 from deploy.service.run_files import Checkpoints, latest_checkpoint, load_sampler, read_recipe
-from deploy.service.run_view import RunView
-from deploy.service.versions import Versions
 from learner.model.checkpoint import save_checkpoint
 from learner.model.config import TransformerConfig
 from learner.model.tokenizer import EOS, MASK, ChatTokenizer, make_tokenizer
@@ -277,7 +277,7 @@ def mortal_service(service, monkeypatch):
         async def aclose(self):
             await self.host.aclose()
 
-    monkeypatch.setattr("deploy.service.steady._PAUSE_S", 0)
+    monkeypatch.setattr("deploy.service.link.failover._PAUSE_S", 0)
     return replace(service, backend=Mortal(service.backend))
 
 

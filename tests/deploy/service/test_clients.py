@@ -9,7 +9,7 @@ import httpx
 import openai
 import pytest
 
-from deploy.service.app import create_app
+from deploy.service.api.app import create_app
 from tests.deploy.service.asking import wait_until
 
 TOKEN = "a-token-of-this-test"

@@ -10,11 +10,11 @@ import pytest
 
 from benchmarks.service.deployment import KEY, Policies, Shape
 from benchmarks.service.load import Client, mixed_asks
-from deploy.service.app import Service, create_app, guarded
-from deploy.service.engine import Engine
-from deploy.service.host import EngineHost
-from deploy.service.keys import Keys
-from deploy.service.rates import Rates
+from deploy.service.api.app import Service, create_app, guarded
+from deploy.service.engine.engine import Engine
+from deploy.service.engine.engine_host import EngineHost
+from deploy.service.gateway.api_keys import Keys
+from deploy.service.gateway.rate_limits import Rates
 from deploy.service.source import Source
 
 NUM_REQUESTS = 96

@@ -2,11 +2,11 @@
 
 import pytest
 
-from actors.registry import AdminState
-from deploy.service.app import create_app, guarded
-from deploy.service.keys import Keys
-from deploy.service.messages import FollowerStatus
-from deploy.service.rates import Rates
+from actors.registry.registry import AdminState
+from deploy.service.api.app import create_app, guarded
+from deploy.service.contract import FollowerStatus
+from deploy.service.gateway.api_keys import Keys
+from deploy.service.gateway.rate_limits import Rates
 from tests.deploy.service.app.asking import BEARER, OTHER, TOKEN
 
 WANTED = AdminState(pinned=1, is_paused=True)

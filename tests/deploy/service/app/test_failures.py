@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from starlette.testclient import TestClient
 
-from deploy.service.app import create_app, guarded
-from deploy.service.engine import Engine
-from deploy.service.keys import Keys
-from deploy.service.rates import Rates
+from deploy.service.api.app import create_app, guarded
+from deploy.service.engine.engine import Engine
+from deploy.service.gateway.api_keys import Keys
+from deploy.service.gateway.rate_limits import Rates
 from tests.deploy.service.app.asking import ASK, BEARER, CHAT, TOKEN, assert_error, events_of
 from tests.deploy.service.asking import wait_until
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from starlette.testclient import TestClient
 
-from deploy.service.app import create_app, guarded
-from deploy.service.keys import Keys
-from deploy.service.rates import Rates
+from deploy.service.api.app import create_app, guarded
+from deploy.service.gateway.api_keys import Keys
+from deploy.service.gateway.rate_limits import Rates
 from tests.deploy.service.app.asking import ASK, BEARER, TOKEN, assert_error
 
 

@@ -1,0 +1,1 @@
+"""The coordinator and what it keeps: rounds, portions, actors, scores."""

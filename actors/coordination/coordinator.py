@@ -1,0 +1,472 @@
+"""The coordinator: a thin asynchronous shell over rounds and ledger. It may die: Ray starts it again, nothing is lost.
+
+    samplers <-- portions -- [ coordinator: ledger, run log ] -- references --> learner
+        |                         ^ summaries                                     |
+        '---- completions ---> graders                       <-- next_batch, published, record
+
+| loop          | consumes             | waits for              | produces           | unblocked by         |
+|---------------|----------------------|------------------------|--------------------|----------------------|
+| `Rounds._run` | an admitted portion  | a free sampler, grader | a ready portion    | `published`, a retry |
+| `next_batch`  | a round's portions   | the round is complete  | references         | `Rounds._run`, `stop`|
+| `evaluate`    | held-out portions    | all of them            | a Score            | `Pools.score`, `stop`|
+| `_keep_watch` |                      | an actor that is silent| a failure, a kill  |                      |
+
+Failover: the learner is the clock, and every call of its rank 0 says all that the coordinator needs to go on: round,
+version, digest. Restarted, the coordinator makes the ledger again from the call that Ray repeats, and samples the round
+again: the same texts, for draws are keyed by what they are for. What else it must know lies in the run log and in
+`Session`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import replace
+from statistics import fmean
+from typing import Any, TypeVar
+
+import ray
+
+from actors.coordination.evaluation import Evaluation, best_version
+from actors.coordination.liveness import Watch
+from actors.coordination.metrics import RunGauges
+from actors.coordination.pools import Pools, VersionLostError
+from actors.coordination.round_stats import readable_samples, round_stats
+from actors.coordination.rounds import Rounds
+from actors.coordination.session import Session
+from actors.messages import Generation, Next, PortionKey, PortionSummary
+from actors.plan import RunPlan
+from actors.registry.announcer import Announcer
+from actors.registry.registry import Registry
+from actors.run_log import LEARNER_FAILED, RESTARTED, Event, RunLog
+from actors.spec import Phase, RunSpec
+from actors.status import SILENT_S, RunStatus, actor_statuses, restarts_by_kind, silence_texts, wait_text
+from actors.timeline import COORDINATOR, LEARNER, Kind, Timeline
+from learner.model.tokenizer import ChatTokenizer
+
+_SAMPLES_PER_ROUND = 4
+_STATUS_EVERY_S = 2.0
+# Events among which one that is recorded a second time would be.
+_NEWEST = 20
+_RANK = "learner rank "
+_STORE = "the weight store"
+_ROUND, _EVALUATION = "the round", "the evaluation"
+_ONE_SCHEDULE = ("round", Phase.UNTRAINED)
+T = TypeVar("T")
+
+
+class StoppedError(Exception):
+    """The run is to stop before what was waited for."""
+
+
+class Coordinator:
+    """Owns the ledger and the run log of one run."""
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        samplers: Sequence[Any],
+        graders: Sequence[Any],
+        store: Any,
+        *,
+        registry_url: str,
+        store_name: str,
+        driver: str,
+    ) -> None:
+        """Begin, or go on with what the coordinator of the same `driver` had begun.
+
+        Raises ValueError when the task cannot give the problems that the recipe asks for.
+        """
+        self._spec = spec
+        self._plan = RunPlan(spec, ChatTokenizer(spec.initial_checkpoint))
+        self._pools = Pools(samplers, graders, spec.rollout.timeout_s, spec.grading_timeout_s, self._note_pause)
+        session = Session.read(spec.run_dir, driver)
+        self._log = RunLog(spec.run_dir, spec.wandb_project, is_going_on=session.num_coordinator_starts > 0)
+        self._gauges = RunGauges(spec.name)
+        self._announcer = Announcer(Registry(registry_url, spec.name), self._log, spec.run_dir, store_name)
+        schedules = spec.evaluation.params(spec.rollout.sampling)
+        self._evaluation = Evaluation(self._plan, schedules, self._pools, spec.rollout.max_attempts, self._note_failure)
+        self._rounds = Rounds(spec, self._plan, self._pools, self._note_failure)
+        self._watch = Watch(self._end_hung)
+        self._timeline = Timeline()
+        self._doing: dict[str, tuple[str, float]] = {}
+        self._has_echoed = False
+        self._waiting_since: tuple[str, float] | None = None
+        self._learner_starting_at = time.monotonic()
+        self._stopping = asyncio.Event()
+        self._asked: set[asyncio.Task[Any]] = set()
+        self._store = store
+        self._watching: asyncio.Task[None] | None = None
+        self._begin(session)
+
+    def _begin(self, session: Session) -> None:
+        if session.num_coordinator_starts:
+            what = "the coordinator died and was started again; the round under way is sampled again"
+            self._note_failure(what, session.num_coordinator_starts)
+            self._end_pause()
+            self._timeline = Timeline.read(self._spec.run_dir)
+            if (last := RunStatus.read(self._spec.run_dir)) is not None:
+                self._timeline.add_since(COORDINATOR, "away", Kind.AWAY, last.at)
+        elif self._plan.num_overlong:
+            self._note_failure(f"{self._plan.num_overlong} prompts are too long", 0)
+        self._keep(session, num_coordinator_starts=session.num_coordinator_starts + 1)
+        if session.is_stopping:
+            self._stopping.set()
+
+    # The log.
+
+    async def record(self, event: str, values: dict[str, Any]) -> None:
+        """Append an event to the run log; the registry hears of a checkpoint that may be served."""
+        if not self._is_repeated(event, values):
+            self._log.append(event, **values)
+            self._timeline.add_event(event, values)
+        if event == "checkpoint" and values["phase"] != Phase.CONTROL and "step" not in values:
+            await self._announcer.checkpoint(values["policy_version"], self._spec.run_dir / values["path"])
+
+    async def events_since(self, count: int) -> list[Event]:
+        """The events after the first `count`."""
+        self._watch_over()
+        return self._log.events_since(count)
+
+    async def finish(self) -> None:
+        """Record that the run is done, and how long it took; the files are complete then."""
+        if self._watching is not None:
+            self._watching.cancel()
+        events = self._log.events_since(0)
+        if not events or events[-1]["event"] != "done":
+            self._log.append("done", seconds=self._log.seconds())
+        self._log.close()
+        await self._write_status()
+
+    def _is_repeated(self, event: str, values: Mapping[str, Any]) -> bool:
+        """Whether the newest events have this one: its call was answered by a coordinator that died as it did so."""
+        if self._session.num_coordinator_starts == 1:
+            return False
+        asked = json.loads(json.dumps({"event": event, **values}))
+        newest = _since_learner_start(self._log.events_since(0))[-_NEWEST:]
+        return any(one == asked | {"time_s": one["time_s"]} for one in newest)
+
+    def _note_failure(self, what: str, attempt: int) -> None:
+        self._log.append("failure", what=what, attempt=attempt)
+
+    def _end_pause(self) -> None:
+        """The pause that goes on by the log, if one does: it may have begun under a coordinator that died."""
+        pauses = [event for event in self._log.events_since(0) if event["event"] in ("pause", "pause_end")]
+        if pauses and pauses[-1]["event"] == "pause":
+            self._log.append("pause_end", seconds=round(self._log.seconds() - pauses[-1]["time_s"], 3))
+
+    def _note_pause(self, why: str | None) -> None:
+        """Record that grading waits for something that does not answer, or (None) that it goes on."""
+        if why is None:
+            self._end_pause()
+        else:
+            self._log.append("pause", what=why)
+
+    # The learner group.
+
+    async def learner_starting(self, learner: str) -> bool:
+        """The learner group `learner` begins. False where groups have done so in vain too often."""
+        self._forget_learner()
+        self._learner_starting_at = time.monotonic()
+        self._keep(self._session.with_learner_start(learner, self._num_checkpoints()))
+        return not self._session.gave_up
+
+    async def learner_started(self, checkpoint: str, position: Mapping[str, Any]) -> None:
+        """It goes on from a checkpoint: what is done again is recorded. Every time but the first is a failure's."""
+        self._timeline.add(LEARNER, "loading a checkpoint", Kind.WORK, self._learner_starting_at)
+        again = _done_again(self._log.events_since(0), position)
+        if self._session.num_learner_starts > 1:
+            what = f"{RESTARTED} from checkpoint {checkpoint}; {again}"
+            self._note_failure(what, self._session.num_learner_starts - 1)
+        elif position["policy_version"] or position["step"]:
+            self._log.append("resume", what=f"going on from checkpoint {checkpoint}; {again}")
+
+    async def learner_failed(self, what: str, is_echo: bool, is_transient: bool) -> bool:
+        """A rank raised. What it raises because another has died, or has raised, is no failure of its own.
+
+        False where the group is not to start again: another would raise what two have, unless it came from outside.
+        """
+        if not self._session.error and not (is_echo and self._has_echoed):
+            self._has_echoed = is_echo
+            if not is_echo:
+                self._keep(self._session.with_error(what, self._num_checkpoints(), is_transient=is_transient))
+            self._note_failure(f"{LEARNER_FAILED}: {what}", 1)
+        return not self._session.gave_up
+
+    def _num_checkpoints(self) -> int:
+        return sum(event["event"] == "checkpoint" for event in self._log.events_since(0))
+
+    async def gave_up(self) -> str:
+        """Why the learner group is not started again; empty where it ended as it should."""
+        return self._session.gave_up
+
+    async def heartbeat(self, rank: int, doing: str, actor: Any) -> bool:
+        """A rank of the learner lives. Whether it is to stop."""
+        self._watch_over()
+        if self._doing.get(str(rank), ("", 0.0))[0] != doing:
+            self._doing[str(rank)] = doing, time.monotonic()
+        self._watch.heard(f"{_RANK}{rank}", actor)
+        return self._stopping.is_set()
+
+    async def rank_ended(self, rank: int) -> None:
+        """A rank has ended as it should."""
+        self._watch.forget(f"{_RANK}{rank}")
+        self._doing.pop(str(rank), None)
+
+    async def stop(self) -> bool:
+        """Have the learner write a checkpoint and end, as soon as it can. False where no rank of it is up."""
+        self._keep(self._session, is_stopping=True)
+        self._stopping.set()
+        # After a restart of this process the first heartbeat has not come yet.
+        return bool(self._doing) or self._session.num_coordinator_starts > 1
+
+    def _keep(self, session: Session, **changes: Any) -> None:
+        self._session = replace(session, **changes).write(self._spec.run_dir)
+
+    def _forget_learner(self) -> None:
+        self._rounds.forget()
+        for asked in self._asked:
+            asked.cancel()
+        self._watch.forget(*(f"{_RANK}{rank}" for rank in self._doing))
+        self._doing.clear()
+        self._has_echoed = False
+
+    # The rounds.
+
+    async def next_batch(self, round_index: int, generation: Generation) -> tuple[Next, list[ray.ObjectRef[Any]]]:
+        """References of a round's scored portions, or what else to do first. Raises as `Rounds.complete` does."""
+        self._waiting_since = _ROUND, time.monotonic()
+        try:
+            return Next.GO_ON, await self._unless_stopped(self._rounds.complete(round_index, generation))
+        except StoppedError:
+            return Next.STOP, []
+        except VersionLostError:
+            return Next.PUBLISH, []
+        finally:
+            self._waiting_since = None
+
+    async def forget(self, round_index: int) -> None:
+        """The portions of a round cannot be fetched any more: they are sampled again."""
+        self._rounds.redo(round_index)
+
+    async def published(
+        self,
+        round_index: int,
+        generation: Generation,
+        values: dict[str, Any],
+        summaries: Mapping[PortionKey, PortionSummary] | None,
+    ) -> bool:
+        """The learner trained on a round and published `generation`; `values` is what it measured.
+
+        False when the round's portions are not known here, for they were gathered before a restart: then `summaries`
+        have to be given.
+        """
+        if self._is_published(round_index, generation.version):
+            return True  # Asked before.
+        summaries = summaries or self._rounds.summaries(round_index)
+        if summaries is None:
+            return False
+        self._log_round(round_index, generation.version, values, summaries)
+        self._timeline.add_round(round_index, values)
+        self._rounds.publish(round_index, generation)
+        return True
+
+    def _is_published(self, round_index: int, version: int) -> bool:
+        next_round = self._rounds.next_round
+        # Else the log has it, where it was a coordinator that died as it answered.
+        return self._has_round(round_index, version) if next_round is None else next_round > round_index
+
+    def _has_round(self, round_index: int, version: int) -> bool:
+        """Whether the newest round of the log is this one: it was recorded by a coordinator that died as it did so."""
+        rounds = [event for event in self._log.events_since(0) if event["event"] == "round"]
+        return bool(rounds) and (rounds[-1]["round"], rounds[-1]["policy_version"]) == (round_index, version)
+
+    def _log_round(
+        self, round_index: int, version: int, values: dict[str, Any], by_key: Mapping[PortionKey, PortionSummary]
+    ) -> None:
+        portions = [self._plan.round_portion(key.round, key.index) for key in by_key]
+        summaries = list(by_key.values())
+        stats = round_stats(portions, summaries, self._spec.learner.groups_per_round)
+        seconds = values["sampling_s"] + values["training_s"] + values["publish_s"]
+        event = self._log.append(
+            "round",
+            round=round_index,
+            policy_version=version,
+            **stats,
+            num_retries=self._rounds.num_retries,
+            pools=self._pools.use(),
+            **_staleness(summaries, version - 1),
+            **values,
+            tokens_per_s=round(stats["mean_tokens"] * stats["num_completions"] / seconds, 1),
+        )
+        samples = readable_samples(portions, summaries, self._plan.prompt_text)
+        self._log.append_samples(samples[:: max(1, len(samples) // _SAMPLES_PER_ROUND)][:_SAMPLES_PER_ROUND])
+        self._gauges.show(event)
+
+    # Versions and their scores.
+
+    async def announce(self, generation: Generation, phase: Phase, round_index: int) -> None:
+        """Tell the registry, and so the service, that the store has a new version."""
+        await self._announcer.announce(generation, phase, round_index)
+
+    async def evaluate(self, generation: Generation, label: str, round_index: int, is_new: bool) -> tuple[Next, bool]:
+        """Held-out accuracy of a version that the store has; recorded, and announced if the version is public.
+
+        Of a version that is not new, an evaluation that the log has is not repeated. Also says whether the version is
+        the best of the rounds so far.
+        Raises RuntimeError when a portion cannot be scored: an accuracy over fewer problems would be another number.
+        """
+        version = generation.version
+        if not self._is_evaluated(version, label, is_new=is_new):
+            began = time.monotonic()
+            self._waiting_since = _EVALUATION, began
+            try:
+                score = self._evaluation.score(generation, at_all=label not in _ONE_SCHEDULE)
+                scored = await self._unless_stopped(score)
+            except StoppedError:
+                return Next.STOP, False
+            except VersionLostError as error:
+                self._note_failure(f"{error}; the learner publishes again", 1)
+                return Next.PUBLISH, False
+            finally:
+                self._waiting_since = None
+                self._timeline.add(LEARNER, f"evaluation of version {version}", Kind.WAIT, began)
+            self._log.append("evaluation", label=label, policy_version=version, round=round_index, **scored)
+            if label != Phase.CONTROL:
+                await self._announcer.score(version, scored["num_correct"], scored["num_problems"])
+        return Next.GO_ON, best_version(self._log.events_since(0)) == version
+
+    async def versions_to_keep(self) -> list[int]:
+        """The versions whose checkpoints must stay: the best, and one that an operator has pinned."""
+        wanted = best_version(self._log.events_since(0)), self._announcer.pinned()
+        return [version for version in wanted if version is not None]
+
+    def _is_evaluated(self, version: int, label: str, *, is_new: bool) -> bool:
+        """Whether the log has it: of a version that is not new; of a new one, since the learner started, if it was a
+        coordinator that died as it answered."""
+        events = self._log.events_since(0)
+        if is_new:
+            events = _since_learner_start(events) if self._session.num_coordinator_starts > 1 else []
+        evaluations = [event for event in events if event["event"] == "evaluation"]
+        return any((event["label"], event["policy_version"]) == (label, version) for event in evaluations)
+
+    # Who waits for whom.
+
+    async def status(self) -> RunStatus:
+        """How the run stands now."""
+        events = self._log.events_since(0)
+        last = {event["event"]: event for event in events}
+        stage = last.get("phase", {}).get("phase", Phase.UNTRAINED)
+        newest = last.get("round", {})
+        assignments, next_round = self._pools.assignments(), self._rounds.next_round
+        return RunStatus(
+            at=time.time(),
+            stage=stage,
+            round=newest.get("round", -1) + 1 if next_round is None else next_round,
+            num_rounds=self._spec.learner.num_rounds,
+            policy_version=self._rounds.newest_version,
+            learner={rank: doing for rank, (doing, _) in self._doing.items()},
+            portions=self._rounds.counts(),
+            pools=actor_statuses(self._pools.members(), assignments, self._pools.away()),
+            waits=tuple(self._waits()),
+            max_staleness=self._spec.learner.max_staleness,
+            staleness=newest.get("mean_staleness", 0.0),
+            num_restarts={
+                "coordinator": self._session.num_coordinator_starts - 1,
+                "learner": max(0, self._session.num_learner_starts - 1),
+                **restarts_by_kind(self._watch.num_restarts()),
+            },
+            seconds={name: newest[f"{name}_s"] for name in ("sampling", "training", "publish") if newest},
+        )
+
+    def _waits(self) -> list[str]:
+        assignments = self._pools.assignments()
+        texts = silence_texts(self._watch.silent(), assignments)
+        if self._waiting_since is not None:
+            what, since = self._waiting_since
+            who = f"round {self._rounds.next_round}" if what is _ROUND else what
+            seconds = time.monotonic() - since
+            if seconds > SILENT_S:
+                keys = self._rounds.unfinished() if what is _ROUND else [held.key for held in assignments]
+                texts.append(wait_text(who, seconds, keys, assignments))
+        elif "0" in self._doing:
+            doing, since = self._doing["0"]
+            if time.monotonic() - since > SILENT_S:
+                texts.append(f"the learner is at this for {time.monotonic() - since:.0f} s: {doing}")
+        return texts
+
+    def _watch_over(self) -> None:
+        """Begin to watch, unless that has begun: while the actor is made there is no event loop."""
+        if self._watching is not None and self._watching.done() and not self._watching.cancelled():
+            self._note_failure(f"the watch over the actors failed, and goes on: {self._watching.exception()}", 1)
+            self._watching = asyncio.create_task(self._keep_watch())
+        if self._watching is None:
+            for name, actor in (*self._pools.members().items(), (_STORE, self._store)):
+                self._watch.ask(name, actor)
+            self._watching = asyncio.create_task(self._keep_watch())
+
+    async def _keep_watch(self) -> None:
+        while True:
+            self._watch.sweep()
+            await self._write_status()
+            await asyncio.sleep(_STATUS_EVERY_S)
+
+    async def _write_status(self) -> None:
+        self._timeline.add_works(self._pools.take_works())
+        self._timeline.write(self._spec.run_dir)
+        (await self.status()).write(self._spec.run_dir)
+
+    def _end_hung(self, name: str, actor: Any, seconds: float) -> None:
+        self._note_failure(f"{name} was silent for {seconds:.0f} s and is replaced", 1)
+        if name.startswith(_RANK):
+            self._watch.forget(name)
+        # Ray Train starts its workers anew itself.
+        ray.kill(actor, no_restart=name.startswith(_RANK))
+
+    async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T:
+        """What `work` returns. Raises StoppedError, and gives it up, where the run is to stop."""
+        task, stop = asyncio.create_task(work), asyncio.create_task(self._stopping.wait())
+        # A learner that starts again asks anew: nobody waits for this any more.
+        self._asked.add(task)
+        try:
+            await asyncio.wait((task, stop), return_when=asyncio.FIRST_COMPLETED)
+            if task.done() and not task.cancelled():
+                return task.result()
+            raise StoppedError
+        finally:
+            self._asked.discard(task)
+            task.cancel()
+            stop.cancel()
+
+
+def _since_learner_start(events: list[Event]) -> list[Event]:
+    """The events of the learner group that is up."""
+    for index in range(len(events) - 1, -1, -1):
+        event = events[index]
+        if event["event"] == "resume" or (event["event"] == "failure" and event["what"].startswith(RESTARTED)):
+            return events[index + 1 :]
+    return events
+
+
+def _done_again(events: Sequence[Event], position: Mapping[str, Any]) -> str:
+    """What a learner that goes on from a position does a second time, in words."""
+    rounds = max((event["round"] + 1 for event in events if event["event"] == "round"), default=0)
+    if rounds > position["round"]:
+        return _again("round", position["round"], rounds - 1)
+    steps = [event for event in events if event["event"] in ("sft", "phase_end")]
+    done = position["step"] or 0
+    if steps and steps[-1]["event"] == "sft" and steps[-1]["step"] > done:
+        return _again(f"{steps[-1]['phase']} step", done, steps[-1]["step"] - 1)
+    return "nothing is done again"
+
+
+def _again(what: str, first: int, last: int) -> str:
+    return f"{what} {first} is done again" if first == last else f"{what}s {first} to {last} are done again"
+
+
+def _staleness(summaries: Sequence[PortionSummary], newest: int) -> dict[str, float]:
+    """How many versions older than the policy that trained on them the completions were."""
+    lags = [newest - version for summary in summaries for version in summary.policy_versions]
+    return {"mean_staleness": fmean(lags), "max_staleness": float(max(lags))}

@@ -1,0 +1,77 @@
+"""What a round says to people: means over its completions, and a few of them to read."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from statistics import fmean
+from typing import Any
+
+from actors.messages import Portion, PortionSummary
+from actors.training.collate import part_names_of, trained_rows
+from rewards import Grade, Outcome, Problem
+
+
+def round_stats(portions: Sequence[Portion], summaries: Sequence[PortionSummary], num_groups: int) -> dict[str, Any]:
+    """Means over the completions of a round that are trained on, and how much of its `num_groups` groups is not.
+
+    `num_ungraded` has a count for each outcome that is no grade: completions of which nobody knows what they are worth.
+    """
+    outcomes = Counter(grade.outcome for summary in summaries for grade in summary.grades)
+    rows = [row for portion, summary in zip(portions, summaries, strict=True) for row in _trained(portion, summary)]
+    grades = [grade for _, grade, _ in rows]
+    costs = Counter[str]()
+    for summary in summaries:
+        costs.update(summary.costs)
+    return {
+        "reward": fmean(grade.reward for grade in grades) if grades else 0.0,
+        "reward_parts": {name: fmean(grade.parts.get(name, 0.0) for grade in grades) for name in part_names_of(grades)},
+        "reward_costs": dict(costs),
+        "correct": fmean(grade.correct for grade in grades) if grades else 0.0,
+        "answer_shapes": _effective_number(Counter(_shape(grade.answer) for grade in grades if grade.correct)),
+        "num_completions": len(grades),
+        "num_ungraded": {outcome: outcomes[outcome] for outcome in Outcome if outcome is not Outcome.GRADED},
+        "num_failed_groups": num_groups - len({group for group, _, _ in rows}),
+        "mean_tokens": fmean(count for _, _, count in rows) if rows else 0.0,
+    }
+
+
+def _shape(answer: str | None) -> str:
+    """An answer with every number as one letter: `3*(14-5)` is `n*(n-n)`."""
+    return re.sub(r"\d+", "n", answer or "")
+
+
+def _effective_number(counts: Counter[str]) -> float:
+    """e to the entropy of a distribution: n where n things are equally common, 0 where there are none."""
+    total = counts.total()
+    return math.exp(-sum(n / total * math.log(n / total) for n in counts.values())) if total else 0.0
+
+
+def _trained(portion: Portion, summary: PortionSummary) -> list[tuple[int, Grade, int]]:
+    """Group, grade and tokens of each completion that `collate` keeps."""
+    kept = trained_rows(portion.group_ids, summary.grades)
+    return [(portion.group_ids[row], summary.grades[row], summary.num_tokens[row]) for row in kept]
+
+
+def readable_samples(
+    portions: Sequence[Portion], summaries: Sequence[PortionSummary], prompt_text: Callable[[Problem], str]
+) -> list[dict[str, Any]]:
+    """Every completion of a round as a JSON object that a person can read."""
+    return [
+        {
+            "round": portion.key.round,
+            "policy_version": summary.policy_versions[row],
+            "problem_id": problem.problem_id,
+            "prompt": prompt_text(problem),
+            "completion": summary.texts[row],
+            "reward": grade.reward,
+            "reward_parts": dict(grade.parts),
+            "correct": grade.correct,
+            "outcome": grade.outcome,
+            "step_map": list(summary.step_maps[row]),
+        }
+        for portion, summary in zip(portions, summaries, strict=True)
+        for row, (problem, grade) in enumerate(zip(portion.problems, summary.grades, strict=True))
+    ]

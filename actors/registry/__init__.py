@@ -1,0 +1,1 @@
+"""The registry of policy versions: on Redis, or rebuilt from run directories."""

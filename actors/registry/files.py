@@ -1,0 +1,108 @@
+"""The registry from the run directory: what an empty one, new or after Redis lost its data, is filled with."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from actors.registry.registry import NOTHING_HELD, AdminState, PolicyVersion, Registry
+from actors.run_log import CHECKPOINTS, Event, began_at, read_events
+from actors.spec import Phase
+from actors.training.checkpoints import checkpoints_to_answer
+
+ADMIN = "admin.json"
+
+
+def rebuild(registry: Registry, run_dir: Path, heard: PolicyVersion | None = None) -> int:
+    """Fill in what the registry does not know of a run; what it knows stays, and a second call does nothing.
+
+    Checkpoints are not verified here: whoever loads one does that. `heard` is what the caller knows to have been
+    announced last: a registry that has lost its data would else go back to the newest checkpoint. Returns how many
+    versions were absent. Raises ConnectionError as the registry does, and ValueError, when all else is filled in, where
+    RUN/admin.json is damaged.
+    """
+    events = read_events(run_dir)
+    versions, newest, began = _history(events, run_dir), None, began_at(events)
+    if heard is not None:
+        known = {policy.version: policy for policy in versions}
+        known[heard.version] = heard.with_checkpoint_of(known.get(heard.version))
+        versions, newest = list(known.values()), heard.version
+    try:
+        admin = read_admin(run_dir)
+    except ValueError:
+        registry.restore(versions, NOTHING_HELD, newest, began)
+        raise
+    return registry.restore(versions, admin, newest, began)
+
+
+def history_of(run_dir: Path) -> list[PolicyVersion]:
+    """The versions of a run that a service may answer from, oldest first, with the scores and checkpoints they have."""
+    return _history(read_events(run_dir), run_dir)
+
+
+def _history(events: list[Event], run_dir: Path) -> list[PolicyVersion]:
+    versions = _from_rounds(events)
+    for position, directory in checkpoints_to_answer(run_dir / CHECKPOINTS):
+        known = versions.get(position.policy_version) or _version(
+            position.policy_version, position.round, position.phase
+        )
+        versions[position.policy_version] = replace(
+            known, checkpoint=str(directory.resolve()), manifest_digest=position.manifest_digest
+        )
+    scores = {
+        event["policy_version"]: {name: event[name] for name in ("num_correct", "num_problems")}
+        for event in events
+        if event["event"] == "evaluation" and event["label"] != Phase.CONTROL
+    }
+    return [replace(versions[number], **scores.get(number, {})) for number in sorted(versions)]
+
+
+def read_admin(run_dir: Path) -> AdminState:
+    """What an operator last wanted of the run's service. Raises ValueError when the file is damaged."""
+    path = run_dir / ADMIN
+    if not path.is_file():
+        return NOTHING_HELD
+    try:
+        state = AdminState(**json.loads(path.read_text(encoding="utf-8")))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path} is damaged: {error}; pin and pause again, or delete it") from error
+    return state
+
+
+def write_admin(run_dir: Path, state: AdminState) -> None:
+    """Keep what an operator wants, whole or not at all: Redis is never the only copy."""
+    # Two replicas may write at once.
+    beside = run_dir / f".{ADMIN}.{secrets.token_hex(8)}"
+    with beside.open("w", encoding="utf-8") as file:
+        file.write(json.dumps(asdict(state)) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    beside.replace(run_dir / ADMIN)
+
+
+def _from_rounds(events: list[Event]) -> dict[int, PolicyVersion]:
+    versions: dict[int, PolicyVersion] = {}
+    for event in events:
+        if event["event"] == "round":
+            number = event["policy_version"]
+            # A resumed run does the rounds after its checkpoint again: what was later is gone.
+            versions = {other: policy for other, policy in versions.items() if other < number}
+            # An event counts rounds from 0; a version's round is how many it has been trained for.
+            versions[number] = _version(number, event["round"] + 1, Phase.RL)
+    return versions
+
+
+def _version(number: int, round_: int, phase: Phase) -> PolicyVersion:
+    return PolicyVersion(
+        version=number,
+        round=round_,
+        phase=phase,
+        num_correct=None,
+        num_problems=None,
+        checkpoint=None,
+        weight_store=None,
+        manifest_digest=None,
+    )

@@ -1,0 +1,412 @@
+"""The registry: a run's policy versions, the names that point to them, and what happened to them, on Redis.
+
+Announcements and events are streams and not pub/sub: whoever was away reads on where it stopped and misses nothing.
+Each change is one script (`actors/registry/scripts.py`), so nobody sees half of one. The registry is never the only
+copy of anything: weights lie in the weight store and in checkpoints, the rest in the run directory, from which
+`actors/registry/files.py` builds it again.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields, replace
+from enum import StrEnum
+from typing import Any, Self, TypeVar
+from urllib.parse import urlsplit
+
+import redis
+from redis.backoff import ExponentialBackoff
+from redis.retry import Retry
+
+from actors.registry import scripts
+
+NEWEST, POLICY, BASE, PINNED = "newest", "policy", "base", "pinned"
+"""Aliases: what was announced last, what is served, what the rounds began from, what an operator holds on to."""
+# Those that only their own methods move.
+_KEPT = frozenset({NEWEST, BASE, PINNED})
+_ALIAS = re.compile(r"[a-z][a-z0-9_-]{0,63}")
+_ENTRY_ID = re.compile(r"\d{1,20}(-\d{1,20})?")
+_MAX_READ = 1000
+_MAX_WHY = 500
+_MAX_BLOCK_MS = 2000
+# Longer than a blocking read, or redis-py ends the read as a timeout.
+_SOCKET_TIMEOUT_S = 3.0
+# The policies that the rounds may begin from: the last of them is `base`. Names of `actors.spec.Phase`, which imports
+# what a reader of the registry need not.
+_BASE_PHASES = ("untrained", "sft")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicyVersion:
+    """What is known of one published set of weights."""
+
+    version: int
+    """The policy version: +1 for each published set of weights, 0 is what training started from."""
+    round: int
+    """The round that published it; 0 before the first."""
+    phase: str
+    """The stage of the run that made it: untrained, sft, rl or control."""
+    num_correct: int | None
+    """Held-out problems that it solves; None while it has not been evaluated."""
+    num_problems: int | None
+    """Held-out problems that it was asked; None while it has not been evaluated."""
+    checkpoint: str | None
+    """Directory that holds these very weights; None when none was written."""
+    weight_store: str | None
+    """Ray name of the weight store that holds or held them; None when they were never published there."""
+    manifest_digest: str | None
+    """Checksum of the manifest of its tensors; None when the publisher made none."""
+
+    def to_json(self) -> str:
+        """One JSON object."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Self:
+        """The policy version of a JSON object. Raises ValueError when it is not one."""
+        values = json.loads(text)
+        if not isinstance(values, dict) or values.keys() != {field.name for field in fields(cls)}:
+            raise ValueError("a policy version needs exactly the fields " + ", ".join(f.name for f in fields(cls)))
+        for name, value in values.items():
+            if not _is_of_type(name, value):
+                raise ValueError(f"a policy version's {name} cannot be {value!r}")
+        return cls(**values)
+
+    def has_same_weights(self, other: PolicyVersion) -> bool:
+        """Whether both name the same weights. A run resumed from a checkpoint announces its versions a second time."""
+        digests = {self.manifest_digest, other.manifest_digest} - {None}
+        return self.version == other.version and len(digests) < 2
+
+    def with_checkpoint_of(self, on_disk: PolicyVersion | None) -> PolicyVersion:
+        """The same with the checkpoint of `on_disk`, if it has none itself and that one holds these very weights."""
+        if self.checkpoint is not None or on_disk is None or not self.has_same_weights(on_disk):
+            return self
+        return replace(self, checkpoint=on_disk.checkpoint)
+
+
+class EventKind(StrEnum):
+    """What happened to a policy version."""
+
+    PUBLISHED = "published"
+    """It was announced."""
+    SERVING = "serving"
+    """The alias `policy` came to it."""
+    RETIRED = "retired"
+    """The alias `policy` went to another."""
+    REFUSED = "refused"
+    """The service would not serve it."""
+    MOVED = "moved"
+    """Another alias came to it."""
+    PINNED = "pinned"
+    """An operator holds the service on it."""
+    UNPINNED = "unpinned"
+    """No longer."""
+    PAUSED = "paused"
+    """An operator holds the service on what it has. Of no version."""
+    RESUMED = "resumed"
+    """No longer. Of no version."""
+    REBUILT = "rebuilt"
+    """The registry was built again from the run directory; what happened before is lost."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RegistryEvent:
+    """Something that happened."""
+
+    id: str
+    """The stream's: events are read on after it."""
+    kind: EventKind
+    """What."""
+    version: int | None
+    """The policy version; None where there is none."""
+    round: int | None
+    """The round that published it; None where that is not known."""
+    why: str | None
+    """A sentence; None where none was given."""
+
+    @property
+    def time_s(self) -> float:
+        """When, in seconds since 1970, by the clock of the registry's server."""
+        return int(self.id.partition("-")[0]) / 1000
+
+    @classmethod
+    def from_json(cls, entry_id: str, text: str | bytes) -> Self:
+        """The event of a JSON object. Raises ValueError when it is not one."""
+        values = json.loads(text)
+        if not isinstance(values, dict) or values.keys() != {"kind", "version", "round", "why"}:
+            raise ValueError("an event needs exactly the fields kind, version, round, why")
+        return cls(id=entry_id, **values | {"kind": EventKind(values["kind"])})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdminState:
+    """What an operator told the service."""
+
+    pinned: int | None
+    """The policy version to serve, whatever is announced; None: the newest."""
+    is_paused: bool
+    """Whether the service keeps what it has."""
+
+
+NOTHING_HELD = AdminState(pinned=None, is_paused=False)
+"""The service goes to what is announced: what holds until an operator says otherwise."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Standing:
+    """What a service is to serve, all of it at one moment."""
+
+    aliases: Mapping[str, int]
+    """Which version each alias points to."""
+    admin: AdminState
+    """What an operator wants."""
+    refused: frozenset[int]
+    """The versions that a service has refused."""
+
+
+class MalformedEntryError(ValueError):
+    """The next entry of a stream cannot be read; a reader goes on after `entry_id`."""
+
+    def __init__(self, entry_id: str, reason: str) -> None:
+        super().__init__(f"entry {entry_id} of the registry cannot be read: {reason}")
+        self.entry_id = entry_id
+
+
+_Entry = TypeVar("_Entry")
+
+
+class Registry:
+    """One run's registry. Every call ends within seconds; ConnectionError says in a sentence why it could not."""
+
+    def __init__(self, url: str, run: str) -> None:
+        """Connects at the first call; `url` is `redis://[:password@]host:port`."""
+        parts = urlsplit(url)
+        # Without the password: this is what error messages show.
+        self._address = f"{parts.hostname}:{parts.port}"
+        self._keys = [f"d1:{run}:{name}" for name in scripts.KEYS]
+        self._facts, self._stream, self._aliases, self._paused, self._events, self._refused, _ = self._keys
+        # RESP 2: replies have one shape for every server.
+        self._redis = redis.Redis.from_url(
+            url,
+            socket_timeout=_SOCKET_TIMEOUT_S,
+            socket_connect_timeout=_SOCKET_TIMEOUT_S,
+            # Enough for a connection that broke while idle; by default redis-py sleeps for seconds.
+            retry=Retry(ExponentialBackoff(cap=0.2, base=0.05), retries=2),
+            protocol=2,
+        )
+        self._scripts = {text: self._redis.register_script(text) for text in scripts.ALL}
+
+    def ping(self) -> None:
+        """Raise ConnectionError, with a sentence, unless the registry answers."""
+        with self._explained():
+            self._redis.ping()
+
+    # Versions.
+
+    def announce(self, policy: PolicyVersion, began_at: float | None = None) -> bool:
+        """Make `policy` the newest version. Announced again with the same weights, it only brings its new facts.
+
+        What it does not say stays as it was known: a run that is resumed does not know the score.
+
+        Args:
+            policy: the version.
+            began_at: when its run began (unix time); what is known of a run that began earlier under the same name is
+                forgotten. None: not known, and nothing is.
+
+        Returns:
+            False when the registry knew no version of the run before: it is new, or has lost what it knew.
+        """
+        digest, is_base = policy.manifest_digest or "", int(policy.phase in _BASE_PHASES)
+        return bool(self._run(scripts.ANNOUNCE, _time(began_at), policy.version, policy.to_json(), digest, is_base))
+
+    def score(self, version: int, num_correct: int, num_problems: int) -> bool:
+        """Write down a version's held-out score, and announce it if the version is the newest.
+
+        False, and nothing announced, when it is not: announcing again would put the older weights back into service.
+        """
+        return self._update(version, num_correct=num_correct, num_problems=num_problems)
+
+    def add_checkpoint(self, version: int, directory: str) -> bool:
+        """Write down where a version's weights lie, and announce it if the version is the newest, as `score` does.
+
+        A service on another cluster reaches no weight store, and can load a version from then on. A version that was
+        refused is no longer: it may be whole there.
+        """
+        return self._update(version, checkpoint=directory)
+
+    def latest(self) -> PolicyVersion | None:
+        """The version announced last; None when there is none."""
+        newest = self.aliases().get(NEWEST)
+        return None if newest is None else self.version(newest)
+
+    def version(self, number: int) -> PolicyVersion | None:
+        """What is known of a version; None when nothing is."""
+        with self._explained():
+            text: Any = self._redis.hget(self._facts, str(number))
+        return None if text is None else PolicyVersion.from_json(text)
+
+    def versions(self) -> list[PolicyVersion]:
+        """All that are known, oldest first."""
+        with self._explained():
+            texts: Any = self._redis.hvals(self._facts)
+        return sorted((PolicyVersion.from_json(text) for text in texts), key=lambda policy: policy.version)
+
+    def follow(self, last_id: str, block_ms: int) -> list[tuple[str, PolicyVersion]]:
+        """The announcements after entry `last_id` ("0": from the first that is kept), oldest first.
+
+        Waits up to `block_ms` (at most 2000; 0 does not wait) for one to come. Raises MalformedEntryError when the
+        very next entry is none; entries before such a one are returned first. Raises ValueError for a `last_id` that
+        is none.
+        """
+        return self._read(self._stream, last_id, block_ms, lambda name, text: (name, PolicyVersion.from_json(text)))
+
+    # Aliases.
+
+    def aliases(self) -> dict[str, int]:
+        """Which version each alias points to."""
+        return dict(self.standing().aliases)
+
+    def move(self, alias: str, to: int, *, expected: int | None, why: str = "") -> bool:
+        """Point `alias` to version `to` if it points to `expected` (None: to nothing) now; False if it does not.
+
+        A move of `policy` is told as the events `serving` and `retired`, one of another alias as `moved`.
+
+        Raises:
+            LookupError: version `to` is not known.
+            ValueError: no name for an alias, or one that only the registry's own methods move.
+        """
+        if alias in _KEPT or not _ALIAS.fullmatch(alias):
+            raise ValueError(f"{alias[:64]!r} is no alias that can be moved: take a name of a-z, 0-9, _ and -")
+        moved = self._run(scripts.MOVE, alias, to, "" if expected is None else expected, why[:_MAX_WHY])
+        if moved < 0:
+            raise LookupError(f"policy version {to} is not known, so {alias} cannot point to it")
+        return bool(moved)
+
+    # What an operator wants.
+
+    def admin(self) -> AdminState:
+        """What is pinned, and whether the service is paused."""
+        return self.standing().admin
+
+    def standing(self) -> Standing:
+        """The aliases, what an operator wants, and what was refused."""
+        with self._explained(), self._redis.pipeline(transaction=True) as pipe:
+            pipe.hgetall(self._aliases)
+            pipe.exists(self._paused)
+            pipe.smembers(self._refused)
+            pairs, paused, refused = pipe.execute()
+        aliases = {name.decode(): int(version) for name, version in pairs.items()}
+        admin = AdminState(pinned=aliases.get(PINNED), is_paused=bool(paused))
+        return Standing(aliases=aliases, admin=admin, refused=frozenset(map(int, refused)))
+
+    def pin(self, version: int | None, why: str = "") -> None:
+        """Hold the service on a version, or with None on none. Raises LookupError for one that is not known."""
+        if self._run(scripts.PIN, "" if version is None else version, why[:_MAX_WHY]) < 0:
+            raise LookupError(f"policy version {version} is not known, so it cannot be pinned")
+
+    def pause(self, is_paused: bool, why: str = "") -> None:
+        """Hold the service on what it has, or with False no longer."""
+        self._run(scripts.PAUSE, int(is_paused), why[:_MAX_WHY])
+
+    # Events.
+
+    def refuse(self, version: int, why: str, digest: str | None = None) -> bool:
+        """Tell that the service does not serve a version, of weights with that digest where it is known.
+
+        False where it was told before, and where other weights have been announced under the number since.
+        """
+        return bool(self._run(scripts.REFUSE, version, why[:_MAX_WHY], digest or ""))
+
+    def events(self, last_id: str, block_ms: int) -> list[RegistryEvent]:
+        """The events after entry `last_id`, oldest first; it waits and raises as `follow` does."""
+        return self._read(self._events, last_id, block_ms, RegistryEvent.from_json)
+
+    def last_events(self, count: int) -> list[RegistryEvent]:
+        """The last `count` events, oldest first. Raises MalformedEntryError."""
+        with self._explained():
+            entries: Any = self._redis.xrevrange(self._events, count=count)
+        return [_parse(entry, RegistryEvent.from_json) for entry in reversed(entries)]
+
+    # All of it.
+
+    def restore(
+        self,
+        versions: Sequence[PolicyVersion],
+        admin: AdminState,
+        newest: int | None = None,
+        began_at: float | None = None,
+    ) -> int:
+        """Fill in what is absent, and announce a version if none was announced.
+
+        What is there stays as it is, unless it is of a run that began before `began_at`, as in `announce`. That version
+        is `newest`, one of `versions`, or else the newest that has a checkpoint. Returns how many versions were absent;
+        0 when there was nothing to do.
+        """
+        with_checkpoint = (policy.version for policy in versions if policy.checkpoint is not None)
+        last = newest if newest is not None else max(with_checkpoint, default="")
+        base = max((policy.version for policy in versions if policy.phase in _BASE_PHASES), default="")
+        facts = [fact for policy in versions for fact in (policy.version, policy.to_json())]
+        pinned = "" if admin.pinned is None else admin.pinned
+        return self._run(scripts.RESTORE, _time(began_at), last, base, pinned, int(admin.is_paused), *facts)
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._redis.close()
+
+    def _update(self, version: int, **news: str | int) -> bool:
+        return bool(self._run(scripts.UPDATE, version, json.dumps(news)))
+
+    def _run(self, script: str, *values: str | int) -> int:
+        with self._explained():
+            return int(self._scripts[script](keys=self._keys, args=list(values)))
+
+    def _read(self, stream: str, last_id: str, block_ms: int, parse: Callable[[str, bytes], _Entry]) -> list[_Entry]:
+        if not _ENTRY_ID.fullmatch(last_id):
+            raise ValueError(f"{last_id[:64]!r} is no id of an entry: those are two numbers, 1700000000000-0")
+        block = min(block_ms, _MAX_BLOCK_MS) or None
+        with self._explained():
+            reply: Any = self._redis.xread({stream: last_id}, count=_MAX_READ, block=block)
+        parsed: list[_Entry] = []
+        for entry in reply[0][1] if reply else []:
+            try:
+                parsed.append(_parse(entry, parse))
+            except MalformedEntryError:
+                if not parsed:
+                    raise
+                break
+        return parsed
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except redis.AuthenticationError as error:
+            raise ConnectionError(f"the registry at {self._address} refused the password") from error
+        except redis.RedisError as error:
+            # Redis refuses a script's many arguments before it looks who sends them.
+            if "unauthenticated" in str(error):
+                raise ConnectionError(f"the registry at {self._address} refused the password") from error
+            raise ConnectionError(f"the registry at {self._address} cannot be used: {error}") from error
+
+
+def _parse(entry: tuple[bytes, dict[bytes, bytes]], parse: Callable[[str, bytes], _Entry]) -> _Entry:
+    name = entry[0].decode()
+    try:
+        return parse(name, entry[1].get(scripts.FIELD, b"null"))
+    except ValueError as error:
+        raise MalformedEntryError(name, str(error)) from error
+
+
+def _is_of_type(name: str, value: object) -> bool:
+    if name in ("num_correct", "num_problems"):
+        return value is None or (type(value) is int and value >= 0)
+    if name in ("version", "round"):
+        return type(value) is int and value >= 0
+    return isinstance(value, str) or (value is None and name != "phase")
+
+
+def _time(began_at: float | None) -> str:
+    return "" if began_at is None else repr(began_at)

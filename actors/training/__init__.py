@@ -1,0 +1,1 @@
+"""What runs in each learner worker, and what it reads and writes."""

@@ -1,0 +1,133 @@
+"""What rank 0 of a learner asks of the rest of its run: the coordinator and the weight store.
+
+Both may die and be started again meanwhile: Ray makes the calls that were under way again, and what they ask for can be
+asked twice. Nobody but rank 0 asks; the other ranks hear of it (`learner/parallel/ranks.py`).
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+from ray.exceptions import ActorDiedError, GetTimeoutError, ObjectLostError, RayError
+from torch import Tensor
+
+from actors.messages import Generation, Next, ScoredPortion
+from actors.spec import Phase
+from actors.weight_store import Manifest
+from actors.weights import put
+
+_CALL_TIMEOUT_S = 600.0
+_REPORT_TIMEOUT_S = 10.0
+HEARTBEAT_S = 1.0
+
+
+class RunClient:
+    """Calls that wait for their answer. Each raises a RayError where whom it asks is gone for good."""
+
+    def __init__(self, coordinator: Any, store: Any) -> None:
+        """Take over the handles."""
+        self._coordinator, self._store = coordinator, store
+
+    def may_start(self) -> bool:
+        """The learner group begins, or begins again. False where it has done so in vain too often, or is of no use."""
+        try:
+            return bool(self._call(self._coordinator.learner_starting.remote(secrets.token_hex(8))))
+        except ActorDiedError:
+            return False  # The coordinator is gone for good: `fit` finds that out and says so.
+
+    def learner_started(self, checkpoint: str, position: Mapping[str, Any]) -> None:
+        """It goes on from a checkpoint, which says where the run stood."""
+        self._call(self._coordinator.learner_started.remote(checkpoint, dict(position)))
+
+    def record(self, event: str, values: Mapping[str, Any]) -> None:
+        """Append to the run log."""
+        self._call(self._coordinator.record.remote(event, dict(values)))
+
+    def publish(self, manifest: Manifest, weights: Mapping[str, Tensor]) -> None:
+        """Hand a version to the weight store."""
+        self._call(self._store.publish.remote(manifest, put(weights)))
+
+    def announce(self, generation: Generation, phase: Phase, round_index: int) -> None:
+        """Tell the service that the store has a version."""
+        self._call(self._coordinator.announce.remote(generation, phase, round_index))
+
+    def next_batch(self, round_index: int, generation: Generation) -> tuple[Next, list[ScoredPortion]]:
+        """A round's scored portions, once all are in; none where there is something else to do first."""
+        while True:
+            # Without a limit of its own: the coordinator bounds every try of every portion.
+            what, references = ray.get(self._coordinator.next_batch.remote(round_index, generation))
+            try:
+                return what, ray.get(references, timeout=_CALL_TIMEOUT_S)
+            except (ObjectLostError, GetTimeoutError):
+                # They went with the process or the machine that owned them.
+                self._call(self._coordinator.forget.remote(round_index))
+
+    def published(
+        self, round_index: int, generation: Generation, values: Mapping[str, Any], portions: list[ScoredPortion]
+    ) -> None:
+        """A round of `portions` was trained on, and gave a version."""
+        published = self._coordinator.published
+        if not self._call(published.remote(round_index, generation, dict(values), None)):
+            # It has restarted since it gave us the portions.
+            summaries = {scored.portion.key: scored.summary for scored in portions}
+            self._call(published.remote(round_index, generation, dict(values), summaries))
+
+    def evaluate(self, generation: Generation, label: str, round_index: int, *, is_new: bool) -> tuple[Next, bool]:
+        """Evaluate a version. Also says whether it is the best so far."""
+        what, is_best = ray.get(self._coordinator.evaluate.remote(generation, label, round_index, is_new))
+        return what, is_best
+
+    def versions_to_keep(self) -> list[int]:
+        """The versions whose checkpoints must stay: the best, and one that an operator has pinned."""
+        return list(self._call(self._coordinator.versions_to_keep.remote()))
+
+    def _call(self, reference: Any) -> Any:
+        return ray.get(reference, timeout=_CALL_TIMEOUT_S)
+
+
+class Heartbeat:
+    """Signs of life of one rank, from a thread: what it is at; and back what the coordinator wants of it."""
+
+    def __init__(self, coordinator: Any, rank: int) -> None:
+        """Begin."""
+        self._coordinator, self._rank = coordinator, rank
+        self._me = ray.get_runtime_context().current_actor
+        self.doing = "starting"
+        """What the rank is at, for people."""
+        self.must_stop = False
+        """Somebody wants the run to stop."""
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """The rank has ended, and is missed no more."""
+        self._ended.set()
+        self._thread.join(_REPORT_TIMEOUT_S)
+        self._say(self._coordinator.rank_ended.remote(self._rank))
+
+    def report(self, error: Exception, *, is_echo: bool) -> bool:
+        """The rank has failed, and the run log must say why. False where the group is not to start again.
+
+        An echo is the failure of a collective whose other end has died; what the transport says of it is in Ray's logs.
+        """
+        what = f"rank {self._rank} lost another" if is_echo else f"{type(error).__name__}: {error}"
+        is_transient = isinstance(error, (RayError, OSError))
+        return bool(self._say(self._coordinator.learner_failed.remote(what, is_echo, is_transient), otherwise=True))
+
+    def _beat(self) -> None:
+        while not self._ended.wait(HEARTBEAT_S):
+            heartbeat = self._coordinator.heartbeat.options(max_task_retries=0)
+            said = self._say(heartbeat.remote(self._rank, self.doing, self._me), otherwise=self.must_stop)
+            self.must_stop = bool(said)
+
+    def _say(self, reference: Any, otherwise: Any = None) -> Any:
+        try:
+            return ray.get(reference, timeout=_REPORT_TIMEOUT_S)
+        except RayError:
+            # It restarts, or is gone: whoever waits for its answer says so.
+            return otherwise

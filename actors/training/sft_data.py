@@ -1,0 +1,128 @@
+"""What SFT trains on and is evaluated on: the task's demonstrations, or a file's, as documents."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jinja2 import TemplateError
+
+from actors.plan import RunPlan
+from actors.spec import RunSpec
+from learner.keys import key_of
+from learner.model.tokenizer import ChatTokenizer
+from learner.sft.documents import Documents, Example, make_documents
+from learner.sft.packing import packed_padding_share, padding_share
+from rewards import Problem
+from rewards.data.demonstrations import Demonstration, read_demonstrations
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SftData:
+    """The examples of a run's SFT."""
+
+    train: Documents
+    """To train on."""
+    held_out: Documents | None
+    """For the evaluation loss; None where the recipe asks for none."""
+    facts: dict[str, Any]
+    """What the run log's `sft_data` says about them."""
+
+
+def load_sft_data(spec: RunSpec, plan: RunPlan, tokenizer: ChatTokenizer) -> SftData:
+    """The examples that the recipe asks for, encoded.
+
+    Raises ValueError, in one sentence, when `sft.data` has a line that is no example, too few of them, or none that is
+    short enough, and when a demonstration of the task is longer than its canvas.
+    """
+    num_overlong = 0
+    if spec.sft.data is None:
+        train, held_out = _of_task(spec, plan, tokenizer)
+    else:
+        train, held_out, num_overlong = _of_file(spec, tokenizer)
+    trains_padding = spec.sft.eos_padding == "trained"
+    documents = make_documents(train, tokenizer.eos_id, trains_padding=trains_padding)
+    num_tokens = [example.num_tokens for example in train]
+    return SftData(
+        train=documents,
+        held_out=make_documents(held_out, tokenizer.eos_id, trains_padding=trains_padding) if held_out else None,
+        facts={
+            "num_examples": len(train),
+            "num_held_out": len(held_out),
+            "num_overlong": num_overlong,
+            "mean_tokens": round(sum(num_tokens) / len(num_tokens), 1),
+            "padding_share": round(padding_share(num_tokens, documents.ids.shape[1]), 4),
+            "packed_padding_share": round(packed_padding_share(num_tokens, spec.sft.batch_size), 4),
+        },
+    )
+
+
+def _of_task(spec: RunSpec, plan: RunPlan, tokenizer: ChatTokenizer) -> tuple[list[Example], list[Example]]:
+    def encoded(problems: Sequence[Problem]) -> list[Example]:
+        return [_of_problem(spec, plan, tokenizer, problem) for problem in problems]
+
+    return encoded(plan.train[: spec.sft.num_labels]), encoded(plan.heldout[: spec.sft.num_eval])
+
+
+def _of_problem(spec: RunSpec, plan: RunPlan, tokenizer: ChatTokenizer, problem: Problem) -> Example:
+    completion, gen_length = tokenizer.encode_completion(problem.demonstration), spec.rollout.sampling.gen_length
+    if len(completion) > gen_length:
+        raise ValueError(
+            f"a demonstration of task {spec.task.name} has {len(completion)} tokens; "
+            f"rollout.sampling.gen_length {gen_length} must be at least that"
+        )
+    return Example(prompt_ids=plan.prompt_ids(problem), completion_ids=tuple(completion), num_slots=gen_length)
+
+
+def _of_file(spec: RunSpec, tokenizer: ChatTokenizer) -> tuple[list[Example], list[Example], int]:
+    """Examples to train on, held-out ones, and how many were too long."""
+    sft, limit = spec.sft, spec.sft_tokens
+    assert sft.data is not None, "there is a file"
+    kept: list[tuple[Demonstration, Example]] = []
+    num_overlong = 0
+    for demonstration in read_demonstrations(sft.data):
+        prompt, completion = _encode(demonstration, tokenizer)
+        if len(prompt) + len(completion) > limit:
+            num_overlong += 1
+            if sft.overlong == "drop" or len(prompt) >= limit:
+                continue
+        num_slots = limit - len(prompt)
+        example = Example(prompt_ids=prompt, completion_ids=completion[:num_slots], num_slots=num_slots)
+        kept.append((demonstration, example))
+    train, held_out = _hold_out(kept, sft.num_eval)
+    if not train or (sft.num_labels is not None and sft.num_labels > len(train)):
+        asked = "" if sft.num_labels is None else f"sft.num_labels is {sft.num_labels} and "
+        raise ValueError(
+            f"{asked}{sft.data} leaves {len(train)} to train on: {num_overlong} are longer than {limit} tokens, "
+            f"{len(held_out)} are held out; raise sft.max_tokens, or ask for fewer"
+        )
+    return train[: sft.num_labels], held_out, num_overlong
+
+
+def _encode(demonstration: Demonstration, tokenizer: ChatTokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    messages = [{"role": message.role, "content": message.content} for message in demonstration.messages]
+    try:
+        prompt = tokenizer.encode_chat(messages)
+    except TemplateError as error:
+        raise ValueError(f"{demonstration.place}: the policy's chat template refuses it: {error}") from error
+    return tuple(prompt), tuple(tokenizer.encode_completion(demonstration.completion))
+
+
+def _hold_out(examples: Sequence[tuple[Demonstration, Example]], num_eval: int) -> tuple[list[Example], list[Example]]:
+    """Hold out at least `num_eval` examples, and with each all others of its prompt.
+
+    Which ones hangs on the prompts alone, not on the run's seed nor on the order of the lines: so runs are comparable,
+    and what was held out stays so, but for a few, when lines are added to the file.
+    """
+    keys = [_prompt_key(demonstration) for demonstration, _ in examples]
+    by_key = sorted(keys)
+    held_out_keys = set(by_key[:num_eval])
+    order = sorted(range(len(examples)), key=lambda index: keys[index])
+    train = [example for (_, example), key in zip(examples, keys, strict=True) if key not in held_out_keys]
+    return train, [examples[index][1] for index in order if keys[index] in held_out_keys]
+
+
+def _prompt_key(demonstration: Demonstration) -> int:
+    return key_of(json.dumps([[message.role, message.content] for message in demonstration.messages]))

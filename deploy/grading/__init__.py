@@ -1,0 +1,1 @@
+"""`d1 grade` and `d1 tasks`."""

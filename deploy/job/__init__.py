@@ -1,0 +1,1 @@
+"""A run as a job: started, followed, stopped, and cleaned up after."""

@@ -1,0 +1,279 @@
+"""A run, from the recipe to the last evaluation: what `d1 train` does and what a Ray job runs."""
+
+from __future__ import annotations
+
+import os
+import platform
+import secrets
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import nullcontext, suppress
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from actors.run_log import DRIVER_LOG, METRICS, Event, RunLog, append_event, read_events
+from actors.spec import Phase, RunSpec
+from deploy.errors import EXIT_RUN_FAILED, RunFailedError, UserError
+from deploy.job.following import following, stopping_in_order, terminated_by_sigterm, wait_for, wait_for_interrupt
+from deploy.job.judges import judge_servers
+from deploy.job.node_watch import node_processes, watching
+from deploy.job.orphans import adopt_orphans, kill_descendants
+from deploy.job.quiet import native_words_in
+from deploy.job.ray_session import ray_session
+from deploy.printing import counted
+from deploy.program import program
+from deploy.recipe.recipe import Recipe, Stages
+from deploy.runs.curves import draw_curves
+from deploy.runs.listing import point_latest_at
+from deploy.runs.lock import RunLock, locked
+from deploy.runs.run_directory import check_resumable, create_run_dir, make_spec
+
+if TYPE_CHECKING:
+    from actors.cluster import RunActors
+
+_CALL_TIMEOUT_S = 60.0
+
+
+def run(
+    recipe: Recipe,
+    *,
+    stages: Stages,
+    start_from: Path | None,
+    resume: bool,
+    serve: bool,
+    on_event: Callable[[Event], None],
+) -> None:
+    """Run the stages of a recipe on the cluster that RAY_ADDRESS names, or on a Ray of its own.
+
+    Args:
+        recipe: validated, and checked against the cluster.
+        stages: which of them.
+        start_from: a checkpoint directory that becomes policy version 0.
+        resume: go on from the newest checkpoint of the run directory.
+        serve: answer HTTP requests from the newest version while training; the service stays when the run ends.
+        on_event: is given every event of the run log, from a thread of its own.
+
+    Raises:
+        UserError: the recipe cannot work, or there is nothing to resume.
+        RunFailedError: an actor or the learner group failed for good; the run log says more.
+        KeyboardInterrupt: after the run's actors, and its Ray if it started one, have ended.
+    """
+    began_at = time.time()
+    spec = make_spec(recipe, stages)
+    on_event(_waiting("reading the run directory" if resume else "making the run directory"))
+    if resume:
+        check_resumable(recipe, spec)
+    with locked(RunLock.take(spec.run_dir) if resume else create_run_dir(recipe, spec, start_from)) as lock:
+        if not lock.is_exclusive:
+            what = f"the file system of {spec.run_dir} has no locks: let nothing else train this run meanwhile"
+            on_event({"event": "status", "what": what})
+        _run_locked(recipe, spec, began_at=began_at, resume=resume, serve=serve, on_event=on_event)
+
+
+def _run_locked(
+    recipe: Recipe, spec: RunSpec, *, began_at: float, resume: bool, serve: bool, on_event: Callable[[Event], None]
+) -> None:
+    point_latest_at(spec.run_dir)
+    num_seen = len(read_events(spec.run_dir))
+    if not resume:
+        _record_start(recipe, began_at)
+    adopt_orphans()
+    on_event(_waiting("starting Ray" if "RAY_ADDRESS" not in os.environ else "connecting to Ray"))
+    with (
+        native_words_in(spec.run_dir / DRIVER_LOG),
+        ray_session(dashboard=True) as ray,
+        # Ray takes SIGTERM for itself when it starts.
+        terminated_by_sigterm(),
+        watching(node_processes(), lambda name: _end_with_node(spec, f"{name} died", ray.logs_dir, on_event)),
+    ):
+        on_event({"event": "status", "what": f"Ray is up; dashboard http://{ray.dashboard_url}"})
+        on_event(_waiting("starting the registry"))
+        with judge_servers(recipe.reward, spec.run_dir, on_event) if Phase.RL in spec.phases else nullcontext():
+            _run_on_ray(
+                recipe, spec, num_seen=num_seen, serve=serve, keep_store=serve and not ray.is_ours, on_event=on_event
+            )
+        if serve and ray.is_ours:
+            wait_for_interrupt()
+
+
+def _run_on_ray(
+    recipe: Recipe, spec: RunSpec, *, num_seen: int, serve: bool, keep_store: bool, on_event: Callable[[Event], None]
+) -> None:
+    from ray.exceptions import RayError
+    from ray.train import TrainingFailedError
+
+    from actors.cluster import LearnerFailedError, fit, start_actors, stop_actors, wait_until_ready
+    from actors.registry.server import registry_url
+
+    try:
+        url = registry_url()
+        actors = start_actors(spec, recipe.grading.num_graders, url, secrets.token_hex(8))
+    except ValueError as error:
+        # A registry that cannot serve this cluster, or the actors of a run of the same name that is under way.
+        raise UserError(str(error)) from error
+    try:
+        # Before the pools are up: they and the learner group take as long to start, and need not wait in turn.
+        fitted = _in_thread(lambda: fit(spec, actors))
+        pools = f"{counted(spec.rollout.num_samplers, 'sampler')} and {counted(recipe.grading.num_graders, 'grader')}"
+        learners = counted(spec.learner.num_workers, "learner")
+        on_event(_waiting(f"starting {pools}, and {learners} beside them"))
+        with (
+            following(actors.coordinator, num_seen, on_event),
+            stopping_in_order(fitted, actors.coordinator, on_event),
+        ):
+            wait_until_ready(actors)
+            if serve:
+                on_event(_waiting("starting the service"))
+                on_event(
+                    {"event": "status", "what": _start_service(recipe, url, lambda what: on_event(_waiting(what)))}
+                )
+            on_event(_waiting(f"starting {learners}; then comes the first evaluation"))
+            wait_for(fitted)
+            _call(actors.coordinator.finish.remote())
+        draw_curves(read_events(spec.run_dir), spec.run_dir / "curves.png")
+    except (RayError, TrainingFailedError, LearnerFailedError, TimeoutError) as error:
+        cause = _dead_actor(actors) or _cause(error)
+        stop_actors(actors, keep_store=keep_store)
+        raise RunFailedError(_failed(spec, cause, num_seen)) from error
+    except BaseException:
+        stop_actors(actors, keep_store=keep_store)
+        raise
+    stop_actors(actors, keep_store=keep_store)
+
+
+def _dead_actor(actors: RunActors) -> str | None:
+    """Which of the actors that a run cannot do without is dead: what others say of that is in Ray's words."""
+    from ray.exceptions import ActorDiedError, RayError
+
+    asked = {
+        "the coordinator": lambda: actors.coordinator.events_since.remote(0),
+        "the weight store": actors.store.held.remote,
+    }
+    for name, ask in asked.items():
+        try:
+            _call(ask())
+        except ActorDiedError:
+            return f"{name} died"
+        except RayError:
+            continue
+    return None
+
+
+def _failed(spec: RunSpec, cause: str, num_seen: int) -> str:
+    """The sentence for a run that failed; the run log says so too when this returns, or the sentence does not name it.
+
+    The coordinator is gone: what it did not come to write the driver does.
+    """
+    where = f"the failures are in {spec.run_dir / METRICS}; "
+    failures = [str(event["what"]) for event in read_events(spec.run_dir)[num_seen:] if event["event"] == "failure"]
+    if not any(cause in what for what in failures):
+        try:
+            append_event(spec.run_dir, "failure", what=cause, attempt=1)
+        except OSError:
+            where = ""
+    return f"the run failed: {cause}; {where}--resume goes on from the newest checkpoint"
+
+
+def _end_with_node(spec: RunSpec, what: str, logs_dir: Path, on_event: Callable[[Event], None]) -> None:
+    """Say what died, and end this process before Ray's native code does."""
+    is_done = bool(events := read_events(spec.run_dir)) and events[-1]["event"] == "done"
+    if is_done:
+        sentence = (
+            f"{what}, and the service with it; the run had ended well; {program()} serve {spec.name} serves it again"
+        )
+    else:
+        sentence = f"the run failed: {what}; its logs are in {logs_dir}; --resume goes on from the newest checkpoint"
+        with suppress(OSError):
+            append_event(spec.run_dir, "failure", what=what, attempt=1)
+    on_event({"event": "lost", "what": sentence})
+    kill_descendants()
+    os._exit(EXIT_RUN_FAILED)
+
+
+def _waiting(what: str) -> Event:
+    """What the driver waits for: for a person who watches, and not for the run log."""
+    return {"event": "waiting", "what": what}
+
+
+def _cause(error: Exception) -> str:
+    """What failed first, in a line: Ray wraps it in the tracebacks of every process on the way."""
+    from actors.cluster import LearnerFailedError
+
+    if isinstance(error, LearnerFailedError):
+        return str(error)
+    failures = getattr(error, "worker_failures", {})
+    for failure in failures.values():
+        error = getattr(failure, "cause", None) or failure
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[-1].strip() if lines else ''}"
+
+
+def _record_start(recipe: Recipe, began_at: float) -> None:
+    log = RunLog(recipe.run_dir)
+    log.append(
+        "run",
+        name=recipe.name,
+        seed=recipe.seed,
+        began_at=began_at,
+        commit=_git_commit(),
+        hardware=f"{os.cpu_count()} cores, {platform.machine()}, {recipe.device}",
+        versions={name: version(name) for name in ("d1", "ray", "torch", "transformers")} | {"python": _python()},
+    )
+    log.close()
+
+
+def _python() -> str:
+    return platform.python_version()
+
+
+def _git_commit() -> str:
+    """The commit that d1 runs from, `+` marking local changes; `unknown` for an installed package."""
+    here = Path(__file__).parent
+    try:
+        described = subprocess.run(
+            ["git", "describe", "--always", "--dirty=+"],  # noqa: S607 - whichever git the user has
+            cwd=here,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=10,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return described.stdout.strip()
+
+
+def _in_thread(work: Callable[[], None]) -> Future[None]:
+    """Do `work` in a thread, so that Ctrl-C reaches us: in the main thread Ray Train takes the signal for itself."""
+    done: Future[None] = Future()
+
+    def do() -> None:
+        try:
+            work()
+        except BaseException as error:
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+
+    threading.Thread(target=do, name="d1-fit", daemon=True).start()
+    return done
+
+
+def _call(reference: Any) -> Any:
+    import ray
+
+    return ray.get(reference, timeout=_CALL_TIMEOUT_S)
+
+
+def _start_service(recipe: Recipe, registry: str, say: Callable[[str], None]) -> str:
+    """Put the service up, saying what that waits for; what to tell the user about it."""
+    from deploy.service import banner, deploy_source
+    from deploy.service.source import Source
+
+    service, source = recipe.service, Source(directory=str(recipe.run_dir), is_run=True, registry_url=registry)
+    url = deploy_source(source, service.host, service.port, service.num_replicas, say=say)
+    return banner(recipe.run_dir, url, source.admin_address())

@@ -1,0 +1,152 @@
+"""A run as a job of a Ray cluster. Submitting it twice does not run it twice."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from deploy.errors import UserError
+from deploy.printing import printable
+from deploy.program import program
+
+if TYPE_CHECKING:
+    from deploy.recipe.recipe import Recipe
+from learner.model.hub import is_hub_id
+
+# Ray's own excludes: what git ignores, and these where a tree is no checkout.
+_EXCLUDES = ["/runs", "/.venv", "/.git"]
+# `ray job stop` sends SIGTERM, and SIGKILL three seconds later if nobody says otherwise: less than a checkpoint takes.
+_ENVIRONMENT = {"RAY_JOB_STOP_WAIT_TIME_S": "90"}
+_SUCCEEDED, _OVER = "SUCCEEDED", ("FAILED", "STOPPED")
+_POLL_S = 2.0
+
+
+class JobClient(Protocol):
+    """The part of Ray's JobSubmissionClient that is used here."""
+
+    def list_jobs(self) -> list[Any]:
+        """All jobs that the cluster knows; each has `submission_id` and `status`."""
+        ...
+
+    def submit_job(self, *, entrypoint: str, submission_id: str, runtime_env: dict[str, Any]) -> str:
+        """Submit a job; its id."""
+        ...
+
+    def get_job_info(self, job_id: str) -> Any:
+        """A job's `status`, `message` and `driver_exit_code`."""
+        ...
+
+    def tail_job_logs(self, job_id: str) -> AsyncIterator[str]:
+        """What a job writes, from its beginning, until it ends."""
+        ...
+
+
+def connect(address: str | None) -> JobClient:
+    """Ray's job client; it takes the token from RAY_AUTH_TOKEN or ~/.ray/auth_token.
+
+    Raises UserError when no cluster answers, or it refuses the token.
+    """
+    from ray.exceptions import AuthenticationError
+    from ray.job_submission import JobSubmissionClient
+
+    if address is not None:
+        # The client prefers RAY_ADDRESS to the address that it is given; this variable it prefers to both.
+        os.environ["RAY_API_SERVER_ADDRESS"] = address
+    where = address or os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS") or "this machine"
+    try:
+        client: JobClient = JobSubmissionClient(address)
+    except AuthenticationError as error:
+        raise UserError(
+            f"the cluster at {where} refuses us; set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN to the cluster's token"
+        ) from error
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise UserError(
+            f"no Ray cluster answers at {where}; start one with `ray start --head`, or say --address http://HOST:8265"
+        ) from error
+    return client
+
+
+def submit(
+    client: JobClient,
+    recipe: Recipe,
+    recipe_path: Path,
+    overrides: Sequence[str],
+    *,
+    serve: bool,
+    say: Callable[[str], None],
+) -> str:
+    """Submit the recipe's run unless it already runs or is done; the id of the job to follow.
+
+    The job's id is the run's name. A job that failed or was stopped is followed by `name-r1`, `name-r2`, ..., each of
+    which resumes the run. Raises UserError when the cluster does not take the job.
+    """
+    statuses = {job.submission_id: str(job.status) for job in client.list_jobs()}
+    attempt, job_id = 0, recipe.name
+    while statuses.get(job_id) in _OVER:
+        attempt += 1
+        job_id = f"{recipe.name}-r{attempt}"
+    if status := statuses.get(job_id):
+        state = "has already succeeded" if status == _SUCCEEDED else f"is already {status.lower()}"
+        say(f"job {job_id} {state}; not submitted again (choose name=... for another run)")
+        return job_id
+    command = ["d1", "train", _relative(recipe_path), *overrides, *_absolute_paths(recipe)]
+    command += ["--serve"] if serve else []
+    command += ["--resume-or-start"] if attempt else []
+    runtime_env = {"working_dir": ".", "excludes": _EXCLUDES, "env_vars": _ENVIRONMENT}
+    try:
+        client.submit_job(entrypoint=shlex.join(command), submission_id=job_id, runtime_env=runtime_env)
+    except (RuntimeError, ValueError) as error:
+        first_line = str(error).partition("\n")[0]
+        raise UserError(f"the cluster did not take job {job_id}: {first_line}") from error
+    resumes = f" to resume {recipe.name}" if attempt else ""
+    say(f"submitted job {job_id}{resumes}; its run directory is {recipe.run_dir}")
+    return job_id
+
+
+def follow(client: JobClient, job_id: str, write: Callable[[str], None]) -> int:
+    """Write a job's log until it ends; its exit code."""
+    import asyncio
+
+    return asyncio.run(_follow(client, job_id, write))
+
+
+async def _follow(client: JobClient, job_id: str, write: Callable[[str], None]) -> int:
+    import asyncio
+
+    try:
+        async for text in client.tail_job_logs(job_id):
+            write(printable(text))
+    except (RuntimeError, OSError) as error:
+        # The stream broke; the job need not have.
+        write(f"\nthe log of {job_id} broke off ({error}); waiting for the job\n")
+    while True:
+        info = await asyncio.to_thread(client.get_job_info, job_id)
+        status = str(info.status)
+        if status == _SUCCEEDED:
+            return 0
+        if status in _OVER:
+            write(f"\njob {job_id} {status.lower()}: {printable(info.message or '')}\n")
+            return int(info.driver_exit_code or 1)
+        await asyncio.sleep(_POLL_S)
+
+
+def _relative(recipe_path: Path) -> str:
+    """The recipe's path as the job sees it: it starts in a copy of this directory."""
+    try:
+        return str(recipe_path.resolve().relative_to(Path.cwd()))
+    except ValueError as error:
+        raise UserError(
+            f"the recipe {recipe_path} is not below {Path.cwd()}, the directory that is sent to the cluster; "
+            f"run `{program()} submit` from a directory that holds it"
+        ) from error
+
+
+def _absolute_paths(recipe: Recipe) -> list[str]:
+    """Overrides for paths that mean something else in the job's copy of this directory, which Ray deletes."""
+    paths = {"runs_dir": recipe.runs_dir}
+    if recipe.model.checkpoint is not None and not is_hub_id(recipe.model.checkpoint):
+        paths["model.checkpoint"] = recipe.model.checkpoint
+    return [f"{key}={path.resolve()}" for key, path in paths.items() if not path.is_absolute()]

@@ -1,0 +1,1 @@
+"""Recipes: read, composed, checked against each other and against the machine."""

@@ -1,0 +1,139 @@
+"""Reading a recipe: its YAML file, the overrides of the command line, and a sentence for whatever is wrong."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from deploy.errors import UserError, reason
+from deploy.recipe.recipe import Recipe
+from deploy.recipe.refusals import first_refusal, shortened
+from deploy.recipe.yaml_text import parse_yaml
+from learner.algorithms import DEFAULT, METHOD
+
+
+def load_recipe(path: Path, overrides: Sequence[str]) -> Recipe:
+    """The recipe of a file with overrides `dotted.key=value` on top; of one key the last override counts.
+
+    A recipe without a name takes its file's. An override of `learner.algorithm` leaves out what the file says of its
+    own method. Raises UserError when it cannot be read or is not a recipe.
+    """
+    data = {"name": path.stem} | _read(path)
+    parsed = [(text, *parse_override(text)) for text in overrides]
+    for algorithm in [value for _, key, value in parsed if key == "learner.algorithm"][-1:]:
+        _leave_method(data, algorithm)
+    overridden = {}
+    for text, key, value in parsed:
+        set_key(data, key, value)
+        overridden[key] = text
+    try:
+        recipe = Recipe.model_validate(data)
+    except ValidationError as error:
+        if stale := _stale_fields(error, overridden):
+            raise UserError(_other_task(path, data["task"], stale)) from error
+        refusal, num_more = first_refusal(error, Recipe.model_json_schema())
+        more = f" ({num_more} more {'problem' if num_more == 1 else 'problems'} after this one)" if num_more else ""
+        raise UserError(f"{_place(path, overridden, refusal.key)}: {refusal.sentence}{more}") from error
+    for key, sentence in islice(_misread(data, recipe.model_dump(), ""), 1):
+        raise UserError(f"{_place(path, overridden, key)}: {sentence}")
+    return recipe
+
+
+def resolved_yaml(recipe: Recipe) -> str:
+    """The whole recipe, defaults included, as YAML that loads to the same recipe."""
+    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        data = parse_yaml(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot read the recipe {path}: {reason(error)}") from error
+    except ValueError as error:
+        raise UserError(f"{path} is not YAML: {error}") from error
+    if not isinstance(data, dict):
+        raise UserError(f"{path} is not a recipe: it should be a mapping of keys like `task:` and `learner:`")
+    return data
+
+
+def parse_override(text: str) -> tuple[str, Any]:
+    """Key and value of `dotted.key=value`. Raises UserError where it is none."""
+    key, separator, value = text.partition("=")
+    if not separator or not all(key.split(".")):
+        raise UserError(f"the override {shortened(text)!r} should have the form key=value, for example learner.lr=1e-4")
+    try:
+        return key, parse_yaml(value)
+    except ValueError as error:
+        raise UserError(f"the value of the override {shortened(text)!r} is not YAML: {error}") from error
+
+
+def set_key(data: dict[str, Any], key: str, value: Any) -> None:
+    """Put a value at a dotted key. Raises UserError where what is above it is no section."""
+    *parents, name = key.split(".")
+    section = data
+    for index, parent in enumerate(parents):
+        # An empty section of the file (`rollout:`) reads as None.
+        child = {} if section.get(parent) is None else section[parent]
+        if not isinstance(child, dict):
+            outer = ".".join(parents[: index + 1])
+            raise UserError(f"the override {key} needs {outer} to be a section, and it is {shortened(repr(child))}")
+        section[parent] = section = child
+    section[name] = value
+
+
+def _leave_method(data: Mapping[str, Any], algorithm: Any) -> None:
+    """Leave out the method of a file that is to be run with another: the clips of one are no settings of the other."""
+    section = data.get("learner")
+    if isinstance(section, dict) and section.get("algorithm", DEFAULT) != algorithm:
+        for name in METHOD:
+            section.pop(name, None)
+
+
+def _stale_fields(error: ValidationError, overridden: Mapping[str, str]) -> list[str]:
+    """What a file says of its own task and the task that an override names does not have."""
+    if "task.name" not in overridden:
+        return []
+    unknown = [detail["loc"] for detail in error.errors() if detail["type"] == "extra_forbidden"]
+    fields = [str(name) for section, *_, name in unknown if section == "task"]
+    return [field for field in fields if f"task.{field}" not in overridden]
+
+
+def _other_task(path: Path, task: Mapping[str, Any], stale: Sequence[str]) -> str:
+    """The sentence for a task that comes over the fields of another."""
+    kept = {field: value for field, value in task.items() if field not in stale}
+    section = yaml.safe_dump(kept, default_flow_style=True, sort_keys=False, allow_unicode=True, width=math.inf).strip()
+    return (
+        f"the override task.name={kept['name']}: {path} sets {', '.join(f'task.{field}' for field in stale)}, which "
+        f"{kept['name']} does not have; give the section as a whole: 'task={section}'"
+    )
+
+
+def _place(path: Path, overridden: Mapping[str, str], key: str) -> str:
+    """Where a key was written."""
+    for overridden_key, text in overridden.items():
+        if key == overridden_key or key.startswith((f"{overridden_key}.", f"{overridden_key}[")):
+            return f"the override {shortened(text)}"
+    inside = [text for overridden_key, text in overridden.items() if overridden_key.startswith(f"{key}.")]
+    if len(inside) == 1:
+        return f"the override {shortened(inside[0])}"
+    return f"{path} with its overrides" if inside else str(path)
+
+
+def _misread(given: Any, read: Any, key: str) -> Iterator[tuple[str, str]]:
+    """What pydantic lets pass and nobody means: `true` as the number 1, and numbers that are not finite."""
+    if isinstance(read, float) and not math.isfinite(read):
+        yield key, f"{key} is {given}; it should be a finite number"
+    if isinstance(given, bool) and not isinstance(read, bool):
+        yield key, f"{key} is {str(given).lower()}; it should be a number"
+    if isinstance(given, dict) and isinstance(read, dict):
+        for name, value in given.items():
+            yield from _misread(value, read[name], f"{key}.{name}" if key else name)
+    elif isinstance(given, list) and isinstance(read, list | tuple):
+        for index, (value, read_value) in enumerate(zip(given, read, strict=True)):
+            yield from _misread(value, read_value, f"{key}[{index}]")

@@ -1,0 +1,221 @@
+"""The curves of a run as one picture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from actors.run_log import Event
+from deploy.runs.history import Evaluation, RunHistory, moving_mean, read_history
+from deploy.printing import printable
+from rollout.score import Score
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_Panel = Callable[["Axes", RunHistory], None]
+
+# Paul Tol's bright scheme: told apart by colour-blind readers and in print.
+_BLUE, _RED, _GREEN, _YELLOW, _CYAN, _PURPLE, _GREY = (
+    "#4477AA",
+    "#EE6677",
+    "#228833",
+    "#CCBB44",
+    "#66CCEE",
+    "#AA3377",
+    "#888888",
+)
+_STAGES = {
+    "untrained": (_GREY, "untrained"),
+    "start": (_GREY, "start"),
+    "sft": (_BLUE, "SFT"),
+    "round": (_RED, "after a round"),
+    "rl": (_RED, "RL"),
+    "control": (_GREEN, "control"),
+}
+_COLUMNS = 3
+_STYLE: dict[Any, Any] = {
+    "font.size": 9,
+    "axes.titlesize": 10,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#E6E6E6",
+    "grid.linewidth": 0.8,
+    "axes.axisbelow": True,
+    "legend.frameon": False,
+    "legend.fontsize": 8,
+}
+
+
+def draw_curves(events: Iterable[Event], path: Path) -> None:
+    """Draw what there is: a panel without data is left out, and without any nothing is written."""
+    import matplotlib as mpl
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    history = read_history(events)
+    panels = list(_panels(history))
+    if not panels:
+        return
+    rows = -(-len(panels) // _COLUMNS)
+    columns = min(_COLUMNS, len(panels))
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(4.2 * columns, 2.9 * rows + 0.3), layout="constrained")
+        FigureCanvasAgg(figure)
+        title = {"x": 0.01, "ha": "left", "fontsize": 12, "fontweight": "bold"}
+        # A run's name is text, never mathematics.
+        figure.suptitle(printable(history.name), parse_math=False, **title)
+        for index, draw in enumerate(panels):
+            draw(figure.add_subplot(rows, columns, index + 1), history)
+        # Beside, then in place: a reader of a run under way never sees half a picture.
+        partial = path.with_name(f".{path.name}.partial")
+        figure.savefig(partial, dpi=150, format="png")
+        partial.replace(path)
+
+
+def _panels(history: RunHistory) -> Iterable[_Panel]:
+    if history.rounds:
+        yield _reward
+    if history.evaluations:
+        yield _accuracy
+    if any(len(item.schedules) > 1 for item in history.evaluations):
+        yield _schedules
+    if history.steps:
+        yield _sft_loss
+    if history.rounds:
+        yield _shares
+        # Not every method has one.
+        if any("kl" in event for event in history.rounds.values()):
+            yield _kl
+        yield _seconds
+
+
+def _smooth(axes: Axes, xs: list[float], values: list[float], color: str, label: str) -> None:
+    """The values faintly, and their moving mean over a twentieth of them."""
+    axes.plot(xs, values, color=color, alpha=0.25, linewidth=0.8)
+    means = moving_mean(values, max(1, len(values) // 20))
+    axes.plot(xs, means, color=color, linewidth=1.8, marker="o" if len(xs) == 1 else None, label=label)
+
+
+def _rounds(history: RunHistory) -> list[float]:
+    return [float(index + 1) for index in history.rounds]
+
+
+def _reward(axes: Axes, history: RunHistory) -> None:
+    axes.set(title="Reward on training problems", xlabel="round")
+    _smooth(axes, _rounds(history), history.series("reward"), _RED, "reward")
+    _smooth(axes, _rounds(history), history.series("correct"), _BLUE, "share correct")
+    axes.set_ylim(bottom=min(0.0, *history.series("reward")))
+    axes.legend(loc="best")
+
+
+def _accuracy(axes: Axes, history: RunHistory) -> None:
+    axes.set(title="Held-out accuracy, 95 % interval", xlabel="minutes since the start", ylabel="%")
+    course = [item for item in history.evaluations if item.label != "control"]
+    axes.plot(
+        [item.time_s / 60 for item in course], [_percent(item.score) for item in course], color=_GREY, linewidth=1
+    )
+    for label, (color, name) in _STAGES.items():
+        items = [item for item in history.evaluations if item.label == label]
+        if items:
+            _points(axes, items, color=color, name=name, is_stage=label != "round")
+    axes.margins(x=0.1, y=0.15)
+    axes.set_xlim(left=0)
+    axes.set_ylim(bottom=0)
+    axes.legend(loc="best")
+
+
+def _schedules(axes: Axes, history: RunHistory) -> None:
+    """A line for each stage; rings are schedules that take as many steps as they need."""
+    axes.set(title="Held-out accuracy by denoise steps", xlabel="denoise steps", ylabel="%", xscale="log")
+    for label, (color, name) in _STAGES.items():
+        item = history.final(label)
+        if item is None or len(item.schedules) < 2:
+            continue
+        found = sorted((scored.mean_steps, _percent(scored.score), key) for key, scored in item.schedules.items())
+        fixed = [point for point in found if point[2][0].isdigit()]
+        axes.plot([x for x, _, _ in fixed], [y for _, y, _ in fixed], "o-", color=color, markersize=4, label=name)
+        free = [point for point in found if point not in fixed]
+        axes.plot([x for x, _, _ in free], [y for _, y, _ in free], "o", color=color, markersize=7, markerfacecolor="w")
+    ticks = sorted({round(scored.mean_steps) for item in history.evaluations for scored in item.schedules.values()})
+    axes.set_xticks(ticks, [str(tick) for tick in ticks])
+    axes.minorticks_off()
+    axes.set_ylim(bottom=0)
+    axes.legend(loc="best")
+
+
+def _points(axes: Axes, items: list[Evaluation], *, color: str, name: str, is_stage: bool) -> None:
+    middles = [_percent(item.score) for item in items]
+    lows = [middle - 100 * item.score.interval[0] for middle, item in zip(middles, items, strict=True)]
+    highs = [100 * item.score.interval[1] - middle for middle, item in zip(middles, items, strict=True)]
+    marks: dict[str, Any] = {"markersize": 7, "capsize": 3} if is_stage else {"markersize": 3, "alpha": 0.6}
+    axes.errorbar(
+        [item.time_s / 60 for item in items],
+        middles,
+        # The Wilson interval holds its middle but for rounding at 0 and 1.
+        yerr=[[max(0.0, low) for low in lows], [max(0.0, high) for high in highs]],
+        fmt="o",
+        color=color,
+        label=name,
+        elinewidth=1.2,
+        clip_on=False,
+        **marks,
+    )
+    for item in items if is_stage else ():
+        place = (item.time_s / 60, _percent(item.score))
+        axes.annotate(
+            f"{_percent(item.score):.1f}", place, (7, 3), textcoords="offset points", color=color, weight="bold"
+        )
+
+
+def _percent(score: Score) -> float:
+    return 100 * score.accuracy
+
+
+def _sft_loss(axes: Axes, history: RunHistory) -> None:
+    from matplotlib.ticker import LogLocator
+
+    axes.set(title="SFT loss", xlabel="optimizer step", yscale="log")
+    axes.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("{x:g}")
+    for phase, steps in history.steps.items():
+        color, name = _STAGES[phase]
+        # The control goes on from where SFT ended.
+        first = history.planned.get("sft", 0) if phase == "control" else 0
+        _smooth(axes, [first + step["step"] for step in steps], [step["loss"] for step in steps], color, name)
+        held_out = history.sft_losses.get(phase, [])
+        places, losses = [first + item["step"] for item in held_out], [item["loss"] for item in held_out]
+        if held_out:
+            axes.plot(places, losses, "o--", color=color, markersize=4, linewidth=1, label=f"{name}, held out")
+    axes.legend(loc="best")
+
+
+def _shares(axes: Axes, history: RunHistory) -> None:
+    axes.set(title="Clipped tokens, groups without signal", xlabel="round", ylabel="share")
+    _smooth(axes, _rounds(history), history.series("clip_ratio/region_mean"), _PURPLE, "clip fraction")
+    _smooth(axes, _rounds(history), history.series("frac_reward_zero_std"), _YELLOW, "zero-variance groups")
+    axes.set_ylim(bottom=0)
+    axes.legend(loc="best")
+
+
+def _kl(axes: Axes, history: RunHistory) -> None:
+    axes.set(title="KL to the reference", xlabel="round", ylabel="nats per token")
+    _smooth(axes, _rounds(history), history.series("kl"), _CYAN, "k3 estimate")
+    axes.set_ylim(bottom=0)
+
+
+def _seconds(axes: Axes, history: RunHistory) -> None:
+    axes.set(title="Seconds of a round", xlabel="round", ylabel="s")
+    for key, color, label in (
+        ("sampling_s", _CYAN, "waiting for samples"),
+        ("training_s", _BLUE, "training"),
+        ("publish_s", _YELLOW, "publishing"),
+    ):
+        _smooth(axes, _rounds(history), history.series(key), color, label)
+    axes.set_ylim(bottom=0)
+    axes.legend(loc="best")

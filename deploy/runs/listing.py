@@ -1,0 +1,175 @@
+"""The run directories: which there are and how they stand."""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from actors.run_log import CHECKPOINTS, METRICS, RECIPE, read_events
+from deploy.errors import UserError
+from deploy.runs.history import RunHistory, read_history
+from deploy.printing import printable, rough_duration, sparkline
+from deploy.program import program
+from deploy.runs.lock import holder_of, this_host
+from deploy.recipe.yaml_text import parse_yaml
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+# Longer than any pause that a healthy run makes by default: one batch of completions may take 600 s.
+_SILENT_S = 900.0
+_SPARKLINE_WIDTH = 10
+_NAME = "run"
+_NUMBERS = ("silent", "rounds", "held-out", "best", "time")
+_FIRST_TO_YIELD = ("reward", "time", "silent", "best", "task", "rounds", "held-out", "state")
+LATEST = "latest"
+"""The link in a directory of runs to the run that was last started or resumed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """A run directory as it was when it was read."""
+
+    directory: Path
+    """Where it is."""
+    recipe: dict[str, Any]
+    """The resolved recipe; plain data, so that a run of an older d1 can be listed too. Empty if it cannot be read."""
+    history: RunHistory
+    """What happened."""
+    silent_s: float
+    """Seconds since its last event."""
+    is_held: bool
+    """Whether a process of this machine has the directory's lock."""
+
+    @property
+    def name(self) -> str:
+        """The directory's name."""
+        return self.directory.name
+
+    @property
+    def state(self) -> str:
+        """`finished`, or `running` where a process here has the lock; else a guess from the silence, with a question
+        mark: nobody can ask a run directory."""
+        if self.history.is_finished:
+            return "finished"
+        if self.is_held:
+            return "running"
+        return "running?" if self.silent_s < _SILENT_S else "stopped?"
+
+    @property
+    def task(self) -> str:
+        """The task's name."""
+        return str(self.recipe.get("task", {}).get("name", "?"))
+
+
+def read_run(directory: Path) -> Run:
+    """Read a run directory."""
+    recipe: Any = {}
+    # Without a recipe its events can still be shown.
+    with suppress(OSError, ValueError):
+        recipe = parse_yaml((directory / RECIPE).read_text(encoding="utf-8"))
+    silent_s = time.time() - (directory / METRICS).stat().st_mtime
+    holder = holder_of(directory)
+    return Run(
+        directory=directory,
+        recipe=recipe if isinstance(recipe, dict) else {},
+        history=read_history(read_events(directory)),
+        silent_s=silent_s,
+        # A lock of another machine need not have reached this one, nor its end.
+        is_held=holder is not None and holder.host == this_host(),
+    )
+
+
+def newest_run(runs_dir: Path) -> Path:
+    """The run with the newest event. Raises UserError where there is none."""
+    directories = _run_dirs(runs_dir)
+    if not directories:
+        raise UserError(f"there is no run in {runs_dir}; `make train` or `{program()} train RECIPE` makes one")
+    return max(directories, key=lambda path: (path / METRICS).stat().st_mtime)
+
+
+def newest_to_serve(runs_dir: Path) -> Path:
+    """The run with the newest event of those that have a checkpoint to answer from. Raises UserError without one."""
+    # It brings torch, for which `d1 runs` does not wait.
+    from actors.training.checkpoints import checkpoints_to_answer
+
+    runs = sorted(_run_dirs(runs_dir), key=lambda path: (path / METRICS).stat().st_mtime, reverse=True)
+    for directory in runs:
+        if checkpoints_to_answer(directory / CHECKPOINTS):
+            return directory
+    what = "no run in it has a checkpoint yet" if runs else "there is no run in it"
+    raise UserError(
+        f"nothing in {runs_dir} can be served: {what}; `make train` or `{program()} train RECIPE` makes one"
+    )
+
+
+def list_runs(runs_dir: Path) -> list[Run]:
+    """The runs of a directory, the one with the newest event first."""
+    return sorted((read_run(path) for path in _run_dirs(runs_dir)), key=lambda run: run.silent_s)
+
+
+def runs_table(runs: list[Run], width: int) -> Table:
+    """A row for each run, `width` columns at most: names are whole, and what does not fit beside them is left out."""
+    from rich.table import Table
+    from rich.text import Text
+
+    rows = [{heading: printable(cell) for heading, cell in _cells(run).items()} for run in runs]
+    sizes = {heading: max(len(heading), *(len(row[heading]) for row in rows)) for heading in rows[0]}
+    for heading in _FIRST_TO_YIELD:
+        if sum(size + 1 for size in sizes.values()) > width:
+            del sizes[heading]
+    table = Table(box=None, padding=(0, 1, 0, 0))
+    for heading in sizes:
+        is_name = heading == _NAME
+        justify: Literal["left", "right"] = "right" if heading in _NUMBERS else "left"
+        # A name that is wider than the terminal by itself goes on in the next line.
+        table.add_column(heading, justify=justify, no_wrap=not is_name, overflow="fold" if is_name else "ellipsis")
+    for row in rows:
+        table.add_row(*(Text(row[heading]) for heading in sizes))
+    return table
+
+
+def _cells(run: Run) -> dict[str, str]:
+    """What is said of a run, by heading."""
+    history = run.history
+    # The control is another policy than the one the run is for.
+    accuracies = [item.score.accuracy for item in history.evaluations if item.label != "control"]
+    return {
+        _NAME: run.name,
+        "state": run.state,
+        "silent": rough_duration(run.silent_s),
+        "task": run.task,
+        "rounds": str(len(history.rounds)),
+        "held-out": f"{100 * accuracies[-1]:.1f} %" if accuracies else "",
+        "best": f"{100 * max(accuracies):.1f} %" if accuracies else "",
+        "time": rough_duration(history.seconds),
+        "reward": sparkline(history.series("reward"), _SPARKLINE_WIDTH),
+    }
+
+
+def run_names(runs_dir: Path) -> list[str]:
+    """What the runs of a directory can be called by."""
+    return [path.name for path in _run_dirs(runs_dir)] + [LATEST] * (runs_dir / LATEST).is_dir()
+
+
+def point_latest_at(run_dir: Path) -> None:
+    """Make the link `latest` beside a run point to it. What is there and is no link stays as it is."""
+    link = run_dir.with_name(LATEST)
+    if run_dir.name == LATEST or (link.exists() and not link.is_symlink()):
+        return
+    # Renamed into its place, it is never missing; a file system without links has none.
+    fresh = run_dir.with_name(f".{LATEST}.{os.getpid()}")
+    with suppress(OSError):
+        fresh.unlink(missing_ok=True)
+        fresh.symlink_to(run_dir.name)
+        fresh.replace(link)
+
+
+def _run_dirs(runs_dir: Path) -> list[Path]:
+    """Each run once: a link to another of the same directory is a second name for it."""
+    found = [path.parent for path in runs_dir.glob("*/" + METRICS) if not path.parent.name.startswith(".")]
+    return [path for path in found if not (path.is_symlink() and path.resolve().parent == runs_dir.resolve())]

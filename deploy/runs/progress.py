@@ -1,0 +1,247 @@
+"""What a person sees of a run while it runs: a live bar on a terminal, sparse lines anywhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Self
+
+from actors.run_log import Event
+from deploy.printing import counted, duration, metric, printable
+from deploy.runs.report import score_text
+from deploy.waiting import Waiting
+from rollout.score import Score
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress, TaskID
+
+_LINE_EVERY_S = 5.0
+_LONGEST_FAILURE = 200
+# A step that takes so many times as long as the one before it is worth a line.
+_UNUSUAL = 2.0
+# They come at any time, and what was waited for is waited for still.
+_BESIDE_THE_WORK = ("run", "status", "failure", "pause", "pause_end")
+# How the failures begin after which the learner group starts again.
+_OF_LEARNERS = ("a learner worker failed", "the learner group restarted")
+_BETWEEN_PHASES = {
+    "evaluation": "preparing what comes next",
+    "sft_data": "preparing SFT",
+    "phase_end": "writing a checkpoint",
+    "checkpoint": "evaluating",
+}
+_PHASES = {"untrained": "untrained", "sft": "SFT", "rl": "RL", "control": "control"}
+_LABELS = {
+    "untrained": "no training",
+    "start": "the start",
+    "sft": "SFT",
+    "round": "round",
+    "rl": "the rounds",
+    "control": "the control",
+}
+
+
+class ProgressDisplay:
+    """Shows events as they come, from whichever thread. A context manager: leaving it gives the terminal back."""
+
+    def __init__(self, console: Console) -> None:
+        """Show on `console`: a live display where it is a terminal, lines where it is not."""
+        self._console = console
+        self._bar = _Bar(console) if console.is_terminal else None
+        self._phase: Event | None = None
+        self._limit_s = 0.0
+        self._last_line_s = float("-inf")
+        self._last_step_s = 0.0
+        self._waiting = Waiting(console, f"{'':10}  ")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """End the live display; what it showed stays on the screen. A second call does nothing."""
+        self._waiting.end()
+        if self._bar is not None:
+            self._bar.stop()
+
+    def __call__(self, event: Event) -> None:
+        """Show one event."""
+        if event["event"] == "waiting":
+            self._wait(printable(event["what"]), at_once=True)
+            return
+        if event["event"] not in _BESIDE_THE_WORK:
+            self._waiting.end()
+        match event["event"]:
+            case "status" | "waits":
+                self._print(f"{'':10}  {printable(event['what'])}")
+            case "phase":
+                self._begin(event)
+            case "sft" | "round" if self._phase is not None:
+                self._advance(event, self._phase)
+                self._wait_for_step(event)
+            case "phase_end":
+                self._phase = None
+                if event["phase"] == "rl":
+                    self._limit_s = event["seconds"]
+        if event["event"] in _SENTENCES:
+            self._line(event, _SENTENCES[event["event"]](event))
+        if what := self._next(event):
+            self._wait(what)
+
+    def _wait_for_step(self, event: Event) -> None:
+        """Say so where the next step takes much longer than this one: a process may have died, and be started again."""
+        usual_s, self._last_step_s = event["time_s"] - self._last_step_s, event["time_s"]
+        what = f"round {event['round'] + 2}" if event["event"] == "round" else "the next step"
+        self._waiting.begin(f"waiting for {what}", first_after_s=_UNUSUAL * usual_s)
+
+    def _next(self, event: Event) -> str:
+        """What a run does after an event, where that is no step of a phase; the run log has a line when it is done."""
+        if event["event"] == "failure" and str(event["what"]).startswith(_OF_LEARNERS):
+            self._phase = None
+            return "starting the learners again"
+        return _BETWEEN_PHASES.get(event["event"], "") if self._phase is None else ""
+
+    def _wait(self, what: str, *, at_once: bool = False) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+        self._waiting.begin(what, at_once=at_once)
+
+    def _begin(self, event: Event) -> None:
+        self._phase, self._last_step_s = event, event["time_s"]
+        self._last_line_s = float("-inf")
+        name, (total, unit) = _PHASES[event["phase"]], self._total(event)
+        self._line(event, f"{name}: {total:g} {unit}" if total else f"{name}: as many {unit} as the time allows")
+        if self._bar is not None:
+            self._bar.begin(name, total or None)
+
+    def _total(self, phase: Event) -> tuple[float, str]:
+        """What the phase has to do, and its unit. A control without a number of steps has the rounds' seconds."""
+        if phase["phase"] == "control" and not phase["num_steps"] and self._limit_s:
+            return round(self._limit_s), "seconds"
+        return phase["num_steps"], "rounds" if phase["phase"] == "rl" else "steps"
+
+    def _advance(self, event: Event, phase: Event) -> None:
+        total, unit = self._total(phase)
+        done = event["round"] + 1 if event["event"] == "round" else event["step"]
+        facts = _facts(event)
+        if unit == "seconds":
+            done, facts = min(total, event["time_s"] - phase["time_s"]), f"step {done}  {facts}"
+        if self._bar is not None:
+            self._bar.advance(done, facts)
+        elif event["time_s"] - self._last_line_s >= _LINE_EVERY_S:
+            self._last_line_s = event["time_s"]
+            share = f"{round(done)}/{total:g}" if total else str(done)
+            self._line(event, f"{_PHASES[phase['phase']]} {share} {unit}  {facts}")
+
+    def _line(self, event: Event, text: str) -> None:
+        self._print(f"{event['time_s']:8.1f} s  {text}")
+
+    def _print(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+class _Bar:
+    """One bar at the foot of a terminal: the phase under way."""
+
+    def __init__(self, console: Console) -> None:
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+        )
+
+        columns: list[Any] = [
+            TextColumn("{task.description}", style="bold"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[facts]}", style="cyan", markup=False),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(compact=True),
+        ]
+        self._progress: Progress = Progress(*columns, console=console)
+        self._task: TaskID | None = None
+        self._is_first = True
+
+    def begin(self, name: str, total: float | None) -> None:
+        self._progress.start()
+        if self._task is not None:
+            self._progress.remove_task(self._task)
+        self._task = self._progress.add_task(name, total=total, facts="")
+        self._is_first = True
+
+    def advance(self, done: float, facts: str) -> None:
+        assert self._task is not None, "a phase has begun"
+        self._progress.start()
+        if self._is_first and done > 1:
+            # A resumed run: what was done before must not count into the speed that the time left comes from.
+            self._progress.reset(self._task, completed=int(done) - 1)
+        self._is_first = False
+        self._progress.update(self._task, completed=int(done), facts=facts)
+
+    def stop(self) -> None:
+        self._progress.stop()
+
+
+def _examples(event: Event) -> str:
+    """What SFT has to train on."""
+    overlong = f", {event['num_overlong']} too long" if event["num_overlong"] else ""
+    held_out = f", {event['num_held_out']} held out" if event["num_held_out"] else ""
+    padding = f"{100 * event['padding_share']:.0f} % padding, {100 * event['packed_padding_share']:.0f} % if packed"
+    return f"{event['num_examples']} examples of {event['mean_tokens']:.0f} tokens{held_out}{overlong}; {padding}"
+
+
+def _evaluation(event: Event) -> str:
+    score = Score(num_correct=event["num_correct"], num_problems=event["num_problems"])
+    at = f" at {event['schedule']}" if "schedule" in event else ""
+    return f"held-out accuracy after {_place(event)}{at}: {score_text(score)}"
+
+
+def _failure(event: Event) -> str:
+    return f"failure, attempt {event['attempt']}: {_what(event)}"
+
+
+def _pause(event: Event) -> str:
+    return f"the run pauses until this is well: {_what(event)}"
+
+
+def _what(event: Event) -> str:
+    return printable(str(event["what"]).partition("\n")[0])[:_LONGEST_FAILURE]
+
+
+def _facts(event: Event) -> str:
+    rate = f"{event['tokens_per_s']:.0f} tokens/s"
+    if event["event"] == "sft":
+        return f"loss {metric(event['loss'])}  {rate}"
+    return f"reward {event['reward']:.3f}  correct {100 * event['correct']:.0f} %  {rate}"
+
+
+def _place(event: Event) -> str:
+    label = _LABELS[event["label"]]
+    return f"{label} {event['round']}" if event["label"] == "round" else label
+
+
+def _stopped_at(event: Event) -> str:
+    """Where a run that is stopped stands."""
+    if event["step"] is not None:
+        return f"after {counted(event['step'], 'step')} of {_PHASES[event['phase']]}, kept in a checkpoint"
+    return f"after {counted(event['round'], 'round')}, kept in a checkpoint" if event["round"] else "at the beginning"
+
+
+_SENTENCES: dict[str, Callable[[Event], str]] = {
+    "sft_data": _examples,
+    "sft_eval": lambda event: f"held-out loss after {event['step']} steps: {metric(event['loss'])}",
+    "evaluation": _evaluation,
+    "phase_end": lambda event: f"{_PHASES[event['phase']]} took {duration(event['seconds'])}",
+    "stopped": lambda event: f"stopped {_stopped_at(event)}",
+    "resume": lambda event: printable(event["what"]),
+    "checkpoint": lambda event: f"checkpoint {event['path']}",
+    "failure": _failure,
+    "pause": _pause,
+    "pause_end": lambda event: f"the run goes on after {duration(event['seconds'])}",
+    "done": lambda event: f"done in {duration(event['seconds'])}",
+}
+"""Events that are told in a line, whatever else they do."""

@@ -1,0 +1,123 @@
+"""What a user names on the command line: a run by name or path, a checkpoint by path, or a model on the hub."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+
+from actors.run_log import CHECKPOINTS, METRICS, RECIPE
+from deploy.errors import UserError
+from deploy.program import program
+from deploy.runs.listing import run_names
+
+_CONFIG = "config.json"
+_LEAST_LIKENESS = 0.5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Found:
+    """What a reference names."""
+
+    directory: Path
+    """A run's directory or a checkpoint's, not through a link of its own."""
+    is_run: bool
+    """Which of the two."""
+
+
+def find(reference: str, runs_dir: Path) -> Found:
+    """The run or the checkpoint that a user names.
+
+    Args:
+        reference: a run's name in `runs_dir` or its path; a checkpoint's path, from here or from `runs_dir`, or
+            RUN/CHECKPOINT; or a hub id, which is fetched if it is not on this machine yet.
+        runs_dir: where the runs are.
+
+    Raises:
+        UserError: there is none; the sentence names the nearest.
+        ValueError: the hub does not give it.
+    """
+    if (found := _find_here(reference, runs_dir)) is not None:
+        return found
+    # Without a slash it is no hub id, and the hub's library takes long to load.
+    if "/" in reference and _parent_run(reference, runs_dir) is None and Path(reference).parent != runs_dir:
+        from learner.model.hub import find_checkpoint, is_hub_id
+
+        if is_hub_id(reference):
+            return Found(directory=find_checkpoint(reference), is_run=False)
+    raise _miss(reference, runs_dir, f", {reference} is no directory, and no hub id either")
+
+
+def find_run(reference: str, runs_dir: Path) -> Path:
+    """The directory of a run, named as for `find`; that of a checkpoint's run if a checkpoint is named.
+
+    Raises UserError where there is none.
+    """
+    found = _find_here(reference, runs_dir)
+    if found is not None and (found.directory / METRICS).is_file():
+        return found.directory
+    if found is None or not (found.directory / _CONFIG).is_file():
+        raise _miss(reference, runs_dir, ", and no run directory of that path")
+    checkpoints = found.directory.absolute().parent
+    if checkpoints.name == CHECKPOINTS and _is_run(checkpoints.parent):
+        return found.directory.parent.parent
+    raise UserError(f"{reference} is a checkpoint by itself, not one of a run; name a run: `{program()} runs ls`")
+
+
+def find_checkpoint_of(reference: str, runs_dir: Path) -> Path:
+    """The directory of a checkpoint; of a run, its newest that is whole. Raises as `find`."""
+    found = find(reference, runs_dir)
+    if not found.is_run:
+        return found.directory
+    from deploy.service.run_files import newest_to_answer
+
+    return newest_to_answer(found.directory).directory
+
+
+def _find_here(reference: str, runs_dir: Path) -> Found | None:
+    """As `find`, on this machine's disk; None where there is nothing."""
+    places = runs_dir / reference, Path(reference)
+    for place in places:
+        if _is_run(place):
+            return Found(directory=_unlinked(place), is_run=True)
+    for place in (*places, *(place.parent / CHECKPOINTS / place.name for place in places)):
+        if (place / _CONFIG).is_file():
+            return Found(directory=place, is_run=False)
+    # What is wrong with it is said by who reads it.
+    return Found(directory=places[1], is_run=False) if places[1].is_dir() else None
+
+
+def _is_run(directory: Path) -> bool:
+    is_one = (directory / METRICS).is_file() or (directory / RECIPE).is_file()
+    return is_one and not (directory / _CONFIG).is_file()
+
+
+def _unlinked(directory: Path) -> Path:
+    """`runs/latest` is a name for today; what it points to is the run's own."""
+    return directory.parent / directory.readlink() if directory.is_symlink() else directory
+
+
+def _parent_run(reference: str, runs_dir: Path) -> Path | None:
+    """The run in which something is named: `RUN/sft`, `RUN/checkpoints/sft`."""
+    for parent in Path(reference).parents:
+        if parent.name and (found := _find_here(str(parent), runs_dir)) is not None and found.is_run:
+            return found.directory
+    return None
+
+
+def _miss(reference: str, runs_dir: Path, nor: str) -> UserError:
+    if (run := _parent_run(reference, runs_dir)) is not None:
+        names = list(_checkpoint_names(run))
+        what = f"the run {run.name} in {run.parent} has no checkpoint {Path(reference).name}"
+        close = get_close_matches(Path(reference).name, names, n=1, cutoff=_LEAST_LIKENESS)
+        hint = f"did you mean {run / CHECKPOINTS / close[0]}?" if close else f"it has {', '.join(names) or 'none'}"
+        return UserError(f"{what}; {hint}")
+    close = get_close_matches(Path(reference).name, run_names(runs_dir), n=1, cutoff=_LEAST_LIKENESS)
+    hint = f"did you mean {close[0]}?" if close else f"`{program()} runs ls` lists the runs"
+    return UserError(f"there is no run {reference} in {runs_dir}{nor}; {hint}")
+
+
+def _checkpoint_names(run: Path) -> Iterator[str]:
+    for path in sorted((run / CHECKPOINTS).glob(f"[!.]*/{_CONFIG}")):
+        yield path.parent.name

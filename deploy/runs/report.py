@@ -1,0 +1,114 @@
+"""The result of a run: held-out accuracy after each stage, with what each stage cost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from actors.run_log import Event
+from deploy.runs.history import Evaluation, RunHistory, read_history
+from deploy.printing import duration, printable
+from rollout.score import Score
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_SHORT = {"start": "start", "sft": "SFT", "rl": "RL", "control": "control"}
+_HEADINGS = ("policy", "held-out accuracy", "95 % interval", "n", "time", "work")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Row:
+    name: str
+    evaluation: Evaluation
+    phase_end: Event | None
+    unit: str
+
+    def cells(self) -> tuple[str, ...]:
+        score, end = self.evaluation.score, self.phase_end
+        low, high = score.interval
+        time = duration(end["seconds"]) if end else ""
+        work = f"{end['num_steps']} {self.unit}" if end else ""
+        interval = f"{100 * low:.1f} to {100 * high:.1f} %"
+        return self.name, f"{100 * score.accuracy:.1f} %", interval, str(score.num_problems), time, work
+
+
+def result_tables(events: Iterable[Event]) -> Iterator[Table]:
+    """What each stage came to and cost, a row for each that was evaluated; then its accuracy at each schedule, where
+    several were asked for."""
+    history = read_history(events)
+    yield _result_table(history)
+    if len(names := _schedule_names(history)) > 1:
+        yield _schedule_table(history, names)
+
+
+def _result_table(history: RunHistory) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=Text(printable(history.name)), caption=f"{duration(history.seconds)} in all")
+    for heading in _HEADINGS:
+        table.add_column(heading, justify="left" if heading == "policy" else "right")
+    for row in _rows(history):
+        table.add_row(*row.cells())
+    return table
+
+
+def _schedule_table(history: RunHistory, names: Iterable[str]) -> Table:
+    """A row for each schedule, a column for each stage that was evaluated at it."""
+    from rich.table import Table
+
+    table = Table(title="held-out accuracy by schedule, %")
+    stages = [
+        (name, item) for label, name in _SHORT.items() if (item := history.final(label)) and len(item.schedules) > 1
+    ]
+    table.add_column("denoising")
+    for name, _ in stages:
+        table.add_column(name, justify="right")
+    for name in names:
+        table.add_row(name, *(_schedule_cell(item, name) for _, item in stages))
+    return table
+
+
+def _schedule_cell(item: Evaluation, name: str) -> str:
+    """The accuracy, with the steps that it took where the schedule's name does not say how many."""
+    found = item.schedules.get(name)
+    if found is None:
+        return ""
+    steps = "" if name[0].isdigit() else f" in {found.mean_steps:.1f} steps"
+    return f"{100 * found.score.accuracy:.1f}{steps}"
+
+
+def _schedule_names(history: RunHistory) -> list[str]:
+    """Steps first, ascending; then the others, as the recipe names them."""
+    names = dict.fromkeys(name for item in history.evaluations for name in item.schedules)
+    return sorted(names, key=lambda name: int(name.split()[0]) if name[0].isdigit() else math.inf)
+
+
+def result_markdown(events: Iterable[Event]) -> str:
+    """The same table for a README."""
+    history = read_history(events)
+    rule = ["---", *["---:"] * (len(_HEADINGS) - 1)]
+    lines = [_HEADINGS, rule, *(row.cells() for row in _rows(history))]
+    table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    return f"{table}\n\n{duration(history.seconds)} in all.\n"
+
+
+def score_text(score: Score) -> str:
+    """`31.2 % (27.3 to 35.4), 156 of 500`."""
+    low, high = score.interval
+    counts = f"{score.num_correct} of {score.num_problems}"
+    return f"{100 * score.accuracy:.1f} % ({100 * low:.1f} to {100 * high:.1f}), {counts}"
+
+
+def _rows(history: RunHistory) -> Iterator[_Row]:
+    trained = "SFT + RL" if history.final("sft") else "RL"
+    control = "control: more SFT" if history.planned.get("control") else "control: more SFT, same seconds"
+    names = {"untrained": "untrained", "start": "start", "sft": "SFT", "rl": trained, "control": control}
+    for label, name in names.items():
+        evaluation = history.final(label)
+        if evaluation is not None:
+            unit = "rounds" if label == "rl" else "steps"
+            yield _Row(name=name, evaluation=evaluation, phase_end=history.phase_ends.get(label), unit=unit)

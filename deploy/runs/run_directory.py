@@ -1,0 +1,269 @@
+"""Making a run directory: the resolved recipe and policy version 0, whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from actors.training.checkpoints import Position
+from actors.plan import RunPlan
+from actors.run_log import CHECKPOINTS, RECIPE
+from actors.training.sft_data import load_sft_data
+from actors.spec import Phase, RunSpec
+from deploy.errors import UserError
+from deploy.recipe.overrides import load_recipe, resolved_yaml
+from deploy.recipe.recipe import ModelSection, Recipe, Stages
+from deploy.runs.lock import LOCK, RunLock
+from learner.model.checkpoint import load_config, load_policy, save_checkpoint
+from learner.model.config import TransformerConfig
+from learner.model.families import make_model
+from learner.model.hub import find_checkpoint, is_hub_id
+from learner.model.tokenizer import EOS, MASK, ChatTokenizer, make_tokenizer
+from learner.model.transformer import Transformer, init_weights
+from rewards import Split, make_task
+from rewards.data.demonstrations import read_demonstrations
+from rewards.data.draw import TooFewProblemsError
+
+_PHASES = {
+    Stages.ALL: (Phase.SFT, Phase.RL),
+    Stages.SFT: (Phase.SFT,),
+    Stages.RL: (Phase.RL,),
+}
+# What a resumed run may have otherwise: how long and where it runs, and what is written about it.
+_MAY_CHANGE = (
+    "runs_dir",
+    "name",
+    "learner.num_rounds",
+    "learner.num_workers",
+    "sharding.activation_checkpointing",
+    "sharding.cpu_offload",
+    "rollout.num_samplers",
+    "rollout.timeout_s",
+    "rollout.max_attempts",
+    "grading.",
+    "evaluation.every_rounds",
+    "control.",
+    "checkpoint_every_rounds",
+    "checkpoint_every_s",
+    "num_checkpoints_kept",
+    "service.",
+    "wandb_project",
+)
+# The same of a term of the reward: where and how patiently it is asked, not what.
+_WHERE_A_TERM_ASKS = re.compile(
+    r"reward\.terms\.\w+\.(directory|url|token_env|batch_size|base_url|api_key_env|timeout_s|num_tries|max_concurrency"
+    r"|max_response_bytes|requests_per_minute|cache_path|cache_redis_env|vllm.*)"
+)
+_NUM_TOKENIZER_TEXTS = 2000
+
+
+def make_spec(recipe: Recipe, stages: Stages) -> RunSpec:
+    """The run that a recipe describes."""
+    phases = _PHASES[stages]
+    if stages is Stages.ALL and recipe.control.enabled:
+        phases = (*phases, Phase.CONTROL)
+    return RunSpec(
+        name=recipe.name,
+        run_dir=recipe.run_dir,
+        seed=recipe.seed,
+        device=recipe.device,
+        task=recipe.task,
+        reward=recipe.reward.resolved(),
+        num_train_problems=recipe.num_train_problems,
+        phases=phases,
+        sft=recipe.sft.model_copy(update={"data": recipe.sft.data and recipe.sft.data.resolve()}),
+        rollout=recipe.rollout,
+        learner=recipe.learner,
+        lora=recipe.model.lora,
+        sharding=recipe.sharding,
+        evaluation=recipe.evaluation,
+        grading_timeout_s=recipe.grading.timeout_s,
+        control_steps=recipe.control.num_steps,
+        checkpoint_every_rounds=recipe.checkpoint_every_rounds,
+        checkpoint_every_s=recipe.checkpoint_every_s,
+        num_checkpoints_kept=recipe.num_checkpoints_kept,
+        wandb_project=recipe.wandb_project,
+    )
+
+
+def create_run_dir(recipe: Recipe, spec: RunSpec, start_from: Path | None) -> RunLock:
+    """Make the run directory, with policy version 0 made from scratch or copied from `start_from`; returns its lock.
+
+    Raises UserError when the recipe cannot work: a bad checkpoint, too few problems, a canvas that is too short; and
+    when another process makes or has made the run.
+    """
+    partial = spec.run_dir.with_name(f".{spec.run_dir.name}.partial")
+    try:
+        partial.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(str(error)) from error
+    # It moves with the directory: there is no moment at which the run is there and nobody has its lock.
+    lock = RunLock.take(partial)
+    try:
+        _fill_run_dir(recipe, spec, start_from, partial)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        lock.release()
+        raise
+    return lock
+
+
+def _fill_run_dir(recipe: Recipe, spec: RunSpec, start_from: Path | None, partial: Path) -> None:
+    """Write into `partial`, and give it its name."""
+    try:
+        # Of a try that was killed.
+        for path in [path for path in partial.iterdir() if path.name != LOCK]:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        (partial / RECIPE).write_text(resolved_yaml(recipe))
+        _write_initial(recipe, partial / CHECKPOINTS / "initial", _source(recipe, start_from))
+        _check_plan(spec, ChatTokenizer(partial / CHECKPOINTS / "initial"))
+        partial.rename(spec.run_dir)
+    except (ValueError, OSError) as error:
+        if isinstance(error, OSError) and error.errno in (errno.EEXIST, errno.ENOTEMPTY):
+            raise UserError(
+                f"there already is a run {recipe.name} in {spec.run_dir.parent}; choose name=..."
+            ) from error
+        raise UserError(str(error)) from error
+
+
+def check_resumable(recipe: Recipe, spec: RunSpec) -> None:
+    """Raise UserError unless `recipe` goes on with the run that the directory began."""
+    if not spec.initial_checkpoint.is_dir():
+        raise UserError(f"there is no run to resume in {spec.run_dir}; start it without --resume")
+    began = _flat(load_recipe(spec.run_dir / RECIPE, []).model_dump(mode="json"))
+    now = _flat(recipe.model_dump(mode="json"))
+    for key in {**now, **began}:
+        may_change = key.startswith(_MAY_CHANGE) or _WHERE_A_TERM_ASKS.fullmatch(key)
+        if began.get(key) != now.get(key) and not may_change:
+            raise UserError(
+                f"{key} is {now.get(key)} and the run in {spec.run_dir} began with {began.get(key)}; "
+                "resume with that, or start a run of another name"
+            )
+
+
+def _flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Values by dotted key."""
+    flat: dict[str, Any] = {}
+    for key, value in section.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flat
+
+
+def _source(recipe: Recipe, start_from: Path | None) -> Path | None:
+    """The checkpoint to start from; None to start from scratch."""
+    source = start_from or recipe.model.checkpoint
+    return None if source is None else find_checkpoint(source)
+
+
+def check_creatable(recipe: Recipe, spec: RunSpec, start_from: Path | None, max_problems: int) -> None:
+    """Raise UserError where `create_run_dir` would for what the recipe says, with nothing written but a scratch file.
+
+    Of a split no more than `max_problems` are looked at, of a model of the hub only its config.
+    """
+    heldout = min(spec.evaluation.num_problems, max_problems)
+    few = replace(
+        spec,
+        num_train_problems=min(spec.num_train_problems, max_problems),
+        evaluation=spec.evaluation.model_copy(update={"num_problems": heldout}),
+    )
+    reference = start_from or recipe.model.checkpoint
+    try:
+        with TemporaryDirectory(prefix="d1-") as scratch:
+            if reference is None:
+                make_tokenizer(_texts(recipe), Path(scratch), recipe.model.vocab_size)
+                tokenizer = ChatTokenizer(Path(scratch))
+            else:
+                source = find_checkpoint(reference, config_only=True)
+                _check_canvas(recipe, source)
+                if is_hub_id(reference):
+                    return
+                tokenizer = ChatTokenizer(source)
+            _check_plan(few, tokenizer)
+    except TooFewProblemsError:
+        return  # `preflight` says so, with the counts that the recipe has.
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+def _check_canvas(recipe: Recipe, source: Path) -> None:
+    """Raise ValueError unless a checkpoint takes the recipe's canvases."""
+    canvas_tokens, sft_tokens = _canvas_tokens(recipe)
+    config = load_config(source)
+    if config.max_sequence_length < sft_tokens:
+        raise ValueError(
+            f"{source} takes canvases of {config.max_sequence_length} tokens; sft.max_tokens is {sft_tokens}"
+        )
+    if config.max_sequence_length < canvas_tokens:
+        raise ValueError(
+            f"{source} takes canvases of {config.max_sequence_length} tokens; rollout.max_prompt_tokens + "
+            f"rollout.sampling.gen_length is {canvas_tokens}"
+        )
+
+
+def _canvas_tokens(recipe: Recipe) -> tuple[int, int]:
+    """Tokens of a canvas of the rounds, and of SFT."""
+    tokens = recipe.rollout.max_prompt_tokens + recipe.rollout.sampling.gen_length
+    return tokens, recipe.sft.max_tokens or tokens
+
+
+def _write_initial(recipe: Recipe, directory: Path, source: Path | None) -> None:
+    if source is not None:
+        _check_canvas(recipe, source)
+        ChatTokenizer(source)
+        _save_initial(directory, load_policy(source), source)
+        return
+    tokenizer_dir = directory.parent / ".tokenizer"
+    make_tokenizer(_texts(recipe), tokenizer_dir, recipe.model.vocab_size)
+    config = _scratch_config(recipe.model, ChatTokenizer(tokenizer_dir), max(_canvas_tokens(recipe)))
+    model = make_model(config)
+    init_weights(model, recipe.seed, recipe.model.init_scale)
+    _save_initial(directory, model, tokenizer_dir)
+    shutil.rmtree(tokenizer_dir)
+
+
+def _save_initial(directory: Path, model: Transformer, tokenizer_from: Path) -> None:
+    # It imports Ray, which takes seconds: not where a recipe is only looked at.
+    from actors.weights import make_manifest
+
+    weights = dict(model.named_parameters())
+    digest = make_manifest(0, weights).digest
+    position = Position(phase=Phase.UNTRAINED, round=0, policy_version=0, rl_seconds=0.0, manifest_digest=digest)
+    save_checkpoint(directory, model.config, weights, tokenizer_from, trainer_state=asdict(position))
+
+
+def _scratch_config(section: ModelSection, tokenizer: ChatTokenizer, canvas_tokens: int) -> TransformerConfig:
+    return TransformerConfig(
+        vocab_size=len(tokenizer),
+        d_model=section.d_model,
+        num_layers=section.num_layers,
+        num_heads=section.num_heads,
+        num_kv_heads=section.num_heads,
+        mlp_hidden_size=section.mlp_hidden_size,
+        max_sequence_length=canvas_tokens,
+        mask_token_id=tokenizer.token_id(MASK),
+        eos_token_id=tokenizer.token_id(EOS),
+        pad_token_id=tokenizer.token_id(EOS),
+    )
+
+
+def _texts(recipe: Recipe) -> list[str]:
+    count = min(recipe.num_train_problems, _NUM_TOKENIZER_TEXTS)
+    problems = make_task(recipe.task).problems(Split.TRAIN, count, recipe.seed)
+    prompts = [message.content for problem in problems for message in problem.messages]
+    texts = prompts + [problem.demonstration for problem in problems]
+    if recipe.sft.data is not None:
+        for demonstration in read_demonstrations(recipe.sft.data)[:_NUM_TOKENIZER_TEXTS]:
+            texts += [*(message.content for message in demonstration.messages), demonstration.completion]
+    return texts
+
+
+def _check_plan(spec: RunSpec, tokenizer: ChatTokenizer) -> None:
+    plan = RunPlan(spec, tokenizer)
+    if Phase.SFT in spec.phases:
+        load_sft_data(spec, plan, tokenizer)

@@ -1,0 +1,365 @@
+"""The HTTP application in front of engines. It knows no Ray."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from importlib.metadata import version as version_of
+from typing import Annotated, Any, TypeVar
+
+from fastapi import FastAPI, Path, Query
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.types import ASGIApp
+
+from actors.registry.registry import PolicyVersion
+from deploy.page.routes import page_router
+from deploy.service.api import replies as bodies
+from deploy.service.api.openapi import describe, described
+from deploy.service.api.planner import Plan, Planner
+from deploy.service.api.policy_events import RegistryReader, one_event
+from deploy.service.api.policy_view import Watch, known, newest, policy_body, version_body
+from deploy.service.api.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from deploy.service.api.run_view import MAX_SAMPLES, RunView
+from deploy.service.api.server_sent_events import EventStream
+from deploy.service.api.text_codec import Codec
+from deploy.service.api.writer import Events, Writer
+from deploy.service.contract import POLICY, EngineState
+from deploy.service.engine.engine_host import Backend
+from deploy.service.errors import ServiceError, install_handlers
+from deploy.service.gateway.access import MAX_BODY_BYTES, Gate
+from deploy.service.gateway.api_keys import Keys
+from deploy.service.gateway.metrics import RequestObserver, ServiceMetrics
+from deploy.service.gateway.rate_limits import Rates
+from deploy.service.link.cancellation import EndedError, unless
+from deploy.service.link.failover import steadily
+
+_Number = Annotated[int, Path(ge=0, le=2**31 - 1)]
+# What is tokenized in the time that a thread takes to begin.
+_SHORT_BYTES = 2048
+_Result = TypeVar("_Result")
+_REFUSALS = (400, 404, 408, 413, 503)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Service:
+    """What the application is made of."""
+
+    backend: Backend
+    """Who answers."""
+    codec: Codec
+    """How the policy reads and writes."""
+    planner: Planner
+    """Makes jobs."""
+    run: RunView | None
+    """The run whose policy it is; None of a checkpoint by itself."""
+    registry: RegistryReader | None
+    """Where the run's versions are announced; None of a checkpoint by itself."""
+    max_open: int = 256
+    """Requests for completions that are under way in this ingress, at most."""
+
+
+def guarded(app: FastAPI, keys: Keys, rates: Rates, *observers: RequestObserver) -> ASGIApp:
+    """The application behind its gate. All that is answered is counted and told to `observers`, refusals too."""
+    measured: ASGIApp = app.state.metrics.measured(Gate(app, keys, rates), *observers)
+    return measured
+
+
+def create_app(service: Service) -> FastAPI:
+    """The application; `guarded` closes it."""
+    watch = Watch(service.backend)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        await service.backend.aclose()
+        if service.registry is not None:
+            service.registry.close()
+
+    # The interactive documentation pages load scripts from elsewhere; the schema itself is behind the key.
+    app = FastAPI(title="d1", docs_url=None, redoc_url=None, redirect_slashes=False, lifespan=lifespan)
+    install_handlers(app)
+    inference = _Inference(service)
+    app.state.inference = inference
+    _add_inference(app, inference)
+    _add_models(app, service, watch)
+    _add_policy(app, service, watch, inference)
+    _add_run(app, service, watch)
+    _add_health(app, watch, inference)
+    app.include_router(page_router())
+    describe(app)
+    paths = (getattr(route, "path", "/") for route in app.routes)
+    app.state.metrics = ServiceMetrics(frozenset(path for path in paths if "{" not in path))
+    return app
+
+
+class _Inference:
+    """Completions, in bounds."""
+
+    def __init__(self, service: Service) -> None:
+        self._service, self._num_open = service, 0
+        self.is_draining = False
+        """Whether nothing more is taken: nobody takes over."""
+        self.is_leaving = False
+        """Whether another takes over: who listens to events asks that one. What still comes is answered."""
+
+    @property
+    def num_open(self) -> int:
+        """Requests under way."""
+        return self._num_open
+
+    async def complete(self, ask: CompletionRequest | ChatRequest, request: Request) -> Response:
+        """The answer to a body: one object, or a stream."""
+        service = self._service
+        self._admit()
+        is_streamed = False
+        try:
+            plan = await self._plan(ask, request)
+            model = ask.model or POLICY
+            is_chat = isinstance(ask, ChatRequest)
+            writer = Writer(service.codec, plan, model, service.planner.name, is_chat=is_chat)
+            events = steadily(service.backend, plan.job, may_restart=not ask.stream)
+            if not ask.stream:
+                body = await _unless_gone(request, writer.answer(events))
+                return JSONResponse(body, headers=_version_header(writer))
+            await _unless_gone(request, writer.begin(events))
+            is_streamed = True
+            return EventStream(writer.chunks(events), lambda: self._end(events), headers=_version_header(writer))
+        finally:
+            if not is_streamed:
+                self._num_open -= 1
+
+    async def _plan(self, ask: CompletionRequest | ChatRequest, request: Request) -> Plan:
+        if int(request.headers.get("content-length", MAX_BODY_BYTES)) <= _SHORT_BYTES:
+            return self._service.planner.plan(ask)
+        # Tokenizing a long text would hold up every stream.
+        return await asyncio.to_thread(self._service.planner.plan, ask)
+
+    def check_taking(self) -> None:
+        """Raise ServiceError where nothing more is taken."""
+        if self.is_draining:
+            message = "The service is shutting down; try again."
+            raise ServiceError(503, message, "unavailable", retry_after_s=5)
+
+    def _admit(self) -> None:
+        self.check_taking()
+        if self._num_open >= self._service.max_open:
+            message = f"{self._num_open} requests are under way; try again."
+            raise ServiceError(429, message, "overloaded", retry_after_s=1)
+        self._num_open += 1
+
+    async def _end(self, events: Events) -> None:
+        self._num_open -= 1
+        await events.aclose()
+
+
+def _add_inference(app: FastAPI, inference: _Inference) -> None:
+    @app.post(
+        "/v1/completions", **described(bodies.TextAnswer, *_REFUSALS, events=(bodies.TextChunk, bodies.ErrorBody))
+    )
+    async def completions(ask: CompletionRequest, request: Request) -> Response:
+        return await inference.complete(ask, request)
+
+    @app.post(
+        "/v1/chat/completions", **described(bodies.ChatAnswer, *_REFUSALS, events=(bodies.ChatChunk, bodies.ErrorBody))
+    )
+    async def chat(ask: ChatRequest, request: Request) -> Response:
+        return await inference.complete(ask, request)
+
+
+def _add_models(app: FastAPI, service: Service, watch: Watch) -> None:
+    codec, planner = service.codec, service.planner
+
+    def aliases(states: Sequence[EngineState]) -> dict[str, int]:
+        found: dict[str, int] = policy_body(planner.name, states)["aliases"]
+        return {**found, planner.name: found[POLICY]}
+
+    @app.get("/v1/models", **described(bodies.Models, 503))
+    async def list_models() -> dict[str, Any]:
+        states = await _states(watch)
+        live = {policy.version for state in states for policy in state.live}
+        stored = () if service.run is None else await asyncio.to_thread(service.run.versions)
+        versions = {f"policy@v{version:06d}": version for version in sorted({*live, *stored}, reverse=True)}
+        return {"object": "list", "data": [_model(*one) for one in (aliases(states) | versions).items()]}
+
+    @app.get("/v1/models/{name}", **described(bodies.Model, 404, 503))
+    async def model(name: str) -> dict[str, Any]:
+        wanted, states = planner.wanted(name), await _states(watch)
+        if isinstance(wanted, int):
+            return _model(name, (await _found(service, states, wanted, "model")).version)
+        found = aliases(states).get(name)
+        if found is None:
+            raise ServiceError(404, "There is no such model here.", "model_not_found", param="model")
+        return _model(name, found)
+
+    @app.post("/tokenize", **described(bodies.Tokens, 400, 404, 408, 413))
+    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+        planner.wanted(body.model)
+        if body.messages is not None:
+            ids = await asyncio.to_thread(codec.encode_chat, [message.turn for message in body.messages])
+        else:
+            ids = await asyncio.to_thread(codec.encode_any, body.prompt or "")
+        return {"tokens": ids, "count": len(ids), "max_model_len": codec.config.max_sequence_length}
+
+    @app.post("/detokenize", **described(bodies.Detokenized, 400, 404, 408, 413))
+    async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
+        planner.wanted(body.model)
+        if any(not 0 <= token < codec.config.vocab_size for token in body.tokens):
+            message = f"Token ids of this policy lie between 0 and {codec.config.vocab_size - 1}."
+            raise ServiceError(400, message, "invalid_value", param="tokens")
+        return {"prompt": await asyncio.to_thread(codec.decode_any, body.tokens)}
+
+
+def _add_policy(app: FastAPI, service: Service, watch: Watch, inference: _Inference) -> None:
+    def is_over() -> bool:
+        return inference.is_draining or inference.is_leaving
+
+    @app.get("/v1/policy", **described(bodies.Policy, 503))
+    async def policy() -> dict[str, Any]:
+        return policy_body(service.planner.name, await _states(watch))
+
+    @app.get(
+        "/v1/policy/events",
+        response_class=EventStream,
+        **described(None, 503, events=(bodies.PolicyEvent,), is_ended=False),
+    )
+    async def events(request: Request) -> Response:
+        inference.check_taking()
+        last_id = request.headers.get("last-event-id")
+        if service.registry is None:
+            return EventStream(one_event(newest(await _states(watch)).policy, last_id, is_over))
+        return EventStream(service.registry.events(last_id, is_over))
+
+    @app.get("/v1/policy/{version}", **described(bodies.PolicyOfVersion, 400, 404, 503))
+    async def one(version: _Number) -> dict[str, Any]:
+        states = await _states(watch)
+        policy = await _found(service, states, version, "version")
+        return version_body(policy, states)
+
+
+def _add_run(app: FastAPI, service: Service, watch: Watch) -> None:
+    def run() -> RunView:
+        if service.run is None:
+            raise ServiceError(404, "A checkpoint is served here, without a run.", "no_run")
+        return service.run
+
+    @app.get("/v1/run", **described(bodies.Run, 404))
+    async def summary() -> dict[str, Any]:
+        return await asyncio.to_thread(run().summary)
+
+    @app.get("/v1/run/events", **described(bodies.RunEvents, 400, 404))
+    async def events(after: Annotated[int, Query(ge=0, le=2**31 - 1)] = 0) -> dict[str, Any]:
+        return await asyncio.to_thread(run().events, after)
+
+    @app.get("/v1/run/samples", **described(bodies.Samples, 400, 404))
+    async def samples(limit: Annotated[int, Query(ge=1, le=MAX_SAMPLES)] = 20) -> dict[str, Any]:
+        return await asyncio.to_thread(run().samples, limit)
+
+    @app.get("/v1/run/pools", **described(bodies.Pools, 404, 503))
+    async def pools() -> dict[str, Any]:
+        run()
+        states = await _states(watch)
+        follower = newest(states).follower
+        return {
+            "replicas": [
+                {
+                    "id": state.replica,
+                    "policy_version": state.policy.version,
+                    "healthy": not watch.is_stale,
+                    "running": state.num_running,
+                    "waiting": state.num_waiting,
+                }
+                for state in states
+            ],
+            "follower": {
+                "registry_reachable": follower.registry_reachable,
+                "num_errors": follower.num_errors,
+                "last_error": follower.last_error,
+            },
+        }
+
+
+def _add_health(app: FastAPI, watch: Watch, inference: _Inference) -> None:
+    @app.get("/health", **described(bodies.Health, 503))
+    async def health() -> dict[str, Any]:
+        state = newest(await _states(watch))
+        return {
+            "status": "ok" if state.follower.registry_reachable else "degraded",
+            "policy_version": state.policy.version,
+            "registry_reachable": state.follower.registry_reachable,
+            "follower_errors": state.follower.num_errors,
+        }
+
+    @app.get("/health/ready", **described(bodies.Ready, 503))
+    async def ready() -> dict[str, Any]:
+        inference.check_taking()
+        states = await _states(watch)
+        if watch.is_stale:
+            raise ServiceError(503, "No engine answers.", "unavailable", retry_after_s=5)
+        return {"status": "ready", "policy_version": newest(states).policy.version, "num_engines": len(states)}
+
+    # What KubeRay asks each pod before it sends requests there; nobody else needs to know.
+    @app.get("/-/healthz", include_in_schema=False)
+    async def healthz() -> Response:
+        await ready()
+        return PlainTextResponse("success")
+
+    @app.get("/version", **described(bodies.D1Version))
+    async def version() -> dict[str, str]:
+        return {"version": version_of("d1")}
+
+    @app.get("/metrics", response_class=PlainTextResponse, **described(None))
+    async def metrics() -> Response:
+        return Response(app.state.metrics.text(await watch.states()), media_type="text/plain; version=0.0.4")
+
+
+async def _states(watch: Watch) -> list[EngineState]:
+    states = await watch.states()
+    if not states:
+        raise ServiceError(503, "No engine answers yet; try again.", "unavailable", retry_after_s=5)
+    return states
+
+
+async def _found(service: Service, states: Sequence[EngineState], version: int, param: str) -> PolicyVersion:
+    """What is known of a version: to the engines, the registry, or the run directory. Raises ServiceError."""
+    policy, away = known(version, states), None
+    if policy is None and service.registry is not None:
+        try:
+            policy = await service.registry.version(version)
+        except ConnectionError as error:
+            away = error
+    if policy is None and service.run is not None:
+        policy = await asyncio.to_thread(service.run.checkpoint, version)
+    if policy is not None:
+        return policy
+    if away is not None:
+        message = "No engine has that version, and the registry cannot be reached; try again."
+        raise ServiceError(503, message, "unavailable", retry_after_s=5) from away
+    raise ServiceError(404, f"There is no policy version {version} here.", "model_not_found", param=param)
+
+
+def _model(name: str, version: int) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "d1", "policy_version": version}
+
+
+def _version_header(writer: Writer) -> dict[str, str]:
+    assert writer.policy is not None, "it has begun"
+    return {"x-policy-version": str(writer.policy.version)}
+
+
+async def _unless_gone(request: Request, work: Coroutine[Any, Any, _Result]) -> _Result:
+    """The result of `work`, which is cancelled when the client goes."""
+    gone = asyncio.ensure_future(_gone(request))
+    try:
+        return await unless(work, gone)
+    except EndedError as error:
+        raise ServiceError(499, "The client has gone.", "client_gone") from error
+    finally:
+        gone.cancel()
+
+
+async def _gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

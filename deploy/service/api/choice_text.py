@@ -1,0 +1,176 @@
+"""A choice as it is written: from finished blocks to text that only grows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any, Literal
+
+import numpy as np
+
+from deploy.service.api.planner import Plan
+from deploy.service.api.text_codec import BROKEN, MASKED, Codec
+from deploy.service.contract import BlocksDone, Done
+from rollout.request import Committed, Progress, Request
+
+
+class ChoiceText:
+    """The text of one choice."""
+
+    def __init__(self, codec: Codec, plan: Plan) -> None:
+        self._codec, self._plan = codec, plan
+        self._record: dict[str, Any] = {}
+        self._is_whole = False
+        self._num_forwards = 0
+        self.text = ""
+        """What is sure of the text: it only grows."""
+        self.num_tokens = 0
+        """Tokens of the text so far, an end of text included."""
+        self.finish_reason: Literal["stop", "length"] | None = None
+        """Why the text ended; None while it goes on."""
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the text is complete, whatever the engine goes on to do."""
+        return self.finish_reason is not None
+
+    @property
+    def num_forwards(self) -> int:
+        """Forwards that it took so far."""
+        return self._num_forwards
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that were denoised."""
+        return len(self._record.get("token_ids", ())) // self._plan.params.block_length
+
+    def take(self, event: BlocksDone | Done) -> str:
+        """Let it grow. Returns what is new of the text."""
+        if isinstance(event, Done):
+            completion = event.completion
+            self._record = {name: getattr(completion, name) for name in _COLUMNS}
+            self._is_whole, self._num_forwards = True, completion.num_forwards
+        else:
+            new = {name: getattr(event.slots, name) for name in _COLUMNS}
+            old = {name: self._record.get(name, values[:0])[: event.start] for name, values in new.items()}
+            self._record = {name: np.concatenate((old[name], values)) for name, values in new.items()}
+            num_steps = int(self._record["step_map"].max(initial=-1)) + 1
+            self._num_forwards = num_steps * (2 if self._plan.params.cfg_scale else 1)
+        before = len(self.text)
+        if not self.is_finished:
+            self._read()
+        return self.text[before:]
+
+    def diffusion(self) -> dict[str, list[Any]]:
+        """Step and confidence of each token of the text."""
+        kept = {name: values[: self.num_tokens] for name, values in self._record.items()}
+        ids = kept["token_ids"].tolist()
+        return {
+            "step_map": kept["step_map"].tolist(),
+            "token_ids": ids,
+            "confidence": [round(float(p), 4) for p in np.exp(kept["commit_logp_raw"])],
+            "tokens": [self._codec.token_text(token) for token in ids],
+        }
+
+    def canvas(self) -> list[dict[str, Any]]:
+        """All slots that were denoised, as the last frame of a stream of canvases shows them."""
+        return slots_of(self._codec, self._record, np.zeros(len(self._record["token_ids"]), dtype=bool))
+
+    def _read(self) -> None:
+        ids = self._record["token_ids"]
+        length, is_ended = self._end(ids)
+        text = self._codec.decode(ids[:length].tolist())
+        is_last = is_ended or self._is_whole
+        found = [place for stop in self._plan.stops if (place := text.find(stop)) >= 0]
+        if found:
+            self.text, self.finish_reason = text[: min(found)], "stop"
+            self.num_tokens = self._num_tokens_with(ids[:length].tolist(), min(found))
+            return
+        self.num_tokens = length
+        if is_last:
+            self.text = text
+            has_stopped = self._plan.num_gap_slots is not None or self._is_end(ids, length)
+            self.finish_reason = "stop" if has_stopped else "length"
+            return
+        sure = self._held_back(text)
+        # A decoder may still change what it wrote; what was sent is never taken back.
+        self.text = sure if sure.startswith(self.text) else self.text
+
+    def _end(self, ids: np.ndarray) -> tuple[int, bool]:
+        """Tokens of the text so far, and whether there will be no more."""
+        most = self._plan.most_tokens
+        places = [] if self._plan.num_gap_slots is not None else np.isin(ids, self._stop_ids()).nonzero()[0].tolist()
+        first_end = places[0] + 1 if places else len(ids) + 1
+        length = min(len(ids), most, first_end)
+        return length, length in (most, first_end)
+
+    def _is_end(self, ids: np.ndarray, length: int) -> bool:
+        return bool(length and ids[length - 1] in self._stop_ids())
+
+    def _stop_ids(self) -> Sequence[int]:
+        given = self._plan.params.stop_ids
+        return [self._codec.eos_id] if given is None else list(given)
+
+    def _held_back(self, text: str) -> str:
+        """Without what the next block may still change: half of a character, or of a stop string."""
+        text = text.rstrip(BROKEN)
+        longest = 0
+        for stop in self._plan.stops:
+            for length in range(min(len(stop) - 1, len(text)), 0, -1):
+                if text.endswith(stop[:length]):
+                    longest = max(longest, length)
+                    break
+        return text[: len(text) - longest]
+
+    def _num_tokens_with(self, ids: list[int], num_characters: int) -> int:
+        """The fewest tokens whose text has so many characters."""
+        low, high = 0, len(ids)
+        while low < high:
+            middle = (low + high) // 2
+            if len(self._codec.decode(ids[:middle]).rstrip(BROKEN)) >= num_characters:
+                high = middle
+            else:
+                low = middle + 1
+        return low
+
+
+def canvas_of(codec: Codec, progress: Progress) -> list[dict[str, Any]]:
+    """The slots of a choice that is being denoised."""
+    record = {name: getattr(progress.slots, name) for name in _COLUMNS}
+    return slots_of(codec, record, progress.masked)
+
+
+def canvas_before(codec: Codec, request: Request) -> list[dict[str, Any]]:
+    """The slots of a choice that is yet to be denoised: masked, but for the tokens that are given."""
+    num_slots = request.params.gen_length
+    record = {"token_ids": np.zeros(num_slots, dtype=np.int64), "commit_logp_raw": np.zeros(num_slots)}
+    masked = np.ones(num_slots, dtype=bool)
+    for slot, token in request.fixed_tokens.items():
+        record["token_ids"][slot], masked[slot] = token, False
+    return slots_of(codec, record | {"step_map": np.full(num_slots, -1)}, masked)
+
+
+def slots_of(codec: Codec, record: dict[str, Any], masked: np.ndarray) -> list[dict[str, Any]]:
+    """Slots as a page shows them."""
+    slots = zip(record["token_ids"].tolist(), masked.tolist(), strict=True)
+    rows = zip(
+        codec.slot_texts(None if is_masked else token for token, is_masked in slots),
+        record["step_map"].tolist(),
+        np.exp(record["commit_logp_raw"]).tolist(),
+        masked.tolist(),
+        strict=True,
+    )
+    return [
+        {"text": "", "masked": True, "step": -1, "confidence": None}
+        if is_masked
+        else {"text": text, "masked": False, "step": step, "confidence": round(confidence, 4)}
+        for text, step, confidence, is_masked in rows
+    ]
+
+
+def text_of_canvas(slots: list[dict[str, Any]]) -> str:
+    """A canvas as text, with a sign for each masked slot."""
+    return "".join(MASKED if slot["masked"] else slot["text"] for slot in slots)
+
+
+_COLUMNS = tuple(column.name for column in fields(Committed))

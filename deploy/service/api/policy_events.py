@@ -1,0 +1,139 @@
+"""What happens to the policy's versions, as every ingress tells it: the registry's events, by the registry's ids."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import structlog
+
+from actors.registry.registry import MalformedEntryError, PolicyVersion, Registry, RegistryEvent
+from deploy.service.api.server_sent_events import PING_S, comment, frame
+
+_ENTRY_ID = re.compile(r"(\d{1,20})(?:-(\d{1,20}))?")
+_MAX_ID_PART = 2**64 - 1
+# Of what was before, to whoever does not say what they have seen.
+_NUM_BEFORE = 50
+_POLL_S = 0.5
+_RETRY_S = 2.0
+_NUM_THREADS = 2
+_Result = TypeVar("_Result")
+_Id = tuple[int, int]
+
+
+class RegistryReader:
+    """A run's registry, read without holding up an event loop, for any number of listeners."""
+
+    def __init__(self, registry: Registry) -> None:
+        """Read `registry`, once somebody listens or asks."""
+        self._registry = registry
+        # Of its own: a registry that is away holds up threads, and requests need the others.
+        self._threads = ThreadPoolExecutor(max_workers=_NUM_THREADS, thread_name_prefix="registry-reader")
+        self._away_until = 0.0
+
+    async def version(self, number: int) -> PolicyVersion | None:
+        """What the registry knows of a version. Raises ConnectionError where it is away."""
+        return await self._call(lambda: self._registry.version(number))
+
+    async def events(
+        self, last_id: str | None, is_over: Callable[[], bool] = lambda: False
+    ) -> AsyncGenerator[bytes, None]:
+        """Server-sent events after the entry `last_id`; the newest there are, and what follows, for no such entry.
+
+        They end when `is_over`: the client asks again, and somebody else goes on.
+        """
+        yield comment("d1")
+        seen, has_begun, told_at = _parsed(last_id), False, time.monotonic()
+        while not is_over():
+            is_away = False
+            try:
+                events = await (self._after(seen or (0, 0)) if has_begun else self._begin(seen))
+                has_begun = True
+            except ConnectionError:
+                events, is_away = [], True
+            for event in events:
+                yield frame(event.id, event.kind, event_body(event))
+                seen = _id_of(event)
+            if events:
+                told_at = time.monotonic()
+                continue
+            if time.monotonic() - told_at > PING_S:
+                told_at = time.monotonic()
+                yield comment("the registry cannot be reached" if is_away else "ping")
+            await asyncio.sleep(_POLL_S)
+
+    def close(self) -> None:
+        """Read no more."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _begin(self, seen: _Id | None) -> list[RegistryEvent]:
+        try:
+            before = await self._call(lambda: self._registry.last_events(_NUM_BEFORE))
+        except MalformedEntryError as error:
+            return await self._after(_parsed(error.entry_id) or (0, 0))
+        # An id that is yet to come is of a registry that has lost its data since.
+        if seen is None or not before or seen > _id_of(before[-1]):
+            return before
+        return await self._after(seen)
+
+    async def _after(self, seen: _Id) -> list[RegistryEvent]:
+        while True:
+            try:
+                return await self._call(self._registry.events, f"{seen[0]}-{seen[1]}", 0)
+            except MalformedEntryError as error:
+                structlog.get_logger().warning("registry_event_unreadable", error=str(error))
+                seen = _parsed(error.entry_id) or seen
+
+    async def _call(self, read: Callable[..., _Result], *arguments: Any) -> _Result:
+        def call() -> _Result:
+            # Whoever waited for a thread does not wait for the registry too.
+            if time.monotonic() < self._away_until:
+                raise ConnectionError("the registry was away a moment ago")
+            try:
+                return read(*arguments)
+            except ConnectionError:
+                self._away_until = time.monotonic() + _RETRY_S
+                raise
+
+        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+
+
+def event_body(event: RegistryEvent) -> dict[str, Any]:
+    """What an event says."""
+    return {"version": event.version, "round": event.round, "why": event.why, "time_s": round(event.time_s, 3)}
+
+
+async def one_event(
+    policy: PolicyVersion, last_id: str | None, is_over: Callable[[], bool]
+) -> AsyncGenerator[bytes, None]:
+    """The events of a checkpoint by itself until `is_over`: it serves, and that is all that ever happens."""
+    event_id = f"checkpoint-{policy.version}"
+    yield comment("d1")
+    if last_id != event_id:
+        body = {"version": policy.version, "round": policy.round, "why": None, "time_s": round(time.time(), 3)}
+        yield frame(event_id, "serving", body)
+    told_at = time.monotonic()
+    while not is_over():
+        await asyncio.sleep(_POLL_S)
+        if time.monotonic() - told_at > PING_S:
+            told_at = time.monotonic()
+            yield comment("ping")
+
+
+def _parsed(entry_id: str | None) -> _Id | None:
+    """The two numbers of an id; None of what is none."""
+    match = _ENTRY_ID.fullmatch(entry_id or "")
+    if match is None:
+        return None
+    parts = int(match[1]), int(match[2] or 0)
+    return parts if max(parts) <= _MAX_ID_PART else None
+
+
+def _id_of(event: RegistryEvent) -> _Id:
+    parsed = _parsed(event.id)
+    assert parsed is not None, "the server made it"
+    return parsed

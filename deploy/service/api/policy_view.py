@@ -1,0 +1,121 @@
+"""What the service says of its policy and its versions."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from actors.registry.registry import PolicyVersion
+from deploy.service.contract import BASE, POLICY, EngineState
+from deploy.service.engine.engine_host import Backend
+from rollout.score import Score
+
+_FRESH_S = 0.2
+_STALE_S = 15.0
+
+
+def score_of(policy: PolicyVersion | None) -> dict[str, Any] | None:
+    """Held-out accuracy at temperature 0; None of a version without one."""
+    if policy is None or policy.num_correct is None or not policy.num_problems:
+        return None
+    score = Score(num_correct=policy.num_correct, num_problems=policy.num_problems)
+    return _score_body(policy.version, score)
+
+
+def _score_body(version: int, score: Score) -> dict[str, Any]:
+    return {
+        "policy_version": version,
+        "num_correct": score.num_correct,
+        "num_problems": score.num_problems,
+        "accuracy": score.accuracy,
+        "interval_95": score.interval,
+    }
+
+
+def newest(states: Sequence[EngineState]) -> EngineState:
+    """The engine whose policy was published last: there is more than one answer while a swap goes round."""
+    return max(states, key=lambda state: (state.policy.round, state.policy.version))
+
+
+def policy_body(run: str, states: Sequence[EngineState]) -> dict[str, Any]:
+    """`GET /v1/policy`."""
+    state = newest(states)
+    policy, announced = state.policy, state.announced
+    published = policy.version if announced is None else announced.version
+    aliases = {POLICY: policy.version} | ({} if state.base is None else {BASE: state.base})
+    return {
+        "run": run,
+        "policy_version": policy.version,
+        "round": policy.round,
+        "phase": policy.phase,
+        "checksum": policy.manifest_digest,
+        "score": score_of(state.scored),
+        "canary": _canary_of(policy, states),
+        "lag": {"published": published, "behind": max(0, published - policy.version)},
+        "aliases": aliases,
+        "pinned": state.follower.admin.pinned,
+        "paused": state.follower.admin.is_paused,
+        "live": sorted({version.version for one in states for version in one.live}),
+        "num_swaps": state.num_swaps,
+        "refused": [{"version": refused.version, "why": refused.why} for refused in state.refused],
+        "last_error": state.follower.last_error,
+    }
+
+
+def _canary_of(policy: PolicyVersion, states: Sequence[EngineState]) -> dict[str, Any] | None:
+    """The first engine to serve a version asks it; those that follow need not."""
+    scores = [one.canary for one in states if one.canary is not None and one.policy.has_same_weights(policy)]
+    return _score_body(policy.version, scores[0]) if scores else None
+
+
+def known(version: int, states: Sequence[EngineState]) -> PolicyVersion | None:
+    """What the engines know of a version; None where they know nothing."""
+    for state in states:
+        for policy in (*state.live, *([state.announced] if state.announced else [])):
+            if policy.version == version:
+                return policy
+    return None
+
+
+def version_body(policy: PolicyVersion, states: Sequence[EngineState]) -> dict[str, Any]:
+    """`GET /v1/policy/{version}`."""
+    return {
+        "policy_version": policy.version,
+        "round": policy.round,
+        "phase": policy.phase,
+        "checksum": policy.manifest_digest,
+        "score": score_of(policy),
+        "is_live": any(policy.version == live.version for state in states for live in state.live),
+        "is_serving": policy.version == newest(states).policy.version,
+    }
+
+
+class Watch:
+    """Asks the engines how they stand."""
+
+    def __init__(self, backend: Backend) -> None:
+        """Ask `backend`, once somebody asks: an engine that is asked denoises a little later."""
+        self._backend = backend
+        self._states: list[EngineState] = []
+        self._asked_at = -_STALE_S
+        self._asking = asyncio.Lock()
+
+    async def states(self) -> list[EngineState]:
+        """How the engines stand, at most a moment ago; the last that is known where none answers now."""
+        async with self._asking:
+            if time.monotonic() - self._asked_at > _FRESH_S:
+                await self._ask()
+        return self._states
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether no engine has answered for a while."""
+        return time.monotonic() - self._asked_at > _STALE_S
+
+    async def _ask(self) -> None:
+        states = await self._backend.states()
+        if not states:
+            return
+        self._states, self._asked_at = states, time.monotonic()

@@ -1,0 +1,155 @@
+"""What travels between an ingress and an engine: token ids and arrays, never text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from actors.registry.registry import AdminState, PolicyVersion
+from rollout.request import Committed, Completion, Progress, Request
+from rollout.score import Score
+
+POLICY, BASE = "policy", "base"
+"""Aliases of versions: the newest that serves, and what the rounds began with."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """Choices that one policy version makes."""
+
+    requests: tuple[Request, ...]
+    """One for each choice. One that comes with blocks that were finished before goes on from there."""
+    wanted: str | int
+    """An alias, or a policy version."""
+    began_with: PolicyVersion | None = None
+    """What another engine began it with: then nothing else will do. None where it has not begun."""
+    shows_canvas: bool = False
+    """Whether every denoise step is shown, and not only finished blocks."""
+    tells_blocks: bool = True
+    """Whether finished blocks are told as they come. Each message takes milliseconds; without them, a job whose engine
+    dies begins again."""
+    timeout_s: float = 120.0
+    """Time that it may take, waiting included, in seconds."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Began:
+    """The first event: the version that makes every token of the job."""
+
+    policy: PolicyVersion
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlocksDone:
+    """One or more blocks of a choice are finished."""
+
+    choice: int
+    start: int
+    """The first slot of them, counted from 0."""
+    slots: Committed
+    """Their record."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CanvasSeen:
+    """A choice as it stands after a denoise step."""
+
+    choice: int
+    progress: Progress
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Done:
+    """A choice is complete."""
+
+    choice: int
+    completion: Completion
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Refused:
+    """The last event of a job that is not completed."""
+
+    status: int
+    """The HTTP status that says so, if nothing was sent yet."""
+    code: str
+    message: str
+    """For the client: a sentence."""
+    retry_after_s: int | None = None
+    """When to try again; None where that would not help."""
+
+
+Event = Began | BlocksDone | CanvasSeen | Done | Refused
+
+
+ENGINE_FAILED = Refused(status=500, code="engine_failed", message="The policy failed; see the service's log.")
+"""The end of a job that failed by a mistake of ours, which another engine would make again."""
+DRAIN_TIMEOUT_S = 50.0
+"""What is under way has so long when the process of an engine or an ingress is told to end, in seconds."""
+
+
+def num_open_after(events: Sequence[Event], num_open: int) -> int:
+    """Choices of a job that are open after `events`, of the `num_open` before: none after a refusal."""
+    if isinstance(events[-1], Refused):
+        return 0
+    return num_open - sum(isinstance(event, Done) for event in events)
+
+
+class EngineLostError(Exception):
+    """The engine that a job ran on is gone, or out of reach. Another can go on."""
+
+
+class NoEngineError(EngineLostError):
+    """No engine took the job. One may come: whatever watches the engines starts another in place of a dead one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RefusedVersion:
+    """A version that was announced and is not served."""
+
+    version: int
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FollowerStatus:
+    """How an engine hears of new versions."""
+
+    registry_reachable: bool
+    """Whether the registry answered the last time it was asked."""
+    num_errors: int
+    """Failures so far."""
+    last_error: str | None
+    """What the last of them was."""
+    admin: AdminState
+    """What an operator wants, as last heard."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineState:
+    """One engine, as it says of itself."""
+
+    replica: str
+    """Its id."""
+    policy: PolicyVersion
+    """What a request for `policy` gets now."""
+    scored: PolicyVersion | None
+    """The version that was last evaluated, of those heard of."""
+    canary: Score | None
+    """How `policy` did on the canary; None where it was not asked."""
+    announced: PolicyVersion | None
+    """The version that was announced last; None before the first."""
+    live: tuple[PolicyVersion, ...]
+    """The versions in memory."""
+    base: int | None
+    """The version behind `base`; None where there is none."""
+    num_running: int
+    """Choices that are being denoised."""
+    num_waiting: int
+    """Choices that wait for a slot."""
+    num_swaps: int
+    """Times that it took a new version."""
+    refused: tuple[RefusedVersion, ...]
+    """The newest of the versions that it does not serve, and why."""
+    follower: FollowerStatus
+    """How it hears of new ones."""

@@ -1,0 +1,1 @@
+"""The engine: policy versions in memory, and the thread that denoises."""

@@ -1,0 +1,307 @@
+"""The policy versions in memory: one that answers, and a few that others still need.
+
+A new one is loaded beside the old, looked at, and only then takes over. What began with a version ends with it: a
+version stays as long as a job uses it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from actors.registry.registry import PolicyVersion
+from deploy.service.contract import BASE, POLICY, RefusedVersion
+from deploy.service.engine.loaded_version import (
+    Canary,
+    Live,
+    NoRoomError,
+    NoSuchVersionError,
+    RefusedVersionError,
+    StillWanted,
+    finite_probe,
+    objection_to,
+)
+from rollout.sampler import Sampler
+from rollout.score import Score
+
+Load = Callable[[PolicyVersion], Sampler]
+"""The sampler of a version. Raises LookupError when its weights are gone, ValueError when they are damaged."""
+Locate = Callable[[str | int], PolicyVersion | None]
+"""What is known of an alias or a version that is not in memory; None where there is no such version."""
+
+_MAX_KNOWN = 200
+_MAX_REFUSED = 20
+_POLL_S = 0.5
+_LINGER_S = 300.0
+# Whoever adopts tries again; until then others may load.
+_SWAP_TIMEOUT_S = 2.0
+_BRING_TIMEOUT_S = 30.0
+
+
+class Versions:
+    """At most `most_live` versions. Threads may call it at the same time."""
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        policy: PolicyVersion,
+        *,
+        load: Load,
+        locate: Locate,
+        most_live: int = 4,
+        canary: Canary | None = None,
+    ) -> None:
+        """Serve `policy` first.
+
+        Args:
+            sampler: the first version's.
+            policy: what is known of it.
+            load: makes the sampler of others.
+            locate: finds others.
+            most_live: versions in memory, those included that only old requests still use; at least 2.
+            canary: what an announced version is asked before it serves; None: nothing.
+        """
+        self._load, self._locate, self._most_live = load, locate, most_live
+        self._canary = canary
+        # One load at a time; never held while a request is served.
+        self._loading = threading.Lock()
+        self._changed = threading.Condition()
+        self._current = Live(sampler, policy)
+        self._live = [self._current]
+        self._known: dict[int, PolicyVersion] = {}
+        self._refused: deque[RefusedVersion] = deque(maxlen=_MAX_REFUSED)
+        self.scored = policy if policy.num_problems else None
+        self.announced: PolicyVersion | None = None
+        self.num_swaps = 0
+
+    @property
+    def policy(self) -> PolicyVersion:
+        """What a request for the newest version would get now."""
+        return self._current.policy
+
+    @property
+    def has_canary(self) -> bool:
+        """Whether an announced version is compared with the one that serves."""
+        return self._canary is not None
+
+    @property
+    def canary(self) -> Score | None:
+        """How the version that serves did on the canary; None where it was not asked."""
+        return self._current.canary
+
+    @property
+    def live(self) -> tuple[PolicyVersion, ...]:
+        """The versions in memory."""
+        with self._changed:
+            return tuple(live.policy for live in self._live)
+
+    def forget_idle(self) -> None:
+        """Let go of the versions that nobody has used for minutes."""
+        with self._changed:
+            now = time.monotonic()
+            self._live = [live for live in self._live if not self._is_idle(live) or now - live.used_at_s < _LINGER_S]
+
+    @property
+    def base(self) -> int | None:
+        """The version behind `base`."""
+        found = self._locate(BASE)
+        return None if found is None else found.version
+
+    @property
+    def refused(self) -> tuple[RefusedVersion, ...]:
+        """The newest of those that do not serve."""
+        with self._changed:
+            return tuple(self._refused)
+
+    def learn(self, policy: PolicyVersion) -> None:
+        """Take over an announcement; the weights stay as they are."""
+        self.announced = policy
+        self._take_over(policy)
+
+    def adopt(
+        self, policy: PolicyVersion, *, is_chosen: bool = False, still_wanted: StillWanted = lambda: True
+    ) -> None:
+        """Load a version beside the one that serves, look at it, and let it take over.
+
+        One thread at a time adopts.
+
+        Args:
+            policy: the version.
+            is_chosen: whether somebody chose it; then it may be worse than the one that serves.
+            still_wanted: asked while it is compared, which takes long.
+
+        Raises:
+            NoSuchVersionError: its weights are gone.
+            RefusedVersionError: it must not serve; `refused` says so from now on.
+            NoRoomError: every version in memory is in use; nothing has changed.
+            NoLongerWantedError: it is not wanted any more; nothing has changed.
+        """
+        try:
+            live = self._bring(policy, _SWAP_TIMEOUT_S)
+            try:
+                if not is_chosen:
+                    self._compare(live, still_wanted)
+                self._serve(live)
+            finally:
+                self.release(live)
+        except RefusedVersionError as error:
+            self._refuse(policy, str(error))
+            raise
+        self._take_over(policy)
+
+    def prepare(self, policy: PolicyVersion) -> None:
+        """Load a version, so that it can take over at once. Raises as `acquire` does."""
+        self.release(self._bring(policy, _BRING_TIMEOUT_S))
+
+    def holds(self, policy: PolicyVersion) -> bool:
+        """Whether a version is in memory."""
+        return self._find(policy) is not None
+
+    def acquire_live(self, wanted: str | int) -> Live | None:
+        """As `acquire`, at once; None where the version may have to be loaded or looked for."""
+        with self._changed:
+            if wanted == POLICY:
+                return _used(self._current)
+            found = [live for live in self._live if live.policy.version == wanted]
+            return _used(found[-1]) if found else None
+
+    def acquire(self, wanted: str | int, began_with: PolicyVersion | None = None) -> Live:
+        """A version that stays until it is released. Loads it if need be.
+
+        Args:
+            wanted: an alias or a version.
+            began_with: the very weights that it must have.
+
+        Raises:
+            NoSuchVersionError, RefusedVersionError, NoRoomError: as in `adopt`.
+        """
+        version = wanted
+        if wanted == BASE and began_with is None:
+            base = self._locate(BASE)
+            version = BASE if base is None else base.version
+        live = self._acquire_live(version, began_with)
+        return live or self._bring(self._lookup(version, began_with), _BRING_TIMEOUT_S)
+
+    def release(self, live: Live) -> None:
+        """A job that used a version has ended."""
+        with self._changed:
+            live.num_jobs -= 1
+            live.used_at_s = time.monotonic()
+            self._changed.notify_all()
+
+    def _take_over(self, policy: PolicyVersion) -> None:
+        """Remember the facts of a version."""
+        with self._changed:
+            self._known.pop(policy.version, None)
+            self._known[policy.version] = policy
+            while len(self._known) > _MAX_KNOWN:
+                del self._known[next(iter(self._known))]
+            for live in self._live:
+                if policy.has_same_weights(live.policy):
+                    live.policy = policy
+            if policy.num_problems:
+                self.scored = policy
+
+    def _bring(self, policy: PolicyVersion, timeout_s: float) -> Live:
+        """A version that stays until it is released."""
+        with self._loading:
+            live = self._acquire_live(policy.version, policy)
+            if live is None:
+                made = self._make(policy, timeout_s)
+                with self._changed:
+                    live = _used(made)
+            return live
+
+    def _compare(self, live: Live, still_wanted: StillWanted) -> None:
+        if self._canary is None or live is self._current:
+            return
+        if why := objection_to(live, self._current, self._canary, still_wanted):
+            raise RefusedVersionError(f"Policy version {live.policy.version} is not served: {why}")
+
+    def _serve(self, live: Live) -> None:
+        with self._changed:
+            if live is not self._current:
+                self._current.used_at_s = time.monotonic()
+                self._current = live
+                self.num_swaps += 1
+            # Other weights than those that were refused under this number, or whole ones from elsewhere.
+            allowed = [one for one in self._refused if one.version != live.policy.version]
+            self._refused = deque(allowed, maxlen=_MAX_REFUSED)
+            self._changed.notify_all()
+
+    def _find(self, policy: PolicyVersion) -> Live | None:
+        with self._changed:
+            found = [live for live in self._live if policy.has_same_weights(live.policy)]
+        return found[-1] if found else None
+
+    def _acquire_live(self, wanted: str | int, began_with: PolicyVersion | None) -> Live | None:
+        if began_with is None:
+            return self.acquire_live(wanted)
+        with self._changed:
+            live = self._find(began_with)
+            return None if live is None else _used(live)
+
+    def _lookup(self, wanted: str | int, began_with: PolicyVersion | None) -> PolicyVersion:
+        """What is known of a version that is not in memory."""
+        version = wanted if began_with is None else began_with.version
+        announced = self._known.get(version) if isinstance(version, int) else None
+        # A resumed run may have announced other weights under the number since.
+        if began_with is not None and announced is not None and not began_with.has_same_weights(announced):
+            raise NoSuchVersionError(f"Policy version {version} has other weights now.")
+        policy = began_with or announced
+        if policy is None or policy.checkpoint is None:
+            # Its store may have moved on, and it may have got a checkpoint since.
+            on_disk = self._locate(version)
+            policy = on_disk if policy is None else policy.with_checkpoint_of(on_disk)
+        if policy is None:
+            raise NoSuchVersionError(f"There is no policy version {wanted} here.")
+        return policy
+
+    def _make(self, policy: PolicyVersion, timeout_s: float) -> Live:
+        """Load a version and look at it; `_loading` is held."""
+        self._make_room(timeout_s)
+        try:
+            sampler = self._load(policy)
+            assert sampler.policy_version == policy.version, "a policy is announced under the version of its sampler"
+            if why := finite_probe(sampler, policy):
+                raise RefusedVersionError(why)
+        except LookupError as error:
+            raise NoSuchVersionError(str(error)) from error
+        # torch's word for weights of another shape is RuntimeError.
+        except (ValueError, RuntimeError) as error:
+            raise RefusedVersionError(f"Policy version {policy.version} is not served: {error}") from error
+        live = Live(sampler, policy)
+        with self._changed:
+            self._live.append(live)
+        return live
+
+    def _refuse(self, policy: PolicyVersion, why: str) -> None:
+        refused = RefusedVersion(version=policy.version, why=why)
+        with self._changed:
+            if refused not in self._refused:
+                self._refused.append(refused)
+
+    def _is_idle(self, live: Live) -> bool:
+        return live is not self._current and not live.num_jobs
+
+    def _make_room(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while len(self._live) >= self._most_live:
+                idle = [live for live in self._live if self._is_idle(live)]
+                if idle:
+                    self._live.remove(min(idle, key=lambda live: live.used_at_s))
+                elif time.monotonic() > deadline:
+                    raise NoRoomError(
+                        f"All {self._most_live} policy versions in memory were in use for {timeout_s:.0f} s."
+                    )
+                else:
+                    self._changed.wait(_POLL_S)
+
+
+def _used(live: Live) -> Live:
+    """One more job needs it; the versions' lock is held."""
+    live.num_jobs += 1
+    return live

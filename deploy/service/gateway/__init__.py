@@ -1,0 +1,1 @@
+"""What stands before the application: the HTTP server, API keys, rate limits, metrics."""

@@ -1,0 +1,112 @@
+"""What stands before the application: keys, rates, sizes, and a name for each request. It runs before any parsing."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+import uuid
+from collections.abc import Callable
+
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from deploy.service.errors import ServiceError
+from deploy.service.gateway.api_keys import Keys
+from deploy.service.gateway.rate_limits import Rates
+
+MAX_BODY_BYTES = 1024 * 1024
+BODY_TIMEOUT_S = 60.0
+"""A body has so long to arrive, in seconds."""
+OPEN_PATHS = frozenset({"/health", "/health/ready", "/-/healthz", "/"})
+OPEN_PREFIX = "/assets/"
+_OPEN_METHODS = frozenset({"GET", "HEAD"})
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+def is_open(method: str, path: str) -> bool:
+    """Whether it takes no key: health, and the page, which has no secret."""
+    return method in _OPEN_METHODS and (path in OPEN_PATHS or path.startswith(OPEN_PREFIX))
+
+
+def nothing_open(_method: str, _path: str) -> bool:
+    """Of a listener that has nothing for whoever has no key."""
+    return False
+
+
+class Gate:
+    """Lets nothing through without a key, except to the open paths, and no large body."""
+
+    def __init__(self, app: ASGIApp, keys: Keys, rates: Rates, opens: Callable[[str, str], bool] = is_open) -> None:
+        """Guard `app`; `opens` says which methods and paths take no key."""
+        self._app, self._keys, self._rates, self._opens = app, keys, rates, opens
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on, or refuse."""
+        if scope["type"] == "lifespan":
+            try:
+                await self._app(scope, receive, send)
+            finally:
+                await self._rates.aclose()
+        elif scope["type"] != "http":
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            named = _Named(send, _request_id(scope))
+            error = await self._refusal(scope)
+            if error is not None:
+                await error.response()(scope, receive, named)
+            else:
+                await self._app(scope, _limited(receive, named), named)
+
+    async def _refusal(self, scope: Scope) -> ServiceError | None:
+        if self._opens(scope["method"], scope["path"]):
+            return None
+        owner = self._keys.owner([value for name, value in scope["headers"] if name == b"authorization"])
+        if owner is None:
+            return ServiceError(401, "Send a key: `Authorization: Bearer KEY`.", "invalid_api_key")
+        return await self._rates.refusal(owner)
+
+
+def _request_id(scope: Scope) -> bytes:
+    sent = [value for name, value in scope["headers"] if name == b"x-request-id"]
+    return sent[0] if len(sent) == 1 and _REQUEST_ID.fullmatch(sent[0]) else uuid.uuid4().hex.encode()
+
+
+class _Named:
+    """Sends an answer under the request's name."""
+
+    def __init__(self, send: Send, request_id: bytes) -> None:
+        self._send, self._request_id = send, request_id
+        self.has_begun = False
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.has_begun = True
+            message["headers"] = [*message.get("headers", ()), (b"x-request-id", self._request_id)]
+        await self._send(message)
+
+
+def _limited(receive: Receive, answer: _Named) -> Receive:
+    """Stops a body that is too large or too slow while it comes, whatever length it announces."""
+    num_bytes, is_whole, ends_s = 0, False, time.monotonic() + BODY_TIMEOUT_S
+
+    async def limited() -> Message:
+        nonlocal num_bytes, is_whole
+        if is_whole:
+            # All that is left to hear is that the client goes.
+            return await receive()
+        try:
+            message = await asyncio.wait_for(receive(), ends_s - time.monotonic())
+        except TimeoutError as error:
+            if answer.has_begun:
+                return {"type": "http.disconnect"}
+            # FastAPI reads the body, and takes any other exception for bad JSON.
+            slow = {"connection": "close"}
+            raise HTTPException(408, f"The body was not there after {BODY_TIMEOUT_S:.0f} s.", slow) from error
+        num_bytes += len(message.get("body", b""))
+        is_whole = not message.get("more_body", False)
+        if num_bytes > MAX_BODY_BYTES:
+            raise HTTPException(413, f"The body exceeds {MAX_BODY_BYTES} bytes.")
+        return message
+
+    return limited

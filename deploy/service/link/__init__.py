@@ -1,0 +1,1 @@
+"""How an ingress reaches engines: connections, failover, cancellation."""

@@ -1,0 +1,329 @@
+"""Bringing the service up, on the cluster of a training job or on one of its own."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import os
+import shlex
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from deploy.errors import UserError
+from deploy.job.following import wait_for_interrupt
+from deploy.job.ray_session import RaySession, ray_session
+from deploy.machine import why_not_bindable
+from deploy.service.example import example_request
+from deploy.service.gateway.api_keys import (
+    OF_ADMIN,
+    OF_SERVICE,
+    KeySource,
+    are_explicit,
+    own_key,
+    read_admin_keys,
+    read_keys,
+)
+from deploy.service.source import Address, Source
+from deploy.waiting import saying
+
+_READY_TIMEOUT_S = 180.0
+_DRAIN_TIMEOUT_S = 30.0
+_CALL_TIMEOUT_S = 5.0
+_POLL_S = 0.2
+_ENGINE, _INGRESS = "EngineReplica", "Ingress"
+
+
+def serve_run(run_dir: Path, host: str, port: int, admin_port: int | None = None) -> None:
+    """Serve a run's newest policy, with an admin listener on `admin_port`, or on the recipe's if that has one.
+
+    With RAY_ADDRESS set, on that cluster: returns when the service is up, and it stays. Otherwise on a Ray of its own,
+    until Ctrl-C or SIGTERM; then it finishes what is under way. Raises UserError when there is nothing to serve or the
+    address cannot be used.
+    """
+    from actors.registry.server import registry_url
+    from deploy.service.run_files import newest_to_answer, read_recipe
+
+    run_dir = run_dir.resolve()
+    num_replicas = read_recipe(run_dir).service.num_replicas
+    with saying(f"checking the newest checkpoint of {run_dir.name}", at_once=True):
+        newest_to_answer(run_dir)
+    _check_keys(host)
+    with _ray() as ray:
+        source = Source(directory=str(run_dir), is_run=True, registry_url=registry_url())
+        _serve(source, host, port, num_replicas, is_ours=ray.is_ours, admin_port=admin_port)
+
+
+def serve_checkpoint(directory: Path, host: str, port: int) -> None:
+    """Serve a checkpoint that has no run. Otherwise as `serve_run`."""
+    from deploy.service.api.text_codec import Codec
+
+    directory = directory.resolve()
+    try:
+        Codec(directory)
+    except ValueError as error:
+        raise UserError(f"cannot serve {directory}: {error}") from error
+    _check_keys(host)
+    with _ray() as ray:
+        source = Source(directory=str(directory), is_run=False, registry_url=None)
+        _serve(source, host, port, 1, is_ours=ray.is_ours)
+
+
+@contextmanager
+def _ray() -> Iterator[RaySession]:
+    with ExitStack() as ray:
+        with saying("connecting to Ray" if "RAY_ADDRESS" in os.environ else "starting Ray", at_once=True):
+            session = ray.enter_context(ray_session(dashboard=False))
+        yield session
+
+
+def banner(run_dir: Path, url: str, admin: Address | None = None) -> str:
+    """What a user needs in order to ask the service something, and its admin listener if it has one."""
+    where, key = _whose_key(run_dir, OF_SERVICE)
+    path, body = example_request(run_dir)
+    text = (
+        f"Serving {run_dir.name} at {url}; the {where}.\n"
+        f'  curl {url}{path} -H "Authorization: Bearer {key}" \\\n'
+        f"    -H 'Content-Type: application/json' -d {body}"
+    )
+    if admin is None:
+        return text
+    where, key = _whose_key(run_dir, OF_ADMIN)
+    return (
+        f"{text}\nIts admin listener is at {admin.url}; the {where}.\n"
+        f'  curl {admin.url}/admin/policy -H "Authorization: Bearer {key}"'
+    )
+
+
+def banner_of_key(url: str, key: str) -> str:
+    """What a terminal is shown besides, and no log. A browser sends nobody what follows the #."""
+    return f"The key is {key}\nThe page, with the key: {url}/#key={key}"
+
+
+def _whose_key(run_dir: Path, source: KeySource) -> tuple[str, str]:
+    """Where the key is, and what a shell writes for it."""
+    if os.environ.get(source.file_variable):
+        return f"keys are in the file {source.file_variable}", "$KEY"
+    if source.token_variable in os.environ:
+        return f"token is in {source.token_variable}", f"${source.token_variable}"
+    path = run_dir.resolve() / source.token_file
+    return f"token is in {path}", f"$(cat {shlex.quote(str(path))})"
+
+
+def _serve(
+    source: Source, host: str, port: int, num_replicas: int, *, is_ours: bool, admin_port: int | None = None
+) -> None:
+    import ray
+    from rich.console import Console
+
+    # On a cluster the GPUs are a run's; a Ray of our own has nobody else to ask for them.
+    num_gpus = 1 if is_ours and ray.available_resources().get("GPU", 0) >= num_replicas else 0
+    with suppress(KeyboardInterrupt), _ended_by_sigterm():
+        with saying("starting the service", at_once=True) as waiting:
+            url = deploy_source(
+                source, host, port, num_replicas, num_gpus=num_gpus, admin_port=admin_port, say=waiting.change
+            )
+        console = Console(highlight=False)
+        console.print(banner(source.path, url, source.admin_address(admin_port)), markup=False, soft_wrap=True)
+        if sys.stdout.isatty() and (key := own_key(source.path)):
+            console.print(banner_of_key(url, key), markup=False, soft_wrap=True)
+        if is_ours:
+            console.print("Ctrl-C stops it.")
+            try:
+                # Without a limit: this is the program's work.
+                wait_for_interrupt()
+            finally:
+                _drain(source)
+
+
+def deploy_source(
+    source: Source,
+    host: str,
+    port: int,
+    num_replicas: int,
+    *,
+    num_gpus: int = 0,
+    admin_port: int | None = None,
+    say: Callable[[str], object] = lambda _: None,
+) -> str:
+    """Put the service on the connected cluster and wait until it answers; it outlives this process. Returns its URL.
+
+    Deployed again for the same source, the replicas are replaced one after another without a gap.
+
+    Args:
+        source: what is served; a run must have a checkpoint.
+        host: where each ingress listens.
+        port: likewise.
+        num_replicas: the engines.
+        num_gpus: of each engine.
+        admin_port: of the admin listener; None for the recipe's.
+        say: is told what is waited for, each time that it is something else.
+
+    Raises:
+        UserError: a port that is taken, a cluster that already serves something else, or an address that others can
+            reach without keys of the user's own.
+        RuntimeError: the replicas did not come up.
+    """
+    from ray import serve
+
+    name, admin = f"d1-{source.name}", source.admin_address(admin_port)
+    if admin is not None and admin.port == port:
+        raise UserError(f"the admin listener cannot have the service's port {port}; choose another for one of them")
+    address = Address(host=host, port=port)
+    application = bound_application(source, address, num_replicas, num_gpus=num_gpus, admin=admin)
+    say("starting Ray Serve")
+    _start_serve()
+    running = set(serve.status().applications)
+    if others := sorted(running - {name}):
+        raise UserError(f"this cluster already serves {others[0]}; `serve shutdown` ends that, or use another cluster")
+    # What runs already listens where it listens: its successor takes over from it.
+    _check_port(address, shares_port=name in running)
+    if admin is not None and name not in running:
+        _check_port(admin)
+    # Nothing here waits without limit, as serve.run does.
+    serve.run_many([serve.RunTarget(application, name=name, route_prefix=None)], wait_for_applications_running=False)
+    _wait_until_running(name, {_ENGINE: f"the engines to load {source.name}", _INGRESS: f"port {port}"}, say)
+    return address.url
+
+
+def bound_application(
+    source: Source,
+    address: Address,
+    num_replicas: int,
+    *,
+    num_gpus: int,
+    admin: Address | None,
+    num_ingresses: int | None = None,
+) -> Any:
+    """The engines, the ingress before them and the admin listener, unstarted: a bound class carries its options to the
+    cluster.
+
+    Args:
+        source: what is served.
+        address: where each ingress listens.
+        num_replicas: the engines.
+        num_gpus: of each engine.
+        admin: where the admin listener listens, if there is to be one.
+        num_ingresses: None for one, on the head node.
+
+    Raises UserError where the keys cannot be read, or nobody has chosen those that an address needs.
+    """
+    from deploy.service.gateway.http_server import ON_HEAD
+    from deploy.service.on_ray.admin_replica import AdminListener
+    from deploy.service.on_ray.engine_replica import EngineReplica
+    from deploy.service.on_ray.ingress import Ingress
+
+    engine_class: Any = EngineReplica
+    ingress_class: Any = Ingress
+    admin_class: Any = AdminListener
+    resources = {"num_cpus": 0.01, "num_gpus": num_gpus}
+    _check_keys(address.host)
+    keys = read_keys(source.path)
+    engines = engine_class.options(num_replicas=num_replicas, ray_actor_options=resources).bind(source)
+    listener = None
+    if admin is not None:
+        _check_keys(admin.host, OF_ADMIN)
+        listener = admin_class.bind(engines, source, admin, read_admin_keys(source.path, keys))
+    placed = {"ray_actor_options": ON_HEAD} if num_ingresses is None else {"num_replicas": num_ingresses}
+    is_alone = num_ingresses in (None, 1)
+    return ingress_class.options(**placed).bind(engines, source, keys, address, listener, is_alone=is_alone)
+
+
+def _check_keys(host: str, keys: KeySource = OF_SERVICE) -> None:
+    """Raise UserError where others can reach the address, and nobody has chosen the keys that they need."""
+    if not _is_loopback(host) and not are_explicit(keys):
+        raise UserError(
+            f"{host} can be reached from other machines; choose the keys yourself, in {keys.token_variable} or in a "
+            f"file named by {keys.file_variable}, or listen on 127.0.0.1"
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM ends the block as Ctrl-C does."""
+
+    def interrupt(_signal: int, _frame: object) -> None:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        # Signals are the main thread's.
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _drain(source: Source) -> None:
+    """Refuse what is new, in our error format, and let what is under way come to its end."""
+    from ray import serve
+
+    handle = serve.get_deployment_handle(_INGRESS, app_name=f"d1-{source.name}")
+    deadline = time.monotonic() + _DRAIN_TIMEOUT_S
+    # Whatever does not answer any more is not waited for.
+    with suppress(Exception):
+        while sum(handle.broadcast("drain").results(timeout_s=_CALL_TIMEOUT_S)) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        # What has its answer may not have all of it yet.
+        handle.broadcast("end").results(timeout_s=_CALL_TIMEOUT_S)
+
+
+def _start_serve() -> None:
+    """Start Serve, or use what runs. It has no proxies: the ingress listens itself."""
+    from ray import serve
+
+    # Its driver-side progress notes would run through the caller's output.
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    serve.start(proxy_location="Disabled")
+
+
+def _check_port(address: Address, *, shares_port: bool = False) -> None:
+    """Raise UserError where something else listens there; with `shares_port`, something that does not share it."""
+    if why := why_not_bindable(address.host, address.port, shares_port=shares_port):
+        raise UserError(f"cannot listen on {address.host}:{address.port}: {why}; choose another port")
+
+
+def _wait_until_running(name: str, awaited: Mapping[str, str], say: Callable[[str], object]) -> None:
+    """Wait for an application.
+
+    Args:
+        name: its name.
+        awaited: what is waited for while a deployment, by its name, is not up.
+        say: is told.
+    """
+    from ray import serve
+
+    deadline, said = time.monotonic() + _READY_TIMEOUT_S, ""
+    while True:
+        application = serve.status().applications[name]
+        deployments = application.deployments
+        pending = [
+            what for one, what in awaited.items() if one not in deployments or deployments[one].status != "HEALTHY"
+        ]
+        if pending and (now := f"waiting for {' and '.join(pending)}") != said:
+            said = now
+            say(said)
+        if application.status == "RUNNING":
+            return
+        if application.status == "DEPLOY_FAILED":
+            raise RuntimeError(f"the service did not come up: {application.message}")
+        if time.monotonic() > deadline:
+            raise RuntimeError(
+                f"the service was not up after {_READY_TIMEOUT_S:.0f} s ({application.status}); "
+                "does the cluster have room for another process?"
+            )
+        time.sleep(_POLL_S)

@@ -1,0 +1,290 @@
+"""FSDP2 behind one door: a policy that is whole on one process or sharded over many, with the same code.
+
+Collectives run on gloo for CPUs and NCCL for GPUs. Every method that gathers is a collective: all ranks call it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.utils.checkpoint import checkpoint
+
+from learner.model.families import make_model
+from learner.model.lora import (
+    WHOLE,
+    LoraConfig,
+    adapter_names,
+    adapters_off,
+    add_adapters,
+    fresh_adapter,
+    is_adapter,
+    merged,
+    plain_name,
+)
+from learner.model.quantized import Nf4Linear, quantize_blocks, quantized_layers
+from learner.model.transformer import Transformer
+from learner.parallel.sharding_config import ShardingConfig
+
+_PLAIN = ShardingConfig()
+
+
+def _fsdp_options(config: ShardingConfig) -> dict[str, Any]:
+    """What `fully_shard` is told."""
+    options: dict[str, Any] = {}
+    if config.compute_dtype == "bfloat16":
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    if config.cpu_offload:
+        options["offload_policy"] = CPUOffloadPolicy()
+    return options
+
+
+def make_mesh(device_type: str) -> DeviceMesh | None:
+    """A one-dimensional mesh over all ranks; None where no process group runs (a single process)."""
+    if not dist.is_initialized():
+        return None
+    return init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=("dp",))
+
+
+class ShardedPolicy:
+    """A transformer whose parameters are sharded over a mesh, block by block; all of them are trained, or an adapter.
+
+    Parameters go by the model's own names, whatever wraps them. With an adapter, `weights` of the whole policy are
+    those with the adapter merged.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        mesh: DeviceMesh | None,
+        config: ShardingConfig = _PLAIN,
+        *,
+        lora: LoraConfig = WHOLE,
+        seed: int = 0,
+    ) -> None:
+        """Shard `model` in place over `mesh`; None leaves it whole.
+
+        Args:
+            model: the policy; every rank must pass equal weights.
+            mesh: from `make_mesh`.
+            config: how it is held and computed.
+            lora: what of it is trained.
+            seed: determines the adapter that training starts with.
+
+        Raises:
+            ValueError: `config` asks of a single process what only FSDP does.
+        """
+        if mesh is None and _fsdp_options(config):
+            raise ValueError("compute_dtype and cpu_offload are FSDP's, and this process is in no process group")
+        self.config = model.config
+        self.mesh = mesh
+        self.rank = mesh.get_local_rank() if mesh is not None else 0
+        self.world_size = mesh.size() if mesh is not None else 1
+        self.module = model
+        self._lobby: dist.ProcessGroup | None = None
+        self.lora = lora
+        self._sharding, self._seed = config, seed
+        if lora.rank:
+            add_adapters(model, lora)
+        if lora.base_weights == "nf4":
+            quantize_blocks(model, self.device)
+        if config.activation_checkpointing:
+            for block in model.blocks:
+                # Inside of what FSDP wraps: the block is gathered once for the second forward and the backward.
+                block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
+        if mesh is not None:
+            for block in model.blocks:
+                fully_shard(block, mesh=mesh, **_fsdp_options(config))
+            fully_shard(model, mesh=mesh, **_fsdp_options(config))
+        self._reset_adapter()
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        if self.mesh is not None and self.mesh.device_type == "cuda":
+            return torch.device("cuda", torch.cuda.current_device())
+        return next(self.module.parameters()).device
+
+    @property
+    def trained_parameters(self) -> dict[str, nn.Parameter]:
+        """What the optimizer steps, by name: every parameter, or the adapter's."""
+        return {name: parameter for name, parameter in self._parameters().items() if parameter.requires_grad}
+
+    def adapters_off(self) -> AbstractContextManager[None]:
+        """Within the block the module is the policy that the adapter stands on: a reference that needs no memory."""
+        return adapters_off(self.module)
+
+    def full_weights(self) -> dict[str, Tensor]:
+        """Every parameter, whole, on the CPU, detached from the live ones; an adapter is merged into them."""
+        return {name: on_cpu(weight) for name, weight in self._gathered_weights()}
+
+    def weights_on_rank_0(self) -> dict[str, Tensor]:
+        """The same on rank 0 alone, empty on the others: what is written or sent once is held in memory once."""
+        return {name: on_cpu(weight) for name, weight in self._gathered_weights() if self.rank == 0}
+
+    def load_full_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Take over whole parameters; `weights` has exactly the policy's names. An adapter begins anew on them; they
+        are rounded where 4 bits hold them."""
+        self._load({name: weights[name] for name in self._parameters() if not is_adapter(name)})
+        for name, layer in self._quantized().items():
+            layer.load(weights[name])
+        self._reset_adapter()
+
+    def adapter_on_rank_0(self) -> dict[str, Tensor]:
+        """The adapter's matrices by name, whole, on rank 0's CPU, empty on the others and without LoRA."""
+        adapter = {name: parameter for name, parameter in self._parameters().items() if is_adapter(name)}
+        return gather_on_rank_0(self.rank, adapter)
+
+    def load_adapter(self, adapter: Mapping[str, Tensor]) -> None:
+        """Take over what `adapter_on_rank_0` gave."""
+        self._load({name: adapter[name] for name in self._parameters() if is_adapter(name)})
+
+    def frozen_copy(self, weights: Mapping[str, Tensor]) -> ShardedPolicy:
+        """Another policy of the same shape and sharding with given weights and no gradients: a reference."""
+        model = make_model(self.config)
+        model.load_state_dict(dict(weights))
+        model.requires_grad_(False)
+        return ShardedPolicy(model.to(self.device), self.mesh, self._sharding)
+
+    @contextmanager
+    def without_gradients(self) -> Iterator[None]:
+        """Forwards that no backward follows. All ranks enter and leave it.
+
+        After such a forward FSDP holds the root's parameters whole, in `compute_dtype`: memory that a reference would
+        keep for the round. `parameters()` would give these too, and an optimizer made then, or weights loaded then,
+        would miss the sharded ones. So they are sharded again.
+        """
+        with torch.no_grad():
+            yield
+        if isinstance(self.module, FSDPModule):
+            self.module.reshard()
+
+    def wait_for_all(self, what: str, timeout_s: float) -> None:
+        """Go on when all ranks are here.
+
+        Raises TimeoutError, on rank 0, that names the ranks that did not come: a collective would wait for them in
+        silence.
+        """
+        if self.mesh is None:
+            return
+        if self._lobby is None:
+            # NCCL has no barrier that can say who is missing.
+            self._lobby = dist.new_group(backend="gloo")
+        try:
+            dist.monitored_barrier(self._lobby, timedelta(seconds=timeout_s), wait_all_ranks=True)
+        except RuntimeError as error:
+            if self.rank:
+                raise
+            named = re.search(r"Ranks ([\d, ]+) failed", str(error))
+            ranks = named[1] if named else "some"
+            raise TimeoutError(f"{what}: rank {ranks} of the learner did not come within {timeout_s:g} s") from error
+
+    def sum_over_ranks(self, values: Tensor) -> Tensor:
+        """The sum of a small tensor over all ranks."""
+        if self.mesh is None:
+            return values
+        total = values.to(self.device)
+        dist.all_reduce(total, group=self.mesh.get_group())
+        return total
+
+    def max_over_ranks(self, values: Tensor) -> Tensor:
+        """The greatest of each value of a small tensor over all ranks."""
+        if self.mesh is None:
+            return values
+        greatest = values.to(self.device)
+        dist.all_reduce(greatest, op=dist.ReduceOp.MAX, group=self.mesh.get_group())
+        return greatest
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        return {plain_name(name): parameter for name, parameter in self.module.named_parameters()}
+
+    def _quantized(self) -> dict[str, Nf4Linear]:
+        """The layers that are held in 4 bits, by the names of their weights."""
+        return {plain_name(f"{name}.weight"): layer for name, layer in quantized_layers(self.module)}
+
+    def _gathered_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The policy's parameters, one by one, whole and merged, where its shards are."""
+        parameters = self._parameters()
+        for name, weight in self._gathered_base():
+            a, b = adapter_names(name)
+            if a in parameters:
+                yield name, merged(weight, gathered(parameters[a]), gathered(parameters[b]), self.lora.scaling)
+            else:
+                yield name, weight
+
+    def _gathered_base(self) -> Iterator[tuple[str, Tensor]]:
+        """The same without the adapter."""
+        for name, parameter in self._parameters().items():
+            if not is_adapter(name):
+                yield name, gathered(parameter)
+        for name, layer in self._quantized().items():
+            yield name, layer.weight_as(torch.float32)
+
+    def _load(self, weights: Mapping[str, Tensor]) -> None:
+        parameters = self._parameters()
+        with torch.no_grad():
+            for name, weight in weights.items():
+                parameters[name].copy_(shard_like(weight, parameters[name]))
+
+    def _reset_adapter(self) -> None:
+        shapes = {name: parameter.shape for name, parameter in self._parameters().items() if is_adapter(name)}
+        self._load(fresh_adapter(shapes, self._seed))
+
+
+def gather_on_rank_0(rank: int, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Whole tensors on the CPU of rank 0. A collective; the other ranks hold one tensor at a time and keep none."""
+    whole = {}
+    for name, tensor in tensors.items():
+        full = gathered(tensor)
+        if rank == 0:
+            whole[name] = on_cpu(full)
+    return whole
+
+
+def gathered(tensor: Tensor) -> Tensor:
+    """A sharded tensor, whole, where its shards are."""
+    whole = tensor.detach()
+    return _all_gathered(whole) if isinstance(whole, DTensor) else whole
+
+
+def _all_gathered(sharded: DTensor) -> Tensor:
+    """What `full_tensor` gives, by another collective: on gloo that one corrupts the heap.
+
+    The two threads of a gloo group store the name of what they did last in one `std::string`, without a lock
+    (`lastCompletedWorkName`, torch 2.13). `full_tensor` asks for ALLGATHER_COALESCED, which is too long to be held
+    within the string: each thread frees the name that it replaces, and where a busy machine lets both replace the same
+    one, it is freed twice. This one is called ALLGATHER, and nothing is freed.
+    """
+    assert sharded.placements == (Shard(0),), "FSDP shards by rows"
+    num_rows, *row = sharded.shape
+    rows_each = -(-num_rows // sharded.device_mesh.size())
+    local = sharded.to_local()
+    # The last ranks may have fewer rows, or none.
+    padded = torch.cat((local, local.new_zeros(rows_each - local.shape[0], *row)))
+    whole = local.new_empty(rows_each * sharded.device_mesh.size(), *row)
+    dist.all_gather_single(whole, padded, group=sharded.device_mesh.get_group())
+    return whole[:num_rows]
+
+
+def on_cpu(whole: Tensor) -> Tensor:
+    """A tensor, copied to the CPU."""
+    return whole.to("cpu", copy=True)
+
+
+def shard_like(whole: Tensor, like: Tensor) -> Tensor:
+    """This rank's part of a whole tensor, sharded as `like` is and where it is."""
+    whole = whole.to(like.device)
+    if isinstance(like, DTensor):
+        # A mesh of GPUs puts it there; with `cpu_offload` its parameters are not.
+        return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None).to(like.device)
+    return whole

@@ -1,0 +1,1 @@
+"""Masked supervised fine-tuning."""

@@ -1,0 +1,102 @@
+"""Masked SFT on one rank: the loss of `learner/sft/sft.py` a step at a time, and its value on held-out text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from learner.optimizer import PolicyOptimizer
+from learner.parallel.sharding import ShardedPolicy
+from learner.sft.documents import Documents
+from learner.sft.sft import SftConfig, mask_documents, masked_logps, plan_sft, sft_rows
+
+Metrics = dict[str, float]
+
+EVALUATION_T = tuple((2 * index + 1) / 16 for index in range(8))
+"""The mask ratios of the evaluation loss: the midpoints of eight equal parts of (0, 1). Their mean stands for the mean
+over t, of which draws would be mostly noise. (d1 gives the i-th of n examples the i-th of n values from 0 to 1.)"""
+# Not the run's: all runs and checkpoints are asked about the same masks.
+_EVALUATION_SEED = 0
+
+
+class SftLearner:
+    """Stage 1 on one rank."""
+
+    def __init__(self, policy: ShardedPolicy, config: SftConfig, documents: Documents, seed: int) -> None:
+        self.policy = policy
+        self.config = config
+        self._documents = documents
+        self._seed = seed
+        self.optimizer = PolicyOptimizer(policy, betas=config.betas, weight_decay=config.weight_decay)
+        self.num_trained = 0
+        """Completion slots that were trained on so far, on all ranks."""
+
+    def step(self, step: int, lr: float) -> Metrics:
+        """One optimizer step on the documents that `step` draws.
+
+        Raises FloatingPointError when the gradient is not finite.
+        """
+        batch_size = self.config.batch_size
+        rows = sft_rows(self._documents.num_rows, batch_size, step, self._seed)
+        # Keyed by place in the run, not by document: one met twice is masked in two ways.
+        keys = torch.arange(step * batch_size, (step + 1) * batch_size)
+        batch = replace(self._documents.select(rows), sample_keys=keys)
+        shard = batch.shard(self.policy.rank, self.policy.world_size).to(self.policy.device)
+        masked = plan_sft(shard, self.policy.config.mask_token_id, step, self._seed, batch_size)
+        losses_N = -masked_logps(self.policy.module, masked, packing=self.config.packing) * masked.weights
+        if self.config.normalize_by == "row":
+            sizes_B = shard.lengths - shard.prompt_lengths
+            loss = (losses_N / sizes_B[masked.rows]).sum() / batch_size
+        else:
+            loss = losses_N.sum() / batch.num_trained
+        # FSDP averages over ranks; the loss is a sum over them.
+        (loss * self.policy.world_size).backward()
+        grad_norm = self.optimizer.step(lr, self.config.max_grad_norm)
+        self.num_trained += batch.num_trained
+        return {"loss": self.policy.sum_over_ranks(loss.detach()).item(), "grad_norm": grad_norm, "lr": lr}
+
+    def full_state(self) -> dict[str, Tensor]:
+        """What a resumed stage needs besides the weights. A collective; whole on rank 0, empty on the others."""
+        return self.optimizer.full_state()
+
+    def load_full_state(self, state: Mapping[str, Tensor]) -> None:
+        """Take over what `full_state` gave."""
+        self.optimizer.load_full_state(state)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluationLoss:
+    """The denoising loss on held-out documents."""
+
+    loss: float
+    """The mean of `loss_at_t`: nats per completion slot, comparable between policies and runs that are asked about the
+    same documents."""
+    loss_at_t: tuple[float, ...]
+    """CE / t per completion slot at each of `EVALUATION_T`."""
+
+
+def evaluation_loss(policy: ShardedPolicy, documents: Documents, batch_size: int) -> EvaluationLoss:
+    """The loss of SFT at fixed mask ratios and under fixed masks. A collective; all ranks get the same.
+
+    Never packed: so it is the same bits with and without packing.
+
+    Args:
+        policy: is asked.
+        documents: of all ranks.
+        batch_size: of them are asked about at once, over all ranks.
+    """
+    shard = documents.shard(policy.rank, policy.world_size).to(policy.device)
+    size = -(-batch_size // policy.world_size)
+    sums = torch.zeros(len(EVALUATION_T))
+    with policy.without_gradients():
+        for index, t in enumerate(EVALUATION_T):
+            for start in range(0, shard.num_rows, size):
+                some = shard.select(slice(start, start + size))
+                t_B = torch.full((some.num_rows,), t, device=policy.device)
+                masked = mask_documents(some, policy.config.mask_token_id, t_B, (_EVALUATION_SEED, index))
+                sums[index] -= (masked_logps(policy.module, masked) * masked.weights).sum().cpu()
+    losses = (policy.sum_over_ranks(sums) / documents.num_trained).tolist()
+    return EvaluationLoss(loss=sum(losses) / len(losses), loss_at_t=tuple(losses))

@@ -1,0 +1,180 @@
+"""Masked supervised fine-tuning: the denoising loss of LLaDA on completions.
+
+Each document draws a mask ratio t ~ U(0, 1], masks its completion slots with probability t (the prompt never), and
+pays CE / t on the masked slots: an upper bound on the negative log-likelihood (LLaDA, arXiv 2502.09992, algorithm 2).
+The ratios of a batch are spread evenly over (0, 1], from a start that each step draws: each is uniform, and their mean
+hardly varies.
+
+The sum of a document is divided by the number of its completion slots, and the documents of the whole batch, over all
+ranks, are averaged: long answers weigh no more than short ones (LLaDA's guidelines; d1 does so too).
+`normalize_by: slot` divides by the slots of the whole batch instead, so that every slot weighs the same.
+
+Shape letters: B documents, S slots of the widest one, N masked slots, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from torch import Tensor
+
+from learner.counter import uniform
+from learner.estimators.views import share_equal_views, token_logps
+from learner.keys import fold
+from learner.model.scoring import Wanted
+from learner.model.transformer import Transformer, query_grid
+from learner.sft.documents import Documents
+from learner.sft.packing import pack
+
+_MIN_T = 1e-3
+_T_KEY, _SLOT_KEY, _ORDER_KEY = 1, 2, 3
+
+
+class SftConfig(BaseModel):
+    """Stage 1: masked SFT on the task's demonstrations, or on a file of examples."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    data: Path | None = None
+    """A file of examples, on every machine at this path: *.jsonl, *.json, *.csv or *.parquet, also with .gz; rows of
+    `messages`, of `prompt` and `completion`, or of s1K's columns. Without it the task's own demonstrations."""
+    num_labels: PositiveInt | None = None
+    """Examples to train on: the first training problems, or the first of `data`, of which none means all. More
+    optimizer steps reuse the same examples under other masks."""
+    num_steps: NonNegativeInt
+    """Optimizer steps; 0 skips the stage."""
+    batch_size: PositiveInt = 64
+    """Examples of an optimizer step, over all workers."""
+    max_tokens: PositiveInt | None = None
+    """Longest example of `data`, prompt and completion together (d1: 4096); none is the canvas of the rollout."""
+    overlong: Literal["drop", "truncate"] = "drop"
+    """Examples of `data` above `max_tokens`: `drop` leaves them out, `truncate` keeps their first tokens, as d1 does,
+    which cuts off the answer. Both are counted."""
+    eos_padding: Literal["trained", "ignored"] = "trained"
+    """What follows the first end of text: `trained` fills the canvas with end of text and trains on it (d1), so that
+    the policy can be sampled on a canvas that is longer than its answer; `ignored` ends the canvas there."""
+    packing: bool = False
+    """Put several short examples into one row, each with positions and attention of its own: the same loss from fewer
+    slots. Needs `eos_padding: ignored`."""
+    num_eval: NonNegativeInt = 0
+    """Examples that are held out for the evaluation loss; 0 has none. Of `data` a fixed choice by prompt, more only
+    where several share one; else the first held-out problems."""
+    eval_every_steps: NonNegativeInt = 0
+    """Also take the evaluation loss after every so many steps; 0 does so only at the start and the end."""
+    normalize_by: Literal["row", "slot"] = "row"
+    """What the loss is a mean over: `row`, the examples, of each one's mean over its completion slots (LLaDA, d1); or
+    `slot`, all completion slots of the batch, so that long answers weigh more. The two differ where examples do: with
+    `eos_padding: ignored`."""
+    lr: PositiveFloat = 1e-5
+    """Peak learning rate, reached after `num_warmup_steps`, then falling linearly to a tenth."""
+    num_warmup_steps: NonNegativeInt = 20
+    """Steps of linear warm-up."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW's (d1's)."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    """AdamW's."""
+    max_grad_norm: PositiveFloat = 1.0
+    """Gradients are clipped to this global norm."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> SftConfig:
+        if self.packing and self.eos_padding == "trained":
+            raise ValueError(
+                "packing is true and eos_padding is trained, which leaves no example shorter than its canvas; "
+                "take eos_padding: ignored, or leave packing out"
+            )
+        if self.data is None:
+            if self.num_labels is None:
+                raise ValueError("num_labels is missing; without data it is needed: how many problems to train on")
+            if self.max_tokens is not None:
+                raise ValueError(
+                    f"max_tokens is {self.max_tokens} and data is missing; the canvas of the task's demonstrations is "
+                    "set by rollout.max_prompt_tokens and rollout.sampling.gen_length"
+                )
+        return self
+
+    def lr_at(self, step: int, progress: float) -> float:
+        """The learning rate of an optimizer step, `progress` (0 to 1) of the stage being done."""
+        return self.lr * min(1.0, (step + 1) / (self.num_warmup_steps + 1)) * (1.0 - 0.9 * progress)
+
+
+def sft_rows(num_labels: int, batch_size: int, step: int, seed: int) -> Tensor:
+    """The rows [batch_size] of an optimizer step: each epoch is its own permutation of the labels."""
+    positions = torch.arange(step * batch_size, (step + 1) * batch_size)
+    rows = torch.empty_like(positions)
+    for epoch in (positions // num_labels).unique().tolist():
+        order = uniform(torch.tensor(fold(seed, _ORDER_KEY, epoch)), torch.arange(num_labels)).argsort()
+        inside = positions // num_labels == epoch
+        rows[inside] = order[positions[inside] % num_labels]
+    return rows
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MaskedDocuments:
+    """Documents with some of their completion slots masked."""
+
+    ids: Tensor
+    """[B, S] int64, masked."""
+    lengths: Tensor
+    """[B] int64, used slots."""
+    rows: Tensor
+    """[N] int64: the document of each masked slot, ascending."""
+    columns: Tensor
+    """[N] int64: its column there."""
+    targets: Tensor
+    """[N] int64: the token that it held."""
+    weights: Tensor
+    """[N] float32: 1 / t of its document."""
+
+
+def plan_sft(documents: Documents, mask_id: int, step: int, seed: int, batch_size: int) -> MaskedDocuments:
+    """The masks of one step of `batch_size` documents on all ranks, which are keyed by their place in the run."""
+    start = uniform(torch.tensor(fold(seed, step, _T_KEY), device=documents.ids.device))
+    place_B = (start + documents.sample_keys % batch_size / batch_size) % 1
+    t_B = _MIN_T + (1 - _MIN_T) * place_B
+    return mask_documents(documents, mask_id, t_B, (seed, step))
+
+
+def mask_documents(documents: Documents, mask_id: int, t_B: Tensor, keys: tuple[int, ...]) -> MaskedDocuments:
+    """Mask each completion slot with its document's probability `t_B`, drawn by the document's key and `keys`.
+
+    A draw is also keyed by the slot's place in the completion, and by nothing else: not by the row's neighbours, nor by
+    where a document stands when it is packed.
+    """
+    columns_S = torch.arange(documents.ids.shape[1], device=documents.ids.device)
+    slots_BS = columns_S - documents.prompt_lengths[:, None]
+    masked_BS = uniform(documents.sample_keys[:, None], *keys, _SLOT_KEY, slots_BS) < t_B[:, None]
+    masked_BS &= (slots_BS >= 0) & (columns_S < documents.lengths[:, None])
+    rows_N, columns_N = masked_BS.nonzero(as_tuple=True)
+    return MaskedDocuments(
+        ids=torch.where(masked_BS, mask_id, documents.ids),
+        lengths=documents.lengths,
+        rows=rows_N,
+        columns=columns_N,
+        targets=documents.ids[rows_N, columns_N],
+        weights=1.0 / t_B[rows_N],
+    )
+
+
+def masked_logps(model: Transformer, masked: MaskedDocuments, *, packing: bool = False) -> Tensor:
+    """Log-probability, in nats, of what each masked slot held: [N] float32, packed into rows or not."""
+    if packing:
+        return _packed_logps(model, masked)
+    views = share_equal_views(masked.ids, masked.lengths, masked.rows, masked.columns, masked.targets)
+    return token_logps(model, views)
+
+
+def _packed_logps(model: Transformer, masked: MaskedDocuments) -> Tensor:
+    # No row is wider than the widest document: it takes no more memory than a row that is not packed.
+    packed = pack(masked.ids, masked.lengths, masked.ids.shape[1])
+    num_rows, width = packed.ids.shape
+    slots_N = packed.rows[masked.rows] * width + packed.starts[masked.rows] + masked.columns
+    ascending_N, order_N = slots_N.sort()
+    queries = query_grid(ascending_N, num_rows, width)
+    wanted = Wanted(slot=torch.arange(len(order_N), device=order_N.device), token=masked.targets[order_N])
+    logps_N: Tensor = model(packed.ids, None, *queries, documents_BL=packed.documents, wanted=wanted)
+    return logps_N[order_N.argsort()]

@@ -1,0 +1,323 @@
+"""A coordinator that dies loses nothing: its successor goes on from what the learner asks, and records it once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ray.exceptions import RayTaskError
+
+from actors.coordination import coordinator as module
+from actors.coordination.coordinator import Coordinator
+from actors.messages import Generation, Next, Portion, PortionKey, PortionSummary
+from actors.run_log import read_events
+from actors.spec import Phase, RunSpec
+from actors.status import RunStatus
+from actors.weight_store import VersionMissingError
+from rewards import Grade
+
+NOWHERE = "redis://127.0.0.1:1/0"
+VALUES = {"sampling_s": 0.1, "training_s": 0.1, "publish_s": 0.1}
+
+
+class _Pool:
+    """A sampler or a grader: answers at once, never, or that the version is lost."""
+
+    def __init__(self) -> None:
+        self.generate = self.grade = self.ready = self
+        self.mood = "well"
+        self.asked: list[tuple[Generation, PortionKey]] = []
+        self.num_calls = 0
+
+    def options(self, **_: Any) -> _Pool:
+        return self
+
+    def remote(self, *arguments: Any) -> Any:
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        if not arguments:
+            answer.set_result(True)
+            return answer
+        if isinstance(arguments[0], Generation):
+            self.asked.append((arguments[0], arguments[1].key))
+        if self.mood == "lost":
+            cause = VersionMissingError("policy version 1 is not in the store")
+            answer.set_exception(RayTaskError("generate", "traceback", cause).as_instanceof_cause())
+        elif self.mood == "well":
+            portion = arguments[1] if isinstance(arguments[0], Generation) else arguments[0]
+            answer.set_result(_summary(portion))
+        self.num_calls += 1
+        return f"reference {self.num_calls}", answer
+
+
+def _summary(portion: Portion) -> PortionSummary:
+    size = len(portion.requests)
+    return PortionSummary(
+        grades=tuple(Grade(reward=1.0, parts={}, correct=True) for _ in range(size)),
+        texts=("7",) * size,
+        num_tokens=(2,) * size,
+        step_maps=((0, 1),) * size,
+        policy_versions=(1,) * size,
+        failures=(),
+        costs={},
+    )
+
+
+class _Case:
+    """A run directory, its actors, and coordinators one after another."""
+
+    def __init__(self, spec: RunSpec, run_dir: Path) -> None:
+        self.spec = replace(spec, run_dir=run_dir)
+        (run_dir / "checkpoints").mkdir(parents=True)
+        (run_dir / "checkpoints" / "initial").symlink_to(spec.initial_checkpoint)
+        self.sampler, self.grader, self.store = _Pool(), _Pool(), _Pool()
+
+    def coordinator(self, driver: str = "one") -> Coordinator:
+        return Coordinator(
+            self.spec,
+            [self.sampler],
+            [self.grader],
+            self.store,
+            registry_url=NOWHERE,
+            store_name="store",
+            driver=driver,
+        )
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        return [event for event in read_events(self.spec.run_dir) if event["event"] == name]
+
+
+@pytest.fixture
+def case(spec: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> _Case:
+    monkeypatch.setattr(module, "RunGauges", lambda _: type("Gauges", (), {"show": lambda *_: None})())
+    return _Case(spec, tmp_path / "run")
+
+
+def _generation(version: int) -> Generation:
+    return Generation(version=version, digest=f"digest {version}")
+
+
+def _run(work: Coroutine[Any, Any, Any]) -> Any:
+    return asyncio.run(asyncio.wait_for(work, 60))
+
+
+def test_a_round_that_is_asked_for_again_is_sampled_again_from_the_same_weights(case: _Case) -> None:
+    async def scene() -> None:
+        first = case.coordinator()
+        await first.learner_starting("group")
+        what, references = await first.next_batch(0, _generation(1))
+        assert (what, len(references)) == (Next.GO_ON, first._plan.portions_per_round)
+        before = list(case.sampler.asked)
+        second = case.coordinator()
+        what, again = await second.next_batch(0, _generation(1))
+        assert (what, len(again)) == (Next.GO_ON, len(references))
+        assert sorted(map(str, case.sampler.asked[len(before) :])) == sorted(map(str, before))
+        (failure,) = case.events("failure")
+        assert "the coordinator died and was started again" in failure["what"]
+
+    _run(scene())
+
+
+def test_a_round_that_was_trained_on_is_recorded_once_whenever_the_coordinator_dies(case: _Case) -> None:
+    async def scene() -> None:
+        first = case.coordinator()
+        await first.next_batch(0, _generation(1))
+        plan = first._plan
+        keys = [PortionKey(round=0, index=index) for index in range(plan.portions_per_round)]
+        summaries = {key: _summary(plan.round_portion(0, key.index)) for key in keys}
+        # It dies before it is told: its successor knows no portions, and gets them from the learner.
+        second = case.coordinator()
+        assert not await second.published(0, _generation(2), VALUES, None)
+        assert case.events("round") == []
+        assert await second.published(0, _generation(2), VALUES, summaries)
+        # It dies as it answers: Ray asks again, and asks its successor.
+        third = case.coordinator()
+        assert await third.published(0, _generation(2), VALUES, None)
+        (event,) = case.events("round")
+        assert (event["num_completions"], event["num_failed_groups"]) == (20, 0)
+        # The next one is asked for as if nothing had been.
+        what, _ = await third.next_batch(1, _generation(2))
+        assert what is Next.GO_ON
+        assert await third.published(1, _generation(3), VALUES, None)
+        assert await third.published(1, _generation(3), VALUES, None), "asked twice"
+        assert [event["round"] for event in case.events("round")] == [0, 1]
+
+    _run(scene())
+
+
+def test_an_event_whose_answer_was_lost_is_not_written_twice(case: _Case) -> None:
+    async def scene() -> None:
+        values = {"phase": Phase.SFT, "step": 3, "loss": 1.5, "loss_at_t": (1.0, 2.0)}
+        first = case.coordinator()
+        await first.record("sft", values)
+        await first.record("sft", values | {"step": 4})
+        second = case.coordinator()
+        await second.record("sft", values | {"step": 4})
+        await second.record("sft", values | {"step": 5})
+        assert [event["step"] for event in case.events("sft")] == [3, 4, 5]
+
+    _run(scene())
+
+
+def test_a_lost_version_is_asked_of_the_learner_and_costs_no_try(case: _Case) -> None:
+    async def scene() -> None:
+        coordinator = case.coordinator()
+        case.sampler.mood = "lost"
+        for _ in range(case.spec.rollout.max_attempts + 2):
+            assert await coordinator.next_batch(0, _generation(1)) == (Next.PUBLISH, [])
+        assert await coordinator.evaluate(_generation(1), "sft", 0, True) == (Next.PUBLISH, False)
+        case.sampler.mood = "well"
+        what, references = await coordinator.next_batch(0, _generation(1))
+        assert (what, len(references)) == (Next.GO_ON, coordinator._plan.portions_per_round)
+        what, _ = await coordinator.evaluate(_generation(1), "sft", 0, True)
+        assert what is Next.GO_ON
+
+    _run(scene())
+
+
+def test_a_stop_reaches_whoever_waits_and_outlives_the_coordinator_but_not_the_driver(case: _Case) -> None:
+    async def scene() -> None:
+        coordinator = case.coordinator()
+        case.sampler.mood = "silent"
+        waiting = asyncio.create_task(coordinator.next_batch(0, _generation(1)))
+        await asyncio.sleep(0.01)
+        assert not await coordinator.stop(), "no rank is up"
+        assert await waiting == (Next.STOP, [])
+        assert await coordinator.heartbeat(0, "round 0: training", "handle")
+        assert await coordinator.stop()
+        successor = case.coordinator()
+        assert await successor.heartbeat(0, "round 0: training", "handle")
+        assert await successor.evaluate(_generation(1), "sft", 0, True) == (Next.STOP, False)
+        assert not await case.coordinator("two").heartbeat(0, "starting", "handle")
+
+    _run(scene())
+
+
+def test_portions_that_cannot_be_fetched_are_sampled_again(case: _Case) -> None:
+    async def scene() -> None:
+        coordinator = case.coordinator()
+        _, references = await coordinator.next_batch(0, _generation(1))
+        await coordinator.forget(0)
+        _, others = await coordinator.next_batch(0, _generation(1))
+        assert len(others) == len(references)
+        assert not set(others) & set(references)
+
+    _run(scene())
+
+
+def test_the_status_says_who_waits_for_whom(case: _Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SILENT_S", 0.0)
+
+    async def scene() -> None:
+        coordinator = case.coordinator()
+        await coordinator.record("phase", {"phase": Phase.RL, "num_steps": 2})
+        case.sampler.mood = "silent"
+        waiting = asyncio.create_task(coordinator.next_batch(0, _generation(1)))
+        await coordinator.heartbeat(1, "round 0: waiting for completions", "handle")
+        await asyncio.sleep(0.05)
+        status = await coordinator.status()
+        assert (status.stage, status.round, status.policy_version) == ("rl", 0, 1)
+        assert status.learner == {"1": "round 0: waiting for completions"}
+        assert status.portions["running"] == coordinator._plan.portions_per_round
+        assert [(actor.name, actor.portion) for actor in status.pools] == [
+            ("sampler 0", "portion 0:0"),
+            ("grader 0", ""),
+        ]
+        assert status.waits[0].startswith("round 0 waits for 0 s: portion 0:0 (sampler 0, 0 s), portion 0:1 (nobody is")
+        status.write(case.spec.run_dir)
+        assert RunStatus.read(case.spec.run_dir) == status
+        waiting.cancel()
+
+    _run(scene())
+
+
+def test_a_learner_that_fails_again_and_again_is_given_up_and_its_own_error_is_named(case: _Case) -> None:
+    async def scene() -> None:
+        coordinator = case.coordinator()
+        for attempt in range(3):
+            assert await coordinator.learner_starting(f"group {attempt}")
+            await coordinator.learner_started("sft", {"round": 0, "policy_version": 1, "step": None})
+            assert await coordinator.learner_failed("OSError: no space", is_echo=False, is_transient=True)
+            assert await coordinator.learner_failed("RuntimeError: gloo", is_echo=True, is_transient=False)
+            coordinator = case.coordinator() if attempt == 1 else coordinator
+        assert not await coordinator.learner_starting("one more")
+        assert await coordinator.gave_up() == "OSError: no space"
+        failures = [event["what"] for event in case.events("failure")]
+        assert failures.count("a learner worker failed: OSError: no space") == 3
+
+    _run(scene())
+
+
+def test_what_two_learner_groups_have_raised_from_one_place_a_third_need_not(case: _Case) -> None:
+    async def scene() -> None:
+        coordinator = case.coordinator()
+        nan, bad = "FloatingPointError: round 0: nan", "ValueError: bad"
+        for attempt, (what, may_go_on) in enumerate([(nan, True), (bad, True), (nan, True), (nan, False)]):
+            assert await coordinator.learner_starting(f"group {attempt}")
+            if attempt in (0, 2):
+                await coordinator.record("checkpoint", {"phase": "sft", "path": "sft", "step": attempt, "seconds": 0.0})
+            assert await coordinator.learner_failed(what, is_echo=False, is_transient=False) is may_go_on
+            assert (
+                await coordinator.learner_failed("rank 1 lost another", is_echo=True, is_transient=False) is may_go_on
+            )
+        assert await coordinator.gave_up() == nan
+
+    _run(scene())
+
+
+def test_what_a_resumed_run_does_again_is_said(case: _Case) -> None:
+    async def scene() -> None:
+        coordinator = case.coordinator()
+        await coordinator.next_batch(0, _generation(1))
+        await coordinator.published(0, _generation(2), VALUES, None)
+        await coordinator.learner_starting("one")
+        await coordinator.learner_started("sft", {"round": 0, "policy_version": 1, "step": None})
+        (event,) = case.events("resume")
+        assert event["what"] == "going on from checkpoint sft; round 0 is done again"
+        await coordinator.learner_starting("two")
+        await coordinator.learner_started("rl-000001", {"round": 1, "policy_version": 2, "step": None})
+        assert case.events("failure")[-1]["what"].endswith("restarted from checkpoint rl-000001; nothing is done again")
+
+    _run(scene())
+
+
+def test_a_rank_that_loses_another_reports_an_echo_which_ends_no_run(case: _Case) -> None:
+    async def scene() -> None:
+        coordinator = case.coordinator()
+        for attempt in range(8):
+            assert await coordinator.learner_starting(f"group {attempt}")
+            for _ in range(3):
+                await coordinator.learner_failed("rank 0 lost another", is_echo=True, is_transient=False)
+        assert len(case.events("failure")) == 8, "once for each start"
+
+    _run(scene())
+
+
+def test_an_evaluation_ends_with_the_learner_that_asked_for_it(case: _Case) -> None:
+    async def scene() -> None:
+        coordinator = case.coordinator()
+        case.sampler.mood = "silent"
+        orphan = asyncio.create_task(coordinator.evaluate(_generation(1), "sft", 0, True))
+        await asyncio.sleep(0.05)
+        await coordinator.learner_starting("the next group")
+        assert (await orphan)[0] is Next.STOP
+        assert case.events("evaluation") == []
+
+    _run(scene())
+
+
+def test_an_evaluation_whose_answer_was_lost_is_not_recorded_twice(case: _Case) -> None:
+    async def scene() -> None:
+        await case.coordinator().evaluate(_generation(1), "sft", 0, True)
+        successor = case.coordinator()
+        assert (await successor.evaluate(_generation(1), "sft", 0, True))[0] is Next.GO_ON
+        assert len(case.events("evaluation")) == 1
+        await successor.learner_starting("the next group")
+        await successor.learner_started("initial", {"round": 0, "policy_version": 1, "step": None})
+        await successor.evaluate(_generation(1), "sft", 0, True)
+        assert len(case.events("evaluation")) == 2, "of a version that was made again"
+
+    _run(scene())

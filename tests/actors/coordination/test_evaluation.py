@@ -1,0 +1,87 @@
+"""Held-out accuracy at several schedules, and which version of the rounds is the best so far."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from actors.coordination.evaluation import Evaluation, best_version
+from actors.coordination.pools import PortionFailedError
+from actors.messages import Generation, Portion, PortionSummary
+from actors.plan import RunPlan
+from actors.spec import RunSpec
+from rewards import Grade
+from rollout.schedule_config import ScheduleConfig
+
+
+def _evaluation(version: int, num_correct: int, label: str = "round") -> dict[str, Any]:
+    return {
+        "event": "evaluation",
+        "label": label,
+        "policy_version": version,
+        "num_correct": num_correct,
+        "num_problems": 10,
+    }
+
+
+def test_the_best_is_the_oldest_of_those_with_the_highest_accuracy() -> None:
+    assert best_version([_evaluation(3, 4), _evaluation(5, 6), _evaluation(7, 6), _evaluation(9, 5)]) == 5
+
+
+def test_only_the_rounds_count() -> None:
+    others = [_evaluation(0, 9, "untrained"), _evaluation(1, 9, "sft"), _evaluation(12, 9, "control")]
+    assert best_version(others) is None
+    assert best_version([*others, _evaluation(11, 2, "rl")]) == 11
+
+
+def test_a_future_that_was_given_up_counts_no_more() -> None:
+    again = {"event": "round", "round": 3, "policy_version": 5}
+    assert best_version([_evaluation(4, 3), _evaluation(6, 9), again, _evaluation(5, 2)]) == 4
+
+
+class _Pools:
+    """Everything is right at more than two steps; the first try of a portion may fail."""
+
+    def __init__(self, num_failing: int = 0) -> None:
+        self.asked: list[Portion] = []
+        self._num_failing = num_failing
+
+    async def score(self, generation: Generation, portion: Portion) -> tuple[None, PortionSummary]:
+        self.asked.append(portion)
+        if portion.key.index < self._num_failing and self.asked.count(portion) == 1:
+            raise PortionFailedError("no luck")
+        count, steps = len(portion.requests), portion.requests[0].params.num_denoise_steps
+        grades = tuple(Grade(reward=0.0, parts={}, correct=steps > 2) for _ in range(count))
+        step_maps = tuple(tuple(range(steps)) for _ in range(count))
+        return None, PortionSummary(
+            grades=grades, texts=(), num_tokens=(), step_maps=step_maps, policy_versions=(), failures=(), costs={}
+        )
+
+
+def _scored(spec: RunSpec, plan: RunPlan, pools: _Pools, *, at_all: bool) -> dict[str, Any]:
+    steps = [ScheduleConfig(num_denoise_steps=count) for count in (4, 1, 8)]
+    schedules = [schedule.of(spec.rollout.sampling) for schedule in steps]
+    evaluation = Evaluation(plan, schedules, pools, 2, lambda *_: None)  # type: ignore[arg-type]
+    return asyncio.run(evaluation.score(Generation(version=1, digest=""), at_all=at_all))
+
+
+@pytest.mark.parametrize("num_failing", [0, 3])
+def test_every_problem_is_asked_once_at_each_schedule_and_the_first_counts(
+    spec: RunSpec, plan: RunPlan, num_failing: int
+) -> None:
+    pools = _Pools(num_failing)
+    scored = _scored(spec, plan, pools, at_all=True)
+    assert (scored["schedule"], scored["num_correct"], scored["num_problems"]) == ("4 steps", 20, 20)
+    right = {name: (counts["num_correct"], counts["mean_steps"]) for name, counts in scored["schedules"].items()}
+    assert right == {"4 steps": (20, 4), "1 step": (0, 1), "8 steps": (20, 8)}
+    assert len(pools.asked) == 9 + num_failing
+    assert len({portion.key for portion in pools.asked}) == 9, "each has a name of its own"
+
+
+def test_between_the_stages_only_the_first_is_asked(spec: RunSpec, plan: RunPlan) -> None:
+    pools = _Pools()
+    scored = _scored(spec, plan, pools, at_all=False)
+    assert list(scored["schedules"]) == ["4 steps"]
+    assert len(pools.asked) == 3

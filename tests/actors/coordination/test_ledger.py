@@ -1,0 +1,144 @@
+"""The state machine, under every order of events that hypothesis can think of."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from actors.coordination.ledger import Ledger
+from actors.messages import PortionKey
+
+
+def _ledger(max_staleness: int = 0, num_rounds: int = 3, portions: int = 2, max_attempts: int = 2) -> Ledger:
+    return Ledger(
+        num_rounds=num_rounds,
+        portions_per_round=portions,
+        max_staleness=max_staleness,
+        max_attempts=max_attempts,
+        next_round=0,
+        version=10,
+    )
+
+
+def _start_all(ledger: Ledger) -> list[tuple[PortionKey, int]]:
+    started = []
+    while (item := ledger.start_next()) is not None:
+        started.append(item)
+    return started
+
+
+def test_synchronous_rounds_are_sampled_by_the_newest_version_only() -> None:
+    ledger = _ledger()
+    for round_index in range(3):
+        started = _start_all(ledger)
+        assert [(key.round, key.index, version) for key, version in started] == [
+            (round_index, 0, 10 + round_index),
+            (round_index, 1, 10 + round_index),
+        ]
+        for key, _ in started:
+            assert ledger.finish(key)
+        assert ledger.is_complete(round_index)
+        ledger.publish(round_index, 11 + round_index)
+    assert _start_all(ledger) == []
+
+
+def test_staleness_bounds_what_is_in_flight() -> None:
+    ledger = _ledger(max_staleness=1)
+    assert [key.round for key, _ in _start_all(ledger)] == [0, 0, 1, 1]
+    for index in range(2):
+        ledger.finish(PortionKey(round=0, index=index))
+    assert _start_all(ledger) == [], "ready but untrained groups still hold their slots"
+    ledger.publish(0, 11)
+    assert [(key.round, version) for key, version in _start_all(ledger)] == [(2, 11), (2, 11)]
+
+
+def test_a_retry_keeps_the_version_of_its_first_try() -> None:
+    ledger = _ledger(max_staleness=1)
+    started = dict(_start_all(ledger))
+    lost = PortionKey(round=1, index=0)
+    for index in range(2):
+        ledger.finish(PortionKey(round=0, index=index))
+    ledger.publish(0, 11)
+    assert ledger.fail(lost) == 1
+    assert (lost, started[lost]) == ledger.start_next()
+    assert ledger.num_retries == 1
+
+
+def test_a_portion_that_fails_too_often_is_counted_and_the_round_goes_on() -> None:
+    ledger = _ledger()
+    first, second = (key for key, _ in _start_all(ledger))
+    ledger.finish(second)
+    assert ledger.fail(first) == 1
+    assert ledger.start_next() == (first, 10)
+    assert ledger.fail(first) == 2
+    assert ledger.start_next() is None
+    assert ledger.is_complete(0)
+    assert ledger.ready(0) == [second]
+
+
+def test_a_late_answer_is_nobodys() -> None:
+    ledger = _ledger()
+    key, _ = _start_all(ledger)[0]
+    assert ledger.finish(key)
+    assert not ledger.finish(key)
+    assert ledger.fail(key) is None
+
+
+def test_a_lost_version_costs_no_try_and_the_next_is_of_the_newest() -> None:
+    ledger = _ledger(max_staleness=1)
+    (first, _), *_ = _start_all(ledger)
+    later = PortionKey(round=1, index=0)
+    for _ in range(5):
+        ledger.release(later)
+        assert _start_all(ledger) == [(later, 10)]
+    for index in range(2):
+        ledger.finish(PortionKey(round=0, index=index))
+    ledger.publish(0, 11)
+    ledger.release(later)
+    assert (later, 11) in _start_all(ledger), "not of the one that nobody has"
+    ledger.release(first)
+    assert ledger.counts()["waiting"] == 0, "nobody waits for it any more"
+
+
+def test_what_is_ready_and_lost_is_done_again_and_what_runs_goes_on() -> None:
+    ledger = _ledger()
+    started = dict(_start_all(ledger))
+    done, running = started
+    ledger.finish(done)
+    assert ledger.unfinished(0) == [running]
+    ledger.redo(0)
+    assert ledger.ready(0) == []
+    assert _start_all(ledger) == [(done, 10)]
+    assert ledger.counts() == {"waiting": 0, "running": 2, "ready": 0, "failed": 0}
+
+
+def test_rounds_publish_in_order() -> None:
+    with pytest.raises(ValueError, match="round 1 published, but round 0 is next"):
+        _ledger().publish(1, 11)
+
+
+@given(st.data(), st.integers(0, 2), st.integers(1, 3))
+@settings(max_examples=200, deadline=None)
+def test_every_portion_ends_once_and_no_slot_is_exceeded(data: st.DataObject, staleness: int, portions: int) -> None:
+    ledger = _ledger(max_staleness=staleness, num_rounds=4, portions=portions)
+    running: list[tuple[PortionKey, int]] = []
+    ended: list[PortionKey] = []
+    for round_index in range(4):
+        while not ledger.is_complete(round_index):
+            running += _start_all(ledger)
+            assert all(round_index - staleness <= version - 10 <= round_index for _, version in running if _)
+            assert len(running) + len(ended) <= (round_index + staleness + 1) * portions
+            key, version = running.pop(data.draw(st.integers(0, len(running) - 1)))
+            assert key.round - (version - 10) <= staleness, "older than the bound"
+            if data.draw(st.booleans()):
+                assert ledger.finish(key)
+                ended.append(key)
+            elif data.draw(st.booleans()):
+                ledger.release(key)
+            elif ledger.fail(key) == 2:
+                ended.append(key)
+        ledger.publish(round_index, 11 + round_index)
+    assert sorted(ended, key=lambda k: (k.round, k.index)) == [
+        PortionKey(round=r, index=i) for r in range(4) for i in range(portions)
+    ]

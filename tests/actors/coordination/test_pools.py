@@ -1,0 +1,239 @@
+"""The pools without Ray: who waits for whom."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from ray.exceptions import ActorDiedError, RayTaskError
+
+from actors.coordination.pools import Pools, PortionFailedError, Work
+from actors.messages import Generation, Portion, PortionKey
+from rewards import RewardUnavailableError
+
+
+class _Method:
+    """What Ray makes of an actor's method with two returns: a reference, and a value that comes when it is told to."""
+
+    def __init__(self, is_instant: bool) -> None:
+        self._is_instant = is_instant
+        self.answers: list[asyncio.Future[Any]] = []
+
+    def options(self, num_returns: int) -> _Method:
+        assert num_returns == 2
+        return self
+
+    def remote(self, *arguments: Any) -> tuple[str, asyncio.Future[Any]]:
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self.answers.append(answer)
+        if self._is_instant:
+            answer.set_result(None)
+        return "reference", answer
+
+
+class _Ready:
+    """What an actor that is up answers, and one that is down does not until it is up again."""
+
+    def __init__(self) -> None:
+        self.is_up = asyncio.Event()
+        self.is_up.set()
+
+    def options(self, concurrency_group: str) -> _Ready:
+        assert concurrency_group == "liveness"
+        return self
+
+    async def remote(self) -> bool:
+        return await self.is_up.wait()
+
+
+class _Judged:
+    """A grader whose judge answers only from a certain call on."""
+
+    def __init__(self, num_failures: int) -> None:
+        self.grade, self.num_calls, self._num_failures = self, 0, num_failures
+        self.ready = _Ready()
+
+    def options(self, num_returns: int) -> _Judged:
+        return self
+
+    def remote(self, *arguments: Any) -> tuple[str, asyncio.Future[Any]]:
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self.num_calls += 1
+        if self.num_calls <= self._num_failures:
+            cause = RewardUnavailableError("the judge is away")
+            answer.set_exception(RayTaskError("grade", "traceback", cause).as_instanceof_cause())
+        else:
+            answer.set_result("graded")
+        return "reference", answer
+
+
+class _Actor:
+    def __init__(self, is_instant: bool) -> None:
+        self.generate = self.grade = _Method(is_instant)
+        self.ready = _Ready()
+
+
+def _portions(count: int) -> list[Portion]:
+    return [
+        Portion(key=PortionKey(round=0, index=index), problems=(), group_ids=(), requests=()) for index in range(count)
+    ]
+
+
+def test_a_reward_that_is_unavailable_is_waited_for_and_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("actors.coordination.pools._FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("actors.coordination.pools._LONGEST_PAUSE_S", 0.02)
+
+    async def scores() -> None:
+        sampler, grader, told = _Actor(is_instant=True), _Judged(num_failures=12), []
+        pools = Pools([sampler], [grader], sampling_timeout_s=10, grading_timeout_s=10, on_pause=told.append)
+        generation = Generation(version=0, digest="")
+        tasks = [asyncio.create_task(pools.score(generation, portion)) for portion in _portions(3)]
+        while not told:
+            await asyncio.sleep(0)
+        assert pools.is_paused
+        assert [(await task)[1] for task in tasks] == ["graded"] * 3
+        assert not pools.is_paused
+        assert told == ["the judge is away", None]
+        # What was sampled is kept, and the grader stays in the pool.
+        assert len(sampler.generate.answers) == 3
+        assert grader.num_calls == 12 + 3
+
+    asyncio.run(asyncio.wait_for(scores(), 10))
+
+
+def test_a_slow_grader_does_not_keep_the_samplers_waiting() -> None:
+    async def scores() -> None:
+        sampler, grader = _Actor(is_instant=True), _Actor(is_instant=False)
+        pools = Pools([sampler], [grader], sampling_timeout_s=10, grading_timeout_s=10, on_pause=print)
+        generation = Generation(version=0, digest="")
+        tasks = [asyncio.create_task(pools.score(generation, portion)) for portion in _portions(5)]
+        for _ in range(100):
+            await asyncio.sleep(0)
+        # One grader sits on the first portion, and all five are sampled.
+        assert len(sampler.generate.answers) == 5
+        assert len(grader.grade.answers) == 1
+        while not all(task.done() for task in tasks):
+            for answer in grader.grade.answers:
+                if not answer.done():
+                    answer.set_result("graded")
+            await asyncio.sleep(0)
+        assert [task.result()[1] for task in tasks] == ["graded"] * 5
+
+    asyncio.run(asyncio.wait_for(scores(), 10))
+
+
+def test_use_says_how_much_a_pool_worked_since_it_was_last_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [100.0]
+    monkeypatch.setattr("actors.coordination.pools.time.monotonic", lambda: clock[0])
+
+    async def scores() -> None:
+        samplers = [_Actor(is_instant=False), _Actor(is_instant=False)]
+        grader = _Actor(is_instant=True)
+        pools = Pools(samplers, [grader], sampling_timeout_s=10, grading_timeout_s=10, on_pause=print)
+        task = asyncio.create_task(pools.score(Generation(version=0, digest=""), _portions(1)[0]))
+        await asyncio.sleep(0)
+        clock[0] += 3
+        samplers[0].generate.answers[0].set_result(1)
+        await task
+        clock[0] += 3
+        # One of two samplers worked for three of six seconds.
+        assert pools.use()["samplers"] == {"size": 2, "away": 0, "busy": 0.25}
+        clock[0] += 6
+        assert pools.use()["samplers"] == {"size": 2, "away": 0, "busy": 0.0}
+
+    asyncio.run(asyncio.wait_for(scores(), 10))
+
+
+def test_an_actor_that_died_is_away_until_it_answers() -> None:
+    async def scores() -> None:
+        sampler, grader = _Actor(is_instant=False), _Actor(is_instant=True)
+        pools = Pools([sampler], [grader], sampling_timeout_s=10, grading_timeout_s=10, on_pause=print)
+        task = asyncio.create_task(pools.score(Generation(version=0, digest=""), _portions(1)[0]))
+        await asyncio.sleep(0)
+        sampler.ready.is_up.clear()
+        sampler.generate.answers[0].set_exception(ActorDiedError())
+        with pytest.raises(PortionFailedError, match="a sampler failed"):
+            await task
+        await asyncio.sleep(0)
+        assert pools.use()["samplers"]["away"] == 1
+        sampler.ready.is_up.set()
+        while pools.use()["samplers"]["away"]:
+            await asyncio.sleep(0)
+
+    asyncio.run(asyncio.wait_for(scores(), 10))
+
+
+def test_an_actor_that_died_while_it_was_free_costs_no_try() -> None:
+    async def scores() -> None:
+        dead, alive, grader = _Actor(is_instant=True), _Actor(is_instant=True), _Actor(is_instant=True)
+        asked = []
+
+        class Dead(_Ready):
+            async def remote(self) -> bool:
+                asked.append("dead")
+                if len(asked) == 1:
+                    raise ActorDiedError
+                return await super().remote()
+
+        dead.ready = Dead()
+        dead.ready.is_up.clear()
+        pools = Pools([dead, alive], [grader], sampling_timeout_s=10, grading_timeout_s=10, on_pause=print)
+        await pools.score(Generation(version=0, digest=""), _portions(1)[0])
+        assert len(alive.generate.answers) == 1
+        assert dead.generate.answers == []
+        assert pools.use()["samplers"]["away"] == 1
+
+    asyncio.run(asyncio.wait_for(scores(), 10))
+
+
+def test_a_timeout_that_an_actor_raises_is_not_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    killed: list[Any] = []
+    monkeypatch.setattr("actors.coordination.pools.ray.kill", lambda actor, **_: killed.append(actor))
+
+    async def scores() -> None:
+        sampler, grader = _Actor(is_instant=False), _Actor(is_instant=True)
+        pools = Pools([sampler], [grader], sampling_timeout_s=10, grading_timeout_s=10, on_pause=print)
+        task = asyncio.create_task(pools.score(Generation(version=0, digest=""), _portions(1)[0]))
+        while not sampler.generate.answers:
+            await asyncio.sleep(0)
+        cause = TimeoutError("policy version 3 did not arrive within 120 s")
+        sampler.generate.answers[0].set_exception(
+            RayTaskError("generate", f"traceback\nTimeoutError: {cause}", cause).as_instanceof_cause()
+        )
+        with pytest.raises(PortionFailedError, match="did not arrive within 120 s"):
+            await task
+        assert killed == []
+
+    asyncio.run(asyncio.wait_for(scores(), 10))
+
+
+def test_what_each_actor_did_and_for_how_long_it_was_away_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [100.0]
+    monkeypatch.setattr("actors.coordination.pools.time.monotonic", lambda: clock[0])
+
+    async def scores() -> None:
+        sampler, grader = _Actor(is_instant=False), _Actor(is_instant=True)
+        pools = Pools([sampler], [grader], sampling_timeout_s=10, grading_timeout_s=10, on_pause=print)
+        (portion,) = _portions(1)
+        task = asyncio.create_task(pools.score(Generation(version=0, digest=""), portion))
+        while not sampler.generate.answers:
+            await asyncio.sleep(0)
+        clock[0] += 3
+        sampler.ready.is_up.clear()
+        sampler.generate.answers[0].set_exception(ActorDiedError())
+        with pytest.raises(PortionFailedError, match="a sampler failed"):
+            await task
+        await asyncio.sleep(0)
+        clock[0] += 4
+        assert pools.away() == {"sampler 0": 4.0}
+        sampler.ready.is_up.set()
+        while pools.away():
+            await asyncio.sleep(0)
+        assert pools.take_works() == [
+            Work(actor="sampler 0", key=portion.key, began=100.0, ended=103.0, is_done=False),
+            Work(actor="sampler 0", key=None, began=103.0, ended=107.0, is_done=False),
+        ]
+        assert pools.take_works() == []
+
+    asyncio.run(asyncio.wait_for(scores(), 10))

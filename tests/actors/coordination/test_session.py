@@ -1,0 +1,43 @@
+"""What a coordinator remembers across a restart, and when a learner group is not started again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from actors.coordination.session import SESSION, Session
+
+
+def test_a_session_is_its_drivers(tmp_path: Path) -> None:
+    kept = Session(driver="one", num_coordinator_starts=2, is_stopping=True).write(tmp_path)
+    assert Session.read(tmp_path, "one") == kept
+    assert Session.read(tmp_path, "two") == Session(driver="two"), "a resumed run begins anew, and does not stop again"
+    (tmp_path / SESSION).write_text('{"driver": "one", "num_cooo')
+    assert Session.read(tmp_path, "one") == Session(driver="one")
+
+
+def _starts(session: Session, *num_checkpoints: int, error: str = "") -> list[bool]:
+    """Whether each start of the learner group, after so many checkpoints, is one too many."""
+    is_too_many = []
+    for count in num_checkpoints:
+        session = replace(session.with_learner_start(f"group {len(is_too_many)}", count), error=error)
+        is_too_many.append(bool(session.gave_up))
+    return is_too_many
+
+
+def test_an_error_that_comes_again_and_again_ends_the_run_and_says_which() -> None:
+    session = Session(driver="one")
+    assert _starts(session, 0, 0, 0, 0, error="ValueError: bad") == [False, False, False, True]
+    for group in range(4):
+        session = replace(session.with_learner_start(str(group), 0), error="ValueError: bad")
+        assert session.with_learner_start(str(group), 0) == session, "asked twice"
+    assert session.gave_up == "ValueError: bad"
+
+
+def test_deaths_may_come_from_outside_and_end_it_later() -> None:
+    assert _starts(Session(driver="one"), *[0] * 12) == [False] * 11 + [True]
+
+
+def test_a_checkpoint_on_the_way_is_progress() -> None:
+    assert not any(_starts(Session(driver="one"), *range(100)))
+    assert not any(_starts(Session(driver="one"), 0, 0, 0, 1, 1, 1, 2, 2, 2, error="ValueError: bad"))

@@ -1,0 +1,241 @@
+"""The registry is built again from the run directory: a service loses Redis's data and serves on."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import redis
+
+from actors.registry.files import history_of, read_admin, rebuild, write_admin
+from actors.registry.registry import NOTHING_HELD, AdminState, EventKind, PolicyVersion, Registry
+from actors.registry.server import ValkeyServer, free_port
+from actors.spec import Phase
+from actors.training.checkpoints import Position
+from learner.model.checkpoint import save_checkpoint
+from learner.model.transformer import Transformer
+
+POSITIONS = {
+    "initial": (Phase.UNTRAINED, 0, 0),
+    "sft": (Phase.SFT, 0, 1),
+    "rl-000002": (Phase.RL, 2, 3),
+    "control": (Phase.CONTROL, 3, 5),
+}
+
+
+def _evaluation(label: str, version: int, num_correct: int) -> dict[str, object]:
+    return {
+        "event": "evaluation",
+        "label": label,
+        "policy_version": version,
+        "num_correct": num_correct,
+        "num_problems": 9,
+    }
+
+
+EVENTS = [
+    {"event": "run", "name": "tiny"},
+    _evaluation("untrained", 0, 0),
+    _evaluation("sft", 1, 2),
+    {"event": "round", "round": 0, "policy_version": 2},
+    {"event": "round", "round": 1, "policy_version": 3},
+    {"event": "round", "round": 2, "policy_version": 4},
+    {"event": "round", "round": 3, "policy_version": 5},
+    # A crash; the run is resumed from the checkpoint of version 3.
+    {"event": "round", "round": 2, "policy_version": 4},
+    _evaluation("rl", 4, 5),
+    _evaluation("control", 5, 3),
+]
+
+
+@pytest.fixture
+def run_dir(policy: Transformer, tmp_path: Path) -> Path:
+    run = tmp_path / "tiny"
+    for name, (phase, round_, version) in POSITIONS.items():
+        position = Position(
+            phase=phase, round=round_, policy_version=version, rl_seconds=0.0, manifest_digest=f"digest of {version}"
+        )
+        save_checkpoint(
+            run / "checkpoints" / name, policy.config, policy.state_dict(), tmp_path, trainer_state=asdict(position)
+        )
+    lines = [json.dumps({"time_s": 0.0, **event}) + "\n" for event in EVENTS]
+    (run / "metrics.jsonl").write_text("".join(lines))
+    return run
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ValkeyServer]:
+    server = ValkeyServer(free_port(), secrets.token_urlsafe(16))
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def registry(server: ValkeyServer) -> Iterator[Registry]:
+    registry = Registry(server.url, secrets.token_hex(4))
+    yield registry
+    registry.close()
+
+
+def test_the_run_directory_says_what_was_published(run_dir: Path) -> None:
+    history = history_of(run_dir)
+    assert [(known.version, known.round, known.phase, known.num_correct) for known in history] == [
+        (0, 0, "untrained", 0),
+        (1, 0, "sft", 2),
+        (2, 1, "rl", None),
+        (3, 2, "rl", None),
+        (4, 3, "rl", 5),
+    ]
+    with_checkpoint = {known.version: Path(known.checkpoint).name for known in history if known.checkpoint}
+    assert with_checkpoint == {0: "initial", 1: "sft", 3: "rl-000002"}
+
+
+def test_a_torn_checkpoint_is_no_place_to_load_from(run_dir: Path) -> None:
+    (run_dir / "checkpoints" / "rl-000002" / "trainer_state.json").write_text("{")
+    assert {known.version: known.checkpoint is not None for known in history_of(run_dir)} == {
+        0: True,
+        1: True,
+        2: False,
+        3: False,
+        4: False,
+    }
+
+
+def test_an_empty_registry_is_filled_once(run_dir: Path, registry: Registry) -> None:
+    write_admin(run_dir, AdminState(pinned=1, is_paused=True))
+    assert rebuild(registry, run_dir) == 5
+    latest = registry.latest()
+    # The newest that can be loaded: the weights of version 4 were in a store that may be gone.
+    assert latest is not None
+    assert (latest.version, Path(str(latest.checkpoint)).name) == (3, "rl-000002")
+    assert registry.aliases() == {"newest": 3, "base": 1, "pinned": 1}
+    assert registry.admin() == AdminState(pinned=1, is_paused=True)
+    before = _everything(registry)
+    assert rebuild(registry, run_dir) == 0
+    assert _everything(registry) == before
+    assert [event.kind for event in registry.events("0", 0)] == [EventKind.REBUILT]
+
+
+def test_what_a_registry_knows_stays(run_dir: Path, registry: Registry) -> None:
+    announced = replace(history_of(run_dir)[4], weight_store="d1-weights-tiny", manifest_digest="abc")
+    registry.announce(announced)
+    assert rebuild(registry, run_dir) == 4
+    assert registry.latest() == announced
+    assert [policy for _, policy in registry.follow("0", 0)] == [announced]
+    assert registry.aliases() == {"newest": 4, "base": 1}
+
+
+def test_what_a_service_has_heard_of_is_announced_again(run_dir: Path, registry: Registry) -> None:
+    heard = replace(history_of(run_dir)[4], weight_store="d1-weights-tiny", manifest_digest="abc")
+    assert rebuild(registry, run_dir, heard) == 5
+    assert registry.latest() == heard
+    # A newer announcement stays.
+    newer = replace(heard, version=6)
+    registry.announce(newer)
+    assert rebuild(registry, run_dir, heard) == 0
+    assert registry.latest() == newer
+
+
+def test_the_checksums_of_what_has_a_checkpoint_are_filled_in(run_dir: Path, registry: Registry) -> None:
+    rebuild(registry, run_dir)
+    assert [known.manifest_digest for known in registry.versions()] == [
+        "digest of 0",
+        "digest of 1",
+        None,
+        "digest of 3",
+        None,
+    ]
+
+
+def test_what_was_heard_of_has_no_checkpoint_of_other_weights(run_dir: Path, registry: Registry) -> None:
+    heard = replace(history_of(run_dir)[3], checkpoint=None, weight_store="d1-weights-tiny", manifest_digest="other")
+    rebuild(registry, run_dir, heard)
+    assert registry.latest() == heard
+
+
+def test_what_was_heard_of_keeps_its_checkpoint(run_dir: Path, registry: Registry) -> None:
+    on_disk = history_of(run_dir)[3]
+    rebuild(registry, run_dir, replace(on_disk, checkpoint=None, weight_store="d1-weights-tiny"))
+    assert registry.latest() == replace(on_disk, weight_store="d1-weights-tiny")
+
+
+def test_versions_are_filled_in_where_the_operators_file_is_damaged(run_dir: Path, registry: Registry) -> None:
+    (run_dir / "admin.json").write_text("{")
+    with pytest.raises(ValueError, match=r"admin\.json is damaged"):
+        rebuild(registry, run_dir)
+    assert registry.aliases() == {"newest": 3, "base": 1}
+
+
+def test_a_service_serves_on_when_redis_has_lost_its_data(
+    run_dir: Path, server: ValkeyServer, registry: Registry
+) -> None:
+    rebuild(registry, run_dir)
+    served, last_id = _follow(registry, "0", None)
+    assert served is not None
+    registry.move("policy", served.version, expected=None)
+    client = redis.Redis.from_url(server.url)
+    client.flushall()
+    client.close()
+    assert registry.aliases() == {}
+    # Nothing new to follow, so the service keeps what it has; then it finds the registry as it was.
+    still_served, last_id = _follow(registry, last_id, served)
+    assert still_served == served
+    rebuild(registry, run_dir)
+    found, last_id = _follow(registry, last_id, served)
+    assert found == served
+    assert registry.move("policy", served.version, expected=None)
+    # And the run goes on.
+    assert registry.announce(replace(history_of(run_dir)[4], weight_store="d1-weights-tiny"))
+    newest, _ = _follow(registry, last_id, found)
+    assert newest is not None
+    assert newest.version == 4
+
+
+def test_a_registry_that_knows_an_earlier_run_of_the_name_is_filled_anew(run_dir: Path, registry: Registry) -> None:
+    registry.announce(replace(history_of(run_dir)[4], version=9, checkpoint="/gone"), 1.0)
+    registry.move("policy", 9, expected=None)
+    registry.pin(9)
+    registry.pause(True)
+    _began_at(run_dir, 2.0)
+    assert rebuild(registry, run_dir) == 5
+    assert registry.aliases() == {"newest": 3, "base": 1}
+    assert registry.admin() == NOTHING_HELD
+    # What serves, and what an operator wants, outlives the next start of a service.
+    registry.move("policy", 3, expected=None)
+    registry.pin(1)
+    assert rebuild(registry, run_dir) == 0
+    assert registry.aliases() == {"newest": 3, "base": 1, "policy": 3, "pinned": 1}
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"pinned": 1}', '{"pinned": 1, "is_paused": true, "more": 1}'])
+def test_a_damaged_file_of_what_an_operator_wants_is_named(run_dir: Path, text: str) -> None:
+    (run_dir / "admin.json").write_text(text)
+    with pytest.raises(ValueError, match=r"admin\.json is damaged"):
+        read_admin(run_dir)
+
+
+def _began_at(run_dir: Path, time_s: float) -> None:
+    first, *others = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.dumps(event) + "\n" for event in (first | {"began_at": time_s}, *others)]
+    (run_dir / "metrics.jsonl").write_text("".join(lines))
+
+
+def _follow(registry: Registry, last_id: str, served: PolicyVersion | None) -> tuple[PolicyVersion | None, str]:
+    for entry_id, policy in registry.follow(last_id, 0):
+        last_id, served = entry_id, policy
+    return served, last_id
+
+
+def _everything(registry: Registry) -> list[object]:
+    reads: list[Callable[[], object]] = [
+        registry.versions,
+        registry.aliases,
+        registry.admin,
+        lambda: registry.follow("0", 0),
+        lambda: registry.events("0", 0),
+    ]
+    return [read() for read in reads]

@@ -1,0 +1,435 @@
+"""The registry, without Ray: the same rules on the embedded Valkey server and on Debian's redis-server."""
+
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+import redis
+
+from actors.registry.registry import AdminState, EventKind, MalformedEntryError, PolicyVersion, Registry
+from actors.registry.server import ValkeyServer, free_port
+from tests.redis_server import DebianRedis
+
+POLICY = PolicyVersion(
+    version=3,
+    round=2,
+    phase="rl",
+    num_correct=None,
+    num_problems=None,
+    checkpoint=None,
+    weight_store="d1-weights-tiny",
+    manifest_digest="abc",
+)
+
+
+@pytest.fixture(scope="module", params=["embedded valkey", "debian redis"])
+def server(request):
+    if request.param == "debian redis":
+        server = DebianRedis(free_port(), secrets.token_urlsafe(16))
+    else:
+        server = ValkeyServer(free_port(), secrets.token_urlsafe(16))
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def registry(server):
+    registry = Registry(server.url, secrets.token_hex(4))
+    yield registry
+    registry.close()
+
+
+@pytest.fixture
+def client(server):
+    client = redis.Redis.from_url(server.url)
+    yield client
+    client.close()
+
+
+def test_the_latest_is_what_was_announced_last(registry):
+    assert registry.latest() is None
+    registry.announce(POLICY)
+    registry.announce(replace(POLICY, version=4, round=3))
+    assert registry.latest() == replace(POLICY, version=4, round=3)
+
+
+def test_a_follower_reads_on_where_it_stopped(registry):
+    registry.announce(POLICY)
+    registry.announce(replace(POLICY, version=4))
+    seen = registry.follow("0", 0)
+    assert [policy.version for _, policy in seen] == [3, 4]
+    assert registry.follow(seen[-1][0], 0) == []
+    registry.announce(replace(POLICY, version=5))
+    assert [policy.version for _, policy in registry.follow(seen[-1][0], 0)] == [5]
+
+
+def test_a_follower_waits_for_an_announcement(registry):
+    began = time.monotonic()
+    timer = threading.Timer(0.2, lambda: registry.announce(POLICY))
+    timer.start()
+    assert [policy for _, policy in registry.follow("0", 20_000)] == [POLICY]
+    timer.join(10)
+    assert 0.1 < time.monotonic() - began < 10
+
+
+def test_waiting_ends_without_an_announcement(registry):
+    assert registry.follow("0", 100) == []
+
+
+def test_runs_do_not_see_each_other(server, registry):
+    registry.announce(POLICY)
+    other = Registry(server.url, "another")
+    assert other.latest() is None
+    other.close()
+
+
+def test_a_score_is_the_latest_version_announced_again(registry):
+    registry.announce(POLICY)
+    assert registry.score(3, 7, 10)
+    assert registry.latest() == replace(POLICY, num_correct=7, num_problems=10)
+    assert registry.latest().has_same_weights(POLICY)
+
+
+def test_a_score_that_comes_late_does_not_bring_old_weights_back(registry):
+    registry.announce(POLICY)
+    registry.announce(replace(POLICY, version=4))
+    assert not registry.score(3, 7, 10)
+    assert registry.latest().version == 4
+
+
+def test_a_checkpoint_is_announced_for_whoever_reaches_no_weight_store(registry):
+    registry.announce(POLICY)
+    registry.score(3, 7, 10)
+    last_id = registry.follow("0", 0)[-1][0]
+    assert registry.add_checkpoint(3, "/runs/ünï/rl-000002")
+    known = replace(POLICY, num_correct=7, num_problems=10, checkpoint="/runs/ünï/rl-000002")
+    assert [policy for _, policy in registry.follow(last_id, 0)] == [known]
+    registry.announce(replace(POLICY, version=4))
+    assert not registry.add_checkpoint(3, "/elsewhere")
+    assert registry.latest().version == 4
+    assert registry.version(3).checkpoint == "/elsewhere"
+    assert not registry.add_checkpoint(5, "/elsewhere")
+
+
+def test_a_version_is_found_by_its_number_with_what_is_known_of_it_last(registry):
+    registry.announce(POLICY)
+    registry.announce(replace(POLICY, version=4))
+    assert not registry.score(3, 7, 10)
+    assert registry.version(3) == replace(POLICY, num_correct=7, num_problems=10)
+    assert registry.version(5) is None
+    assert [policy.version for policy in registry.versions()] == [3, 4]
+    assert not registry.score(5, 7, 10)
+
+
+def test_the_base_is_the_last_version_before_the_rounds(registry):
+    registry.announce(replace(POLICY, version=0, phase="untrained"))
+    registry.announce(replace(POLICY, version=1, phase="sft"))
+    registry.announce(replace(POLICY, version=2, phase="rl"))
+    assert registry.aliases() == {"newest": 2, "base": 1}
+
+
+def test_an_alias_moves_only_from_where_its_mover_saw_it(registry):
+    for version in (3, 4):
+        registry.announce(replace(POLICY, version=version, round=version - 1))
+    assert registry.move("policy", 3, expected=None)
+    assert not registry.move("policy", 4, expected=None)
+    assert not registry.move("policy", 4, expected=2)
+    assert registry.aliases()["policy"] == 3
+    assert registry.move("policy", 4, expected=3)
+    assert registry.aliases()["policy"] == 4
+
+
+def test_of_many_who_move_an_alias_at_once_one_does(server, registry):
+    for version in range(9):
+        registry.announce(replace(POLICY, version=version))
+    registry.move("policy", 0, expected=None)
+    movers = [Registry(server.url, registry._keys[0].split(":")[1]) for _ in range(8)]
+    barrier = threading.Barrier(8, timeout=20)
+
+    def move(number):
+        barrier.wait()
+        return movers[number - 1].move("policy", number, expected=0)
+
+    with ThreadPoolExecutor(8) as pool:
+        moved = list(pool.map(move, range(1, 9)))
+    for mover in movers:
+        mover.close()
+    assert sorted(moved) == [False] * 7 + [True]
+    assert registry.aliases()["policy"] == moved.index(True) + 1
+    assert [event.kind for event in registry.events("0", 0)][-2:] == [EventKind.SERVING, EventKind.RETIRED]
+
+
+def test_an_alias_cannot_point_to_what_is_not_known(registry):
+    registry.announce(POLICY)
+    with pytest.raises(LookupError, match="policy version 9 is not known"):
+        registry.move("policy", 9, expected=None)
+    with pytest.raises(LookupError, match="policy version 9 is not known"):
+        registry.pin(9)
+    assert registry.aliases() == {"newest": 3}
+
+
+@pytest.mark.parametrize("alias", ["", "../x", "a" * 65, "Policy", "newest", "base", "pinned"])
+def test_a_name_that_is_no_alias_is_refused(registry, alias):
+    registry.announce(POLICY)
+    with pytest.raises(ValueError, match="no alias that can be moved"):
+        registry.move(alias, 3, expected=None)
+
+
+def test_what_happens_to_versions_is_told_in_order(registry):
+    registry.announce(POLICY)
+    registry.move("policy", 3, expected=None)
+    registry.announce(replace(POLICY, version=4, round=3))
+    registry.score(4, 1, 2)
+    registry.announce(replace(POLICY, version=4, round=3))
+    registry.move("policy", 4, expected=3, why="newer")
+    registry.move("canary", 3, expected=None)
+    assert registry.refuse(4, "worse by 9 points")
+    told = [(event.kind, event.version, event.round, event.why) for event in registry.events("0", 0)]
+    assert told == [
+        ("published", 3, 2, None),
+        ("serving", 3, 2, None),
+        ("published", 4, 3, None),
+        ("serving", 4, 3, "newer"),
+        ("retired", 3, 2, "newer"),
+        ("moved", 3, 2, None),
+        ("refused", 4, 3, "worse by 9 points"),
+    ]
+
+
+def test_a_refusal_is_told_once_of_the_same_weights(registry):
+    registry.announce(POLICY)
+    with ThreadPoolExecutor(4) as threads:
+        told = list(threads.map(lambda n: registry.refuse(3, f"engine {n}: bad checksum"), range(8)))
+    assert sum(told) == 1
+    assert registry.standing().refused == {3}
+    registry.announce(POLICY)
+    assert registry.standing().refused == {3}
+    registry.announce(replace(POLICY, manifest_digest="def"))
+    assert registry.standing().refused == frozenset()
+    assert registry.refuse(3, "again")
+    kinds = [event.kind for event in registry.events("0", 0)]
+    assert kinds == [EventKind.PUBLISHED, EventKind.REFUSED, EventKind.PUBLISHED, EventKind.REFUSED]
+
+
+def test_weights_that_were_announced_anew_meanwhile_are_not_those_that_are_refused(registry):
+    registry.announce(replace(POLICY, manifest_digest="def"))
+    assert not registry.refuse(3, "the store has other weights by now", "abc")
+    assert registry.standing().refused == frozenset()
+    assert registry.refuse(3, "bad checksum", "def")
+
+
+def test_a_version_that_lies_elsewhere_now_is_refused_no_longer(registry):
+    registry.announce(POLICY)
+    registry.refuse(3, "it arrived damaged")
+    registry.score(3, 5, 9)
+    assert registry.standing().refused == {3}
+    registry.add_checkpoint(3, "/run/checkpoints/rl-000002")
+    assert registry.standing().refused == frozenset()
+    registry.refuse(3, "it is damaged there too")
+    registry.add_checkpoint(3, "/run/checkpoints/rl-000002")
+    assert registry.standing().refused == {3}
+
+
+def test_other_weights_under_the_same_number_are_published_again(registry):
+    registry.announce(POLICY)
+    registry.announce(replace(POLICY, manifest_digest="def"))
+    assert [event.kind for event in registry.events("0", 0)] == [EventKind.PUBLISHED] * 2
+
+
+def test_a_version_that_is_announced_again_keeps_its_score_and_its_checkpoint(registry):
+    registry.announce(POLICY)
+    registry.add_checkpoint(3, "/run/checkpoints/rl-000002")
+    registry.score(3, 5, 9)
+    known = registry.version(3)
+    registry.announce(replace(POLICY, weight_store="d1-weights-other", manifest_digest=None))
+    assert registry.version(3) == registry.latest() == replace(known, weight_store="d1-weights-other")
+    assert registry.follow("0", 0)[-1][1] == registry.version(3)
+    # Other weights have neither.
+    other = replace(POLICY, manifest_digest="def")
+    registry.announce(other)
+    assert registry.version(3) == registry.follow("0", 0)[-1][1] == other
+
+
+def test_a_reader_of_events_reads_on_and_knows_when_they_were(registry):
+    registry.announce(POLICY)
+    (first,) = registry.events("0", 0)
+    assert abs(first.time_s - time.time()) < 60
+    assert registry.events(first.id, 50) == []
+    registry.pause(True)
+    (second,) = registry.events(first.id, 0)
+    assert (second.kind, second.version, second.round) == (EventKind.PAUSED, None, None)
+    assert registry.last_events(5) == [first, second]
+    assert registry.last_events(1) == [second]
+
+
+@pytest.mark.parametrize("last_id", ["", "$", "+", "1-2-3", "1; FLUSHALL", "9" * 40])
+def test_an_id_that_is_none_is_refused(registry, last_id):
+    with pytest.raises(ValueError, match="no id of an entry"):
+        registry.events(last_id, 0)
+
+
+def test_the_streams_are_bounded(client, registry):
+    with client.pipeline(transaction=False) as pipe:
+        # One call trims 10,000 entries at most.
+        for _ in range(10_500):
+            pipe.xadd(registry._events, {"json": "{}"}).xadd(registry._stream, {"json": "{}"})
+        pipe.execute()
+    registry.announce(POLICY)
+    # Trimming goes by whole nodes of the stream: a hundred entries more at most.
+    assert client.xlen(registry._stream) <= 1100
+    assert 9_000 <= client.xlen(registry._events) <= 10_100
+
+
+def test_what_an_operator_wants_is_kept_and_told_once(registry):
+    registry.announce(POLICY)
+    assert registry.admin() == AdminState(pinned=None, is_paused=False)
+    registry.pin(3, "steady")
+    registry.pin(3, "steady")
+    registry.pause(True)
+    registry.pause(True)
+    assert registry.admin() == AdminState(pinned=3, is_paused=True)
+    registry.announce(replace(POLICY, version=4))
+    assert registry.admin().pinned == 3
+    registry.pin(None)
+    registry.pause(False)
+    assert registry.admin() == AdminState(pinned=None, is_paused=False)
+    kinds = [str(event.kind) for event in registry.events("0", 0)]
+    assert kinds == ["published", "pinned", "paused", "published", "unpinned", "resumed"]
+
+
+def test_a_run_takes_nothing_over_from_an_earlier_one_of_its_name(registry):
+    assert not registry.announce(replace(POLICY, version=9), 1700000000.25)
+    registry.move("policy", 9, expected=None)
+    registry.refuse(9, "worse")
+    registry.pin(9)
+    registry.pause(True)
+    last_id, last_event = registry.follow("0", 0)[-1][0], registry.last_events(1)[0].id
+    # Resumed it keeps its state, and so it does where nobody says when it began.
+    for began_at in (1700000000.25, None):
+        assert registry.announce(replace(POLICY, version=9), began_at)
+        assert registry.admin() == AdminState(pinned=9, is_paused=True)
+    first = replace(POLICY, version=0, round=0, phase="untrained")
+    assert not registry.announce(first, 1700000000.5)
+    assert registry.aliases() == {"newest": 0, "base": 0}
+    assert registry.admin() == AdminState(pinned=None, is_paused=False)
+    assert registry.standing().refused == frozenset()
+    assert registry.versions() == [first]
+    # Who followed the earlier one reads on.
+    assert registry.follow(last_id, 0)[-1][1] == first
+    assert [(event.kind, event.version) for event in registry.events(last_event, 0)] == [(EventKind.PUBLISHED, 0)]
+    # A straggler of the earlier run takes nothing away.
+    registry.restore([POLICY], AdminState(pinned=None, is_paused=False), None, 1700000000.25)
+    assert registry.latest() == first
+
+
+def test_versions_of_another_manifest_are_other_weights():
+    assert not POLICY.has_same_weights(replace(POLICY, manifest_digest="def"))
+    assert POLICY.has_same_weights(replace(POLICY, manifest_digest=None))
+    assert not POLICY.has_same_weights(replace(POLICY, version=4))
+
+
+def test_a_registry_is_usable_again_after_its_server_was_away():
+    port, password = free_port(), secrets.token_urlsafe(16)
+    server = ValkeyServer(port, password)
+    registry = Registry(server.url, "run")
+    registry.announce(POLICY)
+    last_id = registry.follow("0", 0)[-1][0]
+    server.stop()
+    with pytest.raises(ConnectionError, match=f"registry at 127.0.0.1:{port} cannot be used"):
+        registry.latest()
+    server = ValkeyServer(port, password)
+    try:
+        registry.announce(replace(POLICY, version=4))
+        # The new server knows nothing of the old one's entries, yet the follower misses nothing that is new.
+        assert [policy.version for _, policy in registry.follow(last_id, 0)] == [4]
+    finally:
+        registry.close()
+        server.stop()
+
+
+def test_a_wrong_password_is_refused_in_a_sentence(server):
+    url = server.url.replace("redis://:", "redis://:wrong-")
+    with pytest.raises(ConnectionError, match="refused the password") as caught:
+        Registry(url, "run").ping()
+    assert "wrong-" not in str(caught.value)
+    with pytest.raises(ConnectionError, match="refused the password"):
+        Registry(url.replace(url.split("@")[0], "redis://").replace("//@", "//"), "run").announce(POLICY)
+
+
+def test_entries_that_are_no_policy_version_can_be_skipped(client, registry):
+    registry.announce(POLICY)
+    client.xadd(registry._stream, {"json": b"\xff{"})
+    client.xadd(registry._stream, {"other": "x"})
+    registry.announce(replace(POLICY, version=4))
+    last_id, versions, num_malformed = "0", [], 0
+    for _ in range(4):
+        try:
+            for entry_id, policy in registry.follow(last_id, 0):
+                last_id = entry_id
+                versions.append(policy.version)
+        except MalformedEntryError as error:
+            last_id, num_malformed = error.entry_id, num_malformed + 1
+    assert (versions, num_malformed) == ([3, 4], 2)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[]",
+        "{}",
+        POLICY.to_json().replace('"version": 3', '"version": "3"'),
+        POLICY.to_json().replace('"version": 3', '"version": true'),
+        POLICY.to_json().replace('"round": 2', '"round": -1'),
+        POLICY.to_json().replace('"phase": "rl"', '"phase": null'),
+        POLICY.to_json().replace("{", '{"extra": 1, ', 1),
+    ],
+)
+def test_json_that_is_no_policy_version_is_refused(text):
+    with pytest.raises(ValueError, match="policy version"):
+        PolicyVersion.from_json(text)
+
+
+def test_json_gives_a_policy_version_back():
+    assert PolicyVersion.from_json(POLICY.to_json()) == POLICY
+
+
+def test_the_server_ends_when_its_process_is_killed():
+    port = free_port()
+    script = (
+        "import time; from actors.registry.server import ValkeyServer;"
+        f"s = ValkeyServer({port}, 'p' * 20); print(s._process.pid, flush=True); time.sleep(60)"
+    )
+    child = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    with child:
+        server_pid = int(child.stdout.readline())
+        child.send_signal(signal.SIGKILL)
+    deadline = time.monotonic() + 10
+    while is_alive(server_pid):
+        assert time.monotonic() < deadline, "the server outlived its process"
+        time.sleep(0.05)
+
+
+def test_a_server_that_cannot_start_says_so():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(RuntimeError, match="ended with status"):
+            ValkeyServer(taken.getsockname()[1], "p" * 20)
+
+
+def is_alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    # Nobody may be there to reap it.
+    with open(f"/proc/{pid}/stat") as stat:
+        return stat.read().rsplit(")", 1)[1].split()[0] != "Z"

@@ -1,0 +1,267 @@
+"""The stages of a run on its ranks, without Ray: what ranks agree on, where a run stops, and how it goes on."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from importlib.util import find_spec
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from actors.spec import Phase, RunSpec
+from actors.training.checkpoints import Position, checkpoints_to_answer, newest_checkpoint, to_go_on
+from actors.training.training import TrainingRun
+from learner.batch import RolloutBatch
+from learner.config import LearnerConfig
+from learner.learner import Learner
+from learner.model.checkpoint import LEARNER_STATE, save_checkpoint
+from learner.model.lora import LoraConfig
+from learner.parallel.ranks import Ranks
+from learner.sft.sft import SftConfig
+from rollout.config import EvaluationConfig
+from tests.actors.local_run import LocalRun, Pulse, facts
+from tests.ranks import run_ranks
+
+STAGES = (Phase.SFT, Phase.RL, Phase.CONTROL)
+
+
+def _spec(spec: RunSpec, run_dir: Path, **changes: Any) -> RunSpec:
+    """A run of all stages, in a directory of its own."""
+    shutil.copytree(spec.initial_checkpoint, run_dir / "checkpoints" / "initial")
+    values: dict[str, Any] = {
+        "run_dir": run_dir,
+        "phases": STAGES,
+        "sft": SftConfig(num_labels=10, num_steps=6, batch_size=8, lr=3e-3, num_eval=4, eval_every_steps=2),
+        "learner": _learner(),
+        "evaluation": EvaluationConfig(num_problems=8, every_rounds=1),
+        "control_steps": 4,
+    }
+    return replace(spec, **values | changes)
+
+
+def _learner(**changes: Any) -> LearnerConfig:
+    values = {"num_rounds": 3, "groups_per_round": 4, "group_size": 4, "inner_updates": 1, "lr": 1e-3}
+    return LearnerConfig.model_validate({**values, "estimator": {"name": "one_step"}, **changes})
+
+
+def _ticking(step_s: float, start_s: float = 0.0) -> Callable[[], float]:
+    """A clock that moves on with each look at it, and otherwise not."""
+    looks = count()
+    return lambda: start_s + step_s * next(looks)
+
+
+def _run(spec: RunSpec, pulse: Pulse | None = None, clock: Callable[[], float] | None = None) -> LocalRun:
+    run = LocalRun(spec)
+    TrainingRun(spec, run, pulse or Pulse(), Ranks(), clock or _ticking(0.01)).run()
+    return run
+
+
+def _events(run: LocalRun, name: str) -> list[dict[str, Any]]:
+    return [event for event in run.events if event["event"] == name]
+
+
+def _files(spec: RunSpec, name: str) -> dict[str, bytes]:
+    directory = spec.checkpoints_dir / name
+    return {path.name: path.read_bytes() for path in directory.iterdir() if path.suffix == ".safetensors"}
+
+
+def _rank(rank: int, spec: RunSpec, steps_s: tuple[float, float]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{spec.run_dir}/port", rank=rank, world_size=2)
+    run = LocalRun(spec)
+    TrainingRun(spec, run, Pulse(), Ranks(), _ticking(steps_s[rank], start_s=1e6 * rank)).run()
+    if rank == 0:
+        (spec.run_dir / "events.json").write_text(json.dumps(run.events))
+    dist.destroy_process_group()
+
+
+def _run_on_ranks(spec: RunSpec, steps_s: tuple[float, float]) -> list[dict[str, Any]]:
+    """The events, without how much memory the processes took."""
+    run_ranks(_rank, spec, steps_s, num=2)
+    events: list[dict[str, Any]] = json.loads((spec.run_dir / "events.json").read_text())
+    return [{key: value for key, value in event.items() if key != "peak_memory_bytes"} for event in events]
+
+
+@pytest.mark.timeout(300)
+def test_ranks_whose_clocks_have_nothing_in_common_go_through_every_stage_together(
+    spec: RunSpec, tmp_path: Path
+) -> None:
+    limited = {"control_steps": 0, "checkpoint_every_s": 0.3}
+    alike, unlike = (_spec(spec, tmp_path / name, **limited) for name in ("alike", "unlike"))
+    expected = _run_on_ranks(alike, (0.01, 0.01))
+    assert _run_on_ranks(unlike, (0.01, 7.3)) == expected
+    assert facts(alike) == facts(unlike)
+    for name in ("sft", "rl-000003", "control"):
+        # Learning rates follow the share of the control's time that has passed: each rank steps its shard with them.
+        assert _files(alike, name) == _files(unlike, name), name
+    assert len(facts(alike)) > len(STAGES) + 1, "some were written by time"
+
+
+def test_the_control_takes_the_seconds_of_the_rounds_and_one_step_at_most_beyond(spec: RunSpec, tmp_path: Path) -> None:
+    run = _run(_spec(spec, tmp_path / "run", control_steps=0))
+    seconds = {event["phase"]: event["seconds"] for event in _events(run, "phase_end")}
+    steps = {event["phase"]: event["num_steps"] for event in _events(run, "phase_end")}
+    one_step_s = seconds["control"] / steps["control"]
+    assert steps["control"] > 2
+    assert seconds["rl"] <= seconds["control"] <= seconds["rl"] + one_step_s
+
+
+LORAS = {"whole": LoraConfig(), "adapter": LoraConfig(rank=4, alpha=8)}
+if find_spec("bitsandbytes") is not None:
+    LORAS["adapter on 4 bits"] = LoraConfig(rank=4, alpha=8, base_weights="nf4")
+
+
+@pytest.mark.parametrize("lora", LORAS)
+@pytest.mark.parametrize(
+    ("stop_when", "checkpoint", "again"),
+    [
+        ("sft, step 3", "sft-000003", {"phase": "sft", "round": 0, "step": 3}),
+        ("round 1: training", "rl-000002", {"phase": "rl", "round": 2, "step": None}),
+        ("control, step 2", "control-000002", {"phase": "control", "round": 3, "step": 2}),
+    ],
+)
+def test_a_run_that_is_stopped_anywhere_goes_on_there_to_the_same_bits(
+    spec: RunSpec, tmp_path: Path, stop_when: str, checkpoint: str, again: dict[str, Any], lora: str
+) -> None:
+    whole, halved = (_spec(spec, tmp_path / name, lora=LORAS[lora]) for name in ("whole", "halved"))
+    expected = _run(whole)
+    first = _run(halved, Pulse(stop_when))
+    assert first.events[-2]["path"] == f"checkpoints/{checkpoint}"
+    assert first.events[-1] == {"event": "stopped", **again}
+    assert (halved.checkpoints_dir / checkpoint / LEARNER_STATE).is_file()
+    rest = _run(halved)
+    assert rest.events[0]["checkpoint"] == checkpoint
+    rounds = _events(first, "round") + _events(rest, "round")
+    assert [event["rewards"] for event in rounds] == [event["rewards"] for event in _events(expected, "round")]
+    for name in ("sft", "rl-000003", "control"):
+        assert _files(whole, name) == _files(halved, name), name
+
+
+def test_a_stop_before_anything_was_done_writes_nothing(spec: RunSpec, tmp_path: Path) -> None:
+    run = _spec(spec, tmp_path / "run")
+    stopped = _run(run, Pulse("sft, step 0"))
+    assert stopped.events[-1] == {"event": "stopped", "phase": "untrained", "round": 0, "step": None}
+    assert list(facts(run)) == ["initial"]
+
+
+def test_a_version_that_the_store_has_lost_is_published_again(spec: RunSpec, tmp_path: Path) -> None:
+    kept, lost = (_spec(spec, tmp_path / name) for name in ("kept", "lost"))
+    expected, run = _run(kept), LocalRun(lost)
+    run.loses_next = 5
+    TrainingRun(lost, run, Pulse(), Ranks(), _ticking(0.01)).run()
+    assert run.published_digests[5:] == expected.published_digests
+    assert set(run.published_digests[:6]) == {expected.published_digests[0]}
+
+
+def test_checkpoints_by_time_take_a_small_share_of_it_and_the_newest_and_the_best_are_kept(
+    spec: RunSpec, tmp_path: Path
+) -> None:
+    learner = LearnerConfig(num_rounds=9, groups_per_round=2, group_size=2, inner_updates=1, lr=1e-3)
+    frequent = _spec(
+        spec, tmp_path / "run", learner=learner, checkpoint_every_s=0.001, num_checkpoints_kept=2, control_steps=1
+    )
+    run = _run(frequent)
+    written = [event["path"].rpartition("/")[2] for event in _events(run, "checkpoint")]
+    assert 2 < len([name for name in written if name.startswith("rl-")]) <= 9
+    rounds = {name for name in facts(frequent) if name.startswith("rl-")}
+    best = run.versions_to_keep()[0]
+    assert best in {Position.of(state).policy_version for state in facts(frequent).values()}
+    assert "rl-000009" in rounds
+    assert len(rounds) <= 2 + 1 + 1
+
+
+def test_half_of_an_sft_is_gone_on_from_and_never_answered_from(spec: RunSpec, tmp_path: Path) -> None:
+    run = _spec(spec, tmp_path / "run")
+    _run(run, Pulse("sft, step 3"))
+    found = newest_checkpoint(run.checkpoints_dir, to_go_on(3))
+    assert found is not None
+    assert (found.directory.name, found.position.step) == ("sft-000003", 3)
+    assert [path.name for _, path in checkpoints_to_answer(run.checkpoints_dir)] == ["initial"]
+
+
+def test_a_checkpoint_that_cannot_be_written_is_left_out_and_one_that_ends_a_stage_is_waited_for(
+    spec: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("actors.training.checkpointing._PAUSE_S", 0.01)
+    unevaluated = EvaluationConfig(num_problems=8)
+    run = _spec(spec, tmp_path / "run", checkpoint_every_rounds=1, evaluation=unevaluated)
+    refused = []
+
+    def full_at_first(directory: Path, *arguments: Any, **more: Any) -> None:
+        if directory.name in ("rl-000001", "sft") and refused.count(directory.name) < 2:
+            refused.append(directory.name)
+            raise OSError("No space left on device")
+        save_checkpoint(directory, *arguments, **more)
+
+    monkeypatch.setattr("actors.training.checkpointing.save_checkpoint", full_at_first)
+    done = _run(run)
+    assert refused == ["sft", "sft", "rl-000001"]
+    assert {"sft", "rl-000002", "rl-000003", "control"} <= facts(run).keys()
+    assert [event["what"] for event in _events(done, "failure")] == [
+        f"checkpoint {name}: No space left on device" for name in ("sft", "rl-000001")
+    ]
+
+
+def test_a_finished_run_goes_on_for_more_rounds_from_its_last_round(spec: RunSpec, tmp_path: Path) -> None:
+    """The control's checkpoint is newer, and another policy."""
+    short = _spec(spec, tmp_path / "short")
+    whole = _spec(spec, tmp_path / "whole", learner=short.learner.model_copy(update={"num_rounds": 5}))
+    longer = replace(short, learner=whole.learner)
+    expected = _run(whole)
+    _run(short)
+    more = _run(longer)
+    assert more.events[0]["checkpoint"] == "rl-000003"
+    assert [event["round"] for event in _events(more, "round")] == [3, 4]
+    # The learning rate is constant, so that a run of five rounds was the same in its first three.
+    assert [event["rewards"] for event in _events(more, "round")] == [
+        event["rewards"] for event in _events(expected, "round")
+    ][3:]
+    for name in ("rl-000005", "control"):
+        assert _files(whole, name)["model.safetensors"] == _files(longer, name)["model.safetensors"], name
+
+
+def _failing_at(*rounds: int) -> Any:
+    """An update that comes to no number in some rounds."""
+    update = Learner.update
+
+    def failing(learner: Learner, batch: RolloutBatch, round_index: int) -> dict[str, float]:
+        if round_index in rounds:
+            raise FloatingPointError("the loss is nan")
+        return update(learner, batch, round_index)
+
+    return failing
+
+
+def test_a_round_without_a_finite_loss_is_skipped_counted_and_kept(
+    spec: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Learner, "update", _failing_at(0, 2))
+    small = _spec(spec, tmp_path / "run", phases=(Phase.RL,), learner=_learner(max_skipped_rounds=1))
+    run = _run(small)
+    assert [event["what"] for event in _events(run, "failure")] == [
+        f"round {index} is skipped: the loss is nan. Its batch is in "
+        f"{small.run_dir / 'failed_batches' / f'round-00000{index}.safetensors'}"
+        for index in (0, 2)
+    ]
+    assert load_file(small.run_dir / "failed_batches" / "round-000002.safetensors")["rewards"].shape == (16,)
+    trained = [event["num_trained_completions"] for event in _events(run, "round")]
+    assert trained[0] == trained[2] == 0 < trained[1]
+    digests = dict(run.published_digests)
+    assert digests[1] == digests[0] != digests[2] == digests[3], "the policy stays as it was"
+
+
+def test_too_many_skipped_rounds_in_a_row_end_the_run(
+    spec: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Learner, "update", _failing_at(0, 1))
+    small = _spec(spec, tmp_path / "run", phases=(Phase.RL,), learner=_learner(max_skipped_rounds=1))
+    with pytest.raises(FloatingPointError, match=r"round 1: the loss is nan\. Its batch is in .*round-000001"):
+        _run(small)

@@ -1,0 +1,198 @@
+"""The driver hears of everything, says who waits, and replaces a coordinator that hangs, but none that starts."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+from ray.exceptions import ActorDiedError, GetTimeoutError
+
+from deploy.job import following as module
+from deploy.job.following import Follower, Terminated, following, stopping_in_order, terminated_by_sigterm
+
+
+class _Coordinator:
+    """Answers from its lists; what it is told to be is `silent` or `gone`."""
+
+    def __init__(self) -> None:
+        self.events: list[dict[str, Any]] = []
+        self.waits: tuple[str, ...] = ()
+        self.mood = "well"
+        self.num_learners = 1
+        self.num_kills = 0
+        self.on_stop: Any = lambda: None
+
+    def __getattr__(self, name: str) -> Any:
+        method = SimpleNamespace(remote=lambda *arguments: (name, arguments))
+        method.options = lambda max_task_retries: method
+        return method
+
+    def get(self, asked: Any, timeout: float | None = None) -> Any:
+        name, arguments = asked
+        if self.mood == "gone":
+            raise ActorDiedError
+        if self.mood == "silent":
+            raise GetTimeoutError
+        if name == "events_since":
+            return self.events[arguments[0] :]
+        if name == "stop":
+            self.on_stop()
+            return bool(self.num_learners)
+        return SimpleNamespace(waits=self.waits)
+
+
+@pytest.fixture
+def coordinator(monkeypatch: pytest.MonkeyPatch) -> _Coordinator:
+    made = _Coordinator()
+
+    def kill(actor: Any, *, no_restart: bool) -> None:
+        assert actor is made
+        assert not no_restart
+        made.num_kills += 1
+
+    monkeypatch.setattr(ray, "get", made.get)
+    monkeypatch.setattr(ray, "kill", kill)
+    monkeypatch.setattr(module, "_POLL_S", 0.001)
+    return made
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [100.0]
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    return now
+
+
+class _Ended:
+    """An event that is set after so many looks at it, with something to do before each."""
+
+    def __init__(self, *steps: Any) -> None:
+        self._steps = list(steps)
+
+    def wait(self, timeout: float) -> bool:
+        self._steps.pop(0)()
+        return not self._steps
+
+
+def test_events_come_once_and_in_order_also_after_a_silence(coordinator: _Coordinator, clock: list[float]) -> None:
+    seen: list[dict[str, Any]] = []
+
+    def now(mood: str, *names: str) -> Any:
+        def do() -> None:
+            coordinator.mood = mood
+            coordinator.events += [{"event": name} for name in names]
+
+        return do
+
+    ended = _Ended(now("well", "a"), now("silent", "b"), now("silent"), now("well", "c"), now("well"))
+    Follower(coordinator, 0, seen.append).follow(ended)  # type: ignore[arg-type]
+    assert [event["event"] for event in seen] == ["a", "b", "c"]
+
+
+def test_a_coordinator_that_hangs_is_told_of_and_replaced_and_its_successor_has_time_to_start(
+    coordinator: _Coordinator, clock: list[float]
+) -> None:
+    said: list[str] = []
+
+    def pass_by(seconds: float, mood: str = "silent") -> Any:
+        def do() -> None:
+            coordinator.mood = mood
+            clock[0] += seconds
+
+        return do
+
+    steps = [pass_by(1, "well"), *[pass_by(1) for _ in range(300)]]
+    Follower(coordinator, 0, lambda event: said.append(event["what"])).follow(_Ended(*steps))  # type: ignore[arg-type]
+    assert said[:3] == [
+        "the coordinator silent for 16 s; all wait for it",
+        "the coordinator silent for 32 s; all wait for it",
+        "the coordinator was silent for 46 s and is replaced",
+    ]
+    assert coordinator.num_kills == 1
+
+
+def test_a_coordinator_that_died_by_itself_has_time_to_start(coordinator: _Coordinator, clock: list[float]) -> None:
+    def pass_by(mood: str) -> Any:
+        def do() -> None:
+            coordinator.mood = mood
+            clock[0] += 1
+
+        return do
+
+    moods = ["well", *["gone"] * 100, "silent", "well"]
+    Follower(coordinator, 0, lambda _: None).follow(_Ended(*map(pass_by, moods)))  # type: ignore[arg-type]
+    assert coordinator.num_kills == 0
+
+
+def test_a_driver_that_stood_still_itself_replaces_nobody(coordinator: _Coordinator, clock: list[float]) -> None:
+    def stand_still() -> None:
+        coordinator.mood = "silent"
+        clock[0] += 1000
+
+    Follower(coordinator, 0, lambda _: None).follow(_Ended(lambda: None, stand_still, lambda: None))  # type: ignore[arg-type]
+    assert coordinator.num_kills == 0
+
+
+def test_who_waits_for_whom_is_said(coordinator: _Coordinator, clock: list[float]) -> None:
+    said: list[dict[str, Any]] = []
+    coordinator.waits = ("sampler 1 silent for 45 s; portion 12:1 waits for it",)
+
+    def later() -> None:
+        clock[0] += 6
+
+    Follower(coordinator, 0, said.append).follow(_Ended(later, lambda: None))  # type: ignore[arg-type]
+    assert said == [{"event": "waits", "what": coordinator.waits[0]}]
+
+
+def _interrupted(coordinator: _Coordinator, fitted: Future[None], kind: type[BaseException]) -> list[str]:
+    said: list[str] = []
+    with pytest.raises(kind), stopping_in_order(fitted, coordinator, lambda event: said.append(event["what"])):
+        raise kind
+    return said
+
+
+def test_an_interrupt_waits_until_the_learner_has_stopped(coordinator: _Coordinator) -> None:
+    fitted: Future[None] = Future()
+    coordinator.on_stop = lambda: fitted.set_result(None)
+    assert _interrupted(coordinator, fitted, Terminated) == [
+        "stopping: the learner writes a checkpoint; once more ends it at once"
+    ]
+
+
+def test_a_learner_that_does_not_stop_is_waited_for_no_longer_than_the_grace(
+    coordinator: _Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "STOP_GRACE_S", 0.05)
+    assert "wrote no checkpoint within" in _interrupted(coordinator, Future(), KeyboardInterrupt)[-1]
+
+
+def test_a_coordinator_that_does_not_answer_may_have_heard(coordinator: _Coordinator) -> None:
+    fitted: Future[None] = Future()
+    fitted.set_result(None)
+    coordinator.mood = "gone"
+    assert len(_interrupted(coordinator, fitted, Terminated)) == 1
+
+
+def test_before_any_learner_is_up_there_is_nothing_to_wait_for(coordinator: _Coordinator) -> None:
+    coordinator.num_learners = 0
+    assert _interrupted(coordinator, Future(), KeyboardInterrupt) == []
+
+
+def test_sigterm_is_an_interrupt_within_the_block_alone() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(Terminated), terminated_by_sigterm():
+        signal.raise_signal(signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_following_ends_with_the_block(coordinator: _Coordinator) -> None:
+    seen: list[str] = []
+    with following(coordinator, 0, lambda event: seen.append(event["event"])):
+        coordinator.events.append({"event": "late"})
+    assert seen == ["late"]
+    assert "d1-events" not in {thread.name for thread in threading.enumerate()}

@@ -1,0 +1,56 @@
+"""Who lives by a process learns of its death at once."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from deploy.job.node_watch import watching
+
+
+@pytest.fixture
+def processes() -> Iterator[dict[str, subprocess.Popen[bytes]]]:
+    words = [sys.executable, "-c", "import sys; sys.stdin.read()"]
+    started = {name: subprocess.Popen(words, stdin=subprocess.PIPE) for name in ("raylet", "gcs")}
+    yield started
+    for process in started.values():
+        process.kill()
+        process.communicate()
+
+
+def test_the_one_that_dies_is_named_at_once(processes: dict[str, subprocess.Popen[bytes]]) -> None:
+    told, died = [], threading.Event()
+
+    def on_death(name: str) -> None:
+        told.append(name)
+        died.set()
+
+    with watching({name: process.pid for name, process in processes.items()}, on_death):
+        processes["gcs"].send_signal(signal.SIGKILL)
+        assert died.wait(60)
+    assert told == ["gcs"]
+
+
+def test_an_end_that_comes_after_the_block_is_nobodys_business(
+    processes: dict[str, subprocess.Popen[bytes]],
+) -> None:
+    told: list[str] = []
+    with watching({name: process.pid for name, process in processes.items()}, told.append):
+        pass
+    processes["raylet"].kill()
+    processes["raylet"].wait()
+    assert told == []
+
+
+def test_one_that_is_dead_already_is_named_too(processes: dict[str, subprocess.Popen[bytes]]) -> None:
+    processes["raylet"].kill()
+    processes["raylet"].communicate()
+    told: list[str] = []
+    with watching({"raylet": processes["raylet"].pid}, told.append):
+        pass
+    assert told == ["raylet"]

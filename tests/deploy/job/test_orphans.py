@@ -1,0 +1,47 @@
+"""What a process has started ends with it, whoever started it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+SCRIPT = """
+import subprocess, sys
+from deploy.job.orphans import adopt_orphans, kill_descendants
+if sys.argv[1] == "adopting":
+    adopt_orphans()
+leaves = "setsid sleep 1000 >/dev/null 2>&1 & echo $!; wait"
+shell = subprocess.Popen(["sh", "-c", leaves], stdout=subprocess.PIPE, text=True)
+print(shell.stdout.readline(), flush=True)
+shell.kill()
+shell.wait()
+kill_descendants()
+"""
+
+
+def _is_there(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def _orphan_of(mode: str) -> int:
+    done = subprocess.run([sys.executable, "-c", SCRIPT, mode], capture_output=True, text=True, check=True, timeout=60)
+    return int(done.stdout)
+
+
+def test_an_orphan_ends_with_the_process_that_adopts() -> None:
+    orphan = _orphan_of("adopting")
+    deadline = time.monotonic() + 10
+    while _is_there(orphan):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_without_that_it_would_stay() -> None:
+    orphan = _orphan_of("leaving")
+    assert _is_there(orphan)
+    subprocess.run(["kill", "-9", str(orphan)], check=True)

@@ -1,0 +1,107 @@
+"""Ray's token is its owner's alone, a Ray that does not start is one sentence, and its words stay in its logs."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+from ray._private import worker
+
+from deploy.errors import RunFailedError, UserError
+from deploy.job.ray_session import ray_session
+
+
+@pytest.fixture
+def home(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(workdir))
+    # What a session puts into the environment is undone.
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    return workdir
+
+
+@pytest.fixture
+def inits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The umask at each start of Ray, which here fails."""
+    umasks: list[int] = []
+
+    def init(**_: Any) -> None:
+        umasks.append(os.umask(0o022))
+        os.umask(umasks[-1])
+        raise Exception("Failed to start the raylet.\nIts stack: ...")
+
+    monkeypatch.setattr("ray.init", init)
+    return umasks
+
+
+def _start() -> None:
+    with ray_session(dashboard=False):
+        raise AssertionError("it does not start")
+
+
+def test_the_token_is_its_owners_and_what_ray_writes_has_the_users_umask(home: Path, inits: list[int]) -> None:
+    before = os.umask(0o022)
+    try:
+        with pytest.raises(RunFailedError):
+            _start()
+    finally:
+        os.umask(before)
+    assert inits == [0o022] * 3, "a busy machine may need longer than Ray gives it"
+    token = home / ".ray" / "auth_token"
+    assert stat.S_IMODE(token.stat().st_mode) == 0o600
+    assert len(token.read_text()) == 64
+    assert [path.name for path in token.parent.iterdir()] == ["auth_token"]
+
+
+def test_a_token_that_is_there_or_elsewhere_or_not_wanted_is_left_alone(
+    home: Path, inits: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("RAY_AUTH_MODE", "disabled"), ("RAY_AUTH_TOKEN", "f" * 64)):
+        monkeypatch.setitem(os.environ, name, value)
+        with pytest.raises(RunFailedError):
+            _start()
+        assert not (home / ".ray").exists()
+        monkeypatch.delitem(os.environ, name)
+    (home / ".ray").mkdir()
+    (home / ".ray" / "auth_token").write_text("mine")
+    with pytest.raises(RunFailedError):
+        _start()
+    assert (home / ".ray" / "auth_token").read_text() == "mine"
+
+
+def test_a_token_that_cannot_be_kept_is_refused(home: Path, inits: list[int]) -> None:
+    (home / ".ray").write_text("a file")
+    with pytest.raises(UserError, match=r"Ray's token cannot be written to .*auth_token: .*; set RAY_AUTH_TOKEN"):
+        _start()
+    assert inits == []
+
+
+def test_a_ray_that_does_not_start_is_one_sentence_with_the_place_of_its_logs(home: Path, inits: list[int]) -> None:
+    with pytest.raises(RunFailedError) as failed:
+        _start()
+    assert str(failed.value).startswith("Ray did not start on this machine: Failed to start the raylet.; its logs are")
+    assert "\n" not in str(failed.value)
+
+
+def test_what_ray_notes_of_a_dead_worker_is_not_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.setattr(ray, "init", lambda **_: SimpleNamespace(dashboard_url=""))
+    node = SimpleNamespace(get_logs_dir_path=lambda: "/")
+    context = SimpleNamespace(worker=SimpleNamespace(node=node))
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    monkeypatch.setattr(worker, "_worker_logs_enabled", True)
+    note: dict[str, Any] = {"lines": ["A worker died or was killed"], "pid": "raylet", "is_err": False}
+    worker.print_to_stdstream(dict(note), ignore_prefix=False)
+    assert "A worker died" in capsys.readouterr().out, "as Ray's thread would"
+    with ray_session(dashboard=False):
+        worker.print_to_stdstream(note | {"lines": ["A worker died again"]}, ignore_prefix=False)
+    assert capsys.readouterr() == ("", "")

@@ -1,0 +1,376 @@
+"""A recipe that cannot run here is refused before anything starts."""
+
+from __future__ import annotations
+
+import errno
+import json
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from io import BytesIO
+from pathlib import Path
+
+import pytest
+
+from deploy.errors import UserError
+from deploy.program import program
+from deploy.recipe.overrides import load_recipe
+from deploy.recipe.preflight import Resources, cluster_resources, needs_of, preflight
+from learner.model.config import TransformerConfig
+from learner.model.llada import write_config
+from rewards.data.draw import draw_distinct
+
+PLENTY = Resources(where="this machine", cpus=64, gpus=8, memory_bytes=10**12, is_ours=True)
+SMALL = Resources(where="the cluster at x:1", cpus=2, gpus=0, memory_bytes=2 * 10**9, is_ours=False)
+
+
+@pytest.fixture
+def taken_port() -> Iterator[int]:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        yield server.getsockname()[1]
+
+
+def _problems(recipe_file: Path, *overrides: str, available: Resources = PLENTY, **options: bool) -> list[str]:
+    return preflight(load_recipe(recipe_file, overrides), available, **options)
+
+
+def test_a_fitting_recipe_has_no_problems_and_leaves_nothing_behind(recipe_file: Path) -> None:
+    assert _problems(recipe_file, serve=False) == []
+    assert [path.name for path in recipe_file.parent.iterdir()] == ["tiny.yaml"]
+
+
+def test_it_says_which_gpus_cpus_and_memory_are_missing(recipe_file: Path) -> None:
+    overrides = ("device=cuda", "rollout.num_samplers=3", "learner.num_workers=1")
+    gpus, cpus, memory = _problems(recipe_file, *overrides, available=SMALL)
+    assert gpus.startswith(
+        "the recipe needs 4 GPUs (3 samplers, 1 learner worker) and the cluster at x:1 has 0; take device=cpu"
+    )
+    assert cpus.startswith("the recipe needs 4.3 CPUs (3 samplers, 1 learner worker, 1 grader, 2 more) and the cluster")
+    assert "GB of memory" in memory
+    assert "has 2.0 GB" in memory
+
+
+def test_an_adapter_needs_less_memory_than_training_every_parameter(recipe_file: Path) -> None:
+    whole, adapter = (
+        needs_of(load_recipe(recipe_file, ["model.vocab_size=1000000", f"model.lora.rank={rank}"])).memory_bytes
+        for rank in (0, 8)
+    )
+    # No gradient, no moments, no copy for the reference.
+    assert whole - adapter > 4 * 4 * 2 * 1_000_000 * 128 * 0.99
+
+
+def test_four_bits_need_their_package(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lora = ("model.lora.rank=8", "model.lora.base_weights=nf4")
+    monkeypatch.setattr("deploy.recipe.preflight.find_spec", lambda _name: None)
+    assert _problems(recipe_file, *lora) == [
+        "model.lora.base_weights is nf4 and the package bitsandbytes is missing; pip install 'd1[quantized]'"
+    ]
+    monkeypatch.setattr("deploy.recipe.preflight.find_spec", lambda _name: object())
+    assert _problems(recipe_file, *lora) == []
+
+
+def test_a_sum_of_fractions_that_fits_exactly_fits(recipe_file: Path) -> None:
+    just = Resources(where="this machine", cpus=1.9, gpus=0, memory_bytes=10**12, is_ours=True)
+    assert _problems(recipe_file, available=just) == []
+    assert _problems(recipe_file, "grading.num_graders=2", available=just) != []
+
+
+@pytest.mark.parametrize(
+    ("term", "sentence"),
+    [
+        ("own={kind: function, path: 'nowhere:f'}", "own: nowhere:f cannot be imported, installed or from /"),
+        ("digits={kind: speed}", "digits: the task's reward has a part of that name; take another"),
+        (
+            "a={kind: http, url: 'http://h/', token_env: D1_NO_SUCH}",
+            "a: the environment variable D1_NO_SUCH is not set; graders read a secret from it",
+        ),
+        (
+            "a={kind: judge, model: m, criteria: c, base_url: 'http://127.0.0.1:1/v1', vllm: {command: [no-vllm]}}",
+            "a: vllm.command begins with no-vllm, which is no command here; pip install 'd1[vllm]'",
+        ),
+    ],
+)
+def test_a_term_that_cannot_work_is_refused_in_one_sentence(term: str, sentence: str, recipe_file: Path) -> None:
+    (problem,) = _problems(recipe_file, f"reward.terms.{term}")
+    assert problem.startswith(f"reward.terms.{sentence}")
+    assert "\n" not in problem
+
+
+def test_speeds_are_filtered_by_only_where_they_are_rewarded(recipe_file: Path) -> None:
+    filtered = ("learner.filters.min_speed_range=0.01", "rollout.sampling.threshold=0.9")
+    (problem,) = _problems(recipe_file, *filtered)
+    assert problem == (
+        "learner.filters.min_speed_range is 0.01 and the reward has no term of kind speed; add "
+        "reward.terms.fast='{kind: speed}', or take learner.filters.min_speed_range=0"
+    )
+    assert _problems(recipe_file, *filtered, "reward.terms.fast={kind: speed}") == []
+
+
+def test_a_schedule_that_the_learner_cannot_learn_from_is_named(recipe_file: Path) -> None:
+    words = ("learner.algorithm=forkgrpo", "rollout.schedules=[{threshold: 0.9}, {num_denoise_steps: 8}]")
+    (problem,) = _problems(recipe_file, *words)
+    assert problem == (
+        "learner.estimator.only is fallback; the sampler's schedule never falls back: set rollout.sampling.threshold "
+        "(rollout.schedules[1])"
+    )
+
+
+def test_d1_starts_no_judge_for_graders_that_may_be_elsewhere(recipe_file: Path) -> None:
+    vllm = "{kind: judge, model: m, criteria: c, base_url: 'http://127.0.0.1:1/v1', vllm: {command: [python3]}}"
+    cluster = replace(PLENTY, is_ours=False)
+    (problem,) = _problems(recipe_file, f"reward.terms.a={vllm}", available=cluster)
+    assert problem.startswith("reward.terms.a.vllm: d1 starts it on this machine alone")
+    assert _problems(recipe_file, f"reward.terms.a={vllm}") == []
+
+
+def test_a_name_that_is_taken_is_refused_unless_the_run_is_resumed(recipe_file: Path, make_run: Callable) -> None:
+    assert "there is no run tiny in" in _problems(recipe_file, resume=True)[0]
+    make_run("tiny", [])
+    (problem,) = _problems(recipe_file)
+    assert "there already is a run tiny in" in problem
+    assert problem.endswith("choose name=..., or go on with it by --resume")
+    assert _problems(recipe_file, resume=True) == []
+    assert _problems(recipe_file, "name=other") == []
+
+
+def test_a_runs_dir_that_cannot_be_made_is_refused(recipe_file: Path) -> None:
+    (problem,) = _problems(recipe_file, f"runs_dir={recipe_file}/runs")
+    assert f"cannot be made: {recipe_file} is a file" in problem
+
+
+def test_more_problems_than_the_task_has_are_refused(recipe_file: Path) -> None:
+    train, heldout = _problems(recipe_file, "num_train_problems=5000", "evaluation.num_problems=500")
+    assert train.startswith("num_train_problems is 5000: ")
+    assert heldout.startswith("evaluation.num_problems is 500: ")
+
+
+TOO_MANY = "num_train_problems=99999999"
+MANY_COUNTDOWNS = "task={name: countdown, prompt: compact, max_number: 1000, max_target: 100000}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        ([], "the train split of sums has at most 825 problems with this config, but 99999999 were asked for"),
+        (["task={name: sums, num_terms: 5}"], "the train split of sums has at most "),
+        (["task={name: sudoku}"], "the train split of sudoku has at most "),
+        (["task={name: countdown, prompt: compact}"], "the train split of countdown has at most 17170000 problems"),
+    ],
+    ids=lambda value: str(value)[-30:],
+)
+def test_so_many_problems_that_they_cannot_exist_are_refused_without_making_them(
+    overrides: list[str], sentence: str, recipe_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def draw(draw_one: object, *, count: int, **arguments: object) -> object:
+        assert count == 1, "an example or the held-out problem"
+        return draw_distinct(draw_one, count=count, **arguments)
+
+    for task in ("countdown", "sudoku"):
+        monkeypatch.setattr(f"rewards.tasks.{task}.draw_distinct", draw)
+    huge = replace(PLENTY, memory_bytes=10**14)
+    words = (*overrides, TOO_MANY, "evaluation.num_problems=1", "sft.num_steps=0")
+    (problem,) = _problems(recipe_file, *words, available=huge)
+    assert problem.startswith(f"num_train_problems is 99999999: {sentence}")
+
+
+def test_of_problems_that_exist_a_few_are_made_and_the_memory_of_all_counts(
+    recipe_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deploy.recipe.preflight.MOST_LOOKED_AT", 50)
+    made: list[int] = []
+
+    def draw(draw_one: object, *, count: int, **arguments: object) -> object:
+        made.append(count)
+        return draw_distinct(draw_one, count=count, **arguments)
+
+    monkeypatch.setattr("rewards.tasks.countdown.draw_distinct", draw)
+    available = replace(PLENTY, memory_bytes=32 * 10**9)
+    (problem,) = _problems(recipe_file, MANY_COUNTDOWNS, TOO_MANY, available=available)
+    assert "GB of memory" in problem
+    assert max(made) == 50
+    few, many = (
+        needs_of(load_recipe(recipe_file, [MANY_COUNTDOWNS, f"num_train_problems={count}"])).memory_bytes
+        for count in (1000, 1_001_000)
+    )
+    # The driver, the coordinator and two learner workers; about 700 bytes each.
+    assert 4 * 1_000_000 * 600 < many - few < 4 * 1_000_000 * 2000
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("rollout.max_prompt_tokens=3", "every prompt of task sums is longer than rollout.max_prompt_tokens 3; raise"),
+        ("rollout.sampling={gen_length: 2, block_length: 2, num_denoise_steps: 2}", "a demonstration of task sums has"),
+        ("runs_dir=/proc/x", "runs_dir /proc/x cannot be written to: /proc: no such file or directory; take another"),
+    ],
+    ids=lambda value: value[:20],
+)
+def test_what_making_the_run_would_refuse_a_dry_run_refuses_in_the_same_sentence(
+    override: str, sentence: str, recipe_file: Path, d1: Callable
+) -> None:
+    dry, real = d1("train", "tiny.yaml", override, "--dry-run"), d1("train", "tiny.yaml", override)
+    assert dry.status == 2
+    assert "Nothing stands in its way" not in dry.out
+    real.assert_refused(sentence)
+    assert f"problem: {real.err.removeprefix('d1: ')}" in dry.out
+    assert dry.err == "d1: tiny cannot run: 1 problem, listed above\n"
+    assert [path.name for path in recipe_file.parent.glob("**/*") if path.is_file()] == ["tiny.yaml"]
+
+
+def test_a_full_disk_is_noticed_before_the_run(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class FullFile(BytesIO):
+        def write(self, data: object) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("deploy.recipe.preflight.TemporaryFile", lambda **_: FullFile())
+    (problem,) = _problems(recipe_file)
+    assert problem.startswith("runs_dir runs cannot be written to: ")
+    assert problem.endswith(": no space left on device; take another runs_dir")
+
+
+def test_a_checkpoint_that_is_none_is_refused(recipe_file: Path) -> None:
+    (problem,) = _problems(recipe_file, "model.checkpoint=nowhere")
+    assert problem == (
+        "model.checkpoint: nowhere is no directory, and no hub id either: that is org/name or org/name@revision"
+    )
+    empty = recipe_file.parent / "empty"
+    empty.mkdir()
+    (problem,) = _problems(recipe_file, f"model.checkpoint={empty}")
+    assert problem == f"model.checkpoint: {empty} is not a checkpoint: it has no config.json"
+
+
+def test_of_a_checkpoint_the_config_alone_says_what_a_run_needs(
+    recipe_file: Path, config: TransformerConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is all that is fetched of a hub id before the run starts."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    (problem,) = _problems(recipe_file, "model.checkpoint=org/name")
+    assert problem.startswith("model.checkpoint: there is no directory org/name, and the model ")
+    assert f"org/name is not in the cache {tmp_path}, and HF_HUB_OFFLINE is set" in problem
+    repo = tmp_path / "models--org--name"
+    snapshot = repo / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text("0" * 40)
+    wide = config.model_copy(update={"vocab_size": 10_000_000})
+    (snapshot / "config.json").write_text(json.dumps(write_config(wide)))
+    assert _problems(recipe_file, "model.checkpoint=org/name") == []
+    scratch, copies = needs_of(load_recipe(recipe_file, [])).memory_bytes, 5
+    needs = needs_of(load_recipe(recipe_file, ["model.checkpoint=org/name"])).memory_bytes
+    assert needs - scratch > copies * 4 * 2 * wide.vocab_size * wide.d_model
+
+
+def test_the_services_port_must_be_free_only_when_it_is_ours_to_open(recipe_file: Path, taken_port: int) -> None:
+    port = f"service.port={taken_port}"
+    (problem,) = _problems(recipe_file, port, serve=True)
+    assert problem == (
+        f"the service cannot listen on 127.0.0.1:{taken_port}: address already in use; take another service.port"
+    )
+    assert _problems(recipe_file, port, serve=False) == []
+    cluster = Resources(where="a cluster", cpus=64, gpus=8, memory_bytes=10**12, is_ours=False)
+    assert _problems(recipe_file, port, available=cluster, serve=True) == []
+
+
+def test_without_an_address_it_is_this_machine() -> None:
+    here = cluster_resources(None)
+    assert here.is_ours
+    assert here.cpus >= 1
+    assert here.memory_bytes > 10**8
+
+
+@pytest.mark.parametrize(
+    ("address", "part"),
+    [
+        ("http://127.0.0.1:8265", f"use `{program()} submit`"),
+        ("ray://127.0.0.1:10001", f"use `{program()} submit`"),
+        ("127.0.0.1:1", "connection refused; unset it"),
+    ],
+)
+def test_an_address_that_cannot_work_is_refused_at_once(address: str, part: str) -> None:
+    with pytest.raises(UserError, match=part):
+        cluster_resources(address)
+
+
+def test_a_dry_run_shows_everything_and_starts_nothing(recipe_file: Path, d1: Callable) -> None:
+    ended = d1("train", "tiny.yaml", "learner.lr=2e-4", "--dry-run")
+    assert ended.status == 0
+    assert "lr: 0.0002" in ended.out
+    assert "1.9" in ended.out
+    assert "Nothing was started or written." in ended.out
+    assert [path.name for path in recipe_file.parent.iterdir()] == ["tiny.yaml"]
+
+
+def test_a_dry_run_lists_all_problems_and_exits_2(recipe_file: Path, d1: Callable) -> None:
+    ended = d1("train", "tiny.yaml", "num_train_problems=5000", "evaluation.num_problems=500", "--dry-run")
+    assert ended.status == 2
+    assert ended.out.count("problem: ") == 2
+    for key in ("num_train_problems is 5000: ", "evaluation.num_problems is 500: "):
+        assert (ended.out + ended.err).count(key) == 1, "each thing is said once"
+    assert ended.err == "d1: tiny cannot run: 2 problems, listed above\n"
+
+
+def test_training_is_refused_with_the_first_problem(recipe_file: Path, d1: Callable) -> None:
+    ended = d1("train", "tiny.yaml", "num_train_problems=5000", "evaluation.num_problems=500")
+    ended.assert_refused("num_train_problems is 5000", "(1 more: --dry-run lists all)")
+
+
+def test_the_resolved_yaml_of_a_dry_run_is_a_recipe(recipe_file: Path, workdir: Path, d1: Callable) -> None:
+    out = d1("train", "tiny.yaml", "--dry-run").out
+    (workdir / "copy.yaml").write_text(out[: out.index("┏")])
+    assert load_recipe(workdir / "copy.yaml", []) == load_recipe(recipe_file, [])
+
+
+ANSWERED, UNANSWERED = (
+    json.dumps({"messages": [{"role": role, "content": "x"} for role in roles]})
+    for roles in (("user", "assistant"), ("user", "assistant", "user"))
+)
+
+
+@pytest.mark.parametrize("command", ["train", "sft"])
+def test_a_line_of_sft_data_without_an_answer_is_refused(command: str, recipe_file: Path, d1: Callable) -> None:
+    data = recipe_file.with_name("data.jsonl")
+    data.write_text(f"{ANSWERED}\n{UNANSWERED}\n")
+    d1(command, "tiny.yaml", "sft.data=data.jsonl").assert_refused(
+        "sft.data: data.jsonl, line 2: there is no answer: the last of messages is the user's; "
+        "it should be the assistant's, which is what is trained on"
+    )
+    assert not (recipe_file.parent / "runs").exists()
+
+
+def test_sft_data_is_read_before_anything_starts(recipe_file: Path) -> None:
+    data = recipe_file.with_name("data.jsonl")
+    data.write_text(f"{ANSWERED}\n")
+    assert _problems(recipe_file, f"sft.data={data}", "sft.num_labels=null") == []
+    (problem,) = _problems(recipe_file, "sft.data=absent.jsonl")
+    assert problem == "sft.data: absent.jsonl cannot be read: no such file or directory"
+
+
+def test_sft_on_problems_without_labels_is_refused(recipe_file: Path, workdir: Path) -> None:
+    lines = [{"nums": [1, 2, n], "target": n + 3} for n in range(3, 300)]
+    path = workdir / "countdown.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    recipe = recipe_file.with_name("file.yaml")
+    recipe.write_text(
+        f"task: {{name: countdown, train_data: {path}}}\nnum_train_problems: 64\n"
+        "sft: {num_labels: 8, num_steps: 2}\nlearner: {num_rounds: 1}\nevaluation: {num_problems: 4}\n"
+    )
+    (problem,) = _problems(recipe)
+    assert problem.startswith("SFT is to train on the train problems of countdown, and countdown/1,2,")
+    assert problem.endswith("has no right completion in its file; give sft.data, or take sft.num_steps=0")
+    assert _problems(recipe, "sft.num_steps=0") == []
+
+
+def test_data_that_cannot_be_used_is_refused_before_anything_starts(recipe_file: Path, workdir: Path) -> None:
+    recipe = recipe_file.with_name("file.yaml")
+    recipe.write_text(
+        f"task: {{name: jsonl, grader: exact, train_data: {workdir / 'x.jsonl'}}}\n"
+        "sft: {num_labels: 1, num_steps: 1}\nnum_train_problems: 64\n"
+        "learner: {num_rounds: 1}\nevaluation: {num_problems: 4}\n"
+    )
+    assert "num_train_problems is 64" in _problems(recipe)[0]
+    assert _problems(recipe)[0].endswith("x.jsonl cannot be read: no such file or directory")
+    (workdir / "x.jsonl").write_text('{"prompt": "a"}\n')
+    assert _problems(recipe)[0].endswith("x.jsonl, line 1: answer is missing; it should be a text: what is right")

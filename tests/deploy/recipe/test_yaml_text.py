@@ -1,0 +1,44 @@
+"""Plain scalars mean what YAML 1.2 says."""
+
+from __future__ import annotations
+
+import pytest
+
+from deploy.recipe.yaml_text import parse_yaml
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-4", 1e-4),
+        ("1E5", 1e5),
+        ("-.5", -0.5),
+        ("1.", 1.0),
+        ("1_000", 1000),
+        ("010", 10),
+        ("+3", 3),
+        ("1:30", "1:30"),
+        ("no", "no"),
+        ("on", "on"),
+        ("True", True),
+        ("null", None),
+        ("", None),
+        ("2024-01-01", "2024-01-01"),
+        ("1e", "1e"),
+        ("e5", "e5"),
+        ("=", "="),
+        (".inf", float("inf")),
+        ("'1e-4'", "1e-4"),
+        ("runs/a b", "runs/a b"),
+    ],
+)
+def test_a_scalar(text: str, value: object) -> None:
+    parsed = parse_yaml(text)
+    assert parsed == value
+    assert type(parsed) is type(value)
+
+
+def test_a_key_may_come_twice_in_two_mappings_but_not_in_one() -> None:
+    assert parse_yaml("a: {x: 1}\nb: {x: 2}") == {"a": {"x": 1}, "b": {"x": 2}}
+    with pytest.raises(ValueError, match="the key x comes twice in line 3"):
+        parse_yaml("a:\n  x: 1\n  x: 2")

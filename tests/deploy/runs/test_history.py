@@ -1,0 +1,84 @@
+"""What a resumed run repeated counts once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from deploy.runs.history import moving_mean, read_history
+
+Events = list[dict[str, Any]]
+
+
+def test_a_whole_run(events: Events) -> None:
+    history = read_history(events)
+    assert history.name == "tiny"
+    assert list(history.rounds) == list(range(12))
+    assert len(history.steps["sft"]) == 10
+    assert len(history.steps["control"]) == 23
+    assert [item.label for item in history.evaluations] == ["untrained", "sft", "round", "rl", "control"]
+    assert list(history.checkpoints) == ["checkpoints/sft", "checkpoints/rl-000012"]
+    assert history.is_finished
+    assert history.seconds == events[-1]["time_s"]
+
+
+def test_rounds_after_the_checkpoint_that_a_run_resumed_from_are_dropped(recorder: Any) -> None:
+    for index in range(6):
+        recorder.round(index, 0.1)
+        if index in (1, 4):
+            recorder.evaluation("round", 100, index + 1)
+    recorder.round(3, 0.9)
+    history = read_history(recorder.events)
+    assert history.series("reward") == [0.1, 0.1, 0.1, 0.9]
+    assert [item.round for item in history.evaluations] == [2]
+
+
+def test_a_stage_that_begins_anew_forgets_its_first_try(recorder: Any) -> None:
+    recorder.sft_steps("sft", 30, planned=100)
+    recorder.sft_steps("sft", 10, planned=100)
+    history = read_history(recorder.events)
+    assert [step["step"] for step in history.steps["sft"]] == [10]
+    assert [(item["step"], item["loss"]) for item in history.sft_losses["sft"]] == [(0, 5.0), (10, 1.5)]
+
+
+def test_a_run_that_went_on_after_its_end_is_not_finished(events: Events, recorder: Any) -> None:
+    recorder.add("phase", phase="rl", num_steps=20)
+    assert not read_history(events).is_finished
+
+
+def test_nothing_has_no_history() -> None:
+    history = read_history([])
+    assert history.seconds == 0
+    assert not history.is_finished
+
+
+def test_moving_mean() -> None:
+    assert moving_mean([1, 2, 3, 5], 2) == [1, 1.5, 2.5, 4]
+
+
+LEARNER_DIED = "a learner worker failed: RuntimeError: Connection reset by peer"
+RESTARTED = "the learner group restarted from checkpoint sft"
+SAMPLER_DIED = "a sampler failed: The actor is temporarily unavailable"
+
+
+def _num_failures(recorder: Any, *whats: str, attempt: int = 1) -> int:
+    for what in whats:
+        if what == "phase":
+            recorder.add("phase", phase="rl", num_steps=20)
+        else:
+            recorder.add("failure", what=what, attempt=attempt)
+    return read_history(recorder.events).num_failures
+
+
+def test_a_learner_that_dies_is_one_fault_however_many_events_tell_of_it(recorder: Any) -> None:
+    assert _num_failures(recorder, LEARNER_DIED, LEARNER_DIED, RESTARTED, "phase") == 1
+    assert _num_failures(recorder, RESTARTED, "phase") == 2, "killed without a word"
+    assert _num_failures(recorder, LEARNER_DIED, RESTARTED, LEARNER_DIED, RESTARTED) == 4, "twice, before any training"
+
+
+def test_the_death_of_a_learner_in_a_resumed_run_is_another_one(recorder: Any) -> None:
+    assert _num_failures(recorder, LEARNER_DIED, "phase", LEARNER_DIED) == 2
+
+
+def test_other_faults_count_each_and_what_was_only_left_out_does_not(recorder: Any) -> None:
+    assert _num_failures(recorder, SAMPLER_DIED, SAMPLER_DIED) == 2
+    assert _num_failures(recorder, "9 prompts are too long", attempt=0) == 2

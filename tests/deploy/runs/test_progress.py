@@ -1,0 +1,162 @@
+"""A run can be followed on a terminal and in a log."""
+
+from __future__ import annotations
+
+import io
+import threading
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from deploy import waiting
+from deploy.runs.listing import progress
+from deploy.runs.progress import ProgressDisplay
+from deploy.waiting import Waiting
+
+Events = list[dict[str, Any]]
+
+
+def _shown(events: Events, *, is_terminal: bool) -> str:
+    file = io.StringIO()
+    with ProgressDisplay(Console(file=file, force_terminal=is_terminal, width=140)) as display:
+        for event in events:
+            display(event)
+    return file.getvalue()
+
+
+def test_a_log_has_a_line_for_each_phase_and_evaluation(events: Events) -> None:
+    lines = _shown(events, is_terminal=False).splitlines()
+    texts = [line.partition(" s  ")[2] for line in lines]
+    assert "SFT: 100 steps" in texts
+    assert "RL: 12 rounds" in texts
+    assert "control: 46 seconds" in texts
+    assert "held-out accuracy after no training: 0.0 % (0.0 to 0.8), 0 of 500" in texts
+    assert "held-out accuracy after round 6: 36.0 % (31.9 to 40.3), 180 of 500" in texts
+    assert "held-out accuracy after the control: 28.0 % (24.2 to 32.1), 140 of 500" in texts
+    assert "checkpoint checkpoints/rl-000012" in texts
+    assert texts[-1].startswith("done in 2 min")
+
+
+def test_a_log_says_what_sft_trains_on_and_what_it_comes_to(recorder: Any) -> None:
+    counts = {"num_examples": 990, "num_held_out": 10, "num_overlong": 3, "mean_tokens": 812.4}
+    recorder.add("sft_data", **counts, padding_share=0.801, packed_padding_share=0.042)
+    recorder.add("sft_eval", phase="sft", step=20, loss=1.23456, loss_at_t=[1.0])
+    examples, loss = (line.partition(" s  ")[2] for line in _shown(recorder.events, is_terminal=False).splitlines())
+    assert examples == "990 examples of 812 tokens, 10 held out, 3 too long; 80 % padding, 4 % if packed"
+    assert loss == "held-out loss after 20 steps: 1.235"
+
+
+def test_a_log_has_a_line_for_steps_and_rounds_every_five_seconds_at_most(events: Events) -> None:
+    lines = _shown(events, is_terminal=False).splitlines()
+    times = [float(line.split()[0]) for line in lines if "RL" in line and "rounds  reward" in line]
+    assert len(times) >= 6
+    assert all(later - earlier >= 5 for earlier, later in pairwise(times))
+    assert "RL 1/12 rounds  reward 0.300  correct 20 %  600 tokens/s" in "\n".join(lines)
+    assert "SFT 10/100 steps  loss 4.019  5000 tokens/s" in "\n".join(lines)
+
+
+def test_a_log_has_no_escape_sequences(events: Events) -> None:
+    assert "\x1b" not in _shown(events, is_terminal=False)
+
+
+def test_a_terminal_shows_the_phase_its_progress_and_the_numbers(events: Events) -> None:
+    def until(kind: str, count: int) -> str:
+        seen = [index for index, event in enumerate(events) if event["event"] == kind]
+        return _shown(events[: seen[count] + 1], is_terminal=True)
+
+    during = until("round", 6)
+    assert "RL" in during
+    assert "7/12" in during.replace(" 7/12", "7/12")
+    assert "reward 0.420  correct 32 %  600 tokens/s" in during
+    assert "held-out accuracy after SFT: 24.0 %" in during
+
+
+def test_the_control_counts_seconds(events: Events) -> None:
+    text = _shown(events, is_terminal=True)
+    assert "46/46" in text
+    assert "step 230" in text
+
+
+def test_a_resumed_control_whose_seconds_are_unknown_still_shows_steps(recorder: Any) -> None:
+    recorder.sft_steps("control", 50, planned=0)
+    text = _shown(recorder.events, is_terminal=False)
+    assert "control: as many steps as the time allows" in text
+    assert "control 10 steps  loss" in text
+    assert "step" in _shown(recorder.events, is_terminal=True)
+
+
+def test_a_failure_is_one_harmless_line(recorder: Any) -> None:
+    recorder.add("failure", what="[red]sampler died\x1b[2J\nTraceback ...", attempt=2)
+    text = _shown(recorder.events, is_terminal=False)
+    assert text.endswith("failure, attempt 2: [red]sampler died\\u001b[2J\n")
+
+
+def test_a_pause_says_whom_it_is_for_and_when_it_is_over(recorder: Any) -> None:
+    recorder.add("pause", what="http://judge/v1 does not answer: refused\x1b[2J\nmore")
+    recorder.add("pause_end", seconds=75.2)
+    paused, goes_on = _shown(recorder.events, is_terminal=False).splitlines()
+    assert paused.endswith("the run pauses until this is well: http://judge/v1 does not answer: refused\\u001b[2J")
+    assert goes_on.endswith("the run goes on after 1 min 15 s")
+
+
+def test_a_status_is_shown_as_it_is() -> None:
+    status = {"event": "status", "what": "serving [tiny] at http://127.0.0.1:8000"}
+    assert _shown([status], is_terminal=False).strip() == status["what"]
+
+
+def test_what_the_driver_waits_for_is_said_at_once() -> None:
+    wait = {"event": "waiting", "what": "starting Ray\x1b[2J"}
+    assert _shown([wait], is_terminal=False).strip() == "starting Ray\\u001b[2J"
+    assert "starting Ray" in _shown([wait], is_terminal=True)
+
+
+def _waited_for(events: Events, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What is said of a silence after the events."""
+    monkeypatch.setattr(waiting, "EVERY_S", 0.01)
+    said, file = threading.Event(), io.StringIO()
+    display = ProgressDisplay(Console(file=file, width=140))
+    write = Waiting._print
+
+    def heard(wait: Waiting, text: str) -> None:
+        write(wait, text)
+        said.set()
+
+    for event in events:
+        display(event)
+    monkeypatch.setattr(Waiting, "_print", heard)
+    assert said.wait(60)
+    display.stop()
+    return file.getvalue().splitlines()[-1].strip().partition(": ")[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("evaluation", "preparing what comes next"),
+        ("checkpoint", "evaluating"),
+        ("phase_end", "writing a checkpoint"),
+        ("round", "waiting for round 2"),
+    ],
+)
+def test_a_silence_has_a_reason(events: Events, monkeypatch: pytest.MonkeyPatch, kind: str, said: str) -> None:
+    first = next(index for index, event in enumerate(events) if event["event"] == kind)
+    monkeypatch.setattr(progress, "_UNUSUAL", 0.0)
+    assert _waited_for(events[: first + 1], monkeypatch) == said
+
+
+@pytest.mark.parametrize("what", ["a learner worker failed: OSError", "the learner group restarted from checkpoint x"])
+def test_a_restart_of_the_learners_is_said(recorder: Any, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    recorder.add("phase", phase="rl", num_steps=12)
+    recorder.round(0, 0.5)
+    recorder.add("failure", what=what, attempt=1)
+    assert _waited_for(recorder.events, monkeypatch) == "starting the learners again"
+
+
+def test_stopping_twice_is_no_error(events: Events) -> None:
+    display = ProgressDisplay(Console(file=io.StringIO(), force_terminal=True))
+    with display:
+        display(events[2])
+        display.stop()
+    display.stop()

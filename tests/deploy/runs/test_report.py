@@ -1,0 +1,86 @@
+"""The result says what was measured, and leaves out what was not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+
+from deploy.runs.report import result_markdown, result_tables
+
+Events = list[dict[str, Any]]
+
+
+def _printed(events: Events) -> str:
+    console = Console(width=120)
+    with console.capture() as capture:
+        for table in result_tables(events):
+            console.print(table)
+    return capture.get()
+
+
+def test_the_markdown_of_a_whole_run(events: Events) -> None:
+    assert result_markdown(events) == (
+        "| policy | held-out accuracy | 95 % interval | n | time | work |\n"
+        "| --- | ---: | ---: | ---: | ---: | ---: |\n"
+        "| untrained | 0.0 % | 0.0 to 0.8 % | 500 |  |  |\n"
+        "| SFT | 24.0 % | 20.5 to 27.9 % | 500 | 20 s | 100 steps |\n"
+        "| SFT + RL | 50.0 % | 45.6 to 54.4 % | 500 | 46 s | 12 rounds |\n"
+        "| control: more SFT, same seconds | 28.0 % | 24.2 to 32.1 % | 500 | 46 s | 230 steps |\n"
+        "\n2 min 45 s in all.\n"
+    )
+
+
+def test_the_table_has_the_same_rows(events: Events) -> None:
+    text = _printed(events)
+    assert "tiny" in text
+    for row in result_markdown(events).splitlines()[2:6]:
+        for cell in row.strip("| ").split(" | "):
+            assert cell.strip() in text
+
+
+def test_stages_that_were_not_evaluated_are_left_out(events: Events) -> None:
+    early = events[: next(index for index, event in enumerate(events) if event["event"] == "round")]
+    text = result_markdown(early)
+    assert "| SFT |" in text
+    assert "GRPO" not in text
+    assert "control" not in text
+
+
+def test_a_run_without_sft_does_not_claim_it(recorder: Any) -> None:
+    recorder.evaluation("start", 50)
+    recorder.evaluation("rl", 90, 5)
+    text = result_markdown(recorder.events)
+    assert "| start | 10.0 % |" in text
+    assert "| RL | 18.0 % |" in text
+
+
+def test_a_control_of_so_many_steps_does_not_claim_the_same_seconds(recorder: Any) -> None:
+    recorder.sft_steps("control", 50, planned=50)
+    recorder.evaluation("control", 90, 5)
+    assert "| control: more SFT |" in result_markdown(recorder.events)
+
+
+def test_a_runs_name_is_not_markup(recorder: Any) -> None:
+    recorder.add("run", name="[bold]x[/nope]\x1b[2J", seed=0, commit="", hardware="", versions={})
+    recorder.evaluation("start", 50)
+    text = _printed(recorder.events)
+    assert "[bold]x[/nope]\\u001b[2J" in text
+    assert "\x1b[2J" not in text
+
+
+def test_the_accuracy_at_each_schedule_has_a_table(recorder: Any) -> None:
+    assert "by schedule" not in _printed(recorder.events)
+    free = {"threshold 0.9": (150, 2.34)}
+    recorder.evaluation("sft", 100, schedules={"9 steps": (100, 9), "18 steps": (125, 18), "1 step": (50, 1)} | free)
+    recorder.evaluation("rl", 200, 5, schedules={"9 steps": (200, 9), "18 steps": (300, 18)})
+    assert _printed(recorder.events).splitlines()[-8:] == [
+        "┏━━━━━━━━━━━━━━━┳━━━━━━━━━━━━━━━━━━━┳━━━━━━┓",
+        "┃ denoising     ┃               SFT ┃   RL ┃",
+        "┡━━━━━━━━━━━━━━━╇━━━━━━━━━━━━━━━━━━━╇━━━━━━┩",
+        "│ 1 step        │              10.0 │      │",
+        "│ 9 steps       │              20.0 │ 40.0 │",
+        "│ 18 steps      │              25.0 │ 60.0 │",
+        "│ threshold 0.9 │ 30.0 in 2.3 steps │      │",
+        "└───────────────┴───────────────────┴──────┘",
+    ]

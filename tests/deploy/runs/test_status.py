@@ -1,0 +1,237 @@
+"""`d1 status` says how a run stands from its directory alone, and says plainly when that is old."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import deploy.cli.status
+from actors.coordination.pools import Work
+from actors.status import ActorState, ActorStatus, RunStatus
+from actors.timeline import TIMELINE, Timeline, read_trace
+from deploy.runs.lock import RunLock
+
+Events = list[dict[str, Any]]
+ROOT = Path(__file__).parents[3]
+WIDTH = 80
+
+
+def _actor(name: str, seconds: float = 0.0, portion: str = "", state: ActorState = ActorState.IDLE) -> ActorStatus:
+    return ActorStatus(name=name, state=state, portion=portion, seconds=seconds)
+
+
+BUSY = [_actor(f"sampler {index}", 3.0 + index, f"portion 12:{index}", ActorState.BUSY) for index in range(10)]
+STATUS = RunStatus(
+    at=0.0,
+    stage="rl",
+    round=12,
+    num_rounds=400,
+    policy_version=13,
+    learner={"1": "round 12: training", "0": "round 12: training", "10": "round 12: waiting for completions"},
+    portions={"waiting": 3, "running": 10, "ready": 1, "failed": 0},
+    pools=(*BUSY, _actor("sampler 10"), _actor("grader 0", 125.0, state=ActorState.AWAY)),
+    waits=("sampler 9 silent for 20 s; portion 12:9 waits for it",),
+    max_staleness=1,
+    staleness=0.5,
+    num_restarts={"coordinator": 1, "learner": 0, "samplers": 2},
+    seconds={"sampling": 2.5, "training": 1.2, "publish": 0.1},
+)
+
+
+@pytest.fixture
+def run_dir(make_run: Callable[..., Path], events: Events, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run in its rounds that said something just now, whose process is another machine's."""
+    monkeypatch.setenv("COLUMNS", str(WIDTH))
+    directory = make_run("tiny", [event for event in events[:20] if event["event"] != "checkpoint"])
+    elsewhere = {"host": "another", "pid": 1, "began_at": 0.0}
+    (directory / ".lock").write_text(json.dumps(elsewhere))
+    replace(STATUS, at=_just_now()).write(directory)
+    return directory
+
+
+def _just_now() -> float:
+    """However slow this machine is: what lies ahead counts as said this moment."""
+    return time.time() + 60
+
+
+def _write_timeline(directory: Path) -> None:
+    timeline = Timeline()
+    now = time.monotonic()
+    timeline.add_works([Work(actor="sampler 0", key=None, began=now - 4, ended=now - 3, is_done=False)])
+    timeline.add_round(11, {"sampling_s": 2.0, "training_s": 6.0, "publish_s": 2.0})
+    timeline.write(directory)
+
+
+def test_everything_is_said_within_80_columns(run_dir: Path, d1: Callable) -> None:
+    _write_timeline(run_dir)
+    ended = d1("status", "tiny")
+    assert ended.status == 0
+    lines = [line.rstrip() for line in ended.out.splitlines()]
+    assert all(len(line) <= WIDTH for line in lines), ended.out
+    assert lines[0].startswith("tiny: running; last heard of 0.0 s ago")
+    assert lines[1:] == [
+        "stage         rounds, 12 of 400 done; policy version 13",
+        "learner       rank 0  round 12: training",
+        "              rank 1  round 12: training",
+        "              rank 10  round 12: waiting for completions",
+        "samplers      10 busy, 1 idle, 0 away",
+        *(f"              sampler {index}  portion 12:{index} for {3 + index} s" for index in (9, 8, 7)),
+        *(f"              sampler {index}  portion 12:{index} for {3 + index}.0 s" for index in (6, 5, 4, 3, 2)),
+        "              and 2 more busy",
+        "graders       0 busy, 0 idle, 1 away",
+        "              grader 0  away for 2 min 05 s",
+        "portions      3 waiting, 10 running, 1 ready, 0 failed",
+        "staleness     0.5 versions in the newest round, 1 at most",
+        "restarts      coordinator 1, samplers 2",
+        "newest round  sampling 2.5 s (66 %), training 1.2 s (32 %), publish 0.1 s (3 %)",
+        "idle          share of the time of the newest round:",
+        "              learner rank 0 20 %, sampler 0 100 %",
+        "waits         sampler 9 silent for 20 s; portion 12:9 waits for it",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("stage", "said"), [("sft", "SFT, step 100 of 100; policy"), ("control", "control; policy"), ("untrained", "befo")]
+)
+def test_the_stage_is_said_with_how_far_it_has_come(run_dir: Path, d1: Callable, stage: str, said: str) -> None:
+    replace(STATUS, at=_just_now(), stage=stage).write(run_dir)
+    assert f"stage         {said}" in d1("status").out
+
+
+def test_the_newest_failures_are_shown_harmless_and_short(run_dir: Path, d1: Callable) -> None:
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        for index in range(5):
+            what = f"a sampler failed: no. {index}\x1b[2J [red]\nTraceback" + "x" * 5000
+            file.write(json.dumps({"event": "failure", "time_s": 61.0 + index, "what": what, "attempt": 1}) + "\n")
+    said = d1("status").out
+    assert "5 failures survived; the newest entries of the run log:" in said
+    assert "no. 1" not in said
+    assert "at 1 min 05 s: a sampler failed: no. 4\\u001b[2J [red]" in said
+    assert "Traceback" not in said
+
+
+def test_a_run_that_has_been_silent_is_not_called_running(run_dir: Path, d1: Callable) -> None:
+    replace(STATUS, at=time.time() - 45).write(run_dir)
+    said = d1("status").out
+    assert re.match(r"tiny: stopped or unreachable: last heard of [45]\d s ago", said)
+    assert "learner" not in said, "what it did then is not what it does"
+    assert json.loads(d1("status", "--json").out)["is_running"] is False
+
+
+def test_a_run_whose_process_is_of_this_machine_runs_until_that_ends(run_dir: Path, d1: Callable) -> None:
+    replace(STATUS, at=time.time() - 1).write(run_dir)
+    lock = RunLock.take(run_dir)
+    assert d1("status").out.startswith("tiny: starting (process "), "what was said before it began is not its own"
+    replace(STATUS, at=_just_now()).write(run_dir)
+    assert f"tiny: running (process {os.getpid()} since 20" in d1("status").out
+    held = json.loads((run_dir / ".lock").read_text()) | {"began_at": time.time() - 300}
+    (run_dir / ".lock").write_text(json.dumps(held))
+    replace(STATUS, at=time.time() - 45).write(run_dir)
+    said = d1("status").out
+    assert re.search(r"silent: last heard of [45]\d s ago", " ".join(said.split()))
+    assert "waits" in said
+    lock.release()
+    replace(STATUS, at=_just_now()).write(run_dir)
+    said = d1("status").out
+    assert said.startswith("tiny: stopped, last heard of 0.0 s ago")
+    assert json.loads((run_dir / ".lock").read_text())["host"] == socket.gethostname()
+
+
+def test_a_run_that_is_done_says_so(make_run: Callable, events: Events, d1: Callable) -> None:
+    directory = make_run("tiny", events)
+    replace(STATUS, at=_just_now()).write(directory)
+    assert d1("status").out.startswith("tiny: finished, 0.0 s ago")
+    lock = RunLock.take(directory)
+    replace(STATUS, at=_just_now()).write(directory)
+    assert d1("status").out.startswith("tiny: finished; it still has a process (process ")
+    lock.release()
+
+
+def test_a_run_that_has_said_nothing_of_itself_is_shown_too(run_dir: Path, d1: Callable) -> None:
+    (run_dir / "status.json").unlink()
+    os.utime(run_dir / "metrics.jsonl", (_just_now(), _just_now()))
+    assert d1("status").out.startswith("tiny: running; last heard of 0.0 s ago")
+    assert json.loads(d1("status", "--json").out)["status"] is None
+
+
+def test_json_has_all_that_the_run_said(run_dir: Path, d1: Callable) -> None:
+    _write_timeline(run_dir)
+    said = json.loads(d1("status", str(run_dir), "--json").out)
+    assert said["run"] == "tiny"
+    assert said["directory"] == str(run_dir)
+    assert said["is_running"] is True
+    assert said["age_s"] == 0
+    assert said["status"] == json.loads((run_dir / "status.json").read_text())
+    assert said["status"]["pools"][0] == {
+        "name": "sampler 0",
+        "state": "busy",
+        "portion": "portion 12:0",
+        "seconds": 3.0,
+    }
+    assert said["idle"] == {"learner rank 0": 0.2, "sampler 0": 1.0}
+
+
+def test_without_a_name_it_is_the_run_with_the_newest_event(
+    run_dir: Path, make_run: Callable, events: Events, d1: Callable
+) -> None:
+    older = make_run("older", events)
+    os.utime(older / "metrics.jsonl", (1, 1))
+    assert d1("status").out.startswith("tiny: ")
+    os.utime(run_dir / "metrics.jsonl", (0, 0))
+    assert d1("status").out.startswith("older: ")
+
+
+def test_the_timeline_is_copied_and_said_where_to_open_it(run_dir: Path, d1: Callable) -> None:
+    _write_timeline(run_dir)
+    ended = d1("status", "tiny", "--timeline", "out.json")
+    assert ended.out == "out.json: 1 round, 4 spans; open it at https://ui.perfetto.dev or in chrome://tracing\n"
+    assert read_trace(Path("out.json")) == read_trace(run_dir / TIMELINE)
+
+
+def test_what_cannot_be_done_is_refused_in_a_sentence(run_dir: Path, d1: Callable) -> None:
+    d1("status", "tini").assert_refused("there is no run tini in runs", "did you mean tiny?")
+    d1("status", "--runs-dir", "nowhere").assert_refused("there is no run in nowhere")
+    d1("status", "--watch").assert_refused("--watch is for a terminal", "--json")
+    d1("status", "--watch", "--json").assert_refused("give one of them")
+    d1("status", "--timeline", "out.json").assert_refused(f"the run in {Path('runs/tiny')} has no timeline.json yet")
+    _write_timeline(run_dir)
+    d1("status", "--timeline", "no/out.json").assert_refused("--timeline no/out.json cannot be written: no such file")
+
+
+def test_watching_shows_it_again_until_ctrl_c(run_dir: Path, d1: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+
+    def wait(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) == 2:
+            raise KeyboardInterrupt
+        replace(STATUS, at=_just_now(), round=77).write(run_dir)
+
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setattr(deploy.cli.status.time, "sleep", wait)
+    ended = d1("status", "--watch")
+    assert ended.status == 0
+    assert waits == [2.0, 2.0]
+    assert "rounds, 77 of 400 done" in ended.out
+
+
+def test_it_waits_neither_for_torch_nor_for_ray(run_dir: Path) -> None:
+    _write_timeline(run_dir)
+    code = (
+        f"import sys; sys.path.insert(0, {str(ROOT)!r}); sys.argv = ['d1', 'status', 'tiny']; import atexit;"
+        "atexit.register(lambda: print(sorted({'torch', 'ray', 'transformers'} & set(sys.modules))));"
+        "from deploy.cli import main; main()"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert ended.stdout.endswith("[]\n"), ended.stdout

@@ -1,0 +1,170 @@
+"""The registry's events as an ingress tells them: in order, resumed anywhere, and patient while it is away."""
+
+import asyncio
+import json
+import time
+from contextlib import aclosing, suppress
+from dataclasses import replace
+
+import pytest
+import redis
+from starlette.testclient import TestClient
+
+from actors.registry.registry import Registry
+from deploy.service.api.app import create_app
+from deploy.service.api.policy_events import RegistryReader, one_event
+
+
+@pytest.fixture
+def make_reader():
+    """Readers, each as of an ingress of its own."""
+    made = []
+
+    def make(registry):
+        made.append(RegistryReader(registry))
+        return made[-1]
+
+    yield make
+    for reader in made:
+        reader.close()
+
+
+def never():
+    return False
+
+
+def events_in(frames):
+    """Id, kind and body of each event; comments are none."""
+    lines = [frame.decode().split("\n") for frame in frames if frame.startswith(b"id: ")]
+    return [(id_[4:], kind[7:], json.loads(data[6:])) for id_, kind, data, *_ in lines]
+
+
+def hear(stream, count, timeout_s=10.0):
+    """The first `count` frames of a stream, or those that came in time."""
+
+    async def listen():
+        heard = []
+        async with aclosing(stream):
+            with suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    while len(heard) < count:
+                        heard.append(await anext(stream))
+        return heard
+
+    return asyncio.run(listen())
+
+
+def test_what_happened_is_told_and_goes_on_where_another_ingress_stopped(registry, make_reader, make_policy):
+    registry.announce(make_policy(2))
+    registry.move("policy", 2, expected=None)
+    registry.pin(2, "it adds well")
+    registry.pause(True)
+    heard = events_in(hear(make_reader(registry).events(None, never), 5))
+    assert [(kind, body["version"], body["round"], body["why"]) for _, kind, body in heard] == [
+        ("published", 2, 1, None),
+        ("serving", 2, 1, None),
+        ("pinned", 2, 1, "it adds well"),
+        ("paused", None, None, None),
+    ]
+    assert all(body["time_s"] > 1e9 for _, _, body in heard)
+    assert [id_ for id_, _, _ in heard] == [event.id for event in registry.events("0", 0)]
+    again = events_in(hear(make_reader(registry).events(heard[1][0], never), 3))
+    assert again == heard[2:]
+
+
+def test_what_happens_while_somebody_listens_is_told(registry, make_reader, make_policy, monkeypatch):
+    monkeypatch.setattr("deploy.service.api.policy_events._POLL_S", 0.01)
+
+    async def listen():
+        async with aclosing(make_reader(registry).events(None, never)) as stream:
+            assert await anext(stream) == b": d1\n\n"
+            waiting = asyncio.ensure_future(anext(stream))
+            await asyncio.sleep(0)
+            await asyncio.to_thread(registry.announce, make_policy(2))
+            return await asyncio.wait_for(waiting, 10)
+
+    assert [kind for _, kind, _ in events_in([asyncio.run(listen())])] == ["published"]
+
+
+@pytest.mark.parametrize("last_id", ["", "x", "3f2a-1", "99999999999999999999-0", "9999999999999-0", "1-2-3"])
+def test_an_id_that_is_not_of_this_registry_gets_the_newest_there_are(registry, make_reader, make_policy, last_id):
+    registry.announce(make_policy(2))
+    assert [kind for _, kind, _ in events_in(hear(make_reader(registry).events(last_id, never), 2))] == ["published"]
+
+
+def test_an_entry_that_cannot_be_read_is_passed(registry, registry_server, make_reader, make_policy):
+    registry.announce(make_policy(2))
+    (first,) = registry.events("0", 0)
+    with redis.Redis.from_url(registry_server.url) as client:
+        client.xadd(registry._events, {"json": "garbage"})
+    registry.announce(make_policy(3))
+    for last_id in (None, first.id):
+        heard = events_in(hear(make_reader(registry).events(last_id, never), 2))
+        assert [body["version"] for _, _, body in heard] == [3]
+
+
+def test_a_registry_that_is_away_is_waited_for_and_said_to_be(registry, make_reader, make_policy, monkeypatch):
+    monkeypatch.setattr("deploy.service.api.policy_events._POLL_S", 0.01)
+    monkeypatch.setattr("deploy.service.api.policy_events._RETRY_S", 0.05)
+    monkeypatch.setattr("deploy.service.api.policy_events.PING_S", 0.1)
+    away = Registry("redis://:none@127.0.0.1:1/0", "tiny")
+
+    async def listen():
+        reader = make_reader(away)
+        async with aclosing(reader.events(None, never)) as stream:
+            heard = [await asyncio.wait_for(anext(stream), 20) for _ in range(2)]
+            reader._registry = registry
+            registry.announce(make_policy(2))
+            while not heard[-1].startswith(b"id: "):
+                heard.append(await asyncio.wait_for(anext(stream), 20))
+        return heard
+
+    heard = asyncio.run(listen())
+    assert heard[1] == b": the registry cannot be reached\n\n"
+    assert [kind for _, kind, _ in events_in(heard)] == ["published"]
+    away.close()
+
+
+def test_the_one_event_of_a_checkpoint_by_itself_is_told_once(make_policy):
+    heard = events_in(hear(one_event(make_policy(3), None, never), 2))
+    assert [(kind, body["version"]) for _, kind, body in heard] == [("serving", 3)]
+    assert hear(one_event(make_policy(3), heard[0][0], never), 2, timeout_s=0.2) == [b": d1\n\n"]
+
+
+def test_a_version_that_only_the_registry_knows_is_shown(service, registry, make_reader, make_policy):
+    registry.announce(make_policy(9, num_correct=3, num_problems=4))
+    with TestClient(create_app(replace(service, registry=make_reader(registry)))) as client:
+        body = client.get("/v1/policy/9").json()
+        assert (body["policy_version"], body["round"], body["score"]["accuracy"]) == (9, 8, 0.75)
+        assert (body["is_live"], body["is_serving"]) == (False, False)
+        assert client.get("/v1/policy/1").json()["is_serving"]
+        assert client.get("/v1/policy/10").status_code == 404
+        assert client.get("/v1/models/policy@v000009").json()["policy_version"] == 9
+        assert client.get("/v1/models/policy@v000010").status_code == 404
+    away = Registry("redis://:none@127.0.0.1:1/0", "tiny")
+    with TestClient(create_app(replace(service, registry=make_reader(away)))) as client:
+        assert client.get("/v1/policy/1").status_code == 200
+        assert client.get("/v1/models/policy@v000010").status_code == 503
+        refused = client.get("/v1/policy/10")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "unavailable")
+    away.close()
+
+
+def test_a_checkpoint_is_shown_while_the_registry_is_away(service, make_reader, run_dir, add_checkpoint):
+    add_checkpoint(run_dir, 2)
+    away = Registry("redis://:none@127.0.0.1:1/0", "tiny")
+    with TestClient(create_app(replace(service, registry=make_reader(away)))) as client:
+        assert client.get("/v1/policy/2").json()["phase"] == "rl"
+        assert client.get("/v1/models/policy@v000002").json()["policy_version"] == 2
+    away.close()
+
+
+def test_streams_of_events_end_when_their_ingress_does(registry, make_reader, make_policy):
+    async def listen(events):
+        async with asyncio.timeout(10):
+            return [event async for event in events]
+
+    for events in (make_reader(registry).events, lambda *rest: one_event(make_policy(3), *rest)):
+        over_s = time.monotonic() + 0.2
+        heard = asyncio.run(listen(events(None, lambda over_s=over_s: time.monotonic() > over_s)))
+        assert heard[0] == b": d1\n\n"

@@ -1,0 +1,558 @@
+"""The engine: jobs that join, leave, and end on the version they began with; and jobs that outlive their engine."""
+
+import asyncio
+import re
+import threading
+import time
+from contextlib import aclosing
+from dataclasses import replace
+
+import pytest
+import torch
+
+from deploy.service.contract import Began, BlocksDone, CanvasSeen, Done, EngineLostError, Job, Refused
+from deploy.service.engine.engine import BusyError, Engine
+from deploy.service.engine.engine_host import EngineHost, Mailbox
+from deploy.service.engine.loaded_version import NoRoomError, NoSuchVersionError, RefusedVersionError
+from deploy.service.engine.versions import Versions
+from deploy.service.link.failover import MAX_LOST, steadily
+from deploy.service.run_files import Checkpoints, load_sampler
+from rollout.config import EngineConfig
+from rollout.request import Request, SamplingParams
+
+PARAMS = SamplingParams(gen_length=32, block_length=8, num_denoise_steps=16, temperature=0.9, stop_ids=())
+
+
+def request(seed=1, **changes):
+    return Request(prompt_ids=(5, 6, 7), params=PARAMS.model_copy(update=changes), seed=seed)
+
+
+def job(*seeds, **facts):
+    return Job(requests=tuple(request(seed) for seed in seeds or (1,)), **{"wanted": "policy"} | facts)
+
+
+async def collect(stream):
+    async with aclosing(stream):
+        return [event async for event in stream]
+
+
+async def flat(stream):
+    async with aclosing(stream):
+        return [event async for events in stream for event in events]
+
+
+def of(kind, events):
+    return [event for event in events if isinstance(event, kind)]
+
+
+def ids(events):
+    return {event.choice: event.completion.token_ids.tolist() for event in of(Done, events)}
+
+
+def wait_until(condition, what, timeout_s=20):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}"
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def held(versions, monkeypatch):
+    """An engine that takes a step only when it is let."""
+    steps = threading.Semaphore(0)
+    step = Engine._step
+
+    def wait(self, live):
+        if steps.acquire(timeout=0.05):
+            step(self, live)
+
+    monkeypatch.setattr(Engine, "_step", wait)
+    engine = Engine(versions, max_pending=3)
+    engine.let = lambda count=1: steps.release(count)
+    yield engine
+    engine.let(10_000)
+    engine.close()
+
+
+def test_a_job_is_what_the_sampler_says_and_tells_each_block_once(host, make_sampler):
+    events = asyncio.run(flat(host.stream(job(1, 2))))
+    expected = make_sampler(1).generate([request(1), request(2)])
+    assert isinstance(events[0], Began)
+    assert events[0].policy.version == 1
+    assert ids(events) == {0: expected[0].token_ids.tolist(), 1: expected[1].token_ids.tolist()}
+    for choice in (0, 1):
+        blocks = [event for event in of(BlocksDone, events) if event.choice == choice]
+        assert [block.start for block in blocks] == [0, 8, 16]
+        told = [token for block in blocks for token in block.slots.token_ids.tolist()]
+        assert told == ids(events)[choice][:24]
+    assert not of(CanvasSeen, events)
+
+
+def test_a_job_without_blocks_is_one_message(host, make_sampler):
+    async def lists():
+        async with aclosing(host.stream(job(1, tells_blocks=False))) as stream:
+            return [events async for events in stream]
+
+    (events,) = asyncio.run(lists())
+    assert [type(event) for event in events] == [Began, Done]
+    assert ids(events)[0] == make_sampler(1).generate([request(1)])[0].token_ids.tolist()
+    backend = DyingBackend(host, 0, 1)
+    again = asyncio.run(collect(steadily(backend, job(1, tells_blocks=False), may_restart=True)))
+    assert ids(again) == ids(events)
+
+
+def test_a_watched_job_shows_every_step(versions, engine):
+    seen = []
+    done = threading.Event()
+
+    def tell(event):
+        seen.append(event)
+        if isinstance(event, Done):
+            done.set()
+
+    engine.submit(job(shows_canvas=True), versions.acquire("policy"), tell)
+    assert done.wait(20)
+    assert [event.progress.num_steps for event in of(CanvasSeen, seen)] == list(range(1, 16))
+
+
+def test_jobs_join_those_under_way_and_leave_them_as_they_are(held, versions, make_sampler):
+    events = []
+    held.submit(job(1), versions.acquire("policy"), events.append)
+    held.let(3)
+    wait_until(lambda: held.num_running == 1, "the first to run")
+    held.submit(job(2), versions.acquire("policy"), events.append)
+    held.let(100)
+    wait_until(lambda: len(of(Done, events)) == 2, "both")
+    done = [event.completion.token_ids.tolist() for event in of(Done, events)]
+    assert done == [c.token_ids.tolist() for c in make_sampler(1).generate([request(1), request(2)])]
+
+
+def test_a_client_that_goes_away_frees_its_slots_at_the_next_step(held, versions):
+    async def leave():
+        async with aclosing(EngineHost(versions, held).stream(job(1, 2))) as stream:
+            assert isinstance((await anext(stream))[0], Began)
+            held.let(1)
+            await asyncio.to_thread(wait_until, lambda: held.num_running == 2, "two rows")
+
+    asyncio.run(leave())
+    wait_until(lambda: held.num_running == 0 and held.num_waiting == 0, "the slots to be free")
+    assert versions.acquire("policy").num_jobs == 1, "the version is still in use"
+
+
+def test_a_request_that_began_under_a_version_finishes_under_it(held, versions, make_policy, make_sampler):
+    events, later = [], []
+    old = versions.acquire("policy")
+    held.submit(job(1), old, events.append)
+    held.let(2)
+    wait_until(lambda: held.num_running == 1, "it to begin")
+    versions.adopt(make_policy(2))
+    assert versions.policy.version == 2
+    held.submit(job(1), versions.acquire("policy"), later.append)
+    held.let(200)
+    wait_until(lambda: of(Done, events) and of(Done, later), "both")
+    assert of(Done, events)[0].completion.policy_version == 1
+    assert of(Done, later)[0].completion.policy_version == 2
+    assert ids(events)[0] == make_sampler(1).generate([request(1)])[0].token_ids.tolist()
+    assert ids(later)[0] == make_sampler(2).generate([request(1)])[0].token_ids.tolist() != ids(events)[0]
+
+
+def test_more_than_fits_is_refused_with_a_time_to_try_again(held, versions):
+    held.submit(job(1, 2), versions.acquire("policy"), lambda event: None)
+    live = versions.acquire("policy")
+    with pytest.raises(BusyError) as raised:
+        held.submit(job(1, 2), live, lambda event: None)
+    assert (raised.value.refusal.status, raised.value.refusal.retry_after_s) == (429, 1)
+    held.submit(job(3), live, lambda event: None)
+
+
+def test_a_job_out_of_time_is_given_up_and_its_slots_are_free(held, versions):
+    events = []
+    held.submit(job(1, timeout_s=0.1), versions.acquire("policy"), events.append)
+    wait_until(lambda: events, "the refusal")
+    assert (events[0].status, events[0].code) == (503, "timeout")
+    wait_until(lambda: held.num_running == 0 and held.num_waiting == 0, "the slot to be free")
+
+
+def test_a_policy_that_fails_fails_its_jobs_and_no_others(held, versions, make_policy):
+    events, others = [], []
+    broken = versions.acquire("policy")
+    held.submit(job(1), broken, events.append)
+    held.let(1)
+    wait_until(lambda: held.num_running == 1, "it to begin")
+    versions.adopt(make_policy(2))
+    held.submit(job(1), versions.acquire("policy"), others.append)
+
+    def fail():
+        raise FloatingPointError("no number")
+
+    broken.batch.step = fail
+    held.let(200)
+    wait_until(lambda: of(Refused, events) and of(Done, others), "both")
+    assert of(Refused, events)[0].status == 500
+    assert "no number" not in of(Refused, events)[0].message
+    again = []
+    held.submit(job(1), versions.acquire(1), again.append)
+    wait_until(lambda: of(Done, again), "the next job of that version")
+
+
+def test_the_log_of_a_failure_says_where_and_shows_no_prompt(engine, versions, capsys):
+    events, live = [], versions.acquire("policy")
+
+    def fail(*_, **__):
+        raise FloatingPointError("no number")
+
+    live.sampler.model.forward = fail
+    asked = replace(request(), prompt_ids=(211, 213, 217))
+    engine.submit(replace(job(), requests=(asked,)), live, events.append)
+    wait_until(lambda: events, "the refusal")
+    log = capsys.readouterr().out
+    assert re.search(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d \[error *\] engine_step_failed", log)
+    assert "Traceback (most recent call last)" in log
+    assert "FloatingPointError: no number" in log
+    assert not re.search(r"\b21[137]\b,", log)
+
+
+def test_what_the_policy_cannot_serve_is_refused_and_releases_the_version(host, versions):
+    events = asyncio.run(flat(host.stream(Job(requests=(replace(request(), prompt_ids=()),), wanted="policy"))))
+    assert [(event.status, event.code) for event in events] == [(400, "invalid_request")]
+    assert versions.acquire("policy").num_jobs == 1
+
+
+def test_an_engine_that_stops_says_so_to_what_is_under_way_and_takes_nothing(held, versions):
+    events = []
+    held.submit(job(1), versions.acquire("policy"), events.append)
+    held.let(1)
+    wait_until(lambda: held.num_running == 1, "it to begin")
+    held.close()
+    assert [(event.status, event.code) for event in of(Refused, events)] == [(503, "unavailable")]
+    assert not held.is_alive
+    with pytest.raises(BusyError) as raised:
+        held.submit(job(2), versions.acquire("policy"), events.append)
+    assert raised.value.refusal.status == 503
+
+
+def test_a_slow_reader_gets_the_newest_canvas_and_every_block():
+    async def read():
+        mailbox = Mailbox(asyncio.get_running_loop())
+        for progress in (1, 2):
+            for choice in (0, 1):
+                mailbox.put(CanvasSeen(choice=choice, progress=progress))
+        mailbox.put(BlocksDone(choice=0, start=0, slots=None))
+        mailbox.put(CanvasSeen(choice=0, progress=3))
+        await asyncio.sleep(0)
+        return await asyncio.wait_for(mailbox.take(), 5)
+
+    got = asyncio.run(read())
+    assert [(event.choice, getattr(event, "progress", None)) for event in got] == [(0, 2), (1, 2), (0, None), (0, 3)]
+
+
+def test_who_leaves_while_a_version_loads_does_not_keep_it(versions, engine, make_policy):
+    may_load, loading = threading.Event(), threading.Event()
+
+    class Slow:
+        def acquire(self, *arguments):
+            loading.set()
+            assert may_load.wait(20)
+            return versions.acquire(*arguments)
+
+        def __getattr__(self, name):
+            return getattr(versions, name)
+
+    async def run():
+        task = asyncio.create_task(flat(EngineHost(Slow(), engine).stream(job(began_with=versions.policy))))
+        await asyncio.to_thread(loading.wait, 20)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        may_load.set()
+        deadline = time.monotonic() + 20
+        while versions.policy.version not in {live.policy.version for live in released}:
+            assert time.monotonic() < deadline, "it is kept"
+            await asyncio.sleep(0.01)
+
+    released, release = [], versions.release
+    versions.release = lambda live: (released.append(live), release(live))
+    asyncio.run(run())
+
+
+def test_a_join_that_fails_ends_all_jobs_whose_rows_are_lost_with_it(held, versions, monkeypatch):
+    told = {"first": [], "second": []}
+    live = versions.acquire("policy")
+    held.submit(job(1), live, told["first"].append)
+    wait_until(lambda: held._tasks and live.batch is not None, "the first to join")
+    monkeypatch.setattr(live.batch, "submit", lambda _: (_ for _ in ()).throw(RuntimeError("out of memory")))
+    held.submit(job(2), versions.acquire("policy"), told["second"].append)
+    wait_until(lambda: all(told.values()), "both to be told")
+    assert [[event.code for event in events] for events in told.values()] == [["engine_failed"]] * 2
+    assert held.is_alive
+
+
+def test_a_version_without_room_for_rows_fails_its_job_and_no_other(host, engine, versions, monkeypatch):
+    sampler = versions._live[0].sampler
+    opened = sampler.open
+    monkeypatch.setattr(sampler, "open", lambda *_: (_ for _ in ()).throw(RuntimeError("out of memory")))
+    events = asyncio.run(flat(host.stream(job())))
+    assert [event.code for event in of(Refused, events)] == ["engine_failed"]
+    monkeypatch.setattr(sampler, "open", opened)
+    assert ids(asyncio.run(flat(host.stream(job()))))
+    assert engine.is_alive
+
+
+# Versions.
+
+
+def test_a_bad_version_stays_out_and_says_so(versions, make_policy, make_sampler):
+    sampler = make_sampler(2)
+    with torch.no_grad():
+        sampler.model.embed.weight[3, 3] = torch.nan
+    versions._load = lambda policy: sampler
+    with pytest.raises(RefusedVersionError, match="weights that are no numbers"):
+        versions.adopt(make_policy(2))
+    assert (versions.policy.version, versions.num_swaps) == (1, 0)
+    assert [(refused.version, refused.why) for refused in versions.refused] == [
+        (2, "Policy version 2 is not served: policy version 2 has weights that are no numbers")
+    ]
+
+
+def test_a_version_that_predicts_no_number_stays_out(versions, make_policy, make_sampler):
+    sampler = make_sampler(2)
+    with torch.no_grad():
+        sampler.model.head.weight.fill_(3e38)
+    versions._load = lambda policy: sampler
+    with pytest.raises(RefusedVersionError, match="predicts what is no number"):
+        versions.adopt(make_policy(2))
+
+
+def test_damaged_weights_stay_out(make_policy, versions):
+    def damaged(policy):
+        raise ValueError("the checksum of head.weight differs")
+
+    versions._load = damaged
+    with pytest.raises(RefusedVersionError, match="checksum"):
+        versions.adopt(make_policy(2))
+
+
+def test_a_version_is_loaded_once_and_stays_while_it_is_used(run_dir, make_policy, make_sampler):
+    loaded = []
+
+    def load(policy):
+        loaded.append(policy.version)
+        return make_sampler(policy.version)
+
+    versions = Versions(make_sampler(1), make_policy(1), load=load, locate=lambda wanted: None, most_live=3)
+    first = versions.acquire("policy")
+    for version in (2, 3, 4, 5):
+        versions.adopt(make_policy(version))
+    assert loaded == [2, 3, 4, 5]
+    assert [policy.version for policy in versions.live] == [1, 4, 5]
+    assert versions.acquire(1) is first
+    versions.release(first)
+    versions.release(first)
+    versions.adopt(make_policy(6))
+    assert len(versions.live) == 3
+    with pytest.raises(NoSuchVersionError, match="no policy version 77"):
+        versions.acquire(77)
+
+
+def test_a_version_that_nobody_used_for_a_while_leaves_memory(versions, make_policy, monkeypatch):
+    versions.adopt(make_policy(2))
+    live = versions.acquire(1)
+    monkeypatch.setattr("deploy.service.engine.versions._LINGER_S", 0.0)
+    versions.forget_idle()
+    assert [policy.version for policy in versions.live] == [1, 2]
+    versions.release(live)
+    assert [policy.version for policy in versions.live] == [1, 2]
+    versions.forget_idle()
+    assert [policy.version for policy in versions.live] == [2]
+
+
+def test_a_version_in_memory_is_found_without_a_look_at_the_disk(versions, make_policy):
+    def locate(wanted):
+        raise AssertionError(f"looked for {wanted}")
+
+    versions._locate = locate
+    versions.adopt(make_policy(2))
+    for wanted, version in (("policy", 2), (1, 1), (2, 2)):
+        live = versions.acquire_live(wanted)
+        assert (live.policy.version, live.num_jobs) == (version, 1)
+        versions.release(live)
+    assert versions.acquire_live("base") is versions.acquire_live(3) is None
+
+
+def test_a_prepared_version_takes_over_without_loading(versions, make_policy):
+    versions.prepare(make_policy(2))
+    assert (versions.policy.version, versions.holds(make_policy(2))) == (1, True)
+    assert all(not live.num_jobs for live in versions._live)
+    versions._load = None
+    versions.adopt(make_policy(2))
+    assert versions.policy.version == 2
+
+
+def test_a_version_that_is_asked_for_and_gone_is_no_refused_one(versions, make_policy):
+    def gone(policy):
+        raise LookupError("the store moved on")
+
+    versions._load = gone
+    versions.learn(make_policy(3))
+    with pytest.raises(NoSuchVersionError, match="moved on"):
+        versions.acquire(3)
+    assert versions.refused == ()
+    assert versions._loading.acquire(timeout=1)
+
+
+def test_no_room_is_said_and_not_waited_for_without_end(make_policy, make_sampler, monkeypatch):
+    monkeypatch.setattr("deploy.service.engine.versions._BRING_TIMEOUT_S", 0.1)
+    versions = Versions(
+        make_sampler(1),
+        make_policy(1),
+        load=lambda policy: make_sampler(policy.version),
+        locate=lambda wanted: make_policy(wanted) if isinstance(wanted, int) else None,
+        most_live=2,
+    )
+    versions.acquire(2)
+    with pytest.raises(NoRoomError, match="All 2 policy versions"):
+        versions.acquire(3)
+
+
+def test_base_is_what_the_rounds_began_with(run_dir, add_checkpoint, versions):
+    assert versions.base == 1
+    add_checkpoint(run_dir, 5, "rl", round_index=4)
+    assert versions.acquire("base").policy.version == 1
+    assert versions.acquire(5).policy.version == 5
+    assert [policy.version for policy in versions.live] == [1, 5]
+
+
+def test_a_version_that_its_store_has_lost_since_is_answered_from_its_checkpoint(
+    run_dir, add_checkpoint, versions, make_policy, make_sampler
+):
+    def load(policy):
+        if policy.checkpoint is None:
+            raise LookupError("the store moved on")
+        return make_sampler(policy.version)
+
+    versions._load = load
+    announced = make_policy(5, weight_store="d1-weights-tiny", manifest_digest="abc")
+    versions.learn(announced)
+    with pytest.raises(NoSuchVersionError, match="moved on"):
+        versions.acquire(5)
+    versions._locate = Checkpoints(run_dir).locate
+    directory = add_checkpoint(run_dir, 5, "rl", round_index=4)
+    assert versions.acquire(5).policy == replace(announced, checkpoint=str(directory))
+
+
+def test_a_checkpoint_of_other_weights_is_not_taken_for_those_that_were_announced(versions, make_policy):
+    def gone(_):
+        raise LookupError("the store moved on")
+
+    versions._load = gone
+    versions._locate = lambda version: make_policy(version, checkpoint="/other", manifest_digest="def")
+    versions.learn(make_policy(5, weight_store="d1-weights-tiny", manifest_digest="abc"))
+    with pytest.raises(NoSuchVersionError, match="moved on"):
+        versions.acquire(5)
+
+
+def test_a_damaged_checkpoint_is_found_out_when_it_is_loaded_and_not_each_time_it_is_named(
+    run_dir, add_checkpoint, make_policy, make_sampler
+):
+    add_checkpoint(run_dir, 5, "rl", round_index=4)
+    versions = Versions(
+        make_sampler(5),
+        make_policy(5),
+        load=lambda policy: load_sampler(policy, run_dir / "checkpoints" / "rl-5", EngineConfig()),
+        locate=Checkpoints(run_dir).locate,
+    )
+    weights = run_dir / "checkpoints" / "sft-1" / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    assert versions.base == 1
+    with pytest.raises(RefusedVersionError, match="is not served"):
+        versions.acquire("base")
+
+
+def test_a_score_changes_what_is_known_and_not_the_weights(versions, make_policy):
+    versions.learn(replace(versions.policy, num_correct=3, num_problems=4))
+    assert (versions.policy.num_correct, versions.scored.version, versions.num_swaps) == (3, 1, 0)
+    versions.learn(make_policy(7, num_correct=1, num_problems=4))
+    assert (versions.policy.version, versions.scored.version, versions.announced.version) == (1, 7, 7)
+    versions.adopt(make_policy(2))
+    assert (versions.policy.version, versions.announced.version) == (2, 7), "what is served need not be the newest"
+
+
+# Engines that die.
+
+
+class DyingBackend:
+    """An engine that dies after so many events of an attempt, and another that does not."""
+
+    def __init__(self, host, *lives):
+        self.host, self.lives, self.jobs = host, list(lives), []
+
+    async def stream(self, job):
+        self.jobs.append(job)
+        life = self.lives.pop(0) if self.lives else 10_000
+        async with aclosing(self.host.stream(job)) as stream:
+            async for events in stream:
+                for event in events:
+                    if not life:
+                        raise EngineLostError("SIGKILL")
+                    life -= 1
+                    yield [event]
+
+    async def states(self):
+        return []
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("lives", [(0,), (1,), (2,), (3, 2), (4, 0, 5)])
+def test_a_job_outlives_its_engines_token_for_token(host, lives, temperature):
+    work = Job(requests=tuple(request(seed, temperature=temperature) for seed in (1, 2)), wanted="policy")
+    whole = asyncio.run(collect(steadily(DyingBackend(host), work, may_restart=False)))
+    backend = DyingBackend(host, *lives)
+    again = asyncio.run(collect(steadily(backend, work, may_restart=False)))
+    assert len(backend.jobs) == len(lives) + 1
+    assert len(of(Began, again)) == 1
+    assert ids(again) == ids(whole)
+    steps = {event.choice: event.completion.step_map.tolist() for event in of(Done, again)}
+    assert steps == {event.choice: event.completion.step_map.tolist() for event in of(Done, whole)}
+    for choice in (0, 1):
+        starts = [event.start for event in of(BlocksDone, again) if event.choice == choice]
+        assert starts == [0, 8, 16]
+    assert not of(Refused, again)
+    if lives == (4, 0, 5):
+        assert backend.jobs[-1].began_with is not None
+        assert any(one.committed is not None for one in backend.jobs[-1].requests)
+
+
+def test_a_stream_whose_version_is_gone_ends_with_an_error_and_a_whole_answer_begins_again(
+    host, versions, make_policy, make_sampler
+):
+    class Forgetful(DyingBackend):
+        """The second engine has other weights under the number that the first began with."""
+
+        async def stream(self, job):
+            if len(self.jobs) == 1:
+                begun = versions.policy.version
+                versions.adopt(make_policy(begun, manifest_digest="new"))
+                versions.adopt(make_policy(begun + 10, manifest_digest="c"))
+            async with aclosing(super().stream(job)) as stream:
+                async for events in stream:
+                    yield events
+
+    versions.learn(replace(versions.policy, manifest_digest="a"))
+    versions._most_live = 2
+    events = asyncio.run(collect(steadily(Forgetful(host, 3), job(), may_restart=False)))
+    assert isinstance(events[-1], Refused)
+    assert (events[-1].status, events[-1].code) == (503, "version_gone")
+    versions.adopt(make_policy(2, manifest_digest="b"))
+    again = asyncio.run(collect(steadily(Forgetful(host, 3), job(), may_restart=True)))
+    assert [event.policy.manifest_digest for event in of(Began, again)] == ["b", "c"]
+    assert not of(Refused, again)
+    assert len(of(Done, again)) == 1
+
+
+def test_engines_that_die_without_end_end_in_a_refusal(host, monkeypatch):
+    monkeypatch.setattr("deploy.service.link.failover._PAUSE_S", 0)
+    backend = DyingBackend(host, *[0] * MAX_LOST)
+    events = asyncio.run(collect(steadily(backend, job(), may_restart=True)))
+    assert [event.code for event in events] == ["engine_unavailable"]

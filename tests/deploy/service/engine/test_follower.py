@@ -1,0 +1,454 @@
+"""The follower against a registry, one that fails, and others that follow the same."""
+
+import time
+
+import pytest
+import redis
+
+from actors.registry.files import write_admin
+from actors.registry.registry import NOTHING_HELD, AdminState, EventKind, Registry
+from deploy.service.engine.follower import VersionFollower
+from deploy.service.engine.versions import Versions
+from deploy.service.run_files import Checkpoints, latest_checkpoint, load_sampler
+from rollout.config import EngineConfig
+from rollout.sampler import Sampler
+
+
+class FlakyRegistry(Registry):
+    """Away while it is told to be."""
+
+    is_away = False
+
+    def _explained(self):
+        if self.is_away:
+            raise ConnectionError("away")
+        return super()._explained()
+
+
+@pytest.fixture
+def registry(registry_server, registry):
+    flaky = FlakyRegistry(registry_server.url, registry._keys[0].split(":")[1])
+    yield flaky
+    flaky.close()
+
+
+@pytest.fixture
+def loaded():
+    return []
+
+
+@pytest.fixture
+def engine_of(run_dir, make_sampler, loaded):
+    """The versions of one more engine of the run."""
+
+    def make():
+        def load(policy):
+            loaded.append(policy.version)
+            return make_sampler(policy.version)
+
+        policy = latest_checkpoint(run_dir)
+        return Versions(make_sampler(policy.version), policy, load=load, locate=Checkpoints(run_dir).locate)
+
+    return make
+
+
+@pytest.fixture
+def versions(engine_of):
+    return engine_of()
+
+
+@pytest.fixture
+def follow(versions, registry, run_dir):
+    """A follower of a registry that has announced some versions."""
+
+    def make(*policies):
+        for policy in policies:
+            registry.announce(policy)
+        return VersionFollower(registry, versions, run_dir)
+
+    return make
+
+
+def kinds(registry):
+    return [(event.kind, event.version) for event in registry.events("0", 0)]
+
+
+def test_only_the_last_announcement_is_loaded(versions, follow, loaded, make_policy):
+    assert follow(make_policy(2), make_policy(3), make_policy(4)).follow_once(0)
+    assert (versions.policy.version, loaded) == (4, [4])
+
+
+def test_a_score_is_taken_over_without_loading(versions, follow, registry, loaded, make_policy):
+    follower = follow(make_policy(2))
+    follower.follow_once(0)
+    registry.score(2, 1, 2)
+    follower.follow_once(0)
+    assert (versions.policy.num_correct, loaded, versions.num_swaps) == (1, [2], 1)
+
+
+def test_what_is_served_already_is_not_loaded_again(versions, follow, loaded, make_policy):
+    follow(make_policy(1, weight_store="gone")).follow_once(0)
+    assert (versions.policy.version, loaded) == (1, [])
+
+
+def test_a_resumed_run_may_go_back_to_an_earlier_version(versions, follow, registry, make_policy):
+    follower = follow(make_policy(5, manifest_digest="a"))
+    follower.follow_once(0)
+    registry.announce(make_policy(3))
+    follower.follow_once(0)
+    assert versions.policy.version == 3
+
+
+def test_weights_that_are_gone_are_counted_and_not_asked_for_again(versions, follow, make_policy):
+    follower = follow(make_policy(2))
+    attempts = []
+
+    def gone(policy):
+        attempts.append(policy.version)
+        raise LookupError("the store moved on")
+
+    follower._versions._load = gone
+    assert not follower.follow_once(0)
+    assert follower.follow_once(0)
+    assert (versions.policy.version, attempts) == (1, [2])
+    assert (follower.status.num_errors, follower.status.last_error) == (1, "the store moved on")
+    assert follower.status.registry_reachable
+
+
+def loads_checkpoints_alone(versions, otherwise):
+    """Make `versions` fail with `otherwise` where a version has no checkpoint."""
+    load = versions._load
+
+    def from_checkpoint(policy):
+        if policy.checkpoint is None:
+            raise otherwise
+        return load(policy)
+
+    versions._load = from_checkpoint
+
+
+def test_weights_that_are_gone_are_asked_for_again_when_they_lie_elsewhere(versions, follow, registry, make_policy):
+    follower = follow(make_policy(2))
+    loads_checkpoints_alone(versions, LookupError("the store moved on"))
+    assert not follower.follow_once(0)
+    registry.add_checkpoint(2, "/somewhere")
+    assert follower.follow_once(0)
+    assert versions.policy.version == 2
+
+
+def test_versions_out_of_reach_are_not_refused_and_engines_serve_them_once_they_have_a_checkpoint(
+    engine_of, registry, run_dir, make_policy
+):
+    def engine():
+        versions = engine_of()
+        loads_checkpoints_alone(versions, LookupError("there is no weight store d1-weights-tiny on this cluster"))
+        return versions, VersionFollower(registry, versions, run_dir)
+
+    old, old_follower = engine()
+    for version in (2, 3, 4):
+        registry.announce(make_policy(version, weight_store="d1-weights-tiny"))
+        assert not old_follower.follow_once(0)
+    assert old.refused == ()
+    assert registry.standing().refused == frozenset()
+    assert EventKind.REFUSED not in dict(kinds(registry))
+    registry.add_checkpoint(4, "/somewhere")
+    # Before another engine has moved the alias.
+    new, new_follower = engine()
+    assert new_follower.catch_up()
+    assert old_follower.follow_once(0)
+    assert new.policy.version == old.policy.version == registry.aliases()["policy"] == 4
+
+
+def test_a_version_with_another_checksum_than_was_announced_stays_out_and_says_so(
+    versions, follow, registry, run_dir, add_checkpoint, make_policy
+):
+    directory = add_checkpoint(run_dir, 2)
+    versions._load = lambda policy: load_sampler(policy, directory, EngineConfig())
+    follower = follow(make_policy(2, checkpoint=str(directory), manifest_digest="dead" * 16))
+    assert not follower.follow_once(0)
+    assert versions.policy.version == 1
+    assert registry.standing().refused == {2}
+    assert "holds other weights than were announced" in versions.refused[0].why
+
+
+def test_a_version_that_arrived_damaged_is_served_from_its_checkpoint(versions, follow, registry, make_policy):
+    follower = follow(make_policy(2, weight_store="d1-weights-tiny"))
+    loads_checkpoints_alone(versions, ValueError("the checksum differs"))
+    assert not follower.follow_once(0)
+    assert registry.standing().refused == {2}
+    registry.add_checkpoint(2, "/somewhere")
+    assert follower.follow_once(0)
+    assert (versions.policy.version, versions.refused, registry.standing().refused) == (2, (), frozenset())
+
+
+def test_a_version_that_is_refused_is_counted_and_not_asked_for_again(versions, follow, registry, make_policy):
+    follower = follow(make_policy(2))
+
+    def damaged(policy):
+        raise ValueError("the checksum differs")
+
+    versions._load = damaged
+    assert not follower.follow_once(0)
+    assert follower.follow_once(0)
+    assert versions.policy.version == 1
+    assert [(refused.version, refused.why) for refused in versions.refused] == [
+        (2, "Policy version 2 is not served: the checksum differs")
+    ]
+    registry.announce(make_policy(3))
+    versions._load = make_sampler_of(versions)
+    assert follower.follow_once(0)
+    assert versions.policy.version == 3
+
+
+def make_sampler_of(versions):
+    """The served weights, under any number."""
+    return lambda policy: Sampler(versions._current.sampler.model, policy.version)
+
+
+def test_other_failures_to_load_are_tried_again(versions, follow, make_policy, make_sampler):
+    follower = follow(make_policy(2))
+    outcomes = [TimeoutError("no answer"), make_sampler(2)]
+
+    def load(_):
+        outcome = outcomes.pop(0)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    follower._versions._load = load
+    assert not follower.follow_once(0)
+    assert follower.follow_once(0)
+    assert (versions.policy.version, follower.status.num_errors) == (2, 1)
+
+
+def test_a_registry_out_of_reach_is_seen_and_so_is_its_return(versions, follow, registry, make_policy):
+    follower = follow(make_policy(2))
+    registry.is_away = True
+    assert not follower.follow_once(0)
+    assert not follower.status.registry_reachable
+    registry.is_away = False
+    assert follower.follow_once(0)
+    assert follower.status.registry_reachable
+    assert (versions.policy.version, follower.status.num_errors) == (2, 1)
+
+
+def test_a_malformed_entry_is_counted_once_and_passed(versions, follow, registry, registry_server, make_policy):
+    with redis.Redis.from_url(registry_server.url) as client:
+        client.xadd(registry._stream, {"json": "garbage"})
+    follower = follow(make_policy(2))
+    assert not follower.follow_once(0)
+    assert follower.follow_once(0)
+    assert (versions.policy.version, follower.status.num_errors) == (2, 1)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_the_thread_follows_and_a_dead_one_is_replaced(versions, follow, make_policy):
+    follower = follow(make_policy(2))
+    read = follower._read
+
+    def die(_):
+        raise SystemExit
+
+    follower._read = die
+    follower.ensure_running()
+    follower._thread.join(10)
+    assert not follower._thread.is_alive()
+    follower._read = read
+    follower.ensure_running()
+    assert follower.status.num_errors == 1
+    deadline = time.monotonic() + 10
+    while versions.policy.version != 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    follower.stop()
+    assert not follower._thread.is_alive()
+
+
+# What the registry hears.
+
+
+def test_an_empty_registry_is_filled_and_told_what_serves(versions, follow, registry):
+    assert follow().follow_once(0)
+    assert registry.aliases() == {"newest": 1, "base": 1, "policy": 1}
+    assert kinds(registry) == [("rebuilt", 1), ("serving", 1)]
+
+
+def test_a_registry_that_lost_its_data_is_filled_with_what_was_heard(
+    versions, follow, registry, registry_server, make_policy
+):
+    newest = make_policy(7, weight_store="d1-weights-tiny", manifest_digest="abc")
+    follower = follow(newest)
+    assert follower.follow_once(0)
+    with redis.Redis.from_url(registry_server.url) as client:
+        client.flushall()
+    follower.follow_once(0)
+    assert follower.follow_once(0)
+    assert registry.latest() == newest
+    assert registry.aliases() == {"newest": 7, "base": 1, "policy": 7}
+    assert (versions.policy.version, versions.num_swaps) == (7, 1)
+
+
+def test_a_damaged_file_of_what_an_operator_wants_is_shown_and_stops_nothing(follow, registry, run_dir, versions):
+    (run_dir / "admin.json").write_text("{")
+    follower = follow()
+    assert not follower.follow_once(0)
+    assert "admin.json is damaged" in follower.status.last_error
+    assert follower.follow_once(0)
+    assert registry.aliases()["policy"] == 1
+
+
+def test_many_engines_tell_of_a_swap_and_of_a_refusal_once(engine_of, registry, run_dir, make_policy):
+    followers = [VersionFollower(registry, engine_of(), run_dir) for _ in range(3)]
+    registry.announce(make_policy(2))
+    for follower in followers:
+        assert follower.follow_once(0)
+
+    def damaged(policy):
+        raise ValueError("the checksum differs")
+
+    registry.announce(make_policy(3))
+    for follower in followers:
+        load, follower._versions._load = follower._versions._load, damaged
+        assert not follower.follow_once(0)
+        follower._versions._load = load
+    registry.announce(make_policy(4))
+    for follower in [*followers, *followers]:
+        assert follower.follow_once(0)
+    told = [one for one in kinds(registry) if one[0] not in (EventKind.REBUILT, EventKind.PUBLISHED)]
+    assert told == [("serving", 2), ("refused", 3), ("serving", 4), ("retired", 2)]
+    refused = next(event for event in registry.events("0", 0) if event.kind is EventKind.REFUSED)
+    assert refused.why == "Policy version 3 is not served: the checksum differs"
+
+
+def test_an_engine_that_lags_does_not_move_the_alias_back(engine_of, registry, run_dir, make_policy):
+    ahead = VersionFollower(registry, engine_of(), run_dir)
+    registry.announce(make_policy(2))
+    slow_versions = engine_of()
+    behind = VersionFollower(registry, slow_versions, run_dir)
+    load = slow_versions._load
+
+    def slowly(policy):
+        if policy.version == 2:
+            registry.announce(make_policy(3))
+            assert ahead.follow_once(0)
+        return load(policy)
+
+    slow_versions._load = slowly
+    behind.follow_once(0)
+    assert (slow_versions.policy.version, registry.aliases()["policy"]) == (2, 3)
+    behind.follow_once(0)
+    assert slow_versions.policy.version == 3
+    assert [one for one in kinds(registry) if one[0] == "serving"] == [("serving", 3)]
+
+
+# What an operator wants.
+
+
+def test_a_pinned_version_serves_whatever_is_announced(versions, follow, registry, make_policy):
+    follower = follow(make_policy(2), make_policy(3))
+    follower.follow_once(0)
+    registry.pin(2)
+    follower.follow_once(0)
+    registry.announce(make_policy(4))
+    follower.follow_once(0)
+    assert (versions.policy.version, versions.announced.version) == (2, 4)
+    assert follower.status.admin == AdminState(pinned=2, is_paused=False)
+    assert registry.aliases()["policy"] == 2
+    registry.pin(None)
+    follower.follow_once(0)
+    assert (versions.policy.version, registry.aliases()["policy"]) == (4, 4)
+
+
+def test_a_paused_service_keeps_what_it_has_and_new_engines_take_the_same(
+    versions, follow, registry, engine_of, run_dir, make_policy
+):
+    follower = follow(make_policy(2))
+    follower.follow_once(0)
+    registry.pause(True)
+    registry.announce(make_policy(3))
+    follower.follow_once(0)
+    assert (versions.policy.version, versions.announced.version) == (2, 3)
+    new = engine_of()
+    assert VersionFollower(registry, new, run_dir).catch_up()
+    assert new.policy.version == 2
+    registry.pause(False)
+    follower.follow_once(0)
+    assert versions.policy.version == 3
+
+
+def test_weights_that_a_resumed_run_makes_anew_do_not_replace_what_is_held(versions, follow, registry, make_policy):
+    follower = follow(make_policy(2, manifest_digest="a"))
+    follower.follow_once(0)
+    registry.pause(True)
+    registry.announce(make_policy(2, manifest_digest="b"))
+    follower.follow_once(0)
+    assert versions.policy.manifest_digest == "a"
+    registry.pause(False)
+    follower.follow_once(0)
+    assert versions.policy.manifest_digest == "b"
+
+
+def test_a_service_goes_on_with_a_new_run_of_the_name_and_without_the_pin_of_the_old(
+    versions, follow, registry, make_policy
+):
+    follower = follow()
+    registry.announce(make_policy(9, manifest_digest="old"), 1.0)
+    registry.pin(9)
+    assert follower.follow_once(0)
+    assert versions.policy.version == 9
+    registry.announce(make_policy(2, manifest_digest="new"), 2.0)
+    assert follower.follow_once(0)
+    assert (versions.policy.version, follower.status.num_errors) == (2, 0)
+    assert registry.aliases() == {"newest": 2, "policy": 2}
+    assert follower.status.admin == NOTHING_HELD
+
+
+def test_a_pin_outlives_the_registrys_data(versions, follow, registry, run_dir, add_checkpoint, make_policy):
+    add_checkpoint(run_dir, 2)
+    write_admin(run_dir, AdminState(pinned=1, is_paused=False))
+    follower = follow()
+    assert follower.follow_once(0)
+    assert (versions.policy.version, versions.announced.version) == (1, 2)
+    assert registry.admin().pinned == 1
+
+
+def test_a_pinned_version_that_is_gone_leaves_what_the_others_serve(
+    versions, follow, registry, engine_of, run_dir, make_policy
+):
+    follow(make_policy(2), make_policy(3)).follow_once(0)
+    registry.pin(2)
+    new = engine_of()
+    load, lost = new._load, [2]
+
+    def gone(policy):
+        if policy.version in lost:
+            raise LookupError("the store moved on")
+        return load(policy)
+
+    new._load = gone
+    follower = VersionFollower(registry, new, run_dir)
+    assert not follower.follow_once(0)
+    assert new.policy.version == 3
+    assert follower.follow_once(0)
+    # It was mended, and loaded by whoever mended it.
+    lost.clear()
+    new.prepare(make_policy(2))
+    assert follower.follow_once(0)
+    assert new.policy.version == 2
+
+
+def test_a_new_engine_does_not_serve_what_the_others_have_refused(
+    versions, follow, registry, engine_of, run_dir, make_policy
+):
+    follower = follow(make_policy(2))
+    follower.follow_once(0)
+
+    def damaged(policy):
+        raise ValueError("worse by 40 points")
+
+    versions._load = damaged
+    registry.announce(make_policy(3))
+    follower.follow_once(0)
+    new = engine_of()
+    assert VersionFollower(registry, new, run_dir).follow_once(0)
+    assert new.policy.version == 2

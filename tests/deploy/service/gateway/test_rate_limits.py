@@ -1,0 +1,134 @@
+"""How often a key may ask: alone, together with other ingresses, and while what they share is away."""
+
+import asyncio
+import secrets
+import socket
+import threading
+import time
+from contextlib import contextmanager, suppress
+
+import pytest
+from redis import Redis
+from starlette.applications import Starlette
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
+from starlette.testclient import TestClient
+
+from deploy.service.gateway.access import Gate
+from deploy.service.gateway.api_keys import Keys
+from deploy.service.gateway.rate_limits import Rates, SharedCounts
+from tests.deploy.service.asking import TOKEN, wait_until
+
+
+def statuses(rates, count, owner="me"):
+    """What becomes of requests, one after another, of each of `rates` in turn."""
+
+    async def ask():
+        found = []
+        for index in range(count):
+            refusal = await rates[index % len(rates)].refusal(owner)
+            found.append(200 if refusal is None else refusal.status)
+        for one in rates:
+            await one.aclose()
+        return found
+
+    return asyncio.run(ask())
+
+
+@pytest.fixture
+def make_rates(registry_server, monkeypatch):
+    """Rates of ingresses of one service, which wait for the count however busy this machine is."""
+    monkeypatch.setattr("deploy.service.gateway.rate_limits._TIMEOUT_S", 60.0)
+    name = secrets.token_hex(4)
+    return lambda limit: Rates(limit, SharedCounts(registry_server.url, name))
+
+
+def test_each_key_has_its_own_limit():
+    rates = [Rates("2/minute")]
+    assert statuses(rates, 3) == [200, 200, 429]
+    assert statuses(rates, 1, "you") == [200]
+
+
+def test_by_itself_each_ingress_has_the_whole_limit():
+    assert statuses([Rates("2/minute"), Rates("2/minute")], 6) == [200, 200, 200, 200, 429, 429]
+
+
+def test_ingresses_count_together(make_rates):
+    assert statuses([make_rates("3/minute"), make_rates("3/minute")], 5) == [200, 200, 200, 429, 429]
+
+
+def test_services_do_not_count_together(registry_server):
+    rates = [Rates("1/minute", SharedCounts(registry_server.url, name)) for name in ("one", "other")]
+    assert statuses(rates, 3) == [200, 200, 429]
+
+
+def test_a_refusal_says_when_to_ask_again(make_rates):
+    async def refused():
+        rates = make_rates("1/minute")
+        await rates.refusal("me")
+        refusal = await rates.refusal("me")
+        await rates.aclose()
+        return refusal
+
+    assert 1 <= asyncio.run(refused()).retry_after_s <= 60
+
+
+def test_a_burst_is_counted_together(make_rates):
+    async def ask():
+        rates = make_rates("5/minute")
+        found = await asyncio.gather(*(rates.refusal("me") for _ in range(200)))
+        await rates.aclose()
+        return found
+
+    assert sum(refusal is None for refusal in asyncio.run(ask())) == 5
+
+
+def test_the_connections_of_the_counts_end_with_the_gate(registry_server, make_rates):
+    app = Starlette(routes=[Route("/", lambda _: PlainTextResponse("hello"), methods=["POST"])])
+    with Redis.from_url(registry_server.url) as redis:
+        num_before = len(redis.client_list())
+        with TestClient(Gate(app, Keys.of(TOKEN, "test"), make_rates("1/minute"))) as client:
+            client.headers["authorization"] = f"Bearer {TOKEN}"
+            assert [client.post("/").status_code for _ in range(2)] == [200, 429]
+            assert len(redis.client_list()) == num_before + 1
+        wait_until(lambda: len(redis.client_list()) == num_before, "the connections to end")
+
+
+@contextmanager
+def redis_that_says_nothing():
+    """Its URL, and the connections that it got."""
+    accepted = []
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def accept():
+            with suppress(OSError):
+                while True:
+                    accepted.append(listening.accept()[0])
+
+        threading.Thread(target=accept, daemon=True).start()
+        yield f"redis://:none@127.0.0.1:{listening.getsockname()[1]}/0", accepted
+        listening.shutdown(socket.SHUT_RDWR)
+    for connection in accepted:
+        connection.close()
+
+
+def test_while_what_is_shared_cannot_be_reached_each_counts_by_itself(monkeypatch):
+    monkeypatch.setattr("deploy.service.gateway.rate_limits._RETRY_S", 1.0)
+
+    async def ask(rates):
+        began_s = time.monotonic()
+        first = await asyncio.gather(*(rates.refusal("me") for _ in range(20)))
+        assert sum(refusal is None for refusal in first) == 2
+        assert time.monotonic() - began_s < 5.0, "each waited for the one before"
+        num_tried = len(accepted)
+        # It is not tried for each request.
+        assert all([await rates.refusal("me") for _ in range(20)])
+        assert len(accepted) == num_tried
+        # And by one alone, once it may be back.
+        await asyncio.sleep(1.1)
+        assert all(await asyncio.gather(*(rates.refusal("me") for _ in range(20))))
+        assert len(accepted) == num_tried + 1
+        await rates.aclose()
+
+    with redis_that_says_nothing() as (url, accepted):
+        asyncio.run(ask(Rates("2/minute", SharedCounts(url, "tiny"))))

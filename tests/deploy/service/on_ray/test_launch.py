@@ -1,0 +1,224 @@
+"""What the service takes from a run directory before anything is started."""
+
+import json
+import stat
+from dataclasses import replace
+
+import pytest
+
+from actors.weights import fetch, make_manifest
+from deploy.errors import UserError
+from deploy.service import banner
+from deploy.service.gateway.api_keys import Keys, own_key, read_keys
+from deploy.service.on_ray import launch
+from deploy.service.on_ray.launch import banner_of_key, serve_checkpoint, serve_run
+from deploy.service.run_files import latest_checkpoint, load_sampler, plain_checkpoint
+from deploy.service.source import Source
+from learner.model.checkpoint import save_checkpoint
+from rollout.config import EngineConfig
+
+
+def test_the_highest_version_is_served_but_never_the_controls(run_dir, add_checkpoint):
+    directory = add_checkpoint(run_dir, 4, "rl", round_index=3)
+    add_checkpoint(run_dir, 5, "control")
+    (run_dir / "checkpoints" / ".rl-9.partial").mkdir()
+    state = {"phase": "rl", "round": 8, "policy_version": 9}
+    (run_dir / "checkpoints" / ".rl-9.partial" / "trainer_state.json").write_text(json.dumps(state))
+    policy = latest_checkpoint(run_dir)
+    assert (policy.version, policy.round, policy.phase) == (4, 3, "rl")
+    assert (policy.checkpoint, policy.num_problems) == (str(directory), None)
+
+
+def test_a_checkpoint_comes_with_its_newest_score(run_dir):
+    events = [(0, 1, 10), (1, 3, 10), (1, 4, 10), (2, 9, 10)]
+    lines = [
+        {"event": "evaluation", "time_s": 1.0, "policy_version": version, "num_correct": right, "num_problems": asked}
+        for version, right, asked in events
+    ]
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert latest_checkpoint(run_dir).num_correct == 4
+
+
+def test_what_is_no_run_is_refused_in_a_sentence(tmp_path, run_dir):
+    with pytest.raises(UserError, match=r"is not a run: it has no recipe\.yaml"):
+        serve_run(tmp_path / "nothing", "127.0.0.1", 8000)
+    for checkpoint in (run_dir / "checkpoints").iterdir():
+        checkpoint.rename(tmp_path / checkpoint.name)
+    with pytest.raises(UserError, match="has no checkpoint to serve yet"):
+        serve_run(run_dir, "127.0.0.1", 8000)
+    (run_dir / "recipe.yaml").write_text("name: 3")
+    with pytest.raises(UserError, match="is not a recipe of this d1"):
+        serve_run(run_dir, "127.0.0.1", 8000)
+
+
+def test_weights_that_the_store_lost_come_from_the_checkpoint(run_dir, make_policy, monkeypatch):
+    def gone(store, version, timeout_s, digest):
+        raise LookupError(f"{store} has no {version}")
+
+    assert fetch.__name__ == "fetch"
+    monkeypatch.setattr("actors.weights.fetch", gone)
+    checkpoint = run_dir / "checkpoints" / "sft-1"
+    with pytest.raises(LookupError, match="d1-weights-tiny has no 2"):
+        load_sampler(make_policy(2, weight_store="d1-weights-tiny"), checkpoint, EngineConfig())
+    policy = make_policy(1, weight_store="d1-weights-tiny", checkpoint=str(checkpoint))
+    assert load_sampler(policy, checkpoint, EngineConfig()).policy_version == 1
+    with pytest.raises(LookupError, match="without a store or a checkpoint"):
+        load_sampler(make_policy(2), checkpoint, EngineConfig())
+
+
+def test_a_checkpoint_that_this_machine_does_not_see_is_out_of_reach_and_not_refused(run_dir, make_policy):
+    gone = make_policy(2, checkpoint=str(run_dir / "checkpoints" / "rl-2"))
+    with pytest.raises(LookupError, match="this machine has no such folder"):
+        load_sampler(gone, run_dir / "checkpoints" / "sft-1", EngineConfig())
+
+
+def test_weights_of_a_store_become_the_policy(run_dir, make_model, make_policy, monkeypatch):
+    weights = make_model(2).state_dict()
+    checkpoint = run_dir / "checkpoints" / "sft-1"
+    monkeypatch.setattr("actors.weights.fetch", lambda store, version, timeout_s, digest: weights)
+    loaded = load_sampler(make_policy(2, weight_store="s"), checkpoint, EngineConfig()).model.state_dict()
+    assert loaded.keys() == weights.keys()
+    assert all(loaded[name].equal(weights[name]) for name in weights)
+    del weights["head.weight"]
+    with pytest.raises(RuntimeError, match=r"head\.weight"):
+        load_sampler(make_policy(2, weight_store="s"), checkpoint, EngineConfig())
+
+
+@pytest.fixture
+def digested(tiny_config, tokenizer_dir, make_model, run_dir):
+    """A checkpoint of version 2 that says its checksum, and that checksum."""
+    weights = make_model(2).state_dict()
+    digest = make_manifest(2, weights).digest
+    directory = run_dir / "checkpoints" / "rl-2"
+    state = {"phase": "rl", "round": 1, "policy_version": 2, "rl_seconds": 0.0, "manifest_digest": digest}
+    save_checkpoint(directory, tiny_config, weights, tokenizer_dir, trainer_state=state)
+    return directory, digest
+
+
+def test_a_checkpoint_says_the_checksum_of_its_weights(run_dir, digested):
+    directory, digest = digested
+    assert latest_checkpoint(run_dir).manifest_digest == plain_checkpoint(directory).manifest_digest == digest
+
+
+@pytest.mark.parametrize("name", ["rl-2", "sft-1"])
+def test_a_checkpoint_of_other_weights_than_were_announced_is_refused(run_dir, make_model, make_policy, digested, name):
+    """One that says its checksum, and one of an earlier d1, which does not."""
+    directory, version = run_dir / "checkpoints" / name, int(name[-1])
+    digest = make_manifest(version, make_model(version).state_dict()).digest
+    policy = make_policy(version, checkpoint=str(directory), manifest_digest=digest)
+    assert load_sampler(policy, directory, EngineConfig()).policy_version == version
+    words = (
+        f"{name} holds other weights than were announced: their checksum is {digest[:12]}, and that was deaddeaddead"
+    )
+    with pytest.raises(ValueError, match=words):
+        load_sampler(replace(policy, manifest_digest="dead" * 16), directory, EngineConfig())
+
+
+def test_a_checkpoint_without_checksums_is_none_that_was_announced(make_policy, digested, capsys):
+    directory, digest = digested
+    (directory / "manifest.json").unlink()
+    announced = make_policy(2, checkpoint=str(directory), manifest_digest=digest)
+    for policy in (announced, replace(announced, manifest_digest=None)):
+        with pytest.raises(ValueError, match=r"has no manifest\.json"):
+            load_sampler(policy, directory, EngineConfig())
+    (directory / "trainer_state.json").unlink()
+    with pytest.raises(ValueError, match=r"has no manifest\.json"):
+        load_sampler(announced, directory, EngineConfig())
+    # Of another tool, which writes neither.
+    assert capsys.readouterr() == ("", "")
+    assert load_sampler(plain_checkpoint(directory), directory, EngineConfig()).policy_version == 0
+    assert "checkpoint_unverified" in "".join(capsys.readouterr())
+
+
+@pytest.fixture
+def bare(monkeypatch):
+    """An environment without keys."""
+    monkeypatch.delenv("D1_API_TOKEN", raising=False)
+    monkeypatch.delenv("D1_API_KEYS_FILE", raising=False)
+
+
+def opens(keys, key):
+    return keys.owner([b"Bearer " + key.encode()])
+
+
+def test_a_token_is_made_once_and_is_its_owners_alone(run_dir, bare):
+    keys = read_keys(run_dir)
+    token = (run_dir / "service.token").read_text().strip()
+    assert len(token) > 40
+    assert opens(keys, token) == opens(read_keys(run_dir), token) == "key1"
+    assert token not in repr(keys)
+    assert stat.S_IMODE((run_dir / "service.token").stat().st_mode) == 0o600
+    assert str(run_dir / "service.token") in banner(run_dir, "http://127.0.0.1:8000")
+    assert token not in banner(run_dir, "http://127.0.0.1:8000")
+
+
+def test_the_key_itself_is_shown_where_it_was_made_here_and_only_there(run_dir, bare, monkeypatch, tmp_path):
+    read_keys(run_dir)
+    made = (run_dir / "service.token").read_text().strip()
+    assert own_key(run_dir) == made
+    lines = banner_of_key("http://127.0.0.1:8000", made).splitlines()
+    assert lines == [f"The key is {made}", f"The page, with the key: http://127.0.0.1:8000/#key={made}"]
+    monkeypatch.setenv("D1_API_TOKEN", "0123456789abcdef")
+    assert own_key(run_dir) is None
+    monkeypatch.delenv("D1_API_TOKEN")
+    monkeypatch.setenv("D1_API_KEYS_FILE", str(tmp_path / "keys"))
+    assert own_key(run_dir) is None
+    monkeypatch.delenv("D1_API_KEYS_FILE")
+    (run_dir / "service.token").write_text("ann: a-key-that-ann-has-chosen\n")
+    assert own_key(run_dir) is None
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_a_terminal_is_shown_the_key_and_a_log_is_not(run_dir, bare, monkeypatch, capsys, is_terminal):
+    key = (read_keys(run_dir), (run_dir / "service.token").read_text().strip())[1]
+    monkeypatch.setattr("deploy.service.on_ray.launch.deploy_source", lambda *_, **__: "http://127.0.0.1:8000")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: is_terminal)
+    monkeypatch.setattr("ray.available_resources", dict)
+    launch._serve(Source(directory=str(run_dir), is_run=True, registry_url=None), "127.0.0.1", 8000, 1, is_ours=False)
+    assert (key in capsys.readouterr().out) == is_terminal
+
+
+def test_a_token_from_the_environment_is_not_written_down(run_dir, bare, monkeypatch):
+    monkeypatch.setenv("D1_API_TOKEN", "0123456789abcdef")
+    assert opens(read_keys(run_dir), "0123456789abcdef") == "key1"
+    assert not (run_dir / "service.token").exists()
+    assert "$D1_API_TOKEN" in banner(run_dir, "http://127.0.0.1:8000")
+
+
+@pytest.mark.parametrize("token", ["", "  ", "short"])
+def test_a_token_that_protects_nothing_is_refused(run_dir, monkeypatch, token):
+    monkeypatch.delenv("D1_API_KEYS_FILE", raising=False)
+    monkeypatch.setenv("D1_API_TOKEN", token)
+    with pytest.raises(UserError, match="16 or more"):
+        read_keys(run_dir)
+
+
+def test_keys_of_a_file_have_names_and_all_of_them_open(run_dir, tmp_path, bare, monkeypatch):
+    path = tmp_path / "keys"
+    path.write_text("# ours\nann: aaaaaaaaaaaaaaaaaaaa\n\nbbbbbbbbbbbbbbbbbbbb\n")
+    monkeypatch.setenv("D1_API_KEYS_FILE", str(path))
+    keys = read_keys(run_dir)
+    assert opens(keys, "a" * 20) == "ann"
+    assert opens(keys, "b" * 20) == "key2"
+    assert opens(keys, "c" * 20) is None
+    assert keys.owner([]) is keys.owner([b"Bearer " + b"a" * 20] * 2) is keys.owner([b"a" * 20]) is None
+    assert "D1_API_KEYS_FILE" in banner(run_dir, "http://127.0.0.1:8000")
+    path.unlink()
+    with pytest.raises(UserError, match="cannot read D1_API_KEYS_FILE"):
+        read_keys(run_dir)
+    with pytest.raises(UserError, match="two keys named ann"):
+        Keys.of(f"ann:{'a' * 20}\nann:{'b' * 20}", "keys")
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.2", "example.org"])
+def test_an_address_that_others_reach_needs_keys_that_somebody_chose(run_dir, bare, host):
+    with pytest.raises(UserError, match="choose the keys yourself"):
+        serve_run(run_dir, host, 8000)
+    with pytest.raises(UserError, match="choose the keys yourself"):
+        serve_checkpoint(run_dir / "checkpoints" / "sft-1", host, 8000)
+    assert not (run_dir / "service.token").exists()
+
+
+def test_what_is_no_checkpoint_is_refused_in_a_sentence(tmp_path, run_dir):
+    with pytest.raises(UserError, match="cannot serve"):
+        serve_checkpoint(run_dir, "127.0.0.1", 8000)

@@ -1,0 +1,267 @@
+"""The service end to end: Ray, Serve, registry and weight store, under load while the policy changes."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from multiprocessing import resource_tracker
+
+import pytest
+import ray
+import redis
+
+from actors import NAMESPACE
+from actors.registry.registry import Registry
+from actors.registry.server import registry_url
+from actors.weight_store import WeightStore, store_name
+from actors.weights import make_manifest, put
+from benchmarks.service import faults, soak
+from benchmarks.service.deployment import ROLES, Deployed, Policies, Publisher, Shape, processes
+from benchmarks.service.load import Judge
+from deploy.errors import UserError
+from deploy.job.orphans import descendants
+from deploy.service import deploy_source
+from deploy.service.api.requests import CompletionRequest
+from deploy.service.source import Source
+from tests.deploy.service.asking import ASK, TOKEN, Asker, call, is_up, wait_until
+
+NEWEST = 4
+LONG = ASK | {"diffusion": {"gen_length": 40, "block_length": 4, "steps": 40}}
+FAULTS = faults.Plan(num_swaps=6, num_kills=2, num_parts=1, swap_every_s=1.0, kill_after_s=1.0)
+SOAK = soak.Plan(minutes=0.15, look_every_s=0.5, swap_every_s=2.0)
+MOST_GROWTH_MIB = 24.0
+INGRESS, ENGINE = ROLES["ingress"], ROLES["engine"]
+BROKEN = {"URLError", "ConnectionResetError", "RemoteDisconnected"}
+"""What a client finds where nobody listens, or does not any more."""
+
+
+def alive(pids):
+    """Those of `pids` that still run, whoever their parent is by now."""
+    return pids & descendants(1)
+
+
+def publish(store, version, weights):
+    ray.get(store.publish.remote(make_manifest(version, weights), put(weights)), timeout=60)
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(900)
+@pytest.mark.filterwarnings("ignore:Using extra keyword arguments on `Field`:DeprecationWarning")  # Ray Serve's schema
+def test_no_request_is_dropped_while_versions_change(
+    serve_cluster, run_dir, service, make_model, make_sampler, make_policy, add_checkpoint, free_port
+):
+    # A job deploys the service and ends.
+    script = "import sys; from pathlib import Path; from deploy.service import serve_run\n"
+    script += "serve_run(Path(sys.argv[1]), '127.0.0.1', int(sys.argv[2]))"
+    job = [sys.executable, "-c", script, str(run_dir), str(free_port)]
+    environment = os.environ | {"RAY_ADDRESS": serve_cluster}
+    done = subprocess.run(job, env=environment, timeout=600, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    url = f"http://127.0.0.1:{free_port}"
+    assert f"Serving tiny at {url}; the token is in D1_API_TOKEN" in done.stdout
+    assert TOKEN not in done.stdout
+    assert call(f"{url}/v1/policy", token="wrong")[0] == 401
+    assert call(f"{url}/health")[1] == {
+        "status": "ok",
+        "policy_version": 1,
+        "registry_reachable": True,
+        "follower_errors": 0,
+    }
+
+    # Versions come while clients ask.
+    store = ray.remote(WeightStore).options(name=store_name("tiny"), namespace=NAMESPACE, num_cpus=0).remote(2)
+    registry = Registry(registry_url(), "tiny")
+    asker = Asker(url, 3)
+    for version in range(2, NEWEST + 1):
+        num_before = len(asker.answers)
+        wait_until(lambda n=num_before: len(asker.answers) > n + 10, "answers")
+        publish(store, version, make_model(version).state_dict())
+        registry.announce(make_policy(version, weight_store=store_name("tiny")))
+        wait_until(lambda v=version: call(f"{url}/v1/policy")[1]["policy_version"] == v, f"version {version}")
+    num_before = len(asker.answers)
+    assert registry.score(NEWEST, 3, 4)
+    wait_until(lambda: call(f"{url}/v1/policy")[1]["score"], "the score")
+    wait_until(lambda: len(asker.answers) > num_before + 10, "answers of the newest version")
+    asker.stop()
+    check_answers(asker.answers, service, make_sampler)
+    policy = call(f"{url}/v1/policy")[1]
+    assert (policy["score"]["policy_version"], policy["score"]["accuracy"]) == (NEWEST, 0.75)
+    assert (policy["round"], policy["num_swaps"], policy["last_error"]) == (NEWEST - 1, NEWEST - 1, None)
+
+    # The registry's server dies: the service answers on, and follows again once it is back.
+    asker = Asker(url, 1)
+    shut_down(registry_url())
+    announced = make_policy(5, checkpoint=str(add_checkpoint(run_dir, 5)))
+    wait_until(lambda: try_to_announce(registry, announced), "the registry's return")
+    wait_until(lambda: call(f"{url}/health")[1]["policy_version"] == 5, "version 5")
+    asker.stop()
+    assert {status for status, _ in asker.answers} == {200}
+    assert call(f"{url}/health")[1]["registry_reachable"]
+    registry.close()
+
+    # Deployed again, as by a resumed run, the service has no gap; a port that somebody else has is refused.
+    asker = Asker(url, 1)
+    source = Source(directory=str(run_dir), is_run=True, registry_url=registry_url())
+    assert deploy_source(source, "127.0.0.1", free_port, 1) == url
+    wait_until(lambda: call(f"{url}/v1/policy")[1]["num_swaps"] == 0, "the new replica")
+    asker.stop()
+    assert {status for status, _ in asker.answers} == {200}
+    assert asker.longest_s < 10, "requests waited for the new replica to start"
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UserError, match="cannot listen on 127"):
+        deploy_source(source, "127.0.0.1", taken.getsockname()[1], 1)
+
+    # Nothing stays, but what Python keeps for whoever has used multiprocessing in this process before.
+    processes = descendants(os.getpid()) - {resource_tracker._resource_tracker._pid}
+    assert len(processes) > 5
+    ray.shutdown()
+    wait_until(lambda: not alive(processes), "the processes to end", 30)
+
+
+def check_answers(answers, service, make_sampler):
+    """All answered; each by the one version that it names; the last by the newest."""
+    assert {status for status, _ in answers} == {200}, [body for status, body in answers if status != 200][:3]
+    assert {body["policy_version"] for _, body in answers} == set(range(1, NEWEST + 1))
+    assert all(body["policy_version"] == NEWEST for _, body in answers[-5:])
+    expected = {version: text_of(service, make_sampler(version), ASK) for version in range(1, NEWEST + 1)}
+    assert len(set(expected.values())) == NEWEST
+    assert all(body["choices"][0]["text"] == expected[body["policy_version"]] for _, body in answers)
+
+
+def text_of(service, sampler, ask):
+    """What a sampler by itself says to a body."""
+    plan = service.planner.plan(CompletionRequest(**ask))
+    completion = sampler.generate(plan.job.requests)[0]
+    return service.codec.decode(completion.token_ids[: completion.num_tokens].tolist())
+
+
+def shut_down(url):
+    client = redis.Redis.from_url(url, retry=None)
+    client.shutdown(nosave=True)
+    client.close()
+
+
+def try_to_announce(registry, policy):
+    try:
+        registry.announce(policy)
+    except ConnectionError:
+        return False
+    return True
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(900)
+@pytest.mark.filterwarnings("ignore:Using extra keyword arguments on `Field`:DeprecationWarning")  # Ray Serve's schema
+def test_no_answer_is_lost_while_engines_die_and_versions_change(serve_cluster, tmp_path, free_port):
+    shape = Shape(d_model=32, num_layers=1, gen_length=40, block_length=4, steps=40)
+    policies = Policies(tmp_path / "tiny", shape, 2)
+    source = Source(directory=str(policies.directory), is_run=True, registry_url=registry_url())
+    url = deploy_source(source, "127.0.0.1", free_port, policies.num_replicas)
+    registry = Registry(registry_url(), "tiny")
+    deployed = Deployed(url=url, policies=policies, publisher=Publisher(policies, registry))
+
+    outcome = asyncio.run(faults.disturb(deployed, FAULTS, compares=False))
+    found = Judge(policies).judge(outcome.disturbed)
+    assert found.is_good, found
+    assert (outcome.num_swaps, len(outcome.kills_s)) == (FAULTS.num_swaps, FAULTS.num_kills)
+    versions = {version for answer in outcome.disturbed for version in answer.versions}
+    assert len(versions) > 3, "the load should see the versions change"
+    kills_s = [killed_s for killed_s, _ in outcome.kills_s]
+    hit = [one for one in outcome.disturbed if any(one.began_s < killed_s < one.ended_s for killed_s in kills_s)]
+    assert hit, "a kill should strike answers under way"
+
+    # Clients that hang up, bad requests and new versions; nothing grows by much.
+    soaked = asyncio.run(soak.soak(deployed, SOAK))
+    registry.close()
+    assert soaked.lost == []
+    assert min(soaked.counts[kind] for kind in ("answers", "hang-ups", "bad requests", "views")) > 8
+    assert [row for row in soak.growth(soaked.looks) if row["last"] - row["middle"] > MOST_GROWTH_MIB] == []
+
+    # A client that goes away frees its slots.
+    wait_until(lambda: running(url) == 0, "nothing to run")
+    gone = LONG | {"n": 32, "stream": True}
+    request = urllib.request.Request(f"{url}/v1/completions", json.dumps(gone).encode())
+    request.add_header("Authorization", f"Bearer {TOKEN}")
+    request.add_header("Content-Type", "application/json")
+    with urllib.request.urlopen(request, timeout=60) as response:
+        response.readline()
+    began = time.monotonic()
+    wait_until(lambda: running(url) == 0, "its slots to be free", 10)
+    assert time.monotonic() - began < 5
+
+    # The death of the ingress is not: its connections break, and none is taken until there is another.
+    asker = Asker(url, 2)
+    wait_until(lambda: len(asker.answers) > 2, "answers")
+    (victim,) = processes(INGRESS)
+    os.kill(victim, signal.SIGKILL)
+    wait_until(lambda: processes(INGRESS) - {victim} and is_up(url), "an ingress", 120)
+    num_before = len(asker.answers)
+    wait_until(lambda: len(asker.answers) > num_before + 4, "answers of the new one")
+    asker.stop()
+    others = {status for status, _ in asker.answers} - {200}
+    assert others, "the ingress died unnoticed"
+    assert others <= BROKEN, others
+
+
+def statuses_while_the_only_engine_is_replaced(url):
+    """What clients get who ask all the time, until its successor answers."""
+    asker = Asker(url, 2)
+    wait_until(lambda: len(asker.answers) > 2, "answers")
+    (victim,) = processes(ENGINE)
+    os.kill(victim, signal.SIGKILL)
+    wait_until(lambda: processes(ENGINE) - {victim}, "its successor", 120)
+    num_before = len(asker.answers)
+    wait_until(lambda: len(asker.answers) > num_before + 4, "its answers")
+    asker.stop()
+    return {status for status, _ in asker.answers}
+
+
+def running(url):
+    return sum(one["running"] + one["waiting"] for one in call(f"{url}/v1/run/pools")[1]["replicas"])
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(900)
+def test_a_checkpoint_is_served_by_itself_and_ends_gently(run_dir, free_port, tmp_path):
+    checkpoint = run_dir / "checkpoints" / "sft-1"
+    environment = os.environ | {"D1_API_TOKEN": TOKEN, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+    environment.pop("RAY_ADDRESS", None)
+    command = "from deploy.cli import main; main()"
+    words = [sys.executable, "-c", command, "serve", str(checkpoint), "--port", str(free_port)]
+    output = tmp_path / "output"
+    with output.open("w") as file:
+        served = subprocess.Popen(words, env=environment, stdout=file, stderr=subprocess.STDOUT)
+    try:
+        url = f"http://127.0.0.1:{free_port}"
+        wait_until(lambda: is_up(url) or served.poll() is not None, "the service", 150)
+        assert served.poll() is None, output.read_text()
+        status, body = call(f"{url}/v1/completions", ASK)
+        assert (status, body["policy_version"]) == (200, 1)
+        assert call(f"{url}/v1/run")[1]["error"]["code"] == "no_run"
+
+        statuses_of_outage = statuses_while_the_only_engine_is_replaced(url)
+
+        # Long enough to be under way: what began is finished, what comes later is refused in our format.
+        slow = ASK | {"n": 32, "diffusion": {"gen_length": 40, "block_length": 1, "steps": 40}}
+        asker = Asker(url, 2, slow)
+        wait_until(lambda: len(asker.answers) > 2, "answers")
+        served.send_signal(signal.SIGTERM)
+        served.wait(90)
+        asker.stop()
+    finally:
+        processes = descendants(served.pid)
+        served.kill()
+        served.wait(20)
+        for pid in alive(processes):
+            os.kill(pid, signal.SIGKILL)
+    assert statuses_of_outage == {200}
+    statuses = [status for status, _ in asker.answers]
+    assert set(statuses) <= {200, 503} | BROKEN, set(statuses)
+    assert statuses.count(503) >= 1
+    refused = [body for status, body in asker.answers if status == 503]
+    assert all(body["error"]["code"] == "unavailable" for body in refused)

@@ -1,0 +1,282 @@
+"""Every row of the algorithms' table against its paper's formula, and the same however the work is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from learner.algorithms import ALGORITHMS
+from learner.batch import GroupedBatch, RolloutBatch
+from learner.config import LearnerConfig
+from learner.counter import uniform
+from learner.estimators import InnerUpdate, SamplerFacts, random_masks
+from learner.estimators.trajectory import CHOICE_KEY
+from learner.learner import Learner
+from learner.model.transformer import Transformer
+from learner.parallel.sharding import ShardedPolicy
+from learner.round import WEIGHING
+from tests.learner import slow
+
+SAMPLER = SamplerFacts(temperature=0.7, block_length=4, has_fallback=True, has_varying_steps=True)
+
+
+def algorithm_sampler(name: str) -> SamplerFacts:
+    """A sampler that fits the method."""
+    return replace(SAMPLER, block_length=1) if name == "justgrpo" else SAMPLER
+
+
+def algorithm_config(name: str, **changes: object) -> LearnerConfig:
+    """The method in two optimizer steps, as small as the fixture's completions."""
+    settings: dict[str, object] = {"algorithm": name, "num_rounds": 1, "inner_updates": 2, "lr": 1e-3}
+    if name == "tracerl":
+        # The fixture's completions are not graded by accuracy, and have four steps.
+        settings |= {"filters": {"min_accuracy": 0.0, "max_accuracy": 1.0}, "estimator": {"steps_per_segment": 2}}
+        # Its two steps are those of one sweep.
+        settings |= {"inner_updates": 1, "num_minibatches": 2}
+    if name == "stepmerge":
+        settings["estimator"] = {"num_segments": 2}
+    if name == "agrpo":
+        settings["estimator"] = {"num_sampled": 3}
+    if name == "mapg":
+        settings["estimator"] = {"num_segments": 2, "num_sampled": 1}
+    return LearnerConfig.model_validate(settings | changes)
+
+
+class Recorder:
+    """In the optimizer's place: keeps the gradients of every step, and moves the policy by a known noise."""
+
+    def __init__(self, model: Transformer, move: Callable[[Transformer], Transformer]) -> None:
+        self._model, self._move = model, move
+        self.gradients: list[dict[str, Tensor]] = []
+        self.loss = 0.0
+
+    def step(self, lr: float, max_grad_norm: float) -> float:
+        self.gradients.append(
+            {name: p.grad.clone() for name, p in self._model.named_parameters() if p.grad is not None}
+        )
+        self._move(self._model)
+        self._model.zero_grad()
+        return 0.0
+
+
+def moved(model: Transformer) -> Transformer:
+    """The same policy a little further on."""
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def sharpened(model: Transformer) -> Transformer:
+    """The same policy surer of itself: random tokens, which it hardly expects, become less likely."""
+    with torch.no_grad():
+        model.head.weight.mul_(1.1)
+    return model
+
+
+def _copy(model: Transformer, dtype: torch.dtype = torch.float32) -> Transformer:
+    copied = Transformer(model.config)
+    copied.load_state_dict(model.state_dict())
+    return copied.to(dtype)
+
+
+def _gradients(
+    model: Transformer,
+    config: LearnerConfig,
+    batch: RolloutBatch,
+    sampler: SamplerFacts,
+    move: Callable[[Transformer], Transformer] = moved,
+) -> Recorder:
+    """Those of both steps; the reference is the policy moved twice."""
+    learner = Learner(ShardedPolicy(model, None), config, sampler)
+    if learner.reference is not None:
+        moved(moved(learner.reference.module))
+    recorder = Recorder(model, move)
+    learner.optimizer = recorder  # type: ignore[assignment]
+    metrics = learner.update(batch, 0)
+    assert metrics["num_trained_completions"] == batch.num_rows
+    recorder.loss = metrics["loss"]
+    return recorder
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_loss_and_gradient_are_those_of_the_papers_formula(
+    name: str, policy: Transformer, rollouts: RolloutBatch, grouped: GroupedBatch
+) -> None:
+    """Of two steps: at the second one new, old and reference differ."""
+    config, sampler = algorithm_config(name), algorithm_sampler(name)
+    old, first = _copy(policy, torch.float64), _copy(policy, torch.float64)
+    second = moved(_copy(policy)).to(torch.float64)
+    reference = moved(moved(_copy(policy))).to(torch.float64)
+    if name == "dmpo":
+        masks = config.estimator.corrupt(grouped, InnerUpdate(WEIGHING, config.inner_updates), sampler)
+        slow.NUM_DRAWS["value"] = 2
+        slow.rhos[:] = slow.rho(slow.rows_of((first, old, reference), grouped, masks))
+    losses = []
+    for step, new in enumerate((first, second)):
+        update = InnerUpdate(step // config.num_minibatches, config.inner_updates)
+        corruption = config.estimator.corrupt(grouped, update, sampler)
+        rows = slow.rows_of(
+            (new, old, reference), grouped, corruption, sampler.temperature if name in ("agrpo", "tba") else None
+        )
+        slow.minibatch |= {"index": step % config.num_minibatches, "count": config.num_minibatches}
+        _tell(name, config, grouped, update)
+        loss = slow.SLOW[name](rows)
+        loss.backward()
+        losses.append(loss.item())
+    recorder = _gradients(policy, config, rollouts, sampler)
+    assert recorder.loss == pytest.approx(sum(losses) / 2, rel=2e-5, abs=1e-5)
+    _assert_gradients(recorder, [first, second])
+    assert any(float(gradient.abs().max()) > 1e-5 for gradient in recorder.gradients[1].values())
+
+
+def _assert_gradients(recorder: Recorder, news: list[Transformer]) -> None:
+    """Of each step, those of the restatement at the policy of that step."""
+    for new, gradients in zip(news, recorder.gradients, strict=True):
+        for parameter_name, expected in new.named_parameters():
+            assert expected.grad is not None
+            actual = gradients[parameter_name].to(torch.float64)
+            scale = max(1e-3, float(expected.grad.abs().max()))
+            assert float((actual - expected.grad).abs().max()) < 2e-4 * scale, parameter_name
+
+
+@pytest.mark.parametrize("name", ["diffu-grpo", "coupled-grpo", "espo", "stabledrl"])
+def test_steps_on_minibatches_are_those_of_the_papers_formula(
+    name: str, policy: Transformer, rollouts: RolloutBatch, grouped: GroupedBatch
+) -> None:
+    """Of two sweeps, each in three steps, one on each group: old likelihoods are of the round's start, masks the
+    round's."""
+    config, sampler = algorithm_config(name, num_minibatches=3), algorithm_sampler(name)
+    old, reference = _copy(policy, torch.float64), moved(moved(_copy(policy))).to(torch.float64)
+    at, news, losses = _copy(policy), [], []
+    for step in range(6):
+        news.append(_copy(at, torch.float64))
+        corruption = config.estimator.corrupt(grouped, update := InnerUpdate(step // 3, 2), sampler)
+        rows = slow.rows_of((news[-1], old, reference), grouped, corruption)
+        _tell(name, config, grouped, update)
+        loss = slow.SLOW[name](rows[step % 3 * 4 : step % 3 * 4 + 4])
+        loss.backward()
+        losses.append(loss.item())
+        moved(at)
+    recorder = _gradients(policy, config, rollouts, sampler)
+    assert recorder.loss == pytest.approx(sum(losses) / 6, rel=2e-5, abs=1e-5)
+    _assert_gradients(recorder, news)
+
+
+@pytest.mark.parametrize(("name", "count", "num_steps"), [("espo", 5, 5), ("agrpo", 50, 12), ("dmpo", 2, 2)])
+def test_the_steps_of_a_sweep_add_up_to_the_whole_round(
+    name: str, count: int, num_steps: int, policy: Transformer, rollouts: RolloutBatch
+) -> None:
+    """Of a policy that stands still: each step by its share of the completions, or groups where these are compared."""
+    configs = [algorithm_config(name, inner_updates=1, num_minibatches=number) for number in (1, count)]
+    whole, steps = (
+        _gradients(_copy(policy), config, rollouts, algorithm_sampler(name), lambda model: model).gradients
+        for config in configs
+    )
+    assert len(steps) == num_steps
+    units = 3 if name == "dmpo" else 12
+    ends = [-(-place * units // num_steps) for place in range(num_steps + 1)]
+    shares = [(end - begin) / units for begin, end in pairwise(ends)]
+    for parameter, expected in whole[0].items():
+        total = sum(share * gradients[parameter] for share, gradients in zip(shares, steps, strict=True))
+        scale = max(1e-3, float(expected.abs().max()))
+        assert float((total - expected).abs().max()) < 1e-4 * scale, parameter
+
+
+def test_clip_and_kl_of_tracerl_have_a_gradient_after_the_first_step(
+    policy: Transformer, rollouts: RolloutBatch
+) -> None:
+    settings = {"algorithm": "tracerl", "num_rounds": 1, "lr": 1e-2, "max_grad_norm": 1e9, "filters": {}}
+    one_step, row = (
+        Learner(ShardedPolicy(_copy(policy), None), LearnerConfig.model_validate(settings | changes), SAMPLER)
+        for changes in ({"num_minibatches": 1}, {})
+    )
+    standing, moving = one_step.update(rollouts, 0), row.update(rollouts, 0)
+    assert (standing["kl"], standing["clip_ratio/region_mean"]) == (pytest.approx(0, abs=1e-7), 0)
+    assert moving["kl"] > 1e-3
+    assert moving["clip_ratio/region_mean"] > 0
+
+
+def _tell(name: str, config: LearnerConfig, grouped: GroupedBatch, update: InnerUpdate) -> None:
+    """What was drawn, besides masks, that a formula needs."""
+    slow.NUM_DRAWS["value"] = getattr(config.estimator, "num_draws", 1)
+    slow.NUM_SEGMENTS["value"] = getattr(config.estimator, "num_segments", None) or 1
+    if name == "coupled-grpo":
+        slow.MASK_RATIO["value"] = (
+            0.2 + 0.6 * uniform(grouped.sample_keys[:1], update.index, random_masks._RATIO_KEY).item()
+        )
+    if name == "agrpo":
+        slow.num_drawn["value"] = config.estimator.num_sampled  # type: ignore[union-attr]
+        slow.starts[:] = uniform(grouped.sample_keys, update.index, CHOICE_KEY).tolist()
+
+
+def _coefficients() -> list[tuple[str, str, str]]:
+    """Every number and switch of estimator and objective that a row of the table sets."""
+    return [
+        (name, section, key)
+        for name, row in ALGORITHMS.items()
+        for section in ("estimator", "objective")
+        for key, value in row.get(section, {}).items()
+        if isinstance(value, int | float) and key != "requires_block_length"
+    ]
+
+
+def _others(value: object, key: str) -> list[object]:
+    """Other values, far enough from the first to be seen in two updates that hardly move the policy."""
+    if isinstance(value, bool):
+        return [not value]
+    if key.startswith("clip_"):
+        return [1e-4, 0.99 if key == "clip_low" else 50.0]
+    if isinstance(value, int):
+        return [value - 1 if value > 2 else value + 1]
+    assert isinstance(value, float)
+    return [value / 2, value * 1.4] if value else [0.4]
+
+
+@pytest.mark.parametrize(("name", "section", "key"), _coefficients())
+def test_every_coefficient_of_a_row_can_change_an_update(
+    name: str, section: str, key: str, policy: Transformer, rollouts: RolloutBatch
+) -> None:
+    config, sampler = algorithm_config(name), algorithm_sampler(name)
+    changes, values = [], _others(getattr(getattr(config, section), key), key)
+    for value in values:
+        whole = config.model_dump()
+        whole[section][key] = value
+        try:
+            other = LearnerConfig.model_validate(whole)
+        except ValidationError:
+            continue
+        # Ratios go up in one of them, and down in the other.
+        for move in (moved, sharpened):
+            before, after = (_gradients(_copy(policy), one, rollouts, sampler, move) for one in (config, other))
+            changes += [
+                float((gradients[parameter] - gradient).abs().max() / gradient.abs().max().clamp(min=1e-9))
+                for gradients, others in zip(after.gradients, before.gradients, strict=True)
+                for parameter, gradient in others.items()
+            ]
+    if not changes:
+        pytest.skip("another value would be another method, which is refused")
+    assert max(changes) > 1e-3, f"{section}.{key} = {values} change nothing"
+
+
+@pytest.mark.parametrize("max_tokens", [14, 40])
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_small_micro_batches_give_the_gradient_of_the_whole_batch(
+    name: str, max_tokens: int, policy: Transformer, rollouts: RolloutBatch
+) -> None:
+    """A budget of one canvas splits the draws of a completion: two sweeps, the same gradient."""
+    other, sampler = _copy(policy), algorithm_sampler(name)
+    whole = _gradients(policy, algorithm_config(name), rollouts, sampler).gradients
+    cut = _gradients(other, algorithm_config(name, micro_batch_tokens=max_tokens), rollouts, sampler).gradients
+    for update in (0, 1):
+        for parameter_name, expected in whole[update].items():
+            scale = max(1e-3, float(expected.abs().max()))
+            difference = (cut[update][parameter_name] - expected).abs().max()
+            assert float(difference) < 1e-4 * scale, (update, parameter_name)

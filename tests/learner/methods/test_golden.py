@@ -1,0 +1,311 @@
+"""Rows of the algorithms' table against numbers that the public code of the same papers gave.
+
+The losses, gradients and advantages of `golden.json` were computed by the functions that `SOURCES` names, run as they
+are on the example and the policies below, with our masks in the place of their random ones. Nothing here restates a
+formula: what a row's configuration changes, these numbers see.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from learner.advantages import Rewards, group_advantages
+from learner.algorithms import ALGORITHMS
+from learner.batch import GroupedBatch, RolloutBatch
+from learner.config import LearnerConfig
+from learner.estimators import InnerUpdate, SamplerFacts
+from learner.learner import Learner
+from learner.model.config import TransformerConfig
+from learner.model.scoring import Wanted
+from learner.parallel.sharding import ShardedPolicy
+from learner.round import WEIGHING
+from tests.learner.batches import batch_of
+
+VOCAB, EOS, MASK = 8, 6, 7
+PROMPT, SLOTS, BLOCK = 4, 16, 4
+GROUP, NUM_GROUPS = 4, 2
+GOLDEN = json.loads(Path(__file__).with_name("golden.json").read_text(encoding="utf-8"))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """Where a row's numbers come from, and what of the row they are about."""
+
+    repository: str
+    """On GitHub."""
+    commit: str
+    """The commit."""
+    functions: str
+    """File and functions that were run."""
+    lengths: tuple[int, ...] = (16, 5, 9, 2, 7, 16, 3, 12)
+    """Tokens of each completion."""
+    slots_per_step: int = 1
+    """Slots that a denoise step commits."""
+    block_length: int = BLOCK
+    """The sampler's."""
+    distances: tuple[float, ...] = (1.0, -1.0)
+    """How far the policies of the later inner updates are from the first one's, and to which side."""
+    changes: Mapping[str, object] | None = None
+    """Settings of the objective without what only one of the two has."""
+    std: tuple[int, float] | None = None
+    """Of an advantage that is divided by a standard deviation: what their code subtracts from the number of
+    completions before it divides by it, and what it adds to the deviation."""
+
+    @property
+    def updates(self) -> int:
+        """Inner updates."""
+        return 1 + len(self.distances)
+
+
+FULL = (SLOTS,) * 8
+DARE = {"repository": "yjyddq/DARE", "commit": "83ae8a305a53a914cce563aedceeac88566891cb"}
+BLOCK_R1 = {"repository": "YanJiangJerry/Block-R1", "commit": "fd7a1b88b0b4b1dcb74e98e94234f9b51a39dd4d"}
+SPG = {
+    "repository": "facebookresearch/SPG",
+    "commit": "a1c712091aee3fde759bbf73b7850546265cd52d",
+    "functions": "spg/spg_trainer.py: _generate_and_score_completions, _get_per_seq_logps, compute_loss",
+}
+D1 = {
+    "repository": "dllm-reasoning/d1",
+    "commit": "837888f22c21a5da91a0af2b0d7b19e81d9b47ec",
+    "functions": "diffu-grpo/diffu_grpo_trainer.py: _generate_and_score_completions, _prepare_inputs, "
+    "_get_per_token_logps, compute_loss",
+}
+SOURCES: Mapping[str, Source] = {
+    "diffu-grpo": Source(**D1),
+    # Each group is a micro-batch, whose masks are those of its micro-step.
+    "diffu-grpo-parity": Source(**D1),
+    # A group at a time: the softmax is over what a worker holds.
+    "wd1": Source(
+        repository="xiaohangt/wd1",
+        commit="08989851e5dd84ac31af04d28f20a93488d66ffb",
+        functions="wd1/trainers/rev_grpo_trainer.py: _generate_and_score_completions, _get_per_token_logps, "
+        "compute_loss",
+    ),
+    "coupled-grpo": Source(
+        repository="apple/ml-diffucoder",
+        commit="f735e01376b752b70356efe45192f31499bf30dc",
+        functions="src/open_r1/coupled_grpo.py: _generate_and_score_completions, _get_per_token_logps, "
+        "selective_log_softmax, compute_loss",
+    ),
+    # Without the KL: theirs is to the old policy and a sum over tokens, the paper's to the reference.
+    "unigrpo": Source(
+        repository="Gen-Verse/dLLM-RL",
+        commit="10b4fd1cba83e4496c20585dc2fd01dc02f20255",
+        functions="train/rl_mmada.py: forward_process; reward/rl_reward.py: z_score_normalize",
+        changes={"kl_coef": 0.0},
+        std=(0, 0.0),
+    ),
+    "spg": Source(**SPG),
+    "spg-eubo": Source(**SPG),
+    "espo": Source(
+        repository="ML-GSAI/ESPO",
+        commit="b5f2dac4c54073a2f36c00bb28bc754a99730159",
+        functions="espo/espo_trainer.py: _generate_and_score_completions, _get_elbo_mc, compute_loss",
+    ),
+    "gdpo": Source(
+        **BLOCK_R1,
+        functions="rl/trainers/gdpo_trainer.py: compute_loss; rl/trainers/likelihood_estimators.py: "
+        "NumericalIntegrationEstimator; rl/trainers/train_utils.py: grpo_group_normalized_advantages",
+        std=(1, 1e-4),
+    ),
+    # A group at a time, as wd1's. Some weights are above 5.
+    "stabledrl": Source(
+        **BLOCK_R1, functions="rl/trainers/stable_drl_svpo.py: compute_loss_spg", distances=(9.0, -2.0)
+    ),
+    "stepmerge": Source(
+        repository="kuleshov-group/d2",
+        commit="381b9f14f4afd0719297ac852e4015c74e0ed235",
+        functions="diffu-grpo/diffu_grpo_trainer.py: d2StepMergeTrainer._generate_and_score_completions, "
+        "_get_per_token_logps, compute_loss",
+    ),
+    # Later policies that are near: 1 + d and e^d stay within the clip that ours has not.
+    "bgpo": Source(
+        **DARE,
+        distances=(0.1, -0.1),
+        functions="verl/workers/actor/llada_dp_actor_bgpo.py: update_policy; verl/trainer/ppo/dllm_core_algos.py: "
+        "compute_policy_loss_bgpo; verl/trainer/ppo/core_algos.py: compute_grpo_outcome_advantage",
+        std=(1, 1e-6),
+    ),
+    # Every step commits text: theirs divides by all steps. Ratios stay below the dual clip.
+    "cj-grpo": Source(
+        **DARE,
+        functions="verl/workers/actor/llada_dp_actor_cj_grpo.py: update_policy; verl/trainer/ppo/dllm_core_algos.py: "
+        "compute_policy_loss; verl/trainer/ppo/core_algos.py: compute_grpo_outcome_advantage",
+        lengths=(16, 15, 16, 15, 15, 16, 16, 15),
+        distances=(0.7, -0.7),
+        slots_per_step=2,
+        std=(1, 1e-6),
+    ),
+    "dmpo": Source(
+        repository="yuchen-zhu-zyc/DMPO",
+        commit="96af1a47b4a8177e2b1d0e94d669786af4a7ba23",
+        functions="DMPO/dmpo_trainer.py: _generate_and_score_completions, compute_log_prob_elbo, compute_loss",
+    ),
+    # Completions that fill the canvas: theirs scores what follows the text too. It is on-policy.
+    "justgrpo": Source(
+        repository="LeapLabTHU/JustGRPO",
+        commit="eebe50e71f5b84ec6b3824cb502664577989db1b",
+        functions="grpo.py: logprob_loss, compute_group_advantages",
+        lengths=FULL,
+        block_length=1,
+        distances=(),
+        std=(1, 1e-4),
+    ),
+}
+
+
+class Table(nn.Module):
+    """A policy of 64 numbers: every token on the canvas adds its row of a table to the logits of every slot, half as
+    much for each slot in between."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.config = TransformerConfig(
+            vocab_size=VOCAB,
+            d_model=8,
+            num_layers=1,
+            num_heads=1,
+            num_kv_heads=1,
+            mlp_hidden_size=8,
+            max_sequence_length=64,
+            mask_token_id=MASK,
+            eos_token_id=EOS,
+            pad_token_id=EOS,
+        )
+        self.weight = nn.Parameter(table(number))
+
+    def logits(self, ids_BS: Tensor) -> Tensor:
+        """[B, S, V] float64."""
+        place_S = torch.arange(ids_BS.shape[1])
+        nearness_SS = 0.5 ** (place_S[:, None] - place_S).abs().double()
+        return nearness_SS @ self.weight[ids_BS]
+
+    def forward(self, ids: Tensor, lengths: Tensor, queries: Tensor, scored: Tensor, *, wanted: Wanted) -> Tensor:
+        """As `Transformer` scores tokens: [N] float32."""
+        rows_B1 = torch.arange(len(ids))[:, None]
+        logps_MV = self.logits(ids)[rows_B1, queries].flatten(0, 1)[scored].log_softmax(-1)
+        return logps_MV[wanted.slot, wanted.token].float()
+
+
+def table(number: int, distance: float = 1.0) -> Tensor:
+    """[V, V] float64: 0 is the policy that sampled, 1 one of later, 2 the reference."""
+    place = torch.arange(1, VOCAB * VOCAB + 1, dtype=torch.float64).view(VOCAB, VOCAB)
+    moved = 0.0 if number == 0 else 0.5 * distance * (place * (2.8 + number)).cos()
+    return (place * 1.7).sin() + moved
+
+
+class TablePolicy(ShardedPolicy):
+    """A table on one process; its reference is the one with the number 2."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(Table(number), None)  # type: ignore[arg-type]
+
+    def frozen_copy(self, weights: Mapping[str, Tensor]) -> TablePolicy:
+        return TablePolicy(2)
+
+
+class Recorder:
+    """In the optimizer's place: keeps the gradient of every step, and puts the next policy in the place of the last."""
+
+    def __init__(self, policy: Table, distances: tuple[float, ...]) -> None:
+        self._policy, self._distances = policy, iter((*distances, 0.0))
+        self.gradients: list[Tensor] = []
+
+    def step(self, lr: float, max_grad_norm: float) -> float:
+        assert self._policy.weight.grad is not None
+        self.gradients.append(self._policy.weight.grad.clone())
+        with torch.no_grad():
+            self._policy.weight.copy_(table(1, next(self._distances)))
+        self._policy.weight.grad = None
+        return 0.0
+
+
+def example(source: Source) -> RolloutBatch:
+    """Two groups of four completions, all of whose slots were denoised, block by block."""
+    num_rows = GROUP * NUM_GROUPS
+    lengths = torch.tensor(source.lengths)
+    ids = torch.arange(num_rows * SLOTS).view(num_rows, SLOTS) * 11 % 13 * 5 % EOS
+    slots = torch.arange(SLOTS)
+    ids = torch.where(slots < lengths[:, None] - (lengths < SLOTS)[:, None].long(), ids, EOS)
+    # Within a block of 4 the slots 2, 0, 3, 1 are committed in this order.
+    order = torch.tensor([1, 3, 0, 2]) if source.block_length == BLOCK else torch.zeros(1, dtype=torch.int64)
+    steps = slots // source.block_length * source.block_length + order[slots % source.block_length]
+    rewards = torch.tensor([1.0, 0.25, 0.5, 0.125, 0.75, 2.0, 0.5, 0.0])
+    return batch_of(
+        prompts=(torch.arange(NUM_GROUPS * PROMPT).view(NUM_GROUPS, PROMPT) * 5 % 6).repeat_interleave(GROUP, 0),
+        completions=ids,
+        lengths=lengths,
+        steps=(steps // source.slots_per_step).expand(num_rows, SLOTS),
+        rewards=rewards,
+        group_ids=torch.arange(NUM_GROUPS).repeat_interleave(GROUP),
+    )
+
+
+def config(name: str) -> LearnerConfig:
+    """The row as the table has it, in as many inner updates as the numbers are of."""
+    source = SOURCES[name]
+    settings = {"algorithm": name, "num_rounds": 1, "inner_updates": source.updates}
+    return LearnerConfig.model_validate(settings | ({"objective": source.changes} if source.changes else {}))
+
+
+def sampler(name: str) -> SamplerFacts:
+    return SamplerFacts(block_length=SOURCES[name].block_length, records_law=False)
+
+
+def masks(name: str) -> list[list[int]]:
+    """The canvases of every inner update, and of the weighing before the first: their masked columns as bits."""
+    grouped, estimator = GroupedBatch.of(example(SOURCES[name])), config(name).estimator
+    plans = [WEIGHING] if config(name).objective.weighs_rows else []
+    found = []
+    for index in [*plans, *range(SOURCES[name].updates)]:
+        corruption = estimator.corrupt(grouped, InnerUpdate(index, SOURCES[name].updates), sampler(name))
+        prompt = torch.zeros(len(corruption.rows), PROMPT, dtype=torch.bool)
+        if corruption.prompt_masked is not None:
+            prompt = corruption.prompt_masked
+        bits = 2 ** torch.arange(PROMPT + SLOTS)
+        found.append((torch.cat((prompt, corruption.masked), dim=1) * bits).sum(dim=1).tolist())
+    return found
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_a_row_has_the_loss_and_the_gradient_of_its_public_code(name: str) -> None:
+    """Of the first inner update, and of two whose ratios are on both sides of the clip."""
+    golden = GOLDEN[name]
+    assert masks(name) == golden["masks"], "other masks are drawn: these numbers say nothing of them"
+    policy = TablePolicy(0)
+    learner = Learner(policy, config(name), sampler(name))
+    recorder = Recorder(policy.module, SOURCES[name].distances)  # type: ignore[arg-type]
+    learner.optimizer = recorder  # type: ignore[assignment]
+    metrics = learner.update(example(SOURCES[name]), 0)
+    losses = golden["losses"]
+    assert metrics["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-5, abs=1e-6)
+    assert len(recorder.gradients) == len(golden["gradients"])
+    for gradient, expected in zip(recorder.gradients, map(torch.tensor, golden["gradients"]), strict=True):
+        difference = (gradient.flatten() - expected).abs().max()
+        assert difference < 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("name", [name for name in SOURCES if "advantages" in GOLDEN[name]])
+def test_a_row_has_the_advantages_of_its_public_code(name: str) -> None:
+    """Up to what the standard deviation of a group is: ours is the population's, and 1e-4 is added to it."""
+    batch, std = example(SOURCES[name]), SOURCES[name].std
+    ours = group_advantages(Rewards.of(batch), config(name).advantage)
+    factors = torch.ones(len(ours))
+    if std is not None:
+        deviations = batch.rewards.view(NUM_GROUPS, GROUP).std(dim=1, correction=0).repeat_interleave(GROUP)
+        theirs = deviations * math.sqrt(GROUP / (GROUP - std[0])) + std[1]
+        factors = (deviations + 1e-4) / theirs
+    assert torch.allclose(ours * factors, torch.tensor(GOLDEN[name]["advantages"]), rtol=1e-5, atol=1e-6)
+
+
+def test_every_golden_number_is_of_a_row() -> None:
+    assert set(GOLDEN) == set(SOURCES) <= set(ALGORITHMS)

@@ -1,0 +1,190 @@
+"""LoRA: the policy is the base until the adapter has learned, and merged it is the same policy."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from learner.algorithms import ALGORITHMS
+from learner.batch import RolloutBatch
+from learner.config import LearnerConfig
+from learner.estimators import SamplerFacts, token_logps
+from learner.learner import Learner
+from learner.model.config import TransformerConfig
+from learner.model.families import make_model
+from learner.model.lora import TARGETS, LoraConfig, is_adapter, plain_name
+from learner.model.transformer import Transformer, init_weights
+from learner.parallel.sharding import ShardedPolicy
+from learner.round import Round, scored_logps
+from tests.learner.methods.test_algorithms import algorithm_config, algorithm_sampler
+
+RL = LearnerConfig(num_rounds=2, group_size=4, groups_per_round=3, inner_updates=2, lr=1e-2, max_grad_norm=1e9)
+LORA = LoraConfig(rank=4, alpha=8)
+IDS = torch.arange(36).view(3, 12)
+
+
+@pytest.fixture(params=["llada", "dream"])
+def base(request: pytest.FixtureRequest, config: TransformerConfig) -> Transformer:
+    """A random policy, Dream's with biases that are not zero."""
+    shape = config.model_copy(update={"family": request.param, "qkv_bias": request.param == "dream"})
+    model = make_model(shape)
+    init_weights(model, seed=0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.1)
+    return model
+
+
+def _with_adapter(base: Transformer, lora: LoraConfig = LORA) -> ShardedPolicy:
+    return ShardedPolicy(copy.deepcopy(base), None, lora=lora, seed=7)
+
+
+@torch.no_grad()
+def _logits(model: torch.nn.Module) -> Tensor:
+    return model(IDS)
+
+
+def test_a_fresh_adapter_changes_nothing(base: Transformer) -> None:
+    policy = _with_adapter(base)
+    assert torch.equal(_logits(policy.module), _logits(base))
+    assert all(torch.equal(weight, base.state_dict()[name]) for name, weight in policy.full_weights().items())
+    assert policy.full_weights().keys() == base.state_dict().keys()
+
+
+def test_without_the_adapter_a_trained_policy_is_its_base(base: Transformer, rollouts: RolloutBatch) -> None:
+    policy = _with_adapter(base)
+    Learner(policy, RL).update(rollouts, 0)
+    assert not torch.allclose(_logits(policy.module), _logits(base), atol=1e-2)
+    with policy.adapters_off():
+        assert torch.equal(_logits(policy.module), _logits(base))
+    assert not torch.allclose(_logits(policy.module), _logits(base), atol=1e-2)
+
+
+def test_only_the_adapter_is_trained(base: Transformer, rollouts: RolloutBatch) -> None:
+    policy = _with_adapter(base)
+    learner = Learner(policy, RL)
+    learner.update(rollouts, 0)
+    policy.module(IDS).sum().backward()
+    have_gradients = {name for name, parameter in policy.module.named_parameters() if parameter.grad is not None}
+    assert len(have_gradients) == 2 * len(TARGETS) * base.config.num_layers
+    assert all(".lora_" in name for name in have_gradients)
+    # Nothing of LLaDA's two kinds of `ff_out` but the one in the blocks.
+    assert all(name.startswith("blocks.") for name in have_gradients)
+    stepped = {name.split("/")[1] for name in learner.full_state()}
+    assert stepped == policy.adapter_on_rank_0().keys() == policy.trained_parameters.keys()
+    policy.load_adapter({name: tensor * 0 for name, tensor in policy.adapter_on_rank_0().items()})
+    assert all(torch.equal(weight, base.state_dict()[name]) for name, weight in policy.full_weights().items())
+
+
+def test_the_sampler_has_the_logits_of_the_learner(base: Transformer, rollouts: RolloutBatch) -> None:
+    """Merged weights go to the samplers: the same function, to float rounding."""
+    policy = _with_adapter(base)
+    Learner(policy, RL).update(rollouts, 0)
+    sampler = make_model(base.config)
+    sampler.load_state_dict(policy.weights_on_rank_0())
+    torch.testing.assert_close(_logits(sampler), _logits(policy.module), atol=2e-5, rtol=1e-5)
+    exact = copy.deepcopy(policy)
+    exact.module.double()
+    merged = make_model(base.config).double()
+    merged.load_state_dict(exact.full_weights())
+    torch.testing.assert_close(_logits(merged), _logits(exact.module), atol=1e-6, rtol=0)
+
+
+def test_the_merged_weights_are_pefts(base: Transformer, rollouts: RolloutBatch) -> None:
+    from peft.tuners.lora import LoraLayer
+
+    policy = _with_adapter(base, LoraConfig(rank=3, alpha=7, targets=("v_proj", "down_proj")))
+    Learner(policy, RL).update(rollouts, 0)
+    ours = policy.full_weights()
+    layers = {name: module for name, module in policy.module.named_modules() if isinstance(module, LoraLayer)}
+    assert len(layers) == 2 * base.config.num_layers
+    for name, layer in layers.items():
+        layer.merge()
+        torch.testing.assert_close(ours[f"{name}.weight"], layer.get_base_layer().weight)
+
+
+def test_the_kl_reference_is_the_base_and_needs_no_copy(base: Transformer, rollouts: RolloutBatch) -> None:
+    policy = _with_adapter(base)
+    learner = Learner(policy, RL)
+    assert learner.reference is None
+    learner.update(rollouts, 0)
+    plan = Round(policy, RL, SamplerFacts(), rollouts).plan(0)
+    with torch.no_grad():
+        expected = torch.cat([token_logps(base, micro.views) for micro in plan.micro_batches])
+    reference = learner._reference_logps(plan)
+    assert reference is not None
+    assert torch.equal(reference, expected)
+    assert learner.update(rollouts, 1)["kl"] > 1e-4
+
+
+def test_an_adapter_goes_in_as_it_came_out(base: Transformer, rollouts: RolloutBatch) -> None:
+    policy, other = _with_adapter(base), _with_adapter(base)
+    Learner(policy, RL).update(rollouts, 0)
+    other.load_adapter(policy.adapter_on_rank_0())
+    assert torch.equal(_logits(other.module), _logits(policy.module))
+
+
+def test_on_other_weights_an_adapter_begins_anew(base: Transformer, rollouts: RolloutBatch) -> None:
+    policy = _with_adapter(base)
+    first = policy.adapter_on_rank_0()
+    Learner(policy, RL).update(rollouts, 0)
+    weights = policy.full_weights()
+    policy.load_full_weights(weights)
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in policy.full_weights().items())
+    assert all(torch.equal(tensor, first[name]) for name, tensor in policy.adapter_on_rank_0().items())
+
+
+def test_the_seed_fixes_the_adapter(base: Transformer) -> None:
+    first, same, other = (
+        ShardedPolicy(copy.deepcopy(base), None, lora=LORA, seed=seed).adapter_on_rank_0() for seed in (1, 1, 2)
+    )
+    name = "blocks.1.mlp.down_proj.lora_A.weight"
+    assert torch.equal(first[name], same[name])
+    assert not torch.equal(first[name], other[name])
+    # As peft draws it: uniform in ±1 / sqrt(inputs).
+    assert 0.9 * 48**-0.5 < float(first[name].abs().max()) <= 48**-0.5
+
+
+@pytest.mark.parametrize(
+    ("targets", "what"),
+    [(("q_proj", "ff_out"), "it names ff_out, which no block has"), ((), "it is empty")],
+)
+def test_a_target_that_is_nowhere_is_refused_with_what_there_is(targets: tuple[str, ...], what: str) -> None:
+    with pytest.raises(ValidationError) as refused:
+        LoraConfig(rank=4, targets=targets)
+    assert f"{what}; the linear layers of a block are q_proj, k_proj, v_proj, out_proj, gate_proj" in str(refused.value)
+
+
+def test_the_targets_are_the_linear_layers_of_a_block(base: Transformer) -> None:
+    linear = {
+        name.rpartition(".")[2] for name, part in base.blocks[0].named_modules() if isinstance(part, torch.nn.Linear)
+    }
+    assert linear == set(TARGETS)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_algorithm_starts_from_the_base_and_trains_the_adapter_alone(
+    name: str, policy: Transformer, rollouts: RolloutBatch
+) -> None:
+    config, sampler = algorithm_config(name), algorithm_sampler(name)
+    adapted = _with_adapter(policy)
+    start, adapter = adapted.full_weights(), adapted.adapter_on_rank_0()
+    on_base, on_adapted = (Round(on, config, sampler, rollouts) for on in (ShardedPolicy(policy, None), adapted))
+    for index in range(config.inner_updates):
+        theirs, ours = on_base.plan(index), on_adapted.plan(index)
+        expected = scored_logps(ShardedPolicy(policy, None), theirs)
+        assert torch.equal(scored_logps(adapted, ours), expected)
+        assert expected.abs().max() > 0
+    learner = Learner(adapted, config, sampler)
+    assert learner.reference is None
+    learner.update(rollouts, 0)
+    frozen = {plain_name(n): p for n, p in adapted.module.named_parameters() if not is_adapter(plain_name(n))}
+    assert [n for n, p in frozen.items() if not torch.equal(p, start[n]) or p.grad is not None] == []
+    assert frozen.keys() == start.keys()
+    moved = adapted.adapter_on_rank_0()
+    assert [n for n in adapter if torch.equal(moved[n], adapter[n])] == []

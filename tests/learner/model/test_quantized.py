@@ -1,0 +1,184 @@
+"""A policy whose frozen layers are held in 4 bits, with an adapter beside them."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from pydantic import ValidationError
+from torch import Tensor
+
+from learner.batch import RolloutBatch
+from learner.config import LearnerConfig
+from learner.learner import Learner
+from learner.model.config import TransformerConfig
+from learner.model.families import make_model
+from learner.model.lora import LoraConfig
+from learner.model.quantized import Nf4Linear, quantized_layers
+from learner.model.transformer import Transformer, init_weights
+from learner.parallel.sharding import ShardedPolicy, make_mesh
+from learner.parallel.sharding_config import ShardingConfig
+from tests.ranks import run_ranks
+
+with warnings.catch_warnings():
+    # It uses what torch will drop.
+    warnings.simplefilter("ignore", DeprecationWarning)
+    pytest.importorskip("bitsandbytes", reason="needs the extra d1[quantized]")
+
+RL = LearnerConfig(num_rounds=2, group_size=4, groups_per_round=3, inner_updates=2, lr=1e-2, max_grad_norm=1e9)
+LORA = LoraConfig(rank=4, alpha=8, targets=("q_proj", "down_proj"), base_weights="nf4")
+CPU = torch.device("cpu")
+IDS = torch.arange(36).view(3, 12)
+
+
+@pytest.fixture(params=["llada", "dream"])
+def base(request: pytest.FixtureRequest, config: TransformerConfig) -> Transformer:
+    """A random policy, Dream's with biases that are not zero."""
+    return _base(config.model_copy(update={"family": request.param, "qkv_bias": request.param == "dream"}))
+
+
+def _base(config: TransformerConfig) -> Transformer:
+    model = make_model(config)
+    init_weights(model, seed=0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.1)
+    return model
+
+
+def _policy(base: Transformer, *, on_ranks: bool = False, sharding: ShardingConfig | None = None) -> ShardedPolicy:
+    mesh = make_mesh("cpu") if on_ranks else None
+    return ShardedPolicy(copy.deepcopy(base), mesh, sharding or ShardingConfig(), lora=LORA, seed=7)
+
+
+def _plain(policy: ShardedPolicy) -> Transformer:
+    """An ordinary network of the policy's whole weights."""
+    model = make_model(policy.config)
+    model.load_state_dict(policy.full_weights())
+    return model
+
+
+@torch.no_grad()
+def _logits(model: torch.nn.Module) -> Tensor:
+    return model(IDS)
+
+
+def _bytes_of_blocks(policy: ShardedPolicy) -> int:
+    return sum(t.nbytes for _, layer in quantized_layers(policy.module) for t in (layer.packed, layer.scales))
+
+
+def test_a_layer_computes_with_the_weight_that_it_stands_for() -> None:
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(96, 80)
+    layer, x = Nf4Linear(linear, CPU), torch.randn(5, 96, requires_grad=True)
+    weight = layer.weight_as(torch.float32)
+    torch.testing.assert_close(layer(x), x @ weight.T + linear.bias, atol=1e-5, rtol=0)
+    (gradient,) = torch.autograd.grad(layer(x).square().sum(), x)
+    (expected,) = torch.autograd.grad((x @ weight.T + linear.bias).square().sum(), x)
+    torch.testing.assert_close(gradient, expected, atol=1e-4, rtol=0)
+
+
+def test_a_weight_is_its_nearest_of_sixteen_values_times_the_largest_of_its_block() -> None:
+    """By hand, with the values of QLoRA's appendix E."""
+    values = [-1, -0.6961928, -0.5250731, -0.39491749, -0.28444138, -0.18477343, -0.09105003, 0]
+    values += [0.0795803, 0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1]
+    linear = torch.nn.Linear(64, 3, bias=False)
+    with torch.no_grad():
+        linear.weight.copy_(torch.randn(3, 64, generator=torch.Generator().manual_seed(0)))
+    found = Nf4Linear(linear, CPU).weight_as(torch.float32)
+    for row, rounded in zip(linear.weight.tolist(), found.tolist(), strict=True):
+        scale = max(map(abs, row))
+        assert rounded == pytest.approx([scale * min(values, key=lambda v: abs(v - w / scale)) for w in row], abs=1e-5)
+
+
+def test_what_is_rounded_stays_what_it_is_when_it_is_rounded_again(base: Transformer) -> None:
+    policy = _policy(base)
+    weights = policy.full_weights()
+    assert any(not torch.equal(weight, base.state_dict()[name]) for name, weight in weights.items())
+    policy.load_full_weights(weights)
+    assert [name for name, weight in policy.full_weights().items() if not torch.equal(weight, weights[name])] == []
+    with torch.no_grad():
+        base.blocks[0].mlp.up_proj.weight.zero_()
+    again = _policy(base).full_weights()
+    assert torch.equal(again["blocks.0.mlp.up_proj.weight"], torch.zeros(48, 32))
+
+
+def test_other_weights_are_rounded_as_they_go_in(base: Transformer) -> None:
+    policy, other = _policy(base), copy.deepcopy(base)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1.7).add_(0.01)
+    policy.load_full_weights(dict(other.named_parameters()))
+    expected = _policy(other).full_weights()
+    assert [name for name, weight in policy.full_weights().items() if not torch.equal(weight, expected[name])] == []
+
+
+def test_the_linear_layers_of_the_blocks_are_rounded_and_nothing_else(base: Transformer) -> None:
+    policy, whole = _policy(base), base.state_dict()
+    rounded = {name for name, weight in policy.full_weights().items() if not torch.equal(weight, whole[name])}
+    assert rounded == {name for name in whole if name.startswith("blocks.") and name.endswith("proj.weight")}
+    assert policy.full_weights().keys() == whole.keys()
+    # 4.5 bits of 32.
+    assert _bytes_of_blocks(policy) == sum(whole[name].nbytes for name in rounded) * 4.5 / 32
+
+
+def test_the_sampler_has_the_logits_of_the_learner(base: Transformer, rollouts: RolloutBatch) -> None:
+    policy = _policy(base)
+    torch.testing.assert_close(_logits(_plain(policy)), _logits(policy.module), atol=1e-5, rtol=1e-5)
+    Learner(policy, RL).update(rollouts, 0)
+    torch.testing.assert_close(_logits(_plain(policy)), _logits(policy.module), atol=2e-5, rtol=1e-5)
+
+
+def test_training_moves_the_adapter_as_it_does_beside_whole_weights(base: Transformer, rollouts: RolloutBatch) -> None:
+    """A round on the 4 bits is a round on the weights that they stand for."""
+    policy = _policy(base)
+    start = policy.full_weights()
+    whole = ShardedPolicy(_plain(policy), None, lora=LORA.model_copy(update={"base_weights": "full"}), seed=7)
+    metrics, expected = (Learner(learned, RL).update(rollouts, 0) for learned in (policy, whole))
+    assert metrics == pytest.approx(expected, rel=1e-3, abs=1e-5)
+    for name, matrix in whole.adapter_on_rank_0().items():
+        torch.testing.assert_close(policy.adapter_on_rank_0()[name], matrix, atol=1e-3, rtol=1e-3)
+        assert matrix.abs().max() > 0
+    policy.load_adapter({name: matrix * 0 for name, matrix in policy.adapter_on_rank_0().items()})
+    assert [name for name, weight in policy.full_weights().items() if not torch.equal(weight, start[name])] == []
+
+
+def test_without_lora_there_is_nothing_to_train() -> None:
+    with pytest.raises(ValidationError, match="base_weights nf4 cannot be trained, only an adapter beside them"):
+        LoraConfig(base_weights="nf4")
+
+
+def _rank(rank: int, port_file: str, config: TransformerConfig, batch: RolloutBatch, out: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{port_file}", rank=rank, world_size=2)
+    found = _trained(_policy(_base(config), on_ranks=True), batch)
+    half = _policy(_base(config), on_ranks=True, sharding=ShardingConfig(compute_dtype="bfloat16"))
+    found["half"] = Learner(half, RL).update(batch, 0)
+    if rank == 0:
+        torch.save(found, out)
+    dist.destroy_process_group()
+
+
+def _trained(policy: ShardedPolicy, batch: RolloutBatch) -> dict[str, Any]:
+    metrics = Learner(policy, RL).update(batch, 0)
+    return {"weights": policy.full_weights(), "adapter": policy.adapter_on_rank_0(), "metrics": metrics}
+
+
+def test_two_ranks_are_one(config: TransformerConfig, rollouts: RolloutBatch, tmp_path: Path) -> None:
+    out = tmp_path / "out.pt"
+    run_ranks(_rank, str(tmp_path / "at"), config, rollouts, out, num=2)
+    sharded, single = torch.load(out, weights_only=True), _trained(_policy(_base(config)), rollouts)
+    assert sharded["metrics"] == pytest.approx(single["metrics"], rel=1e-3, abs=1e-5)
+    for part in ("weights", "adapter"):
+        assert sharded[part].keys() == single[part].keys()
+        for name, tensor in single[part].items():
+            # A tenth of a step.
+            torch.testing.assert_close(sharded[part][name], tensor, atol=1e-3, rtol=1e-3, msg=name)
+    assert sharded["half"]["loss"] == pytest.approx(single["metrics"]["loss"], rel=0.1, abs=0.02)
+    assert sharded["half"]["grad_norm"] == pytest.approx(single["metrics"]["grad_norm"], rel=0.1)

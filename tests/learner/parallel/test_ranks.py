@@ -1,0 +1,68 @@
+"""What rank 0 decides is what every rank does, however long it takes and however it fails."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from learner.parallel import ranks as module
+from learner.parallel.ranks import LeaderFailedError, Ranks
+from tests.ranks import run_ranks
+
+TENSORS = {
+    "ids": torch.arange(6).view(2, 3),
+    "correct": torch.tensor([True, False]),
+    "parts": torch.zeros(2, 0),
+    "logps": torch.tensor([-0.5, 1e-30]),
+}
+
+
+def _fail() -> Any:
+    raise FloatingPointError("the gradient's norm is nan")
+
+
+def _rank(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/port", rank=rank, world_size=2)
+    ranks = Ranks()
+    assert (ranks.rank, ranks.is_alone) == (rank, False)
+    # Asked on rank 0 alone, whose answer is another.
+    assert ranks.agreed(lambda: {"rank": rank, "seconds": 0.1 + rank}) == {"rank": 0, "seconds": 0.1}
+    decision, tensors = ranks.shared(lambda: (["go on", rank], TENSORS))
+    assert decision == ["go on", 0]
+    assert tensors.keys() == TENSORS.keys()
+    assert all(torch.equal(tensors[name], TENSORS[name]) for name in TENSORS)
+    assert all(tensors[name].dtype == TENSORS[name].dtype for name in TENSORS)
+    done: list[int] = []
+    # Longer than one collective may take: rank 0 says that it is at work.
+    ranks.on_rank_0(lambda: (time.sleep(3 * module._TIMEOUT_S), done.append(rank)))
+    assert done == ([0] if rank == 0 else [])
+    with pytest.raises(LeaderFailedError if rank else FloatingPointError):
+        ranks.agreed(_fail)
+    assert ranks.agreed(lambda: "still together") == "still together"
+    dist.destroy_process_group()
+
+
+def _with_short_waits(rank: int, folder: Path) -> None:
+    module.TICK_S, module._TIMEOUT_S = 0.1, 2.0
+    _rank(rank, folder)
+
+
+def test_ranks_do_what_rank_0_decided(tmp_path: Path) -> None:
+    run_ranks(_with_short_waits, tmp_path, num=2)
+
+
+def test_a_process_by_itself_decides_alone() -> None:
+    ranks = Ranks()
+    assert (ranks.rank, ranks.is_alone) == (0, True)
+    assert ranks.agreed(lambda: (1, "two")) == [1, "two"]
+    decision, tensors = ranks.shared(lambda: (None, TENSORS))
+    assert decision is None
+    assert all(torch.equal(tensors[name], TENSORS[name]) for name in TENSORS)
+    with pytest.raises(FloatingPointError):
+        ranks.on_rank_0(_fail)

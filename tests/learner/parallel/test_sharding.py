@@ -1,0 +1,392 @@
+"""A sharded step is a single step: two ranks with FSDP2 on gloo against one process without."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from learner.algorithms import ALGORITHMS
+from learner.batch import RolloutBatch
+from learner.config import LearnerConfig
+from learner.estimators import SamplerFacts
+from learner.learner import Learner
+from learner.model.config import TransformerConfig
+from learner.model.lora import LoraConfig
+from learner.model.transformer import Transformer, init_weights
+from learner.parallel.sharding import ShardedPolicy, gathered, make_mesh, on_cpu
+from learner.parallel.sharding_config import ShardingConfig
+from learner.sft.documents import Documents
+from learner.sft.learner import SftLearner, evaluation_loss
+from learner.sft.sft import SftConfig
+from tests.ranks import run_ranks
+
+# Ranks that keep step wait for each other's turn on a busy machine.
+pytestmark = pytest.mark.timeout(400)
+
+RL = LearnerConfig(
+    num_rounds=2,
+    group_size=4,
+    groups_per_round=3,
+    inner_updates=2,
+    micro_batch_tokens=56,
+    lr=1e-3,
+    max_grad_norm=0.5,
+    reference_sync_rounds=1,
+)
+SFT = SftConfig(num_labels=12, num_steps=3, batch_size=5, lr=1e-3, num_warmup_steps=0)
+LORAS = {"whole": LoraConfig(), "adapter": LoraConfig(rank=4, alpha=8)}
+PLAIN = ShardingConfig()
+CHECKPOINTING = ShardingConfig(activation_checkpointing=True)
+HALF = ShardingConfig(compute_dtype="bfloat16")
+
+
+def _train(
+    policy: ShardedPolicy, batch: RolloutBatch, resume_from: dict[str, torch.Tensor] | None
+) -> dict[str, object]:
+    documents = Documents(
+        ids=torch.cat((batch.prompt_ids, batch.completion_ids), dim=1),
+        prompt_lengths=batch.prompt_lengths,
+        lengths=batch.prompt_lengths + batch.completion_lengths,
+        sample_keys=batch.sample_keys,
+    )
+    metrics: list[dict[str, float]] = []
+    for packing in (False, True):
+        sft = SftLearner(policy, SFT.model_copy(update={"packing": packing}), documents, seed=0)
+        metrics += [sft.step(step, 1e-3) for step in range(2)]
+    evaluated = evaluation_loss(policy, documents, batch_size=4)
+    metrics.append({"evaluation_loss": evaluated.loss, "at_large_t": evaluated.loss_at_t[-1]})
+    learner = Learner(policy, RL)
+    if resume_from is not None:
+        learner.load_full_state(resume_from)
+    metrics += [learner.update(batch, round_index) for round_index in range(2)]
+    # The last forward has no backward: what is gathered after it must be the parameters all the same.
+    with policy.without_gradients():
+        policy.module(batch.prompt_ids)
+    return {
+        "weights": policy.full_weights(),
+        "adapter": policy.adapter_on_rank_0(),
+        "optimizer": learner.full_state(),
+        "metrics": metrics,
+    }
+
+
+def _policy(
+    config: TransformerConfig,
+    lora: LoraConfig,
+    sharding: ShardingConfig = PLAIN,
+    *,
+    on_ranks: bool = False,
+) -> ShardedPolicy:
+    model = Transformer(config)
+    init_weights(model, seed=0)
+    return ShardedPolicy(model, make_mesh("cpu") if on_ranks else None, sharding, lora=lora, seed=3)
+
+
+def _rank(rank: int, port_file: str, config: TransformerConfig, batch: RolloutBatch, out: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{port_file}", rank=rank, world_size=2)
+    results = {}
+    for name, lora in LORAS.items():
+        first = _train(_policy(config, lora, on_ranks=True), batch, None)
+        shared = [first["optimizer"]]
+        dist.broadcast_object_list(shared, src=0)  # In a run every rank reads rank 0's from the checkpoint.
+        again = _train(_policy(config, lora, on_ranks=True), batch, shared[0])  # type: ignore[arg-type]
+        checkpointed = _train(_policy(config, lora, CHECKPOINTING, on_ranks=True), batch, None)
+        half = _train(_policy(config, lora, HALF, on_ranks=True), batch, None)
+        results[name] = {"first": first, "again": again, "checkpointed": checkpointed, "half": half}
+    if rank == 0:
+        torch.save(results, out)
+    dist.destroy_process_group()
+
+
+Results = dict[str, dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks(tmp_path_factory: pytest.TempPathFactory, config: TransformerConfig) -> dict[str, Results]:
+    directory = tmp_path_factory.mktemp("ranks")
+    run_ranks(_rank, str(directory / "rendezvous"), config, _rollouts(), directory / "out.pt", num=2)
+    return torch.load(directory / "out.pt", weights_only=True)
+
+
+@pytest.fixture(params=LORAS)
+def lora(request: pytest.FixtureRequest) -> LoraConfig:
+    return LORAS[request.param]
+
+
+@pytest.fixture
+def sharded(request: pytest.FixtureRequest, on_two_ranks: dict[str, Results], lora: LoraConfig) -> Results:
+    (name,) = [name for name, known in LORAS.items() if known is lora]
+    return on_two_ranks[name]
+
+
+def _rollouts() -> RolloutBatch:
+    generator = torch.Generator().manual_seed(1)
+    completions = torch.randint(0, 38, (11, 8), generator=generator)
+    lengths = torch.randint(1, 9, (11,), generator=generator)
+    completions[torch.arange(8) >= lengths[:, None] - 1] = 39
+    return RolloutBatch(
+        prompt_ids=torch.randint(0, 38, (11, 6), generator=generator),
+        prompt_lengths=torch.full((11,), 6),
+        completion_ids=completions,
+        completion_lengths=lengths,
+        sample_keys=torch.arange(11),
+        rewards=(rewards := torch.rand(11, generator=generator)),
+        reward_parts=rewards[:, None],
+        correct=rewards > 0.5,
+        truncated=lengths == 8,
+        group_ids=torch.arange(11) // 4,
+        step_map=torch.arange(8).expand(11, 8) // 2,
+        commit_logp=-torch.rand(11, 8, generator=generator),
+        commit_entropy=torch.rand(11, 8, generator=generator),
+        fallback=torch.rand(11, 8, generator=generator) < 0.5,
+        commit_law_entropy=torch.rand(11, 8, generator=generator),
+        num_forwards=torch.full((11,), 4),
+        policy_versions=torch.zeros(11, dtype=torch.long),
+    )
+
+
+@pytest.mark.parametrize("which", ["first", "again"])
+def test_two_ranks_are_one(config: TransformerConfig, lora: LoraConfig, sharded: Results, which: str) -> None:
+    """Eleven rows on two ranks: an odd shard, filled up, must not change the mean.
+
+    The second time both go on from the state that the two ranks left.
+    """
+    state = sharded["first"]["optimizer"] if which == "again" else None
+    single = _train(_policy(config, lora), _rollouts(), state)
+    for part in ("weights", "adapter", "optimizer"):
+        expected = single[part]
+        assert sharded[which][part].keys() == expected.keys()
+        for name, tensor in expected.items():
+            # Adam turns the last bit of a gradient near zero into a part of a step: the bound is a tenth of a step.
+            torch.testing.assert_close(sharded[which][part][name], tensor, atol=1e-4, rtol=1e-3, msg=name)
+    for ours, theirs in zip(sharded[which]["metrics"], single["metrics"], strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-5)
+
+
+def _assert_same_bits(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    assert ours["metrics"] == theirs["metrics"]
+    for part in ("weights", "adapter", "optimizer"):
+        assert ours[part].keys() == theirs[part].keys()
+        assert [name for name in theirs[part] if not torch.equal(ours[part][name], theirs[part][name])] == []
+
+
+def test_activation_checkpointing_changes_no_bit(config: TransformerConfig, lora: LoraConfig, sharded: Results) -> None:
+    single, checkpointed = (
+        _train(_policy(config, lora, sharding), _rollouts(), None) for sharding in (PLAIN, CHECKPOINTING)
+    )
+    _assert_same_bits(checkpointed, single)
+    _assert_same_bits(sharded["checkpointed"], sharded["first"])
+
+
+def test_activation_checkpointing_computes_each_block_twice(config: TransformerConfig) -> None:
+    ids = torch.arange(20).view(2, 10)
+    counts = []
+    for sharding in (PLAIN, CHECKPOINTING):
+        policy, runs = _policy(config, LoraConfig(), sharding), []
+        for block in policy.module.blocks:
+            block.attn_norm.register_forward_hook(lambda *_, runs=runs: runs.append(1))
+        policy.module(ids).sum().backward()
+        counts.append(len(runs))
+    assert counts == [2, 4]
+
+
+def test_half_precision_is_close_and_keeps_its_weights_whole(sharded: Results) -> None:
+    exact, half = sharded["first"], sharded["half"]
+    assert {tensor.dtype for part in ("weights", "adapter") for tensor in half[part].values()} == {torch.float32}
+    assert half["metrics"] != exact["metrics"]
+    for ours, theirs in zip(half["metrics"], exact["metrics"], strict=True):
+        if "loss" not in theirs:
+            continue  # The evaluation's.
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=0.05, abs=0.01)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=0.1)
+    # Not on the grid of bfloat16: what is kept and stepped is float32.
+    name = "blocks.0.attn.q_proj.weight"
+    assert not torch.equal(half["weights"][name].bfloat16().float(), half["weights"][name])
+
+
+@pytest.mark.parametrize("config_of", [HALF, ShardingConfig(cpu_offload=True)])
+def test_what_only_fsdp_does_is_refused_without_it(config: TransformerConfig, config_of: ShardingConfig) -> None:
+    with pytest.raises(ValueError, match="compute_dtype and cpu_offload are FSDP's"):
+        _policy(config, LoraConfig(), config_of)
+
+
+def test_weights_go_in_as_they_came_out(config: TransformerConfig) -> None:
+    policy, other = (ShardedPolicy(Transformer(config), None) for _ in range(2))
+    other.load_full_weights(policy.full_weights())
+    for name, tensor in policy.full_weights().items():
+        assert torch.equal(other.full_weights()[name], tensor)
+
+
+def test_full_weights_are_not_the_live_ones(config: TransformerConfig) -> None:
+    policy = ShardedPolicy(Transformer(config), None)
+    taken = policy.full_weights()
+    before = taken["head.weight"].clone()
+    with torch.no_grad():
+        policy.module.head.weight.add_(1)
+    assert torch.equal(taken["head.weight"], before)
+
+
+# Every algorithm on 2 or on 4 ranks: the gradient of one process. On 4 those whose loss looks beyond a row.
+
+_WIDE = ("diffu-grpo-parity", "wd1", "tracerl", "stabledrl", "vrpo", "tba")
+ON_RANKS = {4: _WIDE, 2: tuple(name for name in ALGORITHMS if name not in _WIDE)}
+# Two of them, one on either number of ranks, with the denoising loss of the correct completions beside.
+IMITATING = ("wd1", "coupled-grpo")
+
+
+# Some in minibatches too, of which not every rank has a row or a group.
+MINIBATCHES = {"stabledrl": 2, "tracerl": 3, "espo": 5}
+
+
+class _Recorder:
+    """In the optimizer's place: keeps the whole gradients of every step."""
+
+    def __init__(self, policy: ShardedPolicy) -> None:
+        self._policy = policy
+        self.gradients: list[dict[str, torch.Tensor]] = []
+
+    def step(self, lr: float, max_grad_norm: float) -> float:
+        named = dict(self._policy.module.named_parameters())
+        self.gradients.append({name: on_cpu(gathered(p.grad)) for name, p in named.items() if p.grad is not None})
+        self._policy.module.zero_grad()
+        return 0.0
+
+
+def _gradients(policy: ShardedPolicy, name: str, batch: RolloutBatch, num_minibatches: int) -> dict[str, object]:
+    settings = {"algorithm": name, "num_rounds": 1, "inner_updates": 2, "micro_batch_tokens": 60}
+    settings["num_minibatches"] = num_minibatches
+    if name == "tracerl":
+        settings["filters"] = {"min_accuracy": 0.0, "max_accuracy": 1.0}
+    if name in IMITATING or num_minibatches > 1:
+        settings["imitation_coef"] = 0.2
+    block_length = 1 if name == "justgrpo" else 4
+    sampler = SamplerFacts(block_length=block_length, has_fallback=True, has_varying_steps=True)
+    learner = Learner(policy, LearnerConfig.model_validate(settings), sampler)
+    recorder = _Recorder(policy)
+    learner.optimizer = recorder  # type: ignore[assignment]
+    return {"metrics": learner.update(batch, 0), "gradients": recorder.gradients}
+
+
+def _all_gradients(policy: ShardedPolicy, batch: RolloutBatch, world_size: int) -> dict[str, dict[str, object]]:
+    found = {name: _gradients(policy, name, batch, 1) for name in ON_RANKS[world_size]}
+    some = {name: MINIBATCHES[name] for name in ON_RANKS[world_size] if name in MINIBATCHES}
+    return found | {f"{name} in {count}": _gradients(policy, name, batch, count) for name, count in some.items()}
+
+
+def _gradient_rank(rank: int, world_size: int, port_file: str, config: TransformerConfig, out: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{port_file}", rank=rank, world_size=world_size)
+    model = Transformer(config)
+    init_weights(model, seed=0)
+    found = _all_gradients(ShardedPolicy(model, make_mesh("cpu")), _rollouts(), world_size)
+    if rank == 0:
+        torch.save(found, out)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("world_size", ON_RANKS)
+def test_every_algorithm_has_one_gradient_on_any_number_of_ranks(
+    config: TransformerConfig, tmp_path: Path, world_size: int
+) -> None:
+    """Three groups on four ranks: where groups stay whole, one rank has nothing and still keeps step."""
+    out = tmp_path / "out.pt"
+    run_ranks(_gradient_rank, world_size, str(tmp_path / "at"), config, out, num=world_size)
+    sharded = torch.load(out, weights_only=True)
+    model = Transformer(config)
+    init_weights(model, seed=0)
+    for name, single in _all_gradients(ShardedPolicy(model, None), _rollouts(), world_size).items():
+        assert ("imitation_loss" in single["metrics"]) == (name in IMITATING or " in " in name)  # type: ignore[operator]
+        assert sharded[name]["metrics"] == pytest.approx(single["metrics"], rel=1e-4, abs=1e-6), name
+        for ours, expected in zip(sharded[name]["gradients"], single["gradients"], strict=True):  # type: ignore[call-overload]
+            assert ours.keys() == expected.keys()
+            for parameter, gradient in expected.items():
+                scale = max(1.0, float(gradient.abs().max()))
+                torch.testing.assert_close(
+                    ours[parameter], gradient, atol=1e-6 * scale, rtol=0, msg=f"{name} {parameter}"
+                )
+
+
+# LoRA's step: a likelihood of single tokens, of whole completions with the adapter-off reference, bounds that compare a
+# group.
+
+ADAPTED = ("stepmerge", "espo", "stabledrl")
+
+
+def _adapted(config: TransformerConfig, batch: RolloutBatch, *, on_ranks: bool) -> dict[str, dict[str, Any]]:
+    found = {}
+    for name in ADAPTED:
+        policy = _policy(config, LORAS["adapter"], on_ranks=on_ranks)
+        settings = {"algorithm": name, "num_rounds": 1, "inner_updates": 3, "micro_batch_tokens": 60, "lr": 1e-3}
+        learner = Learner(policy, LearnerConfig.model_validate(settings), SamplerFacts(block_length=4))
+        metrics = learner.update(batch, 0)
+        found[name] = {"adapter": policy.adapter_on_rank_0(), "weights": policy.full_weights(), "metrics": metrics}
+    return found
+
+
+def _adapted_rank(rank: int, port_file: str, config: TransformerConfig, out: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{port_file}", rank=rank, world_size=2)
+    found = _adapted(config, _rollouts(), on_ranks=True)
+    if rank == 0:
+        torch.save(found, out)
+    dist.destroy_process_group()
+
+
+def test_a_step_of_a_sharded_adapter_is_a_single_step(config: TransformerConfig, tmp_path: Path) -> None:
+    out = tmp_path / "out.pt"
+    run_ranks(_adapted_rank, str(tmp_path / "at"), config, out, num=2)
+    sharded = torch.load(out, weights_only=True)
+    start = _policy(config, LORAS["adapter"]).full_weights()
+    for name, single in _adapted(config, _rollouts(), on_ranks=False).items():
+        assert sharded[name]["metrics"] == pytest.approx(single["metrics"], rel=1e-3, abs=1e-5), name
+        for part in ("adapter", "weights"):
+            assert sharded[name][part].keys() == single[part].keys()
+            for parameter, tensor in single[part].items():
+                # A tenth of a step, as above.
+                torch.testing.assert_close(
+                    sharded[name][part][parameter], tensor, atol=1e-4, rtol=1e-3, msg=f"{name} {parameter}"
+                )
+        assert any(not torch.equal(tensor, start[parameter]) for parameter, tensor in single["weights"].items())
+
+
+def _late_rank(rank: int, port_file: str, out: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{port_file}", rank=rank, world_size=3)
+    policy = ShardedPolicy(Transformer(_tiny()), make_mesh("cpu"))
+    policy.wait_for_all("round 6", timeout_s=60)
+    if rank == 2:
+        deadline = time.monotonic() + 60
+        while not (out / "said").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return
+    try:
+        policy.wait_for_all("round 7", timeout_s=2)
+    except TimeoutError as error:
+        (out / "said").write_text(str(error))
+    except RuntimeError:
+        pass
+
+
+def _tiny() -> TransformerConfig:
+    return TransformerConfig(
+        vocab_size=8,
+        d_model=8,
+        num_layers=1,
+        num_heads=1,
+        num_kv_heads=1,
+        mlp_hidden_size=8,
+        max_sequence_length=8,
+        mask_token_id=6,
+        eos_token_id=7,
+        pad_token_id=7,
+    )
+
+
+def test_a_rank_that_lags_is_named(tmp_path: Path) -> None:
+    run_ranks(_late_rank, str(tmp_path / "at"), tmp_path, num=3)
+    assert (tmp_path / "said").read_text() == "round 7: rank 2 of the learner did not come within 2 s"

@@ -1,0 +1,195 @@
+from dataclasses import replace
+
+import pytest
+import torch
+
+from learner.model.transformer import Transformer
+from learner.parallel.sharding import ShardedPolicy
+from learner.sft.documents import Documents, Example, make_documents
+from learner.sft.learner import EVALUATION_T, SftLearner, evaluation_loss
+from learner.sft.sft import MaskedDocuments, SftConfig, mask_documents, masked_logps, plan_sft, sft_rows
+
+CONFIG = SftConfig(num_labels=12, num_steps=1, batch_size=6, num_warmup_steps=0)
+PACKED = CONFIG.model_copy(update={"eos_padding": "ignored", "packing": True})
+MASK_ID, EOS_ID = 38, 39
+
+
+def _examples(num_examples: int = 12, num_slots: int = 8) -> list[Example]:
+    """Prompts of 3 to 6 tokens, completions of 1 token to the whole canvas."""
+    generator = torch.Generator().manual_seed(1)
+
+    def draw(low: int, high: int) -> tuple[int, ...]:
+        length = int(torch.randint(low, high + 1, (), generator=generator))
+        return tuple(torch.randint(0, 38, (length,), generator=generator).tolist())
+
+    return [
+        Example(prompt_ids=draw(3, 6), completion_ids=draw(1, num_slots), num_slots=num_slots)
+        for _ in range(num_examples)
+    ]
+
+
+def _documents(*, trains_padding: bool = True, num_examples: int = 12) -> Documents:
+    return make_documents(_examples(num_examples), EOS_ID, trains_padding=trains_padding)
+
+
+def _plan(documents: Documents, step: int = 0, seed: int = 0, batch_size: int = 6) -> MaskedDocuments:
+    return plan_sft(documents, MASK_ID, step, seed, batch_size)
+
+
+def test_each_epoch_is_a_permutation_of_all_labels() -> None:
+    rows = torch.cat([sft_rows(10, 4, step, seed=1) for step in range(5)])
+    assert sorted(rows[:10].tolist()) == list(range(10))
+    assert sorted(rows[10:].tolist()) == list(range(10))
+    assert rows[:10].tolist() != rows[10:].tolist()
+
+
+def test_padding_is_trained_on_or_the_document_ends_with_the_first_end_of_text() -> None:
+    short, full = (Example(prompt_ids=(1, 2), completion_ids=ids, num_slots=3) for ids in ((5,), (5, 6, 7)))
+    trained = make_documents([short, full], EOS_ID, trains_padding=True)
+    assert trained.ids.tolist() == [[1, 2, 5, EOS_ID, EOS_ID], [1, 2, 5, 6, 7]]
+    assert (trained.prompt_lengths.tolist(), trained.lengths.tolist()) == ([2, 2], [5, 5])
+    ignored = make_documents([short, full], EOS_ID, trains_padding=False)
+    assert torch.equal(ignored.ids, trained.ids)
+    assert ignored.lengths.tolist() == [4, 5]
+    assert (trained.num_trained, ignored.num_trained) == (6, 5)
+    assert make_documents([short], EOS_ID, trains_padding=False).ids.tolist() == [[1, 2, 5, EOS_ID]]
+
+
+@pytest.mark.parametrize("trains_padding", [True, False])
+def test_only_slots_that_are_trained_on_are_masked_and_all_of_them_can_be(trains_padding: bool) -> None:
+    documents = _documents(trains_padding=trains_padding)
+    was_masked = torch.zeros_like(documents.ids, dtype=torch.bool)
+    for step in range(40):
+        masked = _plan(documents, step)
+        assert torch.equal(masked.ids == MASK_ID, masked.ids != documents.ids)
+        assert torch.equal((masked.ids == MASK_ID).nonzero(), torch.stack((masked.rows, masked.columns), dim=1))
+        assert torch.equal(masked.targets, documents.ids[masked.rows, masked.columns])
+        was_masked[masked.rows, masked.columns] = True
+    columns = torch.arange(documents.ids.shape[1])
+    trained = (columns >= documents.prompt_lengths[:, None]) & (columns < documents.lengths[:, None])
+    assert torch.equal(was_masked, trained)
+
+
+def test_mask_ratio_is_uniform_and_weights_are_its_inverse() -> None:
+    many = replace(_documents().select(torch.zeros(3000, dtype=torch.long)), sample_keys=torch.arange(3000))
+    masked = _plan(many, batch_size=3000)
+    # E[1/t * masked] = 1: the weighted number of masked slots is the number of slots.
+    assert abs(masked.weights.sum().item() / (3000 * 8) - 1) < 0.03
+    assert masked.weights.min() >= 1
+    assert abs(len(masked.targets) / (3000 * 8) - 0.5) < 0.02
+
+
+def test_the_mask_ratios_of_a_batch_are_spread_evenly_from_another_start_at_each_step() -> None:
+    documents, found = _documents(num_examples=8), []
+    for step in range(30):
+        places = torch.arange(step * 8, step * 8 + 8)
+        # With many slots a document, each has a masked one that says what its t is.
+        masked = _plan(replace(documents, sample_keys=places), step, batch_size=8)
+        ratios = dict(zip(masked.rows.tolist(), (1 / masked.weights).tolist(), strict=True))
+        eighths = sorted(int((ratio - 1e-3) / (1 - 1e-3) * 8) for ratio in ratios.values())
+        assert len(set(eighths)) == len(eighths), "no two in one eighth"
+        found.append(next(iter(ratios.values())))
+    assert max(found) > 0.85
+    assert min(found) < 0.25
+    assert len(set(found)) > 25
+
+
+@pytest.mark.parametrize("trains_padding", [True, False])
+@pytest.mark.parametrize("sft", [CONFIG, PACKED], ids=["unpacked", "packed"])
+@pytest.mark.parametrize("normalize_by", ["row", "slot"])
+def test_loss_is_that_of_a_row_by_row_loop(
+    policy: Transformer, sft: SftConfig, trains_padding: bool, normalize_by: str
+) -> None:
+    documents, total, num_slots, means = _documents(trains_padding=trains_padding), 0.0, 0, []
+    sft = sft.model_copy(update={"normalize_by": normalize_by})
+    for place, row in enumerate(sft_rows(12, 6, 0, seed=3).tolist()):
+        one = replace(documents.select(slice(row, row + 1)), sample_keys=torch.tensor([place]))
+        masked = _plan(one, seed=3)
+        with torch.no_grad():
+            logp = policy(masked.ids[:, : int(one.lengths[0])]).log_softmax(-1)[0]
+        loss, size = -(logp[masked.columns, masked.targets] * masked.weights).sum().item(), int(one.lengths[0])
+        total, num_slots = total + loss, num_slots + size - int(one.prompt_lengths[0])
+        means.append(loss / (size - int(one.prompt_lengths[0])))
+    metrics = SftLearner(ShardedPolicy(policy, None), sft, documents, seed=3).step(0, lr=0.0)
+    by_row, by_slot = sum(means) / 6, total / num_slots
+    assert metrics["loss"] == pytest.approx(by_row if normalize_by == "row" else by_slot, abs=1e-5)
+    assert (by_row == pytest.approx(by_slot, abs=1e-6)) == trains_padding, "they differ where lengths do"
+
+
+def test_packing_changes_no_gradient(policy: Transformer) -> None:
+    masked = _plan(_documents(trains_padding=False))
+    gradients = []
+    for packing in (False, True):
+        policy.zero_grad()
+        (masked_logps(policy, masked, packing=packing) * masked.weights).sum().backward()
+        gradients.append({name: weight.grad.clone() for name, weight in policy.named_parameters()})
+    for name, gradient in gradients[0].items():
+        assert gradient.abs().max() > 0, name
+        torch.testing.assert_close(gradients[1][name], gradient, atol=1e-4, rtol=1e-4, msg=name)
+
+
+def test_packed_documents_do_not_see_each_other(policy: Transformer) -> None:
+    documents = _documents(trains_padding=False)
+    masked = _plan(documents)
+    others = masked.rows != 4
+    changed = replace(masked, ids=masked.ids.index_fill(0, torch.tensor([4]), 7))
+    with torch.no_grad():
+        before, after = (masked_logps(policy, one, packing=True) for one in (masked, changed))
+    assert torch.equal(before[others], after[others])
+    assert (before[~others] != after[~others]).all()
+
+
+def test_packing_takes_fewer_slots(policy: Transformer) -> None:
+    examples = [Example(prompt_ids=(1, 2), completion_ids=(3,) * count, num_slots=12) for count in (9, 2, 1, 4, 1, 1)]
+    # A step that masks some of each.
+    masked, shapes = _plan(make_documents(examples, EOS_ID, trains_padding=False), step=16), []
+    hook = policy.register_forward_pre_hook(lambda _module, arguments: shapes.append(arguments[0].shape))
+    with torch.no_grad():
+        masked_logps(policy, masked)
+        masked_logps(policy, masked, packing=True)
+    hook.remove()
+    assert shapes == [(6, 12), (3, 12)], "12, 7 and 5, three times 4"
+
+
+def test_evaluation_loss_is_the_mean_over_a_fixed_grid_of_t(policy: Transformer) -> None:
+    documents = _documents(trains_padding=False)
+    evaluated = evaluation_loss(ShardedPolicy(policy, None), documents, batch_size=5)
+    assert EVALUATION_T == (0.0625, 0.1875, 0.3125, 0.4375, 0.5625, 0.6875, 0.8125, 0.9375)
+    assert evaluated.loss == pytest.approx(sum(evaluated.loss_at_t) / 8)
+    masked = mask_documents(documents, MASK_ID, torch.full((12,), 0.5625), (0, 4))
+    with torch.no_grad():
+        total = -(masked_logps(policy, masked)).sum().item() / 0.5625
+    assert evaluated.loss_at_t[4] == pytest.approx(total / documents.num_trained, rel=1e-5)
+
+
+def test_evaluation_loss_is_the_same_every_time_and_leaves_no_gradient(policy: Transformer) -> None:
+    sharded, documents = ShardedPolicy(policy, None), _documents()
+    first = evaluation_loss(sharded, documents, batch_size=12)
+    torch.manual_seed(5)
+    assert evaluation_loss(sharded, documents, batch_size=12) == first
+    assert evaluation_loss(sharded, documents, batch_size=5).loss == pytest.approx(first.loss, rel=1e-5)
+    assert all(weight.grad is None for weight in policy.parameters())
+
+
+def test_sft_learns_its_labels_and_the_evaluation_loss_shows_it(policy: Transformer) -> None:
+    config = SftConfig(num_labels=12, num_steps=120, batch_size=12, lr=1e-2)
+    sharded, documents = ShardedPolicy(policy, None), _documents()
+    before = evaluation_loss(sharded, documents, batch_size=12)
+    learner = SftLearner(sharded, config, documents, seed=0)
+    losses = [learner.step(step, config.lr_at(step, step / 120))["loss"] for step in range(120)]
+    assert sum(losses[-10:]) < 0.2 * sum(losses[:10])
+    assert evaluation_loss(sharded, documents, batch_size=12).loss < 0.2 * before.loss
+    assert learner.num_trained == 120 * 12 * 8
+
+
+REFUSED = {
+    "packing is true and eos_padding is trained": {"packing": True, "num_labels": 3},
+    "num_labels is missing; without data it is needed": {},
+    "max_tokens is 9 and data is missing": {"max_tokens": 9, "num_labels": 3},
+}
+
+
+@pytest.mark.parametrize(("sentence", "fields"), REFUSED.items())
+def test_fields_that_do_not_go_together_are_refused(sentence: str, fields: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        SftConfig(num_steps=1, **fields)  # type: ignore[arg-type]
