@@ -11,7 +11,7 @@ import pytest
 import ray
 import torch
 
-from deploy.job.ray_session import MOST_STARTS, connected
+from deploy.ray_session import MOST_STARTS, connected
 from learner.model.config import TransformerConfig
 from learner.model.transformer import Transformer, init_weights
 

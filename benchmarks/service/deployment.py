@@ -164,7 +164,7 @@ class Deployed:
 def deployed(directory: Path, shape: Shape, num_replicas: int) -> Iterator[Deployed]:
     """A run, its registry and its service, on a Ray of its own that ends with the block."""
     from actors.registry.server import registry_url
-    from deploy.job.ray_session import ray_session
+    from deploy.ray_session import ray_session
     from deploy.service.on_ray.launch import deploy_source
     from deploy.service.source import Source
 

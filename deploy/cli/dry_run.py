@@ -9,8 +9,8 @@ from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
 
+from deploy.job.preflight import Resources, gigabytes, needs_of
 from deploy.recipe.overrides import resolved_yaml
-from deploy.recipe.preflight import Resources, gigabytes, needs_of
 from deploy.recipe.recipe import Recipe
 
 

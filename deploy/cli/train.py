@@ -116,8 +116,8 @@ def _not_through_link(recipe: Recipe) -> tuple[Recipe, list[str]]:
 
 def _carry_out(recipe: Recipe, order: _Order, dry_run: bool) -> None:
     with saying("checking whether the recipe can run here"):
+        from deploy.job.preflight import cluster_resources, preflight
         from deploy.printing import counted
-        from deploy.recipe.preflight import cluster_resources, preflight
 
         available = cluster_resources(os.environ.get("RAY_ADDRESS"))
         problems = preflight(recipe, available, resume=order.resume, serve=order.serve)
@@ -137,7 +137,7 @@ def _carry_out(recipe: Recipe, order: _Order, dry_run: bool) -> None:
 
 def _refusals(recipe: Recipe, order: _Order) -> Iterator[str]:
     """Why the run directory would be refused, once the actors' needs are met."""
-    from deploy.recipe.preflight import MOST_LOOKED_AT
+    from deploy.job.preflight import MOST_LOOKED_AT
     from deploy.runs.run_directory import check_creatable, check_resumable, make_spec
 
     spec = make_spec(recipe, order.stages)
@@ -156,8 +156,8 @@ def _run(recipe: Recipe, order: _Order) -> None:
         from rich.text import Text
 
         from actors.run_log import read_events
+        from deploy.interrupts import Terminated
         from deploy.job import job
-        from deploy.job.following import Terminated
         from deploy.printing import printable
         from deploy.runs.progress import ProgressDisplay
         from deploy.runs.report import result_tables

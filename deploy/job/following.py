@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,8 +11,9 @@ from typing import Any
 
 from actors.run_log import Event
 from actors.status import HUNG_S, SILENT_S, RunStatus
+from deploy.interrupts import has_ended
 
-_POLL_S, _LOOK_EVERY_S = 0.5, 0.1
+_POLL_S = 0.5
 _STATUS_EVERY_S = 5.0
 _START_S = 600.0
 _LAST_LOOK_S = 10.0
@@ -22,10 +21,6 @@ _LAST_LOOK_S = 10.0
 _STALLED_S = 5.0
 STOP_GRACE_S = 60.0
 """Seconds that the learner has to write a checkpoint when the run is to stop."""
-
-
-class Terminated(KeyboardInterrupt):
-    """SIGTERM came: `docker stop`, Slurm, Kubernetes."""
 
 
 class Follower:
@@ -119,27 +114,10 @@ def following(coordinator: Any, num_seen: int, on_event: Callable[[Event], None]
         thread.join(timeout=2 * _LAST_LOOK_S)
 
 
-def has_ended(fitted: Future[None], limit_s: float = math.inf) -> bool:
-    """Wait for the learner group, and say whether it has ended by then.
-
-    In short sleeps: a signal that another thread was given is only seen when the main thread runs, and two that come at
-    once break a wait for a lock, which Python then releases without having it.
-    """
-    deadline = time.monotonic() + limit_s
-    while not fitted.done() and time.monotonic() < deadline:
-        time.sleep(_LOOK_EVERY_S)
-    return fitted.done()
-
-
 def wait_for(fitted: Future[None]) -> None:
     """Wait for the learner group. Raises what it raised."""
     if has_ended(fitted):
         fitted.result()
-
-
-def wait_for_interrupt() -> None:
-    """Stay until Ctrl-C or SIGTERM, which nothing else ends."""
-    has_ended(Future())
 
 
 @contextmanager
@@ -172,20 +150,3 @@ def _wait(fitted: Future[None], on_event: Callable[[Event], None]) -> None:
         on_event({"event": "status", "what": what})
     elif (error := fitted.exception()) is not None:
         on_event({"event": "status", "what": f"the learner failed as it stopped: {type(error).__name__}"})
-
-
-@contextmanager
-def terminated_by_sigterm() -> Iterator[None]:
-    """Within the block SIGTERM raises `Terminated` in the main thread, as Ctrl-C raises KeyboardInterrupt."""
-
-    def end(*_: object) -> None:
-        raise Terminated
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

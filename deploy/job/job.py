@@ -18,14 +18,15 @@ from typing import TYPE_CHECKING, Any
 from actors.run_log import DRIVER_LOG, METRICS, Event, RunLog, append_event, read_events
 from actors.spec import Phase, RunSpec
 from deploy.errors import EXIT_RUN_FAILED, RunFailedError, UserError
-from deploy.job.following import following, stopping_in_order, terminated_by_sigterm, wait_for, wait_for_interrupt
+from deploy.interrupts import terminated_by_sigterm, wait_for_interrupt
+from deploy.job.following import following, stopping_in_order, wait_for
 from deploy.job.judges import judge_servers
 from deploy.job.node_watch import node_processes, watching
 from deploy.job.orphans import adopt_orphans, kill_descendants
 from deploy.job.quiet import native_words_in
-from deploy.job.ray_session import ray_session
 from deploy.printing import counted
 from deploy.program import program
+from deploy.ray_session import ray_session
 from deploy.recipe.recipe import Recipe, Stages
 from deploy.runs.curves import draw_curves
 from deploy.runs.listing import point_latest_at

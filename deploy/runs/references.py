@@ -70,7 +70,7 @@ def find_checkpoint_of(reference: str, runs_dir: Path) -> Path:
     found = find(reference, runs_dir)
     if not found.is_run:
         return found.directory
-    from deploy.service.run_files import newest_to_answer
+    from deploy.runs.reading import newest_to_answer
 
     return newest_to_answer(found.directory).directory
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from actors.registry.registry import AdminState, PolicyVersion
 from rollout.request import Committed, Completion, Progress, Request
@@ -153,3 +154,17 @@ class EngineState:
     """The newest of the versions that it does not serve, and why."""
     follower: FollowerStatus
     """How it hears of new ones."""
+
+
+class Backend(Protocol):
+    """Whoever answers jobs: an engine in this process, or replicas elsewhere."""
+
+    def stream(self, job: Job) -> AsyncGenerator[list[Event]]:
+        """The events of a job, those that came together in one list. The first is `Began` or `Refused`; the last is
+        `Refused`, or the `Done` of the last choice. Raises EngineLostError, NoEngineError where none took it."""
+
+    async def states(self) -> list[EngineState]:
+        """Every engine that answers, as it says of itself."""
+
+    async def aclose(self) -> None:
+        """Close what is open and nobody uses."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from actors.run_log import CHECKPOINTS, RECIPE
 from deploy.errors import UserError
-from deploy.service.run_files import read_recipe
+from deploy.runs.reading import read_recipe
 from rewards import Split, make_task
 
 # The shortest of so many is shown: a problem of some tasks fills a page.

@@ -3,50 +3,28 @@
 from __future__ import annotations
 
 import re
-import socket
 from dataclasses import dataclass
 from pathlib import Path
 
 from actors.registry.registry import PolicyVersion, Registry
 from actors.run_log import CHECKPOINTS
 from actors.training.checkpoints import checkpoints_to_answer
+from deploy.runs.reading import read_recipe
 from deploy.sampling.defaults import Defaults
 from deploy.service.api.planner import Planner
 from deploy.service.api.policy_events import RegistryReader
 from deploy.service.api.run_view import RunView
 from deploy.service.api.text_codec import Codec
+from deploy.service.checkpoints import Checkpoints, latest_checkpoint, plain_checkpoint
 from deploy.service.engine.canary import HeldoutCanary
+from deploy.service.engine.loading import load_sampler
 from deploy.service.engine.versions import Locate, Versions
-from deploy.service.run_files import (
-    Checkpoints,
-    latest_checkpoint,
-    load_sampler,
-    plain_checkpoint,
-    read_recipe,
-)
+from deploy.service.gateway.address import Address
 from rollout.config import EngineConfig
 
 _NAME = re.compile(r"[^A-Za-z0-9._-]+")
 _MAX_LIVE_OF_CHECKPOINT = 2
 _RATE_OF_CHECKPOINT = "6000/minute"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Address:
-    """Where something listens."""
-
-    host: str
-    port: int
-
-    @property
-    def url(self) -> str:
-        """What a client asks."""
-        return f"http://[{self.host}]:{self.port}" if ":" in self.host else f"http://{self.host}:{self.port}"
-
-    @property
-    def family(self) -> socket.AddressFamily:
-        """IPv6 for what can be nothing else."""
-        return socket.AF_INET6 if ":" in self.host else socket.AF_INET
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp
 from actors.registry.registry import PolicyVersion
 from deploy.page.routes import page_router
 from deploy.service.api import replies as bodies
+from deploy.service.api.metrics import RequestObserver, ServiceMetrics
 from deploy.service.api.openapi import describe, described
 from deploy.service.api.planner import Plan, Planner
 from deploy.service.api.policy_events import RegistryReader, one_event
@@ -26,12 +27,10 @@ from deploy.service.api.run_view import MAX_SAMPLES, RunView
 from deploy.service.api.server_sent_events import EventStream
 from deploy.service.api.text_codec import Codec
 from deploy.service.api.writer import Events, Writer
-from deploy.service.contract import POLICY, EngineState
-from deploy.service.engine.engine_host import Backend
+from deploy.service.contract import POLICY, Backend, EngineState
 from deploy.service.errors import ServiceError, install_handlers
 from deploy.service.gateway.access import MAX_BODY_BYTES, Gate
 from deploy.service.gateway.api_keys import Keys
-from deploy.service.gateway.metrics import RequestObserver, ServiceMetrics
 from deploy.service.gateway.rate_limits import Rates
 from deploy.service.link.cancellation import EndedError, unless
 from deploy.service.link.failover import steadily

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from actors.registry.registry import PolicyVersion
-from deploy.service.contract import BASE, POLICY, EngineState
-from deploy.service.engine.engine_host import Backend
+from deploy.service.contract import BASE, POLICY, Backend, EngineState
 from rollout.score import Score
 
 _FRESH_S = 0.2

@@ -12,12 +12,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import yaml
-
 from actors.registry.registry import PolicyVersion
 from actors.run_log import CHECKPOINTS, METRICS, RECIPE, SAMPLES
 from actors.training.checkpoints import checkpoints_to_answer
-from deploy.service.run_files import Checkpoints
+from deploy.recipe.yaml_text import parse_yaml
+from deploy.service.checkpoints import Checkpoints
 
 MAX_EVENTS = 1000
 MAX_SAMPLES = 200
@@ -46,7 +45,7 @@ class RunView:
                 phase, is_done = event.get("phase"), False
             elif event.get("event") == "done":
                 is_done = True
-        recipe = yaml.safe_load((self._directory / RECIPE).read_text(encoding="utf-8"))
+        recipe = parse_yaml((self._directory / RECIPE).read_text(encoding="utf-8"))
         return {
             "name": self._directory.name,
             "began_at": began_at,

@@ -6,30 +6,12 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
-from typing import Protocol
 
 from actors.registry.registry import NOTHING_HELD, PolicyVersion
 from deploy.service.contract import Began, CanvasSeen, EngineState, Event, FollowerStatus, Job, Refused, num_open_after
 from deploy.service.engine.engine import BusyError, Engine
 from deploy.service.engine.loaded_version import Live, NoRoomError, NoSuchVersionError, RefusedVersionError
 from deploy.service.engine.versions import Versions
-
-
-class Backend(Protocol):
-    """Whoever answers jobs: an engine in this process, or replicas elsewhere."""
-
-    def stream(self, job: Job) -> AsyncGenerator[list[Event]]:
-        """The events of a job, those that came together in one list. The first is `Began` or `Refused`; the last is
-        `Refused`, or the `Done` of the last choice. Raises EngineLostError, NoEngineError where none took it."""
-        ...
-
-    async def states(self) -> list[EngineState]:
-        """Every engine that answers, as it says of itself."""
-        ...
-
-    async def aclose(self) -> None:
-        """Close what is open and nobody uses."""
-        ...
 
 
 class EngineHost:

@@ -13,8 +13,8 @@ import time
 import uvicorn
 from starlette.types import ASGIApp
 
+from deploy.service.gateway.address import Address
 from deploy.service.gateway.http_protocol import BoundedHttpProtocol
-from deploy.service.source import Address
 
 ON_HEAD = {"num_cpus": 0, "resources": {"node:__internal_head__": 0.001}}
 """What a deployment asks of Ray that listens where the service was started: no other node is meant by 127.0.0.1."""

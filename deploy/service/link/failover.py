@@ -17,6 +17,7 @@ import structlog
 
 from actors.registry.registry import PolicyVersion
 from deploy.service.contract import (
+    Backend,
     Began,
     BlocksDone,
     CanvasSeen,
@@ -27,7 +28,6 @@ from deploy.service.contract import (
     NoEngineError,
     Refused,
 )
-from deploy.service.engine.engine_host import Backend
 from rollout.request import Committed
 
 MAX_LOST = 8

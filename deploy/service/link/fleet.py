@@ -10,7 +10,7 @@ from typing import Protocol
 
 from deploy.service.contract import EngineLostError, EngineState, Event, Job, NoEngineError
 from deploy.service.link.connection import Wire
-from deploy.service.link.engine_server import IDLE_TIMEOUT_S, Contact
+from deploy.service.link.contact import IDLE_TIMEOUT_S, Contact
 
 _CONNECT_TIMEOUT_S = 2.0
 _LOOK_EVERY_S = 1.0

@@ -13,11 +13,12 @@ from deploy.service.admin.admin_app import create_admin_app, guarded_admin
 from deploy.service.admin.steering import Steering
 from deploy.service.api.policy_events import RegistryReader
 from deploy.service.contract import EngineState
+from deploy.service.gateway.address import Address
 from deploy.service.gateway.api_keys import Keys
 from deploy.service.gateway.http_server import ON_HEAD, HttpServer
 from deploy.service.gateway.rate_limits import Rates
 from deploy.service.on_ray.ingress import LOST, heard
-from deploy.service.source import Address, Source
+from deploy.service.source import Source
 
 _CALL_TIMEOUT_S = 5.0
 

@@ -8,10 +8,11 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from actors.registry.server import registry_url
 from deploy.errors import UserError
-from deploy.service.link.engine_server import LOOPBACK
+from deploy.runs.reading import read_recipe
+from deploy.service.gateway.address import Address
+from deploy.service.link.contact import LOOPBACK
 from deploy.service.on_ray.launch import bound_application
-from deploy.service.run_files import read_recipe
-from deploy.service.source import Address, Source
+from deploy.service.source import Source
 
 
 class Arguments(BaseModel):

@@ -13,8 +13,9 @@ from actors.registry.registry import PolicyVersion
 from deploy.service.contract import DRAIN_TIMEOUT_S, EngineState, FollowerStatus
 from deploy.service.engine.engine import Engine
 from deploy.service.engine.engine_host import EngineHost
+from deploy.service.engine.engine_server import JobListener
 from deploy.service.engine.follower import VersionFollower
-from deploy.service.link.engine_server import LOOPBACK, Contact, JobListener
+from deploy.service.link.contact import LOOPBACK, Contact
 from deploy.service.on_ray.ray_metrics import EngineMetrics
 from deploy.service.source import Source
 

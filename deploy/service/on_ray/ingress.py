@@ -14,13 +14,14 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, 
 
 from deploy.service.api.app import Service, create_app, guarded
 from deploy.service.contract import DRAIN_TIMEOUT_S, EngineState
+from deploy.service.gateway.address import Address
 from deploy.service.gateway.api_keys import Keys
 from deploy.service.gateway.http_server import HttpServer
 from deploy.service.gateway.rate_limits import Rates, SharedCounts
-from deploy.service.link.engine_server import Contact
+from deploy.service.link.contact import Contact
 from deploy.service.link.fleet import Fleet
 from deploy.service.on_ray.ray_metrics import RequestMetrics
-from deploy.service.source import Address, Source
+from deploy.service.source import Source
 
 LOST = (RayError, BackPressureError, DeploymentUnavailableError, RequestCancelledError)
 """What a call to engines fails with when it did not reach one, or not its end."""

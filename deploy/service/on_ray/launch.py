@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from deploy.errors import UserError
-from deploy.job.following import wait_for_interrupt
-from deploy.job.ray_session import RaySession, ray_session
+from deploy.interrupts import wait_for_interrupt
 from deploy.machine import why_not_bindable
+from deploy.ray_session import RaySession, ray_session
 from deploy.service.example import example_request
+from deploy.service.gateway.address import Address
 from deploy.service.gateway.api_keys import (
     OF_ADMIN,
     OF_SERVICE,
@@ -29,7 +30,7 @@ from deploy.service.gateway.api_keys import (
     read_admin_keys,
     read_keys,
 )
-from deploy.service.source import Address, Source
+from deploy.service.source import Source
 from deploy.waiting import saying
 
 _READY_TIMEOUT_S = 180.0
@@ -47,7 +48,7 @@ def serve_run(run_dir: Path, host: str, port: int, admin_port: int | None = None
     address cannot be used.
     """
     from actors.registry.server import registry_url
-    from deploy.service.run_files import newest_to_answer, read_recipe
+    from deploy.runs.reading import newest_to_answer, read_recipe
 
     run_dir = run_dir.resolve()
     num_replicas = read_recipe(run_dir).service.num_replicas

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ray.util.metrics import Counter, Gauge, Histogram
 
-from deploy.service.gateway.metrics import BUCKETS_S
+from deploy.service.api.metrics import BUCKETS_S
 
 # As Ray Serve labels its own: one selection on a dashboard holds for all.
 _APPLICATION, _REPLICA = "application", "replica"

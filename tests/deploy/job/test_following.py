@@ -12,8 +12,9 @@ import pytest
 import ray
 from ray.exceptions import ActorDiedError, GetTimeoutError
 
+from deploy.interrupts import Terminated, terminated_by_sigterm
 from deploy.job import following as module
-from deploy.job.following import Follower, Terminated, following, stopping_in_order, terminated_by_sigterm
+from deploy.job.following import Follower, following, stopping_in_order
 
 
 class _Coordinator:

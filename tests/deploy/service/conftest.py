@@ -17,19 +17,21 @@ from actors.registry.registry import PolicyVersion, Registry
 from actors.registry.server import ValkeyServer
 from actors.registry.server import free_port as find_free_port
 from benchmarks.service.deployment import forget_serve
-from deploy.job.ray_session import MOST_STARTS, connected
+from deploy.ray_session import MOST_STARTS, connected
+from deploy.runs.reading import read_recipe
 from deploy.sampling.defaults import Defaults
 from deploy.service.api.app import Service, create_app, guarded
 from deploy.service.api.planner import Planner
 from deploy.service.api.run_view import RunView
 from deploy.service.api.text_codec import Codec
+from deploy.service.checkpoints import Checkpoints, latest_checkpoint
 from deploy.service.contract import BlocksDone, EngineLostError
 from deploy.service.engine.engine import Engine
 from deploy.service.engine.engine_host import EngineHost
+from deploy.service.engine.loading import load_sampler
 from deploy.service.engine.versions import Versions
 from deploy.service.gateway.api_keys import Keys
 from deploy.service.gateway.rate_limits import Rates
-from deploy.service.run_files import Checkpoints, latest_checkpoint, load_sampler, read_recipe
 from learner.model.checkpoint import save_checkpoint
 from learner.model.config import TransformerConfig
 from learner.model.tokenizer import EOS, MASK, ChatTokenizer, make_tokenizer

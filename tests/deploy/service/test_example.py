@@ -35,7 +35,7 @@ def test_a_run_is_asked_a_held_out_problem_of_its_task(run_dir):
 def test_it_is_the_shortest_of_some(run_dir, task):
     _recipe(run_dir, task=task)
     prompt = json.loads(shlex.split(example_request(run_dir)[1])[0])["prompt"]
-    from deploy.service.run_files import read_recipe
+    from deploy.runs.reading import read_recipe
 
     recipe = read_recipe(run_dir)
     count = min(8, recipe.evaluation.num_problems)

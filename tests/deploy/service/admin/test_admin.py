@@ -20,10 +20,11 @@ from deploy.service.api.policy_events import RegistryReader
 from deploy.service.engine.follower import VersionFollower
 from deploy.service.engine.loaded_version import NoSuchVersionError, RefusedVersionError
 from deploy.service.gateway.access import MAX_BODY_BYTES
+from deploy.service.gateway.address import Address
 from deploy.service.gateway.api_keys import OF_ADMIN, Keys, read_admin_keys, read_keys
 from deploy.service.gateway.rate_limits import Rates
 from deploy.service.on_ray.launch import banner, bound_application
-from deploy.service.source import Address, Source
+from deploy.service.source import Source
 from tests.deploy.service.fuzzing import NUM_CASES, SEED, each_case
 
 ADMIN_KEY, SERVICE_KEY = "the-key-of-the-operator", "the-key-of-some-client"

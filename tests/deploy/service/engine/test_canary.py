@@ -11,13 +11,14 @@ from pydantic import ValidationError
 from actors.plan import RunPlan
 from actors.registry.files import rebuild
 from deploy.recipe.recipe import CanarySection, Recipe, Stages
+from deploy.runs.reading import read_recipe
 from deploy.runs.run_directory import make_spec
 from deploy.service.api.policy_view import policy_body
+from deploy.service.checkpoints import latest_checkpoint
 from deploy.service.engine.canary import HeldoutCanary
 from deploy.service.engine.follower import VersionFollower
 from deploy.service.engine.loaded_version import CanaryError, RefusedVersionError
 from deploy.service.engine.versions import Versions
-from deploy.service.run_files import latest_checkpoint, read_recipe
 from deploy.service.source import Source
 from learner.model.tokenizer import ChatTokenizer
 from rollout.sampler import Sampler

@@ -10,13 +10,14 @@ from dataclasses import replace
 import pytest
 import torch
 
+from deploy.service.checkpoints import Checkpoints
 from deploy.service.contract import Began, BlocksDone, CanvasSeen, Done, EngineLostError, Job, Refused
 from deploy.service.engine.engine import BusyError, Engine
 from deploy.service.engine.engine_host import EngineHost, Mailbox
 from deploy.service.engine.loaded_version import NoRoomError, NoSuchVersionError, RefusedVersionError
+from deploy.service.engine.loading import load_sampler
 from deploy.service.engine.versions import Versions
 from deploy.service.link.failover import MAX_LOST, steadily
-from deploy.service.run_files import Checkpoints, load_sampler
 from rollout.config import EngineConfig
 from rollout.request import Request, SamplingParams
 

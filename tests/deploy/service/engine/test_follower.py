@@ -7,9 +7,10 @@ import redis
 
 from actors.registry.files import write_admin
 from actors.registry.registry import NOTHING_HELD, AdminState, EventKind, Registry
+from deploy.service.checkpoints import Checkpoints, latest_checkpoint
 from deploy.service.engine.follower import VersionFollower
+from deploy.service.engine.loading import load_sampler
 from deploy.service.engine.versions import Versions
-from deploy.service.run_files import Checkpoints, latest_checkpoint, load_sampler
 from rollout.config import EngineConfig
 from rollout.sampler import Sampler
 

@@ -14,9 +14,9 @@ import pytest
 from starlette.responses import PlainTextResponse
 
 from deploy.service.gateway.access import Gate, Rates, nothing_open
+from deploy.service.gateway.address import Address
 from deploy.service.gateway.api_keys import Keys
 from deploy.service.gateway.http_server import HttpServer
-from deploy.service.source import Address
 from tests.deploy.service.asking import TOKEN, wait_until
 
 GET = b"GET / HTTP/1.1\r\nhost: d1\r\n\r\n"

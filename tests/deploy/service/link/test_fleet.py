@@ -12,10 +12,11 @@ import pytest
 
 from actors.registry.registry import PolicyVersion
 from deploy.service.contract import Began, BlocksDone, CanvasSeen, Done, EngineLostError, Job, NoEngineError, Refused
+from deploy.service.engine.engine_server import JobListener
 from deploy.service.link import connection as wire_module
 from deploy.service.link import fleet as fleet_module
 from deploy.service.link.connection import Wire, WireError
-from deploy.service.link.engine_server import LOOPBACK, JobListener
+from deploy.service.link.contact import LOOPBACK
 from deploy.service.link.failover import MAX_LOST, steadily
 from deploy.service.link.fleet import Fleet
 from deploy.service.link.serialization import pack, unpack

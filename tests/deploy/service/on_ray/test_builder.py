@@ -12,7 +12,8 @@ from pydantic import ValidationError
 
 from actors.registry.server import URL_VARIABLE, ValkeyServer, free_port
 from deploy.errors import UserError
-from deploy.service.source import Address, Source
+from deploy.service.gateway.address import Address
+from deploy.service.source import Source
 
 
 @pytest.fixture

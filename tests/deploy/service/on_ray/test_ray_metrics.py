@@ -9,8 +9,8 @@ from starlette.responses import PlainTextResponse, StreamingResponse
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
-import deploy.service.gateway.metrics
-from deploy.service.gateway.metrics import BUCKETS_S, ServiceMetrics
+import deploy.service.api.metrics
+from deploy.service.api.metrics import BUCKETS_S, ServiceMetrics
 from deploy.service.on_ray.ray_metrics import EngineMetrics, RequestMetrics
 
 OF_TINY = {"application": "d1-tiny"}
@@ -83,7 +83,7 @@ def client(core, monkeypatch):
     metrics = ServiceMetrics(frozenset(("/plain", "/slow", "/broken")))
     app = Starlette(routes=routes)
     app.state.clock = Clock()
-    monkeypatch.setattr(deploy.service.gateway.metrics, "time", app.state.clock)
+    monkeypatch.setattr(deploy.service.api.metrics, "time", app.state.clock)
     observed = metrics.measured(app, RequestMetrics("d1-tiny"))
     with TestClient(observed, raise_server_exceptions=False) as client:
         client.own = lambda: metrics.text([]).decode()

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from actors.resources import grader_resources, learner_resources, sampler_resources
+from deploy.job.preflight import needs_of
 from deploy.recipe.overrides import load_recipe
-from deploy.recipe.preflight import needs_of
 
 
 def test_two_cores_place_the_default_pools(recipe_file: Path) -> None:

@@ -13,7 +13,7 @@ import ray
 from ray._private import worker
 
 from deploy.errors import RunFailedError, UserError
-from deploy.job.ray_session import ray_session
+from deploy.ray_session import ray_session
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ import asyncio
 import secrets
 import threading
 from contextlib import aclosing, suppress
-from dataclasses import dataclass, field
 
 import structlog
 
@@ -18,26 +17,12 @@ from deploy.service.contract import ENGINE_FAILED, Job, num_open_after
 from deploy.service.engine.engine_host import EngineHost
 from deploy.service.link.cancellation import EndedError, unless
 from deploy.service.link.connection import SECRET_BYTES, Wire, WireError
+from deploy.service.link.contact import IDLE_TIMEOUT_S, LOOPBACK, Contact
 
-LOOPBACK = "127.0.0.1"
 _OPEN_TIMEOUT_S = 5.0
 _HELLO_TIMEOUT_S = 5.0
-IDLE_TIMEOUT_S = 60.0
-"""How long a connection without a job is kept."""
 _CLOSE_TIMEOUT_S = 5.0
 _BACKLOG = 512
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Contact:
-    """Where an engine takes jobs, and from whom."""
-
-    replica: str
-    """The engine's id."""
-    host: str
-    port: int
-    secret: bytes = field(repr=False)
-    """What signs each message."""
 
 
 class JobListener:

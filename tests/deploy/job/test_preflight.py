@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from deploy.errors import UserError
+from deploy.job.preflight import Resources, cluster_resources, needs_of, preflight
 from deploy.program import program
 from deploy.recipe.overrides import load_recipe
-from deploy.recipe.preflight import Resources, cluster_resources, needs_of, preflight
 from learner.model.config import TransformerConfig
 from learner.model.llada import write_config
 from rewards.data.draw import draw_distinct
@@ -63,11 +63,11 @@ def test_an_adapter_needs_less_memory_than_training_every_parameter(recipe_file:
 
 def test_four_bits_need_their_package(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lora = ("model.lora.rank=8", "model.lora.base_weights=nf4")
-    monkeypatch.setattr("deploy.recipe.preflight.find_spec", lambda _name: None)
+    monkeypatch.setattr("deploy.job.preflight.find_spec", lambda _name: None)
     assert _problems(recipe_file, *lora) == [
         "model.lora.base_weights is nf4 and the package bitsandbytes is missing; pip install 'd1[quantized]'"
     ]
-    monkeypatch.setattr("deploy.recipe.preflight.find_spec", lambda _name: object())
+    monkeypatch.setattr("deploy.job.preflight.find_spec", lambda _name: object())
     assert _problems(recipe_file, *lora) == []
 
 
@@ -178,7 +178,7 @@ def test_so_many_problems_that_they_cannot_exist_are_refused_without_making_them
 def test_of_problems_that_exist_a_few_are_made_and_the_memory_of_all_counts(
     recipe_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("deploy.recipe.preflight.MOST_LOOKED_AT", 50)
+    monkeypatch.setattr("deploy.job.preflight.MOST_LOOKED_AT", 50)
     made: list[int] = []
 
     def draw(draw_one: object, *, count: int, **arguments: object) -> object:
@@ -224,7 +224,7 @@ def test_a_full_disk_is_noticed_before_the_run(recipe_file: Path, monkeypatch: p
         def write(self, data: object) -> int:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("deploy.recipe.preflight.TemporaryFile", lambda **_: FullFile())
+    monkeypatch.setattr("deploy.job.preflight.TemporaryFile", lambda **_: FullFile())
     (problem,) = _problems(recipe_file)
     assert problem.startswith("runs_dir runs cannot be written to: ")
     assert problem.endswith(": no space left on device; take another runs_dir")

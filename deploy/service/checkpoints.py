@@ -1,0 +1,85 @@
+"""The checkpoints of a run as policy versions: the newest, the one that a request wants, one by itself."""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+
+from actors.registry.registry import PolicyVersion
+from actors.run_log import CHECKPOINTS, read_events
+from actors.spec import Phase
+from actors.training.checkpoints import STATE, Position, checkpoints_to_answer, read_position
+from deploy.runs.reading import newest_to_answer
+from deploy.service.contract import BASE
+
+_REMEMBERED_S = 5.0
+
+
+def _version_of(position: Position, directory: Path, run_dir: Path) -> PolicyVersion:
+    scores = [
+        event
+        for event in read_events(run_dir)
+        if event["event"] == "evaluation" and event["policy_version"] == position.policy_version
+    ]
+    return PolicyVersion(
+        version=position.policy_version,
+        round=position.round,
+        phase=position.phase,
+        num_correct=scores[-1]["num_correct"] if scores else None,
+        num_problems=scores[-1]["num_problems"] if scores else None,
+        checkpoint=str(directory),
+        weight_store=None,
+        manifest_digest=position.manifest_digest,
+    )
+
+
+class Checkpoints:
+    """The checkpoints of a run, looked for by what a request wants."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._found: dict[str | int, tuple[float, PolicyVersion | None]] = {}
+
+    def locate(self, wanted: str | int) -> PolicyVersion | None:
+        """The checkpoint of `base` or of a version, as it was seconds ago; None where there is none.
+
+        `base` is what the rounds began with: the newest checkpoint before them.
+        """
+        looked_at, found = self._found.get(wanted, (-math.inf, None))
+        if time.monotonic() - looked_at > _REMEMBERED_S:
+            found = self._look_for(wanted)
+            # Versions that were asked for and are nowhere do not add up.
+            self._found = {BASE: self._found[BASE]} if BASE in self._found else {}
+            self._found[wanted] = time.monotonic(), found
+        return found
+
+    def _look_for(self, wanted: str | int) -> PolicyVersion | None:
+        def is_wanted(position: Position) -> bool:
+            if wanted == BASE:
+                return position.phase in (Phase.UNTRAINED, Phase.SFT)
+            return position.policy_version == wanted
+
+        found = [one for one in checkpoints_to_answer(self._run_dir / CHECKPOINTS) if is_wanted(one[0])]
+        return _version_of(*found[-1], self._run_dir) if found else None
+
+
+def latest_checkpoint(run_dir: Path) -> PolicyVersion:
+    """What `newest_to_answer` finds, with its held-out score if it has one. Raises UserError as that does."""
+    found = newest_to_answer(run_dir)
+    return _version_of(found.position, found.directory, run_dir)
+
+
+def plain_checkpoint(directory: Path) -> PolicyVersion:
+    """A checkpoint that is served by itself: the version that its run gave it, or 0."""
+    position = read_position(directory) if (directory / STATE).is_file() else None
+    return PolicyVersion(
+        version=0 if position is None else position.policy_version,
+        round=0 if position is None else position.round,
+        phase="untrained" if position is None else position.phase,
+        num_correct=None,
+        num_problems=None,
+        checkpoint=str(directory),
+        weight_store=None,
+        manifest_digest=None if position is None else position.manifest_digest,
+    )

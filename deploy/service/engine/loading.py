@@ -1,0 +1,82 @@
+"""Loading a policy version: from its weight store, or else from its checkpoint, verified."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import structlog
+
+from actors.registry.registry import PolicyVersion
+from actors.training.checkpoints import STATE, read_position
+from learner.model.checkpoint import MANIFEST, load_config, load_policy, verify_checkpoint
+from learner.model.families import make_model
+from rollout.config import EngineConfig
+from rollout.sampler import Sampler
+
+_FETCH_TIMEOUT_S = 120.0
+
+
+def load_sampler(policy: PolicyVersion, config_dir: Path, engine: EngineConfig, device: str = "cpu") -> Sampler:
+    """The sampler of an announced version: from its weight store, or else from its checkpoint.
+
+    Args:
+        policy: the version.
+        config_dir: a checkpoint directory of the same run, for the policy's shape: a store holds tensors only.
+        engine: how the run's samplers compute.
+        device: where it computes.
+
+    Raises:
+        LookupError: neither the store nor a checkpoint has it. The store may have moved on to newer versions.
+        TimeoutError: the store did not answer.
+        ValueError: what came is damaged, of another shape, or not the weights that were announced.
+    """
+    if policy.weight_store is not None:
+        # Ray is not imported where only checkpoints are served.
+        from actors.weights import fetch
+
+        try:
+            weights = fetch(policy.weight_store, policy.version, _FETCH_TIMEOUT_S, policy.manifest_digest)
+        except LookupError:
+            if policy.checkpoint is None:
+                raise
+        else:
+            import torch
+
+            with torch.device("meta"):
+                model = make_model(load_config(config_dir))
+            model.load_state_dict(
+                {name: tensor.to(engine.torch_dtype) for name, tensor in weights.items()}, assign=True
+            )
+            return Sampler(model.to(device), policy.version, engine)
+    if policy.checkpoint is None:
+        raise LookupError(f"policy version {policy.version} was announced without a store or a checkpoint")
+    directory = Path(policy.checkpoint)
+    if not directory.is_dir():
+        raise LookupError(
+            f"policy version {policy.version} should be in {directory}, and this machine has no such folder"
+        )
+    _verify(policy, directory)
+    return Sampler(load_policy(directory, engine.torch_dtype).to(device), policy.version, engine)
+
+
+def _verify(policy: PolicyVersion, directory: Path) -> None:
+    """Raise ValueError where a checkpoint is damaged, or holds other weights than those that were announced."""
+    if policy.manifest_digest is None and not any((directory / name).is_file() for name in (MANIFEST, STATE)):
+        structlog.get_logger().warning("checkpoint_unverified", path=str(directory), why=f"it has no {MANIFEST}")
+        return
+    verify_checkpoint(directory)
+    if policy.manifest_digest is None:
+        return
+    digest = read_position(directory).manifest_digest or _digest_of(directory)
+    if digest != policy.manifest_digest:
+        raise ValueError(
+            f"{directory} holds other weights than were announced: their checksum is {digest[:12]}, and that was "
+            f"{policy.manifest_digest[:12]}"
+        )
+
+
+def _digest_of(directory: Path) -> str:
+    """Of a checkpoint that an earlier d1 wrote, the checksum that one of today says itself."""
+    from actors.weights import make_manifest
+
+    return make_manifest(0, dict(load_policy(directory).named_parameters())).digest
