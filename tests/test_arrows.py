@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,17 @@ FORBIDDEN = {
     "rollout": EDGE | {"ray", "redis"},
     "actors": EDGE,
     "deploy": set(),
+}
+# Of the service: who may import whom. The door and what composes all may import everything.
+SERVICE = {
+    "contract": set(),
+    "errors": {"contract"},
+    "checkpoints": {"contract"},
+    "link": {"contract"},
+    "gateway": {"errors"},
+    "engine": {"contract", "link"},
+    "api": {"checkpoints", "contract", "errors", "gateway", "link"},
+    "admin": {"api", "contract", "errors", "gateway"},
 }
 # What can run code that it finds in a file or in a text. (`yaml.load` is ruff's: it depends on the loader.)
 DANGEROUS_IMPORTS = {
@@ -100,6 +112,32 @@ def test_imports_follow_the_arrows() -> None:
         for path, node, module in _imports()
         if not _is_allowed(path.relative_to(ROOT).parts[0], module)
     ] == []
+
+
+def _rooms(package: str) -> dict[str, set[str]]:
+    """Each folder and file of a package, and those beside it that it imports."""
+    folder, rooms = ROOT / package.replace(".", "/"), dict[str, set[str]]()
+    for path, _, module in _imports():
+        if not path.is_relative_to(folder) or path == folder / "__init__.py":
+            continue
+        room = path.relative_to(folder).parts[0].removesuffix(".py")
+        other = module.removeprefix(f"{package}.").partition(".")[0] if _is_below(module, {package}) else room
+        is_there = (folder / other).is_dir() or (folder / f"{other}.py").is_file()
+        rooms.setdefault(room, set()).update({other} - {room} if is_there else ())
+    return rooms
+
+
+@pytest.mark.parametrize("package", ["learner", "rollout", "actors", "deploy", "deploy.service"])
+def test_arrows_between_rooms_point_one_way(package: str) -> None:
+    rooms = _rooms(package)
+    assert len(rooms) > 8
+    # Raises CycleError, which names them.
+    TopologicalSorter(rooms).prepare()
+
+
+def test_the_rooms_of_the_service_import_what_they_may() -> None:
+    rooms = _rooms("deploy.service")
+    assert {room: rooms[room] - allowed for room, allowed in SERVICE.items() if rooms[room] - allowed} == {}
 
 
 def test_nothing_is_unpickled_and_no_text_is_run() -> None:

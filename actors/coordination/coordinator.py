@@ -36,14 +36,14 @@ from actors.coordination.pools import Pools, VersionLostError
 from actors.coordination.round_stats import readable_samples, round_stats
 from actors.coordination.rounds import Rounds
 from actors.coordination.session import Session
+from actors.coordination.status import SILENT_S, RunStatus, actor_statuses, restarts_by_kind, silence_texts, wait_text
+from actors.coordination.timeline import COORDINATOR, LEARNER, Kind, Timeline
 from actors.messages import Generation, Next, PortionKey, PortionSummary
 from actors.plan import RunPlan
 from actors.registry.announcer import Announcer
 from actors.registry.registry import Registry
 from actors.run_log import LEARNER_FAILED, RESTARTED, Event, RunLog
 from actors.spec import Phase, RunSpec
-from actors.status import SILENT_S, RunStatus, actor_statuses, restarts_by_kind, silence_texts, wait_text
-from actors.timeline import COORDINATOR, LEARNER, Kind, Timeline
 from learner.model.tokenizer import ChatTokenizer
 
 _SAMPLES_PER_ROUND = 4

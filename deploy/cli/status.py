@@ -80,7 +80,7 @@ def _watch(run_dir: Path) -> None:
 
 def _written(run_dir: Path, out: Path) -> str:
     """Copy a run's trace; a sentence that says what is in it."""
-    from actors.timeline import TIMELINE, num_rounds, read_trace
+    from actors.coordination.timeline import TIMELINE, num_rounds, read_trace
     from deploy.printing import counted
 
     spans = read_trace(run_dir / TIMELINE)

@@ -9,8 +9,8 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
+from actors.coordination.status import HUNG_S, SILENT_S, RunStatus
 from actors.run_log import Event
-from actors.status import HUNG_S, SILENT_S, RunStatus
 from deploy.interrupts import has_ended
 
 _POLL_S = 0.5

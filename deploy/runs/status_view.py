@@ -8,7 +8,7 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from actors.status import ActorState, ActorStatus, RunStatus
+from actors.coordination.status import ActorState, ActorStatus, RunStatus
 from deploy.runs.history import RunHistory
 from deploy.printing import counted, duration, printable
 from deploy.runs.status import SILENT_S, Standing

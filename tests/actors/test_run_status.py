@@ -11,8 +11,8 @@ from ray.exceptions import ActorUnavailableError
 
 from actors.coordination.liveness import Watch
 from actors.coordination.pools import Assignment
+from actors.coordination.status import STATUS, ActorState, ActorStatus, RunStatus, actor_statuses, restarts_by_kind
 from actors.messages import PortionKey
-from actors.status import STATUS, ActorState, ActorStatus, RunStatus, actor_statuses, restarts_by_kind
 
 STATUS_OF_A_RUN = RunStatus(
     at=1000.0,

@@ -13,10 +13,10 @@ from ray.exceptions import RayTaskError
 
 from actors.coordination import coordinator as module
 from actors.coordination.coordinator import Coordinator
+from actors.coordination.status import RunStatus
 from actors.messages import Generation, Next, Portion, PortionKey, PortionSummary
 from actors.run_log import read_events
 from actors.spec import Phase, RunSpec
-from actors.status import RunStatus
 from actors.weight_store import VersionMissingError
 from rewards import Grade
 

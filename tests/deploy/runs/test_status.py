@@ -18,8 +18,8 @@ import pytest
 
 import deploy.cli.status
 from actors.coordination.pools import Work
-from actors.status import ActorState, ActorStatus, RunStatus
-from actors.timeline import TIMELINE, Timeline, read_trace
+from actors.coordination.status import ActorState, ActorStatus, RunStatus
+from actors.coordination.timeline import TIMELINE, Timeline, read_trace
 from deploy.runs.lock import RunLock
 
 Events = list[dict[str, Any]]

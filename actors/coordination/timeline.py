@@ -19,7 +19,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from actors.status import portion_name
+from actors.coordination.status import portion_name
 from actors.whole_file import write_whole
 
 if TYPE_CHECKING:

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from actors.coordination.pools import Work
-from actors.messages import PortionKey
-from actors.timeline import (
+from actors.coordination.timeline import (
     COORDINATOR,
     LEARNER,
     NUM_ROUNDS,
@@ -23,6 +22,7 @@ from actors.timeline import (
     read_trace,
     trace_of,
 )
+from actors.messages import PortionKey
 
 UNIX = 1_000_000.0
 ROUND = {"sampling_s": 2.0, "training_s": 5.0, "publish_s": 1.0}
