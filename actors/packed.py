@@ -1,4 +1,4 @@
-"""Completions on their way between processes: a column for each of their arrays, in place of thousands of short ones.
+"""Serialization of completions between processes: a column for each of their arrays, not thousands of short ones.
 
 Ray takes longer over each array than over its bytes.
 """

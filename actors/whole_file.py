@@ -1,4 +1,4 @@
-"""Files of a run directory that are replaced again and again, and read meanwhile."""
+"""Atomic replacement of small files that are read meanwhile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a coordinator must not forget when it restarts, beside the run log: a small file of the run directory."""
+"""Persistent state of the coordinator beside the run log: what it must not forget when it restarts."""
 
 from __future__ import annotations
 

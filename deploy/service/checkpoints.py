@@ -1,4 +1,4 @@
-"""The checkpoints of a run as policy versions: the newest, the one that a request wants, one by itself."""
+"""Checkpoints as policy versions: a run's newest, the one that a request wants (behind a TTL cache), one by itself."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from actors.training.checkpoints import STATE, Position, checkpoints_to_answer, 
 from deploy.runs.reading import newest_to_answer
 from deploy.service.contract import BASE
 
-_REMEMBERED_S = 5.0
+_TTL_S = 5.0
 
 
 def _version_of(position: Position, directory: Path, run_dir: Path) -> PolicyVersion:
@@ -47,7 +47,7 @@ class Checkpoints:
         `base` is what the rounds began with: the newest checkpoint before them.
         """
         looked_at, found = self._found.get(wanted, (-math.inf, None))
-        if time.monotonic() - looked_at > _REMEMBERED_S:
+        if time.monotonic() - looked_at > _TTL_S:
             found = self._look_for(wanted)
             # Versions that were asked for and are nowhere do not add up.
             self._found = {BASE: self._found[BASE]} if BASE in self._found else {}

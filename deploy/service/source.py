@@ -14,7 +14,7 @@ from deploy.sampling.defaults import Defaults
 from deploy.service.api.planner import Planner
 from deploy.service.api.policy_events import RegistryReader
 from deploy.service.api.run_view import RunView
-from deploy.service.api.text_codec import Codec
+from deploy.service.api.text_codec import TextCodec
 from deploy.service.checkpoints import Checkpoints, latest_checkpoint, plain_checkpoint
 from deploy.service.engine.canary import HeldoutCanary
 from deploy.service.engine.loading import load_sampler
@@ -73,15 +73,15 @@ class Source:
         registry = self.registry()
         return None if registry is None else RegistryReader(registry)
 
-    def codec(self) -> Codec:
+    def codec(self) -> TextCodec:
         """How its policy reads and writes: all checkpoints of a run have the same tokenizer."""
-        return Codec(checkpoints_to_answer(self.path / CHECKPOINTS)[-1][1] if self.is_run else self.path)
+        return TextCodec(checkpoints_to_answer(self.path / CHECKPOINTS)[-1][1] if self.is_run else self.path)
 
     def newest(self) -> PolicyVersion:
         """The version to begin with. Raises UserError where a run has none."""
         return latest_checkpoint(self.path) if self.is_run else plain_checkpoint(self.path)
 
-    def planner(self, codec: Codec) -> Planner:
+    def planner(self, codec: TextCodec) -> Planner:
         """Makes the jobs of requests."""
         if self.is_run:
             defaults = Defaults.of_run(read_recipe(self.path).evaluated_params[0])

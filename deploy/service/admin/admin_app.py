@@ -17,11 +17,11 @@ from actors.registry.registry import BASE, NEWEST, POLICY, PolicyVersion
 from deploy.service.admin.steering import Served, Steering, SteeringError, UnknownVersionError, UnreadyError, served_by
 from deploy.service.api.policy_events import RegistryReader
 from deploy.service.api.policy_view import score_of
-from deploy.service.api.server_sent_events import EventStream
+from deploy.service.api.server_sent_events import ServerSentEvents
 from deploy.service.errors import ServiceError, install_handlers
-from deploy.service.gateway.access import Gate, nothing_open
-from deploy.service.gateway.api_keys import Keys
-from deploy.service.gateway.rate_limits import Rates
+from deploy.service.gateway.access import AccessControl, nothing_open
+from deploy.service.gateway.api_keys import ApiKeys
+from deploy.service.gateway.rate_limits import RateLimits
 
 MAX_VERSIONS = 1000
 _Result = TypeVar("_Result")
@@ -47,9 +47,9 @@ class Pin(Reason):
     """The policy version."""
 
 
-def guarded_admin(app: FastAPI, keys: Keys, rates: Rates) -> ASGIApp:
+def guarded_admin(app: FastAPI, keys: ApiKeys, rates: RateLimits) -> ASGIApp:
     """The application behind its gate: every path wants a key."""
-    return Gate(app, keys, rates, nothing_open)
+    return AccessControl(app, keys, rates, nothing_open)
 
 
 def create_admin_app(steering: Steering, events: RegistryReader) -> FastAPI:
@@ -85,7 +85,7 @@ def _add_views(app: FastAPI, steering: Steering, events: RegistryReader) -> None
 
     @app.get("/admin/events")
     async def stream(request: Request) -> Response:
-        return EventStream(events.events(request.headers.get("last-event-id")))
+        return ServerSentEvents(events.events(request.headers.get("last-event-id")))
 
 
 def _add_pins(app: FastAPI, steering: Steering, changed: _Changed) -> None:

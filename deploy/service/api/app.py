@@ -24,16 +24,16 @@ from deploy.service.api.policy_events import RegistryReader, one_event
 from deploy.service.api.policy_view import Watch, known, newest, policy_body, version_body
 from deploy.service.api.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from deploy.service.api.run_view import MAX_SAMPLES, RunView
-from deploy.service.api.server_sent_events import EventStream
-from deploy.service.api.text_codec import Codec
-from deploy.service.api.writer import Events, Writer
+from deploy.service.api.server_sent_events import ServerSentEvents
+from deploy.service.api.text_codec import TextCodec
+from deploy.service.api.writer import AnswerWriter, Events
 from deploy.service.contract import POLICY, Backend, EngineState
 from deploy.service.errors import ServiceError, install_handlers
-from deploy.service.gateway.access import MAX_BODY_BYTES, Gate
-from deploy.service.gateway.api_keys import Keys
-from deploy.service.gateway.rate_limits import Rates
+from deploy.service.gateway.access import MAX_BODY_BYTES, AccessControl
+from deploy.service.gateway.api_keys import ApiKeys
+from deploy.service.gateway.rate_limits import RateLimits
 from deploy.service.link.cancellation import EndedError, unless
-from deploy.service.link.failover import steadily
+from deploy.service.link.failover import with_failover
 
 _Number = Annotated[int, Path(ge=0, le=2**31 - 1)]
 # What is tokenized in the time that a thread takes to begin.
@@ -48,7 +48,7 @@ class Service:
 
     backend: Backend
     """Who answers."""
-    codec: Codec
+    codec: TextCodec
     """How the policy reads and writes."""
     planner: Planner
     """Makes jobs."""
@@ -60,9 +60,9 @@ class Service:
     """Requests for completions that are under way in this ingress, at most."""
 
 
-def guarded(app: FastAPI, keys: Keys, rates: Rates, *observers: RequestObserver) -> ASGIApp:
+def guarded(app: FastAPI, keys: ApiKeys, rates: RateLimits, *observers: RequestObserver) -> ASGIApp:
     """The application behind its gate. All that is answered is counted and told to `observers`, refusals too."""
-    measured: ASGIApp = app.state.metrics.measured(Gate(app, keys, rates), *observers)
+    measured: ASGIApp = app.state.metrics.measured(AccessControl(app, keys, rates), *observers)
     return measured
 
 
@@ -118,14 +118,14 @@ class _Inference:
             plan = await self._plan(ask, request)
             model = ask.model or POLICY
             is_chat = isinstance(ask, ChatRequest)
-            writer = Writer(service.codec, plan, model, service.planner.name, is_chat=is_chat)
-            events = steadily(service.backend, plan.job, may_restart=not ask.stream)
+            writer = AnswerWriter(service.codec, plan, model, service.planner.name, is_chat=is_chat)
+            events = with_failover(service.backend, plan.job, may_restart=not ask.stream)
             if not ask.stream:
                 body = await _unless_gone(request, writer.answer(events))
                 return JSONResponse(body, headers=_version_header(writer))
             await _unless_gone(request, writer.begin(events))
             is_streamed = True
-            return EventStream(writer.chunks(events), lambda: self._end(events), headers=_version_header(writer))
+            return ServerSentEvents(writer.chunks(events), lambda: self._end(events), headers=_version_header(writer))
         finally:
             if not is_streamed:
                 self._num_open -= 1
@@ -221,15 +221,15 @@ def _add_policy(app: FastAPI, service: Service, watch: Watch, inference: _Infere
 
     @app.get(
         "/v1/policy/events",
-        response_class=EventStream,
+        response_class=ServerSentEvents,
         **described(None, 503, events=(bodies.PolicyEvent,), is_ended=False),
     )
     async def events(request: Request) -> Response:
         inference.check_taking()
         last_id = request.headers.get("last-event-id")
         if service.registry is None:
-            return EventStream(one_event(newest(await _states(watch)).policy, last_id, is_over))
-        return EventStream(service.registry.events(last_id, is_over))
+            return ServerSentEvents(one_event(newest(await _states(watch)).policy, last_id, is_over))
+        return ServerSentEvents(service.registry.events(last_id, is_over))
 
     @app.get("/v1/policy/{version}", **described(bodies.PolicyOfVersion, 400, 404, 503))
     async def one(version: _Number) -> dict[str, Any]:
@@ -343,7 +343,7 @@ def _model(name: str, version: int) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": 0, "owned_by": "d1", "policy_version": version}
 
 
-def _version_header(writer: Writer) -> dict[str, str]:
+def _version_header(writer: AnswerWriter) -> dict[str, str]:
     assert writer.policy is not None, "it has begun"
     return {"x-policy-version": str(writer.policy.version)}
 

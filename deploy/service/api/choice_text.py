@@ -1,4 +1,4 @@
-"""A choice as it is written: from finished blocks to text that only grows."""
+"""Incremental detokenization: from finished blocks to the text of a choice, which only grows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from deploy.service.api.planner import Plan
-from deploy.service.api.text_codec import BROKEN, MASKED, Codec
+from deploy.service.api.text_codec import BROKEN, MASKED, TextCodec
 from deploy.service.contract import BlocksDone, Done
 from rollout.request import Committed, Progress, Request
 
@@ -17,7 +17,7 @@ from rollout.request import Committed, Progress, Request
 class ChoiceText:
     """The text of one choice."""
 
-    def __init__(self, codec: Codec, plan: Plan) -> None:
+    def __init__(self, codec: TextCodec, plan: Plan) -> None:
         self._codec, self._plan = codec, plan
         self._record: dict[str, Any] = {}
         self._is_whole = False
@@ -134,13 +134,13 @@ class ChoiceText:
         return low
 
 
-def canvas_of(codec: Codec, progress: Progress) -> list[dict[str, Any]]:
+def canvas_of(codec: TextCodec, progress: Progress) -> list[dict[str, Any]]:
     """The slots of a choice that is being denoised."""
     record = {name: getattr(progress.slots, name) for name in _COLUMNS}
     return slots_of(codec, record, progress.masked)
 
 
-def canvas_before(codec: Codec, request: Request) -> list[dict[str, Any]]:
+def canvas_before(codec: TextCodec, request: Request) -> list[dict[str, Any]]:
     """The slots of a choice that is yet to be denoised: masked, but for the tokens that are given."""
     num_slots = request.params.gen_length
     record = {"token_ids": np.zeros(num_slots, dtype=np.int64), "commit_logp_raw": np.zeros(num_slots)}
@@ -150,7 +150,7 @@ def canvas_before(codec: Codec, request: Request) -> list[dict[str, Any]]:
     return slots_of(codec, record | {"step_map": np.full(num_slots, -1)}, masked)
 
 
-def slots_of(codec: Codec, record: dict[str, Any], masked: np.ndarray) -> list[dict[str, Any]]:
+def slots_of(codec: TextCodec, record: dict[str, Any], masked: np.ndarray) -> list[dict[str, Any]]:
     """Slots as a page shows them."""
     slots = zip(record["token_ids"].tolist(), masked.tolist(), strict=True)
     rows = zip(

@@ -1,4 +1,4 @@
-"""What Prometheus reads of an ingress."""
+"""Prometheus metrics of an ingress."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From the body of a request to a job for an engine, or to a refusal."""
+"""The planner: validates the body of a request, and makes a job for an engine of it, or a refusal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from deploy.sampling.defaults import Defaults
 from deploy.sampling.request_line import RequestError, renamed, to_params
 from deploy.service.api.requests import MAX_CHOICES, ChatRequest, CompletionRequest
-from deploy.service.api.text_codec import Codec
+from deploy.service.api.text_codec import TextCodec
 from deploy.service.contract import BASE, POLICY, Job
 from deploy.service.errors import ServiceError
 from learner.keys import fold
@@ -64,7 +64,7 @@ class Plan:
 class Planner:
     """Makes the jobs of one service."""
 
-    def __init__(self, codec: Codec, defaults: Defaults, name: str, timeout_s: float = 120.0) -> None:
+    def __init__(self, codec: TextCodec, defaults: Defaults, name: str, timeout_s: float = 120.0) -> None:
         """Plan for a service.
 
         Args:

@@ -1,4 +1,4 @@
-"""What happens to the policy's versions, as every ingress tells it: the registry's events, by the registry's ids."""
+"""The event stream of the policy's versions: the registry's events, with the registry's ids, from every ingress."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from deploy.service.checkpoints import Checkpoints
 MAX_EVENTS = 1000
 MAX_SAMPLES = 200
 _MAX_LINE_BYTES = 4 * 1024 * 1024
-_REMEMBERED_S = 5.0
+_TTL_S = 5.0
 
 
 class RunView:
@@ -67,7 +67,7 @@ class RunView:
         """The policy versions that have checkpoints, as it was seconds ago."""
         with self._lock:
             # A long run has hundreds of them, and each has a file that is read.
-            if time.monotonic() - self._looked_at > _REMEMBERED_S:
+            if time.monotonic() - self._looked_at > _TTL_S:
                 found = checkpoints_to_answer(self._directory / CHECKPOINTS)
                 self._versions = tuple(position.policy_version for position, _ in found)
                 self._looked_at = time.monotonic()

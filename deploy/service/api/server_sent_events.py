@@ -13,7 +13,7 @@ PING_S = 15.0
 """A listener that nothing happens to hears a comment this often, in seconds: proxies end what is silent."""
 
 
-class EventStream(StreamingResponse):
+class ServerSentEvents(StreamingResponse):
     """Server-sent events. When the client goes, what makes them is closed at once, not when it is collected."""
 
     media_type = "text/event-stream"

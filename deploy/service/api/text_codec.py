@@ -1,4 +1,4 @@
-"""From text to token ids and back, as one policy reads and writes."""
+"""Tokenization: from text to token ids and back, as one policy reads and writes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BROKEN = "\ufffd"
 """What a decoder writes for bytes that are no whole character."""
 
 
-class Codec:
+class TextCodec:
     """The tokenizer of a run, whose versions share it."""
 
     def __init__(self, checkpoint: Path) -> None:

@@ -1,4 +1,4 @@
-"""From the events of a job to OpenAI's objects: one answer, or a stream of chunks."""
+"""The writer: the events of a job as OpenAI's objects, one answer or a stream of chunks."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from typing import Any
 from actors.registry.registry import PolicyVersion
 from deploy.service.api.choice_text import ChoiceText, canvas_before, canvas_of, text_of_canvas
 from deploy.service.api.planner import Plan
-from deploy.service.api.text_codec import Codec
+from deploy.service.api.text_codec import TextCodec
 from deploy.service.contract import Began, BlocksDone, CanvasSeen, Done, Event, Refused
 from deploy.service.errors import ServiceError
 
 Events = AsyncGenerator[Event, None]
 
 
-class Writer:
+class AnswerWriter:
     """The answer to one request, as its events come."""
 
-    def __init__(self, codec: Codec, plan: Plan, model: str, run: str, *, is_chat: bool) -> None:
+    def __init__(self, codec: TextCodec, plan: Plan, model: str, run: str, *, is_chat: bool) -> None:
         """Write an answer.
 
         Args:

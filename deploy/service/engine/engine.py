@@ -1,7 +1,7 @@
 """The engine: one thread that denoises all requests together, a step at a time.
 
 A job joins at once and leaves when it is done, cancelled or out of time. Each version in memory has rows of its own;
-the thread steps them in turn. What happens is told to each job's listener, on this thread.
+the thread steps them in turn. What happens is told to each job's callback, on this thread.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import structlog
 
 from deploy.service.contract import ENGINE_FAILED, BlocksDone, CanvasSeen, Done, Event, Job, Refused
-from deploy.service.engine.loaded_version import Live
+from deploy.service.engine.loaded_version import LoadedVersion
 from deploy.service.engine.versions import Versions
 from rollout.request import Completion, check_request
 from rollout.sampler import SlotBatch
@@ -25,7 +25,7 @@ _IDLE_WAIT_S = 1.0
 _RETRY_AFTER_S = 1
 _STOPPED_RETRY_AFTER_S = 5
 
-Listener = Callable[[Event], None]
+OnEvent = Callable[[Event], None]
 
 
 class BusyError(Exception):
@@ -41,8 +41,8 @@ class _Task:
     """A job under way. The engine's thread alone changes it."""
 
     job: Job
-    live: Live
-    tell: Listener
+    live: LoadedVersion
+    tell: OnEvent
     deadline: float
     choice_of: dict[int, int]
     """The batch's index of each choice that is not done, and the choice."""
@@ -84,7 +84,7 @@ class Engine:
         """Whether the thread runs."""
         return self._thread.is_alive()
 
-    def submit(self, job: Job, live: Live, tell: Listener) -> int:
+    def submit(self, job: Job, live: LoadedVersion, tell: OnEvent) -> int:
         """Let a job join. The engine releases `live` when it has ended. Returns the job's ticket.
 
         Raises:
@@ -188,7 +188,7 @@ class Engine:
                 sentence = f"No answer within {task.job.timeout_s:.0f} s; try again."
                 self._end(ticket, _unavailable(sentence, _RETRY_AFTER_S, code="timeout"))
 
-    def _step(self, live: Live) -> None:
+    def _step(self, live: LoadedVersion) -> None:
         tickets = self._tickets_of(live)
         try:
             finished = _batch(live).step()
@@ -200,17 +200,17 @@ class Engine:
         for index, completion in finished:
             self._finish(tickets, index, completion)
 
-    def _fail(self, live: Live, error: Exception) -> None:
+    def _fail(self, live: LoadedVersion, error: Exception) -> None:
         structlog.get_logger().exception("engine_step_failed", policy_version=live.policy.version, error=str(error))
         # Its rows are in a state that nobody knows.
         live.batch = None
         for ticket in self._tickets_of(live):
             self._end(ticket, ENGINE_FAILED)
 
-    def _tickets_of(self, live: Live) -> list[int]:
+    def _tickets_of(self, live: LoadedVersion) -> list[int]:
         return [ticket for ticket, task in self._tasks.items() if task.live is live]
 
-    def _show(self, live: Live, tickets: list[int]) -> None:
+    def _show(self, live: LoadedVersion, tickets: list[int]) -> None:
         """Tell of finished blocks, and of the whole canvas to those who watch it."""
         batch, watched = _batch(live), {}
         committed = batch.num_committed()
@@ -250,7 +250,7 @@ class Engine:
             self._num_pending -= num_choices
 
 
-def _batch(live: Live) -> SlotBatch:
+def _batch(live: LoadedVersion) -> SlotBatch:
     if live.batch is None:
         live.batch = live.sampler.open()
     return live.batch

@@ -10,7 +10,7 @@ from contextlib import suppress
 from actors.registry.registry import NOTHING_HELD, PolicyVersion
 from deploy.service.contract import Began, CanvasSeen, EngineState, Event, FollowerStatus, Job, Refused, num_open_after
 from deploy.service.engine.engine import BusyError, Engine
-from deploy.service.engine.loaded_version import Live, NoRoomError, NoSuchVersionError, RefusedVersionError
+from deploy.service.engine.loaded_version import LoadedVersion, NoRoomError, NoSuchVersionError, RefusedVersionError
 from deploy.service.engine.versions import Versions
 
 
@@ -88,7 +88,7 @@ class EngineHost:
             follower=self._follower_status(),
         )
 
-    async def _acquire(self, job: Job) -> Live | Refused:
+    async def _acquire(self, job: Job) -> LoadedVersion | Refused:
         versions, wanted = self.versions, job.wanted
         try:
             if job.began_with is None and (live := versions.acquire_live(wanted)) is not None:
@@ -106,7 +106,7 @@ class EngineHost:
         except NoRoomError as error:
             return Refused(status=429, code="overloaded", message=str(error), retry_after_s=5)
 
-    def _release(self, loading: asyncio.Future[Live]) -> None:
+    def _release(self, loading: asyncio.Future[LoadedVersion]) -> None:
         if not loading.cancelled() and loading.exception() is None:
             self.versions.release(loading.result())
 

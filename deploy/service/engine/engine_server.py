@@ -1,4 +1,4 @@
-"""An engine's own listener: a job comes over a connection, and its events go back over it; then the next may come.
+"""An engine's server: a job comes over a connection, and its events go back over it; then the next may come.
 
 A call through Ray Serve costs the two processes more than most denoise steps do (docs/benchmarks.md). Ray finds the
 engines, watches and replaces them; jobs go past it.
@@ -16,7 +16,7 @@ import structlog
 from deploy.service.contract import ENGINE_FAILED, Job, num_open_after
 from deploy.service.engine.engine_host import EngineHost
 from deploy.service.link.cancellation import EndedError, unless
-from deploy.service.link.connection import SECRET_BYTES, Wire, WireError
+from deploy.service.link.connection import SECRET_BYTES, Connection, ProtocolError
 from deploy.service.link.contact import IDLE_TIMEOUT_S, LOOPBACK, Contact
 
 _OPEN_TIMEOUT_S = 5.0
@@ -25,7 +25,7 @@ _CLOSE_TIMEOUT_S = 5.0
 _BACKLOG = 512
 
 
-class JobListener:
+class EngineServer:
     """Takes jobs for one engine, on a thread of its own."""
 
     def __init__(self, host: EngineHost, replica: str) -> None:
@@ -93,9 +93,9 @@ class JobListener:
         self._connections.add(connection)
         try:
             async with asyncio.timeout(_HELLO_TIMEOUT_S):
-                wire = await Wire.accept(reader, writer, self._secret)
+                wire = await Connection.accept(reader, writer, self._secret)
             await self._answer_jobs(wire, connection)
-        except WireError as error:
+        except ProtocolError as error:
             structlog.get_logger().warning("job_of_a_stranger", error=str(error))
         except (EOFError, OSError, TimeoutError):
             # Whoever asked has gone.
@@ -113,7 +113,7 @@ class JobListener:
                     await writer.wait_closed()
             writer.transport.abort()
 
-    async def _answer_jobs(self, wire: Wire, connection: asyncio.Task[None]) -> None:
+    async def _answer_jobs(self, wire: Connection, connection: asyncio.Task[None]) -> None:
         """One after the other. When the other side goes, its job is cancelled at once."""
         upcoming = asyncio.ensure_future(wire.receive())
         try:
@@ -123,7 +123,7 @@ class JobListener:
                 if self._is_closing:
                     return
                 if not isinstance(job, Job):
-                    raise WireError(f"{type(job).__name__} is no job")
+                    raise ProtocolError(f"{type(job).__name__} is no job")
                 # Awaited while the job is under way, since that is how one hears that the other side has gone.
                 upcoming = asyncio.ensure_future(wire.receive())
                 self._busy.add(connection)
@@ -132,13 +132,13 @@ class JobListener:
                 except EndedError:
                     # It has gone, and this raises how.
                     upcoming.result()
-                    raise WireError("a job came before the end of the last one") from None
+                    raise ProtocolError("a job came before the end of the last one") from None
                 self._busy.discard(connection)
         finally:
             upcoming.cancel()
             await asyncio.wait((upcoming,))
 
-    async def _send_events(self, wire: Wire, job: Job) -> None:
+    async def _send_events(self, wire: Connection, job: Job) -> None:
         """Each message is some events, and whether they are the job's last."""
         num_left = len(job.requests)
         try:

@@ -1,4 +1,4 @@
-"""The follower: a thread that lets the version that is wanted take over, off the path of requests.
+"""The follower: a thread that loads the version that is wanted and swaps it in, off the path of requests.
 
 Wanted is what an operator has pinned; else, while the service is paused, what its other engines serve; else what was
 announced last. Where that cannot be served, it is what the other engines serve.

@@ -1,4 +1,4 @@
-"""A policy version in memory, and what it must pass before it answers."""
+"""A loaded policy version, and the canary that it must pass before it answers."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class NoRoomError(Exception):
     """Every version in memory is in use; it may be better in a while."""
 
 
-class Live:
+class LoadedVersion:
     """A version in memory."""
 
     def __init__(self, sampler: Sampler, policy: PolicyVersion) -> None:
@@ -68,7 +68,7 @@ class Live:
         self.used_at_s = time.monotonic()
 
 
-def objection_to(live: Live, serving: Live, canary: Canary, still_wanted: StillWanted) -> str | None:
+def objection_to(live: LoadedVersion, serving: LoadedVersion, canary: Canary, still_wanted: StillWanted) -> str | None:
     """Why a version is too bad to serve after another, in a clause; None where it is not. Each is asked once.
 
     Raises NoLongerWantedError.

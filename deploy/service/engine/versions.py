@@ -1,4 +1,4 @@
-"""The policy versions in memory: one that answers, and a few that others still need.
+"""The policy versions in memory, reference-counted: one that answers, and a few that others still need.
 
 A new one is loaded beside the old, looked at, and only then takes over. What began with a version ends with it: a
 version stays as long as a job uses it.
@@ -15,7 +15,7 @@ from actors.registry.registry import PolicyVersion
 from deploy.service.contract import BASE, POLICY, RefusedVersion
 from deploy.service.engine.loaded_version import (
     Canary,
-    Live,
+    LoadedVersion,
     NoRoomError,
     NoSuchVersionError,
     RefusedVersionError,
@@ -68,7 +68,7 @@ class Versions:
         # One load at a time; never held while a request is served.
         self._loading = threading.Lock()
         self._changed = threading.Condition()
-        self._current = Live(sampler, policy)
+        self._current = LoadedVersion(sampler, policy)
         self._live = [self._current]
         self._known: dict[int, PolicyVersion] = {}
         self._refused: deque[RefusedVersion] = deque(maxlen=_MAX_REFUSED)
@@ -159,7 +159,7 @@ class Versions:
         """Whether a version is in memory."""
         return self._find(policy) is not None
 
-    def acquire_live(self, wanted: str | int) -> Live | None:
+    def acquire_live(self, wanted: str | int) -> LoadedVersion | None:
         """As `acquire`, at once; None where the version may have to be loaded or looked for."""
         with self._changed:
             if wanted == POLICY:
@@ -167,7 +167,7 @@ class Versions:
             found = [live for live in self._live if live.policy.version == wanted]
             return _used(found[-1]) if found else None
 
-    def acquire(self, wanted: str | int, began_with: PolicyVersion | None = None) -> Live:
+    def acquire(self, wanted: str | int, began_with: PolicyVersion | None = None) -> LoadedVersion:
         """A version that stays until it is released. Loads it if need be.
 
         Args:
@@ -184,7 +184,7 @@ class Versions:
         live = self._acquire_live(version, began_with)
         return live or self._bring(self._lookup(version, began_with), _BRING_TIMEOUT_S)
 
-    def release(self, live: Live) -> None:
+    def release(self, live: LoadedVersion) -> None:
         """A job that used a version has ended."""
         with self._changed:
             live.num_jobs -= 1
@@ -204,7 +204,7 @@ class Versions:
             if policy.num_problems:
                 self.scored = policy
 
-    def _bring(self, policy: PolicyVersion, timeout_s: float) -> Live:
+    def _bring(self, policy: PolicyVersion, timeout_s: float) -> LoadedVersion:
         """A version that stays until it is released."""
         with self._loading:
             live = self._acquire_live(policy.version, policy)
@@ -214,13 +214,13 @@ class Versions:
                     live = _used(made)
             return live
 
-    def _compare(self, live: Live, still_wanted: StillWanted) -> None:
+    def _compare(self, live: LoadedVersion, still_wanted: StillWanted) -> None:
         if self._canary is None or live is self._current:
             return
         if why := objection_to(live, self._current, self._canary, still_wanted):
             raise RefusedVersionError(f"Policy version {live.policy.version} is not served: {why}")
 
-    def _serve(self, live: Live) -> None:
+    def _serve(self, live: LoadedVersion) -> None:
         with self._changed:
             if live is not self._current:
                 self._current.used_at_s = time.monotonic()
@@ -231,12 +231,12 @@ class Versions:
             self._refused = deque(allowed, maxlen=_MAX_REFUSED)
             self._changed.notify_all()
 
-    def _find(self, policy: PolicyVersion) -> Live | None:
+    def _find(self, policy: PolicyVersion) -> LoadedVersion | None:
         with self._changed:
             found = [live for live in self._live if policy.has_same_weights(live.policy)]
         return found[-1] if found else None
 
-    def _acquire_live(self, wanted: str | int, began_with: PolicyVersion | None) -> Live | None:
+    def _acquire_live(self, wanted: str | int, began_with: PolicyVersion | None) -> LoadedVersion | None:
         if began_with is None:
             return self.acquire_live(wanted)
         with self._changed:
@@ -259,7 +259,7 @@ class Versions:
             raise NoSuchVersionError(f"There is no policy version {wanted} here.")
         return policy
 
-    def _make(self, policy: PolicyVersion, timeout_s: float) -> Live:
+    def _make(self, policy: PolicyVersion, timeout_s: float) -> LoadedVersion:
         """Load a version and look at it; `_loading` is held."""
         self._make_room(timeout_s)
         try:
@@ -272,7 +272,7 @@ class Versions:
         # torch's word for weights of another shape is RuntimeError.
         except (ValueError, RuntimeError) as error:
             raise RefusedVersionError(f"Policy version {policy.version} is not served: {error}") from error
-        live = Live(sampler, policy)
+        live = LoadedVersion(sampler, policy)
         with self._changed:
             self._live.append(live)
         return live
@@ -283,7 +283,7 @@ class Versions:
             if refused not in self._refused:
                 self._refused.append(refused)
 
-    def _is_idle(self, live: Live) -> bool:
+    def _is_idle(self, live: LoadedVersion) -> bool:
         return live is not self._current and not live.num_jobs
 
     def _make_room(self, timeout_s: float) -> None:
@@ -301,7 +301,7 @@ class Versions:
                     self._changed.wait(_POLL_S)
 
 
-def _used(live: Live) -> Live:
+def _used(live: LoadedVersion) -> LoadedVersion:
     """One more job needs it; the versions' lock is held."""
     live.num_jobs += 1
     return live

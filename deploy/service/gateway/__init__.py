@@ -1,1 +1,1 @@
-"""What stands before the application: the HTTP server, API keys, rate limits, metrics."""
+"""What stands before the application: the HTTP server, access control, API keys, rate limits."""

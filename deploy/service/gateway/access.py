@@ -1,4 +1,4 @@
-"""What stands before the application: keys, rates, sizes, and a name for each request. It runs before any parsing."""
+"""Access control: API keys, rate limits, body sizes and request ids, before anything is parsed."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deploy.service.errors import ServiceError
-from deploy.service.gateway.api_keys import Keys
-from deploy.service.gateway.rate_limits import Rates
+from deploy.service.gateway.api_keys import ApiKeys
+from deploy.service.gateway.rate_limits import RateLimits
 
 MAX_BODY_BYTES = 1024 * 1024
 BODY_TIMEOUT_S = 60.0
@@ -34,10 +34,12 @@ def nothing_open(_method: str, _path: str) -> bool:
     return False
 
 
-class Gate:
+class AccessControl:
     """Lets nothing through without a key, except to the open paths, and no large body."""
 
-    def __init__(self, app: ASGIApp, keys: Keys, rates: Rates, opens: Callable[[str, str], bool] = is_open) -> None:
+    def __init__(
+        self, app: ASGIApp, keys: ApiKeys, rates: RateLimits, opens: Callable[[str, str], bool] = is_open
+    ) -> None:
         """Guard `app`; `opens` says which methods and paths take no key."""
         self._app, self._keys, self._rates, self._opens = app, keys, rates, opens
 

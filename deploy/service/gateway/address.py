@@ -1,4 +1,4 @@
-"""Where something listens."""
+"""The host and port of a server."""
 
 from __future__ import annotations
 

@@ -43,14 +43,14 @@ OF_ADMIN = KeySource(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Keys:
+class ApiKeys:
     """The keys that open the service, hashed: useless to whoever reads the service's state."""
 
     digests: Mapping[str, bytes]
     """SHA-256 of each key, by the name of whom it belongs to."""
 
     @classmethod
-    def of(cls, text: str, source: str) -> Keys:
+    def of(cls, text: str, source: str) -> ApiKeys:
         """One key on each line, `name:key` or the key alone; empty lines and those that begin with # are none.
 
         Raises UserError for a key that is too short to protect anything, or a name that comes twice.
@@ -101,20 +101,20 @@ def own_key(directory: Path) -> str | None:
     return text if _MADE.fullmatch(text) else None
 
 
-def read_keys(directory: Path, source: KeySource = OF_SERVICE) -> Keys:
+def read_keys(directory: Path, source: KeySource = OF_SERVICE) -> ApiKeys:
     """The keys of a listener; those of its file in `directory` where the environment gives none.
 
     Raises UserError when they cannot be read or protect nothing.
     """
     if path := os.environ.get(source.file_variable):
         try:
-            return Keys.of(Path(path).read_text(encoding="utf-8"), path)
+            return ApiKeys.of(Path(path).read_text(encoding="utf-8"), path)
         except OSError as error:
             raise UserError(f"cannot read {source.file_variable} {path}: {reason(error)}") from error
         except UnicodeDecodeError as error:
             raise UserError(f"cannot read {source.file_variable} {path}: it is not UTF-8") from error
     if source.token_variable in os.environ:
-        return Keys.of(os.environ[source.token_variable], source.token_variable)
+        return ApiKeys.of(os.environ[source.token_variable], source.token_variable)
     own = directory / source.token_file
     try:
         descriptor = os.open(own, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -125,10 +125,10 @@ def read_keys(directory: Path, source: KeySource = OF_SERVICE) -> Keys:
     else:
         with os.fdopen(descriptor, "w") as file:
             file.write(secrets.token_urlsafe(32) + "\n")
-    return Keys.of(own.read_text(encoding="utf-8"), str(own))
+    return ApiKeys.of(own.read_text(encoding="utf-8"), str(own))
 
 
-def read_admin_keys(directory: Path, service: Keys) -> Keys:
+def read_admin_keys(directory: Path, service: ApiKeys) -> ApiKeys:
     """The keys of the admin listener. Raises UserError too where one of them opens the service."""
     admin = read_keys(directory, OF_ADMIN)
     if set(admin.digests.values()) & set(service.digests.values()):

@@ -1,4 +1,4 @@
-"""uvicorn's HTTP protocol, in bounds: a client that never finishes what it begins does not keep its connection."""
+"""Timeouts and size limits of HTTP connections: who never finishes what it begins does not keep one."""
 
 from __future__ import annotations
 

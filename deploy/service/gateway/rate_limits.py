@@ -1,4 +1,4 @@
-"""How often each key may ask."""
+"""Rate limits: how often each key may ask."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class SharedCounts:
         await self._pool.aclose()
 
 
-class Rates:
+class RateLimits:
     """Counts each key's requests."""
 
     def __init__(self, limit: str, shared: SharedCounts | None = None) -> None:

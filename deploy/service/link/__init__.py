@@ -1,1 +1,1 @@
-"""How an ingress reaches engines: connections, failover, cancellation."""
+"""How an ingress reaches engines: load balancing, failover, cancellation, serialization, connections."""

@@ -1,4 +1,4 @@
-"""Work that is only worth doing while somebody waits for it."""
+"""Cancellation: work that is only worth doing while somebody waits for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages between two processes that share a secret, over one connection.
+"""A mutually authenticated connection: messages between two processes that share a secret.
 
 Both sides prove that they know the secret before a message is sent. Each message is signed with it, both nonces and its
 place in the conversation (keyed BLAKE2b, RFC 7693): neither side reads what the other did not write, or wrote for
@@ -26,11 +26,11 @@ _PLACE = struct.Struct("!cQ")
 _CALLER, _LISTENER = b"c", b"l"
 
 
-class WireError(ConnectionError):
+class ProtocolError(ConnectionError):
     """The other side is not who it should be, or says what cannot be read."""
 
 
-class Wire:
+class Connection:
     """One end of a connection; it has one user."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes) -> None:
@@ -41,7 +41,7 @@ class Wire:
 
     @classmethod
     async def call(cls, host: str, port: int, secret: bytes) -> Self:
-        """Connect to a listener. Raises OSError, WireError where it does not know the secret, EOFError at its end."""
+        """Connect. Raises OSError, ProtocolError where the other side does not know the secret, EOFError at its end."""
         reader, writer = await asyncio.open_connection(host, port)
         wire = cls(reader, writer, secret)
         try:
@@ -57,7 +57,7 @@ class Wire:
 
     @classmethod
     async def accept(cls, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes) -> Self:
-        """The listener's end of a new connection. Raises as `call`."""
+        """The server's end of a new connection. Raises as `call`."""
         wire = cls(reader, writer, secret)
         wire._own, wire._others = _LISTENER, _CALLER
         ours = secrets.token_bytes(_NONCE_BYTES)
@@ -68,7 +68,7 @@ class Wire:
 
     async def _hear_proof(self) -> None:
         if not hmac.compare_digest(await self._reader.readexactly(_SIGNATURE_BYTES), self._proof(self._others)):
-            raise WireError("the other side does not know the secret")
+            raise ProtocolError("the other side does not know the secret")
 
     def _proof(self, side: bytes) -> bytes:
         return blake2b(b"hello" + side + self._nonces, key=self._key, digest_size=_SIGNATURE_BYTES).digest()
@@ -88,19 +88,19 @@ class Wire:
 
         Raises:
             EOFError: the other side ended.
-            OSError: the connection broke, or its bytes are not signed with the secret (WireError).
+            OSError: the connection broke, or its bytes are not signed with the secret (ProtocolError).
         """
         num_bytes, signature = _HEAD.unpack(await self._reader.readexactly(_HEAD.size))
         if num_bytes > MAX_MESSAGE_BYTES:
-            raise WireError(f"a message of {num_bytes} bytes is too large")
+            raise ProtocolError(f"a message of {num_bytes} bytes is too large")
         payload = await self._reader.readexactly(num_bytes)
         if not hmac.compare_digest(signature, self._signature(self._others, self._num_read, payload)):
-            raise WireError("a message is not signed with the secret")
+            raise ProtocolError("a message is not signed with the secret")
         self._num_read += 1
         try:
             return unpack(payload)
         except ValueError as error:
-            raise WireError(str(error)) from error
+            raise ProtocolError(str(error)) from error
 
     def abort(self) -> None:
         """End the connection now; what was not sent yet is lost."""

@@ -1,4 +1,4 @@
-"""Where an engine takes jobs, and from whom."""
+"""An engine's address and credentials: where it takes jobs, and from whom."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A job that outlives its engine: another one goes on at the last finished block.
+"""Failover: a job outlives its engine, and another one goes on at the last finished block.
 
-Draws are keyed by seed, step and slot, so what the second engine writes is what the first would have written. Who
-listens sees one version and no token twice.
+Draws are keyed by seed, step and slot, so what the second engine writes is what the first would have written. The
+client sees one version and no token twice.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _LOOK_EVERY_S = 0.5
 _LEAST_S = 0.001
 
 
-async def steadily(backend: Backend, job: Job, *, may_restart: bool) -> AsyncGenerator[Event]:
+async def with_failover(backend: Backend, job: Job, *, may_restart: bool) -> AsyncGenerator[Event]:
     """The events of a job, whatever happens to the engines: `Began` first, and `Done` once for each choice.
 
     The end is the last `Done`, or a `Refused`.
@@ -53,7 +53,7 @@ async def steadily(backend: Backend, job: Job, *, may_restart: bool) -> AsyncGen
     rest, num_lost = _Rest(job, ends_s), 0
     while num_lost < MAX_LOST:
         try:
-            # Closed at once when the listener goes, not when it is collected: the slots wait for it.
+            # Closed at once when the client goes, not when it is collected: the slots wait for it.
             async with aclosing(_attempt(backend, rest)) as events:
                 async for event in events:
                     yield event
@@ -82,7 +82,7 @@ async def steadily(backend: Backend, job: Job, *, may_restart: bool) -> AsyncGen
 
 
 async def _attempt(backend: Backend, rest: _Rest) -> AsyncGenerator[Event]:
-    """What the listener hears of one engine. Raises where that does not come to the end."""
+    """What the client hears of one engine. Raises where that does not come to the end."""
     async with aclosing(backend.stream(rest.job)) as stream:
         async for events in stream:
             for event in events:
@@ -135,7 +135,7 @@ class _Rest:
         return replace(self._job, requests=requests, began_with=self.policy, timeout_s=left_s)
 
     def take(self, event: Event) -> Event | None:
-        """Remember an event. What it is for the listener: None if that knows it already."""
+        """Remember an event. What it is for the client: None if that knows it already."""
         if isinstance(event, Refused):
             return event
         if isinstance(event, Began):

@@ -1,4 +1,4 @@
-"""The engines of a service, as an ingress reaches them. It knows no Ray: a directory says which engines there are."""
+"""Load balancing over the engines of a service, and the pool of connections to them. It knows no Ray."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from deploy.service.contract import EngineLostError, EngineState, Event, Job, NoEngineError
-from deploy.service.link.connection import Wire
+from deploy.service.link.connection import Connection
 from deploy.service.link.contact import IDLE_TIMEOUT_S, Contact
 
 _CONNECT_TIMEOUT_S = 2.0
@@ -38,20 +38,20 @@ class _Engine:
     num_choices: int = 0
     """Of the jobs that this ingress has given it."""
     last_used: int = 0
-    idle: list[tuple[float, Wire]] = field(default_factory=list)
+    idle: list[tuple[float, Connection]] = field(default_factory=list)
     """Connections without a job, with when the last one ended."""
 
-    async def connect(self) -> Wire:
-        """The connection that was used last, or a new one. Raises as `Wire.call`, and TimeoutError."""
+    async def connect(self) -> Connection:
+        """The connection that was used last, or a new one. Raises as `Connection.call`, and TimeoutError."""
         while self.idle:
             ended_s, wire = self.idle.pop()
             if time.monotonic() - ended_s < _MOST_IDLE_S:
                 return wire
             await wire.close()
         async with asyncio.timeout(_CONNECT_TIMEOUT_S):
-            return await Wire.call(self.contact.host, self.contact.port, self.contact.secret)
+            return await Connection.call(self.contact.host, self.contact.port, self.contact.secret)
 
-    def keep(self, wire: Wire) -> None:
+    def keep(self, wire: Connection) -> None:
         """Let the next job have it; those that were not needed for long are closed."""
         while self.idle and time.monotonic() - self.idle[0][0] > _MOST_IDLE_S:
             self.idle.pop(0)[1].abort()
@@ -89,7 +89,7 @@ class Fleet:
                         is_last, events = await wire.receive()
                     paused_s = time.monotonic()
                     yield list(events)
-                    # A listener that is slow is not the engine's silence.
+                    # A client that is slow is not the engine's silence.
                     deadline += time.monotonic() - paused_s
             finally:
                 if is_last and self._knows(engine):
@@ -131,7 +131,7 @@ class Fleet:
         engine.last_used = self._num_jobs
         return engine
 
-    async def _connected(self, engine: _Engine) -> Wire:
+    async def _connected(self, engine: _Engine) -> Connection:
         try:
             return await engine.connect()
         except (EOFError, OSError, TimeoutError) as error:

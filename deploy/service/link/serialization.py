@@ -1,4 +1,4 @@
-"""The messages between ingress and engine as bytes (msgpack), and back: these types and no others; nothing is run."""
+"""Serialization: what travels between ingress and engine, as msgpack; these types and no others, and nothing is run."""
 
 from __future__ import annotations
 

@@ -14,9 +14,9 @@ from deploy.service.admin.steering import Steering
 from deploy.service.api.policy_events import RegistryReader
 from deploy.service.contract import EngineState
 from deploy.service.gateway.address import Address
-from deploy.service.gateway.api_keys import Keys
+from deploy.service.gateway.api_keys import ApiKeys
 from deploy.service.gateway.http_server import ON_HEAD, HttpServer
-from deploy.service.gateway.rate_limits import Rates
+from deploy.service.gateway.rate_limits import RateLimits
 from deploy.service.on_ray.ingress import LOST, heard
 from deploy.service.source import Source
 
@@ -66,13 +66,13 @@ def _refusal(answer: object) -> str | None:
 class AdminListener:
     """Answers an operator."""
 
-    def __init__(self, engines: Any, source: Source, address: Address, keys: Keys) -> None:
+    def __init__(self, engines: Any, source: Source, address: Address, keys: ApiKeys) -> None:
         """Listen. Raises OSError where the port stays taken."""
         registry = source.registry()
         assert registry is not None, "a checkpoint by itself has nothing to administer"
         steering = Steering(registry, source.path, EnginesOfHandle(engines))
         app = create_admin_app(steering, RegistryReader(registry))
-        self._server = HttpServer(guarded_admin(app, keys, Rates(source.rate_limit)), address, end_within_s=1)
+        self._server = HttpServer(guarded_admin(app, keys, RateLimits(source.rate_limit)), address, end_within_s=1)
 
     def check_health(self) -> None:
         """Serve asks every few seconds, and replaces what raises."""

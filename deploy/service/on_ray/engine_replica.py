@@ -13,7 +13,7 @@ from actors.registry.registry import PolicyVersion
 from deploy.service.contract import DRAIN_TIMEOUT_S, EngineState, FollowerStatus
 from deploy.service.engine.engine import Engine
 from deploy.service.engine.engine_host import EngineHost
-from deploy.service.engine.engine_server import JobListener
+from deploy.service.engine.engine_server import EngineServer
 from deploy.service.engine.follower import VersionFollower
 from deploy.service.link.contact import LOOPBACK, Contact
 from deploy.service.on_ray.ray_metrics import EngineMetrics
@@ -49,7 +49,7 @@ class EngineReplica:
             follower_status = lambda: follower.status  # noqa: E731 - it is asked each time
         replica = serve.get_replica_context().replica_id.unique_id
         self._host = EngineHost(versions, Engine(versions), replica=replica, follower_status=follower_status)
-        self._listener = JobListener(self._host, replica)
+        self._listener = EngineServer(self._host, replica)
         self._metrics = EngineMetrics(serve.get_replica_context().app_name, replica)
 
     async def contact(self, node_id: str) -> Contact:

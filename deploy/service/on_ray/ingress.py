@@ -15,9 +15,9 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, 
 from deploy.service.api.app import Service, create_app, guarded
 from deploy.service.contract import DRAIN_TIMEOUT_S, EngineState
 from deploy.service.gateway.address import Address
-from deploy.service.gateway.api_keys import Keys
+from deploy.service.gateway.api_keys import ApiKeys
 from deploy.service.gateway.http_server import HttpServer
-from deploy.service.gateway.rate_limits import Rates, SharedCounts
+from deploy.service.gateway.rate_limits import RateLimits, SharedCounts
 from deploy.service.link.contact import Contact
 from deploy.service.link.fleet import Fleet
 from deploy.service.on_ray.ray_metrics import RequestMetrics
@@ -73,7 +73,7 @@ class Ingress:
     """Answers HTTP requests."""
 
     def __init__(
-        self, engines: Any, source: Source, keys: Keys, address: Address, _admin: Any, *, is_alone: bool
+        self, engines: Any, source: Source, keys: ApiKeys, address: Address, _admin: Any, *, is_alone: bool
     ) -> None:
         """Answer with `engines`, a handle of `EngineReplica`.
 
@@ -91,7 +91,7 @@ class Ingress:
         )
         self._app = create_app(service)
         url = None if is_alone else source.registry_url
-        rates = Rates(source.rate_limit, None if url is None else SharedCounts(url, source.name))
+        rates = RateLimits(source.rate_limit, None if url is None else SharedCounts(url, source.name))
         self._server = HttpServer(
             guarded(self._app, keys, rates, RequestMetrics(serve.get_replica_context().app_name)),
             address,

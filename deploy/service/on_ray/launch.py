@@ -62,11 +62,11 @@ def serve_run(run_dir: Path, host: str, port: int, admin_port: int | None = None
 
 def serve_checkpoint(directory: Path, host: str, port: int) -> None:
     """Serve a checkpoint that has no run. Otherwise as `serve_run`."""
-    from deploy.service.api.text_codec import Codec
+    from deploy.service.api.text_codec import TextCodec
 
     directory = directory.resolve()
     try:
-        Codec(directory)
+        TextCodec(directory)
     except ValueError as error:
         raise UserError(f"cannot serve {directory}: {error}") from error
     _check_keys(host)

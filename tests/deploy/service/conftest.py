@@ -23,15 +23,15 @@ from deploy.sampling.defaults import Defaults
 from deploy.service.api.app import Service, create_app, guarded
 from deploy.service.api.planner import Planner
 from deploy.service.api.run_view import RunView
-from deploy.service.api.text_codec import Codec
+from deploy.service.api.text_codec import TextCodec
 from deploy.service.checkpoints import Checkpoints, latest_checkpoint
 from deploy.service.contract import BlocksDone, EngineLostError
 from deploy.service.engine.engine import Engine
 from deploy.service.engine.engine_host import EngineHost
 from deploy.service.engine.loading import load_sampler
 from deploy.service.engine.versions import Versions
-from deploy.service.gateway.api_keys import Keys
-from deploy.service.gateway.rate_limits import Rates
+from deploy.service.gateway.api_keys import ApiKeys
+from deploy.service.gateway.rate_limits import RateLimits
 from learner.model.checkpoint import save_checkpoint
 from learner.model.config import TransformerConfig
 from learner.model.tokenizer import EOS, MASK, ChatTokenizer, make_tokenizer
@@ -141,7 +141,7 @@ def host(versions, engine):
 @pytest.fixture
 def service(run_dir, host):
     """What an application is made of, with an engine in this process."""
-    codec = Codec(run_dir / "checkpoints" / "sft-1")
+    codec = TextCodec(run_dir / "checkpoints" / "sft-1")
     planner = Planner(codec, Defaults.of_run(read_recipe(run_dir).rollout.sampling), "tiny")
     return Service(backend=host, codec=codec, planner=planner, run=RunView(run_dir), registry=None)
 
@@ -234,7 +234,7 @@ def listen(free_port):
     stops = []
 
     def serve(app, token):
-        inside = guarded(app, Keys.of(token, "test"), Rates("1000000/second"))
+        inside = guarded(app, ApiKeys.of(token, "test"), RateLimits("1000000/second"))
         config = uvicorn.Config(inside, host="127.0.0.1", port=free_port, log_level="error", lifespan="on", ws="none")
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, daemon=True)

@@ -13,8 +13,8 @@ from benchmarks.service.load import Client, mixed_asks
 from deploy.service.api.app import Service, create_app, guarded
 from deploy.service.engine.engine import Engine
 from deploy.service.engine.engine_host import EngineHost
-from deploy.service.gateway.api_keys import Keys
-from deploy.service.gateway.rate_limits import Rates
+from deploy.service.gateway.api_keys import ApiKeys
+from deploy.service.gateway.rate_limits import RateLimits
 from deploy.service.source import Source
 
 NUM_REQUESTS = 96
@@ -40,7 +40,7 @@ def application(policies):
         run=source.run_view(),
         registry=None,
     )
-    yield guarded(create_app(service), Keys.of(KEY, "test"), Rates("1000000/second"))
+    yield guarded(create_app(service), ApiKeys.of(KEY, "test"), RateLimits("1000000/second"))
     engine.close()
 
 

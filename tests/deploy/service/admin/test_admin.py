@@ -21,8 +21,8 @@ from deploy.service.engine.follower import VersionFollower
 from deploy.service.engine.loaded_version import NoSuchVersionError, RefusedVersionError
 from deploy.service.gateway.access import MAX_BODY_BYTES
 from deploy.service.gateway.address import Address
-from deploy.service.gateway.api_keys import OF_ADMIN, Keys, read_admin_keys, read_keys
-from deploy.service.gateway.rate_limits import Rates
+from deploy.service.gateway.api_keys import OF_ADMIN, ApiKeys, read_admin_keys, read_keys
+from deploy.service.gateway.rate_limits import RateLimits
 from deploy.service.on_ray.launch import banner, bound_application
 from deploy.service.source import Source
 from tests.deploy.service.fuzzing import NUM_CASES, SEED, each_case
@@ -78,7 +78,7 @@ def app(steering, registry):
 
 @pytest.fixture
 def make_client(app, open_client):
-    inside = guarded_admin(app, Keys.of(f"me:{ADMIN_KEY}", "test"), Rates("1000000/second"))
+    inside = guarded_admin(app, ApiKeys.of(f"me:{ADMIN_KEY}", "test"), RateLimits("1000000/second"))
     return lambda headers=BEARER: open_client(inside, headers)
 
 
@@ -292,8 +292,8 @@ def test_every_admin_route_wants_an_admin_key(app, make_client):
 
 
 def test_an_admin_key_does_not_open_the_service(service):
-    keys = Keys.of(SERVICE_KEY, "test")
-    with TestClient(guarded(create_app(service), keys, Rates("1000000/second"))) as client:
+    keys = ApiKeys.of(SERVICE_KEY, "test")
+    with TestClient(guarded(create_app(service), keys, RateLimits("1000000/second"))) as client:
         assert client.get("/version", headers={"Authorization": f"Bearer {SERVICE_KEY}"}).status_code == 200
         assert client.get("/version", headers=BEARER).status_code == 401
         assert client.get("/admin/policy", headers={"Authorization": f"Bearer {SERVICE_KEY}"}).status_code == 404

@@ -5,14 +5,14 @@ from itertools import pairwise
 
 import pytest
 
-from deploy.service.api.text_codec import Codec
+from deploy.service.api.text_codec import TextCodec
 
 TEXT = "5 😀é\n한 <answer>👩‍🚀</answer>"
 
 
 @pytest.fixture
 def codec(run_dir):
-    return Codec(run_dir / "checkpoints" / "sft-1")
+    return TextCodec(run_dir / "checkpoints" / "sft-1")
 
 
 def test_a_character_of_several_tokens_is_in_the_first_of_them(codec):

@@ -5,8 +5,8 @@ import pytest
 from actors.registry.registry import AdminState
 from deploy.service.api.app import create_app, guarded
 from deploy.service.contract import FollowerStatus
-from deploy.service.gateway.api_keys import Keys
-from deploy.service.gateway.rate_limits import Rates
+from deploy.service.gateway.api_keys import ApiKeys
+from deploy.service.gateway.rate_limits import RateLimits
 from tests.deploy.service.app.asking import BEARER, OTHER, TOKEN
 
 WANTED = AdminState(pinned=1, is_paused=True)
@@ -24,7 +24,7 @@ def make_client(app, open_client):
     """Clients of the application behind its gate."""
 
     def make(rate="1000000/second", headers=BEARER):
-        return open_client(guarded(app, Keys.of(f"me:{TOKEN}\nyou:{OTHER}", "test"), Rates(rate)), headers)
+        return open_client(guarded(app, ApiKeys.of(f"me:{TOKEN}\nyou:{OTHER}", "test"), RateLimits(rate)), headers)
 
     return make
 

@@ -9,8 +9,8 @@ from starlette.testclient import TestClient
 
 from deploy.service.api.app import create_app, guarded
 from deploy.service.engine.engine import Engine
-from deploy.service.gateway.api_keys import Keys
-from deploy.service.gateway.rate_limits import Rates
+from deploy.service.gateway.api_keys import ApiKeys
+from deploy.service.gateway.rate_limits import RateLimits
 from tests.deploy.service.app.asking import ASK, BEARER, CHAT, TOKEN, assert_error, events_of
 from tests.deploy.service.asking import wait_until
 
@@ -89,7 +89,7 @@ def test_a_client_that_goes_before_its_stream_begins_frees_its_place(service):
 
 def test_a_stream_that_breaks_ends_with_an_error_and_no_clean_end(mortal_service):
     app = create_app(mortal_service)
-    inside = guarded(app, Keys.of(TOKEN, "test"), Rates("1000/second"))
+    inside = guarded(app, ApiKeys.of(TOKEN, "test"), RateLimits("1000/second"))
     with TestClient(inside, headers=BEARER) as client:
         chunks, is_done = events_of(client.post("/v1/chat/completions", json=CHAT | {"stream": True}))
         assert not is_done

@@ -8,8 +8,8 @@ import pytest
 from starlette.testclient import TestClient
 
 from deploy.service.api.app import create_app, guarded
-from deploy.service.gateway.api_keys import Keys
-from deploy.service.gateway.rate_limits import Rates
+from deploy.service.gateway.api_keys import ApiKeys
+from deploy.service.gateway.rate_limits import RateLimits
 from tests.deploy.service.app.asking import ASK, BEARER, TOKEN, assert_error
 
 
@@ -123,7 +123,7 @@ def test_a_run_is_read_as_it_stands(client, run_dir):
 
 
 def test_a_checkpoint_by_itself_has_no_run(service):
-    inside = guarded(create_app(replace(service, run=None)), Keys.of(TOKEN, "test"), Rates("1000/second"))
+    inside = guarded(create_app(replace(service, run=None)), ApiKeys.of(TOKEN, "test"), RateLimits("1000/second"))
     with TestClient(inside, headers=BEARER) as client:
         for path in ("", "/events", "/samples", "/pools"):
             assert_error(client.get(f"/v1/run{path}"), 404, "no_run")

@@ -17,7 +17,7 @@ from deploy.service.engine.engine_host import EngineHost, Mailbox
 from deploy.service.engine.loaded_version import NoRoomError, NoSuchVersionError, RefusedVersionError
 from deploy.service.engine.loading import load_sampler
 from deploy.service.engine.versions import Versions
-from deploy.service.link.failover import MAX_LOST, steadily
+from deploy.service.link.failover import MAX_LOST, with_failover
 from rollout.config import EngineConfig
 from rollout.request import Request, SamplingParams
 
@@ -98,7 +98,7 @@ def test_a_job_without_blocks_is_one_message(host, make_sampler):
     assert [type(event) for event in events] == [Began, Done]
     assert ids(events)[0] == make_sampler(1).generate([request(1)])[0].token_ids.tolist()
     backend = DyingBackend(host, 0, 1)
-    again = asyncio.run(collect(steadily(backend, job(1, tells_blocks=False), may_restart=True)))
+    again = asyncio.run(collect(with_failover(backend, job(1, tells_blocks=False), may_restart=True)))
     assert ids(again) == ids(events)
 
 
@@ -508,9 +508,9 @@ class DyingBackend:
 @pytest.mark.parametrize("lives", [(0,), (1,), (2,), (3, 2), (4, 0, 5)])
 def test_a_job_outlives_its_engines_token_for_token(host, lives, temperature):
     work = Job(requests=tuple(request(seed, temperature=temperature) for seed in (1, 2)), wanted="policy")
-    whole = asyncio.run(collect(steadily(DyingBackend(host), work, may_restart=False)))
+    whole = asyncio.run(collect(with_failover(DyingBackend(host), work, may_restart=False)))
     backend = DyingBackend(host, *lives)
-    again = asyncio.run(collect(steadily(backend, work, may_restart=False)))
+    again = asyncio.run(collect(with_failover(backend, work, may_restart=False)))
     assert len(backend.jobs) == len(lives) + 1
     assert len(of(Began, again)) == 1
     assert ids(again) == ids(whole)
@@ -542,11 +542,11 @@ def test_a_stream_whose_version_is_gone_ends_with_an_error_and_a_whole_answer_be
 
     versions.learn(replace(versions.policy, manifest_digest="a"))
     versions._most_live = 2
-    events = asyncio.run(collect(steadily(Forgetful(host, 3), job(), may_restart=False)))
+    events = asyncio.run(collect(with_failover(Forgetful(host, 3), job(), may_restart=False)))
     assert isinstance(events[-1], Refused)
     assert (events[-1].status, events[-1].code) == (503, "version_gone")
     versions.adopt(make_policy(2, manifest_digest="b"))
-    again = asyncio.run(collect(steadily(Forgetful(host, 3), job(), may_restart=True)))
+    again = asyncio.run(collect(with_failover(Forgetful(host, 3), job(), may_restart=True)))
     assert [event.policy.manifest_digest for event in of(Began, again)] == ["b", "c"]
     assert not of(Refused, again)
     assert len(of(Done, again)) == 1
@@ -555,5 +555,5 @@ def test_a_stream_whose_version_is_gone_ends_with_an_error_and_a_whole_answer_be
 def test_engines_that_die_without_end_end_in_a_refusal(host, monkeypatch):
     monkeypatch.setattr("deploy.service.link.failover._PAUSE_S", 0)
     backend = DyingBackend(host, *[0] * MAX_LOST)
-    events = asyncio.run(collect(steadily(backend, job(), may_restart=True)))
+    events = asyncio.run(collect(with_failover(backend, job(), may_restart=True)))
     assert [event.code for event in events] == ["engine_unavailable"]

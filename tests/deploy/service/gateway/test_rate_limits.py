@@ -14,9 +14,9 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
-from deploy.service.gateway.access import Gate
-from deploy.service.gateway.api_keys import Keys
-from deploy.service.gateway.rate_limits import Rates, SharedCounts
+from deploy.service.gateway.access import AccessControl
+from deploy.service.gateway.api_keys import ApiKeys
+from deploy.service.gateway.rate_limits import RateLimits, SharedCounts
 from tests.deploy.service.asking import TOKEN, wait_until
 
 
@@ -40,17 +40,17 @@ def make_rates(registry_server, monkeypatch):
     """Rates of ingresses of one service, which wait for the count however busy this machine is."""
     monkeypatch.setattr("deploy.service.gateway.rate_limits._TIMEOUT_S", 60.0)
     name = secrets.token_hex(4)
-    return lambda limit: Rates(limit, SharedCounts(registry_server.url, name))
+    return lambda limit: RateLimits(limit, SharedCounts(registry_server.url, name))
 
 
 def test_each_key_has_its_own_limit():
-    rates = [Rates("2/minute")]
+    rates = [RateLimits("2/minute")]
     assert statuses(rates, 3) == [200, 200, 429]
     assert statuses(rates, 1, "you") == [200]
 
 
 def test_by_itself_each_ingress_has_the_whole_limit():
-    assert statuses([Rates("2/minute"), Rates("2/minute")], 6) == [200, 200, 200, 200, 429, 429]
+    assert statuses([RateLimits("2/minute"), RateLimits("2/minute")], 6) == [200, 200, 200, 200, 429, 429]
 
 
 def test_ingresses_count_together(make_rates):
@@ -58,7 +58,7 @@ def test_ingresses_count_together(make_rates):
 
 
 def test_services_do_not_count_together(registry_server):
-    rates = [Rates("1/minute", SharedCounts(registry_server.url, name)) for name in ("one", "other")]
+    rates = [RateLimits("1/minute", SharedCounts(registry_server.url, name)) for name in ("one", "other")]
     assert statuses(rates, 3) == [200, 200, 429]
 
 
@@ -87,7 +87,7 @@ def test_the_connections_of_the_counts_end_with_the_gate(registry_server, make_r
     app = Starlette(routes=[Route("/", lambda _: PlainTextResponse("hello"), methods=["POST"])])
     with Redis.from_url(registry_server.url) as redis:
         num_before = len(redis.client_list())
-        with TestClient(Gate(app, Keys.of(TOKEN, "test"), make_rates("1/minute"))) as client:
+        with TestClient(AccessControl(app, ApiKeys.of(TOKEN, "test"), make_rates("1/minute"))) as client:
             client.headers["authorization"] = f"Bearer {TOKEN}"
             assert [client.post("/").status_code for _ in range(2)] == [200, 429]
             assert len(redis.client_list()) == num_before + 1
@@ -131,4 +131,4 @@ def test_while_what_is_shared_cannot_be_reached_each_counts_by_itself(monkeypatc
         await rates.aclose()
 
     with redis_that_says_nothing() as (url, accepted):
-        asyncio.run(ask(Rates("2/minute", SharedCounts(url, "tiny"))))
+        asyncio.run(ask(RateLimits("2/minute", SharedCounts(url, "tiny"))))

@@ -12,12 +12,12 @@ import pytest
 
 from actors.registry.registry import PolicyVersion
 from deploy.service.contract import Began, BlocksDone, CanvasSeen, Done, EngineLostError, Job, NoEngineError, Refused
-from deploy.service.engine.engine_server import JobListener
+from deploy.service.engine.engine_server import EngineServer
 from deploy.service.link import connection as wire_module
 from deploy.service.link import fleet as fleet_module
-from deploy.service.link.connection import Wire, WireError
+from deploy.service.link.connection import Connection, ProtocolError
 from deploy.service.link.contact import LOOPBACK
-from deploy.service.link.failover import MAX_LOST, steadily
+from deploy.service.link.failover import MAX_LOST, with_failover
 from deploy.service.link.fleet import Fleet
 from deploy.service.link.serialization import pack, unpack
 from rollout.request import FinishReason, Request, SamplingParams
@@ -82,7 +82,7 @@ def listen():
     listeners = []
 
     def one(host, replica="a"):
-        listeners.append(JobListener(host, replica))
+        listeners.append(EngineServer(host, replica))
         return listeners[-1]
 
     yield one
@@ -171,7 +171,7 @@ def test_an_engine_whose_connection_breaks_is_lost_and_another_goes_on(listen, h
 
     # The one that is lost is not asked again before the directory has been.
     known = Known(dying, listen(host, "b"))
-    events = with_fleet(known, lambda fleet: all_events(steadily(fleet, job(), may_restart=True)))
+    events = with_fleet(known, lambda fleet: all_events(with_failover(fleet, job(), may_restart=True)))
     assert texts(events) == texts(asyncio.run(all_of(host.stream(job()))))
 
 
@@ -187,7 +187,7 @@ def test_a_job_waits_for_an_engine_as_long_as_it_may_take(listen, host, monkeypa
     monkeypatch.setattr("deploy.service.link.failover._LOOK_EVERY_S", 0.0)
 
     def asked(known, work):
-        return with_fleet(known, lambda fleet: all_events(steadily(fleet, work, may_restart=True)))
+        return with_fleet(known, lambda fleet: all_events(with_failover(fleet, work, may_restart=True)))
 
     assert texts(asked(Starting(listen(host)), job())) == texts(asyncio.run(all_of(host.stream(job()))))
     (refused,) = asked(Known(), replace(job(), timeout_s=0.1))
@@ -279,8 +279,8 @@ def test_who_was_asked_how_engines_stand_has_found_them(listen, host):
 
 
 def test_a_connection_is_used_again_and_another_opened_where_one_is_in_use(listen, host, monkeypatch):
-    listener, calls, call = listen(host), [], Wire.call
-    monkeypatch.setattr(Wire, "call", lambda *arguments: (calls.append(arguments), call(*arguments))[1])
+    listener, calls, call = listen(host), [], Connection.call
+    monkeypatch.setattr(Connection, "call", lambda *arguments: (calls.append(arguments), call(*arguments))[1])
 
     async def run(fleet):
         for _ in range(3):
@@ -389,7 +389,7 @@ def test_what_was_recorded_opens_no_second_connection(listen):
             writer.close()
 
         between = await asyncio.start_server(pass_on, LOOPBACK, 0)
-        wire = await Wire.call(LOOPBACK, between.sockets[0].getsockname()[1], contact.secret)
+        wire = await Connection.call(LOOPBACK, between.sockets[0].getsockname()[1], contact.secret)
         await wire.send(job())
         await until(lambda: slow.num_begun == 1)
         await wire.close()
@@ -415,8 +415,8 @@ def test_who_took_the_port_of_a_dead_engine_is_told_nothing():
 
     async def run():
         server = await asyncio.start_server(impostor, LOOPBACK, 0)
-        with pytest.raises(WireError, match="does not know the secret"):
-            await Wire.call(LOOPBACK, server.sockets[0].getsockname()[1], b"k" * 32)
+        with pytest.raises(ProtocolError, match="does not know the secret"):
+            await Connection.call(LOOPBACK, server.sockets[0].getsockname()[1], b"k" * 32)
         await until(lambda: len(said) == 2)
         server.close()
 
@@ -429,7 +429,7 @@ def test_a_message_that_was_changed_on_its_way_is_refused(listen):
     contact = listen(slow).contact()
 
     async def run():
-        wire = await Wire.call(contact.host, contact.port, contact.secret)
+        wire = await Connection.call(contact.host, contact.port, contact.secret)
         write = wire._writer.write
         wire._writer.write = lambda data: write(data[:-1] + bytes([data[-1] ^ 1]))
         await wire.send(job())
@@ -445,7 +445,7 @@ def test_a_message_has_a_limit(listen, monkeypatch):
     contact = listen(Slow()).contact()
 
     async def run():
-        wire = await Wire.call(contact.host, contact.port, contact.secret)
+        wire = await Connection.call(contact.host, contact.port, contact.secret)
         monkeypatch.setattr(wire_module, "MAX_MESSAGE_BYTES", 10)
         with pytest.raises(ValueError, match="too large"):
             await wire.send(job())

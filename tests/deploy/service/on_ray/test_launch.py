@@ -11,7 +11,7 @@ from deploy.errors import UserError
 from deploy.service import banner
 from deploy.service.checkpoints import latest_checkpoint, plain_checkpoint
 from deploy.service.engine.loading import load_sampler
-from deploy.service.gateway.api_keys import Keys, own_key, read_keys
+from deploy.service.gateway.api_keys import ApiKeys, own_key, read_keys
 from deploy.service.on_ray import launch
 from deploy.service.on_ray.launch import banner_of_key, serve_checkpoint, serve_run
 from deploy.service.source import Source
@@ -208,7 +208,7 @@ def test_keys_of_a_file_have_names_and_all_of_them_open(run_dir, tmp_path, bare,
     with pytest.raises(UserError, match="cannot read D1_API_KEYS_FILE"):
         read_keys(run_dir)
     with pytest.raises(UserError, match="two keys named ann"):
-        Keys.of(f"ann:{'a' * 20}\nann:{'b' * 20}", "keys")
+        ApiKeys.of(f"ann:{'a' * 20}\nann:{'b' * 20}", "keys")
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.2", "example.org"])
