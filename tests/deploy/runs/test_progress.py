@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from deploy import waiting
-from deploy.runs.listing import progress
+from deploy.runs import progress
 from deploy.runs.progress import ProgressDisplay
 from deploy.waiting import Waiting
 
