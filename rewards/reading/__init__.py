@@ -1,1 +1,1 @@
-"""What a text says: answers, numbers, expressions, ours and the first d1's way."""
+"""What a text says: answers, numbers, expressions."""

@@ -16,12 +16,12 @@ from rewards.data.dataset import FileProblems, Files, chosen
 from rewards.data.draw import draw_distinct, rng_for
 from rewards.data.rows import Row, shown
 from rewards.data.split import split_of
+from rewards.first_d1 import parsers as d1_parsers
+from rewards.first_d1.python_arithmetic import python_value
 from rewards.problem import Grade, Message, Problem, Rules, Split
-from rewards.reading import d1_parsers
 from rewards.reading.answers import final_answer, last_answer
 from rewards.reading.arithmetic import Operator, evaluate, plain
 from rewards.reading.expressions import Expression, random_expression, steps_of, text_of, value_of
-from rewards.reading.python_arithmetic import python_value
 from rewards.tasks.prompts import D1_FORMAT, PromptStyle, demonstration, user_turn
 
 _ALL_OPERATORS: tuple[Operator, ...] = ("+", "-", "*", "/")

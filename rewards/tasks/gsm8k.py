@@ -8,11 +8,11 @@ from typing import Literal
 
 from rewards.data.dataset import DataConfig, DataTask, problem_id
 from rewards.data.rows import Row, Source, shown
+from rewards.first_d1.maths import gsm8k_number, gsm8k_truth
+from rewards.first_d1.training_rewards import gsm8k_parts
 from rewards.problem import Grade, Problem, Split
 from rewards.reading.answers import final_answer, last_answer
-from rewards.reading.d1_maths import gsm8k_number, gsm8k_truth
 from rewards.reading.quantities import read_quantity
-from rewards.tasks.d1_rewards import gsm8k_parts
 from rewards.tasks.prompts import D1_FORMAT, PromptStyle, demonstration, user_turn
 
 _HUB = {

@@ -7,13 +7,13 @@ from typing import Literal
 
 from rewards.data.dataset import DataConfig, DataTask, problem_id
 from rewards.data.rows import Row, Source, shown
+from rewards.first_d1 import parsers as d1_parsers
+from rewards.first_d1.maths import equivalent, math_answer
+from rewards.first_d1.training_rewards import math_parts
 from rewards.maths import Limits, MathVerifier, Verdict, respelled, spelled_alike
 from rewards.problem import Grade, Problem, Split
-from rewards.reading import d1_parsers
 from rewards.reading.answers import final_answer, last_answer
 from rewards.reading.boxed import last_boxed
-from rewards.reading.d1_maths import equivalent, math_answer
-from rewards.tasks.d1_rewards import math_parts
 from rewards.tasks.prompts import D1_FORMAT, PromptStyle, demonstration, user_turn
 
 _HUB = {

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rewards.reading import d1_parsers
+from rewards.first_d1 import parsers as d1_parsers
 from rewards.reading.boxed import last_boxed
 
 _PIECES = ["\\boxed", "\\fbox", "{", "}", " ", "$", "1", "\\{", "\\}"]

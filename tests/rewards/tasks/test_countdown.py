@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from rewards import Countdown, CountdownConfig, Problem, Split, evaluate
-from rewards.reading.python_arithmetic import python_value
+from rewards.first_d1.python_arithmetic import python_value
 
 _D1_TURN = """
 Respond in the following format:

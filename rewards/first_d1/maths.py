@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from rewards.reading.d1_parsers import boxed, tagged
+from rewards.first_d1.parsers import boxed, tagged
 
 _BOX = "\\boxed{"
 _CLOSING_OR_LINE_END = re.compile(r"[}\n]")

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 
-from rewards.reading.d1_maths import equivalent
-from rewards.reading.d1_parsers import boxed
+from rewards.first_d1.maths import equivalent
+from rewards.first_d1.parsers import boxed
 
 _SEAM = re.compile(r"</reasoning>\s*+<answer>")
 _TAGS = ["<reasoning>", "</reasoning>", "<answer>", "</answer>"]

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from rewards.reading.d1_maths import equivalent, gsm8k_number, math_answer
-from rewards.reading.d1_parsers import boxed
-from rewards.tasks.d1_rewards import gsm8k_parts, math_parts
+from rewards.first_d1.maths import equivalent, gsm8k_number, math_answer
+from rewards.first_d1.parsers import boxed
+from rewards.first_d1.training_rewards import gsm8k_parts, math_parts
 
 
 def _texts(*pieces: str) -> st.SearchStrategy[str]:
