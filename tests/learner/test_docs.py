@@ -22,12 +22,16 @@ from learner import algorithms
 from learner.algorithms import ALGORITHMS
 from learner.batch import GroupedBatch, RolloutBatch
 from learner.config import LearnerConfig
-from learner.estimators import OneStepConfig, SamplerFacts, TrajectoryConfig, token_logps
+from learner.estimators import InnerUpdate, OneStepConfig, SamplerFacts, TrajectoryConfig, token_logps
+from learner.estimators.terms import make_terms
 from learner.learner import Learner
 from learner.model.config import TransformerConfig
 from learner.model.transformer import Transformer, init_weights
+from learner.objectives.units import Level, unit_keys, units_of
+from learner.parallel.micro_batches import cut
 from learner.parallel.sharding import ShardedPolicy
 from tests.learner import slow
+from tests.learner.batches import batch_of
 from tests.learner.methods import test_algorithms
 
 ROOT = Path(__file__).parents[2]
@@ -86,6 +90,36 @@ def _batch(rows: int) -> RolloutBatch:
         num_forwards=torch.tensor([LENGTH, LENGTH - 1]).repeat(rows // 2),
         policy_versions=torch.zeros(rows, dtype=torch.long),
     )
+
+
+def test_the_words_between_completions_and_a_loss_mean_what_the_example_says(config: TransformerConfig) -> None:
+    a, b, c, d = 5, 6, 7, 8
+    batch = batch_of(
+        prompts=torch.tensor([[9, 10]] * 4),
+        completions=torch.tensor([[a, b, c, d], [a, b, d, c], [b, a, c, d], [c, d, a, b]]),
+        lengths=torch.full((4,), 4),
+        steps=torch.tensor([[0, 0, 1, 1]] * 3 + [[1, 1, 0, 0]]),
+        rewards=torch.tensor([1.0, 0.0, 0.0, 1.0]),
+    )
+    facts = replace(FITTING, block_length=4, most_steps=2)
+    corruption = TrajectoryConfig(steps_per_segment=1).corrupt(GroupedBatch.of(batch), InnerUpdate(0, 1), facts)
+    terms = make_terms(GroupedBatch.of(batch), config, corruption)
+    micro_batches = cut(terms, unit_keys(terms, Level.TOKEN), 12).terms
+    units = [len(units_of(terms, level).rows) for level in (Level.TOKEN, Level.PART, Level.ROW)]
+
+    page = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
+    rows = {row[1].strip(" `"): row for row in (line.split("|") for line in page.splitlines()) if len(row) == 7}
+    shown = {
+        word: [int(number) for number in re.findall(r"\d+", rows[word][4])] for word in rows if "py" in rows[word][2]
+    }
+    assert shown == {
+        "Corruption": [len(corruption.rows)],
+        "Views": [len(terms.views.ids)],
+        "Terms": [terms.num_terms],
+        "Units": units,
+        "Plan": [len(micro_batches), max(micro.views.ids.numel() for micro in micro_batches)],
+    }
+    assert (list(corruption.masked.shape), list(terms.views.ids.shape)) == ([8, 4], [4, 6])
 
 
 def test_the_readme_and_the_page_name_every_algorithm_and_what_it_is_made_of() -> None:

@@ -1,7 +1,24 @@
 """The follower: a thread that loads the version that is wanted and swaps it in, off the path of requests.
 
-Wanted is what an operator has pinned; else, while the service is paused, what its other engines serve; else what was
-announced last. Where that cannot be served, it is what the other engines serve.
+What is tried, in this order, until one serves. "Served" is the version that the alias `policy` points to: what the
+service's other engines answer with.
+
+| an operator has | the newest announcement is        | tried                                        |
+|-----------------|-----------------------------------|----------------------------------------------|
+| pinned a version| any                               | the pinned one, then the served one          |
+| paused          | any                               | the served one                               |
+| done neither    | the served one                    | that, with no canary: it has passed elsewhere|
+| done neither    | another                           | the newest, by its canary; then the served   |
+| done neither    | another, and this engine is new   | the served one; the canary can wait          |
+
+| what came of trying | what follows                                                                    |
+|---------------------|---------------------------------------------------------------------------------|
+| it serves           | the alias moves to it, if it is still wanted and no other engine was faster      |
+| it is out of reach  | this engine gives it up, and tries the next                                     |
+| it is refused       | the same; the registry tells the other engines, unless they serve it             |
+| there is no room    | it is tried again at the next look; what serves goes on                         |
+| no longer wanted    | the next look decides                                                           |
+| the registry is away| counted; what serves goes on, and a registry that comes back empty is filled     |
 """
 
 from __future__ import annotations
