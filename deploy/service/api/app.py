@@ -11,12 +11,12 @@ from typing import Annotated, Any, TypeVar
 
 from fastapi import FastAPI, Path, Query
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp
 
 from actors.registry.registry import PolicyVersion
 from deploy.page.routes import page_router
-from deploy.service.api import replies as bodies
+from deploy.service.api import replies
 from deploy.service.api.metrics import RequestObserver, ServiceMetrics
 from deploy.service.api.openapi import describe, described
 from deploy.service.api.planner import Plan, Planner
@@ -26,7 +26,7 @@ from deploy.service.api.requests import ChatRequest, CompletionRequest, Detokeni
 from deploy.service.api.run_view import MAX_SAMPLES, RunView
 from deploy.service.api.server_sent_events import ServerSentEvents
 from deploy.service.api.text_codec import TextCodec
-from deploy.service.api.writer import AnswerWriter, Events
+from deploy.service.api.writer import AnswerWriter, Events, as_json
 from deploy.service.contract import POLICY, Backend, EngineState
 from deploy.service.errors import ServiceError, install_handlers
 from deploy.service.gateway.access import MAX_BODY_BYTES, AccessControl
@@ -122,7 +122,7 @@ class _Inference:
             events = with_failover(service.backend, plan.job, may_restart=not ask.stream)
             if not ask.stream:
                 body = await _unless_gone(request, writer.answer(events))
-                return JSONResponse(body, headers=_version_header(writer))
+                return Response(as_json(body), headers=_version_header(writer), media_type="application/json")
             await _unless_gone(request, writer.begin(events))
             is_streamed = True
             return ServerSentEvents(writer.chunks(events), lambda: self._end(events), headers=_version_header(writer))
@@ -156,13 +156,14 @@ class _Inference:
 
 def _add_inference(app: FastAPI, inference: _Inference) -> None:
     @app.post(
-        "/v1/completions", **described(bodies.TextAnswer, *_REFUSALS, events=(bodies.TextChunk, bodies.ErrorBody))
+        "/v1/completions", **described(replies.TextAnswer, *_REFUSALS, events=(replies.TextChunk, replies.ErrorBody))
     )
     async def completions(ask: CompletionRequest, request: Request) -> Response:
         return await inference.complete(ask, request)
 
     @app.post(
-        "/v1/chat/completions", **described(bodies.ChatAnswer, *_REFUSALS, events=(bodies.ChatChunk, bodies.ErrorBody))
+        "/v1/chat/completions",
+        **described(replies.ChatAnswer, *_REFUSALS, events=(replies.ChatChunk, replies.ErrorBody)),
     )
     async def chat(ask: ChatRequest, request: Request) -> Response:
         return await inference.complete(ask, request)
@@ -172,19 +173,19 @@ def _add_models(app: FastAPI, service: Service, watch: Watch) -> None:
     codec, planner = service.codec, service.planner
 
     def aliases(states: Sequence[EngineState]) -> dict[str, int]:
-        found: dict[str, int] = policy_body(planner.name, states)["aliases"]
+        found = policy_body(planner.name, states).aliases
         return {**found, planner.name: found[POLICY]}
 
-    @app.get("/v1/models", **described(bodies.Models, 503))
-    async def list_models() -> dict[str, Any]:
+    @app.get("/v1/models", **described(replies.Models, 503))
+    async def list_models() -> replies.Models:
         states = await _states(watch)
         live = {policy.version for state in states for policy in state.live}
         stored = () if service.run is None else await asyncio.to_thread(service.run.versions)
         versions = {f"policy@v{version:06d}": version for version in sorted({*live, *stored}, reverse=True)}
-        return {"object": "list", "data": [_model(*one) for one in (aliases(states) | versions).items()]}
+        return replies.Models(object="list", data=[_model(*one) for one in (aliases(states) | versions).items()])
 
-    @app.get("/v1/models/{name}", **described(bodies.Model, 404, 503))
-    async def model(name: str) -> dict[str, Any]:
+    @app.get("/v1/models/{name}", **described(replies.Model, 404, 503))
+    async def model(name: str) -> replies.Model:
         wanted, states = planner.wanted(name), await _states(watch)
         if isinstance(wanted, int):
             return _model(name, (await _found(service, states, wanted, "model")).version)
@@ -193,36 +194,36 @@ def _add_models(app: FastAPI, service: Service, watch: Watch) -> None:
             raise ServiceError(404, "There is no such model here.", "model_not_found", param="model")
         return _model(name, found)
 
-    @app.post("/tokenize", **described(bodies.Tokens, 400, 404, 408, 413))
-    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+    @app.post("/tokenize", **described(replies.Tokens, 400, 404, 408, 413))
+    async def tokenize(body: TokenizeRequest) -> replies.Tokens:
         planner.wanted(body.model)
         if body.messages is not None:
             ids = await asyncio.to_thread(codec.encode_chat, [message.turn for message in body.messages])
         else:
             ids = await asyncio.to_thread(codec.encode_any, body.prompt or "")
-        return {"tokens": ids, "count": len(ids), "max_model_len": codec.config.max_sequence_length}
+        return replies.Tokens(tokens=ids, count=len(ids), max_model_len=codec.config.max_sequence_length)
 
-    @app.post("/detokenize", **described(bodies.Detokenized, 400, 404, 408, 413))
-    async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
+    @app.post("/detokenize", **described(replies.Detokenized, 400, 404, 408, 413))
+    async def detokenize(body: DetokenizeRequest) -> replies.Detokenized:
         planner.wanted(body.model)
         if any(not 0 <= token < codec.config.vocab_size for token in body.tokens):
             message = f"Token ids of this policy lie between 0 and {codec.config.vocab_size - 1}."
             raise ServiceError(400, message, "invalid_value", param="tokens")
-        return {"prompt": await asyncio.to_thread(codec.decode_any, body.tokens)}
+        return replies.Detokenized(prompt=await asyncio.to_thread(codec.decode_any, body.tokens))
 
 
 def _add_policy(app: FastAPI, service: Service, watch: Watch, inference: _Inference) -> None:
     def is_over() -> bool:
         return inference.is_draining or inference.is_leaving
 
-    @app.get("/v1/policy", **described(bodies.Policy, 503))
-    async def policy() -> dict[str, Any]:
+    @app.get("/v1/policy", **described(replies.Policy, 503))
+    async def policy() -> replies.Policy:
         return policy_body(service.planner.name, await _states(watch))
 
     @app.get(
         "/v1/policy/events",
         response_class=ServerSentEvents,
-        **described(None, 503, events=(bodies.PolicyEvent,), is_ended=False),
+        **described(None, 503, events=(replies.PolicyEvent,), is_ended=False),
     )
     async def events(request: Request) -> Response:
         inference.check_taking()
@@ -231,8 +232,8 @@ def _add_policy(app: FastAPI, service: Service, watch: Watch, inference: _Infere
             return ServerSentEvents(one_event(newest(await _states(watch)).policy, last_id, is_over))
         return ServerSentEvents(service.registry.events(last_id, is_over))
 
-    @app.get("/v1/policy/{version}", **described(bodies.PolicyOfVersion, 400, 404, 503))
-    async def one(version: _Number) -> dict[str, Any]:
+    @app.get("/v1/policy/{version}", **described(replies.PolicyOfVersion, 400, 404, 503))
+    async def one(version: _Number) -> replies.PolicyOfVersion:
         states = await _states(watch)
         policy = await _found(service, states, version, "version")
         return version_body(policy, states)
@@ -244,60 +245,60 @@ def _add_run(app: FastAPI, service: Service, watch: Watch) -> None:
             raise ServiceError(404, "A checkpoint is served here, without a run.", "no_run")
         return service.run
 
-    @app.get("/v1/run", **described(bodies.Run, 404))
-    async def summary() -> dict[str, Any]:
+    @app.get("/v1/run", **described(replies.Run, 404))
+    async def summary() -> replies.Run:
         return await asyncio.to_thread(run().summary)
 
-    @app.get("/v1/run/events", **described(bodies.RunEvents, 400, 404))
-    async def events(after: Annotated[int, Query(ge=0, le=2**31 - 1)] = 0) -> dict[str, Any]:
+    @app.get("/v1/run/events", **described(replies.RunEvents, 400, 404))
+    async def events(after: Annotated[int, Query(ge=0, le=2**31 - 1)] = 0) -> replies.RunEvents:
         return await asyncio.to_thread(run().events, after)
 
-    @app.get("/v1/run/samples", **described(bodies.Samples, 400, 404))
-    async def samples(limit: Annotated[int, Query(ge=1, le=MAX_SAMPLES)] = 20) -> dict[str, Any]:
+    @app.get("/v1/run/samples", **described(replies.Samples, 400, 404))
+    async def samples(limit: Annotated[int, Query(ge=1, le=MAX_SAMPLES)] = 20) -> replies.Samples:
         return await asyncio.to_thread(run().samples, limit)
 
-    @app.get("/v1/run/pools", **described(bodies.Pools, 404, 503))
-    async def pools() -> dict[str, Any]:
+    @app.get("/v1/run/pools", **described(replies.Pools, 404, 503))
+    async def pools() -> replies.Pools:
         run()
         states = await _states(watch)
         follower = newest(states).follower
-        return {
-            "replicas": [
-                {
-                    "id": state.replica,
-                    "policy_version": state.policy.version,
-                    "healthy": not watch.is_stale,
-                    "running": state.num_running,
-                    "waiting": state.num_waiting,
-                }
+        return replies.Pools(
+            replicas=[
+                replies.Replica(
+                    id=state.replica,
+                    policy_version=state.policy.version,
+                    healthy=not watch.is_stale,
+                    running=state.num_running,
+                    waiting=state.num_waiting,
+                )
                 for state in states
             ],
-            "follower": {
-                "registry_reachable": follower.registry_reachable,
-                "num_errors": follower.num_errors,
-                "last_error": follower.last_error,
-            },
-        }
+            follower=replies.Follower(
+                registry_reachable=follower.registry_reachable,
+                num_errors=follower.num_errors,
+                last_error=follower.last_error,
+            ),
+        )
 
 
 def _add_health(app: FastAPI, watch: Watch, inference: _Inference) -> None:
-    @app.get("/health", **described(bodies.Health, 503))
-    async def health() -> dict[str, Any]:
+    @app.get("/health", **described(replies.Health, 503))
+    async def health() -> replies.Health:
         state = newest(await _states(watch))
-        return {
-            "status": "ok" if state.follower.registry_reachable else "degraded",
-            "policy_version": state.policy.version,
-            "registry_reachable": state.follower.registry_reachable,
-            "follower_errors": state.follower.num_errors,
-        }
+        return replies.Health(
+            status="ok" if state.follower.registry_reachable else "degraded",
+            policy_version=state.policy.version,
+            registry_reachable=state.follower.registry_reachable,
+            follower_errors=state.follower.num_errors,
+        )
 
-    @app.get("/health/ready", **described(bodies.Ready, 503))
-    async def ready() -> dict[str, Any]:
+    @app.get("/health/ready", **described(replies.Ready, 503))
+    async def ready() -> replies.Ready:
         inference.check_taking()
         states = await _states(watch)
         if watch.is_stale:
             raise ServiceError(503, "No engine answers.", "unavailable", retry_after_s=5)
-        return {"status": "ready", "policy_version": newest(states).policy.version, "num_engines": len(states)}
+        return replies.Ready(status="ready", policy_version=newest(states).policy.version, num_engines=len(states))
 
     # What KubeRay asks each pod before it sends requests there; nobody else needs to know.
     @app.get("/-/healthz", include_in_schema=False)
@@ -305,9 +306,9 @@ def _add_health(app: FastAPI, watch: Watch, inference: _Inference) -> None:
         await ready()
         return PlainTextResponse("success")
 
-    @app.get("/version", **described(bodies.D1Version))
-    async def version() -> dict[str, str]:
-        return {"version": version_of("d1")}
+    @app.get("/version", **described(replies.D1Version))
+    async def version() -> replies.D1Version:
+        return replies.D1Version(version=version_of("d1"))
 
     @app.get("/metrics", response_class=PlainTextResponse, **described(None))
     async def metrics() -> Response:
@@ -339,8 +340,8 @@ async def _found(service: Service, states: Sequence[EngineState], version: int, 
     raise ServiceError(404, f"There is no policy version {version} here.", "model_not_found", param=param)
 
 
-def _model(name: str, version: int) -> dict[str, Any]:
-    return {"id": name, "object": "model", "created": 0, "owned_by": "d1", "policy_version": version}
+def _model(name: str, version: int) -> replies.Model:
+    return replies.Model(id=name, object="model", created=0, owned_by="d1", policy_version=version)
 
 
 def _version_header(writer: AnswerWriter) -> dict[str, str]:

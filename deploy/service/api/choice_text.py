@@ -9,6 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from deploy.service.api.planner import Plan
+from deploy.service.api.replies import Slot, StepMap
 from deploy.service.api.text_codec import BROKEN, MASKED, TextCodec
 from deploy.service.contract import BlocksDone, Done
 from rollout.request import Committed, Progress, Request
@@ -61,18 +62,18 @@ class ChoiceText:
             self._read()
         return self.text[before:]
 
-    def diffusion(self) -> dict[str, list[Any]]:
+    def step_map(self) -> StepMap:
         """Step and confidence of each token of the text."""
         kept = {name: values[: self.num_tokens] for name, values in self._record.items()}
         ids = kept["token_ids"].tolist()
-        return {
-            "step_map": kept["step_map"].tolist(),
-            "token_ids": ids,
-            "confidence": [round(float(p), 4) for p in np.exp(kept["commit_logp_raw"])],
-            "tokens": [self._codec.token_text(token) for token in ids],
-        }
+        return StepMap(
+            step_map=kept["step_map"].tolist(),
+            token_ids=ids,
+            confidence=[round(float(p), 4) for p in np.exp(kept["commit_logp_raw"])],
+            tokens=[self._codec.token_text(token) for token in ids],
+        )
 
-    def canvas(self) -> list[dict[str, Any]]:
+    def canvas(self) -> list[Slot]:
         """All slots that were denoised, as the last frame of a stream of canvases shows them."""
         return slots_of(self._codec, self._record, np.zeros(len(self._record["token_ids"]), dtype=bool))
 
@@ -134,13 +135,13 @@ class ChoiceText:
         return low
 
 
-def canvas_of(codec: TextCodec, progress: Progress) -> list[dict[str, Any]]:
+def canvas_of(codec: TextCodec, progress: Progress) -> list[Slot]:
     """The slots of a choice that is being denoised."""
     record = {name: getattr(progress.slots, name) for name in _COLUMNS}
     return slots_of(codec, record, progress.masked)
 
 
-def canvas_before(codec: TextCodec, request: Request) -> list[dict[str, Any]]:
+def canvas_before(codec: TextCodec, request: Request) -> list[Slot]:
     """The slots of a choice that is yet to be denoised: masked, but for the tokens that are given."""
     num_slots = request.params.gen_length
     record = {"token_ids": np.zeros(num_slots, dtype=np.int64), "commit_logp_raw": np.zeros(num_slots)}
@@ -150,7 +151,7 @@ def canvas_before(codec: TextCodec, request: Request) -> list[dict[str, Any]]:
     return slots_of(codec, record | {"step_map": np.full(num_slots, -1)}, masked)
 
 
-def slots_of(codec: TextCodec, record: dict[str, Any], masked: np.ndarray) -> list[dict[str, Any]]:
+def slots_of(codec: TextCodec, record: dict[str, Any], masked: np.ndarray) -> list[Slot]:
     """Slots as a page shows them."""
     slots = zip(record["token_ids"].tolist(), masked.tolist(), strict=True)
     rows = zip(
@@ -161,16 +162,16 @@ def slots_of(codec: TextCodec, record: dict[str, Any], masked: np.ndarray) -> li
         strict=True,
     )
     return [
-        {"text": "", "masked": True, "step": -1, "confidence": None}
+        Slot(text="", masked=True, step=-1, confidence=None)
         if is_masked
-        else {"text": text, "masked": False, "step": step, "confidence": round(confidence, 4)}
+        else Slot(text=text, masked=False, step=step, confidence=round(confidence, 4))
         for text, step, confidence, is_masked in rows
     ]
 
 
-def text_of_canvas(slots: list[dict[str, Any]]) -> str:
+def text_of_canvas(slots: list[Slot]) -> str:
     """A canvas as text, with a sign for each masked slot."""
-    return "".join(MASKED if slot["masked"] else slot["text"] for slot in slots)
+    return "".join(MASKED if slot.masked else slot.text for slot in slots)
 
 
 _COLUMNS = tuple(column.name for column in fields(Committed))

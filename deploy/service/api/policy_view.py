@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from typing import Any
 
 from actors.registry.registry import PolicyVersion
+from deploy.service.api import replies
 from deploy.service.contract import BASE, POLICY, Backend, EngineState
 from rollout.score import Score
 
@@ -15,7 +15,7 @@ _FRESH_S = 0.2
 _STALE_S = 15.0
 
 
-def score_of(policy: PolicyVersion | None) -> dict[str, Any] | None:
+def score_of(policy: PolicyVersion | None) -> replies.Score | None:
     """Held-out accuracy at temperature 0; None of a version without one."""
     if policy is None or policy.num_correct is None or not policy.num_problems:
         return None
@@ -23,14 +23,14 @@ def score_of(policy: PolicyVersion | None) -> dict[str, Any] | None:
     return _score_body(policy.version, score)
 
 
-def _score_body(version: int, score: Score) -> dict[str, Any]:
-    return {
-        "policy_version": version,
-        "num_correct": score.num_correct,
-        "num_problems": score.num_problems,
-        "accuracy": score.accuracy,
-        "interval_95": score.interval,
-    }
+def _score_body(version: int, score: Score) -> replies.Score:
+    return replies.Score(
+        policy_version=version,
+        num_correct=score.num_correct,
+        num_problems=score.num_problems,
+        accuracy=score.accuracy,
+        interval_95=list(score.interval),
+    )
 
 
 def newest(states: Sequence[EngineState]) -> EngineState:
@@ -38,32 +38,32 @@ def newest(states: Sequence[EngineState]) -> EngineState:
     return max(states, key=lambda state: (state.policy.round, state.policy.version))
 
 
-def policy_body(run: str, states: Sequence[EngineState]) -> dict[str, Any]:
+def policy_body(run: str, states: Sequence[EngineState]) -> replies.Policy:
     """`GET /v1/policy`."""
     state = newest(states)
     policy, announced = state.policy, state.announced
     published = policy.version if announced is None else announced.version
     aliases = {POLICY: policy.version} | ({} if state.base is None else {BASE: state.base})
-    return {
-        "run": run,
-        "policy_version": policy.version,
-        "round": policy.round,
-        "phase": policy.phase,
-        "checksum": policy.manifest_digest,
-        "score": score_of(state.scored),
-        "canary": _canary_of(policy, states),
-        "lag": {"published": published, "behind": max(0, published - policy.version)},
-        "aliases": aliases,
-        "pinned": state.follower.admin.pinned,
-        "paused": state.follower.admin.is_paused,
-        "live": sorted({version.version for one in states for version in one.live}),
-        "num_swaps": state.num_swaps,
-        "refused": [{"version": refused.version, "why": refused.why} for refused in state.refused],
-        "last_error": state.follower.last_error,
-    }
+    return replies.Policy(
+        run=run,
+        policy_version=policy.version,
+        round=policy.round,
+        phase=policy.phase,
+        checksum=policy.manifest_digest,
+        score=score_of(state.scored),
+        canary=_canary_of(policy, states),
+        lag=replies.Lag(published=published, behind=max(0, published - policy.version)),
+        aliases=aliases,
+        pinned=state.follower.admin.pinned,
+        paused=state.follower.admin.is_paused,
+        live=sorted({version.version for one in states for version in one.live}),
+        num_swaps=state.num_swaps,
+        refused=[replies.RefusedVersion(version=refused.version, why=refused.why) for refused in state.refused],
+        last_error=state.follower.last_error,
+    )
 
 
-def _canary_of(policy: PolicyVersion, states: Sequence[EngineState]) -> dict[str, Any] | None:
+def _canary_of(policy: PolicyVersion, states: Sequence[EngineState]) -> replies.Score | None:
     """The first engine to serve a version asks it; those that follow need not."""
     scores = [one.canary for one in states if one.canary is not None and one.policy.has_same_weights(policy)]
     return _score_body(policy.version, scores[0]) if scores else None
@@ -78,17 +78,17 @@ def known(version: int, states: Sequence[EngineState]) -> PolicyVersion | None:
     return None
 
 
-def version_body(policy: PolicyVersion, states: Sequence[EngineState]) -> dict[str, Any]:
+def version_body(policy: PolicyVersion, states: Sequence[EngineState]) -> replies.PolicyOfVersion:
     """`GET /v1/policy/{version}`."""
-    return {
-        "policy_version": policy.version,
-        "round": policy.round,
-        "phase": policy.phase,
-        "checksum": policy.manifest_digest,
-        "score": score_of(policy),
-        "is_live": any(policy.version == live.version for state in states for live in state.live),
-        "is_serving": policy.version == newest(states).policy.version,
-    }
+    return replies.PolicyOfVersion(
+        policy_version=policy.version,
+        round=policy.round,
+        phase=policy.phase,
+        checksum=policy.manifest_digest,
+        score=score_of(policy),
+        is_live=any(policy.version == live.version for state in states for live in state.live),
+        is_serving=policy.version == newest(states).policy.version,
+    )
 
 
 class Watch:

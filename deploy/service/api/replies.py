@@ -1,4 +1,4 @@
-"""The bodies of answers as the OpenAPI schema describes them. Nothing is checked against them while it is answered."""
+"""The bodies of answers: the models that the OpenAPI schema is made of, and that are built and returned."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 
-class _Body(BaseModel):
+class Body(BaseModel):
+    """What is answered."""
+
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
 
-class Error(_Body):
+class Error(Body):
     """What went wrong, in a sentence."""
 
     message: str
@@ -22,13 +24,13 @@ class Error(_Body):
     """For programs."""
 
 
-class ErrorBody(_Body):
+class ErrorBody(Body):
     """OpenAI's error object."""
 
     error: Error
 
 
-class DiffusionUsage(_Body):
+class DiffusionUsage(Body):
     """What denoising took."""
 
     num_forwards: int
@@ -36,7 +38,7 @@ class DiffusionUsage(_Body):
     tokens_per_forward: float
 
 
-class Usage(_Body):
+class Usage(Body):
     """Tokens, and the forwards that they took."""
 
     prompt_tokens: int
@@ -45,7 +47,7 @@ class Usage(_Body):
     diffusion: DiffusionUsage
 
 
-class StepMap(_Body):
+class StepMap(Body):
     """Of each token of the text: the denoise step that committed it, and how sure the policy was."""
 
     step_map: list[int]
@@ -54,7 +56,7 @@ class StepMap(_Body):
     tokens: list[str]
 
 
-class _Choice(_Body):
+class _Choice(Body):
     index: int
     logprobs: None
     finish_reason: Literal["stop", "length"]
@@ -68,7 +70,7 @@ class TextChoice(_Choice):
     text: str
 
 
-class Reply(_Body):
+class Reply(Body):
     """What the policy says."""
 
     role: Literal["assistant"]
@@ -81,7 +83,7 @@ class ChatChoice(_Choice):
     message: Reply
 
 
-class _Answer(_Body):
+class _Answer(Body):
     id: str
     created: int
     model: str
@@ -105,7 +107,7 @@ class ChatAnswer(_Answer):
     choices: list[ChatChoice]
 
 
-class Slot(_Body):
+class Slot(Body):
     """A slot of a canvas."""
 
     text: str
@@ -115,7 +117,7 @@ class Slot(_Body):
     confidence: float | None
 
 
-class Canvas(_Body):
+class Canvas(Body):
     """The whole canvas after a denoise step; the last of a stream can have the step map too."""
 
     step: int
@@ -128,7 +130,7 @@ class Canvas(_Body):
     tokens: list[str] | None = None
 
 
-class _Part(_Body):
+class _Part(Body):
     index: int
     logprobs: None
     finish_reason: Literal["stop", "length"] | None
@@ -141,7 +143,7 @@ class TextPart(_Part):
     text: str
 
 
-class Delta(_Body):
+class Delta(Body):
     """More of a reply."""
 
     role: Literal["assistant"] | None = None
@@ -154,7 +156,7 @@ class ChatPart(_Part):
     delta: Delta
 
 
-class _Chunk(_Body):
+class _Chunk(Body):
     id: str
     created: int
     model: str
@@ -191,7 +193,7 @@ class PolicyEvent(BaseModel):
     """When, in seconds since 1970."""
 
 
-class Model(_Body):
+class Model(Body):
     """A name of a policy version."""
 
     id: str
@@ -201,14 +203,14 @@ class Model(_Body):
     policy_version: int | None
 
 
-class Models(_Body):
+class Models(Body):
     """All of them."""
 
     object: Literal["list"]
     data: list[Model]
 
 
-class Tokens(_Body):
+class Tokens(Body):
     """Token ids of a text."""
 
     tokens: list[int]
@@ -216,13 +218,13 @@ class Tokens(_Body):
     max_model_len: int
 
 
-class Detokenized(_Body):
+class Detokenized(Body):
     """The text of token ids."""
 
     prompt: str
 
 
-class Score(_Body):
+class Score(Body):
     """Held-out accuracy at temperature 0."""
 
     policy_version: int
@@ -232,21 +234,21 @@ class Score(_Body):
     interval_95: list[float] = Field(min_length=2, max_length=2)
 
 
-class Lag(_Body):
+class Lag(Body):
     """How far the service is behind what was announced."""
 
     published: int
     behind: int
 
 
-class RefusedVersion(_Body):
+class RefusedVersion(Body):
     """A version that stays out."""
 
     version: int
     why: str
 
 
-class _Version(_Body):
+class _Version(Body):
     policy_version: int
     round: int
     phase: str
@@ -276,7 +278,7 @@ class PolicyOfVersion(_Version):
     is_serving: bool
 
 
-class Run(_Body):
+class Run(Body):
     """The run whose policy it is."""
 
     name: str
@@ -286,20 +288,20 @@ class Run(_Body):
     recipe: dict[str, Any]
 
 
-class RunEvents(_Body):
+class RunEvents(Body):
     """Lines of its metrics.jsonl."""
 
     events: list[dict[str, Any]]
     next: int
 
 
-class Samples(_Body):
+class Samples(Body):
     """Lines of its samples.jsonl."""
 
     samples: list[dict[str, Any]]
 
 
-class Replica(_Body):
+class Replica(Body):
     """An engine."""
 
     id: str
@@ -309,7 +311,7 @@ class Replica(_Body):
     waiting: int
 
 
-class Follower(_Body):
+class Follower(Body):
     """Who reads the registry."""
 
     registry_reachable: bool
@@ -317,14 +319,14 @@ class Follower(_Body):
     last_error: str | None
 
 
-class Pools(_Body):
+class Pools(Body):
     """The engines."""
 
     replicas: list[Replica]
     follower: Follower
 
 
-class Health(_Body):
+class Health(Body):
     """That the service is alive."""
 
     status: Literal["ok", "degraded"]
@@ -333,7 +335,7 @@ class Health(_Body):
     follower_errors: int
 
 
-class Ready(_Body):
+class Ready(Body):
     """That it answers."""
 
     status: Literal["ready"]
@@ -341,7 +343,7 @@ class Ready(_Body):
     num_engines: int
 
 
-class D1Version(_Body):
+class D1Version(Body):
     """Of d1 itself."""
 
     version: str

@@ -16,6 +16,7 @@ from actors.registry.registry import PolicyVersion
 from actors.run_log import CHECKPOINTS, METRICS, RECIPE, SAMPLES
 from actors.training.checkpoints import checkpoints_to_answer
 from deploy.recipe.yaml_text import parse_yaml
+from deploy.service.api.replies import Run, RunEvents, Samples
 from deploy.service.checkpoints import Checkpoints
 
 MAX_EVENTS = 1000
@@ -35,7 +36,7 @@ class RunView:
         self._versions: tuple[int, ...] = ()
         self._looked_at = -math.inf
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> Run:
         """Its name, when it began, and where it is."""
         phase, began_at, is_done = None, None, False
         for event in _objects(self._directory / METRICS):
@@ -46,22 +47,22 @@ class RunView:
             elif event.get("event") == "done":
                 is_done = True
         recipe = parse_yaml((self._directory / RECIPE).read_text(encoding="utf-8"))
-        return {
-            "name": self._directory.name,
-            "began_at": began_at,
-            "phase": "done" if is_done else phase,
-            "num_rounds": (recipe.get("learner") or {}).get("num_rounds"),
-            "recipe": recipe,
-        }
+        return Run(
+            name=self._directory.name,
+            began_at=began_at,
+            phase="done" if is_done else phase,
+            num_rounds=(recipe.get("learner") or {}).get("num_rounds"),
+            recipe=recipe,
+        )
 
-    def events(self, after: int) -> dict[str, Any]:
+    def events(self, after: int) -> RunEvents:
         """The events after the first `after`, a page of them at most."""
         events = self._metrics.objects(after, MAX_EVENTS)
-        return {"events": events, "next": after + len(events)}
+        return RunEvents(events=events, next=after + len(events))
 
-    def samples(self, limit: int) -> dict[str, Any]:
+    def samples(self, limit: int) -> Samples:
         """The newest samples, the newest last."""
-        return {"samples": self._samples.last(limit)}
+        return Samples(samples=self._samples.last(limit))
 
     def versions(self) -> tuple[int, ...]:
         """The policy versions that have checkpoints, as it was seconds ago."""

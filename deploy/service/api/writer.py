@@ -2,21 +2,41 @@
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
-from typing import Any
+from typing import Any, Literal
 
 from actors.registry.registry import PolicyVersion
 from deploy.service.api.choice_text import ChoiceText, canvas_before, canvas_of, text_of_canvas
 from deploy.service.api.planner import Plan
+from deploy.service.api.replies import (
+    Body,
+    Canvas,
+    ChatAnswer,
+    ChatChoice,
+    ChatChunk,
+    ChatPart,
+    Delta,
+    DiffusionUsage,
+    ErrorBody,
+    Reply,
+    Slot,
+    TextAnswer,
+    TextChoice,
+    TextChunk,
+    TextPart,
+    Usage,
+)
 from deploy.service.api.text_codec import TextCodec
 from deploy.service.contract import Began, BlocksDone, CanvasSeen, Done, Event, Refused
 from deploy.service.errors import ServiceError
 
 Events = AsyncGenerator[Event, None]
+Answer = TextAnswer | ChatAnswer
+Part = TextPart | ChatPart
+FinishReason = Literal["stop", "length"] | None
 
 
 class AnswerWriter:
@@ -39,7 +59,7 @@ class AnswerWriter:
         """The version that answers; None before it has begun."""
         self._begin(None)
 
-    async def answer(self, events: Events) -> dict[str, Any]:
+    async def answer(self, events: Events) -> Answer:
         """The whole answer. Raises ServiceError."""
         async with aclosing(events):
             async for event in events:
@@ -52,10 +72,16 @@ class AnswerWriter:
                     self._choices[event.choice].take(event)
                     if all(choice.is_finished for choice in self._choices):
                         break
-        choices = [self._whole(index, choice) for index, choice in enumerate(self._choices)]
-        return self._object("chat.completion" if self._is_chat else "text_completion", choices) | {
-            "usage": self._usage()
-        }
+        if self._is_chat:
+            replies = [
+                ChatChoice(message=Reply(role="assistant", content=choice.text), **self._end_of(index, choice))
+                for index, choice in enumerate(self._choices)
+            ]
+            return ChatAnswer(object="chat.completion", choices=replies, usage=self._usage(), **self._head())
+        texts = [
+            TextChoice(text=choice.text, **self._end_of(index, choice)) for index, choice in enumerate(self._choices)
+        ]
+        return TextAnswer(object="text_completion", choices=texts, usage=self._usage(), **self._head())
 
     async def begin(self, events: Events) -> None:
         """Wait for the version that answers a stream: an error still has its status then. Raises ServiceError."""
@@ -71,10 +97,12 @@ class AnswerWriter:
         try:
             async with aclosing(events):
                 if self._is_chat:
-                    roles = (
-                        self._part(index, {"role": "assistant", "content": ""}) for index in range(len(self._choices))
-                    )
-                    yield b"".join(self._chunk([role]) for role in roles)
+                    role = Delta(role="assistant", content="")
+                    roles = [
+                        ChatPart(index=index, delta=role, logprobs=None, finish_reason=None)
+                        for index in range(len(self._choices))
+                    ]
+                    yield b"".join(self._chunk([part]) for part in roles)
                 if self._plan.job.shows_canvas:
                     yield b"".join(self._chunk([part]) for part in self._empty())
                 # What comes of one event goes out together: each write costs both sides a wake-up.
@@ -92,96 +120,102 @@ class AnswerWriter:
                 last += self._chunk([], usage=self._usage())
             yield last + b"data: [DONE]\n\n"
         except ServiceError as error:
-            yield _data(error.body)
+            yield _data(ErrorBody.model_validate(error.body))
         except Exception:
-            yield _data(ServiceError(500, "The service failed; the failure is in its log.").body)
+            failed = ServiceError(500, "The service failed; the failure is in its log.")
+            yield _data(ErrorBody.model_validate(failed.body))
             raise
 
     def _begin(self, policy: PolicyVersion | None) -> None:
         self.policy = policy
         self._choices = [ChoiceText(self._codec, self._plan) for _ in self._plan.job.requests]
 
-    def _empty(self) -> Iterator[dict[str, Any]]:
+    def _empty(self) -> Iterator[Part]:
         """Every canvas before its first denoise step."""
         for index, request in enumerate(self._plan.job.requests):
             slots = canvas_before(self._codec, request)
-            yield self._canvas(index, slots, text_of_canvas(slots), 0)
+            yield self._part(index, text_of_canvas(slots), diffusion=self._canvas(slots, 0))
 
-    def _parts(self, event: Event) -> list[dict[str, Any]]:
+    def _parts(self, event: Event) -> list[Part]:
         """What a chunk says of an event; nothing where there is nothing new."""
         if isinstance(event, CanvasSeen):
             slots, num_steps = canvas_of(self._codec, event.progress), event.progress.num_steps
-            return [self._canvas(event.choice, slots, text_of_canvas(slots), num_steps)]
+            return [self._part(event.choice, text_of_canvas(slots), diffusion=self._canvas(slots, num_steps))]
         assert isinstance(event, BlocksDone | Done), "the others come first or last"
         choice = self._choices[event.choice]
         if choice.is_finished:
             return []
         new = choice.take(event)
         if self._plan.job.shows_canvas:
-            if not choice.is_finished:
-                return []
-            num_steps = choice.num_forwards // (2 if self._plan.params.cfg_scale else 1)
-            part = self._canvas(event.choice, choice.canvas(), choice.text, num_steps)
-            part["diffusion"] |= self._step_map(choice)
-            return [part | {"finish_reason": choice.finish_reason}]
-        parts = [self._part(event.choice, {"content": new})] if new else []
+            return [self._last_canvas(event.choice, choice)] if choice.is_finished else []
+        parts = [self._part(event.choice, new)] if new else []
         if choice.is_finished:
-            last = self._part(event.choice, {}) | {"finish_reason": choice.finish_reason}
-            parts.append(last | ({"diffusion": self._step_map(choice)} if self._plan.returns_step_map else {}))
+            said = {"diffusion": choice.step_map()} if self._plan.returns_step_map else {}
+            parts.append(self._part(event.choice, None, finish_reason=choice.finish_reason, **said))
         return parts
 
-    def _part(self, index: int, delta: dict[str, Any]) -> dict[str, Any]:
-        """A choice of a chunk."""
-        said = {"delta": delta} if self._is_chat else {"text": delta.get("content", "")}
-        return {"index": index, **said, "logprobs": None, "finish_reason": None}
+    def _last_canvas(self, index: int, choice: ChoiceText) -> Part:
+        num_steps = choice.num_forwards // (2 if self._plan.params.cfg_scale else 1)
+        step_map = dict(choice.step_map()) if self._plan.returns_step_map else {}
+        canvas = self._canvas(choice.canvas(), num_steps, **step_map)
+        return self._part(index, choice.text, finish_reason=choice.finish_reason, diffusion=canvas)
 
-    def _canvas(self, index: int, slots: list[dict[str, Any]], text: str, num_steps: int) -> dict[str, Any]:
+    def _part(self, index: int, content: str | None, *, finish_reason: FinishReason = None, **diffusion: Any) -> Part:
+        """A choice of a chunk; `content` is None where it has no more text."""
+        said = {"index": index, "logprobs": None, "finish_reason": finish_reason, **diffusion}
+        if self._is_chat:
+            return ChatPart(delta=Delta() if content is None else Delta(content=content), **said)
+        return TextPart(text=content or "", **said)
+
+    def _canvas(self, slots: list[Slot], num_steps: int, **step_map: Any) -> Canvas:
         params = self._plan.params
         is_known = params.threshold is None and str(params.schedule) in ("quota", "random", "left_to_right")
-        frame = {"step": num_steps, "num_steps": params.num_denoise_steps if is_known else None, "slots": slots}
-        return self._part(index, {"content": text}) | {"diffusion": frame}
+        return Canvas(step=num_steps, num_steps=params.num_denoise_steps if is_known else None, slots=slots, **step_map)
 
-    def _whole(self, index: int, choice: ChoiceText) -> dict[str, Any]:
-        said = {"message": {"role": "assistant", "content": choice.text}} if self._is_chat else {"text": choice.text}
-        whole = {"index": index, **said, "logprobs": None, "finish_reason": choice.finish_reason}
-        return whole | ({"diffusion": self._step_map(choice)} if self._plan.returns_step_map else {})
+    def _end_of(self, index: int, choice: ChoiceText) -> dict[str, Any]:
+        """What a whole choice says beside its text."""
+        said = {"index": index, "logprobs": None, "finish_reason": choice.finish_reason}
+        return said | ({"diffusion": choice.step_map()} if self._plan.returns_step_map else {})
 
-    def _step_map(self, choice: ChoiceText) -> dict[str, Any]:
-        return choice.diffusion() if self._plan.returns_step_map else {}
-
-    def _chunk(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> bytes:
-        kind = "chat.completion.chunk" if self._is_chat else "text_completion"
+    def _chunk(self, choices: list[Part], usage: Usage | None = None) -> bytes:
         # OpenAI's chunks have null there but for the last.
-        return _data(self._object(kind, choices) | ({"usage": usage} if self._plan.includes_usage else {}))
+        said = self._head() | {"choices": choices} | ({"usage": usage} if self._plan.includes_usage else {})
+        if self._is_chat:
+            return _data(ChatChunk(object="chat.completion.chunk", **said))
+        return _data(TextChunk(object="text_completion", **said))
 
-    def _object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def _head(self) -> dict[str, Any]:
+        """What every object says of itself."""
         policy = self.policy
         assert policy is not None, "nothing is written before it has begun"
         digest = f"-{policy.manifest_digest[:12]}" if policy.manifest_digest else ""
         return {
             "id": self._id,
-            "object": kind,
             "created": self._created,
             "model": self._model,
-            "choices": choices,
             "system_fingerprint": f"{self._run}-v{policy.version}{digest}",
             "policy_version": policy.version,
         }
 
-    def _usage(self) -> dict[str, Any]:
+    def _usage(self) -> Usage:
         num_tokens = sum(choice.num_tokens for choice in self._choices)
         num_forwards = sum(choice.num_forwards for choice in self._choices)
-        return {
-            "prompt_tokens": self._plan.num_prompt_tokens,
-            "completion_tokens": num_tokens,
-            "total_tokens": self._plan.num_prompt_tokens + num_tokens,
-            "diffusion": {
-                "num_forwards": num_forwards,
-                "num_blocks": sum(choice.num_blocks for choice in self._choices),
-                "tokens_per_forward": round(num_tokens / num_forwards, 3) if num_forwards else 0.0,
-            },
-        }
+        return Usage(
+            prompt_tokens=self._plan.num_prompt_tokens,
+            completion_tokens=num_tokens,
+            total_tokens=self._plan.num_prompt_tokens + num_tokens,
+            diffusion=DiffusionUsage(
+                num_forwards=num_forwards,
+                num_blocks=sum(choice.num_blocks for choice in self._choices),
+                tokens_per_forward=round(num_tokens / num_forwards, 3) if num_forwards else 0.0,
+            ),
+        )
 
 
-def _data(body: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+def as_json(body: Body) -> bytes:
+    """A body as it is sent: what was not said of it is left out, and not null."""
+    return body.model_dump_json(exclude_unset=True).encode()
+
+
+def _data(body: Body) -> bytes:
+    return b"data: " + as_json(body) + b"\n\n"

@@ -15,7 +15,7 @@ def _line(index):
 
 
 def _rounds(page):
-    return [event["round"] for event in page["events"]]
+    return [event["round"] for event in page.events]
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def metrics(tmp_path):
 
 def test_events_are_read_on_after_those_that_were_seen(tmp_path, metrics):
     view = RunView(tmp_path)
-    assert view.events(0) == {"events": [], "next": 0}
+    assert view.events(0).model_dump() == {"events": [], "next": 0}
     metrics.write_text("".join(map(_line, range(3))))
     assert _rounds(view.events(0)) == [0, 1, 2]
     with metrics.open("a") as file:
@@ -33,7 +33,7 @@ def test_events_are_read_on_after_those_that_were_seen(tmp_path, metrics):
     assert _rounds(view.events(2)) == [2, 3]
     with metrics.open("a") as file:
         file.write(_line(4)[7:])
-    assert view.events(4) == {"events": [{"event": "round", "round": 4}], "next": 5}
+    assert view.events(4).model_dump() == {"events": [{"event": "round", "round": 4}], "next": 5}
 
 
 def test_a_page_has_an_end(tmp_path, metrics, monkeypatch):

@@ -292,7 +292,7 @@ def test_one_engine_asks_for_all_and_a_pin_is_not_asked(make_versions, make_poli
 
 def test_the_score_of_the_serving_version_is_shown(host, make_policy):
     state = host.state()
-    assert policy_body("tiny", [state])["canary"] is None
+    assert policy_body("tiny", [state]).canary is None
     asked = replace(state, canary=Score(num_correct=9, num_problems=12))
-    shown = policy_body("tiny", [state, asked])["canary"]
-    assert (shown["policy_version"], shown["num_correct"], shown["num_problems"], shown["accuracy"]) == (1, 9, 12, 0.75)
+    shown = policy_body("tiny", [state, asked]).canary
+    assert (shown.policy_version, shown.num_correct, shown.num_problems, shown.accuracy) == (1, 9, 12, 0.75)
