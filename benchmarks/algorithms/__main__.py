@@ -64,7 +64,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rows", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
     parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
-    parser.add_argument("--completions", type=int, default=61_440, help="that every row trains on")
+    parser.add_argument("--completions", type=int, default=20_480, help="that every row trains on")
     parser.add_argument("--seconds", type=float, default=180.0, help="of CPU that every row trains for")
     parser.add_argument("--round", type=int, default=1024, help="completions of a round")
     parser.add_argument("--jobs", type=int, default=2, help="processes, of one thread each")
