@@ -1,0 +1,1 @@
+"""Run directories: made, locked, listed, and shown to people."""

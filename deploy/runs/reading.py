@@ -1,0 +1,42 @@
+"""What a run directory holds, for whoever is not the run: its recipe, and the checkpoint to answer from."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from actors.run_log import CHECKPOINTS, RECIPE
+from actors.training.checkpoints import FoundCheckpoint, newest_checkpoint, to_answer
+from deploy.errors import UserError
+from deploy.printing import printable
+from deploy.recipe.recipe import Recipe
+from deploy.recipe.yaml_text import parse_yaml
+
+
+def read_recipe(run_dir: Path) -> Recipe:
+    """The resolved recipe of a run. Raises UserError when the directory is no run."""
+    path = run_dir / RECIPE
+    if not path.is_file():
+        raise UserError(f"{run_dir} is not a run: it has no {RECIPE}")
+    try:
+        return Recipe.model_validate(parse_yaml(path.read_text(encoding="utf-8")))
+    except (ValidationError, ValueError) as error:
+        raise UserError(f"{path} is not a recipe of this d1: {error}") from error
+
+
+def newest_to_answer(run_dir: Path) -> FoundCheckpoint:
+    """The newest whole checkpoint that a run's service answers from; what is damaged is said on stderr.
+
+    Raises UserError when there is none.
+    """
+    try:
+        found = newest_checkpoint(run_dir / CHECKPOINTS, to_answer)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    if found is None:
+        raise UserError(f"{run_dir} has no checkpoint to serve yet")
+    for what in found.passed_over:
+        sys.stderr.write(f"d1: {printable(what)}\n")
+    return found
