@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from learner.batch import RolloutBatch
+from learner.estimators.base import SamplerFacts
 from learner.objectives.units import group_softmax
 
 _STD_FLOOR = 1e-4
@@ -78,6 +79,15 @@ class Filters(BaseModel):
     (LightningRL: 0.01). Needs a schedule that takes as many steps as it needs."""
     truncated: bool = False
     """Leave out completions that end at their length and not by an end of text. They count in the group's mean."""
+
+    def refusal(self, sampler: SamplerFacts) -> str | None:
+        """Why it leaves out all completions that are sampled like this; None where it does not."""
+        if self.min_speed_range and not sampler.has_varying_steps:
+            return (
+                f"filters.min_speed_range is {self.min_speed_range:g}; the sampler takes equally many steps "
+                "for every block: set rollout.sampling.threshold, factor or entropy_bound, or min_speed_range 0"
+            )
+        return None
 
     def keeps(self, rewards: Rewards, truncated_B: Tensor, speeds_B: Tensor) -> Tensor:
         """[B] bool: the rows that are trained on; `speeds_B` is in tokens per forward."""

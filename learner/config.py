@@ -1,4 +1,4 @@
-"""What stage 2 is configured by, and what cannot go together."""
+"""What stage 2 is configured by."""
 
 from __future__ import annotations
 
@@ -8,27 +8,9 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat
 
 from learner.advantages import Advantage, Filters
 from learner.algorithms import DEFAULT, with_algorithm
-from learner.estimators import (
-    BlockMasksConfig,
-    ElboConfig,
-    EstimatorConfig,
-    OneStepConfig,
-    RandomMasksConfig,
-    SamplerFacts,
-    TrajectoryConfig,
-)
-from learner.objectives import (
-    ClippedRatioConfig,
-    Level,
-    LinearBoundConfig,
-    Normalize,
-    ObjectiveConfig,
-    PreferenceConfig,
-    SandwichConfig,
-    TrajectoryBalanceConfig,
-)
+from learner.estimators import EstimatorConfig, OneStepConfig, SamplerFacts
+from learner.objectives import ClippedRatioConfig, ObjectiveConfig
 from learner.objectives.base import Coefficient
-from learner.objectives.distribution_matching import DistributionMatchingConfig
 
 
 class LearnerConfig(BaseModel):
@@ -95,91 +77,16 @@ class LearnerConfig(BaseModel):
 
     @model_validator(mode="after")
     def _fitting(self) -> LearnerConfig:
-        estimator, objective = self.estimator, self.objective
-        is_drawn = isinstance(estimator, ElboConfig) and estimator.values == "draws"
-        if is_drawn != isinstance(objective, LinearBoundConfig):
-            raise ValueError("objective linear_bound and estimator elbo with values: draws need each other")
-        if isinstance(objective, PreferenceConfig | DistributionMatchingConfig) and estimator.name != "elbo":
-            raise ValueError(f"objective {objective.name} compares ELBOs: estimator must be elbo, not {estimator.name}")
-        if isinstance(objective, TrajectoryBalanceConfig) and not _sums_up(estimator):
-            raise ValueError(
-                "objective trajectory_balance is of a completion's log-likelihood: estimator must be elbo, or "
-                f"trajectory with only: all and, if segments are drawn, weigh: value; not {estimator.name} as it is set"
-            )
-        if isinstance(objective, SandwichConfig) and estimator.name != "block_masks":
-            raise ValueError(f"objective sandwich needs the masks of estimator block_masks, not of {estimator.name}")
-        is_of_one_draw = isinstance(estimator, BlockMasksConfig) and estimator.num_draws == 1
-        if isinstance(objective, SandwichConfig) and objective.mix > 0 and is_of_one_draw:
-            raise ValueError(
-                f"objective.mix is {objective.mix:g}, and of one draw both bounds have the same gradient: "
-                "estimator.num_draws must be 2 or more, or mix 0"
-            )
-        is_exact = isinstance(estimator, TrajectoryConfig) and estimator.is_exact
-        if self._takes_recorded and not is_exact:
-            raise ValueError(
-                "objective.old is sampler: the estimator must be trajectory with steps_per_segment: 1, law: sampler "
-                "and no p_mask_prompt, or its likelihoods are not comparable with the recorded ones"
-            )
-        is_off_policy = self._takes_recorded or isinstance(objective, TrajectoryBalanceConfig)
-        if self.max_staleness and not is_off_policy:
-            raise ValueError(
-                f"max_staleness is {self.max_staleness}: completions of an older policy are corrected for by what the "
-                "sampler recorded, so that objective.old must be sampler (with estimator trajectory, "
-                "steps_per_segment: 1 and law: sampler), or the objective trajectory_balance, or max_staleness 0"
-            )
-        scores_order = isinstance(estimator, TrajectoryConfig) and estimator.scores_order
-        if scores_order != (isinstance(objective, ClippedRatioConfig) and objective.order_temperature is not None):
-            raise ValueError("objective.order_temperature and estimator.scores_order need each other")
-        if objective.normalize_by is Normalize.PART and _is_in_several_parts(objective.level, estimator):
-            what = "token" if objective.level is Level.TOKEN else "completion"
-            raise ValueError(
-                f"objective.normalize_by is part, and estimator {estimator.name} scores a {what} in several draws or "
-                "segments, so that it belongs to no single one; take round, group or row"
-            )
+        if (why := self.objective.refusal(self.estimator, self.max_staleness)) is not None:
+            raise ValueError(why)
         return self
-
-    @property
-    def _takes_recorded(self) -> bool:
-        """Whether ratios are to the likelihoods that the sampler recorded."""
-        return isinstance(self.objective, ClippedRatioConfig) and self.objective.old == "sampler"
 
     def refusal(self, sampler: SamplerFacts) -> str | None:
         """Why this cannot learn from completions sampled like this; None where it can."""
-        if self._takes_recorded:
-            if not sampler.records_law:
-                return (
-                    "objective.old is sampler; a sampler with a cache, guidance, top_p, top_k or sample_then_select "
-                    "does not record the likelihoods that replay"
-                )
-            if sampler.temperature == 0:
-                return "objective.old is sampler; at rollout.sampling.temperature 0 nothing is drawn"
-        if self.filters.min_speed_range and not sampler.has_varying_steps:
-            return (
-                f"filters.min_speed_range is {self.filters.min_speed_range:g}; the sampler takes equally many steps "
-                "for every block: set rollout.sampling.threshold, factor or entropy_bound, or min_speed_range 0"
-            )
-        return self.estimator.refusal(sampler)
+        parts = (self.objective.sampler_refusal, self.filters.refusal, self.estimator.refusal)
+        return next((why for refusal in parts if (why := refusal(sampler)) is not None), None)
 
     def lr_at(self, round_index: int) -> float:
         """The learning rate of a round."""
         warmup = min(1.0, (round_index + 1) / (self.num_warmup_rounds + 1))
         return self.lr * warmup * (1.0 - (1.0 - self.final_lr_fraction) * round_index / max(1, self.num_rounds))
-
-
-def _sums_up(estimator: EstimatorConfig) -> bool:
-    """Whether the values of a completion's terms add up to its log-likelihood, or a bound or an estimate of it."""
-    if isinstance(estimator, TrajectoryConfig):
-        return estimator.only == "all" and (estimator.num_sampled is None or estimator.weigh == "value")
-    return isinstance(estimator, ElboConfig)
-
-
-def _is_in_several_parts(level: Level, estimator: EstimatorConfig) -> bool:
-    """Whether a unit of this level can be scored in more than one draw or segment of its completion."""
-    if isinstance(estimator, TrajectoryConfig):
-        # A token is committed in one segment.
-        return level is Level.ROW
-    if isinstance(estimator, RandomMasksConfig):
-        num_parts = 3 if estimator.coupled else 1
-    else:
-        num_parts = estimator.num_draws if isinstance(estimator, ElboConfig | BlockMasksConfig) else 1
-    return level is not Level.PART and num_parts > 1

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -85,6 +85,21 @@ class Sampler:
         return batch
 
 
+_Number = TypeVar("_Number", int, Tensor)
+
+
+class _Seen(NamedTuple, Generic[_Number]):
+    """Where a row was when the host last looked; of tensors, where several rows are, [A]."""
+
+    is_done: _Number
+    step_in_block: _Number
+    block_start: _Number
+    twin: _Number
+    """The first slot with an equal canvas."""
+    is_broken: _Number
+    """The policy predicted something that is no number."""
+
+
 class SlotBatch:
     """Rows that are denoised together, and requests that wait for one."""
 
@@ -100,7 +115,7 @@ class SlotBatch:
         self._forwards = Forwards(model, forward, self.slots, sampler.counts, is_static=self._is_static)
         self._waiting: deque[tuple[int, Request]] = deque()
         self._running: dict[int, tuple[int, Request]] = {}
-        self._seen: dict[int, list[int]] = {}
+        self._seen: dict[int, _Seen[int]] = {}
         self._num_submitted = 0
 
     def submit(self, request: Request) -> int:
@@ -135,7 +150,8 @@ class SlotBatch:
     def num_committed(self) -> dict[int, int]:
         """Slots of the finished blocks of each request with a row. Free: the last step has looked at the device."""
         return {
-            index: self._seen[slot][2] - len(request.prompt_ids) for slot, (index, request) in self._running.items()
+            index: self._seen[slot].block_start - len(request.prompt_ids)
+            for slot, (index, request) in self._running.items()
         }
 
     @torch.inference_mode()
@@ -181,20 +197,26 @@ class SlotBatch:
         """Where these rows are: the one time that the host waits for the device."""
         rows_A = on_device(slots, self.slots.device)
         rows = self.slots.rows.of(rows_A)
-        twins_A = self.slots.twins(rows_A)
-        columns = (rows.done.long(), rows.step_in_block, rows.block_start, twins_A, rows.broken.long())
-        self._seen |= dict(zip(slots, torch.stack(columns, dim=1).tolist(), strict=True))
-        broken = [self._running[slot][0] for slot in slots if self._seen[slot][-1]]
+        columns = _Seen(
+            is_done=rows.done.long(),
+            step_in_block=rows.step_in_block,
+            block_start=rows.block_start,
+            twin=self.slots.twins(rows_A),
+            is_broken=rows.broken.long(),
+        )
+        seen = (_Seen[int](*row) for row in torch.stack(columns, dim=1).tolist())
+        self._seen |= zip(slots, seen, strict=True)
+        broken = [self._running[slot][0] for slot in slots if self._seen[slot].is_broken]
         if broken:
             raise FloatingPointError(f"the policy predicts what is no number for request {broken[0]}: bad weights")
 
     def _active(self) -> list[ActiveRow]:
         active = []
         for slot, (_, request) in self._running.items():
-            is_done, step_in_block, block_start, twin, _ = self._seen[slot]
-            if not is_done:
-                kind = _kind(request.params, step_in_block)
-                active.append(ActiveRow(slot, request, kind, twin=twin, block_start=block_start))
+            seen = self._seen[slot]
+            if not seen.is_done:
+                kind = _kind(request.params, seen.step_in_block)
+                active.append(ActiveRow(slot, request, kind, twin=seen.twin, block_start=seen.block_start))
         return sorted(active, key=lambda row: (row.kind, row.slot))
 
     def _denoise(self, active: list[ActiveRow]) -> None:
@@ -247,7 +269,7 @@ class SlotBatch:
             logits_UV.scatter_(1, ids_AF[owner_U], -torch.inf)
 
     def _harvest(self) -> list[tuple[int, Completion]]:
-        done = [slot for slot in self._running if self._seen[slot][0]]
+        done = [slot for slot in self._running if self._seen[slot].is_done]
         if not done:
             return []
         indices, requests = zip(*(self._running.pop(slot) for slot in done), strict=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -22,46 +22,46 @@ from rollout.request import Cache, Committed, Completion, FinishReason, Progress
 from rollout.schedules import CODES, RowSchedules, shares
 
 _NO_TOKEN = -1
+# What the numbers of a field are.
+_INT64, _BOOL, _FLOAT32 = ({"dtype": dtype} for dtype in (torch.int64, torch.bool, torch.float32))
 
 
 @dataclass(slots=True)
 class RowState:
     """One number of each row, [S] or the [A] of some of them."""
 
-    prompt_length: Tensor
-    """int64; the completion begins at this column. The next five are int64 too."""
-    end: Tensor
+    prompt_length: Tensor = field(metadata=_INT64)
+    """The completion begins at this column."""
+    end: Tensor = field(metadata=_INT64)
     """Column after the completion's last slot."""
-    block_length: Tensor
-    steps_per_block: Tensor
-    block_start: Tensor
+    block_length: Tensor = field(metadata=_INT64)
+    steps_per_block: Tensor = field(metadata=_INT64)
+    block_start: Tensor = field(metadata=_INT64)
     """Column where the block that is being denoised begins."""
-    block_masked: Tensor
+    block_masked: Tensor = field(metadata=_INT64)
     """Masked slots that the block began with."""
-    step: Tensor
-    """int64: denoise steps done."""
-    step_in_block: Tensor
-    """int64: those done in this block."""
-    draw_key: Tensor
-    """int64."""
-    done: Tensor
-    """bool: nothing more is committed; an empty slot is done."""
-    broken: Tensor
-    """bool: the policy predicted something that is no number."""
-    code: Tensor
-    """int64: `CODES` of the schedule."""
-    temperature: Tensor
-    """float32, as the rest but `top_k`, which is int64."""
-    top_p: Tensor
-    top_k: Tensor
-    log_threshold: Tensor
-    factor: Tensor
-    entropy_bound: Tensor
-    cfg_scale: Tensor
+    step: Tensor = field(metadata=_INT64)
+    """Denoise steps done."""
+    step_in_block: Tensor = field(metadata=_INT64)
+    """Those done in this block."""
+    draw_key: Tensor = field(metadata=_INT64)
+    done: Tensor = field(metadata=_BOOL)
+    """Nothing more is committed; an empty slot is done."""
+    broken: Tensor = field(metadata=_BOOL)
+    """The policy predicted something that is no number."""
+    code: Tensor = field(metadata=_INT64)
+    """`CODES` of the schedule."""
+    temperature: Tensor = field(metadata=_FLOAT32)
+    top_p: Tensor = field(metadata=_FLOAT32)
+    top_k: Tensor = field(metadata=_INT64)
+    log_threshold: Tensor = field(metadata=_FLOAT32)
+    factor: Tensor = field(metadata=_FLOAT32)
+    entropy_bound: Tensor = field(metadata=_FLOAT32)
+    cfg_scale: Tensor = field(metadata=_FLOAT32)
 
     def of(self, rows_A: Tensor) -> RowState:
         """The numbers of some rows, copied."""
-        return RowState(*(getattr(self, field.name)[rows_A] for field in fields(self)))
+        return RowState(*(getattr(self, column.name)[rows_A] for column in fields(self)))
 
     def schedules(self) -> RowSchedules:
         """What `select` needs of these rows."""
@@ -78,22 +78,16 @@ class RowState:
 class Canvases:
     """One number of each column of each row, [S, W]."""
 
-    tokens: Tensor
-    """int64."""
-    masked: Tensor
-    """bool: a completion slot that nothing was committed to yet."""
-    step_map: Tensor
-    """int64; this and the next five as in `Completion`."""
-    logp: Tensor
-    """float32."""
-    logp_raw: Tensor
-    """float32."""
-    entropy: Tensor
-    """float32."""
-    law_entropy: Tensor
-    """float32."""
-    fallback: Tensor
-    """bool."""
+    tokens: Tensor = field(metadata=_INT64)
+    masked: Tensor = field(metadata=_BOOL)
+    """A completion slot that nothing was committed to yet."""
+    step_map: Tensor = field(metadata=_INT64)
+    """This and the next five as in `Completion`."""
+    logp: Tensor = field(metadata=_FLOAT32)
+    logp_raw: Tensor = field(metadata=_FLOAT32)
+    entropy: Tensor = field(metadata=_FLOAT32)
+    law_entropy: Tensor = field(metadata=_FLOAT32)
+    fallback: Tensor = field(metadata=_BOOL)
 
 
 class Slots:
@@ -103,7 +97,7 @@ class Slots:
         """Make empty slots for a policy with these ids."""
         self.num_slots, self._mask_id, self._eos_id, self.device = num_slots, mask_id, eos_id, device
         self.width = self._longest = self._longest_block = 0
-        self.rows = RowState(*(torch.zeros(num_slots, dtype=dtype, device=device) for dtype in _ROW_DTYPES))
+        self.rows = RowState(**_zeros(RowState, num_slots, device=device))
         self.rows.done.fill_(True)
         self.canvases = self._empty_canvases(0)
         self._multipliers_W = torch.empty(0, dtype=torch.int64, device=device)
@@ -126,8 +120,8 @@ class Slots:
             masked[row, start : start + request.params.gen_length] = True
             for slot, token in request.fixed_tokens.items():
                 tokens[row, start + slot], masked[row, start + slot] = token, False
-        for field in fields(Canvases):
-            getattr(self.canvases, field.name)[rows_F] = 0
+        for column in fields(Canvases):
+            getattr(self.canvases, column.name)[rows_F] = 0
         self.canvases.step_map[rows_F] = -1
         self.canvases.tokens[rows_F] = torch.from_numpy(tokens).to(self.device)
         self.canvases.masked[rows_F] = torch.from_numpy(masked).to(self.device)
@@ -155,7 +149,7 @@ class Slots:
         rows_F = on_device(slots, self.device)
         last_F = self._first_stop(rows_F, self.rows.of(rows_F)).tolist()
         num_steps = self.rows.step[rows_F].tolist()
-        host = {field.name: getattr(self.canvases, field.name)[rows_F].cpu().numpy() for field in fields(Canvases)}
+        host = {column.name: getattr(self.canvases, column.name)[rows_F].cpu().numpy() for column in fields(Canvases)}
         return [
             Completion(
                 **_record({name: array[row] for name, array in host.items()}, request, *ends),
@@ -174,7 +168,7 @@ class Slots:
         """How the rows of some slots stand; the host waits for the device. `num_committed` as in `Progress`."""
         rows_A = on_device(slots, self.device)
         num_steps = self.rows.step[rows_A].tolist()
-        host = {field.name: getattr(self.canvases, field.name)[rows_A].cpu().numpy() for field in fields(Canvases)}
+        host = {column.name: getattr(self.canvases, column.name)[rows_A].cpu().numpy() for column in fields(Canvases)}
         found = []
         for row, request in enumerate(requests):
             start = len(request.prompt_ids)
@@ -223,8 +217,9 @@ class Slots:
 
     def _admit_rows(self, rows_F: Tensor, requests: Sequence[Request]) -> None:
         values = [_row_values(request) for request in requests]
-        for field, dtype, column in zip(fields(RowState), _ROW_DTYPES, zip(*values, strict=True), strict=True):
-            getattr(self.rows, field.name)[rows_F] = on_device(column, self.device, dtype)
+        for column in fields(RowState):
+            of_rows = [row[column.name] for row in values]
+            getattr(self.rows, column.name)[rows_F] = on_device(of_rows, self.device, column.metadata["dtype"])
 
     def _admit_stop_ids(self, rows_F: Tensor, requests: Sequence[Request]) -> None:
         given = [request.params.stop_ids for request in requests]
@@ -264,29 +259,22 @@ class Slots:
         return torch.where(is_stop_AW, columns_W, self.width).amin(dim=1)
 
     def _empty_canvases(self, width: int) -> Canvases:
-        shape = (self.num_slots, width)
-        return Canvases(*(torch.zeros(shape, dtype=dtype, device=self.device) for dtype in _CANVAS_DTYPES))
+        return Canvases(**_zeros(Canvases, self.num_slots, width, device=self.device))
 
     def _widen(self, width: int) -> None:
         if width <= self.width:
             return
         wider = self._empty_canvases(width)
-        for field in fields(Canvases):
-            getattr(wider, field.name)[:, : self.width] = getattr(self.canvases, field.name)
+        for column in fields(Canvases):
+            getattr(wider, column.name)[:, : self.width] = getattr(self.canvases, column.name)
         self.canvases, self.width = wider, width
         columns_W = torch.arange(width, device=self.device)
         self._multipliers_W = folded(torch.zeros_like(columns_W), columns_W)
 
 
-_ROW_DTYPES = (
-    *[torch.int64] * 9,
-    *[torch.bool] * 2,
-    torch.int64,
-    *[torch.float32] * 2,
-    torch.int64,
-    *[torch.float32] * 4,
-)
-_CANVAS_DTYPES = (torch.int64, torch.bool, torch.int64, *[torch.float32] * 4, torch.bool)
+def _zeros(kind: type[RowState | Canvases], *shape: int, device: torch.device) -> dict[str, Tensor]:
+    """The fields of `kind`, all zero."""
+    return {column.name: torch.zeros(shape, dtype=column.metadata["dtype"], device=device) for column in fields(kind)}
 
 
 def on_device(values: Sequence[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
@@ -296,30 +284,30 @@ def on_device(values: Sequence[Any], device: torch.device, dtype: torch.dtype | 
     return torch.tensor(values, dtype=dtype).pin_memory().to(device, non_blocking=True)
 
 
-def _row_values(request: Request) -> tuple[float, ...]:
-    """The numbers of a fresh row, in the order of `RowState`. Its block is found afterwards."""
+def _row_values(request: Request) -> dict[str, float]:
+    """The numbers of a fresh row, by the fields of `RowState`. Its block is found afterwards."""
     params, start = request.params, len(request.prompt_ids)
-    return (
-        start,
-        start + params.gen_length,
-        params.block_length,
-        max(1, params.steps_per_block),
-        -1,
-        0,
-        0 if request.committed is None else request.committed.num_steps,
-        0,
-        request.draw_key,
-        False,
-        False,
-        CODES[params.schedule],
-        params.temperature,
-        params.top_p,
-        params.top_k,
-        math.nan if params.threshold is None else math.log(params.threshold),
-        math.nan if params.factor is None else params.factor,
-        math.nan if params.entropy_bound is None else params.entropy_bound,
-        params.cfg_scale,
-    )
+    return {
+        "prompt_length": start,
+        "end": start + params.gen_length,
+        "block_length": params.block_length,
+        "steps_per_block": max(1, params.steps_per_block),
+        "block_start": -1,
+        "block_masked": 0,
+        "step": 0 if request.committed is None else request.committed.num_steps,
+        "step_in_block": 0,
+        "draw_key": request.draw_key,
+        "done": False,
+        "broken": False,
+        "code": CODES[params.schedule],
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": params.top_k,
+        "log_threshold": math.nan if params.threshold is None else math.log(params.threshold),
+        "factor": math.nan if params.factor is None else params.factor,
+        "entropy_bound": math.nan if params.entropy_bound is None else params.entropy_bound,
+        "cfg_scale": params.cfg_scale,
+    }
 
 
 def _record(columns: dict[str, np.ndarray], request: Request, first_stop: int, num_steps: int) -> dict[str, Any]:

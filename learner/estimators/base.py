@@ -51,6 +51,25 @@ class InnerUpdate:
     """How many there are (mu)."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EstimatorFacts:
+    """What an objective must know of how likelihoods are estimated. The defaults are those of one canvas for a row."""
+
+    sums_up: bool = False
+    """Whether the values of a completion's terms add up to its log-likelihood, or a bound or an estimate of it."""
+    replays: bool = False
+    """Whether each token is scored in the state, and under the law, that it was committed in: comparable with what the
+    sampler recorded."""
+    has_single_draws: bool = False
+    """Whether each draw is an estimate of its own."""
+    scores_order: bool = False
+    """Whether it scores too which slots were committed before the others."""
+    splits_tokens: bool = False
+    """Whether a token can be scored in more than one draw or segment of its completion."""
+    splits_rows: bool = False
+    """Whether a completion can."""
+
+
 class Slots(StrEnum):
     """The completion slots that a likelihood is about."""
 
@@ -65,8 +84,13 @@ class Slots(StrEnum):
 class Estimator(Protocol):
     """A config that says which corrupted canvases give the likelihood of a batch."""
 
-    name: str
-    """What the recipe calls it."""
+    @property
+    def name(self) -> str:
+        """What the recipe calls it."""
+
+    @property
+    def facts(self) -> EstimatorFacts:
+        """What objectives must know of its likelihoods."""
 
     def corrupt(self, batch: GroupedBatch, update: InnerUpdate, sampler: SamplerFacts) -> Corruption:
         """The canvases to run for one inner update: a pure function of its arguments."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from learner.batch import GroupedBatch
 from learner.counter import uniform
-from learner.estimators.base import InnerUpdate, Probability, SamplerFacts, repeated
+from learner.estimators.base import EstimatorFacts, InnerUpdate, Probability, SamplerFacts, repeated
 from learner.estimators.terms import Corruption
 
 _BLOCK_KEY, _COUNT_KEY, _SLOT_KEY, _CLEAN_KEY, _PROMPT_KEY = 51, 52, 53, 54, 55
@@ -35,6 +35,11 @@ class BlockMasksConfig(BaseModel):
     """Slots of a block; null: the sampler's."""
     p_mask_clean: Probability = 0.15
     """Probability that a token of the prompt or of an earlier block is masked."""
+
+    @property
+    def facts(self) -> EstimatorFacts:
+        """Each draw scores other tokens, and some of them again."""
+        return EstimatorFacts(splits_tokens=self.num_draws > 1, splits_rows=self.num_draws > 1)
 
     def corrupt(self, batch: GroupedBatch, update: InnerUpdate, sampler: SamplerFacts) -> Corruption:
         """`num_draws` canvases of each row; a row's value is the mean over draws of the mean over scored tokens."""

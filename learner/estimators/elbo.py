@@ -21,7 +21,7 @@ from torch import Tensor
 
 from learner.batch import GroupedBatch
 from learner.counter import uniform
-from learner.estimators.base import InnerUpdate, SamplerFacts, Slots, covered, repeated
+from learner.estimators.base import EstimatorFacts, InnerUpdate, SamplerFacts, Slots, covered, repeated
 from learner.estimators.terms import Corruption
 
 _COUNT_KEY, _MASK_KEY = 41, 42
@@ -66,6 +66,16 @@ class ElboConfig(BaseModel):
         if self.complement and self.counts is Counts.QUADRATURE:
             raise ValueError("a quadrature has no complements: set complement to false")
         return self
+
+    @property
+    def facts(self) -> EstimatorFacts:
+        """It bounds the log-likelihood of a completion, by all draws or by each."""
+        return EstimatorFacts(
+            sums_up=True,
+            has_single_draws=self.values == "draws",
+            splits_tokens=self.num_draws > 1,
+            splits_rows=self.num_draws > 1,
+        )
 
     def corrupt(self, batch: GroupedBatch, update: InnerUpdate, sampler: SamplerFacts) -> Corruption:
         """`num_draws` canvases of each row, twice as many with complements."""

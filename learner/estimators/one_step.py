@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from learner.batch import GroupedBatch
-from learner.estimators.base import InnerUpdate, Probability, SamplerFacts, prompt_mask
+from learner.estimators.base import EstimatorFacts, InnerUpdate, Probability, SamplerFacts, prompt_mask
 from learner.estimators.terms import Corruption
 
 _ACCUMULATED = 2
@@ -34,6 +34,11 @@ class OneStepConfig(BaseModel):
     """`each_update` draws another prompt mask at every inner update; `fixed` keeps one, as d1 with random_masking off;
     `micro_step` numbers them by micro-step as d1 does, so that with its two micro-steps for each update a group meets
     half of the masks, each twice."""
+
+    @property
+    def facts(self) -> EstimatorFacts:
+        """One canvas scores all tokens of a completion."""
+        return EstimatorFacts()
 
     def corrupt(self, batch: GroupedBatch, update: InnerUpdate, sampler: SamplerFacts) -> Corruption:
         """Score each row's completion tokens up to the end of text, on a canvas of its prompt alone.

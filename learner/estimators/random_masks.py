@@ -16,7 +16,7 @@ from torch import Tensor
 
 from learner.batch import GroupedBatch
 from learner.counter import uniform
-from learner.estimators.base import InnerUpdate, SamplerFacts
+from learner.estimators.base import EstimatorFacts, InnerUpdate, SamplerFacts
 from learner.estimators.terms import Corruption
 
 _RATIO_KEY, _MASK_KEY = 31, 32
@@ -48,6 +48,11 @@ class RandomMasksConfig(BaseModel):
         if self.coupled and (self.min_ratio == 0 or self.max_ratio == 1):
             raise ValueError("a coupled mask needs ratios above 0 and below 1")
         return self
+
+    @property
+    def facts(self) -> EstimatorFacts:
+        """Coupled masks score a token on two of their three canvases."""
+        return EstimatorFacts(splits_tokens=self.coupled, splits_rows=self.coupled)
 
     def corrupt(self, batch: GroupedBatch, update: InnerUpdate, sampler: SamplerFacts) -> Corruption:
         """One canvas for each row, or with `coupled` three: all masked, the mask, its complement."""

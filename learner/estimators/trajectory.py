@@ -21,7 +21,7 @@ from torch import Tensor
 
 from learner.batch import GroupedBatch
 from learner.counter import uniform
-from learner.estimators.base import InnerUpdate, Probability, SamplerFacts, Slots, covered, prompt_mask
+from learner.estimators.base import EstimatorFacts, InnerUpdate, Probability, SamplerFacts, Slots, covered, prompt_mask
 from learner.estimators.terms import Corruption
 from learner.estimators.views import SOFTMAX, Law
 
@@ -89,6 +89,13 @@ class TrajectoryConfig(BaseModel):
             )
         return self
 
+    @property
+    def facts(self) -> EstimatorFacts:
+        """A token is committed in one segment, a completion in several."""
+        is_whole = self.only == "all" and (self.num_sampled is None or self.weigh == "value")
+        is_exact = self.steps_per_segment == 1 and self.law == "sampler" and self.p_mask_prompt == 0
+        return EstimatorFacts(sums_up=is_whole, replays=is_exact, scores_order=self.scores_order, splits_rows=True)
+
     def corrupt(self, batch: GroupedBatch, update: InnerUpdate, sampler: SamplerFacts) -> Corruption:
         """One canvas for each segment that commits a scored token."""
         segment_BL = self._segments(batch, sampler.block_length)
@@ -146,11 +153,6 @@ class TrajectoryConfig(BaseModel):
                 f"{sampler.most_steps} of rollout.sampling's denoise steps: nothing would be scored; make it less"
             )
         return None
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether each token is scored in the state, and under the law, that it was committed in."""
-        return self.steps_per_segment == 1 and self.law == "sampler" and self.p_mask_prompt == 0
 
     def _law(self, sampler: SamplerFacts) -> Law:
         if self.law == "softmax":

@@ -12,6 +12,7 @@ from typing import Annotated, Protocol
 from pydantic import Field
 from torch import Tensor
 
+from learner.estimators.base import Estimator, SamplerFacts
 from learner.estimators.terms import Terms
 from learner.objectives.units import Level, Normalize, RowFacts
 
@@ -59,15 +60,21 @@ class Loss:
 class Objective(Protocol):
     """A config that computes its loss."""
 
-    name: str
-    """What the recipe calls it."""
-    level: Level
-    """What counts as one action."""
-    normalize_by: Normalize
-    """What the round's loss is a mean over."""
+    @property
+    def name(self) -> str:
+        """What the recipe calls it."""
 
-    weigh_by_length: bool
-    """Whether a unit counts for its completion's covered slots."""
+    @property
+    def level(self) -> Level:
+        """What counts as one action."""
+
+    @property
+    def normalize_by(self) -> Normalize:
+        """What the round's loss is a mean over."""
+
+    @property
+    def weigh_by_length(self) -> bool:
+        """Whether a unit counts for its completion's covered slots."""
 
     @property
     def compares_groups(self) -> bool:
@@ -81,8 +88,18 @@ class Objective(Protocol):
     def needs_reference(self) -> bool:
         """Whether there must be a reference policy."""
 
-    weighs_rows: bool
-    """Whether rows are weighed by it, once before the first update, and no update looks at it."""
+    @property
+    def weighs_rows(self) -> bool:
+        """Whether rows are weighed by it, once before the first update, and no update looks at it."""
+
+    def refusal(self, estimator: Estimator, max_staleness: int) -> str | None:
+        """Why it cannot go with an estimator, or with completions so many versions old; None where it can.
+
+        What is the same for all objectives is `unfit` (`learner/objectives/fitting.py`).
+        """
+
+    def sampler_refusal(self, sampler: SamplerFacts) -> str | None:
+        """Why it cannot learn from completions that are sampled like this; None where it can."""
 
     def loss(self, terms: Terms, logps: Logps, rows: RowFacts) -> Loss:
         """The loss of some terms: whole units, whose importance is their share of the round's loss.

@@ -13,8 +13,10 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 
+from learner.estimators.base import Estimator, SamplerFacts
 from learner.estimators.terms import Terms
 from learner.objectives.base import Coefficient, Logps, Loss, bounded, is_cut
+from learner.objectives.fitting import unfit
 from learner.objectives.order import order_logps
 from learner.objectives.units import Level, Normalize, RowFacts, Units, units_of
 
@@ -113,6 +115,33 @@ class ClippedRatioConfig(BaseModel):
     def needs_reference(self) -> bool:
         """A KL to it."""
         return self.kl_coef > 0 and self.kl_against == "reference"
+
+    def refusal(self, estimator: Estimator, max_staleness: int) -> str | None:
+        """A ratio to what the sampler recorded is to a likelihood in the same states, and holds for any of its age."""
+        own = (
+            "objective.old is sampler: the estimator must be trajectory with steps_per_segment: 1, law: sampler "
+            "and no p_mask_prompt, or its likelihoods are not comparable with the recorded ones"
+        )
+        takes_recorded = self.old == "sampler"
+        return unfit(
+            self,
+            estimator,
+            max_staleness,
+            own=own if takes_recorded and not estimator.facts.replays else None,
+            takes_order=self.order_temperature is not None,
+            takes_stale=takes_recorded,
+        )
+
+    def sampler_refusal(self, sampler: SamplerFacts) -> str | None:
+        """What the sampler recorded must be the law of its draws."""
+        if self.old == "sampler" and not sampler.records_law:
+            return (
+                "objective.old is sampler; a sampler with a cache, guidance, top_p, top_k or sample_then_select "
+                "does not record the likelihoods that replay"
+            )
+        if self.old == "sampler" and sampler.temperature == 0:
+            return "objective.old is sampler; at rollout.sampling.temperature 0 nothing is drawn"
+        return None
 
     def loss(self, terms: Terms, logps: Logps, rows: RowFacts) -> Loss:
         """-min(ratio A, clip(ratio) A) + kl_coef KL of each unit, in its share; of the order's ratio the former too,

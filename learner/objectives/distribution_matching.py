@@ -12,8 +12,10 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from learner.estimators.base import Estimator, SamplerFacts
 from learner.estimators.terms import Terms
 from learner.objectives.base import Logps, Loss
+from learner.objectives.fitting import unfit
 from learner.objectives.units import Level, Normalize, RowFacts, group_softmax
 
 
@@ -34,6 +36,15 @@ class DistributionMatchingConfig(BaseModel):
     """The objective."""
     alpha: Annotated[float, Field(gt=0)] = 0.04
     """Temperature of the reward."""
+
+    def refusal(self, estimator: Estimator, max_staleness: int) -> str | None:
+        """It compares ELBOs."""
+        own = f"objective {self.name} compares ELBOs: estimator must be elbo, not {estimator.name}"
+        return unfit(self, estimator, max_staleness, own=None if estimator.name == "elbo" else own)
+
+    def sampler_refusal(self, sampler: SamplerFacts) -> str | None:
+        """It needs nothing that a sampler records."""
+        return None
 
     def loss(self, terms: Terms, logps: Logps, rows: RowFacts) -> Loss:
         """-(softmax(rho + r / alpha) - softmax(rho - r / alpha)) times the ELBO of a slot, rho = reference - old ELBO

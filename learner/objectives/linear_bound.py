@@ -10,8 +10,10 @@ from typing import ClassVar, Literal
 import torch
 from pydantic import BaseModel, ConfigDict
 
+from learner.estimators.base import Estimator, SamplerFacts
 from learner.estimators.terms import Terms
 from learner.objectives.base import Logps, Loss, bounded, is_cut
+from learner.objectives.fitting import unfit
 from learner.objectives.units import Level, Normalize, RowFacts, units_of
 
 
@@ -33,6 +35,14 @@ class LinearBoundConfig(BaseModel):
     """Divide a draw's log-ratio by the slots that the estimate covers."""
     normalize_by: Normalize = Normalize.ROUND
     """What the loss is a mean over."""
+
+    def refusal(self, estimator: Estimator, max_staleness: int) -> str | None:
+        """It adds up draws, each an estimate of the whole."""
+        return unfit(self, estimator, max_staleness, takes_draws=True)
+
+    def sampler_refusal(self, sampler: SamplerFacts) -> str | None:
+        """It needs nothing that a sampler records."""
+        return None
 
     def loss(self, terms: Terms, logps: Logps, rows: RowFacts) -> Loss:
         """Of each draw, by its log-ratio d: -(1 + d) A where A >= 0, -e^d A where A < 0, in its share.

@@ -11,8 +11,10 @@ import torch.nn.functional as F
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
+from learner.estimators.base import Estimator, SamplerFacts
 from learner.estimators.terms import Terms
 from learner.objectives.base import Logps, Loss
+from learner.objectives.fitting import unfit
 from learner.objectives.units import Level, Normalize, RowFacts
 
 
@@ -33,6 +35,15 @@ class PreferenceConfig(BaseModel):
     """The objective."""
     beta: Annotated[float, Field(gt=0)] = 0.1
     """How sharply a difference of log-ratios is preferred."""
+
+    def refusal(self, estimator: Estimator, max_staleness: int) -> str | None:
+        """It compares ELBOs."""
+        own = f"objective {self.name} compares ELBOs: estimator must be elbo, not {estimator.name}"
+        return unfit(self, estimator, max_staleness, own=None if estimator.name == "elbo" else own)
+
+    def sampler_refusal(self, sampler: SamplerFacts) -> str | None:
+        """It needs nothing that a sampler records."""
+        return None
 
     def loss(self, terms: Terms, logps: Logps, rows: RowFacts) -> Loss:
         """The mean over a group's pairs of unequal advantage, in the group's share of the round."""

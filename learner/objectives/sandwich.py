@@ -15,8 +15,10 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
+from learner.estimators.base import Estimator, SamplerFacts
 from learner.estimators.terms import Terms
 from learner.objectives.base import Logps, Loss
+from learner.objectives.fitting import unfit
 from learner.objectives.units import Level, Normalize, RowFacts, group_softmax, units_of
 
 _MOST_LOG_WEIGHT = math.log(5.0)
@@ -55,6 +57,14 @@ class SandwichConfig(BaseModel):
         """They are taken over a group."""
         return self.self_normalized
 
+    def refusal(self, estimator: Estimator, max_staleness: int) -> str | None:
+        """Its upper bound is of the masks of `block_masks`, and its mix of several draws."""
+        return unfit(self, estimator, max_staleness, own=self._own_refusal(estimator))
+
+    def sampler_refusal(self, sampler: SamplerFacts) -> str | None:
+        """It needs nothing that a sampler records."""
+        return None
+
     def loss(self, terms: Terms, logps: Logps, rows: RowFacts) -> Loss:
         """The bound of each completion times -A, in its share."""
         lower_B = rows.values(terms, logps.new)
@@ -71,6 +81,16 @@ class SandwichConfig(BaseModel):
             importance_B = importance_B * weight_B
             per_unit = {"ratio": (lower_B.detach() - old_B).exp()[units_of(terms, Level.ROW).rows]}
         return Loss(total=-(rows.advantages * bound_B * importance_B).sum(), per_unit=per_unit)
+
+    def _own_refusal(self, estimator: Estimator) -> str | None:
+        if estimator.name != "block_masks":
+            return f"objective sandwich needs the masks of estimator block_masks, not of {estimator.name}"
+        if self.mix > 0 and not estimator.facts.splits_rows:
+            return (
+                f"objective.mix is {self.mix:g}, and of one draw both bounds have the same gradient: "
+                "estimator.num_draws must be 2 or more, or mix 0"
+            )
+        return None
 
     def _upper(self, terms: Terms, new_N: Tensor, rows: RowFacts) -> Tensor:
         """[B] 1 / beta times the mean over tokens of log E[p^beta 1(masked) / t], E over the draws."""

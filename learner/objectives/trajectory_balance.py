@@ -13,8 +13,10 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from learner.estimators.base import Estimator, SamplerFacts
 from learner.estimators.terms import Terms
 from learner.objectives.base import Logps, Loss
+from learner.objectives.fitting import unfit
 from learner.objectives.units import Level, Normalize, RowFacts
 
 
@@ -35,6 +37,18 @@ class TrajectoryBalanceConfig(BaseModel):
     """The objective."""
     beta: Annotated[float, Field(gt=0)] = 0.014
     """Temperature of the reward: the smaller, the further from the reference."""
+
+    def refusal(self, estimator: Estimator, max_staleness: int) -> str | None:
+        """It is of a completion's log-likelihood, whichever policy sampled it."""
+        own = (
+            "objective trajectory_balance is of a completion's log-likelihood: estimator must be elbo, or "
+            f"trajectory with only: all and, if segments are drawn, weigh: value; not {estimator.name} as it is set"
+        )
+        return unfit(self, estimator, max_staleness, own=None if estimator.facts.sums_up else own, takes_stale=True)
+
+    def sampler_refusal(self, sampler: SamplerFacts) -> str | None:
+        """It needs nothing that a sampler records."""
+        return None
 
     def loss(self, terms: Terms, logps: Logps, rows: RowFacts) -> Loss:
         """The mean over completions of the squared residual."""

@@ -6,8 +6,10 @@ from typing import ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from learner.estimators.base import Estimator, SamplerFacts
 from learner.estimators.terms import Terms
 from learner.objectives.base import Logps, Loss
+from learner.objectives.fitting import unfit
 from learner.objectives.units import Level, Normalize, RowFacts, units_of
 
 
@@ -28,6 +30,14 @@ class WeightedLikelihoodConfig(BaseModel):
     """What the loss is a mean over units of."""
     normalize_by: Normalize = Normalize.GROUP_SUM
     """What the loss is a mean over."""
+
+    def refusal(self, estimator: Estimator, max_staleness: int) -> str | None:
+        """It takes whatever is scored."""
+        return unfit(self, estimator, max_staleness)
+
+    def sampler_refusal(self, sampler: SamplerFacts) -> str | None:
+        """It needs nothing that a sampler records."""
+        return None
 
     def loss(self, terms: Terms, logps: Logps, rows: RowFacts) -> Loss:
         """-A times the value of each unit, in its share."""

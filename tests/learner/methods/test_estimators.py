@@ -14,6 +14,7 @@ from learner.batch import GroupedBatch
 from learner.estimators import (
     BlockMasksConfig,
     ElboConfig,
+    Estimator,
     InnerUpdate,
     OneStepConfig,
     RandomMasksConfig,
@@ -38,6 +39,32 @@ def _many(batch: GroupedBatch, row: int, count: int) -> GroupedBatch:
         group_places=places % 8,
         group_sizes=torch.full((count,), 8),
     )
+
+
+@pytest.mark.parametrize(
+    ("estimator", "splits_tokens", "splits_rows"),
+    [
+        (OneStepConfig(), False, False),
+        (RandomMasksConfig(), True, True),
+        (RandomMasksConfig(coupled=False), False, False),
+        (BlockMasksConfig(num_draws=1), False, False),
+        (BlockMasksConfig(num_draws=4), True, True),
+        (ElboConfig(num_draws=1), False, False),
+        (ElboConfig(num_draws=2), True, True),
+        (TrajectoryConfig(num_segments=4), False, True),
+    ],
+)
+def test_what_objectives_hear_of_units_in_several_parts_is_what_is_scored(
+    grouped: GroupedBatch, estimator: Estimator, splits_tokens: bool, splits_rows: bool
+) -> None:
+    corruption = estimator.corrupt(grouped, FIRST, SAMPLER)
+    canvases, slots = corruption.scored.nonzero(as_tuple=True)
+    parts = torch.zeros_like(corruption.rows) if corruption.parts is None else corruption.parts
+    found = set(zip(corruption.rows[canvases].tolist(), slots.tolist(), parts[canvases].tolist(), strict=True))
+    of_tokens = Counter((row, slot) for row, slot, _ in found)
+    of_rows = Counter(row for row, _ in {(row, part) for row, _, part in found})
+    assert (max(of_tokens.values()) > 1, max(of_rows.values()) > 1) == (splits_tokens, splits_rows)
+    assert (estimator.facts.splits_tokens, estimator.facts.splits_rows) == (splits_tokens, splits_rows)
 
 
 def test_one_segment_is_diffu_grpo(policy: Transformer, grouped: GroupedBatch) -> None:

@@ -1,0 +1,103 @@
+"""What the stages of a run share on one rank: the policy, where the run stands, and the rest of the run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from actors.messages import Generation, Next, ScoredPortion
+from actors.spec import Phase, RunSpec
+from actors.training import checkpointing, evaluation, publication
+from actors.training.checkpointing import Checkpointer
+from actors.training.checkpoints import Position
+from actors.training.ending import Decision, Pulse, decided
+from actors.training.evaluation import Evaluator
+from actors.training.publication import Publisher
+from actors.training.starting import agreed_checkpoint, load_sharded, start_of, verified_weights
+from learner.model.adapter import Adapter, read_adapter
+from learner.parallel.ranks import Ranks
+
+
+class Client(publication.Client, evaluation.Client, checkpointing.Client, Protocol):
+    """What rank 0 asks of the rest of the run: `actors/training/run_client.py`."""
+
+    def learner_started(self, checkpoint: str, position: Mapping[str, Any]) -> None: ...
+    def next_batch(self, round_index: int, generation: Generation) -> tuple[Next, list[ScoredPortion]]: ...
+    def published(
+        self, round_index: int, generation: Generation, values: Mapping[str, Any], portions: list[ScoredPortion]
+    ) -> None: ...
+
+
+class RunContext:
+    """One rank's side of a run, whatever stage it is at."""
+
+    def __init__(self, spec: RunSpec, client: Client, pulse: Pulse, ranks: Ranks, clock: Callable[[], float]) -> None:
+        """Load the newest checkpoint of the run directory, which is the initial one in a fresh run."""
+        self.spec, self.client, self.pulse, self.ranks, self.clock = spec, client, pulse, ranks, clock
+        pulse.doing = "loading a checkpoint"
+        self.found = agreed_checkpoint(spec, ranks)
+        """The checkpoint that the run goes on from."""
+        self.position = self.found.position
+        """Where the run stands."""
+        self.learner_state: Callable[[], Mapping[str, Tensor]] | None = None
+        """Gives what the learner of the stage under way goes on with, a collective; None between stages."""
+        self.policy = load_sharded(spec, self.found.directory)
+        self.publisher = Publisher(self.policy, ranks, client)
+        self.evaluator = Evaluator(spec, ranks, self.publisher, client)
+        self.checkpointer = Checkpointer(spec, self.policy, ranks, client, clock)
+
+    def resumes(self, phase: Phase) -> bool:
+        """Whether the run goes on in the midst of SFT or the control."""
+        return self.position.phase is phase and not self.position.is_published
+
+    def start_weights(self, phase: Phase) -> dict[str, Tensor]:
+        """The weights that a stage starts from. Raises ValueError when their files are damaged."""
+        return verified_weights(start_of(phase, self.spec, self.ranks))
+
+    def load_adapter(self) -> None:
+        """Go on with the adapter of an interrupted stage."""
+        self.policy.load_adapter(read_adapter(self.found.directory).matrices)
+
+    def decide(self, seconds: Callable[[], float]) -> Decision:
+        """What all ranks do next; `seconds` is what the stage has taken by rank 0's clock. A collective."""
+        return decided(self.ranks, self.pulse, seconds, self.checkpointer.is_due)
+
+    def record(self, event: str, **values: Any) -> None:
+        """Append to the run log, once for all ranks."""
+        if self.ranks.rank == 0:
+            self.client.record(event, values)
+
+    def publish(self) -> None:
+        """Hand the policy as it stands to the samplers and the service."""
+        self.publisher.publish(self.position.policy_version, self.position.phase, self.position.round)
+
+    def evaluate(self, *, is_new: bool = True) -> bool:
+        """Held-out accuracy of what was published last; see `Evaluator.evaluate`."""
+        self.pulse.doing = f"waiting for the evaluation of version {self.position.policy_version}"
+        return self.evaluator.evaluate(self.position, is_new=is_new)
+
+    def save(self) -> None:
+        """Write a checkpoint of where the run stands."""
+        self.pulse.doing = "writing a checkpoint"
+        position = self.position
+        digest = self.publisher.digest if position.is_published else None
+        is_under_way = self.learner_state is not None and position.round != self.spec.learner.num_rounds
+        may_fail = is_under_way or not position.is_published
+        self.checkpointer.write(position, digest, self.learner_state, self._adapter(), may_fail=may_fail)
+
+    def finish(self, position: Position) -> None:
+        """End a stage at a position: publish, checkpoint and evaluate it."""
+        self.position = position
+        self.publish()
+        self.save()
+        self.evaluate()
+
+    def _adapter(self) -> Adapter | None:
+        """The adapter of the stage under way; None without LoRA. A collective; its matrices are on rank 0."""
+        lora = self.spec.lora
+        if not lora.rank:
+            return None
+        base = start_of(self.position.phase, self.spec, self.ranks)
+        return Adapter(rank=lora.rank, alpha=lora.alpha, base=base.name, matrices=self.policy.adapter_on_rank_0())

@@ -1,0 +1,29 @@
+"""The control on one learner worker: what the seconds of the rounds would have given if they had gone into more SFT."""
+
+from __future__ import annotations
+
+from actors.spec import Phase
+from actors.training.checkpoints import Position
+from actors.training.context import RunContext
+from actors.training.ending import Limit
+from actors.training.sft import SftSteps, labels, resume_adapter
+
+
+def run_control(context: RunContext) -> None:
+    """More SFT on the same labels from where the rounds began, for the seconds that they took or for given steps."""
+    spec, rounds = context.spec, context.position
+    if context.resumes(Phase.CONTROL):
+        resume_adapter(context, Phase.CONTROL)
+    else:
+        context.policy.load_full_weights(context.start_weights(Phase.CONTROL))
+    limit = Limit(num_steps=spec.control_steps, seconds=0.0 if spec.control_steps else rounds.rl_seconds)
+    # Its steps go on counting where SFT's ended: other orders of the labels, other masks.
+    SftSteps(context, labels(context), Phase.CONTROL, limit, spec.sft.num_steps).run()
+    context.finish(
+        Position(
+            phase=Phase.CONTROL,
+            round=rounds.round,
+            policy_version=rounds.policy_version + 1,
+            rl_seconds=rounds.rl_seconds,
+        )
+    )

@@ -1,0 +1,49 @@
+"""Held-out accuracy: when a version is evaluated, under which name, and whether it is the best so far."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from actors.messages import Generation, Next
+from actors.spec import Phase, RunSpec
+from actors.training.checkpoints import Position
+from actors.training.publication import Publisher
+from learner.parallel.ranks import Ranks
+
+
+class Client(Protocol):
+    """Whom rank 0 asks for it: `actors/training/run_client.py`."""
+
+    def evaluate(self, generation: Generation, label: str, round_index: int, *, is_new: bool) -> tuple[Next, bool]: ...
+
+
+class Evaluator:
+    """Asks on rank 0 for an evaluation of what was published last; the other ranks wait for it."""
+
+    def __init__(self, spec: RunSpec, ranks: Ranks, publisher: Publisher, client: Client) -> None:
+        self._spec, self._ranks, self._publisher, self._client = spec, ranks, publisher, client
+
+    def is_due(self, position: Position) -> bool:
+        """Whether the recipe asks for one after this round; at the end of a stage there is one in any case."""
+        every = self._spec.evaluation.every_rounds
+        return self.label(position) != "round" or (bool(every) and position.round % every == 0)
+
+    def evaluate(self, position: Position, *, is_new: bool = True) -> bool:
+        """Evaluate the policy of a position; one that is not new, only where the interrupted run did not get to it.
+
+        A collective. Returns whether it is the best of the rounds so far. Raises StopRequestedError where the run is to
+        stop.
+        """
+        label = self.label(position)
+
+        def ask() -> tuple[Next, bool]:
+            return self._client.evaluate(self._publisher.newest, label, position.round, is_new=is_new)
+
+        return bool(self._publisher.answered(lambda: self._ranks.agreed(ask)))
+
+    def label(self, position: Position) -> str:
+        """What an evaluation at a position is called."""
+        if position.phase is Phase.UNTRAINED:
+            return "untrained" if Phase.SFT in self._spec.phases else "start"
+        is_between = position.phase is Phase.RL and position.round < self._spec.learner.num_rounds
+        return "round" if is_between else str(position.phase)

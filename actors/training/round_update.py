@@ -1,0 +1,71 @@
+"""The update of one round: counted, measured, and skipped where its loss or gradient is no finite number."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from actors.run_log import FAILED_BATCHES
+from actors.training.context import RunContext
+from learner.batch import RolloutBatch
+from learner.hardware import forget_peak_memory, peak_flop_per_s, peak_memory_bytes
+from learner.learner import Learner
+
+_LAG_TIMEOUT_S = 600.0
+_NOTHING = {"num_trained_completions": 0.0}
+
+
+class RoundUpdate:
+    """Updates the policy on one round after another."""
+
+    def __init__(self, context: RunContext, learner: Learner) -> None:
+        self._context, self._learner = context, learner
+        self._num_skipped = 0
+
+    def run(self, batch: RolloutBatch | None, round_index: int) -> dict[str, float]:
+        """Update on a round's batch. Returns the round's metrics, of no batch and of a skipped one that nothing was
+        trained on.
+
+        Raises FloatingPointError after too many rounds in a row without a finite loss.
+        """
+        return _NOTHING if batch is None else self._updated(batch, round_index)
+
+    def _updated(self, batch: RolloutBatch, round_index: int) -> dict[str, float]:
+        context = self._context
+        context.policy.wait_for_all(f"round {round_index}", _LAG_TIMEOUT_S)
+        forget_peak_memory(context.policy.device)
+        began = context.clock()
+        try:
+            metrics = self._learner.update(batch, round_index)
+        except FloatingPointError as error:
+            self._skip(batch, round_index, error)
+            return _NOTHING
+        self._num_skipped = 0
+        return metrics | self._use_of_devices(self._learner.model_flops / (context.clock() - began))
+
+    def _skip(self, batch: RolloutBatch, round_index: int, error: FloatingPointError) -> None:
+        """Keep a batch that no step was taken on. Raises FloatingPointError after too many rounds of that in a row."""
+        path = self._context.spec.run_dir / FAILED_BATCHES / f"round-{round_index:06d}.safetensors"
+        if self._context.ranks.rank == 0:
+            _keep(batch, path)
+        self._num_skipped += 1
+        if self._num_skipped > self._context.spec.learner.max_skipped_rounds:
+            raise FloatingPointError(f"round {round_index}: {error}. Its batch is in {path}") from error
+        what = f"round {round_index} is skipped: {error}. Its batch is in {path}"
+        self._context.record("failure", what=what, attempt=1)
+
+    def _use_of_devices(self, flop_per_s: float) -> dict[str, float]:
+        """How much of its devices an update used: arithmetic of all workers, memory of the one that took most."""
+        policy = self._context.policy
+        memory = policy.max_over_ranks(torch.tensor([peak_memory_bytes(policy.device)])).item()
+        used = {"flop_per_s": flop_per_s, "peak_memory_bytes": int(memory)}
+        peak = peak_flop_per_s(policy.device)
+        return used if peak is None else used | {"mfu": flop_per_s / (peak * policy.world_size)}
+
+
+def _keep(batch: RolloutBatch, path: Path) -> None:
+    path.parent.mkdir(exist_ok=True)
+    save_file({field.name: getattr(batch, field.name) for field in fields(batch)}, path)

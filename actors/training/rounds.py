@@ -1,0 +1,124 @@
+"""The rounds on one learner worker: pull a round, improve the policy on it, publish the next version."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+
+from safetensors.torch import load_file
+from torch import Tensor
+
+from actors.messages import Next, ScoredPortion
+from actors.spec import Phase, sampler_facts
+from actors.training.checkpoints import Position
+from actors.training.collate import collate
+from actors.training.context import RunContext
+from actors.training.ending import StopRequestedError
+from actors.training.round_update import RoundUpdate
+from learner.batch import RolloutBatch
+from learner.learner import Learner
+from learner.model.checkpoint import LEARNER_STATE
+
+
+def run_rounds(context: RunContext) -> None:
+    """All rounds that are still to be trained, from where SFT ended or from the initial checkpoint."""
+    num_rounds = context.spec.learner.num_rounds
+    learner = _begun(context)
+    context.record("phase", phase=Phase.RL, num_steps=num_rounds)
+    rounds = Rounds(context, RoundUpdate(context, learner))
+    for round_index in range(context.position.round, num_rounds):
+        rounds.run(round_index)
+        context.learner_state = learner.full_state
+        if round_index + 1 < num_rounds:
+            _go_on(context)
+    context.record("phase_end", phase=Phase.RL, seconds=context.position.rl_seconds, num_steps=num_rounds)
+    context.save()
+    context.learner_state = None
+    context.evaluate()
+
+
+def _begun(context: RunContext) -> Learner:
+    """The learner of the first round, or of the one that an interrupted run would have gone on with."""
+    spec, has_begun = context.spec, context.position.phase is Phase.RL
+    if spec.lora.rank:
+        # An adapter of its own: without it the policy is the KL reference.
+        context.policy.load_full_weights(context.start_weights(Phase.RL))
+    if spec.lora.base_weights == "nf4" and context.position.phase is Phase.SFT:
+        # What SFT published is not rounded yet: the rounds are of completions of the policy that they start from.
+        context.position = replace(context.position, policy_version=context.position.policy_version + 1)
+        context.publish()
+    learner = Learner(context.policy, spec.learner, sampler_facts(spec.rollout.params[0]))
+    if has_begun:
+        _restore(context, learner)
+    return learner
+
+
+def _restore(context: RunContext, learner: Learner) -> None:
+    """Go on with the adapter, the optimizer and the reference that an interrupted run of rounds had."""
+    if learner.reference is not None:
+        learner.reference.load_full_weights(context.start_weights(Phase.RL))
+    if context.spec.lora.rank:
+        context.load_adapter()
+    learner.load_full_state(load_file(context.found.directory / LEARNER_STATE))
+
+
+def _go_on(context: RunContext) -> None:
+    """Between two rounds, checkpoint and evaluate where the recipe or the clock says so.
+
+    Raises StopRequestedError where the run is to stop. What follows the last round is the end of the stage.
+    """
+    decision = context.decide(lambda: context.position.rl_seconds)
+    every = context.spec.checkpoint_every_rounds
+    if decision.must_save or (every and context.position.round % every == 0):
+        context.save()
+    if decision.must_stop:
+        raise StopRequestedError
+    if context.evaluator.is_due(context.position):
+        is_best = context.evaluate()
+        if is_best and context.checkpointer.newest != context.position:
+            context.save()
+
+
+class Rounds:
+    """Takes the policy through one round after another."""
+
+    def __init__(self, context: RunContext, update: RoundUpdate) -> None:
+        self._context, self._update = context, update
+
+    def run(self, round_index: int) -> None:
+        """One round, up to the published version and what the run log says of it."""
+        context = self._context
+        began = context.clock()
+        context.pulse.doing = f"round {round_index}: waiting for completions"
+        batch, portions = self._pull(round_index)
+        sampled = context.clock()
+        context.pulse.doing = f"round {round_index}: training"
+        metrics = self._update.run(batch, round_index)
+        trained = context.clock()
+        version = context.position.policy_version + 1
+        context.publisher.publish(version, Phase.RL, round_index + 1)
+
+        def tell() -> float:
+            published = context.clock()
+            seconds = {"sampling_s": sampled - began, "training_s": trained - sampled, "publish_s": published - trained}
+            values = metrics | {name: round(value, 4) for name, value in seconds.items()}
+            context.client.published(round_index, context.publisher.newest, values, portions)
+            return round(context.position.rl_seconds + context.clock() - began, 3)
+
+        rl_seconds = context.ranks.agreed(tell)
+        context.position = Position(
+            phase=Phase.RL, round=round_index + 1, policy_version=version, rl_seconds=rl_seconds
+        )
+
+    def _pull(self, round_index: int) -> tuple[RolloutBatch | None, list[ScoredPortion]]:
+        """A round's batch, if anything of it can be trained on; and on rank 0 what it was made of."""
+        context, portions = self._context, list[ScoredPortion]()
+
+        def ask() -> tuple[Next, Mapping[str, Tensor]]:
+            what, portions[:] = context.client.next_batch(round_index, context.publisher.newest)
+            gen_length, eos_id = context.spec.rollout.sampling.gen_length, context.policy.config.eos_token_id
+            batch = collate(portions, gen_length, eos_id) if what is Next.GO_ON else None
+            return what, {} if batch is None else {field.name: getattr(batch, field.name) for field in fields(batch)}
+
+        tensors = context.publisher.answered(lambda: context.ranks.shared(ask))
+        return RolloutBatch(**tensors) if tensors else None, portions

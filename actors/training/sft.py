@@ -1,0 +1,131 @@
+"""SFT on one learner worker: the stage before the rounds, and the steps that the control shares."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+
+from safetensors.torch import load_file
+
+from actors.plan import RunPlan
+from actors.spec import Phase
+from actors.training.checkpoints import Position
+from actors.training.context import RunContext
+from actors.training.ending import Limit, StopRequestedError, Stopwatch
+from actors.training.sft_data import SftData, load_sft_data
+from learner.model.checkpoint import LEARNER_STATE
+from learner.model.tokenizer import ChatTokenizer
+from learner.sft.learner import SftLearner, evaluation_loss
+
+_LOG_EVERY_S = 1.0
+
+
+def run_sft(context: RunContext) -> None:
+    """Train on the demonstrations, from the initial checkpoint."""
+    resume_adapter(context, Phase.SFT)
+    data = labels(context)
+    if not context.resumes(Phase.SFT):
+        context.record("sft_data", **data.facts)
+    SftSteps(context, data, Phase.SFT, Limit(num_steps=context.spec.sft.num_steps)).run()
+    context.finish(Position(phase=Phase.SFT, round=0, policy_version=1, rl_seconds=0.0))
+
+
+def labels(context: RunContext) -> SftData:
+    """The demonstrations of the run."""
+    tokenizer = ChatTokenizer(context.spec.initial_checkpoint)
+    return load_sft_data(context.spec, RunPlan(context.spec, tokenizer), tokenizer)
+
+
+def resume_adapter(context: RunContext, phase: Phase) -> None:
+    """Under LoRA, in the midst of a stage: the adapter, and what it stands on; the weights have it merged."""
+    if context.resumes(phase) and context.spec.lora.rank:
+        context.policy.load_full_weights(context.start_weights(phase))
+        context.load_adapter()
+
+
+class SftSteps:
+    """The optimizer steps of SFT or of the control, with their evaluations and checkpoints."""
+
+    def __init__(self, context: RunContext, data: SftData, phase: Phase, limit: Limit, first_step: int = 0) -> None:
+        """Go on where the checkpoint stands in the midst of `phase`, else at its first step.
+
+        Args:
+            context: the run.
+            data: what is trained on.
+            phase: the stage.
+            limit: what ends it.
+            first_step: how many steps the orders and masks of other stages were drawn for.
+        """
+        self._context, self._data, self._phase, self._limit, self._first_step = context, data, phase, limit, first_step
+        self._began_at = context.position
+        self._learner = SftLearner(context.policy, context.spec.sft, data.train, context.spec.seed)
+        self._step = 0
+        if context.resumes(phase):
+            self._learner.load_full_state(load_file(context.found.directory / LEARNER_STATE))
+            self._step = context.position.step or 0
+        self._evaluated_step = self._step
+        self._seconds = context.position.stage_seconds
+        self._logged_at, self._logged_tokens = 0.0, 0
+
+    def run(self) -> None:
+        """Step until the stage has ended. Evaluations and checkpoints do not count into its seconds."""
+        context, began_at = self._context, self._began_at
+        context.learner_state = self._learner.full_state
+        resumed = {"from_step": self._step} if self._step else {}
+        context.record("phase", phase=self._phase, num_steps=self._limit.num_steps, **resumed)
+        if not self._step:
+            self._evaluate_loss()
+        watch = Stopwatch(context.clock, began_at.stage_seconds)
+        self._logged_at = context.clock()
+        while (progress := self._progress(watch)) < 1:
+            self._take_step(progress)
+            every = context.spec.sft.eval_every_steps
+            if every and self._step % every == 0:
+                with watch.paused():
+                    self._evaluate_loss()
+                self._logged_at = context.clock()
+        context.learner_state = None
+        if self._step != self._evaluated_step:
+            self._evaluate_loss()
+        context.record("phase_end", phase=self._phase, seconds=round(self._seconds, 3), num_steps=self._step)
+
+    def _progress(self, watch: Stopwatch) -> float:
+        """How much of the stage is done. Where a step is to follow, after the checkpoint that is due before it.
+
+        Raises StopRequestedError where the run is to stop before that step.
+        """
+        context = self._context
+        context.pulse.doing = f"{self._phase}, step {self._step}"
+        decision = context.decide(watch.seconds)
+        self._seconds = decision.seconds
+        if self._step:
+            context.position = replace(
+                self._began_at, phase=self._phase, step=self._step, stage_seconds=decision.seconds
+            )
+        progress = self._limit.progress(self._step, decision.seconds)
+        if progress < 1 and decision.must_stop:
+            raise StopRequestedError
+        if progress < 1:
+            with watch.paused():
+                if decision.must_save and self._step:
+                    context.save()
+        return progress
+
+    def _take_step(self, progress: float) -> None:
+        rate = self._context.spec.sft.lr_at(self._step, progress)
+        metrics = self._learner.step(self._first_step + self._step, rate)
+        self._step += 1
+        if self._step == self._limit.num_steps or self._context.clock() - self._logged_at > _LOG_EVERY_S:
+            self._log(metrics)
+
+    def _log(self, metrics: dict[str, float]) -> None:
+        now = self._context.clock()
+        rate = round((self._learner.num_trained - self._logged_tokens) / (now - self._logged_at), 1)
+        self._context.record("sft", phase=self._phase, step=self._step, **metrics, tokens_per_s=rate)
+        self._logged_at, self._logged_tokens = now, self._learner.num_trained
+
+    def _evaluate_loss(self) -> None:
+        """The loss on the held-out examples, recorded."""
+        self._evaluated_step = self._step
+        if self._data.held_out is not None:
+            evaluated = evaluation_loss(self._context.policy, self._data.held_out, self._context.spec.sft.batch_size)
+            self._context.record("sft_eval", phase=self._phase, step=self._step, **asdict(evaluated))

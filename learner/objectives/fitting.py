@@ -1,0 +1,57 @@
+"""Which estimator and which completions an objective can learn from: what is the same for all objectives."""
+
+from __future__ import annotations
+
+from learner.estimators.base import Estimator
+from learner.objectives.base import Objective
+from learner.objectives.units import Level, Normalize
+
+
+def unfit(
+    objective: Objective,
+    estimator: Estimator,
+    max_staleness: int,
+    *,
+    own: str | None = None,
+    takes_draws: bool = False,
+    takes_order: bool = False,
+    takes_stale: bool = False,
+) -> str | None:
+    """Why an objective cannot go with an estimator, or with completions of older policies; None where it can.
+
+    Args:
+        objective: the one that asks.
+        estimator: what gives its likelihoods.
+        max_staleness: how many policy versions old a completion may be.
+        own: what the objective itself has against it.
+        takes_draws: its units are draws, each an estimate of its own.
+        takes_order: it looks at the order in which slots were committed.
+        takes_stale: it corrects for completions of an older policy, or need not.
+    """
+    facts = estimator.facts
+    if facts.has_single_draws != takes_draws:
+        return "objective linear_bound and estimator elbo with values: draws need each other"
+    if own is not None:
+        return own
+    if max_staleness and not takes_stale:
+        return (
+            f"max_staleness is {max_staleness}: completions of an older policy are corrected for by what the "
+            "sampler recorded, so that objective.old must be sampler (with estimator trajectory, "
+            "steps_per_segment: 1 and law: sampler), or the objective trajectory_balance, or max_staleness 0"
+        )
+    if facts.scores_order != takes_order:
+        return "objective.order_temperature and estimator.scores_order need each other"
+    return _unfit_for_parts(objective, estimator)
+
+
+def _unfit_for_parts(objective: Objective, estimator: Estimator) -> str | None:
+    """Why a mean over draws or segments cannot be taken; None where it can, or is not asked for."""
+    facts, level = estimator.facts, objective.level
+    is_split = {Level.TOKEN: facts.splits_tokens, Level.PART: False, Level.ROW: facts.splits_rows}[level]
+    if objective.normalize_by is not Normalize.PART or not is_split:
+        return None
+    what = "token" if level is Level.TOKEN else "completion"
+    return (
+        f"objective.normalize_by is part, and estimator {estimator.name} scores a {what} in several draws or "
+        "segments, so that it belongs to no single one; take round, group or row"
+    )

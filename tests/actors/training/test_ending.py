@@ -1,0 +1,57 @@
+"""What ends a stage, and that every rank hears the same of it."""
+
+from __future__ import annotations
+
+import json
+from itertools import count
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from actors.training.ending import Decision, Limit, Stopwatch, decided
+from learner.parallel.ranks import Ranks
+from tests.actors.local_run import Pulse
+from tests.ranks import run_ranks
+
+
+@pytest.mark.parametrize(
+    ("limit", "step", "seconds", "progress"),
+    [
+        (Limit(num_steps=4), 3, 1e6, 0.75),
+        (Limit(num_steps=4), 4, 0.0, 1.0),
+        (Limit(num_steps=0), 0, 0.0, 1.0),
+        (Limit(num_steps=0, seconds=8.0), 10**6, 2.0, 0.25),
+        (Limit(num_steps=4, seconds=8.0), 0, 10.0, 1.25),
+    ],
+)
+def test_seconds_end_a_stage_where_they_are_limited_and_steps_where_they_are_not(
+    limit: Limit, step: int, seconds: float, progress: float
+) -> None:
+    assert limit.progress(step, seconds) == progress
+
+
+def test_a_stopwatch_goes_on_from_before_and_not_while_it_is_paused() -> None:
+    looks = count()
+    watch = Stopwatch(lambda: float(next(looks)), before_s=10.0)
+    assert watch.seconds() == 11
+    with watch.paused():
+        # Looks 2 and 6 are those of the pause.
+        assert [next(looks) for _ in range(3)] == [3, 4, 5]
+    assert watch.seconds() == 10 + 7 - 4
+
+
+def _rank(rank: int, directory: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{directory}/port", rank=rank, world_size=2)
+    pulse = Pulse("stop" if rank == 0 else "")
+    pulse.doing = "stop"
+    found = decided(Ranks(), pulse, lambda: 0.1 + rank, lambda: rank == 1)
+    expected = Decision(seconds=0.1, must_save=False, must_stop=True)
+    (directory / f"{rank}.json").write_text(json.dumps(found == expected))
+    dist.destroy_process_group()
+
+
+@pytest.mark.timeout(120)
+def test_every_rank_branches_on_what_rank_0_sees(tmp_path: Path) -> None:
+    run_ranks(_rank, tmp_path, num=2)
+    assert [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)] == [True, True]
