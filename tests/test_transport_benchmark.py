@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 from collections.abc import Iterator
 from contextlib import aclosing
 from dataclasses import replace
+from multiprocessing.process import BaseProcess
 
 import pytest
 
@@ -68,3 +70,17 @@ def test_grpc_refuses_who_does_not_know_the_token(engine: EngineProcess) -> None
 
 def test_over_tls_grpc_tells_the_token_to_no_other_engine(engine: EngineProcess) -> None:
     assert refusal(engine, GRPC_TLS, engine.contacts.token, make_certificate().certificate).startswith("UNAVAILABLE")
+
+
+def read_of_the_dead(others: list[BaseProcess]) -> None:
+    """Kill an engine's process, and ask how it stands."""
+    with engine_process() as engine:
+        (process,) = (child for child in multiprocessing.active_children() if child not in others)
+        process.kill()
+        process.join()
+        engine.read()
+
+
+def test_an_engine_whose_process_dies_is_named(engine: EngineProcess) -> None:
+    with pytest.raises(RuntimeError, match="the engine's process ended with exit code -9"):
+        read_of_the_dead(multiprocessing.active_children())

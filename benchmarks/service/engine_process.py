@@ -95,6 +95,9 @@ def engine_process() -> Iterator[EngineProcess]:
     far.close()
     try:
         yield EngineProcess(near)
+    except (EOFError, ConnectionError) as error:
+        process.join()
+        raise RuntimeError(f"the engine's process ended with exit code {process.exitcode}") from error
     finally:
         near.close()
         process.join()
