@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from actors.run_log import Event
-from deploy.runs.history import Evaluation, RunHistory, moving_mean, read_history
 from deploy.printing import printable
+from deploy.runs.history import Evaluation, RunHistory, moving_mean, read_history
 from rollout.score import Score
 
 if TYPE_CHECKING:

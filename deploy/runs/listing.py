@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from actors.run_log import CHECKPOINTS, METRICS, RECIPE, read_events
 from deploy.errors import UserError
-from deploy.runs.history import RunHistory, read_history
 from deploy.printing import printable, rough_duration, sparkline
 from deploy.program import program
-from deploy.runs.lock import holder_of, this_host
 from deploy.recipe.yaml_text import parse_yaml
+from deploy.runs.history import RunHistory, read_history
+from deploy.runs.lock import holder_of, this_host
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from actors.run_log import Event
-from deploy.runs.history import Evaluation, RunHistory, read_history
 from deploy.printing import duration, printable
+from deploy.runs.history import Evaluation, RunHistory, read_history
 from rollout.score import Score
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from actors.coordination.status import ActorState, ActorStatus, RunStatus
-from deploy.runs.history import RunHistory
 from deploy.printing import counted, duration, printable
+from deploy.runs.history import RunHistory
 from deploy.runs.status import SILENT_S, Standing
 
 if TYPE_CHECKING:

@@ -146,6 +146,9 @@ class EngineServer:
                 async for events in stream:
                     num_left = num_open_after(events, num_left)
                     await wire.send((not num_left, events))
+                    if not num_left:
+                        # The next job may come from now on.
+                        return
         except OSError:
             raise
         except Exception:

@@ -20,9 +20,9 @@ import deploy.runs.lock
 from deploy.errors import UserError
 from deploy.recipe.overrides import load_recipe
 from deploy.recipe.recipe import Stages
-from deploy.runs.run_directory import create_run_dir, make_spec
-from deploy.runs.lock import RunLock, holder_of
 from deploy.runs.listing import read_run
+from deploy.runs.lock import RunLock, holder_of
+from deploy.runs.run_directory import create_run_dir, make_spec
 
 Events = list[dict[str, Any]]
 ROOT = Path(__file__).parents[3]

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from deploy.errors import UserError
-from deploy.runs.references import find, find_run
 from deploy.runs.listing import list_runs, point_latest_at
+from deploy.runs.references import find, find_run
 
 _RUNS = Path("runs")
 
