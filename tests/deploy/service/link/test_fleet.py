@@ -76,6 +76,18 @@ class Failing:
         raise self.error
 
 
+class Lingering:
+    """An engine that is not done when it has said its last."""
+
+    def __init__(self):
+        self.num_lingered = 0
+
+    async def stream(self, _job):
+        yield [Refused(status=400, code="enough", message="That was it.")]
+        self.num_lingered += 1
+        await asyncio.sleep(0.2)
+
+
 @pytest.fixture
 def listen():
     """Makes engines listen."""
@@ -439,6 +451,22 @@ def test_a_message_that_was_changed_on_its_way_is_refused(listen):
 
     asyncio.run(run())
     assert slow.num_begun == 0
+
+
+def test_the_next_job_may_come_as_soon_as_the_last_event_has(listen):
+    lingering = Lingering()
+    contact = listen(lingering).contact()
+
+    async def run():
+        wire = await Connection.call(contact.host, contact.port, contact.secret)
+        for _ in range(3):
+            await wire.send(job())
+            is_last, _ = await wire.receive()
+            assert is_last
+        await wire.close()
+
+    asyncio.run(run())
+    assert lingering.num_lingered == 0
 
 
 def test_a_message_has_a_limit(listen, monkeypatch):
