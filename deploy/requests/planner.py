@@ -1,47 +1,57 @@
-"""The planner: validates the body of a request, and makes a job for an engine of it, or a refusal."""
+"""The planner: makes of a body, or of a line of `d1 sample`, what the sampler takes, or says why not."""
 
 from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
-from deploy.sampling.defaults import Defaults
-from deploy.sampling.request_line import RequestError, renamed, to_params
-from deploy.service.api.requests import MAX_CHOICES, ChatRequest, CompletionRequest
-from deploy.service.api.text_codec import TextCodec
-from deploy.service.contract import BASE, POLICY, Job
-from deploy.service.errors import ServiceError
-from learner.keys import fold
+from pydantic import ValidationError
+
+from deploy.recipe.refusals import shortened
+from deploy.requests.body import MAX_CHOICES, Ask, ChatRequest, CompletionRequest
+from deploy.requests.defaults import Defaults
+from deploy.requests.parameters import Values, sampler_names, to_params
+from deploy.requests.refusals import RequestError, refusal_of
+from learner.model.config import TransformerConfig
+from rollout.field_error import FieldError
 from rollout.request import Request, SamplingParams, check_request
 
-_VERSION = re.compile(r"policy@v(\d{1,9})")
-_SLOT = re.compile("0|[1-9][0-9]{0,8}")
-# What the sampler's fields are called in a body.
-_NAMES = {
-    "steps": "diffusion.steps",
-    "gen_length": "diffusion.gen_length",
-    "block_length": "diffusion.block_length",
-    "threshold": "diffusion.threshold",
-    "factor": "diffusion.factor",
-    "entropy_bound": "diffusion.entropy_bound",
-    "schedule": "diffusion.remasking",
-    "cfg_scale": "diffusion.cfg_scale",
-    "forbidden_ids": "diffusion.constraints.forbidden_ids",
-    "fixed_tokens": "diffusion.constraints.fixed",
-    "prompt_ids": "prompt",
-}
-_FIELD = re.compile(r"\b(diffusion(?:\.\w+)+|prompt|temperature|top_p|top_k|seed)\b")
+_SLOT = re.compile("0|[1-9][0-9]{0,17}")
+
+
+class Codec(Protocol):
+    """How a policy reads. What it does not read it refuses, by an error of its own or a FieldError of `prompt_ids`."""
+
+    @property
+    def config(self) -> TransformerConfig:
+        """The shape of the policy."""
+
+    @property
+    def eos_id(self) -> int:
+        """What ends a text."""
+
+    def encode_turn(self, text: str) -> list[int]:
+        """The prompt of a user's turn."""
+
+    def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        """The prompt of a conversation."""
+
+    def encode_text(self, text: str, param: str) -> list[int]:
+        """The ids of a text by itself, which is the field `param`."""
+
+    def check_ids(self, ids: Sequence[int], param: str) -> list[int]:
+        """Ids that may be a prompt, which is the field `param`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """A job, and what its answer needs to know."""
+    """What the sampler is asked for, and what the answer needs to know."""
 
-    job: Job
-    """What the engines do."""
+    requests: tuple[Request, ...]
+    """One for each choice."""
     num_prompt_tokens: int
     """Of all prompts, the chat template included."""
     most_tokens: int
@@ -52,79 +62,70 @@ class Plan:
     """Infill: slots before the suffix; None where there is no suffix."""
     returns_step_map: bool
     """Whether each choice comes with its steps and confidences."""
+    shows_canvas: bool
+    """Whether a stream is of canvases."""
     includes_usage: bool
     """Whether a stream ends with the usage."""
 
     @property
     def params(self) -> SamplingParams:
         """How the choices are denoised; all alike."""
-        return self.job.requests[0].params
+        return self.requests[0].params
 
 
 class Planner:
-    """Makes the jobs of one service."""
+    """Makes the plans of one policy."""
 
-    def __init__(self, codec: TextCodec, defaults: Defaults, name: str, timeout_s: float = 120.0) -> None:
-        """Plan for a service.
+    def __init__(self, codec: Codec, defaults: Defaults, given: Values | None = None, seed: int | None = None) -> None:
+        """Plan for a policy.
 
         Args:
-            codec: how its policy reads.
-            defaults: what requests leave out.
-            name: another name of `policy`.
-            timeout_s: time that a job may take, in seconds.
+            codec: how it reads.
+            defaults: how it is sampled if nothing else is said.
+            given: what is said of all requests, before what they say themselves.
+            seed: of requests without one; None draws one for each.
         """
-        self._codec, self._defaults, self.name, self._timeout_s = codec, defaults, name, timeout_s
+        self._codec, self._defaults, self._given, self._seed = codec, defaults, given or {}, seed
 
-    def wanted(self, model: str | None) -> str | int:
-        """The alias or the version that a model's name means. Raises ServiceError."""
-        if model in (None, POLICY, self.name):
-            return POLICY
-        if model == BASE:
-            return BASE
-        match = _VERSION.fullmatch(str(model))
-        if match is None:
-            message = f"This service has the models {POLICY}, {BASE}, policy@vNNNNNN and {self.name}."
-            raise ServiceError(404, message, "model_not_found", param="model")
-        return int(match[1])
-
-    def plan(self, ask: CompletionRequest | ChatRequest) -> Plan:
-        """The job of a body. Raises ServiceError."""
-        wanted = self.wanted(ask.model)
+    def plan(self, ask: Ask, names: Mapping[str, str] | None = None) -> Plan:
+        """What a body asks for. Raises RequestError, with `names` for the fields; by default those of the body."""
         # Before anything is tokenized, which takes time.
         if ask.num_prompts * ask.num_choices > MAX_CHOICES:
-            message = f"A request has at most {MAX_CHOICES} choices: `n` times its prompts."
-            raise ServiceError(400, message, "invalid_value", param="n")
+            raise RequestError(f"A request has at most {MAX_CHOICES} choices: `n` times its prompts", param="n")
+        try:
+            return self._plan(ask)
+        except (FieldError, ValidationError) as error:
+            raise refusal_of(error, SamplingParams, sampler_names(names or ask.names)) from error
+
+    def check(self, request: Request) -> None:
+        """Raise FieldError for what the policy cannot serve."""
+        check_request(request, self._codec.config)
+
+    def _plan(self, ask: Ask) -> Plan:
         prompts = self._prompts(ask)
-        given, fixed, gap = self._given(ask)
-        key = secrets.randbits(63) if ask.seed is None else ask.seed
-        requests = [
-            self._request(ids, given, fixed, fold(key, index, choice))
-            for index, ids in enumerate(prompts)
-            for choice in range(ask.num_choices)
-        ]
+        layers, fixed, gap = [self._given, *ask.layers], _fixed(ask.fixed), None
+        if isinstance(ask, CompletionRequest) and ask.suffix is not None:
+            layers, fixed, gap = self._with_suffix(ask, ask.suffix, layers, fixed)
+        seed = ask.seed if ask.seed is not None else self._seed
+        seeds = ask.seeds(secrets.randbits(63) if seed is None else seed)
+        choices = [ids for ids in prompts for _ in range(ask.num_choices)]
+        requests = tuple(self._request(ids, layers, fixed, seed) for ids, seed in zip(choices, seeds, strict=True))
         length = requests[0].params.gen_length if gap is None else gap
-        most_tokens = min(ask.most_tokens or length, length)
-        job = Job(
-            requests=tuple(requests),
-            wanted=wanted,
-            shows_canvas=ask.shows_canvas,
-            # Who waits for the whole answer needs them only where it may end early.
-            tells_blocks=bool(ask.stream or ask.stops or most_tokens < requests[0].params.gen_length),
-            timeout_s=self._timeout_s,
-        )
         return Plan(
-            job=job,
+            requests=requests,
             num_prompt_tokens=sum(map(len, prompts)),
-            most_tokens=most_tokens,
+            most_tokens=min(ask.most_tokens or length, length),
             stops=ask.stops,
             num_gap_slots=gap,
             returns_step_map=ask.diffusion.return_step_map,
+            shows_canvas=ask.shows_canvas,
             includes_usage=ask.includes_usage,
         )
 
-    def _prompts(self, ask: CompletionRequest | ChatRequest) -> list[list[int]]:
+    def _prompts(self, ask: Ask) -> list[list[int]]:
         if isinstance(ask, ChatRequest):
             return [self._codec.encode_chat([message.turn for message in ask.messages])]
+        assert isinstance(ask, CompletionRequest), "there are two kinds"
         return [self._prompt(prompt, is_infill=ask.suffix is not None) for prompt in ask.prompts]
 
     def _prompt(self, prompt: str | list[int], *, is_infill: bool) -> list[int]:
@@ -132,80 +133,39 @@ class Planner:
             return self._codec.check_ids(prompt, "prompt")
         return self._codec.encode_text(prompt, "prompt") if is_infill else self._codec.encode_turn(prompt)
 
-    def _given(self, ask: CompletionRequest | ChatRequest) -> tuple[dict[str, Any], dict[int, int], int | None]:
-        """What is asked of the sampler, the tokens that are given, and the slots of a gap."""
-        diffusion = ask.diffusion
-        values: dict[str, Any] = {
-            "temperature": ask.temperature,
-            "top_p": ask.top_p,
-            "top_k": ask.top_k,
-            "steps": diffusion.steps,
-            "gen_length": diffusion.gen_length,
-            "block_length": diffusion.block_length,
-            "schedule": diffusion.remasking,
-            "threshold": diffusion.threshold,
-            "factor": diffusion.factor,
-            "entropy_bound": diffusion.entropy_bound,
-            "cfg_scale": diffusion.cfg_scale,
-            "forbidden_ids": diffusion.constraints.forbidden_ids or None,
-        }
-        given = {name: value for name, value in values.items() if value is not None}
-        if diffusion.cfg_scale:
-            # Guidance has no cached forward, and a body has no word for caches.
-            given["cache"] = "none"
-        fixed = _fixed(diffusion.constraints.fixed)
-        if not isinstance(ask, CompletionRequest) or ask.suffix is None:
-            return given, fixed, None
-        return self._with_suffix(given, fixed, ask.suffix, ask.most_tokens)
-
     def _with_suffix(
-        self, given: dict[str, Any], fixed: dict[int, int], suffix: str, most_tokens: int | None
-    ) -> tuple[dict[str, Any], dict[int, int], int]:
+        self, ask: CompletionRequest, suffix: str, layers: list[Values], fixed: dict[int, int]
+    ) -> tuple[list[Values], dict[int, int], int]:
         """Infill: the gap, then the suffix, then ends of text up to a whole block."""
-        if "gen_length" in given:
-            message = "`diffusion.gen_length` follows from `max_tokens` and `suffix`; leave it out."
-            raise ServiceError(400, message, "invalid_value", param="diffusion.gen_length")
+        if any("gen_length" in layer for layer in ask.layers):
+            raise FieldError("`{gen_length}` follows from `max_tokens` and `suffix`; leave it out")
         suffix_ids = self._codec.encode_text(suffix, "suffix")
-        complete = self._defaults.complete([given], 1)
-        block = int(complete["block_length"])
-        gap = most_tokens or int(complete["gen_length"])
-        length = -(-(gap + len(suffix_ids)) // max(1, block)) * max(1, block)
-        if length > self._codec.config.max_sequence_length:
-            raise self._too_long(len(suffix_ids) + gap, "suffix")
+        complete = self._defaults.complete(layers, 1)
+        block = max(1, int(complete["block_length"]))
+        gap = ask.most_tokens or int(complete["gen_length"])
+        length = -(-(gap + len(suffix_ids)) // block) * block
+        most = self._codec.config.max_sequence_length
+        if length > most:
+            sentence = f"The suffix has {len(suffix_ids) + gap} tokens; this policy reads at most {most}"
+            raise RequestError(sentence, "context_length_exceeded", param="suffix")
         padding = [self._codec.eos_id] * (length - gap - len(suffix_ids))
         if taken := [slot for slot in fixed if slot >= gap]:
-            message = f"`diffusion.constraints.fixed` has slot {min(taken)}; the suffix follows slots 0 to {gap - 1}."
-            raise ServiceError(400, message, "invalid_value", param="diffusion.constraints.fixed")
-        fixed |= dict(enumerate([*suffix_ids, *padding], start=gap))
+            raise FieldError(f"`{{fixed_tokens}}` has slot {min(taken)}; the suffix follows slots 0 to {gap - 1}")
         # An end of text inside the gap ends nothing: the text goes on with the suffix.
-        return given | {"gen_length": length, "stop_ids": ()}, fixed, gap
+        canvas = {"gen_length": length, "stop_ids": ()}
+        return [*layers, canvas], fixed | dict(enumerate([*suffix_ids, *padding], start=gap)), gap
 
-    def _request(self, ids: list[int], given: Mapping[str, Any], fixed: dict[int, int], seed: int) -> Request:
-        try:
-            params = to_params(self._defaults.complete([given], len(ids)))
-            if len(ids) + params.gen_length > self._codec.config.max_sequence_length:
-                raise self._too_long(len(ids), "prompt", params.gen_length)
-            request = Request(prompt_ids=tuple(ids), params=params, seed=seed, fixed_tokens=fixed)
-            check_request(request, self._codec.config)
-        except (RequestError, ValueError) as error:
-            sentence = renamed(str(error), _NAMES)
-            field = _FIELD.search(sentence)
-            raise ServiceError(
-                400, f"{sentence}.", "invalid_value", param=field[1] if field is not None else None
-            ) from error
+    def _request(self, ids: list[int], layers: Sequence[Values], fixed: dict[int, int], seed: int) -> Request:
+        params = to_params(self._defaults.complete(layers, len(ids)))
+        request = Request(prompt_ids=tuple(ids), params=params, seed=seed, fixed_tokens=fixed)
+        self.check(request)
         return request
-
-    def _too_long(self, num_tokens: int, param: str, gen_length: int = 0) -> ServiceError:
-        room = self._codec.config.max_sequence_length - gen_length
-        message = f"The {param} has {num_tokens} tokens; this policy reads at most {room}."
-        return ServiceError(400, message, "context_length_exceeded", param=param)
 
 
 def _fixed(given: Mapping[str, int]) -> dict[int, int]:
-    fixed = {}
-    for slot, token in given.items():
+    for slot in given:
         if not _SLOT.fullmatch(slot):
-            message = "`diffusion.constraints.fixed`: slots are whole numbers from 0."
-            raise ServiceError(400, message, "invalid_value", param="diffusion.constraints.fixed")
-        fixed[int(slot)] = token
-    return fixed
+            raise FieldError(
+                "{fixed_tokens} has slot {slot}; slots are whole numbers from 0", slot=shortened(repr(slot))
+            )
+    return {int(slot): token for slot, token in given.items()}

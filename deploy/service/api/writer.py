@@ -10,8 +10,8 @@ from contextlib import aclosing
 from typing import Any
 
 from actors.registry.registry import PolicyVersion
+from deploy.requests.planner import Plan
 from deploy.service.api.choice_text import ChoiceText, canvas_before, canvas_of, text_of_canvas
-from deploy.service.api.planner import Plan
 from deploy.service.api.text_codec import TextCodec
 from deploy.service.contract import Began, BlocksDone, CanvasSeen, Done, Event, Refused
 from deploy.service.errors import ServiceError
@@ -75,7 +75,7 @@ class AnswerWriter:
                         self._part(index, {"role": "assistant", "content": ""}) for index in range(len(self._choices))
                     )
                     yield b"".join(self._chunk([role]) for role in roles)
-                if self._plan.job.shows_canvas:
+                if self._plan.shows_canvas:
                     yield b"".join(self._chunk([part]) for part in self._empty())
                 # What comes of one event goes out together: each write costs both sides a wake-up.
                 last = b""
@@ -99,11 +99,11 @@ class AnswerWriter:
 
     def _begin(self, policy: PolicyVersion | None) -> None:
         self.policy = policy
-        self._choices = [ChoiceText(self._codec, self._plan) for _ in self._plan.job.requests]
+        self._choices = [ChoiceText(self._codec, self._plan) for _ in self._plan.requests]
 
     def _empty(self) -> Iterator[dict[str, Any]]:
         """Every canvas before its first denoise step."""
-        for index, request in enumerate(self._plan.job.requests):
+        for index, request in enumerate(self._plan.requests):
             slots = canvas_before(self._codec, request)
             yield self._canvas(index, slots, text_of_canvas(slots), 0)
 
@@ -117,7 +117,7 @@ class AnswerWriter:
         if choice.is_finished:
             return []
         new = choice.take(event)
-        if self._plan.job.shows_canvas:
+        if self._plan.shows_canvas:
             if not choice.is_finished:
                 return []
             num_steps = choice.num_forwards // (2 if self._plan.params.cfg_scale else 1)

@@ -1,0 +1,69 @@
+"""The planner of the service: makes a job for an engine of the body of a request."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from deploy.requests import planner
+from deploy.requests.body import Ask
+from deploy.requests.defaults import Defaults
+from deploy.requests.planner import Plan
+from deploy.service.api.text_codec import TextCodec
+from deploy.service.contract import BASE, POLICY, Job
+from deploy.service.errors import ServiceError
+from rollout.request import Request
+
+_VERSION = re.compile(r"policy@v(\d{1,9})")
+
+
+class Planner(planner.Planner):
+    """Makes the plans and the jobs of one service."""
+
+    def __init__(self, codec: TextCodec, defaults: Defaults, name: str, timeout_s: float = 120.0) -> None:
+        """Plan for a service.
+
+        Args:
+            codec: how its policy reads.
+            defaults: what requests leave out.
+            name: another name of `policy`.
+            timeout_s: time that a job may take, in seconds.
+        """
+        super().__init__(codec, defaults)
+        self.name, self._timeout_s = name, timeout_s
+
+    def wanted(self, model: str | None) -> str | int:
+        """The alias or the version that a model's name means. Raises ServiceError."""
+        if model in (None, POLICY, self.name):
+            return POLICY
+        if model == BASE:
+            return BASE
+        match = _VERSION.fullmatch(str(model))
+        if match is None:
+            message = f"This service has the models {POLICY}, {BASE}, policy@vNNNNNN and {self.name}."
+            raise ServiceError(404, message, "model_not_found", param="model")
+        return int(match[1])
+
+    def plan(self, ask: Ask, names: Mapping[str, str] | None = None) -> Plan:
+        """What a body asks for. Raises RequestError or ServiceError."""
+        self.wanted(ask.model)
+        return super().plan(ask, names)
+
+    def job(self, ask: Ask, plan: Plan) -> Job:
+        """What the engines do for a body."""
+        return Job(
+            requests=plan.requests,
+            wanted=self.wanted(ask.model),
+            shows_canvas=plan.shows_canvas,
+            # Who waits for the whole answer needs them only where it may end early.
+            tells_blocks=bool(ask.stream or plan.stops or plan.most_tokens < plan.params.gen_length),
+            timeout_s=self._timeout_s,
+        )
+
+    def check(self, request: Request) -> None:
+        """As of the planner; a client that trims its prompts knows the code of one that is too long."""
+        num_tokens, room = len(request.prompt_ids), self._codec.config.max_sequence_length - request.params.gen_length
+        if num_tokens > room:
+            message = f"The prompt has {num_tokens} tokens; this policy reads at most {room}."
+            raise ServiceError(400, message, "context_length_exceeded", param="prompt")
+        super().check(request)
