@@ -137,7 +137,7 @@ class Ask(Body):
         }
         for field, is_asked in asked.items():
             if is_asked and not self.stream:
-                message = f"`{field}` says what a stream shows; ask for one with `stream: true`, or leave it out."
+                message = f"`{field}` says what a stream shows; ask for one with `stream: true`, or leave it out"
                 raise RequestError(message, param=field)
         return self
 
@@ -254,7 +254,7 @@ class TextPart(Body):
     @classmethod
     def _type(cls, kind: Any) -> Any:
         if kind in _UNSUPPORTED_PARTS:
-            message = f"`messages.content` has a part of the type `{kind}`; this service reads text only."
+            message = f"`messages.content` has a part of the type `{kind}`; this service reads text only"
             raise RequestError(message, "unsupported_parameter", param="messages.content")
         return kind
 

@@ -363,3 +363,17 @@ def test_a_turn_is_taken_back_as_openai_python_dumps_it(client):
 def test_what_the_sampler_cannot_do_is_refused_by_the_name_that_was_written(client, diffusion, param):
     error = assert_error(client.post("/v1/completions", json=ASK | {"diffusion": diffusion}), 400)
     assert error["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", ASK | {"diffusing": True}),
+        ("/v1/completions", ASK | {"logprobs": 1}),
+        ("/v1/completions", ASK | {"diffusion": {"steps": 7}}),
+        ("/v1/completions", ASK | {"n": 17, "prompt": ["1", "2"]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
+    ],
+)
+def test_a_refusal_has_one_full_stop(client, path, body):
+    assert not assert_error(client.post(path, json=body), 400)["message"].endswith("..")
