@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, 
 
 from learner.keys import fold
 from learner.model.config import TransformerConfig
+from rollout.field_error import FieldError
 
 MAX_SEED = 2**63 - 1
 _LARGEST = 2**31 - 1
@@ -122,22 +123,26 @@ class SamplingParams(BaseModel):
     @model_validator(mode="after")
     def _blocks(self) -> SamplingParams:
         if self.gen_length % self.block_length:
-            raise ValueError(
-                f"block_length {self.block_length} does not divide gen_length {self.gen_length}; "
-                f"take a divisor of {self.gen_length}"
+            raise FieldError(
+                "{block_length} {block} does not divide {gen_length} {length}; take a divisor of {length}",
+                block=self.block_length,
+                length=self.gen_length,
             )
         num_steps = self.num_denoise_steps
         if self.is_by_shares and (num_steps % self.num_blocks or num_steps > self.gen_length):
-            raise ValueError(
-                f"num_denoise_steps {num_steps} must be a multiple of the {self.num_blocks} blocks "
-                f"and at most gen_length {self.gen_length}"
+            raise FieldError(
+                "{num_denoise_steps} {steps} must be a multiple of the {blocks} blocks "
+                "and at most {gen_length} {length}",
+                steps=num_steps,
+                blocks=self.num_blocks,
+                length=self.gen_length,
             )
         return self
 
     @model_validator(mode="after")
     def _temperature(self) -> SamplingParams:
         if 0 < self.temperature < _LEAST_TEMPERATURE:
-            raise ValueError(f"temperature {self.temperature:g} is neither 0 nor at least {_LEAST_TEMPERATURE:g}")
+            raise FieldError(f"{{temperature}} {self.temperature:g} is neither 0 nor at least {_LEAST_TEMPERATURE:g}")
         return self
 
     @model_validator(mode="after")
@@ -145,13 +150,13 @@ class SamplingParams(BaseModel):
         for schedule, name in PARAMETER_OF.items():
             is_given, is_taken = getattr(self, name) is not None, self.schedule is schedule
             if is_taken and not is_given:
-                raise ValueError(f"schedule {schedule} needs {name}")
+                raise FieldError(f"{{schedule}} {schedule} needs {{{name}}}")
             if is_given and not is_taken and (name, self.schedule) != ("threshold", Schedule.LEFT_TO_RIGHT):
-                raise ValueError(f"schedule {self.schedule} does not take {name}; leave it out")
+                raise FieldError(f"{{schedule}} {self.schedule} does not take {{{name}}}; leave it out")
         if self.cfg_scale and self.cache is not Cache.NONE:
-            raise ValueError(f"cfg_scale {self.cfg_scale:g} needs cache none: guidance has no cached forward")
+            raise FieldError(f"{{cfg_scale}} {self.cfg_scale:g} needs {{cache}} none: guidance has no cached forward")
         if self.cache_refresh_steps and self.cache is Cache.NONE:
-            raise ValueError(f"cache_refresh_steps {self.cache_refresh_steps} needs a cache: prefix or dual")
+            raise FieldError(f"{{cache_refresh_steps}} {self.cache_refresh_steps} needs a {{cache}}: prefix or dual")
         return self
 
     @property
@@ -264,31 +269,33 @@ class Request:
 
 
 def check_request(request: Request, config: TransformerConfig) -> None:
-    """Raise ValueError, naming the field, when the policy cannot serve this request."""
+    """Raise FieldError, naming the field, when the policy cannot serve this request."""
     prompt, params, vocab = request.prompt_ids, request.params, config.vocab_size
     if not prompt:
-        raise ValueError("prompt_ids is empty; a completion needs at least one token before it")
+        raise FieldError("{prompt_ids} is empty; a completion needs at least one token before it")
     _check_ids("prompt_ids", prompt, vocab)
     if config.mask_token_id in prompt:
-        raise ValueError(f"prompt_ids has the mask id {config.mask_token_id}; slots to fill belong in the completion")
+        raise FieldError(
+            f"{{prompt_ids}} has the mask id {config.mask_token_id}; slots to fill belong in the completion"
+        )
     num_tokens = len(prompt) + params.gen_length
     if num_tokens > config.max_sequence_length:
-        raise ValueError(
-            f"prompt_ids of {len(prompt)} and gen_length {params.gen_length} make {num_tokens} tokens; "
+        raise FieldError(
+            f"{{prompt_ids}} of {len(prompt)} and {{gen_length}} {params.gen_length} make {num_tokens} tokens; "
             f"the policy takes at most {config.max_sequence_length}"
         )
     if not 0 <= request.seed <= MAX_SEED:
-        raise ValueError(f"seed {request.seed} is not between 0 and 2**63 - 1")
+        raise FieldError(f"{{seed}} {request.seed} is not between 0 and 2**63 - 1")
     _check_ids("forbidden_ids", params.forbidden_ids, vocab)
     if len({*params.forbidden_ids, config.mask_token_id}) >= vocab:
-        raise ValueError("forbidden_ids forbids every token")
+        raise FieldError("{forbidden_ids} forbids every token")
     _check_ids("stop_ids", params.stop_ids or (), vocab)
     _check_ids("fixed_tokens", request.fixed_tokens.values(), vocab)
     for slot, token in request.fixed_tokens.items():
         if not 0 <= slot < params.gen_length:
-            raise ValueError(f"fixed_tokens has slot {slot}; the completion has slots 0 to {params.gen_length - 1}")
+            raise FieldError(f"{{fixed_tokens}} has slot {slot}; the completion has slots 0 to {params.gen_length - 1}")
         if token == config.mask_token_id:
-            raise ValueError(f"fixed_tokens gives the mask id {token} to slot {slot}; leave that slot out")
+            raise FieldError(f"{{fixed_tokens}} gives the mask id {token} to slot {slot}; leave that slot out")
     if request.committed is not None:
         _check_committed(request.committed, params, config)
 
@@ -310,7 +317,7 @@ def _check_committed(committed: Committed, params: SamplingParams, config: Trans
 def _check_ids(name: str, ids: Any, vocab_size: int) -> None:
     for token in ids:
         if not 0 <= token < vocab_size:
-            raise ValueError(f"{name} has {token}; the policy's token ids are 0 to {vocab_size - 1}")
+            raise FieldError(f"{{{name}}} has {token}; the policy's token ids are 0 to {vocab_size - 1}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

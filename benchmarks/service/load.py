@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 
 from benchmarks.service.deployment import KEY, NUM_WEIGHTS, Policies
-from deploy.service.api.requests import ChatRequest, CompletionRequest
+from deploy.requests.body import ChatRequest, CompletionRequest
 from deploy.service.source import Source
 from rollout.request import Request
 
@@ -275,4 +275,4 @@ class Judge:
     def requests(self, ask: Ask) -> tuple[Request, ...]:
         """What the service asks of a sampler."""
         kind = ChatRequest if ask.is_chat else CompletionRequest
-        return self._planner.plan(kind(**ask.body)).job.requests
+        return self._planner.plan(kind(**ask.body)).requests

@@ -157,15 +157,14 @@ def _sample_file(
 
 
 def _sample_prompt(policy: Policy, prompt: str, options: Options, colour: str, *, as_json: bool) -> None:
-    from deploy.sampling.prepare import Item, prepare_prompt
+    from deploy.sampling.prepare import prepare_prompt
     from deploy.sampling.prompt import sample_prompt
     from deploy.sampling.view import Colour
 
-    request = prepare_prompt(prompt, policy, options)
+    item = prepare_prompt(prompt, policy, options)
     if as_json:
-        item = Item(index=0, line_number=1, id=None, request=request, error="")
         _sample_items(policy, [item], colour, as_json=True)
-    elif not sample_prompt(policy, request, Colour(colour)):
+    elif item.request is not None and not sample_prompt(policy, item.request, Colour(colour)):
         raise typer.Exit(_EXIT_INTERRUPTED)
 
 

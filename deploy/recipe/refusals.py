@@ -1,4 +1,4 @@
-"""What pydantic finds wrong with a recipe, as one sentence for the person who wrote it."""
+"""What pydantic finds wrong with a recipe or a request, as one sentence for the person who wrote it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _KEY_ITSELF = "[key]"
 # By pydantic's names for what is wrong.
 _EXPECTATIONS = (
     dict.fromkeys(("model_type", "model_attributes_type"), "be a section of keys and values")
-    | {"dict_type": "be an object of keys and values"}
+    | {"dict_type": "be an object of keys and values", "list_type": "be a list"}
     | dict.fromkeys(("bool_type", "bool_parsing"), "be true or false")
     | dict.fromkeys(("int_type", "int_parsing", "int_parsing_size", "int_from_float"), "be a whole number")
     | dict.fromkeys(("float_type", "float_parsing"), "be a number")
@@ -36,10 +36,16 @@ class Refusal:
     """What is wrong and what would be right, without where it was written."""
 
 
-def first_refusal(error: ValidationError, schema: Schema) -> tuple[Refusal, int]:
-    """The first problem, and how many more there are. Unknown keys come first: they explain what is then missing."""
+def first_refusal(error: ValidationError, schema: Schema, whole: str = "recipe") -> tuple[Refusal, int]:
+    """The first problem, and how many more there are. Unknown keys come first: they explain what is then missing.
+
+    Args:
+        error: what pydantic says.
+        schema: of what was read.
+        whole: what that is called.
+    """
     details = sorted(error.errors(), key=lambda detail: detail["type"] != "extra_forbidden")
-    return _refusal(details[0], schema), len(details) - 1
+    return _refusal(details[0], schema, whole), len(details) - 1
 
 
 def shortened(text: str) -> str:
@@ -47,23 +53,25 @@ def shortened(text: str) -> str:
     return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
 
 
-def _refusal(detail: ErrorDetails, schema: Schema) -> Refusal:
+def _refusal(detail: ErrorDetails, schema: Schema, whole: str) -> Refusal:
     key, node = _locate(detail["loc"], schema)
     if detail["type"] in ("union_tag_invalid", "union_tag_not_found"):
         tag, names = node["discriminator"]["propertyName"], ", ".join(node["discriminator"]["mapping"])
         given = _shown(detail["input"][tag]) if tag in detail["input"] else "missing"
         return Refusal(key=f"{key}.{tag}", sentence=f"{key}.{tag} is {given}; it should be one of {names}")
-    return Refusal(key=key, sentence=_sentence(detail, key, node, schema))
+    return Refusal(key=key, sentence=_sentence(detail, key, node, schema, whole))
 
 
-def _sentence(detail: ErrorDetails, key: str, node: Schema, schema: Schema) -> str:
+def _sentence(detail: ErrorDetails, key: str, node: Schema, schema: Schema, whole: str) -> str:
     match detail["type"]:
         case "string_pattern_mismatch" if detail["loc"][-1] == _KEY_ITSELF:
             return f"{key} should be named with letters, digits and underscores, the first a letter"
         case "extra_forbidden" | "invalid_key":
-            return _unknown_key(key, node, schema)
+            return _unknown_key(key, node, schema, whole)
         case "missing":
             return f"{key} is missing; it is needed: {_lower_first(node.get('description', 'a value'))}".rstrip(".")
+        case "value_error" if str(detail["ctx"]["error"]).startswith("must "):
+            return f"{key} is {_shown(detail['input'])}; it should {str(detail['ctx']['error']).removeprefix('must ')}"
         case "value_error":
             return f"{key}: {detail['ctx']['error']}" if key else str(detail["ctx"]["error"])
     return f"{key} is {_shown(detail['input'])}; it should {_expectation(detail, key)}"
@@ -84,14 +92,14 @@ def _expectation(detail: ErrorDetails, key: str) -> str:
     return expected.replace("greater than or equal to", "at least").replace("less than or equal to", "at most")
 
 
-def _unknown_key(key: str, section: Schema, schema: Schema) -> str:
+def _unknown_key(key: str, section: Schema, schema: Schema, whole: str) -> str:
     parent, _, name = key.rpartition(".")
     siblings = sorted(section.get("properties", {}))
     close = [_joined(parent, near) for near in get_close_matches(name, siblings, n=1)]
     elsewhere = [known for known in all_keys(schema) if known.rpartition(".")[2] == name and known != key]
     if guesses := close or elsewhere:
-        return f"{key} is no key of a recipe; did you mean {' or '.join(guesses[:3])}?"
-    return f"{key} is no key of {'this ' + parent if parent else 'a recipe'}, which has {', '.join(siblings)}"
+        return f"{key} is no key of a {whole}; did you mean {' or '.join(guesses[:3])}?"
+    return f"{key} is no key of {'this ' + parent if parent else f'a {whole}'}, which has {', '.join(siblings)}"
 
 
 def all_keys(schema: Schema) -> list[str]:

@@ -11,8 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deploy.printing import counted, duration
+from deploy.requests.ending import Ending, ending_of
+from deploy.sampling.policy import Policy
 from deploy.sampling.prepare import Item
-from learner.model.tokenizer import ChatTokenizer
 from rollout.request import Completion
 
 
@@ -41,13 +42,20 @@ def work(num_tokens: int, num_forwards: int) -> str:
     return f"{counted(num_tokens, 'token')}, {counted(num_forwards, 'forward')}, {rate}"
 
 
-def answer(item: Item, completion: Completion, tokenizer: ChatTokenizer | None) -> dict[str, Any]:
+def ending(item: Item, completion: Completion, policy: Policy) -> Ending:
+    """Where the text of a completion ends; without a tokenizer it is empty."""
+    assert item.plan is not None, "it was served"
+    decode = (lambda _: "") if policy.tokenizer is None else policy.tokenizer.decode
+    return ending_of(item.plan, completion.token_ids, decode, policy.config.eos_token_id, is_whole=True)
+
+
+def answer(item: Item, completion: Completion, policy: Policy) -> dict[str, Any]:
     """The answer to a request that was served."""
-    end = completion.num_tokens
-    token_ids = completion.token_ids[:end].tolist()
+    ended = ending(item, completion, policy)
+    end = ended.num_tokens
     return _head(item) | {
-        "token_ids": token_ids,
-        "text": None if tokenizer is None else tokenizer.decode(token_ids),
+        "token_ids": completion.token_ids[:end].tolist(),
+        "text": None if policy.tokenizer is None else ended.text,
         "num_tokens": end,
         "step_map": completion.step_map[:end].tolist(),
         "commit_logp": _floats(completion.commit_logp[:end]),
@@ -56,7 +64,7 @@ def answer(item: Item, completion: Completion, tokenizer: ChatTokenizer | None) 
         "fallback": completion.fallback[:end].tolist(),
         "tail": {"token_ids": completion.token_ids[end:].tolist(), "step_map": completion.step_map[end:].tolist()},
         "num_forwards": completion.num_forwards,
-        "finish_reason": str(completion.finish_reason),
+        "finish_reason": ended.reason,
         "exact": completion.exact,
         "logp_exact": completion.logp_exact,
         "policy_version": completion.policy_version,
@@ -74,7 +82,8 @@ def json_line(value: dict[str, Any]) -> str:
 
 
 def _head(item: Item) -> dict[str, Any]:
-    return {"index": item.index} | ({} if item.id is None else {"id": item.id})
+    named = {"id": item.id, "choice": item.choice if item.is_one_of_several else None}
+    return {"index": item.index} | {key: value for key, value in named.items() if value is not None}
 
 
 def _floats(values: NDArray[np.float32]) -> Sequence[float]:

@@ -7,13 +7,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
 from rich.console import Console
 from rich.text import Text
 
 from deploy.printing import counted, printable
-from deploy.sampling.answers import Totals, answer, json_line, refusal, work
+from deploy.sampling.answers import Totals, answer, ending, json_line, refusal, work
 from deploy.sampling.output import show
 from deploy.sampling.policy import Policy
 from deploy.sampling.prepare import Item
@@ -76,7 +77,7 @@ class _InOrder:
 
     def add(self, item: Item, completion: Completion) -> None:
         """Take the answer to a request."""
-        self._held[item.index] = completion
+        self._held[id(item)] = completion
         self._print_ready()
 
     def print_rest(self) -> None:
@@ -92,12 +93,12 @@ class _InOrder:
             self._print_one()
 
     def _is_ready(self) -> bool:
-        return self._next in self._held or self._items[self._next].request is None
+        return id(self._items[self._next]) in self._held or self._items[self._next].request is None
 
     def _print_one(self) -> None:
         item = self._items[self._next]
         with _uninterrupted():
-            self._printer(item, self._held.pop(item.index, None))
+            self._printer(item, self._held.pop(id(item), None))
             self._next += 1
 
 
@@ -172,7 +173,7 @@ def _uninterrupted() -> Iterator[None]:
 
 def _json_printer(policy: Policy, console: Console) -> Printer:
     def print_answer(item: Item, completion: Completion | None) -> None:
-        value = refusal(item) if completion is None else answer(item, completion, policy.tokenizer)
+        value = refusal(item) if completion is None else answer(item, completion, policy)
         show(Text(json_line(value)), console)
 
     return print_answer
@@ -185,14 +186,15 @@ def _text_printer(policy: Policy, colour: Colour, console: Console) -> Printer:
         if completion is None:
             return
         name = f" {item.id}" if item.id is not None else ""
-        facts = f"{work(completion.num_tokens, completion.num_forwards)}, {completion.finish_reason}"
+        ended = ending(item, completion, policy)
+        facts = f"{work(ended.num_tokens, completion.num_forwards)}, {ended.reason}"
         show(Text(printable(f"--- {item.place}{name}: {facts}"), style="dim"), console)
-        token_ids = completion.token_ids[: completion.num_tokens].tolist()
         if tokenizer is None:
-            show(Text(" ".join(map(str, token_ids))), console)
+            show(Text(" ".join(map(str, completion.token_ids[: ended.num_tokens].tolist()))), console)
         elif console.is_terminal:
-            show(canvas_text(canvas_of(completion), tokenizer.decode, colour), console)
+            shown = replace(completion, num_tokens=ended.num_tokens)
+            show(canvas_text(canvas_of(shown), tokenizer.decode, colour), console)
         else:
-            show(Text(printable(tokenizer.decode(token_ids))), console)
+            show(Text(printable(ended.text)), console)
 
     return print_answer

@@ -13,8 +13,8 @@ import torch
 from actors.run_log import CHECKPOINTS, RECIPE
 from deploy.errors import UserError, reason
 from deploy.recipe.overrides import load_recipe
+from deploy.requests.defaults import Defaults
 from deploy.runs.references import find_checkpoint_of
-from deploy.sampling.defaults import Defaults
 from learner.model.checkpoint import load_policy
 from learner.model.config import TransformerConfig
 from learner.model.tokenizer import TOKENIZER_FILES, ChatTokenizer

@@ -9,6 +9,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
+from deploy.requests.refusals import RequestError
 from deploy.service.contract import Refused
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
@@ -56,6 +57,10 @@ def install_handlers(app: FastAPI) -> None:
     @app.exception_handler(ServiceError)
     async def of_service(_: Request, error: ServiceError) -> JSONResponse:
         return error.response()
+
+    @app.exception_handler(RequestError)
+    async def of_request(_: Request, error: RequestError) -> JSONResponse:
+        return ServiceError(400, f"{error}.", error.code, param=error.param).response()
 
     @app.exception_handler(RequestValidationError)
     async def of_validation(_: Request, error: RequestValidationError) -> JSONResponse:

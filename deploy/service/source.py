@@ -9,8 +9,8 @@ from pathlib import Path
 from actors.registry.registry import PolicyVersion, Registry
 from actors.run_log import CHECKPOINTS
 from actors.training.checkpoints import checkpoints_to_answer
+from deploy.requests.defaults import Defaults
 from deploy.runs.reading import read_recipe
-from deploy.sampling.defaults import Defaults
 from deploy.service.api.planner import Planner
 from deploy.service.api.policy_events import RegistryReader
 from deploy.service.api.run_view import RunView

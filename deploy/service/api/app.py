@@ -16,13 +16,14 @@ from starlette.types import ASGIApp
 
 from actors.registry.registry import PolicyVersion
 from deploy.page.routes import page_router
+from deploy.requests.body import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from deploy.requests.planner import Plan
 from deploy.service.api import replies
 from deploy.service.api.metrics import RequestObserver, ServiceMetrics
 from deploy.service.api.openapi import describe, described
-from deploy.service.api.planner import Plan, Planner
+from deploy.service.api.planner import Planner
 from deploy.service.api.policy_events import RegistryReader, one_event
 from deploy.service.api.policy_view import Watch, known, newest, policy_body, version_body
-from deploy.service.api.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from deploy.service.api.run_view import MAX_SAMPLES, RunView
 from deploy.service.api.server_sent_events import ServerSentEvents
 from deploy.service.api.text_codec import TextCodec
@@ -119,7 +120,8 @@ class _Inference:
             model = ask.model or POLICY
             is_chat = isinstance(ask, ChatRequest)
             writer = AnswerWriter(service.codec, plan, model, service.planner.name, is_chat=is_chat)
-            events = with_failover(service.backend, plan.job, may_restart=not ask.stream)
+            job = service.planner.job(ask, plan)
+            events = with_failover(service.backend, job, may_restart=not ask.stream)
             if not ask.stream:
                 body = await _unless_gone(request, writer.answer(events))
                 return Response(as_json(body), headers=_version_header(writer), media_type="application/json")

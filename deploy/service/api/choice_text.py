@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, Literal
 
 import numpy as np
 
-from deploy.service.api.planner import Plan
+from deploy.requests.ending import BROKEN, ending_of
+from deploy.requests.planner import Plan
 from deploy.service.api.replies import Slot, StepMap
-from deploy.service.api.text_codec import BROKEN, MASKED, TextCodec
+from deploy.service.api.text_codec import MASKED, TextCodec
 from deploy.service.contract import BlocksDone, Done
 from rollout.request import Committed, Progress, Request
 
@@ -78,39 +78,16 @@ class ChoiceText:
         return slots_of(self._codec, self._record, np.zeros(len(self._record["token_ids"]), dtype=bool))
 
     def _read(self) -> None:
-        ids = self._record["token_ids"]
-        length, is_ended = self._end(ids)
-        text = self._codec.decode(ids[:length].tolist())
-        is_last = is_ended or self._is_whole
-        found = [place for stop in self._plan.stops if (place := text.find(stop)) >= 0]
-        if found:
-            self.text, self.finish_reason = text[: min(found)], "stop"
-            self.num_tokens = self._num_tokens_with(ids[:length].tolist(), min(found))
+        ending = ending_of(
+            self._plan, self._record["token_ids"], self._codec.decode, self._codec.eos_id, is_whole=self._is_whole
+        )
+        self.num_tokens = ending.num_tokens
+        if ending.reason is not None:
+            self.text, self.finish_reason = ending.text, "length" if ending.reason == "length" else "stop"
             return
-        self.num_tokens = length
-        if is_last:
-            self.text = text
-            has_stopped = self._plan.num_gap_slots is not None or self._is_end(ids, length)
-            self.finish_reason = "stop" if has_stopped else "length"
-            return
-        sure = self._held_back(text)
+        sure = self._held_back(ending.text)
         # A decoder may still change what it wrote; what was sent is never taken back.
         self.text = sure if sure.startswith(self.text) else self.text
-
-    def _end(self, ids: np.ndarray) -> tuple[int, bool]:
-        """Tokens of the text so far, and whether there will be no more."""
-        most = self._plan.most_tokens
-        places = [] if self._plan.num_gap_slots is not None else np.isin(ids, self._stop_ids()).nonzero()[0].tolist()
-        first_end = places[0] + 1 if places else len(ids) + 1
-        length = min(len(ids), most, first_end)
-        return length, length in (most, first_end)
-
-    def _is_end(self, ids: np.ndarray, length: int) -> bool:
-        return bool(length and ids[length - 1] in self._stop_ids())
-
-    def _stop_ids(self) -> Sequence[int]:
-        given = self._plan.params.stop_ids
-        return [self._codec.eos_id] if given is None else list(given)
 
     def _held_back(self, text: str) -> str:
         """Without what the next block may still change: half of a character, or of a stop string."""
@@ -122,17 +99,6 @@ class ChoiceText:
                     longest = max(longest, length)
                     break
         return text[: len(text) - longest]
-
-    def _num_tokens_with(self, ids: list[int], num_characters: int) -> int:
-        """The fewest tokens whose text has so many characters."""
-        low, high = 0, len(ids)
-        while low < high:
-            middle = (low + high) // 2
-            if len(self._codec.decode(ids[:middle]).rstrip(BROKEN)) >= num_characters:
-                high = middle
-            else:
-                low = middle + 1
-        return low
 
 
 def canvas_of(codec: TextCodec, progress: Progress) -> list[Slot]:

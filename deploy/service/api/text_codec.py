@@ -9,6 +9,7 @@ from pathlib import Path
 
 from jinja2 import TemplateError
 
+from deploy.requests.ending import BROKEN
 from deploy.service.errors import ServiceError
 from learner.model.checkpoint import load_config
 from learner.model.config import TransformerConfig
@@ -16,8 +17,6 @@ from learner.model.tokenizer import ChatTokenizer
 
 MASKED = "\u2591"
 """A slot without a token, in the text of a canvas."""
-BROKEN = "\ufffd"
-"""What a decoder writes for bytes that are no whole character."""
 
 
 class TextCodec:

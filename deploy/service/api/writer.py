@@ -9,8 +9,8 @@ from contextlib import aclosing
 from typing import Any, Literal
 
 from actors.registry.registry import PolicyVersion
+from deploy.requests.planner import Plan
 from deploy.service.api.choice_text import ChoiceText, canvas_before, canvas_of, text_of_canvas
-from deploy.service.api.planner import Plan
 from deploy.service.api.replies import (
     Body,
     Canvas,
@@ -103,7 +103,7 @@ class AnswerWriter:
                         for index in range(len(self._choices))
                     ]
                     yield b"".join(self._chunk([part]) for part in roles)
-                if self._plan.job.shows_canvas:
+                if self._plan.shows_canvas:
                     yield b"".join(self._chunk([part]) for part in self._empty())
                 # What comes of one event goes out together: each write costs both sides a wake-up.
                 last = b""
@@ -128,11 +128,11 @@ class AnswerWriter:
 
     def _begin(self, policy: PolicyVersion | None) -> None:
         self.policy = policy
-        self._choices = [ChoiceText(self._codec, self._plan) for _ in self._plan.job.requests]
+        self._choices = [ChoiceText(self._codec, self._plan) for _ in self._plan.requests]
 
     def _empty(self) -> Iterator[Part]:
         """Every canvas before its first denoise step."""
-        for index, request in enumerate(self._plan.job.requests):
+        for index, request in enumerate(self._plan.requests):
             slots = canvas_before(self._codec, request)
             yield self._part(index, text_of_canvas(slots), diffusion=self._canvas(slots, 0))
 
@@ -146,7 +146,7 @@ class AnswerWriter:
         if choice.is_finished:
             return []
         new = choice.take(event)
-        if self._plan.job.shows_canvas:
+        if self._plan.shows_canvas:
             return [self._last_canvas(event.choice, choice)] if choice.is_finished else []
         parts = [self._part(event.choice, new)] if new else []
         if choice.is_finished:

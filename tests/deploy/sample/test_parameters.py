@@ -12,10 +12,11 @@ import torch
 
 from deploy.cli.sample import sample
 from deploy.errors import UserError
-from deploy.sampling.defaults import Defaults, overlay
+from deploy.requests.defaults import Defaults, overlay
+from deploy.requests.line import CompletionLine
+from deploy.requests.parameters import SAMPLING_KEYS, to_params
 from deploy.sampling.policy import open_policy
 from deploy.sampling.prepare import OPTION_KEYS
-from deploy.sampling.request_line import SAMPLING_KEYS, RequestLine, to_params
 from deploy.sampling.view import Colour
 from learner.model.tokenizer import ChatTokenizer
 from rollout.config import EngineConfig
@@ -140,7 +141,7 @@ def test_no_cache_takes_no_refreshes_along() -> None:
 
 
 def test_every_parameter_of_the_sampler_can_be_asked_for() -> None:
-    assert set(SAMPLING_KEYS) <= set(RequestLine.model_fields)
+    assert set(SAMPLING_KEYS) <= set(CompletionLine.model_fields)
     hints = get_type_hints(sample)
     assert set(OPTION_KEYS) | {"seed"} <= set(hints)
     for name, kind in (("schedule", Schedule), ("drawing", Drawing), ("cache", Cache)):

@@ -18,8 +18,8 @@ from actors.registry.server import ValkeyServer
 from actors.registry.server import free_port as find_free_port
 from benchmarks.service.deployment import forget_serve
 from deploy.ray_session import MOST_STARTS, connected
+from deploy.requests.defaults import Defaults
 from deploy.runs.reading import read_recipe
-from deploy.sampling.defaults import Defaults
 from deploy.service.api.app import Service, create_app, guarded
 from deploy.service.api.planner import Planner
 from deploy.service.api.run_view import RunView

@@ -39,7 +39,7 @@ def expected_ids(service, make_sampler, ids=None, choice=0, version=1, **params)
     ids = ids if ids is not None else service.codec.encode_turn("2 + 3")
     plan = service.planner._defaults
     values = plan.complete([params], len(ids))
-    from deploy.sampling.request_line import to_params
+    from deploy.requests.parameters import to_params
 
     request = Request(prompt_ids=tuple(ids), params=to_params(values), seed=fold(1, 0, choice))
     return make_sampler(version).generate([request])[0]

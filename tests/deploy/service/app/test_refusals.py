@@ -4,7 +4,7 @@ import pytest
 from openai.types.chat import ChatCompletionMessage
 from pydantic import ValidationError
 
-from deploy.service.api.requests import MAX_CHARACTERS, ChatRequest, CompletionRequest, Constraints, Diffusion
+from deploy.requests.body import MAX_CHARACTERS, ChatRequest, CompletionRequest, Constraints, Diffusion
 from deploy.service.gateway.access import MAX_BODY_BYTES, is_open
 from tests.deploy.service.app.asking import ASK, CHAT, OTHER, TOKEN, assert_error
 
@@ -363,3 +363,17 @@ def test_a_turn_is_taken_back_as_openai_python_dumps_it(client):
 def test_what_the_sampler_cannot_do_is_refused_by_the_name_that_was_written(client, diffusion, param):
     error = assert_error(client.post("/v1/completions", json=ASK | {"diffusion": diffusion}), 400)
     assert error["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", ASK | {"diffusing": True}),
+        ("/v1/completions", ASK | {"logprobs": 1}),
+        ("/v1/completions", ASK | {"diffusion": {"steps": 7}}),
+        ("/v1/completions", ASK | {"n": 17, "prompt": ["1", "2"]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
+    ],
+)
+def test_a_refusal_has_one_full_stop(client, path, body):
+    assert not assert_error(client.post(path, json=body), 400)["message"].endswith("..")

@@ -26,8 +26,8 @@ from benchmarks.service.deployment import ROLES, Deployed, Policies, Publisher, 
 from benchmarks.service.load import Judge
 from deploy.errors import UserError
 from deploy.job.orphans import descendants
+from deploy.requests.body import CompletionRequest
 from deploy.service import deploy_source
-from deploy.service.api.requests import CompletionRequest
 from deploy.service.source import Source
 from tests.deploy.service.asking import ASK, TOKEN, Asker, call, is_up, wait_until
 
@@ -136,7 +136,7 @@ def check_answers(answers, service, make_sampler):
 def text_of(service, sampler, ask):
     """What a sampler by itself says to a body."""
     plan = service.planner.plan(CompletionRequest(**ask))
-    completion = sampler.generate(plan.job.requests)[0]
+    completion = sampler.generate(plan.requests)[0]
     return service.codec.decode(completion.token_ids[: completion.num_tokens].tolist())
 
 

@@ -1,18 +1,17 @@
 """What a request leaves out: it comes from the command's options, then from the checkpoint's run, then from d1.
 
-Everything here goes by the keys of a request's line: `steps` is `SamplingParams.num_denoise_steps`.
+Everything here goes by the sampler's keys, as `parameters.py` has them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
+from deploy.requests.parameters import Values, values_of
 from rollout.request import PARAMETER_OF, Cache, SamplingParams, Schedule
-
-Values = Mapping[str, Any]
 
 _SCHEDULE_OF = {name: str(schedule) for schedule, name in PARAMETER_OF.items()}
 _TAKES: dict[str, tuple[str, ...]] = {schedule: (name,) for schedule, name in PARAMETER_OF.items()}
@@ -24,19 +23,19 @@ class Defaults:
     """How a checkpoint is sampled if nothing else is said: at temperature 0."""
 
     values: Values
-    """By the line's keys."""
+    """By the sampler's keys."""
     room: int | None
     """Tokens that a canvas may have, where the default length is cut to them; None leaves the length as it is."""
 
     @classmethod
     def of_run(cls, sampling: SamplingParams) -> Defaults:
         """As the run sampled when it was evaluated."""
-        return cls(values=_line_values(sampling), room=None)
+        return cls(values=_at_temperature_0(sampling), room=None)
 
     @classmethod
     def of_policy(cls, max_sequence_length: int) -> Defaults:
         """d1's own, no longer than the policy takes."""
-        return cls(values=_line_values(SamplingParams()), room=max_sequence_length)
+        return cls(values=_at_temperature_0(SamplingParams()), room=max_sequence_length)
 
     def complete(self, layers: Sequence[Values], num_prompt_tokens: int) -> dict[str, Any]:
         """The values of a request that gives some of them; of two layers the later counts."""
@@ -76,9 +75,8 @@ def _named(schedule: str | None, parameters: list[str]) -> str:
     return _SCHEDULE_OF[parameters[0]]
 
 
-def _line_values(sampling: SamplingParams) -> dict[str, Any]:
-    values = sampling.model_dump(mode="json", exclude_none=True) | {"temperature": 0.0}
-    return {"steps" if name == "num_denoise_steps" else name: value for name, value in values.items()}
+def _at_temperature_0(sampling: SamplingParams) -> dict[str, Any]:
+    return values_of(sampling) | {"temperature": 0.0}
 
 
 def _fitting(values: Values, is_block_given: bool, room: int) -> int:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, field_validator, model_validator
 
-from deploy.service.errors import ServiceError
-from rollout.request import Schedule
+from deploy.requests.base import LARGEST, Body, is_id, whole
+from deploy.requests.diffusion import Constraints, Diffusion
+from deploy.requests.parameters import SAMPLING_KEYS, Values
+from deploy.requests.refusals import RequestError
+from learner.keys import fold
 
 MAX_CHOICES = 32
 """Completions of one request."""
@@ -21,10 +22,6 @@ four times as many."""
 MAX_MESSAGES = 256
 MAX_PARTS = 256
 """Parts of one message."""
-MAX_CONSTRAINTS = 4096
-"""Token ids that are forbidden, and slots that are given."""
-_LARGEST = 2**31 - 1
-_HALF = re.compile("[\ud800-\udfff]")
 
 # OpenAI's and vLLM's fields that this service cannot serve, with the values beside null that ask for nothing.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -69,17 +66,6 @@ _UNSUPPORTED_OF_MESSAGES: dict[str, tuple[Any, ...]] = {
     "tool_calls": ([],),
 }
 _UNSUPPORTED_PARTS = ("file", "image_url", "input_audio", "refusal")
-_WHY = {
-    "logprobs": "a diffusion policy commits tokens in any order and has no autoregressive log-probabilities",
-    "top_logprobs": "a diffusion policy commits tokens in any order and has no autoregressive log-probabilities",
-    "echo": "it serves to ask for log-probabilities of the prompt, which a diffusion policy does not have",
-}
-
-
-def _whole(text: str) -> str:
-    if _HALF.search(text):
-        raise ValueError("has half of a surrogate pair, which is no text")
-    return text
 
 
 def _check_texts(texts: list[str]) -> None:
@@ -87,77 +73,13 @@ def _check_texts(texts: list[str]) -> None:
     if sum(map(len, texts)) > MAX_CHARACTERS:
         raise ValueError(f"must have at most {MAX_CHARACTERS} characters in all")
     for text in texts:
-        _whole(text)
+        whole(text)
 
 
-class _Body(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True, protected_namespaces=())
-    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-    """Fields that are refused by name, with the values that ask for nothing."""
-    place: ClassVar[str] = ""
-    """What stands before the name."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _given(cls, values: Any) -> Any:
-        """What is null is left out: clients send null for what they do not ask for."""
-        if not isinstance(values, Mapping):
-            return values
-        given = {name: value for name, value in values.items() if value is not None}
-        for name, neutral in cls.unsupported.items():
-            if name in given and not _asks_nothing(given.pop(name), neutral):
-                field, why = cls.place + name, _WHY.get(name, "this service does not do that")
-                raise ServiceError(400, f"`{field}` is not supported: {why}.", "unsupported_parameter", param=field)
-        return given
-
-
-class Constraints(_Body):
-    """What the policy must and must not write."""
-
-    forbidden_ids: Annotated[list[int], Field(max_length=MAX_CONSTRAINTS)] = []
-    """Token ids that are never committed."""
-    fixed: Annotated[dict[str, int], Field(max_length=MAX_CONSTRAINTS)] = {}
-    """Tokens that are given: slot of the completion, counted from 0, to token id."""
-
-    @field_validator("fixed", mode="before")
-    @classmethod
-    def _fixed(cls, fixed: Any) -> Any:
-        # pydantic would look at all of them, and name the field by what the client wrote.
-        if not isinstance(fixed, dict) or len(fixed) > MAX_CONSTRAINTS or not all(map(_is_id, fixed.values())):
-            raise ValueError(f"must be at most {MAX_CONSTRAINTS} slots with a token id each")
-        return fixed
-
-
-class Diffusion(_Body):
-    """How a completion is denoised; what is left out is as the policy was trained."""
-
-    steps: Annotated[int, Field(ge=1, le=_LARGEST)] | None = None
-    """Denoise steps of the whole completion."""
-    gen_length: Annotated[int, Field(ge=1, le=_LARGEST)] | None = None
-    """Slots of the completion, in tokens."""
-    block_length: Annotated[int, Field(ge=1, le=_LARGEST)] | None = None
-    """Slots that are denoised together."""
-    threshold: float | None = None
-    """Probability above which a slot is committed; it names the schedule `threshold`."""
-    factor: float | None = None
-    """Of the schedule `factor`."""
-    entropy_bound: float | None = None
-    """Of the schedule `entropy_bound`, in nats."""
-    remasking: Annotated[str, Field(max_length=32, json_schema_extra={"enum": [*Schedule]})] | None = None
-    """The schedule."""
-    cfg_scale: float | None = None
-    """Classifier-free guidance; 0 is none."""
-    constraints: Constraints = Constraints()
-    stream: Literal["committed", "canvas"] = "committed"
-    """What a stream shows: finished blocks, which stay; or the whole canvas again after every step."""
-    return_step_map: bool = False
-    """Whether each choice comes with the step and the confidence of each of its tokens."""
-
-
-class StreamOptions(_Body):
+class StreamOptions(Body):
     """OpenAI's."""
 
-    unsupported = {"include_obfuscation": (False,)}
+    unsupported: ClassVar = {"include_obfuscation": (False,)}
     place = "stream_options."
 
     include_usage: bool = False
@@ -169,19 +91,19 @@ _Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 _Prompt = Annotated[str, Field(max_length=MAX_CHARACTERS)]
 
 
-class Ask(_Body):
+class Ask(Body):
     """What completions and chat have in common. What this service cannot do is refused by name."""
 
     unsupported = _UNSUPPORTED
 
     model: Annotated[str, Field(max_length=200)] | None = None
     """`policy`, `policy@v000012`, `base` or the run's name; left out: `policy`."""
-    max_tokens: Annotated[int, Field(ge=1, le=_LARGEST)] | None = None
+    max_tokens: Annotated[int, Field(ge=1, le=LARGEST)] | None = None
     """The text has at most so many tokens. The canvas has `diffusion.gen_length` slots whatever is asked here."""
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
     """Of the law that tokens are drawn from. By default 0, as in the held-out evaluation: the most probable token."""
     top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
-    top_k: Annotated[int, Field(ge=0, le=_LARGEST)] | None = None
+    top_k: Annotated[int, Field(ge=0, le=LARGEST)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     """Completions of each prompt."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
@@ -203,7 +125,7 @@ class Ask(_Body):
         if len(stops) > MAX_STOPS or not all(_is_text(one) and 1 <= len(one) <= MAX_STOP_LENGTH for one in stops):
             raise ValueError(f"must be at most {MAX_STOPS} strings of 1 to {MAX_STOP_LENGTH} characters")
         for one in stops:
-            _whole(one)
+            whole(one)
         return stop
 
     @model_validator(mode="after")
@@ -215,8 +137,8 @@ class Ask(_Body):
         }
         for field, is_asked in asked.items():
             if is_asked and not self.stream:
-                message = f"`{field}` says what a stream shows; ask for one with `stream: true`, or leave it out."
-                raise ServiceError(400, message, "invalid_value", param=field)
+                message = f"`{field}` says what a stream shows; ask for one with `stream: true`, or leave it out"
+                raise RequestError(message, param=field)
         return self
 
     @property
@@ -235,6 +157,29 @@ class Ask(_Body):
         return self.n or 1
 
     @property
+    def layers(self) -> list[Values]:
+        """What it says of how to denoise, by the sampler's keys; of two layers the later counts."""
+        diffusion = self.diffusion
+        found = dict(self) | dict(diffusion) | dict(diffusion.constraints) | {"schedule": diffusion.remasking}
+        given = {key: found[key] for key in PLACES if key in SAMPLING_KEYS and found[key] not in (None, [])}
+        # Guidance has no cached forward, and a body has no word for caches.
+        return [given | {"cache": "none"} if diffusion.cfg_scale else given]
+
+    @property
+    def fixed(self) -> dict[str, int]:
+        """Tokens that are given inside the completion, by slot."""
+        return self.diffusion.constraints.fixed
+
+    @property
+    def names(self) -> dict[str, str]:
+        """What the author calls the sampler's fields."""
+        return PLACES
+
+    def seeds(self, key: int) -> list[int]:
+        """The seeds of all choices, prompt by prompt."""
+        return [fold(key, index, choice) for index in range(self.num_prompts) for choice in range(self.num_choices)]
+
+    @property
     def shows_canvas(self) -> bool:
         """Whether the stream is of canvases."""
         return self.diffusing or self.diffusion.stream == "canvas"
@@ -250,6 +195,19 @@ class Ask(_Body):
         return self.stream_options is not None and self.stream_options.include_usage
 
 
+def _places() -> dict[str, str]:
+    models: dict[str, type[Body]] = {"": Ask, "diffusion.": Diffusion, "diffusion.constraints.": Constraints}
+    places = {name: f"{place}{name}" for place, model in models.items() for name in model.model_fields}
+    places |= {"schedule": places["remasking"], "fixed_tokens": places["fixed"], "prompt_ids": "prompt"}
+    return {
+        key: place for key, place in places.items() if key in (*SAMPLING_KEYS, "fixed_tokens", "prompt_ids", "seed")
+    }
+
+
+PLACES = _places()
+"""Where a body has the sampler's fields."""
+
+
 class CompletionRequest(Ask):
     """`POST /v1/completions`."""
 
@@ -261,17 +219,15 @@ class CompletionRequest(Ask):
     )
     """A string is the user's turn of a conversation: the policy was trained on its chat template, so the template is
     applied. A list of token ids is the prompt itself, nothing added. A list of either is as many prompts."""
-    suffix: Annotated[str, Field(max_length=65536), AfterValidator(_whole)] | None = None
+    suffix: Annotated[str, Field(max_length=65536), AfterValidator(whole)] | None = None
     """What follows the completion (infill). The prompt is then text, and no user's turn."""
 
     @field_validator("prompt", mode="before")
     @classmethod
     def _prompt(cls, prompt: Any) -> Any:
-        is_list = isinstance(prompt, list) and bool(prompt)
-        if is_list and len(prompt) > MAX_CHOICES and not _is_id(prompt[0]):
+        if isinstance(prompt, list) and len(prompt) > MAX_CHOICES and not is_id(prompt[0]):
             raise ValueError(f"must be at most {MAX_CHOICES} prompts")
-        of_one_kind = is_list and any(all(is_one(p) for p in prompt) for is_one in (_is_text, _is_id, _is_ids))
-        if not isinstance(prompt, str) and not of_one_kind:
+        if not is_prompt(prompt):
             raise ValueError("must be a string, a list of strings or a list of token ids, and not empty")
         _check_texts([prompt] if isinstance(prompt, str) else [text for text in prompt if isinstance(text, str)])
         return prompt
@@ -288,7 +244,7 @@ class CompletionRequest(Ask):
         return len(self.prompts)
 
 
-class TextPart(_Body):
+class TextPart(Body):
     """A part of a message; text is the only kind."""
 
     type: Literal["text"]
@@ -298,15 +254,15 @@ class TextPart(_Body):
     @classmethod
     def _type(cls, kind: Any) -> Any:
         if kind in _UNSUPPORTED_PARTS:
-            message = f"`messages.content` has a part of the type `{kind}`; this service reads text only."
-            raise ServiceError(400, message, "unsupported_parameter", param="messages.content")
+            message = f"`messages.content` has a part of the type `{kind}`; this service reads text only"
+            raise RequestError(message, "unsupported_parameter", param="messages.content")
         return kind
 
 
 _Parts = Annotated[list[TextPart], Field(max_length=MAX_PARTS)]
 
 
-class Message(_Body):
+class Message(Body):
     """A turn of a conversation."""
 
     unsupported = _UNSUPPORTED_OF_MESSAGES
@@ -347,7 +303,7 @@ class ChatRequest(Ask):
     """`POST /v1/chat/completions`."""
 
     messages: _Conversation
-    max_completion_tokens: Annotated[int, Field(ge=1, le=_LARGEST)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, le=LARGEST)] | None = None
     """The newer name of `max_tokens`."""
 
     @property
@@ -360,13 +316,13 @@ def _with(name: str, kind: str) -> dict[str, Any]:
     return {"required": [name], "properties": {name: {"type": kind}}}
 
 
-class TokenizeRequest(_Body):
+class TokenizeRequest(Body):
     """`POST /tokenize`: text as it is, or a conversation as the policy reads it."""
 
     model_config = ConfigDict(json_schema_extra={"oneOf": [_with("prompt", "string"), _with("messages", "array")]})
 
     model: str | None = None
-    prompt: Annotated[_Prompt, AfterValidator(_whole)] | None = None
+    prompt: Annotated[_Prompt, AfterValidator(whole)] | None = None
     messages: _Conversation | None = None
 
     @model_validator(mode="after")
@@ -376,25 +332,24 @@ class TokenizeRequest(_Body):
         return self
 
 
-class DetokenizeRequest(_Body):
+class DetokenizeRequest(Body):
     """`POST /detokenize`."""
 
     model: str | None = None
     tokens: Annotated[list[int], Field(max_length=65536)]
 
 
-def _asks_nothing(value: Any, neutral: tuple[Any, ...]) -> bool:
-    # To Python False is 0, but `logprobs: 0` asks for log-probabilities.
-    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral)
+def is_prompt(value: Any) -> bool:
+    """Whether it is a text, token ids, or a list of either."""
+    kinds = (_is_text, is_id, _is_ids)
+    return _is_text(value) or (
+        isinstance(value, list) and bool(value) and any(all(map(is_one, value)) for is_one in kinds)
+    )
 
 
 def _is_text(value: Any) -> bool:
     return type(value) is str
 
 
-def _is_id(value: Any) -> bool:
-    return type(value) is int
-
-
 def _is_ids(value: Any) -> bool:
-    return type(value) is list and bool(value) and all(map(_is_id, value))
+    return type(value) is list and bool(value) and all(map(is_id, value))

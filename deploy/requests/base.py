@@ -1,0 +1,59 @@
+"""What all bodies of requests share: null is as left out, and what cannot be served is refused by name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, model_validator
+
+from deploy.requests.refusals import RequestError
+
+LARGEST = 2**31 - 1
+_HALF = re.compile("[\ud800-\udfff]")
+_WHY = {
+    "logprobs": "a diffusion policy commits tokens in any order and has no autoregressive log-probabilities",
+    "top_logprobs": "a diffusion policy commits tokens in any order and has no autoregressive log-probabilities",
+    "echo": "it serves to ask for log-probabilities of the prompt, which a diffusion policy does not have",
+}
+
+
+class Body(BaseModel):
+    """An object of a request."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True, protected_namespaces=())
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    """Fields that are refused by name, with the values that ask for nothing."""
+    place: ClassVar[str] = ""
+    """What stands before the name."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _given(cls, values: Any) -> Any:
+        """What is null is left out: clients send null for what they do not ask for."""
+        if not isinstance(values, Mapping):
+            return values
+        given = {name: value for name, value in values.items() if value is not None}
+        for name, neutral in cls.unsupported.items():
+            if name in given and not _asks_nothing(given.pop(name), neutral):
+                field, why = cls.place + name, _WHY.get(name, "this service does not do that")
+                raise RequestError(f"`{field}` is not supported: {why}", "unsupported_parameter", param=field)
+        return given
+
+
+def whole(text: str) -> str:
+    """The text. Raises ValueError where it has half of a surrogate pair."""
+    if _HALF.search(text):
+        raise ValueError("has half of a surrogate pair, which is no text")
+    return text
+
+
+def is_id(value: Any) -> bool:
+    """Whether it is a whole number, as token ids are."""
+    return type(value) is int
+
+
+def _asks_nothing(value: Any, neutral: tuple[Any, ...]) -> bool:
+    # To Python False is 0, but `logprobs: 0` asks for log-probabilities.
+    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral)

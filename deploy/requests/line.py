@@ -1,0 +1,156 @@
+"""A line of `d1 sample --requests`: a body of the HTTP API, or the same in the sampler's own keys."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import Any
+
+from pydantic import ValidationError, field_validator
+from pydantic_core import PydanticCustomError
+
+from deploy.requests.body import PLACES, Ask, ChatRequest, CompletionRequest, Message, is_prompt
+from deploy.requests.diffusion import Shorthand
+from deploy.requests.parameters import SAMPLING_KEYS, Values
+from deploy.requests.refusals import RequestError, refusal_of
+
+_PROMPTS = ("prompt", "messages", "prompt_ids")
+# Keys of a recipe that people write here.
+_OTHER_NAMES = {"num_denoise_steps": "steps", "num_steps": "steps"}
+
+
+class Line(Shorthand, Ask):
+    """What both kinds of lines have in common."""
+
+    @property
+    def shorthand(self) -> dict[str, Any]:
+        """What the sampler's own keys say of how to denoise."""
+        return {key: value for key in SAMPLING_KEYS if (value := getattr(self, key)) is not None}
+
+    @property
+    def layers(self) -> list[Values]:
+        """As of `Ask`; the sampler's own keys count more than the body's."""
+        return [*super().layers, self.shorthand]
+
+    @property
+    def fixed(self) -> dict[str, int]:
+        """As of `Ask`."""
+        return super().fixed | (self.fixed_tokens or {})
+
+    @property
+    def names(self) -> dict[str, str]:
+        """As of `Ask`: what is given, by the name that it is given by."""
+        body = {key: PLACES.get(key, key) for key in super().layers[0]}
+        own = {key: key for key in Shorthand.model_fields if getattr(self, key) is not None}
+        if super().fixed:
+            body["fixed_tokens"] = PLACES["fixed_tokens"]
+        return {"prompt_ids": "messages" if isinstance(self, ChatRequest) else "prompt"} | body | own
+
+    def seeds(self, key: int) -> list[int]:
+        """As of `Ask`; a single completion is keyed by the seed itself."""
+        return [key] if self.num_prompts * self.num_choices == 1 else super().seeds(key)
+
+
+class CompletionLine(Line, CompletionRequest):
+    """A line with a prompt."""
+
+    prompt: Any = None
+    """As of `CompletionRequest`, of any length."""
+
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _prompt(cls, prompt: Any) -> Any:
+        if not is_prompt(prompt):
+            raise PydanticCustomError("prompt_type", "Input should be text, token ids or a list of either")
+        return prompt
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """As of `CompletionRequest`."""
+        return super().prompts if self.prompt_ids is None else [self.prompt_ids]
+
+
+class LineMessage(Message):
+    """A turn of a conversation, of whatever role the chat template knows."""
+
+    role: str  # type: ignore[assignment]  # wider than a body's
+
+    @property
+    def turn(self) -> dict[str, str]:
+        """As of `Message`, the role as it is."""
+        return {"role": self.role, "content": self.text}
+
+
+class ChatLine(Line, ChatRequest):
+    """A line with a conversation."""
+
+    messages: list[LineMessage]  # type: ignore[assignment]  # wider than a body's
+    """As of `ChatRequest`, of any length."""
+
+
+_KEYS = dict.fromkeys(("id", *_PROMPTS, *Shorthand.model_fields, *CompletionLine.model_fields, *ChatLine.model_fields))
+
+
+def parse_object(data: bytes) -> dict[str, Any]:
+    """The JSON object of a line. Raises RequestError."""
+    try:
+        found = json.loads(
+            data.decode("utf-8"), object_pairs_hook=_object, parse_constant=_constant, parse_float=_float
+        )
+    except UnicodeDecodeError as error:
+        raise RequestError(f"it is not UTF-8: byte {error.start} is {data[error.start]:#04x}") from error
+    except json.JSONDecodeError as error:
+        raise RequestError(f"it is not JSON: {error.msg} at character {error.colno}") from error
+    except RecursionError as error:
+        raise RequestError("it is not JSON that a request needs: it is nested too deeply") from error
+    except ValueError as error:
+        # Python reads no number of thousands of digits.
+        raise RequestError("it is not JSON that a request needs: a number has too many digits") from error
+    if not isinstance(found, dict):
+        raise RequestError("it is no JSON object; a request is {...} with a prompt and what is asked of it")
+    return found
+
+
+def read_line(data: Mapping[str, Any], names: Mapping[str, str] | None = None) -> CompletionLine | ChatLine:
+    """The request of keys and values; in a refusal they have the `names`. Raises RequestError."""
+    for key in data:
+        if key not in _KEYS and key not in Ask.unsupported:
+            raise RequestError(_unknown_key(key))
+    given = [key for key in _PROMPTS if data.get(key) is not None]
+    if not given:
+        raise RequestError("there is no prompt; give prompt, messages or prompt_ids")
+    if len(given) > 1:
+        raise RequestError(f"{' and '.join(given)} are given; one of them is the prompt, leave the other out")
+    kind = ChatLine if given == ["messages"] else CompletionLine
+    try:
+        return kind.model_validate(data)
+    except ValidationError as error:
+        raise refusal_of(error, kind, names) from error
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise RequestError(f"{key} is given twice; leave one out")
+        found[key] = value
+    return found
+
+
+def _constant(name: str) -> float:
+    raise RequestError(f"it is not JSON: {name} is no number there")
+
+
+def _float(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise RequestError(f"the number {text[:20]} is too large")
+    return value
+
+
+def _unknown_key(key: str) -> str:
+    if guess := _OTHER_NAMES.get(key) or next(iter(get_close_matches(key, _KEYS, n=1)), None):
+        return f"{key} is no key of a request; did you mean {guess}?"
+    return f"{key} is no key of a request, which has {', '.join(_KEYS)}"

@@ -1,0 +1,171 @@
+"""The planner: makes of a body, or of a line of `d1 sample`, what the sampler takes, or says why not."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from pydantic import ValidationError
+
+from deploy.recipe.refusals import shortened
+from deploy.requests.body import MAX_CHOICES, Ask, ChatRequest, CompletionRequest
+from deploy.requests.defaults import Defaults
+from deploy.requests.parameters import Values, sampler_names, to_params
+from deploy.requests.refusals import RequestError, refusal_of
+from learner.model.config import TransformerConfig
+from rollout.field_error import FieldError
+from rollout.request import Request, SamplingParams, check_request
+
+_SLOT = re.compile("0|[1-9][0-9]{0,17}")
+
+
+class Codec(Protocol):
+    """How a policy reads. What it does not read it refuses, by an error of its own or a FieldError of `prompt_ids`."""
+
+    @property
+    def config(self) -> TransformerConfig:
+        """The shape of the policy."""
+
+    @property
+    def eos_id(self) -> int:
+        """What ends a text."""
+
+    def encode_turn(self, text: str) -> list[int]:
+        """The prompt of a user's turn."""
+
+    def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        """The prompt of a conversation."""
+
+    def encode_text(self, text: str, param: str) -> list[int]:
+        """The ids of a text by itself, which is the field `param`."""
+
+    def check_ids(self, ids: Sequence[int], param: str) -> list[int]:
+        """Ids that may be a prompt, which is the field `param`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """What the sampler is asked for, and what the answer needs to know."""
+
+    requests: tuple[Request, ...]
+    """One for each choice."""
+    num_prompt_tokens: int
+    """Of all prompts, the chat template included."""
+    most_tokens: int
+    """Tokens of each text, at most."""
+    stops: tuple[str, ...]
+    """A text ends before the first of these."""
+    num_gap_slots: int | None
+    """Infill: slots before the suffix; None where there is no suffix."""
+    returns_step_map: bool
+    """Whether each choice comes with its steps and confidences."""
+    shows_canvas: bool
+    """Whether a stream is of canvases."""
+    includes_usage: bool
+    """Whether a stream ends with the usage."""
+
+    @property
+    def params(self) -> SamplingParams:
+        """How the choices are denoised; all alike."""
+        return self.requests[0].params
+
+
+class Planner:
+    """Makes the plans of one policy."""
+
+    def __init__(self, codec: Codec, defaults: Defaults, given: Values | None = None, seed: int | None = None) -> None:
+        """Plan for a policy.
+
+        Args:
+            codec: how it reads.
+            defaults: how it is sampled if nothing else is said.
+            given: what is said of all requests, before what they say themselves.
+            seed: of requests without one; None draws one for each.
+        """
+        self._codec, self._defaults, self._given, self._seed = codec, defaults, given or {}, seed
+
+    def plan(self, ask: Ask, names: Mapping[str, str] | None = None) -> Plan:
+        """What a body asks for. Raises RequestError, with `names` for the fields; by default those of the body."""
+        # Before anything is tokenized, which takes time.
+        if ask.num_prompts * ask.num_choices > MAX_CHOICES:
+            raise RequestError(f"A request has at most {MAX_CHOICES} choices: `n` times its prompts", param="n")
+        try:
+            return self._plan(ask)
+        except (FieldError, ValidationError) as error:
+            raise refusal_of(error, SamplingParams, sampler_names(names or ask.names)) from error
+
+    def check(self, request: Request) -> None:
+        """Raise FieldError for what the policy cannot serve."""
+        check_request(request, self._codec.config)
+
+    def _plan(self, ask: Ask) -> Plan:
+        prompts = self._prompts(ask)
+        layers, fixed, gap = [self._given, *ask.layers], _fixed(ask.fixed), None
+        if isinstance(ask, CompletionRequest) and ask.suffix is not None:
+            layers, fixed, gap = self._with_suffix(ask, ask.suffix, layers, fixed)
+        seed = ask.seed if ask.seed is not None else self._seed
+        seeds = ask.seeds(secrets.randbits(63) if seed is None else seed)
+        choices = [ids for ids in prompts for _ in range(ask.num_choices)]
+        requests = tuple(self._request(ids, layers, fixed, seed) for ids, seed in zip(choices, seeds, strict=True))
+        length = requests[0].params.gen_length if gap is None else gap
+        return Plan(
+            requests=requests,
+            num_prompt_tokens=sum(map(len, prompts)),
+            most_tokens=min(ask.most_tokens or length, length),
+            stops=ask.stops,
+            num_gap_slots=gap,
+            returns_step_map=ask.diffusion.return_step_map,
+            shows_canvas=ask.shows_canvas,
+            includes_usage=ask.includes_usage,
+        )
+
+    def _prompts(self, ask: Ask) -> list[list[int]]:
+        if isinstance(ask, ChatRequest):
+            return [self._codec.encode_chat([message.turn for message in ask.messages])]
+        assert isinstance(ask, CompletionRequest), "there are two kinds"
+        return [self._prompt(prompt, is_infill=ask.suffix is not None) for prompt in ask.prompts]
+
+    def _prompt(self, prompt: str | list[int], *, is_infill: bool) -> list[int]:
+        if not isinstance(prompt, str):
+            return self._codec.check_ids(prompt, "prompt")
+        return self._codec.encode_text(prompt, "prompt") if is_infill else self._codec.encode_turn(prompt)
+
+    def _with_suffix(
+        self, ask: CompletionRequest, suffix: str, layers: list[Values], fixed: dict[int, int]
+    ) -> tuple[list[Values], dict[int, int], int]:
+        """Infill: the gap, then the suffix, then ends of text up to a whole block."""
+        if any("gen_length" in layer for layer in ask.layers):
+            raise FieldError("`{gen_length}` follows from `max_tokens` and `suffix`; leave it out")
+        suffix_ids = self._codec.encode_text(suffix, "suffix")
+        complete = self._defaults.complete(layers, 1)
+        block = max(1, int(complete["block_length"]))
+        gap = ask.most_tokens or int(complete["gen_length"])
+        length = -(-(gap + len(suffix_ids)) // block) * block
+        most = self._codec.config.max_sequence_length
+        if length > most:
+            sentence = f"The suffix has {len(suffix_ids) + gap} tokens; this policy reads at most {most}"
+            raise RequestError(sentence, "context_length_exceeded", param="suffix")
+        padding = [self._codec.eos_id] * (length - gap - len(suffix_ids))
+        if taken := [slot for slot in fixed if slot >= gap]:
+            raise FieldError(f"`{{fixed_tokens}}` has slot {min(taken)}; the suffix follows slots 0 to {gap - 1}")
+        # An end of text inside the gap ends nothing: the text goes on with the suffix.
+        canvas = {"gen_length": length, "stop_ids": ()}
+        return [*layers, canvas], fixed | dict(enumerate([*suffix_ids, *padding], start=gap)), gap
+
+    def _request(self, ids: list[int], layers: Sequence[Values], fixed: dict[int, int], seed: int) -> Request:
+        params = to_params(self._defaults.complete(layers, len(ids)))
+        request = Request(prompt_ids=tuple(ids), params=params, seed=seed, fixed_tokens=fixed)
+        self.check(request)
+        return request
+
+
+def _fixed(given: Mapping[str, int]) -> dict[int, int]:
+    for slot in given:
+        if not _SLOT.fullmatch(slot):
+            raise FieldError(
+                "{fixed_tokens} has slot {slot}; slots are whole numbers from 0", slot=shortened(repr(slot))
+            )
+    return {int(slot): token for slot, token in given.items()}
