@@ -21,9 +21,9 @@ import pytest
 import ray
 from safetensors.torch import load_file
 
+from actors.checkpoints.selection import read_position
 from actors.coordination.timeline import TIMELINE, num_rounds, read_trace
 from actors.run_log import read_events
-from actors.training.checkpoints import read_position
 from actors.weights import make_manifest
 from learner.model.checkpoint import load_policy
 

@@ -8,10 +8,10 @@ import secrets
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from actors.checkpoints.selection import checkpoints_to_answer
 from actors.registry.registry import NOTHING_HELD, AdminState, PolicyVersion, Registry
 from actors.run_log import CHECKPOINTS, Event, began_at, read_events
 from actors.spec import Phase
-from actors.training.checkpoints import checkpoints_to_answer
 
 ADMIN = "admin.json"
 

@@ -7,11 +7,12 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from actors.checkpoints import writing as checkpointing
+from actors.checkpoints.selection import Position
+from actors.checkpoints.writing import Checkpointer
 from actors.messages import Generation, Next, ScoredPortion
 from actors.spec import Phase, RunSpec
-from actors.training import checkpointing, evaluation, publication
-from actors.training.checkpointing import Checkpointer
-from actors.training.checkpoints import Position
+from actors.training import evaluation, publication
 from actors.training.ending import Decision, Pulse, decided
 from actors.training.evaluation import Evaluator
 from actors.training.publication import Publisher

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from actors.checkpoints.selection import Position
 from actors.spec import Phase
-from actors.training.checkpoints import Position
 from actors.training.context import RunContext
 from actors.training.ending import Limit
 from actors.training.sft import SftSteps, labels, resume_adapter

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from actors.checkpoints.selection import Position
 from actors.messages import Generation, Next
 from actors.spec import Phase, RunSpec
-from actors.training.checkpoints import Position
 from actors.training.publication import Publisher
 from learner.parallel.ranks import Ranks
 

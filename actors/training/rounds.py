@@ -8,9 +8,9 @@ from dataclasses import fields, replace
 from safetensors.torch import load_file
 from torch import Tensor
 
+from actors.checkpoints.selection import Position
 from actors.messages import Next, ScoredPortion
 from actors.spec import Phase, sampler_facts
-from actors.training.checkpoints import Position
 from actors.training.collate import collate
 from actors.training.context import RunContext
 from actors.training.ending import StopRequestedError

@@ -6,9 +6,9 @@ from dataclasses import asdict, replace
 
 from safetensors.torch import load_file
 
+from actors.checkpoints.selection import Position
 from actors.plan import RunPlan
 from actors.spec import Phase
-from actors.training.checkpoints import Position
 from actors.training.context import RunContext
 from actors.training.ending import Limit, StopRequestedError, Stopwatch
 from actors.training.sft_data import SftData, load_sft_data

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from actors.checkpoints.selection import FoundCheckpoint, Position, newest_checkpoint, to_go_on
 from actors.spec import Phase, RunSpec
-from actors.training.checkpoints import FoundCheckpoint, Position, newest_checkpoint, to_go_on
 from learner.model.adapter import ADAPTER, Adapter, read_adapter
 from learner.model.checkpoint import load_policy, verify_checkpoint
 from learner.model.transformer import Transformer

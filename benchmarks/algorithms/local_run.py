@@ -12,11 +12,11 @@ from pathlib import Path
 
 import torch
 
+from actors.checkpoints.selection import Position
 from actors.grader import GraderWorker
 from actors.messages import ScoredPortion
 from actors.plan import RunPlan
 from actors.spec import Phase, sampler_facts
-from actors.training.checkpoints import Position
 from actors.training.collate import collate
 from actors.training.sft_data import load_sft_data
 from deploy.recipe.recipe import Recipe, Stages

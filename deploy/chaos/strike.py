@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from actors.checkpoints.selection import read_position
 from actors.run_log import CHECKPOINTS
-from actors.training.checkpoints import read_position
 from deploy.chaos.clock import MovableClock
 from deploy.chaos.driver import Driver
 from deploy.chaos.faults import Fault, Harm, Moment, Target

@@ -95,7 +95,7 @@ def newest_run(runs_dir: Path) -> Path:
 def newest_to_serve(runs_dir: Path) -> Path:
     """The run with the newest event of those that have a checkpoint to answer from. Raises UserError without one."""
     # It brings torch, for which `d1 runs` does not wait.
-    from actors.training.checkpoints import checkpoints_to_answer
+    from actors.checkpoints.selection import checkpoints_to_answer
 
     runs = sorted(_run_dirs(runs_dir), key=lambda path: (path / METRICS).stat().st_mtime, reverse=True)
     for directory in runs:

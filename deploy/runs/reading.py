@@ -7,8 +7,8 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from actors.checkpoints.selection import FoundCheckpoint, newest_checkpoint, to_answer
 from actors.run_log import CHECKPOINTS, RECIPE
-from actors.training.checkpoints import FoundCheckpoint, newest_checkpoint, to_answer
 from deploy.errors import UserError
 from deploy.printing import printable
 from deploy.recipe.recipe import Recipe

@@ -11,10 +11,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from actors.checkpoints.selection import Position
 from actors.plan import RunPlan
 from actors.run_log import CHECKPOINTS, RECIPE
 from actors.spec import Phase, RunSpec
-from actors.training.checkpoints import Position
 from actors.training.sft_data import load_sft_data
 from deploy.errors import UserError
 from deploy.recipe.overrides import load_recipe, resolved_yaml

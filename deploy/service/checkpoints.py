@@ -6,10 +6,10 @@ import math
 import time
 from pathlib import Path
 
+from actors.checkpoints.selection import STATE, Position, checkpoints_to_answer, read_position
 from actors.registry.registry import PolicyVersion
 from actors.run_log import CHECKPOINTS, read_events
 from actors.spec import Phase
-from actors.training.checkpoints import STATE, Position, checkpoints_to_answer, read_position
 from deploy.runs.reading import newest_to_answer
 from deploy.service.contract import BASE
 

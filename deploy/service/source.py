@@ -6,9 +6,9 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from actors.checkpoints.selection import checkpoints_to_answer
 from actors.registry.registry import PolicyVersion, Registry
 from actors.run_log import CHECKPOINTS
-from actors.training.checkpoints import checkpoints_to_answer
 from deploy.requests.defaults import Defaults
 from deploy.runs.reading import read_recipe
 from deploy.service.api.planner import Planner

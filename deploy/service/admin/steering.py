@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
+from actors.checkpoints.selection import read_position
 from actors.registry.files import write_admin
 from actors.registry.registry import POLICY, AdminState, EventKind, MalformedEntryError, PolicyVersion, Registry
-from actors.training.checkpoints import read_position
 from deploy.service.contract import EngineState
 
 PREPARE_TIMEOUT_S = 60.0

@@ -12,9 +12,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from actors.checkpoints.selection import checkpoints_to_answer
 from actors.registry.registry import PolicyVersion
 from actors.run_log import CHECKPOINTS, METRICS, RECIPE, SAMPLES
-from actors.training.checkpoints import checkpoints_to_answer
 from deploy.recipe.yaml_text import parse_yaml
 from deploy.service.api.replies import Run, RunEvents, Samples
 from deploy.service.checkpoints import Checkpoints

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import structlog
 
+from actors.checkpoints.selection import STATE, read_position
 from actors.registry.registry import PolicyVersion
-from actors.training.checkpoints import STATE, read_position
 from learner.model.checkpoint import MANIFEST, load_config, load_policy, verify_checkpoint
 from learner.model.families import make_model
 from rollout.config import EngineConfig

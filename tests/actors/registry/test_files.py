@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import redis
 
+from actors.checkpoints.selection import Position
 from actors.registry.files import history_of, read_admin, rebuild, write_admin
 from actors.registry.registry import NOTHING_HELD, AdminState, EventKind, PolicyVersion, Registry
 from actors.registry.server import ValkeyServer, free_port
 from actors.spec import Phase
-from actors.training.checkpoints import Position
 from learner.model.checkpoint import save_checkpoint
 from learner.model.transformer import Transformer
 

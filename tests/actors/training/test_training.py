@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from actors.checkpoints.selection import Position, checkpoints_to_answer, newest_checkpoint, to_go_on
 from actors.spec import Phase, RunSpec
-from actors.training.checkpoints import Position, checkpoints_to_answer, newest_checkpoint, to_go_on
 from actors.training.training import TrainingRun
 from learner.batch import RolloutBatch
 from learner.config import LearnerConfig
@@ -190,7 +190,7 @@ def test_half_of_an_sft_is_gone_on_from_and_never_answered_from(spec: RunSpec, t
 def test_a_checkpoint_that_cannot_be_written_is_left_out_and_one_that_ends_a_stage_is_waited_for(
     spec: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("actors.training.checkpointing._PAUSE_S", 0.01)
+    monkeypatch.setattr("actors.checkpoints.writing._PAUSE_S", 0.01)
     unevaluated = EvaluationConfig(num_problems=8)
     run = _spec(spec, tmp_path / "run", checkpoint_every_rounds=1, evaluation=unevaluated)
     refused = []
@@ -201,7 +201,7 @@ def test_a_checkpoint_that_cannot_be_written_is_left_out_and_one_that_ends_a_sta
             raise OSError("No space left on device")
         save_checkpoint(directory, *arguments, **more)
 
-    monkeypatch.setattr("actors.training.checkpointing.save_checkpoint", full_at_first)
+    monkeypatch.setattr("actors.checkpoints.writing.save_checkpoint", full_at_first)
     done = _run(run)
     assert refused == ["sft", "sft", "rl-000001"]
     assert {"sft", "rl-000002", "rl-000003", "control"} <= facts(run).keys()

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from actors.training.checkpoints import checkpoints_to_answer
+from actors.checkpoints.selection import checkpoints_to_answer
 from deploy.service.api import run_view
 from deploy.service.api.run_view import RunView
 

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from actors.checkpoints.selection import Position, checkpoint_name, prune
 from actors.spec import RunSpec
-from actors.training.checkpoints import Position, checkpoint_name, prune
 from learner.model.adapter import Adapter
 from learner.model.checkpoint import save_checkpoint
 from learner.parallel.ranks import Ranks

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.spec import Phase
-from actors.training.checkpoints import (
+from actors.checkpoints.selection import (
     Position,
     checkpoint_name,
     checkpoints_to_answer,
@@ -20,6 +19,7 @@ from actors.training.checkpoints import (
     to_answer,
     to_go_on,
 )
+from actors.spec import Phase
 from learner.model.checkpoint import save_checkpoint
 from learner.model.transformer import Transformer
 

@@ -1,0 +1,1 @@
+"""Checkpoints of a run: written whole, and chosen from."""
