@@ -7,11 +7,10 @@ import time
 from pathlib import Path
 
 from actors.checkpoints.selection import STATE, Position, checkpoints_to_answer, read_position
-from actors.registry.registry import PolicyVersion
+from actors.registry.registry import BASE, PolicyVersion
 from actors.run_log import CHECKPOINTS, read_events
 from actors.spec import Phase
 from deploy.runs.reading import newest_to_answer
-from deploy.service.contract import BASE
 
 _TTL_S = 5.0
 

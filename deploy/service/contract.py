@@ -10,9 +10,6 @@ from actors.registry.registry import AdminState, PolicyVersion
 from rollout.request import Committed, Completion, Progress, Request
 from rollout.score import Score
 
-POLICY, BASE = "policy", "base"
-"""Aliases of versions: the newest that serves, and what the rounds began with."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:

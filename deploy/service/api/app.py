@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp
 
-from actors.registry.registry import PolicyVersion
+from actors.registry.registry import POLICY, PolicyVersion
 from deploy.page.routes import page_router
 from deploy.requests.body import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from deploy.requests.planner import Plan
@@ -28,7 +28,7 @@ from deploy.service.api.run_view import MAX_SAMPLES, RunView
 from deploy.service.api.server_sent_events import ServerSentEvents
 from deploy.service.api.text_codec import TextCodec
 from deploy.service.api.writer import AnswerWriter, Events, as_json
-from deploy.service.contract import POLICY, Backend, EngineState
+from deploy.service.contract import Backend, EngineState
 from deploy.service.errors import ServiceError, install_handlers
 from deploy.service.gateway.access import MAX_BODY_BYTES, AccessControl
 from deploy.service.gateway.api_keys import ApiKeys

@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from actors.registry.registry import BASE, POLICY
 from deploy.requests import planner
 from deploy.requests.body import Ask
 from deploy.requests.defaults import Defaults
 from deploy.requests.planner import Plan
 from deploy.service.api.text_codec import TextCodec
-from deploy.service.contract import BASE, POLICY, Job
+from deploy.service.contract import Job
 from deploy.service.errors import ServiceError
 from rollout.request import Request
 

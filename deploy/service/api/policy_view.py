@@ -6,9 +6,9 @@ import asyncio
 import time
 from collections.abc import Sequence
 
-from actors.registry.registry import PolicyVersion
+from actors.registry.registry import BASE, POLICY, PolicyVersion
 from deploy.service.api import replies
-from deploy.service.contract import BASE, POLICY, Backend, EngineState
+from deploy.service.contract import Backend, EngineState
 from rollout.score import Score
 
 _FRESH_S = 0.2

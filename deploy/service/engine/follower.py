@@ -32,8 +32,16 @@ from pathlib import Path
 import structlog
 
 from actors.registry.files import rebuild
-from actors.registry.registry import NEWEST, NOTHING_HELD, MalformedEntryError, PolicyVersion, Registry, Standing
-from deploy.service.contract import POLICY, FollowerStatus
+from actors.registry.registry import (
+    NEWEST,
+    NOTHING_HELD,
+    POLICY,
+    MalformedEntryError,
+    PolicyVersion,
+    Registry,
+    Standing,
+)
+from deploy.service.contract import FollowerStatus
 from deploy.service.engine.loaded_version import (
     NoLongerWantedError,
     NoRoomError,

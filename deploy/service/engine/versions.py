@@ -11,8 +11,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from actors.registry.registry import PolicyVersion
-from deploy.service.contract import BASE, POLICY, RefusedVersion
+from actors.registry.registry import BASE, POLICY, PolicyVersion
+from deploy.service.contract import RefusedVersion
 from deploy.service.engine.loaded_version import (
     Canary,
     LoadedVersion,
