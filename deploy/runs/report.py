@@ -50,7 +50,9 @@ def _result_table(history: RunHistory) -> Table:
 
     table = Table(title=Text(printable(history.name)), caption=f"{duration(history.seconds)} in all")
     for heading in _HEADINGS:
-        table.add_column(heading, justify="left" if heading == "policy" else "right")
+        # On 80 columns words may wrap, and a number not.
+        is_wordy = heading in ("policy", "held-out accuracy")
+        table.add_column(heading, justify="left" if heading == "policy" else "right", no_wrap=not is_wordy)
     for row in _rows(history):
         table.add_row(*row.cells())
     return table

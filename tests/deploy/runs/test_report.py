@@ -11,8 +11,8 @@ from deploy.runs.report import result_markdown, result_tables
 Events = list[dict[str, Any]]
 
 
-def _printed(events: Events) -> str:
-    console = Console(width=120)
+def _printed(events: Events, width: int = 120) -> str:
+    console = Console(width=width)
     with console.capture() as capture:
         for table in result_tables(events):
             console.print(table)
@@ -37,6 +37,12 @@ def test_the_table_has_the_same_rows(events: Events) -> None:
     for row in result_markdown(events).splitlines()[2:6]:
         for cell in row.strip("| ").split(" | "):
             assert cell.strip() in text
+
+
+def test_no_number_is_broken_on_eighty_columns(events: Events) -> None:
+    slow = [event | {"seconds": 578.2} if event["event"] == "phase_end" else event for event in events]
+    text = _printed(slow, width=80)
+    assert all(whole in text for whole in ("45.6 to 54.4 %", "9 min 38 s", "12 rounds"))
 
 
 def test_stages_that_were_not_evaluated_are_left_out(events: Events) -> None:
