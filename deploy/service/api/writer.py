@@ -6,7 +6,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
-from typing import Any, Literal
+from typing import Any
 
 from actors.registry.registry import PolicyVersion
 from deploy.requests.planner import Plan
@@ -36,7 +36,6 @@ from deploy.service.errors import ServiceError
 Events = AsyncGenerator[Event, None]
 Answer = TextAnswer | ChatAnswer
 Part = TextPart | ChatPart
-FinishReason = Literal["stop", "length"] | None
 
 
 class AnswerWriter:
@@ -74,12 +73,18 @@ class AnswerWriter:
                         break
         if self._is_chat:
             replies = [
-                ChatChoice(message=Reply(role="assistant", content=choice.text), **self._end_of(index, choice))
+                ChatChoice(
+                    index=index,
+                    logprobs=None,
+                    message=Reply(role="assistant", content=choice.text),
+                    **self._end_of(choice),
+                )
                 for index, choice in enumerate(self._choices)
             ]
             return ChatAnswer(object="chat.completion", choices=replies, usage=self._usage(), **self._head())
         texts = [
-            TextChoice(text=choice.text, **self._end_of(index, choice)) for index, choice in enumerate(self._choices)
+            TextChoice(index=index, logprobs=None, text=choice.text, **self._end_of(choice))
+            for index, choice in enumerate(self._choices)
         ]
         return TextAnswer(object="text_completion", choices=texts, usage=self._usage(), **self._head())
 
@@ -98,11 +103,7 @@ class AnswerWriter:
             async with aclosing(events):
                 if self._is_chat:
                     role = Delta(role="assistant", content="")
-                    roles = [
-                        ChatPart(index=index, delta=role, logprobs=None, finish_reason=None)
-                        for index in range(len(self._choices))
-                    ]
-                    yield b"".join(self._chunk([part]) for part in roles)
+                    yield b"".join(self._chunk([self._part(index, role)]) for index in range(len(self._choices)))
                 if self._plan.shows_canvas:
                     yield b"".join(self._chunk([part]) for part in self._empty())
                 # What comes of one event goes out together: each write costs both sides a wake-up.
@@ -120,10 +121,9 @@ class AnswerWriter:
                 last += self._chunk([], usage=self._usage())
             yield last + b"data: [DONE]\n\n"
         except ServiceError as error:
-            yield _data(ErrorBody.model_validate(error.body))
+            yield _failure(error)
         except Exception:
-            failed = ServiceError(500, "The service failed; the failure is in its log.")
-            yield _data(ErrorBody.model_validate(failed.body))
+            yield _failure(ServiceError(500, "The service failed; the failure is in its log."))
             raise
 
     def _begin(self, policy: PolicyVersion | None) -> None:
@@ -134,13 +134,14 @@ class AnswerWriter:
         """Every canvas before its first denoise step."""
         for index, request in enumerate(self._plan.requests):
             slots = canvas_before(self._codec, request)
-            yield self._part(index, text_of_canvas(slots), diffusion=self._canvas(slots, 0))
+            yield self._part(index, Delta(content=text_of_canvas(slots)), diffusion=self._canvas(slots, 0))
 
     def _parts(self, event: Event) -> list[Part]:
         """What a chunk says of an event; nothing where there is nothing new."""
         if isinstance(event, CanvasSeen):
             slots, num_steps = canvas_of(self._codec, event.progress), event.progress.num_steps
-            return [self._part(event.choice, text_of_canvas(slots), diffusion=self._canvas(slots, num_steps))]
+            shown = Delta(content=text_of_canvas(slots))
+            return [self._part(event.choice, shown, diffusion=self._canvas(slots, num_steps))]
         assert isinstance(event, BlocksDone | Done), "the others come first or last"
         choice = self._choices[event.choice]
         if choice.is_finished:
@@ -148,33 +149,28 @@ class AnswerWriter:
         new = choice.take(event)
         if self._plan.shows_canvas:
             return [self._last_canvas(event.choice, choice)] if choice.is_finished else []
-        parts = [self._part(event.choice, new)] if new else []
-        if choice.is_finished:
-            said = {"diffusion": choice.step_map()} if self._plan.returns_step_map else {}
-            parts.append(self._part(event.choice, None, finish_reason=choice.finish_reason, **said))
-        return parts
+        parts = [self._part(event.choice, Delta(content=new))] if new else []
+        return [*parts, self._part(event.choice, Delta(), **self._end_of(choice))] if choice.is_finished else parts
 
     def _last_canvas(self, index: int, choice: ChoiceText) -> Part:
         num_steps = choice.num_forwards // (2 if self._plan.params.cfg_scale else 1)
-        step_map = dict(choice.step_map()) if self._plan.returns_step_map else {}
-        canvas = self._canvas(choice.canvas(), num_steps, **step_map)
-        return self._part(index, choice.text, finish_reason=choice.finish_reason, diffusion=canvas)
+        end = self._end_of(choice)
+        canvas = self._canvas(choice.canvas(), num_steps, **dict(end.get("diffusion", ())))
+        return self._part(index, Delta(content=choice.text), **end | {"diffusion": canvas})
 
-    def _part(self, index: int, content: str | None, *, finish_reason: FinishReason = None, **diffusion: Any) -> Part:
-        """A choice of a chunk; `content` is None where it has no more text."""
-        said = {"index": index, "logprobs": None, "finish_reason": finish_reason, **diffusion}
-        if self._is_chat:
-            return ChatPart(delta=Delta() if content is None else Delta(content=content), **said)
-        return TextPart(text=content or "", **said)
+    def _part(self, index: int, delta: Delta, **end: Any) -> Part:
+        """A choice of a chunk."""
+        said = {"index": index, "logprobs": None, "finish_reason": None} | end
+        return ChatPart(delta=delta, **said) if self._is_chat else TextPart(text=delta.content or "", **said)
 
     def _canvas(self, slots: list[Slot], num_steps: int, **step_map: Any) -> Canvas:
         params = self._plan.params
         is_known = params.threshold is None and str(params.schedule) in ("quota", "random", "left_to_right")
         return Canvas(step=num_steps, num_steps=params.num_denoise_steps if is_known else None, slots=slots, **step_map)
 
-    def _end_of(self, index: int, choice: ChoiceText) -> dict[str, Any]:
-        """What a whole choice says beside its text."""
-        said = {"index": index, "logprobs": None, "finish_reason": choice.finish_reason}
+    def _end_of(self, choice: ChoiceText) -> dict[str, Any]:
+        """What a choice says once its text has ended."""
+        said = {"finish_reason": choice.finish_reason}
         return said | ({"diffusion": choice.step_map()} if self._plan.returns_step_map else {})
 
     def _chunk(self, choices: list[Part], usage: Usage | None = None) -> bytes:
@@ -215,6 +211,10 @@ class AnswerWriter:
 def as_json(body: Body) -> bytes:
     """A body as it is sent: what was not said of it is left out, and not null."""
     return body.model_dump_json(exclude_unset=True).encode()
+
+
+def _failure(error: ServiceError) -> bytes:
+    return _data(ErrorBody.model_validate(error.body))
 
 
 def _data(body: Body) -> bytes:
