@@ -44,9 +44,14 @@ class Body(BaseModel):
 
 def whole(text: str) -> str:
     """The text. Raises ValueError where it has half of a surrogate pair."""
-    if _HALF.search(text):
+    if not is_whole(text):
         raise ValueError("has half of a surrogate pair, which is no text")
     return text
+
+
+def is_whole(text: str) -> bool:
+    """Whether it has no half of a surrogate pair."""
+    return _HALF.search(text) is None
 
 
 def is_id(value: Any) -> bool:

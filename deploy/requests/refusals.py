@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
+from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
@@ -29,6 +31,17 @@ def refusal_of(
     cause = error.errors()[0].get("ctx", {}).get("error")
     if isinstance(cause, FieldError):
         return refusal_of(cause, model, names)
-    refusal, _ = first_refusal(error, model.model_json_schema(), "request")
+    refusal, _ = first_refusal(error, _schema_of(model), "request")
     field = refusal.key.partition(".")[0].partition("[")[0]
     return RequestError(names.get(field, field) + refusal.sentence.removeprefix(field), param=names.get(field))
+
+
+def template_refusal(error: Exception) -> str:
+    """What a chat template says of a conversation that it does not take, without the advice that some add."""
+    return str(error).partition("\n")[0].partition("! ")[0]
+
+
+@cache
+def _schema_of(model: type[BaseModel]) -> dict[str, Any]:
+    # Milliseconds, and a file may have many lines that are refused.
+    return model.model_json_schema()

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from jinja2 import TemplateError
 
+from deploy.requests.base import is_whole
+from deploy.requests.refusals import template_refusal
 from deploy.sampling.policy import Policy
 from learner.model.config import TransformerConfig
 from learner.model.tokenizer import ChatTokenizer
@@ -45,7 +47,7 @@ class PromptCodec:
             return tokenizer.encode_chat(messages)
         except (TemplateError, ValueError) as error:
             # Templates refuse what they do not know; a tokenizer may have none.
-            what = str(error).partition("\n")[0].partition("! ")[0]
+            what = template_refusal(error)
             raise FieldError("{prompt_ids} does not fit the chat template: {what}", what=what) from error
 
     def encode_text(self, text: str, param: str) -> list[int]:
@@ -64,6 +66,6 @@ class PromptCodec:
             raise FieldError(f"{{{param}}} is text, and {{name}} has no tokenizer; give prompt_ids", name=name)
         if not texts:
             raise FieldError(f"{{{param}}} is empty; a completion needs something to complete")
-        if any("\ud800" <= character <= "\udfff" for text in texts for character in text):
+        if not all(map(is_whole, texts)):
             raise FieldError(f"{{{param}}} has half of a surrogate pair or bytes that are not UTF-8, which is no text")
         return self.policy.tokenizer

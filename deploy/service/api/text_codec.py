@@ -10,6 +10,7 @@ from pathlib import Path
 from jinja2 import TemplateError
 
 from deploy.requests.ending import BROKEN
+from deploy.requests.refusals import template_refusal
 from deploy.service.errors import ServiceError
 from learner.model.checkpoint import load_config
 from learner.model.config import TransformerConfig
@@ -40,7 +41,7 @@ class TextCodec:
             framed = self._tokenizer.encode_chat([message | {"content": "x"} for message in messages])
         except (TemplateError, ValueError) as error:
             # Templates refuse what they do not know; a tokenizer may have none.
-            what = str(error).partition("\n")[0].partition("! ")[0]
+            what = template_refusal(error)
             raise ServiceError(
                 400, f"The chat template refuses this: {what}.", "invalid_prompt", param=param
             ) from error
