@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from actors.checkpoints import writing as checkpointing
+from actors.checkpoints import writing
 from actors.checkpoints.selection import Position
 from actors.checkpoints.writing import Checkpointer
 from actors.messages import Generation, Next, ScoredPortion
@@ -21,7 +21,7 @@ from learner.model.adapter import Adapter, read_adapter
 from learner.parallel.ranks import Ranks
 
 
-class Client(publication.Client, evaluation.Client, checkpointing.Client, Protocol):
+class Client(publication.Client, evaluation.Client, writing.Client, Protocol):
     """What rank 0 asks of the rest of the run: `actors/training/run_client.py`."""
 
     def learner_started(self, checkpoint: str, position: Mapping[str, Any]) -> None: ...
