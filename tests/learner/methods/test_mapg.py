@@ -162,7 +162,8 @@ def test_losses_and_gradients_are_those_of_the_public_code() -> None:
     recorder = Recorder(model, moved)
     learner.optimizer = recorder  # type: ignore[assignment]
     metrics = learner.update(batch, 0)
-    assert metrics["loss"] == pytest.approx(sum(LOSSES) / 3, abs=1e-7)
+    # Advantages of up to 3 times ratios of about 1 that cancel: what is left of float32 differs between processors.
+    assert metrics["loss"] == pytest.approx(sum(LOSSES) / 3, abs=1e-6)
     assert metrics["token_logp"] == pytest.approx(TOKEN_LOGP, abs=1e-6)
     # Each completion has a ratio of its tokens and one of their order.
     assert metrics["clip_ratio/region_mean"] == pytest.approx(sum(CLIPPED) / (3 * 2 * 8))
