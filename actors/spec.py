@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from actors.run_config import RunConfig
 from actors.run_log import CHECKPOINTS
-from learner.config import LearnerConfig
 from learner.estimators import SamplerFacts
-from learner.model.lora import LoraConfig
-from learner.parallel.sharding_config import ShardingConfig
-from learner.sft.sft import SftConfig
-from rewards import RewardConfig, TaskConfig
-from rollout.config import EvaluationConfig, RolloutConfig
 from rollout.request import Cache, SamplingParams, Schedule
 
 
@@ -26,50 +20,13 @@ class Phase(StrEnum):
     CONTROL = "control"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunSpec:
-    """Everything that the actors of a run share."""
+class RunSpec(RunConfig):
+    """A recipe's run at its place: everything that the actors of a run share. Paths are absolute."""
 
-    name: str
-    """The run's name."""
     run_dir: Path
-    """Absolute; every machine of the run sees it."""
-    seed: int
-    """Keys every random draw."""
-    device: str
-    """`cpu` or `cuda`: where samplers and learners compute."""
-    task: TaskConfig
-    """What is learned."""
-    reward: RewardConfig
-    """What the rounds reward; its paths are absolute."""
-    num_train_problems: int
-    """Problems that the rounds draw from; SFT's labels are the first of them."""
+    """Every machine of the run sees it."""
     phases: tuple[Phase, ...]
     """The stages to run."""
-    sft: SftConfig
-    """Stage 1."""
-    rollout: RolloutConfig
-    """The sampler pool."""
-    learner: LearnerConfig
-    """Stage 2."""
-    lora: LoraConfig
-    """What of the policy is trained."""
-    sharding: ShardingConfig
-    """How the learner's workers hold it."""
-    evaluation: EvaluationConfig
-    """Held-out accuracy."""
-    grading_timeout_s: float
-    """Longest time to grade one portion, in seconds."""
-    control_steps: int
-    """Optimizer steps of the control; 0: as many as fit into the seconds that the rounds took."""
-    checkpoint_every_rounds: int
-    """Rounds between checkpoints; 0: only by time, and at the ends of the stages."""
-    checkpoint_every_s: float
-    """Seconds between checkpoints; 0: none by time."""
-    num_checkpoints_kept: int
-    """The newest checkpoints that are kept beside the best and those that end a stage."""
-    wandb_project: str | None
-    """The Weights & Biases project that the numbers also go to."""
 
     @property
     def checkpoints_dir(self) -> Path:

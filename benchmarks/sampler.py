@@ -30,9 +30,9 @@ from benchmarks import curves, roofline, toy
 from benchmarks.measure import Ratio, in_fresh_process, in_turn, ratio
 from benchmarks.models import CASES, make_policy, make_prompts, peak_of_step
 from benchmarks.reference import ReferenceNet, Work, generate, generate_lockstep
+from benchmarks.replay import replay
 from learner.model.transformer import Transformer
 from rollout.config import EngineConfig
-from rollout.replay import replay
 from rollout.request import Completion, Request, SamplingParams
 from rollout.sampler import Sampler
 

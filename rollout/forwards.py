@@ -76,8 +76,6 @@ class ForwardCounts:
     """Canvases, or parts of one, that they ran."""
     num_tokens: int = 0
     """Slots that they ran, padding included."""
-    num_scored: int = 0
-    """Slots that went through the head."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +253,6 @@ class Forwards:
         self.counts.num_forwards += 1
         self.counts.num_rows += len(ids_RL)
         self.counts.num_tokens += ids_RL.numel()
-        self.counts.num_scored += len(scored_N)
         return self._forward(ids_RL, lengths_R, queries_RQ, scored_N, memory=memory, columns_BL=columns_RL)
 
     def _remembered(self, rows: list[int], width: int) -> Memory:

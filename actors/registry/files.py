@@ -25,7 +25,7 @@ def rebuild(registry: Registry, run_dir: Path, heard: PolicyVersion | None = Non
     RUN/admin.json is damaged.
     """
     events = read_events(run_dir)
-    versions, newest, began = _history(events, run_dir), None, began_at(events)
+    versions, newest, began = history_of(run_dir, events), None, began_at(events)
     if heard is not None:
         known = {policy.version: policy for policy in versions}
         known[heard.version] = heard.with_checkpoint_of(known.get(heard.version))
@@ -38,12 +38,8 @@ def rebuild(registry: Registry, run_dir: Path, heard: PolicyVersion | None = Non
     return registry.restore(versions, admin, newest, began)
 
 
-def history_of(run_dir: Path) -> list[PolicyVersion]:
+def history_of(run_dir: Path, events: list[Event]) -> list[PolicyVersion]:
     """The versions of a run that a service may answer from, oldest first, with the scores and checkpoints they have."""
-    return _history(read_events(run_dir), run_dir)
-
-
-def _history(events: list[Event], run_dir: Path) -> list[PolicyVersion]:
     versions = _from_rounds(events)
     for position, directory in checkpoints_to_answer(run_dir / CHECKPOINTS):
         known = versions.get(position.policy_version) or _version(

@@ -237,11 +237,6 @@ class Registry:
         """
         return self._update(version, checkpoint=directory)
 
-    def latest(self) -> PolicyVersion | None:
-        """The version announced last; None when there is none."""
-        newest = self.aliases().get(NEWEST)
-        return None if newest is None else self.version(newest)
-
     def version(self, number: int) -> PolicyVersion | None:
         """What is known of a version; None when nothing is."""
         with self._explained():

@@ -97,7 +97,7 @@ class RunContext:
 
     def _adapter(self) -> Adapter | None:
         """The adapter of the stage under way; None without LoRA. A collective; its matrices are on rank 0."""
-        lora = self.spec.lora
+        lora = self.spec.model.lora
         if not lora.rank:
             return None
         base = start_of(self.position.phase, self.spec, self.ranks)

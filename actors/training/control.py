@@ -16,7 +16,7 @@ def run_control(context: RunContext) -> None:
         resume_adapter(context, Phase.CONTROL)
     else:
         context.policy.load_full_weights(context.start_weights(Phase.CONTROL))
-    limit = Limit(num_steps=spec.control_steps, seconds=0.0 if spec.control_steps else rounds.rl_seconds)
+    limit = Limit(num_steps=spec.control.num_steps, seconds=0.0 if spec.control.num_steps else rounds.rl_seconds)
     # Its steps go on counting where SFT's ended: other orders of the labels, other masks.
     SftSteps(context, labels(context), Phase.CONTROL, limit, spec.sft.num_steps).run()
     context.finish(

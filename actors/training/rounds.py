@@ -40,10 +40,10 @@ def run_rounds(context: RunContext) -> None:
 def _begun(context: RunContext) -> Learner:
     """The learner of the first round, or of the one that an interrupted run would have gone on with."""
     spec, has_begun = context.spec, context.position.phase is Phase.RL
-    if spec.lora.rank:
+    if spec.model.lora.rank:
         # An adapter of its own: without it the policy is the KL reference.
         context.policy.load_full_weights(context.start_weights(Phase.RL))
-    if spec.lora.base_weights == "nf4" and context.position.phase is Phase.SFT:
+    if spec.model.lora.base_weights == "nf4" and context.position.phase is Phase.SFT:
         # What SFT published is not rounded yet: the rounds are of completions of the policy that they start from.
         context.position = replace(context.position, policy_version=context.position.policy_version + 1)
         context.publish()
@@ -57,7 +57,7 @@ def _restore(context: RunContext, learner: Learner) -> None:
     """Go on with the adapter, the optimizer and the reference that an interrupted run of rounds had."""
     if learner.reference is not None:
         learner.reference.load_full_weights(context.start_weights(Phase.RL))
-    if context.spec.lora.rank:
+    if context.spec.model.lora.rank:
         context.load_adapter()
     learner.load_full_state(load_file(context.found.directory / LEARNER_STATE))
 

@@ -37,7 +37,7 @@ def labels(context: RunContext) -> SftData:
 
 def resume_adapter(context: RunContext, phase: Phase) -> None:
     """Under LoRA, in the midst of a stage: the adapter, and what it stands on; the weights have it merged."""
-    if context.resumes(phase) and context.spec.lora.rank:
+    if context.resumes(phase) and context.spec.model.lora.rank:
         context.policy.load_full_weights(context.start_weights(phase))
         context.load_adapter()
 

@@ -41,10 +41,10 @@ def load_sharded(spec: RunSpec, directory: Path) -> ShardedPolicy:
     mesh = make_mesh(spec.device)
     device = torch.device(spec.device, torch.cuda.current_device()) if spec.device == "cuda" else "cpu"
     adapter, model = _load(spec, directory)
-    if spec.lora.base_weights == "full":
+    if spec.model.lora.base_weights == "full":
         model = model.to(device)
     # Else it may be too large for a GPU: what the 4 bits leave of it goes there block by block.
-    policy = ShardedPolicy(model, mesh, spec.sharding, lora=spec.lora, seed=spec.seed)
+    policy = ShardedPolicy(model, mesh, spec.sharding, lora=spec.model.lora, seed=spec.seed)
     if adapter is not None:
         policy.load_adapter(adapter.matrices)
     return policy
@@ -55,7 +55,7 @@ def _load(spec: RunSpec, directory: Path) -> tuple[Adapter | None, Transformer]:
 
     Rounded again with its adapter merged, it would not be the policy that the interrupted run had.
     """
-    if spec.lora.base_weights == "full" or not (directory / ADAPTER).is_file():
+    if spec.model.lora.base_weights == "full" or not (directory / ADAPTER).is_file():
         return None, load_policy(directory)
     adapter = read_adapter(directory)
     base = spec.checkpoints_dir / adapter.base

@@ -89,15 +89,6 @@ def _schedule_names(history: RunHistory) -> list[str]:
     return sorted(names, key=lambda name: int(name.split()[0]) if name[0].isdigit() else math.inf)
 
 
-def result_markdown(events: Iterable[Event]) -> str:
-    """The same table for a README."""
-    history = read_history(events)
-    rule = ["---", *["---:"] * (len(_HEADINGS) - 1)]
-    lines = [_HEADINGS, rule, *(row.cells() for row in _rows(history))]
-    table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-    return f"{table}\n\n{duration(history.seconds)} in all.\n"
-
-
 def score_text(score: Score) -> str:
     """`31.2 % (27.3 to 35.4), 156 of 500`."""
     low, high = score.interval

@@ -13,12 +13,13 @@ from typing import Any
 
 from actors.checkpoints.selection import Position
 from actors.plan import RunPlan
+from actors.run_config import ModelSection, RunConfig
 from actors.run_log import CHECKPOINTS, RECIPE
 from actors.spec import Phase, RunSpec
 from actors.training.sft_data import load_sft_data
 from deploy.errors import UserError
 from deploy.recipe.overrides import load_recipe, resolved_yaml
-from deploy.recipe.recipe import ModelSection, Recipe, Stages
+from deploy.recipe.recipe import Recipe, Stages
 from deploy.runs.lock import LOCK, RunLock
 from learner.model.checkpoint import load_config, load_policy, save_checkpoint
 from learner.model.config import TransformerConfig
@@ -68,28 +69,10 @@ def make_spec(recipe: Recipe, stages: Stages) -> RunSpec:
     phases = _PHASES[stages]
     if stages is Stages.ALL and recipe.control.enabled:
         phases = (*phases, Phase.CONTROL)
-    return RunSpec(
-        name=recipe.name,
-        run_dir=recipe.run_dir,
-        seed=recipe.seed,
-        device=recipe.device,
-        task=recipe.task,
-        reward=recipe.reward.resolved(),
-        num_train_problems=recipe.num_train_problems,
-        phases=phases,
-        sft=recipe.sft.model_copy(update={"data": recipe.sft.data and recipe.sft.data.resolve()}),
-        rollout=recipe.rollout,
-        learner=recipe.learner,
-        lora=recipe.model.lora,
-        sharding=recipe.sharding,
-        evaluation=recipe.evaluation,
-        grading_timeout_s=recipe.grading.timeout_s,
-        control_steps=recipe.control.num_steps,
-        checkpoint_every_rounds=recipe.checkpoint_every_rounds,
-        checkpoint_every_s=recipe.checkpoint_every_s,
-        num_checkpoints_kept=recipe.num_checkpoints_kept,
-        wandb_project=recipe.wandb_project,
-    )
+    config = {name: getattr(recipe, name) for name in RunConfig.model_fields}
+    config["reward"] = recipe.reward.resolved()
+    config["sft"] = recipe.sft.model_copy(update={"data": recipe.sft.data and recipe.sft.data.resolve()})
+    return RunSpec(**config, run_dir=recipe.run_dir, phases=phases)
 
 
 def create_run_dir(recipe: Recipe, spec: RunSpec, start_from: Path | None) -> RunLock:

@@ -1,19 +1,16 @@
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from actors.plan import RunPlan
+from actors.run_config import GraderSection
 from actors.spec import Phase, RunSpec
 from learner.learner import LearnerConfig
 from learner.model.checkpoint import save_checkpoint
 from learner.model.config import TransformerConfig
-from learner.model.lora import LoraConfig
 from learner.model.tokenizer import EOS, MASK, ChatTokenizer, make_tokenizer
 from learner.model.transformer import Transformer, init_weights
-from learner.parallel.sharding_config import ShardingConfig
 from learner.sft.sft import SftConfig
 from rewards import RewardConfig, SumsConfig
 from rollout.config import EvaluationConfig, RolloutConfig
@@ -27,8 +24,6 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> RunSpec:
     spec = RunSpec(
         name="test",
         run_dir=run_dir,
-        seed=0,
-        device="cpu",
         task=SumsConfig(),
         reward=RewardConfig(),
         num_train_problems=50,
@@ -40,15 +35,9 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> RunSpec:
             sampling=SamplingParams(gen_length=8, block_length=8, num_denoise_steps=4, temperature=1.0),
         ),
         learner=LearnerConfig(num_rounds=2, groups_per_round=5, group_size=4, inner_updates=1),
-        lora=LoraConfig(),
-        sharding=ShardingConfig(),
         evaluation=EvaluationConfig(num_problems=20),
-        grading_timeout_s=30,
-        control_steps=0,
-        checkpoint_every_rounds=0,
+        grading=GraderSection(timeout_s=30),
         checkpoint_every_s=0.0,
-        num_checkpoints_kept=3,
-        wandb_project=None,
     )
     tokenizer_dir = run_dir / "tokenizer"
     make_tokenizer(["1 2 3"], tokenizer_dir, 300)
@@ -80,4 +69,4 @@ def plan(spec: RunSpec) -> RunPlan:
 
 @pytest.fixture
 def other_seed(spec: RunSpec) -> RunPlan:
-    return RunPlan(replace(spec, seed=1), ChatTokenizer(spec.initial_checkpoint))
+    return RunPlan(spec.model_copy(update={"seed": 1}), ChatTokenizer(spec.initial_checkpoint))

@@ -1,5 +1,3 @@
-from dataclasses import replace
-
 import pytest
 
 from actors.plan import RunPlan
@@ -42,7 +40,8 @@ def test_each_group_is_denoised_at_a_schedule_that_the_seed_draws(spec: RunSpec)
     def drawn(seed: int) -> list[list[int]]:
         steps = [{"num_denoise_steps": count} for count in (1, 2, 8)]
         rollout = RolloutConfig.model_validate({**spec.rollout.model_dump(), "schedules": steps})
-        plan = RunPlan(replace(spec, rollout=rollout, seed=seed), ChatTokenizer(spec.initial_checkpoint))
+        changed = spec.model_copy(update={"rollout": rollout, "seed": seed})
+        plan = RunPlan(changed, ChatTokenizer(spec.initial_checkpoint))
         portions = [plan.round_portion(r, index) for r in range(10) for index in range(plan.portions_per_round)]
         steps_of = [request.params.num_denoise_steps for portion in portions for request in portion.requests]
         return [steps_of[start : start + 4] for start in range(0, len(steps_of), 4)]
@@ -69,7 +68,7 @@ def test_evaluation_asks_every_held_out_problem_once_and_greedily(
 def test_overlong_prompts_are_dropped_and_counted_or_cut_from_the_left(spec: RunSpec, plan: RunPlan) -> None:
     def limited(how: str, limit: int) -> RunPlan:
         rollout = spec.rollout.model_copy(update={"max_prompt_tokens": limit, "overlong_prompts": how})
-        return RunPlan(replace(spec, rollout=rollout), ChatTokenizer(spec.initial_checkpoint))
+        return RunPlan(spec.model_copy(update={"rollout": rollout}), ChatTokenizer(spec.initial_checkpoint))
 
     whole = plan.round_portion(0, 0).requests[0].prompt_ids
     cut = limited("truncate_left", 4)

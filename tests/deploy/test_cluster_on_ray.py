@@ -20,6 +20,7 @@ from actors.registry.registry import Registry
 from actors.registry.server import free_port
 from actors.run_log import read_events
 from benchmarks.service.deployment import Policies, Shape
+from tests.announced import latest
 from tests.deploy.service.asking import ASK, TOKEN, Asker, call, is_up
 from tests.ray_processes import BIN, RayProcesses, wait_until
 
@@ -156,7 +157,7 @@ def test_a_submitted_run_uses_both_nodes_and_the_registry_on_redis(processes: Ra
     assert [policy.version for policy in registry.versions()] == [0, 1, 2, 3]
     assert registry.aliases() == {"newest": 3, "base": 1}
     # Where the rounds' weights lie: a service on another cluster has no weight store.
-    newest = registry.latest()
+    newest = latest(registry)
     assert newest is not None
     assert newest.checkpoint == str(tmp_path / "pair" / "checkpoints" / "rl-000002")
     registry.close()

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.replay import replay
 from learner.model.families import make_model
 from learner.model.transformer import Transformer, init_weights
 from rollout.config import EngineConfig
-from rollout.replay import replay
 from rollout.request import Cache, Request, SamplingParams
 from rollout.sampler import Sampler
 from tests.rollout.slow import Slow, sample

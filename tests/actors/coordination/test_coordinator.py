@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +69,7 @@ class _Case:
     """A run directory, its actors, and coordinators one after another."""
 
     def __init__(self, spec: RunSpec, run_dir: Path) -> None:
-        self.spec = replace(spec, run_dir=run_dir)
+        self.spec = spec.model_copy(update={"run_dir": run_dir})
         (run_dir / "checkpoints").mkdir(parents=True)
         (run_dir / "checkpoints" / "initial").symlink_to(spec.initial_checkpoint)
         self.sampler, self.grader, self.store = _Pool(), _Pool(), _Pool()

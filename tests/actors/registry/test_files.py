@@ -15,9 +15,11 @@ from actors.checkpoints.selection import Position
 from actors.registry.files import history_of, read_admin, rebuild, write_admin
 from actors.registry.registry import NOTHING_HELD, AdminState, EventKind, PolicyVersion, Registry
 from actors.registry.server import ValkeyServer, free_port
+from actors.run_log import read_events
 from actors.spec import Phase
 from learner.model.checkpoint import save_checkpoint
 from learner.model.transformer import Transformer
+from tests.announced import latest
 
 POSITIONS = {
     "initial": (Phase.UNTRAINED, 0, 0),
@@ -81,8 +83,12 @@ def registry(server: ValkeyServer) -> Iterator[Registry]:
     registry.close()
 
 
+def _history(run_dir: Path) -> list[PolicyVersion]:
+    return history_of(run_dir, read_events(run_dir))
+
+
 def test_the_run_directory_says_what_was_published(run_dir: Path) -> None:
-    history = history_of(run_dir)
+    history = _history(run_dir)
     assert [(known.version, known.round, known.phase, known.num_correct) for known in history] == [
         (0, 0, "untrained", 0),
         (1, 0, "sft", 2),
@@ -96,7 +102,7 @@ def test_the_run_directory_says_what_was_published(run_dir: Path) -> None:
 
 def test_a_torn_checkpoint_is_no_place_to_load_from(run_dir: Path) -> None:
     (run_dir / "checkpoints" / "rl-000002" / "trainer_state.json").write_text("{")
-    assert {known.version: known.checkpoint is not None for known in history_of(run_dir)} == {
+    assert {known.version: known.checkpoint is not None for known in _history(run_dir)} == {
         0: True,
         1: True,
         2: False,
@@ -108,10 +114,10 @@ def test_a_torn_checkpoint_is_no_place_to_load_from(run_dir: Path) -> None:
 def test_an_empty_registry_is_filled_once(run_dir: Path, registry: Registry) -> None:
     write_admin(run_dir, AdminState(pinned=1, is_paused=True))
     assert rebuild(registry, run_dir) == 5
-    latest = registry.latest()
+    newest = latest(registry)
     # The newest that can be loaded: the weights of version 4 were in a store that may be gone.
-    assert latest is not None
-    assert (latest.version, Path(str(latest.checkpoint)).name) == (3, "rl-000002")
+    assert newest is not None
+    assert (newest.version, Path(str(newest.checkpoint)).name) == (3, "rl-000002")
     assert registry.aliases() == {"newest": 3, "base": 1, "pinned": 1}
     assert registry.admin() == AdminState(pinned=1, is_paused=True)
     before = _everything(registry)
@@ -121,23 +127,23 @@ def test_an_empty_registry_is_filled_once(run_dir: Path, registry: Registry) -> 
 
 
 def test_what_a_registry_knows_stays(run_dir: Path, registry: Registry) -> None:
-    announced = replace(history_of(run_dir)[4], weight_store="d1-weights-tiny", manifest_digest="abc")
+    announced = replace(_history(run_dir)[4], weight_store="d1-weights-tiny", manifest_digest="abc")
     registry.announce(announced)
     assert rebuild(registry, run_dir) == 4
-    assert registry.latest() == announced
+    assert latest(registry) == announced
     assert [policy for _, policy in registry.follow("0", 0)] == [announced]
     assert registry.aliases() == {"newest": 4, "base": 1}
 
 
 def test_what_a_service_has_heard_of_is_announced_again(run_dir: Path, registry: Registry) -> None:
-    heard = replace(history_of(run_dir)[4], weight_store="d1-weights-tiny", manifest_digest="abc")
+    heard = replace(_history(run_dir)[4], weight_store="d1-weights-tiny", manifest_digest="abc")
     assert rebuild(registry, run_dir, heard) == 5
-    assert registry.latest() == heard
+    assert latest(registry) == heard
     # A newer announcement stays.
     newer = replace(heard, version=6)
     registry.announce(newer)
     assert rebuild(registry, run_dir, heard) == 0
-    assert registry.latest() == newer
+    assert latest(registry) == newer
 
 
 def test_the_checksums_of_what_has_a_checkpoint_are_filled_in(run_dir: Path, registry: Registry) -> None:
@@ -152,15 +158,15 @@ def test_the_checksums_of_what_has_a_checkpoint_are_filled_in(run_dir: Path, reg
 
 
 def test_what_was_heard_of_has_no_checkpoint_of_other_weights(run_dir: Path, registry: Registry) -> None:
-    heard = replace(history_of(run_dir)[3], checkpoint=None, weight_store="d1-weights-tiny", manifest_digest="other")
+    heard = replace(_history(run_dir)[3], checkpoint=None, weight_store="d1-weights-tiny", manifest_digest="other")
     rebuild(registry, run_dir, heard)
-    assert registry.latest() == heard
+    assert latest(registry) == heard
 
 
 def test_what_was_heard_of_keeps_its_checkpoint(run_dir: Path, registry: Registry) -> None:
-    on_disk = history_of(run_dir)[3]
+    on_disk = _history(run_dir)[3]
     rebuild(registry, run_dir, replace(on_disk, checkpoint=None, weight_store="d1-weights-tiny"))
-    assert registry.latest() == replace(on_disk, weight_store="d1-weights-tiny")
+    assert latest(registry) == replace(on_disk, weight_store="d1-weights-tiny")
 
 
 def test_versions_are_filled_in_where_the_operators_file_is_damaged(run_dir: Path, registry: Registry) -> None:
@@ -189,14 +195,14 @@ def test_a_service_serves_on_when_redis_has_lost_its_data(
     assert found == served
     assert registry.move("policy", served.version, expected=None)
     # And the run goes on.
-    assert registry.announce(replace(history_of(run_dir)[4], weight_store="d1-weights-tiny"))
+    assert registry.announce(replace(_history(run_dir)[4], weight_store="d1-weights-tiny"))
     newest, _ = _follow(registry, last_id, found)
     assert newest is not None
     assert newest.version == 4
 
 
 def test_a_registry_that_knows_an_earlier_run_of_the_name_is_filled_anew(run_dir: Path, registry: Registry) -> None:
-    registry.announce(replace(history_of(run_dir)[4], version=9, checkpoint="/gone"), 1.0)
+    registry.announce(replace(_history(run_dir)[4], version=9, checkpoint="/gone"), 1.0)
     registry.move("policy", 9, expected=None)
     registry.pin(9)
     registry.pause(True)

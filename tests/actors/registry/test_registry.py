@@ -16,6 +16,7 @@ import redis
 
 from actors.registry.registry import AdminState, EventKind, MalformedEntryError, PolicyVersion, Registry
 from actors.registry.server import ValkeyServer, free_port
+from tests.announced import latest
 from tests.redis_server import DebianRedis
 
 POLICY = PolicyVersion(
@@ -55,10 +56,10 @@ def client(server):
 
 
 def test_the_latest_is_what_was_announced_last(registry):
-    assert registry.latest() is None
+    assert latest(registry) is None
     registry.announce(POLICY)
     registry.announce(replace(POLICY, version=4, round=3))
-    assert registry.latest() == replace(POLICY, version=4, round=3)
+    assert latest(registry) == replace(POLICY, version=4, round=3)
 
 
 def test_a_follower_reads_on_where_it_stopped(registry):
@@ -87,22 +88,22 @@ def test_waiting_ends_without_an_announcement(registry):
 def test_runs_do_not_see_each_other(server, registry):
     registry.announce(POLICY)
     other = Registry(server.url, "another")
-    assert other.latest() is None
+    assert latest(other) is None
     other.close()
 
 
 def test_a_score_is_the_latest_version_announced_again(registry):
     registry.announce(POLICY)
     assert registry.score(3, 7, 10)
-    assert registry.latest() == replace(POLICY, num_correct=7, num_problems=10)
-    assert registry.latest().has_same_weights(POLICY)
+    assert latest(registry) == replace(POLICY, num_correct=7, num_problems=10)
+    assert latest(registry).has_same_weights(POLICY)
 
 
 def test_a_score_that_comes_late_does_not_bring_old_weights_back(registry):
     registry.announce(POLICY)
     registry.announce(replace(POLICY, version=4))
     assert not registry.score(3, 7, 10)
-    assert registry.latest().version == 4
+    assert latest(registry).version == 4
 
 
 def test_a_checkpoint_is_announced_for_whoever_reaches_no_weight_store(registry):
@@ -114,7 +115,7 @@ def test_a_checkpoint_is_announced_for_whoever_reaches_no_weight_store(registry)
     assert [policy for _, policy in registry.follow(last_id, 0)] == [known]
     registry.announce(replace(POLICY, version=4))
     assert not registry.add_checkpoint(3, "/elsewhere")
-    assert registry.latest().version == 4
+    assert latest(registry).version == 4
     assert registry.version(3).checkpoint == "/elsewhere"
     assert not registry.add_checkpoint(5, "/elsewhere")
 
@@ -250,7 +251,7 @@ def test_a_version_that_is_announced_again_keeps_its_score_and_its_checkpoint(re
     registry.score(3, 5, 9)
     known = registry.version(3)
     registry.announce(replace(POLICY, weight_store="d1-weights-other", manifest_digest=None))
-    assert registry.version(3) == registry.latest() == replace(known, weight_store="d1-weights-other")
+    assert registry.version(3) == latest(registry) == replace(known, weight_store="d1-weights-other")
     assert registry.follow("0", 0)[-1][1] == registry.version(3)
     # Other weights have neither.
     other = replace(POLICY, manifest_digest="def")
@@ -327,7 +328,7 @@ def test_a_run_takes_nothing_over_from_an_earlier_one_of_its_name(registry):
     assert [(event.kind, event.version) for event in registry.events(last_event, 0)] == [(EventKind.PUBLISHED, 0)]
     # A straggler of the earlier run takes nothing away.
     registry.restore([POLICY], AdminState(pinned=None, is_paused=False), None, 1700000000.25)
-    assert registry.latest() == first
+    assert latest(registry) == first
 
 
 def test_versions_of_another_manifest_are_other_weights():
@@ -344,7 +345,7 @@ def test_a_registry_is_usable_again_after_its_server_was_away():
     last_id = registry.follow("0", 0)[-1][0]
     server.stop()
     with pytest.raises(ConnectionError, match=f"registry at 127.0.0.1:{port} cannot be used"):
-        registry.latest()
+        latest(registry)
     server = ValkeyServer(port, password)
     try:
         registry.announce(replace(POLICY, version=4))

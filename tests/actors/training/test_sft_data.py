@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from learner.sft.documents import Documents
 
 
 def _load(spec: RunSpec, **sft: Any) -> SftData:
-    spec = replace(spec, sft=spec.sft.model_copy(update=sft))
+    spec = spec.model_copy(update={"sft": spec.sft.model_copy(update=sft)})
     tokenizer = ChatTokenizer(spec.initial_checkpoint)
     return load_sft_data(spec, RunPlan(spec, tokenizer), tokenizer)
 
@@ -61,7 +60,7 @@ def test_without_a_file_they_are_the_first_training_and_held_out_problems(spec: 
 
 def test_a_canvas_too_short_for_the_task_is_refused(spec: RunSpec) -> None:
     sampling = spec.rollout.sampling.model_copy(update={"gen_length": 4})
-    short = replace(spec, rollout=spec.rollout.model_copy(update={"sampling": sampling}))
+    short = spec.model_copy(update={"rollout": spec.rollout.model_copy(update={"sampling": sampling})})
     with pytest.raises(ValueError, match=r"has 5 tokens; rollout\.sampling\.gen_length 4 must be at least that"):
         _load(short)
 
@@ -102,7 +101,7 @@ def test_what_is_held_out_hangs_on_the_prompts_alone(spec: RunSpec, file_of: Cal
     rows = _rows(30)
 
     def split(rows: list[dict[str, str]], seed: int) -> tuple[set[tuple[str, str]], list[tuple[str, str]]]:
-        data = _load(replace(spec, seed=seed), data=file_of(rows), num_labels=None, num_eval=6)
+        data = _load(spec.model_copy(update={"seed": seed}), data=file_of(rows), num_labels=None, num_eval=6)
         assert data.held_out is not None
         return set(_texts(spec, data.train)), _texts(spec, data.held_out)
 
@@ -140,7 +139,7 @@ def test_a_conversation_that_the_chat_template_refuses_is_named(spec: RunSpec, f
     plan = RunPlan(spec, ChatTokenizer(spec.initial_checkpoint))
     sft = spec.sft.model_copy(update={"data": path, "num_labels": None})
     with pytest.raises(ValueError, match=r"data.jsonl, line 1: .* chat template refuses it: roles must alternate"):
-        load_sft_data(replace(spec, sft=sft), plan, Strict(spec.initial_checkpoint))
+        load_sft_data(spec.model_copy(update={"sft": sft}), plan, Strict(spec.initial_checkpoint))
 
 
 def test_padding_is_counted_without_and_with_packing(spec: RunSpec, file_of: Callable[..., Path]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from actors.checkpoints.selection import Position, checkpoints_to_answer, newest_checkpoint, to_go_on
+from actors.run_config import ControlSection, ModelSection
 from actors.spec import Phase, RunSpec
 from actors.training.training import TrainingRun
 from learner.batch import RolloutBatch
@@ -42,9 +42,9 @@ def _spec(spec: RunSpec, run_dir: Path, **changes: Any) -> RunSpec:
         "sft": SftConfig(num_labels=10, num_steps=6, batch_size=8, lr=3e-3, num_eval=4, eval_every_steps=2),
         "learner": _learner(),
         "evaluation": EvaluationConfig(num_problems=8, every_rounds=1),
-        "control_steps": 4,
+        "control": ControlSection(num_steps=4),
     }
-    return replace(spec, **values | changes)
+    return spec.model_copy(update=values | changes)
 
 
 def _learner(**changes: Any) -> LearnerConfig:
@@ -94,7 +94,7 @@ def _run_on_ranks(spec: RunSpec, steps_s: tuple[float, float]) -> list[dict[str,
 def test_ranks_whose_clocks_have_nothing_in_common_go_through_every_stage_together(
     spec: RunSpec, tmp_path: Path
 ) -> None:
-    limited = {"control_steps": 0, "checkpoint_every_s": 0.3}
+    limited = {"control": ControlSection(), "checkpoint_every_s": 0.3}
     alike, unlike = (_spec(spec, tmp_path / name, **limited) for name in ("alike", "unlike"))
     expected = _run_on_ranks(alike, (0.01, 0.01))
     assert _run_on_ranks(unlike, (0.01, 7.3)) == expected
@@ -106,7 +106,7 @@ def test_ranks_whose_clocks_have_nothing_in_common_go_through_every_stage_togeth
 
 
 def test_the_control_takes_the_seconds_of_the_rounds_and_one_step_at_most_beyond(spec: RunSpec, tmp_path: Path) -> None:
-    run = _run(_spec(spec, tmp_path / "run", control_steps=0))
+    run = _run(_spec(spec, tmp_path / "run", control=ControlSection()))
     seconds = {event["phase"]: event["seconds"] for event in _events(run, "phase_end")}
     steps = {event["phase"]: event["num_steps"] for event in _events(run, "phase_end")}
     one_step_s = seconds["control"] / steps["control"]
@@ -131,7 +131,7 @@ if find_spec("bitsandbytes") is not None:
 def test_a_run_that_is_stopped_anywhere_goes_on_there_to_the_same_bits(
     spec: RunSpec, tmp_path: Path, stop_when: str, checkpoint: str, again: dict[str, Any], lora: str
 ) -> None:
-    whole, halved = (_spec(spec, tmp_path / name, lora=LORAS[lora]) for name in ("whole", "halved"))
+    whole, halved = (_spec(spec, tmp_path / name, model=ModelSection(lora=LORAS[lora])) for name in ("whole", "halved"))
     expected = _run(whole)
     first = _run(halved, Pulse(stop_when))
     assert first.events[-2]["path"] == f"checkpoints/{checkpoint}"
@@ -165,8 +165,9 @@ def test_checkpoints_by_time_take_a_small_share_of_it_and_the_newest_and_the_bes
     spec: RunSpec, tmp_path: Path
 ) -> None:
     learner = LearnerConfig(num_rounds=9, groups_per_round=2, group_size=2, inner_updates=1, lr=1e-3)
+    control = ControlSection(num_steps=1)
     frequent = _spec(
-        spec, tmp_path / "run", learner=learner, checkpoint_every_s=0.001, num_checkpoints_kept=2, control_steps=1
+        spec, tmp_path / "run", learner=learner, checkpoint_every_s=0.001, num_checkpoints_kept=2, control=control
     )
     run = _run(frequent)
     written = [event["path"].rpartition("/")[2] for event in _events(run, "checkpoint")]
@@ -214,7 +215,7 @@ def test_a_finished_run_goes_on_for_more_rounds_from_its_last_round(spec: RunSpe
     """The control's checkpoint is newer, and another policy."""
     short = _spec(spec, tmp_path / "short")
     whole = _spec(spec, tmp_path / "whole", learner=short.learner.model_copy(update={"num_rounds": 5}))
-    longer = replace(short, learner=whole.learner)
+    longer = short.model_copy(update={"learner": whole.learner})
     expected = _run(whole)
     _run(short)
     more = _run(longer)

@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.console import Console
 
-from deploy.runs.report import result_markdown, result_tables
+from deploy.runs.report import result_tables
 
 Events = list[dict[str, Any]]
 
@@ -19,8 +19,17 @@ def _printed(events: Events, width: int = 120) -> str:
     return capture.get()
 
 
-def test_the_markdown_of_a_whole_run(events: Events) -> None:
-    assert result_markdown(events) == (
+def _cells(events: Events) -> str:
+    """What stands in the table of the stages, as Markdown."""
+    table = next(result_tables(events))
+    rows = zip(*([str(column.header), *map(str, column.cells)] for column in table.columns), strict=True)
+    lines = [f"| {' | '.join(row)} |\n" for row in rows]
+    rule = ["---:" if column.justify == "right" else "---" for column in table.columns]
+    return f"{lines[0]}| {' | '.join(rule)} |\n{''.join(lines[1:])}\n{table.caption}.\n"
+
+
+def test_the_table_of_a_whole_run(events: Events) -> None:
+    assert _cells(events) == (
         "| policy | held-out accuracy | 95 % interval | n | time | work |\n"
         "| --- | ---: | ---: | ---: | ---: | ---: |\n"
         "| untrained | 0.0 % | 0.0 to 0.8 % | 500 |  |  |\n"
@@ -31,10 +40,10 @@ def test_the_markdown_of_a_whole_run(events: Events) -> None:
     )
 
 
-def test_the_table_has_the_same_rows(events: Events) -> None:
+def test_what_is_printed_has_every_cell(events: Events) -> None:
     text = _printed(events)
     assert "tiny" in text
-    for row in result_markdown(events).splitlines()[2:6]:
+    for row in _cells(events).splitlines()[2:6]:
         for cell in row.strip("| ").split(" | "):
             assert cell.strip() in text
 
@@ -47,7 +56,7 @@ def test_no_number_is_broken_on_eighty_columns(events: Events) -> None:
 
 def test_stages_that_were_not_evaluated_are_left_out(events: Events) -> None:
     early = events[: next(index for index, event in enumerate(events) if event["event"] == "round")]
-    text = result_markdown(early)
+    text = _cells(early)
     assert "| SFT |" in text
     assert "GRPO" not in text
     assert "control" not in text
@@ -56,7 +65,7 @@ def test_stages_that_were_not_evaluated_are_left_out(events: Events) -> None:
 def test_a_run_without_sft_does_not_claim_it(recorder: Any) -> None:
     recorder.evaluation("start", 50)
     recorder.evaluation("rl", 90, 5)
-    text = result_markdown(recorder.events)
+    text = _cells(recorder.events)
     assert "| start | 10.0 % |" in text
     assert "| RL | 18.0 % |" in text
 
@@ -64,7 +73,7 @@ def test_a_run_without_sft_does_not_claim_it(recorder: Any) -> None:
 def test_a_control_of_so_many_steps_does_not_claim_the_same_seconds(recorder: Any) -> None:
     recorder.sft_steps("control", 50, planned=50)
     recorder.evaluation("control", 90, 5)
-    assert "| control: more SFT |" in result_markdown(recorder.events)
+    assert "| control: more SFT |" in _cells(recorder.events)
 
 
 def test_a_runs_name_is_not_markup(recorder: Any) -> None:

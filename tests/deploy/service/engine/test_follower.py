@@ -13,6 +13,7 @@ from deploy.service.engine.loading import load_sampler
 from deploy.service.engine.versions import Versions
 from rollout.config import EngineConfig
 from rollout.sampler import Sampler
+from tests.announced import latest
 
 
 class FlakyRegistry(Registry):
@@ -284,7 +285,7 @@ def test_a_registry_that_lost_its_data_is_filled_with_what_was_heard(
         client.flushall()
     follower.follow_once(0)
     assert follower.follow_once(0)
-    assert registry.latest() == newest
+    assert latest(registry) == newest
     assert registry.aliases() == {"newest": 7, "base": 1, "policy": 7}
     assert (versions.policy.version, versions.num_swaps) == (7, 1)
 

@@ -1,0 +1,206 @@
+"""What a run is made of: the part of a recipe that its actors need."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
+
+from learner.config import LearnerConfig
+from learner.model.lora import LoraConfig
+from learner.parallel.sharding_config import ShardingConfig
+from learner.sft.sft import SftConfig
+from rewards import RewardConfig, TaskConfig
+from rewards.judge.config import JudgeConfig
+from rewards.terms.endpoint import AskingConfig
+from rewards.terms.shaping import LengthPenaltyConfig
+from rewards.terms.term import TermConfig
+from rollout.config import EvaluationConfig, RolloutConfig
+from rollout.request import SamplingParams
+
+STRICT = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+"""Of every section: a name that is none of its fields is refused."""
+
+
+class ModelSection(BaseModel):
+    """The policy: made from scratch by its shape, or loaded from a checkpoint."""
+
+    model_config = STRICT
+
+    checkpoint: Path | None = None
+    """The Hugging Face checkpoint to start from: a directory, or a hub id `org/name[@revision]`; then the shape below
+    is the checkpoint's."""
+    d_model: PositiveInt = 128
+    """Width of the residual stream."""
+    num_layers: PositiveInt = 4
+    """Transformer blocks."""
+    num_heads: PositiveInt = 4
+    """Attention heads."""
+    mlp_hidden_size: PositiveInt = 384
+    """Inner width of the SwiGLU."""
+    init_scale: PositiveFloat = 1.0
+    """Of the initial weights. Smaller ones learn more slowly, and generalise better where the answer must be composed
+    (digit sums: from nothing to a third of the held-out problems)."""
+    vocab_size: Annotated[int, Field(ge=288)] = 320
+    """Most tokens of the tokenizer that is trained on the task's texts."""
+    lora: LoraConfig = LoraConfig()
+    """What of it is trained, in both stages."""
+
+    @model_validator(mode="after")
+    def _heads(self) -> ModelSection:
+        if self.d_model % self.num_heads or (self.d_model // self.num_heads) % 2:
+            raise ValueError(
+                f"num_heads {self.num_heads} does not split d_model {self.d_model} into heads of even width"
+            )
+        return self
+
+
+class GraderSection(BaseModel):
+    """The grader pool."""
+
+    model_config = STRICT
+
+    num_graders: PositiveInt = 1
+    """Grader actors."""
+    timeout_s: PositiveFloat = 60.0
+    """Longest time to grade one batch of completions, in seconds; then the batch is tried again."""
+
+
+class ControlSection(BaseModel):
+    """The control: more SFT on the same labels, from the SFT checkpoint, for as long as the rounds took."""
+
+    model_config = STRICT
+
+    enabled: bool = True
+    """Whether to run it after the rounds."""
+    num_steps: NonNegativeInt = 0
+    """Optimizer steps; 0 means: for the same seconds as the rounds took."""
+
+
+class RunConfig(BaseModel):
+    """Everything that determines what a run computes."""
+
+    model_config = STRICT
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,79}$")]
+    """The run's name: its directory below `runs_dir`, its Ray namespace and its job id."""
+    seed: NonNegativeInt = 0
+    """Keys every random draw of the run."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where samplers and learner workers compute: `cpu`, or `cuda` with one GPU for each of them."""
+    task: TaskConfig
+    """What is learned."""
+    reward: RewardConfig = RewardConfig()
+    """What the rounds reward."""
+    num_train_problems: PositiveInt = 2000
+    """Problems without labels that the rounds draw from; SFT's labels are the first of them."""
+    model: ModelSection = ModelSection()
+    """The policy."""
+    sft: SftConfig
+    """Stage 1."""
+    rollout: RolloutConfig = RolloutConfig()
+    """The sampler pool."""
+    grading: GraderSection = GraderSection()
+    """The grader pool."""
+    learner: LearnerConfig
+    """Stage 2."""
+    sharding: ShardingConfig = ShardingConfig()
+    """How the learner's workers hold the policy."""
+    evaluation: EvaluationConfig = EvaluationConfig()
+    """Held-out accuracy."""
+    control: ControlSection = ControlSection()
+    """What else the same seconds could have bought."""
+    checkpoint_every_rounds: NonNegativeInt = 0
+    """Write a checkpoint to resume from after every so many rounds; 0: only by time, and at the ends of the stages."""
+    checkpoint_every_s: NonNegativeFloat = 120.0
+    """Write one after so many seconds too, in SFT, the rounds and the control: what a crash costs at most. It takes at
+    most a twentieth of the time: where one takes long to write, they are further apart. 0: none by time."""
+    num_checkpoints_kept: PositiveInt = 3
+    """The newest checkpoints to keep, beside those that end a stage, that of the rounds' best held-out accuracy and one
+    that an operator has pinned."""
+    wandb_project: str | None = None
+    """Also log to this Weights & Biases project; needs the extra `d1[wandb]`. WANDB_MODE=offline keeps it here."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> RunConfig:
+        if self.sft.data is None:
+            self._check_labels()
+        if self.learner.groups_per_round > self.num_train_problems:
+            raise ValueError(
+                f"learner.groups_per_round {self.learner.groups_per_round} exceeds "
+                f"num_train_problems {self.num_train_problems}: a round asks each problem once"
+            )
+        try:
+            self.evaluation.params(self.rollout.sampling)
+        except ValueError as error:
+            raise ValueError(f"evaluation.{error}") from None
+        if self.model.lora.rank and self.learner.reference_sync_rounds:
+            raise ValueError(
+                f"learner.reference_sync_rounds {self.learner.reference_sync_rounds} moves the KL reference, which "
+                "with model.lora.rank is the policy without its adapter and stays; take 0 for one of the two"
+            )
+        if self.sharding.cpu_offload and self.device == "cpu":
+            raise ValueError("sharding.cpu_offload is for device cuda; with device cpu everything is in main memory")
+        return self
+
+    @model_validator(mode="after")
+    def _terms(self) -> RunConfig:
+        for name, term in self.reward.terms.items():
+            if refusal := self._term_refusal(term):
+                raise ValueError(f"reward.terms.{name}{refusal}")
+        servers: dict[str, tuple[str, object]] = {}
+        for name, term in self.reward.terms.items():
+            if isinstance(term, JudgeConfig) and term.vllm is not None:
+                other, served = servers.setdefault(term.base_url, (name, (term.model, term.vllm)))
+                if served != (term.model, term.vllm):
+                    raise ValueError(
+                        f"reward.terms.{name} and reward.terms.{other} start different servers at {term.base_url}; "
+                        "take another port for one of them"
+                    )
+        return self
+
+    def _term_refusal(self, term: TermConfig) -> str | None:
+        """Why a term cannot go with the rest; None when it can."""
+        gen_length, limit_s, count = self.rollout.sampling.gen_length, self.grading.timeout_s, self.rollout.batch_size
+        if isinstance(term, LengthPenaltyConfig) and term.buffer_tokens > gen_length:
+            return f".buffer_tokens {term.buffer_tokens} exceeds rollout.sampling.gen_length {gen_length}"
+        if isinstance(term, AskingConfig) and term.patience_s > limit_s:
+            return (
+                f" may wait {term.patience_s:g} s for a server that does not answer, and a grader is restarted after "
+                f"grading.timeout_s {limit_s:g}; take a larger one, or a smaller timeout_s or num_tries"
+            )
+        rate = term.requests_per_minute if isinstance(term, JudgeConfig) else None
+        if rate is not None and count * 60 / rate > limit_s:
+            return (
+                f".requests_per_minute {rate:g} needs {count * 60 / rate:g} s for the {count} completions of "
+                f"rollout.batch_size, and a grader is restarted after grading.timeout_s {limit_s:g}; take a larger one"
+            )
+        return None
+
+    def _check_labels(self) -> None:
+        """Raise ValueError unless the task's problems are enough for SFT's examples."""
+        if (self.sft.num_labels or 0) > self.num_train_problems:
+            raise ValueError(
+                f"sft.num_labels {self.sft.num_labels} exceeds num_train_problems {self.num_train_problems}, "
+                "of which the labels are the first"
+            )
+        if self.sft.num_eval > self.evaluation.num_problems:
+            raise ValueError(
+                f"sft.num_eval {self.sft.num_eval} exceeds evaluation.num_problems {self.evaluation.num_problems}, "
+                "the held-out problems, of which they are the first"
+            )
+
+    @property
+    def evaluated_params(self) -> tuple[SamplingParams, ...]:
+        """What a policy is evaluated at; the first is what the service answers at."""
+        return self.evaluation.params(self.rollout.sampling)

@@ -1,0 +1,11 @@
+"""What a registry was told last."""
+
+from __future__ import annotations
+
+from actors.registry.registry import NEWEST, PolicyVersion, Registry
+
+
+def latest(registry: Registry) -> PolicyVersion | None:
+    """The version announced last; None when there is none."""
+    newest = registry.aliases().get(NEWEST)
+    return None if newest is None else registry.version(newest)
