@@ -279,7 +279,7 @@ class SlotBatch:
 
 def _compiled(model: Transformer) -> Callable[..., Tensor]:
     mode = "reduce-overhead" if next(model.parameters()).is_cuda else "default"
-    compiled: Callable[..., Tensor] = torch.compile(model, mode=mode)
+    compiled: Callable[..., Tensor] = torch.compile(model, mode=mode, fullgraph=True)
 
     def forward(*args: Tensor | None, **kwargs: Any) -> Tensor:
         # A CUDA graph writes its output to the same place every time.

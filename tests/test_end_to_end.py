@@ -252,6 +252,7 @@ def test_a_finished_run_goes_on_for_more_rounds_from_its_last_round(
     assert "began with 0" in refused.stderr
 
 
+@pytest.mark.nightly
 def test_sft_runs_alone(cluster: dict[str, str], folder: Path, first_run: list[dict[str, Any]]) -> None:
     alone = _train(cluster, folder, "alone", "rollout.num_samplers=1", command="sft")
     assert [event["label"] for event in alone if event["event"] == "evaluation"] == ["untrained", "sft"]

@@ -74,6 +74,12 @@ class Attention(nn.Module):
         return x_BLD.unflatten(-1, (num_heads, self.head_dim)).transpose(1, 2)
 
 
+def _is_inference() -> bool:
+    """Whether the forward under way is one for inference that nobody compiles: a compiler fuses by itself, and cannot
+    look into this."""
+    return not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
+
+
 class SwiGLU(nn.Module):
     """The feed-forward sublayer: down(silu(gate(x)) * up(x))."""
 
@@ -85,7 +91,7 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_proj(x), self.up_proj(x)
-        if torch.is_inference_mode_enabled():
+        if _is_inference():
             # Nothing is kept for a gradient: no need of two more of the widest activations.
             return self.down_proj(F.silu(gate, inplace=True).mul_(up))
         return self.down_proj(F.silu(gate) * up)
@@ -96,7 +102,7 @@ class RMSNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """The same shape."""
-        if x.device.type == "cpu" and torch.is_inference_mode_enabled():
+        if x.device.type == "cpu" and _is_inference():
             # PyTorch's has no CPU kernel of its own: it makes two more tensors as wide as x.
             mean_square = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1])
             return (x * mean_square.add_(self.eps).rsqrt_()).mul_(self.weight)

@@ -177,7 +177,7 @@ def test_every_route_is_closed_but_those_that_are_meant_to_be_open(app, make_cli
 
 
 def test_each_key_opens_and_has_a_rate_of_its_own(make_client):
-    client = make_client(rate="3/hour")
+    client = make_client(rate="3/day")
     assert [client.get("/version").status_code for _ in range(4)] == [200, 200, 200, 429]
     refused = client.get("/version")
     error = assert_error(refused, 429, "rate_limit_exceeded")

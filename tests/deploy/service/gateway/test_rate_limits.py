@@ -1,4 +1,8 @@
-"""How often a key may ask: alone, together with other ingresses, and while what they share is away."""
+"""How often a key may ask: alone, together with other ingresses, and while what they share is away.
+
+Limits are by the day: at the turn of a window what was counted in the one before begins to fade, and a test should not
+meet it.
+"""
 
 import asyncio
 import secrets
@@ -44,27 +48,27 @@ def make_rates(registry_server, monkeypatch):
 
 
 def test_each_key_has_its_own_limit():
-    rates = [RateLimits("2/minute")]
+    rates = [RateLimits("2/day")]
     assert statuses(rates, 3) == [200, 200, 429]
     assert statuses(rates, 1, "you") == [200]
 
 
 def test_by_itself_each_ingress_has_the_whole_limit():
-    assert statuses([RateLimits("2/minute"), RateLimits("2/minute")], 6) == [200, 200, 200, 200, 429, 429]
+    assert statuses([RateLimits("2/day"), RateLimits("2/day")], 6) == [200, 200, 200, 200, 429, 429]
 
 
 def test_ingresses_count_together(make_rates):
-    assert statuses([make_rates("3/minute"), make_rates("3/minute")], 5) == [200, 200, 200, 429, 429]
+    assert statuses([make_rates("3/day"), make_rates("3/day")], 5) == [200, 200, 200, 429, 429]
 
 
 def test_services_do_not_count_together(registry_server):
-    rates = [RateLimits("1/minute", SharedCounts(registry_server.url, name)) for name in ("one", "other")]
+    rates = [RateLimits("1/day", SharedCounts(registry_server.url, name)) for name in ("one", "other")]
     assert statuses(rates, 3) == [200, 200, 429]
 
 
 def test_a_refusal_says_when_to_ask_again(make_rates):
     async def refused():
-        rates = make_rates("1/minute")
+        rates = make_rates("1/day")
         await rates.refusal("me")
         refusal = await rates.refusal("me")
         await rates.aclose()
@@ -75,7 +79,7 @@ def test_a_refusal_says_when_to_ask_again(make_rates):
 
 def test_a_burst_is_counted_together(make_rates):
     async def ask():
-        rates = make_rates("5/minute")
+        rates = make_rates("5/day")
         found = await asyncio.gather(*(rates.refusal("me") for _ in range(200)))
         await rates.aclose()
         return found
@@ -87,7 +91,7 @@ def test_the_connections_of_the_counts_end_with_the_gate(registry_server, make_r
     app = Starlette(routes=[Route("/", lambda _: PlainTextResponse("hello"), methods=["POST"])])
     with Redis.from_url(registry_server.url) as redis:
         num_before = len(redis.client_list())
-        with TestClient(AccessControl(app, ApiKeys.of(TOKEN, "test"), make_rates("1/minute"))) as client:
+        with TestClient(AccessControl(app, ApiKeys.of(TOKEN, "test"), make_rates("1/day"))) as client:
             client.headers["authorization"] = f"Bearer {TOKEN}"
             assert [client.post("/").status_code for _ in range(2)] == [200, 429]
             assert len(redis.client_list()) == num_before + 1
@@ -131,4 +135,4 @@ def test_while_what_is_shared_cannot_be_reached_each_counts_by_itself(monkeypatc
         await rates.aclose()
 
     with redis_that_says_nothing() as (url, accepted):
-        asyncio.run(ask(RateLimits("2/minute", SharedCounts(url, "tiny"))))
+        asyncio.run(ask(RateLimits("2/day", SharedCounts(url, "tiny"))))
