@@ -23,8 +23,7 @@ _RUNS, _RAY = "test_end_to_end", ("test_on_ray", "test_admin_on_ray", "test_clus
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Whole runs take longest and come first, the other tests that start a Ray cluster next: under xdist, which gives
-    whole files to workers in this order, they begin side by side. They wait a third of the time for processes that start:
-    that is why there is a worker more than the two cores."""
+    whole files to workers in this order, each begins on one of two."""
     items.sort(key=lambda item: (item.path.stem != _RUNS, item.path.stem not in _RAY))
 
 

@@ -113,7 +113,7 @@ class Strike:
                 self.victim = "the run's wall clock"
             case Target.BYTES:
                 self.victim = _flip_newest(scene.run_dir / CHECKPOINTS, fault.choice)
-                self._victim_of(Target.LEARNER).signal(signal.SIGKILL)
+                self._victim_of(Target.LEARNER).strike(signal.SIGKILL)
             case Target.DRIVER:
                 self.victim = f"process {self._driver.pid}"
                 self._driver.signal(_NUMBERS[fault.harm])
@@ -129,10 +129,10 @@ class Strike:
         process = self._victim_of(fault.target)
         self.victim = f"{_short(process.title)}, process {process.pid}"
         if fault.moment is Moment.COLLECTIVE:
-            process.signal(signal.SIGSTOP)
+            process.strike(signal.SIGSTOP)
             time.sleep(_COLLECTIVE_S)
         self.at_s = time.monotonic()
-        process.signal(_NUMBERS[fault.harm])
+        process.strike(_NUMBERS[fault.harm])
 
     def _undo(self) -> None:
         fault, scene = self._fault, self._scene

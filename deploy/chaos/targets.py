@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from signal import SIGKILL, SIGSTOP, Signals
 
 from deploy.chaos.faults import Target
 
 MARK = "D1_CHAOS_MARK"
 _PROC = Path("/proc")
+_TAKES_EFFECT_S = 30.0
 # Ray writes the class and the method that runs over a worker's command line.
 _TITLES = {
     Target.SAMPLER: r"ray::SamplerWorker\b",
@@ -58,10 +59,26 @@ class Process:
         now = _read(self.pid)
         return now is not None and now.key == self.key and now.state not in "ZX"
 
-    def signal(self, number: signal.Signals) -> None:
+    def signal(self, number: Signals) -> None:
         """Send it a signal; nothing happens when it has ended."""
         with suppress(ProcessLookupError):
             os.kill(self.pid, number)
+
+    def strike(self, number: Signals) -> None:
+        """Send it a signal, and wait until one that it cannot catch has had its effect: a busy machine takes its time,
+        and whoever looked meanwhile would find it well. Raises TimeoutError."""
+        self.signal(number)
+        deadline = time.monotonic() + _TAKES_EFFECT_S
+        while not self._shows(number):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"process {self.pid} shows no effect of {number.name} after {_TAKES_EFFECT_S:g} s")
+            time.sleep(0.005)
+
+    def _shows(self, number: Signals) -> bool:
+        if number not in (SIGKILL, SIGSTOP) or not self.is_there():
+            return True
+        now = _read(self.pid)
+        return number == SIGSTOP and now is not None and now.state == "T"
 
 
 class Family:
@@ -99,7 +116,7 @@ class Family:
         deadline = time.monotonic() + timeout_s
         while (left := self.living()) and time.monotonic() < deadline:
             for process in left:
-                process.signal(signal.SIGKILL)
+                process.signal(SIGKILL)
             time.sleep(0.05)
 
     def _is_marked(self, pid: int) -> bool:

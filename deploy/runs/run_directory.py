@@ -6,7 +6,7 @@ import errno
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -150,11 +150,9 @@ def check_creatable(recipe: Recipe, spec: RunSpec, start_from: Path | None, max_
     Of a split no more than `max_problems` are looked at, of a model of the hub only its config.
     """
     heldout = min(spec.evaluation.num_problems, max_problems)
-    few = replace(
-        spec,
-        num_train_problems=min(spec.num_train_problems, max_problems),
-        evaluation=spec.evaluation.model_copy(update={"num_problems": heldout}),
-    )
+    evaluation = spec.evaluation.model_copy(update={"num_problems": heldout})
+    num_problems = min(spec.num_train_problems, max_problems)
+    few = spec.model_copy(update={"num_train_problems": num_problems, "evaluation": evaluation})
     reference = start_from or recipe.model.checkpoint
     try:
         with TemporaryDirectory(prefix="d1-") as scratch:
