@@ -87,9 +87,11 @@ bubblewrap:
 
 # The page is tested in it.
 chromium:
-	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null || { \
-		[ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && echo 'Installing Chromium.' && \
-		apt-get update -qq && apt-get install -qq --yes --no-install-recommends chromium >/dev/null; } || \
+	@command -v chromium-headless-shell >/dev/null || command -v chromium >/dev/null || \
+		command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null || { \
+		[ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && echo 'Installing Chromium.' && apt-get update -qq && \
+		{ apt-get install -qq --yes --no-install-recommends chromium-headless-shell || \
+		apt-get install -qq --yes --no-install-recommends chromium; } >/dev/null 2>&1; } || \
 		echo 'Chromium is missing: the tests of the page are skipped; on Debian: apt install chromium' >&2
 
 constraints: $(STAMP) ## Take the newest versions that pyproject.toml allows into .venv and constraints.txt.
