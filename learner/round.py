@@ -15,7 +15,7 @@ from learner.advantages import Rewards, group_advantages
 from learner.batch import GroupedBatch, RolloutBatch
 from learner.config import LearnerConfig
 from learner.estimators import InnerUpdate, SamplerFacts, Terms, make_terms, token_logps
-from learner.flops import NOTHING, Canvases
+from learner.flops import NOTHING, CanvasSums
 from learner.objectives import Logps, RowFacts, normalized, unit_keys
 from learner.parallel.micro_batches import MicroBatches, cut
 from learner.parallel.sharding import ShardedPolicy
@@ -42,7 +42,7 @@ class Plan:
     is_split: bool
     """Whether a unit is spread over several micro-batches, on any rank."""
 
-    canvases: Canvases
+    canvases: CanvasSums
     """What a forward of all that counts runs."""
 
     @property
@@ -140,7 +140,7 @@ class Round:
             micro_batches=(*packed.terms, *idle),
             counts=(*counts, *(False for _ in idle)),
             is_split=bool(is_split),
-            canvases=Canvases.of(terms.views) if any(counts) else NOTHING,
+            canvases=CanvasSums.of(terms.views) if any(counts) else NOTHING,
         )
 
     def _cut(self, terms: Terms) -> MicroBatches:

@@ -9,7 +9,7 @@ from rewards.data.split import is_heldout
 from rewards.grader import Grader, RewardConfig
 from rewards.problem import Grade, Message, Outcome, Problem, Split, Task
 from rewards.reading.answers import last_answer
-from rewards.reading.arithmetic import Evaluation, evaluate
+from rewards.reading.arithmetic import EvaluatedExpression, evaluate
 from rewards.sample import Sample
 from rewards.tasks.countdown import Countdown, CountdownConfig
 from rewards.tasks.gsm8k import Gsm8k, Gsm8kConfig
@@ -27,7 +27,7 @@ from rewards.terms.term import RewardUnavailableError
 __all__ = [
     "Countdown",
     "CountdownConfig",
-    "Evaluation",
+    "EvaluatedExpression",
     "Grade",
     "Grader",
     "Gsm8k",

@@ -27,7 +27,7 @@ from rollout.slots import Slots, on_device
 _BUCKET = 64
 
 
-class Kind(IntEnum):
+class ForwardKind(IntEnum):
     """How a row is run; active rows are kept in this order."""
 
     WHOLE = 0
@@ -41,7 +41,7 @@ class ActiveRow:
 
     slot: int
     request: Request
-    kind: Kind
+    kind: ForwardKind
     twin: int
     """The first slot whose canvas has the same tokens, its own perhaps."""
     block_start: int
@@ -125,7 +125,7 @@ class Forwards:
             open_AK: bool, which of these are masked.
         """
         parts, first = [], 0
-        for kind in Kind:
+        for kind in ForwardKind:
             rows = [row for row in active if row.kind is kind]
             if rows:
                 span = slice(first, first + len(rows))
@@ -143,7 +143,7 @@ class Forwards:
     def _part(self, rows: list[ActiveRow], columns_RK: Tensor, open_RK: Tensor) -> SlotLogits:
         """The same for rows of one kind."""
         index_N = self._asked(open_RK)
-        if rows[0].kind is not Kind.WHOLE:
+        if rows[0].kind is not ForwardKind.WHOLE:
             logits_NV = self._with_memory(rows, columns_RK, index_N)
             return SlotLogits(logits_NV, index_N, torch.arange(len(index_N), device=index_N.device))
         keys_R = [row.canvas_key for row in rows]
@@ -218,7 +218,7 @@ class Forwards:
         width = self._width(max(lengths))
         memory = self._remembered([row.slot for row in rows], width)
         lengths_R = self._lengths(lengths, width)
-        if rows[0].kind is Kind.REFRESH:
+        if rows[0].kind is ForwardKind.REFRESH:
             ids_RL = self._slots.canvases.tokens[rows_R, :width]
             # What lies past a short row's end is not attended to, so it may be remembered.
             return self._run(ids_RL, lengths_R, columns_RK, scored_N, memory=memory)

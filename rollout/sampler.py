@@ -26,7 +26,7 @@ from torch import Tensor
 
 from learner.model.transformer import Transformer
 from rollout.config import EngineConfig
-from rollout.forwards import ActiveRow, ForwardCounts, Forwards, Kind, SlotLogits
+from rollout.forwards import ActiveRow, ForwardCounts, ForwardKind, Forwards, SlotLogits
 from rollout.request import Cache, Completion, Progress, Request, SamplingParams, check_request
 from rollout.slots import Slots, on_device
 from rollout.step import DenoiseStep, Drawn
@@ -173,7 +173,7 @@ class SlotBatch:
         self._admit()
         active = self._active()
         if active:
-            has_cache = any(row.kind is not Kind.WHOLE for row in active)
+            has_cache = any(row.kind is not ForwardKind.WHOLE for row in active)
             for _ in range(1 if has_cache else self._steps_per_sync):
                 self._denoise(active)
                 # Nobody has looked whose canvases are equal after that.
@@ -289,9 +289,9 @@ def _compiled(model: Transformer) -> Callable[..., Tensor]:
     return forward
 
 
-def _kind(params: SamplingParams, step_in_block: int) -> Kind:
+def _kind(params: SamplingParams, step_in_block: int) -> ForwardKind:
     if params.cache is Cache.NONE:
-        return Kind.WHOLE
+        return ForwardKind.WHOLE
     every = params.cache_refresh_steps
     is_refresh = step_in_block % every == 0 if every else step_in_block == 0
-    return Kind.REFRESH if is_refresh else Kind.CACHED
+    return ForwardKind.REFRESH if is_refresh else ForwardKind.CACHED

@@ -23,7 +23,7 @@ _SHARE_OF_TIME = 20
 _PATIENCE_S, _PAUSE_S = 600.0, 5.0
 
 
-class Client(Protocol):
+class CheckpointClient(Protocol):
     """Whom rank 0 tells of it: `actors/training/run_client.py`."""
 
     def record(self, event: str, values: Mapping[str, Any]) -> None: ...
@@ -34,7 +34,7 @@ class Checkpointer:
     """Writes them on rank 0; the other ranks help to gather what is in them."""
 
     def __init__(
-        self, spec: RunSpec, policy: ShardedPolicy, ranks: Ranks, client: Client, clock: Callable[[], float]
+        self, spec: RunSpec, policy: ShardedPolicy, ranks: Ranks, client: CheckpointClient, clock: Callable[[], float]
     ) -> None:
         self._spec, self._policy, self._ranks, self._client, self._clock = spec, policy, ranks, client, clock
         self._written_at, self._write_s = clock(), 0.0

@@ -29,15 +29,15 @@ from typing import Any, TypeVar
 
 import ray
 
-from actors.coordination.evaluation import Evaluation, best_version
+from actors.coordination.evaluation import VersionEvaluator, best_version
 from actors.coordination.liveness import Watch
 from actors.coordination.metrics import RunGauges
 from actors.coordination.pools import Pools, VersionLostError
 from actors.coordination.round_stats import readable_samples, round_stats
-from actors.coordination.rounds import Rounds
+from actors.coordination.rounds import OpenRounds
 from actors.coordination.session import Session
 from actors.coordination.status import SILENT_S, RunStatus, actor_statuses, restarts_by_kind, silence_texts, wait_text
-from actors.coordination.timeline import COORDINATOR, LEARNER, Kind, Timeline
+from actors.coordination.timeline import COORDINATOR, LEARNER, SpanKind, Timeline
 from actors.messages import Generation, Next, PortionKey, PortionSummary
 from actors.plan import RunPlan
 from actors.registry.announcer import Announcer
@@ -87,8 +87,10 @@ class Coordinator:
         self._gauges = RunGauges(spec.name)
         self._announcer = Announcer(Registry(registry_url, spec.name), self._log, spec.run_dir, store_name)
         schedules = spec.evaluation.params(spec.rollout.sampling)
-        self._evaluation = Evaluation(self._plan, schedules, self._pools, spec.rollout.max_attempts, self._note_failure)
-        self._rounds = Rounds(spec, self._plan, self._pools, self._note_failure)
+        self._evaluation = VersionEvaluator(
+            self._plan, schedules, self._pools, spec.rollout.max_attempts, self._note_failure
+        )
+        self._rounds = OpenRounds(spec, self._plan, self._pools, self._note_failure)
         self._watch = Watch(self._end_hung)
         self._timeline = Timeline()
         self._doing: dict[str, tuple[str, float]] = {}
@@ -108,7 +110,7 @@ class Coordinator:
             self._end_pause()
             self._timeline = Timeline.read(self._spec.run_dir)
             if (last := RunStatus.read(self._spec.run_dir)) is not None:
-                self._timeline.add_since(COORDINATOR, "away", Kind.AWAY, last.at)
+                self._timeline.add_since(COORDINATOR, "away", SpanKind.AWAY, last.at)
         elif self._plan.num_overlong:
             self._note_failure(f"{self._plan.num_overlong} prompts are too long", 0)
         self._keep(session, num_coordinator_starts=session.num_coordinator_starts + 1)
@@ -175,7 +177,7 @@ class Coordinator:
 
     async def learner_started(self, checkpoint: str, position: Mapping[str, Any]) -> None:
         """It goes on from a checkpoint: what is done again is recorded. Every time but the first is a failure's."""
-        self._timeline.add(LEARNER, "loading a checkpoint", Kind.WORK, self._learner_starting_at)
+        self._timeline.add(LEARNER, "loading a checkpoint", SpanKind.WORK, self._learner_starting_at)
         again = _done_again(self._log.events_since(0), position)
         if self._session.num_learner_starts > 1:
             what = f"{RESTARTED} from checkpoint {checkpoint}; {again}"
@@ -332,7 +334,7 @@ class Coordinator:
                 return Next.PUBLISH, False
             finally:
                 self._waiting_since = None
-                self._timeline.add(LEARNER, f"evaluation of version {version}", Kind.WAIT, began)
+                self._timeline.add(LEARNER, f"evaluation of version {version}", SpanKind.WAIT, began)
             self._log.append("evaluation", label=label, policy_version=version, round=round_index, **scored)
             if label != Phase.CONTROL:
                 await self._announcer.score(version, scored["num_correct"], scored["num_problems"])

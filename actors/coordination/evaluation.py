@@ -16,7 +16,7 @@ from rewards import Outcome
 from rollout.request import SamplingParams
 
 
-class Evaluation:
+class VersionEvaluator:
     """Evaluates versions on the problems of a plan."""
 
     def __init__(

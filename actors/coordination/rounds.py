@@ -18,7 +18,7 @@ from actors.plan import RunPlan
 from actors.spec import RunSpec
 
 
-class Rounds:
+class OpenRounds:
     """What is under way between the learner's calls. Made anew, it goes on from the next call."""
 
     def __init__(self, spec: RunSpec, plan: RunPlan, pools: Pools, on_failure: Callable[[str, int], None]) -> None:

@@ -34,7 +34,7 @@ _MICROSECONDS = 1e6
 _STAGES_OF_STEPS = ("sft", "control")
 
 
-class Kind(StrEnum):
+class SpanKind(StrEnum):
     """What an actor does in a span."""
 
     WORK = "work"
@@ -53,7 +53,7 @@ class Span:
     """The actor: `sampler 1`, `learner rank 0`."""
     name: str
     """What: `portion 3:1`, `round 3: training`."""
-    kind: Kind
+    kind: SpanKind
     """Whether that is work."""
     began: float
     """Unix time. Two spans of a track do not overlap."""
@@ -75,13 +75,13 @@ class Timeline:
         self._rounds: deque[float] = deque(maxlen=NUM_ROUNDS)
         self._has_changed = False
 
-    def add(self, track: str, name: str, kind: Kind, began: float, ended: float | None = None, **args: Any) -> None:
+    def add(self, track: str, name: str, kind: SpanKind, began: float, ended: float | None = None, **args: Any) -> None:
         """Something was done, until now where no end is given. A track does one thing at a time, so it began after
         the one before it."""
         until = self._unix(ended)
         self._append(Span(track=track, name=name, kind=kind, began=began + self._offset, ended=until, args=args))
 
-    def add_since(self, track: str, name: str, kind: Kind, began: float) -> None:
+    def add_since(self, track: str, name: str, kind: SpanKind, began: float) -> None:
         """As `add`, where another process wrote down the beginning, in Unix time."""
         self._append(Span(track=track, name=name, kind=kind, began=began, ended=self._unix(None)))
 
@@ -89,10 +89,10 @@ class Timeline:
         """What the actors of the pools did."""
         for work in works:
             if work.key is None:
-                self.add(work.actor, "away", Kind.AWAY, work.began, work.ended)
+                self.add(work.actor, "away", SpanKind.AWAY, work.began, work.ended)
                 continue
             facts = {"round": work.key.round, "index": work.key.index, "is_done": work.is_done}
-            self.add(work.actor, portion_name(work.key), Kind.WORK, work.began, work.ended, **facts)
+            self.add(work.actor, portion_name(work.key), SpanKind.WORK, work.began, work.ended, **facts)
 
     def add_round(self, round_index: int, values: Mapping[str, Any]) -> None:
         """The learner has just published a round; `values` has its `sampling_s`, `training_s` and `publish_s`.
@@ -105,9 +105,9 @@ class Timeline:
         began = sampled - values["sampling_s"]
         self._rounds.append(began + self._offset)
         for name, kind, since, until in (
-            ("waiting", Kind.WAIT, began, sampled),
-            ("training", Kind.WORK, sampled, trained),
-            ("publish", Kind.WORK, trained, published),
+            ("waiting", SpanKind.WAIT, began, sampled),
+            ("training", SpanKind.WORK, sampled, trained),
+            ("publish", SpanKind.WORK, trained, published),
         ):
             self.add(LEARNER, f"round {round_index}: {name}", kind, since, until, round=round_index)
 
@@ -115,10 +115,10 @@ class Timeline:
         """The run log has a new event, of something that has just ended."""
         if event == "checkpoint":
             name = f"checkpoint {Path(values['path']).name}"
-            self.add(LEARNER, name, Kind.WORK, self._clock() - values["seconds"])
+            self.add(LEARNER, name, SpanKind.WORK, self._clock() - values["seconds"])
         elif event == "phase_end" and values["phase"] in _STAGES_OF_STEPS:
             name = f"{values['phase']}: {values['num_steps']} steps"
-            self.add(STAGE, name, Kind.WORK, self._clock() - values["seconds"])
+            self.add(STAGE, name, SpanKind.WORK, self._clock() - values["seconds"])
 
     def spans(self) -> list[Span]:
         """Those that ended after the oldest round that is kept began."""
@@ -188,7 +188,7 @@ def read_trace(path: Path) -> list[Span]:
             Span(
                 track=tracks[event["tid"]],
                 name=event["name"],
-                kind=Kind(event["cat"]),
+                kind=SpanKind(event["cat"]),
                 began=event["ts"] / _MICROSECONDS,
                 ended=(event["ts"] + event["dur"]) / _MICROSECONDS,
                 args=event["args"],
@@ -221,7 +221,7 @@ def idle_shares(spans: Sequence[Span]) -> dict[str, float]:
 
 
 def _works(spans: Iterable[Span], track: str) -> Iterator[Span]:
-    return (span for span in spans if span.track == track and span.kind is Kind.WORK)
+    return (span for span in spans if span.track == track and span.kind is SpanKind.WORK)
 
 
 def _within(span: Span, began: float, ended: float) -> float:
@@ -229,7 +229,7 @@ def _within(span: Span, began: float, ended: float) -> float:
 
 
 def _is_wait_for_a_round(span: Span) -> bool:
-    return span.track == LEARNER and span.kind is Kind.WAIT and "round" in span.args
+    return span.track == LEARNER and span.kind is SpanKind.WAIT and "round" in span.args
 
 
 def _order(track: str) -> tuple[int, str, int]:

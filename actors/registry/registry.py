@@ -156,7 +156,7 @@ NOTHING_HELD = AdminState(pinned=None, is_paused=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Standing:
+class RegistrySnapshot:
     """What a service is to serve, all of it at one moment."""
 
     aliases: Mapping[str, int]
@@ -286,7 +286,7 @@ class Registry:
         """What is pinned, and whether the service is paused."""
         return self.standing().admin
 
-    def standing(self) -> Standing:
+    def standing(self) -> RegistrySnapshot:
         """The aliases, what an operator wants, and what was refused."""
         with self._explained(), self._redis.pipeline(transaction=True) as pipe:
             pipe.hgetall(self._aliases)
@@ -295,7 +295,7 @@ class Registry:
             pairs, paused, refused = pipe.execute()
         aliases = {name.decode(): int(version) for name, version in pairs.items()}
         admin = AdminState(pinned=aliases.get(PINNED), is_paused=bool(paused))
-        return Standing(aliases=aliases, admin=admin, refused=frozenset(map(int, refused)))
+        return RegistrySnapshot(aliases=aliases, admin=admin, refused=frozenset(map(int, refused)))
 
     def pin(self, version: int | None, why: str = "") -> None:
         """Hold the service on a version, or with None on none. Raises LookupError for one that is not known."""

@@ -21,7 +21,7 @@ from learner.model.adapter import Adapter, read_adapter
 from learner.parallel.ranks import Ranks
 
 
-class Client(publication.Client, evaluation.Client, writing.Client, Protocol):
+class Client(publication.PublicationClient, evaluation.EvaluationClient, writing.CheckpointClient, Protocol):
     """What rank 0 asks of the rest of the run: `actors/training/run_client.py`."""
 
     def learner_started(self, checkpoint: str, position: Mapping[str, Any]) -> None: ...

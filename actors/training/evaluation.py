@@ -11,7 +11,7 @@ from actors.training.publication import Publisher
 from learner.parallel.ranks import Ranks
 
 
-class Client(Protocol):
+class EvaluationClient(Protocol):
     """Whom rank 0 asks for it: `actors/training/run_client.py`."""
 
     def evaluate(self, generation: Generation, label: str, round_index: int, *, is_new: bool) -> tuple[Next, bool]: ...
@@ -20,7 +20,7 @@ class Client(Protocol):
 class Evaluator:
     """Asks on rank 0 for an evaluation of what was published last; the other ranks wait for it."""
 
-    def __init__(self, spec: RunSpec, ranks: Ranks, publisher: Publisher, client: Client) -> None:
+    def __init__(self, spec: RunSpec, ranks: Ranks, publisher: Publisher, client: EvaluationClient) -> None:
         self._spec, self._ranks, self._publisher, self._client = spec, ranks, publisher, client
 
     def is_due(self, position: Position) -> bool:

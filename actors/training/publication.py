@@ -16,7 +16,7 @@ from learner.parallel.ranks import Ranks
 from learner.parallel.sharding import ShardedPolicy
 
 
-class Client(Protocol):
+class PublicationClient(Protocol):
     """Whom rank 0 hands them to: `actors/training/run_client.py`."""
 
     def publish(self, manifest: Manifest, weights: Mapping[str, Tensor]) -> None: ...
@@ -26,7 +26,7 @@ class Client(Protocol):
 class Publisher:
     """Publishes from rank 0; the other ranks help to gather the weights."""
 
-    def __init__(self, policy: ShardedPolicy, ranks: Ranks, client: Client) -> None:
+    def __init__(self, policy: ShardedPolicy, ranks: Ranks, client: PublicationClient) -> None:
         self._policy, self._ranks, self._client = policy, ranks, client
         self._generation: Generation | None = None
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Line:
+class OutputLine:
     """A line of output."""
 
     at_s: float
@@ -29,7 +29,7 @@ class Driver:
         """Start it."""
         self.began_s = time.monotonic()
         self.ended_s: float | None = None
-        self._lines: list[Line] = []
+        self._lines: list[OutputLine] = []
         self._process = subprocess.Popen(  # noqa: S603 - d1 itself
             list(command),
             env=dict(environment),
@@ -57,7 +57,7 @@ class Driver:
         return status
 
     @property
-    def lines(self) -> tuple[Line, ...]:
+    def lines(self) -> tuple[OutputLine, ...]:
         """What it has printed."""
         return tuple(self._lines)
 
@@ -82,4 +82,4 @@ class Driver:
     def _read(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            self._lines.append(Line(at_s=time.monotonic(), text=line.rstrip()))
+            self._lines.append(OutputLine(at_s=time.monotonic(), text=line.rstrip()))

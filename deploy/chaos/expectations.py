@@ -7,7 +7,7 @@ from enum import StrEnum
 from deploy.chaos.faults import Target
 
 
-class Outcome(StrEnum):
+class FaultOutcome(StrEnum):
     """What became of a run after a fault."""
 
     WENT_ON = "went on"
@@ -18,10 +18,10 @@ class Outcome(StrEnum):
     """Neither, within the session's patience: `d1 train` had to be killed."""
 
 
-_GOES_ON = frozenset({Outcome.WENT_ON})
-_MAY_END = frozenset({Outcome.WENT_ON, Outcome.RESUMED})
+_GOES_ON = frozenset({FaultOutcome.WENT_ON})
+_MAY_END = frozenset({FaultOutcome.WENT_ON, FaultOutcome.RESUMED})
 
-ALLOWED: dict[Target, frozenset[Outcome]] = {
+ALLOWED: dict[Target, frozenset[FaultOutcome]] = {
     Target.SAMPLER: _GOES_ON,
     Target.GRADER: _GOES_ON,
     Target.LEARNER: _GOES_ON,

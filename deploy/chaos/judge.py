@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from actors.run_log import Event
-from deploy.chaos.expectations import ALLOWED, Outcome
+from deploy.chaos.expectations import ALLOWED, FaultOutcome
 from deploy.chaos.faults import Harm, Setting, Target
 from deploy.chaos.record import Blow, Drive, History, RunRecord
 
@@ -29,7 +29,7 @@ _RESTARTED = re.compile(r"\brestart|\bresume")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Terms:
+class JudgedRecipe:
     """What of the recipe the judge must know."""
 
     num_rounds: int
@@ -44,7 +44,7 @@ class Terms:
     """The checkpoints that a complete run has at least."""
 
 
-def judge(terms: Terms, reference: History, record: RunRecord) -> list[str]:
+def judge(terms: JudgedRecipe, reference: History, record: RunRecord) -> list[str]:
     """What a run did that it must not: a sentence for each, none for an honest history."""
     history = record.history
     found = [*_files(history), *_completeness(terms, history), *_repetitions(history), *_groups(terms, history)]
@@ -72,7 +72,7 @@ def _files(history: History) -> Iterator[str]:
         yield f"metrics.jsonl has {history.num_unreadable} lines that are no events or come after one"
 
 
-def _completeness(terms: Terms, history: History) -> Iterator[str]:
+def _completeness(terms: JudgedRecipe, history: History) -> Iterator[str]:
     if not any(event["event"] == "done" for event in history.events):
         yield "the run never ended: its log has no `done`"
     if lost := sorted(set(range(terms.num_rounds)) - final_rounds(history.events).keys()):
@@ -97,7 +97,7 @@ def _repetitions(history: History) -> Iterator[str]:
         first.setdefault(index, event)
 
 
-def _groups(terms: Terms, history: History) -> Iterator[str]:
+def _groups(terms: JudgedRecipe, history: History) -> Iterator[str]:
     for index, event in sorted(final_rounds(history.events).items()):
         failed, graded = event["num_failed_groups"], event["num_completions"]
         ungraded = sum(event["num_ungraded"].values())
@@ -108,7 +108,7 @@ def _groups(terms: Terms, history: History) -> Iterator[str]:
             yield f"round {index} trained groups twice: {graded} completions and {failed} failed groups of {admitted}"
 
 
-def _versions(terms: Terms, history: History) -> Iterator[str]:
+def _versions(terms: JudgedRecipe, history: History) -> Iterator[str]:
     rounds = final_rounds(history.events)
     for index, event in sorted(rounds.items()):
         if event["max_staleness"] > terms.max_staleness or event["mean_staleness"] < 0:
@@ -155,7 +155,7 @@ def _subject(event: Event) -> str:
     return ""
 
 
-def _weights(terms: Terms, reference: History, history: History) -> Iterator[str]:
+def _weights(terms: JudgedRecipe, reference: History, history: History) -> Iterator[str]:
     for name in sorted({*terms.phases} - history.digests.keys()):
         yield f"checkpoint {name} is missing"
     for name in sorted(reference.digests.keys() & history.digests.keys()):
@@ -169,7 +169,7 @@ def _drive(record: RunRecord, drive: Drive) -> Iterator[str]:
         yield f"it printed {line.strip()[:100]!r}"
     if drive.leftovers and record.setting is not Setting.CLUSTER:
         yield f"{len(drive.leftovers)} processes were left: {_list(drive.leftovers)}"
-    if drive.was_helped and not any(blow.outcome is Outcome.STUCK for blow in _during(record, drive)):
+    if drive.was_helped and not any(blow.outcome is FaultOutcome.STUCK for blow in _during(record, drive)):
         yield f"it made no progress and had to be killed; its last word was {_last_word(drive)!r}"
     if drive.status == 0 or drive.was_helped:
         return
@@ -214,9 +214,9 @@ def _during(record: RunRecord, drive: Drive) -> list[Blow]:
 def _blow(record: RunRecord, blow: Blow) -> Iterator[str]:
     if blow.outcome not in ALLOWED[blow.fault.target] and not _is_an_earlier_ones(record, blow):
         what = {
-            Outcome.RESUMED: "the run ended and had to be resumed",
-            Outcome.STUCK: "the run got stuck and had to be killed",
-            Outcome.WENT_ON: "the run went on",
+            FaultOutcome.RESUMED: "the run ended and had to be resumed",
+            FaultOutcome.STUCK: "the run got stuck and had to be killed",
+            FaultOutcome.WENT_ON: "the run went on",
         }[blow.outcome]
         yield f"fault {blow.fault.number}, {blow.fault} ({blow.victim}, round {blow.round}): {what}"
     if blow.fault.harm is Harm.FLIP:
@@ -231,8 +231,8 @@ def _is_an_earlier_ones(record: RunRecord, blow: Blow) -> bool:
     Ray Train's controller has one call, which ends when the training does.
     """
     drive = next((one for one in record.drives if one.began_s <= blow.at_s <= one.ended_s), None)
-    return blow.outcome is Outcome.RESUMED and any(
-        one.fault.harm is Harm.TERM and one.at_s < blow.at_s and Outcome.RESUMED in ALLOWED[one.fault.target]
+    return blow.outcome is FaultOutcome.RESUMED and any(
+        one.fault.harm is Harm.TERM and one.at_s < blow.at_s and FaultOutcome.RESUMED in ALLOWED[one.fault.target]
         for one in (_during(record, drive) if drive else ())
     )
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from actors.run_log import CHECKPOINTS, METRICS, SAMPLES, Event, read_events
-from deploy.chaos.driver import Line
-from deploy.chaos.expectations import Outcome
+from deploy.chaos.driver import OutputLine
+from deploy.chaos.expectations import FaultOutcome
 from deploy.chaos.faults import Fault, Setting
 
 WEIGHTS = "model.safetensors"
@@ -32,7 +32,7 @@ class Blow:
     """When it was over: after a stopped process went on, a full disk was emptied. A kill is over at once."""
     back_after_s: float | None
     """Seconds from there until the role was there again and the run had made progress; None when it got stuck."""
-    outcome: Outcome
+    outcome: FaultOutcome
     """What became of the run."""
 
 
@@ -48,7 +48,7 @@ class Drive:
     """Its exit status; -9 after SIGKILL."""
     was_helped: bool
     """Whether the session killed it because it was stuck."""
-    lines: tuple[Line, ...]
+    lines: tuple[OutputLine, ...]
     """What it printed."""
     leftovers: tuple[str, ...]
     """Processes that were left some time after its end."""

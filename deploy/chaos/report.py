@@ -10,15 +10,15 @@ from typing import Any
 from rich.box import SIMPLE
 from rich.table import Table
 
-from deploy.chaos.expectations import Outcome
+from deploy.chaos.expectations import FaultOutcome
 from deploy.chaos.record import Blow
-from deploy.chaos.session import Verdict
+from deploy.chaos.session import ChaosVerdict
 
 _HEADS = ("what fails", "how", "when", "times", "went on", "resumed", "stuck", "median s", "max s")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
+class FaultRow:
     """All faults of one kind."""
 
     target: str
@@ -48,7 +48,7 @@ class Row:
         return self.target, self.harm, self.moment, *(str(number or "") for number in numbers), *seconds
 
 
-def rows(verdict: Verdict) -> list[Row]:
+def rows(verdict: ChaosVerdict) -> list[FaultRow]:
     """One for each kind of fault that was carried out."""
     kinds: dict[tuple[str, str, str], list[Blow]] = {}
     for record in verdict.records:
@@ -58,7 +58,7 @@ def rows(verdict: Verdict) -> list[Row]:
     return [_row(kind, blows) for kind, blows in sorted(kinds.items())]
 
 
-def table(verdict: Verdict) -> Table:
+def table(verdict: ChaosVerdict) -> Table:
     """For a terminal."""
     shown = Table(box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
     for head in ("what is done", "when"):
@@ -72,13 +72,13 @@ def table(verdict: Verdict) -> Table:
     return shown
 
 
-def markdown(verdict: Verdict) -> str:
+def markdown(verdict: ChaosVerdict) -> str:
     """The same for a document."""
     lines = [_HEADS, tuple("---" for _ in _HEADS), *(row.cells for row in rows(verdict))]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def as_json(verdict: Verdict) -> dict[str, Any]:
+def as_json(verdict: ChaosVerdict) -> dict[str, Any]:
     """Everything that a session found."""
     return {
         "table": [asdict(row) for row in rows(verdict)],
@@ -93,18 +93,18 @@ def _fault(run: str, blow: Blow) -> dict[str, Any]:
     return {"run": run, **facts.pop("fault"), **facts}
 
 
-def _row(kind: tuple[str, str, str], blows: Sequence[Blow]) -> Row:
+def _row(kind: tuple[str, str, str], blows: Sequence[Blow]) -> FaultRow:
     seconds = [blow.back_after_s for blow in blows if blow.back_after_s is not None]
-    count = {outcome: sum(blow.outcome is outcome for blow in blows) for outcome in Outcome}
+    count = {outcome: sum(blow.outcome is outcome for blow in blows) for outcome in FaultOutcome}
     target, harm, moment = kind
-    return Row(
+    return FaultRow(
         target=target,
         harm=harm,
         moment=moment,
         times=len(blows),
-        went_on=count[Outcome.WENT_ON],
-        resumed=count[Outcome.RESUMED],
-        stuck=count[Outcome.STUCK],
+        went_on=count[FaultOutcome.WENT_ON],
+        resumed=count[FaultOutcome.RESUMED],
+        stuck=count[FaultOutcome.STUCK],
         median_s=round(median(seconds), 1) if seconds else None,
         max_s=round(max(seconds), 1) if seconds else None,
     )

@@ -16,7 +16,7 @@ from pathlib import Path
 from actors.run_log import Event, read_events
 from deploy.chaos.clock import MovableClock
 from deploy.chaos.driver import Driver
-from deploy.chaos.expectations import Outcome
+from deploy.chaos.expectations import FaultOutcome
 from deploy.chaos.faults import Fault, Setting, Target
 from deploy.chaos.moments import EventTail, wait_for
 from deploy.chaos.places import Cluster, SmallDisk, continued
@@ -34,7 +34,7 @@ _ROLES = (Target.SAMPLER, Target.GRADER, Target.LEARNER, Target.COORDINATOR, Tar
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class ChaosPlan:
     """What all runs of a session have in common."""
 
     command: tuple[str, ...]
@@ -56,7 +56,7 @@ class Plan:
 class DisturbedRun:
     """A run, its `d1 train` and its faults."""
 
-    def __init__(self, name: str, setting: Setting, directory: Path, plan: Plan, say: Say) -> None:
+    def __init__(self, name: str, setting: Setting, directory: Path, plan: ChaosPlan, say: Say) -> None:
         """A run that will be kept in `directory/name`, with what it printed beside it."""
         self._name, self._setting, self._plan, self._say = name, setting, plan, say
         self._kept, self._family = directory / name, Family(secrets.token_hex(8))
@@ -247,31 +247,31 @@ class DisturbedRun:
     def _recover(self, fault: Fault, strike: Strike) -> None:
         round_index, num_drives = self._rounds_done, len(self._drives)
         back_at_s: float | None = None
-        outcome = Outcome.WENT_ON
+        outcome = FaultOutcome.WENT_ON
         while True:
             self._look()
             is_over, now = strike.is_over, time.monotonic()
             if self._driver.status is not None and not self._is_done:
                 if self._num_vain >= _MAX_VAIN_DRIVES:
-                    outcome = Outcome.STUCK
+                    outcome = FaultOutcome.STUCK
                     break
                 self._resume()
                 continue
             if is_over and back_at_s is None and strike.is_back(self._driver):
                 back_at_s = now
             if self._is_done or (back_at_s is not None and self._progress_at_s > max(back_at_s, self._driver.began_s)):
-                outcome = Outcome.RESUMED if len(self._drives) > num_drives else Outcome.WENT_ON
+                outcome = FaultOutcome.RESUMED if len(self._drives) > num_drives else FaultOutcome.WENT_ON
                 break
             waits_since = max(strike.over_at_s or now, self._driver.began_s)
             if back_at_s is not None:
                 waits_since = max(waits_since, self._progress_at_s)
             if self._is_stuck_since(waits_since):
-                outcome = Outcome.STUCK
+                outcome = FaultOutcome.STUCK
                 break
             time.sleep(_POLL_S)
         strike.end()
         assert strike.over_at_s is not None, "it has ended"
-        back_after_s = None if outcome is Outcome.STUCK else max(0.0, time.monotonic() - strike.over_at_s)
+        back_after_s = None if outcome is FaultOutcome.STUCK else max(0.0, time.monotonic() - strike.over_at_s)
         self._blows.append(
             Blow(
                 fault=fault,
@@ -285,7 +285,7 @@ class DisturbedRun:
         )
         after = "" if back_after_s is None else f" after {back_after_s:.1f} s"
         self._say(f"fault {fault.number}, {fault}: {outcome}{after}")
-        if outcome is Outcome.STUCK:
+        if outcome is FaultOutcome.STUCK:
             self._help()
 
     def _finish(self) -> None:
@@ -303,7 +303,7 @@ class DisturbedRun:
             time.sleep(_POLL_S)
 
 
-def undisturbed(name: str, directory: Path, plan: Plan) -> Sequence[Event]:
+def undisturbed(name: str, directory: Path, plan: ChaosPlan) -> Sequence[Event]:
     """Run a recipe without faults; its events. Raises RuntimeError with its last words when it fails."""
     environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
     family = Family(secrets.token_hex(8))

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from actors.spec import Phase
 from deploy.chaos.faults import Fault, Setting, Target
-from deploy.chaos.judge import Terms, judge
+from deploy.chaos.judge import JudgedRecipe, judge
 from deploy.chaos.places import Cluster
 from deploy.chaos.record import History, RunRecord, read_history
-from deploy.chaos.run import DisturbedRun, Plan, Say, undisturbed
+from deploy.chaos.run import ChaosPlan, DisturbedRun, Say, undisturbed
 from deploy.chaos.schedule import schedule
 from deploy.errors import RunFailedError, UserError
 from deploy.recipe.overrides import load_recipe
@@ -48,7 +48,7 @@ class Order:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Verdict:
+class ChaosVerdict:
     """What came of a session."""
 
     records: tuple[RunRecord, ...]
@@ -59,7 +59,7 @@ class Verdict:
     """A sentence for each thing that must not be."""
 
 
-def carry_out(order: Order, say: Say) -> Verdict:
+def carry_out(order: Order, say: Say) -> ChaosVerdict:
     """Run a session. Raises UserError for a recipe whose runs cannot be compared, RunFailedError for one that fails."""
     recipe = load_recipe(order.recipe_path, list(order.overrides))
     _check(recipe, order.recipe_path)
@@ -88,7 +88,7 @@ def carry_out(order: Order, say: Say) -> Verdict:
                 break
     skipped += _undone(faults, records, skipped)
     violations = [what for record in records for what in judge(terms, reference, record)]
-    return Verdict(records=tuple(records), skipped=tuple(skipped), violations=tuple(violations))
+    return ChaosVerdict(records=tuple(records), skipped=tuple(skipped), violations=tuple(violations))
 
 
 def _undone(faults: list[Fault], records: list[RunRecord], skipped: list[str]) -> list[str]:
@@ -116,9 +116,9 @@ def _check(recipe: Recipe, path: Path) -> None:
         raise UserError(f"{path}: sft.num_steps is 0, and faults aim at every stage; give it steps")
 
 
-def _plan(recipe: Recipe, order: Order) -> Plan:
+def _plan(recipe: Recipe, order: Order) -> ChaosPlan:
     d1 = str(Path(sys.executable).with_name("d1"))
-    return Plan(
+    return ChaosPlan(
         command=(d1, "train", str(order.recipe_path), *order.overrides),
         sizes={
             Target.SAMPLER: recipe.rollout.num_samplers,
@@ -133,9 +133,9 @@ def _plan(recipe: Recipe, order: Order) -> Plan:
     )
 
 
-def _terms(recipe: Recipe) -> Terms:
+def _terms(recipe: Recipe) -> JudgedRecipe:
     phases = (Phase.SFT, f"{Phase.RL}-{recipe.learner.num_rounds:06d}")
-    return Terms(
+    return JudgedRecipe(
         num_rounds=recipe.learner.num_rounds,
         groups_per_round=recipe.learner.groups_per_round,
         group_size=recipe.learner.group_size,
@@ -144,7 +144,7 @@ def _terms(recipe: Recipe) -> Terms:
     )
 
 
-def _reference(recipe: Recipe, order: Order, plan: Plan, say: Say) -> History:
+def _reference(recipe: Recipe, order: Order, plan: ChaosPlan, say: Say) -> History:
     if order.reference is not None:
         began = load_recipe(order.reference / "recipe.yaml", [])
         places = {"name": recipe.name, "runs_dir": recipe.runs_dir}

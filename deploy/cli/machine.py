@@ -18,15 +18,17 @@ def doctor(runs_dir: RunsDir = Path("runs")) -> None:
     with saying("checking this machine") as waiting:
         from rich.console import Console
 
-        from deploy.doctor import Verdict, checks_table, run_checks
+        from deploy.doctor import CheckOutcome, checks_table, run_checks
 
         for check in run_checks(runs_dir):
             checks.append(check)
             waiting.change(f"checking this machine; last: {check.name}")
     Console().print(checks_table(checks))
-    counts = {verdict: sum(check.verdict is verdict for check in checks) for verdict in Verdict}
-    typer.echo(f"{counts[Verdict.FAILED]} failed, {counts[Verdict.WARNING]} warnings, {counts[Verdict.OK]} ok")
-    if counts[Verdict.FAILED]:
+    counts = {verdict: sum(check.verdict is verdict for check in checks) for verdict in CheckOutcome}
+    typer.echo(
+        f"{counts[CheckOutcome.FAILED]} failed, {counts[CheckOutcome.WARNING]} warnings, {counts[CheckOutcome.OK]} ok"
+    )
+    if counts[CheckOutcome.FAILED]:
         raise typer.Exit(1)
 
 

@@ -15,7 +15,7 @@ from deploy.errors import RunFailedError, UserError, reason
 from deploy.waiting import saying
 
 if TYPE_CHECKING:
-    from deploy.sampling.policy import Policy
+    from deploy.sampling.policy import ReadyPolicy
     from deploy.sampling.prepare import Item, Options
 
 _EXIT_BAD_REQUESTS, _EXIT_INTERRUPTED = 2, 130
@@ -144,7 +144,7 @@ def _read(requests: Path) -> list[tuple[int, bytes]]:
 
 
 def _sample_file(
-    policy: Policy, lines: list[tuple[int, bytes]], options: Options, colour: str, *, as_json: bool
+    policy: ReadyPolicy, lines: list[tuple[int, bytes]], options: Options, colour: str, *, as_json: bool
 ) -> None:
     from deploy.sampling.batch import report_refused
     from deploy.sampling.prepare import prepare_file
@@ -156,7 +156,7 @@ def _sample_file(
         raise typer.Exit(_EXIT_BAD_REQUESTS)
 
 
-def _sample_prompt(policy: Policy, prompt: str, options: Options, colour: str, *, as_json: bool) -> None:
+def _sample_prompt(policy: ReadyPolicy, prompt: str, options: Options, colour: str, *, as_json: bool) -> None:
     from deploy.sampling.prepare import prepare_prompt
     from deploy.sampling.prompt import sample_prompt
     from deploy.sampling.view import Colour
@@ -168,7 +168,7 @@ def _sample_prompt(policy: Policy, prompt: str, options: Options, colour: str, *
         raise typer.Exit(_EXIT_INTERRUPTED)
 
 
-def _sample_items(policy: Policy, items: list[Item], colour: str, *, as_json: bool) -> None:
+def _sample_items(policy: ReadyPolicy, items: list[Item], colour: str, *, as_json: bool) -> None:
     from deploy.sampling.batch import sample_items
     from deploy.sampling.view import Colour
 

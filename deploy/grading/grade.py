@@ -14,7 +14,7 @@ from rewards.data.rows import Row, rows_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Line:
+class GradedLine:
     """A line that can be graded."""
 
     place: str
@@ -26,14 +26,14 @@ class Line:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Graded(Line):
+class Graded(GradedLine):
     """A line, and what it is worth."""
 
     grade: Grade
     """Its grade."""
 
 
-def read_generations(task: Task, path: Path) -> list[Line]:
+def read_generations(task: Task, path: Path) -> list[GradedLine]:
     """The lines of a file: `question`, `generation` and `ground_truth`.
 
     Raises UserError, in one sentence with file and line, before anything is graded.
@@ -44,7 +44,7 @@ def read_generations(task: Task, path: Path) -> list[Line]:
         raise UserError(str(error)) from error
 
 
-def grade_all(task: Task, lines: Iterable[Line], after_each: Callable[[], object]) -> list[Graded]:
+def grade_all(task: Task, lines: Iterable[GradedLine], after_each: Callable[[], object]) -> list[Graded]:
     """The grade of every line, in order."""
     graded = []
     for line in lines:
@@ -92,7 +92,7 @@ def item(line: Graded) -> dict[str, Any]:
     }
 
 
-def _line(task: Task, row: Row) -> Line:
+def _line(task: Task, row: Row) -> GradedLine:
     generation = row.value("generation")
     if not isinstance(generation, str):
         raise ValueError(f"{row.place}: generation is no text; it should be what the policy wrote")
@@ -102,7 +102,7 @@ def _line(task: Task, row: Row) -> Line:
         if str(error).startswith(row.place):
             raise
         raise ValueError(f"{row.place}: {error}") from error
-    return Line(place=row.place, problem=problem, generation=generation)
+    return GradedLine(place=row.place, problem=problem, generation=generation)
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -23,7 +23,7 @@ STOP_GRACE_S = 60.0
 """Seconds that the learner has to write a checkpoint when the run is to stop."""
 
 
-class Follower:
+class RunFollower:
     """Hands a run's events to whoever shows them, and says who waits for whom. What it calls may be slow or restart."""
 
     def __init__(self, coordinator: Any, num_seen: int, on_event: Callable[[Event], None]) -> None:
@@ -104,7 +104,7 @@ class Follower:
 def following(coordinator: Any, num_seen: int, on_event: Callable[[Event], None]) -> Iterator[None]:
     """Follow a run, from a thread, until the block ends."""
     ended = threading.Event()
-    follower = Follower(coordinator, num_seen, on_event)
+    follower = RunFollower(coordinator, num_seen, on_event)
     thread = threading.Thread(target=follower.follow, args=(ended,), name="d1-events", daemon=True)
     thread.start()
     try:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from deploy.requests.planner import Plan
+from deploy.requests.planner import RequestPlan
 
 BROKEN = "\ufffd"
 """What a decoder writes for bytes that are no whole character."""
@@ -28,7 +28,7 @@ class Ending:
     """Why it ended; None while it goes on."""
 
 
-def ending_of(plan: Plan, ids: NDArray[Any], decode: Decode, eos_id: int, *, is_whole: bool) -> Ending:
+def ending_of(plan: RequestPlan, ids: NDArray[Any], decode: Decode, eos_id: int, *, is_whole: bool) -> Ending:
     """The text of the tokens so far, up to its end.
 
     Args:

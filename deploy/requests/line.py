@@ -21,7 +21,7 @@ _PROMPTS = ("prompt", "messages", "prompt_ids")
 _OTHER_NAMES = {"num_denoise_steps": "steps", "num_steps": "steps"}
 
 
-class Line(Shorthand, Ask):
+class RequestLine(Shorthand, Ask):
     """What both kinds of lines have in common."""
 
     @property
@@ -53,7 +53,7 @@ class Line(Shorthand, Ask):
         return [key] if self.num_prompts * self.num_choices == 1 else super().seeds(key)
 
 
-class CompletionLine(Line, CompletionRequest):
+class CompletionLine(RequestLine, CompletionRequest):
     """A line with a prompt."""
 
     prompt: Any = None
@@ -83,7 +83,7 @@ class LineMessage(Message):
         return {"role": self.role, "content": self.text}
 
 
-class ChatLine(Line, ChatRequest):
+class ChatLine(RequestLine, ChatRequest):
     """A line with a conversation."""
 
     messages: list[LineMessage]  # type: ignore[assignment]  # wider than a body's

@@ -47,7 +47,7 @@ class Codec(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class RequestPlan:
     """What the sampler is asked for, and what the answer needs to know."""
 
     requests: tuple[Request, ...]
@@ -87,7 +87,7 @@ class Planner:
         """
         self._codec, self._defaults, self._given, self._seed = codec, defaults, given or {}, seed
 
-    def plan(self, ask: Ask, names: Mapping[str, str] | None = None) -> Plan:
+    def plan(self, ask: Ask, names: Mapping[str, str] | None = None) -> RequestPlan:
         """What a body asks for. Raises RequestError, with `names` for the fields; by default those of the body."""
         # Before anything is tokenized, which takes time.
         if ask.num_prompts * ask.num_choices > MAX_CHOICES:
@@ -101,7 +101,7 @@ class Planner:
         """Raise FieldError for what the policy cannot serve."""
         check_request(request, self._codec.config)
 
-    def _plan(self, ask: Ask) -> Plan:
+    def _plan(self, ask: Ask) -> RequestPlan:
         prompts = self._prompts(ask)
         layers, fixed, gap = [self._given, *ask.layers], _fixed(ask.fixed), None
         if isinstance(ask, CompletionRequest) and ask.suffix is not None:
@@ -111,7 +111,7 @@ class Planner:
         choices = [ids for ids in prompts for _ in range(ask.num_choices)]
         requests = tuple(self._request(ids, layers, fixed, seed) for ids, seed in zip(choices, seeds, strict=True))
         length = requests[0].params.gen_length if gap is None else gap
-        return Plan(
+        return RequestPlan(
             requests=requests,
             num_prompt_tokens=sum(map(len, prompts)),
             most_tokens=min(ask.most_tokens or length, length),

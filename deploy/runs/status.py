@@ -18,7 +18,7 @@ SILENT_S = 15.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Standing:
+class RunSnapshot:
     """A run at the moment when its directory was read."""
 
     directory: Path
@@ -46,7 +46,7 @@ class Standing:
         return not self.has_ended and (self.holder is not None or self.age_s < SILENT_S)
 
 
-def read_standing(directory: Path) -> Standing:
+def read_standing(directory: Path) -> RunSnapshot:
     """Read how a run stands."""
     holder, last = holder_of(directory), last_holder_of(directory)
     # A lock of another machine need not have reached this one, nor its end.
@@ -55,7 +55,7 @@ def read_standing(directory: Path) -> Standing:
     events = read_events(directory)
     history = read_history(events)
     spans: list[Span] = read_trace(directory / TIMELINE)
-    return Standing(
+    return RunSnapshot(
         directory=directory,
         status=status,
         age_s=max(0.0, time.time() - (status.at if status else _heard_at(directory))),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from actors.coordination.status import ActorState, ActorStatus, RunStatus
 from deploy.printing import counted, duration, printable
 from deploy.runs.history import RunHistory
-from deploy.runs.status import SILENT_S, Standing
+from deploy.runs.status import SILENT_S, RunSnapshot
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -22,7 +22,7 @@ _STAGES = {"untrained": "before training", "sft": "SFT", "rl": "rounds", "contro
 Rows = Iterator[tuple[str, str]]
 
 
-def status_view(standing: Standing) -> Group:
+def status_view(standing: RunSnapshot) -> Group:
     """A headline, and rows of what is known."""
     from rich.console import Group
     from rich.table import Table
@@ -39,7 +39,7 @@ def status_view(standing: Standing) -> Group:
     return Group(title, grid)
 
 
-def json_of(standing: Standing) -> str:
+def json_of(standing: RunSnapshot) -> str:
     """The same for programs: `status` has the fields of `RunStatus`, or is null."""
     return json.dumps(
         {
@@ -53,7 +53,7 @@ def json_of(standing: Standing) -> str:
     )
 
 
-def _state(standing: Standing) -> str:
+def _state(standing: RunSnapshot) -> str:
     """Whether it runs, and since when it has been silent."""
     heard = f"last heard of {duration(standing.age_s)} ago"
     holder, is_finished = standing.holder, standing.history.is_finished
@@ -76,7 +76,7 @@ def _clock(unix: float) -> str:
     return datetime.fromtimestamp(unix, UTC).astimezone().strftime("%Y-%m-%d %H:%M:%S")
 
 
-def _rows(standing: Standing) -> Rows:
+def _rows(standing: RunSnapshot) -> Rows:
     status = standing.status
     if status is not None:
         yield "stage", _stage(status, standing.history)
@@ -142,7 +142,7 @@ def _in_rows(parts: list[str]) -> Iterator[str]:
         yield ", ".join(parts[index : index + 3])
 
 
-def _failures(standing: Standing) -> Rows:
+def _failures(standing: RunSnapshot) -> Rows:
     """The newest, as the run log has them: notes of what cost no other try are among them."""
     if standing.failures:
         number = standing.history.num_failures

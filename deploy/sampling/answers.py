@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from deploy.printing import counted, duration
 from deploy.requests.ending import Ending, ending_of
-from deploy.sampling.policy import Policy
+from deploy.sampling.policy import ReadyPolicy
 from deploy.sampling.prepare import Item
 from rollout.request import Completion
 
@@ -42,14 +42,14 @@ def work(num_tokens: int, num_forwards: int) -> str:
     return f"{counted(num_tokens, 'token')}, {counted(num_forwards, 'forward')}, {rate}"
 
 
-def ending(item: Item, completion: Completion, policy: Policy) -> Ending:
+def ending(item: Item, completion: Completion, policy: ReadyPolicy) -> Ending:
     """Where the text of a completion ends; without a tokenizer it is empty."""
     assert item.plan is not None, "it was served"
     decode = (lambda _: "") if policy.tokenizer is None else policy.tokenizer.decode
     return ending_of(item.plan, completion.token_ids, decode, policy.config.eos_token_id, is_whole=True)
 
 
-def answer(item: Item, completion: Completion, policy: Policy) -> dict[str, Any]:
+def answer(item: Item, completion: Completion, policy: ReadyPolicy) -> dict[str, Any]:
     """The answer to a request that was served."""
     ended = ending(item, completion, policy)
     end = ended.num_tokens

@@ -16,7 +16,7 @@ from rich.text import Text
 from deploy.printing import counted, printable
 from deploy.sampling.answers import Totals, answer, ending, json_line, refusal, work
 from deploy.sampling.output import show
-from deploy.sampling.policy import Policy
+from deploy.sampling.policy import ReadyPolicy
 from deploy.sampling.prepare import Item
 from deploy.sampling.view import Colour, canvas_of, canvas_text
 from rollout.request import Completion, Request
@@ -37,7 +37,7 @@ def report_refused(items: Sequence[Item]) -> int:
     return len(refused)
 
 
-def sample_items(policy: Policy, items: Sequence[Item], colour: Colour, *, as_json: bool) -> bool:
+def sample_items(policy: ReadyPolicy, items: Sequence[Item], colour: Colour, *, as_json: bool) -> bool:
     """Serve the requests that can be served, and print an answer to each in its order.
 
     Returns whether all was done: after Ctrl-C what is done is printed, and nothing more.
@@ -58,7 +58,7 @@ def sample_items(policy: Policy, items: Sequence[Item], colour: Colour, *, as_js
     return is_complete
 
 
-def _generate(policy: Policy, good: Sequence[tuple[Item, Request]], answers: _InOrder, bar: _Bar) -> None:
+def _generate(policy: ReadyPolicy, good: Sequence[tuple[Item, Request]], answers: _InOrder, bar: _Bar) -> None:
     def done(index: int, completion: Completion) -> None:
         bar.add(completion)
         answers.add(good[index][0], completion)
@@ -171,7 +171,7 @@ def _uninterrupted() -> Iterator[None]:
         raise KeyboardInterrupt
 
 
-def _json_printer(policy: Policy, console: Console) -> Printer:
+def _json_printer(policy: ReadyPolicy, console: Console) -> Printer:
     def print_answer(item: Item, completion: Completion | None) -> None:
         value = refusal(item) if completion is None else answer(item, completion, policy)
         show(Text(json_line(value)), console)
@@ -179,7 +179,7 @@ def _json_printer(policy: Policy, console: Console) -> Printer:
     return print_answer
 
 
-def _text_printer(policy: Policy, colour: Colour, console: Console) -> Printer:
+def _text_printer(policy: ReadyPolicy, colour: Colour, console: Console) -> Printer:
     tokenizer = policy.tokenizer
 
     def print_answer(item: Item, completion: Completion | None) -> None:

@@ -9,7 +9,7 @@ from jinja2 import TemplateError
 
 from deploy.requests.base import is_whole
 from deploy.requests.refusals import template_refusal
-from deploy.sampling.policy import Policy
+from deploy.sampling.policy import ReadyPolicy
 from learner.model.config import TransformerConfig
 from learner.model.tokenizer import ChatTokenizer
 from rollout.field_error import FieldError
@@ -19,7 +19,7 @@ from rollout.field_error import FieldError
 class PromptCodec:
     """How a checkpoint reads prompts."""
 
-    policy: Policy
+    policy: ReadyPolicy
     is_raw: bool
     """Whether a user's turn is taken as it is, without the chat template."""
 

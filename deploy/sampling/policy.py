@@ -28,7 +28,7 @@ _LEAST_SHARED_PARAMETERS = 50_000_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Policy:
+class ReadyPolicy:
     """A checkpoint that is ready to sample."""
 
     name: str
@@ -46,7 +46,9 @@ class Policy:
         return self.sampler.model.config
 
 
-def open_policy(reference: str, device: Device | None, engine: EngineConfig, runs_dir: Path = Path("runs")) -> Policy:
+def open_policy(
+    reference: str, device: Device | None, engine: EngineConfig, runs_dir: Path = Path("runs")
+) -> ReadyPolicy:
     """Find and load a checkpoint.
 
     Args:
@@ -71,7 +73,7 @@ def open_policy(reference: str, device: Device | None, engine: EngineConfig, run
         raise UserError(f"cannot read the checkpoint {reference}: {reason(error)}") from error
     if device == "cpu":
         _choose_threads(model)
-    return Policy(
+    return ReadyPolicy(
         name=reference,
         sampler=Sampler(model, _policy_version(directory), engine),
         tokenizer=_tokenizer(directory),

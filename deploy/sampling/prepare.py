@@ -12,10 +12,10 @@ from pydantic import ValidationError
 from deploy.errors import UserError, reason
 from deploy.requests.line import parse_object, read_line
 from deploy.requests.parameters import SAMPLING_KEYS, sampler_names, to_params
-from deploy.requests.planner import Plan, Planner
+from deploy.requests.planner import Planner, RequestPlan
 from deploy.requests.refusals import RequestError, refusal_of
 from deploy.sampling.codec import PromptCodec
-from deploy.sampling.policy import Policy
+from deploy.sampling.policy import ReadyPolicy
 from rollout.field_error import FieldError
 from rollout.request import Request, SamplingParams
 
@@ -41,7 +41,7 @@ class Options:
         """The options that were given."""
         return {key: _OPTIONS[key] for key in self.values}
 
-    def planner(self, policy: Policy) -> Planner:
+    def planner(self, policy: ReadyPolicy) -> Planner:
         """Makes the plans of requests that these options go with."""
         given = {key: value for key, value in self.values.items() if key != "seed"}
         codec = PromptCodec(policy=policy, is_raw=self.is_raw)
@@ -62,7 +62,7 @@ class Item:
     """Its place in the file, from 1, empty lines counted."""
     id: Any
     """As it was given; None without."""
-    plan: Plan | None = None
+    plan: RequestPlan | None = None
     """What its request asks for; None where that cannot be served."""
     choice: int = 0
     """Which of its request's completions it is, from 0."""
@@ -108,7 +108,7 @@ def read_lines(path: str, stdin: bytes | None = None) -> list[tuple[int, bytes]]
     return numbered
 
 
-def prepare_file(lines: list[tuple[int, bytes]], policy: Policy, options: Options) -> Iterator[Item]:
+def prepare_file(lines: list[tuple[int, bytes]], policy: ReadyPolicy, options: Options) -> Iterator[Item]:
     """Each line's completions, or what is wrong with it."""
     planner = options.planner(policy)
     for index, (number, text) in enumerate(lines):
@@ -126,7 +126,7 @@ def prepare_file(lines: list[tuple[int, bytes]], policy: Policy, options: Option
                 yield Item(index=index, line_number=number, id=line.id, plan=plan, choice=choice)
 
 
-def prepare_prompt(prompt: str, policy: Policy, options: Options) -> Item:
+def prepare_prompt(prompt: str, policy: ReadyPolicy, options: Options) -> Item:
     """The completion of a prompt on the command line. Raises UserError, with the names of options."""
     if policy.tokenizer is None:
         raise UserError(f"{policy.name} has no tokenizer; give token ids: --requests FILE with prompt_ids")

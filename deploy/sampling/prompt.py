@@ -13,8 +13,17 @@ from rich.text import Text
 from deploy.printing import duration, printable
 from deploy.sampling.answers import Totals
 from deploy.sampling.output import show
-from deploy.sampling.policy import Policy
-from deploy.sampling.view import SPECIAL_CHARACTER, Canvas, Colour, canvas_in, canvas_of, canvas_text, legend, window
+from deploy.sampling.policy import ReadyPolicy
+from deploy.sampling.view import (
+    SPECIAL_CHARACTER,
+    CanvasView,
+    Colour,
+    canvas_in,
+    canvas_of,
+    canvas_text,
+    legend,
+    window,
+)
 from learner.model.tokenizer import ChatTokenizer
 from rollout.request import Completion, Request
 from rollout.sampler import SlotBatch
@@ -44,7 +53,7 @@ class _Frame:
         yield Text(self.status, style="dim")
 
 
-def sample_prompt(policy: Policy, request: Request, colour: Colour) -> bool:
+def sample_prompt(policy: ReadyPolicy, request: Request, colour: Colour) -> bool:
     """Denoise a prompt and print its text. Returns whether it was done: Ctrl-C prints what there is.
 
     On a terminal the canvas fills in as it is denoised. Elsewhere the text alone goes to stdout. What it took goes to
@@ -122,12 +131,12 @@ class _Run:
             show(canvas_text(canvas, self._tokenizer.decode, self._colour), console)
         sys.stderr.write(f"stopped after {self._num_steps} steps, {canvas.num_committed} tokens committed\n")
 
-    def _canvas(self) -> Canvas:
+    def _canvas(self) -> CanvasView:
         if self._completion is not None:
             return canvas_of(self._completion)
         if self._num_steps == 0:
             length = self._request.params.gen_length
-            return Canvas(
+            return CanvasView(
                 token_ids=[0] * length, masked=[True] * length, steps=[-1] * length, probabilities=[0.0] * length
             )
         return canvas_in(self._batch.slots)

@@ -36,7 +36,7 @@ class Colour(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Canvas:
+class CanvasView:
     """The completion slots of one request, [L] each."""
 
     token_ids: Sequence[int]
@@ -70,11 +70,11 @@ class Piece:
     """How."""
 
 
-def canvas_in(slots: Slots, row: int = 0) -> Canvas:
+def canvas_in(slots: Slots, row: int = 0) -> CanvasView:
     """The canvas that is being denoised in a slot of the engine."""
     start, end = int(slots.rows.prompt_length[row]), int(slots.rows.end[row])
     canvases = slots.canvases
-    return Canvas(
+    return CanvasView(
         token_ids=canvases.tokens[row, start:end].tolist(),
         masked=canvases.masked[row, start:end].tolist(),
         steps=canvases.step_map[row, start:end].tolist(),
@@ -82,10 +82,10 @@ def canvas_in(slots: Slots, row: int = 0) -> Canvas:
     )
 
 
-def canvas_of(completion: Completion) -> Canvas:
+def canvas_of(completion: Completion) -> CanvasView:
     """The canvas of a completion, up to its end."""
     end = completion.num_tokens
-    return Canvas(
+    return CanvasView(
         token_ids=completion.token_ids[:end].tolist(),
         masked=[False] * end,
         steps=completion.step_map[:end].tolist(),
@@ -93,7 +93,7 @@ def canvas_of(completion: Completion) -> Canvas:
     )
 
 
-def canvas_text(canvas: Canvas, decode: Decode, colour: Colour, *, special: str = "") -> Text:
+def canvas_text(canvas: CanvasView, decode: Decode, colour: Colour, *, special: str = "") -> Text:
     """The canvas as coloured text.
 
     Args:
@@ -145,7 +145,7 @@ def _confidence_style(probability: float) -> str:
     return _CONFIDENCE_STYLES[sum(probability * len(_CONFIDENCE_STYLES) >= bound for bound in bounds)]
 
 
-def _pieces(canvas: Canvas, decode: Decode, colour: Colour) -> Iterable[Piece]:
+def _pieces(canvas: CanvasView, decode: Decode, colour: Colour) -> Iterable[Piece]:
     num_steps, index = canvas.num_steps, 0
     while index < len(canvas.masked):
         if canvas.masked[index]:
@@ -157,7 +157,7 @@ def _pieces(canvas: Canvas, decode: Decode, colour: Colour) -> Iterable[Piece]:
         index = end
 
 
-def _style(canvas: Canvas, start: int, end: int, colour: Colour, num_steps: int) -> str:
+def _style(canvas: CanvasView, start: int, end: int, colour: Colour, num_steps: int) -> str:
     """Of slots that are shown as one: the latest of them, the least sure."""
     step = max(canvas.steps[start:end])
     if step < 0:
@@ -167,7 +167,7 @@ def _style(canvas: Canvas, start: int, end: int, colour: Colour, num_steps: int)
     return _confidence_style(min(canvas.probabilities[start:end]))
 
 
-def _character(canvas: Canvas, start: int, decode: Decode) -> tuple[int, str]:
+def _character(canvas: CanvasView, start: int, decode: Decode) -> tuple[int, str]:
     """The text that begins at a slot, and the slot after it: tokens may be bytes of one character."""
     alone = decode(canvas.token_ids[start : start + 1])
     if _REPLACEMENT not in alone:

@@ -11,7 +11,7 @@ from actors.registry.registry import PolicyVersion, Registry
 from actors.run_log import CHECKPOINTS
 from deploy.requests.defaults import Defaults
 from deploy.runs.reading import read_recipe
-from deploy.service.api.planner import Planner
+from deploy.service.api.planner import ServicePlanner
 from deploy.service.api.policy_events import RegistryReader
 from deploy.service.api.run_view import RunView
 from deploy.service.api.text_codec import TextCodec
@@ -81,13 +81,13 @@ class Source:
         """The version to begin with. Raises UserError where a run has none."""
         return latest_checkpoint(self.path) if self.is_run else plain_checkpoint(self.path)
 
-    def planner(self, codec: TextCodec) -> Planner:
+    def planner(self, codec: TextCodec) -> ServicePlanner:
         """Makes the jobs of requests."""
         if self.is_run:
             defaults = Defaults.of_run(read_recipe(self.path).evaluated_params[0])
         else:
             defaults = Defaults.of_policy(codec.config.max_sequence_length)
-        return Planner(codec, defaults, self.name)
+        return ServicePlanner(codec, defaults, self.name)
 
     def versions(self, device: str) -> Versions:
         """The versions of an engine, the newest of them loaded."""

@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from learner.estimators.base import Estimator, EstimatorFacts, InnerUpdate, SamplerFacts, Slots
+from learner.estimators.base import Estimator, EstimatorFacts, InnerUpdate, SamplerFacts, ScoredSlots
 from learner.estimators.block_masks import BlockMasksConfig
 from learner.estimators.elbo import Counts, ElboConfig
 from learner.estimators.one_step import OneStepConfig
@@ -30,7 +30,7 @@ __all__ = [
     "OneStepConfig",
     "RandomMasksConfig",
     "SamplerFacts",
-    "Slots",
+    "ScoredSlots",
     "Terms",
     "TrajectoryConfig",
     "Views",

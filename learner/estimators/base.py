@@ -70,7 +70,7 @@ class EstimatorFacts:
     """Whether a completion can."""
 
 
-class Slots(StrEnum):
+class ScoredSlots(StrEnum):
     """The completion slots that a likelihood is about."""
 
     TEXT = "text"
@@ -105,12 +105,12 @@ class Estimator(Protocol):
         """Why it cannot work with a sampler like this; None where it can."""
 
 
-def covered(batch: GroupedBatch, slots: Slots) -> Tensor:
+def covered(batch: GroupedBatch, slots: ScoredSlots) -> Tensor:
     """[B, L] bool: the slots that a likelihood is about; none of a row that only fills a shard."""
-    if slots is Slots.TEXT:
+    if slots is ScoredSlots.TEXT:
         return batch.completion_mask()
     is_row_B1 = (batch.completion_lengths > 0)[:, None]
-    return is_row_B1 & (batch.step_map >= 0) if slots is Slots.DENOISED else is_row_B1.expand(-1, batch.num_slots)
+    return is_row_B1 & (batch.step_map >= 0) if slots is ScoredSlots.DENOISED else is_row_B1.expand(-1, batch.num_slots)
 
 
 def prompt_mask(batch: CompletionBatch, probability: float, *keys: Tensor | int) -> Tensor | None:

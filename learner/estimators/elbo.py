@@ -21,7 +21,7 @@ from torch import Tensor
 
 from learner.batch import GroupedBatch
 from learner.counter import uniform
-from learner.estimators.base import EstimatorFacts, InnerUpdate, SamplerFacts, Slots, covered, repeated
+from learner.estimators.base import EstimatorFacts, InnerUpdate, SamplerFacts, ScoredSlots, covered, repeated
 from learner.estimators.terms import Corruption
 
 _COUNT_KEY, _MASK_KEY = 41, 42
@@ -54,7 +54,7 @@ class ElboConfig(BaseModel):
     """How the number of masked slots is drawn."""
     complement: bool = True
     """Run the complement of each mask too: every slot is scored exactly once a draw."""
-    slots: Slots = Slots.DENOISED
+    slots: ScoredSlots = ScoredSlots.DENOISED
     """The slots that the likelihood is about."""
     masks: Literal["each_update", "fixed"] = "each_update"
     """Draw masks anew at every update, or once for the round."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from learner.batch import CompletionBatch, canvas
-from learner.estimators.views import SOFTMAX, Law, Views, share_equal_views
+from learner.estimators.views import SOFTMAX, ScoringLaw, Views, share_equal_views
 from learner.model.config import TransformerConfig
 
 
@@ -38,7 +38,7 @@ class Corruption:
     """[R, L] float32: what a log-probability counts for in the value of its token or row; None: 1."""
     importance: Tensor | None = None
     """[R, L] float32: what a scored token counts for in the loss; None: 1."""
-    law: Law = SOFTMAX
+    law: ScoringLaw = SOFTMAX
     """The distribution that tokens are scored under."""
     rivals: Tensor | None = None
     """[R, L] bool: the slots that the scored ones were committed before; None: no order is scored."""
@@ -57,7 +57,7 @@ class Terms:
 
     views: Views
     """The canvases, and the slots of these that are scored."""
-    law: Law
+    law: ScoringLaw
     """The distribution that tokens are scored under."""
     rows: Tensor
     """[N] int64: the batch's row."""
@@ -159,7 +159,7 @@ def make_terms(batch: CompletionBatch, model: TransformerConfig, corruption: Cor
     )
 
 
-def _of_one_token(batch: CompletionBatch, law: Law) -> Corruption:
+def _of_one_token(batch: CompletionBatch, law: ScoringLaw) -> Corruption:
     """The first row with all masked, and its first slot scored."""
     first = torch.zeros(1, dtype=torch.int64, device=batch.prompt_ids.device)
     masked = torch.ones_like(batch.completion_ids[:1], dtype=torch.bool)

@@ -21,9 +21,17 @@ from torch import Tensor
 
 from learner.batch import GroupedBatch
 from learner.counter import uniform
-from learner.estimators.base import EstimatorFacts, InnerUpdate, Probability, SamplerFacts, Slots, covered, prompt_mask
+from learner.estimators.base import (
+    EstimatorFacts,
+    InnerUpdate,
+    Probability,
+    SamplerFacts,
+    ScoredSlots,
+    covered,
+    prompt_mask,
+)
 from learner.estimators.terms import Corruption
-from learner.estimators.views import SOFTMAX, Law
+from learner.estimators.views import SOFTMAX, ScoringLaw
 
 CHOICE_KEY, _PROMPT_KEY = 21, 22
 _LEAST_ENTROPY = 1e-2
@@ -154,10 +162,10 @@ class TrajectoryConfig(BaseModel):
             )
         return None
 
-    def _law(self, sampler: SamplerFacts) -> Law:
+    def _law(self, sampler: SamplerFacts) -> ScoringLaw:
         if self.law == "softmax":
             return SOFTMAX
-        return Law(
+        return ScoringLaw(
             temperature=sampler.temperature or 1.0,
             excludes_mask_id=True,
             forbidden_ids=sampler.forbidden_ids,
@@ -187,7 +195,7 @@ class TrajectoryConfig(BaseModel):
         # A text that was not cut off ends in the token that ends texts.
         is_end_BL = (batch.completion_ids == batch.completion_ids.gather(1, last_B1)) & ~batch.truncated[:, None]
         last_step_B1 = batch.step_map.masked_fill(is_end_BL, -1).amax(dim=1, keepdim=True)
-        return covered(batch, Slots.DENOISED) & (batch.step_map <= last_step_B1)
+        return covered(batch, ScoredSlots.DENOISED) & (batch.step_map <= last_step_B1)
 
     def _counts(self, batch: GroupedBatch) -> Tensor:
         """[B, L] bool: the tokens that are scored, as far as `only` goes."""

@@ -15,7 +15,7 @@ from learner.model.transformer import Transformer, query_grid
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Law:
+class ScoringLaw:
     """The distribution that tokens are scored under."""
 
     temperature: float = 1.0
@@ -27,7 +27,7 @@ class Law:
     """Other ids that the sampler's law excludes."""
 
 
-SOFTMAX = Law()
+SOFTMAX = ScoringLaw()
 """The plain softmax of the logits."""
 
 
@@ -66,7 +66,7 @@ def share_equal_views(ids_BS: Tensor, lengths_B: Tensor, rows_N: Tensor, columns
     return Views(ids=ids_BS[first_V], lengths=lengths_B[first_V], slots=slots_M, scored=scored_N, targets=targets_N)
 
 
-def token_logps(model: Transformer, views: Views, law: Law = SOFTMAX) -> Tensor:
+def token_logps(model: Transformer, views: Views, law: ScoringLaw = SOFTMAX) -> Tensor:
     """Log-probability, in nats, of each scored token, or its logit: [N] float32."""
     width = views.ids.shape[1]
     lengths = None if bool((views.lengths == width).all()) else views.lengths

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BaseModel, ConfigDict, Field
 
 from rewards.data.draw import TooFewProblemsError, rng_for
-from rewards.data.rows import Row, Source, rows_of
+from rewards.data.rows import HubSplit, Row, rows_of
 from rewards.data.split import split_of
 from rewards.problem import Problem, Rules, Split
 
@@ -66,7 +66,7 @@ class Dataset:
     """The problems of a task whose problems are data."""
 
     def __init__(
-        self, task: str, config: DataConfig, hub: Mapping[Split, Source], pose: Callable[[Row], Problem]
+        self, task: str, config: DataConfig, hub: Mapping[Split, HubSplit], pose: Callable[[Row], Problem]
     ) -> None:
         """Take where the problems are. `pose` makes one of a row, or raises ValueError in one sentence with its place.
 
@@ -75,7 +75,7 @@ class Dataset:
         self._task, self._config, self._pose = task, config, pose
         given = {Split.TRAIN: config.train_data, Split.HELDOUT: config.heldout_data}
         files = {split: path for split, path in given.items() if path is not None}
-        self._sources: Mapping[Split, Path | Source] = files or hub
+        self._sources: Mapping[Split, Path | HubSplit] = files or hub
         # Read once: the preflight asks for both splits, and the coordinator again for each of its phases.
         self._all = cache(self._read)
 
@@ -95,7 +95,7 @@ class Dataset:
         None where the split is cut from a dataset of the hub: the cut is by the questions, so it takes all of them.
         """
         source = self._sources.get(split, next(iter(self._sources.values())))
-        if isinstance(source, Source):
+        if isinstance(source, HubSplit):
             return source.num_rows if len(self._sources) > 1 else None
         return len(self._split(split))
 
@@ -122,7 +122,7 @@ class DataTask:
 
     name: str
     """The task's."""
-    hub: ClassVar[Mapping[Split, Source]]
+    hub: ClassVar[Mapping[Split, HubSplit]]
     """Where they are on the hub."""
     example_row: ClassVar[Mapping[str, Any]]
     """The columns of a row of our own."""
@@ -152,7 +152,7 @@ class DataTask:
         raise NotImplementedError
 
 
-def posed_rows(source: Path | Source, pose: Callable[[Row], Problem]) -> tuple[Problem, ...]:
+def posed_rows(source: Path | HubSplit, pose: Callable[[Row], Problem]) -> tuple[Problem, ...]:
     """The problem of every row of a file or of a split on the hub.
 
     Raises ValueError, in one sentence, where it cannot be had, a row is no problem, or two are the same one.

@@ -40,7 +40,7 @@ class Row:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Source:
+class HubSplit:
     """One split of a dataset on the hub."""
 
     repo: str
@@ -56,12 +56,12 @@ class Source:
         return f"{self.repo}, split {self.split}"
 
 
-def rows_of(source: Path | Source) -> list[Row]:
+def rows_of(source: Path | HubSplit) -> list[Row]:
     """All rows of a file or of a split on the hub, in order.
 
     Raises ValueError, in one sentence, where it cannot be had, is no rows, or has none.
     """
-    rows = _hub_rows(source) if isinstance(source, Source) else list(_file_rows(source))
+    rows = _hub_rows(source) if isinstance(source, HubSplit) else list(_file_rows(source))
     if not rows:
         raise ValueError(f"{source} has no rows")
     return rows
@@ -75,7 +75,7 @@ def shown(value: object) -> str:
     return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
 
 
-def _hub_rows(source: Source) -> list[Row]:
+def _hub_rows(source: HubSplit) -> list[Row]:
     # Slow to import, and needed only where no file is given.
     import datasets
 

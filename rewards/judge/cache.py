@@ -18,7 +18,7 @@ _REDIS_TIMEOUT_S = 5.0
 _REDIS_PREFIX = "d1:judge:"
 
 
-class Cache(Protocol):
+class AnswerCache(Protocol):
     """Answers by key. Used by several threads; those on disk and in Redis also by several processes."""
 
     def get(self, key: str) -> str | None:
@@ -118,7 +118,7 @@ class RedisCache:
         return RewardUnavailableError(f"the judge's cache in Redis does not answer: {type(error).__name__}")
 
 
-def open_cache(path: Path | None, redis_env: str | None) -> Cache:
+def open_cache(path: Path | None, redis_env: str | None) -> AnswerCache:
     """The cache that a config names; one in memory when it names none.
 
     Raises ValueError, in one sentence, when it cannot be opened.

@@ -37,7 +37,7 @@ _SYMBOL = re.compile(r"[ \t]*([0-9]+|[-+*/()])")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Evaluation:
+class EvaluatedExpression:
     """What an arithmetic expression comes to, and what it is made of."""
 
     value: Fraction
@@ -48,7 +48,7 @@ class Evaluation:
     """The operators written in it: a subset of + - * /."""
 
 
-def evaluate(text: str) -> Evaluation | None:
+def evaluate(text: str) -> EvaluatedExpression | None:
     """Evaluate non-negative decimal integers joined by binary + - * / and parentheses; None for anything else.
 
     None for: an empty or malformed text, more than `MAX_EXPRESSION_CHARS` characters, a division by zero, signs (`-3`),
@@ -65,7 +65,7 @@ def evaluate(text: str) -> Evaluation | None:
         value = parser.finish()
     except (_MalformedError, ZeroDivisionError):
         return None
-    return Evaluation(
+    return EvaluatedExpression(
         value=value,
         numbers=tuple(int(symbol) for symbol in symbols if symbol[0].isdecimal()),
         operators=frozenset(symbols).intersection(_PRECEDENCE),

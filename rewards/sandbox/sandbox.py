@@ -35,7 +35,7 @@ from rewards.sandbox import bubblewrap, gvisor
 from rewards.sandbox.config import SandboxConfig
 from rewards.sandbox.confined import Confined, deadline, memory_file
 from rewards.sandbox.inside import wire
-from rewards.sandbox.suite import Suite, Verdict
+from rewards.sandbox.suite import Suite, SuiteVerdict
 
 _GRACE_S = 3.0
 _PROBE_S = 60.0
@@ -44,7 +44,7 @@ _LONGEST_COMPLAINT = 300
 _OVERLOADED = "the seconds by the clock ran out while the program had hardly any of the processor"
 
 
-class Ending(StrEnum):
+class ProgramEnding(StrEnum):
     """How a run of a program ended."""
 
     FINISHED = "finished"
@@ -66,7 +66,7 @@ class Ran:
     """What it wrote to standard output."""
     exit_status: int | None
     """As a shell gives it, 128 + n for signal n; None if we killed it."""
-    ending: Ending
+    ending: ProgramEnding
     """How it ended."""
     seconds: float
     """By the clock, the sandbox's start included."""
@@ -99,7 +99,7 @@ class Sandbox:
         """Run a program as `__main__`; it takes `wall_s` and some seconds at most."""
         return _run(self._config, program, stdin)
 
-    def judge(self, program: str, suite: Suite) -> Verdict:
+    def judge(self, program: str, suite: Suite) -> SuiteVerdict:
         """What the tests say of a program; it takes `wall_s` and some seconds at most.
 
         A program that uses up CPU seconds, memory or processes fails its tests. Where the seconds by the clock run out
@@ -120,7 +120,7 @@ class Sandbox:
                     theirs.close()
                     return self._await(candidate, judge, suite)
 
-    def _await(self, candidate: Confined, judge: Confined, suite: Suite) -> Verdict:
+    def _await(self, candidate: Confined, judge: Confined, suite: Suite) -> SuiteVerdict:
         end, messages = deadline(self._config.wall_s), _Messages(judge.stdout.fileno())
         none = (False,) * len(suite.tests)
         started = messages.next(end) == ("started",)
@@ -135,18 +135,20 @@ class Sandbox:
             reply = messages.next(deadline(_GRACE_S))
         match reply:
             case _ if starved:
-                return Verdict(passed=none, outcome=Outcome.TIMEOUT, detail=_OVERLOADED)
+                return SuiteVerdict(passed=none, outcome=Outcome.TIMEOUT, detail=_OVERLOADED)
             case ("judged", str(outcome), tuple(passed), str(detail)) if len(passed) == len(none):
-                return Verdict(passed=passed, outcome=Outcome(outcome), detail=self._explained(candidate, detail))
+                return SuiteVerdict(passed=passed, outcome=Outcome(outcome), detail=self._explained(candidate, detail))
             case _ if started:
                 # Tests that the dataset's own solution passes end by themselves: what they were given is the reason.
-                return Verdict(passed=none, outcome=Outcome.GRADED, detail="the tests did not end on what it returned")
+                return SuiteVerdict(
+                    passed=none, outcome=Outcome.GRADED, detail="the tests did not end on what it returned"
+                )
         candidate.end()
         judge.end()
         said = {process.stderr.fileno(): bytearray() for process in (candidate, judge)}
         _read(said, 65_536, deadline(_GRACE_S))
         why = next(filter(None, map(_last_line, map(bytes, said.values()))), "it said nothing")
-        return Verdict(passed=none, outcome=Outcome.ERROR, detail=f"the sandbox did not start: {why}")
+        return SuiteVerdict(passed=none, outcome=Outcome.ERROR, detail=f"the sandbox did not start: {why}")
 
     def _explained(self, candidate: Confined, detail: str) -> str:
         """A detail with the limit that ended the program, if one did."""
@@ -210,12 +212,12 @@ class _Messages:
         return message if isinstance(message, tuple) else ()
 
 
-def _ending(started: bool, status: int | None, over_time: bool) -> Ending:
+def _ending(started: bool, status: int | None, over_time: bool) -> ProgramEnding:
     if not started:
-        return Ending.NOT_STARTED
+        return ProgramEnding.NOT_STARTED
     if status is None:
-        return Ending.WALL_LIMIT if over_time else Ending.OUTPUT_LIMIT
-    return Ending.CPU_LIMIT if status == _KILLED else Ending.FINISHED
+        return ProgramEnding.WALL_LIMIT if over_time else ProgramEnding.OUTPUT_LIMIT
+    return ProgramEnding.CPU_LIMIT if status == _KILLED else ProgramEnding.FINISHED
 
 
 def _read(said: dict[int, bytearray], limit: int, end: float) -> bool:

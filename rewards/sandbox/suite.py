@@ -25,7 +25,7 @@ class Suite:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Verdict:
+class SuiteVerdict:
     """What tests say of a program."""
 
     passed: tuple[bool, ...]

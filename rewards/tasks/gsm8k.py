@@ -7,7 +7,7 @@ from fractions import Fraction
 from typing import Literal
 
 from rewards.data.dataset import DataConfig, DataTask, problem_id
-from rewards.data.rows import Row, Source, shown
+from rewards.data.rows import HubSplit, Row, shown
 from rewards.first_d1.maths import gsm8k_number, gsm8k_truth
 from rewards.first_d1.training_rewards import gsm8k_parts
 from rewards.problem import Grade, Problem, Split
@@ -16,8 +16,8 @@ from rewards.reading.quantities import read_quantity
 from rewards.tasks.prompts import D1_FORMAT, PromptStyle, demonstration, user_turn
 
 _HUB = {
-    Split.TRAIN: Source(repo="openai/gsm8k", config="main", split="train", num_rows=7473),
-    Split.HELDOUT: Source(repo="openai/gsm8k", config="main", split="test", num_rows=1319),
+    Split.TRAIN: HubSplit(repo="openai/gsm8k", config="main", split="train", num_rows=7473),
+    Split.HELDOUT: HubSplit(repo="openai/gsm8k", config="main", split="test", num_rows=1319),
 }
 _EXAMPLE = {
     "question": "Ann has 3 boxes of 4 pens each, and loses 2 pens. How many pens has she left?",

@@ -8,13 +8,13 @@ from textwrap import indent
 from typing import Literal
 
 from rewards.data.dataset import problem_id
-from rewards.data.rows import Row, Source, shown
+from rewards.data.rows import HubSplit, Row, shown
 from rewards.problem import Grade, Problem, Split
 from rewards.sandbox import Suite
 from rewards.tasks.programs import ProgramsConfig, ProgramTask, instruction, label, metadata_of, program_in
 from rewards.tasks.prompts import user_turn
 
-_HUB = {Split.TRAIN: Source(repo="openai/openai_humaneval", split="test")}
+_HUB = {Split.TRAIN: HubSplit(repo="openai/openai_humaneval", split="test")}
 _EXAMPLE = {
     "prompt": 'def add(a: int, b: int) -> int:\n    """The sum of a and b.\n    >>> add(3, 4)\n    7\n    """\n',
     "canonical_solution": "    return a + b\n",

@@ -11,7 +11,7 @@ from pydantic import model_validator
 
 from rewards.data.conversation import text_of, turns_of
 from rewards.data.dataset import DataConfig, DataTask, problem_id
-from rewards.data.rows import Row, Source, shown
+from rewards.data.rows import HubSplit, Row, shown
 from rewards.maths import MathVerifier, Verdict
 from rewards.problem import Grade, Message, Problem, Split
 from rewards.reading.answers import final_answer
@@ -52,7 +52,7 @@ class Jsonl(DataTask):
     """Problems of your own, from a file."""
 
     name = "jsonl"
-    hub: ClassVar[Mapping[Split, Source]] = {}
+    hub: ClassVar[Mapping[Split, HubSplit]] = {}
     example_row = _EXAMPLE
 
     def __init__(self, config: JsonlConfig) -> None:

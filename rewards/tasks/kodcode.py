@@ -6,14 +6,14 @@ import re
 from typing import Literal
 
 from rewards.data.dataset import problem_id
-from rewards.data.rows import Row, Source, shown
+from rewards.data.rows import HubSplit, Row, shown
 from rewards.problem import Grade, Problem, Split
 from rewards.sandbox import Suite
 from rewards.tasks.programs import ProgramsConfig, ProgramTask, instruction, label, metadata_of, program_in
 from rewards.tasks.prompts import user_turn
 
 # What the first d1 trains on (its paper, section 4).
-_HUB = {Split.TRAIN: Source(repo="KodCode/KodCode-Light-RL-10K", split="train")}
+_HUB = {Split.TRAIN: HubSplit(repo="KodCode/KodCode-Light-RL-10K", split="train")}
 _TEST = re.compile(r"^(?:class +(Test\w*)|( *)def +(test\w*))", re.MULTILINE)
 _IMPORT = re.compile(r"^from +solution +import +(.+)$", re.MULTILINE)
 _EXAMPLE = {

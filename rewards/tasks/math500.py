@@ -6,7 +6,7 @@ import re
 from typing import Literal
 
 from rewards.data.dataset import DataConfig, DataTask, problem_id
-from rewards.data.rows import Row, Source, shown
+from rewards.data.rows import HubSplit, Row, shown
 from rewards.first_d1 import parsers as d1_parsers
 from rewards.first_d1.maths import equivalent, math_answer
 from rewards.first_d1.training_rewards import math_parts
@@ -17,8 +17,8 @@ from rewards.reading.boxed import last_boxed
 from rewards.tasks.prompts import D1_FORMAT, PromptStyle, demonstration, user_turn
 
 _HUB = {
-    Split.TRAIN: Source(repo="ankner/math-500", split="train", num_rows=7500),
-    Split.HELDOUT: Source(repo="HuggingFaceH4/MATH-500", split="test", num_rows=500),
+    Split.TRAIN: HubSplit(repo="ankner/math-500", split="train", num_rows=7500),
+    Split.HELDOUT: HubSplit(repo="HuggingFaceH4/MATH-500", split="test", num_rows=500),
 }
 _EXAMPLE = {
     "problem": "Solve $4x + 3 = 5$.",

@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from rewards.data.dataset import problem_id
-from rewards.data.rows import Row, Source, shown
+from rewards.data.rows import HubSplit, Row, shown
 from rewards.problem import Grade, Problem, Split
 from rewards.sandbox import Suite
 from rewards.tasks.programs import ProgramsConfig, ProgramTask, instruction, label, metadata_of, program_in
 from rewards.tasks.prompts import user_turn
 
 _HUB = {
-    Split.TRAIN: Source(repo="google-research-datasets/mbpp", config="full", split="train", num_rows=374),
-    Split.HELDOUT: Source(repo="google-research-datasets/mbpp", config="full", split="test", num_rows=500),
+    Split.TRAIN: HubSplit(repo="google-research-datasets/mbpp", config="full", split="train", num_rows=374),
+    Split.HELDOUT: HubSplit(repo="google-research-datasets/mbpp", config="full", split="test", num_rows=500),
 }
 _EXAMPLE = {
     "text": "Write a function to add two numbers.",

@@ -12,7 +12,7 @@ from pydantic import model_validator
 from rewards.data.dataset import DataConfig, DataTask
 from rewards.problem import Grade, Outcome, Problem, Split
 from rewards.reading.answers import last_tagged
-from rewards.sandbox import Sandbox, SandboxConfig, Suite, Verdict
+from rewards.sandbox import Sandbox, SandboxConfig, Suite, SuiteVerdict
 from rewards.tasks.prompts import D1_FORMAT, demonstration
 
 LONGEST_PROGRAM = 100_000
@@ -79,16 +79,16 @@ class ProgramTask(DataTask):
             detail=verdict.detail,
         )
 
-    def _verdict(self, program: str, suite: Suite) -> Verdict:
+    def _verdict(self, program: str, suite: Suite) -> SuiteVerdict:
         none = (False,) * len(suite.tests)
         if len(program) > LONGEST_PROGRAM:
             why = f"the program has {len(program)} characters, more than {LONGEST_PROGRAM}"
-            return Verdict(passed=none, outcome=Outcome.GRADED, detail=why)
+            return SuiteVerdict(passed=none, outcome=Outcome.GRADED, detail=why)
         try:
             return self._sandbox().judge(program, suite)
         except (OSError, ValueError) as error:
             # No process could be started here: that says nothing about the program.
-            return Verdict(passed=none, outcome=Outcome.ERROR, detail=f"the sandbox did not start: {error}"[:300])
+            return SuiteVerdict(passed=none, outcome=Outcome.ERROR, detail=f"the sandbox did not start: {error}"[:300])
 
 
 def instruction(task: str) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from deploy import doctor
-from deploy.doctor import Check, Verdict
+from deploy.doctor import Check, CheckOutcome
 
 
 def _named(name: str) -> Check:
@@ -45,8 +45,10 @@ def test_a_warning_is_none(d1: Callable, monkeypatch: pytest.MonkeyPatch) -> Non
     assert "use a machine with 2 or more cores" in ended.out
 
 
-@pytest.mark.parametrize(("gibibytes", "verdict"), [(1, Verdict.FAILED), (4, Verdict.WARNING), (16, Verdict.OK)])
-def test_memory(gibibytes: int, verdict: Verdict, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("gibibytes", "verdict"), [(1, CheckOutcome.FAILED), (4, CheckOutcome.WARNING), (16, CheckOutcome.OK)]
+)
+def test_memory(gibibytes: int, verdict: CheckOutcome, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor.machine, "memory_bytes", lambda: gibibytes * 2**30)
     assert _named("memory").verdict is verdict
 
@@ -54,10 +56,10 @@ def test_memory(gibibytes: int, verdict: Verdict, monkeypatch: pytest.MonkeyPatc
 def test_little_shared_memory_names_dockers_option(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor.machine, "shared_memory_bytes", lambda: 64 * 2**20)
     check = _named("/dev/shm")
-    assert check.verdict is Verdict.WARNING
+    assert check.verdict is CheckOutcome.WARNING
     assert "--shm-size" in check.fix
     monkeypatch.setattr(doctor.machine, "shared_memory_bytes", lambda: None)
-    assert _named("/dev/shm").verdict is Verdict.NOTE
+    assert _named("/dev/shm").verdict is CheckOutcome.NOTE
 
 
 def test_a_port_in_use_is_a_warning() -> None:
@@ -65,7 +67,7 @@ def test_a_port_in_use_is_a_warning() -> None:
         server.bind(("127.0.0.1", 0))
         server.listen()
         check = doctor._port(server.getsockname()[1], "the service")
-    assert check.verdict is Verdict.WARNING
+    assert check.verdict is CheckOutcome.WARNING
     assert check.found == "address already in use, wanted for the service"
 
 
@@ -78,7 +80,7 @@ def test_a_redis_that_does_not_answer_fails_without_showing_its_password(
     assert "D1_REDIS_URL" in ended.out
     assert "s3cret" not in ended.out + ended.err
     monkeypatch.setenv("D1_REDIS_URL", "not a url")
-    assert _named("D1_REDIS_URL").verdict is Verdict.FAILED
+    assert _named("D1_REDIS_URL").verdict is CheckOutcome.FAILED
 
 
 def test_a_container_has_what_its_cgroup_allows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

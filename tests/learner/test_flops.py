@@ -13,7 +13,7 @@ from learner import hardware
 from learner.batch import RolloutBatch
 from learner.config import LearnerConfig
 from learner.estimators import SamplerFacts, Views
-from learner.flops import Canvases, forward_flops, update_flops
+from learner.flops import CanvasSums, forward_flops, update_flops
 from learner.learner import Learner
 from learner.model.lora import LoraConfig
 from learner.model.transformer import Transformer
@@ -71,7 +71,7 @@ def test_padding_and_idle_micro_batches_do_not_count(policy: Transformer, rollou
 def test_a_canvas_is_counted_by_its_length_and_what_is_scored(policy: Transformer) -> None:
     """Two layers, by hand: one canvas of 5 slots of which 2 are scored."""
     config = policy.config  # d 32, key-values 16 wide, feed-forward 48, vocabulary 40.
-    canvases = Canvases(tokens=5, pairs=25, asked=2, asked_pairs=10, scored=2)
+    canvases = CanvasSums(tokens=5, pairs=25, asked=2, asked_pairs=10, scored=2)
     found = forward_flops(config, LoraConfig(rank=4, targets=("q_proj", "v_proj", "down_proj")), canvases)
     feed_forward = 3 * 32 * 48
     assert found.layers == 2 * (5 * (2 * 32 * 32 + 2 * 32 * 16 + feed_forward)) + 2 * (
@@ -114,4 +114,4 @@ def test_views_are_as_much_as_their_lengths_and_the_slots_that_are_scored() -> N
         scored=torch.tensor([0, 1, 2, 2]),
         targets=torch.zeros(4, dtype=torch.int64),
     )
-    assert Canvases.of(views) == Canvases(tokens=9, pairs=9 + 36, asked=3, asked_pairs=2 * 3 + 6, scored=3)
+    assert CanvasSums.of(views) == CanvasSums(tokens=9, pairs=9 + 36, asked=3, asked_pairs=2 * 3 + 6, scored=3)

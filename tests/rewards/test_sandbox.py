@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from rewards.sandbox import Ending, Ran, Sandbox, SandboxConfig, bubblewrap, gvisor
+from rewards.sandbox import ProgramEnding, Ran, Sandbox, SandboxConfig, bubblewrap, gvisor
 
 _CONFIG = SandboxConfig(cpu_s=1, wall_s=60, num_processes=6, memory_bytes=256 * 2**20, file_bytes=2**20)
 
@@ -37,7 +37,7 @@ def sandbox() -> Iterator[Sandbox]:
 
 
 def _said(ran: Ran) -> str:
-    assert ran.ending is Ending.FINISHED, ran
+    assert ran.ending is ProgramEnding.FINISHED, ran
     return ran.stdout.decode()
 
 
@@ -56,22 +56,22 @@ def test_a_program_runs_with_the_standard_library_and_its_own_files(sandbox: San
 
 
 def test_an_endless_loop_ends_with_its_cpu_seconds(sandbox: Sandbox) -> None:
-    assert sandbox.run("while True: pass").ending is Ending.CPU_LIMIT
+    assert sandbox.run("while True: pass").ending is ProgramEnding.CPU_LIMIT
 
 
 def test_the_cpu_limit_cannot_be_caught(sandbox: Sandbox) -> None:
     ran = sandbox.run("import signal\nsignal.signal(signal.SIGXCPU, lambda *_: None)\nwhile True: pass")
-    assert ran.ending is Ending.CPU_LIMIT
+    assert ran.ending is ProgramEnding.CPU_LIMIT
 
 
 def test_a_program_that_waits_ends_with_the_wall_seconds() -> None:
     ran = Sandbox(SandboxConfig(wall_s=3)).run("import time; time.sleep(1000)")
-    assert ran.ending is Ending.WALL_LIMIT
+    assert ran.ending is ProgramEnding.WALL_LIMIT
     assert 3 <= ran.seconds < 20
 
 
 def test_a_sandbox_that_is_slow_to_start_is_there_all_the_same() -> None:
-    assert Sandbox(SandboxConfig(wall_s=0.001)).run("pass").ending is Ending.NOT_STARTED
+    assert Sandbox(SandboxConfig(wall_s=0.001)).run("pass").ending is ProgramEnding.NOT_STARTED
 
 
 def test_a_fork_bomb_stays_below_its_limit_and_nothing_of_it_is_left() -> None:
@@ -88,7 +88,7 @@ def test_a_fork_bomb_stays_below_its_limit_and_nothing_of_it_is_left() -> None:
         "time.sleep(1000)\n"
     )
     ran = Sandbox(_CONFIG.model_copy(update={"wall_s": 3.0})).run(source)
-    assert ran.ending is Ending.WALL_LIMIT
+    assert ran.ending is ProgramEnding.WALL_LIMIT
     assert int(ran.stdout) == _CONFIG.num_processes - 1
     assert _left() == []
 
@@ -97,7 +97,7 @@ def test_a_fork_bomb_of_all_its_children_ends() -> None:
     ran = Sandbox(_CONFIG.model_copy(update={"wall_s": 3.0})).run(
         "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass\n"
     )
-    assert ran.ending in (Ending.WALL_LIMIT, Ending.CPU_LIMIT)
+    assert ran.ending in (ProgramEnding.WALL_LIMIT, ProgramEnding.CPU_LIMIT)
     assert _left() == []
 
 
@@ -128,7 +128,7 @@ def test_memory_cannot_be_had_beside_the_limit(sandbox: Sandbox, call: str) -> N
 @pytest.mark.parametrize("fd", [1, 2])
 def test_a_gigabyte_of_output_is_cut_and_its_program_killed(sandbox: Sandbox, fd: int) -> None:
     ran = sandbox.run(f"import os\nfor _ in range(1024): os.write({fd}, b'x' * 2**20)")
-    assert ran.ending is Ending.OUTPUT_LIMIT
+    assert ran.ending is ProgramEnding.OUTPUT_LIMIT
     assert (len(ran.stdout), len(ran.complaint)) == ((_CONFIG.output_bytes, 0), (0, 300))[fd - 1]
 
 
@@ -258,7 +258,7 @@ def test_an_old_bubblewrap_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path:
 def test_without_a_sandbox_only_the_limits_hold() -> None:
     sandbox = Sandbox(_CONFIG.model_copy(update={"kind": "none"}))
     assert _said(sandbox.run("import os; print(os.path.exists('/usr/bin'))")) == "True\n"
-    assert sandbox.run("while True: pass").ending is Ending.CPU_LIMIT
+    assert sandbox.run("while True: pass").ending is ProgramEnding.CPU_LIMIT
     assert "MemoryError" in sandbox.run("kept = bytearray(2**30)").complaint
 
 

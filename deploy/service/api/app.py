@@ -17,13 +17,13 @@ from starlette.types import ASGIApp
 from actors.registry.registry import POLICY, PolicyVersion
 from deploy.page.routes import page_router
 from deploy.requests.body import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from deploy.requests.planner import Plan
+from deploy.requests.planner import RequestPlan
 from deploy.service.api import replies
 from deploy.service.api.metrics import RequestObserver, ServiceMetrics
 from deploy.service.api.openapi import describe, described
-from deploy.service.api.planner import Planner
+from deploy.service.api.planner import ServicePlanner
 from deploy.service.api.policy_events import RegistryReader, one_event
-from deploy.service.api.policy_view import Watch, known, newest, policy_body, version_body
+from deploy.service.api.policy_view import EngineWatch, known, newest, policy_body, version_body
 from deploy.service.api.run_view import MAX_SAMPLES, RunView
 from deploy.service.api.server_sent_events import ServerSentEvents
 from deploy.service.api.text_codec import TextCodec
@@ -51,7 +51,7 @@ class Service:
     """Who answers."""
     codec: TextCodec
     """How the policy reads and writes."""
-    planner: Planner
+    planner: ServicePlanner
     """Makes jobs."""
     run: RunView | None
     """The run whose policy it is; None of a checkpoint by itself."""
@@ -69,7 +69,7 @@ def guarded(app: FastAPI, keys: ApiKeys, rates: RateLimits, *observers: RequestO
 
 def create_app(service: Service) -> FastAPI:
     """The application; `guarded` closes it."""
-    watch = Watch(service.backend)
+    watch = EngineWatch(service.backend)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -132,7 +132,7 @@ class _Inference:
             if not is_streamed:
                 self._num_open -= 1
 
-    async def _plan(self, ask: CompletionRequest | ChatRequest, request: Request) -> Plan:
+    async def _plan(self, ask: CompletionRequest | ChatRequest, request: Request) -> RequestPlan:
         if int(request.headers.get("content-length", MAX_BODY_BYTES)) <= _SHORT_BYTES:
             return self._service.planner.plan(ask)
         # Tokenizing a long text would hold up every stream.
@@ -171,7 +171,7 @@ def _add_inference(app: FastAPI, inference: _Inference) -> None:
         return await inference.complete(ask, request)
 
 
-def _add_models(app: FastAPI, service: Service, watch: Watch) -> None:
+def _add_models(app: FastAPI, service: Service, watch: EngineWatch) -> None:
     codec, planner = service.codec, service.planner
 
     def aliases(states: Sequence[EngineState]) -> dict[str, int]:
@@ -214,7 +214,7 @@ def _add_models(app: FastAPI, service: Service, watch: Watch) -> None:
         return replies.Detokenized(prompt=await asyncio.to_thread(codec.decode_any, body.tokens))
 
 
-def _add_policy(app: FastAPI, service: Service, watch: Watch, inference: _Inference) -> None:
+def _add_policy(app: FastAPI, service: Service, watch: EngineWatch, inference: _Inference) -> None:
     def is_over() -> bool:
         return inference.is_draining or inference.is_leaving
 
@@ -241,7 +241,7 @@ def _add_policy(app: FastAPI, service: Service, watch: Watch, inference: _Infere
         return version_body(policy, states)
 
 
-def _add_run(app: FastAPI, service: Service, watch: Watch) -> None:
+def _add_run(app: FastAPI, service: Service, watch: EngineWatch) -> None:
     def run() -> RunView:
         if service.run is None:
             raise ServiceError(404, "A checkpoint is served here, without a run.", "no_run")
@@ -283,7 +283,7 @@ def _add_run(app: FastAPI, service: Service, watch: Watch) -> None:
         )
 
 
-def _add_health(app: FastAPI, watch: Watch, inference: _Inference) -> None:
+def _add_health(app: FastAPI, watch: EngineWatch, inference: _Inference) -> None:
     @app.get("/health", **described(replies.Health, 503))
     async def health() -> replies.Health:
         state = newest(await _states(watch))
@@ -317,7 +317,7 @@ def _add_health(app: FastAPI, watch: Watch, inference: _Inference) -> None:
         return Response(app.state.metrics.text(await watch.states()), media_type="text/plain; version=0.0.4")
 
 
-async def _states(watch: Watch) -> list[EngineState]:
+async def _states(watch: EngineWatch) -> list[EngineState]:
     states = await watch.states()
     if not states:
         raise ServiceError(503, "No engine answers yet; try again.", "unavailable", retry_after_s=5)

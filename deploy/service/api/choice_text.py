@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 
 from deploy.requests.ending import BROKEN, ending_of
-from deploy.requests.planner import Plan
+from deploy.requests.planner import RequestPlan
 from deploy.service.api.replies import Slot, StepMap
 from deploy.service.api.text_codec import MASKED, TextCodec
 from deploy.service.contract import BlocksDone, Done
@@ -18,7 +18,7 @@ from rollout.request import Committed, Progress, Request
 class ChoiceText:
     """The text of one choice."""
 
-    def __init__(self, codec: TextCodec, plan: Plan) -> None:
+    def __init__(self, codec: TextCodec, plan: RequestPlan) -> None:
         self._codec, self._plan = codec, plan
         self._record: dict[str, Any] = {}
         self._is_whole = False

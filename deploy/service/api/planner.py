@@ -9,7 +9,7 @@ from actors.registry.registry import BASE, POLICY
 from deploy.requests import planner
 from deploy.requests.body import Ask
 from deploy.requests.defaults import Defaults
-from deploy.requests.planner import Plan
+from deploy.requests.planner import RequestPlan
 from deploy.service.api.text_codec import TextCodec
 from deploy.service.contract import Job
 from deploy.service.errors import ServiceError
@@ -18,7 +18,7 @@ from rollout.request import Request
 _VERSION = re.compile(r"policy@v(\d{1,9})")
 
 
-class Planner(planner.Planner):
+class ServicePlanner(planner.Planner):
     """Makes the plans and the jobs of one service."""
 
     def __init__(self, codec: TextCodec, defaults: Defaults, name: str, timeout_s: float = 120.0) -> None:
@@ -45,12 +45,12 @@ class Planner(planner.Planner):
             raise ServiceError(404, message, "model_not_found", param="model")
         return int(match[1])
 
-    def plan(self, ask: Ask, names: Mapping[str, str] | None = None) -> Plan:
+    def plan(self, ask: Ask, names: Mapping[str, str] | None = None) -> RequestPlan:
         """What a body asks for. Raises RequestError or ServiceError."""
         self.wanted(ask.model)
         return super().plan(ask, names)
 
-    def job(self, ask: Ask, plan: Plan) -> Job:
+    def job(self, ask: Ask, plan: RequestPlan) -> Job:
         """What the engines do for a body."""
         return Job(
             requests=plan.requests,

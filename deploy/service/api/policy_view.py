@@ -91,7 +91,7 @@ def version_body(policy: PolicyVersion, states: Sequence[EngineState]) -> replie
     )
 
 
-class Watch:
+class EngineWatch:
     """Asks the engines how they stand."""
 
     def __init__(self, backend: Backend) -> None:

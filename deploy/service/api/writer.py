@@ -9,7 +9,7 @@ from contextlib import aclosing
 from typing import Any
 
 from actors.registry.registry import PolicyVersion
-from deploy.requests.planner import Plan
+from deploy.requests.planner import RequestPlan
 from deploy.service.api.choice_text import ChoiceText, canvas_before, canvas_of, text_of_canvas
 from deploy.service.api.replies import (
     Body,
@@ -41,7 +41,7 @@ Part = TextPart | ChatPart
 class AnswerWriter:
     """The answer to one request, as its events come."""
 
-    def __init__(self, codec: TextCodec, plan: Plan, model: str, run: str, *, is_chat: bool) -> None:
+    def __init__(self, codec: TextCodec, plan: RequestPlan, model: str, run: str, *, is_chat: bool) -> None:
         """Write an answer.
 
         Args:

@@ -39,7 +39,7 @@ from actors.registry.registry import (
     MalformedEntryError,
     PolicyVersion,
     Registry,
-    Standing,
+    RegistrySnapshot,
 )
 from deploy.service.contract import FollowerStatus
 from deploy.service.engine.loaded_version import (
@@ -74,7 +74,7 @@ class VersionFollower:
         self._registry, self._versions, self._run_dir = registry, versions, run_dir
         self._last_id = "0"
         self._newest: PolicyVersion | None = None
-        self._standing = Standing(aliases={}, admin=NOTHING_HELD, refused=frozenset())
+        self._standing = RegistrySnapshot(aliases={}, admin=NOTHING_HELD, refused=frozenset())
         self._is_filled = self._has_looked = False
         self._compares = True
         # Gone or bad for good: only other weights, or another place to load them from, help.

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from actors.coordination.evaluation import Evaluation, best_version
+from actors.coordination.evaluation import VersionEvaluator, best_version
 from actors.coordination.pools import PortionFailedError
 from actors.messages import Generation, Portion, PortionSummary
 from actors.plan import RunPlan
@@ -63,7 +63,7 @@ class _Pools:
 def _scored(spec: RunSpec, plan: RunPlan, pools: _Pools, *, at_all: bool) -> dict[str, Any]:
     steps = [ScheduleConfig(num_denoise_steps=count) for count in (4, 1, 8)]
     schedules = [schedule.of(spec.rollout.sampling) for schedule in steps]
-    evaluation = Evaluation(plan, schedules, pools, 2, lambda *_: None)  # type: ignore[arg-type]
+    evaluation = VersionEvaluator(plan, schedules, pools, 2, lambda *_: None)  # type: ignore[arg-type]
     return asyncio.run(evaluation.score(Generation(version=1, digest=""), at_all=at_all))
 
 

@@ -15,7 +15,7 @@ from actors.coordination.timeline import (
     NUM_ROUNDS,
     STAGE,
     TIMELINE,
-    Kind,
+    SpanKind,
     Timeline,
     idle_shares,
     num_rounds,
@@ -63,7 +63,7 @@ def test_a_round_is_three_spans_that_end_when_it_is_published(timeline: Timeline
         ("round 3: training", 4.0, 9.0),
         ("round 3: publish", 9.0, 10.0),
     ]
-    assert [span.kind for span in timeline.spans()] == [Kind.WAIT, Kind.WORK, Kind.WORK]
+    assert [span.kind for span in timeline.spans()] == [SpanKind.WAIT, SpanKind.WORK, SpanKind.WORK]
     assert {span.args["round"] for span in timeline.spans()} == {3}
 
 
@@ -72,7 +72,7 @@ def test_a_portion_an_evaluations_and_a_restart_are_told_apart(timeline: Timelin
     timeline.add_works([_work("sampler 1", 4, 51.0, 53.0), away, _work("grader 0", -1, 51.0, 52.0)])
     assert _times(timeline, "sampler 1") == [("portion 4:1", 1.0, 3.0), ("away", 3.0, 5.0)]
     assert _times(timeline, "grader 0") == [("evaluation portion 1", 1.0, 2.0)]
-    assert [span.kind for span in timeline.spans()] == [Kind.WORK, Kind.AWAY, Kind.WORK]
+    assert [span.kind for span in timeline.spans()] == [SpanKind.WORK, SpanKind.AWAY, SpanKind.WORK]
 
 
 def test_a_track_does_one_thing_at_a_time(timeline: Timeline, clock: Clock) -> None:
@@ -81,7 +81,7 @@ def test_a_track_does_one_thing_at_a_time(timeline: Timeline, clock: Clock) -> N
     clock.now += 7.5
     # Half a second of this round's wait went by before the last one's publication was told.
     timeline.add_round(1, ROUND)
-    timeline.add(LEARNER, "nothing", Kind.WORK, clock.now - 3)
+    timeline.add(LEARNER, "nothing", SpanKind.WORK, clock.now - 3)
     spans = timeline.spans()
     assert all(before.ended <= after.began for before, after in pairwise(spans))
     assert len(spans) == 6
@@ -148,7 +148,7 @@ def test_a_coordinator_that_restarts_goes_on_with_what_it_had_written(
     timeline.write(tmp_path)
     again = Timeline.read(tmp_path)
     assert again.spans() == read_trace(tmp_path / TIMELINE)
-    again.add_since(COORDINATOR, "away", Kind.AWAY, UNIX + 64)
+    again.add_since(COORDINATOR, "away", SpanKind.AWAY, UNIX + 64)
     again.add_round(NUM_ROUNDS, ROUND)
     kept = [span.args["round"] for span in again.spans() if span.name.endswith("training")]
     assert kept == list(range(1, NUM_ROUNDS + 1))
@@ -169,7 +169,7 @@ def test_a_bubble_is_time_of_the_rounds_without_work(timeline: Timeline, clock: 
     timeline.add_works([Work(actor="sampler 1", key=None, began=52.0, ended=60.0, is_done=False)])
     clock.now += 10
     timeline.add_round(0, ROUND)
-    timeline.add(STAGE, "control: 3 steps", Kind.WORK, 50.0)
+    timeline.add(STAGE, "control: 3 steps", SpanKind.WORK, 50.0)
     assert idle_shares(timeline.spans()) == pytest.approx({LEARNER: 0.25, "sampler 0": 0.5, "sampler 1": 1.0})
 
 

@@ -7,14 +7,16 @@ from typing import Any
 
 import pytest
 
-from deploy.chaos.driver import Line
-from deploy.chaos.expectations import Outcome
+from deploy.chaos.driver import OutputLine
+from deploy.chaos.expectations import FaultOutcome
 from deploy.chaos.faults import Fault, Harm, Moment, Setting, Target
-from deploy.chaos.judge import Terms, judge
+from deploy.chaos.judge import JudgedRecipe, judge
 from deploy.chaos.record import Blow, Drive, History, RunRecord
 
-TERMS = Terms(num_rounds=4, groups_per_round=8, group_size=4, max_staleness=0, phases=("sft", "rl-000004", "control"))
-LAST = Line(at_s=95.0, text="done in 95 s")
+TERMS = JudgedRecipe(
+    num_rounds=4, groups_per_round=8, group_size=4, max_staleness=0, phases=("sft", "rl-000004", "control")
+)
+LAST = OutputLine(at_s=95.0, text="done in 95 s")
 
 
 def _round(index: int, **changes: Any) -> dict[str, Any]:
@@ -50,8 +52,8 @@ RESTART = (
 HONEST = (*EVENTS[:5], *RESTART, *EVENTS[4:])
 
 
-def _lines(*times_s: float) -> tuple[Line, ...]:
-    return (*(Line(at_s=at_s, text=f"round at {at_s:g}") for at_s in times_s), LAST)
+def _lines(*times_s: float) -> tuple[OutputLine, ...]:
+    return (*(OutputLine(at_s=at_s, text=f"round at {at_s:g}") for at_s in times_s), LAST)
 
 
 def _drive(**changes: Any) -> Drive:
@@ -66,7 +68,7 @@ def _drive(**changes: Any) -> Drive:
     return replace(drive, **changes)
 
 
-def _blow(target: Target, harm: Harm = Harm.KILL, outcome: Outcome = Outcome.WENT_ON, **changes: Any) -> Blow:
+def _blow(target: Target, harm: Harm = Harm.KILL, outcome: FaultOutcome = FaultOutcome.WENT_ON, **changes: Any) -> Blow:
     fault = Fault(
         number=1,
         target=target,
@@ -110,20 +112,20 @@ def test_an_honest_history_passes_though_it_went_back_to_a_checkpoint() -> None:
 
 
 def test_an_end_that_the_role_may_have_passes_when_it_says_how_to_resume() -> None:
-    sentence = Line(at_s=60.0, text="d1: the run failed: ...; --resume goes on from the newest checkpoint")
-    first = _drive(ended_s=61.0, status=1, lines=(Line(at_s=30.0, text="round"), sentence))
+    sentence = OutputLine(at_s=60.0, text="d1: the run failed: ...; --resume goes on from the newest checkpoint")
+    first = _drive(ended_s=61.0, status=1, lines=(OutputLine(at_s=30.0, text="round"), sentence))
     record = _record(
-        drives=(first, _drive(began_s=62.0, lines=(Line(at_s=80.0, text="round"),))),
-        blows=(_blow(Target.CONTROLLER, outcome=Outcome.RESUMED),),
+        drives=(first, _drive(began_s=62.0, lines=(OutputLine(at_s=80.0, text="round"),))),
+        blows=(_blow(Target.CONTROLLER, outcome=FaultOutcome.RESUMED),),
     )
     assert judge(TERMS, REFERENCE, record) == []
 
 
 def test_a_run_may_end_late_of_a_process_that_was_told_to_and_finished_its_call_first() -> None:
-    sentence = Line(at_s=60.0, text="d1: the run failed: ...; --resume goes on from the newest checkpoint")
-    first = _drive(ended_s=61.0, status=1, lines=(Line(at_s=30.0, text="round"), sentence))
-    drives = (first, _drive(began_s=62.0, lines=(Line(at_s=80.0, text="round"),)))
-    later = _blow(Target.SAMPLER, outcome=Outcome.RESUMED, at_s=50.0)
+    sentence = OutputLine(at_s=60.0, text="d1: the run failed: ...; --resume goes on from the newest checkpoint")
+    first = _drive(ended_s=61.0, status=1, lines=(OutputLine(at_s=30.0, text="round"), sentence))
+    drives = (first, _drive(began_s=62.0, lines=(OutputLine(at_s=80.0, text="round"),)))
+    later = _blow(Target.SAMPLER, outcome=FaultOutcome.RESUMED, at_s=50.0)
     told = _blow(Target.CONTROLLER, Harm.TERM, at_s=40.0)
     assert judge(TERMS, REFERENCE, _record(drives=drives, blows=(told, later))) == []
     for other in (_blow(Target.CONTROLLER, Harm.STOP, at_s=40.0), _blow(Target.GRADER, Harm.TERM, at_s=40.0)):
@@ -172,7 +174,9 @@ def test_a_driver_that_was_stopped_owes_no_word_meanwhile() -> None:
         (_record(drives=(_drive(leftovers=("ray::IDLE",)),)), "1 processes were left: ray::IDLE"),
         (
             _record(
-                drives=(_drive(lines=(*_lines(20.0, 45.0, 70.0), Line(at_s=96.0, text="*** SIGTERM received ***"))),)
+                drives=(
+                    _drive(lines=(*_lines(20.0, 45.0, 70.0), OutputLine(at_s=96.0, text="*** SIGTERM received ***"))),
+                )
             ),
             "it printed '*** SIGTERM received ***'",
         ),
@@ -180,10 +184,10 @@ def test_a_driver_that_was_stopped_owes_no_word_meanwhile() -> None:
         (_record(drives=(_drive(status=1),)), "after SIGKILL learner without saying how to resume: 'done in 95 s'"),
         (_record(drives=(_drive(status=-9, was_helped=True),)), "it made no progress and had to be killed"),
         (
-            _record(blows=(_blow(Target.SAMPLER, outcome=Outcome.RESUMED),)),
+            _record(blows=(_blow(Target.SAMPLER, outcome=FaultOutcome.RESUMED),)),
             "fault 1, SIGKILL sampler (process 7, round 2): the run ended and had to be resumed",
         ),
-        (_record(blows=(_blow(Target.STORE, outcome=Outcome.STUCK, back_after_s=None),)), "the run got stuck"),
+        (_record(blows=(_blow(Target.STORE, outcome=FaultOutcome.STUCK, back_after_s=None),)), "the run got stuck"),
         (_record(blows=(_blow(Target.BYTES, Harm.FLIP, victim="rl-000002"),)), "nobody said that checkpoint rl-000002"),
     ],
 )

@@ -11,22 +11,22 @@ from pathlib import Path
 
 import pytest
 
-from deploy.chaos.expectations import Outcome
+from deploy.chaos.expectations import FaultOutcome
 from deploy.chaos.faults import Fault, Harm, Moment, Setting, Target
-from deploy.chaos.judge import Terms, judge
+from deploy.chaos.judge import JudgedRecipe, judge
 from deploy.chaos.record import History, RunRecord, read_history
-from deploy.chaos.run import DisturbedRun, Plan, undisturbed
+from deploy.chaos.run import ChaosPlan, DisturbedRun, undisturbed
 from deploy.chaos.targets import MARK, Family
 
 FAKE = Path(__file__).with_name("fake_train.py")
 NUM_ROUNDS = 100
-TERMS = Terms(
+TERMS = JudgedRecipe(
     num_rounds=NUM_ROUNDS, groups_per_round=2, group_size=4, max_staleness=0, phases=(f"rl-{NUM_ROUNDS:06d}",)
 )
 
 
-def _plan(flaw: str = "none", patience_s: float = 60.0, num_rounds: int = NUM_ROUNDS) -> Plan:
-    return Plan(
+def _plan(flaw: str = "none", patience_s: float = 60.0, num_rounds: int = NUM_ROUNDS) -> ChaosPlan:
+    return ChaosPlan(
         command=(sys.executable, str(FAKE), flaw, str(num_rounds)),
         sizes={Target.SAMPLER: 2, Target.LEARNER: 2},
         checkpoint_every_rounds=5,
@@ -43,7 +43,7 @@ def _fault(
     return Fault(number=number, target=target, harm=harm, moment=moment, delay_s=0.1, choice=0.7, seconds=seconds)
 
 
-def _disturbed(tmp_path: Path, plan: Plan, *faults: Fault) -> tuple[RunRecord, list[str]]:
+def _disturbed(tmp_path: Path, plan: ChaosPlan, *faults: Fault) -> tuple[RunRecord, list[str]]:
     said: list[str] = []
     record = DisturbedRun("one", Setting.OWN_RAY, tmp_path, plan, said.append).go(deque(faults))
     return record, said
@@ -65,7 +65,7 @@ def test_a_worker_is_replaced_and_the_history_is_the_undisturbed_one(tmp_path: P
         _fault(Target.REGISTRY, Harm.TERM, number=5),
     )
     record, said = _disturbed(tmp_path, _plan(), *faults)
-    assert [blow.outcome for blow in record.blows] == [Outcome.WENT_ON] * 5
+    assert [blow.outcome for blow in record.blows] == [FaultOutcome.WENT_ON] * 5
     assert [blow.victim.split(",")[0] for blow in record.blows[:2]] == ["ray::SamplerWorker", "ray::RayTrainWorker"]
     assert len(record.drives) == 1
     assert judge(TERMS, reference, record) == []
@@ -77,7 +77,7 @@ def test_a_worker_is_replaced_and_the_history_is_the_undisturbed_one(tmp_path: P
 def test_a_run_that_ended_is_resumed_as_a_user_would(tmp_path: Path, reference: History) -> None:
     faults = (_fault(Target.CONTROLLER), _fault(Target.DRIVER, number=2))
     record, _ = _disturbed(tmp_path, _plan(), *faults)
-    assert [blow.outcome for blow in record.blows] == [Outcome.RESUMED] * 2
+    assert [blow.outcome for blow in record.blows] == [FaultOutcome.RESUMED] * 2
     assert [drive.status for drive in record.drives] == [1, -9, 0]
     assert judge(TERMS, reference, record) == []
 
@@ -95,7 +95,7 @@ def test_a_process_that_outlives_its_run_is_found_and_ended(tmp_path: Path, refe
 
 def test_a_run_that_waits_for_ever_is_helped_and_that_is_a_violation(tmp_path: Path, reference: History) -> None:
     record, _ = _disturbed(tmp_path, _plan("hang", patience_s=3.0), _fault(Target.COORDINATOR, Harm.STOP))
-    assert [blow.outcome for blow in record.blows] == [Outcome.STUCK]
+    assert [blow.outcome for blow in record.blows] == [FaultOutcome.STUCK]
     assert [drive.was_helped for drive in record.drives] == [True, False]
     (found,) = judge(TERMS, reference, record)
     assert "SIGSTOP coordinator for ever" in found

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from deploy.chaos.driver import Line
-from deploy.chaos.expectations import ALLOWED, Outcome
+from deploy.chaos.driver import OutputLine
+from deploy.chaos.expectations import ALLOWED, FaultOutcome
 from deploy.chaos.faults import Fault, Harm, Moment, Setting, Target
 from deploy.chaos.record import Blow, Drive, History, RunRecord
 from deploy.chaos.report import as_json, markdown, rows
-from deploy.chaos.session import Order, Verdict, carry_out
+from deploy.chaos.session import ChaosVerdict, Order, carry_out
 from deploy.errors import UserError
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "chaos.yaml"
@@ -54,10 +54,10 @@ def test_a_run_of_another_recipe_is_no_reference(tmp_path: Path) -> None:
 
 def test_every_target_has_an_expectation() -> None:
     assert ALLOWED.keys() == set(Target)
-    assert not [target for target, outcomes in ALLOWED.items() if Outcome.STUCK in outcomes]
+    assert not [target for target, outcomes in ALLOWED.items() if FaultOutcome.STUCK in outcomes]
 
 
-def _blow(number: int, outcome: Outcome, seconds: float | None) -> Blow:
+def _blow(number: int, outcome: FaultOutcome, seconds: float | None) -> Blow:
     fault = Fault(
         number=number,
         target=Target.LEARNER,
@@ -74,15 +74,17 @@ def _blow(number: int, outcome: Outcome, seconds: float | None) -> Blow:
 
 def test_the_table_counts_faults_of_a_kind_and_their_seconds() -> None:
     blows = (
-        _blow(1, Outcome.WENT_ON, 2.0),
-        _blow(2, Outcome.WENT_ON, 4.0),
-        _blow(3, Outcome.RESUMED, 30.0),
-        _blow(4, Outcome.STUCK, None),
+        _blow(1, FaultOutcome.WENT_ON, 2.0),
+        _blow(2, FaultOutcome.WENT_ON, 4.0),
+        _blow(3, FaultOutcome.RESUMED, 30.0),
+        _blow(4, FaultOutcome.STUCK, None),
     )
-    drive = Drive(began_s=0.0, ended_s=9.0, status=0, was_helped=False, lines=(Line(at_s=1.0, text="x"),), leftovers=())
+    drive = Drive(
+        began_s=0.0, ended_s=9.0, status=0, was_helped=False, lines=(OutputLine(at_s=1.0, text="x"),), leftovers=()
+    )
     history = History(events=(), samples=(), digests={}, num_unreadable=0)
     record = RunRecord(name="one", setting=Setting.OWN_RAY, drives=(drive,), blows=blows, history=history)
-    verdict = Verdict(records=(record,), skipped=(), violations=("one: this",))
+    verdict = ChaosVerdict(records=(record,), skipped=(), violations=("one: this",))
     (row,) = rows(verdict)
     assert (row.times, row.went_on, row.resumed, row.stuck, row.median_s, row.max_s) == (4, 2, 1, 1, 4.0, 30.0)
     assert markdown(verdict).splitlines()[2] == "| learner | SIGKILL | any | 4 | 2 | 1 | 1 | 4.0 | 30.0 |"

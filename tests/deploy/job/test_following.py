@@ -14,7 +14,7 @@ from ray.exceptions import ActorDiedError, GetTimeoutError
 
 from deploy.interrupts import Terminated, terminated_by_sigterm
 from deploy.job import following as module
-from deploy.job.following import Follower, following, stopping_in_order
+from deploy.job.following import RunFollower, following, stopping_in_order
 
 
 class _Coordinator:
@@ -91,7 +91,7 @@ def test_events_come_once_and_in_order_also_after_a_silence(coordinator: _Coordi
         return do
 
     ended = _Ended(now("well", "a"), now("silent", "b"), now("silent"), now("well", "c"), now("well"))
-    Follower(coordinator, 0, seen.append).follow(ended)  # type: ignore[arg-type]
+    RunFollower(coordinator, 0, seen.append).follow(ended)  # type: ignore[arg-type]
     assert [event["event"] for event in seen] == ["a", "b", "c"]
 
 
@@ -108,7 +108,7 @@ def test_a_coordinator_that_hangs_is_told_of_and_replaced_and_its_successor_has_
         return do
 
     steps = [pass_by(1, "well"), *[pass_by(1) for _ in range(300)]]
-    Follower(coordinator, 0, lambda event: said.append(event["what"])).follow(_Ended(*steps))  # type: ignore[arg-type]
+    RunFollower(coordinator, 0, lambda event: said.append(event["what"])).follow(_Ended(*steps))  # type: ignore[arg-type]
     assert said[:3] == [
         "the coordinator silent for 16 s; all wait for it",
         "the coordinator silent for 32 s; all wait for it",
@@ -126,7 +126,7 @@ def test_a_coordinator_that_died_by_itself_has_time_to_start(coordinator: _Coord
         return do
 
     moods = ["well", *["gone"] * 100, "silent", "well"]
-    Follower(coordinator, 0, lambda _: None).follow(_Ended(*map(pass_by, moods)))  # type: ignore[arg-type]
+    RunFollower(coordinator, 0, lambda _: None).follow(_Ended(*map(pass_by, moods)))  # type: ignore[arg-type]
     assert coordinator.num_kills == 0
 
 
@@ -135,7 +135,7 @@ def test_a_driver_that_stood_still_itself_replaces_nobody(coordinator: _Coordina
         coordinator.mood = "silent"
         clock[0] += 1000
 
-    Follower(coordinator, 0, lambda _: None).follow(_Ended(lambda: None, stand_still, lambda: None))  # type: ignore[arg-type]
+    RunFollower(coordinator, 0, lambda _: None).follow(_Ended(lambda: None, stand_still, lambda: None))  # type: ignore[arg-type]
     assert coordinator.num_kills == 0
 
 
@@ -146,7 +146,7 @@ def test_who_waits_for_whom_is_said(coordinator: _Coordinator, clock: list[float
     def later() -> None:
         clock[0] += 6
 
-    Follower(coordinator, 0, said.append).follow(_Ended(later, lambda: None))  # type: ignore[arg-type]
+    RunFollower(coordinator, 0, said.append).follow(_Ended(later, lambda: None))  # type: ignore[arg-type]
     assert said == [{"event": "waits", "what": coordinator.waits[0]}]
 
 

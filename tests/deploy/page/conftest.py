@@ -27,7 +27,10 @@ _PATIENCE_MS = 15_000
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     """Debian's Chromium, or Chrome."""
-    path = next(filter(None, map(shutil.which, ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome"))), None)
+    path = next(
+        filter(None, map(shutil.which, ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome"))),
+        None,
+    )
     if path is None:
         pytest.skip("needs Chromium; on Debian: apt install chromium")
     with sync_playwright() as playwright:

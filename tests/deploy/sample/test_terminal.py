@@ -14,7 +14,7 @@ import torch
 from rich.text import Text
 
 from deploy.sampling import prompt
-from deploy.sampling.view import MASK_CHARACTER, Canvas, Colour, canvas_in, canvas_text, legend, window
+from deploy.sampling.view import MASK_CHARACTER, CanvasView, Colour, canvas_in, canvas_text, legend, window
 from learner.model.checkpoint import load_policy
 from learner.model.tokenizer import ChatTokenizer
 from rollout.request import Request, SamplingParams
@@ -53,7 +53,7 @@ def test_hostile_text_is_shown_harmless_and_markup_as_it_is(
     out = d1("sample", str(checkpoints / "with"), "--requests", "requests.jsonl").out
     assert out.startswith("--- request 0 (line 1) \\u001b[2J: 8 tokens")
     assert out.endswith(shown + "\n")
-    canvas = Canvas(token_ids=[1], masked=[False], steps=[0], probabilities=[0.5])
+    canvas = CanvasView(token_ids=[1], masked=[False], steps=[0], probabilities=[0.5])
     assert canvas_text(canvas, lambda ids: hostile, Colour.STEP).plain == shown
 
 
@@ -96,7 +96,7 @@ def _decode(ids: Any) -> str:
 
 
 def test_colours_say_how_sure_or_how_early_a_token_is() -> None:
-    canvas = Canvas(
+    canvas = CanvasView(
         token_ids=[65, 66, 67, 0, 68, 0],
         masked=[False, False, False, True, False, False],
         steps=[0, 4, 2, -1, -1, 3],
@@ -114,10 +114,10 @@ def test_colours_say_how_sure_or_how_early_a_token_is() -> None:
 
 def test_tokens_that_are_bytes_of_one_character_are_shown_as_it() -> None:
     ids = [*"é".encode(), 65, *"日".encode()]
-    canvas = Canvas(token_ids=ids, masked=[False] * 6, steps=[0, 1, 2, 3, 4, 5], probabilities=[0.9] * 6)
+    canvas = CanvasView(token_ids=ids, masked=[False] * 6, steps=[0, 1, 2, 3, 4, 5], probabilities=[0.9] * 6)
     assert canvas_text(canvas, _decode, Colour.STEP).plain == "éA日"
     masked = [False, True, False, False, False, False]
-    torn = Canvas(token_ids=ids, masked=masked, steps=[0] * 6, probabilities=[0.9] * 6)
+    torn = CanvasView(token_ids=ids, masked=masked, steps=[0] * 6, probabilities=[0.9] * 6)
     assert canvas_text(torn, _decode, Colour.STEP).plain == f"\ufffd{MASK_CHARACTER}A日"
 
 

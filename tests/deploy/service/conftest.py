@@ -21,7 +21,7 @@ from deploy.ray_session import MOST_STARTS, connected
 from deploy.requests.defaults import Defaults
 from deploy.runs.reading import read_recipe
 from deploy.service.api.app import Service, create_app, guarded
-from deploy.service.api.planner import Planner
+from deploy.service.api.planner import ServicePlanner
 from deploy.service.api.run_view import RunView
 from deploy.service.api.text_codec import TextCodec
 from deploy.service.checkpoints import Checkpoints, latest_checkpoint
@@ -142,7 +142,7 @@ def host(versions, engine):
 def service(run_dir, host):
     """What an application is made of, with an engine in this process."""
     codec = TextCodec(run_dir / "checkpoints" / "sft-1")
-    planner = Planner(codec, Defaults.of_run(read_recipe(run_dir).rollout.sampling), "tiny")
+    planner = ServicePlanner(codec, Defaults.of_run(read_recipe(run_dir).rollout.sampling), "tiny")
     return Service(backend=host, codec=codec, planner=planner, run=RunView(run_dir), registry=None)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rewards.data.dataset import DataConfig, Dataset, problem_id
-from rewards.data.rows import Row, Source, rows_of
+from rewards.data.rows import HubSplit, Row, rows_of
 from rewards.problem import Problem, Split
 from rewards.tasks.prompts import user_turn
 
@@ -31,7 +31,7 @@ def _write(path: Path, numbers: Sequence[int]) -> Path:
 
 
 def _dataset(config: DataConfig) -> Dataset:
-    hub = {split: Source(repo="/nowhere", split=split) for split in Split}
+    hub = {split: HubSplit(repo="/nowhere", split=split) for split in Split}
     return Dataset("quiz", config, hub, _pose)
 
 
@@ -99,7 +99,7 @@ def test_rows_come_from_every_kind_of_file(tmp_path: Path) -> None:
 
 def test_rows_come_from_what_datasets_loads(tmp_path: Path) -> None:
     _write(tmp_path / "train.jsonl", [1, 2])
-    rows = rows_of(Source(repo=str(tmp_path), split="train"))
+    rows = rows_of(HubSplit(repo=str(tmp_path), split="train"))
     assert [row.fields["answer"] for row in rows] == ["2", "3"]
     assert rows[1].place == f"{tmp_path}, split train, row 2"
 
@@ -131,7 +131,7 @@ def test_a_missing_file_and_an_unreachable_dataset_are_said(tmp_path: Path) -> N
     with pytest.raises(ValueError, match="cannot be read: no such file"):
         rows_of(tmp_path / "x.jsonl")
     with pytest.raises(ValueError, match=r"cannot be loaded: .*; a local file can take its place"):
-        rows_of(Source(repo=str(tmp_path / "nothing"), split="train"))
+        rows_of(HubSplit(repo=str(tmp_path / "nothing"), split="train"))
 
 
 def test_a_missing_column_is_named_with_its_row(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rewards.problem import Outcome
-from rewards.sandbox import Sandbox, SandboxConfig, Suite, Verdict
+from rewards.sandbox import Sandbox, SandboxConfig, Suite, SuiteVerdict
 from rewards.sandbox.inside import wire
 
 _CONFIG = SandboxConfig(cpu_s=1, wall_s=60, num_processes=6, memory_bytes=256 * 2**20)
@@ -18,7 +18,7 @@ _SUITE = Suite(tests=("assert candidate(1) == 2", "assert candidate(5) == 6"), e
 _LOOSE = Suite(tests=_SUITE.tests, entry_point="f")
 
 
-def _judge(program: str, *tests: str, setup: str = "from solution import *") -> Verdict:
+def _judge(program: str, *tests: str, setup: str = "from solution import *") -> SuiteVerdict:
     """Of tests in pytest's manner."""
     return _SANDBOX.judge(program, Suite(tests=tests, setup=setup))
 
