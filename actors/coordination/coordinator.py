@@ -52,6 +52,9 @@ _STATUS_EVERY_S = 2.0
 _NEWEST = 20
 _RANK = "learner rank "
 _STORE = "the weight store"
+_CONTROLLER = "Ray Train's controller"
+# It is not to be asked while it starts a group, or ends one.
+_CONTROLLER_HUNG_S = 90.0
 _ROUND, _EVALUATION = "the round", "the evaluation"
 _ONE_SCHEDULE = ("round", Phase.UNTRAINED)
 T = TypeVar("T")
@@ -204,9 +207,11 @@ class Coordinator:
         """Why the learner group is not started again; empty where it ended as it should."""
         return self._session.gave_up
 
-    async def heartbeat(self, rank: int, doing: str, actor: Any) -> bool:
-        """A rank of the learner lives. Whether it is to stop."""
+    async def heartbeat(self, rank: int, doing: str, actor: Any, controller: Any = None) -> bool:
+        """A rank of the learner lives; rank 0 says who starts and ends the ranks. Whether it is to stop."""
         self._watch_over()
+        if controller is not None and not self._watch.is_watched(_CONTROLLER):
+            self._watch.ask(_CONTROLLER, controller, _controller_answers, _CONTROLLER_HUNG_S)
         if self._doing.get(str(rank), ("", 0.0))[0] != doing:
             self._doing[str(rank)] = doing, time.monotonic()
         self._watch.heard(f"{_RANK}{rank}", actor)
@@ -231,7 +236,8 @@ class Coordinator:
         self._rounds.forget()
         for asked in self._asked:
             asked.cancel()
-        self._watch.forget(*(f"{_RANK}{rank}" for rank in self._doing))
+        # The controller starts another group, and answers when that is up.
+        self._watch.forget(_CONTROLLER, *(f"{_RANK}{rank}" for rank in self._doing))
         self._doing.clear()
         self._has_echoed = False
 
@@ -421,11 +427,21 @@ class Coordinator:
         (await self.status()).write(self._spec.run_dir)
 
     def _end_hung(self, name: str, actor: Any, seconds: float) -> None:
+        if name == _CONTROLLER:
+            self._end_controller(actor, seconds)
+            return
         self._note_failure(f"{name} was silent for {seconds:.0f} s and is replaced", 1)
         if name.startswith(_RANK):
-            self._watch.forget(name)
+            self._watch.forget(name, _CONTROLLER)
         # Ray Train starts its workers anew itself.
         ray.kill(actor, no_restart=name.startswith(_RANK))
+
+    def _end_controller(self, actor: Any, seconds: float) -> None:
+        """Without it the ranks train on, and nobody would notice that they have ended, or died."""
+        # Where a rank is silent too, the controller may be at work on what takes its place.
+        if not any(name.startswith(_RANK) for name in self._watch.silent()):
+            self._note_failure(f"{_CONTROLLER} was silent for {seconds:.0f} s and is ended, and `d1 train` with it", 1)
+            ray.kill(actor)
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T:
         """What `work` returns. Raises StoppedError, and gives it up, where the run is to stop."""
@@ -441,6 +457,11 @@ class Coordinator:
             self._asked.discard(task)
             task.cancel()
             stop.cancel()
+
+
+async def _controller_answers(controller: Any) -> None:
+    """Ask Ray Train's controller anything. Raises RayError."""
+    await controller.get_training_failed_error.options(max_task_retries=0).remote()
 
 
 def _since_learner_start(events: list[Event]) -> list[Event]:

@@ -1,14 +1,15 @@
 """Liveness: which actors of a run do not answer, said after seconds and ended before they cost minutes.
 
 A process that was stopped, that swaps, or whose machine hangs keeps its connections open, so that nobody is told.
-Actors of the pools and the weight store are asked; ranks of the learner, whom only Ray Train calls, send heartbeats.
+Actors of the pools, the weight store and Ray Train's controller are asked; ranks of the learner, whom only Ray Train
+calls, send heartbeats.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,16 @@ from actors.coordination.status import HUNG_S, SILENT_S
 START_S = 900.0
 """The same of an actor that has not answered since it (re)started: it may be loading a policy."""
 PROBE_EVERY_S = 3.0
+
+Probe = Callable[[Any], Awaitable[int | None]]
+"""Asks an actor for a sign of life: the id of its process, where who takes its place is to be told from it."""
+
+
+async def ready(actor: Any) -> int | None:
+    """Ask an actor's `ready`, in its concurrency group `liveness`. Raises RayError."""
+    # Ray would repeat it after a restart, which is to be known.
+    process: int = await actor.ready.options(concurrency_group="liveness", max_task_retries=0).remote()
+    return process
 
 
 @dataclass(slots=True)
@@ -31,6 +42,8 @@ class _Pulse:
     """The process that answered last."""
     num_restarts: int = 0
     """How often another one did."""
+    hung_s: float = HUNG_S
+    """Seconds without an answer after which it is ended, once it has answered."""
 
 
 class Watch:
@@ -43,16 +56,20 @@ class Watch:
         self._tasks: set[asyncio.Task[None]] = set()
         self._swept_at = now()
 
-    def ask(self, name: str, actor: Any) -> None:
-        """Ask an actor's `ready`, in its concurrency group `liveness`, again and again from now on."""
-        self._pulses[name] = _Pulse(actor=actor, heard_at=self._now(), is_up=False)
-        task = asyncio.get_running_loop().create_task(self._follow(name))
+    def ask(self, name: str, actor: Any, probe: Probe = ready, hung_s: float = HUNG_S) -> None:
+        """Probe an actor again and again from now on."""
+        self._pulses[name] = _Pulse(actor=actor, heard_at=self._now(), is_up=False, hung_s=hung_s)
+        task = asyncio.get_running_loop().create_task(self._follow(name, probe))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     def heard(self, name: str, actor: Any) -> None:
         """A heartbeat came."""
         self._pulses[name] = _Pulse(actor=actor, heard_at=self._now(), is_up=True)
+
+    def is_watched(self, name: str) -> bool:
+        """Whether an actor of that name is."""
+        return name in self._pulses
 
     def forget(self, *names: str) -> None:
         """These have ended, or are about to be replaced."""
@@ -72,7 +89,7 @@ class Watch:
         self._allow_for_our_own_silence()
         for name, pulse in list(self._pulses.items()):
             seconds = self._age(name)
-            if seconds > (HUNG_S if pulse.is_up else START_S):
+            if seconds > (pulse.hung_s if pulse.is_up else START_S):
                 # What takes its place has to come up first.
                 pulse.is_up, pulse.heard_at = False, self._now()
                 self._on_hung(name, pulse.actor, seconds)
@@ -88,12 +105,12 @@ class Watch:
     def _age(self, name: str) -> float:
         return self._now() - self._pulses[name].heard_at
 
-    async def _follow(self, name: str) -> None:
-        while (pulse := self._pulses.get(name)) is not None:
+    async def _follow(self, name: str, probe: Probe) -> None:
+        pulse = self._pulses[name]
+        # Forgotten and asked again, it is followed by another.
+        while self._pulses.get(name) is pulse:
             try:
-                # Ray would repeat it after a restart, which is to be known.
-                ready = pulse.actor.ready.options(concurrency_group="liveness", max_task_retries=0)
-                process = await ready.remote()
+                process = await probe(pulse.actor)
             except RayError:
                 # It died: it is new when it answers again.
                 pulse.is_up = False

@@ -89,6 +89,13 @@ class RunClient:
         return ray.get(reference, timeout=_CALL_TIMEOUT_S)
 
 
+def _controller() -> Any:
+    """The actor of Ray Train that has started this rank."""
+    from ray.train.v2._internal.execution.context import get_train_context
+
+    return get_train_context().controller_actor
+
+
 class Heartbeat:
     """Signs of life of one rank, from a thread: what it is at; and back what the coordinator wants of it."""
 
@@ -96,6 +103,7 @@ class Heartbeat:
         """Begin."""
         self._coordinator, self._rank = coordinator, rank
         self._me = ray.get_runtime_context().current_actor
+        self._controller = _controller() if rank == 0 else None
         self.doing = "starting"
         """What the rank is at, for people."""
         self.must_stop = False
@@ -122,7 +130,8 @@ class Heartbeat:
     def _beat(self) -> None:
         while not self._ended.wait(HEARTBEAT_S):
             heartbeat = self._coordinator.heartbeat.options(max_task_retries=0)
-            said = self._say(heartbeat.remote(self._rank, self.doing, self._me), otherwise=self.must_stop)
+            words = self._rank, self.doing, self._me, self._controller
+            said = self._say(heartbeat.remote(*words), otherwise=self.must_stop)
             self.must_stop = bool(said)
 
     def _say(self, reference: Any, otherwise: Any = None) -> Any:

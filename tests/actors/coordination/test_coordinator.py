@@ -320,3 +320,51 @@ def test_an_evaluation_whose_answer_was_lost_is_not_recorded_twice(case: _Case) 
         assert len(case.events("evaluation")) == 2, "of a version that was made again"
 
     _run(scene())
+
+
+class _Controller:
+    """Ray Train's: it answers as often as it is told, and then no more."""
+
+    def __init__(self) -> None:
+        self.get_training_failed_error = self
+        self.num_answers = 1
+
+    def options(self, max_task_retries: int) -> _Controller:
+        assert max_task_retries == 0
+        return self
+
+    def remote(self) -> asyncio.Future[None]:
+        answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if self.num_answers:
+            self.num_answers -= 1
+            answer.set_result(None)
+        return answer
+
+
+@pytest.mark.parametrize("beating", [True, False])
+def test_a_controller_that_is_silent_is_ended_unless_it_may_be_starting_ranks(
+    beating: bool, case: _Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped, it would leave `d1 train` waiting for ever once the learner is done."""
+    controller, ended = _Controller(), list[object]()
+    monkeypatch.setattr(module.ray, "kill", lambda actor, **_: ended.append(actor))
+    monkeypatch.setattr(module, "_STATUS_EVERY_S", 1e6)
+
+    async def scene() -> None:
+        coordinator, time_s = case.coordinator(), 0.0
+        coordinator._watch._now = lambda: time_s
+        coordinator._watch._swept_at = 0.0
+        await coordinator.heartbeat(0, "a step", "rank", controller)
+        await asyncio.sleep(0.01)
+        for _ in range(100):
+            time_s += 1
+            if beating:
+                await coordinator.heartbeat(0, "a step", "rank", controller)
+            coordinator._watch.sweep()
+        # The others of the case never answer.
+        assert [one for one in ended if one in (controller, "rank")] == [controller if beating else "rank"]
+        said = [event["what"] for event in case.events("failure") if "controller" in event["what"]]
+        assert len(said) == beating
+        assert all(what.startswith("Ray Train's controller was silent for 91 s and is ended") for what in said)
+
+    _run(scene())
