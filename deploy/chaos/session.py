@@ -60,7 +60,10 @@ class ChaosVerdict:
 
 
 def carry_out(order: Order, say: Say) -> ChaosVerdict:
-    """Run a session. Raises UserError for a recipe whose runs cannot be compared, RunFailedError for one that fails."""
+    """Run a session; of one that Ctrl-C stops, what there is.
+
+    Raises UserError for a recipe whose runs cannot be compared, RunFailedError for one that fails.
+    """
     recipe = load_recipe(order.recipe_path, list(order.overrides))
     _check(recipe, order.recipe_path)
     faults = schedule(order.kills, order.seed, order.targets)
@@ -70,10 +73,11 @@ def carry_out(order: Order, say: Say) -> ChaosVerdict:
     terms = _terms(recipe)
     skipped: list[str] = []
     records: list[RunRecord] = []
-    for setting in Setting:
+
+    def disturb(setting: Setting) -> None:
         left = deque(fault for fault in faults if fault.setting is setting)
         if left and (why := _impossible(setting)):
-            skipped += [f"fault {fault.number}, {fault}: {why}" for fault in left]
+            skipped.extend(f"fault {fault.number}, {fault}: {why}" for fault in left)
             left.clear()
         while left:
             before = len(left)
@@ -84,22 +88,26 @@ def carry_out(order: Order, say: Say) -> ChaosVerdict:
             found = judge(terms, reference, record)
             say(f"{name}: {len(record.blows)} faults, {len(record.drives)} times `d1 train`, {len(found)} violations")
             if len(left) == before:
-                skipped += [f"fault {fault.number}, {fault}: its run ended before" for fault in left]
+                skipped.extend(f"fault {fault.number}, {fault}: its run ended before" for fault in left)
                 break
-    skipped += _undone(faults, records, skipped)
+
+    why_not = "not possible when its moment came"
+    try:
+        for setting in Setting:
+            disturb(setting)
+    except KeyboardInterrupt:
+        # Hours of a night's session are not lost; the run under way cannot be judged.
+        why_not = "the session was stopped"
+    skipped += _undone(faults, records, skipped, why_not)
     violations = [what for record in records for what in judge(terms, reference, record)]
     return ChaosVerdict(records=tuple(records), skipped=tuple(skipped), violations=tuple(violations))
 
 
-def _undone(faults: list[Fault], records: list[RunRecord], skipped: list[str]) -> list[str]:
-    """Faults that had no victim when their moment came."""
+def _undone(faults: list[Fault], records: list[RunRecord], skipped: list[str], why: str) -> list[str]:
+    """Faults that were not carried out, with why."""
     done = {blow.fault.number for record in records for blow in record.blows}
     said = {fault.number for fault in faults if any(what.startswith(f"fault {fault.number},") for what in skipped)}
-    return [
-        f"fault {fault.number}, {fault}: not possible when its moment came"
-        for fault in faults
-        if fault.number not in done | said
-    ]
+    return [f"fault {fault.number}, {fault}: {why}" for fault in faults if fault.number not in done | said]
 
 
 def _check(recipe: Recipe, path: Path) -> None:

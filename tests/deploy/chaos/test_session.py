@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from deploy.chaos import session
 from deploy.chaos.driver import OutputLine
 from deploy.chaos.expectations import ALLOWED, FaultOutcome
 from deploy.chaos.faults import Fault, Harm, Moment, Setting, Target
@@ -55,6 +58,28 @@ def test_a_run_of_another_recipe_is_no_reference(tmp_path: Path) -> None:
 def test_every_target_has_an_expectation() -> None:
     assert ALLOWED.keys() == set(Target)
     assert not [target for target, outcomes in ALLOWED.items() if FaultOutcome.STUCK in outcomes]
+
+
+def test_what_was_done_before_ctrl_c_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    history = History(events=(), samples=(), digests={}, num_unreadable=0)
+
+    class Run:
+        def __init__(self, name: str, setting: Setting, *_: object) -> None:
+            self.name, self.setting = name, setting
+
+        def go(self, faults: deque[Fault]) -> RunRecord:
+            if self.name == "disturbed-2":
+                raise KeyboardInterrupt
+            blow = replace(_blow(0, FaultOutcome.WENT_ON, 1.0), fault=faults.popleft())
+            return RunRecord(name=self.name, setting=self.setting, drives=(), blows=(blow,), history=history)
+
+    monkeypatch.setattr(session, "DisturbedRun", Run)
+    monkeypatch.setattr(session, "_reference", lambda *_: history)
+    monkeypatch.setattr(session, "judge", lambda *_: [])
+    verdict = carry_out(replace(_order(tmp_path), kills=3, targets=(Target.SAMPLER,)), print)
+    assert [len(record.blows) for record in verdict.records] == [1]
+    assert len(verdict.skipped) == 2
+    assert all(what.endswith(": the session was stopped") for what in verdict.skipped)
 
 
 def _blow(number: int, outcome: FaultOutcome, seconds: float | None) -> Blow:
