@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import secrets
 import signal
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -78,24 +80,27 @@ def connected(connect: Callable[[], Any], num_tries: int) -> Any:
     import ray
 
     for attempt in range(1, num_tries + 1):
+        before = _children()
         try:
             return connect()
         except Exception as error:  # Ray raises a plain one where a process of its own does not start.
             ray.shutdown()
-            _end_started()
+            # Ray forgets the processes that it had started by then.
+            for pid in _children() - before:
+                with suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
             if attempt == num_tries:
                 raise RunFailedError(_why_no_ray(error, is_ours="RAY_ADDRESS" not in os.environ)) from error
+        with warnings.catch_warnings():
+            # What Ray held of them goes here, and not at any later moment with a warning that they still run.
+            warnings.simplefilter("ignore", ResourceWarning)
+            gc.collect()
     raise AssertionError("a try returns or raises")
 
 
-def _end_started() -> None:
-    """End what a start that failed has left: Ray forgets the processes that it had started by then."""
-    for task in Path("/proc/self/task").glob("*/children"):
-        for pid in map(int, task.read_text().split()):
-            with suppress(OSError):
-                name = Path(f"/proc/{pid}/cmdline").read_bytes().partition(b"\0")[0]
-                if name.endswith((b"/gcs_server", b"/raylet")):
-                    os.kill(pid, signal.SIGKILL)
+def _children() -> set[int]:
+    """The processes that this one has started, by all of its threads."""
+    return {int(pid) for task in Path("/proc/self/task").glob("*/children") for pid in task.read_text().split()}
 
 
 def _make_token(path: Path) -> None:

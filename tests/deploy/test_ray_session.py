@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import stat
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +16,8 @@ import ray
 from ray._private import worker
 
 from deploy.errors import RunFailedError, UserError
-from deploy.ray_session import ray_session
+from deploy.job.orphans import descendants
+from deploy.ray_session import connected, ray_session
 
 
 @pytest.fixture
@@ -105,3 +109,27 @@ def test_what_ray_notes_of_a_dead_worker_is_not_printed(
     with ray_session(dashboard=False):
         worker.print_to_stdstream(note | {"lines": ["A worker died again"]}, ignore_prefix=False)
     assert capsys.readouterr() == ("", "")
+
+
+def test_a_start_that_failed_leaves_no_process_and_no_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[int] = []
+    said: list[Any] = []
+
+    def connect() -> str:
+        process = subprocess.Popen(["sleep", "60"])
+        started.append(process.pid)
+        if len(started) == 1:
+            # Held in a circle, as by Ray's node.
+            held: list[Any] = [process]
+            held.append(held)
+            raise Exception("RPC error: Deadline Exceeded")
+        process.kill()
+        process.wait()
+        return "a context"
+
+    monkeypatch.setattr(sys, "unraisablehook", said.append)
+    assert connected(connect, 2) == "a context"
+    gc.collect()
+    assert len(started) == 2
+    assert not set(started) & descendants(os.getpid())
+    assert said == []
