@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray.exceptions import ActorDiedError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors import NAMESPACE
@@ -141,7 +142,7 @@ def fit(spec: RunSpec, actors: RunActors) -> None:
     The group is started again as long as that leads somewhere, which the coordinator decides: not after so many faults,
     which a long run on many machines is bound to have.
 
-    Raises LearnerFailedError where it leads nowhere.
+    Raises LearnerFailedError where it leads nowhere, or who starts it again has died.
     """
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig
@@ -149,7 +150,7 @@ def fit(spec: RunSpec, actors: RunActors) -> None:
     from actors.training.trainer import Trainer
 
     backend = "cpu:gloo,cuda:nccl" if spec.device == "cuda" else "gloo"
-    Trainer(
+    trainer = Trainer(
         train_worker,
         train_loop_config={"spec": spec, "coordinator": actors.coordinator, "store": actors.store},
         torch_config=TorchConfig(backend=backend, timeout_s=_COLLECTIVE_TIMEOUT_S),
@@ -163,7 +164,11 @@ def fit(spec: RunSpec, actors: RunActors) -> None:
             storage_path=str(spec.run_dir),
             failure_config=FailureConfig(max_failures=_MAX_LEARNER_RESTARTS),
         ),
-    ).fit()
+    )
+    try:
+        trainer.fit()
+    except ActorDiedError as error:
+        raise LearnerFailedError("Ray Train's controller died") from error
     if why := ray.get(actors.coordinator.gave_up.remote(), timeout=_VERDICT_TIMEOUT_S):
         raise LearnerFailedError(why)
 
