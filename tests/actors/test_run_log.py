@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -113,6 +114,10 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     if os.geteuid() != 0 or subprocess.run(mount, check=False, capture_output=True).returncode != 0:
         pytest.skip("needs root, to mount a small disk")
     yield disk
+    # A thread of TensorBoard's that could not write may not have come to its traceback yet.
+    for thread in threading.enumerate():
+        if getattr(thread, "exception", None) is not None:
+            thread.join(60)
     subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
