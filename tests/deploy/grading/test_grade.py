@@ -79,7 +79,7 @@ def test_a_sudoku_counts_its_empty_cells(d1: Callable[..., Any], workdir: Path) 
 @pytest.mark.parametrize(
     ("arguments", "content", "sentence"),
     [
-        (["chess"], "{}", "there is no task chess; the tasks are countdown, "),
+        (["chess"], "{}", "there is no task chess; the tasks are countdown, gsm8k, humaneval, "),
         (["countdown", "colour=3"], "{}", "colour is no key of this task, which has "),
         (["countdown", "num_numbers=1"], "{}", "num_numbers is 1; it should be at least 2"),
         (["sums", "--protocol", "d1"], "{}", "protocol is no key of this task"),

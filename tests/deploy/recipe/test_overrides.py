@@ -151,9 +151,9 @@ REFUSED_OVERRIDES = {
     "learner=": ("learner is empty; it should be a section",),
     "task.name=chess": (
         "override task.name=chess",
-        "task.name is 'chess'; it should be one of countdown, ",
+        "task.name is 'chess'; it should be one of countdown, gsm8k, humaneval, ",
     ),
-    "task={}": ("task.name is missing; it should be one of countdown, ",),
+    "task={}": ("task.name is missing; it should be one of countdown, gsm8k, humaneval, ",),
     "task=sums": ("task is 'sums'; it should be a section",),
     "task.num_terms=9": ("task.num_terms is 9; it should be at most 5",),
     "device=gpu": ("device is 'gpu'; it should be 'cpu' or 'cuda'",),
