@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 from actors.spec import Phase
@@ -73,34 +74,37 @@ def carry_out(order: Order, say: Say) -> ChaosVerdict:
     terms = _terms(recipe)
     skipped: list[str] = []
     records: list[RunRecord] = []
-
-    def disturb(setting: Setting) -> None:
-        left = deque(fault for fault in faults if fault.setting is setting)
-        if left and (why := _impossible(setting)):
-            skipped.extend(f"fault {fault.number}, {fault}: {why}" for fault in left)
-            left.clear()
-        while left:
-            before = len(left)
-            name = f"disturbed-{len(records) + 1}"
-            say(f"{name}: a run on {setting}, {len(left)} faults to come")
-            record = DisturbedRun(name, setting, order.out, plan, say).go(left)
-            records.append(record)
-            found = judge(terms, reference, record)
-            say(f"{name}: {len(record.blows)} faults, {len(record.drives)} times `d1 train`, {len(found)} violations")
-            if len(left) == before:
-                skipped.extend(f"fault {fault.number}, {fault}: its run ended before" for fault in left)
-                break
-
+    violations: list[str] = []
     why_not = "not possible when its moment came"
     try:
-        for setting in Setting:
-            disturb(setting)
+        for record in _disturbed(order, plan, faults, skipped, say):
+            found = judge(terms, reference, record)
+            counts = f"{len(record.blows)} faults, {len(record.drives)} times `d1 train`, {len(found)} violations"
+            say(f"{record.name}: {counts}")
+            records.append(record)
+            violations += found
     except KeyboardInterrupt:
         # Hours of a night's session are not lost; the run under way cannot be judged.
         why_not = "the session was stopped"
     skipped += _undone(faults, records, skipped, why_not)
-    violations = [what for record in records for what in judge(terms, reference, record)]
     return ChaosVerdict(records=tuple(records), skipped=tuple(skipped), violations=tuple(violations))
+
+
+def _disturbed(order: Order, plan: ChaosPlan, faults: list[Fault], skipped: list[str], say: Say) -> Iterator[RunRecord]:
+    """The runs that the faults take, one after another; a sentence in `skipped` for each that cannot be carried out."""
+    numbers = count(1)
+    for setting in Setting:
+        left = deque(fault for fault in faults if fault.setting is setting)
+        if left and (why := _impossible(setting)):
+            skipped += [f"fault {fault.number}, {fault}: {why}" for fault in left]
+            left.clear()
+        while left:
+            before, name = len(left), f"disturbed-{next(numbers)}"
+            say(f"{name}: a run on {setting}, {len(left)} faults to come")
+            yield DisturbedRun(name, setting, order.out, plan, say).go(left)
+            if len(left) == before:
+                skipped += [f"fault {fault.number}, {fault}: its run ended before" for fault in left]
+                break
 
 
 def _undone(faults: list[Fault], records: list[RunRecord], skipped: list[str], why: str) -> list[str]:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from signal import SIGKILL, SIGSTOP, Signals
+from signal import Signals
 
 from deploy.chaos.faults import Target
 
@@ -56,8 +56,7 @@ class Process:
 
     def is_there(self) -> bool:
         """Whether it has not ended."""
-        now = _read(self.pid)
-        return now is not None and now.key == self.key and now.state not in "ZX"
+        return self._state_now() != ""
 
     def signal(self, number: Signals) -> None:
         """Send it a signal; nothing happens when it has ended."""
@@ -75,10 +74,17 @@ class Process:
             time.sleep(0.005)
 
     def _shows(self, number: Signals) -> bool:
-        if number not in (SIGKILL, SIGSTOP) or not self.is_there():
-            return True
+        match number:
+            case Signals.SIGKILL:
+                return self._state_now() == ""
+            case Signals.SIGSTOP:
+                return self._state_now() in ("", "T")
+        return True
+
+    def _state_now(self) -> str:
+        """As `state`; empty when it has ended."""
         now = _read(self.pid)
-        return number == SIGSTOP and now is not None and now.state == "T"
+        return now.state if now is not None and now.key == self.key and now.state not in "ZX" else ""
 
 
 class Family:
@@ -116,7 +122,7 @@ class Family:
         deadline = time.monotonic() + timeout_s
         while (left := self.living()) and time.monotonic() < deadline:
             for process in left:
-                process.signal(SIGKILL)
+                process.signal(Signals.SIGKILL)
             time.sleep(0.05)
 
     def _is_marked(self, pid: int) -> bool:
