@@ -1,4 +1,4 @@
-"""What one run is made of, as the actors need it: a recipe with its paths resolved."""
+"""A recipe's run at its place, with its stages: what all of its actors share."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Phase(StrEnum):
 
 
 class RunSpec(RunConfig):
-    """A recipe's run at its place: everything that the actors of a run share. Paths are absolute."""
+    """A run's config, where the run lies and which stages it has. Paths are absolute."""
 
     run_dir: Path
     """Every machine of the run sees it."""

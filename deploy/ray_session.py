@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from deploy.errors import RunFailedError, UserError, reason
+from deploy.orphans import descendants
 
 MOST_STARTS = 3
 """How often a Ray of our own is tried to be started."""
@@ -80,13 +81,13 @@ def connected(connect: Callable[[], Any], num_tries: int) -> Any:
     import ray
 
     for attempt in range(1, num_tries + 1):
-        before = _children()
+        before = descendants(os.getpid())
         try:
             return connect()
         except Exception as error:  # Ray raises a plain one where a process of its own does not start.
             ray.shutdown()
             # Ray forgets the processes that it had started by then.
-            for pid in _children() - before:
+            for pid in descendants(os.getpid()) - before:
                 with suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
             if attempt == num_tries:
@@ -96,11 +97,6 @@ def connected(connect: Callable[[], Any], num_tries: int) -> Any:
             warnings.simplefilter("ignore", ResourceWarning)
             gc.collect()
     raise AssertionError("a try returns or raises")
-
-
-def _children() -> set[int]:
-    """The processes that this one has started, by all of its threads."""
-    return {int(pid) for task in Path("/proc/self/task").glob("*/children") for pid in task.read_text().split()}
 
 
 def _make_token(path: Path) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from actors.registry.registry import PolicyVersion, Registry
 from actors.registry.server import free_port
 from actors.run_log import RECIPE
-from deploy.job.orphans import descendants
+from deploy.orphans import descendants
 from deploy.service.gateway.api_keys import KEYS_FILE_VARIABLE, TOKEN_VARIABLE
 from learner.model.checkpoint import save_checkpoint
 from learner.model.config import TransformerConfig

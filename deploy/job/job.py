@@ -22,8 +22,8 @@ from deploy.interrupts import terminated_by_sigterm, wait_for_interrupt
 from deploy.job.following import following, stopping_in_order, wait_for
 from deploy.job.judges import judge_servers
 from deploy.job.node_watch import node_processes, watching
-from deploy.job.orphans import adopt_orphans, kill_descendants
 from deploy.job.quiet import native_words_in
+from deploy.orphans import adopt_orphans, kill_descendants
 from deploy.printing import counted
 from deploy.program import program
 from deploy.ray_session import ray_session

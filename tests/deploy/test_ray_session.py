@@ -16,7 +16,7 @@ import ray
 from ray._private import worker
 
 from deploy.errors import RunFailedError, UserError
-from deploy.job.orphans import descendants
+from deploy.orphans import descendants
 from deploy.ray_session import connected, ray_session
 
 

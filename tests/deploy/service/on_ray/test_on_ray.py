@@ -25,7 +25,7 @@ from benchmarks.service import faults, soak
 from benchmarks.service.deployment import ROLES, Deployed, Policies, Publisher, Shape, processes
 from benchmarks.service.load import Judge
 from deploy.errors import UserError
-from deploy.job.orphans import descendants
+from deploy.orphans import descendants
 from deploy.requests.body import CompletionRequest
 from deploy.service import deploy_source
 from deploy.service.source import Source

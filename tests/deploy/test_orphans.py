@@ -9,7 +9,7 @@ from pathlib import Path
 
 SCRIPT = """
 import subprocess, sys
-from deploy.job.orphans import adopt_orphans, kill_descendants
+from deploy.orphans import adopt_orphans, kill_descendants
 if sys.argv[1] == "adopting":
     adopt_orphans()
 leaves = "setsid sleep 1000 >/dev/null 2>&1 & echo $!; wait"
