@@ -21,8 +21,8 @@ from learner.model.lora import LoraConfig
 from learner.parallel.sharding_config import ShardingConfig
 from learner.sft.sft import SftConfig
 from rewards import RewardConfig, TaskConfig
-from rewards.judge.config import JudgeConfig
 from rewards.terms.endpoint import AskingConfig
+from rewards.terms.judge.config import JudgeConfig
 from rewards.terms.shaping import LengthPenaltyConfig
 from rewards.terms.term import TermConfig
 from rollout.config import EvaluationConfig, RolloutConfig

@@ -5,6 +5,7 @@ and into right or wrong. The text is a model's and so hostile: it is parsed in b
 only where it is a program, in a sandbox; no text makes a grader raise. Nothing here knows tensors or Ray.
 """
 
+from rewards.data.prompts import PromptStyle
 from rewards.data.split import is_heldout
 from rewards.grader import Grader, RewardConfig
 from rewards.problem import Grade, Message, Outcome, Problem, Split, Task
@@ -18,7 +19,6 @@ from rewards.tasks.jsonl import Jsonl, JsonlConfig
 from rewards.tasks.kodcode import Kodcode, KodcodeConfig
 from rewards.tasks.math500 import Math500, Math500Config
 from rewards.tasks.mbpp import Mbpp, MbppConfig
-from rewards.tasks.prompts import PromptStyle
 from rewards.tasks.sudoku import Sudoku, SudokuConfig
 from rewards.tasks.sums import Sums, SumsConfig
 from rewards.tasks.table import TaskConfig, make_task

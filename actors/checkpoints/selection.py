@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from actors.spec import Phase
-from learner.model.checkpoint import MANIFEST, verify_checkpoint
+from learner.model.checkpoint import MANIFEST, TRAINER_STATE, verify_checkpoint
 
-STATE = "trainer_state.json"
 # Those of a stage that was under way.
 _PASSING = re.compile(r"(sft|rl|control)-\d+")
 
@@ -94,7 +93,7 @@ def newest_checkpoint(checkpoints_dir: Path, rule: Rule) -> FoundCheckpoint | No
     found, damaged = [], []
     # A name with a dot is a checkpoint that was being written when the machine died.
     for directory in sorted(checkpoints_dir.glob("[!.]*/")):
-        if not (directory / STATE).is_file() and not (directory / MANIFEST).is_file():
+        if not (directory / TRAINER_STATE).is_file() and not (directory / MANIFEST).is_file():
             continue  # Nothing that a run wrote.
         try:
             position = read_position(directory)
@@ -171,11 +170,29 @@ def prune(checkpoints_dir: Path, num_kept: int, versions: Collection[int], now: 
     return deleted
 
 
+def find_position(directory: Path) -> Position | None:
+    """As `read_position`; None in a directory of another tool: transformers' Trainer has a file of that name too.
+
+    Raises ValueError.
+    """
+    path = directory / TRAINER_STATE
+    if not path.is_file() or not ((directory / MANIFEST).is_file() or _has_position(path)):
+        return None
+    return read_position(directory)
+
+
+def _has_position(path: Path) -> bool:
+    try:
+        return "policy_version" in json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, TypeError):
+        return False
+
+
 def read_position(directory: Path) -> Position:
     """Where the run stood when it wrote a checkpoint. Raises ValueError when its file is not what was written."""
     # By itself: other files are large, and a wrong version would put the whole checkpoint in a wrong place.
-    verify_checkpoint(directory, [STATE])
-    path = directory / STATE
+    verify_checkpoint(directory, [TRAINER_STATE])
+    path = directory / TRAINER_STATE
     try:
         state = json.loads(path.read_text(encoding="utf-8"))
         return Position.of(state)

@@ -9,8 +9,8 @@ from pathlib import Path
 from actors.run_log import Event
 from deploy.errors import UserError
 from rewards import RewardConfig, RewardUnavailableError
-from rewards.judge.config import JudgeConfig
-from rewards.judge.server import VllmConfig, vllm_server
+from rewards.terms.judge.config import JudgeConfig
+from rewards.terms.judge.server import VllmConfig, vllm_server
 
 
 def wanted_servers(reward: RewardConfig) -> dict[str, tuple[str, JudgeConfig, VllmConfig]]:

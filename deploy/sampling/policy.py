@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Literal
 
 import torch
 
+from actors.checkpoints.selection import find_position
 from actors.run_log import CHECKPOINTS, RECIPE
 from deploy.errors import UserError, reason
 from deploy.recipe.overrides import load_recipe
@@ -97,13 +97,11 @@ def _defaults(directory: Path, max_sequence_length: int) -> Defaults:
 
 
 def _policy_version(directory: Path) -> int:
-    path = directory / "trainer_state.json"
-    if not path.is_file():
-        return 0
     try:
-        return int(json.loads(path.read_text(encoding="utf-8"))["policy_version"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} is damaged: it should be JSON with a policy_version") from error
+        position = find_position(directory)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    return 0 if position is None else position.policy_version
 
 
 def _tokenizer(directory: Path) -> ChatTokenizer | None:

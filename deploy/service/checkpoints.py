@@ -6,7 +6,7 @@ import math
 import time
 from pathlib import Path
 
-from actors.checkpoints.selection import STATE, Position, checkpoints_to_answer, read_position
+from actors.checkpoints.selection import Position, checkpoints_to_answer, find_position
 from actors.registry.registry import BASE, PolicyVersion
 from actors.run_log import CHECKPOINTS, read_events
 from actors.spec import Phase
@@ -71,7 +71,7 @@ def latest_checkpoint(run_dir: Path) -> PolicyVersion:
 
 def plain_checkpoint(directory: Path) -> PolicyVersion:
     """A checkpoint that is served by itself: the version that its run gave it, or 0."""
-    position = read_position(directory) if (directory / STATE).is_file() else None
+    position = find_position(directory)
     return PolicyVersion(
         version=0 if position is None else position.policy_version,
         round=0 if position is None else position.round,

@@ -7,6 +7,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ConfigDict
 from starlette.exceptions import HTTPException
 
 from deploy.requests.refusals import RequestError
@@ -14,6 +15,27 @@ from deploy.service.contract import Refused
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _MESSAGES = {400: "The body is not JSON.", 404: "There is no such path.", 405: "This path does not know that method."}
+
+
+class Error(BaseModel):
+    """What went wrong, in a sentence."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+    message: str
+    type: str
+    param: str | None
+    """The field of the request."""
+    code: str | None
+    """For programs."""
+
+
+class ErrorBody(BaseModel):
+    """OpenAI's error object."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    error: Error
 
 
 class ServiceError(Exception):
@@ -38,17 +60,17 @@ class ServiceError(Exception):
         return cls(refused.status, refused.message, refused.code, retry_after_s=refused.retry_after_s)
 
     @property
-    def body(self) -> dict[str, Any]:
+    def body(self) -> ErrorBody:
         """OpenAI's error object."""
         kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        return ErrorBody(error=Error(message=self.message, type=kind, param=self.param, code=self.code))
 
     def response(self) -> JSONResponse:
         """The answer."""
         headers = {} if self.retry_after_s is None else {"retry-after": str(self.retry_after_s)}
         if self.status == 401:
             headers["www-authenticate"] = "Bearer"
-        return JSONResponse(self.body, status_code=self.status, headers=headers)
+        return JSONResponse(self.body.model_dump(), status_code=self.status, headers=headers)
 
 
 def install_handlers(app: FastAPI) -> None:

@@ -32,6 +32,7 @@ from learner.model.transformer import Transformer
 
 MANIFEST = "manifest.json"
 LEARNER_STATE = "learner.safetensors"
+TRAINER_STATE = "trainer_state.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 # As safetensors names them. Quantised weights mean nothing without their scales.
@@ -235,7 +236,7 @@ def _write_partial(
     if learner_state is not None:
         save_file({name: tensor.contiguous() for name, tensor in learner_state.items()}, partial / LEARNER_STATE)
     if trainer_state is not None:
-        _write_json(partial / "trainer_state.json", trainer_state)
+        _write_json(partial / TRAINER_STATE, trainer_state)
     for name in TOKENIZER_FILES:
         if (tokenizer_from / name).is_file():
             shutil.copyfile(tokenizer_from / name, partial / name)

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from rewards.data.conversation import text_of, turns_of
+from rewards.data.prompts import D1_FORMAT, demonstration, user_turn
 from rewards.data.rows import Row, rows_of, shown
 from rewards.problem import Message
-from rewards.tasks.prompts import D1_FORMAT, demonstration, user_turn
 
 _S1K_KEYS = ("question", "thinking_trajectories", "attempt")
 _KINDS = "messages, prompt and completion, or s1K's question, thinking_trajectories and attempt"

@@ -14,6 +14,7 @@ from pydantic import Field, model_validator
 
 from rewards.data.dataset import FileProblems, Files, chosen
 from rewards.data.draw import draw_distinct, rng_for
+from rewards.data.prompts import D1_FORMAT, PromptStyle, demonstration, user_turn
 from rewards.data.rows import Row, shown
 from rewards.data.split import split_of
 from rewards.first_d1 import parsers as d1_parsers
@@ -22,7 +23,6 @@ from rewards.problem import Grade, Message, Problem, Rules, Split
 from rewards.reading.answers import final_answer, last_answer
 from rewards.reading.arithmetic import Operator, evaluate, plain
 from rewards.reading.expressions import Expression, random_expression, steps_of, text_of, value_of
-from rewards.tasks.prompts import D1_FORMAT, PromptStyle, demonstration, user_turn
 
 _ALL_OPERATORS: tuple[Operator, ...] = ("+", "-", "*", "/")
 

@@ -7,13 +7,13 @@ from fractions import Fraction
 from typing import Literal
 
 from rewards.data.dataset import DataConfig, DataTask, problem_id
+from rewards.data.prompts import D1_FORMAT, PromptStyle, demonstration, user_turn
 from rewards.data.rows import HubSplit, Row, shown
 from rewards.first_d1.maths import gsm8k_number, gsm8k_truth
 from rewards.first_d1.training_rewards import gsm8k_parts
 from rewards.problem import Grade, Problem, Split
 from rewards.reading.answers import final_answer, last_answer
 from rewards.reading.quantities import read_quantity
-from rewards.tasks.prompts import D1_FORMAT, PromptStyle, demonstration, user_turn
 
 _HUB = {
     Split.TRAIN: HubSplit(repo="openai/gsm8k", config="main", split="train", num_rows=7473),

@@ -8,11 +8,11 @@ from textwrap import indent
 from typing import Literal
 
 from rewards.data.dataset import problem_id
+from rewards.data.prompts import user_turn
 from rewards.data.rows import HubSplit, Row, shown
 from rewards.problem import Grade, Problem, Split
 from rewards.sandbox import Suite
 from rewards.tasks.programs import ProgramsConfig, ProgramTask, instruction, label, metadata_of, program_in
-from rewards.tasks.prompts import user_turn
 
 _HUB = {Split.TRAIN: HubSplit(repo="openai/openai_humaneval", split="test")}
 _EXAMPLE = {

@@ -11,12 +11,12 @@ from pydantic import model_validator
 
 from rewards.data.conversation import text_of, turns_of
 from rewards.data.dataset import DataConfig, DataTask, problem_id
+from rewards.data.prompts import D1_FORMAT, demonstration, user_turn
 from rewards.data.rows import HubSplit, Row, shown
 from rewards.maths import MathVerifier, Verdict
 from rewards.problem import Grade, Message, Problem, Split
 from rewards.reading.answers import final_answer
 from rewards.reading.quantities import read_quantity
-from rewards.tasks.prompts import D1_FORMAT, demonstration, user_turn
 
 GraderName = Literal["exact", "choice", "number", "math", "none"]
 """How an answer is compared with the right one."""

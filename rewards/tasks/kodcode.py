@@ -6,11 +6,11 @@ import re
 from typing import Literal
 
 from rewards.data.dataset import problem_id
+from rewards.data.prompts import user_turn
 from rewards.data.rows import HubSplit, Row, shown
 from rewards.problem import Grade, Problem, Split
 from rewards.sandbox import Suite
 from rewards.tasks.programs import ProgramsConfig, ProgramTask, instruction, label, metadata_of, program_in
-from rewards.tasks.prompts import user_turn
 
 # What the first d1 trains on (its paper, section 4).
 _HUB = {Split.TRAIN: HubSplit(repo="KodCode/KodCode-Light-RL-10K", split="train")}

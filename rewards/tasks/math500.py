@@ -6,6 +6,7 @@ import re
 from typing import Literal
 
 from rewards.data.dataset import DataConfig, DataTask, problem_id
+from rewards.data.prompts import D1_FORMAT, PromptStyle, demonstration, user_turn
 from rewards.data.rows import HubSplit, Row, shown
 from rewards.first_d1 import parsers as d1_parsers
 from rewards.first_d1.maths import equivalent, math_answer
@@ -14,7 +15,6 @@ from rewards.maths import Limits, MathVerifier, Verdict, respelled, spelled_alik
 from rewards.problem import Grade, Problem, Split
 from rewards.reading.answers import final_answer, last_answer
 from rewards.reading.boxed import last_boxed
-from rewards.tasks.prompts import D1_FORMAT, PromptStyle, demonstration, user_turn
 
 _HUB = {
     Split.TRAIN: HubSplit(repo="ankner/math-500", split="train", num_rows=7500),

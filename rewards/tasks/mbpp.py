@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from rewards.data.dataset import problem_id
+from rewards.data.prompts import user_turn
 from rewards.data.rows import HubSplit, Row, shown
 from rewards.problem import Grade, Problem, Split
 from rewards.sandbox import Suite
 from rewards.tasks.programs import ProgramsConfig, ProgramTask, instruction, label, metadata_of, program_in
-from rewards.tasks.prompts import user_turn
 
 _HUB = {
     Split.TRAIN: HubSplit(repo="google-research-datasets/mbpp", config="full", split="train", num_rows=374),

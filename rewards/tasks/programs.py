@@ -10,10 +10,10 @@ from typing import Self
 from pydantic import model_validator
 
 from rewards.data.dataset import DataConfig, DataTask
+from rewards.data.prompts import D1_FORMAT, demonstration
 from rewards.problem import Grade, Outcome, Problem, Split
 from rewards.reading.answers import last_tagged
 from rewards.sandbox import Sandbox, SandboxConfig, Suite, SuiteVerdict
-from rewards.tasks.prompts import D1_FORMAT, demonstration
 
 LONGEST_PROGRAM = 100_000
 """Characters; a longer program is wrong."""

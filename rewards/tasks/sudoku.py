@@ -14,12 +14,12 @@ from pydantic import Field, model_validator
 
 from rewards.data.dataset import FileProblems, Files, chosen
 from rewards.data.draw import draw_distinct
+from rewards.data.prompts import PromptStyle, demonstration, user_turn
 from rewards.data.rows import Row, shown
 from rewards.data.split import split_of
 from rewards.first_d1 import parsers as d1_parsers
 from rewards.problem import Grade, Problem, Rules, Split
 from rewards.reading.answers import ascii_digits, final_answer, last_answer
-from rewards.tasks.prompts import PromptStyle, demonstration, user_turn
 
 NUM_CELLS = 16
 EMPTY = "0"

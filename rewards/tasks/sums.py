@@ -9,11 +9,11 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from rewards.data.draw import TooFewProblemsError, rng_for
+from rewards.data.prompts import demonstration, user_turn
 from rewards.data.rows import shown
 from rewards.data.split import split_of
 from rewards.problem import Grade, Problem, Split
 from rewards.reading.answers import ascii_digits, last_answer
-from rewards.tasks.prompts import demonstration, user_turn
 
 
 class SumsConfig(BaseModel):

@@ -6,10 +6,10 @@ from typing import Annotated
 
 from pydantic import Field
 
-from rewards.judge.config import JudgeConfig
-from rewards.judge.judge import Judge
 from rewards.terms.function_term import FunctionConfig, FunctionTerm
 from rewards.terms.http_term import HttpConfig, HttpTerm
+from rewards.terms.judge.config import JudgeConfig
+from rewards.terms.judge.judge import Judge
 from rewards.terms.shaping import LengthPenaltyConfig, SpeedConfig, length_penalty_term, speed_term
 from rewards.terms.term import Term
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from rewards import Problem, Sample
-from rewards.tasks.prompts import user_turn
+from rewards.data.prompts import user_turn
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,7 +29,7 @@ from deploy.service.api.server_sent_events import ServerSentEvents
 from deploy.service.api.text_codec import TextCodec
 from deploy.service.api.writer import AnswerWriter, Events, as_json
 from deploy.service.contract import Backend, EngineState
-from deploy.service.errors import ServiceError, install_handlers
+from deploy.service.errors import ErrorBody, ServiceError, install_handlers
 from deploy.service.gateway.access import MAX_BODY_BYTES, AccessControl
 from deploy.service.gateway.api_keys import ApiKeys
 from deploy.service.gateway.rate_limits import RateLimits
@@ -157,15 +157,13 @@ class _Inference:
 
 
 def _add_inference(app: FastAPI, inference: _Inference) -> None:
-    @app.post(
-        "/v1/completions", **described(replies.TextAnswer, *_REFUSALS, events=(replies.TextChunk, replies.ErrorBody))
-    )
+    @app.post("/v1/completions", **described(replies.TextAnswer, *_REFUSALS, events=(replies.TextChunk, ErrorBody)))
     async def completions(ask: CompletionRequest, request: Request) -> Response:
         return await inference.complete(ask, request)
 
     @app.post(
         "/v1/chat/completions",
-        **described(replies.ChatAnswer, *_REFUSALS, events=(replies.ChatChunk, replies.ErrorBody)),
+        **described(replies.ChatAnswer, *_REFUSALS, events=(replies.ChatChunk, ErrorBody)),
     )
     async def chat(ask: ChatRequest, request: Request) -> Response:
         return await inference.complete(ask, request)

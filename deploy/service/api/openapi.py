@@ -9,7 +9,8 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from deploy.service.api.replies import ChatChunk, ErrorBody, PolicyEvent, TextChunk
+from deploy.service.api.replies import ChatChunk, PolicyEvent, TextChunk
+from deploy.service.errors import ErrorBody
 from deploy.service.gateway.access import is_open
 
 _ERRORS = {

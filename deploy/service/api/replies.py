@@ -13,23 +13,6 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
 
-class Error(Body):
-    """What went wrong, in a sentence."""
-
-    message: str
-    type: str
-    param: str | None
-    """The field of the request."""
-    code: str | None
-    """For programs."""
-
-
-class ErrorBody(Body):
-    """OpenAI's error object."""
-
-    error: Error
-
-
 class DiffusionUsage(Body):
     """What denoising took."""
 

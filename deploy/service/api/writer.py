@@ -8,11 +8,12 @@ from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from typing import Any
 
+from pydantic import BaseModel
+
 from actors.registry.registry import PolicyVersion
 from deploy.requests.planner import RequestPlan
 from deploy.service.api.choice_text import ChoiceText, canvas_before, canvas_of, text_of_canvas
 from deploy.service.api.replies import (
-    Body,
     Canvas,
     ChatAnswer,
     ChatChoice,
@@ -20,7 +21,6 @@ from deploy.service.api.replies import (
     ChatPart,
     Delta,
     DiffusionUsage,
-    ErrorBody,
     Reply,
     Slot,
     TextAnswer,
@@ -121,9 +121,9 @@ class AnswerWriter:
                 last += self._chunk([], usage=self._usage())
             yield last + b"data: [DONE]\n\n"
         except ServiceError as error:
-            yield _failure(error)
+            yield _data(error.body)
         except Exception:
-            yield _failure(ServiceError(500, "The service failed; the failure is in its log."))
+            yield _data(ServiceError(500, "The service failed; the failure is in its log.").body)
             raise
 
     def _begin(self, policy: PolicyVersion | None) -> None:
@@ -208,14 +208,10 @@ class AnswerWriter:
         )
 
 
-def as_json(body: Body) -> bytes:
+def as_json(body: BaseModel) -> bytes:
     """A body as it is sent: what was not said of it is left out, and not null."""
     return body.model_dump_json(exclude_unset=True).encode()
 
 
-def _failure(error: ServiceError) -> bytes:
-    return _data(ErrorBody.model_validate(error.body))
-
-
-def _data(body: Body) -> bytes:
+def _data(body: BaseModel) -> bytes:
     return b"data: " + as_json(body) + b"\n\n"

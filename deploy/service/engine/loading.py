@@ -6,7 +6,7 @@ from pathlib import Path
 
 import structlog
 
-from actors.checkpoints.selection import STATE, read_position
+from actors.checkpoints.selection import find_position, read_position
 from actors.registry.registry import PolicyVersion
 from learner.model.checkpoint import MANIFEST, load_config, load_policy, verify_checkpoint
 from learner.model.families import make_model
@@ -61,7 +61,8 @@ def load_sampler(policy: PolicyVersion, config_dir: Path, engine: EngineConfig, 
 
 def _verify(policy: PolicyVersion, directory: Path) -> None:
     """Raise ValueError where a checkpoint is damaged, or holds other weights than those that were announced."""
-    if policy.manifest_digest is None and not any((directory / name).is_file() for name in (MANIFEST, STATE)):
+    has_manifest = (directory / MANIFEST).is_file()
+    if policy.manifest_digest is None and not has_manifest and find_position(directory) is None:
         structlog.get_logger().warning("checkpoint_unverified", path=str(directory), why=f"it has no {MANIFEST}")
         return
     verify_checkpoint(directory)

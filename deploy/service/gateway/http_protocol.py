@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
@@ -153,7 +152,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             # With its headers there it was answered, without being read.
             is_unanswered = self._is_head or not self._is_request
         if is_unanswered:
-            body = json.dumps(ServiceError(status, message).body).encode()
+            body = ServiceError(status, message).body.model_dump_json().encode()
             head = f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
             self.transport.write(STATUS_LINE[status] + head.encode() + body)
             self._close()

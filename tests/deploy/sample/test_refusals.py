@@ -160,6 +160,11 @@ def test_a_bad_checkpoint_is_one_sentence(d1: Callable, checkpoints: Path, workd
     (workdir / "plain" / "chat_template.jinja").unlink()
     d1("sample", "plain", "hi").assert_refused("the prompt does not fit the chat template")
     assert d1("sample", "plain", "hi", "--raw", "--gen-length", "16").status == 0
+    # Of transformers' Trainer, whose state has that name too.
+    (workdir / "plain" / "manifest.json").unlink()
+    d1("sample", "plain", "hi", "--raw").assert_refused("has no manifest.json")
+    (workdir / "plain" / "trainer_state.json").write_text('{"global_step": 500, "log_history": []}')
+    assert d1("sample", "plain", "hi", "--raw", "--gen-length", "16").status == 0
 
 
 def test_bad_weights_and_a_full_disk_are_sentences(checkpoints: Path, workdir: Path) -> None:

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from rewards.data.dataset import DataConfig, Dataset, problem_id
+from rewards.data.prompts import user_turn
 from rewards.data.rows import HubSplit, Row, rows_of
 from rewards.problem import Problem, Split
-from rewards.tasks.prompts import user_turn
 
 
 def _pose(row: Row) -> Problem:

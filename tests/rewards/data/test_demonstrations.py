@@ -11,7 +11,7 @@ from pyarrow import parquet
 
 from rewards import Message
 from rewards.data.demonstrations import read_demonstrations
-from rewards.tasks.prompts import D1_FORMAT
+from rewards.data.prompts import D1_FORMAT
 
 USER, ANSWER = {"role": "user", "content": "2 + 3?"}, {"role": "assistant", "content": "5"}
 

@@ -129,6 +129,10 @@ def test_a_checkpoint_without_checksums_is_none_that_was_announced(make_policy, 
     assert capsys.readouterr() == ("", "")
     assert load_sampler(plain_checkpoint(directory), directory, EngineConfig()).policy_version == 0
     assert "checkpoint_unverified" in "".join(capsys.readouterr())
+    # transformers' Trainer has a file of that name.
+    (directory / "trainer_state.json").write_text(json.dumps({"global_step": 500, "log_history": []}))
+    assert load_sampler(plain_checkpoint(directory), directory, EngineConfig()).policy_version == 0
+    assert "checkpoint_unverified" in "".join(capsys.readouterr())
 
 
 @pytest.fixture

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from rewards import Grader, RewardConfig, RewardUnavailableError, SumsConfig
-from rewards.judge.config import JudgeConfig
-from rewards.judge.judge import Judge
-from rewards.judge.server import VllmConfig, vllm_server
+from rewards.terms.judge.config import JudgeConfig
+from rewards.terms.judge.judge import Judge
+from rewards.terms.judge.server import VllmConfig, vllm_server
 from tests.rewards.conftest import make_sample
 
 PYTHON = os.environ.get("D1_VLLM_PYTHON", "")

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from rewards import RewardUnavailableError
-from rewards.judge.config import JudgeConfig
-from rewards.judge.server import VllmConfig, vllm_server
+from rewards.terms.judge.config import JudgeConfig
+from rewards.terms.judge.server import VllmConfig, vllm_server
 
 # Starts a second process, as vLLM does with its engine, and answers /health after a while.
 _HEALTHY = """

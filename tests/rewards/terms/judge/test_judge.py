@@ -19,12 +19,12 @@ from pydantic import ValidationError
 
 from actors.registry.server import ValkeyServer
 from rewards import Grader, RewardConfig, RewardUnavailableError, Sample, SumsConfig
-from rewards.judge.cache import FileCache, MemoryCache
-from rewards.judge.config import JudgeConfig
-from rewards.judge.judge import Judge
-from rewards.judge.limits import RateLimit
-from rewards.judge.prompt import capped, judge_messages
-from rewards.judge.verdict import ChoiceVerdict, ScoreVerdict
+from rewards.terms.judge.cache import FileCache, MemoryCache
+from rewards.terms.judge.config import JudgeConfig
+from rewards.terms.judge.judge import Judge
+from rewards.terms.judge.limits import RateLimit
+from rewards.terms.judge.prompt import capped, judge_messages
+from rewards.terms.judge.verdict import ChoiceVerdict, ScoreVerdict
 from rewards.terms.term import NoValue
 from tests.rewards.conftest import Reply, Server, make_sample
 
@@ -340,7 +340,7 @@ def test_many_threads_share_a_file(tmp_path: Path) -> None:
 
 
 def test_memory_forgets_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rewards.judge.cache._MAX_REMEMBERED", 2)
+    monkeypatch.setattr("rewards.terms.judge.cache._MAX_REMEMBERED", 2)
     cache = MemoryCache()
     for key in "abc":
         cache.put(key, key.upper())

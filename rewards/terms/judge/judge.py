@@ -8,12 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from typing import Any
 
-from rewards.judge.cache import open_cache
-from rewards.judge.config import JudgeConfig
-from rewards.judge.limits import Costs, RateLimit
-from rewards.judge.prompt import Message, asked_again, judge_messages
 from rewards.sample import Sample
 from rewards.terms.endpoint import Endpoint, RefusedError
+from rewards.terms.judge.cache import open_cache
+from rewards.terms.judge.config import JudgeConfig
+from rewards.terms.judge.limits import Costs, RateLimit
+from rewards.terms.judge.prompt import Message, asked_again, judge_messages
 from rewards.terms.term import NoValue, Value, secret_of
 
 _DEFAULTS = {"temperature": 0, "max_tokens": 64}

@@ -8,10 +8,10 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, PositiveFloat, field_validator, model_validator
 
-from rewards.judge.cache import open_cache
-from rewards.judge.server import VllmConfig
-from rewards.judge.verdict import ChoiceVerdict, Verdict
 from rewards.terms.endpoint import AskingConfig, checked_url
+from rewards.terms.judge.cache import open_cache
+from rewards.terms.judge.server import VllmConfig
+from rewards.terms.judge.verdict import ChoiceVerdict, Verdict
 from rewards.terms.term import EnvironmentName, secret_of
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from hashlib import sha256
 
-from rewards.judge.verdict import Verdict
 from rewards.sample import Sample
+from rewards.terms.judge.verdict import Verdict
 
 Message = dict[str, str]
 
