@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -159,6 +159,7 @@ def _run(recipe: Recipe, order: _Order) -> None:
         from deploy.interrupts import Terminated
         from deploy.job import job
         from deploy.printing import printable
+        from deploy.runs.history import read_history
         from deploy.runs.progress import ProgressDisplay
         from deploy.runs.report import result_tables
 
@@ -189,15 +190,11 @@ def _run(recipe: Recipe, order: _Order) -> None:
             )
         except KeyboardInterrupt as interrupt:
             display.stop()
-            if _is_done(read_events(recipe.run_dir)):
+            if read_history(read_events(recipe.run_dir)).is_finished:
                 return
             console.print(Text(f"stopped; resume with: {order.command} --resume"), soft_wrap=True)
             status = _EXIT_TERMINATED if isinstance(interrupt, Terminated) else _EXIT_INTERRUPTED
             raise typer.Exit(status) from interrupt
-
-
-def _is_done(events: Sequence[Event]) -> bool:
-    return bool(events) and events[-1]["event"] == "done"
 
 
 def _check_checkpoint(directory: Path) -> None:

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import nullcontext, suppress
+from contextlib import closing, nullcontext, suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,8 +29,9 @@ from deploy.program import program
 from deploy.ray_session import ray_session
 from deploy.recipe.recipe import Recipe, Stages
 from deploy.runs.curves import draw_curves
+from deploy.runs.history import read_history
 from deploy.runs.listing import point_latest_at
-from deploy.runs.lock import RunLock, locked
+from deploy.runs.lock import RunLock
 from deploy.runs.run_directory import check_resumable, create_run_dir, make_spec
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ def run(
     on_event(_waiting("reading the run directory" if resume else "making the run directory"))
     if resume:
         check_resumable(recipe, spec)
-    with locked(RunLock.take(spec.run_dir) if resume else create_run_dir(recipe, spec, start_from)) as lock:
+    with closing(RunLock.take(spec.run_dir) if resume else create_run_dir(recipe, spec, start_from)) as lock:
         if not lock.is_exclusive:
             what = f"the file system of {spec.run_dir} has no locks: let nothing else train this run meanwhile"
             on_event({"event": "status", "what": what})
@@ -181,8 +182,7 @@ def _failed(spec: RunSpec, cause: str, num_seen: int) -> str:
 
 def _end_with_node(spec: RunSpec, what: str, logs_dir: Path, on_event: Callable[[Event], None]) -> None:
     """Say what died, and end this process before Ray's native code does."""
-    is_done = bool(events := read_events(spec.run_dir)) and events[-1]["event"] == "done"
-    if is_done:
+    if read_history(read_events(spec.run_dir)).is_finished:
         sentence = (
             f"{what}, and the service with it; the run had ended well; {program()} serve {spec.name} serves it again"
         )
@@ -215,6 +215,7 @@ def _cause(error: Exception) -> str:
 
 def _record_start(recipe: Recipe, began_at: float) -> None:
     log = RunLog(recipe.run_dir)
+    versions = {name: version(name) for name in ("d1", "ray", "torch", "transformers")}
     log.append(
         "run",
         name=recipe.name,
@@ -222,13 +223,9 @@ def _record_start(recipe: Recipe, began_at: float) -> None:
         began_at=began_at,
         commit=_git_commit(),
         hardware=f"{os.cpu_count()} cores, {platform.machine()}, {recipe.device}",
-        versions={name: version(name) for name in ("d1", "ray", "torch", "transformers")} | {"python": _python()},
+        versions=versions | {"python": platform.python_version()},
     )
     log.close()
-
-
-def _python() -> str:
-    return platform.python_version()
 
 
 def _git_commit() -> str:

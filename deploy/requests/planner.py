@@ -29,10 +29,6 @@ class Codec(Protocol):
     def config(self) -> TransformerConfig:
         """The shape of the policy."""
 
-    @property
-    def eos_id(self) -> int:
-        """What ends a text."""
-
     def encode_turn(self, text: str) -> list[int]:
         """The prompt of a user's turn."""
 
@@ -148,7 +144,7 @@ class Planner:
         if length > most:
             sentence = f"The suffix has {len(suffix_ids) + gap} tokens; this policy reads at most {most}"
             raise RequestError(sentence, "context_length_exceeded", param="suffix")
-        padding = [self._codec.eos_id] * (length - gap - len(suffix_ids))
+        padding = [self._codec.config.eos_token_id] * (length - gap - len(suffix_ids))
         if taken := [slot for slot in fixed if slot >= gap]:
             raise FieldError(f"`{{fixed_tokens}}` has slot {min(taken)}; the suffix follows slots 0 to {gap - 1}")
         # An end of text inside the gap ends nothing: the text goes on with the suffix.

@@ -15,7 +15,7 @@ from deploy.printing import printable, rough_duration, sparkline
 from deploy.program import program
 from deploy.recipe.yaml_text import parse_yaml
 from deploy.runs.history import RunHistory, read_history
-from deploy.runs.lock import holder_of, this_host
+from deploy.runs.lock import holder_of
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -79,8 +79,7 @@ def read_run(directory: Path) -> Run:
         recipe=recipe if isinstance(recipe, dict) else {},
         history=read_history(read_events(directory)),
         silent_s=silent_s,
-        # A lock of another machine need not have reached this one, nor its end.
-        is_held=holder is not None and holder.host == this_host(),
+        is_held=holder is not None and holder.is_here,
     )
 
 

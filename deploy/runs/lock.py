@@ -12,8 +12,6 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -37,9 +35,14 @@ class Holder:
     began_at: float
     """When it took the lock, in Unix time."""
 
+    @property
+    def is_here(self) -> bool:
+        """Whether it is of this machine. A lock of another one need not have reached this one, nor its end."""
+        return self.host == socket.gethostname()
+
 
 class RunLock:
-    """The lock of a run directory, had from `take` to `release`."""
+    """The lock of a run directory, had from `take` to `close`."""
 
     def __init__(self, file: int, *, is_exclusive: bool) -> None:
         """Use `take`."""
@@ -72,18 +75,9 @@ class RunLock:
             time.sleep(_BETWEEN_TRIES_S)
         raise UserError(_refusal(directory))
 
-    def release(self) -> None:
+    def close(self) -> None:
         """Let others have it."""
         os.close(self._file)
-
-
-@contextmanager
-def locked(lock: RunLock) -> Iterator[RunLock]:
-    """Release a lock at the end of the block."""
-    try:
-        yield lock
-    finally:
-        lock.release()
 
 
 def holder_of(directory: Path) -> Holder | None:
@@ -95,7 +89,7 @@ def holder_of(directory: Path) -> Holder | None:
     try:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
-        return _read(directory)
+        return last_holder_of(directory)
     except OSError:
         return None
     finally:
@@ -105,12 +99,10 @@ def holder_of(directory: Path) -> Holder | None:
 
 def last_holder_of(directory: Path) -> Holder | None:
     """Who had a run directory's lock last, and may have it; None where nobody has signed it."""
-    return _read(directory)
-
-
-def this_host() -> str:
-    """What a holder on this machine has for `host`."""
-    return socket.gethostname()
+    try:
+        return Holder(**json.loads((directory / LOCK).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
 
 
 def _is_in_place(file: int, directory: Path) -> bool:
@@ -122,7 +114,7 @@ def _is_in_place(file: int, directory: Path) -> bool:
 
 
 def _sign(file: int) -> None:
-    holder = Holder(host=this_host(), pid=os.getpid(), began_at=time.time())
+    holder = Holder(host=socket.gethostname(), pid=os.getpid(), began_at=time.time())
     try:
         os.truncate(file, 0)
         os.pwrite(file, json.dumps(asdict(holder)).encode(), 0)
@@ -132,15 +124,8 @@ def _sign(file: int) -> None:
             raise
 
 
-def _read(directory: Path) -> Holder | None:
-    try:
-        return Holder(**json.loads((directory / LOCK).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
-        return None
-
-
 def _refusal(directory: Path) -> str:
-    holder = _read(directory)
+    holder = last_holder_of(directory)
     if holder is None:
         return f"another process writes the run in {directory}; wait until it has ended, or stop it"
     began = datetime.fromtimestamp(holder.began_at, UTC).astimezone().strftime("%Y-%m-%d %H:%M:%S")

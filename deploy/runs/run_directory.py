@@ -92,7 +92,7 @@ def create_run_dir(recipe: Recipe, spec: RunSpec, start_from: Path | None) -> Ru
         _fill_run_dir(recipe, spec, start_from, partial)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
-        lock.release()
+        lock.close()
         raise
     return lock
 

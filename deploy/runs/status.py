@@ -11,7 +11,7 @@ from actors.coordination.status import RunStatus
 from actors.coordination.timeline import TIMELINE, Span, idle_shares, num_rounds, read_trace
 from actors.run_log import METRICS, Event, read_events
 from deploy.runs.history import RunHistory, read_history
-from deploy.runs.lock import Holder, holder_of, last_holder_of, this_host
+from deploy.runs.lock import Holder, holder_of, last_holder_of
 
 SILENT_S = 15.0
 """A run says something of itself every two seconds. After so many without a word something is wrong."""
@@ -49,8 +49,7 @@ class RunSnapshot:
 def read_standing(directory: Path) -> RunSnapshot:
     """Read how a run stands."""
     holder, last = holder_of(directory), last_holder_of(directory)
-    # A lock of another machine need not have reached this one, nor its end.
-    is_held = holder is not None and holder.host == this_host()
+    is_held = holder is not None and holder.is_here
     status = RunStatus.read(directory)
     events = read_events(directory)
     history = read_history(events)
@@ -60,7 +59,7 @@ def read_standing(directory: Path) -> RunSnapshot:
         status=status,
         age_s=max(0.0, time.time() - (status.at if status else _heard_at(directory))),
         holder=holder if is_held else None,
-        has_ended=not is_held and (history.is_finished or (last is not None and last.host == this_host())),
+        has_ended=not is_held and (history.is_finished or (last is not None and last.is_here)),
         history=history,
         failures=tuple(event for event in events if event["event"] == "failure"),
         idle=idle_shares(spans),

@@ -2,38 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from deploy.printing import counted, duration
+from deploy.printing import counted
 from deploy.requests.ending import Ending, ending_of
 from deploy.sampling.policy import ReadyPolicy
 from deploy.sampling.prepare import Item
 from rollout.request import Completion
-
-
-@dataclass(slots=True)
-class Totals:
-    """What was sampled so far."""
-
-    num_tokens: int = 0
-    """Up to the ends of the texts."""
-    num_forwards: int = 0
-    """Of each request; those that share a batch count one each."""
-
-    def add(self, completion: Completion) -> None:
-        """Count a completion."""
-        self.num_tokens += completion.num_tokens
-        self.num_forwards += completion.num_forwards
-
-    def sentence(self, seconds: float) -> str:
-        """`24 tokens, 12 forwards, 2.0 tokens a forward, 0.4 s`."""
-        return f"{work(self.num_tokens, self.num_forwards)}, {duration(seconds)}"
 
 
 def work(num_tokens: int, num_forwards: int) -> str:
@@ -74,11 +53,6 @@ def answer(item: Item, completion: Completion, policy: ReadyPolicy) -> dict[str,
 def refusal(item: Item) -> dict[str, Any]:
     """The answer to a request that cannot be served."""
     return _head(item) | {"error": item.error}
-
-
-def json_line(value: dict[str, Any]) -> str:
-    """One line of JSON, in ASCII: nothing in it steers a terminal."""
-    return json.dumps(value, allow_nan=False)
 
 
 def _head(item: Item) -> dict[str, Any]:

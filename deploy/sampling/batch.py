@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import sys
 import time
@@ -13,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Self
 from rich.console import Console
 from rich.text import Text
 
-from deploy.printing import counted, printable
-from deploy.sampling.answers import Totals, answer, ending, json_line, refusal, work
+from deploy.printing import counted, duration, printable
+from deploy.sampling.answers import answer, ending, refusal, work
 from deploy.sampling.output import show
 from deploy.sampling.policy import ReadyPolicy
 from deploy.sampling.prepare import Item
@@ -107,7 +108,8 @@ class _Bar:
 
     def __init__(self, num_requests: int) -> None:
         self.stdout = Console()
-        self._total, self._num_done, self._totals = num_requests, 0, Totals()
+        self._total, self._num_done = num_requests, 0
+        self._num_tokens = self._num_forwards = 0
         self._began = time.monotonic()
         self._progress = self._make_progress() if num_requests and sys.stderr.isatty() else None
 
@@ -124,9 +126,10 @@ class _Bar:
     def add(self, completion: Completion) -> None:
         """Count a completion."""
         self._num_done += 1
-        self._totals.add(completion)
+        self._num_tokens += completion.num_tokens
+        self._num_forwards += completion.num_forwards
         if self._progress is not None:
-            rate = self._totals.num_tokens / (time.monotonic() - self._began)
+            rate = self._num_tokens / (time.monotonic() - self._began)
             self._progress.update(self._task, advance=1, rate=f"{rate:.0f} tokens/s")
 
     def summary(self) -> str:
@@ -134,7 +137,8 @@ class _Bar:
         share = counted(self._total, "request")
         if self._num_done < self._total:
             share = f"{self._num_done} of {share}"
-        return f"{share}, {self._totals.sentence(time.monotonic() - self._began)}"
+        took = duration(time.monotonic() - self._began)
+        return f"{share}, {work(self._num_tokens, self._num_forwards)}, {took}"
 
     def _make_progress(self) -> Progress:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -174,7 +178,8 @@ def _uninterrupted() -> Iterator[None]:
 def _json_printer(policy: ReadyPolicy, console: Console) -> Printer:
     def print_answer(item: Item, completion: Completion | None) -> None:
         value = refusal(item) if completion is None else answer(item, completion, policy)
-        show(Text(json_line(value)), console)
+        # In ASCII: nothing in it steers a terminal.
+        show(Text(json.dumps(value, allow_nan=False)), console)
 
     return print_answer
 

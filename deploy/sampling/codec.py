@@ -28,11 +28,6 @@ class PromptCodec:
         """The shape of the policy."""
         return self.policy.config
 
-    @property
-    def eos_id(self) -> int:
-        """What ends a text."""
-        return self.config.eos_token_id
-
     def encode_turn(self, text: str) -> list[int]:
         """The prompt of a user's turn. Raises FieldError."""
         if self.is_raw or not text:

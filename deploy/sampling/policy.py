@@ -67,6 +67,7 @@ def open_policy(
     try:
         directory = find_checkpoint_of(reference, runs_dir)
         model = load_policy(directory, engine.torch_dtype).to(device)
+        position = find_position(directory)
     except ValueError as error:
         raise UserError(str(error)) from error
     except OSError as error:
@@ -75,7 +76,7 @@ def open_policy(
         _choose_threads(model)
     return ReadyPolicy(
         name=reference,
-        sampler=Sampler(model, _policy_version(directory), engine),
+        sampler=Sampler(model, 0 if position is None else position.policy_version, engine),
         tokenizer=_tokenizer(directory),
         defaults=_defaults(directory, model.config.max_sequence_length),
     )
@@ -94,14 +95,6 @@ def _defaults(directory: Path, max_sequence_length: int) -> Defaults:
     if checkpoints.name == CHECKPOINTS and recipe.is_file():
         return Defaults.of_run(load_recipe(recipe, []).evaluated_params[0])
     return Defaults.of_policy(max_sequence_length)
-
-
-def _policy_version(directory: Path) -> int:
-    try:
-        position = find_position(directory)
-    except ValueError as error:
-        raise UserError(str(error)) from error
-    return 0 if position is None else position.policy_version
 
 
 def _tokenizer(directory: Path) -> ChatTokenizer | None:

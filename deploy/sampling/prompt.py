@@ -11,7 +11,7 @@ from rich.live import Live
 from rich.text import Text
 
 from deploy.printing import duration, printable
-from deploy.sampling.answers import Totals
+from deploy.sampling.answers import work
 from deploy.sampling.output import show
 from deploy.sampling.policy import ReadyPolicy
 from deploy.sampling.view import (
@@ -120,9 +120,7 @@ class _Run:
             # Colours were asked for, by FORCE_COLOR for instance.
             text = canvas_text(canvas_of(completion), self._tokenizer.decode, self._colour)
         show(text, console)
-        totals = Totals()
-        totals.add(completion)
-        sys.stderr.write(totals.sentence(self._seconds) + "\n")
+        sys.stderr.write(f"{work(completion.num_tokens, completion.num_forwards)}, {duration(self._seconds)}\n")
 
     def print_partial(self, console: Console) -> None:
         """The canvas so far, and where it was stopped."""

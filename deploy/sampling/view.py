@@ -60,16 +60,6 @@ class CanvasView:
         return max(steps, default=-1) + 1
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Piece:
-    """Some slots that are shown as one: a token, or several that share a character."""
-
-    text: str
-    """What is shown, harmless."""
-    style: str
-    """How."""
-
-
 def canvas_in(slots: Slots, row: int = 0) -> CanvasView:
     """The canvas that is being denoised in a slot of the engine."""
     start, end = int(slots.rows.prompt_length[row]), int(slots.rows.end[row])
@@ -102,7 +92,7 @@ def canvas_text(canvas: CanvasView, decode: Decode, colour: Colour, *, special: 
         colour: what the colours say.
         special: what is shown for a token that has no text, as the end of text.
     """
-    return Text.assemble(*((piece.text or special, piece.style) for piece in _pieces(canvas, decode, colour)))
+    return Text.assemble(*((text or special, style) for text, style in _pieces(canvas, decode, colour)))
 
 
 def legend(colour: Colour, num_steps: int) -> Text:
@@ -145,15 +135,16 @@ def _confidence_style(probability: float) -> str:
     return _CONFIDENCE_STYLES[sum(probability * len(_CONFIDENCE_STYLES) >= bound for bound in bounds)]
 
 
-def _pieces(canvas: CanvasView, decode: Decode, colour: Colour) -> Iterable[Piece]:
+def _pieces(canvas: CanvasView, decode: Decode, colour: Colour) -> Iterable[tuple[str, str]]:
+    """What is shown as one, a token or several that share a character, and its style."""
     num_steps, index = canvas.num_steps, 0
     while index < len(canvas.masked):
         if canvas.masked[index]:
-            yield Piece(text=MASK_CHARACTER, style=_MASK_STYLE)
+            yield MASK_CHARACTER, _MASK_STYLE
             index += 1
             continue
         end, text = _character(canvas, index, decode)
-        yield Piece(text=printable(text), style=_style(canvas, index, end, colour, num_steps))
+        yield printable(text), _style(canvas, index, end, colour, num_steps)
         index = end
 
 

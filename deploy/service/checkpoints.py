@@ -8,17 +8,18 @@ from pathlib import Path
 
 from actors.checkpoints.selection import Position, checkpoints_to_answer, find_position
 from actors.registry.registry import BASE, PolicyVersion
-from actors.run_log import CHECKPOINTS, read_events
+from actors.run_log import CHECKPOINTS, Event, read_events
 from actors.spec import Phase
 from deploy.runs.reading import newest_to_answer
 
 _TTL_S = 5.0
+_OF_ANOTHER_TOOL = Position(phase=Phase.UNTRAINED, round=0, policy_version=0, rl_seconds=0.0)
 
 
-def _version_of(position: Position, directory: Path, run_dir: Path) -> PolicyVersion:
+def _version_of(position: Position, directory: Path, events: list[Event]) -> PolicyVersion:
     scores = [
         event
-        for event in read_events(run_dir)
+        for event in events
         if event["event"] == "evaluation" and event["policy_version"] == position.policy_version
     ]
     return PolicyVersion(
@@ -60,25 +61,15 @@ class Checkpoints:
             return position.policy_version == wanted
 
         found = [one for one in checkpoints_to_answer(self._run_dir / CHECKPOINTS) if is_wanted(one[0])]
-        return _version_of(*found[-1], self._run_dir) if found else None
+        return _version_of(*found[-1], read_events(self._run_dir)) if found else None
 
 
 def latest_checkpoint(run_dir: Path) -> PolicyVersion:
     """What `newest_to_answer` finds, with its held-out score if it has one. Raises UserError as that does."""
     found = newest_to_answer(run_dir)
-    return _version_of(found.position, found.directory, run_dir)
+    return _version_of(found.position, found.directory, read_events(run_dir))
 
 
 def plain_checkpoint(directory: Path) -> PolicyVersion:
     """A checkpoint that is served by itself: the version that its run gave it, or 0."""
-    position = find_position(directory)
-    return PolicyVersion(
-        version=0 if position is None else position.policy_version,
-        round=0 if position is None else position.round,
-        phase="untrained" if position is None else position.phase,
-        num_correct=None,
-        num_problems=None,
-        checkpoint=str(directory),
-        weight_store=None,
-        manifest_digest=None if position is None else position.manifest_digest,
-    )
+    return _version_of(find_position(directory) or _OF_ANOTHER_TOOL, directory, [])

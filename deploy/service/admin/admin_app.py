@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from actors.registry.registry import BASE, NEWEST, POLICY, PolicyVersion
-from deploy.service.admin.steering import Served, Steering, SteeringError, UnknownVersionError, UnreadyError, served_by
+from deploy.service.admin.steering import Steering, SteeringError, UnknownVersionError, UnreadyError, served_by
 from deploy.service.api.policy_events import RegistryReader
 from deploy.service.api.policy_view import score_of
 from deploy.service.api.server_sent_events import ServerSentEvents
@@ -117,7 +117,7 @@ def _add_pauses(app: FastAPI, steering: Steering, changed: _Changed) -> None:
         return await _wanted(steering, None)
 
 
-async def _wanted(steering: Steering, served: list[Served] | None) -> dict[str, Any]:
+async def _wanted(steering: Steering, served: dict[str, int] | None) -> dict[str, Any]:
     """What holds now, and what each engine serves: as just seen, or as it is now."""
 
     def body() -> dict[str, Any]:
@@ -174,5 +174,5 @@ def _version_body(policy: PolicyVersion, is_loadable: bool, is_refused: bool) ->
     }
 
 
-def _engines(served: list[Served]) -> list[dict[str, Any]]:
-    return [{"id": one.replica, "policy_version": one.version} for one in served]
+def _engines(served: dict[str, int]) -> list[dict[str, Any]]:
+    return [{"id": replica, "policy_version": version} for replica, version in served.items()]

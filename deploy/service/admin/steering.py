@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -52,16 +52,6 @@ class UnreadyError(SteeringError):
     """It could not be done now; it may be done later."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Served:
-    """What an engine serves."""
-
-    replica: str
-    """Its id."""
-    version: int
-    """The policy version."""
-
-
 class Steering:
     """One run's service. One thread at a time may change something."""
 
@@ -69,8 +59,8 @@ class Steering:
         """Steer the `engines` that follow `registry`."""
         self.registry, self._run_dir, self.engines = registry, run_dir, engines
 
-    def pin(self, version: int, why: str) -> list[Served]:
-        """Hold the service on a version, and wait until it serves that. Returns what each engine serves.
+    def pin(self, version: int, why: str) -> dict[str, int]:
+        """Hold the service on a version, and wait until it serves that. Returns what `served_by` does.
 
         Raises:
             UnknownVersionError: the registry knows no such version.
@@ -101,7 +91,7 @@ class Steering:
         self._keep(replace(before, pinned=None))
         self._or_keep(before, lambda: self.registry.pin(None, why))
 
-    def roll_back(self, why: str) -> tuple[int, list[Served]]:
+    def roll_back(self, why: str) -> tuple[int, dict[str, int]]:
         """Pin what served before the present version first took over. Returns it, and what each engine serves.
 
         Called again, it goes further back. Raises as `pin` does; SteeringError where nothing served before.
@@ -152,14 +142,14 @@ class Steering:
             why = refusals[0].removeprefix(f"Policy version {policy.version} is not served: ").removesuffix(".")
             raise SteeringError(f"Policy version {policy.version} cannot be pinned: {why}.")
 
-    def _wait_for(self, version: int) -> list[Served]:
+    def _wait_for(self, version: int) -> dict[str, int]:
         deadline = time.monotonic() + _SERVE_TIMEOUT_S
         while True:
             served = served_by(self.engines.states())
-            if served and all(one.version == version for one in served):
+            if served and set(served.values()) == {version}:
                 return served
             if time.monotonic() > deadline:
-                others = ", ".join(f"one serves {one.version}" for one in served if one.version != version)
+                others = ", ".join(f"one serves {other}" for other in served.values() if other != version)
                 raise UnreadyError(
                     f"Not every engine served policy version {version} within {_SERVE_TIMEOUT_S:.0f} s: "
                     f"{others or 'none answers'}."
@@ -200,9 +190,9 @@ class Steering:
             served += [one.version for one in events if one.kind is EventKind.SERVING and one.version is not None]
 
 
-def served_by(states: Sequence[EngineState]) -> list[Served]:
-    """What each engine serves."""
-    return [Served(replica=state.replica, version=state.policy.version) for state in states]
+def served_by(states: Sequence[EngineState]) -> dict[str, int]:
+    """The policy version that each engine serves, by its replica's id."""
+    return {state.replica: state.policy.version for state in states}
 
 
 def before_the_present(served: Iterable[int], present: int | None) -> int | None:

@@ -78,9 +78,9 @@ class ChoiceText:
         return slots_of(self._codec, self._record, np.zeros(len(self._record["token_ids"]), dtype=bool))
 
     def _read(self) -> None:
-        ending = ending_of(
-            self._plan, self._record["token_ids"], self._codec.decode, self._codec.eos_id, is_whole=self._is_whole
-        )
+        codec = self._codec
+        eos_id = codec.config.eos_token_id
+        ending = ending_of(self._plan, self._record["token_ids"], codec.decode, eos_id, is_whole=self._is_whole)
         self.num_tokens = ending.num_tokens
         if ending.reason is not None:
             self.text, self.finish_reason = ending.text, "length" if ending.reason == "length" else "stop"

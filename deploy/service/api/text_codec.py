@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from functools import cached_property
 from pathlib import Path
 
 from jinja2 import TemplateError
@@ -114,11 +113,6 @@ class TextCodec:
                 else:
                     begun, known = [*begun, token], text
         return texts
-
-    @cached_property
-    def eos_id(self) -> int:
-        """What ends a text."""
-        return self.config.eos_token_id
 
     def _count_special(self, ids: Sequence[int]) -> Counter[int]:
         return Counter(token for token in ids if token in self._special_ids)

@@ -6,9 +6,7 @@ import ipaddress
 import logging
 import os
 import shlex
-import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -16,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from deploy.errors import UserError
-from deploy.interrupts import wait_for_interrupt
+from deploy.interrupts import terminated_by_sigterm, wait_for_interrupt
 from deploy.machine import why_not_bindable
 from deploy.ray_session import RaySession, ray_session
 from deploy.service.example import example_request
@@ -124,7 +122,7 @@ def _serve(
 
     # On a cluster the GPUs are a run's; a Ray of our own has nobody else to ask for them.
     num_gpus = 1 if is_ours and ray.available_resources().get("GPU", 0) >= num_replicas else 0
-    with suppress(KeyboardInterrupt), _ended_by_sigterm():
+    with suppress(KeyboardInterrupt), terminated_by_sigterm():
         with saying("starting the service", at_once=True) as waiting:
             url = deploy_source(
                 source, host, port, num_replicas, num_gpus=num_gpus, admin_port=admin_port, say=waiting.change
@@ -249,24 +247,6 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-@contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """SIGTERM ends the block as Ctrl-C does."""
-
-    def interrupt(_signal: int, _frame: object) -> None:
-        raise KeyboardInterrupt
-
-    if threading.current_thread() is not threading.main_thread():
-        # Signals are the main thread's.
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _drain(source: Source) -> None:

@@ -69,11 +69,11 @@ def test_a_process_that_is_killed_leaves_no_lock(tmp_path: Path, hold: Callable)
     first.send_signal(signal.SIGKILL)
     first.wait()
     assert holder_of(tmp_path) is None
-    RunLock.take(tmp_path).release()
+    RunLock.take(tmp_path).close()
 
 
 def test_whoever_looks_who_has_the_lock_keeps_nobody_from_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    RunLock.take(tmp_path).release()
+    RunLock.take(tmp_path).close()
     looking = os.open(tmp_path / ".lock", os.O_RDONLY)
     fcntl.flock(looking, fcntl.LOCK_SH)
     waits: list[float] = []
@@ -83,7 +83,7 @@ def test_whoever_looks_who_has_the_lock_keeps_nobody_from_it(tmp_path: Path, mon
         os.close(looking)
 
     monkeypatch.setattr(deploy.runs.lock.time, "sleep", wait)
-    RunLock.take(tmp_path).release()
+    RunLock.take(tmp_path).close()
     assert len(waits) == 1
 
 
@@ -94,7 +94,7 @@ def test_a_file_system_without_locks_is_said_and_gone_on_with(tmp_path: Path, mo
     monkeypatch.setattr(deploy.runs.lock.fcntl, "flock", flock)
     lock = RunLock.take(tmp_path)
     assert not lock.is_exclusive
-    lock.release()
+    lock.close()
     assert holder_of(tmp_path) is None
 
 
@@ -104,7 +104,7 @@ def test_a_new_run_is_locked_from_the_moment_it_is_there(recipe_file: Path) -> N
     holder = holder_of(recipe.run_dir)
     assert holder is not None
     assert (holder.host, holder.pid) == (socket.gethostname(), os.getpid())
-    lock.release()
+    lock.close()
     assert holder_of(recipe.run_dir) is None
 
 
@@ -120,7 +120,7 @@ def test_two_that_begin_the_same_run_do_not_write_over_each_other(recipe_file: P
     first.kill()
     first.wait()
     (partial / "torn").write_text("of the one that was killed")
-    create_run_dir(recipe, spec, None).release()
+    create_run_dir(recipe, spec, None).close()
     assert not (recipe.run_dir / "torn").exists()
     with pytest.raises(UserError, match="there already is a run tiny in "):
         create_run_dir(recipe, spec, None)
@@ -132,7 +132,7 @@ def test_a_run_that_is_under_way_is_not_resumed_beside(
     command: str, recipe_file: Path, d1: Callable, hold: Callable
 ) -> None:
     recipe = load_recipe(recipe_file, [])
-    create_run_dir(recipe, make_spec(recipe, Stages.ALL), None).release()
+    create_run_dir(recipe, make_spec(recipe, Stages.ALL), None).close()
     before = {path: path.stat().st_mtime_ns for path in recipe.run_dir.rglob("*") if path.name != ".lock"}
     first = hold(recipe.run_dir)
     d1(command, "tiny.yaml", "--resume").assert_refused(f"process {first.pid} on ", "writes the run in ")

@@ -141,7 +141,7 @@ def test_a_run_whose_process_is_of_this_machine_runs_until_that_ends(run_dir: Pa
     said = d1("status").out
     assert re.search(r"silent: last heard of [45]\d s ago", " ".join(said.split()))
     assert "waits" in said
-    lock.release()
+    lock.close()
     replace(STATUS, at=_just_now()).write(run_dir)
     said = d1("status").out
     assert said.startswith("tiny: stopped, last heard of 0.0 s ago")
@@ -155,7 +155,7 @@ def test_a_run_that_is_done_says_so(make_run: Callable, events: Events, d1: Call
     lock = RunLock.take(directory)
     replace(STATUS, at=_just_now()).write(directory)
     assert d1("status").out.startswith("tiny: finished; it still has a process (process ")
-    lock.release()
+    lock.close()
 
 
 def test_a_run_that_has_said_nothing_of_itself_is_shown_too(run_dir: Path, d1: Callable) -> None:

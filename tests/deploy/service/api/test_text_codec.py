@@ -19,7 +19,7 @@ def test_a_character_of_several_tokens_is_in_the_first_of_them(codec):
     ids = codec.encode_any("5 😀é!")
     assert codec.slot_texts(ids) == ["5", " ", "😀", "", "", "", "é", "", "!"]
     assert codec.slot_texts([*ids[:3], None, *ids[4:]]) == ["5", " ", "�", "", "�", "�", "é", "", "!"]
-    assert codec.slot_texts([*ids[:5], codec.eos_id, *ids[5:]])[2:7] == ["😀", "", "", "<|endoftext|>", ""]
+    assert codec.slot_texts([*ids[:5], codec.config.eos_token_id, *ids[5:]])[2:7] == ["😀", "", "", "<|endoftext|>", ""]
 
 
 def test_the_texts_of_all_slots_are_the_text(codec):

@@ -159,7 +159,7 @@ def test_a_canvas_shows_given_tokens_as_it_goes_on_to_show_them(client):
 
 def test_the_slots_of_the_last_canvas_begin_with_the_text_of_the_answer(client, service):
     ids = service.codec.encode_any("5 😀é")
-    fixed = {str(slot): token for slot, token in enumerate([*ids, service.codec.eos_id])}
+    fixed = {str(slot): token for slot, token in enumerate([*ids, service.codec.config.eos_token_id])}
     ask = {"stream": "canvas", "constraints": {"fixed": fixed}}
     chunks, is_done = events_of(client.post("/v1/completions", json=ASK | {"stream": True, "diffusion": ask}))
     assert is_done
