@@ -131,6 +131,16 @@ class RunConfig(BaseModel):
     wandb_project: str | None = None
     """Also log to this Weights & Biases project; needs the extra `d1[wandb]`. WANDB_MODE=offline keeps it here."""
 
+    @property
+    def canvas_tokens(self) -> int:
+        """The longest canvas of the rounds, in tokens."""
+        return self.rollout.max_prompt_tokens + self.rollout.sampling.gen_length
+
+    @property
+    def sft_tokens(self) -> int:
+        """The longest canvas of SFT, in tokens."""
+        return self.sft.max_tokens or self.canvas_tokens
+
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
         if self.sft.data is None:

@@ -34,11 +34,6 @@ class RunSpec(RunConfig):
         return self.run_dir / CHECKPOINTS
 
     @property
-    def sft_tokens(self) -> int:
-        """The longest canvas of SFT, in tokens."""
-        return self.sft.max_tokens or self.rollout.max_prompt_tokens + self.rollout.sampling.gen_length
-
-    @property
     def initial_checkpoint(self) -> Path:
         """Policy version 0, with the tokenizer that all versions share."""
         return self.checkpoints_dir / "initial"

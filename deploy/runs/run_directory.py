@@ -174,23 +174,14 @@ def check_creatable(recipe: Recipe, spec: RunSpec, start_from: Path | None, max_
 
 def _check_canvas(recipe: Recipe, source: Path) -> None:
     """Raise ValueError unless a checkpoint takes the recipe's canvases."""
-    canvas_tokens, sft_tokens = _canvas_tokens(recipe)
-    config = load_config(source)
-    if config.max_sequence_length < sft_tokens:
-        raise ValueError(
-            f"{source} takes canvases of {config.max_sequence_length} tokens; sft.max_tokens is {sft_tokens}"
-        )
-    if config.max_sequence_length < canvas_tokens:
-        raise ValueError(
-            f"{source} takes canvases of {config.max_sequence_length} tokens; rollout.max_prompt_tokens + "
-            f"rollout.sampling.gen_length is {canvas_tokens}"
-        )
-
-
-def _canvas_tokens(recipe: Recipe) -> tuple[int, int]:
-    """Tokens of a canvas of the rounds, and of SFT."""
-    tokens = recipe.rollout.max_prompt_tokens + recipe.rollout.sampling.gen_length
-    return tokens, recipe.sft.max_tokens or tokens
+    most = load_config(source).max_sequence_length
+    wanted = {
+        "sft.max_tokens": recipe.sft_tokens,
+        "rollout.max_prompt_tokens + rollout.sampling.gen_length": recipe.canvas_tokens,
+    }
+    for field, tokens in wanted.items():
+        if most < tokens:
+            raise ValueError(f"{source} takes canvases of {most} tokens; {field} is {tokens}")
 
 
 def _write_initial(recipe: Recipe, directory: Path, source: Path | None) -> None:
@@ -201,7 +192,7 @@ def _write_initial(recipe: Recipe, directory: Path, source: Path | None) -> None
         return
     tokenizer_dir = directory.parent / ".tokenizer"
     make_tokenizer(_texts(recipe), tokenizer_dir, recipe.model.vocab_size)
-    config = _scratch_config(recipe.model, ChatTokenizer(tokenizer_dir), max(_canvas_tokens(recipe)))
+    config = _scratch_config(recipe.model, ChatTokenizer(tokenizer_dir), max(recipe.sft_tokens, recipe.canvas_tokens))
     model = make_model(config)
     init_weights(model, recipe.seed, recipe.model.init_scale)
     _save_initial(directory, model, tokenizer_dir)
