@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 import yaml
 
 from actors.spec import sampler_facts
-from benchmarks.algorithms.__main__ import TASKS
+from benchmarks.algorithms.__main__ import TASKS, main
 from benchmarks.algorithms.report import BEGIN, END, Result, markdown, write_between_marks
 from benchmarks.algorithms.trial import RECIPE_ROW, Budget, Trial, base_recipe, recipe_of, start, try_row
 from learner.algorithms import ALGORITHMS
@@ -89,12 +90,42 @@ def test_seeds_are_pooled_and_the_best_row_comes_first() -> None:
     text = markdown([_result("spg", 0, 20), _result("espo", 0, 40), _result("espo", 1, 60)], 1000, 30.0)
     first, second = [line for line in text.splitlines() if line.startswith("| `")][:2]
     # 100 of 200, and from 10 to 50 % in half a minute.
-    assert first.startswith(
-        "| `espo` | 2 | 1 x 4 | 50.0 % (43.1 to 56.9) | 50.0 % (43.1 to 56.9) | +80.0 | 2.00 | -0.500 | 0.2500 |"
-    )
-    assert second.startswith("| `spg` | 1 | 1 x 4 | 20.0 %")
+    assert first.startswith("| `espo` | 2 | 1 x 4 | 1.0e-03 | 50.0 % (43.1 to 56.9) | 50.0 % (43.1 to 56.9) | +80.0 | ")
+    assert first.endswith("| 2.00 | -0.500 | 0.2500 |")
+    assert second.startswith("| `spg` | 1 | 1 x 4 | 1.0e-03 | 20.0 %")
     assert "| SFT | 10.0 | 10.0 in 9.0 |" in text
     assert "| `espo` | 50.0 | 1.0 in 9.0 |" in text
+
+
+def test_the_best_rate_of_a_row_counts() -> None:
+    collapsed = replace(_result("spg", 0, 5), lr=4e-3)
+    assert (collapsed.has_learned, _result("spg", 0, 20).has_learned) == (False, True)
+    for results in ([collapsed, _result("spg", 0, 20)], [_result("spg", 0, 20), collapsed]):
+        (line,) = [line for line in markdown(results, 1000, 30.0).splitlines() if line.startswith("| `spg` | 1 |")]
+        assert line.startswith("| `spg` | 1 | 1 x 4 | 1.0e-03 | 20.0 %")
+
+
+def test_a_row_that_has_learned_is_not_tried_at_a_further_rate(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(TASKS, "sudoku", small)
+    command = "algorithms --tasks sudoku --rows cj-grpo wd1 --rates 1 0.5 --jobs 1 --completions 12 --round 12"
+    monkeypatch.setattr("sys.argv", [*command.split(), "--seconds", "0.01", "--out", str(tmp_path)])
+    main()
+    kept = tmp_path / "sudoku"
+    assert {path.name for path in kept.iterdir()} == {
+        f"{row}.0{rate}.json" for row in ("cj-grpo", "wd1") for rate in ("", ".x0.5")
+    }, "what is trained on twelve completions has learned nothing"
+    first, half = (json.loads((kept / name).read_text()) for name in ("wd1.0.json", "wd1.0.x0.5.json"))
+    assert half["lr"] == first["lr"] / 2
+    # As if it had.
+    first["before"] = {name: score | {"num_correct": -1} for name, score in first["before"].items()}
+    (kept / "wd1.0.json").write_text(json.dumps(first))
+    for name in ("wd1.0.x0.5.json", "cj-grpo.0.x0.5.json"):
+        (kept / name).unlink()
+    main()
+    assert {path.name for path in kept.glob("*.x0.5.json")} == {"cj-grpo.0.x0.5.json"}
+    assert "| `cj-grpo` | 1 |" in capsys.readouterr().out
 
 
 def test_a_trial_that_ended_early_says_why() -> None:

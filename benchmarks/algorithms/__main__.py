@@ -4,8 +4,10 @@
 
 Each row of `learner/algorithms.py` trains with its own estimator, objective, advantage, group size and inner updates,
 on as many completions a round as all others. Its learning rate is the recipe's divided by the square root of its
-optimizer steps a round. `recipe` is the recipe's own method. A run is evaluated when its completions, and when its CPU
-seconds, are those that all get. What is done is kept in `--out`, and a second call goes on from there.
+optimizer steps a round; a row that ends no better than SFT is tried again at each further one of `--rates`, which are
+multiples of that, and the best rate counts. `recipe` is the recipe's own method. A run is evaluated when its
+completions, and when its CPU seconds, are those that all get. What is done is kept in `--out`, and a second call goes
+on from there.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import json
 import multiprocessing
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -45,13 +47,14 @@ def main() -> None:
         bases = {(trial.task, trial.seed): trial for trial in trials}
         for future in [pool.submit(start, trial) for trial in bases.values()]:
             future.result()
-        missing = [trial for trial in trials if not _path(trial).is_file()]
-        waiting = {pool.submit(try_row, trial, budget): trial for trial in missing}
-        for number, done in enumerate(as_completed(waiting), 1):
-            trial, result = waiting[done], done.result()
-            _path(trial).parent.mkdir(parents=True, exist_ok=True)
-            _path(trial).write_text(json.dumps(asdict(result), indent=1) + "\n")
-            console.print(f"{number}/{len(missing)} {trial.task} {trial.row} seed {trial.seed}: {result.summary}")
+        for rate in args.rates:
+            tried = [replace(trial, rate=rate) for trial in trials]
+            missing = [trial for trial in tried if not _path(trial).is_file()]
+            waiting = {pool.submit(try_row, trial, budget): trial for trial in missing}
+            for number, done in enumerate(as_completed(waiting), 1):
+                _keep(waiting[done], done.result())
+                console.print(f"{number}/{len(missing)} rate {rate:g}: {done.result().summary}")
+            trials = [trial for trial in trials if not _read(_path(replace(trial, rate=rate))).has_learned]
     text = markdown(list(_results(args.out, args.tasks)), args.completions, args.seconds)
     console.print(text, markup=False, highlight=False)
     if args.docs is not None:
@@ -64,9 +67,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rows", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
     parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
-    parser.add_argument("--completions", type=int, default=20_480, help="that every row trains on")
-    parser.add_argument("--seconds", type=float, default=180.0, help="of CPU that every row trains for")
-    parser.add_argument("--round", type=int, default=1024, help="completions of a round")
+    parser.add_argument("--rates", nargs="+", type=float, default=[1.0, 0.25], help="multiples of the learning rate")
+    parser.add_argument("--completions", type=int, default=5120, help="that every row trains on")
+    parser.add_argument("--seconds", type=float, default=240.0, help="of CPU that every row trains for")
+    parser.add_argument("--round", type=int, default=256, help="completions of a round")
     parser.add_argument("--jobs", type=int, default=2, help="processes, of one thread each")
     parser.add_argument("--out", type=Path, default=Path("runs/algorithms"))
     parser.add_argument("--docs", type=Path, help="a Markdown file with the marks to write the tables between")
@@ -74,13 +78,23 @@ def _arguments() -> argparse.Namespace:
 
 
 def _path(trial: Trial) -> Path:
-    return Path(trial.out) / trial.task / f"{trial.row}.{trial.seed}.json"
+    rate = "" if trial.rate == 1 else f".x{trial.rate:g}"
+    return Path(trial.out) / trial.task / f"{trial.row}.{trial.seed}{rate}.json"
+
+
+def _keep(trial: Trial, result: Result) -> None:
+    _path(trial).parent.mkdir(parents=True, exist_ok=True)
+    _path(trial).write_text(json.dumps(asdict(result), indent=1) + "\n")
+
+
+def _read(path: Path) -> Result:
+    return Result(**json.loads(path.read_text()))
 
 
 def _results(out: Path, tasks: Sequence[str]) -> Iterator[Result]:
     for task in tasks:
         for path in sorted((out / task).glob("*.json")):
-            yield Result(**json.loads(path.read_text()))
+            yield _read(path)
 
 
 if __name__ == "__main__":

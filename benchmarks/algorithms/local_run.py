@@ -57,7 +57,7 @@ def make_sft_checkpoint(recipe: Recipe) -> Path:
     if directory.is_dir():
         return directory
     if not spec.initial_checkpoint.is_dir():
-        create_run_dir(recipe, spec, start_from=None).release()
+        create_run_dir(recipe, spec, start_from=None).close()
     tokenizer, policy = ChatTokenizer(spec.initial_checkpoint), load_policy(spec.initial_checkpoint)
     documents = load_sft_data(spec, RunPlan(spec, tokenizer), tokenizer).train
     learner = SftLearner(ShardedPolicy(policy, None), spec.sft, documents, spec.seed)

@@ -45,11 +45,17 @@ class Result:
     """What ended it early."""
 
     @property
+    def has_learned(self) -> bool:
+        """Whether it ended better than it began."""
+        return _accuracy([self.at_seconds]) > _accuracy([self.before])
+
+    @property
     def summary(self) -> str:
         """In a line."""
         cells = (_cell([self.before]), _cell([self.at_completions]), _cell([self.at_seconds]))
+        gained = f"{cells[0]} -> {cells[1]} (completions), {cells[2]} (seconds)"
         took = f"{self.num_rounds} rounds, {self.cpu_s:.0f} CPU-s"
-        return f"{cells[0]} -> {cells[1]} (completions), {cells[2]} (seconds); {took}. {self.failure or ''}"
+        return f"{self.task} {self.row} seed {self.seed}: {gained}; {took}. {self.failure or ''}"
 
 
 def markdown(results: Sequence[Result], completions: int, cpu_s: float) -> str:
@@ -61,9 +67,9 @@ def markdown(results: Sequence[Result], completions: int, cpu_s: float) -> str:
         rows = _by_row(found)
         lines += [f"### {task.capitalize()}", ""]
         lines += [
-            f"| row | seeds | updates x G | {first}, after {completions:,} completions | after {cpu_s:.0f} CPU-s "
+            f"| row | seeds | updates x G | lr | {first}, after {completions:,} completions | after {cpu_s:.0f} CPU-s "
             "| points a CPU-minute | CPU-s a round | gap, nats | variance |",
-            "|---|---:|---:|---|---|---:|---:|---:|---:|",
+            "|---|---:|---:|---:|---|---|---:|---:|---:|---:|",
         ]
         for row, trials in rows:
             lines.append(_line(row, trials, cpu_s))
@@ -84,10 +90,13 @@ def write_between_marks(path: Path, text: str) -> None:
 
 
 def _by_row(results: Sequence[Result]) -> list[tuple[str, list[Result]]]:
-    """The trials of each row, the best row first."""
-    names = dict.fromkeys(result.row for result in results)
-    rows = [(name, [result for result in results if result.row == name]) for name in names]
-    return sorted(rows, key=lambda row: -_accuracy([trial.at_seconds for trial in row[1]]))
+    """The trials of each row at its best learning rate, the best row first."""
+    by_rate: dict[tuple[str, float], list[Result]] = {}
+    for result in results:
+        by_rate.setdefault((result.row, result.lr), []).append(result)
+    best_last = sorted(by_rate.items(), key=lambda item: _accuracy([trial.at_seconds for trial in item[1]]))
+    best = {row: trials for (row, _), trials in best_last}
+    return sorted(best.items(), key=lambda item: -_accuracy([trial.at_seconds for trial in item[1]]))
 
 
 def _line(row: str, trials: Sequence[Result], cpu_s: float) -> str:
@@ -98,6 +107,7 @@ def _line(row: str, trials: Sequence[Result], cpu_s: float) -> str:
         f"`{row}`",
         str(len(trials)),
         f"{one.num_updates} x {one.group_size}",
+        f"{one.lr:.1e}",
         _cell([trial.at_completions for trial in trials]),
         _cell([trial.at_seconds for trial in trials]),
         "" if math.isinf(gain) else f"{100 * gain / (cpu_s / 60):+.1f}",

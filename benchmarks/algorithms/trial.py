@@ -36,6 +36,8 @@ class Trial:
     seed: int
     out: str
     """Where checkpoints and results lie."""
+    rate: float = 1.0
+    """What the learning rate is multiplied by."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,7 +123,7 @@ def recipe_of(trial: Trial, base: Recipe, budget: Budget) -> Recipe:
     learner = LearnerConfig.model_validate(settings)
     sizes = {
         "groups_per_round": max(1, round(budget.of_round / learner.group_size)),
-        "lr": base.learner.lr * (_steps_per_round(base.learner) / _steps_per_round(learner)) ** 0.5,
+        "lr": trial.rate * base.learner.lr * (_steps_per_round(base.learner) / _steps_per_round(learner)) ** 0.5,
     }
     learner = LearnerConfig.model_validate(settings | sizes)
     changes: dict[str, Any] = {"learner": learner, "rollout": _rollout_of(trial.row, base.rollout)}
