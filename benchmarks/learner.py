@@ -82,7 +82,7 @@ def _gradients(update: Callable[[], object]) -> list[Tensor]:
     def keep(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
         gradients.append(_flat([p.grad for group in optimizer.param_groups for p in group["params"]]))
 
-    hook = register_optimizer_step_pre_hook(keep)  # type: ignore[no-untyped-call]
+    hook = register_optimizer_step_pre_hook(keep)
     try:
         update()
     finally:

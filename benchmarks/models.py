@@ -57,6 +57,7 @@ def make_policy(shape: Shape, max_tokens: int, device: str) -> Transformer:
     """
     model = Transformer(shape.config(max_tokens))
     init_weights(model, seed=0)
+    assert model.head is not None, "the shape does not tie it"
     with torch.no_grad():
         model.head.weight.mul_(8.0)
         model.head.weight[0] = 0.0

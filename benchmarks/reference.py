@@ -11,13 +11,23 @@ Shape letters: B rows, L slots, D width, H heads, E head width, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from learner.model.config import TransformerConfig
 from learner.model.transformer import Block, Transformer
 from rollout.request import SamplingParams
+
+
+class Net(Protocol):
+    """Logits [B, L, V] of canvases [B, L]."""
+
+    config: TransformerConfig
+
+    def __call__(self, ids_BL: Tensor, /) -> Tensor: ...
 
 
 class ReferenceNet(nn.Module):
@@ -25,14 +35,16 @@ class ReferenceNet(nn.Module):
 
     def __init__(self, model: Transformer) -> None:
         super().__init__()
-        self.model, self.config = model, model.config
+        assert model.head is not None, "its head is a matrix of its own"
+        self.model, self.config, self._head = model, model.config, model.head
 
     def forward(self, ids_BL: Tensor) -> Tensor:
         """Logits [B, L, V] of every slot."""
         x = F.embedding(ids_BL, self.model.embed.weight)
         for block in self.model.blocks:
+            assert isinstance(block, Block)
             x = self._block(block, x)
-        return F.linear(self._norm(x, self.model.norm.weight), self.model.head.weight)
+        return F.linear(self._norm(x, self.model.norm.weight), self._head.weight)
 
     def _block(self, block: Block, x: Tensor) -> Tensor:
         config, attn, mlp = self.config, block.attn, block.mlp
@@ -97,7 +109,7 @@ def num_transfer_tokens(mask_BK: Tensor, steps: int) -> Tensor:
 
 
 @torch.inference_mode()
-def generate(net: nn.Module, prompts_BP: Tensor, params: SamplingParams, work: Work | None = None) -> Tensor:
+def generate(net: Net, prompts_BP: Tensor, params: SamplingParams, work: Work | None = None) -> Tensor:
     """Completions [B, gen_length] of prompts of equal length."""
     mask_id, start, work = net.config.mask_token_id, prompts_BP.shape[1], work or Work()
     x = torch.full((len(prompts_BP), start + params.gen_length), mask_id, device=prompts_BP.device)
@@ -131,6 +143,7 @@ def generate_lockstep(
 
     On our network, with the head on the block only: what is left to compare is who waits for whom.
     """
+    assert params.threshold is not None
     mask_id, start, work = model.config.mask_token_id, prompts_BP.shape[1], work or Work()
     x = torch.full((len(prompts_BP), start + params.gen_length), mask_id, device=prompts_BP.device)
     x[:, :start] = prompts_BP

@@ -16,6 +16,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 
@@ -31,7 +32,7 @@ _HUMANEVAL = Path(__file__).parents[2] / "shared" / "data" / "humaneval" / "Huma
 
 def _each(task: Task, problems: list[Problem]) -> Iterator[Callable[[], object]]:
     for problem in cycle(problems):
-        yield lambda problem=problem: task.grade(problem, problem.demonstration)
+        yield partial(task.grade, problem, problem.demonstration)
 
 
 def countdown() -> Iterator[Callable[[], object]]:
@@ -63,7 +64,11 @@ def humaneval_without() -> Iterator[Callable[[], object]]:
         given = problem.metadata
         tests, name = "\n".join(json.loads(given["tests"])), given["entry_point"]
         source = f"{given['setup']}\n{program_in(problem.demonstration)}\ncandidate = {name}\n{tests}"
-        yield lambda source=source: exec(source, {})
+        yield partial(_run, source)
+
+
+def _run(source: str) -> None:
+    exec(source, {})
 
 
 def program() -> Iterator[Callable[[], object]]:

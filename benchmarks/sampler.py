@@ -29,7 +29,7 @@ from rich.table import Table
 from benchmarks import curves, roofline, toy
 from benchmarks.measure import Ratio, in_fresh_process, in_turn, ratio
 from benchmarks.models import CASES, make_policy, make_prompts, peak_of_step
-from benchmarks.reference import ReferenceNet, Work, generate, generate_lockstep
+from benchmarks.reference import Net, ReferenceNet, Work, generate, generate_lockstep
 from benchmarks.replay import replay
 from learner.model.transformer import Transformer
 from rollout.config import EngineConfig
@@ -107,7 +107,7 @@ def _against_reference(
     return rows
 
 
-def _plain_net(model: Transformer) -> torch.nn.Module:
+def _plain_net(model: Transformer) -> Net:
     """Our network asked for every logit of every slot: what of a gain is the network's and what the sampler's."""
 
     class Plain(torch.nn.Module):
