@@ -13,6 +13,8 @@ from actors.spec import sampler_facts
 from benchmarks.algorithms.__main__ import TASKS, main
 from benchmarks.algorithms.report import BEGIN, END, Result, markdown, write_between_marks
 from benchmarks.algorithms.trial import RECIPE_ROW, Budget, Trial, base_recipe, recipe_of, start, try_row
+from deploy.recipe.recipe import Stages
+from deploy.runs.run_directory import make_spec
 from learner.algorithms import ALGORITHMS
 
 ROOT = Path(__file__).parents[1]
@@ -38,7 +40,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_row_learns_from_how_it_samples(row: str, task: str, tmp_path: Path) -> None:
     trial = Trial(task=task, recipe=str(ROOT / TASKS[task]), row=row, seed=0, out=str(tmp_path))
     recipe = recipe_of(trial, base_recipe(trial), Budget(num_completions=1, cpu_s=1, of_round=512))
-    learner = recipe.learner
+    learner = make_spec(recipe, Stages.RL).learner
     assert learner.refusal(sampler_facts(recipe.rollout.params[0])) is None
     assert 480 <= learner.groups_per_round * learner.group_size <= 544, "as many completions as the others"
     if row != RECIPE_ROW:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, replace
@@ -41,6 +42,7 @@ def main() -> None:
         for row in args.rows
     ]
     budget = Budget(num_completions=args.completions, cpu_s=args.seconds, of_round=args.round)
+    failed: list[str] = []
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(args.jobs, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         # Trials of one task and seed share a checkpoint: made first, and once.
@@ -52,13 +54,20 @@ def main() -> None:
             missing = [trial for trial in tried if not _path(trial).is_file()]
             waiting = {pool.submit(try_row, trial, budget): trial for trial in missing}
             for number, done in enumerate(as_completed(waiting), 1):
-                _keep(waiting[done], done.result())
-                console.print(f"{number}/{len(missing)} rate {rate:g}: {done.result().summary}")
-            trials = [trial for trial in trials if not _read(_path(replace(trial, rate=rate))).has_learned]
+                trial, error = waiting[done], done.exception()
+                name = f"{trial.task} {trial.row} seed {trial.seed} x{rate:g}"
+                if error is None:
+                    _keep(trial, done.result())
+                else:
+                    failed.append(f"{name} failed: {error}")
+                console.print(f"{number}/{len(missing)} {name}: {error or done.result().summary}")
+            trials = [trial for trial in tried if _path(trial).is_file() and not _read(_path(trial)).has_learned]
     text = markdown(list(_results(args.out, args.tasks)), args.completions, args.seconds)
     console.print(text, markup=False, highlight=False)
     if args.docs is not None:
         write_between_marks(args.docs, text)
+    if failed:
+        sys.exit("\n".join(failed))
 
 
 def _arguments() -> argparse.Namespace:

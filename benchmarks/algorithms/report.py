@@ -55,7 +55,7 @@ class Result:
         cells = (_cell([self.before]), _cell([self.at_completions]), _cell([self.at_seconds]))
         gained = f"{cells[0]} -> {cells[1]} (completions), {cells[2]} (seconds)"
         took = f"{self.num_rounds} rounds, {self.cpu_s:.0f} CPU-s"
-        return f"{self.task} {self.row} seed {self.seed}: {gained}; {took}. {self.failure or ''}"
+        return f"{gained}; {took}. {self.failure or ''}"
 
 
 def markdown(results: Sequence[Result], completions: int, cpu_s: float) -> str:

@@ -127,6 +127,8 @@ def recipe_of(trial: Trial, base: Recipe, budget: Budget) -> Recipe:
     }
     learner = LearnerConfig.model_validate(settings | sizes)
     changes: dict[str, Any] = {"learner": learner, "rollout": _rollout_of(trial.row, base.rollout)}
+    # Whoever evaluates says at which schedules; a row that samples otherwise could not have the recipe's.
+    changes["evaluation"] = base.evaluation.model_copy(update={"schedules": None})
     if trial.row == "lightningrl":
         changes["reward"] = RewardConfig.model_validate({"terms": {"speed": {"kind": "speed", "weight": 0.02}}})
     return base.model_copy(update=changes)
