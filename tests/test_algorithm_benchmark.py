@@ -130,6 +130,21 @@ def test_a_row_that_has_learned_is_not_tried_at_a_further_rate(
     assert "| `cj-grpo` | 1 |" in capsys.readouterr().out
 
 
+def test_a_trial_that_fails_is_named_after_the_tables(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(TASKS, "sudoku", small)
+    command = "algorithms --tasks sudoku --rows cj-grpo wd1 --rates 1 --jobs 1 --completions 12 --round 12"
+    monkeypatch.setattr("sys.argv", [*command.split(), "--seconds", "0.01", "--out", str(tmp_path)])
+    main()
+    (tmp_path / "sudoku" / "wd1.0.json").unlink()
+    (tmp_path / "sudoku-0" / "before.json").write_text("{")
+    capsys.readouterr()
+    with pytest.raises(SystemExit, match="^sudoku wd1 seed 0 x1 failed: "):
+        main()
+    assert "| `cj-grpo` | 1 |" in capsys.readouterr().out
+
+
 def test_a_trial_that_ended_early_says_why() -> None:
     failed = replace(_result("spg", 0, 20), at_completions=None, at_seconds=None, failure="the loss is nan")
     line = next(line for line in markdown([failed, _result("espo", 0, 1)], 1, 30.0).splitlines() if "`spg`" in line)
