@@ -140,7 +140,7 @@ def test_a_trial_that_fails_is_named_after_the_tables(
     (tmp_path / "sudoku" / "wd1.0.json").unlink()
     (tmp_path / "sudoku-0" / "before.json").write_text("{")
     capsys.readouterr()
-    with pytest.raises(SystemExit, match="^sudoku wd1 seed 0 x1 failed: "):
+    with pytest.raises(SystemExit, match=r"^sudoku wd1 seed 0 x1 failed: "):
         main()
     assert "| `cj-grpo` | 1 |" in capsys.readouterr().out
 
