@@ -26,7 +26,7 @@ def page() -> str:
 
 def _lines(path: Path, depth: int) -> Iterator[str]:
     """A folder, then its files, then its folders."""
-    inside = sorted(one for one in path.iterdir() if not one.name.startswith((".", "__pycache__")))
+    inside = sorted(one for one in path.iterdir() if _is_ours(one))
     yield _line(depth, f"{path.name}/", _first_line(path / "__init__.py"))
     for file in inside:
         if file.is_file() and file.name != "__init__.py":
@@ -34,6 +34,13 @@ def _lines(path: Path, depth: int) -> Iterator[str]:
     for folder in inside:
         if folder.is_dir():
             yield from _lines(folder, depth + 1)
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether it is a file of the project, or a folder that has one: where files were moved, their bytecode stays."""
+    if path.name.startswith((".", "__pycache__")):
+        return False
+    return path.is_file() or any(map(_is_ours, path.iterdir()))
 
 
 def _line(depth: int, name: str, says: str) -> str:

@@ -81,6 +81,16 @@ def test_the_page_of_files_is_current() -> None:
     assert page == runpy.run_path(str(ROOT / "docs" / "tree.py"))["page"](), "run make docs"
 
 
+def test_a_folder_of_bytecode_alone_is_not_on_the_page(tmp_path: Path) -> None:
+    """It is what stays of a folder whose files were moved."""
+    (tmp_path / "moved" / "__pycache__").mkdir(parents=True)
+    (tmp_path / "moved" / "__pycache__" / "old.pyc").touch()
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "new.py").write_text('"""What it is."""')
+    lines = runpy.run_path(str(ROOT / "docs" / "tree.py"))["_lines"](tmp_path, 0)
+    assert [line.split()[0] for line in lines] == [f"{tmp_path.name}/", "kept/", "new.py"]
+
+
 def test_no_folder_has_more_than_sixteen_files_of_code() -> None:
     folders = ("rewards", "learner", "rollout", "actors", "deploy", "benchmarks", "tests")
     sizes = Counter(path.parent for folder in folders for path in (ROOT / folder).rglob("*.py"))
