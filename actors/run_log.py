@@ -268,6 +268,11 @@ def began_at(events: Sequence[Event]) -> float | None:
     return next((event.get("began_at") for event in events if event["event"] == "run"), None)
 
 
+def is_done(events: Sequence[Event]) -> bool:
+    """Whether a run came to its end and nothing was added since."""
+    return bool(events) and events[-1]["event"] == "done"
+
+
 def read_events(directory: Path) -> list[Event]:
     """The events of a run directory; a last line that a crash cut short is left out."""
     path = directory / METRICS

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+from collections.abc import Collection
 from contextlib import suppress
 
 _PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
@@ -21,10 +22,10 @@ def adopt_orphans() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def kill_descendants() -> None:
-    """SIGKILL all of them."""
+def kill_descendants(spared: Collection[int] = ()) -> None:
+    """SIGKILL all of them but those of `spared`."""
     for _ in range(_MAX_SWEEPS):
-        if not (found := descendants(os.getpid())):
+        if not (found := descendants(os.getpid()).difference(spared)):
             return
         for pid in found:
             with suppress(ProcessLookupError, PermissionError):

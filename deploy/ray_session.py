@@ -6,7 +6,6 @@ import gc
 import logging
 import os
 import secrets
-import signal
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from deploy.errors import RunFailedError, UserError, reason
-from deploy.orphans import descendants
+from deploy.orphans import descendants, kill_descendants
 
 MOST_STARTS = 3
 """How often a Ray of our own is tried to be started."""
@@ -87,9 +86,7 @@ def connected(connect: Callable[[], Any], num_tries: int) -> Any:
         except Exception as error:  # Ray raises a plain one where a process of its own does not start.
             ray.shutdown()
             # Ray forgets the processes that it had started by then.
-            for pid in descendants(os.getpid()) - before:
-                with suppress(OSError):
-                    os.kill(pid, signal.SIGKILL)
+            kill_descendants(spared=before)
             if attempt == num_tries:
                 raise RunFailedError(_why_no_ray(error, is_ours="RAY_ADDRESS" not in os.environ)) from error
         with warnings.catch_warnings():

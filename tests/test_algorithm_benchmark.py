@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -107,13 +108,23 @@ def test_the_best_rate_of_a_row_counts() -> None:
         assert line.startswith("| `spg` | 1 | 1 x 4 | 1.0e-03 | 20.0 %")
 
 
-def test_a_row_that_has_learned_is_not_tried_at_a_further_rate(
-    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def benchmark(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """The command, of two rows and twelve completions, at some rates."""
+
+    def run(*rates: str) -> None:
+        command = "algorithms --tasks sudoku --rows cj-grpo wd1 --jobs 1 --completions 12 --round 12 --seconds 0.01"
+        monkeypatch.setattr("sys.argv", [*command.split(), "--out", str(tmp_path), "--rates", *rates])
+        main()
+
     monkeypatch.setitem(TASKS, "sudoku", small)
-    command = "algorithms --tasks sudoku --rows cj-grpo wd1 --rates 1 0.5 --jobs 1 --completions 12 --round 12"
-    monkeypatch.setattr("sys.argv", [*command.split(), "--seconds", "0.01", "--out", str(tmp_path)])
-    main()
+    return run
+
+
+def test_a_row_that_has_learned_is_not_tried_at_a_further_rate(
+    benchmark: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    benchmark("1", "0.5")
     kept = tmp_path / "sudoku"
     assert {path.name for path in kept.iterdir()} == {
         f"{row}.0{rate}.json" for row in ("cj-grpo", "wd1") for rate in ("", ".x0.5")
@@ -125,23 +136,20 @@ def test_a_row_that_has_learned_is_not_tried_at_a_further_rate(
     (kept / "wd1.0.json").write_text(json.dumps(first))
     for name in ("wd1.0.x0.5.json", "cj-grpo.0.x0.5.json"):
         (kept / name).unlink()
-    main()
+    benchmark("1", "0.5")
     assert {path.name for path in kept.glob("*.x0.5.json")} == {"cj-grpo.0.x0.5.json"}
     assert "| `cj-grpo` | 1 |" in capsys.readouterr().out
 
 
 def test_a_trial_that_fails_is_named_after_the_tables(
-    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    benchmark: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(TASKS, "sudoku", small)
-    command = "algorithms --tasks sudoku --rows cj-grpo wd1 --rates 1 --jobs 1 --completions 12 --round 12"
-    monkeypatch.setattr("sys.argv", [*command.split(), "--seconds", "0.01", "--out", str(tmp_path)])
-    main()
+    benchmark("1")
     (tmp_path / "sudoku" / "wd1.0.json").unlink()
     (tmp_path / "sudoku-0" / "before.json").write_text("{")
     capsys.readouterr()
     with pytest.raises(SystemExit, match=r"^sudoku wd1 seed 0 x1 failed: "):
-        main()
+        benchmark("1")
     assert "| `cj-grpo` | 1 |" in capsys.readouterr().out
 
 

@@ -42,7 +42,7 @@ from actors.messages import Generation, Next, PortionKey, PortionSummary
 from actors.plan import RunPlan
 from actors.registry.announcer import Announcer
 from actors.registry.registry import Registry
-from actors.run_log import LEARNER_FAILED, RESTARTED, Event, RunLog
+from actors.run_log import LEARNER_FAILED, RESTARTED, Event, RunLog, is_done
 from actors.spec import Phase, RunSpec
 from learner.model.tokenizer import ChatTokenizer
 
@@ -139,8 +139,7 @@ class Coordinator:
         """Record that the run is done, and how long it took; the files are complete then."""
         if self._watching is not None:
             self._watching.cancel()
-        events = self._log.events_since(0)
-        if not events or events[-1]["event"] != "done":
+        if not is_done(self._log.events_since(0)):
             self._log.append("done", seconds=self._log.seconds())
         self._log.close()
         await self._write_status()

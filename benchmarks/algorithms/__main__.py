@@ -17,7 +17,7 @@ import json
 import multiprocessing
 import sys
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -51,16 +51,7 @@ def main() -> None:
             future.result()
         for rate in args.rates:
             tried = [replace(trial, rate=rate) for trial in trials]
-            missing = [trial for trial in tried if not _path(trial).is_file()]
-            waiting = {pool.submit(try_row, trial, budget): trial for trial in missing}
-            for number, done in enumerate(as_completed(waiting), 1):
-                trial, error = waiting[done], done.exception()
-                name = f"{trial.task} {trial.row} seed {trial.seed} x{rate:g}"
-                if error is None:
-                    _keep(trial, done.result())
-                else:
-                    failed.append(f"{name} failed: {error}")
-                console.print(f"{number}/{len(missing)} {name}: {error or done.result().summary}")
+            failed += _carry_out(pool, [trial for trial in tried if not _path(trial).is_file()], budget, console)
             trials = [trial for trial in tried if _path(trial).is_file() and not _read(_path(trial)).has_learned]
     text = markdown(list(_results(args.out, args.tasks)), args.completions, args.seconds)
     console.print(text, markup=False, highlight=False)
@@ -84,6 +75,21 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("runs/algorithms"))
     parser.add_argument("--docs", type=Path, help="a Markdown file with the marks to write the tables between")
     return parser.parse_args()
+
+
+def _carry_out(pool: Executor, trials: Sequence[Trial], budget: Budget, console: Console) -> list[str]:
+    """Try, and keep what comes of it; a sentence for each trial that fails."""
+    failed: list[str] = []
+    waiting = {pool.submit(try_row, trial, budget): trial for trial in trials}
+    for number, done in enumerate(as_completed(waiting), 1):
+        trial, error = waiting[done], done.exception()
+        name = f"{trial.task} {trial.row} seed {trial.seed} x{trial.rate:g}"
+        if error is None:
+            _keep(trial, done.result())
+        else:
+            failed.append(f"{name} failed: {error}")
+        console.print(f"{number}/{len(trials)} {name}: {error or done.result().summary}")
+    return failed
 
 
 def _path(trial: Trial) -> Path:

@@ -94,9 +94,10 @@ def _by_row(results: Sequence[Result]) -> list[tuple[str, list[Result]]]:
     by_rate: dict[tuple[str, float], list[Result]] = {}
     for result in results:
         by_rate.setdefault((result.row, result.lr), []).append(result)
-    best_last = sorted(by_rate.items(), key=lambda item: _accuracy([trial.at_seconds for trial in item[1]]))
-    best = {row: trials for (row, _), trials in best_last}
-    return sorted(best.items(), key=lambda item: -_accuracy([trial.at_seconds for trial in item[1]]))
+    best: dict[str, list[Result]] = {}
+    for (row, _), trials in sorted(by_rate.items(), key=lambda item: -_accuracy([one.at_seconds for one in item[1]])):
+        best.setdefault(row, trials)
+    return list(best.items())
 
 
 def _line(row: str, trials: Sequence[Result], cpu_s: float) -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
+from actors.run_log import is_done
 from actors.spec import Phase
 from deploy.chaos.faults import Fault, Setting, Target
 from deploy.chaos.judge import JudgedRecipe, judge
@@ -163,7 +164,7 @@ def _reference(recipe: Recipe, order: Order, plan: ChaosPlan, say: Say) -> Histo
         if began.model_copy(update=places) != recipe:
             raise UserError(f"--reference {order.reference} is a run of another recipe; leave it out to make one")
         history = read_history(order.reference)
-        if not history.events or history.events[-1]["event"] != "done":
+        if not is_done(history.events):
             raise UserError(f"--reference {order.reference} has not ended; leave it out to make one")
         return history
     say("the undisturbed run, to compare with")

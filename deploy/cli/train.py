@@ -155,11 +155,10 @@ def _run(recipe: Recipe, order: _Order) -> None:
         from rich.console import Console
         from rich.text import Text
 
-        from actors.run_log import read_events
+        from actors.run_log import is_done, read_events
         from deploy.interrupts import Terminated
         from deploy.job import job
         from deploy.printing import printable
-        from deploy.runs.history import read_history
         from deploy.runs.progress import ProgressDisplay
         from deploy.runs.report import result_tables
 
@@ -190,7 +189,7 @@ def _run(recipe: Recipe, order: _Order) -> None:
             )
         except KeyboardInterrupt as interrupt:
             display.stop()
-            if read_history(read_events(recipe.run_dir)).is_finished:
+            if is_done(read_events(recipe.run_dir)):
                 return
             console.print(Text(f"stopped; resume with: {order.command} --resume"), soft_wrap=True)
             status = _EXIT_TERMINATED if isinstance(interrupt, Terminated) else _EXIT_INTERRUPTED

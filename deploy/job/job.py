@@ -15,7 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from actors.run_log import DRIVER_LOG, METRICS, Event, RunLog, append_event, read_events
+from actors.run_log import DRIVER_LOG, METRICS, Event, RunLog, append_event, is_done, read_events
 from actors.spec import Phase, RunSpec
 from deploy.errors import EXIT_RUN_FAILED, RunFailedError, UserError
 from deploy.interrupts import terminated_by_sigterm, wait_for_interrupt
@@ -29,7 +29,6 @@ from deploy.program import program
 from deploy.ray_session import ray_session
 from deploy.recipe.recipe import Recipe, Stages
 from deploy.runs.curves import draw_curves
-from deploy.runs.history import read_history
 from deploy.runs.listing import point_latest_at
 from deploy.runs.lock import RunLock
 from deploy.runs.run_directory import check_resumable, create_run_dir, make_spec
@@ -182,7 +181,7 @@ def _failed(spec: RunSpec, cause: str, num_seen: int) -> str:
 
 def _end_with_node(spec: RunSpec, what: str, logs_dir: Path, on_event: Callable[[Event], None]) -> None:
     """Say what died, and end this process before Ray's native code does."""
-    if read_history(read_events(spec.run_dir)).is_finished:
+    if is_done(read_events(spec.run_dir)):
         sentence = (
             f"{what}, and the service with it; the run had ended well; {program()} serve {spec.name} serves it again"
         )

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from actors.run_log import LEARNER_FAILED, RESTARTED, Event
+from actors.run_log import LEARNER_FAILED, RESTARTED, Event, is_done
 from rollout.score import Score
 
 
@@ -72,7 +72,7 @@ class RunHistory:
     @property
     def is_finished(self) -> bool:
         """Whether the run came to its end and nothing was added since."""
-        return self.last is not None and self.last["event"] == "done"
+        return self.last is not None and is_done([self.last])
 
     def series(self, key: str) -> list[float]:
         """A number of every round, in order; NaN where a round has none (not every algorithm has a ratio or a KL)."""

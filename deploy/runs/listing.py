@@ -73,13 +73,12 @@ def read_run(directory: Path) -> Run:
     with suppress(OSError, ValueError):
         recipe = parse_yaml((directory / RECIPE).read_text(encoding="utf-8"))
     silent_s = time.time() - (directory / METRICS).stat().st_mtime
-    holder = holder_of(directory)
     return Run(
         directory=directory,
         recipe=recipe if isinstance(recipe, dict) else {},
         history=read_history(read_events(directory)),
         silent_s=silent_s,
-        is_held=holder is not None and holder.is_here,
+        is_held=holder_of(directory) is not None,
     )
 
 

@@ -37,7 +37,7 @@ class Holder:
 
     @property
     def is_here(self) -> bool:
-        """Whether it is of this machine. A lock of another one need not have reached this one, nor its end."""
+        """Whether it is of this machine."""
         return self.host == socket.gethostname()
 
 
@@ -81,7 +81,10 @@ class RunLock:
 
 
 def holder_of(directory: Path) -> Holder | None:
-    """Who has a run directory's lock now; None where nobody has, or where that cannot be known."""
+    """Who on this machine has a run directory's lock now; None where nobody has, or where that cannot be known.
+
+    A lock of another machine need not have reached this one, nor its end.
+    """
     try:
         file = os.open(directory / LOCK, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -89,7 +92,8 @@ def holder_of(directory: Path) -> Holder | None:
     try:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
-        return last_holder_of(directory)
+        holder = last_holder_of(directory)
+        return holder if holder is not None and holder.is_here else None
     except OSError:
         return None
     finally:

@@ -49,7 +49,6 @@ class RunSnapshot:
 def read_standing(directory: Path) -> RunSnapshot:
     """Read how a run stands."""
     holder, last = holder_of(directory), last_holder_of(directory)
-    is_held = holder is not None and holder.is_here
     status = RunStatus.read(directory)
     events = read_events(directory)
     history = read_history(events)
@@ -58,8 +57,8 @@ def read_standing(directory: Path) -> RunSnapshot:
         directory=directory,
         status=status,
         age_s=max(0.0, time.time() - (status.at if status else _heard_at(directory))),
-        holder=holder if is_held else None,
-        has_ended=not is_held and (history.is_finished or (last is not None and last.is_here)),
+        holder=holder,
+        has_ended=holder is None and (history.is_finished or (last is not None and last.is_here)),
         history=history,
         failures=tuple(event for event in events if event["event"] == "failure"),
         idle=idle_shares(spans),
