@@ -139,9 +139,9 @@ def _begin_phase(history: RunHistory, event: Event) -> None:
 def _add_round(history: RunHistory, event: Event) -> None:
     """A run that was resumed from a checkpoint goes through the rounds after it again."""
     index = event["round"]
-    for later in [done for done in history.rounds if done >= index]:
-        del history.rounds[later]
-    history.evaluations = [item for item in history.evaluations if item.label != "round" or item.round <= index]
+    if next(reversed(history.rounds), -1) >= index:
+        history.rounds = {done: kept for done, kept in history.rounds.items() if done < index}
+        history.evaluations = [item for item in history.evaluations if item.label != "round" or item.round <= index]
     history.rounds[index] = event
 
 
