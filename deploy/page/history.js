@@ -26,11 +26,7 @@ export class RunHistory {
         this.name = event.name;
         break;
       case "phase":
-        this.phase = event.phase;
-        this.#isLearnerDown = false;
-        this.planned.set(event.phase, event.num_steps);
-        this.steps.delete(event.phase);
-        this.sftLosses.delete(event.phase);
+        this.#beginPhase(event);
         break;
       case "sft":
         append(this.steps, event.phase, event);
@@ -59,6 +55,20 @@ export class RunHistory {
 
   get lastRound() {
     return this.#lastRound;
+  }
+
+  /** What there was of it counts no more, but for the steps before that where a run that was stopped in it goes on. */
+  #beginPhase({ phase, num_steps, from_step = 0 }) {
+    this.phase = phase;
+    this.#isLearnerDown = false;
+    this.planned.set(phase, num_steps);
+    for (const kept of [this.steps, this.sftLosses]) {
+      const before = (kept.get(phase) ?? []).filter((event) => event.step <= from_step);
+      kept.delete(phase);
+      if (from_step > 0 && before.length > 0) {
+        kept.set(phase, before);
+      }
+    }
   }
 
   /** A fault counts once, of all that its consequences are recorded as; what needed no other try is none. */

@@ -141,7 +141,7 @@ def _add_round(history: RunHistory, event: Event) -> None:
     index = event["round"]
     if next(reversed(history.rounds), -1) >= index:
         history.rounds = {done: kept for done, kept in history.rounds.items() if done < index}
-        history.evaluations = [item for item in history.evaluations if item.label != "round" or item.round <= index]
+    history.evaluations = [item for item in history.evaluations if item.label != "round" or item.round <= index]
     history.rounds[index] = event
 
 

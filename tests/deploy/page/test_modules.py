@@ -99,7 +99,9 @@ def test_a_history_is_what_the_reports_have(page: Page) -> None:
                 {"event": "sft", "time_s": 1.0, "phase": draw.choice(["sft", "control"]), "step": at, "loss": 1.0}
             )
         elif kind == "phase":
-            events.append({"event": "phase", "time_s": 1.0, "phase": draw.choice(["sft", "control"]), "num_steps": 9})
+            resumed = draw.choice([{}, {"from_step": at}])
+            phase = draw.choice(["sft", "control"])
+            events.append({"event": "phase", "time_s": 1.0, "phase": phase, "num_steps": 9, **resumed})
         else:
             what = draw.choice(["x", "a learner worker failed: y", "the learner group restarted from checkpoint sft"])
             events.append({"event": "failure", "time_s": 1.0, "what": what, "attempt": draw.choice([0, 1])})
@@ -107,8 +109,10 @@ def test_a_history_is_what_the_reports_have(page: Page) -> None:
         """async (events) => {
           const { RunHistory } = await import("/assets/history.js");
           const history = new RunHistory();
-          events.forEach((event) => history.add(event));
+          const count = () => [...history.steps.values()].flat().length;
+          const numSteps = events.map((event) => { history.add(event); return count(); });
           return {
+            numSteps,
             rounds: [...history.rounds.keys()],
             rewards: history.series("reward"),
             evaluations: history.evaluations.map((item) => [item.label, item.round, item.num_correct]),
@@ -120,7 +124,9 @@ def test_a_history_is_what_the_reports_have(page: Page) -> None:
         events,
     )
     history = read_history(events)
+    so_far = [read_history(events[:end]) for end in range(1, len(events) + 1)]
     assert found == {
+        "numSteps": [sum(map(len, some.steps.values())) for some in so_far],
         "rounds": list(history.rounds),
         "rewards": history.series("reward"),
         "evaluations": [[item.label, item.round, item.score.num_correct] for item in history.evaluations],
