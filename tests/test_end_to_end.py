@@ -124,6 +124,24 @@ def test_a_run_leaves_what_it_promises(cluster: dict[str, str], folder: Path, fi
     assert "SFT + RL" in shown.stdout
 
 
+@pytest.mark.usefixtures("first_run")
+def test_an_evaluation_on_the_cluster_is_that_of_one_process(cluster: dict[str, str], folder: Path) -> None:
+    words = ("eval", str(folder / "first"), "--samples", "2", "--temperature", "1", "--schedules", "0.5", "--json")
+    on_cluster = _d1(cluster, *words, "--out", str(folder / "cluster"))
+    alone = {name: value for name, value in cluster.items() if name != "RAY_ADDRESS"}
+    on_machine = _d1(alone, *words, "--out", str(folder / "machine"), "--workers", "1")
+    assert on_cluster.returncode == on_machine.returncode == 0, on_cluster.stderr + on_machine.stderr
+    first, second = (sorted(_generations(folder / place)) for place in ("cluster", "machine"))
+    assert len(set(first)) > 50
+    assert first == second
+
+
+def _generations(place: Path) -> list[tuple[str, int, str]]:
+    (path,) = place.glob("*.jsonl")
+    rows = [json.loads(line) for line in path.read_text().splitlines()[1:]]
+    return [(row["problem_id"], row["sample"], row["generation"]) for row in rows]
+
+
 @pytest.mark.nightly
 def test_a_timeline_shows_what_overlaps(cluster: dict[str, str], folder: Path, first_run: list[dict[str, Any]]) -> None:
     # Eight portions a round for one sampler: it is at work on the next round long after the learner has begun with one.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -27,14 +27,14 @@ class _Chosen(BaseModel):
     task: TaskConfig
 
 
-def task_config(name: str, overrides: Sequence[str]) -> TaskConfig:
-    """The config of a task with overrides `key=value` of its fields.
+def task_config(name: str, overrides: Sequence[str], given: Mapping[str, object] | None = None) -> TaskConfig:
+    """The config of a task with overrides `key=value` of its fields, or of those that are `given`.
 
     Raises UserError, in one sentence, for a task or a field that there is not, and for a value that does not fit.
     """
     if name not in task_names():
         raise UserError(f"there is no task {name}; the tasks are {', '.join(task_names())}")
-    fields: dict[str, object] = {}
+    fields: dict[str, object] = dict(given or {})
     for text in overrides:
         set_key(fields, *parse_override(text))
     try:

@@ -96,9 +96,13 @@ class ChatTokenizer:
     def __len__(self) -> int:
         return len(self._tokenizer)
 
-    def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        """The prompt of a conversation (`role`, `content` each), ending where the assistant's turn begins."""
-        return list(self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
+    def encode_chat(self, messages: Sequence[dict[str, str]], prefix: str = "") -> list[int]:
+        """The prompt of a conversation (`role`, `content` each), ending where the assistant's turn begins.
+
+        With a `prefix` it ends after that: what every answer is made to begin with.
+        """
+        text = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        return self.encode_completion(text + prefix)
 
     def encode_completion(self, text: str) -> list[int]:
         """The ids of a completion that we wrote ourselves, tags as tokens."""

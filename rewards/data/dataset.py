@@ -180,6 +180,13 @@ def chosen(found: Sequence[Problem], *, task: str, split: Split, count: int, see
     return shuffled[:count]
 
 
+def unshuffled(problems: Sequence[Problem], *, task: str, split: Split, seed: int) -> list[Problem]:
+    """All problems of a split in the order of their file, from that of a seed: what undoes `chosen`."""
+    order = list(range(len(problems)))
+    rng_for(f"{task}/{split}/{seed}").shuffle(order)
+    return [problem for _, problem in sorted(zip(order, problems, strict=True), key=lambda pair: pair[0])]
+
+
 def problem_id(task: str, question: str) -> str:
     """The id of the problem that asks a question: equal for equal questions, whatever file they are from."""
     return f"{task}/{sha256(question.strip().encode(errors='surrogatepass')).hexdigest()[:16]}"

@@ -20,6 +20,28 @@ Respond in the following format:
 ...
 </answer>
 """
+# Its wording of Sudoku (the same, `SUDOKU_SYSTEM_PROMPT`, and `eval/sudoku.py`).
+D1_SUDOKU = """
+Please solve the following 4x4 Sudoku puzzle. The puzzle is provided as a 16-character string reading left-to-right, \
+top-to-bottom, where '0' represents empty cells.
+
+Rules:
+- Fill empty cells with digits 1-4
+- Each row must contain digits 1-4 exactly once
+- Each column must contain digits 1-4 exactly once
+- Each 2x2 box must contain digits 1-4 exactly once
+
+Important: Your solution must be a COMPLETE 16-character string with only the digits 1-4, \
+representing your final solved grid.
+
+Respond in this exact format:
+<reasoning>
+Your step-by-step solving process
+</reasoning>
+<answer>
+[16-character solution string with no spaces or separators]
+</answer>
+"""
 
 
 def user_turn(content: str) -> tuple[Message, ...]:

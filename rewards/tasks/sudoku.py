@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 
 from rewards.data.dataset import FileProblems, Files, chosen
 from rewards.data.draw import draw_distinct
-from rewards.data.prompts import PromptStyle, demonstration, user_turn
+from rewards.data.prompts import D1_SUDOKU, PromptStyle, demonstration, user_turn
 from rewards.data.rows import Row, shown
 from rewards.data.split import split_of
 from rewards.first_d1 import parsers as d1_parsers
@@ -26,29 +26,6 @@ EMPTY = "0"
 _PUZZLE = re.compile(r"([0-4]{16})")
 _NAMED_PUZZLE = re.compile(r"Sudoku puzzle: ([0-4]{16})")
 _SOLVED = re.compile(r"[1-4]{16}")
-
-# d1's wording (`diffu-grpo/data_utils.py`, `SUDOKU_SYSTEM_PROMPT`), to the letter.
-_D1_INSTRUCTIONS = """
-Please solve the following 4x4 Sudoku puzzle. The puzzle is provided as a 16-character string reading left-to-right, \
-top-to-bottom, where '0' represents empty cells.
-
-Rules:
-- Fill empty cells with digits 1-4
-- Each row must contain digits 1-4 exactly once
-- Each column must contain digits 1-4 exactly once
-- Each 2x2 box must contain digits 1-4 exactly once
-
-Important: Your solution must be a COMPLETE 16-character string with only the digits 1-4, \
-representing your final solved grid.
-
-Respond in this exact format:
-<reasoning>
-Your step-by-step solving process
-</reasoning>
-<answer>
-[16-character solution string with no spaces or separators]
-</answer>
-"""
 
 
 class SudokuConfig(Files):
@@ -193,7 +170,7 @@ class Sudoku:
         return self._pose(puzzle, solution)
 
     def _pose(self, puzzle: str, solution: str) -> Problem:
-        question = f"{_D1_INSTRUCTIONS}\n\nSolve the following Sudoku puzzle: {puzzle}\n"
+        question = f"{D1_SUDOKU}\n\nSolve the following Sudoku puzzle: {puzzle}\n"
         rows = range(0, NUM_CELLS, 4)
         reasoning = "\n".join(f"{puzzle[row : row + 4]} -> {solution[row : row + 4]}" for row in rows)
         return Problem(

@@ -1,0 +1,178 @@
+"""`d1 eval` and `d1 compare`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from deploy.cli.options import RunsDir
+from deploy.errors import UserError
+from deploy.printing import printable
+from deploy.waiting import saying
+
+if TYPE_CHECKING:
+    from deploy.evaluation.evaluate import Computing, Ready, Subject
+
+_EXIT_INTERRUPTED = 130
+
+
+def evaluate(
+    checkpoint: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN|CHECKPOINT", help="A run by name or path, a checkpoint's path, or a hub id ORG/NAME."
+        ),
+    ],
+    fields: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[TASK.KEY=VALUE]...", help="Fields of the tasks, as under `task` in a recipe.", show_default=False
+        ),
+    ] = None,
+    *,
+    tasks: Annotated[str | None, typer.Option(metavar="A,B", help="Tasks; left out: the run's own.")] = None,
+    lengths: Annotated[
+        str | None, typer.Option(metavar="128,256", help="Slots of a completion; left out: as the run has.")
+    ] = None,
+    schedules: Annotated[
+        str | None,
+        typer.Option(
+            metavar="0.5,threshold=0.9",
+            help="A share of the slots as steps, or steps=9, threshold=0.9, factor=1, entropy_bound=0.5; "
+            "left out: as the run is evaluated, or 0.5.",
+        ),
+    ] = None,
+    block_length: Annotated[int | None, typer.Option(min=1, help="Slots denoised together.")] = None,
+    problems: Annotated[
+        int | None, typer.Option(min=1, help="Held-out problems of each task; left out: all, or 500 of made ones.")
+    ] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Completions of each problem, for pass@k.")] = 1,
+    temperature: Annotated[
+        float | None, typer.Option(min=0, help="Of the draws; 0, the default, takes the likeliest token.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Keys the draws.")] = 0,
+    protocol: Annotated[
+        Literal["fixed", "d1"], typer.Option(help="Our rules; or the first d1's prompts, denoising and parsers.")
+    ] = "fixed",
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Where answers are kept; left out: RUNS_DIR/evaluations/NAME.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON in place of the table.")] = False,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Processes; left out: one for each GPU, else for each core.")
+    ] = None,
+    device: Annotated[
+        Literal["cpu", "cuda"] | None, typer.Option(help="Where to compute; left out: GPUs where there are any.")
+    ] = None,
+    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of the weights.")] = "float32",
+    slots: Annotated[
+        int | None, typer.Option(min=1, help="Completions that a worker denoises at a time; left out: as the run's.")
+    ] = None,
+    runs_dir: RunsDir = Path("runs"),
+) -> None:
+    """Evaluate a checkpoint on held-out problems, at each length and schedule; goes on where it was stopped."""
+    with saying("loading torch"):
+        from deploy.evaluation.cells import Asked, Sampled
+        from deploy.evaluation.evaluate import Computing, default_out, find_subject, prepare
+        from deploy.evaluation.pool import Wanted
+
+    if samples > 1 and not temperature:
+        raise UserError(f"--samples {samples} of the likeliest tokens are all alike; say --temperature, as in 0.8")
+    asked = Asked(
+        tasks=_words(tasks),
+        lengths=_numbers(lengths),
+        schedules=_words(schedules),
+        block_length=block_length,
+        num_problems=problems,
+        protocol=protocol,
+        fields=tuple(fields or ()),
+        sampled=Sampled(num_samples=samples, temperature=temperature or 0.0, seed=seed),
+    )
+    computing = Computing(num_slots=slots, dtype=dtype, wanted=Wanted(num_workers=workers, device=device))
+    with saying(f"looking at {checkpoint} and the tasks"):
+        subject = find_subject(checkpoint, runs_dir)
+        place = out or default_out(subject, runs_dir)
+        ready = prepare(subject, asked, computing, place)
+    _answer(subject, ready, computing)
+    _show(subject, ready, place, as_json=as_json)
+
+
+def compare(
+    first: Annotated[
+        str, typer.Argument(metavar="A", help="An evaluation's directory, or a run or checkpoint that is evaluated.")
+    ],
+    second: Annotated[str, typer.Argument(metavar="B", help="Another one.")],
+    *,
+    task: Annotated[str | None, typer.Option(help="Compare on this task alone.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON in place of the table.")] = False,
+    runs_dir: RunsDir = Path("runs"),
+) -> None:
+    """Say whether one of two evaluated checkpoints is better, paired on the same problems."""
+    with saying("reading the evaluations"):
+        from rich.console import Console
+
+        from deploy.evaluation.compare import compare as compare_cells
+        from deploy.evaluation.compare import find_evaluation, sentence
+        from deploy.evaluation.view import compared_tables
+
+        names = first, second
+        cells = find_evaluation(first, runs_dir), find_evaluation(second, runs_dir)
+        found = compare_cells(*cells, names, task)
+    if as_json:
+        typer.echo(json.dumps([asdict(one) | {"is_real": one.is_real} for one in found]))
+        return
+    console = Console()
+    for table in compared_tables(found, names):
+        console.print(table)
+    for one in found:
+        typer.echo(printable(sentence(one, names)))
+
+
+def _answer(subject: Subject, ready: list[Ready], computing: Computing) -> None:
+    from deploy.evaluation.evaluate import answer_all
+    from deploy.evaluation.view import Bar
+
+    with Bar(ready) as bar:
+        try:
+            answer_all(subject, ready, computing, bar.advance)
+        except KeyboardInterrupt:
+            done = bar.num_done
+        else:
+            return
+    sys.stderr.write(f"d1: stopped; {done} answers are kept, and the same command goes on from there\n")
+    raise typer.Exit(_EXIT_INTERRUPTED)
+
+
+def _show(subject: Subject, ready: list[Ready], place: Path, *, as_json: bool) -> None:
+    from rich.console import Console
+
+    from deploy.evaluation.evaluate import RESULTS, results, write_results
+    from deploy.evaluation.view import tables
+
+    found = results(subject, ready)
+    write_results(found, place)
+    if as_json:
+        typer.echo(json.dumps(found))
+        return
+    console = Console()
+    for table in tables(found):
+        console.print(table)
+    sys.stderr.write(f"d1: answers and {RESULTS} are in {place}\n")
+
+
+def _words(text: str | None) -> tuple[str, ...] | None:
+    return None if text is None else tuple(word.strip() for word in text.split(","))
+
+
+def _numbers(text: str | None) -> tuple[int, ...] | None:
+    words = _words(text)
+    if words is None:
+        return None
+    if strays := [word for word in words if not word.isdecimal() or not int(word)]:
+        raise UserError(f"--lengths {text}: {strays[0] or 'nothing'} is no number of slots; write --lengths 128,256")
+    return tuple(map(int, words))

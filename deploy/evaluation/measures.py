@@ -1,0 +1,98 @@
+"""What the answers of a cell come to, with 95 % intervals."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from math import comb
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deploy.evaluation.record import Recorded
+from deploy.evaluation.worker import Answer
+from rewards import Outcome
+from rollout.score import Score
+
+_NUM_RESAMPLES = 4000
+_PASS_AT = (2, 4, 8, 16, 32, 64, 128, 256)
+_Floats = NDArray[np.float64]
+
+
+def measures(cell: Recorded) -> dict[str, Any]:
+    """The numbers of a cell, as JSON. Shares are 0 to 1; an interval is `[low, high]`.
+
+    An accuracy of one sample a problem has Wilson's interval; one of several, a share of items and pass@k have the
+    bootstrap's over problems, which are what was drawn at random: samples and cells of one problem hang together.
+    """
+    answers = cell.answers
+    by_problem: dict[str, list[Answer]] = {}
+    for answer in answers:
+        by_problem.setdefault(answer.problem_id, []).append(answer)
+    groups = list(by_problem.values())
+    num_samples = max(map(len, groups))
+    num_tokens, num_forwards = (sum(getattr(one, name) for one in answers) for name in ("num_tokens", "num_forwards"))
+    outcomes = Counter(answer.outcome for answer in answers)
+    found: dict[str, Any] = {
+        "num_problems": len(groups),
+        "num_samples": num_samples,
+        "num_correct": sum(answer.correct for answer in answers),
+        "accuracy": _mean([answer.correct for answer in answers]),
+        "accuracy_interval": _accuracy_interval(groups),
+        "mean_tokens": num_tokens / len(answers),
+        "truncated": _mean([answer.is_truncated for answer in answers]),
+        "mean_forwards": num_forwards / len(answers),
+        "tokens_per_forward": num_tokens / num_forwards if num_forwards else None,
+        "ungraded": sum(count for outcome, count in outcomes.items() if outcome != Outcome.GRADED),
+        "worker_seconds": cell.seconds,
+    }
+    if any(answer.num_items > 1 for answer in answers):
+        found |= _items(groups)
+    for k in _PASS_AT:
+        if k <= num_samples:
+            found |= _pass_at(groups, k)
+    return found
+
+
+def _accuracy_interval(groups: Sequence[Sequence[Answer]]) -> list[float]:
+    correct = [_mean([answer.correct for answer in group]) for group in groups]
+    if all(len(group) == 1 for group in groups):
+        return list(Score(num_correct=round(sum(correct)), num_problems=len(groups)).interval)
+    return bootstrap(np.array(correct), lambda picked: picked.mean(axis=1))
+
+
+def _items(groups: Sequence[Sequence[Answer]]) -> dict[str, Any]:
+    """The share of a problem's parts that are right, of all parts: a Sudoku's empty cells."""
+    counts = np.array([[sum(one.num_right for one in group), sum(one.num_items for one in group)] for group in groups])
+    right, total = counts.sum(axis=0)
+
+    def share(picked: _Floats) -> _Floats:
+        sums = picked.sum(axis=1)
+        return np.asarray(sums[:, 0] / sums[:, 1])
+
+    return {"items": float(right / total), "items_interval": bootstrap(counts.astype(float), share)}
+
+
+def _pass_at(groups: Sequence[Sequence[Answer]], k: int) -> dict[str, Any]:
+    """How many problems one of k samples solves: the unbiased estimate from n >= k (Chen et al., 2021, section 2.1)."""
+    solved = [
+        1 - comb(len(group) - sum(answer.correct for answer in group), k) / comb(len(group), k) for group in groups
+    ]
+    interval = bootstrap(np.array(solved), lambda picked: picked.mean(axis=1))
+    return {f"pass@{k}": _mean(solved), f"pass@{k}_interval": interval}
+
+
+def bootstrap(values: _Floats, statistic: Callable[[_Floats], _Floats]) -> list[float]:
+    """The percentile interval over problems, of resamples that a fixed seed draws."""
+    generator = np.random.default_rng(0)
+    found = [
+        statistic(values[generator.integers(len(values), size=(chunk, len(values)))])
+        for chunk in [_NUM_RESAMPLES // 20] * 20
+    ]
+    low, high = np.quantile(np.concatenate(found), [0.025, 0.975])
+    return [float(low), float(high)]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

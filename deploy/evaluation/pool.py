@@ -1,0 +1,126 @@
+"""Who answers: processes of this machine, or actors of the Ray cluster that RAY_ADDRESS names."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deploy.errors import RunFailedError, UserError
+from deploy.evaluation.problems import Batch
+from deploy.evaluation.worker import Answered, Worker, WorkerConfig
+
+_SMALL_BYTES = 200 << 20
+_DIED = "a worker of the evaluation died, killed or out of memory; what was answered is kept"
+_MOST_RESTARTS = 3
+_END_TIMEOUT_S = 10.0
+
+# That of this process, where it is one of the pool.
+_workers: list[Worker] = []
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wanted:
+    """How the work is shared; None where it is left to what there is."""
+
+    num_workers: int | None
+    """Processes, or actors."""
+    device: str | None
+    """`cpu` or `cuda`."""
+
+
+def answers(config: WorkerConfig, wanted: Wanted, batches: Sequence[Batch]) -> Iterator[Answered]:
+    """Answers to batches, as they are done. The workers end with the iterator.
+
+    Raises:
+        UserError: there is no such device, or the checkpoint cannot be read.
+        RunFailedError: a worker died, or the policy's weights are bad.
+    """
+    pool = _on_cluster if "RAY_ADDRESS" in os.environ else _on_this_machine
+    try:
+        yield from pool(config, wanted, batches)
+    except FloatingPointError as error:
+        raise RunFailedError(str(error)) from error
+
+
+def _on_this_machine(config: WorkerConfig, wanted: Wanted, batches: Sequence[Batch]) -> Iterator[Answered]:
+    configs = _configs(config, wanted)[: len(batches)]
+    context = multiprocessing.get_context("spawn")
+    waiting = context.SimpleQueue()
+    for one in configs:
+        waiting.put(one)
+    pool = ProcessPoolExecutor(len(configs), context, initializer=_begin, initargs=(waiting,))
+    try:
+        for done in as_completed([pool.submit(_answer, batch) for batch in batches]):
+            yield done.result()
+        pool.shutdown()
+    except BrokenProcessPool as error:
+        raise RunFailedError(_DIED) from error
+    finally:
+        # Where it ends early: what they are at is worth nothing to anyone.
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in multiprocessing.active_children():
+            process.terminate()
+            process.join(_END_TIMEOUT_S)
+
+
+def _configs(config: WorkerConfig, wanted: Wanted) -> list[WorkerConfig]:
+    """One for each worker of this machine: a GPU each, or else all cores."""
+    num_gpus = torch.cuda.device_count()
+    if wanted.device == "cuda" and not num_gpus:
+        raise UserError("--device cuda: torch sees no GPU on this machine; take --device cpu")
+    if num_gpus and wanted.device != "cpu":
+        num_workers = wanted.num_workers or num_gpus
+        return [replace(config, device=f"cuda:{index % num_gpus}") for index in range(num_workers)]
+    num_cores = len(os.sched_getaffinity(0))
+    # A small policy's steps are too short to share among threads; of a large one, one copy is enough.
+    num_workers = wanted.num_workers or (num_cores if _num_bytes(config.checkpoint) < _SMALL_BYTES else 1)
+    return [replace(config, device="cpu", num_threads=max(1, num_cores // num_workers))] * num_workers
+
+
+def _num_bytes(checkpoint: Path) -> int:
+    return sum(path.stat().st_size for path in checkpoint.glob("*.safetensors"))
+
+
+def _begin(waiting: Any) -> None:
+    """A process of the pool: Ctrl-C is for the one that started it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _workers.append(Worker(waiting.get()))
+
+
+def _answer(batch: Batch) -> Answered:
+    return _workers[0].answer(batch)
+
+
+def _on_cluster(config: WorkerConfig, wanted: Wanted, batches: Sequence[Batch]) -> Iterator[Answered]:
+    """Every actor samples and grades. One that is lost with its node is started elsewhere, and its batch repeated."""
+    import ray
+    from ray.exceptions import RayActorError
+    from ray.util import ActorPool
+
+    from actors.resources import sampler_resources
+    from deploy.ray_session import ray_session
+
+    with ray_session(dashboard=False):
+        found = ray.cluster_resources()
+        num_gpus = int(found.get("GPU", 0))
+        if wanted.device == "cuda" and not num_gpus:
+            raise UserError("--device cuda: the cluster has no GPU; take --device cpu")
+        device = "cuda" if num_gpus and wanted.device != "cpu" else "cpu"
+        num_workers = wanted.num_workers or (num_gpus if device == "cuda" else int(found.get("CPU", 1)))
+        options = {"max_restarts": _MOST_RESTARTS, "max_task_retries": _MOST_RESTARTS, **sampler_resources(device)}
+        actor = ray.remote(Worker).options(**options)
+        workers = [actor.remote(replace(config, device=device)) for _ in range(min(num_workers, len(batches)))]
+        try:
+            pool: Any = ActorPool(workers)
+            yield from pool.map_unordered(lambda worker, batch: worker.answer.remote(batch), batches)
+        except RayActorError as error:
+            raise RunFailedError(_DIED) from error

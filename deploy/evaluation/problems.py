@@ -1,0 +1,114 @@
+"""The problems of a cell, and the batches that they are answered in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from deploy.errors import UserError
+from deploy.evaluation.cells import Cell
+from deploy.grading.tasks import opened
+from learner.keys import fold, key_of
+from learner.model.tokenizer import ChatTokenizer
+from rewards import Problem, Split, Task, TaskConfig
+from rewards.data.dataset import unshuffled
+from rewards.first_d1 import evaluation as first_d1
+from rollout.request import Request
+
+_MADE = 500
+_SAMPLE_KEY = 31
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batch:
+    """Requests that are denoised together: the last bits of a logit hang on that, so it is the same in every try."""
+
+    index: int
+    """Its place in the cell."""
+    task: TaskConfig
+    """Who grades."""
+    keeps_all: bool
+    """Whether what is graded is the whole canvas with its special tokens spelled, as the first d1 grades it."""
+    problems: tuple[Problem, ...]
+    """The problem of each request."""
+    samples: tuple[int, ...]
+    """Which of the problem's samples each is."""
+    requests: tuple[Request, ...]
+    """What the sampler is asked for."""
+
+
+def problems_of(cell: Cell) -> list[Problem]:
+    """The held-out problems of a cell's task. Raises UserError where it has too few, or its data is not at hand."""
+    task = opened(cell.task)
+    try:
+        found = _of_d1(cell, task) if cell.protocol == "d1" else _heldout(task, cell.num_problems)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    return found[: cell.num_problems]
+
+
+def batches_of(
+    cell: Cell, problems: Sequence[Problem], tokenizer: ChatTokenizer, batch_size: int, max_sequence_length: int
+) -> list[Batch]:
+    """The batches of a cell: problem by problem, all samples of one beside each other.
+
+    Raises UserError where a prompt leaves no room for the length.
+    """
+    prompts = [_prompt(cell, problem, tokenizer) for problem in problems]
+    longest, length = max(map(len, prompts)), cell.params.gen_length
+    if longest + length > max_sequence_length:
+        raise UserError(
+            f"{cell.task.name} at {length} slots: its longest prompt has {longest} tokens, and the policy takes "
+            f"{max_sequence_length} in all; take a length of at most {max(0, max_sequence_length - longest)}"
+        )
+    asked = [
+        (problem, prompt, sample)
+        for problem, prompt in zip(problems, prompts, strict=True)
+        for sample in range(cell.sampled.num_samples)
+    ]
+    return [
+        _batch(cell, index, asked[start : start + batch_size])
+        for index, start in enumerate(range(0, len(asked), batch_size))
+    ]
+
+
+def _batch(cell: Cell, index: int, asked: Sequence[tuple[Problem, tuple[int, ...], int]]) -> Batch:
+    problems, prompts, samples = zip(*asked, strict=True)
+    seeds = [fold(cell.sampled.seed, _SAMPLE_KEY, key_of(problem.problem_id), sample) for problem, _, sample in asked]
+    return Batch(
+        index=index,
+        task=cell.task,
+        keeps_all=cell.protocol == "d1",
+        problems=problems,
+        samples=samples,
+        requests=tuple(
+            Request(prompt_ids=prompt, params=cell.params, seed=seed)
+            for prompt, seed in zip(prompts, seeds, strict=True)
+        ),
+    )
+
+
+def _heldout(task: Task, count: int | None) -> list[Problem]:
+    """The split does not hang on a run's seed: these are the problems that a run is evaluated on."""
+    if count is None:
+        count = task.size(Split.HELDOUT) or min(_MADE, task.at_most(Split.HELDOUT))
+    return task.problems(Split.HELDOUT, count, seed=0)
+
+
+def _of_d1(cell: Cell, task: Task) -> list[Problem]:
+    size = task.size(Split.HELDOUT)
+    if size is None:
+        return first_d1.chosen(cell.task.name, _heldout(task, cell.num_problems))
+    found = task.problems(Split.HELDOUT, size, seed=0)
+    return first_d1.chosen(cell.task.name, unshuffled(found, task=cell.task.name, split=Split.HELDOUT, seed=0))
+
+
+def _prompt(cell: Cell, problem: Problem, tokenizer: ChatTokenizer) -> tuple[int, ...]:
+    if cell.protocol == "d1":
+        turn = {"role": "user", "content": first_d1.asked(cell.task.name, problem)}
+        return tuple(tokenizer.encode_chat([turn], first_d1.PREFIX))
+    messages: list[dict[str, Any]] = [
+        {"role": message.role, "content": message.content} for message in problem.messages
+    ]
+    return tuple(tokenizer.encode_chat(messages))

@@ -1,0 +1,147 @@
+"""An evaluation for people: a bar while it goes on, and its table."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from deploy.evaluation.compare import Compared, tenths
+from deploy.evaluation.evaluate import Ready
+from deploy.printing import counted, duration, printable
+from deploy.waiting import EVERY_S
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+_NAMES = {"items": "parts, %"}
+
+
+class Bar:
+    """How far an evaluation is: a bar on a terminal, a line every 5 s anywhere else; on stderr."""
+
+    def __init__(self, ready: Sequence[Ready]) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self._ready = ready
+        self._total = sum(len(batch.requests) for one in ready for batch in one.batches)
+        self._began = self._said = time.monotonic()
+        columns: list[Any] = [
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[note]}", markup=False),
+            TimeRemainingColumn(),
+        ]
+        console = Console(stderr=True)
+        self._progress = Progress(*columns, console=console, transient=True) if console.is_terminal else None
+
+    def __enter__(self) -> Self:
+        if self._progress is not None:
+            self._progress.start()
+            self._task = self._progress.add_task("answers", total=self._total, completed=self.num_done, note="")
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+    @property
+    def num_done(self) -> int:
+        """Answers that there are."""
+        return sum(len(batch.answers) for one in self._ready for batch in one.record.done.values())
+
+    def advance(self, one: Ready) -> None:
+        """A batch of a cell is done."""
+        answers = [answer for batch in one.record.done.values() for answer in batch.answers]
+        right = sum(answer.correct for answer in answers)
+        note = f"{one.cell.name}: {right} of {len(answers)} right"
+        if self._progress is not None:
+            self._progress.update(self._task, completed=self.num_done, note=note)
+        elif time.monotonic() - self._said > EVERY_S:
+            self._said = time.monotonic()
+            sys.stderr.write(f"d1: {self.num_done} of {counted(self._total, 'answer')}; {note}\n")
+
+
+def tables(found: Mapping[str, Any]) -> Iterator[Table]:
+    """One for each task, with a row for each length and schedule."""
+    for task, cells in groupby(found["cells"], key=lambda cell: cell["task"]):
+        yield _table(f"{task}: {found['checkpoint']['name']}", list(cells))
+
+
+def _table(title: str, cells: Sequence[Mapping[str, Any]]) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    table, extras = Table(title=Text(printable(title)), caption=_caption(cells)), _extras(cells)
+    table.add_column("slots", justify="right")
+    table.add_column("denoising", no_wrap=True)
+    for name in ("solved, %", *(_NAMES.get(key, f"{key}, %") for key in extras)):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name in ("tokens", "a forward", "cut", "time"):
+        table.add_column(name, justify="right")
+    for cell in cells:
+        table.add_row(
+            str(cell["gen_length"]),
+            cell["schedule"],
+            _percent(cell["accuracy"], cell["accuracy_interval"]),
+            *(_percent(cell[key], cell[f"{key}_interval"]) for key in extras),
+            f"{cell['mean_tokens']:.1f}",
+            "" if cell["tokens_per_forward"] is None else f"{cell['tokens_per_forward']:.2f}",
+            f"{100 * cell['truncated']:.0f} %",
+            duration(cell["worker_seconds"]),
+        )
+    return table
+
+
+def _caption(cells: Sequence[Mapping[str, Any]]) -> str:
+    """How many, and what a reader should know of the numbers."""
+    said = [f"n = {cells[0]['num_problems']}", "95 % intervals in brackets"]
+    if (samples := cells[0]["num_samples"]) > 1:
+        said.append(f"{samples} samples of each at temperature {cells[0]['temperature']:g}")
+    if num_ungraded := sum(cell["ungraded"] for cell in cells):
+        said.append(f"{counted(num_ungraded, 'answer')} could not be graded and count as wrong")
+    return "; ".join(said)
+
+
+def _extras(cells: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Measures that not every task has: the share of a problem's parts, and the largest pass@k."""
+    at = [key for key in cells[0] if key.startswith("pass@") and not key.endswith("_interval")]
+    return [*(["items"] if "items" in cells[0] else []), *at[-1:]]
+
+
+def _percent(share: float, interval: Sequence[float]) -> str:
+    return f"{100 * share:.1f} ({100 * interval[0]:.1f} to {100 * interval[1]:.1f})"
+
+
+def compared_tables(found: Sequence[Compared], names: tuple[str, str]) -> Iterator[Table]:
+    """One for each task, with a row for each cell of both evaluations."""
+    for task, cells in groupby(found, key=lambda one: one.task):
+        yield _compared_table(f"{task}   A: {names[0]}   B: {names[1]}", list(cells))
+
+
+def _compared_table(title: str, cells: Sequence[Compared]) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    caption = f"n = {cells[0].num_problems}; only A: problems that A solves and B does not"
+    table = Table(title=Text(printable(title)), caption=caption)
+    table.add_column("slots", justify="right")
+    table.add_column("denoising", no_wrap=True)
+    for name in ("A, %", "B, %", "B - A, points", "only A/B"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for one in cells:
+        low, high = (tenths(100 * bound) for bound in one.interval)
+        table.add_row(
+            str(one.gen_length),
+            one.schedule,
+            *(f"{100 * accuracy:.1f}" for accuracy in one.accuracies),
+            f"{tenths(100 * one.difference)} ({low} to {high})",
+            "{} / {}".format(*one.only),
+        )
+    return table

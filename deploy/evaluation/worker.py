@@ -1,0 +1,126 @@
+"""The worker of an evaluation: a plain class that answers and grades batches with one checkpoint."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from deploy.evaluation.problems import Batch
+from learner.model.checkpoint import load_policy
+from learner.model.tokenizer import ChatTokenizer
+from rewards import Grader, RewardConfig, Sample, TaskConfig
+from rollout.config import EngineConfig
+from rollout.request import Completion, FinishReason
+from rollout.sampler import Sampler
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerConfig:
+    """What a worker is made of."""
+
+    checkpoint: Path
+    """Its directory."""
+    engine: EngineConfig
+    """How it computes."""
+    device: str
+    """Where: `cpu`, `cuda`, `cuda:1`."""
+    num_threads: int
+    """Threads of a worker on the CPU."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """One completion, and what it is worth: a line of the evaluation's file, which `d1 grade` reads too."""
+
+    problem_id: str
+    sample: int
+    question: str
+    generation: str
+    ground_truth: str
+    answer: str | None
+    correct: bool
+    num_right: int
+    num_items: int
+    outcome: str
+    detail: str
+    num_tokens: int
+    num_forwards: int
+    is_truncated: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answered:
+    """A batch that is done."""
+
+    index: int
+    """Its place in the cell."""
+    answers: tuple[Answer, ...]
+    """In the order of its requests."""
+    seconds: float
+    """What it took the worker."""
+
+
+class Worker:
+    """Holds one policy and the graders of the tasks that it is asked about."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        """Load the policy. Raises ValueError or OSError as `load_policy`."""
+        if config.device == "cpu":
+            torch.set_num_threads(config.num_threads)
+        policy = load_policy(config.checkpoint, config.engine.torch_dtype).to(config.device)
+        self._sampler = Sampler(policy, 0, config.engine)
+        self._tokenizer = ChatTokenizer(config.checkpoint)
+        self._eos_id = policy.config.eos_token_id
+        self._graders: dict[str, Grader] = {}
+
+    def answer(self, batch: Batch) -> Answered:
+        """Denoise and grade a batch. Raises FloatingPointError where the policy's weights are bad."""
+        began = time.perf_counter()
+        completions = self._sampler.generate(batch.requests)
+        samples = [self._sample(batch, index, completion) for index, completion in enumerate(completions)]
+        grades = self._grader(batch.task).evaluate(samples)
+        answers = tuple(
+            Answer(
+                problem_id=sample.problem.problem_id,
+                sample=number,
+                question=sample.problem.messages[-1].content,
+                generation=sample.text,
+                ground_truth=sample.problem.answer,
+                answer=grade.answer,
+                correct=grade.correct,
+                num_right=grade.score[0],
+                num_items=grade.score[1],
+                outcome=grade.outcome.value,
+                detail=grade.detail,
+                num_tokens=sample.num_tokens,
+                num_forwards=sample.num_forwards,
+                is_truncated=sample.is_truncated,
+            )
+            for number, sample, grade in zip(batch.samples, samples, grades, strict=True)
+        )
+        return Answered(index=batch.index, answers=answers, seconds=time.perf_counter() - began)
+
+    def _sample(self, batch: Batch, index: int, completion: Completion) -> Sample:
+        ids, num_tokens = completion.token_ids.tolist(), completion.num_tokens
+        is_truncated = completion.finish_reason is FinishReason.LENGTH
+        if batch.keeps_all:
+            # Nothing ended it, and yet its text may have ended.
+            is_truncated = self._eos_id not in ids
+            num_tokens = len(ids) if is_truncated else ids.index(self._eos_id) + 1
+        return Sample(
+            problem=batch.problems[index],
+            text=self._tokenizer.decode_all(ids) if batch.keeps_all else self._tokenizer.decode(ids[:num_tokens]),
+            num_tokens=num_tokens,
+            num_forwards=completion.num_forwards,
+            max_tokens=batch.requests[index].params.gen_length,
+            is_truncated=is_truncated,
+        )
+
+    def _grader(self, task: TaskConfig) -> Grader:
+        key = task.model_dump_json()
+        if key not in self._graders:
+            self._graders[key] = Grader(task, RewardConfig())
+        return self._graders[key]

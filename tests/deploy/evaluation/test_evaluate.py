@@ -1,0 +1,221 @@
+"""`d1 eval`: what is asked, how it goes on, and what it says of what it cannot do."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.grader import GraderWorker
+from actors.plan import RunPlan
+from deploy.evaluation.problems import Batch
+from deploy.recipe.recipe import Stages
+from deploy.runs.reading import read_recipe
+from deploy.runs.run_directory import make_spec
+from learner.model.checkpoint import load_policy
+from learner.model.tokenizer import ChatTokenizer
+from rollout.sampler import Sampler
+
+Rows = list[dict[str, Any]]
+
+
+def _cells(ended: Any) -> Rows:
+    assert ended.status == 0, ended.err
+    return json.loads(ended.out)["cells"]
+
+
+def _lines(path: Path) -> Rows:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.usefixtures("inline")
+def test_a_run_is_evaluated_as_it_evaluates_itself(evaluate: Callable, runs: Path, workdir: Path) -> None:
+    cells = _cells(evaluate("--json"))
+    assert [(cell["task"], cell["gen_length"], cell["schedule"]) for cell in cells] == [
+        ("sums", 8, "4 steps"),
+        ("sums", 8, "threshold 0.9"),
+    ]
+    recipe = read_recipe(runs / "tiny")
+    checkpoint = runs / "tiny" / "checkpoints" / "rl-000003"
+    spec = make_spec(recipe, Stages.ALL)
+    plan = RunPlan(spec, ChatTokenizer(checkpoint))
+    grader = GraderWorker(spec.task, spec.reward, checkpoint)
+    sampler = Sampler(load_policy(checkpoint), 0, spec.rollout.engine)
+    for params, cell in zip(recipe.evaluated_params, cells, strict=True):
+        texts, num_forwards = [], 0
+        for portion in plan.evaluation_portions(params):
+            completions = sampler.generate(portion.requests)
+            texts += grader.grade(portion, completions)[1].texts
+            num_forwards += sum(completion.num_forwards for completion in completions)
+        rows = _lines(workdir / "out" / cell["answers"])[1:]
+        assert [row["generation"] for row in rows] == texts
+        assert cell["mean_forwards"] == num_forwards / 20
+
+
+@pytest.mark.usefixtures("inline")
+def test_tasks_lengths_and_schedules_make_the_cells(evaluate: Callable) -> None:
+    words = ("--tasks", "sums,sudoku", "--lengths", "8,16", "--schedules", "0.5,steps=16,threshold=0.8", "--json")
+    refused = evaluate(*words, "sudoku.prompt=compact", "--problems", "3")
+    refused.assert_refused("--lengths 8 --schedules steps=16", "steps 16 must be a multiple of the 1 blocks")
+    words = ("--tasks", "sums,sudoku", "--lengths", "8,16", "--schedules", "0.5,threshold=0.8", "--json")
+    cells = _cells(evaluate(*words, "sudoku.prompt=compact", "--problems", "3"))
+    assert [(cell["task"], cell["gen_length"], cell["schedule"]) for cell in cells] == [
+        (task, length, schedule)
+        for task in ("sums", "sudoku")
+        for length, schedule in ((8, "4 steps"), (8, "threshold 0.8"), (16, "8 steps"), (16, "threshold 0.8"))
+    ]
+    assert {cell["num_problems"] for cell in cells} == {3}
+    assert all(("items" in cell) == (cell["task"] == "sudoku") for cell in cells)
+
+
+def test_it_goes_on_where_it_was_stopped(evaluate: Callable, inline: list[Batch], workdir: Path) -> None:
+    whole = _cells(evaluate("--json"))
+    path = workdir / "out" / "sums.8.4-steps.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    answers = [_without_seconds(row) for row in _lines(path)]
+    # Killed while it wrote the second of three batches.
+    path.write_text("".join(lines[:12]) + lines[12][:20])
+    asked_before = len(inline)
+    again = _cells(evaluate("--json"))
+    assert [len(batch.requests) for batch in inline[asked_before:]] == [8, 4]
+    assert [_without_seconds(row) for row in _lines(path)] == answers
+    assert [cell["accuracy"] for cell in again] == [cell["accuracy"] for cell in whole]
+    asked_before = len(inline)
+    evaluate("--json")
+    assert len(inline) == asked_before, "nothing is asked twice"
+
+
+def _answer(row: dict[str, Any]) -> str:
+    """A line but for the seconds."""
+    return json.dumps(_without_seconds(row))
+
+
+def _without_seconds(row: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in row.items() if key != "seconds"}
+
+
+def test_samples_differ_and_are_the_same_again(evaluate: Callable, inline: list[Batch], workdir: Path) -> None:
+    words = ("--samples", "4", "--temperature", "1", "--problems", "6", "--schedules", "0.5", "--json")
+    (cell,) = _cells(evaluate(*words))
+    assert (cell["num_problems"], cell["num_samples"]) == (6, 4)
+    assert 0 <= cell["accuracy"] <= cell["pass@2"] <= cell["pass@4"] <= 1
+    path = workdir / "out" / cell["answers"]
+    rows = _lines(path)[1:]
+    assert [row["sample"] for row in rows] == [0, 1, 2, 3] * 6
+    assert len({row["generation"] for row in rows}) > 12
+    path.unlink()
+    evaluate(*words)
+    assert [row["generation"] for row in _lines(path)[1:]] == [row["generation"] for row in rows]
+    path.unlink()
+    evaluate(*words, "--seed", "1")
+    assert [row["generation"] for row in _lines(path)[1:]] != [row["generation"] for row in rows]
+    assert all(request.params.temperature == 1 for batch in inline for request in batch.requests)
+
+
+def test_the_first_d1_is_followed_to_the_letter(
+    evaluate: Callable, d1: Callable, inline: list[Batch], runs: Path, workdir: Path, shared: Path
+) -> None:
+    data = shared / "data" / "d1-eval" / "4x4_test_sudoku.csv"
+    words = ("--tasks", "sudoku", "--protocol", "d1", f"sudoku.heldout_data={data}", "--problems", "2", "--json")
+    evaluate(*words, "--lengths", "32").assert_refused("sudoku at 32 slots: its longest prompt has", "takes 64 in all")
+    _copy(runs / "tiny" / "checkpoints" / "rl-000003", workdir / "wide", max_sequence_length=2048)
+    (cell,) = _cells(d1("eval", "wide", "--out", str(workdir / "out"), *words, "--lengths", "32"))
+    assert (cell["schedule"], cell["num_problems"]) == ("16 steps", 2)
+    tokenizer = ChatTokenizer(workdir / "wide")
+    requests = inline[0].requests
+    prompt = tokenizer.decode_all(requests[0].prompt_ids)
+    assert prompt.startswith("<|user|>Please solve the following 4x4 Sudoku puzzle.")
+    assert prompt.endswith("Solve the following Sudoku puzzle: 4320004330100004<|assistant|><reasoning>")
+    params = requests[0].params
+    assert (params.block_length, params.num_denoise_steps, params.temperature, params.stop_ids) == (32, 16, 0, ())
+    evaluate(*words, "--schedules", "0.5").assert_refused("--protocol d1 denoises as the first d1 does")
+    evaluate("--protocol", "d1").assert_refused("the first d1 evaluates countdown, gsm8k", "leave out sums")
+
+
+def _copy(checkpoint: Path, directory: Path, **changes: object) -> None:
+    """A checkpoint by itself, with other values in its config."""
+    shutil.copytree(checkpoint, directory, ignore=shutil.ignore_patterns("manifest.json", "trainer_state.json"))
+    config = json.loads((checkpoint / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | changes))
+
+
+REFUSALS = [
+    (("--lengths", "8,x"), "--lengths 8,x: x is no number of slots"),
+    (("--schedules", "half"), "--schedules half is no schedule"),
+    (("--schedules", "1.5"), "--schedules 1.5 is no schedule"),
+    (("--schedules", "threshold=2"), "threshold"),
+    (("--tasks", "chess"), "there is no task chess"),
+    (("--lengths", "64"), "sums at 64 slots: its longest prompt has", "take a length of at most"),
+    (("sudoku.prompt=compact",), "sudoku.prompt=compact is a field of none of the tasks sums"),
+    (("--samples", "3"), "--samples 3 of the likeliest tokens are all alike"),
+    (("--tasks", "jsonl", "jsonl.grader=exact", "jsonl.train_data=nowhere.jsonl"), "nowhere.jsonl"),
+    (("--problems", "999999"), "999999"),
+    (("--device", "cuda"), "--device cuda: torch sees no GPU"),
+]
+
+
+@pytest.mark.parametrize("words", [words for words, *_ in REFUSALS], ids=" ".join)
+def test_what_cannot_be_is_said_in_a_sentence(evaluate: Callable, words: tuple[str, ...], workdir: Path) -> None:
+    parts = next(parts for some, *parts in REFUSALS if some == words)
+    evaluate(*words).assert_refused(*parts)
+    assert not list(workdir.glob("out/*.jsonl")) or words == ("--device", "cuda"), "nothing was begun"
+
+
+@pytest.mark.usefixtures("inline")
+def test_answers_to_something_else_are_not_gone_on_with(evaluate: Callable, d1: Callable, runs: Path) -> None:
+    evaluate()
+    evaluate("--problems", "5").assert_refused(
+        "sums.8.4-steps.jsonl has answers to something else: num_problems was 20, and is 5; take another --out"
+    )
+    d1("eval", "tini", "--runs-dir", str(runs)).assert_refused("did you mean tiny?")
+
+
+@pytest.mark.usefixtures("inline")
+def test_a_file_of_answers_can_be_graded_again(evaluate: Callable, d1: Callable, workdir: Path) -> None:
+    words = ("--tasks", "sudoku", "sudoku.prompt=compact", "--problems", "4", "--lengths", "16", "--json")
+    (cell,) = _cells(evaluate(*words))
+    path = workdir / "again.jsonl"
+    path.write_text("".join((workdir / "out" / cell["answers"]).read_text().splitlines(keepends=True)[1:]))
+    graded = json.loads(d1("grade", "sudoku", str(path), "--json").out)
+    assert graded["accuracy"] == cell["items"]
+    assert graded["num_solved"] == cell["num_correct"]
+
+
+def test_processes_answer_as_one_does(
+    evaluate: Callable, inline: list[Batch], monkeypatch: pytest.MonkeyPatch, workdir: Path
+) -> None:
+    alone = _cells(evaluate("--json"))
+    (workdir / "out").rename(workdir / "alone")
+    monkeypatch.undo()
+    monkeypatch.chdir(workdir)
+    together = _cells(evaluate("--json", "--workers", "2"))
+    for cell in alone:
+        rows = [
+            sorted(map(str, map(_without_seconds, _lines(workdir / out / cell["answers"])))) for out in ("alone", "out")
+        ]
+        assert rows[0] == rows[1]
+    assert [cell["accuracy"] for cell in together] == [cell["accuracy"] for cell in alone]
+    assert len(inline) == 6
+
+
+def test_a_worker_that_dies_is_a_sentence_and_no_process_is_left(evaluate: Callable, workdir: Path) -> None:
+    def kill() -> None:
+        while not (found := multiprocessing.active_children()):
+            time.sleep(0.01)
+        found[0].kill()
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    ended = evaluate("--workers", "2")
+    killer.join()
+    assert ended.status == 1
+    assert ended.err.endswith("a worker of the evaluation died, killed or out of memory; what was answered is kept\n")
+    assert not multiprocessing.active_children()
+    assert len(list(workdir.glob("out/*.jsonl"))) == 2

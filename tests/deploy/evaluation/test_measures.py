@@ -1,0 +1,143 @@
+"""What answers come to: against counting by hand, and two evaluations against each other."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from itertools import combinations
+from pathlib import Path
+from statistics import mean
+
+import pytest
+
+from deploy.errors import UserError
+from deploy.evaluation.compare import compare, find_evaluation, mcnemar, sentence
+from deploy.evaluation.measures import measures
+from deploy.evaluation.record import Record, Recorded, fingerprint, read_record
+from deploy.evaluation.worker import Answer, Answered
+from rollout.score import Score
+
+FACTS = {"task": {"name": "sums"}, "params": {"gen_length": 8, "block_length": 8, "num_denoise_steps": 4}}
+
+
+def _answer(problem: int, correct: bool, sample: int = 0, items: tuple[int, int] = (0, 1)) -> Answer:
+    return Answer(
+        problem_id=f"sums/{problem}",
+        sample=sample,
+        question="1 2",
+        generation="<answer>1 3</answer>",
+        ground_truth="1 3",
+        answer="1 3",
+        correct=correct,
+        num_right=items[0],
+        num_items=items[1],
+        outcome="graded",
+        detail="",
+        num_tokens=4 + sample,
+        num_forwards=2,
+        is_truncated=not correct,
+    )
+
+
+def _cell(rows: Sequence[Sequence[bool]], **facts: object) -> Recorded:
+    """A row for each problem, with its samples."""
+    answers = tuple(_answer(at, right, number) for at, row in enumerate(rows) for number, right in enumerate(row))
+    given = {**FACTS, "num_samples": len(rows[0]), "num_answers": len(answers), **facts}
+    return Recorded(facts=given, batches={0: Answered(index=0, answers=answers, seconds=3.0)})
+
+
+def test_one_sample_a_problem() -> None:
+    found = measures(_cell([[True]] * 30 + [[False]] * 70))
+    assert (found["num_correct"], found["accuracy"]) == (30, 0.3)
+    assert found["accuracy_interval"] == list(Score(num_correct=30, num_problems=100).interval)
+    assert (found["truncated"], found["mean_tokens"], found["tokens_per_forward"]) == (0.7, 4, 2)
+    assert (found["ungraded"], found["worker_seconds"]) == (0, 3.0)
+    assert not [key for key in found if key.startswith(("pass@", "items"))]
+
+
+def test_pass_at_k_is_the_mean_over_all_choices_of_k_samples() -> None:
+    rows = [[True, False, False, False], [False] * 4, [True, True, False, True], [True] * 4]
+    found = measures(_cell(rows))
+    assert found["accuracy"] == mean(mean(row) for row in rows)
+    for k in (2, 4):
+        assert found[f"pass@{k}"] == pytest.approx(mean(mean(map(any, combinations(row, k))) for row in rows))
+    assert "pass@8" not in found
+
+
+def test_the_bootstrap_covers_what_it_should() -> None:
+    """Against the normal interval of a mean over problems, which holds where they are many."""
+    rows = [[at % 10 < 3, at % 10 < 5] for at in range(1000)]
+    low, high = measures(_cell(rows))["accuracy_interval"]
+    middle = 0.4
+    variance = mean((mean(row) - middle) ** 2 for row in rows)
+    half = 1.96 * (variance / 1000) ** 0.5
+    assert (low, high) == (pytest.approx(middle - half, abs=0.003), pytest.approx(middle + half, abs=0.003))
+
+
+def test_items_count_by_item_and_hang_together_in_a_problem() -> None:
+    answers = tuple(_answer(at, False, items=(at % 5, 4)) for at in range(500))
+    found = measures(Recorded(facts={}, batches={0: Answered(index=0, answers=answers, seconds=1.0)}))
+    assert found["items"] == 0.5
+    low, high = found["items_interval"]
+    # A problem's share has a variance of 1/8 here: twice what independent cells would have.
+    half = 1.96 * (0.125 / 500) ** 0.5
+    assert (low, high) == (pytest.approx(0.5 - half, abs=0.005), pytest.approx(0.5 + half, abs=0.005))
+
+
+def test_mcnemar_is_the_binomial_test() -> None:
+    # Three heads or fewer in twenty tosses: 1 + 20 + 190 + 1140 of 2^20 ways.
+    assert mcnemar(3, 17) == mcnemar(17, 3) == 2 * 1351 / 2**20
+    assert mcnemar(5, 5) == 1
+    assert mcnemar(0, 6) == mcnemar(6, 0) == 2 / 64
+    assert mcnemar(0, 0) == 1
+
+
+def test_a_comparison_is_paired() -> None:
+    # 40 and 48 of 100. Were the problems others, eight points could be chance.
+    first = _cell([[at < 40] for at in range(100)])
+    second = _cell([[at < 48] for at in range(100)])
+    (found,) = compare({"sums.8": first}, {"sums.8": second}, ("a", "b"), None)
+    assert (found.accuracies, found.only) == ((0.4, 0.48), (0, 8))
+    assert found.is_real
+    assert sentence(found, ("a", "b")).startswith(
+        "sums, 8 slots, 4 steps: b solves more than a, by 8.0 points (3.0 to "
+    )
+    (turned,) = compare({"sums.8": second}, {"sums.8": first}, ("b", "a"), "sums")
+    assert sentence(turned, ("b", "a")).startswith(
+        "sums, 8 slots, 4 steps: b solves more than a, by 8.0 points (3.0 to "
+    )
+    shuffled = _cell([[(at * 37) % 100 < 48] for at in range(100)])
+    (other,) = compare({"sums.8": first}, {"sums.8": shuffled}, ("a", "b"), None)
+    assert not other.is_real
+    assert "no difference can be told; b is ahead of a by 8.0 points (-" in sentence(other, ("a", "b"))
+
+
+def test_what_cannot_be_compared_is_a_sentence(tmp_path: Path) -> None:
+    one = {"sums.8": _cell([[True]])}
+    with pytest.raises(UserError, match=r"no cell of task sudoku is in both: a has sums.8; b has sums.8"):
+        compare(one, one, ("a", "b"), "sudoku")
+    with pytest.raises(UserError, match=r"sums.8 of a and of b do not ask the same"):
+        compare(one, {"sums.8": _cell([[True]], seed=1)}, ("a", "b"), None)
+    with pytest.raises(UserError, match=r"there is no run nothing"):
+        find_evaluation("nothing", tmp_path)
+
+
+def test_a_record_that_is_none_and_a_checkpoint_that_has_changed(tmp_path: Path) -> None:
+    path = tmp_path / "sums.8.jsonl"
+    path.write_text("{}\n")
+    with pytest.raises(UserError, match="is no record of an evaluation"):
+        read_record(path)
+    path.unlink()
+    record = Record(path, FACTS, [2])
+    assert not read_record(path).is_whole
+    record.add(Answered(index=0, answers=(_answer(0, True), _answer(1, False)), seconds=1.0))
+    assert read_record(path).is_whole
+    assert json.loads(path.read_text().splitlines()[0])["asked"] == {**FACTS, "num_answers": 2}
+    directory = tmp_path / "checkpoint"
+    directory.mkdir()
+    (directory / "config.json").write_text("{}")
+    (directory / "model.safetensors").write_bytes(bytes(3 << 20))
+    before = fingerprint(directory)
+    assert fingerprint(directory) == before
+    (directory / "model.safetensors").write_bytes(bytes((3 << 20) - 1) + b"1")
+    assert fingerprint(directory) != before

@@ -1,0 +1,61 @@
+"""The first d1's prompts and its choice of problems, against its code's own (dllm-reasoning/d1 837888f, `eval/`)."""
+
+from __future__ import annotations
+
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+
+from rewards import Countdown, CountdownConfig, Gsm8k, Gsm8kConfig, Math500, Math500Config, Split, Sudoku, SudokuConfig
+from rewards.data.dataset import unshuffled
+from rewards.first_d1.evaluation import TASKS, asked, chosen
+
+# sha256 of its `CTD_SYSTEM_PROMPT`, `GSM_SYSTEM_PROMPT`, `MATH500_SYSTEM_PROMPT`, `SUDOKU_SYSTEM_PROMPT`.
+PROMPTS = {
+    "countdown": "a303f737bca286cb",
+    "gsm8k": "f11d75a706090b95",
+    "math500": "3e82f3bac66b3bc1",
+    "sudoku": "758dc4e1b10cba4d",
+}
+EXAMPLES = {
+    "countdown": Countdown(CountdownConfig(prompt="compact")),
+    "gsm8k": Gsm8k(Gsm8kConfig(prompt="compact")),
+    "math500": Math500(Math500Config(prompt="compact")),
+    "sudoku": Sudoku(SudokuConfig(prompt="compact")),
+}
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_the_words_are_its_own(task: str) -> None:
+    problem = EXAMPLES[task].example()
+    numbers = ", ".join(problem.metadata.get("numbers", "").split())
+    words = {
+        "countdown": f"Numbers: [{numbers}]\nTarget: {problem.answer}",
+        "gsm8k": problem.messages[0].content,
+        "math500": problem.messages[0].content,
+        "sudoku": f"Solve the following Sudoku puzzle: {problem.metadata.get('puzzle')}\n",
+    }
+    turn = asked(task, problem)
+    assert turn.endswith(f"\n\n{words[task]}")
+    system = turn.removesuffix(f"\n\n{words[task]}")
+    assert sha256(system.encode()).hexdigest()[:16] == PROMPTS[task]
+
+
+def test_it_asks_256_puzzles_of_its_file_as_published(shared: Path) -> None:
+    config = SudokuConfig(prompt="compact", heldout_data=shared / "data" / "d1-eval" / "4x4_test_sudoku.csv")
+    task = Sudoku(config)
+    found = task.problems(Split.HELDOUT, task.at_most(Split.HELDOUT), seed=0)
+    in_order = unshuffled(found, task="sudoku", split=Split.HELDOUT, seed=0)
+    lines = (shared / "data" / "d1-eval" / "4x4_test_sudoku.csv").read_text().splitlines()
+    assert [problem.metadata["puzzle"] for problem in in_order] == [line[:16] for line in lines[1:]]
+    puzzles = [problem.metadata["puzzle"] for problem in chosen("sudoku", in_order)]
+    # The first two that its published generations could begin with, and how many: `np.random.choice` after seed 42.
+    assert len(puzzles) == len(set(puzzles)) == 256
+    assert puzzles[:2] == ["4320004330100004", "0002403020033024"]
+
+
+def test_it_asks_all_of_a_smaller_file_and_of_other_tasks() -> None:
+    problems = EXAMPLES["sudoku"].problems(Split.HELDOUT, 10, seed=0)
+    assert chosen("sudoku", problems) == problems
+    assert chosen("gsm8k", problems * 30) == problems * 30
