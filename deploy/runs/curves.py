@@ -26,6 +26,8 @@ _BLUE, _RED, _GREEN, _YELLOW, _CYAN, _PURPLE, _GREY = (
     "#AA3377",
     "#888888",
 )
+PALETTE = (_BLUE, _RED, _GREEN, _YELLOW, _CYAN, _PURPLE, _GREY)
+"""Colours of lines, one after the other."""
 _STAGES = {
     "untrained": (_GREY, "untrained"),
     "start": (_GREY, "start"),
@@ -35,7 +37,7 @@ _STAGES = {
     "control": (_GREEN, "control"),
 }
 _COLUMNS = 3
-_STYLE: dict[Any, Any] = {
+STYLE: dict[Any, Any] = {
     "font.size": 9,
     "axes.titlesize": 10,
     "axes.titleweight": "bold",
@@ -49,6 +51,7 @@ _STYLE: dict[Any, Any] = {
     "legend.frameon": False,
     "legend.fontsize": 8,
 }
+"""Of all plots, as matplotlib's settings."""
 
 
 def draw_curves(events: Iterable[Event], path: Path) -> None:
@@ -63,7 +66,7 @@ def draw_curves(events: Iterable[Event], path: Path) -> None:
         return
     rows = -(-len(panels) // _COLUMNS)
     columns = min(_COLUMNS, len(panels))
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(STYLE):
         figure = Figure(figsize=(4.2 * columns, 2.9 * rows + 0.3), layout="constrained")
         FigureCanvasAgg(figure)
         title = {"x": 0.01, "ha": "left", "fontsize": 12, "fontweight": "bold"}

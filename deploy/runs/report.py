@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _SHORT = {"start": "start", "sft": "SFT", "rl": "RL", "control": "control"}
+NAMES = {"untrained": "untrained", "start": "start", "sft": "SFT", "rl": "RL", "control": "control: more SFT"}
+"""What policies are called, by the label of their evaluation."""
 _HEADINGS = ("policy", "held-out accuracy", "95 % interval", "n", "time", "work")
 
 
@@ -40,7 +42,7 @@ def result_tables(events: Iterable[Event]) -> Iterator[Table]:
     several were asked for."""
     history = read_history(events)
     yield _result_table(history)
-    if len(names := _schedule_names(history)) > 1:
+    if len(names := schedule_names(history.evaluations)) > 1:
         yield _schedule_table(history, names)
 
 
@@ -83,9 +85,9 @@ def _schedule_cell(item: Evaluation, name: str) -> str:
     return f"{100 * found.score.accuracy:.1f}{steps}"
 
 
-def _schedule_names(history: RunHistory) -> list[str]:
-    """Steps first, ascending; then the others, as the recipe names them."""
-    names = dict.fromkeys(name for item in history.evaluations for name in item.schedules)
+def schedule_names(evaluations: Iterable[Evaluation]) -> list[str]:
+    """Those that were asked for. Steps first, ascending; then the others, as the recipe names them."""
+    names = dict.fromkeys(name for item in evaluations for name in item.schedules)
     return sorted(names, key=lambda name: int(name.split()[0]) if name[0].isdigit() else math.inf)
 
 
@@ -97,10 +99,9 @@ def score_text(score: Score) -> str:
 
 
 def _rows(history: RunHistory) -> Iterator[_Row]:
-    trained = "SFT + RL" if history.final("sft") else "RL"
-    control = "control: more SFT" if history.planned.get("control") else "control: more SFT, same seconds"
-    names = {"untrained": "untrained", "start": "start", "sft": "SFT", "rl": trained, "control": control}
-    for label, name in names.items():
+    trained = "SFT + RL" if history.final("sft") else NAMES["rl"]
+    control = NAMES["control"] if history.planned.get("control") else f"{NAMES['control']}, same seconds"
+    for label, name in (NAMES | {"rl": trained, "control": control}).items():
         evaluation = history.final(label)
         if evaluation is not None:
             unit = "rounds" if label == "rl" else "steps"

@@ -23,6 +23,20 @@ learner: {num_rounds: 3, groups_per_round: 2, lr: 1e-4}
 evaluation: {num_problems: 20}
 """
 
+TRAINED_RECIPE = """\
+name: tiny
+task: {name: sums}
+num_train_problems: 40
+sft: {num_labels: 8, num_steps: 20, lr: 1e-3}
+rollout:
+  batch_size: 8
+  sampling: {gen_length: 8, block_length: 8, num_denoise_steps: 4, temperature: 0.7}
+learner: {num_rounds: 3, groups_per_round: 2, lr: 1e-4}
+evaluation:
+  num_problems: 20
+  schedules: [{num_denoise_steps: 4}, {threshold: 0.9}]
+"""
+
 
 @pytest.fixture
 def workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -186,3 +200,42 @@ def make_run(workdir: Path) -> Callable[..., Path]:
         return directory
 
     return make
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of runs with one, `tiny`, whose checkpoints `initial` and `rl-000003` are the same random policy."""
+    import torch
+
+    from learner.model.checkpoint import save_checkpoint
+    from learner.model.config import TransformerConfig
+    from learner.model.tokenizer import EOS, MASK, ChatTokenizer, make_tokenizer
+    from learner.model.transformer import Transformer, init_weights
+
+    base = tmp_path_factory.mktemp("runs")
+    make_tokenizer(["1 2 3 -> 1 3 6" * 5], base / "tokenizer", 320)
+    tokenizer = ChatTokenizer(base / "tokenizer")
+    eos = tokenizer.token_id(EOS)
+    config = TransformerConfig(
+        vocab_size=len(tokenizer),
+        d_model=32,
+        num_layers=1,
+        num_heads=2,
+        num_kv_heads=2,
+        mlp_hidden_size=48,
+        max_sequence_length=64,
+        mask_token_id=tokenizer.token_id(MASK),
+        eos_token_id=eos,
+        pad_token_id=eos,
+    )
+    model = Transformer(config)
+    init_weights(model, 0)
+    with torch.no_grad():
+        model.head.weight.mul_(4.0)
+    run = base / "runs" / "tiny"
+    for name, phase, index in (("initial", "untrained", 0), ("rl-000003", "rl", 3)):
+        state = {"phase": phase, "round": index, "policy_version": index + 1, "rl_seconds": 0.0}
+        save_checkpoint(run / "checkpoints" / name, config, model.state_dict(), base / "tokenizer", trainer_state=state)
+    (run / "recipe.yaml").write_text(TRAINED_RECIPE)
+    (run / "metrics.jsonl").write_text("")
+    return base / "runs"

@@ -1,0 +1,1 @@
+"""`d1 report`: runs as one self-contained HTML file."""

@@ -1,0 +1,128 @@
+"""Held-out problems answered before and after the rounds, token by token, and the order in which they were denoised."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from actors.checkpoints.selection import newest_checkpoint, to_answer
+from actors.grader import GraderWorker
+from actors.messages import Portion
+from actors.plan import RunPlan
+from actors.run_log import CHECKPOINTS
+from deploy.printing import printable
+from deploy.recipe.recipe import Recipe, Stages
+from deploy.runs.run_directory import make_spec
+from learner.model.checkpoint import load_policy
+from learner.model.tokenizer import ChatTokenizer
+from rollout.request import Completion
+from rollout.sampler import Sampler
+
+_NUM_SHADES = 10
+_SPECIAL = "·"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Token:
+    """One slot of a completion."""
+
+    text: str
+    """What it says; a dot for a token that says nothing, such as an end of text."""
+    step: int
+    """The denoise step that committed it, from 1."""
+    shade: int
+    """Of ten, from early to late."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answered:
+    """A completion."""
+
+    policy: str
+    """The checkpoint that wrote it."""
+    correct: bool
+    """Whether it solves the problem."""
+    num_steps: int
+    """Denoise steps that it took."""
+    tokens: Sequence[Token]
+    """Its slots."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Example:
+    """A problem and what the policies make of it."""
+
+    prompt: str
+    """As a person reads it."""
+    completions: Sequence[Answered]
+    """Before, then after."""
+
+
+def examples(run_dir: Path, recipe: Recipe, count: int) -> list[Example]:
+    """The first held-out problems of a run, not chosen by how they end, at the first of its schedules.
+
+    They are answered by its SFT checkpoint, or else the one that it began with, and by its newest whole one.
+    Raises ValueError or OSError where a checkpoint cannot be read.
+    """
+    checkpoints = run_dir / CHECKPOINTS
+    newest = newest_checkpoint(checkpoints, to_answer)
+    first = next((checkpoints / name for name in ("sft", "initial") if (checkpoints / name).is_dir()), None)
+    if newest is None or first is None or count == 0:
+        return []
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        written = {path.name: path for path in (first, newest.directory)}
+        return _answered(written, recipe.model_copy(update={"runs_dir": run_dir.parent}), count)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _answered(checkpoints: Mapping[str, Path], recipe: Recipe, count: int) -> list[Example]:
+    directory = next(iter(checkpoints.values()))
+    spec = make_spec(recipe, Stages.ALL)
+    tokenizer = ChatTokenizer(directory)
+    plan = RunPlan(spec, tokenizer)
+    grader = GraderWorker(spec.task, spec.reward, directory)
+    asked = _head(plan.evaluation_portions(recipe.evaluated_params[0])[0], count)
+    by_policy: list[list[Answered]] = []
+    for name, path in checkpoints.items():
+        completions = Sampler(load_policy(path), 0).generate(asked.requests)
+        _, summary = grader.grade(asked, completions)
+        by_policy.append(
+            [
+                _shown(name, completion, tokenizer, correct=grade.correct)
+                for completion, grade in zip(completions, summary.grades, strict=True)
+            ]
+        )
+    return [
+        Example(prompt=printable(plan.prompt_text(problem)), completions=some)
+        for problem, *some in zip(asked.problems, *by_policy, strict=True)
+    ]
+
+
+def _head(portion: Portion, count: int) -> Portion:
+    return Portion(
+        key=portion.key,
+        problems=portion.problems[:count],
+        group_ids=portion.group_ids[:count],
+        requests=portion.requests[:count],
+    )
+
+
+def _shown(policy: str, completion: Completion, tokenizer: ChatTokenizer, *, correct: bool) -> Answered:
+    ids, steps = completion.token_ids.tolist(), completion.step_map.tolist()
+    num_steps = max(1, max(steps, default=0) + 1)
+    special = tokenizer.special_ids
+    tokens = [
+        Token(
+            text=_SPECIAL if token in special else printable(text),
+            step=step + 1,
+            shade=min(_NUM_SHADES - 1, max(0, step) * _NUM_SHADES // num_steps),
+        )
+        for token, text, step in zip(ids, tokenizer.tokens(ids), steps, strict=True)
+    ]
+    return Answered(policy=policy, correct=correct, num_steps=num_steps, tokens=tokens)

@@ -1,0 +1,184 @@
+"""The plots of a report, as SVG: one line a run, told apart by colour and by their names."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from deploy.printing import printable
+from deploy.runs.curves import PALETTE, STYLE
+from deploy.runs.history import Evaluation, RunHistory, moving_mean
+from rollout.score import Score
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Runs = Mapping[str, RunHistory]
+
+_SIZE = (4.8, 3.0)
+_PHASES = {"sampling_s": "waiting for samples", "training_s": "training", "publish_s": "publishing"}
+_STAGES = {"sft": ":", "control": "--", "rl": "-"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plot:
+    """One plot."""
+
+    title: str
+    """Above it."""
+    note: str
+    """Below it: what is shown."""
+    svg: str
+    """An `<svg>` element."""
+
+
+def plots(runs: Runs) -> Iterator[Plot]:
+    """Those that the runs have data for."""
+    evaluations = [item for history in runs.values() for item in history.evaluations]
+    if evaluations:
+        yield _plot("Held-out accuracy", "Bars are 95 % intervals (Wilson); crosses are the control.", _accuracy, runs)
+    if any(len(item.schedules) > 1 for item in evaluations):
+        note = (
+            "Dotted: SFT; dashed: the control; solid: after the rounds. Diamonds: schedules of as many steps as needed."
+        )
+        yield _plot("Accuracy against compute", note, _by_compute, runs)
+    if not any(history.rounds for history in runs.values()):
+        return
+    note = "Faintly each round, and the moving mean over a twentieth of the rounds."
+    yield _plot("Reward", note, _series_of("reward", "mean reward of a completion"), runs)
+    yield _plot("Share correct", note, _series_of("correct", "share of training completions"), runs)
+    for name, history in runs.items():
+        if any(event.get("reward_parts") for event in history.rounds.values()):
+            yield _plot(f"Parts of the reward: {name}", "Moving means.", _parts, {name: history})
+    for key, title, unit in (("kl", "KL to the reference", "nats a token"), ("entropy", "Entropy at commit", "nats")):
+        if any(key in event for history in runs.values() for event in history.rounds.values()):
+            yield _plot(title, note, _series_of(key, unit), runs)
+    yield _plot("Staleness", "How many versions older than the learner's a completion was.", _staleness, runs)
+    for name, history in runs.items():
+        if history.rounds:
+            yield _plot(f"Seconds of a round: {name}", "Moving means, on top of each other.", _seconds, {name: history})
+
+
+def _plot(title: str, note: str, draw: Callable[[Axes, Runs], None], runs: Runs) -> Plot:
+    import matplotlib as mpl
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    out = io.StringIO()
+    # Text stays text: it can be read aloud and searched. Equal plots are equal files.
+    with mpl.rc_context({**STYLE, "svg.fonttype": "none", "svg.hashsalt": title}):
+        figure = Figure(figsize=_SIZE, layout="constrained")
+        FigureCanvasSVG(figure)
+        axes = figure.add_subplot()
+        draw(axes, runs)
+        if len(axes.get_legend_handles_labels()[0]) > 1:
+            legend = axes.legend(loc="best")
+            for line in legend.get_texts():
+                # A run's name is text, never mathematics.
+                line.set_parse_math(False)
+        figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
+    text = out.getvalue()
+    return Plot(title=printable(title), note=note, svg=text[text.index("<svg") :])
+
+
+def _coloured(runs: Runs) -> Iterator[tuple[str, RunHistory, str]]:
+    for index, (name, history) in enumerate(runs.items()):
+        yield printable(name), history, PALETTE[index % len(PALETTE)]
+
+
+def _accuracy(axes: Axes, runs: Runs) -> None:
+    axes.set(xlabel="minutes since the start", ylabel="%")
+    for name, history, color in _coloured(runs):
+        course = [item for item in history.evaluations if item.label != "control"]
+        _with_bars(axes, [(item.time_s / 60, item.score) for item in course], color=color, fmt="o-", label=name)
+        control = [(item.time_s / 60, item.score) for item in history.evaluations if item.label == "control"]
+        _with_bars(axes, control, color=color, fmt="x", label="")
+    axes.set_xlim(left=0)
+    axes.set_ylim(bottom=0)
+
+
+def _by_compute(axes: Axes, runs: Runs) -> None:
+    axes.set(xlabel="forwards of a completion", ylabel="%", xscale="log")
+    ticks: set[int] = set()
+    for name, history, color in _coloured(runs):
+        for label, line in _STAGES.items():
+            item = history.final(label)
+            if item is not None and len(item.schedules) > 1:
+                points = sorted((scored.mean_steps, scored.score) for scored in _fixed(item))
+                ticks |= {round(steps) for steps, _ in points}
+                _with_bars(axes, points, color=color, fmt=f"o{line}", label=name if label == "rl" else "")
+                free = [(scored.mean_steps, scored.score) for scored in _free(item)]
+                _with_bars(axes, free, color=color, fmt="D", label="", markerfacecolor="white")
+    axes.set_xticks(sorted(ticks), [str(tick) for tick in sorted(ticks)])
+    axes.minorticks_off()
+    axes.set_ylim(bottom=0)
+
+
+def _fixed(item: Evaluation) -> list[Any]:
+    """Scores of schedules whose number of steps is given."""
+    return [scored for name, scored in item.schedules.items() if name[0].isdigit()]
+
+
+def _free(item: Evaluation) -> list[Any]:
+    return [scored for name, scored in item.schedules.items() if not name[0].isdigit()]
+
+
+def _with_bars(
+    axes: Axes, points: Sequence[tuple[float, Score]], *, color: str, fmt: str, label: str, **more: Any
+) -> None:
+    if not points:
+        return
+    middles = [100 * score.accuracy for _, score in points]
+    # The Wilson interval holds its middle but for rounding at 0 and 1.
+    lows = [max(0.0, 100 * (score.accuracy - score.interval[0])) for _, score in points]
+    highs = [max(0.0, 100 * (score.interval[1] - score.accuracy)) for _, score in points]
+    style = {"markersize": 4, "elinewidth": 1, "capsize": 2, "linewidth": 1.4, **more}
+    axes.errorbar(
+        [x for x, _ in points], middles, yerr=[lows, highs], fmt=fmt, color=color, label=label or "_", **style
+    )
+
+
+def _series_of(key: str, unit: str) -> Callable[[Axes, Runs], None]:
+    def draw(axes: Axes, runs: Runs) -> None:
+        axes.set(xlabel="round", ylabel=unit)
+        for name, history, color in _coloured(runs):
+            xs, values = _rounds(history), history.series(key)
+            axes.plot(xs, values, color=color, alpha=0.25, linewidth=0.8)
+            axes.plot(xs, _smooth(values), color=color, linewidth=1.8, label=name)
+
+    return draw
+
+
+def _parts(axes: Axes, runs: Runs) -> None:
+    axes.set(xlabel="round", ylabel="mean of a completion")
+    ((_, history),) = runs.items()
+    names = dict.fromkeys(name for event in history.rounds.values() for name in event.get("reward_parts", {}))
+    for index, name in enumerate(names):
+        values = [float(event.get("reward_parts", {}).get(name, 0.0)) for event in history.rounds.values()]
+        axes.plot(_rounds(history), _smooth(values), color=PALETTE[index % len(PALETTE)], label=printable(name))
+
+
+def _staleness(axes: Axes, runs: Runs) -> None:
+    axes.set(xlabel="round", ylabel="versions")
+    for name, history, color in _coloured(runs):
+        axes.plot(_rounds(history), _smooth(history.series("mean_staleness")), color=color, label=f"{name}: mean")
+        axes.plot(_rounds(history), history.series("max_staleness"), ":", color=color, label=f"{name}: greatest")
+    axes.set_ylim(bottom=0)
+
+
+def _seconds(axes: Axes, runs: Runs) -> None:
+    axes.set(xlabel="round", ylabel="s")
+    ((_, history),) = runs.items()
+    layers = [_smooth(history.series(key)) for key in _PHASES]
+    axes.stackplot(_rounds(history), layers, labels=list(_PHASES.values()), colors=PALETTE, alpha=0.8)
+    axes.set_ylim(bottom=0)
+
+
+def _rounds(history: RunHistory) -> list[float]:
+    return [float(index + 1) for index in history.rounds]
+
+
+def _smooth(values: list[float]) -> list[float]:
+    return moving_mean(values, max(1, len(values) // 20))

@@ -1,0 +1,111 @@
+"""The report: what a reader wants to know of one or several runs, in one HTML file that needs no network."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deploy.errors import UserError, reason
+from deploy.printing import duration, printable
+from deploy.report.differences import Field, fields_of
+from deploy.report.examples import Example
+from deploy.report.figures import plots
+from deploy.runs.history import RunHistory
+from deploy.runs.listing import Run
+from deploy.runs.report import NAMES, schedule_names, score_text
+
+_TEMPLATE = "report.html.j2"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Table:
+    """A table of text."""
+
+    title: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    note: str = ""
+
+
+def write_report(runs: Mapping[str, Run], examples: Mapping[str, Sequence[Example]], out: Path) -> None:
+    """Write the report of runs, by name.
+
+    Raises UserError where a run has nothing to report yet, or the file cannot be written.
+    """
+    for name, run in runs.items():
+        if not (run.history.evaluations or run.history.rounds):
+            raise UserError(f"the run {name} has not begun: it has no evaluation and no round to report yet")
+    text = _render(runs, examples)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write the report to {out}: {reason(error)}") from error
+
+
+def _render(runs: Mapping[str, Run], examples: Mapping[str, Sequence[Example]]) -> str:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+    )
+    histories = {name: run.history for name, run in runs.items()}
+    fields = fields_of([run.recipe for run in runs.values()])
+    return environment.get_template(_TEMPLATE).render(
+        title=printable(" and ".join(runs)),
+        subtitle="; ".join(_standing(name, run) for name, run in runs.items()),
+        names=[printable(name) for name in runs],
+        tables=[_results(histories), *_schedules(histories)],
+        plots=list(plots(histories)),
+        examples={printable(name): some for name, some in examples.items()},
+        different=[_printable(field) for field in fields if field.differs],
+        common=[_printable(field) for field in fields if not field.differs],
+    )
+
+
+def _standing(name: str, run: Run) -> str:
+    history = run.history
+    failures = f", {history.num_failures} failures survived" if history.num_failures else ""
+    rounds = f"{len(history.rounds)} rounds, {duration(history.seconds)}{failures}"
+    return printable(f"{name}: {run.task}, {run.state}, {rounds}")
+
+
+def _printable(field: Field) -> Field:
+    return Field(path=printable(field.path), values=tuple(map(printable, field.values)))
+
+
+def _results(histories: Mapping[str, RunHistory]) -> Table:
+    """A row for each policy that was evaluated, and what it took."""
+    rows = []
+    for name, history in histories.items():
+        for label, policy in NAMES.items():
+            item = history.final(label)
+            if item is not None:
+                end: Any = history.phase_ends.get(label) or {}
+                took = duration(end["seconds"]) if end else ""
+                rows.append((printable(f"{name}: {policy}"), score_text(item.score), took))
+    note = "95 % intervals (Wilson) in brackets. The control is more SFT, for as long as the rounds took."
+    return Table(title="Held-out accuracy", head=("policy", "solved", "time"), rows=rows, note=note)
+
+
+def _schedules(histories: Mapping[str, RunHistory]) -> Iterable[Table]:
+    """Accuracy at each schedule, where several were asked for."""
+    found = [
+        (f"{name}: {policy}", item)
+        for name, history in histories.items()
+        for label, policy in NAMES.items()
+        if (item := history.final(label)) is not None and len(item.schedules) > 1
+    ]
+    names = schedule_names(item for _, item in found)
+    if names:
+        rows = [[printable(policy), *(_percent(item.schedules.get(name)) for name in names)] for policy, item in found]
+        yield Table(title="By schedule, %", head=("policy", *names), rows=rows)
+
+
+def _percent(scored: Any) -> str:
+    if scored is None:
+        return ""
+    low, high = scored.score.interval
+    return f"{100 * scored.score.accuracy:.1f} ({100 * low:.1f} to {100 * high:.1f})"

@@ -1,0 +1,155 @@
+"""`d1 report`: one file with everything, whatever the runs' texts say."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deploy.report.differences import fields_of
+from deploy.report.examples import examples
+from deploy.runs.reading import read_recipe
+from learner.model.tokenizer import ChatTokenizer
+
+Events = list[dict[str, Any]]
+HOSTILE = '<script>alert(1)</script><img src="http://example.com/x"> $\\frac$ {{ 7 * 7 }}'
+
+
+class Page(HTMLParser):
+    """The elements of a page with their attributes, and its text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(self.texts)
+
+
+def _assert_is_self_contained(page: Page) -> None:
+    """No script, and nothing that a browser would fetch."""
+    assert not {"script", "link", "img", "iframe", "object", "image"} & {tag for tag, _ in page.elements}
+    for _, attributes in page.elements:
+        assert not [name for name in attributes if name.startswith("on") or name in ("src", "href", "srcset")]
+        assert all((attributes.get(name) or "#").startswith("#") for name in ("xlink:href",))
+        for value in attributes.values():
+            assert all(url.startswith("#") for url in re.findall(r"url\(([^)]*)\)", value or ""))
+
+
+def test_a_run(d1: Callable, make_run: Callable, events: Events, workdir: Path) -> None:
+    make_run("tiny", events)
+    ended = d1("report", "tiny", "--out", "here/report.html")
+    assert (ended.status, ended.out, ended.err) == (0, "", "d1: here/report.html has the report\n")
+    page = Page((workdir / "here" / "report.html").read_text())
+    _assert_is_self_contained(page)
+    assert "tiny: SFT" in page.texts
+    assert "24.0 % (20.5 to 27.9), 120 of 500" in page.texts
+    assert "50.0 % (45.6 to 54.4), 250 of 500" in page.texts
+    titles = [text for (tag, _), text in zip(page.elements, page.texts, strict=False) if tag == "h3"]
+    assert page.text.count("Parts of the reward: tiny") == 1
+    for title in ("Held-out accuracy", "Reward", "Share correct", "KL to the reference", "Seconds of a round: tiny"):
+        assert title in page.text, titles
+    assert "learner.lr" in page.text
+    assert d1("report", "tiny", "--out", "again.html").status == 0
+    assert (workdir / "again.html").read_text() == (workdir / "here" / "report.html").read_text()
+
+
+def test_two_runs_and_what_differs(d1: Callable, make_run: Callable, events: Events, workdir: Path) -> None:
+    first, second = make_run("first", events), make_run("second", events)
+    recipe = (second / "recipe.yaml").read_text()
+    (second / "recipe.yaml").write_text(recipe.replace("lr: 1e-4", "lr: 2e-4"))
+    assert d1("report", str(first), "second").status == 0
+    text = (workdir / "report.html").read_text()
+    differing = text[text.index("What differs") : text.index("What they have in common")]
+    assert re.findall(r"<td>(.*?)</td>", differing) == ["learner.lr", "0.0001", "0.0002"]
+    assert "first: RL" in Page(text).texts
+    assert "second: RL" in Page(text).texts
+
+
+def test_hostile_texts_stay_texts(d1: Callable, make_run: Callable, events: Events, workdir: Path) -> None:
+    run = make_run("tiny", events)
+    for event in events:
+        if event["event"] == "round":
+            event["reward_parts"] = {HOSTILE: 0.1, "correct": 0.2}
+    (run / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    recipe = (run / "recipe.yaml").read_text()
+    (run / "recipe.yaml").write_text(recipe + f"wandb_project: {json.dumps(HOSTILE)}\n")
+    assert d1("report", "tiny").status == 0
+    page = Page((workdir / "report.html").read_text())
+    _assert_is_self_contained(page)
+    assert page.text.count(HOSTILE) == 2, "in the recipe, and in the legend of a plot"
+
+
+def test_what_cannot_be_reported_is_a_sentence(
+    d1: Callable, make_run: Callable, events: Events, workdir: Path, runs: Path
+) -> None:
+    make_run("empty", events[:1])
+    d1("report", "empty").assert_refused("the run empty has not begun: it has no evaluation and no round")
+    make_run("tiny", events)
+    d1("report", "tiny", "runs/tiny").assert_refused("tiny and runs/tiny name one run twice")
+    (workdir / "file").write_text("")
+    d1("report", "tiny", "--out", "file/report.html").assert_refused("cannot write the report to file/report.html")
+    d1("report", "tini").assert_refused("did you mean tiny?")
+    shutil.copytree(runs / "tiny" / "checkpoints", workdir / "runs" / "tiny" / "checkpoints")
+    for weights in (workdir / "runs" / "tiny" / "checkpoints").glob("*/model.safetensors"):
+        weights.write_bytes(b"")
+    d1("report", "tiny").assert_refused("is whole", "--examples 0 leaves them out")
+    assert d1("report", "tiny", "--examples", "0").status == 0
+
+
+def test_examples_are_the_first_problems_before_and_after(runs: Path) -> None:
+    run = runs / "tiny"
+    found = examples(run, read_recipe(run), 3)
+    assert len(found) == 3
+    assert len({example.prompt for example in found}) == 3
+    for example in found:
+        before, after = example.completions
+        assert (before.policy, after.policy) == ("initial", "rl-000003")
+        assert before.tokens == after.tokens, "the same weights"
+        assert {token.step for token in before.tokens} == set(range(1, before.num_steps + 1))
+        assert [token.shade for token in before.tokens if token.step == 1] == [0] * 2
+    special = ChatTokenizer(run / "checkpoints" / "initial").special_ids
+    assert special
+    assert examples(run, read_recipe(run), 0) == []
+
+
+def test_fields_of_recipes_side_by_side() -> None:
+    first = {"name": "a", "learner": {"lr": 0.1, "betas": [0.9, 0.99]}, "task": {}}
+    second = {"name": "b", "learner": {"lr": 0.2, "betas": [0.9, 0.99]}, "seed": 3}
+    found = {field.path: (field.values, field.differs) for field in fields_of([first, second])}
+    assert found == {
+        "learner.lr": (("0.1", "0.2"), True),
+        "learner.betas": (("[0.9, 0.99]", "[0.9, 0.99]"), False),
+        "task": (("{}", ""), True),
+        "seed": (("", "3"), True),
+    }
+
+
+@pytest.mark.usefixtures("workdir")
+def test_schedules_are_a_table_and_a_plot(d1: Callable, make_run: Callable, recorder: Any) -> None:
+    recorder.add("run", name="tiny", seed=0, commit="", hardware="", versions={})
+    schedules = {"9 steps": (100, 9.0), "1 step": (50, 1.0), "threshold 0.9": (90, 3.25)}
+    recorder.evaluation("sft", 100, schedules=schedules)
+    recorder.evaluation("rl", 200, 3, schedules={**schedules, "9 steps": (200, 9.0)})
+    make_run("tiny", recorder.events)
+    assert d1("report", "tiny").status == 0
+    text = Path("report.html").read_text()
+    heads = re.findall(r'<th scope="col">(.*?)</th>', text)
+    assert heads[heads.index("1 step") :][:3] == ["1 step", "9 steps", "threshold 0.9"]
+    assert "40.0 (35.8 to 44.4)" in Page(text).texts
+    assert "Accuracy against compute" in text
