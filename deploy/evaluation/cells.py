@@ -68,9 +68,10 @@ class Cell:
     @property
     def name(self) -> str:
         """Of its file."""
-        often = f".x{self.sampled.num_samples}" if self.sampled.num_samples > 1 else ""
+        rules = "" if self.protocol == "fixed" else f".{self.protocol}"
+        drawn = f".{self.sampled.num_samples}-at-{self.sampled.temperature:g}" if self.sampled.temperature else ""
         schedule = re.sub(r"[^A-Za-z0-9.]+", "-", self.params.schedule_name)
-        return f"{self.task.name}.{self.params.gen_length}.{schedule}{often}"
+        return f"{self.task.name}{rules}.{self.params.gen_length}.{schedule}{drawn}"
 
     def facts(self) -> dict[str, Any]:
         """What its answers hang on, as JSON."""

@@ -20,8 +20,8 @@ from deploy.evaluation.worker import WorkerConfig
 from deploy.recipe.recipe import Recipe
 from deploy.runs.reading import read_recipe
 from deploy.runs.references import find_checkpoint_of
+from deploy.sampling.policy import read_tokenizer
 from learner.model.checkpoint import load_config
-from learner.model.tokenizer import ChatTokenizer
 from rollout.config import EngineConfig
 
 RESULTS = "results.json"
@@ -84,7 +84,7 @@ def find_subject(reference: str, runs_dir: Path) -> Subject:
     Raises UserError where there is none or it cannot be read.
     """
     try:
-        # What `RUN/checkpoints/last` points to, not the name for today.
+        # A link is a name for today.
         directory = find_checkpoint_of(reference, runs_dir).resolve()
         position = find_position(directory)
         facts = {"path": str(directory), "fingerprint": fingerprint(directory)}
@@ -92,10 +92,12 @@ def find_subject(reference: str, runs_dir: Path) -> Subject:
         raise UserError(str(error)) from error
     except OSError as error:
         raise UserError(f"cannot read the checkpoint {reference}: {reason(error)}") from error
-    run_dir = directory.parent.parent
+    run_dir, is_fetched = directory.parent.parent, not Path(reference).exists()
     is_of_run = directory.parent.name == CHECKPOINTS and (run_dir / RECIPE).is_file()
+    # The hub's cache names a directory by its revision.
+    own_name = reference.replace("/", "--") if is_fetched else directory.name
     return Subject(
-        name=f"{run_dir.name}-{directory.name}" if is_of_run else directory.name,
+        name=f"{run_dir.name}-{directory.name}" if is_of_run else own_name,
         directory=directory,
         run=read_recipe(run_dir) if is_of_run else None,
         facts=facts | ({} if position is None else {"policy_version": position.policy_version}),
@@ -111,9 +113,11 @@ def prepare(subject: Subject, asked: Asked, computing: Computing, out: Path) -> 
     """The cells with what there is of them already. Raises UserError, before anything is answered."""
     try:
         config = load_config(subject.directory)
-        tokenizer = ChatTokenizer(subject.directory)
     except ValueError as error:
         raise UserError(str(error)) from error
+    tokenizer = read_tokenizer(subject.directory)
+    if tokenizer is None:
+        raise UserError(f"{subject.directory} has no tokenizer; problems are texts, and need one")
     cells = cells_of(asked, subject.run, config.max_sequence_length)
     size = computing.batch_size(subject.run)
     problems = {cell.task.name: problems_of(cell) for cell in cells}

@@ -77,7 +77,7 @@ def open_policy(
     return ReadyPolicy(
         name=reference,
         sampler=Sampler(model, 0 if position is None else position.policy_version, engine),
-        tokenizer=_tokenizer(directory),
+        tokenizer=read_tokenizer(directory),
         defaults=_defaults(directory, model.config.max_sequence_length),
     )
 
@@ -97,7 +97,8 @@ def _defaults(directory: Path, max_sequence_length: int) -> Defaults:
     return Defaults.of_policy(max_sequence_length)
 
 
-def _tokenizer(directory: Path) -> ChatTokenizer | None:
+def read_tokenizer(directory: Path) -> ChatTokenizer | None:
+    """The tokenizer of a checkpoint; None where it has none. Raises UserError where it cannot be read."""
     if not any((directory / name).is_file() for name in TOKENIZER_FILES):
         return None
     try:

@@ -105,6 +105,7 @@ def test_samples_differ_and_are_the_same_again(evaluate: Callable, inline: list[
     words = ("--samples", "4", "--temperature", "1", "--problems", "6", "--schedules", "0.5", "--json")
     (cell,) = _cells(evaluate(*words))
     assert (cell["num_problems"], cell["num_samples"]) == (6, 4)
+    assert cell["answers"] == "sums.8.4-steps.4-at-1.jsonl"
     assert 0 <= cell["accuracy"] <= cell["pass@2"] <= cell["pass@4"] <= 1
     path = workdir / "out" / cell["answers"]
     rows = _lines(path)[1:]
@@ -128,6 +129,7 @@ def test_the_first_d1_is_followed_to_the_letter(
     _copy(runs / "tiny" / "checkpoints" / "rl-000003", workdir / "wide", max_sequence_length=2048)
     (cell,) = _cells(d1("eval", "wide", "--out", str(workdir / "out"), *words, "--lengths", "32"))
     assert (cell["schedule"], cell["num_problems"]) == ("16 steps", 2)
+    assert cell["answers"] == "sudoku.d1.32.16-steps.jsonl"
     tokenizer = ChatTokenizer(workdir / "wide")
     requests = inline[0].requests
     prompt = tokenizer.decode_all(requests[0].prompt_ids)
@@ -166,6 +168,21 @@ def test_what_cannot_be_is_said_in_a_sentence(evaluate: Callable, words: tuple[s
     parts = next(parts for some, *parts in REFUSALS if some == words)
     evaluate(*words).assert_refused(*parts)
     assert not list(workdir.glob("out/*.jsonl")) or words == ("--device", "cuda"), "nothing was begun"
+
+
+@pytest.mark.usefixtures("workdir")
+def test_a_checkpoint_that_cannot_be_asked_is_a_sentence(d1: Callable, runs: Path) -> None:
+    _copy(runs / "tiny" / "checkpoints" / "rl-000003", Path("bare"))
+    d1("eval", "bare").assert_refused("say which tasks, as in --tasks countdown,sudoku")
+    Path("bare/tokenizer.json").write_text("{")
+    d1("eval", "bare", "--tasks", "sums").assert_refused("the tokenizer in", "bare cannot be read")
+    for path in Path("bare").glob("*token*"):
+        path.unlink()
+    d1("eval", "bare", "--tasks", "sums").assert_refused("bare has no tokenizer")
+    config = json.loads(Path("bare/config.json").read_text())
+    del config["mask_token_id"]
+    Path("bare/config.json").write_text(json.dumps(config))
+    d1("eval", "bare", "--tasks", "sums").assert_refused("mask_token_id")
 
 
 @pytest.mark.usefixtures("inline")
