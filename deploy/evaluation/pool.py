@@ -8,6 +8,7 @@ import signal
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,6 @@ from deploy.evaluation.worker import Answered, Worker, WorkerConfig
 _SMALL_BYTES = 200 << 20
 _DIED = "a worker of the evaluation died, killed or out of memory; what was answered is kept"
 _MOST_RESTARTS = 3
-_END_TIMEOUT_S = 10.0
 
 # That of this process, where it is one of the pool.
 _workers: list[Worker] = []
@@ -59,17 +59,28 @@ def _on_this_machine(config: WorkerConfig, wanted: Wanted, batches: Sequence[Bat
         waiting.put(one)
     pool = ProcessPoolExecutor(len(configs), context, initializer=_begin, initargs=(waiting,))
     try:
-        for done in as_completed([pool.submit(_answer, batch) for batch in batches]):
+        with _interrupt_held_back():
+            waiting_for = [pool.submit(_answer, batch) for batch in batches]
+        for done in as_completed(waiting_for):
             yield done.result()
-        pool.shutdown()
     except BrokenProcessPool as error:
         raise RunFailedError(_DIED) from error
     finally:
-        # Where it ends early: what they are at is worth nothing to anyone.
-        pool.shutdown(wait=False, cancel_futures=True)
+        # What they are at, where it ends early, is worth nothing to anyone.
         for process in multiprocessing.active_children():
             process.terminate()
-            process.join(_END_TIMEOUT_S)
+        pool.shutdown(cancel_futures=True)
+
+
+@contextmanager
+def _interrupt_held_back() -> Iterator[None]:
+    """Ctrl-C waits until the block ends. Processes that begin in it inherit that it never reaches them: it is for the
+    one that started them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _configs(config: WorkerConfig, wanted: Wanted) -> list[WorkerConfig]:
@@ -91,8 +102,6 @@ def _num_bytes(checkpoint: Path) -> int:
 
 
 def _begin(waiting: Any) -> None:
-    """A process of the pool: Ctrl-C is for the one that started it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     _workers.append(Worker(waiting.get()))
 
 
