@@ -12,7 +12,7 @@ import yaml
 
 from actors.spec import sampler_facts
 from benchmarks.algorithms.__main__ import TASKS, main
-from benchmarks.algorithms.report import BEGIN, END, Result, markdown, write_between_marks
+from benchmarks.algorithms.report import BEGIN, END, Result, markdown, write_between_marks, write_columns
 from benchmarks.algorithms.trial import RECIPE_ROW, Budget, Trial, base_recipe, recipe_of, start, try_row
 from deploy.recipe.recipe import Stages
 from deploy.runs.run_directory import make_spec
@@ -158,6 +158,25 @@ def test_a_trial_that_ended_early_says_why() -> None:
     line = next(line for line in markdown([failed, _result("espo", 0, 1)], 1, 30.0).splitlines() if "`spg`" in line)
     assert line.count("ended before") == 2
     assert "the loss is nan" in line
+
+
+def test_the_table_of_algorithms_says_what_each_came_to(tmp_path: Path) -> None:
+    path = tmp_path / "algorithms.md"
+    table = "| algorithm | paper | ours, % of chess |\n|---|---|---:|\n| `spg` | a | 9 |\n| `bgpo` | b | 9 |\n"
+    path.write_text(f"before\n\n{table}\nafter\n")
+    results = [_result("spg", 0, 20), _result("spg", 1, 25), replace(_result("spg", 0, 5), lr=4e-3)]
+    write_columns(path, [*results, replace(_result("bgpo", 0, 1), task="countdown")])
+    assert path.read_text() == (
+        "before\n\n"
+        "| algorithm | paper | ours, % of countdown | ours, % of sudoku |\n"
+        "|---|---|---:|---:|\n"
+        "| `spg` | a |  | 22.5 |\n"
+        "| `bgpo` | b | 1.0 |  |\n"
+        "\nafter\n"
+    )
+    path.write_text("no table")
+    with pytest.raises(ValueError, match="has no table"):
+        write_columns(path, results)
 
 
 def test_tables_are_written_between_the_marks(tmp_path: Path) -> None:

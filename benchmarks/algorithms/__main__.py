@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from benchmarks.algorithms.report import Result, markdown, write_between_marks
+from benchmarks.algorithms.report import Result, markdown, write_between_marks, write_columns
 from benchmarks.algorithms.trial import RECIPE_ROW, Budget, Trial, start, try_row
 from learner.algorithms import ALGORITHMS
 
@@ -53,10 +53,12 @@ def main() -> None:
             tried = [replace(trial, rate=rate) for trial in trials]
             failed += _carry_out(pool, [trial for trial in tried if not _path(trial).is_file()], budget, console)
             trials = [trial for trial in tried if _path(trial).is_file() and not _read(_path(trial)).has_learned]
-    text = markdown(list(_results(args.out, args.tasks)), args.completions, args.seconds)
+    results = list(_results(args.out, args.tasks))
+    text = markdown(results, args.completions, args.seconds)
     console.print(text, markup=False, highlight=False)
     if args.docs is not None:
-        write_between_marks(args.docs, text)
+        write_between_marks(args.docs / "results.md", text)
+        write_columns(args.docs / "algorithms.md", results)
     if failed:
         sys.exit("\n".join(failed))
 
@@ -73,7 +75,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--round", type=int, default=256, help="completions of a round")
     parser.add_argument("--jobs", type=int, default=2, help="processes, of one thread each")
     parser.add_argument("--out", type=Path, default=Path("runs/algorithms"))
-    parser.add_argument("--docs", type=Path, help="a Markdown file with the marks to write the tables between")
+    parser.add_argument("--docs", type=Path, help="the folder whose results.md and algorithms.md to write them into")
     return parser.parse_args()
 
 

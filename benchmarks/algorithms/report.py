@@ -1,4 +1,4 @@
-"""The tables of docs/results.md from what the trials left."""
+"""The tables of docs/results.md, and the column of docs/algorithms.md, from what the trials left."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from rollout.score import Score
 
 BEGIN, END = "<!-- benchmarks.algorithms -->", "<!-- end of benchmarks.algorithms -->"
 _VARIANCE = "estimator_variance"
+_ALGORITHMS, _OURS = "| algorithm |", "ours, % of "
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,6 +88,42 @@ def write_between_marks(path: Path, text: str) -> None:
     if not begin or not end:
         raise ValueError(f"{path} has no line {BEGIN} with {END} after it")
     path.write_text(f"{before}{BEGIN}\n\n{text}\n{END}{after}", encoding="utf-8")
+
+
+def write_columns(path: Path, results: Sequence[Result]) -> None:
+    """Say in the table of algorithms what each came to here: a column a task, in percent at the schedule that counts.
+
+    Raises ValueError where the file has no such table.
+    """
+    lines = path.read_text(encoding="utf-8").split("\n")
+    start = next((index for index, line in enumerate(lines) if line.startswith(_ALGORITHMS)), None)
+    if start is None:
+        raise ValueError(f"{path} has no table that begins with {_ALGORITHMS}")
+    found = {
+        task: dict(_by_row([one for one in results if one.task == task]))
+        for task in sorted({result.task for result in results})
+    }
+    kept = [index for index, name in enumerate(_cells(lines[start])) if not name.startswith(_OURS)]
+    end = next(index for index in range(start, len(lines)) if not lines[index].startswith("|"))
+    for index in range(start, end):
+        cells = [_cells(lines[index])[place] for place in kept]
+        if index == start:
+            more = [f"{_OURS}{task}" for task in found]
+        elif index == start + 1:
+            more = ["---:"] * len(found)
+        else:
+            more = [_percent(trials.get(cells[0].strip("`"))) for trials in found.values()]
+        lines[index] = f"| {' | '.join(cells + more)} |" if index != start + 1 else f"|{'|'.join(cells + more)}|"
+    path.write_text("\n".join(lines), encoding="utf-8")
+
+
+def _cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line[1:-1].split("|")]
+
+
+def _percent(trials: Sequence[Result] | None) -> str:
+    pooled = None if trials is None else _that_counts([trial.at_seconds for trial in trials])
+    return "" if pooled is None else f"{100 * pooled.accuracy:.1f}"
 
 
 def _by_row(results: Sequence[Result]) -> list[tuple[str, list[Result]]]:

@@ -92,6 +92,17 @@ def _batch(rows: int) -> RolloutBatch:
     )
 
 
+def test_the_table_says_of_each_algorithm_what_the_results_say() -> None:
+    results = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    tables = re.findall(r"^### (Countdown|Sudoku)$(.*?)^\| row \| \d+ steps \|", results, re.DOTALL | re.MULTILINE)
+    assert tables
+    for task, table in tables:
+        # The second percentage of a line: after the seconds that all got.
+        measured = dict(re.findall(r"^\| `([a-z0-9-]+)` .*?%.*?\| ([0-9.]+) % \(", table, re.MULTILINE))
+        said = {name: row[f"ours, % of {task.lower()}"] for name, row in _rows().items()}
+        assert said == {name: measured[name] for name in said}
+
+
 def test_the_words_between_completions_and_a_loss_mean_what_the_example_says(config: TransformerConfig) -> None:
     a, b, c, d = 5, 6, 7, 8
     batch = batch_of(
