@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -80,6 +81,7 @@ def evaluate(
         from deploy.evaluation.cells import Asked, Sampled
         from deploy.evaluation.evaluate import Computing, default_out, find_subject, prepare
         from deploy.evaluation.pool import Wanted
+        from deploy.evaluation.record import held
 
     if samples > 1 and not temperature:
         raise UserError(f"--samples {samples} of the likeliest tokens are all alike; say --temperature, as in 0.8")
@@ -94,11 +96,13 @@ def evaluate(
         sampled=Sampled(num_samples=samples, temperature=temperature or 0.0, seed=seed),
     )
     computing = Computing(num_slots=slots, dtype=dtype, wanted=Wanted(num_workers=workers, device=device))
-    with saying(f"looking at {checkpoint} and the tasks"):
+    with saying(f"looking at {checkpoint}"):
         subject = find_subject(checkpoint, runs_dir)
         place = out or default_out(subject, runs_dir)
-        ready = prepare(subject, asked, computing, place)
-    _answer(subject, ready, computing)
+    with held(place):
+        with saying("making the problems"):
+            ready = prepare(subject, asked, computing, place)
+        _answer(subject, ready, computing)
     _show(subject, ready, place, as_json=as_json)
 
 
@@ -160,7 +164,7 @@ def _show(subject: Subject, ready: list[Ready], place: Path, *, as_json: bool) -
         typer.echo(json.dumps(found))
         return
     console = Console()
-    for table in tables(found):
+    for table in tables(found, console.width):
         console.print(table)
     sys.stderr.write(f"d1: answers and {RESULTS} are in {place}\n")
 
@@ -173,6 +177,6 @@ def _numbers(text: str | None) -> tuple[int, ...] | None:
     words = _words(text)
     if words is None:
         return None
-    if strays := [word for word in words if not word.isdecimal() or not int(word)]:
+    if strays := [word for word in words if not re.fullmatch(r"0*[1-9][0-9]{0,8}", word)]:
         raise UserError(f"--lengths {text}: {strays[0] or 'nothing'} is no number of slots; write --lengths 128,256")
     return tuple(map(int, words))

@@ -55,7 +55,7 @@ def _examples(runs: Mapping[str, Run], count: int) -> dict[str, Sequence[Example
                 for name, run in runs.items()
                 if run.history.rounds
             }
-        except ValueError as error:
+        except (ValueError, FloatingPointError) as error:
             raise UserError(f"{error}; --examples 0 leaves them out") from error
         except OSError as error:
             raise UserError(f"cannot read a checkpoint: {reason(error)}; --examples 0 leaves them out") from error

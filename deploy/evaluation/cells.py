@@ -19,7 +19,7 @@ from rewards.first_d1 import evaluation as first_d1
 from rewards.problem import Rules
 from rollout.request import PARAMETER_OF, SamplingParams
 
-_SHARE = re.compile(r"\d*\.?\d+")
+_SHARE, _COUNT = re.compile(r"\d{0,9}\.?\d{1,9}"), re.compile(r"\d{1,9}")
 _HALF = "0.5"
 
 
@@ -99,8 +99,9 @@ def cells_of(asked: Asked, run: Recipe | None, max_sequence_length: int) -> list
     configs = _task_configs(asked, run)
     own = None if run is None else run.task.name
     params = _d1_params(asked) if asked.protocol == "d1" else _params(asked, run, max_sequence_length)
-    counted = None if run is None else run.evaluation.num_problems
-    return [
+    # The first d1 asks as many as it asks.
+    counted = None if run is None or asked.protocol == "d1" else run.evaluation.num_problems
+    cells = [
         Cell(
             task=config,
             protocol=asked.protocol,
@@ -111,6 +112,8 @@ def cells_of(asked: Asked, run: Recipe | None, max_sequence_length: int) -> list
         for config in configs
         for each in params
     ]
+    # What is named twice, as in 0.5 and steps=5 of ten slots, is asked once.
+    return list({cell.name: cell for cell in cells}.values())
 
 
 def _task_configs(asked: Asked, run: Recipe | None) -> list[TaskConfig]:
@@ -130,10 +133,10 @@ def _task_config(name: str, asked: Asked, run: Recipe | None) -> TaskConfig:
         if name not in first_d1.TASKS:
             raise UserError(f"the first d1 evaluates {', '.join(first_d1.TASKS)}; leave out {name}, or --protocol d1")
         rules = ["protocol=d1", "prompt=compact"]
-    elif run is not None and run.task.name == name:
-        given = run.task.model_dump(mode="json", exclude={"name"}, exclude_unset=True)
-        return task_config(name, fields, given)
-    return task_config(name, [*fields, *rules])
+    # Its split too: what it trained on is not to be asked.
+    is_own = run is not None and run.task.name == name
+    given = run.task.model_dump(mode="json", exclude={"name"}, exclude_unset=True) if run and is_own else {}
+    return task_config(name, [*fields, *rules], given)
 
 
 def _d1_params(asked: Asked) -> list[SamplingParams]:
@@ -144,8 +147,11 @@ def _d1_params(asked: Asked) -> list[SamplingParams]:
         )
     if asked.sampled.temperature:
         raise UserError("--protocol d1 takes the likeliest token; leave out --samples and --temperature")
+    block = first_d1.BLOCK_LENGTH
+    if strays := [length for length in asked.lengths or () if length % block]:
+        raise UserError(f"--protocol d1 denoises in blocks of {block}; --lengths {strays[0]} is no multiple of {block}")
     # It fills the whole canvas: nothing ends a text.
-    fixed = {"block_length": first_d1.BLOCK_LENGTH, "temperature": 0.0, "stop_ids": ()}
+    fixed = {"block_length": block, "temperature": 0.0, "stop_ids": ()}
     return [
         _checked({"gen_length": length, "steps": length // 2, **fixed}, f"--lengths {length}")
         for length in asked.lengths or first_d1.LENGTHS
@@ -175,7 +181,7 @@ def _schedule(text: str, gen_length: int, block_length: int) -> Values:
     if _SHARE.fullmatch(text) and 0 < float(text) <= 1:
         num_blocks = max(1, gen_length // max(1, block_length))
         return {"schedule": "quota", "steps": num_blocks * max(1, round(float(text) * block_length))}
-    if name == "steps" and value.isdecimal():
+    if name == "steps" and _COUNT.fullmatch(value):
         return {"schedule": "quota", "steps": int(value)}
     if name in PARAMETER_OF.values() and _SHARE.fullmatch(value):
         return {name: float(value)}

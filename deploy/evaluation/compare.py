@@ -6,18 +6,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import comb
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from deploy.errors import UserError
 from deploy.evaluation.evaluate import default_out, find_subject
 from deploy.evaluation.measures import bootstrap
-from deploy.evaluation.record import Recorded, read_record
+from deploy.evaluation.record import Recorded, records_in
 from deploy.program import program
 from rollout.request import SamplingParams
 
-# What two evaluations may differ in, and still ask the same.
-_OF_ITS_OWN = ("checkpoint", "dtype", "batch_size")
+# What two evaluations may differ in, and still ask the same: which problems there are is looked at by themselves.
+_OF_ITS_OWN = {"checkpoint", "dtype", "batch_size", "num_problems", "num_answers"}
+_OF_ITS_TASK = {"reward", "shaping", "train_data", "heldout_data", "heldout_fraction"}
 _REAL = 0.05
 
 
@@ -31,6 +33,12 @@ class Compared:
     """Slots of a completion."""
     schedule: str
     """How it was denoised."""
+    protocol: str
+    """By whose rules."""
+    num_samples: int
+    """Completions of each problem."""
+    temperature: float
+    """Of the draws."""
     num_problems: int
     """Problems that both were asked."""
     accuracies: tuple[float, float]
@@ -39,8 +47,8 @@ class Compared:
     """Of the second less the first, at 95 %: the paired bootstrap's over problems."""
     only: tuple[int, int]
     """Problems that only the first, and only the second, solves more often."""
-    p: float | None
-    """Of McNemar's exact test that neither is better; None where problems have several samples."""
+    p: float
+    """Of the exact sign test that neither is better, which is McNemar's at one sample a problem."""
 
     @property
     def difference(self) -> float:
@@ -50,7 +58,7 @@ class Compared:
     @property
     def is_real(self) -> bool:
         """Whether chance alone would hardly make it: one in twenty times at most."""
-        return self.p < _REAL if self.p is not None else not self.interval[0] <= 0 <= self.interval[1]
+        return self.p < _REAL
 
 
 def find_evaluation(reference: str, runs_dir: Path) -> dict[str, Recorded]:
@@ -59,12 +67,17 @@ def find_evaluation(reference: str, runs_dir: Path) -> dict[str, Recorded]:
     Raises UserError where there is none yet.
     """
     place = Path(reference)
-    if not any(place.glob("*.jsonl")):
+    cells = records_in(place)
+    if not cells:
         place = default_out(find_subject(reference, runs_dir), runs_dir)
-    cells = {path.stem: read_record(path) for path in sorted(place.glob("*.jsonl"))}
+        cells = records_in(place)
+    if not cells:
+        raise UserError(f"{reference} is not evaluated yet, not in {place}; `{program()} eval {reference}` does it")
     whole = {name: cell for name, cell in cells.items() if cell.is_whole}
     if not whole:
-        raise UserError(f"{reference} is not evaluated yet, not in {place}; `{program()} eval {reference}` does it")
+        name, cell = next(iter(cells.items()))
+        there = f"{name} has {len(cell.answers)} of {cell.facts.get('num_answers')} answers"
+        raise UserError(f"the evaluation in {place} is not complete: {there}; `{program()} eval` goes on with it")
     return whole
 
 
@@ -78,7 +91,8 @@ def compare(
         raise UserError(
             f"no cell{of} is in both: {names[0]} has {', '.join(first)}; {names[1]} has {', '.join(second)}"
         )
-    return [_compared(name, first[name], second[name], names) for name in common]
+    found = [_compared(name, first[name], second[name], names) for name in common]
+    return sorted(found, key=lambda one: (one.task, one.protocol, one.num_samples, one.temperature, one.gen_length))
 
 
 def sentence(found: Compared, names: tuple[str, str]) -> str:
@@ -88,10 +102,11 @@ def sentence(found: Compared, names: tuple[str, str]) -> str:
     better, worse = names[::-1] if sign == 1 else names
     low, high = sorted(100 * sign * bound for bound in found.interval)
     by = f"{100 * abs(found.difference):.1f} points ({tenths(low)} to {tenths(high)})"
-    chance = "" if found.p is None else f", p = {found.p:.2g}"
     if found.is_real:
-        return f"{cell}: {better} solves more than {worse}, by {by}{chance}"
-    return f"{cell}: no difference can be told; {better} is ahead of {worse} by {by}{chance}"
+        return f"{cell}: {better} solves more than {worse}, by {by}, p = {found.p:.2g}"
+    if not found.difference:
+        return f"{cell}: no difference can be told; both solve as many"
+    return f"{cell}: no difference can be told; {better} is ahead of {worse} by {by}, p = {found.p:.2g}"
 
 
 def tenths(points: float) -> str:
@@ -100,7 +115,7 @@ def tenths(points: float) -> str:
 
 
 def _compared(name: str, first: Recorded, second: Recorded, names: tuple[str, str]) -> Compared:
-    asked = [{key: value for key, value in cell.facts.items() if key not in _OF_ITS_OWN} for cell in (first, second)]
+    asked = [_asked(cell.facts) for cell in (first, second)]
     solved = [_solved(cell) for cell in (first, second)]
     if asked[0] != asked[1] or solved[0].keys() != solved[1].keys():
         raise UserError(f"{name} of {names[0]} and of {names[1]} do not ask the same; evaluate both alike")
@@ -113,12 +128,21 @@ def _compared(name: str, first: Recorded, second: Recorded, names: tuple[str, st
         task=first.facts["task"]["name"],
         gen_length=params.gen_length,
         schedule=params.schedule_name,
+        protocol=first.facts["protocol"],
+        num_samples=first.facts["num_samples"],
+        temperature=params.temperature,
         num_problems=len(pairs),
         accuracies=(float(pairs[:, 0].mean()), float(pairs[:, 1].mean())),
         interval=(low, high),
         only=only,
-        p=mcnemar(*only) if first.facts["num_samples"] == 1 else None,
+        p=mcnemar(*only),
     )
+
+
+def _asked(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """What was asked, but for what two evaluations may differ in."""
+    kept = {key: value for key, value in facts.items() if key not in _OF_ITS_OWN}
+    return {**kept, "task": {key: value for key, value in facts["task"].items() if key not in _OF_ITS_TASK}}
 
 
 def mcnemar(only_first: int, only_second: int) -> float:

@@ -59,7 +59,7 @@ def _accuracy_interval(groups: Sequence[Sequence[Answer]]) -> list[float]:
     correct = [_mean([answer.correct for answer in group]) for group in groups]
     if all(len(group) == 1 for group in groups):
         return list(Score(num_correct=round(sum(correct)), num_problems=len(groups)).interval)
-    return bootstrap(np.array(correct), lambda picked: picked.mean(axis=1))
+    return _mean_interval(correct)
 
 
 def _items(groups: Sequence[Sequence[Answer]]) -> dict[str, Any]:
@@ -71,7 +71,11 @@ def _items(groups: Sequence[Sequence[Answer]]) -> dict[str, Any]:
         sums = picked.sum(axis=1)
         return np.asarray(sums[:, 0] / sums[:, 1])
 
-    return {"items": float(right / total), "items_interval": bootstrap(counts.astype(float), share)}
+    if right in (0, total):
+        interval = _mean_interval([float(right > 0)] * len(groups))
+    else:
+        interval = bootstrap(counts.astype(float), share)
+    return {"items": float(right / total), "items_interval": interval}
 
 
 def _pass_at(groups: Sequence[Sequence[Answer]], k: int) -> dict[str, Any]:
@@ -79,8 +83,14 @@ def _pass_at(groups: Sequence[Sequence[Answer]], k: int) -> dict[str, Any]:
     solved = [
         1 - comb(len(group) - sum(answer.correct for answer in group), k) / comb(len(group), k) for group in groups
     ]
-    interval = bootstrap(np.array(solved), lambda picked: picked.mean(axis=1))
-    return {f"pass@{k}": _mean(solved), f"pass@{k}_interval": interval}
+    return {f"pass@{k}": _mean(solved), f"pass@{k}_interval": _mean_interval(solved)}
+
+
+def _mean_interval(shares: Sequence[float]) -> list[float]:
+    """Of the mean of a share of each problem. Where all are 0, or all 1, resamples say nothing, and Wilson's holds."""
+    if set(shares) in ({0}, {1}):
+        return list(Score(num_correct=round(sum(shares)), num_problems=len(shares)).interval)
+    return bootstrap(np.array(shares), lambda picked: picked.mean(axis=1))
 
 
 def bootstrap(values: _Floats, statistic: Callable[[_Floats], _Floats]) -> list[float]:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from deploy.errors import RunFailedError, UserError
+from deploy.errors import RunFailedError, UserError, reason
 from deploy.evaluation.problems import Batch
 from deploy.evaluation.worker import Answered, Worker, WorkerConfig
 
@@ -49,6 +51,11 @@ def answers(config: WorkerConfig, wanted: Wanted, batches: Sequence[Batch]) -> I
         yield from pool(config, wanted, batches)
     except FloatingPointError as error:
         raise RunFailedError(str(error)) from error
+    except torch.OutOfMemoryError as error:
+        raise RunFailedError("the device is out of memory; take fewer --slots, or --dtype bfloat16") from error
+    except (ValueError, OSError) as error:
+        what = reason(error) if isinstance(error, OSError) else str(error)
+        raise UserError(f"cannot load {config.checkpoint}: {what}") from error
 
 
 def _on_this_machine(config: WorkerConfig, wanted: Wanted, batches: Sequence[Batch]) -> Iterator[Answered]:
@@ -102,7 +109,16 @@ def _num_bytes(checkpoint: Path) -> int:
 
 
 def _begin(waiting: Any) -> None:
+    threading.Thread(target=_end_with_parent, name="d1-parent", daemon=True).start()
     _workers.append(Worker(waiting.get()))
+
+
+def _end_with_parent() -> None:
+    """Killed, the parent ends nobody: whoever waits for its batches would hold memory for ever."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+    os._exit(1)
 
 
 def _answer(batch: Batch) -> Answered:

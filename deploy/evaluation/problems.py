@@ -58,9 +58,11 @@ def batches_of(
     prompts = [_prompt(cell, problem, tokenizer) for problem in problems]
     longest, length = max(map(len, prompts)), cell.params.gen_length
     if longest + length > max_sequence_length:
+        room = max_sequence_length - longest
+        rest = f"take a length of at most {room}" if room > 0 else "there is no room for any completion"
         raise UserError(
             f"{cell.task.name} at {length} slots: its longest prompt has {longest} tokens, and the policy takes "
-            f"{max_sequence_length} in all; take a length of at most {max(0, max_sequence_length - longest)}"
+            f"{max_sequence_length} in all; {rest}"
         )
     asked = [
         (problem, prompt, sample)
@@ -99,7 +101,7 @@ def _heldout(task: Task, count: int | None) -> list[Problem]:
 def _of_d1(cell: Cell, task: Task) -> list[Problem]:
     size = task.size(Split.HELDOUT)
     if size is None:
-        return first_d1.chosen(cell.task.name, _heldout(task, cell.num_problems))
+        return first_d1.chosen(cell.task.name, _heldout(task, None))
     found = task.problems(Split.HELDOUT, size, seed=0)
     return first_d1.chosen(cell.task.name, unshuffled(found, task=cell.task.name, split=Split.HELDOUT, seed=0))
 

@@ -5,8 +5,10 @@ What is whole of it counts, so that an evaluation that was stopped goes on where
 
 from __future__ import annotations
 
+import fcntl
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -59,7 +61,10 @@ class Record:
             UserError: the file has answers to something else, or cannot be written.
         """
         self._path, facts = path, {**facts, "num_answers": sum(sizes)}
-        found = read_record(path) if path.is_file() else Recorded(facts=facts, batches={})
+        try:
+            found = read_record(path) if path.is_file() else Recorded(facts=facts, batches={})
+        except OSError as error:
+            raise UserError(f"cannot write {path}: {reason(error)}") from error
         if (changed := _changed(found.facts, facts)) is not None:
             raise UserError(f"{path} has answers to something else: {changed}; take another --out, or remove the file")
         self.done = {
@@ -94,16 +99,16 @@ def read_record(path: Path) -> Recorded:
         facts = json.loads(first)["asked"]
         # A line that was being written when the process ended has no end.
         rows = [json.loads(line) for line in lines[:-1]]
-        batches: dict[int, list[dict[str, Any]]] = {}
+        batches: dict[int, dict[tuple[str, int], dict[str, Any]]] = {}
         for row in rows:
-            batches.setdefault(row.pop("batch"), []).append(row)
+            batches.setdefault(row.pop("batch"), {})[row["problem_id"], row["sample"]] = row
         return Recorded(
             facts=facts,
             batches={
                 index: Answered(
                     index=index,
-                    seconds=sum(row.pop("seconds") for row in some),
-                    answers=tuple(Answer(**row) for row in some),
+                    seconds=sum(row.pop("seconds") for row in some.values()),
+                    answers=tuple(Answer(**row) for row in some.values()),
                 )
                 for index, some in batches.items()
             },
@@ -112,6 +117,32 @@ def read_record(path: Path) -> Recorded:
         raise UserError(f"cannot read {path}: {reason(error)}") from error
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise UserError(f"{path} is no record of an evaluation; remove it, or take another --out") from error
+
+
+def records_in(directory: Path) -> dict[str, Recorded]:
+    """The records of a directory by their names; what is none is left out, and a directory that is none has none."""
+    found = {}
+    with suppress(OSError):
+        for path in sorted(directory.glob("*.jsonl")):
+            with suppress(UserError):
+                found[path.stem] = read_record(path)
+    return found
+
+
+@contextmanager
+def held(directory: Path) -> Iterator[None]:
+    """Keep others from writing records there while the block lasts. Raises UserError where another process does."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        file = (directory / ".lock").open("w")
+    except OSError as error:
+        raise UserError(f"cannot write {directory}: {reason(error)}") from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(f"another d1 eval writes to {directory}; wait for it, or take another --out") from error
+        yield
 
 
 def fingerprint(checkpoint: Path) -> str:

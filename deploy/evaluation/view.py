@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 
 _NAMES = {"items": "parts, %"}
+# The first are the first that a narrow terminal has no room for.
+_LEAST = ("worker time", "cut", "a forward", "tokens")
 
 
 class Bar:
@@ -68,33 +70,48 @@ class Bar:
             sys.stderr.write(f"d1: {self.num_done} of {counted(self._total, 'answer')}; {note}\n")
 
 
-def tables(found: Mapping[str, Any]) -> Iterator[Table]:
-    """One for each task, with a row for each length and schedule."""
+def tables(found: Mapping[str, Any], width: int) -> Iterator[Table]:
+    """One for each task, with a row for each length and schedule, `width` columns wide at most."""
     for task, cells in groupby(found["cells"], key=lambda cell: cell["task"]):
-        yield _table(f"{task}: {found['checkpoint']['name']}", list(cells))
+        yield _table(f"{task}: {found['checkpoint']['name']}", list(cells), width)
 
 
-def _table(title: str, cells: Sequence[Mapping[str, Any]]) -> Table:
+def _table(title: str, cells: Sequence[Mapping[str, Any]], width: int) -> Table:
+    """With as many columns as a terminal of that width has room for: whole numbers, or none."""
+    from rich.console import Console
+
+    table = None
+    for num_left_out in range(len(_LEAST) + 1):
+        table = _drawn_table(title, cells, _LEAST[num_left_out:])
+        if Console(width=1000).measure(table).maximum <= width:
+            break
+    assert table is not None, "there is one at least"
+    return table
+
+
+def _drawn_table(title: str, cells: Sequence[Mapping[str, Any]], numbers: Sequence[str]) -> Table:
     from rich.table import Table
     from rich.text import Text
 
     table, extras = Table(title=Text(printable(title)), caption=_caption(cells)), _extras(cells)
     table.add_column("slots", justify="right")
     table.add_column("denoising", no_wrap=True)
-    for name in ("solved, %", *(_NAMES.get(key, f"{key}, %") for key in extras)):
+    for name in ("solved, %", *(_NAMES.get(key, f"{key}, %") for key in extras), *numbers):
         table.add_column(name, justify="right", no_wrap=True)
-    for name in ("tokens", "a forward", "cut", "time"):
-        table.add_column(name, justify="right")
     for cell in cells:
+        rate = cell["tokens_per_forward"]
+        shown = {
+            "worker time": duration(cell["worker_seconds"]),
+            "cut": f"{100 * cell['truncated']:.0f} %",
+            "tokens": f"{cell['mean_tokens']:.1f}",
+            "a forward": "" if rate is None else f"{rate:.2f}",
+        }
         table.add_row(
             str(cell["gen_length"]),
             cell["schedule"],
             _percent(cell["accuracy"], cell["accuracy_interval"]),
             *(_percent(cell[key], cell[f"{key}_interval"]) for key in extras),
-            f"{cell['mean_tokens']:.1f}",
-            "" if cell["tokens_per_forward"] is None else f"{cell['tokens_per_forward']:.2f}",
-            f"{100 * cell['truncated']:.0f} %",
-            duration(cell["worker_seconds"]),
+            *(shown[name] for name in numbers),
         )
     return table
 
@@ -121,25 +138,34 @@ def _percent(share: float, interval: Sequence[float]) -> str:
 
 def compared_tables(found: Sequence[Compared], names: tuple[str, str]) -> Iterator[Table]:
     """One for each task, with a row for each cell of both evaluations."""
-    for task, cells in groupby(found, key=lambda one: one.task):
-        yield _compared_table(f"{task}   A: {names[0]}   B: {names[1]}", list(cells))
+    for (what, drawn), cells in groupby(found, key=lambda one: (_what(one), _drawn(one))):
+        yield _compared_table(f"{what}{drawn}   A: {names[0]}   B: {names[1]}", list(cells))
+
+
+def _what(one: Compared) -> str:
+    return one.task if one.protocol == "fixed" else f"{one.task}, protocol {one.protocol}"
+
+
+def _drawn(one: Compared) -> str:
+    return f", {one.num_samples} at temperature {one.temperature:g}" if one.temperature else ""
 
 
 def _compared_table(title: str, cells: Sequence[Compared]) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    caption = f"n = {cells[0].num_problems}; only A: problems that A solves and B does not"
+    caption = "only A/B: problems that A solves more often than B, and B than A"
     table = Table(title=Text(printable(title)), caption=caption)
     table.add_column("slots", justify="right")
     table.add_column("denoising", no_wrap=True)
-    for name in ("A, %", "B, %", "B - A, points", "only A/B"):
+    for name in ("n", "A, %", "B, %", "B - A, points", "only A/B"):
         table.add_column(name, justify="right", no_wrap=True)
     for one in cells:
         low, high = (tenths(100 * bound) for bound in one.interval)
         table.add_row(
             str(one.gen_length),
             one.schedule,
+            str(one.num_problems),
             *(f"{100 * accuracy:.1f}" for accuracy in one.accuracies),
             f"{tenths(100 * one.difference)} ({low} to {high})",
             "{} / {}".format(*one.only),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -67,19 +68,29 @@ class Worker:
     """Holds one policy and the graders of the tasks that it is asked about."""
 
     def __init__(self, config: WorkerConfig) -> None:
-        """Load the policy. Raises ValueError or OSError as `load_policy`."""
-        if config.device == "cpu":
-            torch.set_num_threads(config.num_threads)
-        policy = load_policy(config.checkpoint, config.engine.torch_dtype).to(config.device)
-        self._sampler = Sampler(policy, 0, config.engine)
-        self._tokenizer = ChatTokenizer(config.checkpoint)
-        self._eos_id = policy.config.eos_token_id
+        """Take what it is made of. The policy is loaded when it is first asked: what is wrong with it is an answer."""
+        self._config = config
         self._graders: dict[str, Grader] = {}
 
+    @cached_property
+    def _sampler(self) -> Sampler:
+        if self._config.device == "cpu":
+            torch.set_num_threads(self._config.num_threads)
+        policy = load_policy(self._config.checkpoint, self._config.engine.torch_dtype).to(self._config.device)
+        return Sampler(policy, 0, self._config.engine)
+
+    @cached_property
+    def _tokenizer(self) -> ChatTokenizer:
+        return ChatTokenizer(self._config.checkpoint)
+
     def answer(self, batch: Batch) -> Answered:
-        """Denoise and grade a batch. Raises FloatingPointError where the policy's weights are bad."""
+        """Denoise and grade a batch.
+
+        Raises ValueError or OSError as `load_policy`, FloatingPointError where the policy's weights are bad.
+        """
+        sampler = self._sampler
         began = time.perf_counter()
-        completions = self._sampler.generate(batch.requests)
+        completions = sampler.generate(batch.requests)
         samples = [self._sample(batch, index, completion) for index, completion in enumerate(completions)]
         grades = self._grader(batch.task).evaluate(samples)
         answers = tuple(
@@ -108,8 +119,9 @@ class Worker:
         is_truncated = completion.finish_reason is FinishReason.LENGTH
         if batch.keeps_all:
             # Nothing ended it, and yet its text may have ended.
-            is_truncated = self._eos_id not in ids
-            num_tokens = len(ids) if is_truncated else ids.index(self._eos_id) + 1
+            eos_id = self._sampler.model.config.eos_token_id
+            is_truncated = eos_id not in ids
+            num_tokens = len(ids) if is_truncated else ids.index(eos_id) + 1
         return Sample(
             problem=batch.problems[index],
             text=self._tokenizer.decode_all(ids) if batch.keeps_all else self._tokenizer.decode(ids[:num_tokens]),

@@ -87,7 +87,7 @@ def _answered(checkpoints: Mapping[str, Path], recipe: Recipe, count: int) -> li
     tokenizer = ChatTokenizer(directory)
     plan = RunPlan(spec, tokenizer)
     grader = GraderWorker(spec.task, spec.reward, directory)
-    asked = _head(plan.evaluation_portions(recipe.evaluated_params[0])[0], count)
+    asked = _head(plan.evaluation_portions(recipe.evaluated_params[0]), count)
     by_policy: list[list[Answered]] = []
     for name, path in checkpoints.items():
         completions = Sampler(load_policy(path), 0).generate(asked.requests)
@@ -104,12 +104,14 @@ def _answered(checkpoints: Mapping[str, Path], recipe: Recipe, count: int) -> li
     ]
 
 
-def _head(portion: Portion, count: int) -> Portion:
+def _head(portions: Sequence[Portion], count: int) -> Portion:
+    problems = [problem for portion in portions for problem in portion.problems][:count]
+    requests = [request for portion in portions for request in portion.requests][:count]
     return Portion(
-        key=portion.key,
-        problems=portion.problems[:count],
-        group_ids=portion.group_ids[:count],
-        requests=portion.requests[:count],
+        key=portions[0].key,
+        problems=tuple(problems),
+        group_ids=tuple(range(len(problems))),
+        requests=tuple(requests),
     )
 
 

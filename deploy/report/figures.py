@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -80,12 +81,19 @@ def _plot(title: str, note: str, draw: Callable[[Axes, Runs], None], runs: Runs)
                 line.set_parse_math(False)
         figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
     text = out.getvalue()
-    return Plot(title=printable(title), note=note, svg=text[text.index("<svg") :])
+    # Groups have names that are the same in every plot, and nothing refers to them.
+    svg = re.sub(r'<g id="[^"]*"', "<g", text[text.index("<svg") :])
+    return Plot(title=printable(title), note=note, svg=svg)
 
 
 def _coloured(runs: Runs) -> Iterator[tuple[str, RunHistory, str]]:
     for index, (name, history) in enumerate(runs.items()):
-        yield printable(name), history, PALETTE[index % len(PALETTE)]
+        yield _label(name), history, PALETTE[index % len(PALETTE)]
+
+
+def _label(name: str) -> str:
+    """A name for a legend, which leaves out what begins with an underscore."""
+    return f" {printable(name)}" if name.startswith("_") else printable(name)
 
 
 def _accuracy(axes: Axes, runs: Runs) -> None:
@@ -157,7 +165,7 @@ def _parts(axes: Axes, runs: Runs) -> None:
     names = dict.fromkeys(name for event in history.rounds.values() for name in event.get("reward_parts", {}))
     for index, name in enumerate(names):
         values = [float(event.get("reward_parts", {}).get(name, 0.0)) for event in history.rounds.values()]
-        axes.plot(_rounds(history), _smooth(values), color=PALETTE[index % len(PALETTE)], label=printable(name))
+        axes.plot(_rounds(history), _smooth(values), color=PALETTE[index % len(PALETTE)], label=_label(name))
 
 
 def _staleness(axes: Axes, runs: Runs) -> None:

@@ -77,6 +77,14 @@ def find_checkpoint_of(reference: str, runs_dir: Path) -> Path:
 
 def _find_here(reference: str, runs_dir: Path) -> Found | None:
     """As `find`, on this machine's disk; None where there is nothing."""
+    try:
+        return _find_in(runs_dir, reference)
+    except OSError:
+        # No file system has such a name: too long, or not for us to look at.
+        return None
+
+
+def _find_in(runs_dir: Path, reference: str) -> Found | None:
     places = runs_dir / reference, Path(reference)
     for place in places:
         if _is_run(place):

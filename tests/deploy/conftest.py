@@ -204,7 +204,7 @@ def make_run(workdir: Path) -> Callable[..., Path]:
 
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of runs with one, `tiny`, whose checkpoints `initial` and `rl-000003` are the same random policy."""
+    """A folder of runs with one, `tiny`, whose checkpoints `initial` and `rl-000003` are random policies."""
     import torch
 
     from learner.model.checkpoint import save_checkpoint
@@ -228,12 +228,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         eos_token_id=eos,
         pad_token_id=eos,
     )
-    model = Transformer(config)
-    init_weights(model, 0)
-    with torch.no_grad():
-        model.head.weight.mul_(4.0)
     run = base / "runs" / "tiny"
     for name, phase, index in (("initial", "untrained", 0), ("rl-000003", "rl", 3)):
+        model = Transformer(config)
+        init_weights(model, index)
+        with torch.no_grad():
+            model.head.weight.mul_(4.0)
         state = {"phase": phase, "round": index, "policy_version": index + 1, "rl_seconds": 0.0}
         save_checkpoint(run / "checkpoints" / name, config, model.state_dict(), base / "tokenizer", trainer_state=state)
     (run / "recipe.yaml").write_text(TRAINED_RECIPE)

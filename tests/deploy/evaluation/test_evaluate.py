@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 import multiprocessing
 import shutil
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from actors.grader import GraderWorker
 from actors.plan import RunPlan
 from deploy.evaluation.problems import Batch
+from deploy.evaluation.worker import Answered, Worker
 from deploy.recipe.recipe import Stages
 from deploy.runs.reading import read_recipe
 from deploy.runs.run_directory import make_spec
@@ -24,6 +28,7 @@ from learner.model.tokenizer import ChatTokenizer
 from rollout.sampler import Sampler
 
 Rows = list[dict[str, Any]]
+D1 = str(Path(sys.executable).with_name("d1"))
 
 
 def _cells(ended: Any) -> Rows:
@@ -150,6 +155,10 @@ def _copy(checkpoint: Path, directory: Path, **changes: object) -> None:
 
 REFUSALS = [
     (("--lengths", "8,x"), "--lengths 8,x: x is no number of slots"),
+    (("--lengths", "9" * 5000), "is no number of slots"),
+    (("--schedules", f"steps={'9' * 5000}"), "is no schedule"),
+    (("--tasks", "sudoku", "--protocol", "d1", "--lengths", "100"), "blocks of 32; --lengths 100 is no multiple of 32"),
+    (("--out", "x" * 300), "cannot write"),
     (("--schedules", "half"), "--schedules half is no schedule"),
     (("--schedules", "1.5"), "--schedules 1.5 is no schedule"),
     (("--schedules", "threshold=2"), "threshold"),
@@ -163,7 +172,7 @@ REFUSALS = [
 ]
 
 
-@pytest.mark.parametrize("words", [words for words, *_ in REFUSALS], ids=" ".join)
+@pytest.mark.parametrize("words", [words for words, *_ in REFUSALS], ids=lambda words: " ".join(words)[:60])
 def test_what_cannot_be_is_said_in_a_sentence(evaluate: Callable, words: tuple[str, ...], workdir: Path) -> None:
     parts = next(parts for some, *parts in REFUSALS if some == words)
     evaluate(*words).assert_refused(*parts)
@@ -192,6 +201,62 @@ def test_answers_to_something_else_are_not_gone_on_with(evaluate: Callable, d1: 
         "sums.8.4-steps.jsonl has answers to something else: num_problems was 20, and is 5; take another --out"
     )
     d1("eval", "tini", "--runs-dir", str(runs)).assert_refused("did you mean tiny?")
+
+
+@pytest.mark.usefixtures("inline")
+def test_what_is_named_twice_is_asked_once(evaluate: Callable, workdir: Path) -> None:
+    (cell,) = _cells(evaluate("--lengths", "8,8", "--schedules", "0.5,steps=4,0.50", "--json"))
+    assert (cell["num_problems"], cell["num_samples"]) == (20, 1)
+    assert len(_lines(workdir / "out" / cell["answers"])) == 21
+
+
+def test_ctrl_c_keeps_what_is_answered(
+    evaluate: Callable, inline: list[Batch], monkeypatch: pytest.MonkeyPatch, workdir: Path
+) -> None:
+    whole = Worker.answer
+
+    def interrupted(self: Worker, batch: Batch) -> Answered:
+        if len(inline) == 3:
+            raise KeyboardInterrupt
+        return whole(self, batch)
+
+    monkeypatch.setattr(Worker, "answer", interrupted)
+    ended = evaluate()
+    assert ended.status == 130
+    assert ended.err.endswith("stopped; 16 answers are kept, and the same command goes on from there\n")
+    assert len(_lines(workdir / "out" / "sums.8.4-steps.jsonl")) == 17
+
+
+def test_bad_weights_are_a_sentence(d1: Callable, runs: Path, workdir: Path) -> None:
+    _copy(runs / "tiny" / "checkpoints" / "rl-000003", workdir / "bare")
+    (workdir / "bare" / "model.safetensors").write_bytes(b"nothing")
+    d1("eval", "bare", "--tasks", "sums", "--lengths", "8", "--workers", "1").assert_refused("cannot load", "bare")
+
+
+def test_workers_end_where_their_parent_is_killed(runs: Path, workdir: Path) -> None:
+    words = ("eval", "tiny", "--runs-dir", str(runs), "--out", str(workdir / "out"), "--workers", "1")
+    parent = subprocess.Popen([D1, *words, "--samples", "500", "--temperature", "1"], stderr=subprocess.DEVNULL)
+    found = None
+    while found is None:
+        assert parent.poll() is None
+        time.sleep(0.1)
+        children = psutil.Process(parent.pid).children()
+        found = next((one for one in children if "spawn_main" in " ".join(one.cmdline())), None)
+    parent.kill()
+    parent.wait()
+    assert not psutil.wait_procs([found], timeout=60)[1]
+
+
+@pytest.mark.usefixtures("inline")
+def test_a_narrow_table_leaves_out_columns_and_cuts_no_number(
+    evaluate: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("--tasks", "sudoku", "sudoku.prompt=compact", "--problems", "3", "--lengths", "16")
+    for width, columns in ((80, ["tokens"]), (200, ["worker time", "cut", "a forward", "tokens"])):
+        monkeypatch.setenv("COLUMNS", str(width))
+        out = evaluate(*words).out
+        assert "…" not in out
+        assert [name for name in ("worker time", "cut", "a forward", "tokens") if name in out] == columns
 
 
 @pytest.mark.usefixtures("inline")

@@ -13,11 +13,12 @@ import pytest
 from deploy.errors import UserError
 from deploy.evaluation.compare import compare, find_evaluation, mcnemar, sentence
 from deploy.evaluation.measures import measures
-from deploy.evaluation.record import Record, Recorded, fingerprint, read_record
+from deploy.evaluation.record import Record, Recorded, fingerprint, held, read_record
 from deploy.evaluation.worker import Answer, Answered
 from rollout.score import Score
 
-FACTS = {"task": {"name": "sums"}, "params": {"gen_length": 8, "block_length": 8, "num_denoise_steps": 4}}
+PARAMS = {"gen_length": 8, "block_length": 8, "num_denoise_steps": 4, "temperature": 0}
+FACTS = {"task": {"name": "sums"}, "protocol": "fixed", "params": PARAMS}
 
 
 def _answer(problem: int, correct: bool, sample: int = 0, items: tuple[int, int] = (0, 1)) -> Answer:
@@ -74,6 +75,16 @@ def test_the_bootstrap_covers_what_it_should() -> None:
     assert (low, high) == (pytest.approx(middle - half, abs=0.003), pytest.approx(middle + half, abs=0.003))
 
 
+def test_nothing_and_everything_have_an_interval_too() -> None:
+    for right, share in ((False, 0), (True, 1)):
+        found = measures(_cell([[right] * 4] * 20))
+        expected = list(Score(num_correct=20 * share, num_problems=20).interval)
+        assert found["accuracy_interval"] == found["pass@4_interval"] == expected
+        answers = tuple(_answer(at, right, items=(4 * share, 4)) for at in range(20))
+        cells = measures(Recorded(facts={}, batches={0: Answered(index=0, answers=answers, seconds=1.0)}))
+        assert (cells["items"], cells["items_interval"]) == (share, expected)
+
+
 def test_items_count_by_item_and_hang_together_in_a_problem() -> None:
     answers = tuple(_answer(at, False, items=(at % 5, 4)) for at in range(500))
     found = measures(Recorded(facts={}, batches={0: Answered(index=0, answers=answers, seconds=1.0)}))
@@ -112,14 +123,59 @@ def test_a_comparison_is_paired() -> None:
     assert "no difference can be told; b is ahead of a by 8.0 points (-" in sentence(other, ("a", "b"))
 
 
+def test_one_problem_proves_nothing_and_equals_are_equal() -> None:
+    (one,) = compare({"sums.8": _cell([[False, False]])}, {"sums.8": _cell([[True, False]])}, ("a", "b"), None)
+    assert (one.p, one.is_real) == (1, False)
+    same = {"sums.8": _cell([[True], [False]])}
+    (equal,) = compare(same, same, ("a", "b"), None)
+    assert sentence(equal, ("a", "b")) == "sums, 8 slots, 4 steps: no difference can be told; both solve as many"
+
+
+def test_how_many_were_asked_for_and_what_is_trained_on_is_no_difference() -> None:
+    rows = [[True], [False]]
+    first = _cell(rows, num_problems=None, task={"name": "sums", "reward": "d1"}, batch_size=1)
+    (found,) = compare({"sums.8": first}, {"sums.8": _cell(rows, num_problems=2)}, ("a", "b"), None)
+    assert found.num_problems == 2
+
+
+def test_cells_come_by_their_numbers() -> None:
+    names = {f"sums.{length}": length for length in (128, 64)}
+    shapes = {name: {**PARAMS, "gen_length": length, "num_denoise_steps": 32} for name, length in names.items()}
+    cells = {name: _cell([[True]], params=shape) for name, shape in shapes.items()}
+    assert [one.gen_length for one in compare(cells, cells, ("a", "b"), None)] == [64, 128]
+
+
 def test_what_cannot_be_compared_is_a_sentence(tmp_path: Path) -> None:
     one = {"sums.8": _cell([[True]])}
     with pytest.raises(UserError, match=r"no cell of task sudoku is in both: a has sums.8; b has sums.8"):
         compare(one, one, ("a", "b"), "sudoku")
     with pytest.raises(UserError, match=r"sums.8 of a and of b do not ask the same"):
         compare(one, {"sums.8": _cell([[True]], seed=1)}, ("a", "b"), None)
-    with pytest.raises(UserError, match=r"there is no run nothing"):
-        find_evaluation("nothing", tmp_path)
+    for name in ("nothing", "x" * 300):
+        with pytest.raises(UserError, match=f"there is no run {name}"):
+            find_evaluation(name, tmp_path)
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    with pytest.raises(UserError, match="has no checkpoint"):
+        find_evaluation(str(tmp_path), tmp_path)
+    Record(tmp_path / "sums.8.jsonl", FACTS, [2])
+    with pytest.raises(UserError, match=r"is not complete: sums.8 has 0 of 2 answers"):
+        find_evaluation(str(tmp_path), tmp_path)
+
+
+def test_a_folder_is_one_evaluations(tmp_path: Path) -> None:
+    with held(tmp_path), pytest.raises(UserError, match="another d1 eval writes to"), held(tmp_path):
+        pass
+    with held(tmp_path), pytest.raises(OSError, match="mine"):
+        raise OSError("mine")
+
+
+def test_an_answer_that_is_there_twice_counts_once(tmp_path: Path) -> None:
+    record = Record(tmp_path / "sums.8.jsonl", FACTS, [2])
+    batch = Answered(index=0, answers=(_answer(0, True), _answer(1, False)), seconds=1.0)
+    record.add(batch)
+    record.add(batch)
+    assert list(read_record(tmp_path / "sums.8.jsonl").batches.values()) == [batch]
+    assert Record(tmp_path / "sums.8.jsonl", FACTS, [2]).done == {0: batch}
 
 
 def test_a_record_that_is_none_and_a_checkpoint_that_has_changed(tmp_path: Path) -> None:

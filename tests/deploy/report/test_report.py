@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from deploy.report.differences import fields_of
-from deploy.report.examples import examples
+from deploy.report.examples import Answered, Example, Token, examples
+from deploy.report.report import write_report
+from deploy.runs.listing import read_run
 from deploy.runs.reading import read_recipe
-from learner.model.tokenizer import ChatTokenizer
 
 Events = list[dict[str, Any]]
 HOSTILE = '<script>alert(1)</script><img src="http://example.com/x"> $\\frac$ {{ 7 * 7 }}'
@@ -60,10 +61,9 @@ def test_a_run(d1: Callable, make_run: Callable, events: Events, workdir: Path) 
     assert "tiny: SFT" in page.texts
     assert "24.0 % (20.5 to 27.9), 120 of 500" in page.texts
     assert "50.0 % (45.6 to 54.4), 250 of 500" in page.texts
-    titles = [text for (tag, _), text in zip(page.elements, page.texts, strict=False) if tag == "h3"]
     assert page.text.count("Parts of the reward: tiny") == 1
     for title in ("Held-out accuracy", "Reward", "Share correct", "KL to the reference", "Seconds of a round: tiny"):
-        assert title in page.text, titles
+        assert title in page.text
     assert "learner.lr" in page.text
     assert d1("report", "tiny", "--out", "again.html").status == 0
     assert (workdir / "again.html").read_text() == (workdir / "here" / "report.html").read_text()
@@ -95,6 +95,16 @@ def test_hostile_texts_stay_texts(d1: Callable, make_run: Callable, events: Even
     assert page.text.count(HOSTILE) == 2, "in the recipe, and in the legend of a plot"
 
 
+def test_hostile_completions_stay_texts(make_run: Callable, events: Events, tmp_path: Path) -> None:
+    token = Token(text=HOSTILE, step=1, shade=3)
+    answered = Answered(policy=HOSTILE, correct=False, num_steps=1, tokens=[token])
+    example = Example(prompt=HOSTILE, completions=[answered])
+    write_report({HOSTILE: read_run(make_run("tiny", events))}, {HOSTILE: [example]}, tmp_path / "report.html")
+    page = Page((tmp_path / "report.html").read_text())
+    _assert_is_self_contained(page)
+    assert page.text.count(HOSTILE) > 8
+
+
 def test_what_cannot_be_reported_is_a_sentence(
     d1: Callable, make_run: Callable, events: Events, workdir: Path, runs: Path
 ) -> None:
@@ -114,17 +124,15 @@ def test_what_cannot_be_reported_is_a_sentence(
 
 def test_examples_are_the_first_problems_before_and_after(runs: Path) -> None:
     run = runs / "tiny"
-    found = examples(run, read_recipe(run), 3)
-    assert len(found) == 3
-    assert len({example.prompt for example in found}) == 3
+    # More than a batch of eight.
+    found = examples(run, read_recipe(run), 11)
+    assert len(found) == len({example.prompt for example in found}) == 11
     for example in found:
         before, after = example.completions
         assert (before.policy, after.policy) == ("initial", "rl-000003")
-        assert before.tokens == after.tokens, "the same weights"
         assert {token.step for token in before.tokens} == set(range(1, before.num_steps + 1))
         assert [token.shade for token in before.tokens if token.step == 1] == [0] * 2
-    special = ChatTokenizer(run / "checkpoints" / "initial").special_ids
-    assert special
+    assert any(before.tokens != after.tokens for before, after in (example.completions for example in found))
     assert examples(run, read_recipe(run), 0) == []
 
 
