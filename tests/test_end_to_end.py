@@ -25,6 +25,10 @@ from actors.checkpoints.selection import read_position
 from actors.coordination.timeline import TIMELINE, num_rounds, read_trace
 from actors.run_log import read_events
 from actors.weights import make_manifest
+from deploy.evaluation.cells import Asked, Sampled
+from deploy.evaluation.evaluate import Computing, find_subject, prepare
+from deploy.evaluation.pool import Wanted
+from deploy.evaluation.worker import Worker, WorkerConfig
 from learner.model.checkpoint import load_policy
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
@@ -125,21 +129,20 @@ def test_a_run_leaves_what_it_promises(cluster: dict[str, str], folder: Path, fi
 
 
 @pytest.mark.usefixtures("first_run")
-def test_an_evaluation_on_the_cluster_is_that_of_one_process(cluster: dict[str, str], folder: Path) -> None:
-    words = ("eval", str(folder / "first"), "--samples", "2", "--temperature", "1", "--schedules", "0.5", "--json")
-    on_cluster = _d1(cluster, *words, "--out", str(folder / "cluster"))
-    alone = {name: value for name, value in cluster.items() if name != "RAY_ADDRESS"}
-    on_machine = _d1(alone, *words, "--out", str(folder / "machine"), "--workers", "1")
-    assert on_cluster.returncode == on_machine.returncode == 0, on_cluster.stderr + on_machine.stderr
-    first, second = (sorted(_generations(folder / place)) for place in ("cluster", "machine"))
-    assert len(set(first)) > 50
-    assert first == second
-
-
-def _generations(place: Path) -> list[tuple[str, int, str]]:
-    (path,) = place.glob("*.jsonl")
-    rows = [json.loads(line) for line in path.read_text().splitlines()[1:]]
-    return [(row["problem_id"], row["sample"], row["generation"]) for row in rows]
+def test_an_evaluation_on_the_cluster_is_that_of_one_worker(cluster: dict[str, str], folder: Path) -> None:
+    words = ("--samples", "2", "--temperature", "1", "--schedules", "0.5", "--out", str(folder / "answers"))
+    done = _d1(cluster, "eval", str(folder / "first"), *words)
+    assert done.returncode == 0, done.stderr
+    subject = find_subject(str(folder / "first"), folder)
+    drawn = Sampled(num_samples=2, temperature=1.0)
+    computing = Computing(num_slots=None, dtype="float32", wanted=Wanted(num_workers=None, device=None))
+    # Everything is answered: this is what there is, and what was asked.
+    (ready,) = prepare(subject, Asked(schedules=("0.5",), sampled=drawn), computing, folder / "answers")
+    assert not ready.missing
+    engine = computing.engine(subject.run)
+    worker = Worker(WorkerConfig(checkpoint=subject.directory, engine=engine, device="cpu", num_threads=1))
+    for batch in ready.batches:
+        assert worker.answer(batch).answers == ready.record.done[batch.index].answers
 
 
 @pytest.mark.nightly
