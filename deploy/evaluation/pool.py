@@ -55,7 +55,7 @@ def answers(config: WorkerConfig, wanted: Wanted, batches: Sequence[Batch]) -> I
         raise RunFailedError("the device is out of memory; take fewer --slots, or --dtype bfloat16") from error
     except (ValueError, OSError) as error:
         what = reason(error) if isinstance(error, OSError) else str(error)
-        raise UserError(f"cannot load {config.checkpoint}: {what}") from error
+        raise UserError(f"{config.checkpoint} cannot be evaluated: {what}") from error
 
 
 def _on_this_machine(config: WorkerConfig, wanted: Wanted, batches: Sequence[Batch]) -> Iterator[Answered]:

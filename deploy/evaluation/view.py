@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 _NAMES = {"items": "parts, %"}
-# The first are the first that a narrow terminal has no room for.
-_LEAST = ("worker time", "cut", "a forward", "tokens")
+# The last are the first that a narrow terminal has no room for.
+_NUMBERS = ("tokens", "a forward", "cut", "worker time")
 
 
 class Bar:
@@ -80,12 +80,12 @@ def _table(title: str, cells: Sequence[Mapping[str, Any]], width: int) -> Table:
     """With as many columns as a terminal of that width has room for: whole numbers, or none."""
     from rich.console import Console
 
-    table = None
-    for num_left_out in range(len(_LEAST) + 1):
-        table = _drawn_table(title, cells, _LEAST[num_left_out:])
-        if Console(width=1000).measure(table).maximum <= width:
+    table = _drawn_table(title, cells, ())
+    for count in range(1, len(_NUMBERS) + 1):
+        wider = _drawn_table(title, cells, _NUMBERS[:count])
+        if Console(width=1000).measure(wider).maximum > width:
             break
-    assert table is not None, "there is one at least"
+        table = wider
     return table
 
 
@@ -101,10 +101,10 @@ def _drawn_table(title: str, cells: Sequence[Mapping[str, Any]], numbers: Sequen
     for cell in cells:
         rate = cell["tokens_per_forward"]
         shown = {
-            "worker time": duration(cell["worker_seconds"]),
-            "cut": f"{100 * cell['truncated']:.0f} %",
             "tokens": f"{cell['mean_tokens']:.1f}",
             "a forward": "" if rate is None else f"{rate:.2f}",
+            "cut": f"{100 * cell['truncated']:.0f} %",
+            "worker time": duration(cell["worker_seconds"]),
         }
         table.add_row(
             str(cell["gen_length"]),
