@@ -6,10 +6,13 @@ Where its raylet was killed, Ray's workers and agents find that out after up to 
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Collection
 from contextlib import suppress
+from multiprocessing.connection import wait
 
 _PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
 # What was about to start another process when it was killed has done so, or has not.
@@ -20,6 +23,19 @@ def adopt_orphans() -> None:
     """From now on a process whose parent dies is this one's child, where this one is its forefather. Linux."""
     with suppress(AttributeError, OSError):
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def end_with_parent() -> None:
+    """From now on this process, one of a pool, ends where its parent does: killed, that ends nobody, and who waits for
+    its work would hold memory for ever."""
+    threading.Thread(target=_wait_for_parent, name="d1-parent", daemon=True).start()
+
+
+def _wait_for_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        os._exit(1)
 
 
 def kill_descendants(spared: Collection[int] = ()) -> None:

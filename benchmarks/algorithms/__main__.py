@@ -26,6 +26,7 @@ from rich.console import Console
 
 from benchmarks.algorithms.report import Result, markdown, write_between_marks, write_columns
 from benchmarks.algorithms.trial import RECIPE_ROW, Budget, Trial, start, try_row
+from deploy.orphans import end_with_parent
 from learner.algorithms import ALGORITHMS
 
 TASKS = {"sudoku": Path("recipes/tiny.yaml"), "countdown": Path("recipes/countdown.yaml")}
@@ -44,7 +45,7 @@ def main() -> None:
     budget = Budget(num_completions=args.completions, cpu_s=args.seconds, of_round=args.round)
     failed: list[str] = []
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(args.jobs, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+    with ProcessPoolExecutor(args.jobs, mp_context=context, initializer=_begin) as pool:
         # Trials of one task and seed share a checkpoint: made first, and once.
         bases = {(trial.task, trial.seed): trial for trial in trials}
         for future in [pool.submit(start, trial) for trial in bases.values()]:
@@ -61,6 +62,12 @@ def main() -> None:
         write_columns(args.docs / "algorithms.md", results)
     if failed:
         sys.exit("\n".join(failed))
+
+
+def _begin() -> None:
+    """A process of the pool."""
+    end_with_parent()
+    torch.set_num_threads(1)
 
 
 def _arguments() -> argparse.Namespace:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ import torch
 from deploy.errors import RunFailedError, UserError, reason
 from deploy.evaluation.problems import Batch
 from deploy.evaluation.worker import Answered, Worker, WorkerConfig
+from deploy.orphans import end_with_parent
 
 _SMALL_BYTES = 200 << 20
 _DIED = "a worker of the evaluation died, killed or out of memory; what was answered is kept"
@@ -109,16 +108,8 @@ def _num_bytes(checkpoint: Path) -> int:
 
 
 def _begin(waiting: Any) -> None:
-    threading.Thread(target=_end_with_parent, name="d1-parent", daemon=True).start()
+    end_with_parent()
     _workers.append(Worker(waiting.get()))
-
-
-def _end_with_parent() -> None:
-    """Killed, the parent ends nobody: whoever waits for its batches would hold memory for ever."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        wait([parent.sentinel])
-    os._exit(1)
 
 
 def _answer(batch: Batch) -> Answered:
