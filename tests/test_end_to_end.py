@@ -130,8 +130,8 @@ def test_a_run_leaves_what_it_promises(cluster: dict[str, str], folder: Path, fi
 
 @pytest.mark.usefixtures("first_run")
 def test_an_evaluation_on_the_cluster_is_that_of_one_worker(cluster: dict[str, str], folder: Path) -> None:
-    words = ("--samples", "2", "--temperature", "1", "--schedules", "0.5", "--out", str(folder / "answers"))
-    done = _d1(cluster, "eval", str(folder / "first"), *words)
+    words = ("--samples", "2", "--temperature", "1", "--schedules", "0.5", "--workers", "2")
+    done = _d1(cluster, "eval", str(folder / "first"), *words, "--out", str(folder / "answers"))
     assert done.returncode == 0, done.stderr
     subject = find_subject(str(folder / "first"), folder)
     drawn = Sampled(num_samples=2, temperature=1.0)
