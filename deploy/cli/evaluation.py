@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -81,7 +82,7 @@ def evaluate(
         from deploy.evaluation.cells import Asked, Sampled
         from deploy.evaluation.evaluate import Computing, default_out, find_subject, prepare
         from deploy.evaluation.pool import Wanted
-        from deploy.evaluation.record import held
+        from deploy.evaluation.record import take_lock
 
     if samples > 1 and not temperature:
         raise UserError(f"--samples {samples} of the likeliest tokens are all alike; say --temperature, as in 0.8")
@@ -99,11 +100,11 @@ def evaluate(
     with saying(f"looking at {checkpoint}"):
         subject = find_subject(checkpoint, runs_dir)
         place = out or default_out(subject, runs_dir)
-    with held(place):
+    with closing(take_lock(place)):
         with saying("making the problems"):
             ready = prepare(subject, asked, computing, place)
         _answer(subject, ready, computing)
-    _show(subject, ready, place, as_json=as_json)
+        _show(subject, ready, place, as_json=as_json)
 
 
 def compare(

@@ -5,10 +5,9 @@ What is whole of it counts, so that an evaluation that was stopped goes on where
 
 from __future__ import annotations
 
-import fcntl
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 
 from deploy.errors import UserError, reason
 from deploy.evaluation.worker import Answer, Answered
+from deploy.runs.lock import RunLock
 
 _WEIGHTS = ("*.safetensors", "*.bin")
 _SAMPLED_BYTES = 1 << 20
@@ -75,7 +75,6 @@ class Record:
         """The batches that are done, by their place."""
         lines = [json.dumps({"asked": facts}), *(line for batch in self.done.values() for line in _lines(batch))]
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
             beside = path.with_name(f".{path.name}.new")
             beside.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
             beside.replace(path)
@@ -129,20 +128,16 @@ def records_in(directory: Path) -> dict[str, Recorded]:
     return found
 
 
-@contextmanager
-def held(directory: Path) -> Iterator[None]:
-    """Keep others from writing records there while the block lasts. Raises UserError where another process does."""
+def take_lock(directory: Path) -> RunLock:
+    """The lock of a directory of records, which is made where it is not there.
+
+    Raises UserError where another process has it, or the directory cannot be written to.
+    """
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        file = (directory / ".lock").open("w")
     except OSError as error:
         raise UserError(f"cannot write {directory}: {reason(error)}") from error
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UserError(f"another d1 eval writes to {directory}; wait for it, or take another --out") from error
-        yield
+    return RunLock.take(directory, "evaluation")
 
 
 def fingerprint(checkpoint: Path) -> str:

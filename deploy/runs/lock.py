@@ -1,4 +1,4 @@
-"""Who writes a run directory: one process at a time.
+"""Who writes a directory, a run's or an evaluation's: one process at a time.
 
 The lock is the operating system's (flock), so it ends with the process that has it, however that ends. The file says
 who that is, for the sentence that another is refused with; what it says after an end means nothing.
@@ -42,7 +42,7 @@ class Holder:
 
 
 class RunLock:
-    """The lock of a run directory, had from `take` to `close`."""
+    """The lock of a directory, had from `take` to `close`."""
 
     def __init__(self, file: int, *, is_exclusive: bool) -> None:
         """Use `take`."""
@@ -51,13 +51,16 @@ class RunLock:
         """Whether nobody else can have it; False on a file system without locks."""
 
     @classmethod
-    def take(cls, directory: Path) -> RunLock:
-        """Take the lock of a directory. Raises UserError when another process has it, or it cannot be written to."""
+    def take(cls, directory: Path, what: str = "run") -> RunLock:
+        """Take the lock of a directory, in which lies what `what` names.
+
+        Raises UserError when another process has it, or it cannot be written to.
+        """
         for _ in range(_NUM_TRIES):
             try:
                 file = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             except OSError as error:
-                raise UserError(f"the run in {directory} cannot be written to: {reason(error)}") from error
+                raise UserError(f"the {what} in {directory} cannot be written to: {reason(error)}") from error
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -73,7 +76,7 @@ class RunLock:
                     return cls(file, is_exclusive=True)
                 os.close(file)
             time.sleep(_BETWEEN_TRIES_S)
-        raise UserError(_refusal(directory))
+        raise UserError(_refusal(directory, what))
 
     def close(self) -> None:
         """Let others have it."""
@@ -128,12 +131,12 @@ def _sign(file: int) -> None:
             raise
 
 
-def _refusal(directory: Path) -> str:
+def _refusal(directory: Path, what: str) -> str:
     holder = last_holder_of(directory)
     if holder is None:
-        return f"another process writes the run in {directory}; wait until it has ended, or stop it"
+        return f"another process writes the {what} in {directory}; wait until it has ended, or stop it"
     began = datetime.fromtimestamp(holder.began_at, UTC).astimezone().strftime("%Y-%m-%d %H:%M:%S")
     return (
-        f"process {holder.pid} on {holder.host} writes the run in {directory} since {began}; wait until it has ended, "
-        f"or stop it: kill {holder.pid}"
+        f"process {holder.pid} on {holder.host} writes the {what} in {directory} since {began}; "
+        f"wait until it has ended, or stop it: kill {holder.pid}"
     )

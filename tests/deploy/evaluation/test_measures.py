@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from deploy.errors import UserError
 from deploy.evaluation.compare import compare, find_evaluation, mcnemar, sentence
 from deploy.evaluation.measures import measures
-from deploy.evaluation.record import Record, Recorded, fingerprint, held, read_record
+from deploy.evaluation.record import Record, Recorded, fingerprint, read_record, take_lock
 from deploy.evaluation.worker import Answer, Answered
 from rollout.score import Score
 
@@ -163,10 +164,13 @@ def test_what_cannot_be_compared_is_a_sentence(tmp_path: Path) -> None:
 
 
 def test_a_folder_is_one_evaluations(tmp_path: Path) -> None:
-    with held(tmp_path), pytest.raises(UserError, match="another d1 eval writes to"), held(tmp_path):
-        pass
-    with held(tmp_path), pytest.raises(OSError, match="mine"):
-        raise OSError("mine")
+    lock = take_lock(tmp_path / "a" / "b")
+    with pytest.raises(
+        UserError, match=rf"process {os.getpid()} on .* writes the evaluation in {tmp_path}/a/b since 20"
+    ):
+        take_lock(tmp_path / "a" / "b")
+    lock.close()
+    take_lock(tmp_path / "a" / "b").close()
 
 
 def test_an_answer_that_is_there_twice_counts_once(tmp_path: Path) -> None:
