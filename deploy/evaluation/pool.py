@@ -19,6 +19,7 @@ from deploy.errors import RunFailedError, UserError, reason
 from deploy.evaluation.problems import Batch
 from deploy.evaluation.worker import Answered, Worker, WorkerConfig
 from deploy.orphans import end_with_parent
+from deploy.sampling.policy import Device, choose_device
 
 _SMALL_BYTES = 200 << 20
 _DIED = "a worker of the evaluation died, killed or out of memory; what was answered is kept"
@@ -34,8 +35,8 @@ class Wanted:
 
     num_workers: int | None
     """Processes, or actors."""
-    device: str | None
-    """`cpu` or `cuda`."""
+    device: Device | None
+    """Where they compute."""
 
 
 def answers(config: WorkerConfig, wanted: Wanted, batches: Sequence[Batch]) -> Iterator[Answered]:
@@ -91,10 +92,8 @@ def _interrupt_held_back() -> Iterator[None]:
 
 def _configs(config: WorkerConfig, wanted: Wanted) -> list[WorkerConfig]:
     """One for each worker of this machine: a GPU each, or else all cores."""
-    num_gpus = torch.cuda.device_count()
-    if wanted.device == "cuda" and not num_gpus:
-        raise UserError("--device cuda: torch sees no GPU on this machine; take --device cpu")
-    if num_gpus and wanted.device != "cpu":
+    if choose_device(wanted.device) == "cuda":
+        num_gpus = torch.cuda.device_count()
         num_workers = wanted.num_workers or num_gpus
         return [replace(config, device=f"cuda:{index % num_gpus}") for index in range(num_workers)]
     num_cores = len(os.sched_getaffinity(0))

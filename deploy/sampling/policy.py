@@ -60,10 +60,7 @@ def open_policy(
     Raises:
         UserError: there is no checkpoint, it cannot be read, or there is no such device.
     """
-    has_gpu = torch.cuda.is_available()
-    if device == "cuda" and not has_gpu:
-        raise UserError("--device cuda: torch sees no GPU on this machine; take --device cpu")
-    device = device or ("cuda" if has_gpu else "cpu")
+    device = choose_device(device)
     try:
         directory = find_checkpoint_of(reference, runs_dir)
         model = load_policy(directory, engine.torch_dtype).to(device)
@@ -80,6 +77,14 @@ def open_policy(
         tokenizer=read_tokenizer(directory),
         defaults=_defaults(directory, model.config.max_sequence_length),
     )
+
+
+def choose_device(wanted: Device | None) -> Device:
+    """What is wanted; None takes a GPU where there is one. Raises UserError where a GPU is wanted and there is none."""
+    has_gpu = torch.cuda.is_available()
+    if wanted == "cuda" and not has_gpu:
+        raise UserError("--device cuda: torch sees no GPU on this machine; take --device cpu")
+    return wanted or ("cuda" if has_gpu else "cpu")
 
 
 def _choose_threads(model: Transformer) -> None:
