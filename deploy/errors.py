@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-EXIT_RUN_FAILED, EXIT_USER_ERROR = 1, 2
+EXIT_RUN_FAILED, EXIT_USER_ERROR, EXIT_INTERRUPTED = 1, 2, 130
 
 
 class UserError(Exception):

@@ -13,14 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from deploy.cli.options import RunsDir
-from deploy.errors import UserError
+from deploy.errors import EXIT_INTERRUPTED, UserError
 from deploy.printing import printable
 from deploy.waiting import saying
 
 if TYPE_CHECKING:
     from deploy.evaluation.evaluate import Computing, Ready, Subject
-
-_EXIT_INTERRUPTED = 130
 
 
 def evaluate(
@@ -150,7 +148,7 @@ def _answer(subject: Subject, ready: list[Ready], computing: Computing) -> None:
         else:
             return
     sys.stderr.write(f"d1: stopped; {done} answers are kept, and the same command goes on from there\n")
-    raise typer.Exit(_EXIT_INTERRUPTED)
+    raise typer.Exit(EXIT_INTERRUPTED)
 
 
 def _show(subject: Subject, ready: list[Ready], place: Path, *, as_json: bool) -> None:

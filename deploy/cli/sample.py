@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from deploy.cli.options import RunsDir
-from deploy.errors import RunFailedError, UserError, reason
+from deploy.errors import EXIT_INTERRUPTED, RunFailedError, UserError, reason
 from deploy.waiting import saying
 
 if TYPE_CHECKING:
     from deploy.sampling.policy import ReadyPolicy
     from deploy.sampling.prepare import Item, Options
 
-_EXIT_BAD_REQUESTS, _EXIT_INTERRUPTED = 2, 130
+_EXIT_BAD_REQUESTS = 2
 _DENOISING = "Denoising (left out: as the checkpoint's run was evaluated, else d1's defaults)"
 _STDIN = "-"
 
@@ -165,7 +165,7 @@ def _sample_prompt(policy: ReadyPolicy, prompt: str, options: Options, colour: s
     if as_json:
         _sample_items(policy, [item], colour, as_json=True)
     elif item.request is not None and not sample_prompt(policy, item.request, Colour(colour)):
-        raise typer.Exit(_EXIT_INTERRUPTED)
+        raise typer.Exit(EXIT_INTERRUPTED)
 
 
 def _sample_items(policy: ReadyPolicy, items: list[Item], colour: str, *, as_json: bool) -> None:
@@ -173,4 +173,4 @@ def _sample_items(policy: ReadyPolicy, items: list[Item], colour: str, *, as_jso
     from deploy.sampling.view import Colour
 
     if not sample_items(policy, items, Colour(colour), as_json=as_json):
-        raise typer.Exit(_EXIT_INTERRUPTED)
+        raise typer.Exit(EXIT_INTERRUPTED)

@@ -8,10 +8,9 @@ from typing import Annotated
 import typer
 
 from deploy.cli.options import Overrides, RecipePath, Serve
+from deploy.errors import EXIT_INTERRUPTED
 from deploy.program import command
 from deploy.waiting import saying
-
-_EXIT_INTERRUPTED = 130
 
 
 def submit(
@@ -45,7 +44,7 @@ def submit(
     except KeyboardInterrupt as interrupt:
         again = command(*sys.argv[1:])
         typer.echo(f"\nno longer following; the job goes on. To follow: {again}. To end it: ray job stop {job_id}")
-        raise typer.Exit(_EXIT_INTERRUPTED) from interrupt
+        raise typer.Exit(EXIT_INTERRUPTED) from interrupt
     raise typer.Exit(status)
 
 

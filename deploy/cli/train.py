@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from deploy.cli.options import DryRun, Overrides, RecipePath, Resume, ResumeOrStart, Serve
-from deploy.errors import UserError
+from deploy.errors import EXIT_INTERRUPTED, UserError
 from deploy.program import command, program
 from deploy.waiting import saying
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from actors.run_log import Event
     from deploy.recipe.recipe import Recipe, Stages
 
-_EXIT_INTERRUPTED, _EXIT_TERMINATED = 130, 143
+_EXIT_TERMINATED = 143
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -192,7 +192,7 @@ def _run(recipe: Recipe, order: _Order) -> None:
             if is_done(read_events(recipe.run_dir)):
                 return
             console.print(Text(f"stopped; resume with: {order.command} --resume"), soft_wrap=True)
-            status = _EXIT_TERMINATED if isinstance(interrupt, Terminated) else _EXIT_INTERRUPTED
+            status = _EXIT_TERMINATED if isinstance(interrupt, Terminated) else EXIT_INTERRUPTED
             raise typer.Exit(status) from interrupt
 
 
