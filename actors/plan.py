@@ -10,6 +10,7 @@ from learner.counter import uniform
 from learner.keys import fold, key_of
 from learner.model.tokenizer import ChatTokenizer
 from rewards import Problem, Split, make_task
+from rewards.problem import chat
 from rollout.request import Request, SamplingParams
 
 _ORDER_KEY, _SAMPLE_KEY, MASK_KEY, _SCHEDULE_KEY = 11, 12, 13, 14
@@ -99,8 +100,7 @@ class RunPlan:
         """Encode prompts; drop or cut those that are too long, as the recipe says."""
         limit, kept = self._spec.rollout.max_prompt_tokens, []
         for problem in problems:
-            messages = [{"role": message.role, "content": message.content} for message in problem.messages]
-            prompt = self._tokenizer.encode_chat(messages)
+            prompt = self._tokenizer.encode_chat(chat(problem.messages))
             if len(prompt) > limit:
                 self.num_overlong += 1
                 if self._spec.rollout.overlong_prompts == "drop":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal, Protocol
@@ -34,6 +34,11 @@ class Message:
     """`user` or `assistant`."""
     content: str
     """Its text, without any template."""
+
+
+def chat(messages: Iterable[Message]) -> list[dict[str, str]]:
+    """A conversation as chat templates, APIs and files have it: `role` and `content` of each turn."""
+    return [{"role": message.role, "content": message.content} for message in messages]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

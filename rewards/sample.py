@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from rewards.problem import Problem
+from rewards.problem import Problem, chat
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,7 +30,7 @@ class Sample:
         problem = self.problem
         return {
             "problem_id": problem.problem_id,
-            "messages": [{"role": message.role, "content": message.content} for message in problem.messages],
+            "messages": chat(problem.messages),
             "completion": self.text,
             "answer": problem.answer,
             "metadata": dict(problem.metadata),

@@ -17,6 +17,7 @@ from learner.sft.documents import Documents, Example, make_documents
 from learner.sft.packing import packed_padding_share, padding_share
 from rewards import Problem
 from rewards.data.demonstrations import Demonstration, read_demonstrations
+from rewards.problem import chat
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,9 +103,8 @@ def _of_file(spec: RunSpec, tokenizer: ChatTokenizer) -> tuple[list[Example], li
 
 
 def _encode(demonstration: Demonstration, tokenizer: ChatTokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    messages = [{"role": message.role, "content": message.content} for message in demonstration.messages]
     try:
-        prompt = tokenizer.encode_chat(messages)
+        prompt = tokenizer.encode_chat(chat(demonstration.messages))
     except TemplateError as error:
         raise ValueError(f"{demonstration.place}: the policy's chat template refuses it: {error}") from error
     return tuple(prompt), tuple(tokenizer.encode_completion(demonstration.completion))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from deploy.errors import UserError
 from deploy.evaluation.cells import Cell
@@ -13,7 +12,9 @@ from learner.keys import fold, key_of
 from learner.model.tokenizer import ChatTokenizer
 from rewards import Problem, Split, Task, TaskConfig
 from rewards.data.dataset import unshuffled
+from rewards.data.prompts import user_turn
 from rewards.first_d1 import evaluation as first_d1
+from rewards.problem import chat
 from rollout.request import Request
 
 _MADE = 500
@@ -108,9 +109,6 @@ def _of_d1(cell: Cell, task: Task) -> list[Problem]:
 
 def _prompt(cell: Cell, problem: Problem, tokenizer: ChatTokenizer) -> tuple[int, ...]:
     if cell.protocol == "d1":
-        turn = {"role": "user", "content": first_d1.asked(cell.task.name, problem)}
-        return tuple(tokenizer.encode_chat([turn], first_d1.PREFIX))
-    messages: list[dict[str, Any]] = [
-        {"role": message.role, "content": message.content} for message in problem.messages
-    ]
-    return tuple(tokenizer.encode_chat(messages))
+        turn = user_turn(first_d1.asked(cell.task.name, problem))
+        return tuple(tokenizer.encode_chat(chat(turn), first_d1.PREFIX))
+    return tuple(tokenizer.encode_chat(chat(problem.messages)))

@@ -12,6 +12,7 @@ from actors.run_log import CHECKPOINTS, RECIPE
 from deploy.errors import UserError
 from deploy.runs.reading import read_recipe
 from rewards import Split, make_task
+from rewards.problem import chat
 
 # The shortest of so many is shown: a problem of some tasks fills a page.
 _NUM_PROBLEMS = 8
@@ -42,4 +43,4 @@ def _body(directory: Path) -> dict[str, Any]:
     # What a prompt is to the service: the only turn, of the user.
     if len(messages) == 1 and messages[0].role == "user":
         return {"prompt": messages[0].content}
-    return {"messages": [{"role": message.role, "content": message.content} for message in messages]}
+    return {"messages": chat(messages)}

@@ -20,6 +20,11 @@ Respond in the following format:
 ...
 </answer>
 """
+# Its wording of maths (`get_math_questions`, and `eval/gsm8k.py`, `eval/math500.py`).
+D1_MATHS = (
+    "You are a math expert. You will be given a question to solve. Solve it step by step. "
+    "Wrap the final answer in a \\boxed{}."
+)
 # Its wording of Sudoku (the same, `SUDOKU_SYSTEM_PROMPT`, and `eval/sudoku.py`).
 D1_SUDOKU = """
 Please solve the following 4x4 Sudoku puzzle. The puzzle is provided as a 16-character string reading left-to-right, \

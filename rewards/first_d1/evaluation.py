@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rewards.data.prompts import D1_SUDOKU
+from rewards.data.prompts import D1_MATHS, D1_SUDOKU
 from rewards.problem import Problem
 
 PREFIX = "<reasoning>"
@@ -27,10 +27,6 @@ Your reasoning here
 <answer>
 \\boxed{...}
 </answer>"""
-_MATHS = (
-    "You are a math expert. You will be given a question to solve. Solve it step by step. "
-    "Wrap the final answer in a \\boxed{}."
-)
 _COUNTDOWN = (
     "Using only the provided numbers, create an arithmetic expression that evaluates to exactly the provided target "
     "number. You may use the operations +, -, *, and / as needed, but each number must be used exactly once. Think "
@@ -40,8 +36,8 @@ _COUNTDOWN = (
 _SYSTEM = {
     "countdown": _COUNTDOWN + _FORMAT,
     # The two differ in a space, and in a quotation mark with a space and a line break behind it.
-    "gsm8k": f"{_MATHS} \n{_FORMAT}",
-    "math500": f'{_MATHS}\n{_FORMAT}" \n',
+    "gsm8k": f"{D1_MATHS} \n{_FORMAT}",
+    "math500": f'{D1_MATHS}\n{_FORMAT}" \n',
     "sudoku": D1_SUDOKU,
 }
 TASKS = tuple(_SYSTEM)

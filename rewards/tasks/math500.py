@@ -6,7 +6,7 @@ import re
 from typing import Literal
 
 from rewards.data.dataset import DataConfig, DataTask, problem_id
-from rewards.data.prompts import D1_FORMAT, PromptStyle, demonstration, user_turn
+from rewards.data.prompts import D1_FORMAT, D1_MATHS, PromptStyle, demonstration, user_turn
 from rewards.data.rows import HubSplit, Row, shown
 from rewards.first_d1 import parsers as d1_parsers
 from rewards.first_d1.maths import equivalent, math_answer
@@ -24,11 +24,6 @@ _EXAMPLE = {
     "problem": "Solve $4x + 3 = 5$.",
     "solution": "Subtracting $3$ and dividing by $4$, we find $x = \\boxed{\\frac{1}{2}}$.",
 }
-# d1's wording (`diffu-grpo/data_utils.py`, `get_math_questions`), to the letter.
-_D1_INSTRUCTIONS = (
-    "You are a math expert. You will be given a question to solve. Solve it step by step. "
-    "Wrap the final answer in a \\boxed{}. "
-)
 _MAX_GOLD_CHARS = Limits().max_chars
 _NUMBER_BASE = re.compile(r"[0-9]_\{?([0-9]+)\}?$")
 # Something is left to do: a sign between terms, a power, a factorial, or a command that is neither layout nor a name.
@@ -111,7 +106,7 @@ class Math500(DataTask):
         question, solution = row.text("problem"), row.text("solution")
         answer, published = _answers(row, solution)
         style = self._config.prompt
-        prompt = f"{D1_FORMAT}\n\n{_D1_INSTRUCTIONS}\n\n{question}"
+        prompt = f"{D1_FORMAT}\n\n{D1_MATHS} \n\n{question}"
         return Problem(
             problem_id=problem_id(self.name, question),
             messages=user_turn(question if style == "compact" else prompt),
