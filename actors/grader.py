@@ -9,8 +9,8 @@ from pathlib import Path
 from actors.messages import EVALUATION_ROUND, Portion, PortionSummary, ScoredPortion
 from actors.packed import Completions
 from learner.model.tokenizer import ChatTokenizer
-from rewards import Grader, RewardConfig, Sample, TaskConfig
-from rollout.request import Completion, FinishReason
+from rewards import Grader, Problem, RewardConfig, Sample, TaskConfig
+from rollout.request import Completion, FinishReason, Request
 
 
 class GraderWorker:
@@ -39,14 +39,17 @@ class GraderWorker:
         return ScoredPortion(portion=portion, completions=Completions(completions), summary=summary), summary
 
     def _samples(self, portion: Portion, completions: Sequence[Completion]) -> list[Sample]:
-        return [
-            Sample(
-                problem=problem,
-                text=self._tokenizer.decode(completion.token_ids[: completion.num_tokens].tolist()),
-                num_tokens=completion.num_tokens,
-                num_forwards=completion.num_forwards,
-                max_tokens=request.params.gen_length,
-                is_truncated=completion.finish_reason is FinishReason.LENGTH,
-            )
-            for problem, request, completion in zip(portion.problems, portion.requests, completions, strict=True)
-        ]
+        asked = zip(portion.problems, portion.requests, completions, strict=True)
+        return [sample_of(problem, request, completion, self._tokenizer) for problem, request, completion in asked]
+
+
+def sample_of(problem: Problem, request: Request, completion: Completion, tokenizer: ChatTokenizer) -> Sample:
+    """What is graded of a completion: its text up to its end of text."""
+    return Sample(
+        problem=problem,
+        text=tokenizer.decode(completion.token_ids[: completion.num_tokens].tolist()),
+        num_tokens=completion.num_tokens,
+        num_forwards=completion.num_forwards,
+        max_tokens=request.params.gen_length,
+        is_truncated=completion.finish_reason is FinishReason.LENGTH,
+    )

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
 import torch
 
+from actors.grader import sample_of
 from deploy.evaluation.problems import Batch
 from learner.model.checkpoint import load_policy
 from learner.model.tokenizer import ChatTokenizer
 from rewards import Grader, RewardConfig, Sample, TaskConfig
 from rollout.config import EngineConfig
-from rollout.request import Completion, FinishReason
+from rollout.request import Completion
 from rollout.sampler import Sampler
 
 
@@ -115,21 +116,14 @@ class Worker:
         return Answered(index=batch.index, answers=answers, seconds=time.perf_counter() - began)
 
     def _sample(self, batch: Batch, index: int, completion: Completion) -> Sample:
-        ids, num_tokens = completion.token_ids.tolist(), completion.num_tokens
-        is_truncated = completion.finish_reason is FinishReason.LENGTH
-        if batch.keeps_all:
-            # Nothing ended it, and yet its text may have ended.
-            eos_id = self._sampler.model.config.eos_token_id
-            is_truncated = eos_id not in ids
-            num_tokens = len(ids) if is_truncated else ids.index(eos_id) + 1
-        return Sample(
-            problem=batch.problems[index],
-            text=self._tokenizer.decode_all(ids) if batch.keeps_all else self._tokenizer.decode(ids[:num_tokens]),
-            num_tokens=num_tokens,
-            num_forwards=completion.num_forwards,
-            max_tokens=batch.requests[index].params.gen_length,
-            is_truncated=is_truncated,
-        )
+        sample = sample_of(batch.problems[index], batch.requests[index], completion, self._tokenizer)
+        if not batch.keeps_all:
+            return sample
+        # Nothing ended it, and yet its text may have ended.
+        ids, eos_id = completion.token_ids.tolist(), self._sampler.model.config.eos_token_id
+        num_tokens = ids.index(eos_id) + 1 if eos_id in ids else len(ids)
+        text = self._tokenizer.decode_all(ids)
+        return replace(sample, text=text, num_tokens=num_tokens, is_truncated=eos_id not in ids)
 
     def _grader(self, task: TaskConfig) -> Grader:
         key = task.model_dump_json()

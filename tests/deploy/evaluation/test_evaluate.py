@@ -25,7 +25,7 @@ from deploy.recipe.recipe import Stages
 from deploy.runs.reading import read_recipe
 from deploy.runs.run_directory import make_spec
 from learner.model.checkpoint import load_policy
-from learner.model.tokenizer import ChatTokenizer
+from learner.model.tokenizer import EOS, ChatTokenizer
 from rollout.sampler import Sampler
 
 Rows = list[dict[str, Any]]
@@ -136,6 +136,10 @@ def test_the_first_d1_is_followed_to_the_letter(
     (cell,) = _cells(d1("eval", "wide", "--out", str(workdir / "out"), *words, "--lengths", "32"))
     assert (cell["schedule"], cell["num_problems"]) == ("16 steps", 2)
     assert cell["answers"] == "sudoku.d1.32.16-steps.jsonl"
+    for row in _lines(workdir / "out" / cell["answers"])[1:]:
+        rest = row["generation"].partition(EOS)[2]
+        assert row["is_truncated"] == (EOS not in row["generation"])
+        assert (row["num_tokens"] < 32) == bool(rest), "what follows the end is kept, and is no part of the text"
     tokenizer = ChatTokenizer(workdir / "wide")
     requests = inline[0].requests
     prompt = tokenizer.decode_all(requests[0].prompt_ids)
