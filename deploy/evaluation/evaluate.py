@@ -15,8 +15,8 @@ from deploy.evaluation.cells import Asked, Cell, cells_of
 from deploy.evaluation.measures import measures
 from deploy.evaluation.pool import Wanted, answers
 from deploy.evaluation.problems import Batch, batches_of, problems_of
-from deploy.evaluation.record import Record, fingerprint, read_record
-from deploy.evaluation.worker import WorkerConfig
+from deploy.evaluation.record import Record, fingerprint
+from deploy.evaluation.worker import Answered, WorkerConfig
 from deploy.recipe.recipe import Recipe
 from deploy.runs.reading import read_recipe
 from deploy.runs.references import find_checkpoint_of
@@ -70,7 +70,6 @@ class Ready:
     cell: Cell
     batches: Sequence[Batch]
     record: Record
-    path: Path
 
     @property
     def missing(self) -> list[Batch]:
@@ -128,14 +127,13 @@ def prepare(subject: Subject, asked: Asked, computing: Computing, out: Path) -> 
 
 
 def _ready(subject: Subject, cell: Cell, batches: Sequence[Batch], computing: Computing, out: Path) -> Ready:
-    path = out / f"{cell.name}.jsonl"
     sizes = [len(batch.requests) for batch in batches]
     facts = {"checkpoint": subject.facts, **cell.facts(), "dtype": computing.dtype, "batch_size": sizes[0]}
-    return Ready(cell=cell, batches=batches, record=Record(path, facts, sizes), path=path)
+    return Ready(cell=cell, batches=batches, record=Record(out / f"{cell.name}.jsonl", facts, sizes))
 
 
 def answer_all(
-    subject: Subject, ready: Sequence[Ready], computing: Computing, after_each: Callable[[Ready], object]
+    subject: Subject, ready: Sequence[Ready], computing: Computing, after_each: Callable[[Ready, Answered], object]
 ) -> None:
     """Answer what is missing, batch by batch. Raises as `pool.answers`, and UserError where the disk takes no more."""
     # Batches are numbered anew: a worker's answer says which of all it was.
@@ -149,7 +147,7 @@ def answer_all(
     for done in answers(config, computing.wanted, numbered):
         one, batch = waiting[done.index]
         one.record.add(replace(done, index=batch.index))
-        after_each(one)
+        after_each(one, done)
 
 
 def results(subject: Subject, ready: Sequence[Ready]) -> dict[str, Any]:
@@ -163,8 +161,8 @@ def results(subject: Subject, ready: Sequence[Ready]) -> dict[str, Any]:
                 "gen_length": one.cell.params.gen_length,
                 "schedule": one.cell.params.schedule_name,
                 "temperature": one.cell.params.temperature,
-                **measures(read_record(one.path)),
-                "answers": one.path.name,
+                **measures(one.record.recorded),
+                "answers": one.record.path.name,
             }
             for one in ready
         ],

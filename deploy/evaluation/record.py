@@ -60,7 +60,9 @@ class Record:
         Raises:
             UserError: the file has answers to something else, or cannot be written.
         """
-        self._path, facts = path, {**facts, "num_answers": sum(sizes)}
+        self.path = path
+        """The file."""
+        self._facts = facts = {**facts, "num_answers": sum(sizes)}
         try:
             found = read_record(path) if path.is_file() else Recorded(facts=facts, batches={})
         except OSError as error:
@@ -81,13 +83,18 @@ class Record:
         except OSError as error:
             raise UserError(f"cannot write {path}: {reason(error)}") from error
 
+    @property
+    def recorded(self) -> Recorded:
+        """As it stands."""
+        return Recorded(facts=self._facts, batches=self.done)
+
     def add(self, batch: Answered) -> None:
         """Keep a batch. Raises UserError where the disk takes no more."""
         try:
-            with self._path.open("a", encoding="utf-8") as file:
+            with self.path.open("a", encoding="utf-8") as file:
                 file.write("".join(f"{line}\n" for line in _lines(batch)))
         except OSError as error:
-            raise UserError(f"cannot write {self._path}: {reason(error)}") from error
+            raise UserError(f"cannot write {self.path}: {reason(error)}") from error
         self.done[batch.index] = batch
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from deploy.evaluation.compare import Compared, tenths
 from deploy.evaluation.evaluate import Ready
+from deploy.evaluation.worker import Answered
 from deploy.printing import counted, duration, printable
 from deploy.waiting import EVERY_S
 
@@ -23,6 +25,18 @@ _NAMES = {"items": "parts, %"}
 _NUMBERS = ("tokens", "a forward", "cut", "worker time")
 
 
+@dataclass(slots=True)
+class _Count:
+    """Answers of a cell."""
+
+    done: int = 0
+    right: int = 0
+
+    def add(self, batch: Answered) -> None:
+        self.done += len(batch.answers)
+        self.right += sum(answer.correct for answer in batch.answers)
+
+
 class Bar:
     """How far an evaluation is: a bar on a terminal, a line every 5 s anywhere else; on stderr."""
 
@@ -30,9 +44,12 @@ class Bar:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-        self._ready = ready
         self._total = sum(len(batch.requests) for one in ready for batch in one.batches)
-        self._began = self._said = time.monotonic()
+        self._counts = {one.cell.name: _Count() for one in ready}
+        for one in ready:
+            for batch in one.record.done.values():
+                self._counts[one.cell.name].add(batch)
+        self._said = time.monotonic()
         columns: list[Any] = [
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=24),
@@ -56,13 +73,13 @@ class Bar:
     @property
     def num_done(self) -> int:
         """Answers that there are."""
-        return sum(len(batch.answers) for one in self._ready for batch in one.record.done.values())
+        return sum(count.done for count in self._counts.values())
 
-    def advance(self, one: Ready) -> None:
+    def advance(self, one: Ready, batch: Answered) -> None:
         """A batch of a cell is done."""
-        answers = [answer for batch in one.record.done.values() for answer in batch.answers]
-        right = sum(answer.correct for answer in answers)
-        note = f"{one.cell.name}: {right} of {len(answers)} right"
+        count = self._counts[one.cell.name]
+        count.add(batch)
+        note = f"{one.cell.name}: {count.right} of {count.done} right"
         if self._progress is not None:
             self._progress.update(self._task, completed=self.num_done, note=note)
         elif time.monotonic() - self._said > EVERY_S:
