@@ -61,6 +61,12 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
+def share(part: float, interval: Sequence[float]) -> str:
+    """A share from 0 to 1 with its interval, in percent: `16.2 (13.4 to 19.3)`."""
+    low, high = interval
+    return f"{100 * part:.1f} ({100 * low:.1f} to {100 * high:.1f})"
+
+
 def metric(value: float) -> str:
     """A measured number with four digits."""
     return f"{value:.4g}"

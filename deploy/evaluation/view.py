@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 from deploy.evaluation.compare import Compared, tenths
 from deploy.evaluation.evaluate import Ready
 from deploy.evaluation.worker import Answered
-from deploy.printing import counted, duration, printable
+from deploy.printing import counted, duration, printable, share
 from deploy.waiting import EVERY_S
 
 if TYPE_CHECKING:
@@ -126,8 +126,8 @@ def _drawn_table(title: str, cells: Sequence[Mapping[str, Any]], numbers: Sequen
         table.add_row(
             str(cell["gen_length"]),
             cell["schedule"],
-            _percent(cell["accuracy"], cell["accuracy_interval"]),
-            *(_percent(cell[key], cell[f"{key}_interval"]) for key in extras),
+            share(cell["accuracy"], cell["accuracy_interval"]),
+            *(share(cell[key], cell[f"{key}_interval"]) for key in extras),
             *(shown[name] for name in numbers),
         )
     return table
@@ -147,10 +147,6 @@ def _extras(cells: Sequence[Mapping[str, Any]]) -> list[str]:
     """Measures that not every task has: the share of a problem's parts, and the largest pass@k."""
     at = [key for key in cells[0] if key.startswith("pass@") and not key.endswith("_interval")]
     return [*(["items"] if "items" in cells[0] else []), *at[-1:]]
-
-
-def _percent(share: float, interval: Sequence[float]) -> str:
-    return f"{100 * share:.1f} ({100 * interval[0]:.1f} to {100 * interval[1]:.1f})"
 
 
 def compared_tables(found: Sequence[Compared], names: tuple[str, str]) -> Iterator[Table]:

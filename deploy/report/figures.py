@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from deploy.printing import printable
-from deploy.runs.curves import PALETTE, STYLE
-from deploy.runs.history import Evaluation, RunHistory, moving_mean
+from deploy.runs.curves import PALETTE, STYLE, draw_smooth, numbered, smooth, with_bars
+from deploy.runs.history import Evaluation, RunHistory, ScheduleScore
 from rollout.score import Score
 
 if TYPE_CHECKING:
@@ -100,9 +100,9 @@ def _accuracy(axes: Axes, runs: Runs) -> None:
     axes.set(xlabel="minutes since the start", ylabel="%")
     for name, history, color in _coloured(runs):
         course = [item for item in history.evaluations if item.label != "control"]
-        _with_bars(axes, [(item.time_s / 60, item.score) for item in course], color=color, fmt="o-", label=name)
+        _draw_with_bars(axes, [(item.time_s / 60, item.score) for item in course], color=color, fmt="o-", label=name)
         control = [(item.time_s / 60, item.score) for item in history.evaluations if item.label == "control"]
-        _with_bars(axes, control, color=color, fmt="x", label="")
+        _draw_with_bars(axes, control, color=color, fmt="x", label="")
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
 
@@ -114,47 +114,41 @@ def _by_compute(axes: Axes, runs: Runs) -> None:
         for label, line in _STAGES.items():
             item = history.final(label)
             if item is not None and len(item.schedules) > 1:
-                points = sorted((scored.mean_steps, scored.score) for scored in _fixed(item))
+                points = [(scored.mean_steps, scored.score) for scored in _fixed(item)]
+                points.sort(key=lambda point: point[0])
                 ticks |= {round(steps) for steps, _ in points}
-                _with_bars(axes, points, color=color, fmt=f"o{line}", label=name if label == "rl" else "")
+                _draw_with_bars(axes, points, color=color, fmt=f"o{line}", label=name if label == "rl" else "")
                 free = [(scored.mean_steps, scored.score) for scored in _free(item)]
-                _with_bars(axes, free, color=color, fmt="D", label="", markerfacecolor="white")
+                _draw_with_bars(axes, free, color=color, fmt="D", label="", markerfacecolor="white")
     axes.set_xticks(sorted(ticks), [str(tick) for tick in sorted(ticks)])
     axes.minorticks_off()
     axes.set_ylim(bottom=0)
 
 
-def _fixed(item: Evaluation) -> list[Any]:
+def _fixed(item: Evaluation) -> list[ScheduleScore]:
     """Scores of schedules whose number of steps is given."""
     return [scored for name, scored in item.schedules.items() if name[0].isdigit()]
 
 
-def _free(item: Evaluation) -> list[Any]:
+def _free(item: Evaluation) -> list[ScheduleScore]:
     return [scored for name, scored in item.schedules.items() if not name[0].isdigit()]
 
 
-def _with_bars(
+def _draw_with_bars(
     axes: Axes, points: Sequence[tuple[float, Score]], *, color: str, fmt: str, label: str, **more: Any
 ) -> None:
     if not points:
         return
-    middles = [100 * score.accuracy for _, score in points]
-    # The Wilson interval holds its middle but for rounding at 0 and 1.
-    lows = [max(0.0, 100 * (score.accuracy - score.interval[0])) for _, score in points]
-    highs = [max(0.0, 100 * (score.interval[1] - score.accuracy)) for _, score in points]
+    middles, bars = with_bars([score for _, score in points])
     style = {"markersize": 4, "elinewidth": 1, "capsize": 2, "linewidth": 1.4, **more}
-    axes.errorbar(
-        [x for x, _ in points], middles, yerr=[lows, highs], fmt=fmt, color=color, label=label or "_", **style
-    )
+    axes.errorbar([x for x, _ in points], middles, yerr=bars, fmt=fmt, color=color, label=label or "_", **style)
 
 
 def _series_of(key: str, unit: str) -> Callable[[Axes, Runs], None]:
     def draw(axes: Axes, runs: Runs) -> None:
         axes.set(xlabel="round", ylabel=unit)
         for name, history, color in _coloured(runs):
-            xs, values = _rounds(history), history.series(key)
-            axes.plot(xs, values, color=color, alpha=0.25, linewidth=0.8)
-            axes.plot(xs, _smooth(values), color=color, linewidth=1.8, label=name)
+            draw_smooth(axes, numbered(history), history.series(key), color, name)
 
     return draw
 
@@ -165,28 +159,20 @@ def _parts(axes: Axes, runs: Runs) -> None:
     names = dict.fromkeys(name for event in history.rounds.values() for name in event.get("reward_parts", {}))
     for index, name in enumerate(names):
         values = [float(event.get("reward_parts", {}).get(name, 0.0)) for event in history.rounds.values()]
-        axes.plot(_rounds(history), _smooth(values), color=PALETTE[index % len(PALETTE)], label=_label(name))
+        axes.plot(numbered(history), smooth(values), color=PALETTE[index % len(PALETTE)], label=_label(name))
 
 
 def _staleness(axes: Axes, runs: Runs) -> None:
     axes.set(xlabel="round", ylabel="versions")
     for name, history, color in _coloured(runs):
-        axes.plot(_rounds(history), _smooth(history.series("mean_staleness")), color=color, label=f"{name}: mean")
-        axes.plot(_rounds(history), history.series("max_staleness"), ":", color=color, label=f"{name}: greatest")
+        axes.plot(numbered(history), smooth(history.series("mean_staleness")), color=color, label=f"{name}: mean")
+        axes.plot(numbered(history), history.series("max_staleness"), ":", color=color, label=f"{name}: greatest")
     axes.set_ylim(bottom=0)
 
 
 def _seconds(axes: Axes, runs: Runs) -> None:
     axes.set(xlabel="round", ylabel="s")
     ((_, history),) = runs.items()
-    layers = [_smooth(history.series(key)) for key in _PHASES]
-    axes.stackplot(_rounds(history), layers, labels=list(_PHASES.values()), colors=PALETTE, alpha=0.8)
+    layers = [smooth(history.series(key)) for key in _PHASES]
+    axes.stackplot(numbered(history), layers, labels=list(_PHASES.values()), colors=PALETTE, alpha=0.8)
     axes.set_ylim(bottom=0)
-
-
-def _rounds(history: RunHistory) -> list[float]:
-    return [float(index + 1) for index in history.rounds]
-
-
-def _smooth(values: list[float]) -> list[float]:
-    return moving_mean(values, max(1, len(values) // 20))

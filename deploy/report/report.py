@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from deploy.errors import UserError, reason
-from deploy.printing import duration, printable
+from deploy.printing import duration, printable, share
 from deploy.report.differences import Field, fields_of
 from deploy.report.examples import Example
 from deploy.report.figures import plots
-from deploy.runs.history import RunHistory
+from deploy.runs.history import RunHistory, ScheduleScore
 from deploy.runs.listing import Run
 from deploy.runs.report import NAMES, schedule_names, score_text
 
@@ -104,8 +104,5 @@ def _schedules(histories: Mapping[str, RunHistory]) -> Iterable[Table]:
         yield Table(title="By schedule, %", head=("policy", *names), rows=rows)
 
 
-def _percent(scored: Any) -> str:
-    if scored is None:
-        return ""
-    low, high = scored.score.interval
-    return f"{100 * scored.score.accuracy:.1f} ({100 * low:.1f} to {100 * high:.1f})"
+def _percent(scored: ScheduleScore | None) -> str:
+    return "" if scored is None else share(scored.score.accuracy, scored.score.interval)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -97,21 +97,35 @@ def _panels(history: RunHistory) -> Iterable[_Panel]:
         yield _seconds
 
 
-def _smooth(axes: Axes, xs: list[float], values: list[float], color: str, label: str) -> None:
+def draw_smooth(axes: Axes, xs: list[float], values: list[float], color: str, label: str) -> None:
     """The values faintly, and their moving mean over a twentieth of them."""
     axes.plot(xs, values, color=color, alpha=0.25, linewidth=0.8)
-    means = moving_mean(values, max(1, len(values) // 20))
-    axes.plot(xs, means, color=color, linewidth=1.8, marker="o" if len(xs) == 1 else None, label=label)
+    axes.plot(xs, smooth(values), color=color, linewidth=1.8, marker="o" if len(xs) == 1 else None, label=label)
 
 
-def _rounds(history: RunHistory) -> list[float]:
+def smooth(values: list[float]) -> list[float]:
+    """Their moving mean over a twentieth of them."""
+    return moving_mean(values, max(1, len(values) // 20))
+
+
+def numbered(history: RunHistory) -> list[float]:
+    """The rounds, counted from 1."""
     return [float(index + 1) for index in history.rounds]
+
+
+def with_bars(scores: Sequence[Score]) -> tuple[list[float], list[list[float]]]:
+    """Accuracies in percent, and how far below and above each the bar of its interval goes."""
+    middles = [_percent(score) for score in scores]
+    # The Wilson interval holds its middle but for rounding at 0 and 1.
+    lows = [max(0.0, 100 * (score.accuracy - score.interval[0])) for score in scores]
+    highs = [max(0.0, 100 * (score.interval[1] - score.accuracy)) for score in scores]
+    return middles, [lows, highs]
 
 
 def _reward(axes: Axes, history: RunHistory) -> None:
     axes.set(title="Reward on training problems", xlabel="round")
-    _smooth(axes, _rounds(history), history.series("reward"), _RED, "reward")
-    _smooth(axes, _rounds(history), history.series("correct"), _BLUE, "share correct")
+    draw_smooth(axes, numbered(history), history.series("reward"), _RED, "reward")
+    draw_smooth(axes, numbered(history), history.series("correct"), _BLUE, "share correct")
     axes.set_ylim(bottom=min(0.0, *history.series("reward")))
     axes.legend(loc="best")
 
@@ -152,15 +166,12 @@ def _schedules(axes: Axes, history: RunHistory) -> None:
 
 
 def _points(axes: Axes, items: list[Evaluation], *, color: str, name: str, is_stage: bool) -> None:
-    middles = [_percent(item.score) for item in items]
-    lows = [middle - 100 * item.score.interval[0] for middle, item in zip(middles, items, strict=True)]
-    highs = [100 * item.score.interval[1] - middle for middle, item in zip(middles, items, strict=True)]
+    middles, bars = with_bars([item.score for item in items])
     marks: dict[str, Any] = {"markersize": 7, "capsize": 3} if is_stage else {"markersize": 3, "alpha": 0.6}
     axes.errorbar(
         [item.time_s / 60 for item in items],
         middles,
-        # The Wilson interval holds its middle but for rounding at 0 and 1.
-        yerr=[[max(0.0, low) for low in lows], [max(0.0, high) for high in highs]],
+        yerr=bars,
         fmt="o",
         color=color,
         label=name,
@@ -190,7 +201,7 @@ def _sft_loss(axes: Axes, history: RunHistory) -> None:
         color, name = _STAGES[phase]
         # The control goes on from where SFT ended.
         first = history.planned.get("sft", 0) if phase == "control" else 0
-        _smooth(axes, [first + step["step"] for step in steps], [step["loss"] for step in steps], color, name)
+        draw_smooth(axes, [first + step["step"] for step in steps], [step["loss"] for step in steps], color, name)
         held_out = history.sft_losses.get(phase, [])
         places, losses = [first + item["step"] for item in held_out], [item["loss"] for item in held_out]
         if held_out:
@@ -200,15 +211,15 @@ def _sft_loss(axes: Axes, history: RunHistory) -> None:
 
 def _shares(axes: Axes, history: RunHistory) -> None:
     axes.set(title="Clipped tokens, groups without signal", xlabel="round", ylabel="share")
-    _smooth(axes, _rounds(history), history.series("clip_ratio/region_mean"), _PURPLE, "clip fraction")
-    _smooth(axes, _rounds(history), history.series("frac_reward_zero_std"), _YELLOW, "zero-variance groups")
+    draw_smooth(axes, numbered(history), history.series("clip_ratio/region_mean"), _PURPLE, "clip fraction")
+    draw_smooth(axes, numbered(history), history.series("frac_reward_zero_std"), _YELLOW, "zero-variance groups")
     axes.set_ylim(bottom=0)
     axes.legend(loc="best")
 
 
 def _kl(axes: Axes, history: RunHistory) -> None:
     axes.set(title="KL to the reference", xlabel="round", ylabel="nats per token")
-    _smooth(axes, _rounds(history), history.series("kl"), _CYAN, "k3 estimate")
+    draw_smooth(axes, numbered(history), history.series("kl"), _CYAN, "k3 estimate")
     axes.set_ylim(bottom=0)
 
 
@@ -219,6 +230,6 @@ def _seconds(axes: Axes, history: RunHistory) -> None:
         ("training_s", _BLUE, "training"),
         ("publish_s", _YELLOW, "publishing"),
     ):
-        _smooth(axes, _rounds(history), history.series(key), color, label)
+        draw_smooth(axes, numbered(history), history.series(key), color, label)
     axes.set_ylim(bottom=0)
     axes.legend(loc="best")

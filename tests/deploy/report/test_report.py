@@ -149,6 +149,15 @@ def test_fields_of_recipes_side_by_side() -> None:
 
 
 @pytest.mark.usefixtures("workdir")
+def test_schedules_that_took_as_many_steps_are_both_drawn(d1: Callable, make_run: Callable, recorder: Any) -> None:
+    recorder.add("run", name="tiny", seed=0, commit="", hardware="", versions={})
+    # Every completion ended in its first block.
+    recorder.evaluation("rl", 100, 3, schedules={"4 steps": (100, 2.0), "2 steps": (90, 2.0)})
+    make_run("tiny", recorder.events)
+    assert d1("report", "tiny").status == 0
+
+
+@pytest.mark.usefixtures("workdir")
 def test_schedules_are_a_table_and_a_plot(d1: Callable, make_run: Callable, recorder: Any) -> None:
     recorder.add("run", name="tiny", seed=0, commit="", hardware="", versions={})
     schedules = {"9 steps": (100, 9.0), "1 step": (50, 1.0), "threshold 0.9": (90, 3.25)}
