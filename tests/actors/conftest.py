@@ -8,13 +8,13 @@ from actors.run_config import GraderSection
 from actors.spec import Phase, RunSpec
 from learner.learner import LearnerConfig
 from learner.model.checkpoint import save_checkpoint
-from learner.model.config import TransformerConfig
-from learner.model.tokenizer import EOS, MASK, ChatTokenizer, make_tokenizer
+from learner.model.tokenizer import ChatTokenizer, make_tokenizer
 from learner.model.transformer import Transformer, init_weights
 from learner.sft.sft import SftConfig
 from rewards import RewardConfig, SumsConfig
 from rollout.config import EvaluationConfig, RolloutConfig
 from rollout.request import SamplingParams
+from tests.tiny_policy import config_of
 
 
 @pytest.fixture(scope="session")
@@ -42,18 +42,7 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> RunSpec:
     tokenizer_dir = run_dir / "tokenizer"
     make_tokenizer(["1 2 3"], tokenizer_dir, 300)
     tokenizer = ChatTokenizer(tokenizer_dir)
-    config = TransformerConfig(
-        vocab_size=len(tokenizer),
-        d_model=32,
-        num_layers=2,
-        num_heads=2,
-        num_kv_heads=2,
-        mlp_hidden_size=48,
-        max_sequence_length=32,
-        mask_token_id=tokenizer.token_id(MASK),
-        eos_token_id=tokenizer.token_id(EOS),
-        pad_token_id=tokenizer.token_id(EOS),
-    )
+    config = config_of(tokenizer, max_sequence_length=32, num_layers=2)
     torch.set_num_threads(1)
     model = Transformer(config)
     init_weights(model, seed=0)

@@ -208,26 +208,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import torch
 
     from learner.model.checkpoint import save_checkpoint
-    from learner.model.config import TransformerConfig
-    from learner.model.tokenizer import EOS, MASK, ChatTokenizer, make_tokenizer
+    from learner.model.tokenizer import ChatTokenizer, make_tokenizer
     from learner.model.transformer import Transformer, init_weights
+    from tests.tiny_policy import config_of
 
     base = tmp_path_factory.mktemp("runs")
     make_tokenizer(["1 2 3 -> 1 3 6" * 5], base / "tokenizer", 320)
     tokenizer = ChatTokenizer(base / "tokenizer")
-    eos = tokenizer.token_id(EOS)
-    config = TransformerConfig(
-        vocab_size=len(tokenizer),
-        d_model=32,
-        num_layers=1,
-        num_heads=2,
-        num_kv_heads=2,
-        mlp_hidden_size=48,
-        max_sequence_length=64,
-        mask_token_id=tokenizer.token_id(MASK),
-        eos_token_id=eos,
-        pad_token_id=eos,
-    )
+    config = config_of(tokenizer, max_sequence_length=64)
     run = base / "runs" / "tiny"
     for name, phase, index in (("initial", "untrained", 0), ("rl-000003", "rl", 3)):
         model = Transformer(config)

@@ -13,8 +13,9 @@ import torch
 
 from learner.model.checkpoint import load_policy, save_checkpoint
 from learner.model.config import TransformerConfig
-from learner.model.tokenizer import EOS, MASK, ChatTokenizer, make_tokenizer
+from learner.model.tokenizer import ChatTokenizer, make_tokenizer
 from learner.model.transformer import Transformer, init_weights
+from tests.tiny_policy import config_of
 
 RECIPE = """\
 name: tiny
@@ -41,19 +42,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = tmp_path_factory.mktemp("sample")
     make_tokenizer(["What is 2 + 3? The answer is five."] * 5, base / "tokenizer", 320)
     tokenizer = ChatTokenizer(base / "tokenizer")
-    eos = tokenizer.token_id(EOS)
-    config = TransformerConfig(
-        vocab_size=len(tokenizer),
-        d_model=32,
-        num_layers=1,
-        num_heads=2,
-        num_kv_heads=2,
-        mlp_hidden_size=48,
-        max_sequence_length=96,
-        mask_token_id=tokenizer.token_id(MASK),
-        eos_token_id=eos,
-        pad_token_id=eos,
-    )
+    config = config_of(tokenizer, max_sequence_length=96)
     _save(base / "with", config, base / "tokenizer")
     _save(base / "bare", config, base / "none")
     _save(base / "run" / "checkpoints" / "rl", config, base / "tokenizer")

@@ -33,12 +33,12 @@ from deploy.service.engine.versions import Versions
 from deploy.service.gateway.api_keys import ApiKeys
 from deploy.service.gateway.rate_limits import RateLimits
 from learner.model.checkpoint import save_checkpoint
-from learner.model.config import TransformerConfig
-from learner.model.tokenizer import EOS, MASK, ChatTokenizer, make_tokenizer
+from learner.model.tokenizer import ChatTokenizer, make_tokenizer
 from learner.model.transformer import Transformer, init_weights
 from rollout.config import EngineConfig
 from rollout.sampler import Sampler
 from tests.deploy.service.asking import TOKEN
+from tests.tiny_policy import config_of
 
 RECIPE = {
     "name": "tiny",
@@ -60,18 +60,7 @@ def tokenizer_dir(tmp_path_factory):
 @pytest.fixture(scope="session")
 def tiny_config(tokenizer_dir):
     tokenizer = ChatTokenizer(tokenizer_dir)
-    return TransformerConfig(
-        vocab_size=len(tokenizer),
-        d_model=32,
-        num_layers=1,
-        num_heads=2,
-        num_kv_heads=2,
-        mlp_hidden_size=32,
-        max_sequence_length=64,
-        mask_token_id=tokenizer.token_id(MASK),
-        eos_token_id=tokenizer.token_id(EOS),
-        pad_token_id=tokenizer.token_id(EOS),
-    )
+    return config_of(tokenizer, max_sequence_length=64, mlp_hidden_size=32)
 
 
 @pytest.fixture(scope="session")
