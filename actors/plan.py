@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from actors.messages import EVALUATION_ROUND, Portion, PortionKey
@@ -33,7 +35,16 @@ class RunPlan:
         # The split is by solution and not by seed, so neither set depends on which run asks.
         self.train = self._fitting(task.problems(Split.TRAIN, spec.num_train_problems, spec.seed))
         self.heldout = self._fitting(task.problems(Split.HELDOUT, spec.evaluation.num_problems, seed=0))
+        num_validation = spec.evaluation.num_validation
+        self.validation = (
+            self._fitting(task.problems(Split.VALIDATION, num_validation, seed=0)) if num_validation else []
+        )
         self.portion_groups = max(1, spec.rollout.batch_size // spec.learner.group_size)
+
+    @property
+    def to_choose_by(self) -> list[Problem]:
+        """What may be looked at before a run's end: the validation problems, or without any the held-out ones."""
+        return self.validation or self.heldout
 
     @property
     def portions_per_round(self) -> int:
@@ -61,13 +72,17 @@ class RunPlan:
             requests=tuple(requests),
         )
 
-    def evaluation_portions(self, params: SamplingParams, first_index: int = 0) -> list[Portion]:
-        """Every held-out problem once, at temperature 0; the portions count from `first_index`."""
+    def evaluation_portions(
+        self, params: SamplingParams, first_index: int = 0, asked: Sequence[Problem] | None = None
+    ) -> list[Portion]:
+        """Every held-out problem, or those of the plan's that are `asked`, once at temperature 0; the portions count
+        from `first_index`."""
+        asked = self.heldout if asked is None else asked
         params = params.model_copy(update={"temperature": 0.0})
         size = self._spec.rollout.batch_size
         portions = []
-        for index, start in enumerate(range(0, len(self.heldout), size), first_index):
-            problems = tuple(self.heldout[start : start + size])
+        for index, start in enumerate(range(0, len(asked), size), first_index):
+            problems = tuple(asked[start : start + size])
             portions.append(
                 Portion(
                     key=PortionKey(round=EVALUATION_ROUND, index=index),

@@ -126,8 +126,8 @@ class RunConfig(BaseModel):
     """Write one after so many seconds too, in SFT, the rounds and the control: what a crash costs at most. It takes at
     most a twentieth of the time: where one takes long to write, they are further apart. 0: none by time."""
     num_checkpoints_kept: PositiveInt = 3
-    """The newest checkpoints to keep, beside those that end a stage, that of the rounds' best held-out accuracy and one
-    that an operator has pinned."""
+    """The newest checkpoints to keep, beside those that end a stage, the best by validation (or, without, by held-out
+    accuracy) and one that an operator has pinned."""
     wandb_project: str | None = None
     """Also log to this Weights & Biases project; needs the extra `d1[wandb]`. WANDB_MODE=offline keeps it here."""
 
@@ -149,6 +149,11 @@ class RunConfig(BaseModel):
             raise ValueError(
                 f"learner.groups_per_round {self.learner.groups_per_round} exceeds "
                 f"num_train_problems {self.num_train_problems}: a round asks each problem once"
+            )
+        if self.evaluation.num_validation and not self.task.validation_fraction:
+            raise ValueError(
+                f"evaluation.num_validation is {self.evaluation.num_validation}, and task.validation_fraction 0 keeps "
+                "no problem for validation; take a fraction such as 0.1"
             )
         try:
             self.evaluation.params(self.rollout.sampling)
@@ -204,10 +209,14 @@ class RunConfig(BaseModel):
                 f"sft.num_labels {self.sft.num_labels} exceeds num_train_problems {self.num_train_problems}, "
                 "of which the labels are the first"
             )
-        if self.sft.num_eval > self.evaluation.num_problems:
+        evaluation = self.evaluation
+        name, most, what = "num_problems", evaluation.num_problems, "held-out"
+        if evaluation.num_validation:
+            name, most, what = "num_validation", evaluation.num_validation, "validation"
+        if self.sft.num_eval > most:
             raise ValueError(
-                f"sft.num_eval {self.sft.num_eval} exceeds evaluation.num_problems {self.evaluation.num_problems}, "
-                "the held-out problems, of which they are the first"
+                f"sft.num_eval {self.sft.num_eval} exceeds evaluation.{name} {most}, the {what} problems, of which "
+                "they are the first"
             )
 
     @property

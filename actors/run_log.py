@@ -44,6 +44,8 @@ METRICS, SAMPLES, TENSORBOARD, CHECKPOINTS, RECIPE, FAILED_BATCHES, DRIVER_LOG =
 )
 
 
+VALIDATION = "validation"
+"""The label of the evaluations on validation problems. The others are on held-out ones."""
 LEARNER_FAILED, RESTARTED = "a learner worker failed", "the learner group restarted"
 """What the `failure` events of one fault of the learner group begin with: each worker's, and the restart's."""
 

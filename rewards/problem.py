@@ -12,10 +12,14 @@ Rules = Literal["fixed", "d1"]
 
 
 class Split(StrEnum):
-    """The two disjoint halves of a task. No solution of one occurs in the other."""
+    """The disjoint parts of a task. No solution of one occurs in another."""
 
     TRAIN = "train"
+    """What is trained on."""
+    VALIDATION = "validation"
+    """What choices are made by: which checkpoint is the best. Empty unless a config says which fraction it is."""
     HELDOUT = "heldout"
+    """The test: what is reported, and nothing is chosen by."""
 
 
 class Outcome(StrEnum):

@@ -84,6 +84,10 @@ class EvaluationConfig(BaseModel):
 
     num_problems: PositiveInt = 500
     """Held-out problems asked in each evaluation."""
+    num_validation: NonNegativeInt = 0
+    """Validation problems, of `task.validation_fraction`: with them the evaluations between the rounds, SFT's loss and
+    the choice of the best checkpoint are on these, and the held-out problems are asked only at the ends of the stages.
+    0: there are none, the evaluations between the rounds ask the held-out problems, and no checkpoint is `best`."""
     every_rounds: NonNegativeInt = 0
     """Evaluate also after every so many rounds; 0 does so only at the ends of the stages."""
     schedules: tuple[ScheduleConfig, ...] | None = None

@@ -29,7 +29,8 @@ from typing import Any, TypeVar
 
 import ray
 
-from actors.coordination.evaluation import VersionEvaluator, best_version
+from actors.checkpoints.best import best_version
+from actors.coordination.evaluation import VersionEvaluator
 from actors.coordination.liveness import Watch
 from actors.coordination.metrics import RunGauges
 from actors.coordination.pools import Pools, VersionLostError
@@ -42,7 +43,7 @@ from actors.messages import Generation, Next, PortionKey, PortionSummary
 from actors.plan import RunPlan
 from actors.registry.announcer import Announcer
 from actors.registry.registry import Registry
-from actors.run_log import LEARNER_FAILED, RESTARTED, Event, RunLog, is_done
+from actors.run_log import LEARNER_FAILED, RESTARTED, VALIDATION, Event, RunLog, is_done
 from actors.spec import Phase, RunSpec
 from learner.model.tokenizer import ChatTokenizer
 
@@ -56,7 +57,6 @@ _CONTROLLER = "Ray Train's controller"
 # It is not to be asked while it starts a group, or ends one.
 _CONTROLLER_HUNG_S = 90.0
 _ROUND, _EVALUATION = "the round", "the evaluation"
-_ONE_SCHEDULE = ("round", Phase.UNTRAINED)
 T = TypeVar("T")
 
 
@@ -319,7 +319,8 @@ class Coordinator:
         await self._announcer.announce(generation, phase, round_index)
 
     async def evaluate(self, generation: Generation, label: str, round_index: int, is_new: bool) -> tuple[Next, bool]:
-        """Held-out accuracy of a version that the store has; recorded, and announced if the version is public.
+        """Accuracy of a version that the store has, on the problems of a label; recorded, and announced if the version
+        is public.
 
         Of a version that is not new, an evaluation that the log has is not repeated. Also says whether the version is
         the best of the rounds so far.
@@ -330,8 +331,7 @@ class Coordinator:
             began = time.monotonic()
             self._waiting_since = _EVALUATION, began
             try:
-                score = self._evaluation.score(generation, at_all=label not in _ONE_SCHEDULE)
-                scored = await self._unless_stopped(score)
+                scored = await self._unless_stopped(self._evaluation.score(generation, label))
             except StoppedError:
                 return Next.STOP, False
             except VersionLostError as error:
@@ -343,6 +343,8 @@ class Coordinator:
             self._log.append("evaluation", label=label, policy_version=version, round=round_index, **scored)
             if label != Phase.CONTROL:
                 await self._announcer.score(version, scored["num_correct"], scored["num_problems"])
+            if label == VALIDATION:
+                await self._announcer.best()
         return Next.GO_ON, best_version(self._log.events_since(0)) == version
 
     async def versions_to_keep(self) -> list[int]:

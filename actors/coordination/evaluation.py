@@ -1,5 +1,4 @@
-"""Held-out accuracy of a version: every held-out problem once at each schedule, through the samplers and graders of
-training."""
+"""Accuracy of a version: every held-out or validation problem once, through the samplers and graders of training."""
 
 from __future__ import annotations
 
@@ -10,10 +9,13 @@ from typing import Any
 from actors.coordination.pools import Pools, PortionFailedError
 from actors.messages import Generation, Portion, PortionSummary
 from actors.plan import RunPlan
-from actors.run_log import Event
+from actors.run_log import VALIDATION
 from actors.spec import Phase
 from rewards import Outcome
 from rollout.request import SamplingParams
+
+# Evaluations that are no end of a stage that a result is told of.
+_ONE_SCHEDULE = ("round", VALIDATION, Phase.UNTRAINED)
 
 
 class VersionEvaluator:
@@ -28,33 +30,34 @@ class VersionEvaluator:
         on_failure: Callable[..., None],
     ) -> None:
         """At `schedules`, of which the first counts. `on_failure` is told what failed, and at which attempt."""
-        self._portions: dict[str, list[Portion]] = {}
+        self._heldout: dict[str, list[Portion]] = {}
+        count = 0
         for params in schedules:
-            self._portions[params.schedule_name] = plan.evaluation_portions(
-                params, sum(map(len, self._portions.values()))
-            )
+            self._heldout[params.schedule_name] = plan.evaluation_portions(params, count)
+            count += len(self._heldout[params.schedule_name])
+        first = schedules[0]
+        self._validation = {first.schedule_name: plan.evaluation_portions(first, count, plan.validation)}
         self._pools, self._max_attempts, self._on_failure = pools, max_attempts, on_failure
 
-    async def score(self, generation: Generation, *, at_all: bool) -> dict[str, Any]:
-        """What the `evaluation` event says of the completions: of those at the first schedule, and, with `at_all`, of
-        those at each under `schedules`.
+    async def score(self, generation: Generation, label: str) -> dict[str, Any]:
+        """What the `evaluation` event of a label says of the completions: of those at the first schedule, and, at the
+        end of a stage, of those at each under `schedules`.
 
         Raises:
             VersionLostError: the weights are nowhere.
             RuntimeError: a portion cannot be scored: an accuracy over fewer problems would be another number.
         """
-        names = list(self._portions) if at_all else list(self._portions)[:1]
+        portions = self._validation if label == VALIDATION else self._heldout
+        names = list(portions)[:1] if label in _ONE_SCHEDULE else list(portions)
         tries = [
-            asyncio.create_task(self._with_retries(generation, portion))
-            for name in names
-            for portion in self._portions[name]
+            asyncio.create_task(self._with_retries(generation, portion)) for name in names for portion in portions[name]
         ]
         try:
             summaries = iter(await asyncio.gather(*tries))
         finally:
             for attempt in tries:
                 attempt.cancel()
-        found = {name: _counts([next(summaries) for _ in self._portions[name]]) for name in names}
+        found = {name: _counts([next(summaries) for _ in portions[name]]) for name in names}
         return {"schedule": names[0], **found[names[0]], "schedules": found}
 
     async def _with_retries(self, generation: Generation, portion: Portion) -> PortionSummary:
@@ -82,19 +85,3 @@ def _counts(summaries: Sequence[PortionSummary]) -> dict[str, float]:
         "num_items": sum(grade.score[1] for grade in grades),
         "mean_steps": round(sum(steps) / len(steps), 2),
     }
-
-
-def best_version(events: list[Event]) -> int | None:
-    """The version of the rounds with the best held-out accuracy; None where none was evaluated.
-
-    The oldest of several: an accuracy that stays where it is, at 0 too, writes no checkpoint each time. Of those of one
-    version, as after a restart, the later counts.
-    """
-    found: dict[int, float] = {}
-    for event in events:
-        if event["event"] == "round":
-            # A resumed run does the rounds after its checkpoint again: what was later is gone.
-            found = {version: share for version, share in found.items() if version < event["policy_version"]}
-        elif event["event"] == "evaluation" and event["label"] in ("round", Phase.RL):
-            found[event["policy_version"]] = event["num_correct"] / event["num_problems"]
-    return max(found, key=lambda version: (found[version], -version), default=None)

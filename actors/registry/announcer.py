@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from actors.checkpoints.best import validated_best
 from actors.messages import Generation
 from actors.registry.files import read_admin, rebuild
 from actors.registry.registry import PolicyVersion, Registry
@@ -47,6 +48,12 @@ class Announcer:
     async def score(self, version: int, num_correct: int, num_problems: int) -> None:
         """A version was evaluated."""
         await self._tell(self._registry.score, version, num_correct, num_problems)
+
+    async def best(self) -> None:
+        """Validation problems were asked: another version may be the best now."""
+        version = validated_best(self._log.events_since(0))
+        if version is not None:
+            await self._tell(self._registry.choose_best, version)
 
     def pinned(self) -> int | None:
         """The version that an operator holds on to."""

@@ -8,6 +8,7 @@ import secrets
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from actors.checkpoints.best import validated_best
 from actors.checkpoints.selection import checkpoints_to_answer
 from actors.registry.registry import NOTHING_HELD, AdminState, PolicyVersion, Registry
 from actors.run_log import CHECKPOINTS, Event, began_at, read_events
@@ -33,9 +34,9 @@ def rebuild(registry: Registry, run_dir: Path, heard: PolicyVersion | None = Non
     try:
         admin = read_admin(run_dir)
     except ValueError:
-        registry.restore(versions, NOTHING_HELD, newest, began)
+        registry.restore(versions, NOTHING_HELD, newest, began, validated_best(events))
         raise
-    return registry.restore(versions, admin, newest, began)
+    return registry.restore(versions, admin, newest, began, validated_best(events))
 
 
 def history_of(run_dir: Path, events: list[Event]) -> list[PolicyVersion]:

@@ -23,10 +23,11 @@ from redis.retry import Retry
 
 from actors.registry import scripts
 
-NEWEST, POLICY, BASE, PINNED = "newest", "policy", "base", "pinned"
-"""Aliases: what was announced last, what is served, what the rounds began from, what an operator holds on to."""
+NEWEST, POLICY, BASE, BEST, PINNED = "newest", "policy", "base", "best", "pinned"
+"""Aliases: what was announced last, what is served, what the rounds began from, what solves most validation problems,
+what an operator holds on to."""
 # Those that only their own methods move.
-_KEPT = frozenset({NEWEST, BASE, PINNED})
+_KEPT = frozenset({NEWEST, BASE, BEST, PINNED})
 _ALIAS = re.compile(r"[a-z][a-z0-9_-]{0,63}")
 _ENTRY_ID = re.compile(r"\d{1,20}(-\d{1,20})?")
 _MAX_READ = 1000
@@ -280,6 +281,11 @@ class Registry:
             raise LookupError(f"policy version {to} is not known, so {alias} cannot point to it")
         return bool(moved)
 
+    def choose_best(self, version: int) -> bool:
+        """Point `best` to a version, told as `moved`. False where it is not known. The run's coordinator alone does."""
+        now = self.aliases().get(BEST, "")
+        return self._run(scripts.MOVE, BEST, version, now, "") > 0
+
     # What an operator wants.
 
     def admin(self) -> AdminState:
@@ -333,19 +339,22 @@ class Registry:
         admin: AdminState,
         newest: int | None = None,
         began_at: float | None = None,
+        best: int | None = None,
     ) -> int:
         """Fill in what is absent, and announce a version if none was announced.
 
         What is there stays as it is, unless it is of a run that began before `began_at`, as in `announce`. That version
-        is `newest`, one of `versions`, or else the newest that has a checkpoint. Returns how many versions were absent;
-        0 when there was nothing to do.
+        is `newest`, one of `versions`, or else the newest that has a checkpoint. `best` is one of `versions` too.
+
+        Returns how many versions were absent; 0 when there was nothing to do.
         """
         with_checkpoint = (policy.version for policy in versions if policy.checkpoint is not None)
         last = newest if newest is not None else max(with_checkpoint, default="")
         base = max((policy.version for policy in versions if policy.phase in _BASE_PHASES), default="")
         facts = [fact for policy in versions for fact in (policy.version, policy.to_json())]
         pinned = "" if admin.pinned is None else admin.pinned
-        return self._run(scripts.RESTORE, _time(began_at), last, base, pinned, int(admin.is_paused), *facts)
+        found = "" if best is None else best
+        return self._run(scripts.RESTORE, _time(began_at), last, base, found, pinned, int(admin.is_paused), *facts)
 
     def close(self) -> None:
         """Close the connections."""

@@ -164,11 +164,12 @@ return 1
 RESTORE = (
     _PRELUDE
     + """
-local began, newest, base, pinned, is_paused = unpack(ARGV)
+local began, newest, base, best, pinned, is_paused = unpack(ARGV)
 begin(began)
 local num_added = 0
-for i = 6, #ARGV, 2 do num_added = num_added + redis.call('HSETNX', facts, ARGV[i], ARGV[i + 1]) end
+for i = 7, #ARGV, 2 do num_added = num_added + redis.call('HSETNX', facts, ARGV[i], ARGV[i + 1]) end
 if base ~= '' then redis.call('HSETNX', aliases, 'base', base) end
+if best ~= '' and redis.call('HEXISTS', facts, best) == 1 then redis.call('HSETNX', aliases, 'best', best) end
 if pinned ~= '' and redis.call('HEXISTS', facts, pinned) == 1 then
   redis.call('HSETNX', aliases, 'pinned', pinned)
 end

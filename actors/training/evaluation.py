@@ -6,6 +6,7 @@ from typing import Protocol
 
 from actors.checkpoints.selection import Position
 from actors.messages import Generation, Next
+from actors.run_log import VALIDATION
 from actors.spec import Phase, RunSpec
 from actors.training.publication import Publisher
 from learner.parallel.ranks import Ranks
@@ -26,7 +27,7 @@ class Evaluator:
     def is_due(self, position: Position) -> bool:
         """Whether the recipe asks for one after this round; at the end of a stage there is one in any case."""
         every = self._spec.evaluation.every_rounds
-        return self.label(position) != "round" or (bool(every) and position.round % every == 0)
+        return not self._is_between_rounds(position) or (bool(every) and position.round % every == 0)
 
     def evaluate(self, position: Position, *, is_new: bool = True) -> bool:
         """Evaluate the policy of a position; one that is not new, only where the interrupted run did not get to it.
@@ -34,16 +35,26 @@ class Evaluator:
         A collective. Returns whether it is the best of the rounds so far. Raises StopRequestedError where the run is to
         stop.
         """
-        label = self.label(position)
+        answers = [self._answer(label, position.round, is_new=is_new) for label in self.labels(position)]
+        return answers[-1]
 
+    def _answer(self, label: str, round_index: int, *, is_new: bool) -> bool:
         def ask() -> tuple[Next, bool]:
-            return self._client.evaluate(self._publisher.newest, label, position.round, is_new=is_new)
+            return self._client.evaluate(self._publisher.newest, label, round_index, is_new=is_new)
 
         return bool(self._publisher.answered(lambda: self._ranks.agreed(ask)))
 
-    def label(self, position: Position) -> str:
-        """What an evaluation at a position is called."""
-        if position.phase is Phase.UNTRAINED:
-            return "untrained" if Phase.SFT in self._spec.phases else "start"
-        is_between = position.phase is Phase.RL and position.round < self._spec.learner.num_rounds
-        return "round" if is_between else str(position.phase)
+    def labels(self, position: Position) -> tuple[str, ...]:
+        """What the evaluations at a position are called: `validation` for those that a checkpoint is chosen by, else
+        the stage whose end is told by the held-out problems."""
+        has_validation = self._spec.evaluation.num_validation > 0
+        if self._is_between_rounds(position):
+            return (VALIDATION if has_validation else "round",)
+        if position.phase is Phase.UNTRAINED and Phase.SFT in self._spec.phases:
+            return ("untrained",)
+        stage = "start" if position.phase is Phase.UNTRAINED else str(position.phase)
+        # The control is another policy than those that are chosen from.
+        return (VALIDATION, stage) if has_validation and position.phase is not Phase.CONTROL else (stage,)
+
+    def _is_between_rounds(self, position: Position) -> bool:
+        return position.phase is Phase.RL and position.round < self._spec.learner.num_rounds

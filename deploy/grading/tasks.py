@@ -56,15 +56,16 @@ def described(name: str, overrides: Sequence[str]) -> dict[str, Any]:
     """What there is to know of a task: its sizes, where its problems come from, and an example with its answer."""
     if name == _OF_YOUR_OWN and not overrides:
         return described(name, ["grader=exact", "train_data=YOURS.jsonl"]) | {
-            "sizes": dict.fromkeys((split.value for split in Split), "your file's")
+            "sizes": dict.fromkeys((Split.TRAIN.value, Split.HELDOUT.value), "your file's")
         }
     config = task_config(name, overrides)
     task = opened(config)
+    splits = [split for split in Split if split is not Split.VALIDATION or config.validation_fraction]
     example = task.example()
     return {
         "name": name,
         "about": (inspect.getdoc(type(task)) or "").partition("\n")[0],
-        "sizes": {split.value: _size(task, config, split) for split in Split},
+        "sizes": {split.value: _size(task, config, split) for split in splits},
         "prompt": "\n".join(message.content for message in example.messages),
         "answer": example.answer,
         "demonstration": example.demonstration,

@@ -12,6 +12,8 @@ from rich.text import Text
 
 from deploy.printing import printable
 
+_SPLITS = {"train": "train", "validation": "validation", "heldout": "held out"}
+
 
 def tasks_table(found: Sequence[Mapping[str, Any]]) -> Table:
     """A line for each task."""
@@ -28,7 +30,7 @@ def task_view(task: Mapping[str, Any]) -> Group:
     sizes = task["sizes"]
     return Group(
         _plain(f"{task['name']}: {task['about']}"),
-        _plain(f"train: {sizes['train']}; held out: {sizes['heldout']}"),
+        _plain("; ".join(f"{_SPLITS[name]}: {size}" for name, size in sizes.items())),
         Panel(_plain(task["prompt"].strip()), title="prompt", title_align="left"),
         Panel(_plain(task["demonstration"].strip()), title="a right completion", title_align="left"),
         _plain(f"answer: {task['answer']}"),

@@ -220,10 +220,15 @@ def _task_problems(recipe: Recipe) -> Iterator[str]:
     except ValueError as error:
         yield f"task: {error}"
         return
+    evaluation, num_eval = recipe.evaluation, recipe.sft.num_eval
+    # SFT's loss is looked at on those that may choose.
+    num_of_heldout = 0 if evaluation.num_validation else num_eval
     asked = {
         Split.TRAIN: ("num_train_problems", recipe.num_train_problems, recipe.sft.num_labels),
-        Split.HELDOUT: ("evaluation.num_problems", recipe.evaluation.num_problems, recipe.sft.num_eval),
+        Split.HELDOUT: ("evaluation.num_problems", evaluation.num_problems, num_of_heldout),
     }
+    if evaluation.num_validation:
+        asked[Split.VALIDATION] = "evaluation.num_validation", evaluation.num_validation, num_eval
     for split, (key, count, num_labels) in asked.items():
         try:
             problems = _looked_at(task, split, count, recipe.seed if split is Split.TRAIN else 0)

@@ -90,7 +90,8 @@ export class RunHistory {
         this.rounds.delete(done);
       }
     }
-    this.evaluations = this.evaluations.filter((item) => item.label !== "round" || item.round <= event.round);
+    const isLater = (item) => ["round", "validation"].includes(item.label) && item.round > event.round;
+    this.evaluations = this.evaluations.filter((item) => !isLater(item));
     this.rounds.set(event.round, event);
     this.#lastRound = event;
   }

@@ -216,6 +216,12 @@ function ofRounds({ id, title, key, name, color, format = number, range = fromZe
   };
 }
 
+/** Something of each evaluation, for the lines of the policy, of the control and of the validation problems. */
+function byLine(items, valueOf) {
+  const lines = [(label) => label !== "control" && label !== "validation", (label) => label === "control", (label) => label === "validation"];
+  return lines.map((has) => items.map((item) => (has(item.label) ? valueOf(item) : null)));
+}
+
 const ACCURACY = {
   id: "accuracy",
   title: "Held-out accuracy",
@@ -227,23 +233,13 @@ const ACCURACY = {
   lines: [
     { name: "policy", color: "red", points: true },
     { name: "control", color: "green", points: true },
+    { name: "validation", color: "blue", points: true },
   ],
-  data: (history) => {
-    const items = history.evaluations;
-    const share = (item) => item.num_correct / item.num_problems;
-    return [
-      items.map((item) => item.time_s / 60),
-      items.map((item) => (item.label === "control" ? null : share(item))),
-      items.map((item) => (item.label === "control" ? share(item) : null)),
-    ];
-  },
-  bars: (history) => {
-    const ends = (item) => wilson(item.num_correct, item.num_problems);
-    return [
-      history.evaluations.map((item) => (item.label === "control" ? null : ends(item))),
-      history.evaluations.map((item) => (item.label === "control" ? ends(item) : null)),
-    ];
-  },
+  data: (history) => [
+    history.evaluations.map((item) => item.time_s / 60),
+    ...byLine(history.evaluations, (item) => item.num_correct / item.num_problems),
+  ],
+  bars: (history) => byLine(history.evaluations, (item) => wilson(item.num_correct, item.num_problems)),
 };
 
 const SFT_LOSS = {

@@ -106,7 +106,7 @@ export class RunView {
     const phase = history.isDone ? "complete" : (PHASES[name] ?? visible(name));
     setText(byId("run-phase"), phase);
     byId("run-phase").classList.toggle("is-live", !history.isDone);
-    const evaluation = history.evaluations.findLast((item) => item.label !== "control");
+    const evaluation = history.evaluations.findLast((item) => item.label !== "control" && item.label !== "validation");
     setFacts(byId("run-facts"), [
       ["Round", last ? `${number(last.round + 1)}${planned ? ` of ${number(planned)}` : ""}` : "–"],
       ["Reward", last ? number(last.reward) : "–"],

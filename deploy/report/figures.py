@@ -99,7 +99,7 @@ def _label(name: str) -> str:
 def _accuracy(axes: Axes, runs: Runs) -> None:
     axes.set(xlabel="minutes since the start", ylabel="%")
     for name, history, color in _coloured(runs):
-        course = [item for item in history.evaluations if item.label != "control"]
+        course = history.course
         _draw_with_bars(axes, [(item.time_s / 60, item.score) for item in course], color=color, fmt="o-", label=name)
         control = [(item.time_s / 60, item.score) for item in history.evaluations if item.label == "control"]
         _draw_with_bars(axes, control, color=color, fmt="x", label="")

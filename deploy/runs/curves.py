@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from actors.run_log import Event
+from actors.run_log import VALIDATION, Event
 from deploy.printing import printable
 from deploy.runs.history import Evaluation, RunHistory, moving_mean, read_history
 from rollout.score import Score
@@ -33,6 +33,7 @@ _STAGES = {
     "start": (_GREY, "start"),
     "sft": (_BLUE, "SFT"),
     "round": (_RED, "after a round"),
+    VALIDATION: (_GREY, "validation"),
     "rl": (_RED, "RL"),
     "control": (_GREEN, "control"),
 }
@@ -132,14 +133,14 @@ def _reward(axes: Axes, history: RunHistory) -> None:
 
 def _accuracy(axes: Axes, history: RunHistory) -> None:
     axes.set(title="Held-out accuracy, 95 % interval", xlabel="minutes since the start", ylabel="%")
-    course = [item for item in history.evaluations if item.label != "control"]
+    course = history.course
     axes.plot(
         [item.time_s / 60 for item in course], [_percent(item.score) for item in course], color=_GREY, linewidth=1
     )
     for label, (color, name) in _STAGES.items():
         items = [item for item in history.evaluations if item.label == label]
         if items:
-            _points(axes, items, color=color, name=name, is_stage=label != "round")
+            _points(axes, items, color=color, name=name, is_stage=label not in ("round", VALIDATION))
     axes.margins(x=0.1, y=0.15)
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from actors.run_log import LEARNER_FAILED, RESTARTED, Event, is_done
+from actors.run_log import LEARNER_FAILED, RESTARTED, VALIDATION, Event, is_done
 from rollout.score import Score
 
 
@@ -23,10 +23,10 @@ class ScheduleScore:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluation:
-    """One evaluation on the held-out problems."""
+    """One evaluation on the held-out or, by its label, on the validation problems."""
 
     label: str
-    """After what: untrained, start, sft, round, rl or control."""
+    """After what: untrained, start, sft, round, rl or control. Or validation: what a checkpoint is chosen by."""
     round: int
     """Rounds trained before it."""
     time_s: float
@@ -73,6 +73,16 @@ class RunHistory:
     def is_finished(self) -> bool:
         """Whether the run came to its end and nothing was added since."""
         return self.last is not None and is_done([self.last])
+
+    @property
+    def heldout(self) -> list[Evaluation]:
+        """The held-out evaluations of the policy that the run is for: the control is another one."""
+        return [item for item in self.evaluations if item.label not in ("control", VALIDATION)]
+
+    @property
+    def course(self) -> list[Evaluation]:
+        """How its accuracy went: on the validation problems, or in a run without any on the held-out ones."""
+        return [item for item in self.evaluations if item.label == VALIDATION] or self.heldout
 
     def series(self, key: str) -> list[float]:
         """A number of every round, in order; NaN where a round has none (not every algorithm has a ratio or a KL)."""
@@ -141,7 +151,9 @@ def _add_round(history: RunHistory, event: Event) -> None:
     index = event["round"]
     if next(reversed(history.rounds), -1) >= index:
         history.rounds = {done: kept for done, kept in history.rounds.items() if done < index}
-    history.evaluations = [item for item in history.evaluations if item.label != "round" or item.round <= index]
+    history.evaluations = [
+        item for item in history.evaluations if item.label not in ("round", VALIDATION) or item.round <= index
+    ]
     history.rounds[index] = event
 
 

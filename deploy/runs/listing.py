@@ -134,8 +134,7 @@ def runs_table(runs: list[Run], width: int) -> Table:
 def _cells(run: Run) -> dict[str, str]:
     """What is said of a run, by heading."""
     history = run.history
-    # The control is another policy than the one the run is for.
-    accuracies = [item.score.accuracy for item in history.evaluations if item.label != "control"]
+    accuracies = [item.score.accuracy for item in history.heldout]
     return {
         _NAME: run.name,
         "state": run.state,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Self
 
-from actors.run_log import Event
+from actors.run_log import VALIDATION, Event
 from deploy.printing import counted, duration, metric, printable
 from deploy.runs.report import score_text
 from deploy.waiting import Waiting
@@ -197,7 +197,8 @@ def _examples(event: Event) -> str:
 def _evaluation(event: Event) -> str:
     score = Score(num_correct=event["num_correct"], num_problems=event["num_problems"])
     at = f" at {event['schedule']}" if "schedule" in event else ""
-    return f"held-out accuracy after {_place(event)}{at}: {score_text(score)}"
+    what = "validation" if event["label"] == VALIDATION else "held-out"
+    return f"{what} accuracy {_place(event)}{at}: {score_text(score)}"
 
 
 def _failure(event: Event) -> str:
@@ -220,8 +221,9 @@ def _facts(event: Event) -> str:
 
 
 def _place(event: Event) -> str:
-    label = _LABELS[event["label"]]
-    return f"{label} {event['round']}" if event["label"] == "round" else label
+    if event["label"] not in ("round", VALIDATION):
+        return f"after {_LABELS[event['label']]}"
+    return f"after round {event['round']}" if event["round"] else "before the rounds"
 
 
 def _stopped_at(event: Event) -> str:

@@ -7,8 +7,9 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from actors.checkpoints.selection import FoundCheckpoint, newest_checkpoint, to_answer
-from actors.run_log import CHECKPOINTS, RECIPE
+from actors.checkpoints.best import has_validation, validated_best
+from actors.checkpoints.selection import FoundCheckpoint, checkpoints_to_answer, newest_checkpoint, to_answer
+from actors.run_log import CHECKPOINTS, RECIPE, read_events
 from deploy.errors import UserError
 from deploy.printing import printable
 from deploy.recipe.recipe import Recipe
@@ -40,3 +41,19 @@ def newest_to_answer(run_dir: Path) -> FoundCheckpoint:
     for what in found.passed_over:
         sys.stderr.write(f"d1: {printable(what)}\n")
     return found
+
+
+def best_to_answer(run_dir: Path) -> Path:
+    """The checkpoint that solves most validation problems. Raises UserError when there is none."""
+    events = read_events(run_dir)
+    if not has_validation(events):
+        raise UserError(
+            f"{run_dir} has asked no validation problems, and the held-out ones are not to choose by; a recipe with "
+            f"task.validation_fraction and evaluation.num_validation has a best checkpoint, and {run_dir.name}/last is "
+            "the newest"
+        )
+    version = validated_best(events)
+    for position, directory in checkpoints_to_answer(run_dir / CHECKPOINTS):
+        if position.policy_version == version:
+            return directory
+    raise UserError(f"{run_dir} has no checkpoint of version {version}, its best; {run_dir.name}/last is the newest")

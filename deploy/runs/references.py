@@ -13,6 +13,7 @@ from deploy.program import program
 from deploy.runs.listing import run_names
 
 _CONFIG = "config.json"
+_BEST, _LAST = "best", "last"
 _LEAST_LIKENESS = 0.5
 
 
@@ -31,7 +32,8 @@ def find(reference: str, runs_dir: Path) -> Found:
 
     Args:
         reference: a run's name in `runs_dir` or its path; a checkpoint's path, from here or from `runs_dir`, or
-            RUN/CHECKPOINT; or a hub id, which is fetched if it is not on this machine yet.
+            RUN/CHECKPOINT, where RUN/last is the newest and RUN/best solves most validation problems; or a hub id,
+            which is fetched if it is not on this machine yet.
         runs_dir: where the runs are.
 
     Raises:
@@ -92,8 +94,18 @@ def _find_in(runs_dir: Path, reference: str) -> Found | None:
     for place in (*places, *(place.parent / CHECKPOINTS / place.name for place in places)):
         if (place / _CONFIG).is_file():
             return Found(directory=place, is_run=False)
+    for place in places:
+        if place.name in (_BEST, _LAST) and not place.exists() and _is_run(place.parent):
+            return Found(directory=_chosen(_unlinked(place.parent), place.name), is_run=False)
     # What is wrong with it is said by who reads it.
     return Found(directory=places[1], is_run=False) if places[1].is_dir() else None
+
+
+def _chosen(run: Path, alias: str) -> Path:
+    """The checkpoint behind an alias. Raises UserError where there is none."""
+    from deploy.runs.reading import best_to_answer, newest_to_answer
+
+    return best_to_answer(run) if alias == _BEST else newest_to_answer(run).directory
 
 
 def _is_run(directory: Path) -> bool:

@@ -149,8 +149,8 @@ def check_creatable(recipe: Recipe, spec: RunSpec, start_from: Path | None, max_
 
     Of a split no more than `max_problems` are looked at, of a model of the hub only its config.
     """
-    heldout = min(spec.evaluation.num_problems, max_problems)
-    evaluation = spec.evaluation.model_copy(update={"num_problems": heldout})
+    asked = {name: min(getattr(spec.evaluation, name), max_problems) for name in ("num_problems", "num_validation")}
+    evaluation = spec.evaluation.model_copy(update=asked)
     num_problems = min(spec.num_train_problems, max_problems)
     few = spec.model_copy(update={"num_train_problems": num_problems, "evaluation": evaluation})
     reference = start_from or recipe.model.checkpoint

@@ -6,8 +6,9 @@ import math
 import time
 from pathlib import Path
 
+from actors.checkpoints.best import validated_best
 from actors.checkpoints.selection import Position, checkpoints_to_answer, find_position
-from actors.registry.registry import BASE, PolicyVersion
+from actors.registry.registry import BASE, BEST, PolicyVersion
 from actors.run_log import CHECKPOINTS, Event, read_events
 from actors.spec import Phase
 from deploy.runs.reading import newest_to_answer
@@ -42,26 +43,29 @@ class Checkpoints:
         self._found: dict[str | int, tuple[float, PolicyVersion | None]] = {}
 
     def locate(self, wanted: str | int) -> PolicyVersion | None:
-        """The checkpoint of `base` or of a version, as it was seconds ago; None where there is none.
+        """The checkpoint of `base`, of `best` or of a version, as it was seconds ago; None where there is none.
 
-        `base` is what the rounds began with: the newest checkpoint before them.
+        `base` is what the rounds began with: the newest checkpoint before them. `best` solves most validation problems.
         """
         looked_at, found = self._found.get(wanted, (-math.inf, None))
         if time.monotonic() - looked_at > _TTL_S:
             found = self._look_for(wanted)
             # Versions that were asked for and are nowhere do not add up.
-            self._found = {BASE: self._found[BASE]} if BASE in self._found else {}
+            self._found = {alias: self._found[alias] for alias in (BASE, BEST) if alias in self._found}
             self._found[wanted] = time.monotonic(), found
         return found
 
     def _look_for(self, wanted: str | int) -> PolicyVersion | None:
+        events = read_events(self._run_dir)
+        version = validated_best(events) if wanted == BEST else wanted
+
         def is_wanted(position: Position) -> bool:
             if wanted == BASE:
                 return position.phase in (Phase.UNTRAINED, Phase.SFT)
-            return position.policy_version == wanted
+            return position.policy_version == version
 
         found = [one for one in checkpoints_to_answer(self._run_dir / CHECKPOINTS) if is_wanted(one[0])]
-        return _version_of(*found[-1], read_events(self._run_dir)) if found else None
+        return _version_of(*found[-1], events) if found else None
 
 
 def latest_checkpoint(run_dir: Path) -> PolicyVersion:

@@ -141,6 +141,8 @@ class EngineState:
     """The versions in memory."""
     base: int | None
     """The version behind `base`; None where there is none."""
+    best: int | None
+    """The version behind `best`; None where there is none."""
     num_running: int
     """Choices that are being denoised."""
     num_waiting: int

@@ -62,7 +62,8 @@ class SftConfig(BaseModel):
     slots. Needs `eos_padding: ignored`."""
     num_eval: NonNegativeInt = 0
     """Examples that are held out for the evaluation loss; 0 has none. Of `data` a fixed choice by prompt, more only
-    where several share one; else the first held-out problems."""
+    where several share one; else the first validation problems, or without any the first
+    held-out ones."""
     eval_every_steps: NonNegativeInt = 0
     """Also take the evaluation loss after every so many steps; 0 does so only at the start and the end."""
     normalize_by: Literal["row", "slot"] = "row"

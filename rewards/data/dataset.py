@@ -8,22 +8,20 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from rewards.data.draw import TooFewProblemsError, rng_for
 from rewards.data.rows import HubSplit, Row, rows_of
-from rewards.data.split import split_of
+from rewards.data.split import SplitConfig, kept_split_of, split_of
 from rewards.problem import Problem, Rules, Split
 
 
-class Files(BaseModel):
+class Files(SplitConfig):
     """Files that a task's problems can come from."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
-
     train_data: Path | None = None
-    """A file with training problems: *.jsonl, *.json, *.csv or *.parquet, also with .gz; docs/rewards.md has its
-    columns."""
+    """A file with training problems, of which those for validation are taken: *.jsonl, *.json, *.csv or *.parquet, also
+    with .gz; docs/rewards.md has its columns."""
     heldout_data: Path | None = None
     """The same for the held-out problems."""
 
@@ -43,22 +41,41 @@ class DataConfig(Files):
 class FileProblems:
     """The problems of the splits that a file is given for, of a task that makes the others itself."""
 
-    def __init__(self, files: Files, pose: Callable[[Row], Problem]) -> None:
-        """Take the files; each is read when it is first asked for. `pose` is as for `Dataset`."""
-        self._paths = {Split.TRAIN: files.train_data, Split.HELDOUT: files.heldout_data}
-        self._pose = pose
+    def __init__(self, files: Files, pose: Callable[[Row], Problem], solution_of: Callable[[Problem], str]) -> None:
+        """Take the files; each is read when it is first asked for.
+
+        `pose` is as for `Dataset`; `solution_of` names what the splits of the task are made by.
+        """
+        self._files, self._pose, self._solution_of = files, pose, solution_of
         self._all = cache(self._read)
+        self._solutions = cache(self._read_solutions)
 
     def of(self, split: Split) -> tuple[Problem, ...] | None:
         """All problems of a split's file, None where it has none. Raises ValueError as `posed_rows`."""
-        return self._all(split)
+        found = self._all(split is Split.HELDOUT)
+        if found is None or split is Split.HELDOUT:
+            return found
+        return tuple(problem for problem in found if self._kept_split_of(self._solution_of(problem)) is split)
 
-    def beside(self, split: Split) -> tuple[Problem, ...] | None:
-        """Those of the other split's file: what must not be made for this one."""
-        return self._all(Split.HELDOUT if split is Split.TRAIN else Split.TRAIN)
+    def is_made_for(self, split: Split, solution: str, heldout_fraction: float) -> bool:
+        """Whether a problem that is made belongs to a split that no file is given for.
 
-    def _read(self, split: Split) -> tuple[Problem, ...] | None:
-        path = self._paths[split]
+        Beside the other's file it does unless that has the solution; without one, as `split_of` says.
+        """
+        taken = self._solutions(split is not Split.HELDOUT)
+        if taken is None:
+            return split_of(solution, heldout_fraction, self._files.validation_fraction) is split
+        return solution not in taken and (split is Split.HELDOUT or self._kept_split_of(solution) is split)
+
+    def _kept_split_of(self, solution: str) -> Split:
+        return kept_split_of(solution, self._files.validation_fraction)
+
+    def _read_solutions(self, is_heldout: bool) -> frozenset[str] | None:
+        found = self._all(is_heldout)
+        return None if found is None else frozenset(map(self._solution_of, found))
+
+    def _read(self, is_heldout: bool) -> tuple[Problem, ...] | None:
+        path = self._files.heldout_data if is_heldout else self._files.train_data
         return None if path is None else posed_rows(path, self._pose)
 
 
@@ -94,9 +111,9 @@ class Dataset:
 
         None where the split is cut from a dataset of the hub: the cut is by the questions, so it takes all of them.
         """
-        source = self._sources.get(split, next(iter(self._sources.values())))
+        source = self._sources[self._source_of(split)]
         if isinstance(source, HubSplit):
-            return source.num_rows if len(self._sources) > 1 else None
+            return None if self._is_cut(split) else source.num_rows
         return len(self._split(split))
 
     def at_most(self, split: Split) -> int:
@@ -104,17 +121,29 @@ class Dataset:
         return len(self._split(split))
 
     def _split(self, split: Split) -> tuple[Problem, ...]:
-        if split in self._sources and len(self._sources) > 1:
-            return self._all(split)
-        only = next(iter(self._sources))
-        fraction = self._config.heldout_fraction
-        return tuple(p for p in self._all(only) if split_of(p.problem_id, fraction) == split)
+        found = self._all(self._source_of(split))
+        if not self._is_cut(split):
+            return found
+        heldout_fraction = 0.0 if len(self._sources) > 1 else self._config.heldout_fraction
+        validation_fraction = self._config.validation_fraction
+        return tuple(p for p in found if split_of(p.problem_id, heldout_fraction, validation_fraction) is split)
+
+    def _source_of(self, split: Split) -> Split:
+        """Which of the sources has the problems of a split, perhaps among others."""
+        whose = Split.HELDOUT if split is Split.HELDOUT else Split.TRAIN
+        return whose if whose in self._sources else next(iter(self._sources))
+
+    def _is_cut(self, split: Split) -> bool:
+        """Whether a split is a part of its source."""
+        if len(self._sources) == 1 or split is Split.VALIDATION:
+            return True
+        return split is Split.TRAIN and self._config.validation_fraction > 0
 
     def _read(self, split: Split) -> tuple[Problem, ...]:
         return posed_rows(self._sources[split], self._pose)
 
     def _origin(self, split: Split) -> str:
-        return str(self._sources.get(split) or next(iter(self._sources.values())))
+        return str(self._sources[self._source_of(split)])
 
 
 class DataTask:

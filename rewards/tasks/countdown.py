@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 from math import comb
@@ -16,7 +16,6 @@ from rewards.data.dataset import FileProblems, Files, chosen
 from rewards.data.draw import draw_distinct, rng_for
 from rewards.data.prompts import D1_FORMAT, PromptStyle, demonstration, user_turn
 from rewards.data.rows import Row, shown
-from rewards.data.split import split_of
 from rewards.first_d1 import parsers as d1_parsers
 from rewards.first_d1.python_arithmetic import python_value
 from rewards.problem import Grade, Message, Problem, Rules, Split
@@ -88,7 +87,7 @@ class Countdown:
 
     def __init__(self, config: CountdownConfig) -> None:
         self._config = config
-        self._files = FileProblems(config, self._pose_row)
+        self._files = FileProblems(config, self._pose_row, lambda problem: problem.problem_id.partition("=")[0])
 
     def problems(self, split: Split, count: int, seed: int) -> list[Problem]:
         """`count` problems of a split, unique by numbers and target, determined by (split, count, seed).
@@ -100,11 +99,7 @@ class Countdown:
         """
         if (found := self._files.of(split)) is not None:
             return chosen(found, task=self.name, split=split, count=count, seed=seed)
-        beside = self._files.beside(split)
-        taken = None if beside is None else {problem.problem_id.partition("=")[0] for problem in beside}
-        return draw_distinct(
-            lambda rng: self._draw(rng, split, taken), task=self.name, split=split, count=count, seed=seed
-        )
+        return draw_distinct(lambda rng: self._draw(rng, split), task=self.name, split=split, count=count, seed=seed)
 
     def size(self, split: Split) -> int | None:
         """How many a file has; None where they are generated."""
@@ -187,15 +182,12 @@ class Countdown:
             return False, Fraction(0)
         return sorted(evaluation.numbers) == _numbers_of(problem), abs(evaluation.value - int(problem.answer))
 
-    def _draw(self, rng: Random, split: Split, taken: Set[str] | None) -> Problem | None:
-        """A random problem of `split`, or None when the draw is of the other split or has no fitting target.
-
-        `taken` has the sets of numbers of the other split's file, if it has one.
-        """
+    def _draw(self, rng: Random, split: Split) -> Problem | None:
+        """A random problem of `split`, or None when the draw is of another split or has no fitting target."""
         config = self._config
         numbers = sorted(rng.randint(config.min_number, config.max_number) for _ in range(config.num_numbers))
         key = self._key(numbers)
-        if split_of(key, config.heldout_fraction) != split if taken is None else key in taken:
+        if not self._files.is_made_for(split, key, config.heldout_fraction):
             return None
         for _ in range(_EXPRESSIONS_PER_DRAW):
             expression = random_expression(rng, numbers, config.operators)

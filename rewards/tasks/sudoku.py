@@ -13,10 +13,9 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from rewards.data.dataset import FileProblems, Files, chosen
-from rewards.data.draw import draw_distinct
+from rewards.data.draw import TooFewProblemsError, draw_distinct
 from rewards.data.prompts import D1_SUDOKU, PromptStyle, demonstration, user_turn
 from rewards.data.rows import Row, shown
-from rewards.data.split import split_of
 from rewards.first_d1 import parsers as d1_parsers
 from rewards.problem import Grade, Problem, Rules, Split
 from rewards.reading.answers import ascii_digits, final_answer, last_answer
@@ -83,7 +82,7 @@ class Sudoku:
 
     def __init__(self, config: SudokuConfig) -> None:
         self._config = config
-        self._files = FileProblems(config, self._pose_row)
+        self._files = FileProblems(config, self._pose_row, lambda problem: self._key(problem.answer))
 
     def problems(self, split: Split, count: int, seed: int) -> list[Problem]:
         """`count` puzzles of a split, all different and each with one solution, determined by (split, count, seed).
@@ -95,6 +94,8 @@ class Sudoku:
         if (found := self._files.of(split)) is not None:
             return chosen(found, task=self.name, split=split, count=count, seed=seed)
         grids = self._grids(split)
+        if not grids:
+            raise TooFewProblemsError(task=self.name, split=split, available=0, count=count)
         return draw_distinct(lambda rng: self._draw(rng, grids), task=self.name, split=split, count=count, seed=seed)
 
     def size(self, split: Split) -> int | None:
@@ -155,11 +156,11 @@ class Sudoku:
 
     def _grids(self, split: Split) -> list[str]:
         """The solutions of a split that is made."""
-        if (beside := self._files.beside(split)) is not None:
-            taken = {problem.answer for problem in beside}
-            return [grid for grid in solved_grids() if grid not in taken]
         fraction = self._config.heldout_fraction
-        return [grid for grid in solved_grids() if split_of(f"{self.name}/{grid}", fraction) == split]
+        return [grid for grid in solved_grids() if self._files.is_made_for(split, self._key(grid), fraction)]
+
+    def _key(self, grid: str) -> str:
+        return f"{self.name}/{grid}"
 
     def _draw(self, rng: Random, grids: list[str]) -> Problem:
         solution = rng.choice(grids)

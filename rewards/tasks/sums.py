@@ -6,20 +6,18 @@ from dataclasses import replace
 from itertools import accumulate, combinations_with_replacement, product
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from rewards.data.draw import TooFewProblemsError, rng_for
 from rewards.data.prompts import demonstration, user_turn
 from rewards.data.rows import shown
-from rewards.data.split import split_of
+from rewards.data.split import SplitConfig, split_of
 from rewards.problem import Grade, Problem, Split
 from rewards.reading.answers import ascii_digits, last_answer
 
 
-class SumsConfig(BaseModel):
+class SumsConfig(SplitConfig):
     """Which sums are posed. A split has all orders of the operands it has."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     name: Literal["sums"] = "sums"
     """Selects this task."""
@@ -89,9 +87,10 @@ class Sums:
 
     def _operands(self, split: Split) -> list[tuple[int, ...]]:
         """The operands of every problem of a split, in ascending order."""
-        num_terms, fraction = self._config.num_terms, self._config.heldout_fraction
+        num_terms = self._config.num_terms
+        fractions = self._config.heldout_fraction, self._config.validation_fraction
         multisets = combinations_with_replacement(range(10), num_terms)
-        ours = {terms for terms in multisets if split_of(f"{self.name}/{_joined(terms, ',')}", fraction) == split}
+        ours = {terms for terms in multisets if split_of(f"{self.name}/{_joined(terms, ',')}", *fractions) is split}
         return [terms for terms in product(range(10), repeat=num_terms) if tuple(sorted(terms)) in ours]
 
     def _pose(self, terms: tuple[int, ...]) -> Problem:

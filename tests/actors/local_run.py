@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
-from actors.coordination.evaluation import best_version
+from actors.checkpoints.best import best_version
 from actors.grader import GraderWorker
 from actors.messages import Generation, Next, Portion, ScoredPortion
 from actors.plan import RunPlan
+from actors.run_log import VALIDATION
 from actors.spec import Phase, RunSpec
 from actors.weight_store import Manifest
 from actors.weights import verify
@@ -62,7 +63,9 @@ class LocalRun:
     def evaluate(self, generation: Generation, label: str, round_index: int, *, is_new: bool) -> tuple[Next, bool]:
         if self._has_lost():
             return Next.PUBLISH, False
-        portions = self._plan.evaluation_portions(self._spec.evaluation.params(self._spec.rollout.sampling)[0])
+        asked = self._plan.validation if label == VALIDATION else self._plan.heldout
+        params = self._spec.evaluation.params(self._spec.rollout.sampling)[0]
+        portions = self._plan.evaluation_portions(params, asked=asked)
         grades = [grade for portion in portions for grade in self._score(portion, generation).summary.grades]
         counts = {"num_correct": sum(grade.correct for grade in grades), "num_problems": len(grades)}
         self.record("evaluation", {"label": label, "policy_version": generation.version, "round": round_index} | counts)

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from actors.registry.registry import BASE, NEWEST, POLICY, PolicyVersion
+from actors.registry.registry import BASE, BEST, NEWEST, POLICY, PolicyVersion
 from deploy.service.admin.steering import Steering, SteeringError, UnknownVersionError, UnreadyError, served_by
 from deploy.service.api.policy_events import RegistryReader
 from deploy.service.api.policy_view import score_of
@@ -151,6 +151,7 @@ def _policy_body(steering: Steering, limit: int) -> dict[str, Any]:
         "policy_version": standing.aliases.get(POLICY),
         "newest": standing.aliases.get(NEWEST),
         "base": standing.aliases.get(BASE),
+        "best": standing.aliases.get(BEST),
         "pinned": standing.admin.pinned,
         "paused": standing.admin.is_paused,
         "engines": _engines(served_by(steering.engines.states())),

@@ -21,7 +21,7 @@ from deploy.requests.planner import RequestPlan
 from deploy.service.api import replies
 from deploy.service.api.metrics import RequestObserver, ServiceMetrics
 from deploy.service.api.openapi import describe, described
-from deploy.service.api.planner import ServicePlanner
+from deploy.service.api.planner import LAST, ServicePlanner
 from deploy.service.api.policy_events import RegistryReader, one_event
 from deploy.service.api.policy_view import EngineWatch, known, newest, policy_body, version_body
 from deploy.service.api.run_view import MAX_SAMPLES, RunView
@@ -174,7 +174,7 @@ def _add_models(app: FastAPI, service: Service, watch: EngineWatch) -> None:
 
     def aliases(states: Sequence[EngineState]) -> dict[str, int]:
         found = policy_body(planner.name, states).aliases
-        return {**found, planner.name: found[POLICY]}
+        return {**found, LAST: found[POLICY], planner.name: found[POLICY]}
 
     @app.get("/v1/models", **described(replies.Models, 503))
     async def list_models() -> replies.Models:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from actors.registry.registry import BASE, POLICY
+from actors.registry.registry import BASE, BEST, POLICY
 from deploy.requests import planner
 from deploy.requests.body import Ask
 from deploy.requests.defaults import Defaults
@@ -16,6 +16,9 @@ from deploy.service.errors import ServiceError
 from rollout.request import Request
 
 _VERSION = re.compile(r"policy@v(\d{1,9})")
+
+LAST = "last"
+"""What the command line calls the newest: here `policy`."""
 
 
 class ServicePlanner(planner.Planner):
@@ -35,13 +38,13 @@ class ServicePlanner(planner.Planner):
 
     def wanted(self, model: str | None) -> str | int:
         """The alias or the version that a model's name means. Raises ServiceError."""
-        if model in (None, POLICY, self.name):
+        if model in (None, POLICY, LAST, self.name):
             return POLICY
-        if model == BASE:
-            return BASE
+        if model in (BASE, BEST):
+            return model
         match = _VERSION.fullmatch(str(model))
         if match is None:
-            message = f"This service has the models {POLICY}, {BASE}, policy@vNNNNNN and {self.name}."
+            message = f"This service has the models {POLICY}, {BASE}, {BEST}, policy@vNNNNNN and {self.name}."
             raise ServiceError(404, message, "model_not_found", param="model")
         return int(match[1])
 

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 
-from actors.registry.registry import BASE, POLICY, PolicyVersion
+from actors.registry.registry import BASE, BEST, POLICY, PolicyVersion
 from deploy.service.api import replies
 from deploy.service.contract import Backend, EngineState
 from rollout.score import Score
@@ -43,7 +43,7 @@ def policy_body(run: str, states: Sequence[EngineState]) -> replies.Policy:
     state = newest(states)
     policy, announced = state.policy, state.announced
     published = policy.version if announced is None else announced.version
-    aliases = {POLICY: policy.version} | ({} if state.base is None else {BASE: state.base})
+    aliases = {POLICY: policy.version, BASE: state.base, BEST: state.best}
     return replies.Policy(
         run=run,
         policy_version=policy.version,
@@ -53,7 +53,7 @@ def policy_body(run: str, states: Sequence[EngineState]) -> replies.Policy:
         score=score_of(state.scored),
         canary=_canary_of(policy, states),
         lag=replies.Lag(published=published, behind=max(0, published - policy.version)),
-        aliases=aliases,
+        aliases={name: version for name, version in aliases.items() if version is not None},
         pinned=state.follower.admin.pinned,
         paused=state.follower.admin.is_paused,
         live=sorted({version.version for one in states for version in one.live}),

@@ -1,4 +1,4 @@
-"""The canary of a run: its first held-out problems, asked and graded as in its evaluations."""
+"""The canary of a run: its first validation or held-out problems, asked and graded as in its evaluations."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ class HeldoutCanary:
         """The grader, and the problems beside it. Raises ValueError, OSError."""
         if self._grader is None:
             plan = RunPlan(make_spec(self._recipe, Stages.ALL), ChatTokenizer(self._checkpoint))
-            plan.heldout = plan.heldout[: self._config.num_problems]
-            self._portions = plan.evaluation_portions(self._recipe.evaluated_params[0])
+            problems = plan.to_choose_by[: self._config.num_problems]
+            self._portions = plan.evaluation_portions(self._recipe.evaluated_params[0], asked=problems)
             # An evaluation asks no term of the reward.
             self._grader = GraderWorker(self._recipe.task, RewardConfig(), self._checkpoint)
         return self._grader

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 
-from actors.registry.registry import NOTHING_HELD, PolicyVersion
+from actors.registry.registry import BASE, BEST, NOTHING_HELD, PolicyVersion
 from deploy.service.contract import Began, CanvasSeen, EngineState, Event, FollowerStatus, Job, Refused, num_open_after
 from deploy.service.engine.engine import BusyError, Engine
 from deploy.service.engine.loaded_version import LoadedVersion, NoRoomError, NoSuchVersionError, RefusedVersionError
@@ -80,7 +80,8 @@ class EngineHost:
             canary=versions.canary,
             announced=versions.announced,
             live=versions.live,
-            base=versions.base,
+            base=versions.located(BASE),
+            best=versions.located(BEST),
             num_running=engine.num_running,
             num_waiting=engine.num_waiting,
             num_swaps=versions.num_swaps,

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from actors.registry.registry import BASE, POLICY, PolicyVersion
+from actors.registry.registry import POLICY, PolicyVersion
 from deploy.service.contract import RefusedVersion
 from deploy.service.engine.loaded_version import (
     Canary,
@@ -103,10 +103,9 @@ class Versions:
             now = time.monotonic()
             self._live = [live for live in self._live if not self._is_idle(live) or now - live.used_at_s < _LINGER_S]
 
-    @property
-    def base(self) -> int | None:
-        """The version behind `base`."""
-        found = self._locate(BASE)
+    def located(self, alias: str) -> int | None:
+        """The version behind `base` or `best`."""
+        found = self._locate(alias)
         return None if found is None else found.version
 
     @property
@@ -178,9 +177,9 @@ class Versions:
             NoSuchVersionError, RefusedVersionError, NoRoomError: as in `adopt`.
         """
         version = wanted
-        if wanted == BASE and began_with is None:
-            base = self._locate(BASE)
-            version = BASE if base is None else base.version
+        if isinstance(wanted, str) and wanted != POLICY and began_with is None:
+            found = self.located(wanted)
+            version = wanted if found is None else found
         live = self._acquire_live(version, began_with)
         return live or self._bring(self._lookup(version, began_with), _BRING_TIMEOUT_S)
 

@@ -1,4 +1,4 @@
-"""Held-out accuracy at several schedules, and which version of the rounds is the best so far."""
+"""Accuracy at several schedules on the problems that a label asks for, and which version is the best so far."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
-from actors.coordination.evaluation import VersionEvaluator, best_version
+from actors.checkpoints.best import best_version, validated_best
+from actors.coordination.evaluation import VersionEvaluator
 from actors.coordination.pools import PortionFailedError
 from actors.messages import Generation, Portion, PortionSummary
 from actors.plan import RunPlan
 from actors.spec import RunSpec
+from learner.model.tokenizer import ChatTokenizer
 from rewards import Grade
 from rollout.schedule_config import ScheduleConfig
 
@@ -41,6 +43,14 @@ def test_a_future_that_was_given_up_counts_no_more() -> None:
     assert best_version([_evaluation(4, 3), _evaluation(6, 9), again, _evaluation(5, 2)]) == 4
 
 
+def test_validation_decides_where_it_was_asked_and_what_the_rounds_began_from_counts_too() -> None:
+    heldout = [_evaluation(1, 2, "sft"), _evaluation(9, 10, "rl")]
+    assert validated_best(heldout) is None, "the test is nothing to choose by"
+    validation = [_evaluation(version, right, "validation") for version, right in ((1, 6), (5, 8), (9, 7))]
+    assert validated_best([*heldout, *validation]) == best_version([*heldout, *validation]) == 5
+    assert validated_best([*heldout, validation[0], _evaluation(5, 3, "validation")]) == 1
+
+
 class _Pools:
     """Everything is right at more than two steps; the first try of a portion may fail."""
 
@@ -60,11 +70,11 @@ class _Pools:
         )
 
 
-def _scored(spec: RunSpec, plan: RunPlan, pools: _Pools, *, at_all: bool) -> dict[str, Any]:
+def _scored(spec: RunSpec, plan: RunPlan, pools: _Pools, label: str) -> dict[str, Any]:
     steps = [ScheduleConfig(num_denoise_steps=count) for count in (4, 1, 8)]
     schedules = [schedule.of(spec.rollout.sampling) for schedule in steps]
     evaluation = VersionEvaluator(plan, schedules, pools, 2, lambda *_: None)  # type: ignore[arg-type]
-    return asyncio.run(evaluation.score(Generation(version=1, digest=""), at_all=at_all))
+    return asyncio.run(evaluation.score(Generation(version=1, digest=""), label))
 
 
 @pytest.mark.parametrize("num_failing", [0, 3])
@@ -72,7 +82,7 @@ def test_every_problem_is_asked_once_at_each_schedule_and_the_first_counts(
     spec: RunSpec, plan: RunPlan, num_failing: int
 ) -> None:
     pools = _Pools(num_failing)
-    scored = _scored(spec, plan, pools, at_all=True)
+    scored = _scored(spec, plan, pools, "rl")
     assert (scored["schedule"], scored["num_correct"], scored["num_problems"]) == ("4 steps", 20, 20)
     right = {name: (counts["num_correct"], counts["mean_steps"]) for name, counts in scored["schedules"].items()}
     assert right == {"4 steps": (20, 4), "1 step": (0, 1), "8 steps": (20, 8)}
@@ -82,6 +92,21 @@ def test_every_problem_is_asked_once_at_each_schedule_and_the_first_counts(
 
 def test_between_the_stages_only_the_first_is_asked(spec: RunSpec, plan: RunPlan) -> None:
     pools = _Pools()
-    scored = _scored(spec, plan, pools, at_all=False)
+    scored = _scored(spec, plan, pools, "round")
     assert list(scored["schedules"]) == ["4 steps"]
     assert len(pools.asked) == 3
+
+
+def test_validation_asks_its_own_problems_at_the_first_schedule(spec: RunSpec) -> None:
+    task = spec.task.model_copy(update={"validation_fraction": 0.3})
+    evaluation = spec.evaluation.model_copy(update={"num_validation": 10})
+    spec = spec.model_copy(update={"task": task, "evaluation": evaluation})
+    plan, asked = RunPlan(spec, ChatTokenizer(spec.initial_checkpoint)), []
+    for label, count in (("validation", 10), ("sft", 20)):
+        pools = _Pools()
+        scored = _scored(spec, plan, pools, label)
+        assert (scored["num_problems"], len(scored["schedules"])) == (count, 1 if label == "validation" else 3)
+        asked.append({problem.problem_id for portion in pools.asked for problem in portion.problems})
+    trained_on = {problem.problem_id for problem in plan.train}
+    assert asked[0].isdisjoint(asked[1] | trained_on)
+    assert trained_on.isdisjoint(asked[1])

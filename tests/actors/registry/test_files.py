@@ -15,7 +15,7 @@ from actors.checkpoints.selection import Position
 from actors.registry.files import history_of, read_admin, rebuild, write_admin
 from actors.registry.registry import NOTHING_HELD, AdminState, EventKind, PolicyVersion, Registry
 from actors.registry.server import ValkeyServer, free_port
-from actors.run_log import read_events
+from actors.run_log import append_event, read_events
 from actors.spec import Phase
 from learner.model.checkpoint import save_checkpoint
 from learner.model.transformer import Transformer
@@ -124,6 +124,14 @@ def test_an_empty_registry_is_filled_once(run_dir: Path, registry: Registry) -> 
     assert rebuild(registry, run_dir) == 0
     assert _everything(registry) == before
     assert [event.kind for event in registry.events("0", 0)] == [EventKind.REBUILT]
+
+
+def test_the_best_by_validation_is_filled_in_too(run_dir: Path, registry: Registry) -> None:
+    for version, right in ((1, 2), (3, 5), (4, 4)):
+        scored = {"policy_version": version, "round": 0, "num_correct": right, "num_problems": 10}
+        append_event(run_dir, "evaluation", label="validation", **scored)
+    rebuild(registry, run_dir)
+    assert registry.aliases() == {"newest": 3, "base": 1, "best": 3}
 
 
 def test_what_a_registry_knows_stays(run_dir: Path, registry: Registry) -> None:

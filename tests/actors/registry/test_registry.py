@@ -177,7 +177,18 @@ def test_an_alias_cannot_point_to_what_is_not_known(registry):
     assert registry.aliases() == {"newest": 3}
 
 
-@pytest.mark.parametrize("alias", ["", "../x", "a" * 65, "Policy", "newest", "base", "pinned"])
+def test_the_best_moves_to_a_version_that_is_known_and_its_move_is_told(registry):
+    for version in (1, 2):
+        registry.announce(replace(POLICY, version=version))
+    assert registry.choose_best(2)
+    assert not registry.choose_best(7)
+    assert registry.aliases()["best"] == 2
+    assert registry.choose_best(1)
+    assert registry.aliases()["best"] == 1
+    assert [event.version for event in registry.last_events(9) if event.kind is EventKind.MOVED] == [2, 1]
+
+
+@pytest.mark.parametrize("alias", ["", "../x", "a" * 65, "Policy", "newest", "base", "best", "pinned"])
 def test_a_name_that_is_no_alias_is_refused(registry, alias):
     registry.announce(POLICY)
     with pytest.raises(ValueError, match="no alias that can be moved"):

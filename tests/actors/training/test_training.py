@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from actors.checkpoints.best import validated_best
 from actors.checkpoints.selection import Position, checkpoints_to_answer, newest_checkpoint, to_go_on
 from actors.run_config import ControlSection, ModelSection
 from actors.spec import Phase, RunSpec
@@ -112,6 +113,26 @@ def test_the_control_takes_the_seconds_of_the_rounds_and_one_step_at_most_beyond
     one_step_s = seconds["control"] / steps["control"]
     assert steps["control"] > 2
     assert seconds["rl"] <= seconds["control"] <= seconds["rl"] + one_step_s
+
+
+def test_a_run_with_validation_looks_at_the_test_at_the_ends_of_its_stages_alone(spec: RunSpec, tmp_path: Path) -> None:
+    evaluation = EvaluationConfig(num_problems=8, num_validation=12, every_rounds=1)
+    task = spec.task.model_copy(update={"validation_fraction": 0.3})
+    run = _spec(spec, tmp_path / "run", evaluation=evaluation, task=task)
+    done = _run(run)
+    asked = [(event["label"], event["round"], event["num_problems"]) for event in _events(done, "evaluation")]
+    assert asked == [
+        ("untrained", 0, 8),
+        ("validation", 0, 12),
+        ("sft", 0, 8),
+        ("validation", 1, 12),
+        ("validation", 2, 12),
+        ("validation", 3, 12),
+        ("rl", 3, 8),
+        ("control", 3, 8),
+    ]
+    best = validated_best(done.events)
+    assert best in {position["policy_version"] for position in facts(run).values()}, "it is kept"
 
 
 LORAS = {"whole": LoraConfig(), "adapter": LoraConfig(rank=4, alpha=8)}

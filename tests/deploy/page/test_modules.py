@@ -93,7 +93,9 @@ def test_a_history_is_what_the_reports_have(page: Page) -> None:
             events.append(round_event(at, reward=draw.random()))
             at += 1
         elif kind == "evaluation":
-            events.append(evaluation_event(draw.choice(["round", "sft", "rl"]), 60.0 + at, draw.randrange(1000), at))
+            events.append(
+                evaluation_event(draw.choice(["round", "validation", "sft", "rl"]), 60.0 + at, draw.randrange(1000), at)
+            )
         elif kind == "sft":
             events.append(
                 {"event": "sft", "time_s": 1.0, "phase": draw.choice(["sft", "control"]), "step": at, "loss": 1.0}

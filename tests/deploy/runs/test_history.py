@@ -32,6 +32,27 @@ def test_rounds_after_the_checkpoint_that_a_run_resumed_from_are_dropped(recorde
     assert [item.round for item in history.evaluations] == [2]
 
 
+def test_validation_is_the_course_of_a_run_and_no_held_out_accuracy(recorder: Any) -> None:
+    recorder.evaluation("validation", 50)
+    recorder.evaluation("sft", 60)
+    for index in range(4):
+        recorder.round(index, 0.1)
+        if index in (1, 3):
+            recorder.evaluation("validation", 100 + index, index + 1)
+    recorder.round(2, 0.1)
+    recorder.evaluation("rl", 90, 3)
+    recorder.evaluation("control", 70, 3)
+    history = read_history(recorder.events)
+    assert [(item.round, item.score.num_correct) for item in history.course] == [(0, 50), (2, 101)]
+    assert [item.label for item in history.heldout] == ["sft", "rl"]
+
+
+def test_without_validation_the_held_out_accuracy_is_the_course(events: Events) -> None:
+    history = read_history(events)
+    assert history.course == history.heldout
+    assert [item.label for item in history.course] == ["untrained", "sft", "round", "rl"]
+
+
 def test_a_stage_that_begins_anew_forgets_its_first_try(recorder: Any) -> None:
     recorder.sft_steps("sft", 30, planned=100)
     recorder.sft_steps("sft", 10, planned=100)

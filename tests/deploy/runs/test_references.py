@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from actors.checkpoints.selection import Position
+from actors.run_log import append_event
+from actors.spec import Phase
 from deploy.errors import UserError
 from deploy.runs.listing import list_runs, point_latest_at
 from deploy.runs.references import find, find_run
+from learner.model.checkpoint import save_checkpoint
+from learner.model.config import TransformerConfig
+from learner.model.families import make_model
 
 _RUNS = Path("runs")
 
@@ -43,6 +51,39 @@ def test_a_checkpoint_is_named_by_its_path_or_after_its_run(tiny: Path, name: st
     assert not found.is_run
     assert found.directory.resolve() == tiny / "checkpoints" / "sft"
     assert find_run(name, _RUNS).resolve() == tiny
+
+
+def _trained(run: Path) -> None:
+    """Write the checkpoints of a run with two versions of its rounds."""
+    config = TransformerConfig(
+        vocab_size=8, d_model=8, num_layers=1, num_heads=2, num_kv_heads=2, mlp_hidden_size=8, max_sequence_length=4,
+        mask_token_id=0, eos_token_id=1, pad_token_id=1,
+    )  # fmt: skip
+    weights = dict(make_model(config).named_parameters())
+    for name, phase, version in (("sft", Phase.SFT, 1), ("rl-000012", Phase.RL, 13), ("rl-000024", Phase.RL, 25)):
+        shutil.rmtree(run / "checkpoints" / name, ignore_errors=True)
+        position = Position(phase=phase, round=version - 1, policy_version=version, rl_seconds=0.0)
+        directory = run / "checkpoints" / name
+        save_checkpoint(directory, config, weights, run.parent, trainer_state=asdict(position))
+
+
+def test_last_is_the_newest_checkpoint_and_best_what_validation_chose(tiny: Path) -> None:
+    _trained(tiny)
+    assert find("tiny-20261122/last", _RUNS).directory.name == "rl-000024"
+    with pytest.raises(UserError, match=r"has asked no validation problems, .* tiny-20261122/last is the newest"):
+        find("tiny-20261122/best", _RUNS)
+    for version, right in ((1, 3), (13, 5), (25, 4)):
+        scored = {"policy_version": version, "round": version - 1, "num_correct": right, "num_problems": 10}
+        append_event(tiny, "evaluation", label="validation", **scored)
+    for name in ("tiny-20261122/best", "runs/tiny-20261122/best"):
+        found = find(name, _RUNS)
+        assert (found.directory.name, found.is_run) == ("rl-000012", False)
+        assert find_run(name, _RUNS).resolve() == tiny
+    shutil.rmtree(tiny / "checkpoints" / "rl-000012")
+    with pytest.raises(UserError, match="has no checkpoint of version 13, its best; tiny-20261122/last is the newest"):
+        find("tiny-20261122/best", _RUNS)
+    _checkpoint(tiny / "checkpoints" / "best")
+    assert find("tiny-20261122/best", _RUNS).directory.name == "best", "a checkpoint of that name goes before"
 
 
 def test_a_miss_names_the_nearest(tiny: Path) -> None:

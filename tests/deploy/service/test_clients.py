@@ -39,7 +39,7 @@ def test_openai_python_asks_and_is_answered(client):
     raw = client.chat.completions.with_raw_response.create(model="policy", messages=MESSAGES)
     assert raw.headers["x-policy-version"] == "1"
     assert raw.headers["x-request-id"] == raw.parse()._request_id
-    assert {model.id for model in client.models.list()} == {"policy", "base", "tiny", "policy@v000001"}
+    assert {model.id for model in client.models.list()} == {"policy", "base", "last", "tiny", "policy@v000001"}
     assert client.models.retrieve("base").id == "base"
 
 

@@ -31,7 +31,7 @@ def _write(path: Path, numbers: Sequence[int]) -> Path:
 
 
 def _dataset(config: DataConfig) -> Dataset:
-    hub = {split: HubSplit(repo="/nowhere", split=split) for split in Split}
+    hub = {split: HubSplit(repo="/nowhere", split=split) for split in (Split.TRAIN, Split.HELDOUT)}
     return Dataset("quiz", config, hub, _pose)
 
 
@@ -53,6 +53,29 @@ def test_both_splits_are_cut_from_one_file(tmp_path: Path) -> None:
         assert 20 <= sizes[1] <= 60
         train = {p.problem_id for p in data.problems(Split.TRAIN, sizes[0], seed=0)}
         assert train.isdisjoint(p.problem_id for p in data.problems(Split.HELDOUT, sizes[1], seed=0))
+
+
+@pytest.mark.parametrize("has_heldout_file", [False, True])
+def test_validation_is_cut_from_the_training_problems(tmp_path: Path, has_heldout_file: bool) -> None:
+    path = _write(tmp_path / "all.jsonl", range(200))
+    heldout = _write(tmp_path / "test.jsonl", range(300, 310)) if has_heldout_file else None
+    without = _dataset(DataConfig(train_data=path, heldout_data=heldout))
+    data = _dataset(DataConfig(train_data=path, heldout_data=heldout, validation_fraction=0.2))
+    sizes = {split: data.size(split) or 0 for split in Split}
+    assert sizes[Split.HELDOUT] == without.size(Split.HELDOUT)
+    assert sizes[Split.TRAIN] + sizes[Split.VALIDATION] == without.size(Split.TRAIN)
+    assert 20 <= sizes[Split.VALIDATION] <= 60
+    found = [p.problem_id for split in Split for p in data.problems(split, sizes[split], seed=0)]
+    assert len(set(found)) == len(found) == sum(sizes.values())
+    with pytest.raises(ValueError, match="the validation split of quiz is empty"):
+        without.problems(Split.VALIDATION, 1, seed=0)
+
+
+def test_the_hubs_sizes_are_known_without_fetching_unless_they_are_cut() -> None:
+    hub = {split: HubSplit(repo="/nowhere", split=split, num_rows=9) for split in (Split.TRAIN, Split.HELDOUT)}
+    whole, cut = (Dataset("quiz", DataConfig(validation_fraction=part), hub, _pose) for part in (0.0, 0.2))
+    assert (whole.size(Split.TRAIN), whole.size(Split.HELDOUT)) == (9, 9)
+    assert (cut.size(Split.TRAIN), cut.size(Split.VALIDATION), cut.size(Split.HELDOUT)) == (None, None, 9)
 
 
 def test_fewer_problems_are_a_prefix_of_more_and_seeds_shuffle(tmp_path: Path) -> None:

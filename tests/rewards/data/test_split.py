@@ -23,3 +23,19 @@ def test_the_fraction_is_kept_and_larger_fractions_hold_out_more() -> None:
 def test_split_of_names_the_split() -> None:
     assert split_of("key", 0.0) == Split.TRAIN
     assert split_of("key", 1.0) == Split.HELDOUT
+    assert split_of("key", 0.0, 1.0) == Split.VALIDATION
+    assert split_of("key", 1.0, 1.0) == Split.HELDOUT
+
+
+def test_validation_is_a_fraction_of_what_is_not_held_out_and_takes_nothing_of_that() -> None:
+    keys = [f"key/{n}" for n in range(10_000)]
+    splits = {key: split_of(key, 0.3, 0.2) for key in keys}
+    assert {key for key in keys if splits[key] is Split.HELDOUT} == {key for key in keys if is_heldout(key, 0.3)}
+    kept = [key for key in keys if splits[key] is not Split.HELDOUT]
+    assert 0.18 < sum(splits[key] is Split.VALIDATION for key in kept) / len(kept) < 0.22
+
+
+def test_which_solutions_are_for_validation_never_changes() -> None:
+    # Pinned, as for those that are held out.
+    validation = [n for n in range(60) if split_of(f"sums/{n}", 0.2, 0.2) is Split.VALIDATION]
+    assert validation == [10, 18, 21, 22, 31, 39]

@@ -203,13 +203,22 @@ def test_problems_use_all_operators_and_show_numbers_in_no_order() -> None:
     assert sum(numbers == sorted(numbers) for numbers in shown) < 250
 
 
-def test_no_set_of_numbers_is_in_both_splits() -> None:
-    countdown = Countdown(CountdownConfig(max_number=9, prompt="compact"))
-    train, heldout = (
+def test_no_set_of_numbers_is_in_two_splits() -> None:
+    countdown = Countdown(CountdownConfig(max_number=9, prompt="compact", validation_fraction=0.2))
+    train, validation, heldout = (
         {tuple(sorted(problem.metadata["numbers"].split())) for problem in countdown.problems(split, 200, seed=0)}
         for split in Split
     )
     assert train.isdisjoint(heldout)
+    assert train.isdisjoint(validation)
+    assert validation.isdisjoint(heldout)
+
+
+def test_validation_takes_from_training_alone() -> None:
+    without, with_it = (Countdown(CountdownConfig(max_number=9, validation_fraction=part)) for part in (0.0, 0.2))
+    assert with_it.problems(Split.HELDOUT, 50, seed=0) == without.problems(Split.HELDOUT, 50, seed=0)
+    with pytest.raises(ValueError, match=r"^the validation split of countdown has 0 problems .* but 1 were asked for$"):
+        without.problems(Split.VALIDATION, 1, seed=0)
 
 
 def test_equal_ids_have_equal_prompts_whatever_the_seed() -> None:

@@ -275,7 +275,7 @@ def test_a_missing_column_is_named_with_its_row(tmp_path: Path, config: type, ro
 
 def _humaneval() -> tuple[Any, list[Problem]]:
     task = HumanEval(HumanEvalConfig(train_data=_HUMANEVAL, sandbox=SandboxConfig(wall_s=120)))
-    return task, [p for split in Split for p in task.problems(split, task.size(split), seed=0)]
+    return task, [p for split in (Split.TRAIN, Split.HELDOUT) for p in task.problems(split, task.size(split), seed=0)]
 
 
 def _graded(task: Any, pairs: list[tuple[Problem, str]]) -> list[Any]:

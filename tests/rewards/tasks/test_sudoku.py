@@ -112,7 +112,7 @@ def test_num_solutions_equals_a_search() -> None:
 
 @pytest.mark.parametrize("split", Split)
 def test_puzzles_have_one_solution_and_the_configured_empty_cells(split: Split) -> None:
-    problems = Sudoku(SudokuConfig(min_empty=5, max_empty=11)).problems(split, 150, seed=1)
+    problems = Sudoku(SudokuConfig(min_empty=5, max_empty=11, validation_fraction=0.2)).problems(split, 150, seed=1)
     for problem in problems:
         puzzle = problem.metadata["puzzle"]
         assert _solutions_by_search(puzzle) == 1
@@ -122,12 +122,23 @@ def test_puzzles_have_one_solution_and_the_configured_empty_cells(split: Split) 
 
 
 @pytest.mark.parametrize("fraction", [0.05, 0.3, 0.5])
-def test_no_solved_grid_is_in_both_splits(fraction: float) -> None:
-    sudoku = Sudoku(SudokuConfig(heldout_fraction=fraction))
-    train, heldout = ({problem.answer for problem in sudoku.problems(split, 2_000, seed=0)} for split in Split)
+def test_no_solved_grid_is_in_two_splits(fraction: float) -> None:
+    sudoku = Sudoku(SudokuConfig(heldout_fraction=fraction, validation_fraction=0.1))
+    train, validation, heldout = (
+        {problem.answer for problem in sudoku.problems(split, 2_000, seed=0)} for split in Split
+    )
     assert train.isdisjoint(heldout)
-    assert len(train | heldout) == 288
+    assert validation.isdisjoint(train | heldout)
+    assert len(train | validation | heldout) == 288
     assert len(heldout) / 288 == pytest.approx(fraction, abs=0.08)
+    assert len(validation) / (288 - len(heldout)) == pytest.approx(0.1, abs=0.05)
+
+
+def test_validation_takes_from_training_alone() -> None:
+    without, with_it = (Sudoku(SudokuConfig(validation_fraction=part)) for part in (0.0, 0.2))
+    assert with_it.problems(Split.HELDOUT, 50, seed=0) == without.problems(Split.HELDOUT, 50, seed=0)
+    with pytest.raises(ValueError, match=r"^the validation split of sudoku has 0 problems .* but 1 were asked for$"):
+        without.problems(Split.VALIDATION, 1, seed=0)
 
 
 def test_the_d1_prompt_is_d1s_to_the_letter() -> None:
@@ -177,6 +188,30 @@ def test_puzzles_come_from_a_file_and_their_solutions_are_not_made_beside_it(tmp
     made = {problem.answer for problem in task.problems(Split.TRAIN, 3000, seed=0)}
     assert len(made) == 287
     assert "1234341221434321" not in made
+
+
+def test_validation_is_made_beside_a_heldout_file_and_cut_from_a_training_file(tmp_path: Path) -> None:
+    path = tmp_path / "x.csv"
+    rows = {
+        problem.metadata["puzzle"]: problem.answer for problem in Sudoku(SudokuConfig()).problems(Split.TRAIN, 300, 0)
+    }
+    path.write_text("Puzzle,Solution\n" + "".join(f"{puzzle},{grid}\n" for puzzle, grid in rows.items()))
+    cut = Sudoku(SudokuConfig(train_data=path, validation_fraction=0.2))
+    sizes = cut.size(Split.TRAIN), cut.size(Split.VALIDATION)
+    assert sum(map(int, filter(None, sizes))) == 300
+    train, validation, heldout = (
+        {problem.answer for problem in cut.problems(split, size or 500, 0)}
+        for split, size in zip(Split, (*sizes, None), strict=True)
+    )
+    assert len(validation) > 20
+    assert validation.isdisjoint(train)
+    assert heldout.isdisjoint(train | validation)
+    made = Sudoku(SudokuConfig(heldout_data=path, validation_fraction=0.2))
+    of_made = [
+        {problem.answer for problem in made.problems(split, 200, 0)} for split in (Split.TRAIN, Split.VALIDATION)
+    ]
+    assert of_made[0].isdisjoint(of_made[1])
+    assert set(rows.values()).isdisjoint(of_made[0] | of_made[1])
 
 
 @pytest.mark.parametrize(

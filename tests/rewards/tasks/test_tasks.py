@@ -17,12 +17,12 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from rewards import CountdownConfig, Outcome, Problem, Split, SudokuConfig, SumsConfig, Task, TaskConfig, make_task
 
 _CONFIGS: list[TaskConfig] = [
-    CountdownConfig(),
-    CountdownConfig(num_numbers=4, max_number=20, prompt="compact"),
-    SudokuConfig(),
-    SudokuConfig(prompt="compact"),
-    SumsConfig(),
-    SumsConfig(num_terms=4, modulus=7),
+    CountdownConfig(validation_fraction=0.2),
+    CountdownConfig(num_numbers=4, max_number=20, prompt="compact", validation_fraction=0.2),
+    SudokuConfig(validation_fraction=0.2),
+    SudokuConfig(prompt="compact", validation_fraction=0.2),
+    SumsConfig(validation_fraction=0.2),
+    SumsConfig(num_terms=4, modulus=7, validation_fraction=0.2),
 ]
 _TASKS = [pytest.param(make_task(config), id=f"{config.name}-{i}") for i, config in enumerate(_CONFIGS)]
 _POSED = [(task, task.problems(Split.TRAIN, 1, seed=0)[0]) for task in map(make_task, _CONFIGS)]

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from starlette.testclient import TestClient
 
+from actors.run_log import append_event
 from deploy.service.api.app import create_app, guarded
 from deploy.service.gateway.api_keys import ApiKeys
 from deploy.service.gateway.rate_limits import RateLimits
@@ -17,7 +18,7 @@ def test_models_are_aliases_versions_and_the_run(client, versions, make_policy, 
     versions.adopt(make_policy(3))
     time.sleep(0.3)
     models = {model["id"]: model["policy_version"] for model in client.get("/v1/models").json()["data"]}
-    assert models == {"policy": 3, "base": 1, "tiny": 3, "policy@v000003": 3, "policy@v000001": 1}
+    assert models == {"policy": 3, "base": 1, "last": 3, "tiny": 3, "policy@v000003": 3, "policy@v000001": 1}
     assert client.get("/v1/models/base").json()["policy_version"] == 1
     assert_error(client.get("/v1/models/other"), 404, "model_not_found")
     for model, version in models.items():
@@ -32,11 +33,24 @@ def test_models_are_aliases_versions_and_the_run(client, versions, make_policy, 
     assert texts[1] != texts[3]
 
 
+def test_the_best_is_a_model_where_the_run_has_validation_problems(client, run_dir, add_checkpoint):
+    add_checkpoint(run_dir, 2)
+    add_checkpoint(run_dir, 3)
+    assert_error(client.post("/v1/completions", json=ASK | {"model": "best"}), 404, "model_not_found")
+    for version, right in ((2, 5), (3, 4)):
+        scored = {"policy_version": version, "round": version, "num_correct": right, "num_problems": 10}
+        append_event(run_dir, "evaluation", label="validation", **scored)
+    time.sleep(5.1)
+    assert client.get("/v1/models/best").json()["policy_version"] == 2
+    assert client.get("/v1/policy").json()["aliases"] == {"policy": 1, "base": 1, "best": 2}
+    assert client.post("/v1/completions", json=ASK | {"model": "best"}).json()["policy_version"] == 2
+
+
 def test_versions_that_have_checkpoints_are_models(client, run_dir, add_checkpoint):
     add_checkpoint(run_dir, 2)
     add_checkpoint(run_dir, 3, phase="control")
     models = {model["id"]: model["policy_version"] for model in client.get("/v1/models").json()["data"]}
-    assert models == {"policy": 1, "base": 1, "tiny": 1, "policy@v000002": 2, "policy@v000001": 1}
+    assert models == {"policy": 1, "base": 1, "last": 1, "tiny": 1, "policy@v000002": 2, "policy@v000001": 1}
     shown = client.get("/v1/models/policy@v000002").json()
     assert (shown["id"], shown["policy_version"]) == ("policy@v000002", 2)
     known = client.get("/v1/policy/2").json()

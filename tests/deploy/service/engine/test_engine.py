@@ -416,7 +416,7 @@ def test_no_room_is_said_and_not_waited_for_without_end(make_policy, make_sample
 
 
 def test_base_is_what_the_rounds_began_with(run_dir, add_checkpoint, versions):
-    assert versions.base == 1
+    assert versions.located("base") == 1
     add_checkpoint(run_dir, 5, "rl", round_index=4)
     assert versions.acquire("base").policy.version == 1
     assert versions.acquire(5).policy.version == 5
@@ -466,7 +466,7 @@ def test_a_damaged_checkpoint_is_found_out_when_it_is_loaded_and_not_each_time_i
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
     weights.write_bytes(data)
-    assert versions.base == 1
+    assert versions.located("base") == 1
     with pytest.raises(RefusedVersionError, match="is not served"):
         versions.acquire("base")
 
