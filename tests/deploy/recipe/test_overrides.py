@@ -181,7 +181,7 @@ REFUSED_OVERRIDES = {
     "sft.num_labels=400": ("tiny.yaml: sft.num_labels 400 exceeds num_train_problems 40",),
     "sft.num_eval=30": ("sft.num_eval 30 exceeds evaluation.num_problems 20, the held-out problems",),
     "evaluation.num_validation=5": (
-        "evaluation.num_validation is 5, and task.validation_fraction 0 keeps no problem for validation; take a fraction",
+        "evaluation.num_validation is 5, and task.validation_fraction 0 keeps no problem for validation",
     ),
     "evaluation={num_problems: 20, num_validation: -1}": ("evaluation.num_validation is -1; it should be at least 0",),
     "task.validation_fraction=0.7": ("task.validation_fraction is 0.7; it should be at most 0.5",),
