@@ -101,8 +101,19 @@ class ChatTokenizer:
 
         With a `prefix` it ends after that: what every answer is made to begin with.
         """
-        text = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        return self.encode_completion(text + prefix)
+        return self.encode_completion(self.chat_text(messages) + prefix)
+
+    def chat_text(self, messages: Sequence[dict[str, str]], *, add_generation_prompt: bool = True) -> str:
+        """The text of a conversation, special tokens spelled; with the beginning of an answer if asked to."""
+        text = self._tokenizer.apply_chat_template(
+            messages, add_generation_prompt=add_generation_prompt, tokenize=False
+        )
+        return str(text)
+
+    @property
+    def chat_template(self) -> str:
+        """The template's own text; empty where there is none."""
+        return str(self._tokenizer.chat_template or "")
 
     def encode_completion(self, text: str) -> list[int]:
         """The ids of a completion that we wrote ourselves, tags as tokens."""

@@ -1,0 +1,63 @@
+"""The evidence lower bound of a text after a prompt: what stands for its log-likelihood in evaluations.
+
+With k of L slots masked at random, k uniform on 1..L, the mean of L / k times the sum of the masked tokens'
+log-probabilities is a lower bound of the text's (LLaDA, arXiv 2502.09992, equation 6). Exact for a single token.
+
+Shape letters: D draws, L slots of the text, S slots of a canvas, N masked tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from learner.counter import uniform
+from learner.estimators.views import share_equal_views, token_logps
+from learner.model.transformer import Transformer
+
+_COUNT_KEY, _MASK_KEY = 51, 52
+
+
+@torch.no_grad()
+def evidence_lower_bound(
+    model: Transformer, prompt: Sequence[int], text: Sequence[int], *, num_draws: int, most_rows: int, seed: int
+) -> float:
+    """A lower bound of the log-probability of `text`, in nats, up to the noise of its draws.
+
+    Equal canvases are run once: a text of one token takes one forward, whatever `num_draws` is.
+
+    Args:
+        model: the policy.
+        prompt: ids before the text; at least one of `prompt` and `text` has any.
+        text: the ids that are scored.
+        num_draws: masks; their counts are spread evenly over 1..L.
+        most_rows: canvases of a forward.
+        seed: keys the masks.
+    """
+    if not text:
+        return 0.0
+    device, length = next(model.parameters()).device, len(text)
+    text_L = torch.tensor(text, device=device)
+    prompt_P = torch.tensor(prompt, device=device, dtype=torch.long)
+    total = 0.0
+    for first in range(0, num_draws, most_rows):
+        draws_D = torch.arange(first, min(first + most_rows, num_draws), device=device)
+        masked_DL = _masked(draws_D, num_draws, length, seed)
+        shown_DL = torch.where(masked_DL, model.config.mask_token_id, text_L)
+        ids_DS = torch.cat((prompt_P.expand(len(draws_D), -1), shown_DL), dim=1)
+        rows_N, slots_N = masked_DL.nonzero(as_tuple=True)
+        lengths_D = torch.full_like(draws_D, ids_DS.shape[1])
+        views = share_equal_views(ids_DS, lengths_D, rows_N, slots_N + len(prompt), text_L[slots_N])
+        logps_N = token_logps(model, views).double()
+        total += float((logps_N * (length / masked_DL.sum(dim=1)[rows_N])).sum())
+    return total / num_draws
+
+
+def _masked(draws_D: torch.Tensor, num_draws: int, length: int, seed: int) -> torch.Tensor:
+    """[D, L] bool: the slots that each draw masks, at least one."""
+    seeds = torch.tensor(seed, device=draws_D.device)
+    place_D = (uniform(seeds, _COUNT_KEY) + draws_D / num_draws) % 1
+    count_D = 1 + (place_D * length).floor().long().clamp(max=length - 1)
+    noise_DL = uniform(seeds, _MASK_KEY, draws_D[:, None], torch.arange(length, device=draws_D.device))
+    return noise_DL.argsort(dim=1).argsort(dim=1) < count_D[:, None]
