@@ -6,7 +6,21 @@ import sys
 
 import typer
 
-from deploy.cli import chaos, evaluation, export, harness, machine, report, runs, sample, status, submit, tasks, train
+from deploy.cli import (
+    chaos,
+    evaluation,
+    export,
+    harness,
+    machine,
+    report,
+    reproduce,
+    runs,
+    sample,
+    status,
+    submit,
+    tasks,
+    train,
+)
 from deploy.errors import EXIT_RUN_FAILED, EXIT_USER_ERROR, RunFailedError, UserError
 from deploy.printing import printable
 
@@ -26,6 +40,7 @@ app.command("eval")(evaluation.evaluate)
 app.command()(evaluation.compare)
 app.command("lm-eval", context_settings=harness.PASSES_ON)(harness.lm_eval)
 app.command()(report.report)
+app.command()(reproduce.reproduce)
 app.command()(export.export)
 app.command()(tasks.grade)
 app.command()(tasks.tasks)

@@ -1,0 +1,123 @@
+"""`d1 reproduce`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from deploy.errors import EXIT_INTERRUPTED, UserError
+from deploy.printing import counted, printable
+from deploy.program import command
+from deploy.waiting import saying
+
+if TYPE_CHECKING:
+    from deploy.reproduce.plan import Step
+
+
+def reproduce(
+    *,
+    scale: Annotated[str, typer.Option(help="tiny, for two CPU cores; llada-8b, the first d1's own.")] = "tiny",
+    algorithms: Annotated[
+        str | None,
+        typer.Option(metavar="A,B", help="Rows beside diffu-grpo: any algorithm, or `recipe` for the scale's own."),
+    ] = None,
+    seeds: Annotated[str | None, typer.Option(metavar="0,1,2", help="Left out: the scale's.")] = None,
+    sft_data: Annotated[Path | None, typer.Option(metavar="FILE", help="What llada-8b's SFT trains on: s1K.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Everything is kept here; left out: runs/reproduction-SCALE.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the commands and what stands in their way; start nothing.")
+    ] = False,
+) -> None:
+    """Train and evaluate the four rows of the first d1's table; goes on where it was stopped.
+
+    Base, SFT, and the rounds from either, for each task and seed, evaluated at three lengths; written as table.md,
+    table.json and curves.png.
+    """
+    with saying("planning"):
+        from deploy.reproduce.plan import plan, rows
+        from deploy.reproduce.scale import DEFAULT_ALGORITHM, read_scale
+
+        chosen = read_scale(scale, sft_data)
+        names = list(dict.fromkeys([DEFAULT_ALGORITHM, *(algorithms or "").split(",")]))
+        names = [name.strip() for name in names if name.strip()]
+        place = (out or Path("runs") / f"reproduction-{scale}").absolute()
+        steps = plan(chosen, place, _numbers(seeds) or chosen.seeds, names)
+    if dry_run:
+        _print_plan(steps, place)
+        return
+    from deploy.evaluation.record import take_lock
+    from deploy.reproduce.report import write_report
+
+    with closing(take_lock(place)):
+        is_whole = _execute(steps, place)
+        text = write_report(chosen, scale, steps, rows(names), place)
+    typer.echo(printable(text))
+    sys.stderr.write(f"d1: table.md, table.json and curves.png are in {place}\n")
+    if not is_whole:
+        raise typer.Exit(EXIT_INTERRUPTED)
+
+
+def _execute(steps: list[Step], place: Path) -> bool:
+    """Whether it came to the end; after Ctrl-C it did not."""
+    from deploy.interrupts import terminated_by_sigterm
+    from deploy.reproduce.execute import Progress, execute
+
+    with saying("looking what is done") as waiting, terminated_by_sigterm():
+
+        def show(progress: Progress) -> None:
+            waiting.change(f"{progress.place} of {progress.num_steps}, {progress.step.name}: {progress.doing}")
+
+        try:
+            execute(steps, place, show)
+        except KeyboardInterrupt:
+            is_whole = False
+        else:
+            return True
+    sys.stderr.write("d1: stopped; what is done is kept, and the same command goes on from there\n")
+    return is_whole
+
+
+def _print_plan(steps: list[Step], place: Path) -> None:
+    from deploy.job.preflight import cluster_resources, preflight
+    from deploy.reproduce.execute import command_of, is_complete
+    from deploy.reproduce.plan import Texts, Training
+
+    available = cluster_resources(os.environ.get("RAY_ADDRESS"))
+    problems: dict[str, str] = {}
+    for step in steps:
+        done = "  # done" if is_complete(step, place) else ""
+        if isinstance(step, Texts):
+            typer.echo(f"# {counted(step.count, 'text')} into {step.path}{done}")
+            continue
+        typer.echo(command(*command_of(step, place)) + done)
+        if isinstance(step, Training):
+            # Its file is written before it; and a run that has begun is gone on with.
+            recipe = step.recipe.model_copy(update={"sft": step.recipe.sft.model_copy(update={"data": None})})
+            found = preflight(recipe, available, resume=step.recipe.run_dir.is_dir(), serve=False)
+            problems |= {problem: problems.get(problem, step.name) for problem in found if _may_stay(problem, step)}
+    for problem, name in problems.items():
+        typer.echo(f"problem: {printable(problem)} ({name})")
+    if problems:
+        raise UserError(f"it cannot run here: {counted(len(problems), 'problem')}, listed above")
+    typer.echo("Nothing stands in its way. Nothing was started or written.")
+
+
+def _may_stay(problem: str, step: Step) -> bool:
+    """Whether a problem is one before the steps that come first are done."""
+    return not (problem.startswith("model.checkpoint") and str(step.recipe.runs_dir) in problem)  # type: ignore[union-attr]
+
+
+def _numbers(text: str | None) -> list[int] | None:
+    if text is None:
+        return None
+    words = [word.strip() for word in text.split(",")]
+    if strays := [word for word in words if not (word.isascii() and word.isdigit() and len(word) < 10)]:
+        raise UserError(f"--seeds {text}: {strays[0] or 'nothing'} is no seed; write --seeds 0,1,2")
+    return [int(word) for word in words]
