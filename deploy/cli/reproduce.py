@@ -16,12 +16,15 @@ from deploy.program import command
 from deploy.waiting import saying
 
 if TYPE_CHECKING:
-    from deploy.reproduce.plan import Step
+    from deploy.recipe.recipe import Recipe
+    from deploy.reproduce.plan import Step, Training
 
 
 def reproduce(
     *,
-    scale: Annotated[str, typer.Option(help="tiny, for two CPU cores; llada-8b, the first d1's own.")] = "tiny",
+    scale: Annotated[
+        str, typer.Option(help="tiny, for two CPU cores; llada-8b, the first d1's own; or a .yaml file of yours.")
+    ] = "tiny",
     algorithms: Annotated[
         str | None,
         typer.Option(metavar="A,B", help="Rows beside diffu-grpo: any algorithm, or `recipe` for the scale's own."),
@@ -47,7 +50,7 @@ def reproduce(
         chosen = read_scale(scale, sft_data)
         names = list(dict.fromkeys([DEFAULT_ALGORITHM, *(algorithms or "").split(",")]))
         names = [name.strip() for name in names if name.strip()]
-        place = (out or Path("runs") / f"reproduction-{scale}").absolute()
+        place = (out or Path("runs") / f"reproduction-{Path(scale).stem}").absolute()
         steps = plan(chosen, place, _numbers(seeds) or chosen.seeds, names)
     if dry_run:
         _print_plan(steps, place)
@@ -57,7 +60,7 @@ def reproduce(
 
     with closing(take_lock(place)):
         is_whole = _execute(steps, place)
-        text = write_report(chosen, scale, steps, rows(names), place)
+        text = write_report(chosen, Path(scale).stem, steps, rows(names), place)
     typer.echo(printable(text))
     sys.stderr.write(f"d1: table.md, table.json and curves.png are in {place}\n")
     if not is_whole:
@@ -91,17 +94,18 @@ def _print_plan(steps: list[Step], place: Path) -> None:
 
     available = cluster_resources(os.environ.get("RAY_ADDRESS"))
     problems: dict[str, str] = {}
+    seen: list[Recipe] = []
     for step in steps:
         done = "  # done" if is_complete(step, place) else ""
         if isinstance(step, Texts):
             typer.echo(f"# {counted(step.count, 'text')} into {step.path}{done}")
             continue
         typer.echo(command(*command_of(step, place)) + done)
-        if isinstance(step, Training):
-            # Its file is written before it; and a run that has begun is gone on with.
-            recipe = step.recipe.model_copy(update={"sft": step.recipe.sft.model_copy(update={"data": None})})
-            found = preflight(recipe, available, resume=step.recipe.run_dir.is_dir(), serve=False)
-            problems |= {problem: problems.get(problem, step.name) for problem in found if _may_stay(problem, step)}
+        # Once for trainings that differ in what they start from alone: looking at a dataset takes long.
+        if isinstance(step, Training) and (recipe := _to_look_at(step)) not in seen:
+            seen.append(recipe)
+            found = preflight(recipe, available, resume=False, serve=False)
+            problems |= {problem: problems.get(problem, step.name) for problem in found}
     for problem, name in problems.items():
         typer.echo(f"problem: {printable(problem)} ({name})")
     if problems:
@@ -109,9 +113,13 @@ def _print_plan(steps: list[Step], place: Path) -> None:
     typer.echo("Nothing stands in its way. Nothing was started or written.")
 
 
-def _may_stay(problem: str, step: Step) -> bool:
-    """Whether a problem is one before the steps that come first are done."""
-    return not (problem.startswith("model.checkpoint") and str(step.recipe.runs_dir) in problem)  # type: ignore[union-attr]
+def _to_look_at(step: Training) -> Recipe:
+    """A training's recipe without what earlier steps leave for it."""
+    recipe, runs = step.recipe, str(step.recipe.runs_dir)
+    changes: dict[str, object] = {"name": "looked-at", "sft": recipe.sft.model_copy(update={"data": None})}
+    if str(recipe.model.checkpoint).startswith(runs):
+        changes["model"] = recipe.model.model_copy(update={"checkpoint": None})
+    return recipe.model_copy(update=changes)
 
 
 def _numbers(text: str | None) -> list[int] | None:

@@ -6,9 +6,10 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 
 from deploy.errors import UserError
+from deploy.recipe.refusals import first_refusal
 from deploy.recipe.yaml_text import parse_yaml
 
 DEFAULT_ALGORITHM = "diffu-grpo"
@@ -70,13 +71,12 @@ def scale_names() -> list[str]:
 
 
 def read_scale(name: str, sft_data: Path | None = None) -> Scale:
-    """A scale by its name, with the file that SFT trains on where the scale's tasks do not bring it.
+    """A scale by its name or its file, with the file that SFT trains on where the scale's tasks do not bring it.
 
-    Raises UserError where there is none of that name, and where a file is missing or there is no place for one.
+    Raises UserError where there is none of that name, for a file that is none, and where the file of SFT is missing or
+    there is no place for it.
     """
-    if name not in scale_names():
-        raise UserError(f"--scale {name} is none that there is; take one of {', '.join(scale_names())}")
-    scale = Scale.model_validate(parse_yaml(files(__package__).joinpath(f"{name}.yaml").read_text(encoding="utf-8")))
+    scale = _read(name)
     if scale.shares_sft != (sft_data is not None):
         raise UserError(
             f"--scale {name} trains SFT on s1K: name it with --sft-data s1k.jsonl (simplescaling/s1K on the hub)"
@@ -85,6 +85,20 @@ def read_scale(name: str, sft_data: Path | None = None) -> Scale:
         )
     data = {"sft": {"data": str(sft_data.absolute())}} if sft_data is not None else {}
     return scale.model_copy(update={"recipe": merged(scale.recipe, data)})
+
+
+def _read(name: str) -> Scale:
+    path = Path(name) if Path(name).suffix == ".yaml" else files(__package__).joinpath(f"{name}.yaml")
+    try:
+        return Scale.model_validate(parse_yaml(path.read_text(encoding="utf-8")))
+    except OSError as error:
+        names = ", ".join(scale_names())
+        raise UserError(f"--scale {name} is none that there is; take one of {names}, or a .yaml file") from error
+    except ValidationError as error:
+        refusal, _ = first_refusal(error, Scale.model_json_schema())
+        raise UserError(f"--scale {name}: {refusal.sentence}") from error
+    except ValueError as error:
+        raise UserError(f"--scale {name} is not YAML: {error}") from error
 
 
 def merged(lower: dict[str, Any], upper: dict[str, Any]) -> dict[str, Any]:
