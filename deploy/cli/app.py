@@ -10,7 +10,6 @@ from deploy.cli import (
     chaos,
     evaluation,
     export,
-    harness,
     machine,
     report,
     reproduce,
@@ -38,7 +37,7 @@ app.command()(submit.submit)
 app.command()(sample.sample)
 app.command("eval")(evaluation.evaluate)
 app.command()(evaluation.compare)
-app.command("lm-eval", context_settings=harness.PASSES_ON)(harness.lm_eval)
+app.command("lm-eval", context_settings=evaluation.PASSES_ON)(evaluation.lm_eval)
 app.command()(report.report)
 app.command()(reproduce.reproduce)
 app.command()(export.export)

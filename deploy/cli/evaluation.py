@@ -1,4 +1,4 @@
-"""`d1 eval` and `d1 compare`."""
+"""`d1 eval`, `d1 compare` and `d1 lm-eval`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 import sys
 from contextlib import closing
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -19,6 +20,10 @@ from deploy.waiting import saying
 
 if TYPE_CHECKING:
     from deploy.evaluation.evaluate import Computing, Ready, Subject
+
+PASSES_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
+"""What follows the checkpoint is lm-evaluation-harness' own."""
+_PACKAGE = "lm_eval"
 
 
 def evaluate(
@@ -134,6 +139,39 @@ def compare(
         console.print(table)
     for one in found:
         typer.echo(printable(sentence(one, names)))
+
+
+def lm_eval(
+    context: typer.Context,
+    checkpoint: Annotated[
+        str, typer.Argument(metavar="RUN|CHECKPOINT", help="A run by name or path, a checkpoint's path, or a hub id.")
+    ],
+    *,
+    model_args: Annotated[
+        str,
+        typer.Option(
+            "--model_args",
+            "-a",
+            metavar="KEY=VALUE,...",
+            help="length, block_length, steps, threshold, draws, slots, dtype.",
+        ),
+    ] = "",
+    runs_dir: RunsDir = Path("runs"),
+) -> None:
+    """Run lm-evaluation-harness on a checkpoint, in this process: `d1 lm-eval tiny/best --tasks gsm8k --limit 100`.
+
+    All other options are those of `lm_eval run`.
+    """
+    if find_spec(_PACKAGE) is None:
+        raise UserError("the package lm-eval is missing; pip install 'd1[lm-eval]'")
+    with saying("loading lm-evaluation-harness"):
+        from lm_eval.__main__ import cli_evaluate
+
+        import deploy.evaluation.harness  # noqa: F401 - it makes the model `d1` known
+
+    given = ",".join(filter(None, (f"checkpoint={checkpoint}", f"runs_dir={runs_dir}", model_args)))
+    sys.argv = ["lm_eval", "run", "--model", "d1", "--model_args", given, *context.args]
+    cli_evaluate()
 
 
 def _answer(subject: Subject, ready: list[Ready], computing: Computing) -> None:

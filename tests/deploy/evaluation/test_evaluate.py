@@ -308,3 +308,8 @@ def test_a_worker_that_dies_is_a_sentence_and_no_process_is_left(evaluate: Calla
     assert ended.err.endswith("a worker of the evaluation died, killed or out of memory; what was answered is kept\n")
     assert not multiprocessing.active_children()
     assert len(list(workdir.glob("out/*.jsonl"))) == 2
+
+
+def test_the_harness_is_an_extra(d1: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deploy.cli.evaluation._PACKAGE", "lm_eval_that_is_not_there")
+    d1("lm-eval", "tiny", "--tasks", "gsm8k").assert_refused("the package lm-eval is missing; pip install 'd1[lm-eval]'")
