@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from actors.run_log import VALIDATION, Event
-from actors.spec import Phase
+
+# Where a run without validation problems has its accuracies from. The latter is `actors.spec.Phase`'s, which takes torch.
+_HELDOUT = ("round", "rl")
 
 
 def best_version(events: Sequence[Event]) -> int | None:
@@ -15,7 +17,7 @@ def best_version(events: Sequence[Event]) -> int | None:
     The oldest of several: an accuracy that stays where it is, at 0 too, writes no checkpoint each time. Of those of one
     version, as after a restart, the later counts.
     """
-    labels = (VALIDATION,) if has_validation(events) else ("round", Phase.RL)
+    labels = (VALIDATION,) if has_validation(events) else _HELDOUT
     found: dict[int, float] = {}
     for event in events:
         if event["event"] == "round":

@@ -117,16 +117,19 @@ class _Planner:
         pretraining = self._scale.pretraining
         if pretraining is None:
             return str(self._scale.recipe["model"]["checkpoint"])
-        path = self._out / "texts" / f"{of}.jsonl"
-        prompt = merged(self._scale.recipe, of.scale.recipe)["rollout"]["max_prompt_tokens"]
+        path, longest = self._out / "texts" / f"{of}.jsonl", max(of.scale.lengths)
+        rollout = merged(self._scale.recipe, of.scale.recipe)["rollout"]
         sft = {
             "data": str(path),
             "num_labels": pretraining.num_texts,
             "num_steps": pretraining.num_steps,
-            # Room for the longest completion that is evaluated: a policy takes no longer canvas than it was made for.
-            "max_tokens": prompt + max(of.scale.lengths),
+            # On the canvas that SFT and the rounds have.
+            "max_tokens": rollout["max_prompt_tokens"] + rollout["sampling"]["gen_length"],
         }
-        recipe = self._recipe(of, f"{of}.base", {"sft": sft})
+        # A policy takes no longer canvas than it was made for: as long as the longest completion that is evaluated.
+        sampling = {"gen_length": longest, "block_length": longest, "num_denoise_steps": -(-longest // 2)}
+        changes = {"sft": sft, "rollout": {"sampling": sampling}, "evaluation": {"schedules": None}}
+        recipe = self._recipe(of, f"{of}.base", changes)
         yield Texts(name=f"{of}.texts", recipe=recipe, path=path, count=pretraining.num_texts)
         training = Training(name=recipe.name, row=BASE, task=of.name, recipe=recipe, start_from=None)
         yield training

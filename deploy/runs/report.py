@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from actors.run_log import Event
-from deploy.printing import duration, printable
+from actors.checkpoints.best import validated_best
+from actors.run_log import VALIDATION, Event
+from deploy.printing import counted, duration, printable
 from deploy.runs.history import Evaluation, RunHistory, read_history
 from rollout.score import Score
 
@@ -40,17 +41,34 @@ class _Row:
 def result_tables(events: Iterable[Event]) -> Iterator[Table]:
     """What each stage came to and cost, a row for each that was evaluated; then its accuracy at each schedule, where
     several were asked for."""
+    events = list(events)
     history = read_history(events)
-    yield _result_table(history)
+    yield _result_table(history, best_line(events))
     if len(names := schedule_names(history.evaluations)) > 1:
         yield _schedule_table(history, names)
 
 
-def _result_table(history: RunHistory) -> Table:
+def best_line(events: Sequence[Event]) -> str | None:
+    """Which version solves most validation problems, in a line; None of a run without any."""
+    version = validated_best(events)
+    if version is None:
+        return None
+    (*_, found) = (
+        event
+        for event in events
+        if event["event"] == "evaluation" and (event["label"], event["policy_version"]) == (VALIDATION, version)
+    )
+    score = Score(num_correct=found["num_correct"], num_problems=found["num_problems"])
+    when = f"after {counted(found['round'], 'round')}" if found["round"] else "before the rounds"
+    return f"best by validation: version {version}, {when}: {score_text(score)}"
+
+
+def _result_table(history: RunHistory, best: str | None) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=Text(printable(history.name)), caption=f"{duration(history.seconds)} in all")
+    caption = f"{duration(history.seconds)} in all" + ("" if best is None else f"\n{best}")
+    table = Table(title=Text(printable(history.name)), caption=caption)
     for heading in _HEADINGS:
         # On 80 columns words may wrap, and a number not.
         is_wordy = heading in ("policy", "held-out accuracy")

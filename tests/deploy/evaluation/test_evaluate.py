@@ -312,4 +312,4 @@ def test_a_worker_that_dies_is_a_sentence_and_no_process_is_left(evaluate: Calla
 
 def test_the_harness_is_an_extra(d1: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deploy.cli.evaluation._PACKAGE", "lm_eval_that_is_not_there")
-    d1("lm-eval", "tiny", "--tasks", "gsm8k").assert_refused("the package lm-eval is missing; pip install 'd1[lm-eval]'")
+    d1("lm-eval", "tiny", "--tasks", "gsm8k").assert_refused("lm-eval is missing; pip install 'd1[lm-eval]'")

@@ -66,6 +66,8 @@ def test_rows_start_from_what_they_are_named_after(scale_file: Path) -> None:
     base, sft = trainings["base"], trainings["+ SFT"]
     assert str(base.recipe.sft.data) == "/out/texts/sudoku.1.jsonl"
     assert (base.start_from, base.recipe.model.checkpoint) == (None, None)
+    assert base.recipe.sft.max_tokens == sft.recipe.canvas_tokens == 40, "it is pre-trained on the canvas of SFT"
+    assert base.recipe.canvas_tokens == 44, "and takes the longest that is evaluated"
     assert str(sft.recipe.model.checkpoint) == base.checkpoint == "/out/runs/sudoku.1.base/checkpoints/sft"
     assert sft.recipe.sft.data is None
     assert trainings["+ diffu-grpo"].start_from == trainings["+ recipe"].start_from == base.checkpoint

@@ -99,3 +99,15 @@ def test_the_accuracy_at_each_schedule_has_a_table(recorder: Any) -> None:
         "│ threshold 0.9 │ 30.0 in 2.3 steps │      │",
         "└───────────────┴───────────────────┴──────┘",
     ]
+
+
+def test_the_best_by_validation_is_named_under_the_table(events: Events, recorder: Any) -> None:
+    recorder.evaluation("validation", 150)
+    recorder.evaluation("validation", 300, 7)
+    recorder.evaluation("validation", 290, 12)
+    caption = str(next(result_tables(events)).caption)
+    assert caption.endswith("\nbest by validation: version 8, after 7 rounds: 60.0 % (55.6 to 64.2), 300 of 500")
+
+
+def test_without_validation_nothing_is_called_the_best(events: Events) -> None:
+    assert "best" not in str(next(result_tables(events)).caption)
