@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from actors.run_log import VALIDATION, Event
 
-# Where a run without validation problems has its accuracies from. The latter is `actors.spec.Phase`'s, which takes torch.
+# Where a run without validation problems has its accuracies from; `actors.spec.Phase` has the latter, and takes torch.
 _HELDOUT = ("round", "rl")
 
 
