@@ -45,7 +45,7 @@ def reproduce(
     """
     with saying("planning"):
         from deploy.reproduce.plan import plan, rows
-        from deploy.reproduce.scale import DEFAULT_ALGORITHM, read_scale
+        from deploy.reproduce.scale import DEFAULT_ALGORITHM, keep, read_scale
 
         chosen = read_scale(scale, sft_data)
         names = list(dict.fromkeys([DEFAULT_ALGORITHM, *(algorithms or "").split(",")]))
@@ -59,6 +59,7 @@ def reproduce(
     from deploy.reproduce.report import write_report
 
     with closing(take_lock(place)):
+        keep(chosen, place)
         is_whole = _execute(steps, place)
         text = write_report(chosen, Path(scale).stem, steps, rows(names), place)
     typer.echo(printable(text))

@@ -8,10 +8,12 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 
+from actors.whole_file import write_whole
 from deploy.errors import UserError
 from deploy.recipe.refusals import first_refusal
 from deploy.recipe.yaml_text import parse_yaml
 
+_KEPT = "scale.json"
 DEFAULT_ALGORITHM = "diffu-grpo"
 """What the first d1 trains with."""
 
@@ -85,6 +87,14 @@ def read_scale(name: str, sft_data: Path | None = None) -> Scale:
         )
     data = {"sft": {"data": str(sft_data.absolute())}} if sft_data is not None else {}
     return scale.model_copy(update={"recipe": merged(scale.recipe, data)})
+
+
+def keep(scale: Scale, out: Path) -> None:
+    """Write into a folder which scale it is of. Raises UserError where it is of another: its numbers would mix."""
+    path, text = out / _KEPT, scale.model_dump_json(indent=1, exclude={"seeds"}) + "\n"
+    if path.is_file() and path.read_text(encoding="utf-8") != text:
+        raise UserError(f"{out} has a reproduction at another scale, which {path} describes; take another --out")
+    write_whole(path, text)
 
 
 def _read(name: str) -> Scale:

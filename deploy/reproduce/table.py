@@ -13,6 +13,7 @@ from typing import Any
 from deploy.evaluation.evaluate import RESULTS
 from deploy.reproduce import paper
 from deploy.reproduce.plan import Evaluation, Step
+from rollout.score import Score
 
 # The 97.5th percentile of Student's distribution, by degrees of freedom from 1.
 _STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
@@ -33,7 +34,7 @@ class CellOfTable:
     accuracy: float
     """Their mean."""
     interval: tuple[float, float]
-    """At 95 %: Student's over seeds; of a single seed Wilson's over problems."""
+    """At 95 %: see `interval_of`."""
     items: float | None
     """Mean share of a problem's parts that are right, where problems have parts (a Sudoku's cells)."""
     mean_forwards: float
@@ -62,20 +63,24 @@ def _cell(row: str, task: str, length: int, by_seed: dict[int, dict[str, Any]]) 
         seeds=accuracies,
         num_problems=cells[0]["num_problems"],
         accuracy=fmean(accuracies.values()),
-        interval=interval_over(list(accuracies.values())) or tuple(cells[0]["accuracy_interval"]),
+        interval=interval_of(list(accuracies.values()), cells[0]["num_problems"]),
         items=fmean(parts) if parts else None,
         mean_forwards=fmean(cell["mean_forwards"] for cell in cells),
     )
 
 
-def interval_over(values: Sequence[float]) -> tuple[float, float] | None:
-    """Student's 95 % interval of the mean of shares; None of a single one."""
-    count = len(values)
+def interval_of(accuracies: Sequence[float], num_problems: int) -> tuple[float, float]:
+    """The 95 % interval of the mean over seeds: Student's, but nowhere narrower than Wilson's over the problems.
+
+    All seeds are asked the same problems: seeds that happen to agree, at 0 too, say nothing of others.
+    """
+    mean, count = fmean(accuracies), len(accuracies)
+    low, high = Score(num_correct=round(mean * num_problems), num_problems=num_problems).interval
     if count < 2:
-        return None
+        return low, high
     factor = _STUDENT[count - 2] if count - 2 < len(_STUDENT) else _NORMAL
-    half = factor * stdev(values) / math.sqrt(count)
-    return max(0.0, fmean(values) - half), min(1.0, fmean(values) + half)
+    half = factor * stdev(accuracies) / math.sqrt(count)
+    return max(0.0, min(low, mean - half)), min(1.0, max(high, mean + half))
 
 
 def as_json(cells: Sequence[CellOfTable], facts: dict[str, Any]) -> str:
@@ -95,8 +100,8 @@ def _facts(facts: dict[str, Any]) -> str:
     lines = [f"- {name.replace('_', ' ')}: {value}" for name, value in facts.items() if name not in ("title", "about")]
     note = (
         "Held-out accuracy at temperature 0 in half as many denoise steps as slots, of the last policy of each "
-        "training, in percent: the mean over seeds, its 95 % interval (Student's over seeds; of one seed Wilson's over "
-        "problems), and each seed's."
+        "training, in percent: the mean over seeds, its 95 % interval (Student's over seeds, nowhere narrower than "
+        "Wilson's over problems), and each seed's."
     )
     return "\n".join([*lines, "", note, ""])
 

@@ -82,7 +82,7 @@ def test_every_command_is_given_once_and_the_report_is_written(
     execute(steps, tmp_path, told.append)
     assert calls() == given, "nothing is done twice"
     text = write_report(read_scale(str(scale_file)), "micro", steps, rows(["diffu-grpo"]), tmp_path)
-    assert "| base | **25.0** (10.0 to 50.0) | **25.0** (10.0 to 50.0) |" in text
+    assert "| base | **25.0** (8.9 to 53.2) | **25.0** (8.9 to 53.2) |" in text
     assert "- commit: abc\n" in text
     assert (tmp_path / "table.md").read_text() == text
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
@@ -144,6 +144,18 @@ def test_a_command_that_does_not_stop_is_killed(monkeypatch: pytest.MonkeyPatch)
 def test_bad_input_is_a_sentence(d1: Callable[..., Any], workdir: Path, words: tuple[str, ...], sentence: str) -> None:
     d1("reproduce", *words).assert_refused(sentence)
     assert list(workdir.iterdir()) == []
+
+
+def test_a_folder_of_another_scale_is_refused(
+    d1: Callable[..., Any], calls: Callable[[], list[list[str]]], scale_file: Path
+) -> None:
+    # The stand-in leaves its runs where it is.
+    words = ("reproduce", "--scale", str(scale_file), "--seeds", "0", "--out", str(scale_file.parent))
+    assert "| base | **25.0**" in d1(*words).out
+    given = len(calls())
+    scale_file.write_text(scale_file.read_text().replace("num_rounds: 2", "num_rounds: 3"))
+    d1(*words).assert_refused("has a reproduction at another scale", "take another --out")
+    assert len(calls()) == given
 
 
 def test_a_dry_run_prints_the_commands_and_writes_nothing(d1: Callable[..., Any], workdir: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from deploy.reproduce.plan import Evaluation, Step
-from deploy.reproduce.table import as_json, as_markdown, interval_over, read_cells
+from deploy.reproduce.table import as_json, as_markdown, interval_of, read_cells
 from rollout.score import Score
 
 FACTS = {"title": "d1's table, micro", "about": "Small.", "commit": "abc"}
@@ -30,10 +30,15 @@ def _evaluated(out: Path, row: str, seed: int, length: int, num_correct: int) ->
 
 
 def test_the_interval_over_seeds_is_students() -> None:
-    # Mean 0.2, standard deviation 0.1, t = 4.303 at two degrees of freedom: half 4.303 * 0.1 / sqrt(3).
-    assert interval_over([0.4, 0.5, 0.6]) == pytest.approx((0.5 - 0.24844, 0.5 + 0.24844), abs=1e-5)
-    assert interval_over([0.1, 0.9]) == (0.0, 1.0)
-    assert interval_over([0.3]) is None
+    # Mean 0.5, standard deviation 0.1, t = 4.303 at two degrees of freedom: half 4.303 * 0.1 / sqrt(3).
+    assert interval_of([0.4, 0.5, 0.6], 600) == pytest.approx((0.5 - 0.24844, 0.5 + 0.24844), abs=1e-5)
+    assert interval_of([0.1, 0.9], 600) == (0.0, 1.0)
+
+
+def test_it_is_nowhere_narrower_than_wilsons_over_problems() -> None:
+    wilson = Score(num_correct=0, num_problems=600).interval
+    assert interval_of([0.0, 0.0, 0.0], 600) == interval_of([0.0], 600) == wilson
+    assert wilson[1] > 0.005
 
 
 def test_a_row_has_its_mean_its_interval_and_each_seed(tmp_path: Path) -> None:
