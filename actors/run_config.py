@@ -209,13 +209,10 @@ class RunConfig(BaseModel):
                 f"sft.num_labels {self.sft.num_labels} exceeds num_train_problems {self.num_train_problems}, "
                 "of which the labels are the first"
             )
-        evaluation = self.evaluation
-        name, most, what = "num_problems", evaluation.num_problems, "held-out"
-        if evaluation.num_validation:
-            name, most, what = "num_validation", evaluation.num_validation, "validation"
+        kind, field, most = self.evaluation.to_choose_by
         if self.sft.num_eval > most:
             raise ValueError(
-                f"sft.num_eval {self.sft.num_eval} exceeds evaluation.{name} {most}, the {what} problems, of which "
+                f"sft.num_eval {self.sft.num_eval} exceeds evaluation.{field} {most}, the {kind} problems, of which "
                 "they are the first"
             )
 

@@ -95,6 +95,13 @@ class EvaluationConfig(BaseModel):
     first is what a policy is compared and announced by, and what the service answers at; what SFT, the rounds and the
     control end with is evaluated at the others too."""
 
+    @property
+    def to_choose_by(self) -> tuple[str, str, int]:
+        """What may be looked at before a run's end: which problems, the field that says how many, and how many."""
+        if self.num_validation:
+            return "validation", "num_validation", self.num_validation
+        return "held-out", "num_problems", self.num_problems
+
     def params(self, sampling: SamplingParams) -> tuple[SamplingParams, ...]:
         """The parameters to evaluate at, the first the one that counts. Raises ValueError where one does not fit."""
         return with_schedules(sampling, self.schedules)

@@ -81,11 +81,11 @@ def _execute(steps: list[Step], place: Path) -> bool:
         try:
             execute(steps, place, show)
         except KeyboardInterrupt:
-            is_whole = False
+            pass
         else:
             return True
     sys.stderr.write("d1: stopped; what is done is kept, and the same command goes on from there\n")
-    return is_whole
+    return False
 
 
 def _print_plan(steps: list[Step], place: Path) -> None:

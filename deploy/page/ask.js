@@ -136,7 +136,8 @@ export class AskView {
   /** Fill the picker with what the service offers, and keep the choice. */
   async loadModels() {
     const { data = [] } = await get("v1/models");
-    const names = data.map((model) => model.id).filter((id) => typeof id === "string");
+    // `last` is what the command line calls `policy`.
+    const names = data.map((model) => model.id).filter((id) => typeof id === "string" && id !== "last");
     const picker = byId("model");
     const chosen = picker.value;
     const ordered = [...new Set(names)].sort((one, other) => rank(one) - rank(other) || other.localeCompare(one, "en", { numeric: true }));

@@ -28,7 +28,7 @@ class CanarySection(BaseModel):
     model_config = STRICT
 
     num_problems: PositiveInt
-    """How many: the first of the run's held-out problems, at temperature 0."""
+    """How many: the first of the run's validation problems, or without any of its held-out ones, at temperature 0."""
     max_drop: Annotated[float, Field(ge=0, le=1)] = 0.1
     """A version stays out whose share of them is lower than that of the serving one by more than this."""
     timeout_s: PositiveFloat = 120.0
@@ -74,11 +74,11 @@ class Recipe(RunConfig):
 
     @model_validator(mode="after")
     def _canary(self) -> Recipe:
-        canary = self.service.canary
-        if canary is not None and canary.num_problems > self.evaluation.num_problems:
+        canary, (kind, field, most) = self.service.canary, self.evaluation.to_choose_by
+        if canary is not None and canary.num_problems > most:
             raise ValueError(
-                f"service.canary.num_problems {canary.num_problems} exceeds evaluation.num_problems "
-                f"{self.evaluation.num_problems}, the held-out problems, of which they are the first"
+                f"service.canary.num_problems {canary.num_problems} exceeds evaluation.{field} {most}, the {kind} "
+                "problems, of which they are the first"
             )
         return self
 

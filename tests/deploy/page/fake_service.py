@@ -59,7 +59,7 @@ class FakeService:
     """What the page talks to. A test changes it while it runs."""
 
     def __init__(self) -> None:
-        self.models = ["policy", "policy@v000011", "policy@v000012", "base"]
+        self.models = ["policy", "last", "policy@v000011", "policy@v000012", "base"]
         self.answers: dict[str, list[Json]] = {}
         """The canvases by model; without an entry, those of `policy`."""
         self.text: str | None = None

@@ -235,6 +235,26 @@ def test_a_bad_override_is_refused_in_one_sentence(
     assert set(recipe_file.parent.iterdir()) == before
 
 
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        (
+            "sft.num_eval=6",
+            "sft.num_eval 6 exceeds evaluation.num_validation 5, the validation problems, of which they",
+        ),
+        (
+            "service.canary={num_problems: 6}",
+            "service.canary.num_problems 6 exceeds evaluation.num_validation 5, the validation problems, of which they",
+        ),
+    ],
+)
+def test_with_validation_that_is_what_may_be_looked_at(
+    override: str, sentence: str, recipe_file: Path, d1: Callable
+) -> None:
+    words = ("evaluation.num_validation=5", "task.validation_fraction=0.2")
+    d1("train", "tiny.yaml", *words, override).assert_refused(sentence)
+
+
 REFUSED_FILES = {
     "": ("is not a recipe: it should be a mapping",),
     "- a\n- b\n": ("is not a recipe: it should be a mapping",),
