@@ -33,14 +33,15 @@ def test_models_are_aliases_versions_and_the_run(client, versions, make_policy, 
     assert texts[1] != texts[3]
 
 
-def test_the_best_is_a_model_where_the_run_has_validation_problems(client, run_dir, add_checkpoint):
+def test_the_best_is_a_model_where_the_run_has_validation_problems(client, run_dir, add_checkpoint, monkeypatch):
+    monkeypatch.setattr("deploy.service.checkpoints._TTL_S", 0.0)
     add_checkpoint(run_dir, 2)
     add_checkpoint(run_dir, 3)
     assert_error(client.post("/v1/completions", json=ASK | {"model": "best"}), 404, "model_not_found")
     for version, right in ((2, 5), (3, 4)):
         scored = {"policy_version": version, "round": version, "num_correct": right, "num_problems": 10}
         append_event(run_dir, "evaluation", label="validation", **scored)
-    time.sleep(5.1)
+    time.sleep(0.3)
     assert client.get("/v1/models/best").json()["policy_version"] == 2
     assert client.get("/v1/policy").json()["aliases"] == {"policy": 1, "base": 1, "best": 2}
     assert client.post("/v1/completions", json=ASK | {"model": "best"}).json()["policy_version"] == 2
