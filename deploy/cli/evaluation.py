@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from contextlib import closing
 from dataclasses import asdict
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from deploy.cli.options import RunsDir
+from deploy.cli.options import RunsDir, numbers_of, words_of
 from deploy.errors import EXIT_INTERRUPTED, UserError
 from deploy.printing import printable
 from deploy.waiting import saying
@@ -90,9 +89,9 @@ def evaluate(
     if samples > 1 and not temperature:
         raise UserError(f"--samples {samples} of the likeliest tokens are all alike; say --temperature, as in 0.8")
     asked = Asked(
-        tasks=_words(tasks),
-        lengths=_numbers(lengths),
-        schedules=_words(schedules),
+        tasks=words_of(tasks),
+        lengths=numbers_of("--lengths", lengths, "number of slots", "128,256", least=1),
+        schedules=words_of(schedules),
         block_length=block_length,
         num_problems=problems,
         protocol=protocol,
@@ -204,16 +203,3 @@ def _show(subject: Subject, ready: list[Ready], place: Path, *, as_json: bool) -
     for table in tables(found, console.width):
         console.print(table)
     sys.stderr.write(f"d1: answers and {RESULTS} are in {place}\n")
-
-
-def _words(text: str | None) -> tuple[str, ...] | None:
-    return None if text is None else tuple(word.strip() for word in text.split(","))
-
-
-def _numbers(text: str | None) -> tuple[int, ...] | None:
-    words = _words(text)
-    if words is None:
-        return None
-    if strays := [word for word in words if not re.fullmatch(r"0*[1-9][0-9]{0,8}", word)]:
-        raise UserError(f"--lengths {text}: {strays[0] or 'nothing'} is no number of slots; write --lengths 128,256")
-    return tuple(map(int, words))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from deploy.cli.options import numbers_of, words_of
 from deploy.errors import EXIT_INTERRUPTED, UserError
 from deploy.printing import counted, printable
 from deploy.program import command
@@ -48,17 +49,16 @@ def reproduce(
         from deploy.reproduce.scale import DEFAULT_ALGORITHM, keep, read_scale
 
         chosen = read_scale(scale, sft_data)
-        names = list(dict.fromkeys([DEFAULT_ALGORITHM, *(algorithms or "").split(",")]))
-        names = [name.strip() for name in names if name.strip()]
+        names = list(dict.fromkeys([DEFAULT_ALGORITHM, *filter(None, words_of(algorithms) or ())]))
         place = (out or Path("runs") / f"reproduction-{Path(scale).stem}").absolute()
-        steps = plan(chosen, place, _numbers(seeds) or chosen.seeds, names)
+        steps = plan(chosen, place, numbers_of("--seeds", seeds, "seed", "0,1,2", least=0) or chosen.seeds, names)
     if dry_run:
         _print_plan(steps, place)
         return
     from deploy.evaluation.record import take_lock
     from deploy.reproduce.report import write_report
 
-    with closing(take_lock(place)):
+    with closing(take_lock(place, "reproduction")):
         keep(chosen, place)
         is_whole = _execute(steps, place)
         text = write_report(chosen, Path(scale).stem, steps, rows(names), place)
@@ -121,12 +121,3 @@ def _to_look_at(step: Training) -> Recipe:
     if str(recipe.model.checkpoint).startswith(runs):
         changes["model"] = recipe.model.model_copy(update={"checkpoint": None})
     return recipe.model_copy(update=changes)
-
-
-def _numbers(text: str | None) -> list[int] | None:
-    if text is None:
-        return None
-    words = [word.strip() for word in text.split(",")]
-    if strays := [word for word in words if not (word.isascii() and word.isdigit() and len(word) < 10)]:
-        raise UserError(f"--seeds {text}: {strays[0] or 'nothing'} is no seed; write --seeds 0,1,2")
-    return [int(word) for word in words]

@@ -135,8 +135,8 @@ def records_in(directory: Path) -> dict[str, Recorded]:
     return found
 
 
-def take_lock(directory: Path) -> RunLock:
-    """The lock of a directory of records, which is made where it is not there.
+def take_lock(directory: Path, what: str = "evaluation") -> RunLock:
+    """The lock of a directory of records, which is made where it is not there; in it lies what `what` names.
 
     Raises UserError where another process has it, or the directory cannot be written to.
     """
@@ -144,7 +144,7 @@ def take_lock(directory: Path) -> RunLock:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"cannot write {directory}: {reason(error)}") from error
-    return RunLock.take(directory, "evaluation")
+    return RunLock.take(directory, what)
 
 
 def fingerprint(checkpoint: Path) -> str:

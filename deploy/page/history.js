@@ -97,6 +97,11 @@ export class RunHistory {
   }
 }
 
+/** Whether an evaluation is of the run's own policy on held-out problems. */
+export function isHeldout(item) {
+  return item.label !== "control" && item.label !== "validation";
+}
+
 function append(lists, name, item) {
   if (!lists.has(name)) {
     lists.set(name, []);

@@ -1,6 +1,7 @@
 // The curves: which there are, and how uPlot draws them. Numbers only; no text of the model comes here.
 
 import { make, setText } from "./dom.js";
+import { isHeldout } from "./history.js";
 import { movingMean, number, percent, wilson } from "./numbers.js";
 import uPlot from "./vendor/uPlot.esm.js";
 
@@ -218,8 +219,8 @@ function ofRounds({ id, title, key, name, color, format = number, range = fromZe
 
 /** Something of each evaluation, for the lines of the policy, of the control and of the validation problems. */
 function byLine(items, valueOf) {
-  const lines = [(label) => label !== "control" && label !== "validation", (label) => label === "control", (label) => label === "validation"];
-  return lines.map((has) => items.map((item) => (has(item.label) ? valueOf(item) : null)));
+  const lines = [isHeldout, (item) => item.label === "control", (item) => item.label === "validation"];
+  return lines.map((has) => items.map((item) => (has(item) ? valueOf(item) : null)));
 }
 
 const ACCURACY = {

@@ -2,7 +2,7 @@
 
 import { get } from "./api.js";
 import { byId, make, setFacts, setText, shortened, visible } from "./dom.js";
-import { RunHistory } from "./history.js";
+import { RunHistory, isHeldout } from "./history.js";
 import { duration, number, percent } from "./numbers.js";
 import { CURVES, Plot } from "./plots.js";
 import { whenVisible } from "./wait.js";
@@ -106,7 +106,7 @@ export class RunView {
     const phase = history.isDone ? "complete" : (PHASES[name] ?? visible(name));
     setText(byId("run-phase"), phase);
     byId("run-phase").classList.toggle("is-live", !history.isDone);
-    const evaluation = history.evaluations.findLast((item) => item.label !== "control" && item.label !== "validation");
+    const evaluation = history.evaluations.findLast(isHeldout);
     setFacts(byId("run-facts"), [
       ["Round", last ? `${number(last.round + 1)}${planned ? ` of ${number(planned)}` : ""}` : "–"],
       ["Reward", last ? number(last.reward) : "–"],

@@ -6,8 +6,8 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from deploy.reproduce.plan import Evaluation, Step, Texts, Training
 from deploy.reproduce.texts import unlabelled
 
 _D1 = (sys.executable, "-c", "from deploy.cli import main; main()")
-_POLL_S = 0.5
+_TELL_EVERY_S = 5.0
 # A run that is told to stop writes a checkpoint first.
 _STOP_S = 120.0
 
@@ -102,9 +102,8 @@ def _run(step: Training | Evaluation, out: Path, told: Callable[[str], None]) ->
             start_new_session=True,
         )
         try:
-            while process.poll() is None:
+            while not _has_ended(process):
                 told(_doing(step))
-                time.sleep(_POLL_S)
         except BaseException:
             _stop(process)
             raise
@@ -112,6 +111,13 @@ def _run(step: Training | Evaluation, out: Path, told: Callable[[str], None]) ->
         said = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
         last = said[-1].removeprefix("d1: ") if said else f"it ended with status {process.returncode}"
         raise RunFailedError(f"{step.name} failed: {last}; its log is {log}; the same command goes on from here")
+
+
+def _has_ended(process: subprocess.Popen[bytes]) -> bool:
+    """Wait a while, for what is said meanwhile reads a whole run log."""
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(_TELL_EVERY_S)
+    return process.returncode is not None
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:

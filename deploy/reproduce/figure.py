@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from actors.run_log import read_events
 from deploy.reproduce.plan import Step, Training
 from deploy.reproduce.table import CellOfTable
-from deploy.runs.curves import PALETTE, STYLE, draw_smooth
+from deploy.runs.curves import PALETTE, STYLE, draw_smooth, save, with_bars
 from deploy.runs.history import read_history
 
 if TYPE_CHECKING:
@@ -37,10 +37,7 @@ def draw(steps: Sequence[Step], cells: Sequence[CellOfTable], rows: Sequence[str
             above.set_title(f"{task}: held-out accuracy, 95 % interval")
             below = figure.add_subplot(2, len(tasks), 1 + len(tasks) + column)
             _by_round(below, [one for one in steps if isinstance(one, Training) and one.task == task], colours)
-        # Beside, then in place: a reader never sees half a picture.
-        partial = path.with_name(f".{path.name}.partial")
-        figure.savefig(partial, dpi=150, format="png")
-        partial.replace(path)
+        save(figure, path)
 
 
 def _by_length(axes: Axes, cells: Sequence[CellOfTable], colours: dict[str, str]) -> None:
@@ -48,11 +45,9 @@ def _by_length(axes: Axes, cells: Sequence[CellOfTable], colours: dict[str, str]
     for row, colour in colours.items():
         own = sorted((cell for cell in cells if cell.row == row), key=lambda cell: cell.length)
         if own:
-            middles = [100 * cell.accuracy for cell in own]
-            lows = [max(0.0, middle - 100 * cell.interval[0]) for cell, middle in zip(own, middles, strict=True)]
-            highs = [max(0.0, 100 * cell.interval[1] - middle) for cell, middle in zip(own, middles, strict=True)]
+            middles, bars = with_bars(own)
             lengths = [cell.length for cell in own]
-            axes.errorbar(lengths, middles, yerr=[lows, highs], fmt="o-", color=colour, label=row, capsize=3)
+            axes.errorbar(lengths, middles, yerr=bars, fmt="o-", color=colour, label=row, capsize=3)
     axes.set_xticks(sorted({cell.length for cell in cells}))
     axes.set_ylim(bottom=0)
     axes.legend(loc="best")

@@ -12,6 +12,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from actors.checkpoints.selection import Position, checkpoint_name
+from actors.run_log import CHECKPOINTS
+from actors.spec import Phase
 from deploy.errors import UserError
 from deploy.recipe.recipe import Recipe
 from deploy.recipe.refusals import first_refusal
@@ -55,11 +58,9 @@ class Training:
     @property
     def checkpoint(self) -> str:
         """What it leaves."""
-        return f"{self.recipe.run_dir}/checkpoints/" + ("sft" if self.start_from is None else self._last)
-
-    @property
-    def _last(self) -> str:
-        return f"rl-{self.recipe.learner.num_rounds:06d}"
+        phase, rounds = (Phase.SFT, 0) if self.start_from is None else (Phase.RL, self.recipe.learner.num_rounds)
+        last = Position(phase=phase, round=rounds, policy_version=0, rl_seconds=0.0)
+        return str(self.recipe.run_dir / CHECKPOINTS / checkpoint_name(last))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,8 +108,11 @@ class _Planner:
         yield sft
         yield from self._evaluations(of, sft.row, f"{of}.sft", sft.checkpoint)
         for algorithm in self._algorithms:
-            for start, row in ((base, f"+ {algorithm}"), (sft.checkpoint, f"+ {SFT} + {algorithm}")):
-                trained = self._rounds(of, algorithm, start, row)
+            for name, start, row in (
+                (f"{of}.{algorithm}", base, f"+ {algorithm}"),
+                (f"{of}.sft.{algorithm}", sft.checkpoint, f"+ {SFT} + {algorithm}"),
+            ):
+                trained = self._rounds(of, algorithm, name, start, row)
                 yield trained
                 yield from self._evaluations(of, row, trained.name, trained.checkpoint)
 
@@ -141,9 +145,8 @@ class _Planner:
         task = None if is_shared else of.name
         return Training(name=recipe.name, row=f"+ {SFT}", task=task, recipe=recipe, start_from=None)
 
-    def _rounds(self, of: _Of, algorithm: str, start: str, row: str) -> Training:
+    def _rounds(self, of: _Of, algorithm: str, name: str, start: str, row: str) -> Training:
         settings = self._scale.algorithms.get(algorithm, {})
-        name = f"{of}.sft.{algorithm}" if SFT in row else f"{of}.{algorithm}"
         if algorithm == OWN:
             recipe = self._recipe(of, name, {"learner": settings})
         else:

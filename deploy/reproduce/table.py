@@ -11,6 +11,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from deploy.evaluation.evaluate import RESULTS
+from deploy.printing import share
 from deploy.reproduce import paper
 from deploy.reproduce.plan import Evaluation, Step
 from rollout.score import Score
@@ -129,13 +130,13 @@ def _parts_heading(cells: Sequence[CellOfTable], lengths: Sequence[int]) -> list
 def _said(cell: CellOfTable | None) -> str:
     if cell is None:
         return ""
-    low, high = cell.interval
+    mean, _, interval = share(cell.accuracy, cell.interval).partition(" ")
     seeds = "" if len(cell.seeds) == 1 else f" [{', '.join(_percent(value) for value in cell.seeds.values())}]"
-    return f"**{100 * cell.accuracy:.1f}** ({100 * low:.1f} to {100 * high:.1f}){seeds}"
+    return f"**{mean}** {interval}{seeds}"
 
 
-def _percent(share: float | None) -> str:
-    return "" if share is None else f"{100 * share:.1f}"
+def _percent(part: float | None) -> str:
+    return "" if part is None else f"{100 * part:.1f}"
 
 
 def _paper() -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from actors.run_log import VALIDATION, Event
 from deploy.printing import printable
@@ -13,6 +13,7 @@ from rollout.score import Score
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 _Panel = Callable[["Axes", RunHistory], None]
 
@@ -55,6 +56,18 @@ STYLE: dict[Any, Any] = {
 """Of all plots, as matplotlib's settings."""
 
 
+class Interval(Protocol):
+    """A share from 0 to 1 with what it may be."""
+
+    @property
+    def accuracy(self) -> float:
+        """The share."""
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """At 95 %."""
+
+
 def draw_curves(events: Iterable[Event], path: Path) -> None:
     """Draw what there is: a panel without data is left out, and without any nothing is written."""
     import matplotlib as mpl
@@ -75,10 +88,7 @@ def draw_curves(events: Iterable[Event], path: Path) -> None:
         figure.suptitle(printable(history.name), parse_math=False, **title)
         for index, draw in enumerate(panels):
             draw(figure.add_subplot(rows, columns, index + 1), history)
-        # Beside, then in place: a reader of a run under way never sees half a picture.
-        partial = path.with_name(f".{path.name}.partial")
-        figure.savefig(partial, dpi=150, format="png")
-        partial.replace(path)
+        save(figure, path)
 
 
 def _panels(history: RunHistory) -> Iterable[_Panel]:
@@ -114,13 +124,20 @@ def numbered(history: RunHistory) -> list[float]:
     return [float(index + 1) for index in history.rounds]
 
 
-def with_bars(scores: Sequence[Score]) -> tuple[list[float], list[list[float]]]:
+def with_bars(scores: Sequence[Interval]) -> tuple[list[float], list[list[float]]]:
     """Accuracies in percent, and how far below and above each the bar of its interval goes."""
-    middles = [_percent(score) for score in scores]
+    middles = [100 * score.accuracy for score in scores]
     # The Wilson interval holds its middle but for rounding at 0 and 1.
     lows = [max(0.0, 100 * (score.accuracy - score.interval[0])) for score in scores]
     highs = [max(0.0, 100 * (score.interval[1] - score.accuracy)) for score in scores]
     return middles, [lows, highs]
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write a picture beside its place, then there: who reads it meanwhile never sees half of one."""
+    partial = path.with_name(f".{path.name}.partial")
+    figure.savefig(partial, dpi=150, format="png")
+    partial.replace(path)
 
 
 def _reward(axes: Axes, history: RunHistory) -> None:

@@ -80,9 +80,14 @@ class RunHistory:
         return [item for item in self.evaluations if item.label not in ("control", VALIDATION)]
 
     @property
+    def validation(self) -> list[Evaluation]:
+        """Those on validation problems."""
+        return [item for item in self.evaluations if item.label == VALIDATION]
+
+    @property
     def course(self) -> list[Evaluation]:
         """How its accuracy went: on the validation problems, or in a run without any on the held-out ones."""
-        return [item for item in self.evaluations if item.label == VALIDATION] or self.heldout
+        return self.validation or self.heldout
 
     def series(self, key: str) -> list[float]:
         """A number of every round, in order; NaN where a round has none (not every algorithm has a ratio or a KL)."""

@@ -96,13 +96,12 @@ def _essentials(recipe: dict[str, Any]) -> Iterator[tuple[str, str]]:
 def _curves(run: Run) -> Iterator[tuple[str, str]]:
     history = run.history
     accuracies = [100 * item.score.accuracy for item in history.heldout]
-    validation = [100 * item.score.accuracy for item in history.course] if history.course != history.heldout else []
     series = {
         "reward": history.series("reward"),
         "share correct": history.series("correct"),
         "SFT loss": [step["loss"] for step in history.steps.get("sft", [])],
         "held-out loss": [evaluated["loss"] for evaluated in history.sft_losses.get("sft", [])],
-        "validation %": validation,
+        "validation %": [100 * item.score.accuracy for item in history.validation],
         "held-out %": accuracies,
     }
     for name, values in series.items():

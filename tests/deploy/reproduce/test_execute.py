@@ -60,6 +60,7 @@ def steps(scale_file: Path, tmp_path: Path) -> list[Step]:
 def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[list[str]]]:
     script = tmp_path / "stand_in.py"
     script.write_text(STAND_IN)
+    monkeypatch.setattr(executing, "_TELL_EVERY_S", 0.2)
     monkeypatch.setattr(executing, "_D1", (sys.executable, str(script), str(tmp_path)))
     path = tmp_path / "calls"
     return lambda: [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
