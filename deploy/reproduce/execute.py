@@ -79,7 +79,7 @@ def command_of(step: Training | Evaluation, out: Path) -> tuple[str, ...]:
 
 
 def _write_texts(step: Texts) -> None:
-    texts = unlabelled(step.recipe.task, step.count, step.recipe.seed)
+    texts = unlabelled(step.recipe.task, step.recipe.num_train_problems, step.count, step.recipe.seed)
     step.path.parent.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps({"prompt": prompt, "completion": text}) + "\n" for prompt, text in texts]
     write_whole(step.path, "".join(lines))

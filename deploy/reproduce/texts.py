@@ -7,6 +7,7 @@ empty cells are random digits; Countdown's numbers are joined at random, whateve
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import cycle, islice
 from random import Random
 
 from rewards import Problem, Split, TaskConfig, make_task
@@ -19,15 +20,15 @@ from rewards.tasks.sudoku import EMPTY, SudokuConfig
 _DIGITS = "1234"
 
 
-def unlabelled(config: TaskConfig, count: int, seed: int) -> list[tuple[str, str]]:
-    """Prompts of `count` training problems, each with a text of the form of an answer.
+def unlabelled(config: TaskConfig, num_problems: int, count: int, seed: int) -> list[tuple[str, str]]:
+    """`count` texts of the form of an answer with their prompts: `num_problems` training problems, in turn.
 
     Raises ValueError for a task that no such text can be made for, and as `Task.problems`.
     """
     write = _writer(config)
-    problems = make_task(config).problems(Split.TRAIN, count, seed)
+    problems = make_task(config).problems(Split.TRAIN, min(num_problems, count), seed)
     rng = rng_for(f"unlabelled/{config.name}/{seed}")
-    return [(problem.messages[-1].content, write(problem, rng)) for problem in problems]
+    return [(problem.messages[-1].content, write(problem, rng)) for problem in islice(cycle(problems), count)]
 
 
 def _writer(config: TaskConfig) -> Callable[[Problem, Random], str]:

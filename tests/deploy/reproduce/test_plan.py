@@ -10,7 +10,9 @@ import pytest
 from deploy.errors import UserError
 from deploy.reproduce.plan import Evaluation, Step, Texts, Training, plan, rows
 from deploy.reproduce.scale import read_scale, scale_names
+from deploy.reproduce.texts import unlabelled
 from learner.estimators import OneStepConfig, TrajectoryConfig
+from rewards import Split, make_task
 
 OUT = Path("/out")
 
@@ -52,6 +54,17 @@ def test_the_tiny_table_is_whole() -> None:
     places = [(task, length) for task, found in lengths.items() for length in found]
     assert asked == {(row, *place, seed) for row in wanted for place in places for seed in (0, 1, 2)}
     assert len(evaluated) == len(asked) == 72
+
+
+def test_the_tiny_scale_has_the_problems_that_it_asks_for() -> None:
+    recipes = {step.recipe.task.name: step for step in _plan("tiny", seeds=[0]) if isinstance(step, Texts)}
+    assert set(recipes) == {"sudoku", "countdown"}
+    for step in recipes.values():
+        recipe = step.recipe
+        task = make_task(recipe.task)
+        assert len(task.problems(Split.TRAIN, recipe.num_train_problems, 0)) == recipe.num_train_problems
+        assert len(task.problems(Split.HELDOUT, recipe.evaluation.num_problems, 0)) == 600
+        assert len(unlabelled(recipe.task, recipe.num_train_problems, step.count, 0)) == step.count
 
 
 def test_a_seed_is_done_before_the_next_begins(scale_file: Path) -> None:

@@ -12,7 +12,7 @@ from rewards import CountdownConfig, Split, SudokuConfig, SumsConfig, make_task
 
 def test_a_sudokus_givens_are_copied_and_its_empty_cells_are_random() -> None:
     config = SudokuConfig(prompt="compact")
-    texts = unlabelled(config, 200, 3)
+    texts = unlabelled(config, 200, 200, 3)
     for prompt, text in texts:
         grid = re.fullmatch(r"<answer>([1-4]{16})</answer>", text)
         assert grid is not None
@@ -25,7 +25,7 @@ def test_a_sudokus_givens_are_copied_and_its_empty_cells_are_random() -> None:
 
 def test_countdowns_numbers_are_joined_whatever_that_comes_to() -> None:
     config = CountdownConfig(prompt="compact", max_number=9)
-    task, texts = make_task(config), unlabelled(config, 200, 3)
+    task, texts = make_task(config), unlabelled(config, 200, 200, 3)
     problems = task.problems(Split.TRAIN, 200, 3)
     for problem, (_, text) in zip(problems, texts, strict=True):
         assert sorted(re.findall(r"\d+", text)) == sorted(problem.metadata["numbers"].split())
@@ -33,12 +33,21 @@ def test_countdowns_numbers_are_joined_whatever_that_comes_to() -> None:
     assert num_right < 30
 
 
+def test_more_texts_than_problems_are_other_answers_to_the_same_prompts() -> None:
+    config = CountdownConfig(prompt="compact", max_number=9, max_target=99, heldout_fraction=0.3)
+    texts = unlabelled(config, 40, 4000, 0)
+    prompts = [prompt for prompt, _ in texts]
+    assert prompts == prompts[:40] * 100
+    assert prompts[:40] == [prompt for prompt, _ in unlabelled(config, 40, 40, 0)]
+    assert len({text for prompt, text in texts if prompt == prompts[0]}) > 5
+
+
 def test_it_is_the_same_again_and_another_with_another_seed() -> None:
     config = SudokuConfig(prompt="compact")
-    assert unlabelled(config, 5, 0) == unlabelled(config, 5, 0)
-    assert unlabelled(config, 5, 0) != unlabelled(config, 5, 1)
+    assert unlabelled(config, 5, 5, 0) == unlabelled(config, 5, 5, 0)
+    assert unlabelled(config, 5, 5, 0) != unlabelled(config, 5, 5, 1)
 
 
 def test_other_tasks_have_none() -> None:
     with pytest.raises(ValueError, match="there is no unlabelled text for task sums"):
-        unlabelled(SumsConfig(), 5, 0)
+        unlabelled(SumsConfig(), 5, 5, 0)
