@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,6 +18,8 @@ from deploy.program import command
 from deploy.waiting import saying
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from deploy.recipe.recipe import Recipe
     from deploy.reproduce.plan import Step, Training
 
@@ -60,15 +63,16 @@ def reproduce(
 
     with closing(take_lock(place, "reproduction")):
         keep(chosen, place)
-        is_whole = _execute(steps, place)
-        text = write_report(chosen, Path(scale).stem, steps, rows(names), place)
+        report = partial(write_report, chosen, Path(scale).stem, steps, rows(names), place)
+        is_whole = _execute(steps, place, report)
+        text = report()
     typer.echo(printable(text))
     sys.stderr.write(f"d1: table.md, table.json and curves.png are in {place}\n")
     if not is_whole:
         raise typer.Exit(EXIT_INTERRUPTED)
 
 
-def _execute(steps: list[Step], place: Path) -> bool:
+def _execute(steps: list[Step], place: Path, report: Callable[[], str]) -> bool:
     """Whether it came to the end; after Ctrl-C it did not."""
     from deploy.interrupts import terminated_by_sigterm
     from deploy.reproduce.execute import Progress, execute
@@ -79,7 +83,7 @@ def _execute(steps: list[Step], place: Path) -> bool:
             waiting.change(f"{progress.place} of {progress.num_steps}, {progress.step.name}: {progress.doing}")
 
         try:
-            execute(steps, place, show)
+            execute(steps, place, show, report)
         except KeyboardInterrupt:
             pass
         else:

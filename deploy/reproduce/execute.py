@@ -37,8 +37,10 @@ class Progress:
     """What the step is at."""
 
 
-def execute(steps: Sequence[Step], out: Path, on_progress: Callable[[Progress], None]) -> None:
-    """Do what is not done yet, in order.
+def execute(
+    steps: Sequence[Step], out: Path, on_progress: Callable[[Progress], None], on_evaluated: Callable[[], object]
+) -> None:
+    """Do what is not done yet, in order; `on_evaluated` follows each evaluation, for the table grows by it.
 
     Raises:
         RunFailedError: a command failed; the sentence says why and where its log is.
@@ -56,6 +58,8 @@ def execute(steps: Sequence[Step], out: Path, on_progress: Callable[[Progress], 
             _write_texts(step)
         else:
             _run(step, out, told)
+        if isinstance(step, Evaluation):
+            on_evaluated()
 
 
 def is_complete(step: Step, out: Path) -> bool:

@@ -66,7 +66,7 @@ def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[
     return lambda: [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def _ignore(_: Progress) -> None:
+def _ignore(*_: Progress) -> None:
     pass
 
 
@@ -74,13 +74,15 @@ def test_every_command_is_given_once_and_the_report_is_written(
     steps: list[Step], calls: Callable[[], list[list[str]]], scale_file: Path, tmp_path: Path
 ) -> None:
     told: list[Progress] = []
-    execute(steps, tmp_path, told.append)
+    evaluated: list[int] = []
+    execute(steps, tmp_path, told.append, lambda: evaluated.append(len(calls())))
+    assert evaluated == [2, 3, 5, 6, 8, 9, 11, 12], "after each of the evaluations"
     given = calls()
     assert [words[0] for words in given] == ["sft", "eval", "eval"] * 2 + ["train", "eval", "eval"] * 2
     assert {(one.place, one.num_steps) for one in told} == {(place, 13) for place in range(1, 14)}
     assert len((tmp_path / "texts" / "sudoku.0.jsonl").read_text().splitlines()) == 40
     assert "num_steps: 3" in (tmp_path / "recipes" / "sudoku.0.sft.yaml").read_text()
-    execute(steps, tmp_path, told.append)
+    execute(steps, tmp_path, told.append, _ignore)
     assert calls() == given, "nothing is done twice"
     text = write_report(read_scale(str(scale_file)), "micro", steps, rows(["diffu-grpo"]), tmp_path)
     assert "| base | **25.0** (8.9 to 53.2) | **25.0** (8.9 to 53.2) |" in text
@@ -97,10 +99,10 @@ def test_a_command_that_fails_is_named_and_gone_on_with(
     fails.touch()
     sentence = r"^sudoku\.0\.sft failed: the disk is full; its log is .*logs/sudoku\.0\.sft\.log; the same command"
     with pytest.raises(RunFailedError, match=sentence):
-        execute(steps, tmp_path, _ignore)
+        execute(steps, tmp_path, _ignore, _ignore)
     before = len(calls())
     fails.unlink()
-    execute(steps, tmp_path, _ignore)
+    execute(steps, tmp_path, _ignore, _ignore)
     again = calls()[before]
     assert (again[0], again[-1]) == ("sft", "--resume")
     assert again[1].endswith("recipes/sudoku.0.sft.yaml")
@@ -116,7 +118,7 @@ def test_ctrl_c_lets_the_command_keep_what_it_has(
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        execute(steps, tmp_path, interrupt)
+        execute(steps, tmp_path, interrupt, _ignore)
     assert (tmp_path / "kept").exists()
     assert len(calls()) == 4
 
@@ -157,6 +159,16 @@ def test_a_folder_of_another_scale_is_refused(
     scale_file.write_text(scale_file.read_text().replace("num_rounds: 2", "num_rounds: 3"))
     d1(*words).assert_refused("has a reproduction at another scale", "take another --out")
     assert len(calls()) == given
+
+
+def test_the_table_of_what_is_done_is_there_when_a_later_command_fails(
+    d1: Callable[..., Any], calls: Callable[[], list[list[str]]], scale_file: Path
+) -> None:
+    (scale_file.parent / "fails sudoku.0.sft").touch()
+    ended = d1("reproduce", "--scale", str(scale_file), "--seeds", "0", "--out", str(scale_file.parent))
+    assert "sudoku.0.sft failed: the disk is full" in ended.err
+    assert "| base | **25.0**" in (scale_file.parent / "table.md").read_text()
+    assert len(calls()) == 4
 
 
 def test_a_dry_run_prints_the_commands_and_writes_nothing(d1: Callable[..., Any], workdir: Path) -> None:
