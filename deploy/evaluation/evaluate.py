@@ -25,7 +25,8 @@ from learner.model.checkpoint import load_config
 from rollout.config import EngineConfig
 
 RESULTS = "results.json"
-_EVALUATIONS = "evaluations"
+EVALUATIONS = "evaluations"
+"""In a directory of runs: where answers are kept if nothing else is said."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,7 +106,7 @@ def find_subject(reference: str, runs_dir: Path) -> Subject:
 
 def default_out(subject: Subject, runs_dir: Path) -> Path:
     """Where the answers of a checkpoint are kept if nothing else is said."""
-    return runs_dir / _EVALUATIONS / subject.name
+    return runs_dir / EVALUATIONS / subject.name
 
 
 def prepare(subject: Subject, asked: Asked, computing: Computing, out: Path) -> list[Ready]:

@@ -6,7 +6,7 @@ import io
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from deploy.printing import printable
 from deploy.runs.curves import PALETTE, STYLE, draw_smooth, numbered, smooth, with_bars
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Runs = Mapping[str, RunHistory]
+_Shown = TypeVar("_Shown")
 
 _SIZE = (4.8, 3.0)
 _PHASES = {"sampling_s": "waiting for samples", "training_s": "training", "publish_s": "publishing"}
@@ -39,30 +40,31 @@ def plots(runs: Runs) -> Iterator[Plot]:
     """Those that the runs have data for."""
     evaluations = [item for history in runs.values() for item in history.evaluations]
     if evaluations:
-        yield _plot("Held-out accuracy", "Bars are 95 % intervals (Wilson); crosses are the control.", _accuracy, runs)
+        yield plot("Held-out accuracy", "Bars are 95 % intervals (Wilson); crosses are the control.", _accuracy, runs)
     if any(len(item.schedules) > 1 for item in evaluations):
         note = (
             "Dotted: SFT; dashed: the control; solid: after the rounds. Diamonds: schedules of as many steps as needed."
         )
-        yield _plot("Accuracy against compute", note, _by_compute, runs)
+        yield plot("Accuracy against compute", note, _by_compute, runs)
     if not any(history.rounds for history in runs.values()):
         return
     note = "Faintly each round, and the moving mean over a twentieth of the rounds."
-    yield _plot("Reward", note, _series_of("reward", "mean reward of a completion"), runs)
-    yield _plot("Share correct", note, _series_of("correct", "share of training completions"), runs)
+    yield plot("Reward", note, _series_of("reward", "mean reward of a completion"), runs)
+    yield plot("Share correct", note, _series_of("correct", "share of training completions"), runs)
     for name, history in runs.items():
         if any(event.get("reward_parts") for event in history.rounds.values()):
-            yield _plot(f"Parts of the reward: {name}", "Moving means.", _parts, {name: history})
+            yield plot(f"Parts of the reward: {name}", "Moving means.", _parts, {name: history})
     for key, title, unit in (("kl", "KL to the reference", "nats a token"), ("entropy", "Entropy at commit", "nats")):
         if any(key in event for history in runs.values() for event in history.rounds.values()):
-            yield _plot(title, note, _series_of(key, unit), runs)
-    yield _plot("Staleness", "How many versions older than the learner's a completion was.", _staleness, runs)
+            yield plot(title, note, _series_of(key, unit), runs)
+    yield plot("Staleness", "How many versions older than the learner's a completion was.", _staleness, runs)
     for name, history in runs.items():
         if history.rounds:
-            yield _plot(f"Seconds of a round: {name}", "Moving means, on top of each other.", _seconds, {name: history})
+            yield plot(f"Seconds of a round: {name}", "Moving means, on top of each other.", _seconds, {name: history})
 
 
-def _plot(title: str, note: str, draw: Callable[[Axes, Runs], None], runs: Runs) -> Plot:
+def plot(title: str, note: str, draw: Callable[[Axes, _Shown], None], shown: _Shown) -> Plot:
+    """What `draw` makes of what is shown."""
     import matplotlib as mpl
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
@@ -73,7 +75,7 @@ def _plot(title: str, note: str, draw: Callable[[Axes, Runs], None], runs: Runs)
         figure = Figure(figsize=_SIZE, layout="constrained")
         FigureCanvasSVG(figure)
         axes = figure.add_subplot()
-        draw(axes, runs)
+        draw(axes, shown)
         if len(axes.get_legend_handles_labels()[0]) > 1:
             legend = axes.legend(loc="best")
             for line in legend.get_texts():

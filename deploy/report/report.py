@@ -10,8 +10,10 @@ from typing import Any
 from deploy.errors import UserError, reason
 from deploy.printing import duration, printable, share
 from deploy.report.differences import Field, fields_of
+from deploy.report.evaluated import Evaluated, evaluated
 from deploy.report.examples import Example
 from deploy.report.figures import plots
+from deploy.report.pareto import quality_by_compute
 from deploy.runs.history import RunHistory, ScheduleScore
 from deploy.runs.listing import Run
 from deploy.runs.report import NAMES, schedule_names, score_text
@@ -53,12 +55,13 @@ def _render(runs: Mapping[str, Run], examples: Mapping[str, Sequence[Example]]) 
     )
     histories = {name: run.history for name, run in runs.items()}
     fields = fields_of([run.recipe for run in runs.values()])
+    cells = {name: found for name, run in runs.items() if (found := evaluated(run.directory))}
     return environment.get_template(_TEMPLATE).render(
         title=printable(" and ".join(runs)),
         subtitle="; ".join(_standing(name, run) for name, run in runs.items()),
         names=[printable(name) for name in runs],
-        tables=[_results(histories), *_schedules(histories)],
-        plots=list(plots(histories)),
+        tables=[_results(histories), *_schedules(histories), *_evaluations(cells)],
+        plots=[*quality_by_compute(cells), *plots(histories)],
         examples={printable(name): some for name, some in examples.items()},
         different=[_printable(field) for field in fields if field.differs],
         common=[_printable(field) for field in fields if not field.differs],
@@ -102,6 +105,24 @@ def _schedules(histories: Mapping[str, RunHistory]) -> Iterable[Table]:
     if names:
         rows = [[printable(policy), *(_percent(item.schedules.get(name)) for name in names)] for policy, item in found]
         yield Table(title="By schedule, %", head=("policy", *names), rows=rows)
+
+
+def _evaluations(cells: Mapping[str, Sequence[Evaluated]]) -> Iterable[Table]:
+    """What `d1 eval` found of each run."""
+    head = ("policy", "slots", "denoising", "forwards", "solved, %")
+    for name, found in cells.items():
+        for asked in dict.fromkeys(one.asked for one in found):
+            rows = [
+                (one.checkpoint, str(one.gen_length), one.schedule, f"{one.mean_forwards:.1f}", _solved(one))
+                for one in found
+                if one.asked == asked
+            ]
+            note = "As d1 eval asked them. 95 % intervals in brackets."
+            yield Table(title=printable(f"By length and schedule: {name}, {asked}"), head=head, rows=rows, note=note)
+
+
+def _solved(one: Evaluated) -> str:
+    return share(one.accuracy, one.interval)
 
 
 def _percent(scored: ScheduleScore | None) -> str:

@@ -1,7 +1,9 @@
-"""Random arithmetic expressions with whole intermediate values, and the steps that work them out."""
+"""Random arithmetic expressions with whole intermediate values, and the steps that work them out, written and read."""
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
@@ -9,6 +11,9 @@ from random import Random
 from rewards.reading.arithmetic import Operator
 
 _PRECEDENCE: dict[Operator, int] = {"+": 1, "-": 1, "*": 2, "/": 2}
+_OPERAND = r"(\d{1,9}|\(-\d{1,9}\))"
+_STEP = re.compile(rf"{_OPERAND}([-+*/]){_OPERAND}=(-?\d{{1,9}})", re.ASCII)
+_BETWEEN_STEPS = re.compile(r"[;\n]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +74,27 @@ def steps_of(expression: Expression) -> list[str]:
     left, right = _signed(value_of(expression.left)), _signed(value_of(expression.right))
     step = f"{left}{expression.operator}{right} = {expression.value}"
     return [*steps_of(expression.left), *steps_of(expression.right), step]
+
+
+def num_right_steps(text: str, numbers: Sequence[int]) -> int:
+    """How many of the first steps of a text are right: true, and each of two numbers that are left, as `steps_of` says.
+
+    Left are `numbers`, less those that a step has used, and what it came to. Steps stand on lines of their own or
+    between semicolons, with or without spaces. Reading ends at the first that is not right. Never raises.
+    """
+    left, num_right = Counter(numbers), 0
+    for written in _BETWEEN_STEPS.split(text, maxsplit=len(numbers))[: len(numbers) - 1]:
+        step = _STEP.fullmatch(written.replace(" ", ""))
+        if step is None:
+            break
+        first, second, result = (int(step[group].strip("()")) for group in (1, 3, 4))
+        used = Counter((first, second))
+        operator = next(known for known in _PRECEDENCE if known == step[2])
+        if not used <= left or _apply(first, operator, second) != result:
+            break
+        left = left - used + Counter([result])
+        num_right += 1
+    return num_right
 
 
 def _apply(left: int, operator: Operator, right: int) -> int | None:

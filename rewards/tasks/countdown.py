@@ -21,7 +21,14 @@ from rewards.first_d1.python_arithmetic import python_value
 from rewards.problem import Grade, Message, Problem, Rules, Split
 from rewards.reading.answers import final_answer, last_answer
 from rewards.reading.arithmetic import Operator, evaluate, plain
-from rewards.reading.expressions import Expression, random_expression, steps_of, text_of, value_of
+from rewards.reading.expressions import (
+    Expression,
+    num_right_steps,
+    random_expression,
+    steps_of,
+    text_of,
+    value_of,
+)
 
 _ALL_OPERATORS: tuple[Operator, ...] = ("+", "-", "*", "/")
 
@@ -66,6 +73,12 @@ class CountdownConfig(Files):
     shaping: float = Field(default=0.0, ge=0, le=1)
     """Weight of two more parts of the fixed reward, for policies that hardly ever come to the target: `numbers` for an
     expression of exactly the given numbers, and `close` for one that also comes near, shaping / (1 + the distance)."""
+    show_working: bool = False
+    """Whether compact demonstrations work the answer out first: `7*9=63;3+63=66<answer>3+7*9</answer>`. Those of prompt
+    d1 always do."""
+    working: float = Field(default=0.0, ge=0, le=1)
+    """Weight of one more part of the fixed reward: the share of the steps before the answer that are true and use the
+    numbers that are left. Without it the rounds unlearn to write them."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -73,8 +86,11 @@ class CountdownConfig(Files):
             raise ValueError(f"max_number is {self.max_number}; it must be at least min_number = {self.min_number}")
         if len(set(self.operators)) != len(self.operators):
             raise ValueError(f"operators is {list(self.operators)}; each operator must be listed once")
-        if self.shaping and self.reward == "d1":
-            raise ValueError(f"shaping is {self.shaping:g}, and reward d1 has no such parts; take reward fixed, or 0")
+        for field in ("shaping", "working"):
+            if (weight := getattr(self, field)) and self.reward == "d1":
+                raise ValueError(f"{field} is {weight:g}, and reward d1 has no such parts; take reward fixed, or 0")
+        if self.show_working and self.prompt == "d1":
+            raise ValueError("show_working is true, and demonstrations of prompt d1 show it anyway; leave it out")
         if self.prompt == "d1" and len(self.operators) != len(_ALL_OPERATORS):
             raise ValueError(f"operators is {list(self.operators)}; prompt d1 names all four: use compact for fewer")
         return self
@@ -120,10 +136,10 @@ class Countdown:
     def grade(self, problem: Problem, text: str) -> Grade:
         """0 without an answer, 0.1 with one, 1 with a right one: d1's `countdown_reward_func`. Never raises.
 
-        Parts: `answer` (0 or 0.1) for an answer, `correct` (0 or 0.9) for a right one, and two more with `shaping`. By
-        the fixed rules a right one is an expression that uses exactly the given numbers, only the config's operators,
-        and comes exactly to the target. What d1's `eval` took and this refuses: `**`, `//`, decimals, signs (`-3+7`),
-        line breaks.
+        Parts: `answer` (0 or 0.1) for an answer, `correct` (0 or 0.9) for a right one, and more with `shaping` and
+        `working`. By the fixed rules a right one is an expression that uses exactly the given numbers, only the
+        config's operators, and comes exactly to the target. What d1's `eval` took and this refuses: `**`, `//`,
+        decimals, signs (`-3+7`), line breaks.
         """
         answer = final_answer(text)
         uses, misses_by = self._looked_at(problem, answer)
@@ -140,6 +156,9 @@ class Countdown:
         if self._config.shaping:
             parts["numbers"] = self._config.shaping if uses else 0.0
             parts["close"] = float(self._config.shaping / (1 + misses_by)) if uses else 0.0
+        if self._config.working:
+            numbers = _numbers_of(problem)
+            parts["working"] = self._config.working * num_right_steps(_working_of(text), numbers) / (len(numbers) - 1)
         return Grade(reward=sum(parts.values()), parts=parts, correct=is_solved, answer=answer)
 
     def posed(self, question: str, truth: object) -> Problem:
@@ -199,13 +218,22 @@ class Countdown:
         # The order shown is part of the prompt, so it hangs on the problem alone and not on the seed that found it.
         target, asked = value_of(solution), list(numbers)
         rng_for(problem_id).shuffle(asked)
-        label = demonstration(self._config.prompt, reasoning="\n".join(steps_of(solution)), answer=text_of(solution))
+        steps = steps_of(solution)
+        label = demonstration(self._config.prompt, reasoning="\n".join(steps), answer=text_of(solution))
+        if self._config.show_working:
+            label = ";".join(steps).replace(" ", "") + label
         return replace(self._given(self._asked(asked, target), asked, target), demonstration=label)
 
 
 def _numbers_of(problem: Problem) -> list[int]:
     """The numbers of a problem, ascending."""
     return sorted(int(number) for number in problem.metadata["numbers"].split())
+
+
+def _working_of(text: str) -> str:
+    """What stands before the last answer, without the tags around it."""
+    before, _, _ = text.rpartition("<answer>")
+    return before.replace("<reasoning>", "").replace("</reasoning>", "").strip()
 
 
 def _comes_to_target(problem: Problem, expression: str) -> bool:

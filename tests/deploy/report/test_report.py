@@ -12,11 +12,16 @@ from typing import Any
 
 import pytest
 
+from deploy.evaluation.record import Record, fingerprint
+from deploy.evaluation.worker import Answer
+from deploy.evaluation.worker import Answered as AnsweredBatch
 from deploy.report.differences import fields_of
+from deploy.report.evaluated import evaluated, front
 from deploy.report.examples import Answered, Example, Token, examples
 from deploy.report.report import write_report
 from deploy.runs.listing import read_run
 from deploy.runs.reading import read_recipe
+from rollout.request import SamplingParams
 
 Events = list[dict[str, Any]]
 HOSTILE = '<script>alert(1)</script><img src="http://example.com/x"> $\\frac$ {{ 7 * 7 }}'
@@ -170,3 +175,93 @@ def test_schedules_are_a_table_and_a_plot(d1: Callable, make_run: Callable, reco
     assert heads[heads.index("1 step") :][:3] == ["1 step", "9 steps", "threshold 0.9"]
     assert "40.0 (35.8 to 44.4)" in Page(text).texts
     assert "Accuracy against compute" in text
+
+
+def _answer(number: int, *, correct: bool, num_forwards: int) -> Answer:
+    return Answer(
+        problem_id=f"p{number}",
+        sample=0,
+        question="",
+        generation="",
+        ground_truth="",
+        answer=None,
+        correct=correct,
+        num_right=int(correct),
+        num_items=1,
+        outcome="graded",
+        detail="",
+        num_tokens=4,
+        num_forwards=num_forwards,
+        is_truncated=False,
+    )
+
+
+def _evaluate(run: Path, checkpoint: str, slots: int, steps: int, num_correct: int, task: str = "sums") -> Path:
+    """Leave what `d1 eval` leaves of twenty problems."""
+    directory = run / "checkpoints" / checkpoint
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text("{}")
+    (directory / "model.safetensors").write_text(checkpoint)
+    place = run.parent / "evaluations" / f"{run.name}-{checkpoint}"
+    place.mkdir(parents=True, exist_ok=True)
+    params = SamplingParams(gen_length=slots, block_length=slots, num_denoise_steps=steps, temperature=0.0)
+    facts = {
+        "checkpoint": {"path": str(directory), "fingerprint": fingerprint(directory)},
+        "task": {"name": task},
+        "protocol": "fixed",
+        "params": params.model_dump(mode="json"),
+        "num_samples": 1,
+        "dtype": "float32",
+    }
+    answers = [_answer(number, correct=number < num_correct, num_forwards=steps) for number in range(20)]
+    record = Record(place / f"{task}.{slots}.{steps}-steps.jsonl", facts, [20])
+    record.add(AnsweredBatch(index=0, seconds=1.0, answers=tuple(answers)))
+    return record.path
+
+
+def test_what_d1_eval_found_is_in_the_report(d1: Callable, make_run: Callable, events: Events, workdir: Path) -> None:
+    run = make_run("tiny", events)
+    assert d1("report", "tiny", "--examples", "0").status == 0
+    assert "By length and schedule" not in (workdir / "report.html").read_text()
+    for checkpoint, more in (("sft", 0), ("rl-000002", 5)):
+        for slots in (8, 16):
+            for steps in (2, 4):
+                _evaluate(run, checkpoint, slots, steps, steps + more + (slots == 16))
+    assert d1("report", "tiny", "--examples", "0").status == 0
+    page = Page((workdir / "report.html").read_text())
+    _assert_is_self_contained(page)
+    assert "By length and schedule: tiny, sums" in page.texts
+    assert "Accuracy by slots and forwards: tiny, sums" in page.texts
+    assert [text for text in page.texts if text in ("8 slots", "16 slots")] == ["8 slots", "16 slots"], "the legend"
+    rows = re.findall(r"<tr>((?:<td>[^<]*</td>){5})</tr>", (workdir / "report.html").read_text())
+    cells = [re.findall(r"<td>([^<]*)</td>", row) for row in rows]
+    assert [cell[:4] for cell in cells if cell[1] == "16"] == [
+        ["rl-000002", "16", "2 steps", "2.0"],
+        ["sft", "16", "2 steps", "2.0"],
+        ["rl-000002", "16", "4 steps", "4.0"],
+        ["sft", "16", "4 steps", "4.0"],
+    ]
+    assert [cell[4].split(" ")[0] for cell in cells if cell[1] == "16"] == ["40.0", "15.0", "50.0", "25.0"]
+
+
+def test_only_whole_evaluations_of_these_weights_are_reported(make_run: Callable, events: Events) -> None:
+    run, other = make_run("tiny", events), make_run("tiny-2", events)
+    _evaluate(run, "sft", 8, 4, 5)
+    half = _evaluate(run, "sft", 8, 2, 5)
+    half.write_text("".join(half.read_text().splitlines(keepends=True)[:-1]))
+    _evaluate(other, "sft", 16, 4, 5)
+    _evaluate(run, "control", 8, 4, 5)
+    (run / "checkpoints" / "control" / "model.safetensors").write_text("trained anew")
+    _evaluate(run, "rl-000001", 8, 4, 5)
+    shutil.rmtree(run / "checkpoints" / "rl-000001")
+    _evaluate(run, "sft", 8, 8, 5, task="countdown")
+    found = [(one.asked, one.checkpoint, one.gen_length, one.schedule, one.accuracy) for one in evaluated(run)]
+    assert found == [("countdown", "sft", 8, "8 steps", 0.25), ("sums", "sft", 8, "4 steps", 0.25)]
+
+
+def test_the_front_has_what_nothing_beats_at_its_cost(make_run: Callable, events: Events) -> None:
+    run = make_run("tiny", events)
+    for steps, slots, right in ((1, 8, 3), (2, 8, 2), (4, 8, 6), (4, 16, 7), (8, 8, 7), (8, 16, 9)):
+        _evaluate(run, "sft", slots, steps, right)
+    places = [(one.mean_forwards, one.gen_length) for one in front(evaluated(run))]
+    assert places == [(1.0, 8), (4.0, 16), (8.0, 16)]

@@ -7,7 +7,15 @@ from random import Random
 import pytest
 
 from rewards.reading.arithmetic import Operator, evaluate
-from rewards.reading.expressions import Expression, Join, random_expression, steps_of, text_of, value_of
+from rewards.reading.expressions import (
+    Expression,
+    Join,
+    num_right_steps,
+    random_expression,
+    steps_of,
+    text_of,
+    value_of,
+)
 
 
 def _join(left: Expression, operator: Operator, right: Expression) -> Join:
@@ -39,6 +47,34 @@ def test_steps_are_in_the_order_of_evaluation_and_show_signs() -> None:
     assert steps_of(_join(9, "-", _join(3, "-", 7))) == ["3-7 = -4", "9-(-4) = 13"]
 
 
+@pytest.mark.parametrize(
+    ("text", "num_right"),
+    [
+        ("2*4=8;8-3=5", 2),
+        ("2*4 = 8\n8-3 = 5", 2),
+        ("2-4=-2;(-2)+3=1", 2),
+        ("4/2=2;2*3=6", 2),
+        ("2*4=8;8-3=4", 1),
+        ("2*4=8;2+3=5", 1),
+        ("2*4=8;and 8-3=5", 1),
+        ("2*4=8;8-3", 1),
+        ("2*4=8;;8-3=5", 1),
+        ("2*4=8", 1),
+        ("2*4=8;8-3=5;5+0=5", 2),
+        ("1+1=2;2+2=4", 0),
+        ("2*2=4;4-3=1", 0),
+        ("3/2=1;1*4=4", 0),
+        ("3/0=0", 0),
+        ("so 2*4=8;8-3=5", 0),
+        ("\u0662*4=8", 0),
+        ("2*4=" + "9" * 5000, 0),
+        ("", 0),
+    ],
+)
+def test_right_steps_are_true_and_use_what_is_left(text: str, num_right: int) -> None:
+    assert num_right_steps(text, [2, 3, 4]) == num_right
+
+
 def test_texts_evaluate_to_their_value_with_each_number_used_once() -> None:
     rng = Random(0)
     num_made = 0
@@ -54,6 +90,7 @@ def test_texts_evaluate_to_their_value_with_each_number_used_once() -> None:
         assert sorted(evaluation.numbers) == sorted(numbers)
         assert len(steps_of(expression)) == len(numbers) - 1
         assert steps_of(expression)[-1].endswith(f" = {value_of(expression)}")
+        assert num_right_steps(";".join(steps_of(expression)), numbers) == len(numbers) - 1
     assert num_made > 1_000
 
 

@@ -71,6 +71,47 @@ def test_fixed_rewards(text: str, reward: float) -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "working"),
+    [
+        ("2*4=8;8-3=5<answer>2*4-3</answer>", 0.5),
+        ("<reasoning>\n2*4 = 8\n8-3 = 5\n</reasoning>\n<answer>\n2*4-3\n</answer>", 0.5),
+        ("2*4=8;8-3=4<answer>2*4-3</answer>", 0.25),
+        ("1+1=2;8-3=5<answer>2*4-3</answer>", 0.0),
+        ("<answer>2*4-3</answer>", 0.0),
+        ("2*4=8;8-3=5", 0.0),
+        ("<answer>2*4-3</answer>2*4=8;8-3=5", 0.0),
+    ],
+)
+def test_working_before_the_answer_earns_its_right_steps(text: str, working: float) -> None:
+    problem = _problem("2 3 4", 5)
+    grade = Countdown(CountdownConfig(working=0.5)).grade(problem, text)
+    plain = Countdown(CountdownConfig()).grade(problem, text)
+    assert grade.parts == {**plain.parts, "working": working}
+    assert grade.reward == plain.reward + working
+    assert grade.correct == plain.correct
+
+
+def test_compact_demonstrations_show_their_working_where_asked() -> None:
+    plain, shown = (
+        Countdown(CountdownConfig(prompt="compact", max_number=9, working=0.5, show_working=shows))
+        for shows in (False, True)
+    )
+    problems = zip(plain.problems(Split.TRAIN, 200, 0), shown.problems(Split.TRAIN, 200, 0), strict=True)
+    for without, problem in problems:
+        assert problem.demonstration.endswith(without.demonstration)
+        assert problem.messages == without.messages
+        assert shown.grade(problem, problem.demonstration).parts["working"] == 0.5
+        assert shown.grade(problem, without.demonstration).parts["working"] == 0.0
+
+
+def test_working_that_nobody_would_see_is_refused() -> None:
+    with pytest.raises(ValidationError, match="demonstrations of prompt d1 show it anyway"):
+        CountdownConfig(show_working=True)
+    with pytest.raises(ValidationError, match=r"working is 0\.5, and reward d1 has no such parts"):
+        CountdownConfig(working=0.5, reward="d1")
+
+
+@pytest.mark.parametrize(
     ("text", "reward"),
     [
         ("<answer>2*4-3</answer>", 1.0),
