@@ -167,6 +167,8 @@ def _params(asked: Asked, run: Recipe | None, max_sequence_length: int) -> list[
     block = {} if asked.block_length is None else {"block_length": asked.block_length}
     found = []
     for length in asked.lengths or (defaults.complete([block], 0)["gen_length"],):
+        if asked.block_length is None and run is not None and run.evaluated_params[0].num_blocks == 1:
+            block = {"block_length": length}
         shape = defaults.complete([{"gen_length": length}, block], 0)
         for text in asked.schedules or (_HALF,):
             given = _schedule(text, length, shape["block_length"])

@@ -81,6 +81,15 @@ def test_tasks_lengths_and_schedules_make_the_cells(evaluate: Callable) -> None:
     assert all(("items" in cell) == (cell["task"] == "sudoku") for cell in cells)
 
 
+@pytest.mark.usefixtures("inline")
+def test_a_run_of_one_block_has_one_at_any_length(evaluate: Callable, workdir: Path) -> None:
+    for cell in _cells(evaluate("--lengths", "8,12", "--schedules", "0.5,threshold=0.8", "--json")):
+        params = _lines(workdir / "out" / cell["answers"])[0]["asked"]["params"]
+        assert params["block_length"] == params["gen_length"] == cell["gen_length"]
+    (cell,) = _cells(evaluate("--lengths", "16", "--block-length", "4", "--schedules", "0.5", "--json"))
+    assert _lines(workdir / "out" / cell["answers"])[0]["asked"]["params"]["block_length"] == 4
+
+
 def test_it_goes_on_where_it_was_stopped(evaluate: Callable, inline: list[Batch], workdir: Path) -> None:
     whole = _cells(evaluate("--json"))
     path = workdir / "out" / "sums.8.4-steps.jsonl"
