@@ -32,8 +32,8 @@ class Evaluated:
     """The share of right answers."""
     interval: tuple[float, float]
     """Of it, at 95 %."""
-    num_answers: int
-    """Of which it is a share."""
+    is_adaptive: bool
+    """Whether the schedule takes as many forwards as it needs."""
 
 
 def evaluated(run_dir: Path) -> list[Evaluated]:
@@ -81,5 +81,5 @@ def _evaluated(cell: Recorded) -> Evaluated:
         mean_forwards=found["mean_forwards"],
         accuracy=found["accuracy"],
         interval=tuple(found["accuracy_interval"]),
-        num_answers=len(cell.answers),
+        is_adaptive=not params.is_by_shares,
     )

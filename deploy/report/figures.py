@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from deploy.printing import printable
-from deploy.runs.curves import PALETTE, STYLE, draw_smooth, numbered, smooth, with_bars
+from deploy.runs.curves import PALETTE, STYLE, Interval, draw_smooth, numbered, smooth, with_bars
 from deploy.runs.history import Evaluation, RunHistory, ScheduleScore
-from rollout.score import Score
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -102,9 +101,9 @@ def _accuracy(axes: Axes, runs: Runs) -> None:
     axes.set(xlabel="minutes since the start", ylabel="%")
     for name, history, color in _coloured(runs):
         course = history.course
-        _draw_with_bars(axes, [(item.time_s / 60, item.score) for item in course], color=color, fmt="o-", label=name)
+        draw_with_bars(axes, [(item.time_s / 60, item.score) for item in course], color=color, fmt="o-", label=name)
         control = [(item.time_s / 60, item.score) for item in history.evaluations if item.label == "control"]
-        _draw_with_bars(axes, control, color=color, fmt="x", label="")
+        draw_with_bars(axes, control, color=color, fmt="x", label="")
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
 
@@ -119,9 +118,9 @@ def _by_compute(axes: Axes, runs: Runs) -> None:
                 points = [(scored.mean_steps, scored.score) for scored in _fixed(item)]
                 points.sort(key=lambda point: point[0])
                 ticks |= {round(steps) for steps, _ in points}
-                _draw_with_bars(axes, points, color=color, fmt=f"o{line}", label=name if label == "rl" else "")
+                draw_with_bars(axes, points, color=color, fmt=f"o{line}", label=name if label == "rl" else "")
                 free = [(scored.mean_steps, scored.score) for scored in _free(item)]
-                _draw_with_bars(axes, free, color=color, fmt="D", label="", markerfacecolor="white")
+                draw_with_bars(axes, free, color=color, fmt="D", label="", markerfacecolor="white")
     axes.set_xticks(sorted(ticks), [str(tick) for tick in sorted(ticks)])
     axes.minorticks_off()
     axes.set_ylim(bottom=0)
@@ -136,9 +135,10 @@ def _free(item: Evaluation) -> list[ScheduleScore]:
     return [scored for name, scored in item.schedules.items() if not name[0].isdigit()]
 
 
-def _draw_with_bars(
-    axes: Axes, points: Sequence[tuple[float, Score]], *, color: str, fmt: str, label: str, **more: Any
+def draw_with_bars(
+    axes: Axes, points: Sequence[tuple[float, Interval]], *, color: str, fmt: str, label: str, **more: Any
 ) -> None:
+    """Shares in percent by what they cost, with their intervals; an empty label is none."""
     if not points:
         return
     middles, bars = with_bars([score for _, score in points])

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
+from itertools import cycle, groupby
 from typing import TYPE_CHECKING
 
 from deploy.report.evaluated import Evaluated, front
-from deploy.report.figures import Plot, plot
-from deploy.runs.curves import PALETTE, with_bars
+from deploy.report.figures import Plot, draw_with_bars, plot
+from deploy.runs.curves import PALETTE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _NOTE = (
-    "Each completion's forwards against the share solved, with 95 % intervals; a colour for each number of slots. "
-    "Dotted: SFT; dashed: the control; solid: the others. The grey band is the Pareto front: the best at each cost."
+    "Forwards of a completion against the share solved, with 95 % intervals; a colour for each number of slots. "
+    "Dotted: SFT; dashed: the control; solid: the others. Diamonds: schedules of as many steps as needed. "
+    "The grey band is the Pareto front: the best at each cost."
 )
 _LINES = {"sft": ":", "control": "--"}
 _FRONT = "#BBBBBB"
@@ -31,31 +32,23 @@ def quality_by_compute(cells: Mapping[str, Sequence[Evaluated]]) -> Iterator[Plo
 
 
 def _draw(axes: Axes, cells: Sequence[Evaluated]) -> None:
+    from matplotlib.ticker import LogLocator
+
     axes.set(xlabel="forwards of a completion", ylabel="%", xscale="log")
     best = list(front(cells))
     points = [one.mean_forwards for one in best], [100 * one.accuracy for one in best]
     axes.plot(*points, color=_FRONT, linewidth=7, alpha=0.5, drawstyle="steps-post", solid_capstyle="butt", zorder=0)
-    lengths = sorted({one.gen_length for one in cells})
+    colors = dict(zip(sorted({one.gen_length for one in cells}), cycle(PALETTE), strict=False))
     for checkpoint in dict.fromkeys(one.checkpoint for one in cells):
-        for index, length in enumerate(lengths):
-            line = [one for one in cells if (one.checkpoint, one.gen_length) == (checkpoint, length)]
-            if not line:
-                continue
-            middles, bars = with_bars(line)
-            style = _LINES.get(checkpoint, "-")
-            axes.errorbar(
-                [one.mean_forwards for one in line],
-                middles,
-                yerr=bars,
-                fmt=f"o{style}",
-                color=PALETTE[index % len(PALETTE)],
-                label=f"{length} slots" if style == "-" else "_",
-                markersize=4,
-                elinewidth=1,
-                capsize=2,
-                linewidth=1.4,
-            )
-    ticks = sorted({round(one.mean_forwards) for one in cells})
-    axes.set_xticks(ticks, [str(tick) for tick in ticks])
+        line = _LINES.get(checkpoint, "-")
+        for length, color in colors.items():
+            some = [one for one in cells if (one.checkpoint, one.gen_length) == (checkpoint, length)]
+            fixed = [(one.mean_forwards, one) for one in some if not one.is_adaptive]
+            free = [(one.mean_forwards, one) for one in some if one.is_adaptive]
+            label = f"{length} slots" if line == "-" else ""
+            draw_with_bars(axes, fixed, color=color, fmt=f"o{line}", label=label)
+            draw_with_bars(axes, free, color=color, fmt="D", label="", markerfacecolor="white")
+    axes.xaxis.set_major_locator(LogLocator(base=2))
+    axes.xaxis.set_major_formatter("{x:g}")
     axes.minorticks_off()
     axes.set_ylim(bottom=0)

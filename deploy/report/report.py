@@ -108,21 +108,30 @@ def _schedules(histories: Mapping[str, RunHistory]) -> Iterable[Table]:
 
 
 def _evaluations(cells: Mapping[str, Sequence[Evaluated]]) -> Iterable[Table]:
-    """What `d1 eval` found of each run."""
-    head = ("policy", "slots", "denoising", "forwards", "solved, %")
+    """What `d1 eval` found of each run: a column for each of its policies."""
     for name, found in cells.items():
         for asked in dict.fromkeys(one.asked for one in found):
+            by_place: dict[tuple[int, str], dict[str, str]] = {}
+            for one in found:
+                if one.asked == asked:
+                    by_place.setdefault((one.gen_length, one.schedule), {})[one.checkpoint] = _solved(one)
+            policies = sorted({policy for row in by_place.values() for policy in row}, key=_by_stage)
             rows = [
-                (one.checkpoint, str(one.gen_length), one.schedule, f"{one.mean_forwards:.1f}", _solved(one))
-                for one in found
-                if one.asked == asked
+                (str(length), schedule, *(row.get(policy, "") for policy in policies))
+                for (length, schedule), row in by_place.items()
             ]
-            note = "As d1 eval asked them. 95 % intervals in brackets."
-            yield Table(title=printable(f"By length and schedule: {name}, {asked}"), head=head, rows=rows, note=note)
+            note = "% solved, as d1 eval asked it, with 95 % intervals; of adaptive schedules with their mean steps."
+            title = printable(f"By length and schedule: {name}, {asked}")
+            yield Table(title=title, head=("slots", "denoising", *policies), rows=rows, note=note)
+
+
+def _by_stage(policy: str) -> tuple[bool, bool, str]:
+    """SFT, then the control, then the rounds, as they come."""
+    return policy != "sft", policy != "control", policy
 
 
 def _solved(one: Evaluated) -> str:
-    return share(one.accuracy, one.interval)
+    return share(one.accuracy, one.interval) + (f" in {one.mean_forwards:.1f}" if one.is_adaptive else "")
 
 
 def _percent(scored: ScheduleScore | None) -> str:
