@@ -45,9 +45,10 @@ def _draw(axes: Axes, cells: Sequence[Evaluated]) -> None:
             some = [one for one in cells if (one.checkpoint, one.gen_length) == (checkpoint, length)]
             fixed = [(one.mean_forwards, one) for one in some if not one.is_adaptive]
             free = [(one.mean_forwards, one) for one in some if one.is_adaptive]
-            label = f"{length} slots" if line == "-" else ""
-            draw_with_bars(axes, fixed, color=color, fmt=f"o{line}", label=label)
+            draw_with_bars(axes, fixed, color=color, fmt=f"o{line}", label="")
             draw_with_bars(axes, free, color=color, fmt="D", label="", markerfacecolor="white")
+    for length, color in colors.items():
+        axes.plot([], [], "o-", color=color, markersize=4, label=f"{length} slots")
     axes.xaxis.set_major_locator(LogLocator(base=2))
     axes.xaxis.set_major_formatter("{x:g}")
     axes.minorticks_off()

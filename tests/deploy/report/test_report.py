@@ -260,6 +260,19 @@ def test_only_whole_evaluations_of_these_weights_are_reported(make_run: Callable
     assert found == [("countdown", "sft", 8, "8 steps", 0.25), ("sums", "sft", 8, "4 steps", 0.25)]
 
 
+def test_lengths_are_told_apart_once_whatever_was_evaluated(
+    d1: Callable, make_run: Callable, events: Events, workdir: Path
+) -> None:
+    run = make_run("tiny", events)
+    for checkpoints in (["sft"], ["rl-000001", "rl-000002"]):
+        for checkpoint in checkpoints:
+            for slots in (8, 16):
+                _evaluate(run, checkpoint, slots, 4, 5)
+        assert d1("report", "tiny", "--examples", "0").status == 0
+        texts = Page((workdir / "report.html").read_text()).texts
+        assert [text for text in texts if text.endswith(" slots")] == ["8 slots", "16 slots"]
+
+
 def test_the_front_has_what_nothing_beats_at_its_cost(make_run: Callable, events: Events) -> None:
     run = make_run("tiny", events)
     for steps, slots, right in ((1, 8, 3), (2, 8, 2), (4, 8, 6), (4, 16, 7), (8, 8, 7), (8, 16, 9)):
