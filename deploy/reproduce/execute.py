@@ -13,7 +13,7 @@ from pathlib import Path
 
 from actors.run_log import is_done, read_events
 from actors.whole_file import write_whole
-from deploy.errors import RunFailedError
+from deploy.errors import RunFailedError, UserError
 from deploy.evaluation.evaluate import RESULTS
 from deploy.recipe.overrides import resolved_yaml
 from deploy.reproduce.plan import Evaluation, Step, Texts, Training
@@ -43,6 +43,7 @@ def execute(
     """Do what is not done yet, in order; `on_evaluated` follows each evaluation, for the table grows by it.
 
     Raises:
+        UserError: a task has no text to pre-train on, or too few problems.
         RunFailedError: a command failed; the sentence says why and where its log is.
         KeyboardInterrupt: after the command under way has kept what it has.
     """
@@ -83,7 +84,11 @@ def command_of(step: Training | Evaluation, out: Path) -> tuple[str, ...]:
 
 
 def _write_texts(step: Texts) -> None:
-    texts = unlabelled(step.recipe.task, step.recipe.num_train_problems, step.count, step.recipe.seed)
+    recipe = step.recipe
+    try:
+        texts = unlabelled(recipe.task, recipe.num_train_problems, step.count, recipe.seed)
+    except ValueError as error:
+        raise UserError(f"{step.name}: {error}") from error
     step.path.parent.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps({"prompt": prompt, "completion": text}) + "\n" for prompt, text in texts]
     write_whole(step.path, "".join(lines))

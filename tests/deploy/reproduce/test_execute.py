@@ -149,6 +149,23 @@ def test_bad_input_is_a_sentence(d1: Callable[..., Any], workdir: Path, words: t
     assert list(workdir.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("task", "sentence"),
+    [
+        ("{name: sums}", "micro.0.texts: there is no unlabelled text for task sums"),
+        (
+            "{name: countdown, prompt: compact, max_number: 2}",
+            "micro.0.texts: the train split of countdown has 18 problems with this config, but 40 were asked for",
+        ),
+    ],
+)
+def test_a_task_without_texts_is_a_sentence(d1: Callable[..., Any], scale_file: Path, task: str, sentence: str) -> None:
+    text = scale_file.read_text().replace("{name: sudoku, prompt: compact}", task)
+    scale_file.write_text(text.replace("  sudoku:\n", "  micro:\n"))
+    words = ("reproduce", "--scale", str(scale_file), "--seeds", "0", "--out", str(scale_file.parent / "out"))
+    d1(*words).assert_refused(sentence)
+
+
 def test_a_folder_of_another_scale_is_refused(
     d1: Callable[..., Any], calls: Callable[[], list[list[str]]], scale_file: Path
 ) -> None:
