@@ -27,14 +27,17 @@ if TYPE_CHECKING:
 def reproduce(
     *,
     scale: Annotated[
-        str, typer.Option(help="tiny, for two CPU cores; llada-8b, the first d1's own; or a .yaml file of yours.")
+        str,
+        typer.Option(
+            help="tiny, for two CPU cores; 8b, LLaDA-8B-Instruct as the first d1 trains it; or a .yaml file of yours."
+        ),
     ] = "tiny",
     algorithms: Annotated[
         str | None,
         typer.Option(metavar="A,B", help="Rows beside diffu-grpo: any algorithm, or `recipe` for the scale's own."),
     ] = None,
     seeds: Annotated[str | None, typer.Option(metavar="0,1,2", help="Left out: the scale's.")] = None,
-    sft_data: Annotated[Path | None, typer.Option(metavar="FILE", help="What llada-8b's SFT trains on: s1K.")] = None,
+    sft_data: Annotated[Path | None, typer.Option(metavar="FILE", help="What 8b's SFT trains on: s1K.")] = None,
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Everything is kept here; left out: runs/reproduction-SCALE.")
     ] = None,

@@ -137,8 +137,8 @@ def test_a_command_that_does_not_stop_is_killed(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (("--scale", "huge"), "--scale huge is none that there is; take one of llada-8b, tiny, or a .yaml file"),
-        (("--scale", "llada-8b"), "--scale llada-8b trains SFT on s1K: name it with --sft-data s1k.jsonl"),
+        (("--scale", "huge"), "--scale huge is none that there is; take one of 8b, tiny, or a .yaml file"),
+        (("--scale", "8b"), "--scale 8b trains SFT on s1K: name it with --sft-data s1k.jsonl"),
         (("--sft-data", "x.jsonl"), "--scale tiny trains SFT on its tasks' own labels; leave out --sft-data"),
         (("--seeds", "0,a"), "--seeds 0,a: a is no seed; write --seeds 0,1,2"),
         (("--algorithms", "ppo"), "the recipe of sudoku.0.ppo: learner: there is no algorithm 'ppo'; there are diffu"),

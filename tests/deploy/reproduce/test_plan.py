@@ -18,7 +18,7 @@ OUT = Path("/out")
 
 
 def _plan(name: str, *algorithms: str, seeds: Sequence[int] | None = None) -> list[Step]:
-    scale = read_scale(name, Path("s1k.jsonl") if name == "llada-8b" else None)
+    scale = read_scale(name, Path("s1k.jsonl") if name == "8b" else None)
     return plan(scale, OUT, seeds or scale.seeds, algorithms or ("diffu-grpo",))
 
 
@@ -99,7 +99,7 @@ def test_an_algorithm_brings_its_own_method_and_the_scales_settings_for_it(scale
 
 
 def test_the_8b_scale_has_one_sft_for_all_tasks_and_the_first_d1s_numbers() -> None:
-    trainings = [step for step in _plan("llada-8b") if isinstance(step, Training)]
+    trainings = [step for step in _plan("8b") if isinstance(step, Training)]
     assert sum(step.row == "+ SFT" for step in trainings) == 1
     assert {step.start_from for step in trainings if step.row == "+ diffu-grpo"} == {"GSAI-ML/LLaDA-8B-Instruct"}
     learners = {step.task: step.recipe.learner for step in trainings if step.start_from}
@@ -111,7 +111,7 @@ def test_the_8b_scale_has_one_sft_for_all_tasks_and_the_first_d1s_numbers() -> N
     }
     for learner in learners.values():
         assert (learner.groups_per_round * learner.group_size, learner.lr, learner.max_grad_norm) == (96, 3e-6, 0.2)
-    words = [step.words for step in _plan("llada-8b") if isinstance(step, Evaluation)]
+    words = [step.words for step in _plan("8b") if isinstance(step, Evaluation)]
     assert all(one[one.index("--protocol") :][:2] == ("--protocol", "d1") for one in words)
 
 
