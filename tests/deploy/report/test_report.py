@@ -275,7 +275,7 @@ def test_lengths_are_told_apart_once_whatever_was_evaluated(
 
 def test_the_front_has_what_nothing_beats_at_its_cost(make_run: Callable, events: Events) -> None:
     run = make_run("tiny", events)
-    for steps, slots, right in ((1, 8, 3), (2, 8, 2), (4, 8, 6), (4, 16, 7), (8, 8, 7), (8, 16, 9)):
+    for steps, slots, right in ((1, 8, 3), (2, 8, 2), (4, 8, 6), (4, 16, 7), (6, 8, 7), (8, 8, 7), (8, 16, 9)):
         _evaluate(run, "sft", slots, steps, right)
     places = [(one.mean_forwards, one.gen_length) for one in front(evaluated(run))]
     assert places == [(1.0, 8), (4.0, 16), (8.0, 16)]
