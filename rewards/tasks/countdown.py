@@ -78,7 +78,7 @@ class CountdownConfig(Files):
     d1 always do."""
     working: float = Field(default=0.0, ge=0, le=1)
     """Weight of one more part of the fixed reward: the share of the steps before the answer that are true and use the
-    numbers that are left. Without it the rounds unlearn to write them."""
+    numbers that are left."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -158,7 +158,9 @@ class Countdown:
             parts["close"] = float(self._config.shaping / (1 + misses_by)) if uses else 0.0
         if self._config.working:
             numbers = _numbers_of(problem)
-            parts["working"] = self._config.working * num_right_steps(_working_of(text), numbers) / (len(numbers) - 1)
+            # A problem of a file may have one number, and then there is no step.
+            num_steps = max(1, len(numbers) - 1)
+            parts["working"] = self._config.working * num_right_steps(_working_of(text), numbers) / num_steps
         return Grade(reward=sum(parts.values()), parts=parts, correct=is_solved, answer=answer)
 
     def posed(self, question: str, truth: object) -> Problem:

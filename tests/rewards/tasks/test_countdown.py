@@ -91,6 +91,11 @@ def test_working_before_the_answer_earns_its_right_steps(text: str, working: flo
     assert grade.correct == plain.correct
 
 
+def test_a_problem_of_one_number_has_no_working() -> None:
+    grade = Countdown(CountdownConfig(working=0.5)).grade(_problem("7", 7), "7=7<answer>7</answer>")
+    assert (grade.parts["working"], grade.correct) == (0.0, True)
+
+
 def test_compact_demonstrations_show_their_working_where_asked() -> None:
     plain, shown = (
         Countdown(CountdownConfig(prompt="compact", max_number=9, working=0.5, show_working=shows))
