@@ -165,9 +165,10 @@ def _params(asked: Asked, run: Recipe | None, max_sequence_length: int) -> list[
         return [params.model_copy(update=drawn) for params in run.evaluated_params]
     defaults = Defaults.of_policy(max_sequence_length) if run is None else Defaults.of_run(run.evaluated_params[0])
     block = {} if asked.block_length is None else {"block_length": asked.block_length}
+    is_one_block = not block and run is not None and run.evaluated_params[0].num_blocks == 1
     found = []
     for length in asked.lengths or (defaults.complete([block], 0)["gen_length"],):
-        if asked.block_length is None and run is not None and run.evaluated_params[0].num_blocks == 1:
+        if is_one_block:
             block = {"block_length": length}
         shape = defaults.complete([{"gen_length": length}, block], 0)
         for text in asked.schedules or (_HALF,):

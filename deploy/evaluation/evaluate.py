@@ -25,8 +25,7 @@ from learner.model.checkpoint import load_config
 from rollout.config import EngineConfig
 
 RESULTS = "results.json"
-EVALUATIONS = "evaluations"
-"""In a directory of runs: where answers are kept if nothing else is said."""
+_EVALUATIONS = "evaluations"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,7 +96,7 @@ def find_subject(reference: str, runs_dir: Path) -> Subject:
     # The hub's cache names a directory by its revision.
     own_name = reference.replace("/", "--") if is_fetched else directory.name
     return Subject(
-        name=f"{run_dir.name}-{directory.name}" if is_of_run else own_name,
+        name=_name_of(run_dir, directory) if is_of_run else own_name,
         directory=directory,
         run=read_recipe(run_dir) if is_of_run else None,
         facts=facts | ({} if position is None else {"policy_version": position.policy_version}),
@@ -106,7 +105,16 @@ def find_subject(reference: str, runs_dir: Path) -> Subject:
 
 def default_out(subject: Subject, runs_dir: Path) -> Path:
     """Where the answers of a checkpoint are kept if nothing else is said."""
-    return runs_dir / EVALUATIONS / subject.name
+    return runs_dir / _EVALUATIONS / subject.name
+
+
+def default_out_of(run_dir: Path, checkpoint: Path) -> Path:
+    """The same of a checkpoint of a run."""
+    return run_dir.parent / _EVALUATIONS / _name_of(run_dir, checkpoint)
+
+
+def _name_of(run_dir: Path, checkpoint: Path) -> str:
+    return f"{run_dir.name}-{checkpoint.name}"
 
 
 def prepare(subject: Subject, asked: Asked, computing: Computing, out: Path) -> list[Ready]:

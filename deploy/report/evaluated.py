@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from actors.run_log import CHECKPOINTS
-from deploy.evaluation.evaluate import EVALUATIONS
+from deploy.evaluation.evaluate import default_out_of
 from deploy.evaluation.measures import measures
 from deploy.evaluation.record import Recorded, fingerprint, records_in
 from rollout.request import SamplingParams
@@ -41,9 +41,7 @@ def evaluated(run_dir: Path) -> list[Evaluated]:
 
     Only of checkpoints that are still there with the weights that were asked: another run may have had the name.
     """
-    places = sorted((run_dir.parent / EVALUATIONS).glob(f"{run_dir.name}-*"))
-    cells = [cell for place in places for cell in records_in(place).values() if cell.is_whole]
-    found = [_evaluated(cell) for cell in cells if _is_of(run_dir, cell)]
+    found = [_evaluated(cell) for path in sorted((run_dir / CHECKPOINTS).glob("*")) for cell in _cells(run_dir, path)]
     return sorted(found, key=lambda one: (one.asked, one.gen_length, one.mean_forwards))
 
 
@@ -56,12 +54,13 @@ def front(cells: Sequence[Evaluated]) -> Iterator[Evaluated]:
             yield cell
 
 
-def _is_of(run_dir: Path, cell: Recorded) -> bool:
-    then = Path(cell.facts["checkpoint"]["path"])
-    now = run_dir / CHECKPOINTS / then.name
+def _cells(run_dir: Path, checkpoint: Path) -> list[Recorded]:
+    cells = [cell for cell in records_in(default_out_of(run_dir, checkpoint)).values() if cell.is_whole]
     with suppress(OSError):
-        return then.parts[-3:] == now.parts[-3:] and fingerprint(now) == str(cell.facts["checkpoint"]["fingerprint"])
-    return False
+        # What is not evaluated is not looked into.
+        now = fingerprint(checkpoint) if cells else None
+        return [cell for cell in cells if cell.facts["checkpoint"]["fingerprint"] == now]
+    return []
 
 
 def _evaluated(cell: Recorded) -> Evaluated:
