@@ -17,7 +17,7 @@ import torch
 import torch.multiprocessing as mp
 
 from actors.cluster import watched
-from actors.coordination.liveness import Watch
+from actors.coordination.liveness import Watch, ready
 from actors.coordination.pools import Pools, PortionFailedError
 from actors.grader import GraderWorker
 from actors.messages import Generation
@@ -183,15 +183,19 @@ def test_an_actor_that_is_stopped_is_silent_and_what_takes_its_place_answers(
     """Its process neither answers nor dies: nobody but the watch can tell."""
     monkeypatch.setattr("actors.coordination.liveness.PROBE_EVERY_S", 0.2)
     monkeypatch.setattr("actors.coordination.liveness.SILENT_S", 2.0)
-    monkeypatch.setattr("actors.coordination.liveness.HUNG_S", 4.0)
     sampler = watched(SamplerWorker).options(num_cpus=0, max_restarts=-1)
     sampler = sampler.remote(spec.initial_checkpoint, store, "cpu", spec.rollout.engine)
     first = ray.get(sampler.ready.remote(), timeout=180)
     hung: list[str] = []
+    answered: list[int | None] = []
 
     def end(name: str, actor: Any, seconds: float) -> None:
         hung.append(name)
         ray.kill(actor, no_restart=False)
+
+    async def probe(actor: Any) -> int | None:
+        answered.append(await ready(actor))
+        return answered[-1]
 
     async def until(watch: Watch, condition: Callable[[], bool]) -> None:
         while not condition():
@@ -200,8 +204,8 @@ def test_an_actor_that_is_stopped_is_silent_and_what_takes_its_place_answers(
 
     async def scene() -> None:
         watch = Watch(end)
-        watch.ask("sampler 0", sampler)
-        await asyncio.sleep(1)
+        watch.ask("sampler 0", sampler, probe, hung_s=4.0)
+        await until(watch, lambda: bool(answered))
         os.kill(first, signal.SIGSTOP)
         await until(watch, lambda: "sampler 0" in watch.silent())
         await until(watch, lambda: bool(watch.num_restarts()))
