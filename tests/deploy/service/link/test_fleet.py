@@ -142,7 +142,8 @@ def test_a_job_over_the_wire_is_the_job_in_the_engine(listen, host):
     assert set(texts(there)) == {0, 1}
 
 
-def test_the_engine_with_the_fewest_choices_is_asked(listen):
+def test_the_engine_with_the_fewest_choices_is_asked(listen, monkeypatch):
+    monkeypatch.setattr(fleet_module, "_LOOK_EVERY_S", 600.0)  # However busy the machine is.
     slow = [Slow(), Slow()]
     known = Known(listen(slow[0], "a"), listen(slow[1], "b"))
 
@@ -278,7 +279,8 @@ def test_engines_that_come_later_are_found_and_those_that_stopped_are_not_asked(
     with_fleet(known, run)
 
 
-def test_who_was_asked_how_engines_stand_has_found_them(listen, host):
+def test_who_was_asked_how_engines_stand_has_found_them(listen, host, monkeypatch):
+    monkeypatch.setattr(fleet_module, "_LOOK_EVERY_S", 600.0)  # However busy the machine is.
     known = Known(listen(host))
 
     async def run(fleet):
