@@ -168,12 +168,10 @@ def _params(asked: Asked, run: Recipe | None, max_sequence_length: int) -> list[
     is_one_block = not block and run is not None and run.evaluated_params[0].num_blocks == 1
     found = []
     for length in asked.lengths or (defaults.complete([block], 0)["gen_length"],):
-        if is_one_block:
-            block = {"block_length": length}
-        shape = defaults.complete([{"gen_length": length}, block], 0)
+        shape = {"gen_length": length, **({"block_length": length} if is_one_block else block)}
+        block_length = defaults.complete([shape], 0)["block_length"]
         for text in asked.schedules or (_HALF,):
-            given = _schedule(text, length, shape["block_length"])
-            values = defaults.complete([{"gen_length": length}, block, given, drawn], 0)
+            values = defaults.complete([shape, _schedule(text, length, block_length), drawn], 0)
             found.append(_checked(values, f"--lengths {length} --schedules {text}"))
     return found
 
