@@ -228,12 +228,13 @@ def test_what_d1_eval_found_is_in_the_report(d1: Callable, make_run: Callable, e
             for steps in (2, 4):
                 _evaluate(run, checkpoint, slots, steps, steps + more + (slots == 16))
     assert d1("report", "tiny", "--examples", "0").status == 0
-    page = Page((workdir / "report.html").read_text())
+    text = (workdir / "report.html").read_text()
+    page = Page(text)
     _assert_is_self_contained(page)
     assert "By length and schedule: tiny, sums" in page.texts
     assert "Accuracy by slots and forwards: tiny, sums" in page.texts
     assert [text for text in page.texts if text in ("8 slots", "16 slots")] == ["8 slots", "16 slots"], "the legend"
-    rows = re.findall(r"<tr>((?:<td>[^<]*</td>){4})</tr>", (workdir / "report.html").read_text())
+    rows = re.findall(r"<tr>((?:<td>[^<]*</td>){4})</tr>", text)
     cells = [re.findall(r"<td>([^<]*)</td>", row) for row in rows]
     assert [[cell.split(" (")[0] for cell in row] for row in cells] == [
         ["8", "2 steps", "10.0", "35.0"],
@@ -241,7 +242,6 @@ def test_what_d1_eval_found_is_in_the_report(d1: Callable, make_run: Callable, e
         ["16", "2 steps", "15.0", "40.0"],
         ["16", "4 steps", "25.0", "50.0"],
     ]
-    text = (workdir / "report.html").read_text()
     assert text.index('<th scope="col">sft</th>') < text.index('<th scope="col">rl-000002</th>')
 
 
