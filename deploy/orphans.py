@@ -10,9 +10,10 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from multiprocessing.connection import wait
+from pathlib import Path
 
 _PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
 # What was about to start another process when it was killed has done so, or has not.
@@ -40,12 +41,28 @@ def _wait_for_parent() -> None:
 
 def kill_descendants(spared: Collection[int] = ()) -> None:
     """SIGKILL all of them but those of `spared`."""
+    _kill_all(lambda: descendants(os.getpid()).difference(spared))
+
+
+def kill_marked(variable: str, value: str) -> None:
+    """SIGKILL all processes that were started with this in their environment: those of a parent that is gone."""
+    _kill_all(lambda: set(_marked(f"{variable}={value}".encode())))
+
+
+def _kill_all(find: Callable[[], set[int]]) -> None:
     for _ in range(_MAX_SWEEPS):
-        if not (found := descendants(os.getpid()).difference(spared)):
+        if not (found := find()):
             return
         for pid in found:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
+
+
+def _marked(setting: bytes) -> Iterator[int]:
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):
+            if setting in path.read_bytes().split(b"\0"):
+                yield int(path.parent.name)
 
 
 def descendants(pid: int) -> set[int]:

@@ -46,9 +46,7 @@ class ChaosPlan:
     patience_s: float
     """How long a run may make no progress before it counts as stuck."""
     leftover_s: float
-    """How long after the end of `d1 train` its processes may take to end."""
-    leftover_killed_s: float
-    """The same where it was killed itself."""
+    """How long after the end of `d1 train`, however that ended, its processes may take to end."""
     disk_bytes: int
     """Size of the file system of its own that a run directory gets."""
 
@@ -152,8 +150,7 @@ class DisturbedRun:
             pass
         leftovers: list[str] = []
         if self._scene.cluster is None:
-            was_killed = status == -signal.SIGKILL
-            deadline = time.monotonic() + (self._plan.leftover_killed_s if was_killed else self._plan.leftover_s)
+            deadline = time.monotonic() + self._plan.leftover_s
             while (left := self._family.living()) and time.monotonic() < deadline:
                 time.sleep(0.1)
             leftovers = [process.title[:80] for process in left]

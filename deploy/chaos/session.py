@@ -23,8 +23,7 @@ from deploy.recipe.recipe import Recipe
 
 _REFERENCE = "reference"
 _DISK_BYTES = 256 << 20
-# After a driver that was killed two agents of Ray look for their GCS for a minute.
-_LEFTOVER_S, _LEFTOVER_KILLED_S = 15.0, 90.0
+_LEFTOVER_S = 15.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,7 +140,6 @@ def _plan(recipe: Recipe, order: Order) -> ChaosPlan:
         checkpoint_every_rounds=recipe.checkpoint_every_rounds,
         patience_s=order.patience_s,
         leftover_s=_LEFTOVER_S,
-        leftover_killed_s=_LEFTOVER_KILLED_S,
         disk_bytes=_DISK_BYTES,
     )
 

@@ -10,12 +10,12 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import closing, nullcontext, suppress
+from contextlib import closing, nullcontext
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from actors.run_log import DRIVER_LOG, METRICS, Event, RunLog, append_event, is_done, read_events
+from actors.run_log import DRIVER_LOG, METRICS, Event, RunLog, append_event, read_events
 from actors.spec import Phase, RunSpec
 from deploy.errors import EXIT_RUN_FAILED, RunFailedError, UserError
 from deploy.interrupts import terminated_by_sigterm, wait_for_interrupt
@@ -23,9 +23,9 @@ from deploy.job.following import following, stopping_in_order, wait_for
 from deploy.job.judges import judge_servers
 from deploy.job.node_watch import node_processes, watching
 from deploy.job.quiet import native_words_in
+from deploy.job.watchdog import last_words, watchdog
 from deploy.orphans import adopt_orphans, kill_descendants
 from deploy.printing import counted
-from deploy.program import program
 from deploy.ray_session import ray_session
 from deploy.recipe.recipe import Recipe, Stages
 from deploy.runs.curves import draw_curves
@@ -86,6 +86,7 @@ def _run_locked(
     on_event(_waiting("starting Ray" if "RAY_ADDRESS" not in os.environ else "connecting to Ray"))
     with (
         native_words_in(spec.run_dir / DRIVER_LOG),
+        watchdog(spec.run_dir, spec.name),
         ray_session(dashboard=True) as ray,
         # Ray takes SIGTERM for itself when it starts.
         terminated_by_sigterm(),
@@ -181,14 +182,7 @@ def _failed(spec: RunSpec, cause: str, num_seen: int) -> str:
 
 def _end_with_node(spec: RunSpec, what: str, logs_dir: Path, on_event: Callable[[Event], None]) -> None:
     """Say what died, and end this process before Ray's native code does."""
-    if is_done(read_events(spec.run_dir)):
-        sentence = (
-            f"{what}, and the service with it; the run had ended well; {program()} serve {spec.name} serves it again"
-        )
-    else:
-        sentence = f"the run failed: {what}; its logs are in {logs_dir}; --resume goes on from the newest checkpoint"
-        with suppress(OSError):
-            append_event(spec.run_dir, "failure", what=what, attempt=1)
+    sentence = last_words(spec.run_dir, spec.name, what, f"its logs are in {logs_dir}")
     on_event({"event": "lost", "what": sentence})
     kill_descendants()
     os._exit(EXIT_RUN_FAILED)

@@ -32,7 +32,6 @@ def _plan(flaw: str = "none", patience_s: float = 60.0, num_rounds: int = NUM_RO
         checkpoint_every_rounds=5,
         patience_s=patience_s,
         leftover_s=2.0,
-        leftover_killed_s=3.0,
         disk_bytes=16 << 20,
     )
 

@@ -1,0 +1,78 @@
+"""Who started a run reads how to go on, however its driver ends, and nothing of it is left."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from actors.run_log import append_event, read_events
+
+_DRIVER = """
+import os, signal, subprocess, sys
+from pathlib import Path
+from deploy.job.watchdog import watchdog
+
+how, run_dir = sys.argv[1], Path(sys.argv[2])
+with watchdog(run_dir, "steady"):
+    child = subprocess.Popen(["sleep", "1000"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    print(child.pid, flush=True)
+    if how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "ended by native code":
+        os._exit(1)
+    if how == "failed":
+        sys.exit("a sentence of its own")
+"""
+
+
+def _drive(how: str, run_dir: Path) -> tuple[int, int, str]:
+    """Status, the process that it started, and its standard error, until nobody holds that any more."""
+    words = [sys.executable, "-c", _DRIVER, how, str(run_dir)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    return done.returncode, int(done.stdout), done.stderr
+
+
+def _is_there(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize(("how", "expected"), [("killed", -9), ("ended by native code", 1)])
+def test_a_driver_that_dies_without_a_word_leaves_one_and_nothing_else(how: str, expected: int, tmp_path: Path) -> None:
+    append_event(tmp_path, "round", round=0)
+    status, child, errors = _drive(how, tmp_path)
+    assert status == expected
+    assert errors == (
+        f"d1: the run failed: its driver was killed, or ended by native code; Ray's last words are in {tmp_path}/driver.log; "
+        "--resume goes on from the newest checkpoint\n"
+    )
+    assert read_events(tmp_path)[-1]["what"] == "its driver was killed, or ended by native code"
+    deadline = time.monotonic() + 60
+    while _is_there(child):
+        assert time.monotonic() < deadline, "what it started is still there"
+        time.sleep(0.02)
+
+
+def test_a_service_whose_run_had_ended_is_not_told_to_resume(tmp_path: Path) -> None:
+    append_event(tmp_path, "done", seconds=1.0)
+    _, _, errors = _drive("killed", tmp_path)
+    assert "the run had ended well" in errors
+    assert "serve steady serves it again" in errors
+    assert "--resume" not in errors
+    assert [event["event"] for event in read_events(tmp_path)] == ["done"]
+
+
+@pytest.mark.parametrize(("how", "expected"), [("failed", "a sentence of its own\n"), ("done", "")])
+def test_a_driver_that_ends_by_itself_has_the_last_word(how: str, expected: str, tmp_path: Path) -> None:
+    append_event(tmp_path, "round", round=0)
+    _, child, errors = _drive(how, tmp_path)
+    assert errors == expected
+    assert len(read_events(tmp_path)) == 1
+    assert _is_there(child), "what it started is its own business"
+    subprocess.run(["kill", "-9", str(child)], check=True)
