@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-import signal
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence

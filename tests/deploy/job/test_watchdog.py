@@ -49,8 +49,8 @@ def test_a_driver_that_dies_without_a_word_leaves_one_and_nothing_else(how: str,
     status, child, errors = _drive(how, tmp_path)
     assert status == expected
     assert errors == (
-        f"d1: the run failed: its driver was killed, or ended by native code; Ray's last words are in {tmp_path}/driver.log; "
-        "--resume goes on from the newest checkpoint\n"
+        "d1: the run failed: its driver was killed, or ended by native code; "
+        f"Ray's last words are in {tmp_path}/driver.log; --resume goes on from the newest checkpoint\n"
     )
     assert read_events(tmp_path)[-1]["what"] == "its driver was killed, or ended by native code"
     deadline = time.monotonic() + 60
