@@ -45,8 +45,11 @@ def kill_descendants(spared: Collection[int] = ()) -> None:
 
 
 def kill_marked(variable: str, value: str) -> None:
-    """SIGKILL all processes that were started with this in their environment: those of a parent that is gone."""
-    _kill_all(lambda: set(_marked(f"{variable}={value}".encode())))
+    """SIGKILL all processes that were started with this in their environment, by a parent that is gone.
+
+    Ray's agents and Redis write over theirs: they are known by their parents.
+    """
+    _kill_all(lambda: _with_descendants(set(_marked(f"{variable}={value}".encode()))))
 
 
 def _kill_all(find: Callable[[], set[int]]) -> None:
@@ -67,13 +70,17 @@ def _marked(setting: bytes) -> Iterator[int]:
 
 def descendants(pid: int) -> set[int]:
     """Processes below `pid` that run."""
+    return _with_descendants({pid}) - {pid}
+
+
+def _with_descendants(pids: set[int]) -> set[int]:
     parents = {}
     for name in filter(str.isdigit, os.listdir("/proc")):
         with suppress(FileNotFoundError, ProcessLookupError), open(f"/proc/{name}/stat", errors="replace") as stat:
             state, parent = stat.read().rsplit(")", 1)[1].split()[:2]
             if state != "Z":
                 parents[int(name)] = int(parent)
-    found = {pid}
+    found = set(pids)
     while new := {child for child, parent in parents.items() if parent in found} - found:
         found |= new
-    return found - {pid}
+    return found

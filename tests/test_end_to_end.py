@@ -11,7 +11,8 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -385,15 +386,15 @@ def test_a_run_that_goes_on_after_ctrl_c_repeats_nothing_and_sigterm_is_as_good(
     assert after == list(range(len(after))), "no round is done twice, or left out"
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize(("process", "name"), [("raylet/raylet", "Ray's raylet"), ("gcs_server", "Ray's GCS")])
-def test_the_death_of_rays_own_processes_is_one_sentence(process: str, name: str, folder: Path) -> None:
-    run, mark = f"without-{process[:3]}", f"D1_TEST_MARK={process[:3]}-{os.getpid()}"
+@contextmanager
+def _under_way(folder: Path, run: str) -> Iterator[tuple[subprocess.Popen[str], list[str], str]]:
+    """A run that trains, on a Ray of its own; what it has printed; and a setting that all its processes inherit."""
+    mark = f"D1_TEST_MARK={run}-{os.getpid()}"
     arguments = [D1, "train", str(folder / "recipe.yaml"), f"name={run}", f"runs_dir={folder}", *SMALL]
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     environment |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
     environment |= dict([mark.split("=")])
-    output = ""
+    printed = []
     with subprocess.Popen(
         [*arguments, "learner.num_rounds=5000"],
         env=environment,
@@ -404,9 +405,17 @@ def test_the_death_of_rays_own_processes_is_one_sentence(process: str, name: str
     ) as driver:
         assert driver.stdout is not None
         for line in driver.stdout:
-            output += line
+            printed.append(line)
             if "held-out accuracy after no training" in line:
                 break
+        yield driver, printed, mark
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("process", "name"), [("raylet/raylet", "Ray's raylet"), ("gcs_server", "Ray's GCS")])
+def test_the_death_of_rays_own_processes_is_one_sentence(process: str, name: str, folder: Path) -> None:
+    run = f"without-{process[:3]}"
+    with _under_way(folder, run) as (driver, printed, mark):
         children = Path(f"/proc/{driver.pid}/task/{driver.pid}/children").read_text().split()
         (victim,) = [pid for pid in children if process in Path(f"/proc/{pid}/cmdline").read_text().split("\0")[0]]
         os.kill(int(victim), signal.SIGKILL)
@@ -415,10 +424,27 @@ def test_the_death_of_rays_own_processes_is_one_sentence(process: str, name: str
     assert errors.startswith(f"d1: the run failed: {name} died; its logs are in /")
     assert errors.endswith("; --resume goes on from the newest checkpoint\n")
     assert errors.count("\n") == 1
-    assert "state-dump" not in output + rest
+    assert "state-dump" not in "".join(printed) + rest
     assert read_events(folder / run)[-1]["what"] == f"{name} died"
     left = _processes_with(mark)
     assert not left, left
+
+
+@pytest.mark.nightly
+def test_a_driver_that_is_killed_leaves_a_sentence_and_no_process(folder: Path) -> None:
+    with _under_way(folder, "killed") as (driver, _, mark):
+        driver.kill()
+        # Until nobody holds its standard error any more.
+        _, errors = driver.communicate(timeout=60)
+    # On a busy machine its first lines say what it waits for.
+    assert errors.endswith(
+        "d1: the run failed: its driver was killed, or ended by native code; "
+        f"Ray's last words are in {folder / 'killed'}/driver.log; --resume goes on from the newest checkpoint\n"
+    )
+    deadline = time.monotonic() + 30
+    while left := _processes_with(mark):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
 
 
 def _processes_that_mention(text: str) -> list[str]:

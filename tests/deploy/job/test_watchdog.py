@@ -18,8 +18,10 @@ from deploy.job.watchdog import watchdog
 
 how, run_dir = sys.argv[1], Path(sys.argv[2])
 with watchdog(run_dir, "steady"):
-    child = subprocess.Popen(["sleep", "1000"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    print(child.pid, flush=True)
+    # The leaf is one that has written over its environment.
+    script = "env -i sleep 1000 >/dev/null 2>&1 & echo $!; wait"
+    child = subprocess.Popen(["sh", "-c", script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    print(child.stdout.readline(), flush=True)
     if how == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "ended by native code":
