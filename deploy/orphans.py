@@ -10,7 +10,7 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -49,7 +49,7 @@ def kill_marked(variable: str, value: str) -> None:
 
     Ray's agents and Redis write over theirs: they are known by their parents.
     """
-    _kill_all(lambda: _with_descendants(set(_marked(f"{variable}={value}".encode()))))
+    _kill_all(lambda: _below({pid for pid in _pids() if is_marked(pid, variable, value)}))
 
 
 def _kill_all(find: Callable[[], set[int]]) -> None:
@@ -61,26 +61,36 @@ def _kill_all(find: Callable[[], set[int]]) -> None:
                 os.kill(pid, signal.SIGKILL)
 
 
-def _marked(setting: bytes) -> Iterator[int]:
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        with suppress(OSError):
-            if setting in path.read_bytes().split(b"\0"):
-                yield int(path.parent.name)
+def is_marked(pid: int, variable: str, value: str) -> bool:
+    """Whether a process was started with this in its environment; not known of one that has written over it."""
+    try:
+        return f"{variable}={value}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return False
 
 
 def descendants(pid: int) -> set[int]:
     """Processes below `pid` that run."""
-    return _with_descendants({pid}) - {pid}
+    return _below({pid}) - {pid}
 
 
-def _with_descendants(pids: set[int]) -> set[int]:
-    parents = {}
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        with suppress(FileNotFoundError, ProcessLookupError), open(f"/proc/{name}/stat", errors="replace") as stat:
-            state, parent = stat.read().rsplit(")", 1)[1].split()[:2]
-            if state != "Z":
-                parents[int(name)] = int(parent)
+def with_descendants(pids: Collection[int], parents: Mapping[int, int]) -> set[int]:
+    """`pids` and all below them, where `parents` has the parent of each process."""
     found = set(pids)
     while new := {child for child, parent in parents.items() if parent in found} - found:
         found |= new
     return found
+
+
+def _below(pids: set[int]) -> set[int]:
+    parents = {}
+    for pid in _pids():
+        with suppress(FileNotFoundError, ProcessLookupError), open(f"/proc/{pid}/stat", errors="replace") as stat:
+            state, parent = stat.read().rsplit(")", 1)[1].split()[:2]
+            if state != "Z":
+                parents[pid] = int(parent)
+    return with_descendants(pids, parents)
+
+
+def _pids() -> Iterator[int]:
+    return map(int, filter(str.isdigit, os.listdir("/proc")))

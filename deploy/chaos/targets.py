@@ -15,6 +15,7 @@ from pathlib import Path
 from signal import Signals
 
 from deploy.chaos.faults import Target
+from deploy.orphans import is_marked, with_descendants
 
 MARK = "D1_CHAOS_MARK"
 _PROC = Path("/proc")
@@ -100,10 +101,11 @@ class Family:
     def living(self) -> list[Process]:
         """Those that have not ended, by id."""
         found = [process for process in _all() if process.key not in self._others]
-        ours = {process.pid for process in found if process.key in self._known or self._is_marked(process.pid)}
+        ours = {
+            process.pid for process in found if process.key in self._known or is_marked(process.pid, MARK, self.mark)
+        }
         # Some write over their environment; their parents have not.
-        while more := {process.pid for process in found if process.parent in ours} - ours:
-            ours |= more
+        ours = with_descendants(ours, {process.pid: process.parent for process in found})
         members = [process for process in found if process.pid in ours]
         self._known |= {process.key for process in members}
         return sorted((process for process in members if process.state not in "ZX"), key=lambda process: process.pid)
@@ -124,12 +126,6 @@ class Family:
             for process in left:
                 process.signal(Signals.SIGKILL)
             time.sleep(0.05)
-
-    def _is_marked(self, pid: int) -> bool:
-        try:
-            return f"\0{MARK}={self.mark}\0".encode() in b"\0" + (_PROC / str(pid) / "environ").read_bytes()
-        except OSError:
-            return False
 
 
 def _all() -> list[Process]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from pathlib import Path
+
+from tests.processes import is_running
 
 SCRIPT = """
 import subprocess, sys
@@ -21,13 +22,6 @@ kill_descendants()
 """
 
 
-def _is_there(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 def _orphan_of(mode: str) -> int:
     done = subprocess.run([sys.executable, "-c", SCRIPT, mode], capture_output=True, text=True, check=True, timeout=60)
     return int(done.stdout)
@@ -36,12 +30,12 @@ def _orphan_of(mode: str) -> int:
 def test_an_orphan_ends_with_the_process_that_adopts() -> None:
     orphan = _orphan_of("adopting")
     deadline = time.monotonic() + 10
-    while _is_there(orphan):
+    while is_running(orphan):
         assert time.monotonic() < deadline
         time.sleep(0.02)
 
 
 def test_without_that_it_would_stay() -> None:
     orphan = _orphan_of("leaving")
-    assert _is_there(orphan)
+    assert is_running(orphan)
     subprocess.run(["kill", "-9", str(orphan)], check=True)

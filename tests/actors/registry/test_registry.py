@@ -1,6 +1,5 @@
 """The registry, without Ray: the same rules on the embedded Valkey server and on Debian's redis-server."""
 
-import os
 import secrets
 import signal
 import socket
@@ -17,6 +16,7 @@ import redis
 from actors.registry.registry import AdminState, EventKind, MalformedEntryError, PolicyVersion, Registry
 from actors.registry.server import ValkeyServer, free_port
 from tests.announced import latest
+from tests.processes import is_running
 from tests.redis_server import DebianRedis
 
 POLICY = PolicyVersion(
@@ -424,7 +424,7 @@ def test_the_server_ends_when_its_process_is_killed():
         server_pid = int(child.stdout.readline())
         child.send_signal(signal.SIGKILL)
     deadline = time.monotonic() + 10
-    while is_alive(server_pid):
+    while is_running(server_pid):
         assert time.monotonic() < deadline, "the server outlived its process"
         time.sleep(0.05)
 
@@ -435,13 +435,3 @@ def test_a_server_that_cannot_start_says_so():
         taken.listen()
         with pytest.raises(RuntimeError, match="ended with status"):
             ValkeyServer(taken.getsockname()[1], "p" * 20)
-
-
-def is_alive(pid):
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    # Nobody may be there to reap it.
-    with open(f"/proc/{pid}/stat") as stat:
-        return stat.read().rsplit(")", 1)[1].split()[0] != "Z"

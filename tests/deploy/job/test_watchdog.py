@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from actors.run_log import append_event, read_events
+from tests.processes import is_running
 
 _DRIVER = """
 import os, signal, subprocess, sys
@@ -38,13 +39,6 @@ def _drive(how: str, run_dir: Path) -> tuple[int, int, str]:
     return done.returncode, int(done.stdout), done.stderr
 
 
-def _is_there(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 @pytest.mark.parametrize(("how", "expected"), [("killed", -9), ("ended by native code", 1)])
 def test_a_driver_that_dies_without_a_word_leaves_one_and_nothing_else(how: str, expected: int, tmp_path: Path) -> None:
     append_event(tmp_path, "round", round=0)
@@ -56,7 +50,7 @@ def test_a_driver_that_dies_without_a_word_leaves_one_and_nothing_else(how: str,
     )
     assert read_events(tmp_path)[-1]["what"] == "its driver was killed, or ended by native code"
     deadline = time.monotonic() + 60
-    while _is_there(child):
+    while is_running(child):
         assert time.monotonic() < deadline, "what it started is still there"
         time.sleep(0.02)
 
@@ -76,5 +70,5 @@ def test_a_driver_that_ends_by_itself_has_the_last_word(how: str, expected: str,
     _, child, errors = _drive(how, tmp_path)
     assert errors == expected
     assert len(read_events(tmp_path)) == 1
-    assert _is_there(child), "what it started is its own business"
+    assert is_running(child), "what it started is its own business"
     subprocess.run(["kill", "-9", str(child)], check=True)

@@ -13,6 +13,7 @@ import pytest
 from rewards import RewardUnavailableError
 from rewards.terms.judge.config import JudgeConfig
 from rewards.terms.judge.server import VllmConfig, vllm_server
+from tests.processes import is_running
 
 # Starts a second process, as vLLM does with its engine, and answers /health after a while.
 _HEALTHY = """
@@ -43,14 +44,6 @@ def _program(directory: Path, source: str) -> str:
     return str(path)
 
 
-def _is_running(pid: int) -> bool:
-    """A process that has ended may still be listed until its parent has noticed."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 def test_it_is_started_waited_for_and_ended_with_its_processes(tmp_path: Path, port: int) -> None:
     import json
 
@@ -63,13 +56,13 @@ def test_it_is_started_waited_for_and_ended_with_its_processes(tmp_path: Path, p
         socket.create_connection(("127.0.0.1", port), timeout=5).close()
         with pytest.raises(ValueError, match=rf"127\.0\.0\.1:{port} is taken already; take another port"):
             config.check(f"http://127.0.0.1:{port}/v1")
-        assert _is_running(said["child"])
+        assert is_running(said["child"])
     assert said["arguments"] == ["serve", "org/m", "--host", "127.0.0.1", "--port", str(port), "--seed", "1"]
     assert (said["quiet"], said["more"]) == ("1", "m")
     deadline = time.monotonic() + 10
-    while _is_running(said["child"]) and time.monotonic() < deadline:
+    while is_running(said["child"]) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not _is_running(said["child"])
+    assert not is_running(said["child"])
     config.check(f"http://127.0.0.1:{port}/v1")
 
 
@@ -92,7 +85,7 @@ def test_a_server_that_never_answers_is_given_up_and_ended(tmp_path: Path, port:
         vllm_server(config, model="m", base_url=f"http://127.0.0.1:{port}/v1", log=log),
     ):
         pytest.fail("it is not there")
-    assert not _is_running(int(log.read_text()))
+    assert not is_running(int(log.read_text()))
 
 
 def test_without_vllm_it_is_refused_in_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
