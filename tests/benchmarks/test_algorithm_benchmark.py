@@ -18,7 +18,7 @@ from deploy.recipe.recipe import Stages
 from deploy.runs.run_directory import make_spec
 from learner.algorithms import ALGORITHMS
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 BUDGET = Budget(num_completions=24, cpu_s=0.0, of_round=12)
 
 
