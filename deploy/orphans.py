@@ -47,7 +47,7 @@ def kill_descendants(spared: Collection[int] = ()) -> None:
 def kill_marked(variable: str, value: str) -> None:
     """SIGKILL all processes that were started with this in their environment, by a parent that is gone.
 
-    Ray's agents and Redis write over theirs: they are known by their parents.
+    Redis writes over its own: it is known by its parent.
     """
     _kill_all(lambda: _below({pid for pid in _pids() if is_marked(pid, variable, value)}))
 

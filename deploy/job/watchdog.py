@@ -42,6 +42,8 @@ def watchdog(run_dir: Path, name: str) -> Iterator[None]:
         words, stdin=subprocess.DEVNULL, stderr=_stderr(), pass_fds=[handle], start_new_session=True
     )
     os.environ[_MARK] = mark
+    # Ray's processes write their titles over their environment, and the mark in it, unless this is set.
+    os.environ.setdefault("SPT_NOENV", "1")
     try:
         yield
     finally:
