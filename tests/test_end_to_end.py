@@ -412,18 +412,25 @@ def _under_way(folder: Path, run: str) -> Iterator[tuple[subprocess.Popen[str], 
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM])
 @pytest.mark.parametrize(("process", "name"), [("raylet/raylet", "Ray's raylet"), ("gcs_server", "Ray's GCS")])
-def test_the_death_of_rays_own_processes_is_one_sentence(process: str, name: str, folder: Path) -> None:
-    run = f"without-{process[:3]}"
+def test_the_death_of_rays_own_processes_is_one_sentence(
+    process: str, name: str, sent: signal.Signals, folder: Path
+) -> None:
+    run = f"without-{process[:3]}-{sent.name}"
     with _under_way(folder, run) as (driver, printed, mark):
         children = Path(f"/proc/{driver.pid}/task/{driver.pid}/children").read_text().split()
         (victim,) = [pid for pid in children if process in Path(f"/proc/{pid}/cmdline").read_text().split("\0")[0]]
-        os.kill(int(victim), signal.SIGKILL)
+        os.kill(int(victim), sent)
         rest, errors = driver.communicate(timeout=60)
     assert driver.returncode == 1
-    assert errors.startswith(f"d1: the run failed: {name} died; its logs are in /")
-    assert errors.endswith("; --resume goes on from the newest checkpoint\n")
-    assert errors.count("\n") == 1
+    # On a busy machine its first lines say what it waits for.
+    (sentence,) = [line for line in errors.splitlines() if "the run failed" in line]
+    assert sentence.startswith(f"d1: the run failed: {name} died; its logs are in /")
+    assert errors.endswith(f"{sentence}\n")
+    assert sentence.endswith("; --resume goes on from the newest checkpoint")
+    said_before = [line for line in errors.splitlines() if line != sentence]
+    assert all(re.fullmatch(r"d1: [a-z' ,]+: \d+ s", line) for line in said_before), errors
     assert "state-dump" not in "".join(printed) + rest
     assert read_events(folder / run)[-1]["what"] == f"{name} died"
     left = _processes_with(mark)

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from actors.cluster import RunActors
 
 _CALL_TIMEOUT_S = 60.0
+_NODE_ENDS_S = 3.0
 
 
 def run(
@@ -138,6 +139,8 @@ def _run_on_ray(
             _call(actors.coordinator.finish.remote())
         draw_curves(read_events(spec.run_dir), spec.run_dir / "curves.png")
     except (RayError, TrainingFailedError, LearnerFailedError, TimeoutError) as error:
+        # A raylet that is sent SIGTERM ends its workers before itself: `watching` is to name what died first.
+        time.sleep(_NODE_ENDS_S)
         cause = _dead_actor(actors) or _cause(error)
         stop_actors(actors, keep_store=keep_store)
         raise RunFailedError(_failed(spec, cause, num_seen)) from error

@@ -2,6 +2,8 @@
 
 When its raylet or its GCS is gone, Ray's native code in the driver ends the whole process, seconds later and without a
 word of what to do: no exception, no `finally`, no `atexit`. So a thread waits for the deaths themselves.
+
+A GCS that is sent SIGTERM closes its port at once and may never end: one whose port refuses is as good as dead.
 """
 
 from __future__ import annotations
@@ -13,12 +15,22 @@ import struct
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 
 _CREDENTIALS = struct.Struct("3i")  # struct ucred of Linux: pid, uid, gid.
+_PROBE_EVERY_S = 1.0
 
 
-def node_processes() -> dict[str, int]:
-    """Process ids of what the connected driver lives by, by what a person calls it.
+@dataclass(frozen=True)
+class NodeProcess:
+    """A process to watch: its id, and the host and port that it listens at as long as it works, where it has one."""
+
+    pid: int
+    address: tuple[str, int] | None = None
+
+
+def node_processes() -> dict[str, NodeProcess]:
+    """What the connected driver lives by, by what a person calls it.
 
     That is the raylet of its node, and the GCS too where this process started them: another may have a GCS that comes
     back. Empty where they cannot be known, in a container apart from them.
@@ -27,17 +39,20 @@ def node_processes() -> dict[str, int]:
     from ray._private.worker import _global_node as node
 
     assert node is not None, "Ray is connected"
+    host, port = node.gcs_address.rsplit(":", 1)
     started = {
-        "Ray's raylet": ray_constants.PROCESS_TYPE_RAYLET,
-        "Ray's GCS": ray_constants.PROCESS_TYPE_GCS_SERVER,
+        "Ray's raylet": (ray_constants.PROCESS_TYPE_RAYLET, None),
+        "Ray's GCS": (ray_constants.PROCESS_TYPE_GCS_SERVER, (host.strip("[]"), int(port))),
     }
     ours = {
-        what: node.all_processes[kind][0].process.pid for what, kind in started.items() if kind in node.all_processes
+        what: NodeProcess(node.all_processes[kind][0].process.pid, address)
+        for what, (kind, address) in started.items()
+        if kind in node.all_processes
     }
     if ours:
         return ours
     pid = _peer(node.raylet_socket_name)
-    return {"Ray's raylet": pid} if pid else {}
+    return {"Ray's raylet": NodeProcess(pid)} if pid else {}
 
 
 def _peer(path: str) -> int:
@@ -49,14 +64,25 @@ def _peer(path: str) -> int:
     return pid
 
 
+def _refuses(address: tuple[str, int]) -> bool:
+    """Whether nobody listens there: that a busy or stopped process is slow to answer is another matter."""
+    try:
+        socket.create_connection(address, timeout=_PROBE_EVERY_S).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
 @contextmanager
-def watching(processes: Mapping[str, int], on_death: Callable[[str], None]) -> Iterator[None]:
-    """While the block runs, call `on_death` from a thread, once, with the name of the first process that ends."""
+def watching(processes: Mapping[str, NodeProcess], on_death: Callable[[str], None]) -> Iterator[None]:
+    """While the block runs, call `on_death` from a thread, once, with the name of the first that ends."""
     with ExitStack() as at_end:
         names: dict[int, str] = {}
-        for name, pid in processes.items():
+        for name, process in processes.items():
             try:
-                handle = os.pidfd_open(pid)
+                handle = os.pidfd_open(process.pid)
             except ProcessLookupError:
                 on_death(name)
                 continue
@@ -68,9 +94,14 @@ def watching(processes: Mapping[str, int], on_death: Callable[[str], None]) -> I
         for handle in (*names, wake):
             poll.register(handle, select.POLLIN)
 
+        probed = {name: process.address for name, process in processes.items() if process.address}
+
         def watch() -> None:
             # A process's handle is readable once it has ended; the pipe's end, once the block has.
-            ended = [handle for handle, _ in poll.poll()]
+            while not (ended := [handle for handle, _ in poll.poll(_PROBE_EVERY_S * 1000 if probed else None)]):
+                if name := next((name for name, address in probed.items() if _refuses(address)), None):
+                    on_death(name)
+                    return
             if wake not in ended:
                 on_death(names[ended[0]])
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -10,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from deploy.job.node_watch import watching
+from deploy.job.node_watch import NodeProcess, watching
 
 
 @pytest.fixture
@@ -30,7 +32,7 @@ def test_the_one_that_dies_is_named_at_once(processes: dict[str, subprocess.Pope
         told.append(name)
         died.set()
 
-    with watching({name: process.pid for name, process in processes.items()}, on_death):
+    with watching({name: NodeProcess(process.pid) for name, process in processes.items()}, on_death):
         processes["gcs"].send_signal(signal.SIGKILL)
         assert died.wait(60)
     assert told == ["gcs"]
@@ -40,7 +42,7 @@ def test_an_end_that_comes_after_the_block_is_nobodys_business(
     processes: dict[str, subprocess.Popen[bytes]],
 ) -> None:
     told: list[str] = []
-    with watching({name: process.pid for name, process in processes.items()}, told.append):
+    with watching({name: NodeProcess(process.pid) for name, process in processes.items()}, told.append):
         pass
     processes["raylet"].kill()
     processes["raylet"].wait()
@@ -51,6 +53,22 @@ def test_one_that_is_dead_already_is_named_too(processes: dict[str, subprocess.P
     processes["raylet"].kill()
     processes["raylet"].communicate()
     told: list[str] = []
-    with watching({"raylet": processes["raylet"].pid}, told.append):
+    with watching({"raylet": NodeProcess(processes["raylet"].pid)}, told.append):
         pass
     assert told == ["raylet"]
+
+
+def test_one_that_lives_and_has_closed_its_port_is_named(processes: dict[str, subprocess.Popen[bytes]]) -> None:
+    told, died = [], threading.Event()
+
+    def on_death(name: str) -> None:
+        told.append(name)
+        died.set()
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        watched = {"gcs": NodeProcess(processes["gcs"].pid, server.getsockname()), "raylet": NodeProcess(os.getpid())}
+        with watching(watched, on_death):
+            assert not died.wait(2.5), "its port is open, though nobody answers"
+            server.close()
+            assert died.wait(60)
+    assert told == ["gcs"]
