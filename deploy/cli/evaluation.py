@@ -176,8 +176,9 @@ def lm_eval(
 def _answer(subject: Subject, ready: list[Ready], computing: Computing) -> None:
     from deploy.evaluation.evaluate import answer_all
     from deploy.evaluation.view import Bar
+    from deploy.interrupts import terminated_by_sigterm
 
-    with Bar(ready) as bar:
+    with Bar(ready) as bar, terminated_by_sigterm():
         try:
             answer_all(subject, ready, computing, bar.advance)
         except KeyboardInterrupt:

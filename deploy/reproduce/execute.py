@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -102,7 +101,7 @@ def _run(step: Training | Evaluation, out: Path, told: Callable[[str], None]) ->
         recipe.parent.mkdir(parents=True, exist_ok=True)
         write_whole(recipe, resolved_yaml(step.recipe))
     with log.open("ab") as file:
-        # A group of its own: Ctrl-C comes to us, and we tell it once.
+        # A session of its own: Ctrl-C comes to us, and we tell it once.
         process = subprocess.Popen(  # noqa: S603 - d1 itself, with words of its own plan
             [*_D1, *command_of(step, out)],
             stdin=subprocess.DEVNULL,
@@ -130,7 +129,8 @@ def _has_ended(process: subprocess.Popen[bytes]) -> bool:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    process.send_signal(signal.SIGINT)
+    # Not SIGINT: where a script began us in the background all that we start ignores it.
+    process.terminate()
     try:
         process.wait(_STOP_S)
     except subprocess.TimeoutExpired:

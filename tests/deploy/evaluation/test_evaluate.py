@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -224,18 +225,24 @@ def test_what_is_named_twice_is_asked_once(evaluate: Callable, workdir: Path) ->
     assert len(_lines(workdir / "out" / cell["answers"])) == 21
 
 
-def test_ctrl_c_keeps_what_is_answered(
-    evaluate: Callable, inline: list[Batch], monkeypatch: pytest.MonkeyPatch, workdir: Path
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_keeps_what_is_answered(
+    sent: signal.Signals, evaluate: Callable, inline: list[Batch], monkeypatch: pytest.MonkeyPatch, workdir: Path
 ) -> None:
+    # Whoever runs the tests in the background of a script has Ctrl-C ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     whole = Worker.answer
 
     def interrupted(self: Worker, batch: Batch) -> Answered:
         if len(inline) == 3:
-            raise KeyboardInterrupt
+            signal.raise_signal(sent)
         return whole(self, batch)
 
     monkeypatch.setattr(Worker, "answer", interrupted)
-    ended = evaluate()
+    try:
+        ended = evaluate()
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert ended.status == 130
     assert ended.err.endswith("stopped; 16 answers are kept, and the same command goes on from there\n")
     assert len(_lines(workdir / "out" / "sums.8.4-steps.jsonl")) == 17

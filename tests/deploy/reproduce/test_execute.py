@@ -34,6 +34,7 @@ place.mkdir(parents=True, exist_ok=True)
 if (here / f"fails {name}").exists():
     sys.exit("d1: the disk is full")
 if (here / f"waits {name}").exists():
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     (here / "waits").touch()
     try:
         time.sleep(60)
@@ -125,7 +126,7 @@ def test_ctrl_c_lets_the_command_keep_what_it_has(
 
 def test_a_command_that_does_not_stop_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(executing, "_STOP_S", 0.3)
-    ignores = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); print(flush=True); time.sleep(60)"
+    ignores = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(60)"
     command = [sys.executable, "-c", ignores]
     with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as process:
         assert process.stdout is not None
