@@ -41,7 +41,7 @@ tools: ## Install redis-server, promtool and docker-compose, on Debian as root.
 
 # Hundreds of processes of the tests import d1: its bytecode is kept, whatever the environment says.
 test: $(STAMP) bubblewrap chromium tools ## Run the tests: ARGS="tests/rewards -k sudoku" for some of them.
-	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-nightly: $(STAMP) tools ## Run the tests that kill and stop whole runs, for some minutes more.
 	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -m nightly $(ARGS)

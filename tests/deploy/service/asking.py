@@ -43,7 +43,7 @@ def wait_until(condition, what, timeout_s=60):
 class Asker:
     """Threads that ask again and again, with pauses that leave a small machine time for what they wait for."""
 
-    def __init__(self, url, num_threads, ask=ASK, pause_s=0.02):
+    def __init__(self, url, num_threads, ask=ASK, pause_s=0.1):
         self._pause_s = pause_s
         self.answers, self.longest_s, self._done = [], 0.0, threading.Event()
         self._url, self._body = url, ask

@@ -33,7 +33,7 @@ from tests.deploy.service.asking import ASK, TOKEN, Asker, call, is_up, wait_unt
 
 NEWEST = 4
 LONG = ASK | {"diffusion": {"gen_length": 40, "block_length": 4, "steps": 40}}
-FAULTS = faults.Plan(num_swaps=6, num_kills=2, num_parts=1, num_clients=2, swap_every_s=1.0, kill_after_s=1.0)
+FAULTS = faults.Plan(num_swaps=6, num_kills=2, num_parts=1, rate=20.0, swap_every_s=1.0, kill_after_s=1.0)
 SOAK = soak.Plan(minutes=0.15, num_clients=3, look_every_s=0.5, swap_every_s=2.0)
 MOST_GROWTH_MIB = 24.0
 INGRESS, ENGINE = ROLES["ingress"], ROLES["engine"]
