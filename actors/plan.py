@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-import torch
+from functools import partial
 
 from actors.messages import EVALUATION_ROUND, Portion, PortionKey
 from actors.spec import RunSpec
-from learner.counter import uniform
 from learner.keys import fold, key_of
 from learner.model.tokenizer import ChatTokenizer
 from rewards import Problem, Split, make_task
@@ -104,8 +102,8 @@ class RunPlan:
     def _problem_at(self, position: int) -> tuple[Problem, int]:
         epoch, place = divmod(position, len(self.train))
         if epoch not in self._orders:
-            seed = torch.tensor(fold(self._spec.seed, _ORDER_KEY, epoch))
-            self._orders[epoch] = uniform(seed, torch.arange(len(self.train))).argsort().tolist()
+            order = partial(fold, fold(self._spec.seed, _ORDER_KEY, epoch))
+            self._orders[epoch] = sorted(range(len(self.train)), key=order)
         return self.train[self._orders[epoch][place]], epoch
 
     def _request(self, problem: Problem, params: SamplingParams, seed: int) -> Request:

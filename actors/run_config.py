@@ -17,7 +17,7 @@ from pydantic import (
 )
 
 from learner.config import LearnerConfig
-from learner.model.lora import LoraConfig
+from learner.model.lora_config import LoraConfig
 from learner.parallel.sharding_config import ShardingConfig
 from learner.sft.sft import SftConfig
 from rewards import RewardConfig, TaskConfig

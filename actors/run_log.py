@@ -219,13 +219,16 @@ class TensorBoard:
 
     def log(self, scalars: Mapping[str, float], step: int) -> None:
         """Add the scalars, and write them out. Raises OSError; the next ones then go into a file of their own."""
-        from torch.utils.tensorboard.writer import SummaryWriter
+        # And not torch's SummaryWriter: whoever records need not hold torch.
+        from tensorboard.compat.proto.event_pb2 import Event as Record
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
         try:
             # After a failure it writes no more, and its file may end in half a record.
-            self._writer = self._writer or SummaryWriter(log_dir=str(self._directory))
-            for name, value in scalars.items():
-                self._writer.add_scalar(name, value, step)
+            self._writer = self._writer or EventFileWriter(str(self._directory))
+            self._writer.add_event(Record(wall_time=time.time(), step=step, summary=Summary(value=values)))
             self._writer.flush()
         except OSError:
             self._writer = None

@@ -6,14 +6,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from actors.messages import Generation, Portion
 from actors.packed import Completions
-from actors.weights import fetch_from
-from learner.model.checkpoint import load_policy
 from rollout.config import EngineConfig
-from rollout.sampler import Sampler
 
 _FETCH_TIMEOUT_S = 120.0
 
@@ -23,6 +18,11 @@ class SamplerWorker:
 
     def __init__(self, checkpoint: Path, store: Any, device: str, engine: EngineConfig) -> None:
         """Make an empty policy of the checkpoint's shape; `store` is the weight store's handle."""
+        # Here and not above: whoever gets this actor's handle imports its class, the coordinator too.
+        import torch
+
+        from learner.model.checkpoint import load_policy
+
         torch.set_num_threads(1)
         self._policy = load_policy(checkpoint, engine.torch_dtype).to(device)
         self._engine = engine
@@ -38,6 +38,9 @@ class SamplerWorker:
 
         Returns them and their number: a caller that only needs to know that they are there waits for the number.
         """
+        from actors.weights import fetch_from
+        from rollout.sampler import Sampler
+
         if generation != self._generation:
             self._generation = None
             weights = fetch_from(self._store, generation.version, _FETCH_TIMEOUT_S, generation.digest)

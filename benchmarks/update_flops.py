@@ -13,7 +13,7 @@ from typing import Any
 
 from learner.flops import CanvasSums, forward_flops
 from learner.model.config import TransformerConfig
-from learner.model.lora import WHOLE
+from learner.model.lora_config import WHOLE
 
 COLUMNS = {"network": "network", "way": "way", "tflop": "TFLOP a round", "ratio": "of the first"}
 

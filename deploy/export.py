@@ -9,7 +9,7 @@ from pathlib import Path
 from deploy.errors import UserError, reason
 from deploy.runs.references import find_checkpoint_of
 from learner.model.adapter import ADAPTER, Adapter, read_adapter, stacked, write_peft_adapter
-from learner.model.checkpoint import MANIFEST, load_config, policy_files, verify_checkpoint
+from learner.model.checkpoint_files import MANIFEST, load_config, policy_files, verify_checkpoint
 
 
 def export_policy(reference: str, out: Path, runs_dir: Path = Path("runs")) -> Path:

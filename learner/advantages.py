@@ -7,15 +7,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 from pydantic import BaseModel, ConfigDict, Field
-from torch import Tensor
 
 from learner.batch import RolloutBatch
 from learner.estimators.base import SamplerFacts
+from learner.model.deferred import torch
 from learner.objectives.units import group_softmax
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _STD_FLOOR = 1e-4
 

@@ -10,10 +10,13 @@ applied once for each key. Integer arithmetic wraps alike on CPU and GPU, so a d
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from learner.keys import GAMMA, MASK_64, MIX_1, MIX_2
+from learner.model.deferred import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def uniform(seeds: Tensor, *keys: Tensor | int) -> Tensor:

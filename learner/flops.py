@@ -13,7 +13,7 @@ import torch
 
 from learner.estimators import Views
 from learner.model.config import TransformerConfig
-from learner.model.lora import LoraConfig
+from learner.model.lora_config import LoraConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

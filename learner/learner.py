@@ -18,7 +18,7 @@ from learner.config import LearnerConfig
 from learner.estimators import SamplerFacts, Terms, token_logps
 from learner.flops import forward_flops, update_flops
 from learner.imitation import DENOISING_LOSS, demonstrations
-from learner.model.lora import WHOLE
+from learner.model.lora_config import WHOLE
 from learner.objectives import Loss
 from learner.optimizer import PolicyOptimizer
 from learner.parallel.micro_batches import coefficients

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from actors.spec import Phase
-from learner.model.checkpoint import MANIFEST, TRAINER_STATE, verify_checkpoint
+from learner.model.checkpoint_files import MANIFEST, TRAINER_STATE, verify_checkpoint
 
 # Those of a stage that was under way.
 _PASSING = re.compile(r"(sft|rl|control)-\d+")

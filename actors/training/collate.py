@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from actors.messages import ScoredPortion
 from actors.plan import MASK_KEY
 from learner.batch import RolloutBatch, pad_rows
 from learner.keys import fold
+from learner.model.deferred import torch
 from rewards import Grade
 from rollout.request import Completion, FinishReason, Request
 

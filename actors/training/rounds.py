@@ -17,7 +17,7 @@ from actors.training.ending import StopRequestedError
 from actors.training.round_update import RoundUpdate
 from learner.batch import RolloutBatch
 from learner.learner import Learner
-from learner.model.checkpoint import LEARNER_STATE
+from learner.model.checkpoint_files import LEARNER_STATE
 
 
 def run_rounds(context: RunContext) -> None:

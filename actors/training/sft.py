@@ -12,7 +12,7 @@ from actors.spec import Phase
 from actors.training.context import RunContext
 from actors.training.ending import Limit, StopRequestedError, Stopwatch
 from actors.training.sft_data import SftData, load_sft_data
-from learner.model.checkpoint import LEARNER_STATE
+from learner.model.checkpoint_files import LEARNER_STATE
 from learner.model.tokenizer import ChatTokenizer
 from learner.sft.learner import SftLearner, evaluation_loss
 

@@ -12,7 +12,8 @@ from torch import Tensor
 from actors.checkpoints.selection import FoundCheckpoint, Position, newest_checkpoint, to_go_on
 from actors.spec import Phase, RunSpec
 from learner.model.adapter import ADAPTER, Adapter, read_adapter
-from learner.model.checkpoint import load_policy, verify_checkpoint
+from learner.model.checkpoint import load_policy
+from learner.model.checkpoint_files import verify_checkpoint
 from learner.model.transformer import Transformer
 from learner.parallel.ranks import Ranks
 from learner.parallel.sharding import ShardedPolicy, make_mesh

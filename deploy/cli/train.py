@@ -197,7 +197,7 @@ def _run(recipe: Recipe, order: _Order) -> None:
 
 
 def _check_checkpoint(directory: Path) -> None:
-    from learner.model.checkpoint import load_config
+    from learner.model.checkpoint_files import load_config
     from learner.model.hub import find_checkpoint
 
     try:

@@ -21,7 +21,7 @@ from deploy.recipe.recipe import Recipe
 from deploy.runs.reading import read_recipe
 from deploy.runs.references import find_checkpoint_of
 from deploy.sampling.policy import read_tokenizer
-from learner.model.checkpoint import load_config
+from learner.model.checkpoint_files import load_config
 from rollout.config import EngineConfig
 
 RESULTS = "results.json"

@@ -25,8 +25,7 @@ from deploy.job.judges import wanted_servers
 from deploy.printing import counted
 from deploy.program import program
 from deploy.recipe.recipe import Recipe, ServiceSection
-from learner.model.checkpoint import load_config
-from learner.model.families import make_model
+from learner.model.checkpoint_files import load_config
 from learner.model.hub import find_checkpoint
 from rewards import Problem, Split, Task, make_task
 from rewards.data.demonstrations import read_demonstrations
@@ -83,7 +82,7 @@ def needs_of(recipe: Recipe) -> Needs:
     sampler, worker = sampler_resources(recipe.device), learner_resources(recipe.device)
     small = coordinator_resources()["num_cpus"] + store_resources()["num_cpus"]
     cpus = small + recipe.grading.num_graders * grader_resources()["num_cpus"]
-    num_with_torch, num_without = samplers + workers + 1, recipe.grading.num_graders + 1
+    num_with_torch, num_without = samplers + workers, recipe.grading.num_graders + 2
     return Needs(
         cpus=round(cpus + samplers * sampler["num_cpus"] + workers * worker["CPU"], 3),
         gpus=int(samplers * sampler["num_gpus"] + workers * worker.get("GPU", 0)),
@@ -351,7 +350,10 @@ def _problem_bytes(recipe: Recipe) -> int:
 
 def _checkpoint_bytes(reference: Path) -> int:
     """What a checkpoint's weights take in memory. Of one that cannot be used, nothing: `preflight` says why."""
+    # Here and not above: most recipes name no checkpoint, and torch takes a second.
     import torch
+
+    from learner.model.networks import make_model
 
     try:
         config = load_config(find_checkpoint(reference, config_only=True))

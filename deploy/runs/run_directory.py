@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from actors.checkpoints.selection import Position
 from actors.plan import RunPlan
@@ -21,15 +21,16 @@ from deploy.errors import UserError
 from deploy.recipe.overrides import load_recipe, resolved_yaml
 from deploy.recipe.recipe import Recipe, Stages
 from deploy.runs.lock import LOCK, RunLock
-from learner.model.checkpoint import load_config, load_policy, save_checkpoint
+from learner.model.checkpoint_files import load_config
 from learner.model.config import TransformerConfig
-from learner.model.families import make_model
 from learner.model.hub import find_checkpoint, is_hub_id
 from learner.model.tokenizer import EOS, MASK, ChatTokenizer, make_tokenizer
-from learner.model.transformer import Transformer, init_weights
 from rewards import Split, make_task
 from rewards.data.demonstrations import read_demonstrations
 from rewards.data.draw import TooFewProblemsError
+
+if TYPE_CHECKING:
+    from learner.model.transformer import Transformer
 
 _PHASES = {
     Stages.ALL: (Phase.SFT, Phase.RL),
@@ -185,6 +186,11 @@ def _check_canvas(recipe: Recipe, source: Path) -> None:
 
 
 def _write_initial(recipe: Recipe, directory: Path, source: Path | None) -> None:
+    # With torch, which takes a second: not where a recipe is only looked at.
+    from learner.model.checkpoint import load_policy
+    from learner.model.networks import make_model
+    from learner.model.transformer import init_weights
+
     if source is not None:
         _check_canvas(recipe, source)
         ChatTokenizer(source)
@@ -200,8 +206,8 @@ def _write_initial(recipe: Recipe, directory: Path, source: Path | None) -> None
 
 
 def _save_initial(directory: Path, model: Transformer, tokenizer_from: Path) -> None:
-    # It imports Ray, which takes seconds: not where a recipe is only looked at.
     from actors.weights import make_manifest
+    from learner.model.checkpoint import save_checkpoint
 
     weights = dict(model.named_parameters())
     digest = make_manifest(0, weights).digest

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from actors.checkpoints.selection import checkpoints_to_answer
 from actors.registry.registry import PolicyVersion, Registry
@@ -16,11 +17,11 @@ from deploy.service.api.policy_events import RegistryReader
 from deploy.service.api.run_view import RunView
 from deploy.service.api.text_codec import TextCodec
 from deploy.service.checkpoints import Checkpoints, latest_checkpoint, plain_checkpoint
-from deploy.service.engine.canary import HeldoutCanary
-from deploy.service.engine.loading import load_sampler
-from deploy.service.engine.versions import Locate, Versions
 from deploy.service.gateway.address import Address
 from rollout.config import EngineConfig
+
+if TYPE_CHECKING:
+    from deploy.service.engine.versions import Locate, Versions
 
 _NAME = re.compile(r"[^A-Za-z0-9._-]+")
 _MAX_LIVE_OF_CHECKPOINT = 2
@@ -91,6 +92,11 @@ class Source:
 
     def versions(self, device: str) -> Versions:
         """The versions of an engine, the newest of them loaded."""
+        # Here and not above: of a service's processes its engines alone compute, and load torch.
+        from deploy.service.engine.canary import HeldoutCanary
+        from deploy.service.engine.loading import load_sampler
+        from deploy.service.engine.versions import Versions
+
         policy = self.newest()
         assert policy.checkpoint is not None, "it was found as a checkpoint"
         checkpoint = Path(policy.checkpoint)

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated, Protocol
+from typing import TYPE_CHECKING, Annotated, Protocol
 
-import torch
 from pydantic import Field
-from torch import Tensor
 
 from learner.batch import CompletionBatch, GroupedBatch
 from learner.counter import uniform
 from learner.estimators.terms import Corruption
+from learner.model.deferred import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Probability = Annotated[float, Field(ge=0, lt=1)]
 

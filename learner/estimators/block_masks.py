@@ -8,16 +8,18 @@ Shape letters: B rows, L completion slots, R canvases, W blocks.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
 from pydantic import BaseModel, ConfigDict, PositiveInt
-from torch import Tensor
 
 from learner.batch import GroupedBatch
 from learner.counter import uniform
 from learner.estimators.base import EstimatorFacts, InnerUpdate, Probability, SamplerFacts, repeated
 from learner.estimators.terms import Corruption
+from learner.model.deferred import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _BLOCK_KEY, _COUNT_KEY, _SLOT_KEY, _CLEAN_KEY, _PROMPT_KEY = 51, 52, 53, 54, 55
 

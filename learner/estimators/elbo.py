@@ -12,17 +12,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-import torch
 from pydantic import BaseModel, ConfigDict, PositiveInt, model_validator
-from torch import Tensor
 
 from learner.batch import GroupedBatch
 from learner.counter import uniform
 from learner.estimators.base import EstimatorFacts, InnerUpdate, SamplerFacts, ScoredSlots, covered, repeated
 from learner.estimators.terms import Corruption
+from learner.model.deferred import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _COUNT_KEY, _MASK_KEY = 41, 42
 _LEAST_RATIO = 0.1

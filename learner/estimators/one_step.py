@@ -8,15 +8,17 @@ completions, a regulariser that lets one round be used for several updates.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
 from pydantic import BaseModel, ConfigDict
-from torch import Tensor
 
 from learner.batch import GroupedBatch
 from learner.estimators.base import EstimatorFacts, InnerUpdate, Probability, SamplerFacts, prompt_mask
 from learner.estimators.terms import Corruption
+from learner.model.deferred import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _ACCUMULATED = 2
 

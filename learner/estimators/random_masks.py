@@ -8,16 +8,18 @@ Shape letters: B rows, L completion slots, R canvases.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
-from torch import Tensor
 
 from learner.batch import GroupedBatch
 from learner.counter import uniform
 from learner.estimators.base import EstimatorFacts, InnerUpdate, SamplerFacts
 from learner.estimators.terms import Corruption
+from learner.model.deferred import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _RATIO_KEY, _MASK_KEY = 31, 32
 Ratio = Annotated[float, Field(ge=0, le=1)]

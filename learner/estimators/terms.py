@@ -10,14 +10,15 @@ Shape letters: B rows of the batch, P prompt, L completion slots, R canvases, V 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from learner.batch import CompletionBatch, canvas
 from learner.estimators.views import SOFTMAX, ScoringLaw, Views, share_equal_views
 from learner.model.config import TransformerConfig
+from learner.model.deferred import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +47,7 @@ class Corruption:
     def of_canvases(self, kept_R: Tensor) -> Corruption:
         """Some of the canvases."""
         given = {field.name: getattr(self, field.name) for field in fields(self)}
-        kept: dict[str, Any] = {name: value[kept_R] for name, value in given.items() if isinstance(value, Tensor)}
+        kept: dict[str, Any] = {name: value[kept_R] for name, value in given.items() if isinstance(value, torch.Tensor)}
         return replace(self, **kept)
 
 

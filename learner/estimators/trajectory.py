@@ -13,11 +13,9 @@ Shape letters: B rows, L completion slots, R canvases, K segments of the row wit
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-import torch
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, model_validator
-from torch import Tensor
 
 from learner.batch import GroupedBatch
 from learner.counter import uniform
@@ -32,6 +30,10 @@ from learner.estimators.base import (
 )
 from learner.estimators.terms import Corruption
 from learner.estimators.views import SOFTMAX, ScoringLaw
+from learner.model.deferred import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 CHOICE_KEY, _PROMPT_KEY = 21, 22
 _LEAST_ENTROPY = 1e-2

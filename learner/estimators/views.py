@@ -6,12 +6,15 @@ Shape letters: V canvases, S slots of one, M slots that are looked at, N scored 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+from learner.model.deferred import torch
+from learner.model.wanted import Wanted, query_grid
 
-from learner.model.scoring import Wanted
-from learner.model.transformer import Transformer, query_grid
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from learner.model.transformer import Transformer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,33 +8,35 @@ an adapter `lora.safetensors`. Nothing is pickled, and no code that comes with a
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
-from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from learner.model.adapter import Adapter, write_adapter
+from learner.model.checkpoint_files import (
+    INDEX,
+    LEARNER_STATE,
+    MANIFEST,
+    TRAINER_STATE,
+    checksum,
+    load_config,
+    weight_files,
+)
 from learner.model.config import TransformerConfig
-from learner.model.families import FAMILIES, make_model, read_config
-from learner.model.raw_config import RawConfig
+from learner.model.families import FAMILIES
+from learner.model.networks import make_model
 from learner.model.tokenizer import TOKENIZER_FILES
 from learner.model.transformer import Transformer
 
-MANIFEST = "manifest.json"
-LEARNER_STATE = "learner.safetensors"
-TRAINER_STATE = "trainer_state.json"
-WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 # As safetensors names them. Quantised weights mean nothing without their scales.
 _DTYPES = ("BF16", "F16", "F32", "F64")
 _SHARD_BYTES = 5_000_000_000
@@ -61,19 +63,6 @@ def load_policy(directory: Path, dtype: torch.dtype = torch.float32) -> Transfor
     return model
 
 
-def load_config(directory: Path) -> TransformerConfig:
-    """The policy's config of a checkpoint directory. Raises ValueError as `load_policy` does."""
-    raw = RawConfig.read(directory)
-    try:
-        return read_config(raw)
-    except (TypeError, OverflowError) as error:
-        raise ValueError(f"{raw.path} makes no policy: a value has a wrong type ({error})") from error
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = f"{first['loc'][0]}: " if first["loc"] else ""
-        raise ValueError(f"{raw.path} makes no policy: {place}{first['msg'].removeprefix('Value error, ')}") from error
-
-
 def _load_weights(directory: Path, model: Transformer, dtype: torch.dtype) -> dict[str, Tensor]:
     """The checkpoint's tensors under our names. Raises ValueError before it reads a tensor if one is not as it should.
 
@@ -82,7 +71,7 @@ def _load_weights(directory: Path, model: Transformer, dtype: torch.dtype) -> di
     checkpoint_name = FAMILIES[model.config.family].checkpoint_name
     names = {checkpoint_name(name): name for name, _ in model.named_parameters()}
     shapes = {checkpoint_name(name): list(parameter.shape) for name, parameter in model.named_parameters()}
-    shards = _weight_files(directory)
+    shards = weight_files(directory)
     headers = {path: _read_header(path) for path in shards}
     owners: dict[str, Path] = {}
     for path, header in headers.items():
@@ -97,36 +86,6 @@ def _load_weights(directory: Path, model: Transformer, dtype: torch.dtype) -> di
                 # A copy: what is read may be a view of the file, which may change or go.
                 weights[names[name]] = file.get_tensor(name).to(dtype, copy=True)
     return weights
-
-
-def policy_files(directory: Path) -> list[Path]:
-    """The files of a checkpoint that are not d1's own: config, weights and tokenizer, as the original code reads them.
-
-    Raises ValueError when there are no weights.
-    """
-    weights = _weight_files(directory)
-    others = [directory / name for name in ("config.json", INDEX, *TOKENIZER_FILES) if (directory / name).is_file()]
-    return [*weights, *others]
-
-
-def _weight_files(directory: Path) -> list[Path]:
-    """The files that hold a checkpoint's tensors. Raises ValueError when there are none, or the index is no index."""
-    if (directory / WEIGHTS).is_file():
-        return [directory / WEIGHTS]
-    index = directory / INDEX
-    if not index.is_file():
-        raise ValueError(f"{directory} is not a checkpoint: it has no {WEIGHTS} and no {INDEX}")
-    try:
-        files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{index} is not an index of shards: it should be JSON with a weight_map") from error
-    for name in files:
-        # An index may come from anywhere; what it lists lies beside it.
-        if Path(name).name != name or not (directory / name).is_file():
-            raise ValueError(
-                f"{index} lists {name}, and there is no such file in {directory}; get the checkpoint again"
-            )
-    return [directory / name for name in files]
 
 
 def _read_header(path: Path) -> dict[str, list[int]]:
@@ -240,28 +199,10 @@ def _write_partial(
     for name in TOKENIZER_FILES:
         if (tokenizer_from / name).is_file():
             shutil.copyfile(tokenizer_from / name, partial / name)
-    _write_json(partial / MANIFEST, {path.name: _checksum(path) for path in sorted(partial.iterdir())})
+    _write_json(partial / MANIFEST, {path.name: checksum(path) for path in sorted(partial.iterdir())})
     for path in partial.iterdir():
         _fsync(path)
     _fsync(partial)
-
-
-def verify_checkpoint(directory: Path, names: Collection[str] | None = None) -> None:
-    """Check a checkpoint's files against its manifest, all of them or those of `names`.
-
-    Raises ValueError that names the file which differs, or is not there or not listed.
-    """
-    manifest_path = directory / MANIFEST
-    if not manifest_path.is_file():
-        raise ValueError(f"{directory} is not a checkpoint that d1 wrote: it has no {MANIFEST}")
-    try:
-        checksums = dict(json.loads(manifest_path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{manifest_path} is damaged: it lists no checksums") from error
-    for name in checksums if names is None else names:
-        path = directory / name
-        if not path.is_file() or _checksum(path) != checksums.get(name):
-            raise ValueError(f"{path} is damaged: it is not what {MANIFEST} lists")
 
 
 def _write_policy(directory: Path, config: TransformerConfig, weights: Mapping[str, Tensor], shard_bytes: int) -> None:
@@ -281,11 +222,6 @@ def _write_policy(directory: Path, config: TransformerConfig, weights: Mapping[s
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n")
-
-
-def _checksum(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _fsync(path: Path) -> None:

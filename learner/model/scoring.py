@@ -10,7 +10,6 @@ Shape letters: M slots that are scored, C of a chunk, D width, V vocabulary, N w
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,32 +17,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from learner.model.wanted import Wanted
+
 # Logits of a chunk, of which there are two tensors. On a CPU 16 MiB each: the allocator of glibc gives blocks of 32 MiB
 # and more back to the system at once, and each new one then costs its page faults. On a GPU rows enough, at LLaDA's
 # vocabulary, that the product is bound by arithmetic and not by reading the matrix.
 _MOST_LOGITS_CPU, _MOST_LOGITS_GPU = 2**22, 2**26
 # Logits that are kept for a backward pass: the product that is saved is a sixth of the head's.
 _MOST_KEPT_CPU, _MOST_KEPT_GPU = 2**24, 2**26
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Wanted:
-    """Tokens whose log-probability is wanted, and under which law."""
-
-    slot: Tensor
-    """[N] int64, ascending: which of the scored slots each is wanted at."""
-    token: Tensor
-    """[N] int64; -1 for the one with the highest logit, where a logit is wanted."""
-    is_logit: Tensor | None = None
-    """[N] bool: those of which the logit is wanted, divided by the temperature and not normalised; None: no logits."""
-    temperature: float = 1.0
-    """Logits are divided by it."""
-    mask_id: int = 0
-    """The mask id."""
-    excludes_mask_id: bool = False
-    """Whether the law gives it no probability, as the sampler's does."""
-    forbidden_ids: tuple[int, ...] = ()
-    """Other ids to which it gives none."""
 
 
 def wanted_logps(x_MD: Tensor, weight_VD: Tensor, wanted: Wanted) -> Tensor:

@@ -25,7 +25,8 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 from learner.model.config import TransformerConfig
 from learner.model.memory import LayerMemory, Memory
-from learner.model.scoring import Wanted, wanted_logps
+from learner.model.scoring import wanted_logps
+from learner.model.wanted import Wanted
 
 Pattern = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Whether, in a row, the slot at one column sees what stands at another: indices that broadcast, to bool."""
@@ -342,26 +343,6 @@ def _visible(sees: Pattern | None, columns_BQ: Tensor, width: int, *, flex: bool
     rows_B11 = torch.arange(len(columns_BQ), device=columns_BQ.device)[:, None, None]
     visible = sees(rows_B11, columns_BQ[:, :, None], torch.arange(width, device=columns_BQ.device))
     return visible[:, None]
-
-
-def query_grid(slots_N: Tensor, num_rows: int, width: int) -> tuple[Tensor, Tensor]:
-    """What `Transformer.forward` takes to score slots that are spread unevenly over the rows.
-
-    Args:
-        slots_N: ascending indices into the flattened [num_rows * width] canvases.
-        num_rows: B.
-        width: L.
-
-    Returns:
-        queries_BQ, as wide as the row with the most slots, and scored_N.
-    """
-    rows_N = slots_N // width
-    counts_B = rows_N.bincount(minlength=num_rows)
-    first_B = counts_B.cumsum(0) - counts_B
-    places_N = torch.arange(len(slots_N), device=slots_N.device) - first_B[rows_N]
-    queries_BQ = slots_N.new_zeros(num_rows, max(1, int(counts_B.max())))
-    queries_BQ[rows_N, places_N] = slots_N % width
-    return queries_BQ, rows_N * queries_BQ.shape[1] + places_N
 
 
 def rope_tables(length: int, config: TransformerConfig, device: torch.device) -> tuple[Tensor, Tensor]:

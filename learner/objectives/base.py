@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Protocol
+from typing import TYPE_CHECKING, Annotated, Protocol
 
 from pydantic import Field
-from torch import Tensor
 
 from learner.estimators.base import Estimator, SamplerFacts
 from learner.estimators.terms import Terms
 from learner.objectives.units import Level, Normalize, RowFacts
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Coefficient = Annotated[float, Field(ge=0)]
 

@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import math
 from enum import StrEnum
-from typing import Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
-from torch import Tensor
 
 from learner.estimators.base import Estimator, SamplerFacts
 from learner.estimators.terms import Terms
+from learner.model.deferred import torch
 from learner.objectives.base import Coefficient, Logps, Loss, bounded, is_cut
 from learner.objectives.fitting import unfit
 from learner.objectives.order import order_logps
 from learner.objectives.units import Level, Normalize, RowFacts, Units, units_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Kl(StrEnum):

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-import torch
 from pydantic import BaseModel, ConfigDict
 
 from learner.estimators.base import Estimator, SamplerFacts
 from learner.estimators.terms import Terms
+from learner.model.deferred import torch
 from learner.objectives.base import Logps, Loss, bounded, is_cut
 from learner.objectives.fitting import unfit
 from learner.objectives.units import Level, Normalize, RowFacts, units_of

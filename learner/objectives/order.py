@@ -8,11 +8,13 @@ Shape letters: N terms, C canvases.
 
 from __future__ import annotations
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from learner.estimators.terms import Terms
+from learner.model.deferred import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _NEVER = -1e9
 
@@ -39,4 +41,4 @@ def order_logps(terms: Terms, logits_N: Tensor, temperature: float) -> Tensor:
     sums_C = scores_N.new_zeros(len(keys_C)).index_add(0, canvas_N, powers_N)
     # Where nothing is left masked there was no choice: the log-probability is 0.
     against_C = top_C + sums_C.clamp(min=torch.finfo(torch.float32).tiny).log()
-    return F.logsigmoid(scores_N - against_C[canvas_N]) * (is_logit_N & ~is_rival_N)
+    return torch.nn.functional.logsigmoid(scores_N - against_C[canvas_N]) * (is_logit_N & ~is_rival_N)

@@ -5,17 +5,19 @@ Shape letters: N terms, B rows, K pairs.
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-import torch.nn.functional as F
 from pydantic import BaseModel, ConfigDict, Field
-from torch import Tensor
 
 from learner.estimators.base import Estimator, SamplerFacts
 from learner.estimators.terms import Terms
+from learner.model.deferred import torch
 from learner.objectives.base import Logps, Loss
 from learner.objectives.fitting import unfit
 from learner.objectives.units import Level, Normalize, RowFacts
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class PreferenceConfig(BaseModel):
@@ -56,7 +58,7 @@ class PreferenceConfig(BaseModel):
         group_K = rows.groups[better_K]
         share_K = share_B[better_K] / group_K.bincount(minlength=rows.num_groups)[group_K]
         return Loss(
-            total=(-F.logsigmoid(margin_K) * share_K).sum(),
+            total=(-torch.nn.functional.logsigmoid(margin_K) * share_K).sum(),
             per_unit={"preferred": (margin_K.detach() > 0).float()},
         )
 

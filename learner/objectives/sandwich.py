@@ -9,17 +9,19 @@ Shape letters: N terms, U tokens, B rows, G groups.
 from __future__ import annotations
 
 import math
-from typing import Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-import torch
 from pydantic import BaseModel, ConfigDict, Field
-from torch import Tensor
 
 from learner.estimators.base import Estimator, SamplerFacts
 from learner.estimators.terms import Terms
+from learner.model.deferred import torch
 from learner.objectives.base import Logps, Loss
 from learner.objectives.fitting import unfit
 from learner.objectives.units import Level, Normalize, RowFacts, group_softmax, units_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _MOST_LOG_WEIGHT = math.log(5.0)
 

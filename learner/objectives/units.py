@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import StrEnum
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from learner.estimators.terms import Terms
+from learner.model.deferred import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Level(StrEnum):

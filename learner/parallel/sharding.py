@@ -20,18 +20,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
-from learner.model.families import make_model
-from learner.model.lora import (
-    WHOLE,
-    LoraConfig,
-    adapter_names,
-    adapters_off,
-    add_adapters,
-    fresh_adapter,
-    is_adapter,
-    merged,
-    plain_name,
-)
+from learner.model.lora import adapter_names, adapters_off, add_adapters, fresh_adapter, is_adapter, merged, plain_name
+from learner.model.lora_config import WHOLE, LoraConfig
+from learner.model.networks import make_model
 from learner.model.quantized import Nf4Linear, quantize_blocks, quantized_layers
 from learner.model.transformer import Transformer
 from learner.parallel.sharding_config import ShardingConfig

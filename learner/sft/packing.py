@@ -10,9 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+from learner.model.deferred import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 _FILL = -1
 

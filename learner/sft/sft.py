@@ -16,19 +16,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-import torch
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
-from torch import Tensor
 
 from learner.counter import uniform
 from learner.estimators.views import share_equal_views, token_logps
 from learner.keys import fold
-from learner.model.scoring import Wanted
-from learner.model.transformer import Transformer, query_grid
+from learner.model.deferred import torch
+from learner.model.wanted import Wanted, query_grid
 from learner.sft.documents import Documents
 from learner.sft.packing import pack
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from learner.model.transformer import Transformer
 
 _MIN_T = 1e-3
 _T_KEY, _SLOT_KEY, _ORDER_KEY = 1, 2, 3

@@ -112,7 +112,7 @@ def test_from_skips_sft(
     refused = d1("train", "tiny.yaml", "--from", "nowhere")
     refused.assert_refused("--from nowhere: ", "is no directory, and no hub id either")
     assert job.calls == []
-    monkeypatch.setattr("learner.model.checkpoint.load_config", lambda directory: None)
+    monkeypatch.setattr("learner.model.checkpoint_files.load_config", lambda directory: None)
     (recipe_file.parent / "somewhere").mkdir()
     assert d1("train", "tiny.yaml", "--from", "somewhere").status == 0
     assert job.calls == [(Stages.RL, Path("somewhere"), False, False)]

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from learner.model.adapter import ADAPTER, Adapter
 from learner.model.checkpoint import load_policy, save_checkpoint
 from learner.model.config import TransformerConfig
-from learner.model.families import make_model
-from learner.model.lora import TARGETS, LoraConfig
+from learner.model.lora_config import TARGETS, LoraConfig
+from learner.model.networks import make_model
 from learner.model.tokenizer import make_tokenizer
 from learner.model.transformer import init_weights
 from learner.parallel.sharding import ShardedPolicy

@@ -15,7 +15,7 @@ from learner.config import LearnerConfig
 from learner.estimators import SamplerFacts, Views
 from learner.flops import CanvasSums, forward_flops, update_flops
 from learner.learner import Learner
-from learner.model.lora import LoraConfig
+from learner.model.lora_config import LoraConfig
 from learner.model.transformer import Transformer
 from learner.parallel.sharding import ShardedPolicy
 from learner.round import Round

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.replay import replay
-from learner.model.families import make_model
+from learner.model.networks import make_model
 from learner.model.transformer import Transformer, init_weights
 from rollout.config import EngineConfig
 from rollout.request import Cache, Request, SamplingParams

@@ -11,7 +11,7 @@ from jinja2 import TemplateError
 from deploy.requests.ending import BROKEN
 from deploy.requests.refusals import template_refusal
 from deploy.service.errors import ServiceError
-from learner.model.checkpoint import load_config
+from learner.model.checkpoint_files import load_config
 from learner.model.config import TransformerConfig
 from learner.model.tokenizer import ChatTokenizer
 

@@ -8,8 +8,9 @@ import structlog
 
 from actors.checkpoints.selection import find_position, read_position
 from actors.registry.registry import PolicyVersion
-from learner.model.checkpoint import MANIFEST, load_config, load_policy, verify_checkpoint
-from learner.model.families import make_model
+from learner.model.checkpoint import load_policy
+from learner.model.checkpoint_files import MANIFEST, load_config, verify_checkpoint
+from learner.model.networks import make_model
 from rollout.config import EngineConfig
 from rollout.sampler import Sampler
 

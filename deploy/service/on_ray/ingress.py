@@ -7,7 +7,6 @@ from typing import Any
 
 import ray
 import structlog
-import torch
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RequestCancelledError
@@ -80,7 +79,6 @@ class Ingress:
         Serve deploys what an argument names: `_admin` is a handle of `AdminListener`, or None. One that is not alone
         counts each key's requests together with the others.
         """
-        torch.set_num_threads(1)
         codec = source.codec()
         service = Service(
             backend=Fleet(ServeDirectory(engines)),

@@ -23,8 +23,9 @@ from actors.training.training import TrainingRun
 from learner.batch import RolloutBatch
 from learner.config import LearnerConfig
 from learner.learner import Learner
-from learner.model.checkpoint import LEARNER_STATE, save_checkpoint
-from learner.model.lora import LoraConfig
+from learner.model.checkpoint import save_checkpoint
+from learner.model.checkpoint_files import LEARNER_STATE
+from learner.model.lora_config import LoraConfig
 from learner.parallel.ranks import Ranks
 from learner.sft.sft import SftConfig
 from rollout.config import EvaluationConfig

@@ -17,7 +17,7 @@ from deploy.job.preflight import Resources, cluster_resources, needs_of, preflig
 from deploy.program import program
 from deploy.recipe.overrides import load_recipe
 from learner.model.config import TransformerConfig
-from learner.model.llada import write_config
+from learner.model.families.llada import write_config
 from rewards.data.draw import draw_distinct
 
 PLENTY = Resources(where="this machine", cpus=64, gpus=8, memory_bytes=10**12, is_ours=True)

@@ -18,7 +18,7 @@ from deploy.runs.listing import list_runs, point_latest_at
 from deploy.runs.references import find, find_run
 from learner.model.checkpoint import save_checkpoint
 from learner.model.config import TransformerConfig
-from learner.model.families import make_model
+from learner.model.networks import make_model
 
 _RUNS = Path("runs")
 

@@ -8,7 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from learner.model import checkpoint
-from learner.model.checkpoint import load_policy, save_checkpoint, verify_checkpoint
+from learner.model.checkpoint import load_policy, save_checkpoint
+from learner.model.checkpoint_files import verify_checkpoint
 from learner.model.tokenizer import ChatTokenizer, make_tokenizer
 from learner.model.transformer import Transformer
 

@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from learner.model.checkpoint import load_config, load_policy, save_checkpoint
+from learner.model.checkpoint import load_policy, save_checkpoint
+from learner.model.checkpoint_files import load_config
 from learner.model.config import TransformerConfig
-from learner.model.dream import Dream
-from learner.model.families import make_model
+from learner.model.networks import Dream, make_model
 from learner.model.transformer import Transformer, init_weights
 from learner.parallel.sharding import ShardedPolicy
 

@@ -15,8 +15,9 @@ from learner.config import LearnerConfig
 from learner.estimators import SamplerFacts, token_logps
 from learner.learner import Learner
 from learner.model.config import TransformerConfig
-from learner.model.families import make_model
-from learner.model.lora import TARGETS, LoraConfig, is_adapter, plain_name
+from learner.model.lora import is_adapter, plain_name
+from learner.model.lora_config import TARGETS, LoraConfig
+from learner.model.networks import make_model
 from learner.model.transformer import Transformer, init_weights
 from learner.parallel.sharding import ShardedPolicy
 from learner.round import Round, scored_logps

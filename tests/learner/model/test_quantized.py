@@ -17,8 +17,8 @@ from learner.batch import RolloutBatch
 from learner.config import LearnerConfig
 from learner.learner import Learner
 from learner.model.config import TransformerConfig
-from learner.model.families import make_model
-from learner.model.lora import LoraConfig
+from learner.model.lora_config import LoraConfig
+from learner.model.networks import make_model
 from learner.model.quantized import Nf4Linear, quantized_layers
 from learner.model.transformer import Transformer, init_weights
 from learner.parallel.sharding import ShardedPolicy, make_mesh

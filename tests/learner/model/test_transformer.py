@@ -6,8 +6,9 @@ from safetensors.torch import load_file
 
 from learner.model.checkpoint import load_policy
 from learner.model.config import Family, TransformerConfig
-from learner.model.families import make_model
-from learner.model.transformer import Pattern, Transformer, query_grid
+from learner.model.networks import make_model
+from learner.model.transformer import Pattern, Transformer
+from learner.model.wanted import query_grid
 
 
 def test_logits_are_those_of_the_original_llada_code(shared: Path) -> None:

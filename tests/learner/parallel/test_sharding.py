@@ -16,7 +16,7 @@ from learner.config import LearnerConfig
 from learner.estimators import SamplerFacts
 from learner.learner import Learner
 from learner.model.config import TransformerConfig
-from learner.model.lora import LoraConfig
+from learner.model.lora_config import LoraConfig
 from learner.model.transformer import Transformer, init_weights
 from learner.parallel.sharding import ShardedPolicy, gathered, make_mesh, on_cpu
 from learner.parallel.sharding_config import ShardingConfig

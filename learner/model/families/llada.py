@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from learner.model.config import TransformerConfig
-from learner.model.raw_config import RawConfig
+from learner.model.families.raw_config import RawConfig
 
 MODEL_TYPE = "llada"
 

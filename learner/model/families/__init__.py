@@ -1,4 +1,4 @@
-"""The families of policies that d1 knows: the one place that says what belongs to which."""
+"""The families of policies that d1 knows, as they are on disk: the one place that says what belongs to which."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from learner.model import dream, llada
 from learner.model.config import Family, TransformerConfig
-from learner.model.raw_config import RawConfig
-from learner.model.transformer import Transformer
+from learner.model.families import dream, llada
+from learner.model.families.raw_config import RawConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FamilyFormat:
-    """What a family calls things on disk, and its network."""
+    """What a family calls things on disk."""
 
     model_type: str
     """Its name in `config.json`."""
@@ -28,8 +27,6 @@ class FamilyFormat:
     """What its names of a block's parameters begin with, before the block's number."""
     block_names: Mapping[str, str]
     """Its names of the modules inside a block, by ours."""
-    network: type[Transformer]
-    """The class that computes it."""
 
     def checkpoint_name(self, name: str) -> str:
         """The name that its checkpoints give to our parameter `name`."""
@@ -48,7 +45,6 @@ FAMILIES: dict[Family, FamilyFormat] = {
         outer_names=llada.OUTER_NAMES,
         block_prefix=llada.BLOCK_PREFIX,
         block_names=llada.BLOCK_NAMES,
-        network=Transformer,
     ),
     "dream": FamilyFormat(
         model_type=dream.MODEL_TYPE,
@@ -57,14 +53,8 @@ FAMILIES: dict[Family, FamilyFormat] = {
         outer_names=dream.OUTER_NAMES,
         block_prefix=dream.BLOCK_PREFIX,
         block_names=dream.BLOCK_NAMES,
-        network=dream.Dream,
     ),
 }
-
-
-def make_model(config: TransformerConfig) -> Transformer:
-    """A network of the config's family. It has no weights worth the name: load some, or `init_weights`."""
-    return FAMILIES[config.family].network(config)
 
 
 def read_config(raw: RawConfig) -> TransformerConfig:

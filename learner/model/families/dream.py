@@ -2,18 +2,15 @@
 
 Dream began as an autoregressive Qwen2, whose output at a slot predicts the next one, and kept that when it learned to
 see both sides (arXiv 2508.15487, section 3). Its modeling code returns logits as they come, and its sampler shifts them
-by one slot. Here the shift is the network's: outside this file the logits of a slot are those of its own token.
+by one slot. Here the shift is the network's (`networks.py`), and the logits of a slot are those of its own token.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
-
 from learner.model.config import TransformerConfig
-from learner.model.raw_config import RawConfig
-from learner.model.transformer import Transformer
+from learner.model.families.raw_config import RawConfig
 
 MODEL_TYPE = "Dream"
 
@@ -44,14 +41,6 @@ _FIXED_DEFAULTS: dict[str, Any] = {
     "use_mrope": False,
     "use_sliding_window": False,
 }
-
-
-class Dream(Transformer):
-    """A transformer whose output at a slot predicts the slot after it."""
-
-    def predicting_columns(self, columns_BQ: Tensor) -> Tensor:
-        """The columns before the asked ones. The first column, before which there is none, predicts itself."""
-        return (columns_BQ - 1).clamp(min=0)
 
 
 def read_config(raw: RawConfig) -> TransformerConfig:

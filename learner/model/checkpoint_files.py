@@ -1,0 +1,88 @@
+"""The files of a checkpoint directory: which there are, its config, and whether they are what was written."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from learner.model.config import TransformerConfig
+from learner.model.families import read_config
+from learner.model.families.raw_config import RawConfig
+from learner.model.tokenizer import TOKENIZER_FILES
+
+MANIFEST = "manifest.json"
+LEARNER_STATE = "learner.safetensors"
+TRAINER_STATE = "trainer_state.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+def load_config(directory: Path) -> TransformerConfig:
+    """The policy's config of a checkpoint directory. Raises ValueError as `load_policy` does."""
+    raw = RawConfig.read(directory)
+    try:
+        return read_config(raw)
+    except (TypeError, OverflowError) as error:
+        raise ValueError(f"{raw.path} makes no policy: a value has a wrong type ({error})") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = f"{first['loc'][0]}: " if first["loc"] else ""
+        raise ValueError(f"{raw.path} makes no policy: {place}{first['msg'].removeprefix('Value error, ')}") from error
+
+
+def policy_files(directory: Path) -> list[Path]:
+    """The files of a checkpoint that are not d1's own: config, weights and tokenizer, as the original code reads them.
+
+    Raises ValueError when there are no weights.
+    """
+    weights = weight_files(directory)
+    others = [directory / name for name in ("config.json", INDEX, *TOKENIZER_FILES) if (directory / name).is_file()]
+    return [*weights, *others]
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The files that hold a checkpoint's tensors. Raises ValueError when there are none, or the index is no index."""
+    if (directory / WEIGHTS).is_file():
+        return [directory / WEIGHTS]
+    index = directory / INDEX
+    if not index.is_file():
+        raise ValueError(f"{directory} is not a checkpoint: it has no {WEIGHTS} and no {INDEX}")
+    try:
+        files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{index} is not an index of shards: it should be JSON with a weight_map") from error
+    for name in files:
+        # An index may come from anywhere; what it lists lies beside it.
+        if Path(name).name != name or not (directory / name).is_file():
+            raise ValueError(
+                f"{index} lists {name}, and there is no such file in {directory}; get the checkpoint again"
+            )
+    return [directory / name for name in files]
+
+
+def verify_checkpoint(directory: Path, names: Collection[str] | None = None) -> None:
+    """Check a checkpoint's files against its manifest, all of them or those of `names`.
+
+    Raises ValueError that names the file which differs, or is not there or not listed.
+    """
+    manifest_path = directory / MANIFEST
+    if not manifest_path.is_file():
+        raise ValueError(f"{directory} is not a checkpoint that d1 wrote: it has no {MANIFEST}")
+    try:
+        checksums = dict(json.loads(manifest_path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{manifest_path} is damaged: it lists no checksums") from error
+    for name in checksums if names is None else names:
+        path = directory / name
+        if not path.is_file() or checksum(path) != checksums.get(name):
+            raise ValueError(f"{path} is damaged: it is not what {MANIFEST} lists")
+
+
+def checksum(path: Path) -> str:
+    """The SHA-256 of a file, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

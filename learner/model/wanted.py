@@ -1,0 +1,54 @@
+"""What is asked of a policy: the slots that are looked at, and the tokens whose log-probability is wanted there.
+
+Shape letters: B rows, Q queries of one, L slots of a row, N wanted tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from learner.model.deferred import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wanted:
+    """Tokens whose log-probability is wanted, and under which law."""
+
+    slot: Tensor
+    """[N] int64, ascending: which of the scored slots each is wanted at."""
+    token: Tensor
+    """[N] int64; -1 for the one with the highest logit, where a logit is wanted."""
+    is_logit: Tensor | None = None
+    """[N] bool: those of which the logit is wanted, divided by the temperature and not normalised; None: no logits."""
+    temperature: float = 1.0
+    """Logits are divided by it."""
+    mask_id: int = 0
+    """The mask id."""
+    excludes_mask_id: bool = False
+    """Whether the law gives it no probability, as the sampler's does."""
+    forbidden_ids: tuple[int, ...] = ()
+    """Other ids to which it gives none."""
+
+
+def query_grid(slots_N: Tensor, num_rows: int, width: int) -> tuple[Tensor, Tensor]:
+    """What `Transformer.forward` takes to score slots that are spread unevenly over the rows.
+
+    Args:
+        slots_N: ascending indices into the flattened [num_rows * width] canvases.
+        num_rows: B.
+        width: L.
+
+    Returns:
+        queries_BQ, as wide as the row with the most slots, and scored_N.
+    """
+    rows_N = slots_N // width
+    counts_B = rows_N.bincount(minlength=num_rows)
+    first_B = counts_B.cumsum(0) - counts_B
+    places_N = torch.arange(len(slots_N), device=slots_N.device) - first_B[rows_N]
+    queries_BQ = slots_N.new_zeros(num_rows, max(1, int(counts_B.max())))
+    queries_BQ[rows_N, places_N] = slots_N % width
+    return queries_BQ, rows_N * queries_BQ.shape[1] + places_N
