@@ -39,9 +39,12 @@ tools: ## Install redis-server, promtool and docker-compose, on Debian as root.
 		redis-server prometheus docker-compose; } >/dev/null 2>&1 || \
 		echo 'redis-server, promtool or docker-compose cannot be installed here: what needs them skips.'
 
+# Two wait for each other and for clocks a quarter of their time. Three take up to 8 GB.
+TEST_WORKERS ?= $(shell awk '/^MemTotal/{print ($$2 > 12000000) ? 3 : 2}' /proc/meminfo)
+
 # Hundreds of processes of the tests import d1: its bytecode is kept, whatever the environment says.
 test: $(STAMP) bubblewrap chromium tools ## Run the tests: ARGS="tests/rewards -k sudoku" for some of them.
-	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder $(ARGS)
+	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest --numprocesses $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-nightly: $(STAMP) tools ## Run the tests that kill and stop whole runs, for some minutes more.
 	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -m nightly $(ARGS)

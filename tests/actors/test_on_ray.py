@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import ray
 import torch
-import torch.multiprocessing as mp
 
 from actors.cluster import watched
 from actors.coordination.liveness import Watch, ready
@@ -29,8 +28,9 @@ from actors.weights import fetch_from, make_manifest, put
 from learner.model.checkpoint import load_policy
 from rollout.sampler import Sampler
 from tests.actors.gathering import NUM_GATHERS, gather_and_put
+from tests.ranks import run_ranks
 
-pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
 
 
 def _sampler(spec: RunSpec, store: Any) -> Any:
@@ -232,6 +232,6 @@ def _run(work: Coroutine[Any, Any, Any]) -> Any:
     return asyncio.run(asyncio.wait_for(work, 120))
 
 
-@pytest.mark.timeout(180 + NUM_GATHERS)
+@pytest.mark.timeout(600 + NUM_GATHERS)
 def test_what_is_gathered_and_put_is_what_was_loaded(cluster: dict[str, str], tmp_path: Path) -> None:
-    mp.spawn(gather_and_put, args=(NUM_GATHERS, tmp_path / "meeting", cluster["RAY_ADDRESS"]), nprocs=2, join=True)
+    run_ranks(gather_and_put, NUM_GATHERS, tmp_path / "meeting", cluster["RAY_ADDRESS"], num=2)

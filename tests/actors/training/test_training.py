@@ -92,7 +92,6 @@ def _run_on_ranks(spec: RunSpec, steps_s: tuple[float, float]) -> list[dict[str,
     return [{key: value for key, value in event.items() if key != "peak_memory_bytes"} for event in events]
 
 
-@pytest.mark.timeout(300)
 def test_ranks_whose_clocks_have_nothing_in_common_go_through_every_stage_together(
     spec: RunSpec, tmp_path: Path
 ) -> None:

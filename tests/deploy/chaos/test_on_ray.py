@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.ray, pytest.mark.nightly, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ray, pytest.mark.nightly]
 
 ROOT = Path(__file__).parents[3]
 D1 = str(Path(sys.executable).with_name("d1"))

@@ -29,7 +29,6 @@ _IS_HERE = find_spec("lm_eval") is not None
 
 pytestmark = [
     pytest.mark.clients,
-    pytest.mark.timeout(400),
     pytest.mark.skipif(
         not (_IS_HERE or (_CLIENTS / ".installed").is_file()),
         reason="needs the clients that make test-clients installs",

@@ -16,7 +16,6 @@ TOKEN = "a-token-of-this-test"
 
 pytestmark = [
     pytest.mark.clients,
-    pytest.mark.timeout(300),
     pytest.mark.skipif(not (VENV / ".installed").is_file(), reason="needs the clients that make test-clients installs"),
 ]
 

@@ -25,9 +25,6 @@ from learner.sft.learner import SftLearner, evaluation_loss
 from learner.sft.sft import SftConfig
 from tests.ranks import run_ranks
 
-# Ranks that keep step wait for each other's turn on a busy machine.
-pytestmark = pytest.mark.timeout(400)
-
 RL = LearnerConfig(
     num_rounds=2,
     group_size=4,

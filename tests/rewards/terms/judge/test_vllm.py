@@ -21,7 +21,6 @@ PYTHON = os.environ.get("D1_VLLM_PYTHON", "")
 
 pytestmark = [
     pytest.mark.vllm,
-    pytest.mark.timeout(600),
     pytest.mark.skipif(not PYTHON, reason="needs the vLLM that `make test-vllm` installs"),
 ]
 
