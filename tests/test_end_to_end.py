@@ -426,13 +426,17 @@ def test_the_death_of_rays_own_processes_is_one_sentence(
     assert driver.returncode == 1
     # On a busy machine its first lines say what it waits for.
     (sentence,) = [line for line in errors.splitlines() if "the run failed" in line]
-    assert sentence.startswith(f"d1: the run failed: {name} died; its logs are in /")
+    causes = {f"{name} died": "its logs are in /"}
+    if sent is signal.SIGTERM:
+        # A raylet that is told to end takes leave of the driver first, whose native code may then be faster than we are.
+        causes["its driver was killed, or ended by native code"] = "Ray's last words are in /"
+    (cause,) = [cause for cause, more in causes.items() if sentence.startswith(f"d1: the run failed: {cause}; {more}")]
     assert errors.endswith(f"{sentence}\n")
     assert sentence.endswith("; --resume goes on from the newest checkpoint")
     said_before = [line for line in errors.splitlines() if line != sentence]
     assert all(re.fullmatch(r"d1: [a-z' ,]+: \d+ s", line) for line in said_before), errors
     assert "state-dump" not in "".join(printed) + rest
-    assert read_events(folder / run)[-1]["what"] == f"{name} died"
+    assert read_events(folder / run)[-1]["what"] == cause
     left = _processes_with(mark)
     assert not left, left
 
