@@ -428,7 +428,7 @@ def test_the_death_of_rays_own_processes_is_one_sentence(
     (sentence,) = [line for line in errors.splitlines() if "the run failed" in line]
     causes = {f"{name} died": "its logs are in /"}
     if sent is signal.SIGTERM:
-        # A raylet that is told to end takes leave of the driver first, whose native code may then be faster than we are.
+        # A raylet that is told to end takes leave of the driver first, whose native code may be faster than we are.
         causes["its driver was killed, or ended by native code"] = "Ray's last words are in /"
     (cause,) = [cause for cause, more in causes.items() if sentence.startswith(f"d1: the run failed: {cause}; {more}")]
     assert errors.endswith(f"{sentence}\n")
