@@ -219,7 +219,7 @@ class TensorBoard:
 
     def log(self, scalars: Mapping[str, float], step: int) -> None:
         """Add the scalars, and write them out. Raises OSError; the next ones then go into a file of their own."""
-        # And not torch's SummaryWriter: whoever records need not hold torch.
+        # Not torch's SummaryWriter: whoever records need not hold torch.
         from tensorboard.compat.proto.event_pb2 import Event as Record
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.event_file_writer import EventFileWriter

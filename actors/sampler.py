@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,14 @@ class SamplerWorker:
         # Here and not above: whoever gets this actor's handle imports its class, the coordinator too.
         import torch
 
+        from actors.weights import fetch_from
         from learner.model.checkpoint import load_policy
+        from rollout.sampler import Sampler
 
         torch.set_num_threads(1)
         self._policy = load_policy(checkpoint, engine.torch_dtype).to(device)
-        self._engine = engine
-        self._store = store
+        self._sampler = partial(Sampler, self._policy, engine=engine)
+        self._fetch = partial(fetch_from, store)
         self._generation: Generation | None = None
 
     def ready(self) -> int:
@@ -38,13 +41,10 @@ class SamplerWorker:
 
         Returns them and their number: a caller that only needs to know that they are there waits for the number.
         """
-        from actors.weights import fetch_from
-        from rollout.sampler import Sampler
-
         if generation != self._generation:
             self._generation = None
-            weights = fetch_from(self._store, generation.version, _FETCH_TIMEOUT_S, generation.digest)
+            weights = self._fetch(generation.version, _FETCH_TIMEOUT_S, generation.digest)
             self._policy.load_state_dict(weights)
             self._generation = generation
-        completions = Sampler(self._policy, generation.version, self._engine).generate(portion.requests)
+        completions = self._sampler(generation.version).generate(portion.requests)
         return Completions(completions), len(completions)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
+from learner.model.deferred import torch
 from rollout.request import SamplingParams
 from rollout.schedule_config import ScheduleConfig, with_schedules
-
-if TYPE_CHECKING:
-    import torch
 
 
 class EngineConfig(BaseModel):
@@ -37,8 +35,6 @@ class EngineConfig(BaseModel):
     @property
     def torch_dtype(self) -> torch.dtype:
         """`dtype` as torch names it."""
-        import torch
-
         return torch.bfloat16 if self.dtype == "bfloat16" else torch.float32
 
 

@@ -186,7 +186,7 @@ def _check_canvas(recipe: Recipe, source: Path) -> None:
 
 
 def _write_initial(recipe: Recipe, directory: Path, source: Path | None) -> None:
-    # With torch, which takes a second: not where a recipe is only looked at.
+    # These import torch, and those of `_save_initial` Ray: seconds, not to be spent where a recipe is only looked at.
     from learner.model.checkpoint import load_policy
     from learner.model.networks import make_model
     from learner.model.transformer import init_weights
