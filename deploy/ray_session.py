@@ -53,6 +53,8 @@ def ray_session(*, dashboard: bool) -> Iterator[RaySession]:
     if is_ours:
         # Ray would run its workers at 15: beside any other work of the machine they would get next to nothing.
         os.environ.setdefault("RAY_worker_niceness", "0")
+        # It would start a worker for each CPU at once, none of which has WORKER_ENV: no actor of a run is in them.
+        os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
         _make_token(Path.home() / ".ray" / "auth_token")
     connect = partial(
         ray.init,

@@ -17,6 +17,9 @@ from learner.model.transformer import Transformer, init_weights
 
 SHARED = Path(__file__).parents[1].parent / "shared"
 
+# Every Ray of the tests would start two idle workers at once, for a second of a CPU.
+os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
+
 
 _RUNS, _RAY = "test_end_to_end", ("test_on_ray", "test_admin_on_ray", "test_cluster_on_ray")
 

@@ -93,6 +93,16 @@ def test_a_ray_that_does_not_start_is_one_sentence_with_the_place_of_its_logs(ho
     assert "\n" not in str(failed.value)
 
 
+def test_a_ray_of_ours_starts_no_worker_before_an_actor_wants_one(
+    home: Path, inits: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "RAY_prestart_worker_first_driver"
+    monkeypatch.delitem(os.environ, name, raising=False)
+    with pytest.raises(RunFailedError):
+        _start()
+    assert os.environ[name] == "0", "Ray's processes inherit it"
+
+
 def test_what_ray_notes_of_a_dead_worker_is_not_printed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -61,12 +61,12 @@ def test_the_tail_of_a_large_vocabulary_is_drawn() -> None:
     """A Zipf law over LLaDA's vocabulary: noise in bfloat16 never reaches ranks above a hundred or so."""
     ranks = torch.arange(1, 126_465, dtype=torch.float64)
     law = ranks.reciprocal() / ranks.reciprocal().sum()
-    tokens, _ = _draw(law.log().float(), 1.0, 4_000)
+    tokens, _ = _draw(law.log().float(), 1.0, 1_500)
     edges = [0, 1, 10, 100, 1_000, 10_000, 126_464]
     for low, high in pairwise(edges):
         p = law[low:high].sum().item()
         share = ((tokens >= low) & (tokens < high)).double().mean().item()
-        assert abs(share - p) < 4 * math.sqrt(p * (1 - p) / 4_000), (low, high)
+        assert abs(share - p) < 4 * math.sqrt(p * (1 - p) / 1_500), (low, high)
 
 
 def test_top_k_and_top_p_keep_the_most_probable_and_renormalise() -> None:
