@@ -1,30 +1,30 @@
 """Every algorithm on the tiny tasks, from the same SFT checkpoint, at equal rollouts and at equal seconds.
 
-    python -m benchmarks.algorithms [--rows NAME ...] [--tasks sudoku countdown] [--seeds 0 1 2] [--out DIRECTORY]
+    python -m benchmarks.algorithms [--rows NAME ...] [--tasks sudoku countdown] [--seeds 0 1 2] [--docs docs]
 
 Each row of `learner/algorithms.py` trains with its own estimator, objective, advantage, group size and inner updates,
 on as many completions a round as all others. Its learning rate is the recipe's divided by the square root of its
 optimizer steps a round; a row that ends no better than SFT is tried again at each further one of `--rates`, which are
 multiples of that, and the best rate counts. `recipe` is the recipe's own method. A run is evaluated when its
-completions, and when its CPU seconds, are those that all get. What is done is kept in `--out`, and a second call goes
-on from there.
+completions, and when its CPU seconds, are those that all get. What is done is kept in `--results`, and a second call
+goes on from there; the default has what the tables of docs/results.md were made of.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from rich.console import Console
 
-from benchmarks.algorithms.report import Result, markdown, write_between_marks, write_columns
+from benchmarks.algorithms.records import Records
+from benchmarks.algorithms.report import markdown, write_between_marks, write_columns
 from benchmarks.algorithms.trial import RECIPE_ROW, Budget, Trial, start, try_row
 from deploy.orphans import end_with_parent
 from learner.algorithms import ALGORITHMS
@@ -43,7 +43,7 @@ def main() -> None:
         for row in args.rows
     ]
     budget = Budget(num_completions=args.completions, cpu_s=args.seconds, of_round=args.round)
-    failed: list[str] = []
+    records, failed = Records(args.results), []
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(args.jobs, mp_context=context, initializer=_begin) as pool:
         # Trials of one task and seed share a checkpoint: made first, and once.
@@ -52,9 +52,10 @@ def main() -> None:
             future.result()
         for rate in args.rates:
             tried = [replace(trial, rate=rate) for trial in trials]
-            failed += _carry_out(pool, [trial for trial in tried if not _path(trial).is_file()], budget, console)
-            trials = [trial for trial in tried if _path(trial).is_file() and not _read(_path(trial)).has_learned]
-    results = list(_results(args.out, args.tasks))
+            missing = [trial for trial in tried if records.find(trial) is None]
+            failed += _carry_out(pool, missing, budget, records, console)
+            trials = [trial for trial in tried if (found := records.find(trial)) and not found.has_learned]
+    results = list(records.of(args.tasks))
     text = markdown(results, args.completions, args.seconds)
     console.print(text, markup=False, highlight=False)
     if args.docs is not None:
@@ -81,12 +82,15 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=240.0, help="of CPU that every row trains for")
     parser.add_argument("--round", type=int, default=256, help="completions of a round")
     parser.add_argument("--jobs", type=int, default=2, help="processes, of one thread each")
-    parser.add_argument("--out", type=Path, default=Path("runs/algorithms"))
+    parser.add_argument("--out", type=Path, default=Path("runs/algorithms"), help="where the SFT checkpoints go")
+    parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--docs", type=Path, help="the folder whose results.md and algorithms.md to write them into")
     return parser.parse_args()
 
 
-def _carry_out(pool: Executor, trials: Sequence[Trial], budget: Budget, console: Console) -> list[str]:
+def _carry_out(
+    pool: Executor, trials: Sequence[Trial], budget: Budget, records: Records, console: Console
+) -> list[str]:
     """Try, and keep what comes of it; a sentence for each trial that fails."""
     failed: list[str] = []
     waiting = {pool.submit(try_row, trial, budget): trial for trial in trials}
@@ -94,31 +98,11 @@ def _carry_out(pool: Executor, trials: Sequence[Trial], budget: Budget, console:
         trial, error = waiting[done], done.exception()
         name = f"{trial.task} {trial.row} seed {trial.seed} x{trial.rate:g}"
         if error is None:
-            _keep(trial, done.result())
+            records.keep(done.result())
         else:
             failed.append(f"{name} failed: {error}")
         console.print(f"{number}/{len(trials)} {name}: {error or done.result().summary}")
     return failed
-
-
-def _path(trial: Trial) -> Path:
-    rate = "" if trial.rate == 1 else f".x{trial.rate:g}"
-    return Path(trial.out) / trial.task / f"{trial.row}.{trial.seed}{rate}.json"
-
-
-def _keep(trial: Trial, result: Result) -> None:
-    _path(trial).parent.mkdir(parents=True, exist_ok=True)
-    _path(trial).write_text(json.dumps(asdict(result), indent=1) + "\n")
-
-
-def _read(path: Path) -> Result:
-    return Result(**json.loads(path.read_text()))
-
-
-def _results(out: Path, tasks: Sequence[str]) -> Iterator[Result]:
-    for task in tasks:
-        for path in sorted((out / task).glob("*.json")):
-            yield _read(path)
 
 
 if __name__ == "__main__":

@@ -44,8 +44,6 @@ class Trained:
     """Completions so far."""
     cpu_s: float
     """CPU seconds of sampling, grading and updating so far."""
-    correct: float
-    """Share of the round's completions that are correct."""
     metrics: Metrics
     """The learner's."""
 
@@ -104,7 +102,6 @@ class LocalRun:
                 num_rounds=num_rounds,
                 num_completions=num_completions,
                 cpu_s=spent_s,
-                correct=batch.correct.float().mean().item(),
                 metrics=metrics,
             )
 

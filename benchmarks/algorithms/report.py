@@ -23,6 +23,8 @@ class Result:
     task: str
     row: str
     seed: int
+    rate: float
+    """What the recipe's learning rate was multiplied by, beside what the row's optimizer steps do to it."""
     lr: float
     num_updates: int
     group_size: int
@@ -40,8 +42,6 @@ class Result:
     """The learner's, mean of the last rounds."""
     gap: float | None
     """The estimate's log-probability of a token less the recorded one, nats, at the end."""
-    correct: Sequence[float]
-    """Share of each round's completions that is correct."""
     failure: str | None
     """What ended it early."""
 

@@ -35,7 +35,7 @@ class Trial:
     row: str
     seed: int
     out: str
-    """Where checkpoints and results lie."""
+    """Where checkpoints lie."""
     rate: float = 1.0
     """What the learning rate is multiplied by."""
 
@@ -84,6 +84,7 @@ def try_row(trial: Trial, budget: Budget) -> Result:
         task=trial.task,
         row=trial.row,
         seed=trial.seed,
+        rate=trial.rate,
         lr=recipe.learner.lr,
         num_updates=_steps_per_round(recipe.learner),
         group_size=recipe.learner.group_size,
@@ -94,7 +95,6 @@ def try_row(trial: Trial, budget: Budget) -> Result:
         at_seconds=at_seconds,
         metrics=_means(rounds[-_LAST:]),
         gap=run.likelihood_gap() if rounds else None,
-        correct=[round(trained.correct, 4) for trained in rounds],
         failure=failure,
     )
 

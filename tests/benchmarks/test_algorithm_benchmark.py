@@ -74,6 +74,7 @@ def _result(row: str, seed: int, correct: int) -> Result:
         task="sudoku",
         row=row,
         seed=seed,
+        rate=1.0,
         lr=1e-3,
         num_updates=1,
         group_size=4,
@@ -84,7 +85,6 @@ def _result(row: str, seed: int, correct: int) -> Result:
         at_seconds=scores,
         metrics={"estimator_variance": 0.25},
         gap=-0.5,
-        correct=[0.0],
         failure=None,
     )
 
@@ -114,7 +114,8 @@ def benchmark(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> C
 
     def run(*rates: str) -> None:
         command = "algorithms --tasks sudoku --rows cj-grpo wd1 --jobs 1 --completions 12 --round 12 --seconds 0.01"
-        monkeypatch.setattr("sys.argv", [*command.split(), "--out", str(tmp_path), "--rates", *rates])
+        places = ["--out", str(tmp_path / "runs"), "--results", str(tmp_path)]
+        monkeypatch.setattr("sys.argv", [*command.split(), *places, "--rates", *rates])
         main()
 
     monkeypatch.setitem(TASKS, "sudoku", small)
@@ -125,19 +126,18 @@ def test_a_row_that_has_learned_is_not_tried_at_a_further_rate(
     benchmark: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     benchmark("1", "0.5")
-    kept = tmp_path / "sudoku"
-    assert {path.name for path in kept.iterdir()} == {
-        f"{row}.0{rate}.json" for row in ("cj-grpo", "wd1") for rate in ("", ".x0.5")
-    }, "what is trained on twelve completions has learned nothing"
-    first, half = (json.loads((kept / name).read_text()) for name in ("wd1.0.json", "wd1.0.x0.5.json"))
-    assert half["lr"] == first["lr"] / 2
+    file = tmp_path / "sudoku.jsonl"
+    kept = {(one["row"], one["rate"]): one for one in map(json.loads, file.read_text().splitlines())}
+    both = {(row, rate) for row in ("cj-grpo", "wd1") for rate in (1.0, 0.5)}
+    assert set(kept) == both, "what is trained on twelve completions has learned nothing"
+    first = kept["wd1", 1.0]
+    assert kept["wd1", 0.5]["lr"] == first["lr"] / 2
     # As if it had.
     first["before"] = {name: score | {"num_correct": -1} for name, score in first["before"].items()}
-    (kept / "wd1.0.json").write_text(json.dumps(first))
-    for name in ("wd1.0.x0.5.json", "cj-grpo.0.x0.5.json"):
-        (kept / name).unlink()
+    file.write_text("".join(json.dumps(one) + "\n" for one in (first, kept["cj-grpo", 1.0])))
     benchmark("1", "0.5")
-    assert {path.name for path in kept.glob("*.x0.5.json")} == {"cj-grpo.0.x0.5.json"}
+    again = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [(one["row"], one["rate"]) for one in again[2:]] == [("cj-grpo", 0.5)]
     assert "| `cj-grpo` | 1 |" in capsys.readouterr().out
 
 
@@ -145,8 +145,9 @@ def test_a_trial_that_fails_is_named_after_the_tables(
     benchmark: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     benchmark("1")
-    (tmp_path / "sudoku" / "wd1.0.json").unlink()
-    (tmp_path / "sudoku-0" / "before.json").write_text("{")
+    file = tmp_path / "sudoku.jsonl"
+    file.write_text("".join(line for line in file.read_text().splitlines(True) if '"wd1"' not in line))
+    (tmp_path / "runs" / "sudoku-0" / "before.json").write_text("{")
     capsys.readouterr()
     with pytest.raises(SystemExit, match=r"^sudoku wd1 seed 0 x1 failed: "):
         benchmark("1")
