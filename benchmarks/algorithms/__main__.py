@@ -20,13 +20,11 @@ from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
 from dataclasses import replace
 from pathlib import Path
 
-import torch
 from rich.console import Console
 
 from benchmarks.algorithms.records import Records
 from benchmarks.algorithms.report import markdown, write_between_marks, write_columns
-from benchmarks.algorithms.trial import RECIPE_ROW, Budget, Trial, start, try_row
-from deploy.orphans import end_with_parent
+from benchmarks.algorithms.trial import RECIPE_ROW, Budget, Trial, begin, start, try_row
 from learner.algorithms import ALGORITHMS
 
 TASKS = {"sudoku": Path("recipes/tiny.yaml"), "countdown": Path("recipes/countdown.yaml")}
@@ -45,14 +43,14 @@ def main() -> None:
     budget = Budget(num_completions=args.completions, cpu_s=args.seconds, of_round=args.round)
     records, failed = Records(args.results), []
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(args.jobs, mp_context=context, initializer=_begin) as pool:
-        # Trials of one task and seed share a checkpoint: made first, and once.
-        bases = {(trial.task, trial.seed): trial for trial in trials}
-        for future in [pool.submit(start, trial) for trial in bases.values()]:
-            future.result()
+    with ProcessPoolExecutor(args.jobs, mp_context=context, initializer=begin) as pool:
         for rate in args.rates:
             tried = [replace(trial, rate=rate) for trial in trials]
             missing = [trial for trial in tried if records.find(trial) is None]
+            # Trials of one task and seed share a checkpoint: made first, and once.
+            bases = {(trial.task, trial.seed): trial for trial in missing}
+            for future in [pool.submit(start, trial) for trial in bases.values()]:
+                future.result()
             failed += _carry_out(pool, missing, budget, records, console)
             trials = [trial for trial in tried if (found := records.find(trial)) and not found.has_learned]
     results = list(records.of(args.tasks))
@@ -63,12 +61,6 @@ def main() -> None:
         write_columns(args.docs / "algorithms.md", results)
     if failed:
         sys.exit("\n".join(failed))
-
-
-def _begin() -> None:
-    """A process of the pool."""
-    end_with_parent()
-    torch.set_num_threads(1)
 
 
 def _arguments() -> argparse.Namespace:

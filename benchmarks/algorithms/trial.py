@@ -8,8 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks.algorithms.local_run import LocalRun, Trained, make_sft_checkpoint
 from benchmarks.algorithms.report import Result
+from deploy.orphans import end_with_parent
 from deploy.recipe.overrides import load_recipe
 from deploy.recipe.recipe import Recipe
 from learner.config import LearnerConfig
@@ -49,6 +52,12 @@ class Budget:
     """CPU seconds of sampling, grading and updating on one thread; evaluation is not counted."""
     of_round: int
     """Completions of a round."""
+
+
+def begin() -> None:
+    """A process of the pool; not in the command's own module, which a spawned process does not find."""
+    end_with_parent()
+    torch.set_num_threads(1)
 
 
 def start(trial: Trial) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ import yaml
 from actors.spec import sampler_facts
 from benchmarks.algorithms.__main__ import TASKS, main
 from benchmarks.algorithms.report import BEGIN, END, Result, markdown, write_between_marks, write_columns
-from benchmarks.algorithms.trial import RECIPE_ROW, Budget, Trial, base_recipe, recipe_of, start, try_row
+from benchmarks.algorithms.trial import RECIPE_ROW, Budget, Trial, base_recipe, begin, recipe_of, start, try_row
 from deploy.recipe.recipe import Stages
 from deploy.runs.run_directory import make_spec
 from learner.algorithms import ALGORITHMS
@@ -152,6 +153,18 @@ def test_a_trial_that_fails_is_named_after_the_tables(
     with pytest.raises(SystemExit, match=r"^sudoku wd1 seed 0 x1 failed: "):
         benchmark("1")
     assert "| `cj-grpo` | 1 |" in capsys.readouterr().out
+
+
+def test_what_is_done_is_not_begun_again(benchmark: Callable[..., None], tmp_path: Path) -> None:
+    benchmark("1")
+    shutil.rmtree(tmp_path / "runs")
+    benchmark("1")
+    assert not (tmp_path / "runs").exists(), "a checkpoint takes half a minute, and all results were there"
+
+
+def test_a_process_of_the_pool_finds_what_it_is_to_do() -> None:
+    """As a user calls the command, its own module is `__main__`, which a spawned process does not have."""
+    assert {function.__module__ for function in (begin, start, try_row)} == {"benchmarks.algorithms.trial"}
 
 
 def test_a_trial_that_ended_early_says_why() -> None:
