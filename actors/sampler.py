@@ -22,14 +22,14 @@ class SamplerWorker:
         # Here and not above: whoever gets this actor's handle imports its class, the coordinator too.
         import torch
 
-        from actors.weights import fetch_from
+        from actors.fetching import PolicyLoader, StoreReader
         from learner.model.checkpoint import load_policy
         from rollout.sampler import Sampler
 
         torch.set_num_threads(1)
-        self._policy = load_policy(checkpoint, engine.torch_dtype).to(device)
-        self._sampler = partial(Sampler, self._policy, engine=engine)
-        self._fetch = partial(fetch_from, store)
+        policy = load_policy(checkpoint, engine.torch_dtype).to(device)
+        self._sampler = partial(Sampler, policy, engine=engine)
+        self._loader = PolicyLoader(policy, StoreReader(store, _FETCH_TIMEOUT_S))
         self._generation: Generation | None = None
 
     def ready(self) -> int:
@@ -43,8 +43,7 @@ class SamplerWorker:
         """
         if generation != self._generation:
             self._generation = None
-            weights = self._fetch(generation.version, _FETCH_TIMEOUT_S, generation.digest)
-            self._policy.load_state_dict(weights)
+            self._loader.load(generation)
             self._generation = generation
         completions = self._sampler(generation.version).generate(portion.requests)
         return Completions(completions), len(completions)

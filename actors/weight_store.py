@@ -38,13 +38,27 @@ class TensorEntry:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Base:
+    """What the matrices of an adapter are added to."""
+
+    digest: str
+    """Of the base's manifest."""
+    scaling: float
+    """What B A is multiplied by."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
     """What a policy version consists of."""
 
     version: int
     """The policy version."""
     tensors: tuple[TensorEntry, ...]
-    """Every parameter."""
+    """Every parameter; the matrices of the adapter where there is a base."""
+    base: Base | None = None
+    """Under LoRA, what the version is beside its adapter: that travels once, and stays where it arrived."""
+    known_as: str | None = None
+    """The digest that these weights have already, if they were published before in another form."""
 
     @property
     def digest(self) -> str:
@@ -52,17 +66,25 @@ class Manifest:
 
         In whichever order: a learner with layers in 4 bits gives those last, and a checkpoint by name.
         """
+        if self.known_as is not None:
+            return self.known_as
         tensors = tuple(sorted(self.tensors, key=lambda entry: entry.name))
-        return hashlib.sha256(repr(tensors).encode()).hexdigest()
+        what = tensors if self.base is None else (tensors, self.base)
+        return hashlib.sha256(repr(what).encode()).hexdigest()
+
+
+Held = tuple[Manifest, ray.ObjectRef[Any]]
+"""A manifest, and its tensors in the object store."""
 
 
 class WeightStore:
-    """Owns the newest policy versions."""
+    """Owns the newest policy versions, and the bases that they stand on."""
 
     def __init__(self, num_kept: int) -> None:
         """Keep `num_kept` versions; older ones are dropped when newer arrive."""
         self._num_kept = num_kept
-        self._versions: dict[int, tuple[Manifest, ray.ObjectRef[Any]]] = {}
+        self._versions: dict[int, Held] = {}
+        self._bases: dict[str, Held] = {}
 
     def ready(self) -> int:
         """Answers while the actor lives, with its process id: another one is a restart."""
@@ -72,15 +94,25 @@ class WeightStore:
         """Keep `num_kept` versions from now on: a store that was taken over may have kept fewer."""
         self._num_kept = num_kept
 
-    def publish(self, manifest: Manifest, weights: Mapping[str, NDArray[np.uint8]]) -> None:
+    def publish(self, manifest: Manifest, weights: Mapping[str, NDArray[np.uint8]]) -> bool:
         """Take over a version that was `put`. Put again, so that this actor owns it and not the learner that may die.
 
-        Higher versions are of a future that a resumed run has given up: they go.
+        Higher versions are of a future that a resumed run has given up: they go, and bases that no version stands on.
+        False, and nothing is taken over, where the version's base is not here.
         """
+        if manifest.base is not None and manifest.base.digest not in self._bases:
+            return False
         self._versions = {version: held for version, held in self._versions.items() if version < manifest.version}
         self._versions[manifest.version] = (manifest, ray.put(weights))
         for version in sorted(self._versions)[: -self._num_kept]:
             del self._versions[version]
+        used = {held.base.digest for held, _ in self._versions.values() if held.base is not None}
+        self._bases = {digest: held for digest, held in self._bases.items() if digest in used}
+        return True
+
+    def publish_base(self, manifest: Manifest, weights: Mapping[str, NDArray[np.uint8]]) -> None:
+        """Take over what the adapters of the next versions stand on."""
+        self._bases[manifest.digest] = (manifest, ray.put(weights))
 
     def get(self, version: int) -> tuple[Manifest, list[ray.ObjectRef[Any]]]:
         """A version's manifest and its weights. Raises VersionMissingError when it is not here (any more)."""
@@ -88,6 +120,15 @@ class WeightStore:
             raise VersionMissingError(f"policy version {version} is not in the store; it has {sorted(self._versions)}")
         manifest, reference = self._versions[version]
         # In a list: a bare reference would be resolved on the way and copied through this actor.
+        return manifest, [reference]
+
+    def base(self, digest: str) -> tuple[Manifest, list[ray.ObjectRef[Any]]]:
+        """A base, as `get` gives a version. Raises VersionMissingError when it is not here (any more)."""
+        if digest not in self._bases:
+            raise VersionMissingError(
+                f"base {digest[:12]} is not in the store; it has versions {sorted(self._versions)}"
+            )
+        manifest, reference = self._bases[digest]
         return manifest, [reference]
 
     def held(self) -> list[int]:

@@ -1,8 +1,7 @@
-"""Weights on their way from the learner to samplers and service: versioned, with a manifest, checked on arrival.
+"""Weights as they travel from the learner to samplers and service: bytes with a manifest, checked on arrival.
 
-The store is an actor that owns the newest versions in Ray's object store, so that they outlive the learner that made
-them; readers on one machine share the same memory. A reader compares every tensor with the manifest before it uses
-any. (Whether a transfer was right is tested by comparing log-probabilities, never by its status.)
+A reader compares every tensor with the manifest before it uses any. (Whether a transfer was right is tested by
+comparing log-probabilities, never by its status.)
 """
 
 from __future__ import annotations
@@ -19,17 +18,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from actors import NAMESPACE
-from actors.weight_store import Manifest, TensorEntry, VersionMissingError
+from actors.weight_store import Base, Manifest, TensorEntry
 
 
-def make_manifest(version: int, weights: Mapping[str, Tensor]) -> Manifest:
-    """The manifest of whole CPU tensors."""
+def make_manifest(
+    version: int, weights: Mapping[str, Tensor], base: Base | None = None, known_as: str | None = None
+) -> Manifest:
+    """The manifest of whole CPU tensors: every parameter, or the adapter's that stand on `base`."""
     entries = tuple(
         TensorEntry(name=name, shape=tuple(tensor.shape), dtype=str(tensor.dtype), checksum=_checksum(tensor))
         for name, tensor in weights.items()
     )
-    return Manifest(version=version, tensors=entries)
+    return Manifest(version=version, tensors=entries, base=base, known_as=known_as)
 
 
 def verify(manifest: Manifest, weights: Mapping[str, Tensor]) -> None:
@@ -51,52 +51,10 @@ def put(weights: Mapping[str, Tensor]) -> ray.ObjectRef[Any]:
     return ray.put({name: _bytes(tensor) for name, tensor in weights.items()})
 
 
-def fetch_from(store: Any, version: int, timeout_s: float, digest: str | None = None) -> dict[str, Tensor]:
-    """A verified policy version from a store actor.
-
-    Args:
-        store: the actor.
-        version: the policy version.
-        timeout_s: how long it may take.
-        digest: the manifest's that it must have; None: whichever weights have the number now.
-
-    Raises:
-        VersionMissingError: the store does not have it.
-        ValueError: it arrived damaged, or has another digest.
-        TimeoutError: nothing came within `timeout_s`.
-    """
-    try:
-        manifest, (reference,) = ray.get(store.get.remote(version), timeout=timeout_s)
-        arrays = ray.get(reference, timeout=timeout_s)
-    except ray.exceptions.GetTimeoutError as error:
-        raise TimeoutError(f"policy version {version} did not arrive within {timeout_s:.0f} s") from error
-    except ray.exceptions.RayTaskError as error:
-        # As the store raised it: wrapped, and wrapped again by whoever asked us, nobody could tell what it was.
-        raise error.cause from None
-    except (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError) as error:
-        # Gone before it answered, or after: what it owned went with it.
-        raise VersionMissingError(f"the weight store is gone, and policy version {version} with it") from error
-    if digest not in (None, manifest.digest):
-        raise ValueError(
-            f"the weight store has other weights under policy version {version} than were announced: "
-            f"their checksum is {manifest.digest[:12]}, and that was {digest[:12]}"
-        )
-    return _verified(manifest, arrays)
-
-
-def fetch(store: str, version: int, timeout_s: float, digest: str | None = None) -> dict[str, Tensor]:
-    """As `fetch_from`, of the store with that Ray name. Raises VersionMissingError too when there is no such store."""
-    try:
-        actor = ray.get_actor(store, namespace=NAMESPACE)
-    except ValueError as error:
-        raise VersionMissingError(f"there is no weight store {store} on this cluster") from error
-    return fetch_from(actor, version, timeout_s, digest)
-
-
-def _verified(manifest: Manifest, arrays: Mapping[str, NDArray[np.uint8]]) -> dict[str, Tensor]:
+def as_verified(manifest: Manifest, arrays: Mapping[str, NDArray[np.uint8]]) -> dict[str, Tensor]:
     """The tensors that a manifest lists, in the memory of `arrays`: for reading only. Raises as `verify`."""
     with warnings.catch_warnings():
-        # Nobody writes to what `fetch` gives.
+        # Nobody writes to what is fetched.
         warnings.filterwarnings("ignore", "The given NumPy array is not writable", UserWarning)
         weights = {name: torch.from_numpy(array) for name, array in arrays.items()}
     for entry in manifest.tensors:

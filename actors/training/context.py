@@ -70,9 +70,10 @@ class RunContext:
         if self.ranks.rank == 0:
             self.client.record(event, values)
 
-    def publish(self) -> None:
-        """Hand the policy as it stands to the samplers and the service."""
-        self.publisher.publish(self.position.policy_version, self.position.phase, self.position.round)
+    def publish(self, known_as: str | None = None) -> None:
+        """Hand the policy as it stands to the samplers and the service; `known_as` as in `Publisher.publish`."""
+        position = self.position
+        self.publisher.publish(position.policy_version, position.phase, position.round, known_as)
 
     def evaluate(self, *, is_new: bool = True) -> bool:
         """Held-out accuracy of what was published last; see `Evaluator.evaluate`."""

@@ -1,8 +1,12 @@
-"""Publishing policy versions: rank 0 hands the gathered weights to the weight store, again where that has lost them."""
+"""Publishing policy versions: rank 0 hands them to the weight store, again where that has lost them.
+
+Under LoRA a version is its adapter; what that stands on is handed over once, and again where the store has lost it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -10,7 +14,7 @@ from torch import Tensor
 from actors.messages import Generation, Next
 from actors.spec import Phase
 from actors.training.ending import StopRequestedError
-from actors.weight_store import Manifest
+from actors.weight_store import Base, Manifest
 from actors.weights import make_manifest
 from learner.parallel.ranks import Ranks
 from learner.parallel.sharding import ShardedPolicy
@@ -19,7 +23,8 @@ from learner.parallel.sharding import ShardedPolicy
 class PublicationClient(Protocol):
     """Whom rank 0 hands them to: `actors/training/run_client.py`."""
 
-    def publish(self, manifest: Manifest, weights: Mapping[str, Tensor]) -> None: ...
+    def publish(self, manifest: Manifest, weights: Mapping[str, Tensor]) -> bool: ...
+    def publish_base(self, manifest: Manifest, weights: Mapping[str, Tensor]) -> None: ...
     def announce(self, generation: Generation, phase: Phase, round_index: int) -> None: ...
 
 
@@ -29,6 +34,8 @@ class Publisher:
     def __init__(self, policy: ShardedPolicy, ranks: Ranks, client: PublicationClient) -> None:
         self._policy, self._ranks, self._client = policy, ranks, client
         self._generation: Generation | None = None
+        self._base: tuple[int, str] | None = None
+        """On rank 0: the base that was handed over last, by its number in the policy, and its digest."""
 
     @property
     def newest(self) -> Generation:
@@ -41,16 +48,14 @@ class Publisher:
         """The checksum of what was published last; None before that, and on the other ranks."""
         return None if self._generation is None else self._generation.digest
 
-    def publish(self, version: int, phase: Phase, round_index: int) -> None:
-        """Hand the weights to the store; the service hears of all versions but the control's. A collective."""
-        weights = self._policy.weights_on_rank_0()
+    def publish(self, version: int, phase: Phase, round_index: int, known_as: str | None = None) -> None:
+        """Hand the policy to the store; the service hears of all versions but the control's. A collective.
 
-        def on_rank_0() -> None:
-            self._put(version, weights)
-            if phase is not Phase.CONTROL:
-                self._client.announce(self.newest, phase, round_index)
-
-        self._ranks.on_rank_0(on_rank_0)
+        `known_as` is the digest that its weights have already, in whatever form they were published before.
+        """
+        self._send(version, known_as)
+        if phase is not Phase.CONTROL:
+            self._ranks.on_rank_0(lambda: self._client.announce(self.newest, phase, round_index))
 
     def answered(self, ask: Callable[[], tuple[str, Any]]) -> Any:
         """What the run answers to `ask`, a collective that says `Next` first, once the store has what it is about.
@@ -65,10 +70,36 @@ class Publisher:
 
     def _publish_again(self) -> None:
         """The weight store has lost what was published last, which is what the policy still is."""
-        weights = self._policy.weights_on_rank_0()
-        self._ranks.on_rank_0(lambda: self._put(self.newest.version, weights))
+        newest = self._ranks.agreed(lambda: asdict(self.newest))
+        self._send(newest["version"], newest["digest"])
 
-    def _put(self, version: int, weights: Mapping[str, Tensor]) -> None:
-        manifest = make_manifest(version, weights)
-        self._generation = Generation(version=version, digest=manifest.digest)
-        self._client.publish(manifest, weights)
+    def _send(self, version: int, known_as: str | None) -> None:
+        if not self._policy.lora.rank:
+            weights = self._policy.weights_on_rank_0()
+            self._ranks.on_rank_0(lambda: self._put(make_manifest(version, weights), weights))
+            return
+        adapter = self._policy.adapter_on_rank_0()
+        while not self._ranks.agreed(lambda: self._put_adapter(version, adapter, known_as)):
+            self._send_base()
+
+    def _send_base(self) -> None:
+        weights = self._policy.base_on_rank_0()
+        self._ranks.on_rank_0(lambda: self._put_base(weights))
+
+    def _put_adapter(self, version: int, adapter: Mapping[str, Tensor], known_as: str | None) -> bool:
+        """False where its base has to be handed over first."""
+        if self._base is None or self._base[0] != self._policy.num_bases:
+            return False
+        base = Base(digest=self._base[1], scaling=self._policy.lora.scaling)
+        return self._put(make_manifest(version, adapter, base, known_as), adapter)
+
+    def _put_base(self, weights: Mapping[str, Tensor]) -> None:
+        manifest = make_manifest(self._policy.num_bases, weights)
+        self._client.publish_base(manifest, weights)
+        self._base = self._policy.num_bases, manifest.digest
+
+    def _put(self, manifest: Manifest, weights: Mapping[str, Tensor]) -> bool:
+        is_there = self._client.publish(manifest, weights)
+        if is_there:
+            self._generation = Generation(version=manifest.version, digest=manifest.digest)
+        return is_there

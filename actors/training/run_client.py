@@ -47,9 +47,13 @@ class RunClient:
         """Append to the run log."""
         self._call(self._coordinator.record.remote(event, dict(values)))
 
-    def publish(self, manifest: Manifest, weights: Mapping[str, Tensor]) -> None:
-        """Hand a version to the weight store."""
-        self._call(self._store.publish.remote(manifest, put(weights)))
+    def publish(self, manifest: Manifest, weights: Mapping[str, Tensor]) -> bool:
+        """Hand a version to the weight store. False where that does not have its base, and did not take it."""
+        return bool(self._call(self._store.publish.remote(manifest, put(weights))))
+
+    def publish_base(self, manifest: Manifest, weights: Mapping[str, Tensor]) -> None:
+        """Hand what adapters stand on to the weight store."""
+        self._call(self._store.publish_base.remote(manifest, put(weights)))
 
     def announce(self, generation: Generation, phase: Phase, round_index: int) -> None:
         """Tell the service that the store has a version."""

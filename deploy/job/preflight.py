@@ -315,13 +315,16 @@ def _speed_problems(recipe: Recipe) -> Iterator[str]:
 
 def _weight_copies(recipe: Recipe) -> int:
     """Copies of the weights on CPUs: the learner's state over all its workers, every sampler's, and the store's."""
+    has_adapter = recipe.model.lora.rank > 0
+    # Of an adapter's versions the store has the base, once, and one may be on its way there.
+    published = 2 if has_adapter else 2 + recipe.learner.max_staleness
     if recipe.device == "cuda":
-        return 2 + recipe.learner.max_staleness
+        return published
     # Weights, gradient, two moments of AdamW, and the whole weights once more when they are published. An adapter has
     # gradient and moments of its own, which are small, and needs no copy for a reference.
-    learner = 2 if recipe.model.lora.rank else 5 + recipe.learner.objective.needs_reference
-    # A sampler stages the next version beside the one it uses.
-    return learner + 2 * recipe.rollout.num_samplers + 2 + recipe.learner.max_staleness
+    learner = 2 if has_adapter else 5 + recipe.learner.objective.needs_reference
+    # A sampler stages the next version beside the one it uses; a base it reads where the store has it.
+    return learner + (1 if has_adapter else 2) * recipe.rollout.num_samplers + published
 
 
 def _weight_bytes(recipe: Recipe) -> int:

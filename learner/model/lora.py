@@ -68,6 +68,38 @@ def merged(weight_OI: Tensor, a_RI: Tensor, b_OR: Tensor, scaling: float) -> Ten
     return torch.addmm(weight_OI, b_OR, a_RI, alpha=scaling)
 
 
+def merged_weights(base: Mapping[str, Tensor], adapter: Mapping[str, Tensor], scaling: float) -> dict[str, Tensor]:
+    """Every weight with its adapter merged, if it has one; the others as they came."""
+    return {name: _with_adapter(name, weight, adapter, scaling) for name, weight in base.items()}
+
+
+@torch.no_grad()
+def merge_into(
+    model: Transformer,
+    base: Mapping[str, Tensor],
+    adapter: Mapping[str, Tensor],
+    scaling: float,
+    *,
+    only_adapted: bool,
+) -> None:
+    """The same into a policy in place, a weight at a time, on its device; in its precision when that is done.
+
+    `only_adapted` leaves what has no adapter as it is.
+    """
+    for name, parameter in model.named_parameters():
+        if not only_adapted or adapter_names(name)[0] in adapter:
+            parameter.copy_(_with_adapter(name, base[name], adapter, scaling))
+
+
+def _with_adapter(name: str, weight: Tensor, adapter: Mapping[str, Tensor], scaling: float) -> Tensor:
+    a, b = adapter_names(name)
+    if a not in adapter:
+        return weight
+    # In the precision of the adapter, which is the learner's, whatever the base travelled in.
+    device, dtype = weight.device, adapter[a].dtype
+    return merged(weight.to(dtype), adapter[a].to(device), adapter[b].to(device), scaling)
+
+
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
     """Within the block the policy computes what it did before it had adapters: exactly, they are not run."""

@@ -84,6 +84,8 @@ class ShardedPolicy:
         self.module = model
         self._lobby: dist.ProcessGroup | None = None
         self.lora = lora
+        self.num_bases = 1
+        """How many bases the adapter has stood on so far: another one travels anew."""
         self._sharding, self._seed = config, seed
         if lora.rank:
             add_adapters(model, lora)
@@ -130,6 +132,14 @@ class ShardedPolicy:
         for name, layer in self._quantized().items():
             layer.load(weights[name])
         self._reset_adapter()
+        self.num_bases += 1
+
+    def base_on_rank_0(self) -> dict[str, Tensor]:
+        """What the adapter stands on: every parameter by name, whole, on rank 0's CPU, empty on the others.
+
+        In bfloat16 where that loses nothing, as with the weights of a checkpoint in bfloat16.
+        """
+        return {name: narrowed(on_cpu(weight)) for name, weight in self._gathered_base() if self.rank == 0}
 
     def adapter_on_rank_0(self) -> dict[str, Tensor]:
         """The adapter's matrices by name, whole, on rank 0's CPU, empty on the others and without LoRA."""
@@ -265,6 +275,12 @@ def _all_gathered(sharded: DTensor) -> Tensor:
     whole = local.new_empty(rows_each * sharded.device_mesh.size(), *row)
     dist.all_gather_single(whole, padded, group=sharded.device_mesh.get_group())
     return whole[:num_rows]
+
+
+def narrowed(whole: Tensor) -> Tensor:
+    """In bfloat16 if that holds every value as it is, else as it came."""
+    narrow = whole.to(torch.bfloat16)
+    return narrow if torch.equal(narrow.to(whole.dtype), whole) else whole
 
 
 def on_cpu(whole: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from actors.checkpoints.best import best_version
+from actors.fetching import PolicyLoader
 from actors.grader import GraderWorker
 from actors.messages import Generation, Next, Portion, ScoredPortion
 from actors.plan import RunPlan
@@ -33,6 +34,10 @@ class LocalRun:
         self._plan = RunPlan(spec, ChatTokenizer(spec.initial_checkpoint))
         self._grader = GraderWorker(spec.task, spec.reward, spec.initial_checkpoint)
         self._policy = load_policy(spec.initial_checkpoint)
+        self._store = _Store()
+        self._loader = PolicyLoader(self._policy, self._store)
+        self.sent: list[tuple[str, int]] = []
+        """What was published, `version` or `base`, and its bytes."""
 
     def learner_started(self, checkpoint: str, position: Mapping[str, Any]) -> None:
         self.record("started", {"checkpoint": checkpoint, "position": position})
@@ -40,10 +45,22 @@ class LocalRun:
     def record(self, event: str, values: Mapping[str, Any]) -> None:
         self.events.append(json.loads(json.dumps({"event": event, **values})))
 
-    def publish(self, manifest: Manifest, weights: Mapping[str, torch.Tensor]) -> None:
-        verify(manifest, weights)
-        self._policy.load_state_dict(weights)
+    def publish(self, manifest: Manifest, weights: Mapping[str, torch.Tensor]) -> bool:
+        self._note("version", manifest, weights)
+        if manifest.base is not None and manifest.base.digest not in self._store.bases:
+            return False
+        self._store.newest = manifest, dict(weights)
+        self._loader.load(Generation(version=manifest.version, digest=manifest.digest))
         self.published_digests.append((manifest.version, manifest.digest))
+        return True
+
+    def publish_base(self, manifest: Manifest, weights: Mapping[str, torch.Tensor]) -> None:
+        self._note("base", manifest, weights)
+        self._store.bases[manifest.digest] = dict(weights)
+
+    def _note(self, what: str, manifest: Manifest, weights: Mapping[str, torch.Tensor]) -> None:
+        verify(manifest, weights)
+        self.sent.append((what, sum(tensor.nbytes for tensor in weights.values())))
 
     def announce(self, generation: Generation, phase: Phase, round_index: int) -> None:
         assert (generation.version, generation.digest) == self.published_digests[-1]
@@ -77,12 +94,30 @@ class LocalRun:
 
     def _has_lost(self) -> bool:
         self.loses_next -= 1
+        if self.loses_next >= 0:
+            self._store.bases.clear()
         return self.loses_next >= 0
 
     def _score(self, portion: Portion, generation: Generation) -> ScoredPortion:
         assert (generation.version, generation.digest) == self.published_digests[-1]
         completions = Sampler(self._policy, generation.version, self._spec.rollout.engine).generate(portion.requests)
         return self._grader.grade(portion, completions)[0]
+
+
+class _Store:
+    """What a weight store has: `actors.fetching.Reader`."""
+
+    def __init__(self) -> None:
+        self.bases: dict[str, dict[str, torch.Tensor]] = {}
+        self.newest: tuple[Manifest, dict[str, torch.Tensor]] | None = None
+
+    def version(self, version: int, digest: str | None = None) -> tuple[Manifest, dict[str, torch.Tensor]]:
+        assert self.newest is not None
+        assert (self.newest[0].version, self.newest[0].digest) == (version, digest)
+        return self.newest
+
+    def base(self, digest: str) -> dict[str, torch.Tensor]:
+        return self.bases[digest]
 
 
 class Pulse:

@@ -18,14 +18,16 @@ import torch
 from actors.cluster import watched
 from actors.coordination.liveness import Watch, ready
 from actors.coordination.pools import Pools, PortionFailedError
+from actors.fetching import StoreReader, whole_version
 from actors.grader import GraderWorker
 from actors.messages import Generation
 from actors.plan import RunPlan
 from actors.sampler import SamplerWorker
 from actors.spec import RunSpec
-from actors.weight_store import WeightStore
-from actors.weights import fetch_from, make_manifest, put
+from actors.weight_store import Base, WeightStore
+from actors.weights import make_manifest, put
 from learner.model.checkpoint import load_policy
+from learner.model.lora import merged_weights
 from rollout.sampler import Sampler
 from tests.actors.gathering import NUM_GATHERS, gather_and_put
 from tests.ranks import run_ranks
@@ -46,6 +48,10 @@ def _publish(store: Any, version: int, weights: dict[str, torch.Tensor]) -> None
     ray.get(store.publish.remote(make_manifest(version, weights), put(weights)), timeout=180)
 
 
+def _fetched(store: Any, version: int, digest: str | None = None) -> dict[str, torch.Tensor]:
+    return whole_version(StoreReader(store, 30), version, digest)
+
+
 def _generation(spec: RunSpec, version: int, scale: float = 1.0) -> Generation:
     return Generation(version=version, digest=make_manifest(version, _weights(spec, scale)).digest)
 
@@ -54,7 +60,7 @@ def _fetch_until_it_fails(store: Any) -> None:
     """Ray kills in the background: a store may still answer for a moment."""
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
-        fetch_from(store, 1, timeout_s=30)
+        _fetched(store, 1)
 
 
 @pytest.fixture
@@ -98,21 +104,21 @@ def test_damaged_weights_are_never_used(store: Any, spec: RunSpec, plan: RunPlan
 def test_other_weights_than_were_announced_are_not_fetched(store: Any, spec: RunSpec) -> None:
     _publish(store, 1, _weights(spec, 1.0))
     digest = make_manifest(1, _weights(spec, 1.0)).digest
-    assert fetch_from(store, 1, 30, digest).keys() == _weights(spec, 1.0).keys()
+    assert _fetched(store, 1, digest).keys() == _weights(spec, 1.0).keys()
     with pytest.raises(ValueError, match=f"checksum is {digest[:12]}, and that was dead"):
-        fetch_from(store, 1, 30, "dead" * 16)
+        _fetched(store, 1, "dead" * 16)
 
 
 def test_the_store_keeps_the_newest_versions_and_forgets_a_future_that_was_given_up(store: Any, spec: RunSpec) -> None:
     for version in (1, 2, 3):
         _publish(store, version, _weights(spec, 1.0))
-    assert fetch_from(store, 2, timeout_s=30).keys() == _weights(spec, 1.0).keys()
+    assert _fetched(store, 2).keys() == _weights(spec, 1.0).keys()
     with pytest.raises(LookupError, match=r"policy version 1 is not in the store; it has \[2, 3\]"):
-        fetch_from(store, 1, timeout_s=30)
+        _fetched(store, 1)
     _publish(store, 2, _weights(spec, 2.0))
-    assert torch.equal(fetch_from(store, 2, timeout_s=30)["norm.weight"], _weights(spec, 2.0)["norm.weight"])
+    assert torch.equal(_fetched(store, 2)["norm.weight"], _weights(spec, 2.0)["norm.weight"])
     with pytest.raises(LookupError):
-        fetch_from(store, 3, timeout_s=30)
+        _fetched(store, 3)
 
 
 def test_a_version_that_was_made_again_is_fetched_again(store: Any, spec: RunSpec, plan: RunPlan) -> None:
@@ -123,6 +129,46 @@ def test_a_version_that_was_made_again_is_fetched_again(store: Any, spec: RunSpe
         completions, _ = ray.get(sampler.generate.remote(_generation(spec, 5, scale), portion), timeout=180)
         said.append([completion.commit_logp.tolist() for completion in completions])
     assert said[0] != said[1]
+
+
+def _adapter_on(base: dict[str, torch.Tensor], value: float) -> dict[str, torch.Tensor]:
+    name = "blocks.0.attn.q_proj"
+    outputs, inputs = base[f"{name}.weight"].shape
+    return {
+        f"{name}.lora_A.weight": torch.full((2, inputs), value),
+        f"{name}.lora_B.weight": torch.ones(outputs, 2),
+    }
+
+
+def test_a_version_is_an_adapter_on_a_base_that_the_store_has_as_long_as_it_is_used(
+    store: Any, spec: RunSpec, plan: RunPlan
+) -> None:
+    base = _weights(spec, 1.0)
+    of_base = make_manifest(0, base)
+    adapters = {version: _adapter_on(base, 0.01 * version) for version in (1, 2)}
+    manifests = {
+        version: make_manifest(version, adapter, Base(digest=of_base.digest, scaling=0.5))
+        for version, adapter in adapters.items()
+    }
+    assert not ray.get(store.publish.remote(manifests[1], put(adapters[1])), timeout=180), "it has no base yet"
+    ray.get(store.publish_base.remote(of_base, put(base)), timeout=180)
+    sampler, portion = _sampler(spec, store), plan.round_portion(0, 0)
+    for version, manifest in manifests.items():
+        assert ray.get(store.publish.remote(manifest, put(adapters[version])), timeout=180)
+        expected = merged_weights(base, adapters[version], 0.5)
+        fetched = _fetched(store, version)
+        assert [name for name, tensor in expected.items() if not torch.equal(tensor, fetched[name])] == []
+        local = load_policy(spec.initial_checkpoint)
+        local.load_state_dict(expected)
+        generation = Generation(version=version, digest=manifest.digest)
+        completions, _ = ray.get(sampler.generate.remote(generation, portion), timeout=180)
+        for ours, theirs in zip(completions, Sampler(local, version).generate(portion.requests), strict=True):
+            assert ours.commit_logp.tolist() == theirs.commit_logp.tolist(), "to the bit"
+    _publish(store, 3, base)
+    assert ray.get(store.base.remote(of_base.digest), timeout=30)[0] == of_base, "version 2 stands on it"
+    _publish(store, 4, base)
+    with pytest.raises(LookupError, match=rf"base {of_base.digest[:12]} is not in the store; it has versions \[3, 4\]"):
+        StoreReader(store, 30).base(of_base.digest)
 
 
 def test_a_store_that_is_gone_is_a_clear_error(store: Any, spec: RunSpec) -> None:

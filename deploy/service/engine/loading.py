@@ -33,7 +33,7 @@ def load_sampler(policy: PolicyVersion, config_dir: Path, engine: EngineConfig, 
     """
     if policy.weight_store is not None:
         # Ray is not imported where only checkpoints are served.
-        from actors.weights import fetch
+        from actors.fetching import fetch
 
         try:
             weights = fetch(policy.weight_store, policy.version, _FETCH_TIMEOUT_S, policy.manifest_digest)

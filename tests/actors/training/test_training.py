@@ -166,6 +166,25 @@ def test_a_run_that_is_stopped_anywhere_goes_on_there_to_the_same_bits(
         assert _files(whole, name) == _files(halved, name), name
 
 
+def test_a_version_keeps_its_name_when_a_resumed_run_publishes_it_in_another_form(
+    spec: RunSpec, tmp_path: Path
+) -> None:
+    """Under LoRA SFT's last version goes out as an adapter on the initial weights, and after a resume as SFT's weights:
+    the service, which finds the checkpoint by its name, must take it for what it is."""
+    changes = {"model": ModelSection(lora=LORAS["adapter"]), "phases": (Phase.SFT, Phase.RL)}
+    whole, halved = (_spec(spec, tmp_path / name, **changes) for name in ("whole", "halved"))
+    expected = dict(_run(whole).published_digests)
+    first = _run(halved.model_copy(update={"phases": (Phase.SFT,)}))
+    rest = _run(halved)
+    assert [version for version, _ in rest.published_digests] == [1, 2, 3, 4]
+    assert dict(first.published_digests) | dict(rest.published_digests) == expected
+    for position in (facts(halved)[name] for name in ("sft", "rl-000003")):
+        assert position["manifest_digest"] == expected[position["policy_version"]]
+    assert [what for what, _ in first.sent] == ["base", "version", "version"]
+    # A base for what the run goes on from, and one for the rounds.
+    assert [what for what, _ in rest.sent] == ["base", "version", "base", "version", "version", "version"]
+
+
 def test_a_stop_before_anything_was_done_writes_nothing(spec: RunSpec, tmp_path: Path) -> None:
     run = _spec(spec, tmp_path / "run")
     stopped = _run(run, Pulse("sft, step 0"))

@@ -61,6 +61,18 @@ def test_an_adapter_needs_less_memory_than_training_every_parameter(recipe_file:
     assert whole - adapter > 4 * 4 * 2 * 1_000_000 * 128 * 0.99
 
 
+def test_versions_of_an_adapter_take_no_memory_of_their_own(recipe_file: Path) -> None:
+    """Their base is held once, however far samplers are ahead of the learner."""
+
+    def needed(max_staleness: int, *overrides: str) -> int:
+        exact = "learner.estimator={name: trajectory, steps_per_segment: 1, law: sampler}"
+        stale = [exact, "learner.objective.old=sampler", f"learner.max_staleness={max_staleness}"]
+        return needs_of(load_recipe(recipe_file, ["model.vocab_size=1000000", *stale, *overrides])).memory_bytes
+
+    assert needed(2) - needed(1) == pytest.approx(4 * 2 * 1_000_000 * 128, rel=0.01), "a copy of the weights"
+    assert needed(2, "model.lora.rank=8") == needed(1, "model.lora.rank=8")
+
+
 def test_four_bits_need_their_package(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lora = ("model.lora.rank=8", "model.lora.base_weights=nf4")
     monkeypatch.setattr("deploy.job.preflight.find_spec", lambda _name: None)

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from actors.weights import fetch, make_manifest
+from actors.fetching import fetch
+from actors.weights import make_manifest
 from deploy.errors import UserError
 from deploy.service import banner
 from deploy.service.checkpoints import latest_checkpoint, plain_checkpoint

@@ -1,0 +1,118 @@
+"""Fetching policy versions: what a weight store has, verified, for samplers and the service.
+
+The store owns them in Ray's object store, so that they outlive the learner that made them; readers on one machine share
+the same memory. Under LoRA a version is its adapter, and what that stands on is fetched once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import ray
+from torch import Tensor
+
+from actors import NAMESPACE
+from actors.messages import Generation
+from actors.weight_store import Manifest, VersionMissingError
+from actors.weights import as_verified
+from learner.model.lora import merge_into, merged_weights
+from learner.model.transformer import Transformer
+
+
+class Reader(Protocol):
+    """What has versions and bases."""
+
+    def version(self, version: int, digest: str | None = None) -> tuple[Manifest, dict[str, Tensor]]: ...
+    def base(self, digest: str) -> dict[str, Tensor]: ...
+
+
+class StoreReader:
+    """Reads from a weight store."""
+
+    def __init__(self, store: Any, timeout_s: float) -> None:
+        """Take over the actor's handle; no answer may take longer than `timeout_s`."""
+        self._store, self._timeout_s = store, timeout_s
+
+    def version(self, version: int, digest: str | None = None) -> tuple[Manifest, dict[str, Tensor]]:
+        """A policy version: its manifest, and its parameters or its adapter, for reading only.
+
+        Args:
+            version: the policy version.
+            digest: the manifest's that it must have; None: whichever weights have the number now.
+
+        Raises:
+            VersionMissingError: the store does not have it.
+            ValueError: it arrived damaged, or has another digest.
+            TimeoutError: nothing came in time.
+        """
+        manifest, arrays = self._fetched(f"policy version {version}", lambda: self._store.get.remote(version))
+        if digest not in (None, manifest.digest):
+            raise ValueError(
+                f"the weight store has other weights under policy version {version} than were announced: "
+                f"their checksum is {manifest.digest[:12]}, and that was {digest[:12]}"
+            )
+        return manifest, as_verified(manifest, arrays)
+
+    def base(self, digest: str) -> dict[str, Tensor]:
+        """What adapters stand on, for reading only. Raises as `version`."""
+        manifest, arrays = self._fetched(f"base {digest[:12]}", lambda: self._store.base.remote(digest))
+        return as_verified(manifest, arrays)
+
+    def _fetched(self, what: str, ask: Callable[[], Any]) -> tuple[Manifest, Mapping[str, Any]]:
+        try:
+            manifest, (reference,) = ray.get(ask(), timeout=self._timeout_s)
+            return manifest, ray.get(reference, timeout=self._timeout_s)
+        except ray.exceptions.GetTimeoutError as error:
+            raise TimeoutError(f"{what} did not arrive within {self._timeout_s:.0f} s") from error
+        except ray.exceptions.RayTaskError as error:
+            # As the store raised it: wrapped, and wrapped again by whoever asked us, nobody could tell what it was.
+            raise error.cause from None
+        except (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError) as error:
+            # Gone before it answered, or after: what it owned went with it.
+            raise VersionMissingError(f"the weight store is gone, and {what} with it") from error
+
+
+def fetch(store: str, version: int, timeout_s: float, digest: str | None = None) -> dict[str, Tensor]:
+    """Every parameter of a version from the store with that Ray name, for reading only.
+
+    Raises as `StoreReader.version`; VersionMissingError too when there is no such store.
+    """
+    try:
+        actor = ray.get_actor(store, namespace=NAMESPACE)
+    except ValueError as error:
+        raise VersionMissingError(f"there is no weight store {store} on this cluster") from error
+    return whole_version(StoreReader(actor, timeout_s), version, digest)
+
+
+def whole_version(reader: Reader, version: int, digest: str | None = None) -> dict[str, Tensor]:
+    """Every parameter of a version, an adapter merged, for reading only. Raises as `StoreReader.version`."""
+    manifest, weights = reader.version(version, digest)
+    if manifest.base is None:
+        return weights
+    return merged_weights(reader.base(manifest.base.digest), weights, manifest.base.scaling)
+
+
+class PolicyLoader:
+    """Loads versions into one policy, in place. Under LoRA their base stays beside it, on the policy's device."""
+
+    def __init__(self, policy: Transformer, reader: Reader) -> None:
+        """`policy` holds anything yet."""
+        self._policy, self._reader = policy, reader
+        self._base: tuple[str, dict[str, Tensor]] | None = None
+
+    def load(self, generation: Generation) -> None:
+        """Make the policy those weights. Raises as `StoreReader.version`; the policy may then be of no version."""
+        manifest, weights = self._reader.version(generation.version, generation.digest)
+        if manifest.base is None:
+            self._base = None
+            self._policy.load_state_dict(weights)
+            return
+        is_new = self._base is None or self._base[0] != manifest.base.digest
+        if is_new:
+            self._base = None  # Two of them may be more than there is memory for.
+            device = next(self._policy.parameters()).device
+            base = self._reader.base(manifest.base.digest)
+            self._base = manifest.base.digest, {name: tensor.to(device) for name, tensor in base.items()}
+        assert self._base is not None
+        merge_into(self._policy, self._base[1], weights, manifest.base.scaling, only_adapted=not is_new)
