@@ -8,10 +8,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import ray
 import torch
 
-from deploy.ray_session import MOST_STARTS, connected
 from learner.model.config import TransformerConfig
 from learner.model.transformer import Transformer, init_weights
 
@@ -72,6 +70,12 @@ def policy(config: TransformerConfig) -> Transformer:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[dict[str, str]]:
     """A Ray cluster on this machine that outlives the runs on it; yields the environment that finds it."""
+    # Here and not above: the tests of a GPU run where there is no Ray.
+    import ray
+
+    from deploy.ray_session import MOST_STARTS, connected
+    from tests.ray_processes import shut_down_ray
+
     before = dict(os.environ)
     os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
     os.environ.pop("RAY_ADDRESS", None)
@@ -86,6 +90,6 @@ def cluster() -> Iterator[dict[str, str]]:
     )
     connected(start, MOST_STARTS)
     yield dict(os.environ) | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
-    ray.shutdown()
+    shut_down_ray()
     os.environ.clear()
     os.environ.update(before)

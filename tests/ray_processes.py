@@ -9,6 +9,7 @@ each other's working directories. All that takes root and iproute2; tests skip w
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import os
 import re
@@ -20,12 +21,14 @@ import sys
 import tempfile
 import time
 import urllib.request
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 
 from actors.registry.server import free_port
 from tests.redis_server import DebianRedis
@@ -35,6 +38,15 @@ BIN = Path(sys.executable).parent
 _START_TIMEOUT_S = 90.0
 _STOP_TIMEOUT_S = 15.0
 _CLONE_NEWNET = 0x40000000  # <sched.h>
+
+
+def shut_down_ray() -> None:
+    """End this process's Ray. On a busy machine it does not wait for all that it kills: what it held of them goes here,
+    and not at any later moment with a warning that they still run."""
+    ray.shutdown()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        gc.collect()
 
 
 class RayProcesses:

@@ -6,8 +6,9 @@ import json
 import httpx
 import pytest
 
+from benchmarks.service import load
 from benchmarks.service.deployment import Policies, Shape
-from benchmarks.service.load import Answer, Client, Judge, mixed_asks
+from benchmarks.service.load import Answer, Ask, Client, Judge, mixed_asks
 from benchmarks.service.soak import Look, growth
 
 VERSION = 2
@@ -136,3 +137,31 @@ def test_growth_is_the_slope_of_the_second_half():
 def test_an_answer_that_never_came_is_a_failure(judge, ask):
     lost = Answer(ask=ask, began_s=0.0)
     assert not judge.judge([lost]).is_good
+
+
+def test_an_open_loop_leaves_room_where_nothing_is_answered_and_counts_the_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A slow machine would else be asked for more than the service takes, which is no loss of an answer."""
+    under_way = most = 0
+
+    async def slow(_client: Client, ask: Ask, due_s: float | None = None) -> Answer:
+        nonlocal under_way, most
+        under_way += 1
+        most = max(most, under_way)
+        await asyncio.sleep(0.01)
+        under_way -= 1
+        return Answer(ask=ask, began_s=due_s or 0.0)
+
+    async def ask() -> list[Answer]:
+        client, left = Client("http://127.0.0.1:9"), iter(range(30))
+        answers = await client.open_loop([Ask(body={})], 1000.0, lambda: next(left, None) is not None)
+        await client.aclose()
+        return answers
+
+    monkeypatch.setattr(load, "_MOST_UNDER_WAY", 5)
+    monkeypatch.setattr(Client, "ask", slow)
+    answers = asyncio.run(ask())
+    assert most == 5
+    due_s = [answer.began_s for answer in answers]
+    assert [later - due_s[0] for later in due_s] == pytest.approx([place / 1000 for place in range(30)])

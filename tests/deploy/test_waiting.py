@@ -14,14 +14,14 @@ from deploy.waiting import Waiting, saying
 
 
 class _File(io.StringIO):
-    """Knows when it has so many lines."""
+    """Knows when it has so many lines with a word in them."""
 
-    def __init__(self, num_lines: int) -> None:
+    def __init__(self, num_lines: int, word: str = "") -> None:
         super().__init__()
-        self._missing, self.has_lines = num_lines, threading.Event()
+        self._missing, self._word, self.has_lines = num_lines, word, threading.Event()
 
     def write(self, text: str) -> int:
-        self._missing -= text.count("\n")
+        self._missing -= text.count("\n") if self._word in text else 0
         if self._missing <= 0:
             self.has_lines.set()
         return super().write(text)
@@ -58,14 +58,16 @@ def test_what_is_quick_is_not_mentioned_but_where_it_should_be(capsys: pytest.Ca
 
 def test_it_can_become_something_else_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waiting, "EVERY_S", 0.01)
-    file = _File(2)
+    file = _File(1, "port")
     wait = _waiting(file)
     wait.begin("starting the service", at_once=True)
     wait.change("waiting for port 8000")
     assert file.has_lines.wait(60)
     wait.end()
-    first, second = file.getvalue().splitlines()[:2]
-    assert (first, second.partition(": 0 s")[0]) == ("d1: starting the service", "d1: waiting for port 8000")
+    first, *later = file.getvalue().splitlines()
+    assert first == "d1: starting the service"
+    # On a busy machine it may say once more what it waited for before.
+    assert re.fullmatch(r"d1: waiting for port 8000: \d+ s", later[-1])
 
 
 def test_a_terminal_has_a_spinner_at_once_that_leaves_nothing_behind() -> None:

@@ -38,6 +38,7 @@ from learner.model.transformer import Transformer, init_weights
 from rollout.config import EngineConfig
 from rollout.sampler import Sampler
 from tests.deploy.service.asking import TOKEN
+from tests.ray_processes import shut_down_ray
 from tests.tiny_policy import config_of
 
 RECIPE = {
@@ -284,5 +285,5 @@ def serve_cluster(monkeypatch):
     start = partial(ray.init, address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     connected(partial(start, object_store_memory=10**8), MOST_STARTS)
     yield ray.get_runtime_context().gcs_address
-    ray.shutdown()
+    shut_down_ray()
     forget_serve()

@@ -30,6 +30,7 @@ from deploy.requests.body import CompletionRequest
 from deploy.service import deploy_source
 from deploy.service.source import Source
 from tests.deploy.service.asking import ASK, TOKEN, Asker, call, is_up, wait_until
+from tests.ray_processes import shut_down_ray
 
 NEWEST = 4
 LONG = ASK | {"diffusion": {"gen_length": 40, "block_length": 4, "steps": 40}}
@@ -119,7 +120,7 @@ def test_no_request_is_dropped_while_versions_change(
     # Nothing stays, but what Python keeps for whoever has used multiprocessing in this process before.
     processes = descendants(os.getpid()) - {resource_tracker._resource_tracker._pid}
     assert len(processes) > 5
-    ray.shutdown()
+    shut_down_ray()
     wait_until(lambda: not alive(processes), "the processes to end", 30)
 
 
