@@ -1,8 +1,10 @@
-"""The same classes on a GPU: what they compute there is what they compute on the CPU."""
+"""The same classes on a GPU, or on a stand-in for one: what they compute there is what they compute on the CPU."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -10,31 +12,40 @@ import torch
 
 from benchmarks.models import Shape
 from benchmarks.rounds import Setting, make_round
-from learner.config import LearnerConfig
+from learner.algorithms import ALGORITHMS
 from learner.counter import uniform
 from learner.learner import Learner
+from learner.model.lora import merge_into, merged_weights
 from learner.model.transformer import Transformer
 from learner.parallel.sharding import ShardedPolicy
 from rollout.config import EngineConfig
 from rollout.request import Request, SamplingParams
 from rollout.sampler import Sampler
+from tests.learner.methods.test_algorithms import algorithm_config, algorithm_sampler
+from tests.stand_in_gpu import stand_in_gpu
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+Placed = Callable[[Transformer], Transformer]
 
 
-def test_draws_are_the_same_bits() -> None:
+@pytest.fixture
+def placed() -> Iterator[Placed]:
+    """Copies a policy to the GPU of this machine, or to a stand-in for one."""
+    with nullcontext() if torch.cuda.is_available() else stand_in_gpu():
+        yield lambda model: copy.deepcopy(model).cuda()
+
+
+def test_draws_are_the_same_bits(placed: Placed) -> None:
     keys = torch.arange(100_000)
-    assert torch.equal(uniform(torch.tensor(7).cuda(), keys.cuda(), 3).cpu(), uniform(torch.tensor(7), keys, 3))
+    drawn = uniform(torch.tensor(7).cuda(), keys.cuda(), 3)
+    assert drawn.is_cuda
+    assert torch.equal(drawn.cpu(), uniform(torch.tensor(7), keys, 3))
 
 
-def test_greedy_completions_are_the_same_tokens(policy: Transformer) -> None:
+def test_greedy_completions_are_the_same_tokens(policy: Transformer, placed: Placed) -> None:
     params = SamplingParams(gen_length=16, block_length=8, num_denoise_steps=8, temperature=0.0)
-    requests = [Request(prompt_ids=tuple(range(1, 2 + row)), params=params, seed=row) for row in range(8)]
+    requests = [Request(prompt_ids=tuple(range(1, 2 + row)), params=params, seed=row) for row in range(5)]
     on_cpu = Sampler(policy, 0).generate(requests)
-    on_gpu = Sampler(copy.deepcopy(policy).cuda(), 0).generate(requests)
+    on_gpu = Sampler(placed(policy), 0).generate(requests)
     assert [c.token_ids.tolist() for c in on_gpu] == [c.token_ids.tolist() for c in on_cpu]
 
 
@@ -55,18 +66,20 @@ def test_greedy_completions_are_the_same_tokens(policy: Transformer) -> None:
 )
 @pytest.mark.parametrize("engine", [EngineConfig(num_slots=3), EngineConfig(num_slots=3, steps_per_sync=4)])
 def test_requests_of_every_kind_are_the_same_text(
-    policy: Transformer, changes: dict[str, Any], engine: EngineConfig
+    policy: Transformer, changes: dict[str, Any], engine: EngineConfig, placed: Placed
 ) -> None:
     base: dict[str, Any] = {"gen_length": 16, "block_length": 8, "num_denoise_steps": 8, "temperature": 0.0}
     params = SamplingParams(**base | changes)
-    requests = [Request(prompt_ids=tuple(range(1, 2 + row)), params=params, seed=row) for row in range(8)]
+    requests = [Request(prompt_ids=tuple(range(1, 2 + row)), params=params, seed=row) for row in range(5)]
     on_cpu = Sampler(policy, 0).generate(requests)
-    on_gpu = Sampler(copy.deepcopy(policy).cuda(), 0, engine).generate(requests)
+    on_gpu = Sampler(placed(policy), 0, engine).generate(requests)
     assert [c.token_ids.tolist() for c in on_gpu] == [c.token_ids.tolist() for c in on_cpu]
     for one, other in zip(on_gpu, on_cpu, strict=True):
         assert one.commit_logp == pytest.approx(other.commit_logp, abs=1e-3)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_compiled_policy_in_bfloat16_samples_what_it_samples_eagerly(policy: Transformer) -> None:
     half = copy.deepcopy(policy).to("cuda", torch.bfloat16)
     params = SamplingParams(gen_length=16, block_length=8, num_denoise_steps=8, temperature=0.0)
@@ -77,14 +90,45 @@ def test_a_compiled_policy_in_bfloat16_samples_what_it_samples_eagerly(policy: T
     assert sum(map(float, (row.mean() for row in same))) / 4 > 0.9, "fusion rounds otherwise"
 
 
-def test_an_update_is_the_same_step(policy: Transformer) -> None:
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_an_update_is_the_same_step(policy: Transformer, placed: Placed, name: str) -> None:
     shape = Shape(d_model=32, num_layers=2, num_heads=4, vocab_size=38)
     batch = make_round(Setting(shape=shape, prompt_tokens=6, gen_length=8, num_groups=2, group_size=4))
-    config = LearnerConfig(
-        num_rounds=1, group_size=4, groups_per_round=2, inner_updates=2, micro_batch_tokens=60, lr=1e-3
-    )
-    on_gpu = copy.deepcopy(policy).cuda()
-    metrics = [Learner(ShardedPolicy(model, None), config).update(batch, 0) for model in (policy, on_gpu)]
+    settings = {"group_size": 4, "groups_per_round": 2, "inner_updates": 1, "num_minibatches": 1}
+    config = algorithm_config(name, micro_batch_tokens=60, filters={}, **settings)
+    on_gpu = placed(policy)
+    metrics = [
+        Learner(ShardedPolicy(model, None), config, algorithm_sampler(name)).update(batch, 0)
+        for model in (policy, on_gpu)
+    ]
     assert metrics[1] == pytest.approx(metrics[0], rel=1e-2, abs=1e-4)
-    for name, tensor in policy.named_parameters():
-        torch.testing.assert_close(on_gpu.get_parameter(name).cpu(), tensor, atol=1e-4, rtol=1e-3, msg=name)
+    for parameter_name, tensor in policy.named_parameters():
+        there = on_gpu.get_parameter(parameter_name)
+        assert there.is_cuda
+        # Adam makes a step of a gradient near zero, whatever its last bits are.
+        torch.testing.assert_close(there.cpu(), tensor, atol=1e-4, rtol=1e-3, msg=parameter_name)
+
+
+def test_a_version_is_merged_where_the_policy_is(policy: Transformer, placed: Placed) -> None:
+    base = {name: tensor.detach().clone() for name, tensor in policy.named_parameters()}
+    name = "blocks.1.mlp.up_proj"
+    outputs, inputs = base[f"{name}.weight"].shape
+    adapter = {f"{name}.lora_A.weight": torch.randn(4, inputs), f"{name}.lora_B.weight": torch.randn(outputs, 4)}
+    on_gpu = placed(policy)
+    there = {name: tensor.to(on_gpu.head.weight.device) for name, tensor in base.items()}
+    merge_into(on_gpu, there, adapter, 0.5, only_adapted=False)
+    for parameter_name, tensor in merged_weights(base, adapter, 0.5).items():
+        torch.testing.assert_close(on_gpu.get_parameter(parameter_name).cpu(), tensor, msg=parameter_name)
+
+
+def test_tensors_of_two_devices_do_not_mix(placed: Placed) -> None:
+    """Or the tests above would say nothing of the code that they run."""
+    there, here = torch.ones(3).cuda(), torch.ones(3)
+    with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+        there + here
+    with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+        torch.where(there > 0, there, here)
+    with pytest.raises(TypeError, match="numpy"):
+        there.numpy()
+    assert (there * torch.tensor(2.0)).tolist() == [2.0] * 3, "a number may be anywhere"
+    assert there[torch.tensor([0])].is_cuda, "as an index may"

@@ -1,0 +1,174 @@
+"""A stand-in for a GPU: tensors in main memory that say they are on `cuda:0`, and do not mix with those that do not.
+
+What runs on it takes the paths that it takes on a GPU (fused optimizer, static shapes, uploads), computed by the CPU's
+kernels. A tensor of the CPU beside one of the GPU is refused as CUDA refuses it. It says nothing about speed, about
+kernels, or about the order of what a GPU does in its own time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import _engine_run_backward
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import return_and_correct_aliasing
+from torch.utils._pytree import tree_any, tree_flatten, tree_map
+
+DEVICE = torch.device("cuda", 0)
+_aten = torch.ops.aten
+# What takes tensors of both devices: it copies from the one to the other.
+_BETWEEN = {_aten.copy_.default, _aten._to_copy.default, _aten.set_.source_Tensor}
+_INDEXED = {_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default, _aten._index_put_impl_.default}
+
+
+class StandIn(Tensor):
+    """A tensor of the stand-in; `host` is where its values really are."""
+
+    host: Tensor
+
+    @staticmethod
+    def __new__(cls, host: Tensor) -> StandIn:
+        """On the stand-in, in the same memory."""
+        assert not isinstance(host, StandIn)
+        made: StandIn = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls,
+            host.size(),
+            strides=host.stride(),
+            storage_offset=host.storage_offset(),
+            dtype=host.dtype,
+            layout=host.layout,
+            # To torch's own C++, which has no CUDA here, it is on the CPU; to all Python code it is not.
+            device=torch.device("cpu"),
+            requires_grad=False,
+        )
+        made.host = host.detach()
+        return made
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """Where it says that it is."""
+        return DEVICE
+
+    @property
+    def is_cuda(self) -> bool:  # type: ignore[override]
+        """As `device`."""
+        return True
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __repr__(self, **_: Any) -> str:
+        return f"StandIn({self.host!r})"
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func not in _BETWEEN:
+            _refuse_mixture(func, args, kwargs)
+        # Where torch's C++ asks for a tensor of the CPU it means one that is where this one is.
+        result = func(*tree_map(_host, args), **tree_map(_host, kwargs))
+        # What comes of a tensor that was made outside of inference mode is of its kind: views share its version.
+        theirs = [value for value in tree_flatten((args, kwargs))[0] if isinstance(value, StandIn)]
+        with torch.inference_mode(all(value.is_inference() for value in theirs)):
+            wrapped = tree_map(lambda value: StandIn(value) if isinstance(value, Tensor) else value, result)
+        return return_and_correct_aliasing(func, args, kwargs, wrapped)
+
+
+def _host(value: Any) -> Any:
+    return value.host if isinstance(value, StandIn) else value
+
+
+def _refuse_mixture(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """As CUDA does: a number in a tensor of the CPU may be anywhere, an index of the CPU may point into the GPU."""
+    values, _ = tree_flatten((args[:1], args[2:], kwargs) if func in _INDEXED else (args, kwargs))
+    others = [value for value in values if isinstance(value, Tensor) and not isinstance(value, StandIn) and value.dim()]
+    if others:
+        raise RuntimeError(
+            f"Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu! ({func})"
+        )
+
+
+class StandInGpu(TorchFunctionMode):
+    """While it is entered, what is made on or moved to `cuda` is on the stand-in."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is Tensor.pin_memory:
+            return args[0]
+        if func in (Tensor.tolist, Tensor.__bool__, Tensor.__len__, Tensor.item) and isinstance(args[0], StandIn):
+            return func(args[0].host)
+        if func is Tensor.numpy and isinstance(args[0], StandIn):
+            raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy it first")
+        if func is Tensor.backward:
+            # A mode is left while it decides, and what runs backwards makes tensors too.
+            gradient = kwargs.get("gradient")
+            gradient = torch.ones_like(args[0]) if gradient is None else gradient
+            with self:
+                return _engine_run_backward(
+                    (args[0],), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True
+                )
+        if func is Tensor.new_tensor and isinstance(args[0], StandIn):
+            return StandIn(args[0].host.new_tensor(*args[1:], **kwargs))
+        if func is Tensor.cuda:
+            return self._moved(Tensor.to, (args[0], DEVICE), {})
+        if func in (Tensor.to, Tensor.cpu):
+            return self._moved(func, args, kwargs)
+        if (place := kwargs.get("device")) is None:
+            return func(*args, **kwargs)
+        # What makes tensors, from nothing or like another one.
+        made = func(*tree_map(_host, args), **{**kwargs, "device": "cpu"})
+        return tree_map(lambda value: StandIn(value) if type(value) is Tensor and _is_gpu(place) else value, made)
+
+    def _moved(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensor, others = args[0], [*args[1:], *kwargs.values()]
+        if func is not Tensor.cpu and not tree_any(_is_place, others):
+            return func(*args, **kwargs)
+        is_gpu = any(_is_gpu(other) or isinstance(other, StandIn) for other in others)
+        if is_gpu == isinstance(tensor, StandIn) and func is Tensor.cpu:
+            return tensor
+        dtypes = [other for other in others if isinstance(other, torch.dtype)]
+        moved = _Move.apply(tensor, is_gpu) if is_gpu != isinstance(tensor, StandIn) else tensor
+        if kwargs.get("copy") and moved is tensor:
+            moved = tensor.clone()
+        return moved.to(dtypes[0]) if dtypes else moved
+
+
+class _Move(torch.autograd.Function):
+    """A copy on the other device, with a gradient that goes back."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, to_gpu: bool) -> Tensor:  # type: ignore[override]
+        ctx.to_gpu = to_gpu
+        return StandIn(tensor.detach().clone()) if to_gpu else _host(tensor).clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        return (_host(gradient).clone() if ctx.to_gpu else StandIn(gradient.clone())), None
+
+
+def _is_gpu(value: Any) -> bool:
+    return isinstance(value, str | torch.device) and torch.device(value).type == "cuda"
+
+
+def _is_place(value: Any) -> bool:
+    return isinstance(value, str | torch.device | Tensor)
+
+
+@contextmanager
+def stand_in_gpu() -> Iterator[torch.device]:
+    """The stand-in, for as long as the block lasts."""
+    # A module's parameters change their class as it is moved, which torch does where it is told to.
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        with StandInGpu():
+            yield DEVICE
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
