@@ -26,6 +26,7 @@ from actors.sampler import SamplerWorker
 from actors.spec import RunSpec
 from actors.weight_store import Base, WeightStore
 from actors.weights import make_manifest, put
+from benchmarks import weights
 from learner.model.checkpoint import load_policy
 from learner.model.lora import merged_weights
 from rollout.sampler import Sampler
@@ -169,6 +170,17 @@ def test_a_version_is_an_adapter_on_a_base_that_the_store_has_as_long_as_it_is_u
     _publish(store, 4, base)
     with pytest.raises(LookupError, match=rf"base {of_base.digest[:12]} is not in the store; it has versions \[3, 4\]"):
         StoreReader(store, 30).base(of_base.digest)
+
+
+def test_the_benchmark_of_weights_counts_what_travels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "_D_MODEL", 64)
+    monkeypatch.setattr(weights, "_VOCABULARY", 64)
+    whole, adapter = weights.measured(0.0, 1, rank=1, rounds=1)
+    assert (whole.form, whole.share) == ("whole", 1.0)
+    # Of 64 x 64 there are two rows of 64, and of 64 x 192 one of each.
+    layer = 4 * 2 * 64 + 3 * (64 + 192)
+    assert adapter.megabytes == 4 * layer / 1e6
+    assert adapter.share < 0.05
 
 
 def test_a_store_that_is_gone_is_a_clear_error(store: Any, spec: RunSpec) -> None:
