@@ -4,6 +4,7 @@ import copy
 import json
 import math
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ import torch
 from benchmarks.replay import replay
 from learner.counter import uniform
 from learner.model.checkpoint import load_policy
-from learner.model.transformer import Transformer
+from learner.model.config import TransformerConfig
+from learner.model.transformer import Transformer, init_weights
 from rollout.config import EngineConfig
 from rollout.request import Completion, FinishReason, Request, SamplingParams
 from rollout.sampler import Sampler
@@ -305,6 +307,33 @@ def test_a_compiled_policy_samples_the_same(policy: Transformer) -> None:
     requests = _requests(PARAMS.model_copy(update={"block_length": 16, "stop_ids": ()}))
     for request, completion in zip(requests, Sampler(policy, 0, engine).generate(requests), strict=True):
         _check_equal(completion, sample(policy, request), atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_compiled_policy_is_whole_and_outlives_portions_and_versions(
+    config: TransformerConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted at torch.compile's own door: a break would be a graph more for each block, a new version all of them."""
+    graphs = []
+
+    def count(graph: torch.fx.GraphModule, _inputs: object) -> Callable[..., object]:
+        graphs.append(graph)
+        return graph.forward
+
+    compile_ = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda model, **_: compile_(model, backend=count, fullgraph=True))
+    policy = Transformer(config)
+    init_weights(policy, seed=0)
+    engine = EngineConfig(num_slots=4, compile=True, static_shapes=True)
+    requests = _requests(PARAMS.model_copy(update={"block_length": 16, "stop_ids": ()}))
+    first = Sampler(policy, 0, engine).generate(requests)
+    num_graphs = len(graphs)
+    assert 1 <= num_graphs <= 3, "one for each kind of shape, whatever the number of blocks"
+    init_weights(policy, seed=1)
+    second = Sampler(policy, 1, engine).generate(requests)
+    assert len(graphs) == num_graphs
+    same = [(one.token_ids == other.token_ids).all() for one, other in zip(first, second, strict=True)]
+    assert not all(same), "the weights are others"
 
 
 def test_a_refilled_slot_may_have_a_longer_block_than_the_longest_row(policy: Transformer) -> None:

@@ -1,0 +1,83 @@
+"""The learner's update, and what a version takes to publish."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from benchmarks import rounds
+from benchmarks.gpu.setting import Row, Setting, random_policy, synchronize, taken_s
+from benchmarks.models import Shape
+from learner.estimators import SamplerFacts
+from learner.hardware import forget_peak_memory, peak_flop_per_s, peak_memory_bytes
+from learner.learner import Learner
+from learner.model.lora import merge_into
+from learner.model.lora_config import WHOLE, LoraConfig
+from learner.parallel.sharding import ShardedPolicy
+
+_GROUP = 4
+
+
+def learner(setting: Setting) -> Iterator[Row]:
+    """Updates of an adapter of the whole network, and of every weight of one with fewer layers."""
+    yield _update(setting, LoraConfig(rank=setting.rank, alpha=64), setting.shape.num_layers)
+    yield _update(setting, WHOLE, setting.few_layers)
+
+
+def publishing(setting: Setting) -> Iterator[Row]:
+    """A version of an adapter: gathered and checked on the host, and merged into a sampler's policy on the device."""
+    policy = ShardedPolicy(
+        random_policy(setting, torch.bfloat16), None, lora=LoraConfig(rank=setting.rank, alpha=setting.rank)
+    )
+    gathered_s = taken_s(setting, policy.adapter_on_rank_0)
+    adapter = policy.adapter_on_rank_0()
+    yield {
+        "what": f"adapter of rank {setting.rank}, to the host",
+        "seconds": gathered_s,
+        "megabytes": sum(tensor.nbytes for tensor in adapter.values()) / 1e6,
+    }
+    sums_s = taken_s(setting, lambda: [zlib.crc32(_as_bytes(tensor).numpy().data) for tensor in adapter.values()])
+    yield {"what": "its checksums", "seconds": sums_s}
+    sampled, base = (random_policy(setting, torch.bfloat16) for _ in range(2))
+    weights = dict(base.named_parameters())
+    scaling = policy.lora.scaling
+    merged_s = taken_s(setting, lambda: merge_into(sampled, weights, adapter, scaling, only_adapted=True))
+    yield {"what": "its merging on the device, from the host", "seconds": merged_s}
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def _update(setting: Setting, lora: LoraConfig, num_layers: int) -> Row:
+    shape = setting.shape
+    of_round = rounds.Setting(
+        shape=Shape(
+            d_model=shape.d_model, num_layers=num_layers, num_heads=shape.num_heads, vocab_size=shape.vocab_size
+        ),
+        prompt_tokens=setting.prompt_tokens,
+        gen_length=setting.gen_length,
+        group_size=_GROUP,
+        num_updates=2,
+        device=setting.device,
+    )
+    model, device = random_policy(setting, torch.bfloat16, num_layers), torch.device(setting.device)
+    policy = ShardedPolicy(model, None, lora=lora)
+    trained = Learner(policy, rounds.learner_config(of_round), SamplerFacts(records_law=False))
+    batch = rounds.make_round(of_round)
+    forget_peak_memory(device)
+    seconds = taken_s(setting, lambda: trained.update(batch, 0), rounds=1)
+    synchronize(setting)
+    stated = peak_flop_per_s(device)
+    what = f"an adapter of rank {lora.rank}" if lora.rank else "every weight"
+    return {
+        "what": f"two updates of {what}, {num_layers} layers, {batch.num_rows} canvases of {setting.canvas_tokens}",
+        "seconds": seconds,
+        "canvas_tokens_per_s": 2 * batch.num_rows * setting.canvas_tokens / seconds,
+        "tflop_per_s": trained.model_flops / seconds / 1e12,
+        "mfu": stated and trained.model_flops / seconds / stated,
+        "peak_gigabytes": peak_memory_bytes(device) / 1e9,
+    }

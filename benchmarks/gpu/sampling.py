@@ -1,0 +1,87 @@
+"""The sampler: how exact it is in bfloat16 and compiled, and how fast."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.setting import Row, Setting, random_policy, taken_s
+from benchmarks.replay import replay
+from benchmarks.roofline import limit
+from learner.model.transformer import Transformer
+from rollout.config import EngineConfig
+from rollout.request import Completion, Request
+from rollout.sampler import Sampler
+
+_COUNT = 4
+
+
+@torch.no_grad()
+def precision(setting: Setting) -> Iterator[Row]:
+    """bfloat16 against float32, compiled against eager, and what was recorded against what is computed again."""
+    exact = random_policy(setting, torch.float32)
+    half = random_policy(setting, torch.bfloat16)
+    half.load_state_dict(exact.state_dict())
+    ids = torch.randint(2, setting.shape.vocab_size, (_COUNT, setting.canvas_tokens), device=setting.device)
+    ids[:, -setting.gen_length :: 2] = exact.config.mask_token_id
+    masked = ids == exact.config.mask_token_id
+    logps, half_logps = (model(ids)[masked].float().log_softmax(-1) for model in (exact, half))
+    yield {
+        "what": "bfloat16 against float32, on masked slots",
+        "kl_nats": float((logps.exp() * (logps - half_logps)).sum(-1).mean()),
+        "same_argmax": float((logps.argmax(-1) == half_logps.argmax(-1)).float().mean()),
+    }
+    del logps, half_logps
+    drawn = setting.requests(_COUNT, temperature=1.0)
+    for name, model in (("float32", exact), ("bfloat16", half)):
+        gaps = _replay_gaps(model, drawn, Sampler(model, 0).generate(drawn))
+        yield {
+            "what": f"recorded against replayed log-probabilities, {name}",
+            "mean_gap_nats": float(gaps.mean()),
+            "largest_gap_nats": float(gaps.abs().max()),
+        }
+    del exact
+    requests = setting.requests(_COUNT)
+    eager, compiled = (Sampler(half, 0, EngineConfig(compile=way)).generate(requests) for way in (False, True))
+    yield {"what": "tokens of the compiled policy that are the eager one's", "share": _share_of_same(eager, compiled)}
+
+
+def sampler(setting: Setting) -> Iterator[Row]:
+    """Tokens a second by rows, eager, compiled, and with a cache; a step's milliseconds."""
+    model = random_policy(setting, torch.bfloat16)
+    whole = limit(masked_head=True, restricted=True)
+    ways: dict[str, tuple[bool, dict[str, Any]]] = {
+        "eager": (False, {}),
+        "compiled": (True, {}),
+        "dual cache": (False, {"cache": "dual"}),
+    }
+    for slots in setting.slots:
+        for name, (is_compiled, changes) in ways.items():
+            requests = setting.requests(slots, **changes)
+            policy = Sampler(model, 0, EngineConfig(num_slots=slots, dtype="bfloat16", compile=is_compiled))
+            seconds = taken_s(setting, partial(policy.generate, requests), rounds=1)
+            rate = slots * setting.gen_length / seconds
+            yield {
+                "what": f"sampler, {slots} slots, {name}",
+                "tokens_per_s": rate,
+                "ms_per_step": 1e3 * seconds / setting.num_steps,
+                # That of the exact schedule: a cache may go beyond it.
+                "of_limit": rate / whole if setting.shape.num_layers == 32 else None,
+            }
+
+
+def _replay_gaps(model: Transformer, requests: Sequence[Request], completions: Sequence[Completion]) -> Tensor:
+    """What the sampler recorded of each token, less its log-probability in the canvas that it was committed in."""
+    pairs = zip(requests, completions, strict=True)
+    gaps = [completion.commit_logp - replay(model, request, completion).logp for request, completion in pairs]
+    return torch.from_numpy(np.concatenate(gaps))
+
+
+def _share_of_same(some: Sequence[Completion], others: Sequence[Completion]) -> float:
+    shares = [(one.token_ids == other.token_ids).mean() for one, other in zip(some, others, strict=True)]
+    return float(np.mean(shares))

@@ -1,0 +1,67 @@
+"""One stage, in a process of its own: `python -m benchmarks.gpu.stages NAME` prints a line of JSON for each row."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks.gpu.ceilings import ceilings
+from benchmarks.gpu.learning import learner, publishing
+from benchmarks.gpu.sampling import precision, sampler
+from benchmarks.gpu.serving import engine
+from benchmarks.gpu.setting import Row, Setting, full, tiny
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What is measured, and for how long at most."""
+
+    rows: Callable[[Setting], Iterator[Row]]
+    limit_s: float
+
+
+def gpu_tests(_: Setting) -> Iterator[Row]:
+    """What `tests/test_gpu.py` says here."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_gpu.py"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    last = (done.stdout.strip() or done.stderr.strip() or "it said nothing").splitlines()[-1]
+    counts = {what: int(number) for number, what in re.findall(r"(\d+) (passed|failed|skipped|error)", last)}
+    if not counts:
+        raise RuntimeError(f"pytest says: {last}")
+    yield {"what": "tests of the GPU", **counts}
+
+
+STAGES: Mapping[str, Stage] = {
+    "ceilings": Stage(ceilings, 45),
+    "gpu_tests": Stage(gpu_tests, 75),
+    "precision": Stage(precision, 75),
+    "sampler": Stage(sampler, 150),
+    "learner": Stage(learner, 75),
+    "publishing": Stage(publishing, 30),
+    "engine": Stage(engine, 60),
+}
+"""In the order of their turn; none may take longer than its seconds."""
+
+
+def main() -> None:
+    """Measure one stage, and print its rows."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("stage", choices=list(STAGES))
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tiny", action="store_true")
+    args = parser.parse_args()
+    if args.device == "cpu":
+        torch.set_num_threads(1)
+    for row in STAGES[args.stage].rows((tiny if args.tiny else full)(args.device)):
+        print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""The benchmark of a GPU, on a toy: every stage measures, and one that fails costs itself alone."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.gpu import __main__ as command
+from benchmarks.gpu.setting import full, tiny
+from benchmarks.gpu.stages import STAGES
+from learner.model.transformer import Transformer
+from rollout import sampler as rollout_sampler
+
+Rows = list[dict[str, Any]]
+
+
+@pytest.fixture
+def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    """The command's exit code, the rows that it kept, and what it printed."""
+
+    def run(*arguments: str) -> tuple[Any, Rows, str]:
+        out = tmp_path / "rows.jsonl"
+        monkeypatch.setattr("sys.argv", ["gpu", "--tiny", "--out", str(out), *arguments])
+        with pytest.raises(SystemExit) as ended:
+            command.main()
+        return ended.value.code, [json.loads(line) for line in out.read_text().splitlines()], capsys.readouterr().out
+
+    return run
+
+
+@pytest.mark.parametrize("name", [name for name in STAGES if name != "gpu_tests"])
+def test_every_stage_measures(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compilation is tested elsewhere, and takes half a minute."""
+    monkeypatch.setattr(rollout_sampler, "_compiled", lambda model: model)
+    rows = list(STAGES[name].rows(tiny("cpu")))
+    assert len(rows) == {"ceilings": 10, "precision": 4, "sampler": 6, "learner": 2, "publishing": 3, "engine": 3}[name]
+    for row in rows:
+        numbers = {key: value for key, value in row.items() if key not in ("what", "of_stated", "of_limit", "mfu")}
+        assert numbers
+        assert all(math.isfinite(value) for value in numbers.values()), row
+        assert all(value > 0 for key, value in numbers.items() if key.endswith(("_per_s", "seconds", "_s"))), row
+    if name == "precision":
+        exact, half = rows[1:3]
+        assert exact["largest_gap_nats"] < 1e-4 < half["largest_gap_nats"]
+        assert rows[3]["share"] == 1.0, "here both are eager"
+
+
+def test_rows_are_kept_as_they_come_and_a_stage_that_fails_says_why(measured: Callable[..., Any]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("here cuda would not fail")
+    code, rows, said = measured("--device", "cpu", "--stages", "publishing")
+    assert (code, [row["stage"] for row in rows]) == (False, ["publishing"] * 3)
+    assert "publishing  its checksums" in said
+    code, rows, said = measured("--device", "cuda", "--stages", "ceilings")
+    assert code is True
+    assert [row["stage"] for row in rows[3:]] == ["ceilings"], "after what the file has"
+    assert "ceilings    failed: AssertionError: Torch not compiled with CUDA enabled" in said
+
+
+def test_a_stage_and_all_of_them_have_limits(measured: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "STAGES", {"ceilings": replace(STAGES["ceilings"], limit_s=0.2)})
+    code, rows, _ = measured("--device", "cpu", "--stages", "ceilings")
+    assert (code, rows) == (True, [{"stage": "ceilings", "failure": "it was ended after 0 s"}])
+    code, rows, _ = measured("--device", "cpu", "--stages", "ceilings", "--seconds", "0")
+    assert rows[1] == {"stage": "ceilings", "failure": "the 0 s of all stages were over"}
+
+
+def test_the_full_setting_is_llada_8b_and_its_stages_fit_their_time() -> None:
+    setting = full("cuda")
+    with torch.device("meta"):
+        model = Transformer(setting.shape.config(setting.canvas_tokens))
+    assert sum(parameter.numel() for parameter in model.parameters()) == pytest.approx(8.0e9, rel=0.01)
+    assert sum(stage.limit_s for stage in STAGES.values()) <= 510
