@@ -150,7 +150,12 @@ def _check_address(address: str) -> None:
 
 def preflight(recipe: Recipe, available: Resources, *, resume: bool = False, serve: bool = False) -> list[str]:
     """Why the recipe cannot run, in sentences that say what would help; empty when it can."""
-    problems = [*_resource_problems(recipe, available), *_run_dir_problems(recipe, resume), *_input_problems(recipe)]
+    problems = [
+        *_resource_problems(recipe, available),
+        *_pool_problems(recipe),
+        *_run_dir_problems(recipe, resume),
+        *_input_problems(recipe),
+    ]
     problems += _judge_problems(recipe, available)
     # On a cluster the service may already be up for this run; Serve itself refuses a foreign one.
     if serve and available.is_ours:
@@ -186,6 +191,23 @@ def _resource_problems(recipe: Recipe, available: Resources) -> Iterator[str]:
             f"the recipe needs at least {gigabytes(needs.memory_bytes)} of memory ({pools}) and {where} has "
             f"{gigabytes(available.memory_bytes)}; take fewer of them or a smaller model"
         )
+
+
+def _pool_problems(recipe: Recipe) -> Iterator[str]:
+    """GPUs of samplers that would never have anything to do in the rounds. On a CPU such a sampler costs nothing."""
+    rollout, learner = recipe.rollout, recipe.learner
+    groups_each = max(1, rollout.batch_size // learner.group_size)
+    at_a_time = learner.max_staleness + 1
+    portions = -(-learner.groups_per_round // groups_each) * at_a_time
+    if recipe.device == "cpu" or not learner.num_rounds or portions >= rollout.num_samplers:
+        return
+    fitting = learner.groups_per_round * at_a_time // rollout.num_samplers * learner.group_size
+    smaller = f"rollout.batch_size={fitting} or " if fitting else ""
+    yield (
+        f"rollout.num_samplers is {rollout.num_samplers}, and only {counted(portions, 'portion')} of "
+        f"{groups_each * learner.group_size} completions can be sampled at a time: the other GPUs would wait; take "
+        f"{smaller}rollout.num_samplers={portions}"
+    )
 
 
 def _run_dir_problems(recipe: Recipe, resume: bool) -> Iterator[str]:

@@ -42,7 +42,7 @@ def test_a_fitting_recipe_has_no_problems_and_leaves_nothing_behind(recipe_file:
 
 
 def test_it_says_which_gpus_cpus_and_memory_are_missing(recipe_file: Path) -> None:
-    overrides = ("device=cuda", "rollout.num_samplers=3", "learner.num_workers=1")
+    overrides = ("device=cuda", "rollout.num_samplers=3", "learner.num_workers=1", "learner.groups_per_round=32")
     gpus, cpus, memory = _problems(recipe_file, *overrides, available=SMALL)
     assert gpus.startswith(
         "the recipe needs 4 GPUs (3 samplers, 1 learner worker) and the cluster at x:1 has 0; take device=cpu"
@@ -50,6 +50,35 @@ def test_it_says_which_gpus_cpus_and_memory_are_missing(recipe_file: Path) -> No
     assert cpus.startswith("the recipe needs 4.3 CPUs (3 samplers, 1 learner worker, 1 grader, 2 more) and the cluster")
     assert "GB of memory" in memory
     assert "has 2.0 GB" in memory
+
+
+@pytest.mark.parametrize(
+    ("overrides", "helps"),
+    [
+        ((), "take rollout.batch_size=12 or rollout.num_samplers=2"),
+        (("rollout.num_samplers=20",), "take rollout.num_samplers=2"),
+        (("learner.max_staleness=1",), None),
+        (("rollout.batch_size=12",), None),
+        (("device=cpu",), None),
+    ],
+)
+def test_gpus_that_would_wait_in_every_round_are_refused(
+    recipe_file: Path, overrides: tuple[str, ...], helps: str | None
+) -> None:
+    """Eight groups of six in portions of 48 // 6 = 4 groups: two for four samplers."""
+    exact = "estimator: {name: trajectory, steps_per_segment: 1, law: sampler}"
+    old = "objective: {name: clipped_ratio, old: sampler}"
+    learner = f"{{num_rounds: 1, groups_per_round: 8, group_size: 6, {exact}, {old}}}"
+    given = ("device=cuda", "rollout.num_samplers=4", "rollout.batch_size=24", f"learner={learner}", *overrides)
+    found = [problem for problem in _problems(recipe_file, *given) if "can be sampled at a time" in problem]
+    if helps is None:
+        assert found == []
+    else:
+        number = 20 if "num_samplers=20" in str(overrides) else 4
+        assert found == [
+            f"rollout.num_samplers is {number}, and only 2 portions of 24 completions can be sampled at a time: the "
+            f"other GPUs would wait; {helps}"
+        ]
 
 
 def test_an_adapter_needs_less_memory_than_training_every_parameter(recipe_file: Path) -> None:
