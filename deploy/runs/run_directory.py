@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -30,6 +30,8 @@ from rewards.data.demonstrations import read_demonstrations
 from rewards.data.draw import TooFewProblemsError
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from learner.model.transformer import Transformer
 
 _PHASES = {
@@ -187,14 +189,15 @@ def _check_canvas(recipe: Recipe, source: Path) -> None:
 
 def _write_initial(recipe: Recipe, directory: Path, source: Path | None) -> None:
     # These import torch, and those of `_save_initial` Ray: seconds, not to be spent where a recipe is only looked at.
-    from learner.model.checkpoint import load_policy
+    from learner.model.checkpoint import load_policy, stored_dtype
     from learner.model.networks import make_model
     from learner.model.transformer import init_weights
 
     if source is not None:
         _check_canvas(recipe, source)
         ChatTokenizer(source)
-        _save_initial(directory, load_policy(source), source)
+        # As it is: in float32 a checkpoint in bfloat16 would take twice the memory and the disk, and say the same.
+        _save_initial(directory, load_policy(source, stored_dtype(source)), source)
         return
     tokenizer_dir = directory.parent / ".tokenizer"
     make_tokenizer(_texts(recipe), tokenizer_dir, recipe.model.vocab_size)
@@ -210,9 +213,25 @@ def _save_initial(directory: Path, model: Transformer, tokenizer_from: Path) -> 
     from learner.model.checkpoint import save_checkpoint
 
     weights = dict(model.named_parameters())
-    digest = make_manifest(0, weights).digest
+    digest = make_manifest(0, _InFloat32(weights)).digest
     position = Position(phase=Phase.UNTRAINED, round=0, policy_version=0, rl_seconds=0.0, manifest_digest=digest)
     save_checkpoint(directory, model.config, weights, tokenizer_from, trainer_state=asdict(position))
+
+
+class _InFloat32(Mapping[str, "Tensor"]):
+    """Weights as the learner, which computes in float32, will publish them: one at a time."""
+
+    def __init__(self, weights: Mapping[str, Tensor]) -> None:
+        self._weights = weights
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._weights[name].detach().float()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._weights)
+
+    def __len__(self) -> int:
+        return len(self._weights)
 
 
 def _scratch_config(section: ModelSection, tokenizer: ChatTokenizer, canvas_tokens: int) -> TransformerConfig:

@@ -63,6 +63,15 @@ def load_policy(directory: Path, dtype: torch.dtype = torch.float32) -> Transfor
     return model
 
 
+def stored_dtype(directory: Path) -> torch.dtype:
+    """What holds the weights of a checkpoint as they are: bfloat16 where all of them are in it, else float32.
+
+    Raises ValueError as `load_policy` does, where there are no weights or a file cannot be read.
+    """
+    kinds = {kind for path in weight_files(directory) for _, kind in _read_header(path).values()}
+    return torch.bfloat16 if kinds == {"BF16"} else torch.float32
+
+
 def _load_weights(directory: Path, model: Transformer, dtype: torch.dtype) -> dict[str, Tensor]:
     """The checkpoint's tensors under our names. Raises ValueError before it reads a tensor if one is not as it should.
 
@@ -78,7 +87,8 @@ def _load_weights(directory: Path, model: Transformer, dtype: torch.dtype) -> di
         for name in header:
             if owners.setdefault(name, path) != path:
                 raise ValueError(f"{name} is in {owners[name]} and in {path}; one of them is of another checkpoint")
-    _check_shapes(directory, {name: shape for header in headers.values() for name, shape in header.items()}, shapes)
+    stored = {name: shape for header in headers.values() for name, (shape, _) in header.items()}
+    _check_shapes(directory, stored, shapes)
     weights = {}
     for path in shards:
         with safe_open(path, framework="pt") as file:
@@ -88,8 +98,8 @@ def _load_weights(directory: Path, model: Transformer, dtype: torch.dtype) -> di
     return weights
 
 
-def _read_header(path: Path) -> dict[str, list[int]]:
-    """The shapes of a file's tensors by name. Raises ValueError for what is no safetensors file, or not all of it."""
+def _read_header(path: Path) -> dict[str, tuple[list[int], str]]:
+    """Shape and type of a file's tensors by name. Raises ValueError for what is no whole safetensors file."""
     try:
         with safe_open(path, framework="pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
@@ -100,7 +110,7 @@ def _read_header(path: Path) -> dict[str, list[int]]:
     for name, kind in kinds.items():
         if kind not in _DTYPES:
             raise ValueError(f"{path}: {name} is {kind}; d1 reads {', '.join(_DTYPES)}, not quantised weights")
-    return shapes
+    return {name: (shapes[name], kind) for name, kind in kinds.items()}
 
 
 def _check_shapes(directory: Path, stored: Mapping[str, list[int]], expected: Mapping[str, list[int]]) -> None:
