@@ -180,11 +180,11 @@ def train_worker(config: Mapping[str, Any]) -> None:
 
     ranks, coordinator = Ranks(), config["coordinator"]
     client = RunClient(coordinator, config["store"])
-    if not ranks.agreed(client.may_start):
+    if (tokens := ranks.agreed(client.starting)) is None:
         return
     heartbeat = Heartbeat(coordinator, ranks.rank)
     try:
-        TrainingRun(config["spec"], client, heartbeat, ranks).run()
+        TrainingRun(config["spec"].with_micro_batches(tokens), client, heartbeat, ranks).run()
     except LeaderFailedError:
         raise  # Rank 0 says why.
     except Exception as error:

@@ -38,6 +38,11 @@ class RunSpec(RunConfig):
         """Policy version 0, with the tokenizer that all versions share."""
         return self.checkpoints_dir / "initial"
 
+    def with_micro_batches(self, tokens: int) -> RunSpec:
+        """The same with other micro-batches in the rounds: of another size, and of the same gradient."""
+        learner = self.learner.model_copy(update={"micro_batch_tokens": tokens})
+        return self.model_copy(update={"learner": learner})
+
 
 def sampler_facts(params: SamplingParams) -> SamplerFacts:
     """What a learner must know of completions that are sampled like this."""

@@ -36,6 +36,10 @@ class Session:
     """What the one before it raised."""
     gave_up: str = ""
     """Why it is not started again; empty while it may be."""
+    num_halvings: int = 0
+    """How often the learner's micro-batches were halved, each time after a GPU's memory had run out."""
+    was_halved: bool = False
+    """Whether they were since it last started: then the next start is no repetition."""
     is_stopping: bool = False
     """Somebody wants the run to stop."""
 
@@ -57,7 +61,8 @@ class Session:
         """A learner group starts, where so many checkpoints have been written; unless one has in vain too often."""
         if learner == self.learner:
             return self  # Asked before.
-        is_repeated = bool(self.num_learner_starts) and num_checkpoints == self.num_checkpoints
+        is_first = not self.num_learner_starts or self.was_halved
+        is_repeated = not is_first and num_checkpoints == self.num_checkpoints
         repeats = self.num_repeats + 1 if is_repeated else 0
         limit = _MAX_REPEATED_ERRORS if self.error else _MAX_REPEATED_DEATHS
         gave_up = self.gave_up
@@ -72,7 +77,12 @@ class Session:
             error="",
             last_error=self.error,
             gave_up=gave_up,
+            was_halved=False,
         )
+
+    def with_halved_micro_batches(self, what: str) -> Self:
+        """A GPU's memory ran out, and the next learner group will need less."""
+        return replace(self, error=what, num_halvings=self.num_halvings + 1, was_halved=True)
 
     def with_error(self, what: str, num_checkpoints: int, *, is_transient: bool) -> Self:
         """The learner group raised. A third would raise what two have, if they came no further and it did not pass."""

@@ -21,6 +21,10 @@ class StopRequestedError(Exception):
     """The run is to stop here."""
 
 
+class OutOfGpuMemoryError(RuntimeError):
+    """A GPU's memory ran out in the update of a round; smaller micro-batches need less, and give the same gradient."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limit:
     """How much a stage does before it ends by itself."""

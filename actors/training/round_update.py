@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 
 from actors.run_log import FAILED_BATCHES
 from actors.training.context import RunContext
+from actors.training.ending import OutOfGpuMemoryError
 from learner.batch import RolloutBatch
 from learner.hardware import forget_peak_memory, peak_flop_per_s, peak_memory_bytes
 from learner.learner import Learner
@@ -29,7 +30,9 @@ class RoundUpdate:
         """Update on a round's batch. Returns the round's metrics, of no batch and of a skipped one that nothing was
         trained on.
 
-        Raises FloatingPointError after too many rounds in a row without a finite loss.
+        Raises:
+            FloatingPointError: after too many rounds in a row without a finite loss.
+            OutOfGpuMemoryError: this rank's GPU has not memory for its micro-batches.
         """
         return _NOTHING if batch is None else self._updated(batch, round_index)
 
@@ -43,6 +46,12 @@ class RoundUpdate:
         except FloatingPointError as error:
             self._skip(batch, round_index, error)
             return _NOTHING
+        except torch.OutOfMemoryError as error:
+            # The other ranks wait in a collective that this one does not come to: all begin again.
+            first_sentence = str(error).partition(". ")[0]
+            raise OutOfGpuMemoryError(
+                f"round {round_index}: the memory of rank {context.ranks.rank}'s GPU ran out ({first_sentence})"
+            ) from error
         self._num_skipped = 0
         return metrics | self._use_of_devices(self._learner.model_flops / (context.clock() - began))
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from actors.messages import Generation, Next, ScoredPortion
 from actors.spec import Phase
+from actors.training.ending import OutOfGpuMemoryError
 from actors.weight_store import Manifest
 from actors.weights import put
 
@@ -32,12 +33,14 @@ class RunClient:
         """Take over the handles."""
         self._coordinator, self._store = coordinator, store
 
-    def may_start(self) -> bool:
-        """The learner group begins, or begins again. False where it has done so in vain too often, or is of no use."""
+    def starting(self) -> int | None:
+        """The learner group begins, or begins again: how many tokens its micro-batches may have. None where it has
+        done so in vain too often, or is of no use."""
         try:
-            return bool(self._call(self._coordinator.learner_starting.remote(secrets.token_hex(8))))
+            tokens: int | None = self._call(self._coordinator.learner_starting.remote(secrets.token_hex(8)))
+            return tokens
         except ActorDiedError:
-            return False  # The coordinator is gone for good: `fit` finds that out and says so.
+            return None  # The coordinator is gone for good: `fit` finds that out and says so.
 
     def learner_started(self, checkpoint: str, position: Mapping[str, Any]) -> None:
         """It goes on from a checkpoint, which says where the run stood."""
@@ -128,8 +131,11 @@ class Heartbeat:
         An echo is the failure of a collective whose other end has died; what the transport says of it is in Ray's logs.
         """
         what = f"rank {self._rank} lost another" if is_echo else f"{type(error).__name__}: {error}"
+        if is_out_of_memory := isinstance(error, OutOfGpuMemoryError):
+            what = str(error)
         is_transient = isinstance(error, (RayError, OSError))
-        return bool(self._say(self._coordinator.learner_failed.remote(what, is_echo, is_transient), otherwise=True))
+        failed = self._coordinator.learner_failed.remote(what, is_echo, is_transient, is_out_of_memory)
+        return bool(self._say(failed, otherwise=True))
 
     def _beat(self) -> None:
         while not self._ended.wait(HEARTBEAT_S):

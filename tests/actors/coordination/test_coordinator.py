@@ -267,6 +267,34 @@ def test_what_two_learner_groups_have_raised_from_one_place_a_third_need_not(cas
     _run(scene())
 
 
+def test_a_learner_whose_gpu_has_too_little_memory_starts_again_with_half_its_micro_batches(case: _Case) -> None:
+    tokens, canvas = case.spec.learner.micro_batch_tokens, case.spec.canvas_tokens
+    what, said = "round 3: the memory of rank 1's GPU ran out (CUDA out of memory)", []
+
+    async def scene() -> None:
+        coordinator = case.coordinator()
+        expected = tokens
+        while expected >= canvas:
+            assert await coordinator.learner_starting(f"group {expected}") == expected
+            assert await coordinator.learner_failed(what, is_echo=False, is_transient=False, is_out_of_memory=True)
+            await coordinator.learner_failed("rank 0 lost another", is_echo=True, is_transient=False)
+            said.append(f"it is tried again with micro-batches of {expected // 2} tokens instead of {expected}")
+            expected //= 2
+            # It is remembered where the coordinator dies, too.
+            coordinator = case.coordinator()
+        last = [event["what"] for event in case.events("failure") if what in event["what"]][-1]
+        assert f"micro-batches of {expected * 2} tokens cannot be halved, a canvas has {canvas}: take sharding." in last
+        assert await coordinator.learner_starting("again") == expected * 2
+        may_go_on = await coordinator.learner_failed(what, is_echo=False, is_transient=False, is_out_of_memory=True)
+        assert not may_go_on
+        assert await coordinator.learner_starting("in vain") is None
+        assert (await coordinator.gave_up()).startswith(f"{what}; micro-batches of {expected * 2} tokens cannot")
+
+    _run(scene())
+    found = [event["what"] for event in case.events("failure") if "tried again" in event["what"]]
+    assert found == [f"a learner worker failed: {what}; {one}" for one in said[:-1]]
+
+
 def test_what_a_resumed_run_does_again_is_said(case: _Case) -> None:
     async def scene() -> None:
         coordinator = case.coordinator()

@@ -41,3 +41,13 @@ def test_deaths_may_come_from_outside_and_end_it_later() -> None:
 def test_a_checkpoint_on_the_way_is_progress() -> None:
     assert not any(_starts(Session(driver="one"), *range(100)))
     assert not any(_starts(Session(driver="one"), 0, 0, 0, 1, 1, 1, 2, 2, 2, error="ValueError: bad"))
+
+
+def test_a_try_with_smaller_micro_batches_is_no_repetition() -> None:
+    session = Session(driver="one")
+    for group in range(9):
+        session = session.with_learner_start(str(group), 0)
+        assert not session.gave_up
+        session = session.with_halved_micro_batches("out of memory")
+    assert session.num_halvings == 9
+    assert _starts(session, 0, 0, 0, 0, error="ValueError: bad") == [False, False, False, True], "others still are"

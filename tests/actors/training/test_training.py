@@ -19,6 +19,7 @@ from actors.checkpoints.best import validated_best
 from actors.checkpoints.selection import Position, checkpoints_to_answer, newest_checkpoint, to_go_on
 from actors.run_config import ControlSection, ModelSection
 from actors.spec import Phase, RunSpec
+from actors.training.ending import OutOfGpuMemoryError
 from actors.training.training import TrainingRun
 from learner.batch import RolloutBatch
 from learner.config import LearnerConfig
@@ -297,6 +298,26 @@ def test_a_round_without_a_finite_loss_is_skipped_counted_and_kept(
     assert trained[0] == trained[2] == 0 < trained[1]
     digests = dict(run.published_digests)
     assert digests[1] == digests[0] != digests[2] == digests[3], "the policy stays as it was"
+
+
+def test_a_gpu_without_memory_is_told_from_other_failures_and_halves_change_no_gradient(
+    spec: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next learner group goes on from the checkpoint with smaller micro-batches, to the same policy."""
+    runs = [_spec(spec, tmp_path / name, phases=(Phase.RL,)) for name in ("whole", "halves")]
+    for run, tokens in zip(runs, (512, 64), strict=True):
+        _run(run.with_micro_batches(tokens))
+    whole, halves = (load_file(run.checkpoints_dir / "rl-000003" / "model.safetensors") for run in runs)
+    for name, tensor in whole.items():
+        torch.testing.assert_close(halves[name], tensor, atol=2e-4, rtol=1e-3, msg=name)
+
+    def update(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of")
+
+    monkeypatch.setattr(Learner, "update", update)
+    with pytest.raises(OutOfGpuMemoryError) as raised:
+        _run(_spec(spec, tmp_path / "full", phases=(Phase.RL,)))
+    assert str(raised.value) == "round 0: the memory of rank 0's GPU ran out (CUDA out of memory)"
 
 
 def test_too_many_skipped_rounds_in_a_row_end_the_run(
