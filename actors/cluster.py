@@ -81,8 +81,12 @@ def start_actors(spec: RunSpec, num_graders: int, registry_url: str, driver: str
     store.keep.remote(spec.learner.max_staleness + 2)
     samplers: list[Any] = [
         watched(SamplerWorker)
-        .options(name=f"{spec.name}-sampler-{index}", max_restarts=-1, **sampler_resources(spec.device))
-        .remote(spec.initial_checkpoint, store, spec.device, spec.rollout.engine)
+        .options(
+            name=f"{spec.name}-sampler-{index}",
+            max_restarts=-1,
+            **sampler_resources(spec.device, spec.gpus.sampler),
+        )
+        .remote(spec.initial_checkpoint, store, spec.device, spec.rollout.engine, spec.gpus.sampler)
         for index in range(spec.rollout.num_samplers)
     ]
     graders: list[Any] = [
@@ -157,7 +161,7 @@ def fit(spec: RunSpec, actors: RunActors) -> None:
         scaling_config=ScalingConfig(
             num_workers=spec.learner.num_workers,
             use_gpu=spec.device == "cuda",
-            resources_per_worker=learner_resources(spec.device),
+            resources_per_worker=learner_resources(spec.device, spec.gpus.learner),
         ),
         run_config=RunConfig(
             name=".ray_train",

@@ -2,13 +2,17 @@
 
 On CPU a run's processes share cores, so they ask for fractions: a laptop with two logical CPUs places two samplers, two
 learner workers and everything around them. The embedded registry and Ray Train's controller ask for none, a replica of
-the service for next to none.
+the service for next to none. On GPUs each has one, or the share of one that the recipe's `gpus` says.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 _SMALL_CPUS = 0.1
 _COMPUTE_CPUS = 0.4
+# Ray counts in ten-thousandths.
+_GPU_TOLERANCE = 1e-4
 
 
 def coordinator_resources() -> dict[str, float]:
@@ -26,11 +30,23 @@ def grader_resources() -> dict[str, float]:
     return {"num_cpus": _SMALL_CPUS, "num_gpus": 0}
 
 
-def sampler_resources(device: str) -> dict[str, float]:
-    """A sampler's `.options(**...)`; on `cuda` it has a GPU of its own and a core that feeds it."""
-    return {"num_cpus": 1, "num_gpus": 1} if device == "cuda" else {"num_cpus": _COMPUTE_CPUS, "num_gpus": 0}
+def sampler_resources(device: str, share: float = 1.0) -> dict[str, float]:
+    """A sampler's `.options(**...)`; on `cuda` it has its share of a GPU and a core that feeds it."""
+    return {"num_cpus": 1, "num_gpus": share} if device == "cuda" else {"num_cpus": _COMPUTE_CPUS, "num_gpus": 0}
 
 
-def learner_resources(device: str) -> dict[str, float]:
+def learner_resources(device: str, share: float = 1.0) -> dict[str, float]:
     """A learner worker's `resources_per_worker`, by the names that Ray Train uses."""
-    return {"CPU": 1, "GPU": 1} if device == "cuda" else {"CPU": _COMPUTE_CPUS}
+    return {"CPU": 1, "GPU": share} if device == "cuda" else {"CPU": _COMPUTE_CPUS}
+
+
+def num_gpus_for(shares: Iterable[float]) -> int:
+    """GPUs that shares of them take, the largest placed first, each where there is room."""
+    left: list[float] = []
+    for share in sorted(shares, reverse=True):
+        place = next((index for index, free in enumerate(left) if share <= free + _GPU_TOLERANCE), None)
+        if place is None:
+            left.append(1.0 - share)
+        else:
+            left[place] -= share
+    return len(left)

@@ -76,6 +76,20 @@ class GraderSection(BaseModel):
     """Longest time to grade one batch of completions, in seconds; then the batch is tried again."""
 
 
+class GpuSection(BaseModel):
+    """How GPUs are shared, with `device: cuda`. Ray puts what adds up to one on the same GPU where it has to, and no
+    process takes more of that GPU's memory than its share."""
+
+    model_config = STRICT
+
+    sampler: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of a GPU that each sampler has."""
+    learner: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of a GPU that each learner worker has. Less than 1 is for one worker: NCCL takes no GPU twice."""
+    engine: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of a GPU that each engine of the run's service has; 0: it computes on the CPU."""
+
+
 class ControlSection(BaseModel):
     """The control: more SFT on the same labels, from the SFT checkpoint, for as long as the rounds took."""
 
@@ -97,7 +111,9 @@ class RunConfig(BaseModel):
     seed: NonNegativeInt = 0
     """Keys every random draw of the run."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """Where samplers and learner workers compute: `cpu`, or `cuda` with one GPU for each of them."""
+    """Where samplers and learner workers compute: `cpu`, or `cuda` with a GPU for each of them, or as `gpus` says."""
+    gpus: GpuSection = GpuSection()
+    """Shares of GPUs."""
     task: TaskConfig
     """What is learned."""
     reward: RewardConfig = RewardConfig()
@@ -163,6 +179,13 @@ class RunConfig(BaseModel):
             raise ValueError(
                 f"learner.reference_sync_rounds {self.learner.reference_sync_rounds} moves the KL reference, which "
                 "with model.lora.rank is the policy without its adapter and stays; take 0 for one of the two"
+            )
+        if self.device == "cpu" and self.gpus != GpuSection():
+            raise ValueError("gpus is for device cuda; with device cpu nothing has a GPU")
+        if self.gpus.learner < 1 < self.learner.num_workers:
+            raise ValueError(
+                f"gpus.learner {self.gpus.learner:g} is a share for one worker, and learner.num_workers is "
+                f"{self.learner.num_workers}: two could be given one GPU, which NCCL refuses; take 1 for one of them"
             )
         if self.sharding.cpu_offload and self.device == "cpu":
             raise ValueError("sharding.cpu_offload is for device cuda; with device cpu everything is in main memory")

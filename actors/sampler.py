@@ -17,16 +17,18 @@ _FETCH_TIMEOUT_S = 120.0
 class SamplerWorker:
     """Holds one policy version and samples from it. Without weights it takes none on faith: it fetches them first."""
 
-    def __init__(self, checkpoint: Path, store: Any, device: str, engine: EngineConfig) -> None:
+    def __init__(self, checkpoint: Path, store: Any, device: str, engine: EngineConfig, gpu_share: float = 1.0) -> None:
         """Make an empty policy of the checkpoint's shape; `store` is the weight store's handle."""
         # Here and not above: whoever gets this actor's handle imports its class, the coordinator too.
         import torch
 
         from actors.fetching import PolicyLoader, StoreReader
+        from learner.hardware import limit_memory
         from learner.model.checkpoint import load_policy
         from rollout.sampler import Sampler
 
         torch.set_num_threads(1)
+        limit_memory(torch.device(device), gpu_share)
         policy = load_policy(checkpoint, engine.torch_dtype).to(device)
         self._sampler = partial(Sampler, policy, engine=engine)
         self._loader = PolicyLoader(policy, StoreReader(store, _FETCH_TIMEOUT_S))

@@ -26,6 +26,12 @@ def peak_flop_per_s(device: torch.device) -> float | None:
     return _PEAK_FLOP_PER_S.get(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
+def limit_memory(device: torch.device, share: float) -> None:
+    """Let this process take so much of a GPU's memory: who shares the GPU with others must leave them theirs."""
+    if device.type == "cuda" and share < 1:
+        torch.cuda.set_per_process_memory_fraction(share, device)
+
+
 def forget_peak_memory(device: torch.device) -> None:
     """Measure the peak of a GPU's memory anew from here on; that of a process goes on."""
     if device.type == "cuda":

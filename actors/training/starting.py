@@ -11,6 +11,7 @@ from torch import Tensor
 
 from actors.checkpoints.selection import FoundCheckpoint, Position, newest_checkpoint, to_go_on
 from actors.spec import Phase, RunSpec
+from learner.hardware import limit_memory
 from learner.model.adapter import ADAPTER, Adapter, read_adapter
 from learner.model.checkpoint import load_policy
 from learner.model.checkpoint_files import verify_checkpoint
@@ -40,7 +41,8 @@ def agreed_checkpoint(spec: RunSpec, ranks: Ranks) -> FoundCheckpoint:
 def load_sharded(spec: RunSpec, directory: Path) -> ShardedPolicy:
     """A checkpoint's policy, spread over the ranks."""
     mesh = make_mesh(spec.device)
-    device = torch.device(spec.device, torch.cuda.current_device()) if spec.device == "cuda" else "cpu"
+    device = torch.device("cuda", torch.cuda.current_device()) if spec.device == "cuda" else torch.device("cpu")
+    limit_memory(device, spec.gpus.learner)
     adapter, model = _load(spec, directory)
     if spec.model.lora.base_weights == "full":
         model = model.to(device)

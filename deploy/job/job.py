@@ -269,5 +269,6 @@ def _start_service(recipe: Recipe, registry: str, say: Callable[[str], None]) ->
     from deploy.service.source import Source
 
     service, source = recipe.service, Source(directory=str(recipe.run_dir), is_run=True, registry_url=registry)
-    url = deploy_source(source, service.host, service.port, service.num_replicas, say=say)
+    replicas, share = service.num_replicas, recipe.gpus.engine
+    url = deploy_source(source, service.host, service.port, replicas, num_gpus=share, say=say)
     return banner(recipe.run_dir, url, source.admin_address())

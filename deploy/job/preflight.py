@@ -15,6 +15,7 @@ from actors.resources import (
     coordinator_resources,
     grader_resources,
     learner_resources,
+    num_gpus_for,
     sampler_resources,
     store_resources,
 )
@@ -76,16 +77,19 @@ class Resources:
     """Whether the run would start its own Ray on it."""
 
 
-def needs_of(recipe: Recipe) -> Needs:
-    """What a run of the recipe takes."""
+def needs_of(recipe: Recipe, *, serve: bool = False) -> Needs:
+    """What a run of the recipe takes, and with `serve` its service; engines on CPUs take next to nothing of Ray."""
     samplers, workers = recipe.rollout.num_samplers, recipe.learner.num_workers
-    sampler, worker = sampler_resources(recipe.device), learner_resources(recipe.device)
+    sampler = sampler_resources(recipe.device, recipe.gpus.sampler)
+    worker, is_on_gpus = learner_resources(recipe.device, recipe.gpus.learner), recipe.device == "cuda"
+    shares = [recipe.gpus.sampler] * samplers + [recipe.gpus.learner] * workers
+    shares += [recipe.gpus.engine] * recipe.service.num_replicas if serve and recipe.gpus.engine else []
     small = coordinator_resources()["num_cpus"] + store_resources()["num_cpus"]
     cpus = small + recipe.grading.num_graders * grader_resources()["num_cpus"]
     num_with_torch, num_without = samplers + workers, recipe.grading.num_graders + 2
     return Needs(
         cpus=round(cpus + samplers * sampler["num_cpus"] + workers * worker["CPU"], 3),
-        gpus=int(samplers * sampler["num_gpus"] + workers * worker.get("GPU", 0)),
+        gpus=num_gpus_for(shares) if is_on_gpus else 0,
         memory_bytes=_RAY_BYTES
         + num_with_torch * _PROCESS_BYTES
         + num_without * _PROCESS_WITHOUT_TORCH_BYTES
@@ -151,7 +155,7 @@ def _check_address(address: str) -> None:
 def preflight(recipe: Recipe, available: Resources, *, resume: bool = False, serve: bool = False) -> list[str]:
     """Why the recipe cannot run, in sentences that say what would help; empty when it can."""
     problems = [
-        *_resource_problems(recipe, available),
+        *_resource_problems(recipe, needs_of(recipe, serve=serve), available),
         *_pool_problems(recipe),
         *_run_dir_problems(recipe, resume),
         *_input_problems(recipe),
@@ -172,14 +176,14 @@ def _port_problems(service: ServiceSection) -> Iterator[str]:
             yield f"{who} cannot listen on {host}:{port}: {obstacle}; take another service.{field}"
 
 
-def _resource_problems(recipe: Recipe, available: Resources) -> Iterator[str]:
-    needs, where = needs_of(recipe), available.where
+def _resource_problems(recipe: Recipe, needs: Needs, available: Resources) -> Iterator[str]:
+    where = available.where
     samplers = counted(recipe.rollout.num_samplers, "sampler")
     pools = f"{samplers}, {counted(recipe.learner.num_workers, 'learner worker')}"
     if needs.gpus > available.gpus:
         yield (
             f"the recipe needs {counted(needs.gpus, 'GPU')} ({pools}) and {where} has {available.gpus}; "
-            "take device=cpu, or fewer rollout.num_samplers and learner.num_workers"
+            "take device=cpu, fewer rollout.num_samplers and learner.num_workers, or shares of GPUs (gpus.sampler)"
         )
     if needs.cpus > available.cpus + _CPU_TOLERANCE:
         yield (

@@ -43,6 +43,7 @@ _PHASES = {
 _MAY_CHANGE = (
     "runs_dir",
     "name",
+    "gpus.",
     "learner.num_rounds",
     "learner.num_workers",
     "sharding.activation_checkpointing",

@@ -40,12 +40,13 @@ def application(arguments: Arguments) -> Any:
     if not arguments.run_dir.is_absolute():
         raise UserError(f"run_dir is {arguments.run_dir}; every node must find it, so it has to be absolute")
     source = Source(directory=str(arguments.run_dir), is_run=True, registry_url=registry_url())
-    num_engines = arguments.num_engines or read_recipe(arguments.run_dir).service.num_replicas
+    recipe = read_recipe(arguments.run_dir)
+    num_engines = arguments.num_engines or recipe.service.num_replicas
     return bound_application(
         source,
         Address(host=arguments.host, port=arguments.port),
         num_engines,
-        num_gpus=0,
+        num_gpus=recipe.gpus.engine,
         admin=source.admin_address(),
         num_ingresses=arguments.num_ingresses,
     )

@@ -16,6 +16,7 @@ from deploy.service.engine.engine_host import EngineHost
 from deploy.service.engine.engine_server import EngineServer
 from deploy.service.engine.follower import VersionFollower
 from deploy.service.link.contact import LOOPBACK, Contact
+from deploy.service.on_ray.given_device import given_device
 from deploy.service.on_ray.ray_metrics import EngineMetrics
 from deploy.service.source import Source
 
@@ -38,7 +39,7 @@ class EngineReplica:
         """Begin with the newest checkpoint, or with what the registry already announces."""
         # One thread for each process that shares the machine with a run.
         torch.set_num_threads(1)
-        versions = source.versions("cuda" if torch.cuda.is_available() else "cpu")
+        versions = source.versions(given_device())
         self._follower: VersionFollower | None = None
         follower_status: Callable[[], FollowerStatus] | None = None
         if (registry := source.registry()) is not None:

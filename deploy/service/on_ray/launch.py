@@ -146,7 +146,7 @@ def deploy_source(
     port: int,
     num_replicas: int,
     *,
-    num_gpus: int = 0,
+    num_gpus: float = 0,
     admin_port: int | None = None,
     say: Callable[[str], object] = lambda _: None,
 ) -> str:
@@ -159,7 +159,7 @@ def deploy_source(
         host: where each ingress listens.
         port: likewise.
         num_replicas: the engines.
-        num_gpus: of each engine.
+        num_gpus: of each engine; without, it computes on the CPU.
         admin_port: of the admin listener; None for the recipe's.
         say: is told what is waited for, each time that it is something else.
 
@@ -195,7 +195,7 @@ def bound_application(
     address: Address,
     num_replicas: int,
     *,
-    num_gpus: int,
+    num_gpus: float,
     admin: Address | None,
     num_ingresses: int | None = None,
 ) -> Any:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import ray
+import torch
 
-from actors.resources import grader_resources, learner_resources, sampler_resources
+from actors.resources import grader_resources, learner_resources, num_gpus_for, sampler_resources
+from deploy.errors import UserError
 from deploy.job.preflight import needs_of
 from deploy.recipe.overrides import load_recipe
+from deploy.service.on_ray import given_device
+from learner.hardware import limit_memory
 
 
 def test_two_cores_place_the_default_pools(recipe_file: Path) -> None:
@@ -22,6 +29,68 @@ def test_on_cuda_every_sampler_and_learner_worker_has_a_gpu(recipe_file: Path) -
     assert needs_of(recipe).gpus == 5
     assert sampler_resources("cuda")["num_gpus"] == learner_resources("cuda")["GPU"] == 1
     assert "GPU" not in learner_resources("cpu")
+
+
+@pytest.mark.parametrize(
+    ("shares", "num_gpus"),
+    [
+        ([], 0),
+        ([1, 1], 2),
+        ([0.4, 0.6], 1),
+        ([0.6, 0.6], 2),
+        ([0.1] * 10, 1),
+        ([0.6, 0.5, 0.4, 0.5], 2),
+        ([0.7, 0.4], 2),
+    ],
+)
+def test_shares_are_placed_where_there_is_room(shares: list[float], num_gpus: int) -> None:
+    assert num_gpus_for(shares) == num_gpus
+
+
+def test_one_gpu_has_a_sampler_a_learner_and_an_engine(recipe_file: Path) -> None:
+    one = ("device=cuda", "rollout.num_samplers=1", "learner.num_workers=1")
+    shared = "gpus={sampler: 0.3, learner: 0.5, engine: 0.2}"
+    recipe = load_recipe(recipe_file, [*one, shared])
+    assert needs_of(recipe, serve=True).gpus == needs_of(recipe).gpus == 1
+    assert needs_of(load_recipe(recipe_file, [*one, "gpus={sampler: 0.3, learner: 0.7, engine: 0.2}"])).gpus == 1
+    assert needs_of(load_recipe(recipe_file, [*one, "gpus.learner=0.7", "gpus.engine=0.4"]), serve=True).gpus == 3
+    assert sampler_resources("cuda", recipe.gpus.sampler) == {"num_cpus": 1, "num_gpus": 0.3}
+    assert learner_resources("cuda", recipe.gpus.learner) == {"CPU": 1, "GPU": 0.5}
+
+
+def test_the_recipe_of_llada_says_how_one_gpu_has_all_of_it() -> None:
+    path = Path(__file__).parents[3] / "recipes" / "llada-gsm8k.yaml"
+    (line,) = [line for line in path.read_text().splitlines() if line.startswith("# On one GPU")]
+    overrides = shlex.split(line.partition(": ")[2].rstrip("."))
+    assert (needs_of(load_recipe(path, [])).gpus, needs_of(load_recipe(path, overrides)).gpus) == (8, 1)
+
+
+def test_ranks_that_could_be_given_one_gpu_are_refused(recipe_file: Path) -> None:
+    with pytest.raises(UserError, match=r"gpus\.learner 0\.5 is a share for one worker, and learner\.num_workers is 2"):
+        load_recipe(recipe_file, ["device=cuda", "learner.num_workers=2", "gpus.learner=0.5"])
+
+
+def test_no_process_takes_more_of_a_gpu_than_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[tuple[float, torch.device]] = []
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *limit: limits.append(limit))
+    gpu = torch.device("cuda", 0)
+    for device, share in ((gpu, 0.3), (gpu, 1.0), (torch.device("cpu"), 0.3)):
+        limit_memory(device, share)
+    assert limits == [(0.3, gpu)]
+
+
+@pytest.mark.parametrize(("given", "device"), [({}, "cpu"), ({"GPU": []}, "cpu"), ({"GPU": ["1"]}, "cuda")])
+def test_an_engine_takes_no_gpu_that_ray_has_not_given_it(
+    given: dict[str, list[str]], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray does not hide the GPUs of others from who has asked for none."""
+    shares: list[float] = []
+    context = SimpleNamespace(get_accelerator_ids=lambda: given, get_assigned_resources=lambda: {"GPU": 0.2})
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
+    monkeypatch.setattr(given_device, "limit_memory", lambda _device, share: shares.append(share))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert given_device.given_device() == device
+    assert shares == ([0.2] if device == "cuda" else [])
 
 
 def test_another_actor_of_a_pool_adds_what_it_asks_for(recipe_file: Path) -> None:

@@ -130,6 +130,8 @@ REFUSED_OVERRIDES = {
     "model.lora.dropout=0.05": (
         "model.lora.dropout is no key of this model.lora, which has alpha, base_weights, rank, targets",
     ),
+    "gpus.sampler=0.5": ("gpus is for device cuda; with device cpu nothing has a GPU",),
+    "gpus.engine=1.5": ("gpus.engine is 1.5",),
     "sharding.cpu_offload=true": ("sharding.cpu_offload is for device cuda; with device cpu everything is in main",),
     "learner.groupsize=4": ("learner.groupsize is no key of a recipe", "did you mean learner.group_size?"),
     "lerner.lr=1": ("lerner is no key of a recipe", "did you mean learner?"),
