@@ -56,8 +56,9 @@ class StoreReader:
 
     def base(self, digest: str) -> dict[str, Tensor]:
         """What adapters stand on, for reading only. Raises as `version`."""
-        manifest, arrays = self._fetched(f"base {digest[:12]}", lambda: self._store.base.remote(digest))
-        return as_verified(manifest, arrays)
+        what = f"base {digest[:12]}"
+        manifest, arrays = self._fetched(what, lambda: self._store.base.remote(digest))
+        return as_verified(manifest, arrays, what)
 
     def _fetched(self, what: str, ask: Callable[[], Any]) -> tuple[Manifest, Mapping[str, Any]]:
         try:

@@ -32,14 +32,15 @@ def make_manifest(
     return Manifest(version=version, tensors=entries, base=base, known_as=known_as)
 
 
-def verify(manifest: Manifest, weights: Mapping[str, Tensor]) -> None:
-    """Raise ValueError, naming the first tensor that is not what the manifest lists."""
+def verify(manifest: Manifest, weights: Mapping[str, Tensor], what: str = "") -> None:
+    """Raise ValueError, naming the first tensor that is not what the manifest lists; `what` they are, if no version."""
+    what = what or f"policy version {manifest.version}"
     actual = {entry.name: entry for entry in make_manifest(manifest.version, weights).tensors}
     for entry in manifest.tensors:
         if actual.pop(entry.name, None) != entry:
-            raise ValueError(f"policy version {manifest.version} arrived damaged: tensor {entry.name} differs")
+            raise ValueError(f"{what} arrived damaged: tensor {entry.name} differs")
     if actual:
-        raise ValueError(f"policy version {manifest.version} arrived with an unlisted tensor {min(actual)}")
+        raise ValueError(f"{what} arrived with an unlisted tensor {min(actual)}")
 
 
 def put(weights: Mapping[str, Tensor]) -> ray.ObjectRef[Any]:
@@ -51,7 +52,7 @@ def put(weights: Mapping[str, Tensor]) -> ray.ObjectRef[Any]:
     return ray.put({name: _bytes(tensor) for name, tensor in weights.items()})
 
 
-def as_verified(manifest: Manifest, arrays: Mapping[str, NDArray[np.uint8]]) -> dict[str, Tensor]:
+def as_verified(manifest: Manifest, arrays: Mapping[str, NDArray[np.uint8]], what: str = "") -> dict[str, Tensor]:
     """The tensors that a manifest lists, in the memory of `arrays`: for reading only. Raises as `verify`."""
     with warnings.catch_warnings():
         # Nobody writes to what is fetched.
@@ -61,7 +62,7 @@ def as_verified(manifest: Manifest, arrays: Mapping[str, NDArray[np.uint8]]) -> 
         dtype: torch.dtype = getattr(torch, entry.dtype.removeprefix("torch."))
         if entry.name in weights and weights[entry.name].numel() == dtype.itemsize * math.prod(entry.shape):
             weights[entry.name] = weights[entry.name].view(dtype).view(entry.shape)
-    verify(manifest, weights)
+    verify(manifest, weights, what)
     return weights
 
 

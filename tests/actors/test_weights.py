@@ -29,6 +29,12 @@ def test_any_difference_is_named(change: str) -> None:
         verify(make_manifest(3, WEIGHTS), arrived)
 
 
+def test_a_damaged_base_is_named_as_one() -> None:
+    arrived = {**WEIGHTS, "a": WEIGHTS["a"] + 1}
+    with pytest.raises(ValueError, match=r"^base 0123 arrived damaged: tensor a differs"):
+        verify(make_manifest(3, WEIGHTS), arrived, "base 0123")
+
+
 def test_a_manifest_lists_shape_and_dtype() -> None:
     entry = make_manifest(3, WEIGHTS).tensors[1]
     assert (entry.name, entry.shape, entry.dtype) == ("b", (4,), "torch.bfloat16")
