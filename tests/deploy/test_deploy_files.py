@@ -67,8 +67,13 @@ def clusters() -> dict[str, dict[str, Any]]:
 
 
 def test_docker_compose_accepts_the_file() -> None:
-    resolved = yaml.safe_load(_run("docker-compose", "--file", "docker-compose.yml", "config"))
-    assert set(resolved["services"]) == {"head", "worker", "redis", "prometheus", "grafana"}
+    resolved = yaml.safe_load(_run("docker-compose", "--file", "docker-compose.yml", "config"))["services"]
+    always = {name for name, service in resolved.items() if not service.get("profiles")}
+    assert always == {"head", "worker", "redis", "prometheus", "grafana"}
+    with_gpus = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))["services"]["gpu-worker"]
+    assert with_gpus["profiles"] == ["gpu"]
+    (devices,) = with_gpus["deploy"]["resources"]["reservations"]["devices"]
+    assert devices == {"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}
 
 
 def test_every_container_is_healthy_before_another_needs_it_and_can_do_little(compose: dict[str, Any]) -> None:
@@ -94,17 +99,19 @@ def test_secrets_are_files_and_in_no_containers_environment(compose: dict[str, A
 
 
 def test_the_nodes_agree_on_ports_and_have_room_for_their_objects(compose: dict[str, Any]) -> None:
-    head, worker = (" ".join(compose["services"][name]["command"]) for name in ("head", "worker"))
+    names = ("head", "worker", "gpu-worker")
+    head, worker, gpu_worker = (" ".join(compose["services"][name]["command"]) for name in names)
     assert "--port=6380" in head
     assert "--address=head:6380" in worker
+    assert "--address=head:6380" in gpu_worker
     assert "6379" in compose["services"]["head"]["environment"]["RAY_REDIS_ADDRESS"]
-    for name, command in (("head", head), ("worker", worker)):
+    for name, command in zip(names, (head, worker, gpu_worker), strict=True):
         assert "--metrics-export-port=8080" in command
         (store_bytes,) = re.findall(r"--object-store-memory=(\d+)", command)
         shared_bytes = int(compose["services"][name]["shm_size"].removesuffix("gb")) * 2**30
         assert int(store_bytes) < shared_bytes, name
     assert yaml.safe_load((DEPLOY / "prometheus.yml").read_text())["scrape_configs"][0]["dns_sd_configs"] == [
-        {"names": ["head", "worker"], "type": "A", "port": 8080, "refresh_interval": "15s"}
+        {"names": ["head", "worker", "gpu-worker"], "type": "A", "port": 8080, "refresh_interval": "15s"}
     ]
 
 
@@ -213,6 +220,19 @@ def test_the_service_survives_its_head_and_training_starts_again(clusters: dict[
     (job,) = _documents(DEPLOY / "k8s/train.yaml")
     assert job["spec"]["submissionMode"] == "SidecarMode"
     assert "--resume-or-start" in job["spec"]["entrypoint"]
+
+
+def test_gpus_are_there_for_who_asks_and_cost_nothing_else(clusters: dict[str, dict[str, Any]]) -> None:
+    cpu, gpu = clusters["RayJob"]["workerGroupSpecs"]
+    assert (cpu["groupName"], gpu["groupName"], gpu["replicas"]) == ("cpu", "gpu", 0)
+    ours, theirs = (group["template"]["spec"] for group in (gpu, cpu))
+    assert ours["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == "1"
+    assert "nvidia.com/gpu" not in theirs["containers"][0]["resources"]["limits"]
+    # But for that, and for the taint that nodes with GPUs have, they are alike.
+    del ours["tolerations"]
+    for spec in (ours, theirs):
+        del spec["containers"][0]["resources"]
+    assert ours == theirs
 
 
 def _secrets(value: Any, key: str = "") -> Iterator[str]:
