@@ -50,24 +50,26 @@ def test_greedy_completions_are_the_same_tokens(policy: Transformer, placed: Pla
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "steps_per_sync"),
     [
-        {"threshold": 0.3},
-        {"factor": 1.1},
-        {"entropy_bound": 1.5},
-        {"schedule": "random"},
-        {"temperature": 0.8, "top_p": 0.7, "top_k": 9},
-        {"cfg_scale": 1.0},
-        {"cache": "dual", "cache_refresh_steps": 3},
-        {"cache": "prefix"},
-        {"drawing": "sample_then_select", "temperature": 0.7},
-        {"forbidden_ids": (1, 2, 3)},
+        ({"threshold": 0.3}, 1),
+        ({"threshold": 0.3}, 4),
+        ({"factor": 1.1}, 1),
+        ({"entropy_bound": 1.5}, 4),
+        ({"schedule": "random"}, 1),
+        ({"temperature": 0.8, "top_p": 0.7, "top_k": 9}, 1),
+        ({"temperature": 0.8, "top_p": 0.7, "top_k": 9}, 4),
+        ({"cfg_scale": 1.0}, 4),
+        ({"cache": "dual", "cache_refresh_steps": 3}, 1),
+        ({"cache": "prefix"}, 1),
+        ({"drawing": "sample_then_select", "temperature": 0.7}, 4),
+        ({"forbidden_ids": (1, 2, 3)}, 1),
     ],
 )
-@pytest.mark.parametrize("engine", [EngineConfig(num_slots=3), EngineConfig(num_slots=3, steps_per_sync=4)])
 def test_requests_of_every_kind_are_the_same_text(
-    policy: Transformer, changes: dict[str, Any], engine: EngineConfig, placed: Placed
+    policy: Transformer, changes: dict[str, Any], steps_per_sync: int, placed: Placed
 ) -> None:
+    engine = EngineConfig(num_slots=3, steps_per_sync=steps_per_sync)
     base: dict[str, Any] = {"gen_length": 16, "block_length": 8, "num_denoise_steps": 8, "temperature": 0.0}
     params = SamplingParams(**base | changes)
     requests = [Request(prompt_ids=tuple(range(1, 2 + row)), params=params, seed=row) for row in range(5)]
