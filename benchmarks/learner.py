@@ -28,7 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from benchmarks import learner_curves, update_flops
 from benchmarks.measure import Ratio, in_fresh_process, in_turn, peak_bytes, ratio, seconds
-from benchmarks.models import CASES, Shape, make_policy
+from benchmarks.models import CASES, LLADA_8B, Shape, make_policy
 from benchmarks.rounds import (
     BLOCK_LENGTH,
     Setting,
@@ -50,7 +50,6 @@ WIDE = CASES["d 128, 4 layers, V 16,384"].with_vocabulary(32768)
 SHAPES = {"d 128, 4 layers, V 32,768": WIDE, "d 256, 6 layers, V 1,536": CASES["d 256, 6 layers, V 1,536"]}
 MASKS = (0.15, 0.0)
 METHODS = ("diffu-grpo", "espo", "spg", "stepmerge")
-LLADA_8B = Shape(d_model=4096, num_layers=32, num_heads=32, vocab_size=126464)
 LLADA_1B = Shape(d_model=2048, num_layers=16, num_heads=16, vocab_size=126464)
 
 

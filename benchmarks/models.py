@@ -44,10 +44,19 @@ class Shape:
         )
 
 
+LLADA_8B = Shape(d_model=4096, num_layers=32, num_heads=32, vocab_size=126464)
+"""But for its ids of mask and end, which cost nothing."""
 CASES = {
     "d 256, 6 layers, V 1,536": Shape(d_model=256, num_layers=6, num_heads=8, vocab_size=1536),
     "d 128, 4 layers, V 16,384": Shape(d_model=128, num_layers=4, num_heads=4, vocab_size=16384),
 }
+
+
+def empty_policy(shape: Shape, max_tokens: int, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Transformer:
+    """A policy whose weights are still to be written, made where it computes."""
+    with torch.device("meta"):
+        model = Transformer(shape.config(max_tokens)).to(dtype)
+    return model.to_empty(device=device)
 
 
 def make_policy(shape: Shape, max_tokens: int, device: str) -> Transformer:

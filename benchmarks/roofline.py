@@ -6,15 +6,14 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu.setting import full, random_policy
 from benchmarks.measure import seconds
-from learner.model.config import TransformerConfig
-from learner.model.transformer import Transformer
-from rollout.request import Request, SamplingParams
+from benchmarks.models import LLADA_8B
 from rollout.sampler import Sampler
 
 COLUMNS = {"method": "method", "network": "network", "limit": "limit", "measured": "measured", "share": "share"}
-# LLaDA-8B: 32 blocks of width 4096, feed-forward 12288, 126464 ids; no grouped queries.
-_LAYERS, _WIDTH, _HIDDEN, _VOCAB = 32, 4096, 12288, 126464
+_LAYERS, _WIDTH, _VOCAB = LLADA_8B.num_layers, LLADA_8B.d_model, LLADA_8B.vocab_size
+_HIDDEN = 3 * _WIDTH
 # A dense bfloat16 product of an H200 in practice, and the reference's schedule: 2 tokens for each forward.
 _FLOP_PER_S = 790e12
 _PROMPT, _GEN, _BLOCK, _STEPS = 256, 256, 32, 128
@@ -56,31 +55,12 @@ def rows(device: str) -> list[dict[str, Any]]:
 
 def _measured(batch: int) -> dict[str, Any]:
     """Tokens a second of d1's exact sampler on a random network of LLaDA-8B's shape in bfloat16."""
-    config = TransformerConfig(
-        vocab_size=_VOCAB,
-        d_model=_WIDTH,
-        num_layers=_LAYERS,
-        num_heads=32,
-        num_kv_heads=32,
-        mlp_hidden_size=_HIDDEN,
-        max_sequence_length=_PROMPT + _GEN,
-        mask_token_id=126336,
-        eos_token_id=126081,
-        pad_token_id=126081,
-    )
-    with torch.device("cuda"):
-        model = Transformer(config).to(torch.bfloat16)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.normal_(0, 0.02) if weight.ndim == 2 else weight.fill_(1)
-    params = SamplingParams(
-        gen_length=_GEN, block_length=_BLOCK, num_denoise_steps=_STEPS, temperature=0.9, stop_ids=()
-    )
-    prompts = torch.randint(0, 126000, (batch, _PROMPT)).tolist()
-    requests = [Request(prompt_ids=tuple(prompt), params=params, seed=seed) for seed, prompt in enumerate(prompts)]
+    setting = full("cuda")
+    model = random_policy(setting, torch.bfloat16)
+    requests = setting.requests(batch, temperature=0.9)
     sampler = Sampler(model, 0)
     sampler.generate([requests[0]])
-    rate = batch * _GEN / seconds(lambda: sampler.generate(requests), "cuda")
+    rate = batch * setting.gen_length / seconds(lambda: sampler.generate(requests), "cuda")
     whole = limit(masked_head=True, restricted=True)
     return {
         "method": f"d1, exact, batch {batch}",

@@ -28,17 +28,16 @@ from actors.fetching import PolicyLoader, StoreReader
 from actors.messages import Generation
 from actors.spec import Phase
 from actors.training.publication import Publisher
+from actors.training.run_client import RunClient
 from actors.weight_store import Manifest, WeightStore
-from actors.weights import put
+from benchmarks.models import Shape, empty_policy
 from deploy import machine
 from deploy.ray_session import ray_session
-from learner.model.config import TransformerConfig
 from learner.model.lora_config import LoraConfig
-from learner.model.transformer import Transformer
 from learner.parallel.ranks import Ranks
 from learner.parallel.sharding import ShardedPolicy
 
-_D_MODEL, _VOCABULARY, _TIMEOUT_S = 2048, 8192, 600.0
+_D_MODEL, _VOCABULARY, _TOKENS, _TIMEOUT_S = 2048, 8192, 128, 600.0
 # The learner's weights, gathered, put and put again by the store; each sampler's, and the base beside them.
 _COPIES, _COPIES_OF_SAMPLER = 5, 1
 
@@ -64,31 +63,28 @@ class Row:
     """Of a plain copy of all weights in memory, median."""
 
 
-class Client:
-    """Hands over to a store, and counts bytes."""
+class Client(RunClient):
+    """A learner's, which counts bytes; there is no coordinator, and no service to hear of anything."""
 
     def __init__(self, store: Any) -> None:
-        self._store, self.num_bytes = store, 0
+        super().__init__(None, store)
+        self.num_bytes = 0
 
     def publish(self, manifest: Manifest, weights: Mapping[str, Tensor]) -> bool:
         """As `RunClient.publish`."""
         self.num_bytes = sum(tensor.nbytes for tensor in weights.values())
-        return bool(ray.get(self._store.publish.remote(manifest, put(weights)), timeout=_TIMEOUT_S))
-
-    def publish_base(self, manifest: Manifest, weights: Mapping[str, Tensor]) -> None:
-        """As `RunClient.publish_base`."""
-        ray.get(self._store.publish_base.remote(manifest, put(weights)), timeout=_TIMEOUT_S)
+        return super().publish(manifest, weights)
 
     def announce(self, generation: Generation, phase: Phase, round_index: int) -> None:
-        """There is no service."""
+        """Nothing is told."""
 
 
 class Receiver:
     """A sampler that only loads."""
 
-    def __init__(self, config: TransformerConfig, store: Any) -> None:
+    def __init__(self, shape: Shape, store: Any) -> None:
         torch.set_num_threads(1)
-        self._loader = PolicyLoader(_empty(config), StoreReader(store, _TIMEOUT_S))
+        self._loader = PolicyLoader(empty_policy(shape, _TOKENS), StoreReader(store, _TIMEOUT_S))
 
     def ready(self) -> None:
         """Answers once it is there."""
@@ -101,15 +97,15 @@ class Receiver:
 class Line:
     """A learner, a store and samplers."""
 
-    def __init__(self, config: TransformerConfig, lora: LoraConfig, num_samplers: int) -> None:
-        model = _empty(config)
+    def __init__(self, shape: Shape, lora: LoraConfig, num_samplers: int) -> None:
+        model = empty_policy(shape, _TOKENS)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.normal_()
         self.policy = ShardedPolicy(model, None, lora=lora)
         store: Any = ray.remote(WeightStore).options(num_cpus=0).remote(1)
         receiver = ray.remote(Receiver).options(num_cpus=0)
-        self._receivers: list[Any] = [receiver.remote(config, store) for _ in range(num_samplers)]
+        self._receivers: list[Any] = [receiver.remote(shape, store) for _ in range(num_samplers)]
         self._actors = [store, *self._receivers]
         ray.get([one.ready.remote() for one in self._actors], timeout=_TIMEOUT_S)
         self.client = Client(store)
@@ -157,9 +153,9 @@ def main() -> None:
 
 def measured(gigabytes: float, num_samplers: int, rank: int, rounds: int) -> Iterator[Row]:
     """Both forms, one after the other: there is not memory for both at once; and a plain copy beside each."""
-    config = _config(gigabytes)
+    shape = _shape(gigabytes)
     for form, lora in (("whole", LoraConfig()), ("adapter", LoraConfig(rank=rank, alpha=rank))):
-        line = Line(config, lora, num_samplers)
+        line = Line(shape, lora, num_samplers)
         whole = [tensor.detach() for name, tensor in line.policy.module.named_parameters() if "lora" not in name]
         num_bytes = sum(tensor.nbytes for tensor in whole)
         first_s = line.send()
@@ -188,28 +184,12 @@ def _copy_s(tensors: Sequence[Tensor]) -> float:
     return time.perf_counter() - began
 
 
-def _config(gigabytes: float) -> TransformerConfig:
+def _shape(gigabytes: float) -> Shape:
     """Of about as many bytes in float32."""
     of_layer = 4 * (4 * _D_MODEL**2 + 9 * _D_MODEL**2)
     rest = 4 * 2 * _VOCABULARY * _D_MODEL
-    return TransformerConfig(
-        vocab_size=_VOCABULARY,
-        d_model=_D_MODEL,
-        num_layers=max(1, round((gigabytes * 1e9 - rest) / of_layer)),
-        num_heads=16,
-        num_kv_heads=16,
-        mlp_hidden_size=3 * _D_MODEL,
-        max_sequence_length=128,
-        mask_token_id=0,
-        eos_token_id=1,
-        pad_token_id=1,
-    )
-
-
-def _empty(config: TransformerConfig) -> Transformer:
-    with torch.device("meta"):
-        model = Transformer(config)
-    return model.to_empty(device="cpu")
+    num_layers = max(1, round((gigabytes * 1e9 - rest) / of_layer))
+    return Shape(d_model=_D_MODEL, num_layers=num_layers, num_heads=16, vocab_size=_VOCABULARY)
 
 
 def _table(rows: Sequence[Row]) -> Table:

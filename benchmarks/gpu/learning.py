@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import rounds
-from benchmarks.gpu.setting import Row, Setting, random_policy, synchronize, taken_s
-from benchmarks.models import Shape
+from benchmarks.gpu.setting import Row, Setting, random_policy, taken_s
 from learner.estimators import SamplerFacts
 from learner.hardware import forget_peak_memory, peak_flop_per_s, peak_memory_bytes
 from learner.learner import Learner
@@ -23,8 +22,8 @@ _GROUP = 4
 
 def learner(setting: Setting) -> Iterator[Row]:
     """Updates of an adapter of the whole network, and of every weight of one with fewer layers."""
-    yield _update(setting, LoraConfig(rank=setting.rank, alpha=64), setting.shape.num_layers)
-    yield _update(setting, WHOLE, setting.few_layers)
+    yield _update(setting, LoraConfig(rank=setting.rank, alpha=64))
+    yield _update(setting.with_layers(setting.few_layers), WHOLE)
 
 
 def publishing(setting: Setting) -> Iterator[Row]:
@@ -52,29 +51,26 @@ def _as_bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
-def _update(setting: Setting, lora: LoraConfig, num_layers: int) -> Row:
-    shape = setting.shape
+def _update(setting: Setting, lora: LoraConfig) -> Row:
     of_round = rounds.Setting(
-        shape=Shape(
-            d_model=shape.d_model, num_layers=num_layers, num_heads=shape.num_heads, vocab_size=shape.vocab_size
-        ),
+        shape=setting.shape,
         prompt_tokens=setting.prompt_tokens,
         gen_length=setting.gen_length,
         group_size=_GROUP,
         num_updates=2,
         device=setting.device,
     )
-    model, device = random_policy(setting, torch.bfloat16, num_layers), torch.device(setting.device)
+    model, device = random_policy(setting, torch.bfloat16), torch.device(setting.device)
     policy = ShardedPolicy(model, None, lora=lora)
     trained = Learner(policy, rounds.learner_config(of_round), SamplerFacts(records_law=False))
     batch = rounds.make_round(of_round)
     forget_peak_memory(device)
     seconds = taken_s(setting, lambda: trained.update(batch, 0), rounds=1)
-    synchronize(setting)
     stated = peak_flop_per_s(device)
     what = f"an adapter of rank {lora.rank}" if lora.rank else "every weight"
     return {
-        "what": f"two updates of {what}, {num_layers} layers, {batch.num_rows} canvases of {setting.canvas_tokens}",
+        "what": f"two updates of {what}, {setting.shape.num_layers} layers, {batch.num_rows} canvases of "
+        f"{setting.canvas_tokens}",
         "seconds": seconds,
         "canvas_tokens_per_s": 2 * batch.num_rows * setting.canvas_tokens / seconds,
         "tflop_per_s": trained.model_flops / seconds / 1e12,

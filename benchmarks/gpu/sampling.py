@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.setting import Row, Setting, random_policy, taken_s
+from benchmarks.models import LLADA_8B
 from benchmarks.replay import replay
 from benchmarks.roofline import limit
 from learner.model.transformer import Transformer
@@ -71,7 +72,7 @@ def sampler(setting: Setting) -> Iterator[Row]:
                 "tokens_per_s": rate,
                 "ms_per_step": 1e3 * seconds / setting.num_steps,
                 # That of the exact schedule: a cache may go beyond it.
-                "of_limit": rate / whole if setting.shape.num_layers == 32 else None,
+                "of_limit": rate / whole if setting.shape == LLADA_8B else None,
             }
 
 

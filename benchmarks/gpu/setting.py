@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.models import Shape
+from benchmarks.measure import seconds
+from benchmarks.models import LLADA_8B, Shape, empty_policy, make_prompts
 from learner.model.transformer import Transformer
 from rollout.request import Request, SamplingParams
 
@@ -59,17 +59,20 @@ class Setting:
 
     def requests(self, count: int, **changes: Any) -> list[Request]:
         """So many, with random prompts."""
-        generator = torch.Generator().manual_seed(1)
-        prompts = torch.randint(2, self.shape.vocab_size, (count, self.prompt_tokens), generator=generator).tolist()
+        prompts = make_prompts(count, self.prompt_tokens, self.shape.vocab_size, "cpu").tolist()
         params = self.params(**changes)
         return [Request(prompt_ids=tuple(ids), params=params, seed=seed) for seed, ids in enumerate(prompts)]
+
+    def with_layers(self, num_layers: int) -> Setting:
+        """The same with so many blocks."""
+        return replace(self, shape=replace(self.shape, num_layers=num_layers))
 
 
 def full(device: str) -> Setting:
     """LLaDA-8B and the first d1's schedule."""
     return Setting(
         device=device,
-        shape=Shape(d_model=4096, num_layers=32, num_heads=32, vocab_size=126464),
+        shape=LLADA_8B,
         prompt_tokens=256,
         gen_length=256,
         block_length=32,
@@ -101,16 +104,9 @@ def tiny(device: str) -> Setting:
     )
 
 
-def random_policy(setting: Setting, dtype: torch.dtype, num_layers: int | None = None) -> Transformer:
+def random_policy(setting: Setting, dtype: torch.dtype) -> Transformer:
     """Made where it computes, never elsewhere: normal weights, and a head that is sharper than random."""
-    shape = setting.shape
-    if num_layers is not None:
-        shape = Shape(
-            d_model=shape.d_model, num_layers=num_layers, num_heads=shape.num_heads, vocab_size=shape.vocab_size
-        )
-    with torch.device("meta"):
-        model = Transformer(shape.config(setting.canvas_tokens)).to(dtype)
-    model = model.to_empty(device=setting.device)
+    model = empty_policy(setting.shape, setting.canvas_tokens, setting.device, dtype)
     generator = torch.Generator(setting.device).manual_seed(0)
     with torch.no_grad():
         for weight in model.parameters():
@@ -122,22 +118,9 @@ def random_policy(setting: Setting, dtype: torch.dtype, num_layers: int | None =
 
 
 def taken_s(setting: Setting, work: Callable[[], object], rounds: int = 3) -> float:
-    """Seconds of one call by the clock, the median of some, after one that is not counted."""
+    """Seconds of one call as `benchmarks.measure` takes them, the median of some, after one that is not counted."""
     work()
-    times = []
-    for _ in range(rounds):
-        synchronize(setting)
-        began = time.perf_counter()
-        work()
-        synchronize(setting)
-        times.append(time.perf_counter() - began)
-    return median(times)
-
-
-def synchronize(setting: Setting) -> None:
-    """Wait for what the device has to do."""
-    if setting.device == "cuda":
-        torch.cuda.synchronize()
+    return median(seconds(work, setting.device) for _ in range(rounds))
 
 
 def normal(setting: Setting, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
