@@ -9,12 +9,12 @@ from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
 
-from deploy.job.preflight import Resources, gigabytes, needs_of
+from deploy.job.preflight import Needs, Resources, gigabytes
 from deploy.recipe.overrides import resolved_yaml
 from deploy.recipe.recipe import Recipe
 
 
-def print_dry_run(recipe: Recipe, available: Resources, problems: Sequence[str]) -> None:
+def print_dry_run(recipe: Recipe, needs: Needs, available: Resources, problems: Sequence[str]) -> None:
     """Print the resolved recipe, what it needs beside what there is, and the problems."""
     console = Console()
     text = resolved_yaml(recipe)
@@ -23,7 +23,6 @@ def print_dry_run(recipe: Recipe, available: Resources, problems: Sequence[str])
     else:
         # Exactly the YAML: it can be piped into a file and used as a recipe, up to the table.
         console.print(Text(text), soft_wrap=True)
-    needs = needs_of(recipe)
     table = Table("resource", "the recipe needs", f"{available.where} has")
     table.add_row("CPUs", f"{needs.cpus:g}", f"{available.cpus:g}")
     table.add_row("GPUs", str(needs.gpus), str(available.gpus))

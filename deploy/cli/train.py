@@ -123,9 +123,10 @@ def _carry_out(recipe: Recipe, order: _Order, dry_run: bool) -> None:
         problems = preflight(recipe, available, resume=order.resume, serve=order.serve)
     if dry_run:
         from deploy.cli.dry_run import print_dry_run
+        from deploy.job.preflight import needs_of
 
         problems += [more for more in _refusals(recipe, order) if not any(more in problem for problem in problems)]
-        print_dry_run(recipe, available, problems)
+        print_dry_run(recipe, needs_of(recipe, serve=order.serve), available, problems)
         if problems:
             raise UserError(f"{recipe.name} cannot run: {counted(len(problems), 'problem')}, listed above")
         return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import re
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -258,6 +259,15 @@ def test_what_making_the_run_would_refuse_a_dry_run_refuses_in_the_same_sentence
     assert f"problem: {real.err.removeprefix('d1: ')}" in dry.out
     assert dry.err == "d1: tiny cannot run: 1 problem, listed above\n"
     assert [path.name for path in recipe_file.parent.glob("**/*") if path.is_file()] == ["tiny.yaml"]
+
+
+def test_a_dry_run_counts_the_gpus_of_engines_where_the_service_is_asked_for(recipe_file: Path, d1: Callable) -> None:
+    """In the table as in the sentence."""
+    given = ("device=cuda", "rollout.num_samplers=1", "learner.num_workers=1", "gpus.engine=0.5", "--dry-run")
+    for serve, num_gpus in (((), 2), (("--serve",), 3)):
+        out = d1("train", "tiny.yaml", *given, *serve).out
+        assert f"the recipe needs {num_gpus} GPUs" in out
+        assert re.search(rf"GPUs\W+{num_gpus}\b", out.partition("resource")[2])
 
 
 def test_a_full_disk_is_noticed_before_the_run(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
