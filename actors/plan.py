@@ -37,7 +37,6 @@ class RunPlan:
         self.validation = (
             self._fitting(task.problems(Split.VALIDATION, num_validation, seed=0)) if num_validation else []
         )
-        self.portion_groups = max(1, spec.rollout.batch_size // spec.learner.group_size)
 
     @property
     def to_choose_by(self) -> list[Problem]:
@@ -47,13 +46,13 @@ class RunPlan:
     @property
     def portions_per_round(self) -> int:
         """Portions that a round consists of."""
-        return -(-self._spec.learner.groups_per_round // self.portion_groups)
+        return self._spec.portions_per_round
 
     def round_portion(self, round_index: int, index: int) -> Portion:
         """A portion of a round. Problems come in a new order in every epoch; every draw has its own seed."""
         spec = self._spec
-        first = index * self.portion_groups
-        last = min(first + self.portion_groups, spec.learner.groups_per_round)
+        first = index * spec.portion_groups
+        last = min(first + spec.portion_groups, spec.learner.groups_per_round)
         problems, group_ids, requests = [], [], []
         for group in range(first, last):
             problem, epoch = self._problem_at(round_index * spec.learner.groups_per_round + group)

@@ -153,6 +153,16 @@ class RunConfig(BaseModel):
         return self.rollout.max_prompt_tokens + self.rollout.sampling.gen_length
 
     @property
+    def portion_groups(self) -> int:
+        """Groups of a portion."""
+        return max(1, self.rollout.batch_size // self.learner.group_size)
+
+    @property
+    def portions_per_round(self) -> int:
+        """Portions that a round consists of."""
+        return -(-self.learner.groups_per_round // self.portion_groups)
+
+    @property
     def sft_tokens(self) -> int:
         """The longest canvas of SFT, in tokens."""
         return self.sft.max_tokens or self.canvas_tokens

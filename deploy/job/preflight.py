@@ -200,17 +200,16 @@ def _resource_problems(recipe: Recipe, needs: Needs, available: Resources) -> It
 def _pool_problems(recipe: Recipe) -> Iterator[str]:
     """GPUs of samplers that would never have anything to do in the rounds. On a CPU such a sampler costs nothing."""
     rollout, learner = recipe.rollout, recipe.learner
-    groups_each = max(1, rollout.batch_size // learner.group_size)
     at_a_time = learner.max_staleness + 1
-    portions = -(-learner.groups_per_round // groups_each) * at_a_time
+    portions = recipe.portions_per_round * at_a_time
     if recipe.device == "cpu" or not learner.num_rounds or portions >= rollout.num_samplers:
         return
     fitting = learner.groups_per_round * at_a_time // rollout.num_samplers * learner.group_size
     smaller = f"rollout.batch_size={fitting} or " if fitting else ""
     yield (
         f"rollout.num_samplers is {rollout.num_samplers}, and only {counted(portions, 'portion')} of "
-        f"{groups_each * learner.group_size} completions can be sampled at a time: the other GPUs would wait; take "
-        f"{smaller}rollout.num_samplers={portions}"
+        f"{recipe.portion_groups * learner.group_size} completions can be sampled at a time: the other GPUs would "
+        f"wait; take {smaller}rollout.num_samplers={portions}"
     )
 
 
