@@ -10,6 +10,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -59,24 +60,27 @@ def answers(config: WorkerConfig, wanted: Wanted, batches: Sequence[Batch]) -> I
 
 
 def _on_this_machine(config: WorkerConfig, wanted: Wanted, batches: Sequence[Batch]) -> Iterator[Answered]:
-    configs = _configs(config, wanted)[: len(batches)]
     context = multiprocessing.get_context("spawn")
-    waiting = context.SimpleQueue()
-    for one in configs:
-        waiting.put(one)
-    pool = ProcessPoolExecutor(len(configs), context, initializer=_begin, initargs=(waiting,))
+    # A pool for each worker: one of several starts them one by one, and a death among them breaks the thread that
+    # should tell of it (its dictionary "changed size during iteration").
+    pools = [ProcessPoolExecutor(1, context, _begin, (one,)) for one in _configs(config, wanted)[: len(batches)]]
+    left = iter(batches)
     try:
         with _interrupt_held_back():
-            waiting_for = [pool.submit(_answer, batch) for batch in batches]
-        for done in as_completed(waiting_for):
+            running = {pool.submit(_answer, batch): pool for pool, batch in zip(pools, left, strict=False)}
+        while running:
+            done = next(as_completed(running))
+            pool = running.pop(done)
             yield done.result()
+            running |= {pool.submit(_answer, batch): pool for batch in islice(left, 1)}
     except BrokenProcessPool as error:
         raise RunFailedError(_DIED) from error
     finally:
         # What they are at, where it ends early, is worth nothing to anyone.
         for process in multiprocessing.active_children():
             process.terminate()
-        pool.shutdown(cancel_futures=True)
+        for pool in pools:
+            pool.shutdown(cancel_futures=True)
 
 
 @contextmanager
@@ -106,9 +110,9 @@ def _num_bytes(checkpoint: Path) -> int:
     return sum(path.stat().st_size for path in checkpoint.glob("*.safetensors"))
 
 
-def _begin(waiting: Any) -> None:
+def _begin(config: WorkerConfig) -> None:
     end_with_parent()
-    _workers.append(Worker(waiting.get()))
+    _workers.append(Worker(config))
 
 
 def _answer(batch: Batch) -> Answered:
