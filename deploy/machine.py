@@ -40,6 +40,14 @@ def num_gpus() -> int:
     return torch.cuda.device_count()
 
 
+def gpu_memory_bytes() -> int | None:
+    """Memory of the smallest GPU that torch can use; None where there is none."""
+    import torch
+
+    devices = range(torch.cuda.device_count())
+    return min((torch.cuda.get_device_properties(device).total_memory for device in devices), default=None)
+
+
 def why_not_bindable(host: str, port: int, *, shares_port: bool = False) -> str | None:
     """Why nothing can listen on an address; None when it is free, or shared by what listens (`shares_port`)."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:

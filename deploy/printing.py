@@ -70,3 +70,8 @@ def share(part: float, interval: Sequence[float]) -> str:
 def metric(value: float) -> str:
     """A measured number with four digits."""
     return f"{value:.4g}"
+
+
+def gigabytes(num_bytes: float) -> str:
+    """A size for people."""
+    return f"{num_bytes / 1e9:.1f} GB"

@@ -11,6 +11,7 @@ from deploy.cli import (
     evaluation,
     export,
     machine,
+    plan,
     report,
     reproduce,
     runs,
@@ -45,6 +46,7 @@ app.command()(tasks.grade)
 app.command()(tasks.tasks)
 app.command()(runs.serve)
 app.add_typer(runs.app, name="runs")
+app.command()(plan.plan)
 app.command()(status.status)
 app.command()(machine.doctor)
 app.command()(machine.schema)

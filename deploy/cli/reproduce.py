@@ -96,7 +96,8 @@ def _execute(steps: list[Step], place: Path, report: Callable[[], str]) -> bool:
 
 
 def _print_plan(steps: list[Step], place: Path) -> None:
-    from deploy.job.preflight import cluster_resources, preflight
+    from deploy.capacity.available import cluster_resources
+    from deploy.job.preflight import preflight
     from deploy.reproduce.execute import command_of, is_complete
     from deploy.reproduce.plan import Texts, Training
 

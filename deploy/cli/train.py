@@ -116,14 +116,15 @@ def _not_through_link(recipe: Recipe) -> tuple[Recipe, list[str]]:
 
 def _carry_out(recipe: Recipe, order: _Order, dry_run: bool) -> None:
     with saying("checking whether the recipe can run here"):
-        from deploy.job.preflight import cluster_resources, preflight
+        from deploy.capacity.available import cluster_resources
+        from deploy.job.preflight import preflight
         from deploy.printing import counted
 
         available = cluster_resources(os.environ.get("RAY_ADDRESS"))
         problems = preflight(recipe, available, resume=order.resume, serve=order.serve)
     if dry_run:
+        from deploy.capacity.needs import needs_of
         from deploy.cli.dry_run import print_dry_run
-        from deploy.job.preflight import needs_of
 
         problems += [more for more in _refusals(recipe, order) if not any(more in problem for problem in problems)]
         print_dry_run(recipe, needs_of(recipe, serve=order.serve), available, problems)

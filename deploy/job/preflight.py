@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import logging
-import socket
+import shutil
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryFile
 
-from actors.resources import (
-    coordinator_resources,
-    grader_resources,
-    learner_resources,
-    num_gpus_for,
-    sampler_resources,
-    store_resources,
-)
 from actors.spec import sampler_facts
 from deploy import machine
-from deploy.errors import UserError, reason
+from deploy.capacity.available import Resources
+from deploy.capacity.memory import learner_memory, sampler_memory, why_too_large
+from deploy.capacity.needs import Needs, needs_of
+from deploy.capacity.shape import policy_shape
+from deploy.errors import reason
 from deploy.job.judges import wanted_servers
-from deploy.printing import counted
-from deploy.program import program
+from deploy.printing import counted, gigabytes
 from deploy.recipe.recipe import Recipe, ServiceSection
 from learner.model.checkpoint_files import load_config
 from learner.model.hub import find_checkpoint
@@ -33,131 +26,21 @@ from rewards.data.demonstrations import read_demonstrations
 from rewards.data.draw import TooFewProblemsError
 from rewards.terms.shaping import SpeedConfig
 
-_FLOAT_BYTES = 4
-# Measured: a process with torch and Ray in it has 310 MB, one without torch 165 MB, Ray's own processes and the driver
-# have 1.5 GB together.
-_PROCESS_BYTES, _PROCESS_WITHOUT_TORCH_BYTES = 310_000_000, 165_000_000
-_RAY_BYTES = 1_500_000_000
-# Measured: a problem of a task in Python's objects, but for its texts; a token in a tuple.
-_PROBLEM_BYTES, _TOKEN_BYTES = 600, 8
 MOST_LOOKED_AT = 20_000
 """Problems of a split that are made before a run starts, to see that they can be."""
 _PROBE_BYTES = 4096
 # Sums of decimal fractions: 0.4 + 0.4 + 0.1 + ... against a whole number of CPUs.
 _CPU_TOLERANCE = 1e-6
-_CONNECT_TIMEOUT_S = 5.0
-_LAST_PORT = 65535
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Needs:
-    """What a run takes."""
-
-    cpus: float
-    """Logical CPUs."""
-    gpus: int
-    """GPUs."""
-    memory_bytes: int
-    """Main memory, at least: processes and copies of the weights, without activations."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Resources:
-    """What there is to run on."""
-
-    where: str
-    """Whose they are, for sentences: `this machine`, `the cluster at 10.0.0.1:6379`."""
-    cpus: float
-    """Logical CPUs."""
-    gpus: int
-    """GPUs."""
-    memory_bytes: int
-    """Main memory."""
-    is_ours: bool
-    """Whether the run would start its own Ray on it."""
-
-
-def needs_of(recipe: Recipe, *, serve: bool = False) -> Needs:
-    """What a run of the recipe takes, and with `serve` its service; engines on CPUs take next to nothing of Ray."""
-    samplers, workers = recipe.rollout.num_samplers, recipe.learner.num_workers
-    sampler = sampler_resources(recipe.device, recipe.gpus.sampler)
-    worker, is_on_gpus = learner_resources(recipe.device, recipe.gpus.learner), recipe.device == "cuda"
-    shares = [recipe.gpus.sampler] * samplers + [recipe.gpus.learner] * workers
-    shares += [recipe.gpus.engine] * recipe.service.num_replicas if serve and recipe.gpus.engine else []
-    small = coordinator_resources()["num_cpus"] + store_resources()["num_cpus"]
-    cpus = small + recipe.grading.num_graders * grader_resources()["num_cpus"]
-    num_with_torch, num_without = samplers + workers, recipe.grading.num_graders + 2
-    return Needs(
-        cpus=round(cpus + samplers * sampler["num_cpus"] + workers * worker["CPU"], 3),
-        gpus=num_gpus_for(shares) if is_on_gpus else 0,
-        memory_bytes=_RAY_BYTES
-        + num_with_torch * _PROCESS_BYTES
-        + num_without * _PROCESS_WITHOUT_TORCH_BYTES
-        + _weight_copies(recipe) * _weight_bytes(recipe)
-        + _problem_copies(recipe) * _problem_bytes(recipe),
-    )
-
-
-def cluster_resources(address: str | None) -> Resources:
-    """What the running cluster at `address` has, or this machine where there is none.
-
-    Raises UserError when nothing answers at the address.
-    """
-    if address is None:
-        return Resources(
-            where="this machine",
-            cpus=machine.num_cpus(),
-            gpus=machine.num_gpus(),
-            memory_bytes=machine.memory_bytes(),
-            is_ours=True,
-        )
-    _check_address(address)
-    import ray
-
-    try:
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-    except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
-        first_line = str(error).partition("\n")[0]
-        raise UserError(f"no Ray cluster answers at RAY_ADDRESS {address}: {first_line}") from error
-    try:
-        total = ray.cluster_resources()
-    finally:
-        ray.shutdown()
-    memory = total.get("memory", 0) + total.get("object_store_memory", 0)
-    return Resources(
-        where=f"the cluster at {address}",
-        cpus=total.get("CPU", 0),
-        gpus=int(total.get("GPU", 0)),
-        memory_bytes=int(memory),
-        is_ours=False,
-    )
-
-
-def _check_address(address: str) -> None:
-    """Raise UserError for an address that cannot work: Ray itself would take more than a minute to say so."""
-    if "://" in address:
-        raise UserError(
-            f"RAY_ADDRESS is {address}, and a run connects to a cluster's HOST:PORT from one of its machines; "
-            f"use `{program()} submit`, or unset it to run on this machine"
-        )
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit() or int(port) > _LAST_PORT:
-        # A word like `auto`, or what Ray itself refuses at once.
-        return
-    try:
-        socket.create_connection((host, int(port)), timeout=_CONNECT_TIMEOUT_S).close()
-    except OSError as error:
-        raise UserError(
-            f"no Ray cluster answers at RAY_ADDRESS {address}: {reason(error)}; unset it to run on this machine"
-        ) from error
 
 
 def preflight(recipe: Recipe, available: Resources, *, resume: bool = False, serve: bool = False) -> list[str]:
     """Why the recipe cannot run, in sentences that say what would help; empty when it can."""
+    needs = needs_of(recipe, serve=serve)
     problems = [
-        *_resource_problems(recipe, needs_of(recipe, serve=serve), available),
+        *_resource_problems(recipe, needs, available),
+        *_gpu_memory_problems(recipe, available),
         *_pool_problems(recipe),
-        *_run_dir_problems(recipe, resume),
+        *(list(_run_dir_problems(recipe, resume)) or _disk_problems(recipe, needs, resume=resume)),
         *_input_problems(recipe),
     ]
     problems += _judge_problems(recipe, available)
@@ -194,6 +77,35 @@ def _resource_problems(recipe: Recipe, needs: Needs, available: Resources) -> It
         yield (
             f"the recipe needs at least {gigabytes(needs.memory_bytes)} of memory ({pools}) and {where} has "
             f"{gigabytes(available.memory_bytes)}; take fewer of them or a smaller model"
+        )
+    if needs.object_store_bytes > available.object_store_bytes:
+        yield (
+            f"the policy versions of the recipe take {gigabytes(needs.object_store_bytes)} of Ray's object store and "
+            f"that of {where} has {gigabytes(available.object_store_bytes)}; take model.lora.rank, a smaller "
+            "learner.max_staleness or a smaller model, or start Ray with a larger --object-store-memory"
+        )
+
+
+def _gpu_memory_problems(recipe: Recipe, available: Resources) -> Iterator[str]:
+    """What does not fit its share of a GPU. A checkpoint whose config cannot be had is refused as such."""
+    if recipe.device == "cpu" or available.gpu_memory_bytes is None:
+        return
+    try:
+        shape = policy_shape(recipe)
+    except ValueError:
+        return
+    for process in (sampler_memory(recipe, shape), learner_memory(recipe, shape, recipe.learner.num_workers)):
+        if refusal := why_too_large(process, available.gpu_memory_bytes, f"a GPU of {available.where}"):
+            yield refusal
+
+
+def _disk_problems(recipe: Recipe, needs: Needs, *, resume: bool) -> Iterator[str]:
+    free = shutil.disk_usage(machine.nearest_existing(recipe.run_dir.parent)).free
+    # A run that goes on has most of its checkpoints already.
+    if needs.disk_bytes > free and not resume:
+        yield (
+            f"the checkpoints of the recipe take up to {gigabytes(needs.disk_bytes)} and the disk of runs_dir "
+            f"{recipe.runs_dir} has {gigabytes(free)} free; take another runs_dir or a smaller num_checkpoints_kept"
         )
 
 
@@ -336,62 +248,3 @@ def _speed_problems(recipe: Recipe) -> Iterator[str]:
             f"learner.filters.min_speed_range is {least:g} and the reward has no term of kind speed; add "
             "reward.terms.fast='{kind: speed}', or take learner.filters.min_speed_range=0"
         )
-
-
-def _weight_copies(recipe: Recipe) -> int:
-    """Copies of the weights on CPUs: the learner's state over all its workers, every sampler's, and the store's."""
-    has_adapter = recipe.model.lora.rank > 0
-    # Of an adapter's versions the store has the base, once, and one may be on its way there.
-    published = 2 if has_adapter else 2 + recipe.learner.max_staleness
-    if recipe.device == "cuda":
-        return published
-    # Weights, gradient, two moments of AdamW, and the whole weights once more when they are published. An adapter has
-    # gradient and moments of its own, which are small, and needs no copy for a reference.
-    learner = 2 if has_adapter else 5 + recipe.learner.objective.needs_reference
-    # A sampler stages the next version beside the one it uses; a base it reads where the store has it.
-    return learner + (1 if has_adapter else 2) * recipe.rollout.num_samplers + published
-
-
-def _weight_bytes(recipe: Recipe) -> int:
-    if recipe.model.checkpoint is not None:
-        return _checkpoint_bytes(recipe.model.checkpoint)
-    model = recipe.model
-    block = 4 * model.d_model**2 + 3 * model.d_model * model.mlp_hidden_size
-    return _FLOAT_BYTES * (2 * model.vocab_size * model.d_model + model.num_layers * block)
-
-
-def _problem_copies(recipe: Recipe) -> int:
-    """Processes that hold every problem: the driver, the coordinator and each learner worker."""
-    return 2 + recipe.learner.num_workers
-
-
-def _problem_bytes(recipe: Recipe) -> int:
-    """What a run's problems and their prompts take in one process. Of a task that cannot be made, nothing."""
-    try:
-        example = make_task(recipe.task).example()
-    except ValueError:
-        return 0
-    num_characters = len(example.demonstration) + sum(len(message.content) for message in example.messages)
-    one = _PROBLEM_BYTES + num_characters + _TOKEN_BYTES * min(num_characters, recipe.rollout.max_prompt_tokens)
-    return (recipe.num_train_problems + recipe.evaluation.num_problems) * one
-
-
-def _checkpoint_bytes(reference: Path) -> int:
-    """What a checkpoint's weights take in memory. Of one that cannot be used, nothing: `preflight` says why."""
-    # Here and not above: most recipes name no checkpoint, and torch takes a second.
-    import torch
-
-    from learner.model.networks import make_model
-
-    try:
-        config = load_config(find_checkpoint(reference, config_only=True))
-    except ValueError:
-        return 0
-    with torch.device("meta"):
-        model = make_model(config)
-    return _FLOAT_BYTES * sum(parameter.numel() for parameter in model.parameters())
-
-
-def gigabytes(num_bytes: float) -> str:
-    """A size for people."""
-    return f"{num_bytes / 1e9:.1f} GB"

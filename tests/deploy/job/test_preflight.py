@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import re
+import shutil
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -13,16 +14,19 @@ from pathlib import Path
 
 import pytest
 
+from deploy.capacity.available import Resources, cluster_resources
+from deploy.capacity.needs import needs_of
 from deploy.errors import UserError
-from deploy.job.preflight import Resources, cluster_resources, needs_of, preflight
+from deploy.job.preflight import preflight
 from deploy.program import program
 from deploy.recipe.overrides import load_recipe
 from learner.model.config import TransformerConfig
 from learner.model.families.llada import write_config
 from rewards.data.draw import draw_distinct
 
-PLENTY = Resources(where="this machine", cpus=64, gpus=8, memory_bytes=10**12, is_ours=True)
-SMALL = Resources(where="the cluster at x:1", cpus=2, gpus=0, memory_bytes=2 * 10**9, is_ours=False)
+ROOMY = {"object_store_bytes": 10**11, "gpu_memory_bytes": None}
+PLENTY = Resources(where="this machine", cpus=64, gpus=8, memory_bytes=10**12, **ROOMY, is_ours=True)
+SMALL = Resources(where="the cluster at x:1", cpus=2, gpus=0, memory_bytes=2 * 10**9, **ROOMY, is_ours=False)
 
 
 @pytest.fixture
@@ -114,7 +118,7 @@ def test_four_bits_need_their_package(recipe_file: Path, monkeypatch: pytest.Mon
 
 
 def test_a_sum_of_fractions_that_fits_exactly_fits(recipe_file: Path) -> None:
-    just = Resources(where="this machine", cpus=1.9, gpus=0, memory_bytes=10**12, is_ours=True)
+    just = Resources(where="this machine", cpus=1.9, gpus=0, memory_bytes=10**12, **ROOMY, is_ours=True)
     assert _problems(recipe_file, available=just) == []
     assert _problems(recipe_file, "grading.num_graders=2", available=just) != []
 
@@ -321,7 +325,7 @@ def test_the_services_port_must_be_free_only_when_it_is_ours_to_open(recipe_file
         f"the service cannot listen on 127.0.0.1:{taken_port}: address already in use; take another service.port"
     )
     assert _problems(recipe_file, port, serve=False) == []
-    cluster = Resources(where="a cluster", cpus=64, gpus=8, memory_bytes=10**12, is_ours=False)
+    cluster = Resources(where="a cluster", cpus=64, gpus=8, memory_bytes=10**12, **ROOMY, is_ours=False)
     assert _problems(recipe_file, port, available=cluster, serve=True) == []
 
 
@@ -425,3 +429,40 @@ def test_data_that_cannot_be_used_is_refused_before_anything_starts(recipe_file:
     assert _problems(recipe)[0].endswith("x.jsonl cannot be read: no such file or directory")
     (workdir / "x.jsonl").write_text('{"prompt": "a"}\n')
     assert _problems(recipe)[0].endswith("x.jsonl, line 1: answer is missing; it should be a text: what is right")
+
+
+def test_what_does_not_fit_its_share_of_a_gpu_is_refused(recipe_file: Path) -> None:
+    """Where the memory of the GPUs is known; on a CPU nobody has one."""
+    small = replace(PLENTY, gpu_memory_bytes=4 * 10**9)
+    given = ("device=cuda", "rollout.num_samplers=1", "learner.num_workers=1", "model.d_model=256")
+    assert _problems(recipe_file, *given, available=small) == []
+    assert _problems(recipe_file, *given, available=replace(PLENTY, gpu_memory_bytes=None)) == []
+    sampler, learner = _problems(recipe_file, *given, "gpus={sampler: 0.25, learner: 0.3}", available=small)
+    assert re.fullmatch(
+        r"a sampler takes at least 1\.\d GB of GPU memory \(activations 0\.\d\), and 0\.25 of a GPU of this machine "
+        r"has 1\.0; take a smaller rollout\.engine\.num_slots",
+        sampler,
+    )
+    assert re.fullmatch(
+        r"a learner worker takes at least \d\.\d GB of GPU memory \(activations \d\.\d\), and 0\.3 of a GPU of this "
+        r"machine has 1\.2; take sharding\.activation_checkpointing=true or a smaller learner\.micro_batch_tokens",
+        learner,
+    )
+    assert _problems(recipe_file, "device=cpu", available=small) == []
+
+
+def test_versions_must_fit_the_object_store_and_checkpoints_the_disk(
+    recipe_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs = needs_of(load_recipe(recipe_file, ["learner.num_rounds=1"]))
+    whole = 4 * (2 * 320 * 128 + 4 * (4 * 128**2 + 3 * 128 * 384 + 2 * 128) + 128)
+    assert needs.object_store_bytes == 2 * whole
+    # Three that are kept, the ends of SFT, rounds and control, the best, one under way: weights and two moments.
+    assert needs.disk_bytes == 8 * 3 * whole
+    (problem,) = _problems(recipe_file, available=replace(PLENTY, object_store_bytes=10**6))
+    assert "of Ray's object store and that of this machine has 0.0 GB; take model.lora.rank" in problem
+    usage = shutil.disk_usage("/")
+    monkeypatch.setattr("shutil.disk_usage", lambda _path: usage._replace(free=10**6))
+    (problem,) = _problems(recipe_file)
+    assert problem.startswith("the checkpoints of the recipe take up to 0.1 GB and the disk of runs_dir runs has 0.0")
+    assert problem.endswith("take another runs_dir or a smaller num_checkpoints_kept")

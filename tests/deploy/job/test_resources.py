@@ -11,8 +11,8 @@ import ray
 import torch
 
 from actors.resources import grader_resources, learner_resources, num_gpus_for, sampler_resources
+from deploy.capacity.needs import needs_of
 from deploy.errors import UserError
-from deploy.job.preflight import needs_of
 from deploy.recipe.overrides import load_recipe
 from deploy.service.on_ray import given_device
 from learner.hardware import limit_memory

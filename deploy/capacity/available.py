@@ -1,0 +1,96 @@
+"""What there is to run on: this machine, or the cluster at an address."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from dataclasses import dataclass
+
+from deploy import machine
+from deploy.capacity.gpus import smallest_memory
+from deploy.errors import UserError, reason
+from deploy.program import program
+
+# Ray's own default: of main memory.
+_OBJECT_STORE_SHARE = 0.3
+_CONNECT_TIMEOUT_S = 5.0
+_LAST_PORT = 65535
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Resources:
+    """What there is to run on."""
+
+    where: str
+    """Whose they are, for sentences: `this machine`, `the cluster at 10.0.0.1:6379`."""
+    cpus: float
+    """Logical CPUs."""
+    gpus: int
+    """GPUs."""
+    memory_bytes: int
+    """Main memory."""
+    object_store_bytes: int
+    """Ray's object store, of all machines together."""
+    gpu_memory_bytes: int | None
+    """Memory of the smallest GPU; None where there is none, or nobody can say."""
+    is_ours: bool
+    """Whether the run would start its own Ray on it."""
+
+
+def cluster_resources(address: str | None) -> Resources:
+    """What the running cluster at `address` has, or this machine where there is none.
+
+    Raises UserError when nothing answers at the address.
+    """
+    if address is None:
+        return Resources(
+            where="this machine",
+            cpus=machine.num_cpus(),
+            gpus=machine.num_gpus(),
+            memory_bytes=machine.memory_bytes(),
+            object_store_bytes=int(_OBJECT_STORE_SHARE * machine.memory_bytes()),
+            gpu_memory_bytes=machine.gpu_memory_bytes(),
+            is_ours=True,
+        )
+    _check_address(address)
+    import ray
+
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
+        first_line = str(error).partition("\n")[0]
+        raise UserError(f"no Ray cluster answers at RAY_ADDRESS {address}: {first_line}") from error
+    try:
+        total = ray.cluster_resources()
+    finally:
+        ray.shutdown()
+    store = int(total.get("object_store_memory", 0))
+    memory = total.get("memory", 0) + store
+    return Resources(
+        where=f"the cluster at {address}",
+        cpus=total.get("CPU", 0),
+        gpus=int(total.get("GPU", 0)),
+        memory_bytes=int(memory),
+        object_store_bytes=store,
+        gpu_memory_bytes=smallest_memory(total),
+        is_ours=False,
+    )
+
+
+def _check_address(address: str) -> None:
+    """Raise UserError for an address that cannot work: Ray itself would take more than a minute to say so."""
+    if "://" in address:
+        raise UserError(
+            f"RAY_ADDRESS is {address}, and a run connects to a cluster's HOST:PORT from one of its machines; "
+            f"use `{program()} submit`, or unset it to run on this machine"
+        )
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or int(port) > _LAST_PORT:
+        # A word like `auto`, or what Ray itself refuses at once.
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=_CONNECT_TIMEOUT_S).close()
+    except OSError as error:
+        raise UserError(
+            f"no Ray cluster answers at RAY_ADDRESS {address}: {reason(error)}; unset it to run on this machine"
+        ) from error

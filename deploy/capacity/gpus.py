@@ -1,0 +1,44 @@
+"""GPUs as their data sheets state them, by the names that Ray has for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GpuKind:
+    """One kind of GPU."""
+
+    name: str
+    """Ray's `accelerator_type`."""
+    memory_bytes: int
+    """Its memory."""
+    flop_per_s: float
+    """Dense bfloat16 products."""
+
+
+GPU_KINDS = {
+    kind.name: kind
+    for kind in (
+        GpuKind(name="L4", memory_bytes=24 * 10**9, flop_per_s=121e12),
+        GpuKind(name="L40S", memory_bytes=48 * 10**9, flop_per_s=362e12),
+        GpuKind(name="A100-40G", memory_bytes=40 * 2**30, flop_per_s=312e12),
+        GpuKind(name="A100-80G", memory_bytes=80 * 2**30, flop_per_s=312e12),
+        GpuKind(name="H100", memory_bytes=80 * 2**30, flop_per_s=989e12),
+        GpuKind(name="H200", memory_bytes=141 * 10**9, flop_per_s=989e12),
+        GpuKind(name="B200", memory_bytes=180 * 10**9, flop_per_s=2250e12),
+    )
+}
+"""The kinds that plans are made for."""
+DEFAULT_KIND = "H100"
+"""That of a plan that names none."""
+_RAY_PREFIX = "accelerator_type:"
+
+
+def smallest_memory(resources: Iterable[str]) -> int | None:
+    """Memory of the smallest kind of GPU among a cluster's resources, by their names; None where one is not known."""
+    names = [name.removeprefix(_RAY_PREFIX) for name in resources if name.startswith(_RAY_PREFIX)]
+    if not names or any(name not in GPU_KINDS for name in names):
+        return None
+    return min(GPU_KINDS[name].memory_bytes for name in names)

@@ -1,0 +1,199 @@
+"""GPU memory of a run's processes, counted from the recipe: what each holds, and the most that passes through it.
+
+Letters: T tokens of a forward, D width, H inner width of the feed-forward, K width of keys, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from actors.run_config import RunConfig
+from deploy.capacity.shape import ParameterCounts
+from learner.model.config import TransformerConfig
+from rollout.request import Cache
+
+# Assumed, and measured by nobody: CUDA's context with its libraries, and NCCL's buffers where several GPUs meet.
+_CONTEXT_BYTES, _NCCL_BYTES = 10**9, 10**9
+_FLOAT32 = 4
+_MOMENTS = 2
+# NF4: half a byte, and a float32 scale that is itself held in 8 bits for each 64 weights.
+_NF4_BYTES = 0.5 + 1 / 64
+# `learner/model/scoring.py`: logits of a chunk, and those kept for the backward pass.
+_MOST_LOGITS, _MOST_KEPT = 2**26, 2**26
+# FSDP gathers the next block while one computes.
+_GATHERED_BLOCKS = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """One thing that takes memory of a GPU."""
+
+    name: str
+    """What it is."""
+    num_bytes: float
+    """How much it takes."""
+    helps: str
+    """What would make it smaller: fields of the recipe."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProcessMemory:
+    """What one process takes of its GPU."""
+
+    who: str
+    """`a sampler`."""
+    share: float
+    """Of a GPU that it has."""
+    share_field: str
+    """The recipe's field that says so."""
+    parts: tuple[Part, ...]
+    """What takes it."""
+
+    @property
+    def num_bytes(self) -> float:
+        """All of it."""
+        return sum(part.num_bytes for part in self.parts)
+
+    @property
+    def largest(self) -> Part:
+        """The part that takes most of those that a field makes smaller."""
+        return max((part for part in self.parts if part.helps), key=lambda part: part.num_bytes)
+
+
+def sampler_memory(recipe: RunConfig, shape: TransformerConfig) -> ProcessMemory:
+    """What a sampler takes: its policy, under LoRA what adapters are merged into, and a forward of all its slots."""
+    counts, engine = ParameterCounts.of(shape, recipe.model.lora), recipe.rollout.engine
+    each = _bytes_of(engine.dtype)
+    dtype_helps = "rollout.engine.dtype=bfloat16" if engine.dtype == "float32" else "a smaller model"
+    slots_help = "a smaller rollout.engine.num_slots"
+    params = recipe.rollout.params
+    rows = engine.num_slots * (2 if any(param.cfg_scale for param in params) else 1)
+    tokens = rows * recipe.canvas_tokens
+    parts = [
+        Part(name="weights", num_bytes=each * counts.policy, helps=dtype_helps),
+        Part(name="activations", num_bytes=_forward_bytes(shape, tokens, each), helps=slots_help),
+        Part(
+            # In the policy's precision; shifted in float32, and their exponentials.
+            name="logits of the blocks",
+            num_bytes=rows * params[0].block_length * shape.vocab_size * (each + 2 * _FLOAT32),
+            helps=f"{slots_help} or rollout.sampling.block_length",
+        ),
+    ]
+    if recipe.model.lora.rank:
+        # As the checkpoint has it: in bfloat16 as a rule, where there is one.
+        stored = _bytes_of("bfloat16" if recipe.model.checkpoint is not None else "float32")
+        parts.append(Part(name="what adapters are merged into", num_bytes=stored * counts.policy, helps=""))
+    if any(param.cache is not Cache.NONE for param in params):
+        keys = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim
+        cached = engine.num_slots * (recipe.canvas_tokens + 1) * keys * each
+        parts.append(Part(name="cache of keys and values", num_bytes=cached, helps=slots_help))
+    parts.append(Part(name="CUDA", num_bytes=_CONTEXT_BYTES, helps=""))
+    return ProcessMemory(
+        who="a sampler", share=recipe.gpus.sampler, share_field="gpus.sampler", parts=_largest_first(parts)
+    )
+
+
+def learner_memory(recipe: RunConfig, shape: TransformerConfig, num_workers: int) -> ProcessMemory:
+    """What one of so many learner workers takes."""
+    counts, lora = ParameterCounts.of(shape, recipe.model.lora), recipe.model.lora
+    each = _bytes_of(recipe.sharding.compute_dtype)
+    trained = counts.adapter or counts.policy
+    workers_help = "more learner.num_workers" + ("" if lora.rank else " or LoRA (model.lora.rank)")
+    parts = [*_held(recipe, counts, num_workers, workers_help), *_passing(recipe, shape, counts)]
+    if not recipe.sharding.cpu_offload:
+        state = _FLOAT32 * (1 + _MOMENTS) * trained / num_workers
+        parts.append(Part(name="gradient and AdamW's moments", num_bytes=state, helps=workers_help))
+    cuda = _CONTEXT_BYTES + (_NCCL_BYTES if num_workers > 1 else 0)
+    # Blocks as they are gathered; of trained ones their gradient too, before it is summed over the workers.
+    blocks = _GATHERED_BLOCKS * (counts.block * (lora.base_weights == "full") + counts.adapter_of_block) + counts.root
+    summed = (each + _FLOAT32) * (counts.adapter_of_block if lora.rank else max(counts.block, counts.root))
+    parts += [
+        Part(
+            name="gathered blocks, embedding and head", num_bytes=each * blocks + summed, helps=_compute_helps(recipe)
+        ),
+        Part(name="CUDA and NCCL", num_bytes=cuda, helps=""),
+    ]
+    return ProcessMemory(
+        who="a learner worker", share=recipe.gpus.learner, share_field="gpus.learner", parts=_largest_first(parts)
+    )
+
+
+def why_too_large(process: ProcessMemory, gpu_bytes: float, where: str) -> str | None:
+    """Why a process does not fit its share of a GPU, with what helps; None where it does."""
+    available = process.share * gpu_bytes
+    if process.num_bytes <= available:
+        return None
+    share = "" if process.share == 1 else f"{process.share:g} of "
+    largest = process.largest
+    return (
+        f"{process.who} takes at least {process.num_bytes / 1e9:.1f} GB of GPU memory ({largest.name} "
+        f"{largest.num_bytes / 1e9:.1f}), and {share}{where} has {available / 1e9:.1f}; take {largest.helps}"
+    )
+
+
+def saved_bytes_of_token(shape: TransformerConfig, each: int) -> int:
+    """What a block keeps of a token for its backward pass: the stream before both sublayers and after both norms, what
+    attention takes and gives, once more in the order of the tokens, and four of the feed-forward's inner width."""
+    key_value = shape.num_kv_heads * shape.head_dim
+    return each * (8 * shape.d_model + 2 * key_value + 4 * shape.mlp_hidden_size)
+
+
+def _held(recipe: RunConfig, counts: ParameterCounts, num_workers: int, helps: str) -> list[Part]:
+    """Weights, which stay for the whole stage."""
+    lora = recipe.model.lora
+    if recipe.sharding.cpu_offload:
+        return []
+    if lora.base_weights == "nf4":
+        # The blocks whole on every worker; the rest, and the adapter, sharded.
+        quantized = _NF4_BYTES * counts.blocks + _FLOAT32 * (counts.root + counts.adapter) / num_workers
+        return [Part(name="weights in 4 bits, and the adapter", num_bytes=quantized, helps=helps)]
+    weights = _FLOAT32 * (counts.policy + counts.adapter) / num_workers
+    parts = [Part(name="weights in float32", num_bytes=weights, helps=helps)]
+    if recipe.learner.objective.needs_reference and not lora.rank:
+        reference = _FLOAT32 * counts.policy / num_workers
+        parts.append(Part(name="the reference in float32", num_bytes=reference, helps=helps))
+    return parts
+
+
+def _passing(recipe: RunConfig, shape: TransformerConfig, counts: ParameterCounts) -> list[Part]:
+    """Activations and logits of the largest micro-batch."""
+    each, tokens = _bytes_of(recipe.sharding.compute_dtype), recipe.learner.micro_batch_tokens
+    tokens = max(tokens, recipe.canvas_tokens)
+    of_block = float(tokens * saved_bytes_of_token(shape, each))
+    if recipe.sharding.activation_checkpointing:
+        # The input of each block, and one block's backward pass, with gradients in flight beside what it kept.
+        in_flight = tokens * each * (2 * shape.d_model + 2 * shape.mlp_hidden_size)
+        kept, helps = shape.num_layers * tokens * each * shape.d_model + of_block + in_flight, ""
+    else:
+        kept, helps = shape.num_layers * of_block, "sharding.activation_checkpointing=true or "
+    logits = min(tokens * shape.vocab_size, _MOST_LOGITS) * (each + _FLOAT32)
+    logits += min(tokens * shape.vocab_size, _MOST_KEPT) * _FLOAT32
+    adapters = shape.num_layers * tokens * each * recipe.model.lora.rank * len(recipe.model.lora.targets)
+    if counts.adapter and not recipe.sharding.activation_checkpointing:
+        kept += adapters
+    smaller = f"{helps}a smaller learner.micro_batch_tokens"
+    return [
+        Part(name="activations", num_bytes=kept, helps=smaller),
+        Part(name="logits", num_bytes=logits, helps=""),
+    ]
+
+
+def _forward_bytes(shape: TransformerConfig, tokens: int, each: int) -> float:
+    """The most that a forward without gradient has at a time: of attention, rotated in float32, or of the
+    feed-forward."""
+    width, key_value = shape.d_model, shape.num_kv_heads * shape.head_dim
+    attention = each * (3 * width + 2 * key_value) + 3 * _FLOAT32 * width
+    feed_forward = each * (2 * width + 2 * shape.mlp_hidden_size)
+    return tokens * max(attention, feed_forward)
+
+
+def _compute_helps(recipe: RunConfig) -> str:
+    return "sharding.compute_dtype=bfloat16" if recipe.sharding.compute_dtype == "float32" else ""
+
+
+def _bytes_of(dtype: str) -> int:
+    return 2 if dtype == "bfloat16" else _FLOAT32
+
+
+def _largest_first(parts: list[Part]) -> tuple[Part, ...]:
+    return tuple(sorted(parts, key=lambda part: -part.num_bytes))

@@ -1,0 +1,138 @@
+"""A capacity plan: how a recipe's samplers and learner workers share so many GPUs best, and what stands in the way.
+
+Seconds are the counted arithmetic over the GPU's stated rate, times the share of it that is hoped for; nothing of them
+is measured. They leave out grading, publishing and evaluation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from actors.run_config import RunConfig
+from deploy.capacity.arithmetic import learning_flops, sampling_flops
+from deploy.capacity.gpus import GpuKind
+from deploy.capacity.memory import ProcessMemory, learner_memory, sampler_memory, why_too_large
+from deploy.capacity.shape import policy_shape
+from learner.model.config import TransformerConfig
+
+SAMPLING_SHARE, LEARNING_SHARE = 0.64, 0.5
+"""Of a GPU's stated rate: 80 % of the 80 % that products alone reach, and half. Goals, and not measurements."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Split:
+    """How many GPUs sample and how many learn. On one GPU both take turns: then both are 1."""
+
+    num_samplers: int
+    """Samplers, a GPU each."""
+    num_workers: int
+    """Learner workers, a GPU each."""
+    sampling_s: float
+    """Seconds to denoise a round's completions."""
+    learning_s: float
+    """Seconds of its updates."""
+    round_s: float
+    """Seconds of a round: one after the other, or the longer where samplers run ahead."""
+    limit: str | None
+    """Why it cannot be: the memory of whom, and the field that helps. None where it can."""
+
+    @property
+    def first_limit(self) -> str:
+        """What a round waits for most."""
+        return "sampling" if self.sampling_s >= self.learning_s else "learning"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """A recipe on so many GPUs of a kind."""
+
+    num_gpus: int
+    """GPUs."""
+    kind: GpuKind
+    """Which."""
+    shape: TransformerConfig
+    """The policy's."""
+    sampling_flops: float
+    """Of a round."""
+    learning_flops: float
+    """Of a round."""
+    is_short_of_portions: bool
+    """Whether more samplers would do no more, as a round has no more portions."""
+    splits: tuple[Split, ...]
+    """Every split, the fastest that fits first, then those that do not fit."""
+    processes: tuple[ProcessMemory, ...]
+    """What a sampler and a learner worker of the first split take."""
+
+    @property
+    def best(self) -> Split | None:
+        """The fastest split that fits; None where none does."""
+        return self.splits[0] if self.splits[0].limit is None else None
+
+
+def make_plan(recipe: RunConfig, num_gpus: int, kind: GpuKind) -> Plan:
+    """Plan a recipe. Raises ValueError when its checkpoint's config cannot be had."""
+    shape = policy_shape(recipe)
+    flops = sampling_flops(recipe, shape), learning_flops(recipe, shape)
+    shares = _shares(recipe, shape, num_gpus)
+    splits = sorted(
+        _splits(shares, shape, num_gpus, kind, flops), key=lambda split: (split.limit is not None, split.round_s)
+    )
+    return Plan(
+        num_gpus=num_gpus,
+        kind=kind,
+        shape=shape,
+        sampling_flops=flops[0],
+        learning_flops=flops[1],
+        is_short_of_portions=_most_samplers(recipe) < num_gpus - 1,
+        splits=tuple(splits),
+        processes=(sampler_memory(shares, shape), learner_memory(shares, shape, splits[0].num_workers)),
+    )
+
+
+def _splits(
+    recipe: RunConfig, shape: TransformerConfig, num_gpus: int, kind: GpuKind, flops: tuple[float, float]
+) -> Iterator[Split]:
+    where = f"one {kind.name}"
+    portions, learner = recipe.portions_per_round, recipe.learner
+    # What cannot be shared out further: more workers would wait in every round.
+    units = learner.groups_per_round * (1 if learner.objective.compares_groups else learner.group_size)
+    sampler = why_too_large(sampler_memory(recipe, shape), kind.memory_bytes, where)
+    for num_samplers in range(1, 1 + min(max(1, num_gpus - 1), _most_samplers(recipe))):
+        num_workers = min(max(1, num_gpus - num_samplers), units)
+        too_large = why_too_large(learner_memory(recipe, shape, num_workers), kind.memory_bytes, where)
+        is_ahead = learner.max_staleness > 0 and num_gpus > 1
+        # The busiest ends the round. Samplers that run ahead go on with the next one.
+        of_busiest = 1 / num_samplers if is_ahead else _of_busiest(portions, num_samplers)
+        sampling_s = flops[0] * of_busiest / (SAMPLING_SHARE * kind.flop_per_s)
+        learning_s = flops[1] * _of_busiest(units, num_workers) / (LEARNING_SHARE * kind.flop_per_s)
+        yield Split(
+            num_samplers=num_samplers,
+            num_workers=num_workers,
+            sampling_s=sampling_s,
+            learning_s=learning_s,
+            round_s=max(sampling_s, learning_s) if is_ahead else sampling_s + learning_s,
+            limit=sampler or too_large,
+        )
+
+
+def _most_samplers(recipe: RunConfig) -> int:
+    """Samplers that can be at work at a time."""
+    return recipe.portions_per_round * (recipe.learner.max_staleness + 1)
+
+
+def _of_busiest(num_units: int, num_processes: int) -> float:
+    """The share of some units that the busiest of some processes has."""
+    return -(-num_units // num_processes) / num_units
+
+
+def _shares(recipe: RunConfig, shape: TransformerConfig, num_gpus: int) -> RunConfig:
+    """The recipe with whole GPUs; on one, with the shares that it says, or else in proportion to what both take."""
+    shares = {"sampler": 1.0, "learner": 1.0}
+    if num_gpus == 1 and recipe.gpus.sampler + recipe.gpus.learner <= 1:
+        return recipe
+    if num_gpus == 1:
+        sampler, learner = sampler_memory(recipe, shape).num_bytes, learner_memory(recipe, shape, 1).num_bytes
+        of_sampler = min(0.95, max(0.05, round(sampler / (sampler + learner), 2)))
+        shares = {"sampler": of_sampler, "learner": round(1 - of_sampler, 2)}
+    return recipe.model_copy(update={"gpus": recipe.gpus.model_copy(update=shares)})

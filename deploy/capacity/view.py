@@ -1,0 +1,77 @@
+"""A capacity plan for people: memory by process, seconds by split, the best of them and what limits it."""
+
+from __future__ import annotations
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from deploy.capacity.memory import ProcessMemory
+from deploy.capacity.plan import LEARNING_SHARE, SAMPLING_SHARE, Plan, Split
+from deploy.printing import counted
+
+_MOST_SPLITS = 6
+
+
+def print_plan(plan: Plan, console: Console) -> None:
+    """Print it."""
+    console.print(Group(*(_memory(process, plan) for process in plan.processes), _splits(plan)))
+    for line in _words(plan):
+        # Whole, so that what is to be copied can be.
+        console.print(line, soft_wrap=True)
+
+
+def _memory(process: ProcessMemory, plan: Plan) -> RenderableType:
+    of = "" if process.share == 1 else f"{process.share:g} of "
+    table = Table(title=f"{process.who[:1].upper()}{process.who[1:]} on {of}one {plan.kind.name}", title_justify="left")
+    table.add_column("what")
+    table.add_column("GB", justify="right")
+    table.add_column("less with")
+    for part in process.parts:
+        table.add_row(part.name, f"{part.num_bytes / 1e9:.2f}", part.helps)
+    table.add_section()
+    table.add_row("together, at least", f"{process.num_bytes / 1e9:.2f}")
+    table.add_row("there is", f"{process.share * plan.kind.memory_bytes / 1e9:.2f}")
+    return table
+
+
+def _splits(plan: Plan) -> RenderableType:
+    table = Table(title=f"A round on {counted(plan.num_gpus, 'GPU')}", title_justify="left")
+    for name in ("samplers", "learner workers", "sampling, s", "learning, s", "a round, s", "waits most for"):
+        table.add_column(name, justify="left" if name.startswith("waits") else "right")
+    for split in plan.splits[:_MOST_SPLITS]:
+        fits = split.first_limit if split.limit is None else "does not fit"
+        numbers = (split.sampling_s, split.learning_s, split.round_s)
+        style = "bold" if split is plan.best else None
+        row = (str(split.num_samplers), str(split.num_workers), *(f"{number:.3g}" for number in numbers), fits)
+        table.add_row(*row, style=style)
+    return table
+
+
+def _words(plan: Plan) -> list[Text]:
+    best = plan.best
+    words = f"Does not fit: {plan.splits[0].limit}." if best is None else f"Best: {_override(best, plan)}"
+    left_out = len(plan.splits) - _MOST_SPLITS
+    more = [] if left_out <= 0 else [Text(f"{counted(left_out, 'slower split')} not shown.", style="dim")]
+    derived = (
+        f"All of it is derived, nothing measured: {plan.sampling_flops / 1e15:.3g} PFLOP of sampling at "
+        f"{SAMPLING_SHARE:.0%} and {plan.learning_flops / 1e15:.3g} PFLOP of learning at {LEARNING_SHARE:.0%} of the "
+        f"{plan.kind.flop_per_s / 1e12:g} TFLOP/s that one {plan.kind.name} states; canvases that are full; "
+        "without grading, publishing and evaluation."
+    )
+    if best is not None and best.num_samplers + best.num_workers < plan.num_gpus:
+        idle = plan.num_gpus - best.num_samplers - best.num_workers
+        more.append(
+            Text(f"{counted(idle, 'GPU')} would have nothing to do: the round is too small to share it further.")
+        )
+    if plan.is_short_of_portions:
+        more.append(Text("More samplers would wait for portions: a smaller rollout.batch_size makes more of them."))
+    return [*more, Text(words, style="bold red" if best is None else "bold"), Text(derived, style="dim")]
+
+
+def _override(best: Split, plan: Plan) -> str:
+    words = f"device=cuda rollout.num_samplers={best.num_samplers} learner.num_workers={best.num_workers}"
+    sampler, learner = plan.processes
+    if plan.num_gpus == 1:
+        words += f" 'gpus={{sampler: {sampler.share:g}, learner: {learner.share:g}}}'"
+    return words

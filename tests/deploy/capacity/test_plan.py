@@ -1,0 +1,168 @@
+"""A plan says what a recipe takes of GPUs, which split is the fastest that fits, and what helps where none does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from deploy.capacity.gpus import GPU_KINDS, smallest_memory
+from deploy.capacity.memory import learner_memory, sampler_memory
+from deploy.capacity.plan import Plan, make_plan
+from deploy.capacity.shape import policy_shape
+from deploy.recipe.overrides import load_recipe
+from deploy.recipe.recipe import Recipe
+from learner.model.config import TransformerConfig
+from learner.model.families.llada import write_config
+
+LLADA_8B = TransformerConfig(
+    vocab_size=126464,
+    d_model=4096,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=32,
+    mlp_hidden_size=12288,
+    max_sequence_length=4096,
+    mask_token_id=126336,
+    eos_token_id=126081,
+    pad_token_id=126081,
+)
+RECIPES = Path(__file__).parents[3] / "recipes"
+
+
+@pytest.fixture
+def llada(tmp_path: Path) -> Callable[..., Recipe]:
+    """The recipe for LLaDA-8B, with a checkpoint that has a config alone."""
+    (tmp_path / "config.json").write_text(json.dumps(write_config(LLADA_8B)))
+    return lambda *overrides: load_recipe(
+        RECIPES / "llada-gsm8k.yaml", [f"model.checkpoint={tmp_path}", "device=cuda", *overrides]
+    )
+
+
+def _plan(recipe: Recipe, num_gpus: int, kind: str = "H100") -> Plan:
+    return make_plan(recipe, num_gpus, GPU_KINDS[kind])
+
+
+def test_eight_gpus_are_split_by_what_a_round_waits_for(llada: Callable[..., Recipe]) -> None:
+    """A round has four portions: a fifth sampler would wait, and three take as long as two."""
+    plan = _plan(llada(), 8)
+    assert plan.best is not None
+    assert (plan.best.num_samplers, plan.best.num_workers) == (4, 4)
+    assert [split.num_samplers for split in plan.splits] == [4, 2, 3, 1]
+    assert plan.is_short_of_portions
+    # docs/scaling.md has these from the FLOP of one forward.
+    assert plan.learning_flops == pytest.approx(35.3e15, rel=0.01)
+    assert plan.best.sampling_s == pytest.approx(35, rel=0.02)
+    assert plan.best.round_s == plan.best.sampling_s + plan.best.learning_s
+
+
+def test_samplers_that_run_ahead_hide_the_shorter_phase(llada: Callable[..., Recipe]) -> None:
+    estimator = "learner.estimator={name: trajectory, steps_per_segment: 1, law: sampler}"
+    exact = (estimator, "learner.objective={name: clipped_ratio, old: sampler}", "learner.max_staleness=1")
+    plan = _plan(llada(*exact), 8)
+    for split in plan.splits:
+        assert split.round_s == max(split.sampling_s, split.learning_s)
+    assert plan.best is not None
+    assert plan.best.round_s == min(split.round_s for split in plan.splits)
+
+
+def test_no_worker_is_planned_that_would_have_no_row(llada: Callable[..., Recipe]) -> None:
+    small = ("learner.groups_per_round=2", "learner.group_size=2", "rollout.batch_size=2", "learner.num_workers=2")
+    plan = _plan(llada(*small, "rollout.num_samplers=2"), 64)
+    assert {split.num_workers for split in plan.splits} == {4}
+    assert max(split.num_samplers for split in plan.splits) == 2
+
+
+def test_one_gpu_is_shared_by_what_both_take(llada: Callable[..., Recipe]) -> None:
+    plan = _plan(llada(), 1, "H200")
+    assert plan.best is not None
+    sampler, learner = plan.processes
+    assert sampler.share + learner.share == pytest.approx(1)
+    assert sampler.share == pytest.approx(sampler.num_bytes / (sampler.num_bytes + learner.num_bytes), abs=0.01)
+    mine = _plan(llada("learner.num_workers=1", "gpus={sampler: 0.4, learner: 0.5}"), 1, "H200")
+    assert [process.share for process in mine.processes] == [0.4, 0.5]
+
+
+def test_what_does_not_fit_says_by_how_much_and_what_helps(llada: Callable[..., Recipe]) -> None:
+    plan = _plan(llada(), 8, "L4")
+    assert plan.best is None
+    assert plan.splits[0].limit == (
+        "a sampler takes at least 35.1 GB of GPU memory (weights 16.0), and one L4 has 24.0; take a smaller model"
+    )
+    fitting = llada("rollout.engine.num_slots=1", "model.lora={rank: 0}", "learner.num_workers=1")
+    learner = _plan(fitting, 2).splits[0].limit
+    assert learner is not None
+    assert learner.startswith("a learner worker takes at least ")
+    assert learner.endswith("and one H100 has 85.9; take more learner.num_workers or LoRA (model.lora.rank)")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "who", "part", "factor"),
+    [
+        (("rollout.engine.num_slots=48",), sampler_memory, "activations", 2.0),
+        (("rollout.engine.num_slots=48",), sampler_memory, "logits of the blocks", 2.0),
+        (("rollout.engine.dtype=float32",), sampler_memory, "weights", 2.0),
+        (("learner.micro_batch_tokens=16384",), learner_memory, "activations", 2.0),
+        (("model.lora={rank: 64}",), learner_memory, "gradient and AdamW's moments", 0.5),
+    ],
+)
+def test_each_part_follows_its_field(
+    llada: Callable[..., Recipe], overrides: tuple[str, ...], who: Callable, part: str, factor: float
+) -> None:
+    sizes = []
+    for changes in ((), overrides):
+        recipe = llada(*changes)
+        more = (recipe.learner.num_workers,) if who is learner_memory else ()
+        process = who(recipe, policy_shape(recipe), *more)
+        sizes.append({each.name: each.num_bytes for each in process.parts}[part])
+    assert sizes[1] == pytest.approx(factor * sizes[0])
+
+
+def test_the_state_of_a_policy_that_is_trained_whole_is_four_floats_a_parameter(llada: Callable[..., Recipe]) -> None:
+    recipe = llada("model.lora={rank: 0}")
+    parts = {part.name: part.num_bytes for part in learner_memory(recipe, LLADA_8B, 4).parts}
+    weights = parts["weights in float32"]
+    assert weights == pytest.approx(32.06e9 / 4, rel=1e-3)
+    assert parts["the reference in float32"] == weights
+    assert parts["gradient and AdamW's moments"] == 3 * weights
+    offloaded = learner_memory(llada("model.lora={rank: 0}", "sharding.cpu_offload=true"), LLADA_8B, 4)
+    assert not {part.name for part in offloaded.parts} & {"weights in float32", "gradient and AdamW's moments"}
+    without = {part.name: part.num_bytes for part in learner_memory(recipe, LLADA_8B, 4).parts}["activations"]
+    plain = llada("sharding.activation_checkpointing=false", "model.lora={rank: 0}")
+    kept = {part.name: part.num_bytes for part in learner_memory(plain, LLADA_8B, 4).parts}["activations"]
+    assert kept > 8 * without
+
+
+def test_the_command_prints_tables_and_what_to_add_to_train(
+    d1: Callable, tmp_path: Path, llada: Callable[..., Recipe]
+) -> None:
+    llada()
+    words = ("plan", str(RECIPES / "llada-gsm8k.yaml"), f"model.checkpoint={tmp_path}")
+    ended = d1(*words, "--gpus", "8")
+    assert ended.status == 0
+    assert "A sampler on one H100" in ended.out
+    assert "Best: device=cuda rollout.num_samplers=4 learner.num_workers=4\n" in ended.out
+    assert "nothing measured" in ended.out
+    ended = d1(*words, "--gpus", "8", "--gpu", "L4")
+    assert ended.status == 2
+    assert "Does not fit: a sampler takes at least 35.1 GB" in ended.out
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (("--gpus", "0"), "--gpus 0 is no number of GPUs from 1 to 4096"),
+        (("--gpus", "8", "--gpu", "H900"), "--gpu H900 is not known here; there are L4, L40S, A100-40G"),
+        (("model.checkpoint=nowhere", "--gpus", "8"), "model.checkpoint: nowhere is no directory"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(d1: Callable, recipe_file: Path, words: tuple[str, ...], why: str) -> None:
+    d1("plan", str(recipe_file), *words).assert_refused(why)
+
+
+def test_a_cluster_has_the_memory_of_its_smallest_gpu() -> None:
+    assert smallest_memory({"CPU": 8.0, "GPU": 2.0}) is None
+    assert smallest_memory({"accelerator_type:H200": 1.0, "accelerator_type:L4": 1.0}) == 24 * 10**9
+    assert smallest_memory({"accelerator_type:H200": 1.0, "accelerator_type:A100": 1.0}) is None
