@@ -24,12 +24,12 @@ class SamplerWorker:
 
         from actors.fetching import PolicyLoader, StoreReader
         from learner.hardware import limit_memory
-        from learner.model.checkpoint import load_policy
+        from learner.model.checkpoint import empty_policy
         from rollout.sampler import Sampler
 
         torch.set_num_threads(1)
         limit_memory(torch.device(device), gpu_share)
-        policy = load_policy(checkpoint, engine.torch_dtype).to(device)
+        policy = empty_policy(checkpoint, engine.torch_dtype, device)
         self._sampler = partial(Sampler, policy, engine=engine)
         self._loader = PolicyLoader(policy, StoreReader(store, _FETCH_TIMEOUT_S))
         self._generation: Generation | None = None

@@ -61,7 +61,7 @@ class Learner:
         self._flops = 0.0
         self.reference: ShardedPolicy | None = None
         if config.objective.needs_reference and not policy.lora.rank:
-            self.reference = policy.frozen_copy(policy.full_weights())
+            self.reference = policy.frozen_copy()
 
     def update(self, batch: RolloutBatch, round_index: int) -> Metrics:
         """Train on one round: `inner_updates` sweeps through it, of `num_minibatches` optimizer steps each.
@@ -234,4 +234,4 @@ class Learner:
     def _sync_reference(self, round_index: int) -> None:
         every = self.config.reference_sync_rounds
         if self.reference is not None and every and (round_index + 1) % every == 0:
-            self.reference.load_full_weights(self.policy.full_weights())
+            self.reference.take(self.policy)

@@ -62,8 +62,7 @@ class PolicyOptimizer:
         for name, parameter in self._parameters.items():
             if f"{name}/{_STEP}" not in state:
                 continue
-            # Copies: they are stepped in place, and a shard may be a view that would keep the whole in memory.
-            moments = {key: shard_like(state[f"{name}/{key}"], parameter).clone() for key in _MOMENTS}
+            moments = {key: shard_like(state[f"{name}/{key}"], parameter) for key in _MOMENTS}
             # The fused kernel counts steps on the GPU, the others on the CPU.
             step = state[f"{name}/{_STEP}"].to(parameter.device if self._is_fused else "cpu", copy=True)
             self._adamw.state[parameter] = {_STEP: step, **moments}

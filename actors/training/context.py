@@ -18,6 +18,7 @@ from actors.training.evaluation import Evaluator
 from actors.training.publication import Publisher
 from actors.training.starting import agreed_checkpoint, load_sharded, start_of, verified_weights
 from learner.model.adapter import Adapter, read_adapter
+from learner.model.checkpoint import StoredWeights
 from learner.parallel.ranks import Ranks
 
 
@@ -53,7 +54,7 @@ class RunContext:
         """Whether the run goes on in the midst of SFT or the control."""
         return self.position.phase is phase and not self.position.is_published
 
-    def start_weights(self, phase: Phase) -> dict[str, Tensor]:
+    def start_weights(self, phase: Phase) -> StoredWeights:
         """The weights that a stage starts from. Raises ValueError when their files are damaged."""
         return verified_weights(start_of(phase, self.spec, self.ranks))
 

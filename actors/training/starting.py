@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from actors.checkpoints.selection import FoundCheckpoint, Position, newest_checkpoint, to_go_on
 from actors.spec import Phase, RunSpec
 from learner.hardware import limit_memory
 from learner.model.adapter import ADAPTER, Adapter, read_adapter
-from learner.model.checkpoint import load_policy
+from learner.model.checkpoint import StoredWeights, load_policy
 from learner.model.checkpoint_files import verify_checkpoint
 from learner.model.transformer import Transformer
+from learner.parallel.loading import load_by_rows
 from learner.parallel.ranks import Ranks
 from learner.parallel.sharding import ShardedPolicy, make_mesh
 
@@ -43,22 +43,22 @@ def load_sharded(spec: RunSpec, directory: Path) -> ShardedPolicy:
     mesh = make_mesh(spec.device)
     device = torch.device("cuda", torch.cuda.current_device()) if spec.device == "cuda" else torch.device("cpu")
     limit_memory(device, spec.gpus.learner)
-    adapter, model = _load(spec, directory)
-    if spec.model.lora.base_weights == "full":
-        model = model.to(device)
-    # Else it may be too large for a GPU: what the 4 bits leave of it goes there block by block.
-    policy = ShardedPolicy(model, mesh, spec.sharding, lora=spec.model.lora, seed=spec.seed)
-    if adapter is not None:
-        policy.load_adapter(adapter.matrices)
-    return policy
+    if spec.model.lora.base_weights == "nf4":
+        # It may be too large for a GPU: what the 4 bits leave of it goes there block by block.
+        adapter, model = _unmerged(spec, directory)
+        policy = ShardedPolicy(model, mesh, spec.sharding, lora=spec.model.lora, seed=spec.seed)
+        if adapter is not None:
+            policy.load_adapter(adapter.matrices)
+        return policy
+    return load_by_rows(directory, mesh, spec.sharding, device=device, lora=spec.model.lora, seed=spec.seed)
 
 
-def _load(spec: RunSpec, directory: Path) -> tuple[Adapter | None, Transformer]:
-    """A checkpoint's policy: whole, or for 4 bits as the adapter and what it stands on.
+def _unmerged(spec: RunSpec, directory: Path) -> tuple[Adapter | None, Transformer]:
+    """A checkpoint's adapter, where it has one, and what it stands on.
 
     Rounded again with its adapter merged, it would not be the policy that the interrupted run had.
     """
-    if spec.model.lora.base_weights == "full" or not (directory / ADAPTER).is_file():
+    if not (directory / ADAPTER).is_file():
         return None, load_policy(directory)
     adapter = read_adapter(directory)
     base = spec.checkpoints_dir / adapter.base
@@ -74,7 +74,7 @@ def start_of(phase: Phase, spec: RunSpec, ranks: Ranks) -> Path:
     return after_sft if ranks.agreed(after_sft.is_dir) else spec.initial_checkpoint
 
 
-def verified_weights(directory: Path) -> dict[str, Tensor]:
-    """The weights of a checkpoint. Raises ValueError when its files are damaged."""
+def verified_weights(directory: Path) -> StoredWeights:
+    """The weights of a checkpoint, to be read. Raises ValueError when its files are damaged."""
     verify_checkpoint(directory)
-    return dict(load_policy(directory).named_parameters())
+    return StoredWeights(directory)

@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -56,11 +57,71 @@ def load_policy(directory: Path, dtype: torch.dtype = torch.float32) -> Transfor
     Raises:
         ValueError: no checkpoint there, another model family, or a tensor missing, extra or of a wrong shape.
     """
-    config = load_config(directory)
-    with torch.device("meta"):
-        model = make_model(config)
-    model.load_state_dict(_load_weights(directory, model, dtype), assign=True)
+    model = _on_meta(load_config(directory))
+    weights = StoredWeights(directory)
+    # A copy: what is read may be a view of the file, which may change or go.
+    whole = {name: stored[:].to(dtype, copy=True) for name, stored in weights.items()}
+    model.load_state_dict(whole, assign=True)
     return model
+
+
+def empty_policy(directory: Path, dtype: torch.dtype, device: str | torch.device) -> Transformer:
+    """A policy of a checkpoint's shape whose weights are anything yet. Raises ValueError where its config is none."""
+    return _on_meta(load_config(directory)).to(dtype).to_empty(device=device)
+
+
+class StoredWeights(Mapping[str, "StoredTensor"]):
+    """The weights of a checkpoint directory by our names; what is read of them is read when it is asked for."""
+
+    def __init__(self, directory: Path) -> None:
+        """Look at the headers, which are small.
+
+        Raises ValueError if there is no checkpoint, or a tensor is not as the config makes it.
+        """
+        model = _on_meta(load_config(directory))
+        checkpoint_name = FAMILIES[model.config.family].checkpoint_name
+        shapes = {checkpoint_name(name): list(parameter.shape) for name, parameter in model.named_parameters()}
+        headers = {path: _read_header(path) for path in weight_files(directory)}
+        owners: dict[str, Path] = {}
+        for path, header in headers.items():
+            for name in header:
+                if owners.setdefault(name, path) != path:
+                    raise ValueError(f"{name} is in {owners[name]} and in {path}; one of them is of another checkpoint")
+        stored = {name: shape for header in headers.values() for name, (shape, _) in header.items()}
+        _check_shapes(directory, stored, shapes)
+        names = {name: checkpoint_name(name) for name, _ in model.named_parameters()}
+        self._tensors = {name: StoredTensor(owners[stored], stored) for name, stored in names.items()}
+
+    def __getitem__(self, name: str) -> StoredTensor:
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor in a file, of which any rows can be read."""
+
+    path: Path
+    name: str
+    """The checkpoint's."""
+
+    def __getitem__(self, rows: slice) -> Tensor:
+        """Some rows, on the CPU. The file is open only meanwhile: what is mapped of it counts as this process's memory,
+        and goes with the rows."""
+        with safe_open(self.path, framework="pt") as file:
+            part: Tensor = file.get_slice(self.name)[rows]
+            return part
+
+
+def _on_meta(config: TransformerConfig) -> Transformer:
+    """A policy without memory."""
+    with torch.device("meta"):
+        return make_model(config)
 
 
 def stored_dtype(directory: Path) -> torch.dtype:
@@ -70,32 +131,6 @@ def stored_dtype(directory: Path) -> torch.dtype:
     """
     kinds = {kind for path in weight_files(directory) for _, kind in _read_header(path).values()}
     return torch.bfloat16 if kinds == {"BF16"} else torch.float32
-
-
-def _load_weights(directory: Path, model: Transformer, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The checkpoint's tensors under our names. Raises ValueError before it reads a tensor if one is not as it should.
-
-    Headers are small and tensors are not, so all headers are checked first.
-    """
-    checkpoint_name = FAMILIES[model.config.family].checkpoint_name
-    names = {checkpoint_name(name): name for name, _ in model.named_parameters()}
-    shapes = {checkpoint_name(name): list(parameter.shape) for name, parameter in model.named_parameters()}
-    shards = weight_files(directory)
-    headers = {path: _read_header(path) for path in shards}
-    owners: dict[str, Path] = {}
-    for path, header in headers.items():
-        for name in header:
-            if owners.setdefault(name, path) != path:
-                raise ValueError(f"{name} is in {owners[name]} and in {path}; one of them is of another checkpoint")
-    stored = {name: shape for header in headers.values() for name, (shape, _) in header.items()}
-    _check_shapes(directory, stored, shapes)
-    weights = {}
-    for path in shards:
-        with safe_open(path, framework="pt") as file:
-            for name in headers[path]:
-                # A copy: what is read may be a view of the file, which may change or go.
-                weights[names[name]] = file.get_tensor(name).to(dtype, copy=True)
-    return weights
 
 
 def _read_header(path: Path) -> dict[str, tuple[list[int], str]]:

@@ -10,14 +10,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
 from learner.model.lora import adapter_names, adapters_off, add_adapters, fresh_adapter, is_adapter, merged, plain_name
@@ -47,6 +47,12 @@ def make_mesh(device_type: str) -> DeviceMesh | None:
     return init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=("dp",))
 
 
+class Rows(Protocol):
+    """A whole tensor, in memory or in a file, of which rows are taken."""
+
+    def __getitem__(self, rows: slice, /) -> Tensor: ...
+
+
 class ShardedPolicy:
     """A transformer whose parameters are sharded over a mesh, block by block; all of them are trained, or an adapter.
 
@@ -62,15 +68,18 @@ class ShardedPolicy:
         *,
         lora: LoraConfig = WHOLE,
         seed: int = 0,
+        device: torch.device | None = None,
     ) -> None:
         """Shard `model` in place over `mesh`; None leaves it whole.
 
         Args:
-            model: the policy; every rank must pass equal weights.
+            model: the policy; every rank must pass equal weights. On the meta device it has none: then its shards are
+                made on `device`, and hold anything until `load_full_weights`.
             mesh: from `make_mesh`.
             config: how it is held and computed.
             lora: what of it is trained.
             seed: determines the adapter that training starts with.
+            device: where the shards of a model on the meta device are made.
 
         Raises:
             ValueError: `config` asks of a single process what only FSDP does.
@@ -99,6 +108,10 @@ class ShardedPolicy:
             for block in model.blocks:
                 fully_shard(block, mesh=mesh, **_fsdp_options(config))
             fully_shard(model, mesh=mesh, **_fsdp_options(config))
+        if device is not None:
+            # Shards alone: the whole policy never is anywhere.
+            model.to_empty(device="cpu" if config.cpu_offload else device)
+            self.num_bases = 0
         self._reset_adapter()
 
     @property
@@ -125,12 +138,12 @@ class ShardedPolicy:
         """The same on rank 0 alone, empty on the others: what is written or sent once is held in memory once."""
         return {name: on_cpu(weight) for name, weight in self._gathered_weights() if self.rank == 0}
 
-    def load_full_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Take over whole parameters; `weights` has exactly the policy's names. An adapter begins anew on them; they
-        are rounded where 4 bits hold them."""
+    def load_full_weights(self, weights: Mapping[str, Rows]) -> None:
+        """Take over whole parameters, each rank its rows; `weights` has exactly the policy's names. An adapter begins
+        anew on them; they are rounded where 4 bits hold them."""
         self._load({name: weights[name] for name in self._parameters() if not is_adapter(name)})
         for name, layer in self._quantized().items():
-            layer.load(weights[name])
+            layer.load(weights[name][:])
         self._reset_adapter()
         self.num_bases += 1
 
@@ -150,12 +163,26 @@ class ShardedPolicy:
         """Take over what `adapter_on_rank_0` gave."""
         self._load({name: adapter[name] for name in self._parameters() if is_adapter(name)})
 
-    def frozen_copy(self, weights: Mapping[str, Tensor]) -> ShardedPolicy:
-        """Another policy of the same shape and sharding with given weights and no gradients: a reference."""
-        model = make_model(self.config)
-        model.load_state_dict(dict(weights))
+    def frozen_copy(self) -> ShardedPolicy:
+        """Another policy of the same weights, shape and sharding without gradients: a reference.
+
+        It is held in the precision that it computes in: what FSDP gathers of it is rounded to that in any case.
+        """
+        with torch.device("meta"):
+            model = make_model(self.config)
         model.requires_grad_(False)
-        return ShardedPolicy(model.to(self.device), self.mesh, self._sharding)
+        if self._sharding.compute_dtype == "bfloat16":
+            model.to(torch.bfloat16)
+        copy = ShardedPolicy(model, self.mesh, self._sharding, device=self.device)
+        copy.take(self)
+        return copy
+
+    @torch.no_grad()
+    def take(self, other: ShardedPolicy) -> None:
+        """Take over the weights of a policy of the same shape and sharding, without an adapter: each rank its shard."""
+        theirs = other._parameters()
+        for name, parameter in self._parameters().items():
+            local_part(parameter).copy_(local_part(theirs[name]))
 
     @contextmanager
     def without_gradients(self) -> Iterator[None]:
@@ -231,11 +258,11 @@ class ShardedPolicy:
         for name, layer in self._quantized().items():
             yield name, layer.weight_as(torch.float32)
 
-    def _load(self, weights: Mapping[str, Tensor]) -> None:
+    @torch.no_grad()
+    def _load(self, weights: Mapping[str, Rows]) -> None:
         parameters = self._parameters()
-        with torch.no_grad():
-            for name, weight in weights.items():
-                parameters[name].copy_(shard_like(weight, parameters[name]))
+        for name, weight in weights.items():
+            local_part(parameters[name]).copy_(weight[own_rows(parameters[name])])
 
     def _reset_adapter(self) -> None:
         shapes = {name: parameter.shape for name, parameter in self._parameters().items() if is_adapter(name)}
@@ -288,10 +315,27 @@ def on_cpu(whole: Tensor) -> Tensor:
     return whole.to("cpu", copy=True)
 
 
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor; all of one that is not sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def own_rows(tensor: Tensor) -> slice:
+    """Which rows of a tensor this rank holds; all of one that is not sharded."""
+    if not isinstance(tensor, DTensor):
+        return slice(None)
+    assert tensor.placements == (Shard(0),), "FSDP shards by rows"
+    num_rows, mesh = tensor.shape[0], tensor.device_mesh
+    rows_each = -(-num_rows // mesh.size())
+    begin = min(mesh.get_local_rank() * rows_each, num_rows)
+    return slice(begin, min(begin + rows_each, num_rows))
+
+
 def shard_like(whole: Tensor, like: Tensor) -> Tensor:
-    """This rank's part of a whole tensor, sharded as `like` is and where it is."""
-    whole = whole.to(like.device)
+    """A copy of this rank's part of a whole tensor, sharded as `like` is and where it is."""
+    mine = whole[own_rows(like)].to(like.device, copy=True)
     if isinstance(like, DTensor):
-        # A mesh of GPUs puts it there; with `cpu_offload` its parameters are not.
-        return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None).to(like.device)
-    return whole
+        return DTensor.from_local(
+            mine, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        )
+    return mine

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks import learner as learner_benchmark
-from benchmarks import learner_curves, roofline, toy, update_flops
+from benchmarks import learner_curves, loading, roofline, toy, update_flops
 from benchmarks.models import Shape
 from benchmarks.reference import ReferenceNet, Work, generate, generate_lockstep
 from benchmarks.rounds import Setting, make_reference, make_round, prompt_masks
@@ -136,3 +136,10 @@ def test_the_arithmetic_of_an_update_is_counted_from_the_products() -> None:
     assert flops[0] == pytest.approx(5 * 7.81e12, rel=0.01)
     assert flops[2] == flops[0]
     assert flops[3] == pytest.approx(4 / 5 * flops[0])
+
+
+def test_a_rank_starts_in_little_more_memory_than_its_shard() -> None:
+    """A tensor's rows more: here the largest is the embedding, 34 MB on each of two ranks."""
+    (row,) = loading.rows(0.3, 2, ["by rows"])
+    assert row.shard_bytes > 150e6
+    assert row.peak_bytes < 1.05 * row.shard_bytes + 2 * 34e6

@@ -209,7 +209,7 @@ class TablePolicy(ShardedPolicy):
     def __init__(self, number: int) -> None:
         super().__init__(Table(number), None)  # type: ignore[arg-type]
 
-    def frozen_copy(self, weights: Mapping[str, Tensor]) -> TablePolicy:
+    def frozen_copy(self) -> TablePolicy:
         return TablePolicy(2)
 
 

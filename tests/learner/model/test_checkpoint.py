@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from learner.model import checkpoint
-from learner.model.checkpoint import load_policy, save_checkpoint
-from learner.model.checkpoint_files import verify_checkpoint
+from learner.model.checkpoint import StoredWeights, empty_policy, load_policy, save_checkpoint
+from learner.model.checkpoint_files import load_config, verify_checkpoint
 from learner.model.tokenizer import ChatTokenizer, make_tokenizer
 from learner.model.transformer import Transformer
 
@@ -141,6 +141,17 @@ def test_of_many_wrong_tensors_some_are_named_and_all_are_counted(saved: Path) -
 def test_no_tensor_is_read_before_all_headers_are_right(sharded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
 
+    class Slice:
+        """A tensor of the file, which notes that rows of it are taken."""
+
+        def __init__(self, name: str, part: Any) -> None:
+            self._name, self._part = name, part
+            self.get_dtype, self.get_shape = part.get_dtype, part.get_shape
+
+        def __getitem__(self, rows: slice) -> torch.Tensor:
+            read.append(self._name)
+            return self._part[rows]
+
     class Watched:
         """A safetensors file that notes which tensors are taken out of it."""
 
@@ -157,12 +168,8 @@ def test_no_tensor_is_read_before_all_headers_are_right(sharded: Path, monkeypat
         def keys(self) -> list[str]:
             return self._file.keys()
 
-        def get_slice(self, name: str) -> Any:
-            return self._file.get_slice(name)
-
-        def get_tensor(self, name: str) -> torch.Tensor:
-            read.append(name)
-            return self._file.get_tensor(name)
+        def get_slice(self, name: str) -> Slice:
+            return Slice(name, self._file.get_slice(name))
 
     original = checkpoint.safe_open
     monkeypatch.setattr(checkpoint, "safe_open", Watched)
@@ -244,3 +251,20 @@ def test_another_family_is_refused(saved: Path) -> None:
 def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"is not a checkpoint: it has no config\.json"):
         load_policy(tmp_path)
+
+
+def test_rows_of_a_stored_tensor_are_those_of_the_whole(policy: Transformer, sharded: Path) -> None:
+    """Of matrices and of vectors, none at all too: the last ranks may have none."""
+    stored = StoredWeights(sharded)
+    assert list(stored) == [name for name, _ in policy.named_parameters()]
+    for name, parameter in policy.named_parameters():
+        for rows in (slice(None), slice(3, 7), slice(len(parameter), len(parameter))):
+            assert torch.equal(stored[name][rows], parameter[rows])
+
+
+def test_an_empty_policy_has_the_shape_and_needs_no_weights(saved: Path) -> None:
+    for path in saved.glob("*.safetensors"):
+        path.unlink()
+    empty = empty_policy(saved, torch.bfloat16, "cpu")
+    assert {parameter.dtype for parameter in empty.parameters()} == {torch.bfloat16}
+    assert empty.config == load_config(saved)

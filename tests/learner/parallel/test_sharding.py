@@ -84,6 +84,17 @@ def _policy(
     return ShardedPolicy(model, make_mesh("cpu") if on_ranks else None, sharding, lora=lora, seed=3)
 
 
+def _from_meta(config: TransformerConfig, lora: LoraConfig) -> ShardedPolicy:
+    """The same on ranks, by their rows alone: no rank's policy is ever whole."""
+    with torch.device("meta"):
+        model = Transformer(config)
+    policy = ShardedPolicy(model, make_mesh("cpu"), lora=lora, seed=3, device=torch.device("cpu"))
+    whole = Transformer(config)
+    init_weights(whole, seed=0)
+    policy.load_full_weights(dict(whole.named_parameters()))
+    return policy
+
+
 def _rank(rank: int, port_file: str, config: TransformerConfig, batch: RolloutBatch, out: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{port_file}", rank=rank, world_size=2)
@@ -92,7 +103,7 @@ def _rank(rank: int, port_file: str, config: TransformerConfig, batch: RolloutBa
         first = _train(_policy(config, lora, on_ranks=True), batch, None)
         shared = [first["optimizer"]]
         dist.broadcast_object_list(shared, src=0)  # In a run every rank reads rank 0's from the checkpoint.
-        again = _train(_policy(config, lora, on_ranks=True), batch, shared[0])  # type: ignore[arg-type]
+        again = _train(_from_meta(config, lora), batch, shared[0])  # type: ignore[arg-type]
         checkpointed = _train(_policy(config, lora, CHECKPOINTING, on_ranks=True), batch, None)
         half = _train(_policy(config, lora, HALF, on_ranks=True), batch, None)
         results[name] = {"first": first, "again": again, "checkpointed": checkpointed, "half": half}

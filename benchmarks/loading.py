@@ -1,0 +1,145 @@
+"""What memory a learner's ranks take to start from a checkpoint: each by its own rows, and each by the whole, then cut.
+
+    python -m benchmarks.loading [--gigabytes 1] [--ranks 2] [--out FILE]
+
+A checkpoint of random float32 weights is loaded by gloo ranks on CPUs. Counted is a rank's largest resident size above
+what it had before, files that are mapped included, against the limit: its shard.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch.distributed.device_mesh import DeviceMesh
+from torch.multiprocessing.spawn import spawn
+
+from benchmarks.models import Shape, empty_policy
+from learner.model.checkpoint import load_policy, save_checkpoint
+from learner.parallel.loading import load_by_rows
+from learner.parallel.sharding import ShardedPolicy, make_mesh
+from learner.parallel.sharding_config import ShardingConfig
+
+_D_MODEL, _VOCABULARY, _TOKENS = 2048, 8192, 128
+_CPU, _PLAIN = torch.device("cpu"), ShardingConfig()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One way to load, on the rank that took most."""
+
+    way: str
+    num_ranks: int
+    shard_bytes: int
+    """Of the weights of a rank."""
+    peak_bytes: int
+    """That it took for them."""
+    of_shard: float
+    """The one over the other."""
+    seconds: float
+    """Of the slowest rank."""
+
+
+def _by_rows(directory: Path, mesh: DeviceMesh | None) -> ShardedPolicy:
+    return load_by_rows(directory, mesh, _PLAIN, device=_CPU)
+
+
+def _with_reference(directory: Path, mesh: DeviceMesh | None) -> ShardedPolicy:
+    return _by_rows(directory, mesh).frozen_copy()
+
+
+def _whole(directory: Path, mesh: DeviceMesh | None) -> ShardedPolicy:
+    return ShardedPolicy(load_policy(directory), mesh)
+
+
+WAYS: dict[str, tuple[Callable[[Path, DeviceMesh | None], ShardedPolicy], int]] = {
+    "whole, then cut": (_whole, 1),
+    "by rows": (_by_rows, 1),
+    "by rows, and a reference": (_with_reference, 2),
+}
+"""How, and how many shards of the weights a rank then has."""
+
+
+def rows(gigabytes: float, num_ranks: int, ways: Sequence[str] = tuple(WAYS)) -> list[Row]:
+    """Some ways, on a policy of so many GB in float32."""
+    found = []
+    with tempfile.TemporaryDirectory() as name:
+        place = Path(name)
+        num_bytes = _checkpoint(place / "checkpoint", gigabytes)
+        for way in ways:
+            _, num_shards = WAYS[way]
+            spawn(_rank, (way, num_ranks, place), nprocs=num_ranks)
+            taken = [json.loads((place / f"{rank}.json").read_text()) for rank in range(num_ranks)]
+            shard, peak = num_bytes * num_shards // num_ranks, max(each["peak_bytes"] for each in taken)
+            seconds = max(each["seconds"] for each in taken)
+            row = Row(
+                way=way, num_ranks=num_ranks, shard_bytes=shard, peak_bytes=peak, of_shard=peak / shard, seconds=seconds
+            )
+            found.append(row)
+    return found
+
+
+def _checkpoint(directory: Path, gigabytes: float) -> int:
+    block = 13 * _D_MODEL**2
+    num_layers = max(1, round((gigabytes * 1e9 / 4 - 2 * _VOCABULARY * _D_MODEL) / block))
+    policy = empty_policy(Shape(d_model=_D_MODEL, num_layers=num_layers, num_heads=16, vocab_size=_VOCABULARY), _TOKENS)
+    weights = {name: parameter.detach().fill_(0.01) for name, parameter in policy.named_parameters()}
+    save_checkpoint(directory, policy.config, weights, directory)
+    return sum(weight.nbytes for weight in weights.values())
+
+
+def _rank(rank: int, way: str, num_ranks: int, place: Path) -> None:
+    torch.set_num_threads(1)
+    rendezvous = f"file://{place / way.replace(' ', '-')}"
+    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=num_ranks)
+    mesh = make_mesh("cpu")
+    # What is imported when the first policy is sharded is no part of any.
+    ShardedPolicy(empty_policy(Shape(d_model=32, num_layers=1, num_heads=2, vocab_size=40), _TOKENS), mesh)
+    dist.barrier()
+    before = _resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")
+    began = time.monotonic()
+    policy = WAYS[way][0](place / "checkpoint", mesh)
+    taken = {"peak_bytes": _resident("VmHWM") - before, "seconds": time.monotonic() - began}
+    assert policy.world_size == num_ranks
+    (place / f"{rank}.json").write_text(json.dumps(taken))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _resident(what: str) -> int:
+    """`VmRSS`, resident now, or `VmHWM`, the most since it was last reset; in bytes."""
+    found = re.search(rf"{what}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found, "Linux has both"
+    return int(found[1]) * 1024
+
+
+def main() -> None:
+    """Measure, and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gigabytes", type=float, default=1.0)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--out", type=Path, help="write the rows here too, a JSON object each")
+    args = parser.parse_args()
+    found = rows(args.gigabytes, args.ranks)
+    table = Table("way", "ranks", "shard, MB", "peak, MB", "of the shard", "seconds")
+    for row in found:
+        sizes = (f"{row.shard_bytes / 1e6:.0f}", f"{row.peak_bytes / 1e6:.0f}", f"{row.of_shard:.2f}")
+        table.add_row(row.way, str(row.num_ranks), *sizes, f"{row.seconds:.1f}")
+    Console().print(table)
+    if args.out is not None:
+        args.out.write_text("".join(json.dumps(asdict(row)) + "\n" for row in found))
+
+
+if __name__ == "__main__":
+    main()

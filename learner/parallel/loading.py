@@ -1,0 +1,37 @@
+"""Loading a checkpoint onto ranks: each reads its own rows, and the whole policy never is in the memory of any."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from learner.model.checkpoint import StoredWeights
+from learner.model.checkpoint_files import load_config
+from learner.model.lora_config import WHOLE, LoraConfig
+from learner.model.networks import make_model
+from learner.parallel.sharding import ShardedPolicy
+from learner.parallel.sharding_config import ShardingConfig
+
+
+def load_by_rows(
+    directory: Path,
+    mesh: DeviceMesh | None,
+    config: ShardingConfig,
+    *,
+    device: torch.device,
+    lora: LoraConfig = WHOLE,
+    seed: int = 0,
+) -> ShardedPolicy:
+    """A checkpoint's policy, sharded over `mesh` on `device`; the arguments are `ShardedPolicy`'s.
+
+    A rank takes memory for its shard and for its rows of one tensor more.
+    Raises ValueError where there is no checkpoint, or its weights do not fit its config.
+    """
+    weights = StoredWeights(directory)
+    with torch.device("meta"):
+        model = make_model(load_config(directory))
+    policy = ShardedPolicy(model, mesh, config, lora=lora, seed=seed, device=device)
+    policy.load_full_weights(weights)
+    return policy
