@@ -42,10 +42,10 @@ _CLONE_NEWNET = 0x40000000  # <sched.h>
 
 def shut_down_ray() -> None:
     """End this process's Ray. On a busy machine it does not wait for all that it kills: what it held of them goes here,
-    and not at any later moment with a warning that they still run."""
-    ray.shutdown()
+    meanwhile or at the end, and not at any later moment with a warning that they still run."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)
+        ray.shutdown()
         gc.collect()
 
 
