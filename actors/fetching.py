@@ -31,7 +31,8 @@ class StoreReader:
     """Reads from a weight store."""
 
     def __init__(self, store: Any, timeout_s: float) -> None:
-        """Take over the actor's handle; no answer may take longer than `timeout_s`."""
+        """Take over the actor's handle; no answer may take longer than `timeout_s`, and tensors as much longer as their
+        bytes take (`Manifest.travel_s`)."""
         self._store, self._timeout_s = store, timeout_s
 
     def version(self, version: int, digest: str | None = None) -> tuple[Manifest, dict[str, Tensor]]:
@@ -61,11 +62,13 @@ class StoreReader:
         return as_verified(manifest, arrays, what)
 
     def _fetched(self, what: str, ask: Callable[[], Any]) -> tuple[Manifest, Mapping[str, Any]]:
+        within_s = self._timeout_s
         try:
-            manifest, (reference,) = ray.get(ask(), timeout=self._timeout_s)
-            return manifest, ray.get(reference, timeout=self._timeout_s)
+            manifest, (reference,) = ray.get(ask(), timeout=within_s)
+            within_s = manifest.travel_s(self._timeout_s)
+            return manifest, ray.get(reference, timeout=within_s)
         except ray.exceptions.GetTimeoutError as error:
-            raise TimeoutError(f"{what} did not arrive within {self._timeout_s:.0f} s") from error
+            raise TimeoutError(f"{what} did not arrive within {within_s:.0f} s") from error
         except ray.exceptions.RayTaskError as error:
             # As the store raised it: wrapped, and wrapped again by whoever asked us, nobody could tell what it was.
             raise error.cause from None

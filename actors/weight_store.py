@@ -7,6 +7,7 @@ other.
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,6 +18,9 @@ import ray
 from numpy.typing import NDArray
 
 from actors import NAMESPACE
+
+SLOWEST_BYTES_PER_S = 50e6
+"""What a network is waited for: less than half of 1 Gbit/s."""
 
 
 class VersionMissingError(LookupError):
@@ -35,6 +39,11 @@ class TensorEntry:
     """Its torch dtype."""
     checksum: int
     """CRC-32 of its bytes."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Its size. The name of a dtype says its bits: `torch.bfloat16`."""
+        return math.prod(self.shape) * int("".join(filter(str.isdigit, self.dtype))) // 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,6 +80,11 @@ class Manifest:
         tensors = tuple(sorted(self.tensors, key=lambda entry: entry.name))
         what = tensors if self.base is None else (tensors, self.base)
         return hashlib.sha256(repr(what).encode()).hexdigest()
+
+    def travel_s(self, timeout_s: float) -> float:
+        """Seconds that its tensors may take from one machine to another: `timeout_s`, and what their bytes take at
+        `SLOWEST_BYTES_PER_S`."""
+        return timeout_s + sum(entry.num_bytes for entry in self.tensors) / SLOWEST_BYTES_PER_S
 
 
 Held = tuple[Manifest, ray.ObjectRef[Any]]

@@ -52,11 +52,13 @@ class RunClient:
 
     def publish(self, manifest: Manifest, weights: Mapping[str, Tensor]) -> bool:
         """Hand a version to the weight store. False where that does not have its base, and did not take it."""
-        return bool(self._call(self._store.publish.remote(manifest, put(weights))))
+        handed_over = self._store.publish.remote(manifest, put(weights))
+        return bool(ray.get(handed_over, timeout=manifest.travel_s(_CALL_TIMEOUT_S)))
 
     def publish_base(self, manifest: Manifest, weights: Mapping[str, Tensor]) -> None:
         """Hand what adapters stand on to the weight store."""
-        self._call(self._store.publish_base.remote(manifest, put(weights)))
+        handed_over = self._store.publish_base.remote(manifest, put(weights))
+        ray.get(handed_over, timeout=manifest.travel_s(_CALL_TIMEOUT_S))
 
     def announce(self, generation: Generation, phase: Phase, round_index: int) -> None:
         """Tell the service that the store has a version."""

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from ray.exceptions import GetTimeoutError
 from torch import Tensor
 
-from actors.fetching import PolicyLoader, whole_version
+from actors.fetching import PolicyLoader, StoreReader, whole_version
 from actors.messages import Generation
 from actors.weight_store import Base, Manifest
 from actors.weights import make_manifest
@@ -140,3 +141,31 @@ def test_weights_are_narrowed_only_where_nothing_is_lost() -> None:
     assert narrowed(exact).dtype == torch.bfloat16
     assert narrowed(inexact) is inexact
     assert narrowed(torch.tensor([float("nan")])).dtype == torch.float32, "a NaN's bits may say something"
+
+
+class LateStore:
+    """A weight store whose answers come, and whose tensors do not."""
+
+    class _Call:
+        def __init__(self, answer: object) -> None:
+            self.remote = lambda *_: answer
+
+    def __init__(self, manifest: Manifest) -> None:
+        self.get = self._Call((manifest, ["tensors"]))
+
+
+def test_tensors_are_waited_for_as_long_as_their_bytes_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest = make_manifest(3, {"a": torch.zeros(4)})
+    wide = replace(manifest, tensors=(replace(manifest.tensors[0], shape=(2_000_000_000,)),))
+    waited: list[float] = []
+
+    def get(what: object, timeout: float) -> object:
+        waited.append(timeout)
+        if what == "tensors":
+            raise GetTimeoutError
+        return what
+
+    monkeypatch.setattr("ray.get", get)
+    with pytest.raises(TimeoutError, match="policy version 3 did not arrive within 190 s"):
+        StoreReader(LateStore(wide), 30.0).version(3)
+    assert waited == [30.0, 190.0]

@@ -45,3 +45,12 @@ def test_a_digest_names_the_weights_in_whichever_order_they_come() -> None:
     digest = make_manifest(3, WEIGHTS).digest
     assert make_manifest(4, dict(reversed(WEIGHTS.items()))).digest == digest
     assert make_manifest(3, WEIGHTS | {"a": WEIGHTS["a"] + 1}).digest != digest
+
+
+def test_tensors_may_travel_for_as_long_as_their_bytes_take() -> None:
+    """At the slowest rate that is waited for: all of 8B parameters take eleven minutes."""
+    manifest = make_manifest(3, WEIGHTS)
+    assert [entry.num_bytes for entry in manifest.tensors] == [6 * 4, 4 * 2]
+    assert manifest.travel_s(10.0) == pytest.approx(10 + 32 / 50e6)
+    whole = replace(manifest, tensors=(replace(manifest.tensors[0], shape=(8_000_000_000,)),))
+    assert whole.travel_s(120.0) == pytest.approx(120 + 640)
