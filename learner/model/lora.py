@@ -6,18 +6,26 @@ block and also the head, so they are ours, anchored to the blocks.
 There is no dropout, on purpose. The ratio of a policy gradient compares the likelihood that the learner computes with
 the one that the sampler had, so both must be the same function of the weights; the sampler has the adapter merged.
 
-Shape letters: I inputs and O outputs of a layer, R rank.
+How adapters are made, named, switched off and saved is peft's; the product is ours. B A x is added to W x by the matrix
+product that computes it, and in the backward pass the two derivatives by x likewise: peft scales and adds them in passes
+of their own over activations, which cost memory traffic and no arithmetic.
+
+Shape letters: N tokens, I inputs and O outputs of a layer, R rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import MethodType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from learner.model.lora_config import LoraConfig
+from learner.model.quantized import Nf4Linear
 from learner.model.transformer import Transformer
 
 _A, _B = ".lora_A.weight", ".lora_B.weight"
@@ -32,6 +40,8 @@ def add_adapters(model: Transformer, config: LoraConfig) -> None:
     pattern = rf"blocks\.\d+\.(attn|mlp)\.({'|'.join(config.targets)})"
     peft_config = PeftConfig(r=config.rank, lora_alpha=config.alpha, lora_dropout=0.0, target_modules=pattern)
     inject_adapter_in_model(peft_config, model)
+    for layer in _adapted_layers(model):
+        layer.forward = MethodType(_forward, layer)
 
 
 def fresh_adapter(shapes: Mapping[str, torch.Size], seed: int) -> dict[str, Tensor]:
@@ -103,9 +113,7 @@ def _with_adapter(name: str, weight: Tensor, adapter: Mapping[str, Tensor], scal
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
     """Within the block the policy computes what it did before it had adapters: exactly, they are not run."""
-    from peft.tuners.lora import LoraLayer
-
-    layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
+    layers = _adapted_layers(model)
     for layer in layers:
         # peft's own switch also sets `requires_grad`, which FSDP reads when it first gathers a parameter, and keeps.
         layer._disable_adapters = True
@@ -114,3 +122,62 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
     finally:
         for layer in layers:
             layer._disable_adapters = False
+
+
+def _adapted_layers(model: nn.Module) -> list[Any]:
+    """The layers that peft has put around those with an adapter."""
+    from peft.tuners.lora import LoraLayer
+
+    return [module for module in model.modules() if isinstance(module, LoraLayer)]
+
+
+def _forward(layer: Any, x: Tensor) -> Tensor:
+    """[..., I] to [..., O]: what peft's own forward computes."""
+    if layer.disable_adapters:
+        off: Tensor = layer.base_layer(x)
+        return off
+    a_RI, b_OR = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    product: Tensor = _Adapted.apply(x, a_RI, b_OR, layer.base_layer, layer.scaling["default"])
+    return product
+
+
+class _Adapted(torch.autograd.Function):
+    """x W^T + scaling * x A^T B^T beside a frozen layer, computed in the precision of what that layer gives."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, a_RI: Tensor, b_OR: Tensor, base: nn.Linear | Nf4Linear, scaling: float
+    ) -> Tensor:
+        product: Tensor = base(x)
+        product_NO = product.flatten(0, -2)
+        # Autocast, or a base in half precision: peft's adapter is in float32.
+        down_NR = x.flatten(0, -2).to(product.dtype) @ a_RI.to(product.dtype).T
+        torch.addmm(product_NO, down_NR, b_OR.to(product.dtype).T, alpha=scaling, out=product_NO)
+        ctx.save_for_backward(x, a_RI, b_OR, down_NR)
+        ctx.base, ctx.scaling = base, scaling
+        return product
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor, Tensor, None, None]:
+        x, a_RI, b_OR, down_NR = ctx.saved_tensors
+        grad_NO, x_NI = grad.flatten(0, -2), x.flatten(0, -2).to(grad.dtype)
+        grad_down_NR = _scaled_product(grad_NO, b_OR.to(grad.dtype), ctx.scaling)
+        grad_a_RI = grad_down_NR.T @ x_NI
+        grad_b_OR = _scaled_product(grad_NO.T, down_NR, ctx.scaling)
+        if not ctx.needs_input_grad[0]:
+            return None, grad_a_RI, grad_b_OR, None, None
+        grad_x_NI = grad_NO @ _weight(ctx.base, grad.dtype)
+        torch.addmm(grad_x_NI, grad_down_NR, a_RI.to(grad.dtype), out=grad_x_NI)
+        return grad_x_NI.view(x.shape), grad_a_RI, grad_b_OR, None, None
+
+
+def _scaled_product(left: Tensor, right: Tensor, scaling: float) -> Tensor:
+    """The product of two matrices times a number, in one kernel."""
+    # With a beta of 0 what is added to is not read.
+    return torch.addmm(left.new_empty(()), left, right, beta=0, alpha=scaling)
+
+
+def _weight(base: nn.Linear | Nf4Linear, dtype: torch.dtype) -> Tensor:
+    """[O, I] the frozen weight: what FSDP has gathered anew for the backward pass, or what the 4 bits stand for."""
+    return base.weight_as(dtype) if isinstance(base, Nf4Linear) else base.weight.to(dtype)

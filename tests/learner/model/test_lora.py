@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
 from pydantic import ValidationError
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from learner.algorithms import ALGORITHMS
 from learner.batch import RolloutBatch
@@ -18,7 +22,7 @@ from learner.model.config import TransformerConfig
 from learner.model.lora import is_adapter, plain_name
 from learner.model.lora_config import TARGETS, LoraConfig
 from learner.model.networks import make_model
-from learner.model.transformer import Transformer, init_weights
+from learner.model.transformer import Block, Transformer, init_weights
 from learner.parallel.sharding import ShardedPolicy
 from learner.round import Round, scored_logps
 from tests.learner.methods.test_algorithms import algorithm_config, algorithm_sampler
@@ -189,3 +193,89 @@ def test_every_algorithm_starts_from_the_base_and_trains_the_adapter_alone(
     assert frozen.keys() == start.keys()
     moved = adapted.adapter_on_rank_0()
     assert [n for n in adapter if torch.equal(moved[n], adapter[n])] == []
+
+
+class Passes(TorchDispatchMode):
+    """Counts kernels that compute nothing but element by element, copies included, and the bytes that they move."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernels: Counter[str] = Counter()
+        self.num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if torch.Tag.pointwise in func.tags or func._opname in ("copy_", "clone", "_to_copy"):
+            self.kernels[func._opname.removesuffix("_")] += 1
+            self.num_bytes += sum(part.nbytes for part in (*args, found) if isinstance(part, Tensor))
+        return found
+
+
+def _trained(base: Transformer) -> Block:
+    """A block whose adapter has learned."""
+    policy = _with_adapter(base)
+    policy.load_adapter({name: torch.randn_like(matrix) for name, matrix in policy.adapter_on_rank_0().items()})
+    return policy.module.blocks[0]
+
+
+def _as_peft(module: Any) -> Any:
+    """A copy that computes by peft's own forward."""
+    from peft.tuners.lora import LoraLayer
+
+    theirs = copy.deepcopy(module)
+    for layer in theirs.modules():
+        if isinstance(layer, LoraLayer):
+            del layer.forward
+            assert type(layer).__module__.startswith("peft.")
+    return theirs
+
+
+def _run(layer: nn.Module, x: Tensor, *, autocast: bool) -> list[Tensor]:
+    """What a layer gives, and derivatives by its input and its adapter."""
+    with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
+        y = layer(x)
+    weights = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view(y.shape)
+    adapter = [parameter for name, parameter in layer.named_parameters() if ".default." in name]
+    return [y.detach(), *torch.autograd.grad((y * weights).sum(), [x, *adapter])]
+
+
+@pytest.mark.parametrize("precision", ["float32", "base in bfloat16", "autocast"])
+@pytest.mark.parametrize("shape", [(3, 5, 32), (7, 32)], ids=["rows", "slots"])
+def test_a_layer_and_its_derivatives_are_pefts(base: Transformer, precision: str, shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    layer, is_half = _trained(base).attn.q_proj, precision != "float32"
+    x = torch.randn(shape)
+    if precision == "base in bfloat16":
+        layer.base_layer.bfloat16()
+        x = x.bfloat16()
+    x.requires_grad_()
+    ours, theirs = (_run(module, x, autocast=precision == "autocast") for module in (layer, _as_peft(layer)))
+    assert [tensor.dtype for tensor in ours] == [tensor.dtype for tensor in theirs]
+    for our, their in zip(ours, theirs, strict=True):
+        # Of a bfloat16's eight bits, the largest of many sums may lose two.
+        atol = (0.03 if is_half else 1e-6) * float(their.abs().max())
+        torch.testing.assert_close(our, their, atol=atol, rtol=0)
+
+
+def _passes(model: Transformer) -> Passes:
+    """Those of a forward and a backward through every block."""
+    with Passes() as passes:
+        model(IDS).sum().backward()
+    model.zero_grad()
+    return passes
+
+
+def test_an_adapter_adds_no_pass_over_activations(base: Transformer) -> None:
+    """No scaling, no sum, no copy, forward or backward: what the blocks do without it is all that is left."""
+    policy = _with_adapter(base)
+    # Derivatives go through every block, with the adapter and without it.
+    policy.module.embed.weight.requires_grad_()
+    ours, pefts = _passes(policy.module), _passes(_as_peft(policy.module))
+    with policy.adapters_off():
+        without = _passes(policy.module)
+    assert ours.kernels == without.kernels
+    assert ours.num_bytes == without.num_bytes
+    # Of each layer: B A x scaled and added, its derivative scaled, the derivative by x added.
+    num_layers = len(TARGETS) * base.config.num_layers
+    assert pefts.kernels - ours.kernels == {"mul": 2 * num_layers, "add": 2 * num_layers}
+    assert pefts.num_bytes > 1.1 * ours.num_bytes
