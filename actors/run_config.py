@@ -153,6 +153,13 @@ class RunConfig(BaseModel):
         return self.rollout.max_prompt_tokens + self.rollout.sampling.gen_length
 
     @property
+    def may_hold_base_in_half(self) -> bool:
+        """Whether frozen weights may be held in bfloat16, if their checkpoint is in it: they are computed with in it,
+        and no stage before the rounds trains what the rounds stand on."""
+        lora, is_half = self.model.lora, self.sharding.compute_dtype == "bfloat16"
+        return lora.rank > 0 and lora.base_weights == "full" and is_half and not self.sft.num_steps
+
+    @property
     def portion_groups(self) -> int:
         """Groups of a portion."""
         return max(1, self.rollout.batch_size // self.learner.group_size)

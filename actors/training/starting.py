@@ -12,9 +12,8 @@ from actors.checkpoints.selection import FoundCheckpoint, Position, newest_check
 from actors.spec import Phase, RunSpec
 from learner.hardware import limit_memory
 from learner.model.adapter import ADAPTER, Adapter, read_adapter
-from learner.model.checkpoint import StoredWeights, load_policy
+from learner.model.checkpoint import StoredWeights, load_policy, stored_dtype
 from learner.model.checkpoint_files import verify_checkpoint
-from learner.model.transformer import Transformer
 from learner.parallel.loading import load_by_rows
 from learner.parallel.ranks import Ranks
 from learner.parallel.sharding import ShardedPolicy, make_mesh
@@ -39,31 +38,40 @@ def agreed_checkpoint(spec: RunSpec, ranks: Ranks) -> FoundCheckpoint:
 
 
 def load_sharded(spec: RunSpec, directory: Path) -> ShardedPolicy:
-    """A checkpoint's policy, spread over the ranks."""
+    """A checkpoint's policy, spread over the ranks: whole, or an adapter beside what it stands on.
+
+    Merged, the one in 4 bits would be rounded again, and the one in bfloat16 be rounded.
+    """
     mesh = make_mesh(spec.device)
     device = torch.device("cuda", torch.cuda.current_device()) if spec.device == "cuda" else torch.device("cpu")
     limit_memory(device, spec.gpus.learner)
-    if spec.model.lora.base_weights == "nf4":
+    lora = spec.model.lora
+    adapter, base = _unmerged(spec, directory)
+    if lora.base_weights == "nf4":
         # It may be too large for a GPU: what the 4 bits leave of it goes there block by block.
-        adapter, model = _unmerged(spec, directory)
-        policy = ShardedPolicy(model, mesh, spec.sharding, lora=spec.model.lora, seed=spec.seed)
-        if adapter is not None:
-            policy.load_adapter(adapter.matrices)
-        return policy
-    return load_by_rows(directory, mesh, spec.sharding, device=device, lora=spec.model.lora, seed=spec.seed)
+        policy = ShardedPolicy(load_policy(base), mesh, spec.sharding, lora=lora, seed=spec.seed)
+    else:
+        dtype = torch.bfloat16 if _is_held_in_half(spec) else torch.float32
+        policy = load_by_rows(base, mesh, spec.sharding, device=device, lora=lora, seed=spec.seed, dtype=dtype)
+    if adapter is not None:
+        policy.load_adapter(adapter.matrices)
+    return policy
 
 
-def _unmerged(spec: RunSpec, directory: Path) -> tuple[Adapter | None, Transformer]:
-    """A checkpoint's adapter, where it has one, and what it stands on.
-
-    Rounded again with its adapter merged, it would not be the policy that the interrupted run had.
-    """
-    if not (directory / ADAPTER).is_file():
-        return None, load_policy(directory)
+def _unmerged(spec: RunSpec, directory: Path) -> tuple[Adapter | None, Path]:
+    """A checkpoint's adapter, where it has one, and the checkpoint that it stands on; else itself."""
+    if not spec.model.lora.rank or not (directory / ADAPTER).is_file():
+        return None, directory
     adapter = read_adapter(directory)
     base = spec.checkpoints_dir / adapter.base
     verify_checkpoint(base)
-    return adapter, load_policy(base)
+    return adapter, base
+
+
+def _is_held_in_half(spec: RunSpec) -> bool:
+    """Whether frozen weights are held in bfloat16 and lose nothing: all stages stand on the first checkpoint, which is
+    in it, and FSDP rounds what it gathers to it in any case."""
+    return spec.may_hold_base_in_half and stored_dtype(spec.initial_checkpoint) is torch.bfloat16
 
 
 def start_of(phase: Phase, spec: RunSpec, ranks: Ranks) -> Path:

@@ -147,6 +147,9 @@ def _held(recipe: RunConfig, counts: ParameterCounts, num_workers: int, helps: s
         # The blocks whole on every worker; the rest, and the adapter, sharded.
         quantized = _NF4_BYTES * counts.blocks + _FLOAT32 * (counts.root + counts.adapter) / num_workers
         return [Part(name="weights in 4 bits, and the adapter", num_bytes=quantized, helps=helps)]
+    if recipe.may_hold_base_in_half and recipe.model.checkpoint is not None:
+        held = (_bytes_of("bfloat16") * counts.policy + _FLOAT32 * counts.adapter) / num_workers
+        return [Part(name="weights in bfloat16, and the adapter", num_bytes=held, helps=helps)]
     weights = _FLOAT32 * (counts.policy + counts.adapter) / num_workers
     parts = [Part(name="weights in float32", num_bytes=weights, helps=helps)]
     if recipe.learner.objective.needs_reference and not lora.rank:

@@ -6,9 +6,9 @@ block and also the head, so they are ours, anchored to the blocks.
 There is no dropout, on purpose. The ratio of a policy gradient compares the likelihood that the learner computes with
 the one that the sampler had, so both must be the same function of the weights; the sampler has the adapter merged.
 
-How adapters are made, named, switched off and saved is peft's; the product is ours. B A x is added to W x by the matrix
-product that computes it, and in the backward pass the two derivatives by x likewise: peft scales and adds them in passes
-of their own over activations, which cost memory traffic and no arithmetic.
+How adapters are made, named, switched off and saved is peft's; the product is ours. B A x is added to W x by the
+matrix product that computes it, and in the backward pass the two derivatives by x likewise: peft scales and adds them
+in passes of their own over activations, which cost memory traffic and no arithmetic.
 
 Shape letters: N tokens, I inputs and O outputs of a layer, R rank.
 """
@@ -40,6 +40,10 @@ def add_adapters(model: Transformer, config: LoraConfig) -> None:
     pattern = rf"blocks\.\d+\.(attn|mlp)\.({'|'.join(config.targets)})"
     peft_config = PeftConfig(r=config.rank, lora_alpha=config.alpha, lora_dropout=0.0, target_modules=pattern)
     inject_adapter_in_model(peft_config, model)
+    for name, parameter in model.named_parameters():
+        if is_adapter(plain_name(name)):
+            # peft takes the precision of what it stands beside; what is trained is in float32.
+            parameter.data = parameter.data.float()
     for layer in _adapted_layers(model):
         layer.forward = MethodType(_forward, layer)
 
@@ -137,7 +141,7 @@ def _forward(layer: Any, x: Tensor) -> Tensor:
         off: Tensor = layer.base_layer(x)
         return off
     a_RI, b_OR = layer.lora_A["default"].weight, layer.lora_B["default"].weight
-    product: Tensor = _Adapted.apply(x, a_RI, b_OR, layer.base_layer, layer.scaling["default"])
+    product: Tensor = _Adapted.apply(x, a_RI, b_OR, layer)
     return product
 
 
@@ -145,9 +149,8 @@ class _Adapted(torch.autograd.Function):
     """x W^T + scaling * x A^T B^T beside a frozen layer, computed in the precision of what that layer gives."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, a_RI: Tensor, b_OR: Tensor, base: nn.Linear | Nf4Linear, scaling: float
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, a_RI: Tensor, b_OR: Tensor, layer: Any) -> Tensor:
+        base, scaling = layer.base_layer, layer.scaling["default"]
         product: Tensor = base(x)
         product_NO = product.flatten(0, -2)
         # Autocast, or a base in half precision: peft's adapter is in float32.
@@ -159,17 +162,17 @@ class _Adapted(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor, Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor, Tensor, None]:
         x, a_RI, b_OR, down_NR = ctx.saved_tensors
         grad_NO, x_NI = grad.flatten(0, -2), x.flatten(0, -2).to(grad.dtype)
         grad_down_NR = _scaled_product(grad_NO, b_OR.to(grad.dtype), ctx.scaling)
         grad_a_RI = grad_down_NR.T @ x_NI
         grad_b_OR = _scaled_product(grad_NO.T, down_NR, ctx.scaling)
         if not ctx.needs_input_grad[0]:
-            return None, grad_a_RI, grad_b_OR, None, None
+            return None, grad_a_RI, grad_b_OR, None
         grad_x_NI = grad_NO @ _weight(ctx.base, grad.dtype)
         torch.addmm(grad_x_NI, grad_down_NR, a_RI.to(grad.dtype), out=grad_x_NI)
-        return grad_x_NI.view(x.shape), grad_a_RI, grad_b_OR, None, None
+        return grad_x_NI.view(x.shape), grad_a_RI, grad_b_OR, None
 
 
 def _scaled_product(left: Tensor, right: Tensor, scaling: float) -> Tensor:

@@ -23,15 +23,17 @@ def load_by_rows(
     device: torch.device,
     lora: LoraConfig = WHOLE,
     seed: int = 0,
+    dtype: torch.dtype = torch.float32,
 ) -> ShardedPolicy:
     """A checkpoint's policy, sharded over `mesh` on `device`; the arguments are `ShardedPolicy`'s.
 
+    Its weights are held in `dtype`; under LoRA that may be bfloat16, and the adapter is in float32 all the same.
     A rank takes memory for its shard and for its rows of one tensor more.
     Raises ValueError where there is no checkpoint, or its weights do not fit its config.
     """
     weights = StoredWeights(directory)
     with torch.device("meta"):
-        model = make_model(load_config(directory))
+        model = make_model(load_config(directory)).to(dtype)
     policy = ShardedPolicy(model, mesh, config, lora=lora, seed=seed, device=device)
     policy.load_full_weights(weights)
     return policy

@@ -131,7 +131,8 @@ class ShardedPolicy:
         return adapters_off(self.module)
 
     def full_weights(self) -> dict[str, Tensor]:
-        """Every parameter, whole, on the CPU, detached from the live ones; an adapter is merged into them."""
+        """Every parameter, whole, on the CPU, detached from the live ones; an adapter is merged into them, and all are
+        in its precision."""
         return {name: on_cpu(weight) for name, weight in self._gathered_weights()}
 
     def weights_on_rank_0(self) -> dict[str, Tensor]:
@@ -242,11 +243,14 @@ class ShardedPolicy:
 
     def _gathered_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The policy's parameters, one by one, whole and merged, where its shards are."""
-        parameters = self._parameters()
-        for name, weight in self._gathered_base():
+        adapter = {name: parameter for name, parameter in self._parameters().items() if is_adapter(name)}
+        # What an adapter stands on may be held in less.
+        precision = next((matrix.dtype for matrix in adapter.values()), None)
+        for name, held in self._gathered_base():
+            weight = held if precision is None else held.to(precision)
             a, b = adapter_names(name)
-            if a in parameters:
-                yield name, merged(weight, gathered(parameters[a]), gathered(parameters[b]), self.lora.scaling)
+            if a in adapter:
+                yield name, merged(weight, gathered(adapter[a]), gathered(adapter[b]), self.lora.scaling)
             else:
                 yield name, weight
 

@@ -95,6 +95,17 @@ def _from_meta(config: TransformerConfig, lora: LoraConfig) -> ShardedPolicy:
     return policy
 
 
+def _on_half_base(config: TransformerConfig, dtype: torch.dtype) -> ShardedPolicy:
+    """An adapter on ranks that compute in bfloat16, on weights that bfloat16 holds as they are, held in `dtype`."""
+    whole = Transformer(config)
+    init_weights(whole, seed=0)
+    with torch.device("meta"):
+        model = Transformer(config).to(dtype)
+    policy = ShardedPolicy(model, make_mesh("cpu"), HALF, lora=LORAS["adapter"], seed=3, device=torch.device("cpu"))
+    policy.load_full_weights(dict(whole.bfloat16().named_parameters()))
+    return policy
+
+
 def _rank(rank: int, port_file: str, config: TransformerConfig, batch: RolloutBatch, out: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{port_file}", rank=rank, world_size=2)
@@ -107,6 +118,8 @@ def _rank(rank: int, port_file: str, config: TransformerConfig, batch: RolloutBa
         checkpointed = _train(_policy(config, lora, CHECKPOINTING, on_ranks=True), batch, None)
         half = _train(_policy(config, lora, HALF, on_ranks=True), batch, None)
         results[name] = {"first": first, "again": again, "checkpointed": checkpointed, "half": half}
+    for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
+        results[name] = _train(_on_half_base(config, dtype), batch, None)
     if rank == 0:
         torch.save(results, out)
     dist.destroy_process_group()
@@ -398,3 +411,14 @@ def _tiny() -> TransformerConfig:
 def test_a_rank_that_lags_is_named(tmp_path: Path) -> None:
     run_ranks(_late_rank, str(tmp_path / "at"), tmp_path, num=3)
     assert (tmp_path / "said").read_text() == "round 7: rank 2 of the learner did not come within 2 s"
+
+
+def test_a_frozen_base_in_half_precision_changes_nothing(on_two_ranks: dict[str, Any]) -> None:
+    """Where ranks compute in it, and it holds the weights as they are: every weight, moment and loss, to the bit."""
+    in_float32, in_half = on_two_ranks["float32"], on_two_ranks["bfloat16"]
+    assert in_half["metrics"] == in_float32["metrics"]
+    for part in ("weights", "adapter", "optimizer"):
+        assert in_half[part].keys() == in_float32[part].keys()
+        for name, tensor in in_half[part].items():
+            assert tensor.dtype == in_float32[part][name].dtype
+            assert torch.equal(tensor, in_float32[part][name]), name
