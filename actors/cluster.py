@@ -24,11 +24,9 @@ from actors.sampler import SamplerWorker
 from actors.spec import RunSpec
 from actors.training.run_client import Heartbeat, RunClient
 from actors.weight_store import WeightStore, store_name
-from learner.parallel.ranks import LeaderFailedError, Ranks, is_lost_peer
+from learner.parallel.ranks import COLLECTIVE_TIMEOUT_S, LeaderFailedError, Ranks, is_lost_peer
 
 _START_TIMEOUT_S = 600.0
-# Ranks do their own share of the same work between two collectives. A rank that hangs is noticed long before.
-_COLLECTIVE_TIMEOUT_S = 900
 _VERDICT_TIMEOUT_S = 120.0
 # The coordinator gives up long before, unless a group does not come to ask it.
 _MAX_LEARNER_RESTARTS = 1000
@@ -157,7 +155,7 @@ def fit(spec: RunSpec, actors: RunActors) -> None:
     trainer = Trainer(
         train_worker,
         train_loop_config={"spec": spec, "coordinator": actors.coordinator, "store": actors.store},
-        torch_config=TorchConfig(backend=backend, timeout_s=_COLLECTIVE_TIMEOUT_S),
+        torch_config=TorchConfig(backend=backend, timeout_s=COLLECTIVE_TIMEOUT_S),
         scaling_config=ScalingConfig(
             num_workers=spec.learner.num_workers,
             use_gpu=spec.device == "cuda",

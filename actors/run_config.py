@@ -204,6 +204,11 @@ class RunConfig(BaseModel):
                 f"gpus.learner {self.gpus.learner:g} is a share for one worker, and learner.num_workers is "
                 f"{self.learner.num_workers}: two could be given one GPU, which NCCL refuses; take 1 for one of them"
             )
+        if self.learner.num_workers % (self.sharding.workers_per_copy or 1):
+            raise ValueError(
+                f"sharding.workers_per_copy {self.sharding.workers_per_copy} does not divide learner.num_workers "
+                f"{self.learner.num_workers}, and every copy has as many; take another, or 0 for one copy on all"
+            )
         if self.sharding.cpu_offload and self.device == "cpu":
             raise ValueError("sharding.cpu_offload is for device cuda; with device cpu everything is in main memory")
         return self

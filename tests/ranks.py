@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch.multiprocessing as mp
 
 # What each rank would import by itself, for seconds of a CPU: they are forked from one process that has it.
-_HEAVY = ["learner.learner", "learner.sft.learner", "torch.testing", "hypothesis", "pytest"]
+_HEAVY = ["learner.learner", "learner.sft.learner", "peft.tuners.lora", "torch.testing", "hypothesis", "pytest"]
 
 
 def run_ranks(function: Callable[..., None], *arguments: object, num: int) -> None:

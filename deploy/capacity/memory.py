@@ -94,14 +94,15 @@ def sampler_memory(recipe: RunConfig, shape: TransformerConfig) -> ProcessMemory
 
 
 def learner_memory(recipe: RunConfig, shape: TransformerConfig, num_workers: int) -> ProcessMemory:
-    """What one of so many learner workers takes."""
+    """What one of so many learner workers takes, of which a copy of the policy may have fewer."""
     counts, lora = ParameterCounts.of(shape, recipe.model.lora), recipe.model.lora
     each = _bytes_of(recipe.sharding.compute_dtype)
     trained = counts.adapter or counts.policy
     workers_help = "more learner.num_workers" + ("" if lora.rank else " or LoRA (model.lora.rank)")
-    parts = [*_held(recipe, counts, num_workers, workers_help), *_passing(recipe, shape, counts)]
+    num_sharing = min(recipe.sharding.workers_per_copy or num_workers, num_workers)
+    parts = [*_held(recipe, counts, num_sharing, workers_help), *_passing(recipe, shape, counts)]
     if not recipe.sharding.cpu_offload:
-        state = _FLOAT32 * (1 + _MOMENTS) * trained / num_workers
+        state = _FLOAT32 * (1 + _MOMENTS) * trained / num_sharing
         parts.append(Part(name="gradient and AdamW's moments", num_bytes=state, helps=workers_help))
     cuda = _CONTEXT_BYTES + (_NCCL_BYTES if num_workers > 1 else 0)
     # Blocks as they are gathered; of trained ones their gradient too, before it is summed over the workers.
@@ -138,22 +139,22 @@ def saved_bytes_of_token(shape: TransformerConfig, each: int) -> int:
     return each * (8 * shape.d_model + 2 * key_value + 4 * shape.mlp_hidden_size)
 
 
-def _held(recipe: RunConfig, counts: ParameterCounts, num_workers: int, helps: str) -> list[Part]:
+def _held(recipe: RunConfig, counts: ParameterCounts, num_sharing: int, helps: str) -> list[Part]:
     """Weights, which stay for the whole stage."""
     lora = recipe.model.lora
     if recipe.sharding.cpu_offload:
         return []
     if lora.base_weights == "nf4":
         # The blocks whole on every worker; the rest, and the adapter, sharded.
-        quantized = _NF4_BYTES * counts.blocks + _FLOAT32 * (counts.root + counts.adapter) / num_workers
+        quantized = _NF4_BYTES * counts.blocks + _FLOAT32 * (counts.root + counts.adapter) / num_sharing
         return [Part(name="weights in 4 bits, and the adapter", num_bytes=quantized, helps=helps)]
     if recipe.may_hold_base_in_half and recipe.model.checkpoint is not None:
-        held = (_bytes_of("bfloat16") * counts.policy + _FLOAT32 * counts.adapter) / num_workers
+        held = (_bytes_of("bfloat16") * counts.policy + _FLOAT32 * counts.adapter) / num_sharing
         return [Part(name="weights in bfloat16, and the adapter", num_bytes=held, helps=helps)]
-    weights = _FLOAT32 * (counts.policy + counts.adapter) / num_workers
+    weights = _FLOAT32 * (counts.policy + counts.adapter) / num_sharing
     parts = [Part(name="weights in float32", num_bytes=weights, helps=helps)]
     if recipe.learner.objective.needs_reference and not lora.rank:
-        reference = _FLOAT32 * counts.policy / num_workers
+        reference = _FLOAT32 * counts.policy / num_sharing
         parts.append(Part(name="the reference in float32", num_bytes=reference, helps=helps))
     return parts
 

@@ -100,6 +100,8 @@ def _splits(
     sampler = why_too_large(sampler_memory(recipe, shape), kind.memory_bytes, where)
     for num_samplers in range(1, 1 + min(max(1, num_gpus - 1), _most_samplers(recipe))):
         num_workers = min(max(1, num_gpus - num_samplers), units)
+        # Whole copies of the policy.
+        num_workers -= num_workers % min(recipe.sharding.workers_per_copy or 1, num_workers)
         too_large = why_too_large(learner_memory(recipe, shape, num_workers), kind.memory_bytes, where)
         is_ahead = learner.max_staleness > 0 and num_gpus > 1
         # The busiest ends the round. Samplers that run ahead go on with the next one.

@@ -48,6 +48,7 @@ _MAY_CHANGE = (
     "learner.num_workers",
     "sharding.activation_checkpointing",
     "sharding.cpu_offload",
+    "sharding.workers_per_copy",
     "rollout.num_samplers",
     "rollout.timeout_s",
     "rollout.max_attempts",

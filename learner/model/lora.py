@@ -150,14 +150,13 @@ class _Adapted(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, a_RI: Tensor, b_OR: Tensor, layer: Any) -> Tensor:
-        base, scaling = layer.base_layer, layer.scaling["default"]
-        product: Tensor = base(x)
-        product_NO = product.flatten(0, -2)
+        ctx.base, ctx.scaling = layer.base_layer, layer.scaling["default"]
+        product: Tensor = ctx.base(x)
+        product_NO = product.view(-1, product.shape[-1])
         # Autocast, or a base in half precision: peft's adapter is in float32.
         down_NR = x.flatten(0, -2).to(product.dtype) @ a_RI.to(product.dtype).T
-        torch.addmm(product_NO, down_NR, b_OR.to(product.dtype).T, alpha=scaling, out=product_NO)
+        torch.addmm(product_NO, down_NR, b_OR.to(product.dtype).T, alpha=ctx.scaling, out=product_NO)
         ctx.save_for_backward(x, a_RI, b_OR, down_NR)
-        ctx.base, ctx.scaling = base, scaling
         return product
 
     @staticmethod

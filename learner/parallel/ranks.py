@@ -21,8 +21,9 @@ from torch import Tensor
 
 TICK_S = 5.0
 """Seconds between two signs of life of a rank 0 that is at work: the others never wait for longer in one collective."""
-# One rank may load a checkpoint for longer than another. Who hangs is noticed by other means.
-_TIMEOUT_S = 900.0
+COLLECTIVE_TIMEOUT_S = 900
+"""Seconds that a rank waits for the others in one collective: they do their own share of the same work, or load a
+checkpoint, for longer than it. Who hangs is noticed long before, by other means."""
 _LENGTH = struct.Struct("<Q")
 
 
@@ -49,7 +50,7 @@ class Ranks:
         self.is_alone = not dist.is_initialized()
         self.rank, self.size = (0, 1) if self.is_alone else (dist.get_rank(), dist.get_world_size())
         # Always gloo: decisions are small and on the CPU, whatever the policy is on.
-        timeout = timedelta(seconds=_TIMEOUT_S)
+        timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
         self._group = None if self.is_alone else dist.new_group(backend="gloo", timeout=timeout)
         # One thread, so that rank 0 can give signs of life while it works.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rank-0")

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
 from learner.model.lora import adapter_names, adapters_off, add_adapters, fresh_adapter, is_adapter, merged, plain_name
@@ -25,9 +25,12 @@ from learner.model.lora_config import WHOLE, LoraConfig
 from learner.model.networks import make_model
 from learner.model.quantized import Nf4Linear, quantize_blocks, quantized_layers
 from learner.model.transformer import Transformer
+from learner.parallel.ranks import COLLECTIVE_TIMEOUT_S
 from learner.parallel.sharding_config import ShardingConfig
 
 _PLAIN = ShardingConfig()
+# Over the ranks of a copy; in each copy, if there are several.
+_BY_ROWS = ((Shard(0),), (Replicate(), Shard(0)))
 
 
 def _fsdp_options(config: ShardingConfig) -> dict[str, Any]:
@@ -40,11 +43,24 @@ def _fsdp_options(config: ShardingConfig) -> dict[str, Any]:
     return options
 
 
-def make_mesh(device_type: str) -> DeviceMesh | None:
-    """A one-dimensional mesh over all ranks; None where no process group runs (a single process)."""
+def make_mesh(device_type: str, workers_per_copy: int = 0) -> DeviceMesh | None:
+    """A mesh over all ranks; None where no process group runs (a single process).
+
+    Args:
+        device_type: "cpu" or "cuda".
+        workers_per_copy: how many ranks, which divide theirs, one copy of the policy is sharded over: the mesh is then
+            [copies, ranks of a copy], neighbours in one copy. 0 or all of them: one copy, [ranks].
+    """
     if not dist.is_initialized():
         return None
-    return init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=("dp",))
+    num_ranks = dist.get_world_size()
+    if workers_per_copy in (0, num_ranks):
+        return init_device_mesh(device_type, (num_ranks,), mesh_dim_names=("dp",))
+    ranks = torch.arange(num_ranks).view(-1, workers_per_copy)
+    # A mesh would make them too, but with another timeout than that of all ranks.
+    timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
+    groups = [dist.new_subgroups_by_enumeration(along.tolist(), timeout=timeout)[0] for along in (ranks.T, ranks)]
+    return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=("copies", "dp"))
 
 
 class Rows(Protocol):
@@ -88,7 +104,7 @@ class ShardedPolicy:
             raise ValueError("compute_dtype and cpu_offload are FSDP's, and this process is in no process group")
         self.config = model.config
         self.mesh = mesh
-        self.rank = mesh.get_local_rank() if mesh is not None else 0
+        self.rank = dist.get_rank() if mesh is not None else 0
         self.world_size = mesh.size() if mesh is not None else 1
         self.module = model
         self._lobby: dist.ProcessGroup | None = None
@@ -223,7 +239,7 @@ class ShardedPolicy:
         if self.mesh is None:
             return values
         total = values.to(self.device)
-        dist.all_reduce(total, group=self.mesh.get_group())
+        dist.all_reduce(total)
         return total
 
     def max_over_ranks(self, values: Tensor) -> Tensor:
@@ -231,7 +247,7 @@ class ShardedPolicy:
         if self.mesh is None:
             return values
         greatest = values.to(self.device)
-        dist.all_reduce(greatest, op=dist.ReduceOp.MAX, group=self.mesh.get_group())
+        dist.all_reduce(greatest, op=dist.ReduceOp.MAX)
         return greatest
 
     def _parameters(self) -> dict[str, nn.Parameter]:
@@ -297,14 +313,16 @@ def _all_gathered(sharded: DTensor) -> Tensor:
     within the string: each thread frees the name that it replaces, and where a busy machine lets both replace the same
     one, it is freed twice. This one is called ALLGATHER, and nothing is freed.
     """
-    assert sharded.placements == (Shard(0),), "FSDP shards by rows"
+    assert sharded.placements in _BY_ROWS, "FSDP shards by rows"
     num_rows, *row = sharded.shape
-    rows_each = -(-num_rows // sharded.device_mesh.size())
+    # From the ranks of this copy; there may be others.
+    sharing = sharded.device_mesh.get_group(sharded.device_mesh.ndim - 1)
+    rows_each = -(-num_rows // sharing.size())
     local = sharded.to_local()
     # The last ranks may have fewer rows, or none.
     padded = torch.cat((local, local.new_zeros(rows_each - local.shape[0], *row)))
-    whole = local.new_empty(rows_each * sharded.device_mesh.size(), *row)
-    dist.all_gather_single(whole, padded, group=sharded.device_mesh.get_group())
+    whole = local.new_empty(rows_each * sharing.size(), *row)
+    dist.all_gather_single(whole, padded, group=sharing)
     return whole[:num_rows]
 
 
@@ -328,10 +346,11 @@ def own_rows(tensor: Tensor) -> slice:
     """Which rows of a tensor this rank holds; all of one that is not sharded."""
     if not isinstance(tensor, DTensor):
         return slice(None)
-    assert tensor.placements == (Shard(0),), "FSDP shards by rows"
+    assert tensor.placements in _BY_ROWS, "FSDP shards by rows"
     num_rows, mesh = tensor.shape[0], tensor.device_mesh
-    rows_each = -(-num_rows // mesh.size())
-    begin = min(mesh.get_local_rank() * rows_each, num_rows)
+    along = mesh.ndim - 1
+    rows_each = -(-num_rows // mesh.size(along))
+    begin = min(mesh.get_local_rank(along) * rows_each, num_rows)
     return slice(begin, min(begin + rows_each, num_rows))
 
 

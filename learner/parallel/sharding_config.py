@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, NonNegativeInt
 
 
 class ShardingConfig(BaseModel):
@@ -13,6 +13,10 @@ class ShardingConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
+    workers_per_copy: NonNegativeInt = 0
+    """Workers that one copy of the policy is sharded over; 0: all of them. It divides `learner.num_workers`. Weights
+    are gathered within a copy, and only gradients go from copy to copy: with as many as a machine has, no weights
+    travel between machines, for more memory on each worker."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     """Of weights and activations in forward and backward. Weights are kept and stepped, and gradients summed over the
     workers, in float32 in any case."""

@@ -133,6 +133,9 @@ REFUSED_OVERRIDES = {
     "gpus.sampler=0.5": ("gpus is for device cuda; with device cpu nothing has a GPU",),
     "gpus.engine=1.5": ("gpus.engine is 1.5",),
     "sharding.cpu_offload=true": ("sharding.cpu_offload is for device cuda; with device cpu everything is in main",),
+    "sharding.workers_per_copy=3": (
+        "sharding.workers_per_copy 3 does not divide learner.num_workers 2, and every copy has as many; take",
+    ),
     "learner.groupsize=4": ("learner.groupsize is no key of a recipe", "did you mean learner.group_size?"),
     "lerner.lr=1": ("lerner is no key of a recipe", "did you mean learner?"),
     "lr=3": ("did you mean sft.lr or learner.lr?",),

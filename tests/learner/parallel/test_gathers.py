@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -51,13 +52,15 @@ class Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _collectives(rank: int, meeting: Path, config: TransformerConfig, batch: RolloutBatch, out: Path) -> None:
+def _collectives(
+    rank: int, workers_per_copy: int, meeting: Path, config: TransformerConfig, batch: RolloutBatch, out: Path
+) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
     model = Transformer(config)
     init_weights(model, seed=0)
     with Collectives() as seen:
-        policy = ShardedPolicy(model, make_mesh("cpu"))
+        policy = ShardedPolicy(model, make_mesh("cpu", workers_per_copy))
         documents = Documents(
             ids=torch.cat((batch.prompt_ids, batch.completion_ids), dim=1),
             prompt_lengths=batch.prompt_lengths,
@@ -82,11 +85,12 @@ def _collectives(rank: int, meeting: Path, config: TransformerConfig, batch: Rol
     dist.destroy_process_group()
 
 
+@pytest.mark.parametrize("workers_per_copy", [0, 1])
 def test_no_collective_of_a_learner_has_a_name_that_gloo_would_free_twice(
-    config: TransformerConfig, rollouts: RolloutBatch, tmp_path: Path
+    config: TransformerConfig, rollouts: RolloutBatch, tmp_path: Path, workers_per_copy: int
 ) -> None:
     out = tmp_path / "out.pt"
-    run_ranks(_collectives, tmp_path / "meeting", config, rollouts, out, num=2)
+    run_ranks(_collectives, workers_per_copy, tmp_path / "meeting", config, rollouts, out, num=2)
     seen = set(torch.load(out, weights_only=True))
     assert seen
     assert seen <= OF_SHORT_NAMES

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from learner.algorithms import ALGORITHMS
 from learner.batch import RolloutBatch
@@ -81,7 +82,8 @@ def _policy(
 ) -> ShardedPolicy:
     model = Transformer(config)
     init_weights(model, seed=0)
-    return ShardedPolicy(model, make_mesh("cpu") if on_ranks else None, sharding, lora=lora, seed=3)
+    mesh = make_mesh("cpu", sharding.workers_per_copy) if on_ranks else None
+    return ShardedPolicy(model, mesh, sharding, lora=lora, seed=3)
 
 
 def _from_meta(config: TransformerConfig, lora: LoraConfig) -> ShardedPolicy:
@@ -179,15 +181,61 @@ def test_two_ranks_are_one(config: TransformerConfig, lora: LoraConfig, sharded:
     The second time both go on from the state that the two ranks left.
     """
     state = sharded["first"]["optimizer"] if which == "again" else None
-    single = _train(_policy(config, lora), _rollouts(), state)
+    _assert_close(sharded[which], _train(_policy(config, lora), _rollouts(), state))
+
+
+def _assert_close(sharded: dict[str, Any], single: dict[str, Any]) -> None:
     for part in ("weights", "adapter", "optimizer"):
         expected = single[part]
-        assert sharded[which][part].keys() == expected.keys()
+        assert sharded[part].keys() == expected.keys()
         for name, tensor in expected.items():
             # Adam turns the last bit of a gradient near zero into a part of a step: the bound is a tenth of a step.
-            torch.testing.assert_close(sharded[which][part][name], tensor, atol=1e-4, rtol=1e-3, msg=name)
-    for ours, theirs in zip(sharded[which]["metrics"], single["metrics"], strict=True):
+            torch.testing.assert_close(sharded[part][name], tensor, atol=1e-4, rtol=1e-3, msg=name)
+    for ours, theirs in zip(sharded["metrics"], single["metrics"], strict=True):
         assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-5)
+
+
+# Several copies of the policy, each on several ranks.
+
+
+def _round(policy: ShardedPolicy, resume_from: dict[str, torch.Tensor]) -> dict[str, Any]:
+    learner = Learner(policy, RL)
+    learner.load_full_state(resume_from)
+    metrics = [learner.update(_rollouts(), 0)]
+    return {
+        "weights": policy.full_weights(),
+        "adapter": policy.adapter_on_rank_0(),
+        "optimizer": learner.full_state(),
+        "metrics": metrics,
+    }
+
+
+def _copies_rank(
+    rank: int, port_file: str, config: TransformerConfig, states: dict[str, dict[str, torch.Tensor]], out: Path
+) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{port_file}", rank=rank, world_size=4)
+    found = {}
+    for name, state in states.items():
+        policy = _policy(config, LORAS[name], ShardingConfig(workers_per_copy=2), on_ranks=True)
+        for parameter in policy.module.parameters():
+            assert isinstance(parameter, DTensor)
+            assert parameter.to_local().shape[0] == parameter.shape[0] // 2
+        found[name] = _round(policy, state)
+    torch.save(found, out / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+def test_two_copies_on_two_ranks_each_are_one(config: TransformerConfig, tmp_path: Path) -> None:
+    """They go on from the state that one process left, and are at its end the same to the bit."""
+    states = {name: _round(_policy(config, lora), {})["optimizer"] for name, lora in LORAS.items()}
+    run_ranks(_copies_rank, str(tmp_path / "at"), config, states, tmp_path, num=4)
+    first, *others = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(4))
+    for name, lora in LORAS.items():
+        _assert_close(first[name], _round(_policy(config, lora), states[name]))
+        for other in others:
+            assert other[name]["metrics"] == first[name]["metrics"]
+            assert all(torch.equal(other[name]["weights"][at], weight) for at, weight in first[name]["weights"].items())
 
 
 def _assert_same_bits(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
