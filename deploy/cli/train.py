@@ -123,8 +123,8 @@ def _carry_out(recipe: Recipe, order: _Order, dry_run: bool) -> None:
         available = cluster_resources(os.environ.get("RAY_ADDRESS"))
         problems = preflight(recipe, available, resume=order.resume, serve=order.serve)
     if dry_run:
+        from deploy.capacity.dry_run import print_dry_run
         from deploy.capacity.needs import needs_of
-        from deploy.cli.dry_run import print_dry_run
 
         problems += [more for more in _refusals(recipe, order) if not any(more in problem for problem in problems)]
         print_dry_run(recipe, needs_of(recipe, serve=order.serve), available, problems)

@@ -26,7 +26,7 @@ from actors.sampler import SamplerWorker
 from actors.spec import RunSpec
 from actors.weight_store import Base, WeightStore
 from actors.weights import make_manifest, put
-from benchmarks import weights
+from benchmarks.weights import publishing
 from learner.model.checkpoint import load_policy
 from learner.model.lora import merged_weights
 from rollout.sampler import Sampler
@@ -173,9 +173,9 @@ def test_a_version_is_an_adapter_on_a_base_that_the_store_has_as_long_as_it_is_u
 
 
 def test_the_benchmark_of_weights_counts_what_travels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "_D_MODEL", 64)
-    monkeypatch.setattr(weights, "_VOCABULARY", 64)
-    whole, adapter = weights.measured(0.0, 1, rank=1, rounds=1)
+    monkeypatch.setattr(publishing, "_D_MODEL", 64)
+    monkeypatch.setattr(publishing, "_VOCABULARY", 64)
+    whole, adapter = publishing.measured(0.0, 1, rank=1, rounds=1)
     assert (whole.form, whole.share) == ("whole", 1.0)
     # Of 64 x 64 there are two rows of 64, and of 64 x 192 one of each.
     layer = 4 * 2 * 64 + 3 * (64 + 192)

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from benchmarks import learner as learner_benchmark
-from benchmarks import learner_curves, loading, roofline, toy, update_flops
+from benchmarks import learner_curves, roofline, toy, update_flops
 from benchmarks.models import Shape
 from benchmarks.reference import ReferenceNet, Work, generate, generate_lockstep
 from benchmarks.rounds import Setting, make_reference, make_round, prompt_masks
+from benchmarks.weights import loading
 from learner.model.checkpoint import load_policy
 from learner.model.transformer import Transformer
 from rollout.request import Request, SamplingParams

@@ -1,6 +1,6 @@
 """What memory a learner's ranks take to start from a checkpoint: each by its own rows, and each by the whole, then cut.
 
-    python -m benchmarks.loading [--gigabytes 1] [--ranks 2] [--out FILE]
+    python -m benchmarks.weights.loading [--gigabytes 1] [--ranks 2] [--out FILE]
 
 A checkpoint of random float32 weights is loaded by gloo ranks on CPUs. Counted is a rank's largest resident size above
 what it had before, files that are mapped included, against the limit: its shard.

@@ -1,6 +1,6 @@
 """What a policy version takes from the learner to the samplers, whole and as an adapter, on Ray.
 
-    python -m benchmarks.weights [--gigabytes 1 4] [--samplers 1 2 4] [--rank 16] [--rounds 3] [--out FILE]
+    python -m benchmarks.weights.publishing [--gigabytes 1 4] [--samplers 1 2 4] [--rank 16] [--rounds 3] [--out FILE]
 
 A policy of random float32 weights is published as `d1 train` does it, and loaded in place by every sampler. Seconds are
 from the first gather to the last sampler's answer, the median of some rounds, each beside one plain copy of all weights
