@@ -70,6 +70,8 @@ class StandIn(Tensor):
         kwargs = dict(kwargs or {})
         if func not in _BETWEEN:
             _refuse_mixture(func, args, kwargs)
+        if func is _aten._to_copy.default and _is_cpu(kwargs.get("device")):
+            return func(args[0].host, **kwargs)
         # Where torch's C++ asks for a tensor of the CPU it means one that is where this one is.
         result = func(*tree_map(_host, args), **tree_map(_host, kwargs))
         # What comes of a tensor that was made outside of inference mode is of its kind: views share its version.
@@ -102,8 +104,10 @@ class StandInGpu(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if func is Tensor.pin_memory:
             return args[0]
-        if func in (Tensor.tolist, Tensor.__bool__, Tensor.__len__, Tensor.item) and isinstance(args[0], StandIn):
+        if func is Tensor.__len__ and isinstance(args[0], StandIn):
             return func(args[0].host)
+        if func in (Tensor.tolist, Tensor.__bool__, Tensor.item) and isinstance(args[0], StandIn):
+            return func(_aten._to_copy.default(args[0].detach(), device=torch.device("cpu")))
         if func is Tensor.numpy and isinstance(args[0], StandIn):
             raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy it first")
         if func is Tensor.backward:
@@ -134,7 +138,8 @@ class StandInGpu(TorchFunctionMode):
         if is_gpu == isinstance(tensor, StandIn) and func is Tensor.cpu:
             return tensor
         dtypes = [other for other in others if isinstance(other, torch.dtype)]
-        moved = _Move.apply(tensor, is_gpu) if is_gpu != isinstance(tensor, StandIn) else tensor
+        is_moving, is_patient = is_gpu != isinstance(tensor, StandIn), bool(kwargs.get("non_blocking"))
+        moved = _Move.apply(tensor, is_gpu, is_patient) if is_moving else tensor
         if kwargs.get("copy") and moved is tensor:
             moved = tensor.clone()
         return moved.to(dtypes[0]) if dtypes else moved
@@ -144,17 +149,28 @@ class _Move(torch.autograd.Function):
     """A copy on the other device, with a gradient that goes back."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, to_gpu: bool) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, tensor: Tensor, to_gpu: bool, non_blocking: bool) -> Tensor:  # type: ignore[override]
         ctx.to_gpu = to_gpu
-        return StandIn(tensor.detach().clone()) if to_gpu else _host(tensor).clone()
+        return _moved(tensor.detach(), to_gpu, non_blocking)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        return (_host(gradient).clone() if ctx.to_gpu else StandIn(gradient.clone())), None
+        return _moved(gradient, not ctx.to_gpu, non_blocking=False), None, None
+
+
+def _moved(tensor: Tensor, to_gpu: bool, non_blocking: bool) -> Tensor:
+    """A copy on the other device, by the operations that a counter of operations would see."""
+    if not to_gpu:
+        return _aten._to_copy.default(tensor, device=torch.device("cpu"), non_blocking=non_blocking)
+    return _aten.copy_.default(StandIn(torch.empty_like(tensor)), tensor, non_blocking)
 
 
 def _is_gpu(value: Any) -> bool:
     return isinstance(value, str | torch.device) and torch.device(value).type == "cuda"
+
+
+def _is_cpu(value: Any) -> bool:
+    return value is not None and torch.device(value).type == "cpu"
 
 
 def _is_place(value: Any) -> bool:

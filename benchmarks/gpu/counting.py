@@ -1,0 +1,106 @@
+"""What a GPU would be asked for, counted on any device: launches, times that the host waits, and bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+_aten = torch.ops.aten
+_COPIES = {_aten._to_copy, _aten.copy_}
+# Neither a kernel nor bytes: memory is taken, or looked at in another way.
+_FREE = {_aten.empty, _aten.empty_like, _aten.new_empty, _aten.empty_strided, _aten._unsafe_view, _aten.lift_fresh}
+# The host must know what the device found: a number, or how large the result is.
+_WAITS = {
+    _aten._local_scalar_dense,
+    _aten.equal,
+    _aten.is_nonzero,
+    _aten.item,
+    _aten.masked_select,
+    _aten.nonzero,
+    _aten.unique_consecutive,
+    _aten._unique2,
+}
+_INDEXED = {_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_}
+# Their traffic is that of what they find, not of where they look.
+_LOOKUPS = {_aten.index, _aten.gather, _aten.index_select, _aten.embedding}
+# Bound by arithmetic, or by a few numbers written here and there.
+_NOT_ELEMENTWISE = {
+    *(_aten.linear, _aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm),
+    *_INDEXED,
+    *(_aten.index_copy_, _aten.scatter_),
+}
+
+
+class OpCounter(TorchDispatchMode):
+    """Counts the operations within its block that touch a tensor of another device than the CPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reset()
+
+    def reset(self) -> None:
+        """Count from zero again."""
+        self.num_launches = 0
+        """Operations that are not views, copies between host and device included."""
+        self.num_waits = 0
+        """Times that the host waits for what the device has been asked for."""
+        self.num_blocking_uploads = 0
+        """Copies to the device that the host waits for."""
+        self.num_bytes = 0
+        """Read and written by operations that are not bound by their arithmetic: all but products and attention."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.is_view:
+            # Some of these copy where they must (`to`, `reshape`): what they are made of says whether.
+            with self:
+                made_of = func.decompose(*args, **kwargs)
+            if made_of is not NotImplemented:
+                return made_of
+        result = func(*args, **kwargs)
+        read = {name: value for name, value in kwargs.items() if name != "out"}
+        given = [value for value in tree_leaves((args, read)) if isinstance(value, Tensor)]
+        made = [value for value in tree_leaves(result) if isinstance(value, Tensor)]
+        kind = func.overloadpacket
+        if any(map(_is_there, (*given, *made))) and not func.is_view and kind not in _FREE:
+            self.num_launches += 1
+            self.num_bytes += _traffic(kind, given, made)
+            self._count_waits(kind, args, kwargs, given, made)
+        return result
+
+    def _count_waits(self, kind: Any, args: Any, kwargs: Any, given: list[Tensor], made: list[Tensor]) -> None:
+        if kind in _COPIES:
+            source, target = given[-1], made[0]
+            is_patient = kwargs.get("non_blocking", kind is _aten.copy_ and len(args) > 2 and args[2])
+            if _is_there(source) != _is_there(target) and not is_patient:
+                self.num_waits += _is_there(source)
+                self.num_blocking_uploads += _is_there(target)
+        elif kind in _INDEXED:
+            # A mask as an index is a `nonzero`.
+            self.num_waits += any(index is not None and index.dtype is torch.bool for index in args[1])
+        else:
+            self.num_waits += kind in _WAITS
+
+
+def _is_there(value: Tensor) -> bool:
+    return value.device.type != "cpu"
+
+
+def _traffic(kind: Any, given: list[Tensor], made: list[Tensor]) -> int:
+    if kind in _LOOKUPS:
+        return 2 * sum(map(_bytes, made))
+    if kind in _NOT_ELEMENTWISE:
+        return 0
+    return sum(map(_bytes, (*given, *made)))
+
+
+def _bytes(value: Tensor) -> int:
+    """Of the different numbers in it: what is expanded is read once."""
+    numbers = 1
+    for size, stride in zip(value.shape, value.stride(), strict=True):
+        numbers *= size if stride else min(size, 1)
+    return numbers * value.element_size()
