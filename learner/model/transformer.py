@@ -359,10 +359,28 @@ def rope_tables(length: int, config: TransformerConfig, device: torch.device) ->
 
 def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
     """Rotate pairs (i, i + E/2) of the last axis of x [..., L, E] by their position, in float32."""
+    if x.device.type != "cpu" and _is_inference():
+        return rotate_by_halves(x, rope)
     cos, signed_sin = rope
     wide = x.float()
     low, high = wide.chunk(2, dim=-1)
     return (wide * cos).addcmul_(torch.cat((high, low), dim=-1), signed_sin).to(x.dtype)
+
+
+def rotate_by_halves(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    """What `rotate` computes, without a gradient: in bfloat16 three kernels for five, and 14 bytes for 40.
+
+    A kernel that is given two precisions computes in the wider one, and rounds only what it writes: the one tensor in
+    float32 is that of the cosines' products. A CPU would convert its tensors first, and is slower so.
+    """
+    cos, signed_sin = rope
+    own, rotated = x * cos, torch.empty_like(x)
+    low, high = x.chunk(2, dim=-1)
+    for out, part, other, sin in zip(
+        rotated.chunk(2, dim=-1), own.chunk(2, dim=-1), (high, low), signed_sin.chunk(2, dim=-1), strict=True
+    ):
+        torch.addcmul(part, other, sin, out=out)
+    return rotated
 
 
 def init_weights(model: Transformer, seed: int, scale: float = 1.0) -> None:

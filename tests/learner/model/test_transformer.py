@@ -7,7 +7,7 @@ from safetensors.torch import load_file
 from learner.model.checkpoint import load_policy
 from learner.model.config import Family, TransformerConfig
 from learner.model.networks import make_model
-from learner.model.transformer import Pattern, Transformer
+from learner.model.transformer import Pattern, Transformer, rope_tables, rotate, rotate_by_halves
 from learner.model.wanted import query_grid
 
 
@@ -17,6 +17,24 @@ def test_logits_are_those_of_the_original_llada_code(shared: Path) -> None:
     with torch.no_grad():
         logits = load_policy(directory)(expected["input_ids"])
     torch.testing.assert_close(logits, expected["logits"], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "width"), [(1, 2), (3, 10), (2, 64)])
+def test_rotating_by_halves_is_rotating_to_the_bit(
+    config: TransformerConfig, dtype: torch.dtype, heads: int, width: int
+) -> None:
+    """In float32, then rounded, as the original codes do."""
+    config = config.model_copy(update={"d_model": width, "num_heads": 1, "num_kv_heads": 1})
+    x = torch.randn(2, 33, heads * width, generator=torch.Generator().manual_seed(0)).to(dtype)
+    x_BHLE = x.unflatten(-1, (heads, width)).transpose(1, 2)
+    whole = rope_tables(33, config, x.device)
+    columns = torch.stack((torch.arange(33), torch.arange(33).flip(0)))
+    for rope in (whole, (whole[0][columns][:, None], whole[1][columns][:, None])):
+        rotated, expected = rotate_by_halves(x_BHLE, rope), rotate(x_BHLE, rope)
+        assert rotated.dtype is dtype
+        assert torch.equal(rotated, expected)
+        assert not torch.equal(rotated, x_BHLE)
 
 
 @pytest.mark.parametrize("family", ["llada", "dream"])
