@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from learner.counter import folded
@@ -123,8 +124,8 @@ class Slots:
         for column in fields(Canvases):
             getattr(self.canvases, column.name)[rows_F] = 0
         self.canvases.step_map[rows_F] = -1
-        self.canvases.tokens[rows_F] = torch.from_numpy(tokens).to(self.device)
-        self.canvases.masked[rows_F] = torch.from_numpy(masked).to(self.device)
+        self.canvases.tokens[rows_F] = on_device(tokens, self.device)
+        self.canvases.masked[rows_F] = on_device(masked, self.device)
         for slot, request in zip(slots, requests, strict=True):
             if request.committed is not None:
                 self._restore(slot, len(request.prompt_ids), request.committed)
@@ -147,9 +148,8 @@ class Slots:
     ) -> list[Completion]:
         """The completions of rows that are done; their slots can be given to others."""
         rows_F = on_device(slots, self.device)
-        last_F = self._first_stop(rows_F, self.rows.of(rows_F)).tolist()
-        num_steps = self.rows.step[rows_F].tolist()
-        host = {column.name: getattr(self.canvases, column.name)[rows_F].cpu().numpy() for column in fields(Canvases)}
+        stop_F = self._first_stop(rows_F, self.rows.of(rows_F))
+        (last_F, num_steps), host = self._on_host(rows_F, stop_F, self.rows.step[rows_F])
         return [
             Completion(
                 **_record({name: array[row] for name, array in host.items()}, request, *ends),
@@ -167,22 +167,32 @@ class Slots:
     def progress(self, slots: Sequence[int], requests: Sequence[Request], num_committed: list[int]) -> list[Progress]:
         """How the rows of some slots stand; the host waits for the device. `num_committed` as in `Progress`."""
         rows_A = on_device(slots, self.device)
-        num_steps = self.rows.step[rows_A].tolist()
-        host = {column.name: getattr(self.canvases, column.name)[rows_A].cpu().numpy() for column in fields(Canvases)}
+        (num_steps,), host = self._on_host(rows_A, self.rows.step[rows_A])
         found = []
         for row, request in enumerate(requests):
             start = len(request.prompt_ids)
             kept = {name: array[row, start : start + request.params.gen_length] for name, array in host.items()}
-            masked = kept["masked"]
             found.append(
                 Progress(
                     num_steps=num_steps[row],
                     num_committed=num_committed[row],
-                    masked=masked.copy(),
+                    masked=kept["masked"].astype(bool),
                     slots=Committed(**_columns(kept)),
                 )
             )
         return found
+
+    def _on_host(self, rows_A: Tensor, *numbers_A: Tensor) -> tuple[list[list[int]], dict[str, NDArray[Any]]]:
+        """Some numbers of rows, and their canvases by the names of `Canvases`, in one copy: the host waits once."""
+        canvases = {column.name: getattr(self.canvases, column.name)[rows_A] for column in fields(Canvases)}
+        bits = [part.view(torch.int32) if part.is_floating_point() else part.int() for part in canvases.values()]
+        packed_A = torch.cat((torch.stack(numbers_A, dim=1).int(), *bits), dim=1).cpu().numpy()
+        numbers, *parts = np.split(packed_A, range(len(numbers_A), packed_A.shape[1], self.width), axis=1)
+        host = {
+            column.name: part.view(np.float32) if column.metadata["dtype"] is torch.float32 else part
+            for column, part in zip(fields(Canvases), parts, strict=True)
+        }
+        return numbers.T.tolist(), host
 
     def twins(self, rows_A: Tensor) -> Tensor:
         """For each of some slots the first of them whose canvas has the same tokens, itself perhaps.
@@ -213,13 +223,15 @@ class Slots:
             (self.canvases.fallback, committed.fallback),
             (self.canvases.masked, np.zeros(len(committed), dtype=bool)),
         ):
-            column[slot, span] = torch.from_numpy(np.array(values)).to(self.device, column.dtype)
+            column[slot, span] = on_device(values, self.device, column.dtype)
 
     def _admit_rows(self, rows_F: Tensor, requests: Sequence[Request]) -> None:
         values = [_row_values(request) for request in requests]
-        for column in fields(RowState):
-            of_rows = [row[column.name] for row in values]
-            getattr(self.rows, column.name)[rows_F] = on_device(of_rows, self.device, column.metadata["dtype"])
+        for dtype in (torch.int64, torch.bool, torch.float32):
+            names = [column.name for column in fields(RowState) if column.metadata["dtype"] is dtype]
+            uploaded = on_device([[row[name] for row in values] for name in names], self.device, dtype)
+            for name, of_rows_F in zip(names, uploaded.unbind(), strict=True):
+                getattr(self.rows, name)[rows_F] = of_rows_F
 
     def _admit_stop_ids(self, rows_F: Tensor, requests: Sequence[Request]) -> None:
         given = [request.params.stop_ids for request in requests]
@@ -277,7 +289,7 @@ def _zeros(kind: type[RowState | Canvases], *shape: int, device: torch.device) -
     return {column.name: torch.zeros(shape, dtype=column.metadata["dtype"], device=device) for column in fields(kind)}
 
 
-def on_device(values: Sequence[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+def on_device(values: Sequence[Any] | NDArray[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """A tensor of `values` there. On a GPU it arrives in its own time: nothing waits for what the device does."""
     if device.type == "cpu":
         return torch.tensor(values, dtype=dtype)
@@ -333,5 +345,5 @@ def _columns(kept: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         "commit_logp_raw": kept["logp_raw"].copy(),
         "commit_entropy": kept["entropy"].copy(),
         "commit_law_entropy": kept["law_entropy"].copy(),
-        "fallback": kept["fallback"].copy(),
+        "fallback": kept["fallback"].astype(bool),
     }
