@@ -101,6 +101,7 @@ class Forwards:
         counts: ForwardCounts,
         *,
         is_static: bool,
+        is_compiled: bool,
     ) -> None:
         """Run `model` on canvases in `slots`.
 
@@ -109,11 +110,12 @@ class Forwards:
             forward: its forward, perhaps compiled.
             slots: the rows.
             counts: added to.
-            is_static: score every slot of each block instead of the masked ones, and round widths up, so that few
-                shapes occur and nothing waits for the device.
+            is_static: score every slot of each block instead of the masked ones, so that nothing waits for the device,
+                and round up the width that unequal rows share.
+            is_compiled: round up every width: each shape is compiled anew.
         """
         self.model, self._forward, self.counts = model, forward, counts
-        self._slots, self._is_static = slots, is_static
+        self._slots, self._is_static, self._is_compiled = slots, is_static, is_compiled
         self._memory: tuple[Tensor, Tensor] | None = None
 
     def logits(self, active: Sequence[ActiveRow], columns_AK: Tensor, open_AK: Tensor) -> SlotLogits:
@@ -173,7 +175,7 @@ class Forwards:
         """Logits [N, V] of whole canvases."""
         rows_R = self._tensor([row.slot for row in rows])
         lengths = [row.length for row in rows]
-        width = self._width(max(lengths))
+        width = self._width(lengths)
         ids_RL = self._slots.canvases.tokens[rows_R, :width]
         guided = [index for index, row in enumerate(rows) if row.request.params.cfg_scale]
         if not guided:
@@ -215,7 +217,7 @@ class Forwards:
         """Logits [N, V] of canvases that are remembered: run whole, or only from their blocks on."""
         rows_R = self._tensor([row.slot for row in rows])
         lengths = [row.length for row in rows]
-        width = self._width(max(lengths))
+        width = self._width(lengths)
         memory = self._remembered([row.slot for row in rows], width)
         lengths_R = self._lengths(lengths, width)
         if rows[0].kind is ForwardKind.REFRESH:
@@ -230,7 +232,10 @@ class Forwards:
             else row.block_start + row.request.params.block_length
             for row in rows
         ]
-        window = self._bucket(max(end - begin for begin, end in zip(begins, ends, strict=True)))
+        windows = [end - begin for begin, end in zip(begins, ends, strict=True)]
+        # Blocks, unlike what follows them, have few lengths as they are.
+        is_of_blocks = all(row.request.params.cache is Cache.DUAL for row in rows)
+        window = self._rounded(windows, are_many=not is_of_blocks)
         columns_RQ = self._tensor(begins)[:, None] + torch.arange(window, device=rows_R.device)
         # Rows with a shorter window than the widest: the rest is run for nothing and forgotten.
         columns_RQ = torch.where(columns_RQ < self._tensor(ends)[:, None], columns_RQ, width)
@@ -268,15 +273,19 @@ class Forwards:
             self._memory = grown
         return Memory(*self._memory, self._tensor(rows), width, are_first=rows == list(range(len(rows))))
 
-    def _width(self, length: int) -> int:
-        return min(self._bucket(length), self._slots.width, self.model.config.max_sequence_length)
+    def _width(self, lengths: list[int]) -> int:
+        return min(self._rounded(lengths, are_many=True), self._slots.width, self.model.config.max_sequence_length)
 
-    def _bucket(self, length: int) -> int:
-        return -(-length // _BUCKET) * _BUCKET if self._is_static else length
+    def _rounded(self, lengths: list[int], *, are_many: bool) -> int:
+        """How wide rows of these lengths are run. Equal ones as they are, which needs no mask, but where a compiler
+        would meet many lengths."""
+        longest = max(lengths)
+        is_rounded = (self._is_compiled and are_many) or min(lengths) != longest
+        return -(-longest // _BUCKET) * _BUCKET if self._is_static and is_rounded else longest
 
     def _lengths(self, lengths: list[int], width: int) -> Tensor | None:
-        is_ragged = self._is_static or any(length != width for length in lengths)
-        return self._tensor(lengths) if is_ragged else None
+        """What hides the padding; None where there is none: a GPU's flash kernel takes no mask."""
+        return self._tensor(lengths) if any(length != width for length in lengths) else None
 
     def _tensor(self, values: list[int]) -> Tensor:
         return on_device(values, self._slots.device)

@@ -187,6 +187,11 @@ class SamplingParams(BaseModel):
         return self.num_denoise_steps // self.num_blocks
 
     @property
+    def most_committed(self) -> int:
+        """Slots that a denoise step commits at most."""
+        return -(-self.block_length // self.steps_per_block) if self.is_by_shares else self.block_length
+
+    @property
     def logp_exact(self) -> bool:
         """Whether `commit_logp` is the law of the draw."""
         return self.drawing is Drawing.SELECT_THEN_SAMPLE or self.temperature == 0

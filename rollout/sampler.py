@@ -112,7 +112,9 @@ class SlotBatch:
         self._steps_per_sync = engine.steps_per_sync
         self._is_cache_exact = model.is_cache_exact
         self.slots = Slots(num_slots, config.mask_token_id, config.eos_token_id, device)
-        self._forwards = Forwards(model, forward, self.slots, sampler.counts, is_static=self._is_static)
+        self._forwards = Forwards(
+            model, forward, self.slots, sampler.counts, is_static=self._is_static, is_compiled=engine.compile
+        )
         self._waiting: deque[tuple[int, Request]] = deque()
         self._running: dict[int, tuple[int, Request]] = {}
         self._seen: dict[int, _Seen[int]] = {}
@@ -233,15 +235,19 @@ class SlotBatch:
         step = DenoiseStep(params, before, columns_AK, open_AK, found)
         self.slots.rows.broken[rows_A] |= step.broken_rows()
         chosen_AK, fallback_AK = step.select()
-        chosen_N = chosen_AK.flatten()[found.index]
-        # Static: every slot is written, with what it held where nothing was chosen.
-        picked_M = torch.arange(len(chosen_N), device=rows_A.device) if self._is_static else chosen_N.nonzero()[:, 0]
+        # Static: more may be written than is chosen, with what they held before.
+        picked_M = (
+            _first_chosen(chosen_AK, max(p.most_committed for p in params))
+            if self._is_static
+            else chosen_AK.flatten()[found.index].nonzero()[:, 0]
+        )
         index_M = found.index[picked_M]
         where = rows_A[index_M // len(places_K)], columns_AK.flatten()[index_M]
-        self._write(where, step.draw(picked_M), fallback_AK.flatten()[index_M], chosen_N)
+        drawn, chosen_M = step.draw(picked_M), chosen_AK.flatten()[index_M]
+        self._write(where, drawn, fallback_AK.flatten()[index_M], chosen_M)
         self.slots.advance(rows_A, before)
 
-    def _write(self, where: tuple[Tensor, Tensor], drawn: Drawn, fallback_M: Tensor, chosen_N: Tensor) -> None:
+    def _write(self, where: tuple[Tensor, Tensor], drawn: Drawn, fallback_M: Tensor, chosen_M: Tensor) -> None:
         """Commit the tokens, with the record of how they came about."""
         canvases = self.slots.canvases
         for target, value_M in (
@@ -254,7 +260,7 @@ class SlotBatch:
             (canvases.fallback, fallback_M),
             (canvases.masked, torch.zeros_like(fallback_M)),
         ):
-            target[where] = torch.where(chosen_N, value_M, target[where]) if self._is_static else value_M
+            target[where] = torch.where(chosen_M, value_M, target[where]) if self._is_static else value_M
 
     def _forbid(self, found: SlotLogits, active: list[ActiveRow], num_places: int) -> None:
         """Make the mask id impossible, and what each row forbids."""
@@ -287,6 +293,15 @@ def _compiled(model: Transformer) -> Callable[..., Tensor]:
         return compiled(*args, **kwargs).clone()
 
     return forward
+
+
+def _first_chosen(chosen_AK: Tensor, most: int) -> Tensor:
+    """Places in [A * K]: `most` of each row, the chosen ones first. How many are chosen only the device knows."""
+    rows, places = chosen_AK.shape
+    if most >= places:
+        return torch.arange(rows * places, device=chosen_AK.device)
+    order_AK = chosen_AK.long().sort(dim=1, descending=True, stable=True).indices
+    return (torch.arange(rows, device=order_AK.device)[:, None] * places + order_AK[:, :most]).flatten()
 
 
 def _kind(params: SamplingParams, step_in_block: int) -> ForwardKind:

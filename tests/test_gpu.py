@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from benchmarks.gpu.counting import OpCounter
 from benchmarks.models import Shape
 from benchmarks.rounds import Setting, make_round
 from learner.algorithms import ALGORITHMS
@@ -78,6 +80,49 @@ def test_requests_of_every_kind_are_the_same_text(
     assert [c.token_ids.tolist() for c in on_gpu] == [c.token_ids.tolist() for c in on_cpu]
     for one, other in zip(on_gpu, on_cpu, strict=True):
         assert one.commit_logp == pytest.approx(other.commit_logp, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "steps_per_sync"),
+    [
+        ({"top_p": 0.7, "top_k": 9}, 1),
+        ({"threshold": 0.3, "temperature": 0.0}, 4),
+        ({"schedule": "random", "forbidden_ids": (1, 2)}, 1),
+        ({"cfg_scale": 1.0}, 1),
+        ({"cache": "dual", "cache_refresh_steps": 3}, 1),
+    ],
+)
+def test_the_host_waits_once_for_a_step_once_for_who_enters_and_once_for_who_leaves(
+    policy: Transformer, changes: dict[str, Any], steps_per_sync: int, placed: Placed
+) -> None:
+    base: dict[str, Any] = {"gen_length": 4, "block_length": 4, "num_denoise_steps": 2, "temperature": 0.9}
+    params = SamplingParams(**base | changes, stop_ids=())
+    requests = [Request(prompt_ids=tuple(range(3, 5 + row % 2)), params=params, seed=row) for row in range(3)]
+    batch = Sampler(placed(policy), 0, EngineConfig(num_slots=2, steps_per_sync=steps_per_sync)).open(requests)
+    with OpCounter() as counter:
+        while batch.num_waiting or batch.num_running:
+            counter.reset()
+            num_waiting = batch.num_waiting
+            has_left = bool(batch.step())
+            assert counter.num_launches > 100, "it counts"
+            assert counter.num_waits == 1 + (batch.num_waiting < num_waiting) + has_left
+            assert counter.num_blocking_uploads == 0
+
+
+def test_who_goes_on_from_an_earlier_batch_enters_without_a_wait(policy: Transformer, placed: Placed) -> None:
+    params = SamplingParams(gen_length=16, block_length=8, num_denoise_steps=8, stop_ids=())
+    request = Request(prompt_ids=(3, 4), params=params, seed=1)
+    whole = Sampler(policy, 0).generate([request])[0]
+    earlier = Sampler(policy, 0).open([request])
+    while not earlier.num_committed().get(0):
+        earlier.step()
+    committed = earlier.progress([0])[0].committed
+    batch = Sampler(placed(policy), 0).open([replace(request, committed=committed)])
+    with OpCounter() as counter:
+        batch.step()
+    assert (counter.num_waits, counter.num_blocking_uploads) == (2, 0)
+    ended = [batch.step() for _ in range(3)][-1]
+    assert ended[0][1].token_ids.tolist() == whole.token_ids.tolist()
 
 
 @pytest.mark.gpu

@@ -13,8 +13,10 @@ import pytest
 import torch
 
 from benchmarks.gpu import __main__ as command
+from benchmarks.gpu.counting import OpCounter
 from benchmarks.gpu.setting import full, tiny
 from benchmarks.gpu.stages import STAGES
+from benchmarks.gpu.step import rows
 from learner.model.transformer import Transformer
 from rollout import sampler as rollout_sampler
 
@@ -78,3 +80,33 @@ def test_the_full_setting_is_llada_8b_and_its_stages_fit_their_time() -> None:
         model = Transformer(setting.shape.config(setting.canvas_tokens))
     assert sum(parameter.numel() for parameter in model.parameters()) == pytest.approx(8.0e9, rel=0.01)
     assert sum(stage.limit_s for stage in STAGES.values()) <= 510
+
+
+def test_a_mask_is_there_where_rows_are_padded_alone() -> None:
+    equal, ragged, cached = rows(tiny("meta"), 3, temperature=0.9)
+    assert [row["masked"] for row in (equal, ragged, cached)] == [0, 2, 0]
+    assert [row["attention"] for row in (equal, ragged, cached)] == [2, 2, 2]
+    assert [row["waits"] for row in (equal, ragged, cached)] == [1, 1, 1]
+
+
+def test_operations_are_counted_as_they_reach_a_device() -> None:
+    there, counter = torch.empty(4, 6, device="meta"), OpCounter()
+    with counter:
+        there.transpose(0, 1).unflatten(0, (2, 3))
+        torch.ones(5).add_(1)
+    assert counter.num_launches == 0, "views, and what is on the CPU"
+    with counter:
+        there + torch.empty(6, device="meta")
+        there @ there.T
+        there.T.reshape(-1)
+        there.to(torch.bfloat16)
+    assert counter.num_launches == 4
+    assert counter.num_bytes == (96 + 24 + 96) + (96 + 96) + (96 + 48)
+    with counter:
+        torch.add(there, 1, out=torch.empty(4, 6, device="meta"))
+        there[torch.empty(2, dtype=torch.int64, device="meta")]
+    assert counter.num_bytes == (96 + 24 + 96) + (96 + 96) + (96 + 48) + (96 + 96) + 2 * 48
+    with counter:
+        torch.ones(3).to("meta")
+        torch.ones(3).to("meta", non_blocking=True)
+    assert (counter.num_blocking_uploads, counter.num_waits) == (1, 0)

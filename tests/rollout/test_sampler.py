@@ -18,7 +18,9 @@ from learner.counter import uniform
 from learner.model.checkpoint import load_policy
 from learner.model.config import TransformerConfig
 from learner.model.transformer import Transformer, init_weights
+from rollout import step
 from rollout.config import EngineConfig
+from rollout.drawing import draw
 from rollout.request import Completion, FinishReason, Request, SamplingParams
 from rollout.sampler import Sampler
 from rollout.slots import Slots
@@ -45,6 +47,26 @@ def _check_equal(completion: Completion, slow: Slow, atol: float = 2e-5) -> None
     assert completion.commit_logp_raw == pytest.approx(slow.logp_raw[:denoised], abs=atol)
     assert completion.commit_entropy == pytest.approx(slow.entropy[:denoised], abs=atol)
     assert completion.commit_law_entropy == pytest.approx(slow.law_entropy[:denoised], abs=atol)
+
+
+@pytest.mark.parametrize(
+    ("changes", "most"),
+    [
+        ({}, 2),
+        ({"num_denoise_steps": 6}, 3),
+        ({"schedule": "random", "num_denoise_steps": 16}, 1),
+        ({"threshold": 0.3}, 8),
+        ({"schedule": "left_to_right", "threshold": 0.4}, 8),
+    ],
+)
+def test_no_more_slots_are_drawn_than_a_step_may_commit(
+    policy: Transformer, changes: dict[str, object], most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn = []
+    monkeypatch.setattr(step, "draw", lambda *args: (drawn.append(len(args[1])), draw(*args))[1])
+    requests = _requests(SamplingParams(**{**BASE, **changes}), 3)
+    Sampler(policy, 0, EngineConfig(static_shapes=True)).open(requests).step()
+    assert drawn == [3 * most]
 
 
 SCHEDULES: dict[str, dict[str, object]] = {

@@ -1,0 +1,115 @@
+"""One denoise step of LLaDA-8B's shape, counted on a CPU: no weights, no numbers, only which operations there would be.
+
+    python -m benchmarks.gpu.step [--slots 48] [--temperature 0.9]
+
+The sampler takes the paths of a GPU, in bfloat16, on tensors without values (torch's meta device). Row by row: all
+prompts as long as one another, then prompts of unequal length; eager, as PyTorch would launch it.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from benchmarks.gpu.counting import OpCounter
+from benchmarks.gpu.setting import Row, Setting, full
+from benchmarks.models import empty_policy
+from rollout.config import EngineConfig
+from rollout.request import Request
+from rollout.sampler import Sampler
+
+_COLUMNS = {
+    "what": "one step",
+    "launches": "launches",
+    "waits": "waits",
+    "gigabytes": "GB, but for products and attention",
+    "masked": "attention with a mask, of",
+    "attention": "all",
+}
+# By how many tokens prompts differ that are not alike.
+_RAGGED = 40
+
+
+class _WithoutValues(TorchFunctionMode):
+    """Answers for tensors without values, where the host asks for them, and counts what is one kernel on a GPU."""
+
+    def __init__(self, counter: OpCounter, requests: list[Request]) -> None:
+        super().__init__()
+        self._counter = counter
+        # What the sampler would find of rows that have just begun: done, steps, block, first equal canvas, broken.
+        self._looked = [[0, 1, len(request.prompt_ids), slot, 0] for slot, request in enumerate(requests)]
+        self.num_masked = self.num_attention = 0
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            self.num_attention += 1
+            self.num_masked += kwargs["attn_mask"] is not None
+            self._counter.num_launches += 1
+            return torch.empty_like(args[0])
+        if func is Tensor.pin_memory:
+            return args[0]
+        if func is Tensor.tolist and args[0].is_meta:
+            self._counter.num_waits += 1
+            return self._looked
+        return func(*args, **kwargs)
+
+
+def count_step(setting: Setting, requests: list[Request], dtype: torch.dtype = torch.bfloat16) -> Row:
+    """What one denoise step of these requests asks for, after the one that admitted them."""
+    model = empty_policy(setting.shape, setting.canvas_tokens, "meta", dtype)
+    batch = Sampler(model, 0, EngineConfig(num_slots=len(requests), static_shapes=True)).open(requests)
+    counter = OpCounter()
+    with _WithoutValues(counter, requests) as answers, counter:
+        batch.step()
+        counter.reset()
+        answers.num_masked = answers.num_attention = 0
+        batch.step()
+    return {
+        "launches": counter.num_launches,
+        "waits": counter.num_waits,
+        "gigabytes": counter.num_bytes / 1e9,
+        "masked": answers.num_masked,
+        "attention": answers.num_attention,
+    }
+
+
+def rows(setting: Setting, slots: int, **changes: Any) -> list[Row]:
+    """The table: `slots` rows of equal length, then of unequal length."""
+    equal = setting.requests(slots, **changes)
+    ragged = [replace(one, prompt_ids=one.prompt_ids[row % _RAGGED :]) for row, one in enumerate(equal)]
+    cached = setting.requests(slots, cache="dual", **changes)
+    return [
+        {"what": f"{slots} rows of {setting.canvas_tokens}", **count_step(setting, equal)},
+        {"what": f"{slots} rows, up to {_RAGGED - 1} shorter", **count_step(setting, ragged)},
+        {"what": f"{slots} rows, dual cache", **count_step(setting, cached)},
+    ]
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--slots", type=int, default=48)
+    parser.add_argument("--temperature", type=float, default=0.9)
+    args = parser.parse_args()
+    table = Table(title=f"LLaDA-8B's shape in bfloat16, temperature {args.temperature:g}")
+    for heading in _COLUMNS.values():
+        table.add_column(heading)
+    for row in rows(full("meta"), args.slots, temperature=args.temperature):
+        table.add_row(*(f"{row[key]:.1f}" if key == "gigabytes" else str(row[key]) for key in _COLUMNS))
+    Console(width=120).print(table)
+
+
+if __name__ == "__main__":
+    main()
