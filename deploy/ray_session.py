@@ -7,7 +7,7 @@ import logging
 import os
 import secrets
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -79,23 +79,40 @@ def connected(connect: Callable[[], Any], num_tries: int) -> Any:
 
     Raises RunFailedError.
     """
-    import ray
 
     for attempt in range(1, num_tries + 1):
         before = descendants(os.getpid())
         try:
             return connect()
         except Exception as error:  # Ray raises a plain one where a process of its own does not start.
-            ray.shutdown()
-            # Ray forgets the processes that it had started by then.
-            kill_descendants(spared=before)
+            _clean_up_after(before)
             if attempt == num_tries:
                 raise RunFailedError(_why_no_ray(error, is_ours="RAY_ADDRESS" not in os.environ)) from error
-        with warnings.catch_warnings():
-            # What Ray held of them goes here, and not at any later moment with a warning that they still run.
-            warnings.simplefilter("ignore", ResourceWarning)
+        with _letting_go():
             gc.collect()
     raise AssertionError("a try returns or raises")
+
+
+def _clean_up_after(before: Collection[int]) -> None:
+    """End what a start of Ray that failed has started, and reap it: Ray forgets its processes, some while they run."""
+    import ray
+
+    started = descendants(os.getpid()).difference(before)
+    with _letting_go():
+        ray.shutdown()
+    kill_descendants(spared=before)
+    for pid in started:
+        # Reaped by Ray, or another's child.
+        with suppress(ChildProcessError):
+            os.waitpid(pid, 0)
+
+
+@contextmanager
+def _letting_go() -> Iterator[None]:
+    """What Ray holds of its processes goes within the block, without a warning that they still run."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        yield
 
 
 def _make_token(path: Path) -> None:
