@@ -17,7 +17,7 @@ from actors.training.ending import Decision, Pulse, decided
 from actors.training.evaluation import Evaluator
 from actors.training.publication import Publisher
 from actors.training.starting import agreed_checkpoint, load_sharded, start_of, verified_weights
-from learner.model.adapter import Adapter, read_adapter
+from learner.model.adapter import Adapter
 from learner.model.checkpoint import StoredWeights
 from learner.parallel.ranks import Ranks
 
@@ -57,10 +57,6 @@ class RunContext:
     def start_weights(self, phase: Phase) -> StoredWeights:
         """The weights that a stage starts from. Raises ValueError when their files are damaged."""
         return verified_weights(start_of(phase, self.spec, self.ranks))
-
-    def load_adapter(self) -> None:
-        """Go on with the adapter of an interrupted stage."""
-        self.policy.load_adapter(read_adapter(self.found.directory).matrices)
 
     def decide(self, seconds: Callable[[], float]) -> Decision:
         """What all ranks do next; `seconds` is what the stage has taken by rank 0's clock. A collective."""

@@ -40,7 +40,7 @@ def run_rounds(context: RunContext) -> None:
 def _begun(context: RunContext) -> Learner:
     """The learner of the first round, or of the one that an interrupted run would have gone on with."""
     spec, has_begun = context.spec, context.position.phase is Phase.RL
-    if spec.model.lora.rank:
+    if spec.model.lora.rank and not has_begun:
         # An adapter of its own: without it the policy is the KL reference.
         context.policy.load_full_weights(context.start_weights(Phase.RL))
     if spec.model.lora.base_weights == "nf4" and context.position.phase is Phase.SFT:
@@ -54,11 +54,9 @@ def _begun(context: RunContext) -> Learner:
 
 
 def _restore(context: RunContext, learner: Learner) -> None:
-    """Go on with the adapter, the optimizer and the reference that an interrupted run of rounds had."""
+    """Go on with the optimizer and the reference that an interrupted run of rounds had."""
     if learner.reference is not None:
         learner.reference.load_full_weights(context.start_weights(Phase.RL))
-    if context.spec.model.lora.rank:
-        context.load_adapter()
     learner.load_full_state(load_file(context.found.directory / LEARNER_STATE))
 
 

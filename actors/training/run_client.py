@@ -53,12 +53,12 @@ class RunClient:
     def publish(self, manifest: Manifest, weights: Mapping[str, Tensor]) -> bool:
         """Hand a version to the weight store. False where that does not have its base, and did not take it."""
         handed_over = self._store.publish.remote(manifest, put(weights))
-        return bool(ray.get(handed_over, timeout=manifest.travel_s(_CALL_TIMEOUT_S)))
+        return bool(self._call(handed_over, manifest.travel_s(_CALL_TIMEOUT_S)))
 
     def publish_base(self, manifest: Manifest, weights: Mapping[str, Tensor]) -> None:
         """Hand what adapters stand on to the weight store."""
         handed_over = self._store.publish_base.remote(manifest, put(weights))
-        ray.get(handed_over, timeout=manifest.travel_s(_CALL_TIMEOUT_S))
+        self._call(handed_over, manifest.travel_s(_CALL_TIMEOUT_S))
 
     def announce(self, generation: Generation, phase: Phase, round_index: int) -> None:
         """Tell the service that the store has a version."""
@@ -94,8 +94,8 @@ class RunClient:
         """The versions whose checkpoints must stay: the best, and one that an operator has pinned."""
         return list(self._call(self._coordinator.versions_to_keep.remote()))
 
-    def _call(self, reference: Any) -> Any:
-        return ray.get(reference, timeout=_CALL_TIMEOUT_S)
+    def _call(self, reference: Any, timeout_s: float = _CALL_TIMEOUT_S) -> Any:
+        return ray.get(reference, timeout=timeout_s)
 
 
 def _controller() -> Any:

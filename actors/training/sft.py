@@ -21,7 +21,6 @@ _LOG_EVERY_S = 1.0
 
 def run_sft(context: RunContext) -> None:
     """Train on the demonstrations, from the initial checkpoint."""
-    resume_adapter(context, Phase.SFT)
     data = labels(context)
     if not context.resumes(Phase.SFT):
         context.record("sft_data", **data.facts)
@@ -33,13 +32,6 @@ def labels(context: RunContext) -> SftData:
     """The demonstrations of the run."""
     tokenizer = ChatTokenizer(context.spec.initial_checkpoint)
     return load_sft_data(context.spec, RunPlan(context.spec, tokenizer), tokenizer)
-
-
-def resume_adapter(context: RunContext, phase: Phase) -> None:
-    """Under LoRA, in the midst of a stage: the adapter, and what it stands on; the weights have it merged."""
-    if context.resumes(phase) and context.spec.model.lora.rank:
-        context.policy.load_full_weights(context.start_weights(phase))
-        context.load_adapter()
 
 
 class SftSteps:

@@ -34,7 +34,7 @@ from learner.model.checkpoint_files import (
 )
 from learner.model.config import TransformerConfig
 from learner.model.families import FAMILIES
-from learner.model.networks import make_model
+from learner.model.networks import make_on_meta
 from learner.model.tokenizer import TOKENIZER_FILES
 from learner.model.transformer import Transformer
 
@@ -57,8 +57,8 @@ def load_policy(directory: Path, dtype: torch.dtype = torch.float32) -> Transfor
     Raises:
         ValueError: no checkpoint there, another model family, or a tensor missing, extra or of a wrong shape.
     """
-    model = _on_meta(load_config(directory))
     weights = StoredWeights(directory)
+    model = make_on_meta(weights.config)
     # A copy: what is read may be a view of the file, which may change or go.
     whole = {name: stored[:].to(dtype, copy=True) for name, stored in weights.items()}
     model.load_state_dict(whole, assign=True)
@@ -67,7 +67,7 @@ def load_policy(directory: Path, dtype: torch.dtype = torch.float32) -> Transfor
 
 def empty_policy(directory: Path, dtype: torch.dtype, device: str | torch.device) -> Transformer:
     """A policy of a checkpoint's shape whose weights are anything yet. Raises ValueError where its config is none."""
-    return _on_meta(load_config(directory)).to(dtype).to_empty(device=device)
+    return make_on_meta(load_config(directory)).to(dtype).to_empty(device=device)
 
 
 class StoredWeights(Mapping[str, "StoredTensor"]):
@@ -78,8 +78,10 @@ class StoredWeights(Mapping[str, "StoredTensor"]):
 
         Raises ValueError if there is no checkpoint, or a tensor is not as the config makes it.
         """
-        model = _on_meta(load_config(directory))
-        checkpoint_name = FAMILIES[model.config.family].checkpoint_name
+        self.config = load_config(directory)
+        """The policy's shape and family."""
+        model = make_on_meta(self.config)
+        checkpoint_name = FAMILIES[self.config.family].checkpoint_name
         shapes = {checkpoint_name(name): list(parameter.shape) for name, parameter in model.named_parameters()}
         headers = {path: _read_header(path) for path in weight_files(directory)}
         owners: dict[str, Path] = {}
@@ -116,12 +118,6 @@ class StoredTensor:
         with safe_open(self.path, framework="pt") as file:
             part: Tensor = file.get_slice(self.name)[rows]
             return part
-
-
-def _on_meta(config: TransformerConfig) -> Transformer:
-    """A policy without memory."""
-    with torch.device("meta"):
-        return make_model(config)
 
 
 def stored_dtype(directory: Path) -> torch.dtype:

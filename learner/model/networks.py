@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from learner.model.config import Family, TransformerConfig
@@ -22,3 +23,9 @@ NETWORKS: dict[Family, type[Transformer]] = {"llada": Transformer, "dream": Drea
 def make_model(config: TransformerConfig) -> Transformer:
     """A network of the config's family. It has no weights worth the name: load some, or `init_weights`."""
     return NETWORKS[config.family](config)
+
+
+def make_on_meta(config: TransformerConfig) -> Transformer:
+    """The same on the meta device: names, shapes and types, and no memory."""
+    with torch.device("meta"):
+        return make_model(config)

@@ -8,9 +8,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from learner.model.checkpoint import StoredWeights
-from learner.model.checkpoint_files import load_config
 from learner.model.lora_config import WHOLE, LoraConfig
-from learner.model.networks import make_model
+from learner.model.networks import make_on_meta
 from learner.parallel.sharding import ShardedPolicy
 from learner.parallel.sharding_config import ShardingConfig
 
@@ -32,8 +31,7 @@ def load_by_rows(
     Raises ValueError where there is no checkpoint, or its weights do not fit its config.
     """
     weights = StoredWeights(directory)
-    with torch.device("meta"):
-        model = make_model(load_config(directory)).to(dtype)
+    model = make_on_meta(weights.config).to(dtype)
     policy = ShardedPolicy(model, mesh, config, lora=lora, seed=seed, device=device)
     policy.load_full_weights(weights)
     return policy

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from learner.model.lora import adapter_names, adapters_off, add_adapters, fresh_adapter, is_adapter, merged, plain_name
 from learner.model.lora_config import WHOLE, LoraConfig
-from learner.model.networks import make_model
+from learner.model.networks import make_on_meta
 from learner.model.quantized import Nf4Linear, quantize_blocks, quantized_layers
 from learner.model.transformer import Transformer
 from learner.parallel.ranks import COLLECTIVE_TIMEOUT_S
@@ -185,9 +185,7 @@ class ShardedPolicy:
 
         It is held in the precision that it computes in: what FSDP gathers of it is rounded to that in any case.
         """
-        with torch.device("meta"):
-            model = make_model(self.config)
-        model.requires_grad_(False)
+        model = make_on_meta(self.config).requires_grad_(False)
         if self._sharding.compute_dtype == "bfloat16":
             model.to(torch.bfloat16)
         copy = ShardedPolicy(model, self.mesh, self._sharding, device=self.device)

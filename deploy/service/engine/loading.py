@@ -10,7 +10,7 @@ from actors.checkpoints.selection import find_position, read_position
 from actors.registry.registry import PolicyVersion
 from learner.model.checkpoint import load_policy
 from learner.model.checkpoint_files import MANIFEST, load_config, verify_checkpoint
-from learner.model.networks import make_model
+from learner.model.networks import make_on_meta
 from rollout.config import EngineConfig
 from rollout.sampler import Sampler
 
@@ -41,10 +41,7 @@ def load_sampler(policy: PolicyVersion, config_dir: Path, engine: EngineConfig, 
             if policy.checkpoint is None:
                 raise
         else:
-            import torch
-
-            with torch.device("meta"):
-                model = make_model(load_config(config_dir))
+            model = make_on_meta(load_config(config_dir))
             model.load_state_dict(
                 {name: tensor.to(engine.torch_dtype) for name, tensor in weights.items()}, assign=True
             )
