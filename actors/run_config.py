@@ -17,6 +17,7 @@ from pydantic import (
 )
 
 from learner.config import LearnerConfig
+from learner.model.config import TransformerConfig
 from learner.model.lora_config import LoraConfig
 from learner.parallel.sharding_config import ShardingConfig
 from learner.sft.sft import SftConfig
@@ -55,6 +56,23 @@ class ModelSection(BaseModel):
     """Most tokens of the tokenizer that is trained on the task's texts."""
     lora: LoraConfig = LoraConfig()
     """What of it is trained, in both stages."""
+
+    def shape(
+        self, vocab_size: int, max_sequence_length: int, *, mask_token_id: int, eos_token_id: int
+    ) -> TransformerConfig:
+        """That of a policy made from scratch, with what its tokenizer and its canvases say."""
+        return TransformerConfig(
+            vocab_size=vocab_size,
+            d_model=self.d_model,
+            num_layers=self.num_layers,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_heads,
+            mlp_hidden_size=self.mlp_hidden_size,
+            max_sequence_length=max_sequence_length,
+            mask_token_id=mask_token_id,
+            eos_token_id=eos_token_id,
+            pad_token_id=eos_token_id,
+        )
 
     @model_validator(mode="after")
     def _heads(self) -> ModelSection:
@@ -173,6 +191,11 @@ class RunConfig(BaseModel):
     def sft_tokens(self) -> int:
         """The longest canvas of SFT, in tokens."""
         return self.sft.max_tokens or self.canvas_tokens
+
+    @property
+    def longest_canvas(self) -> int:
+        """The longest canvas of all stages, in tokens."""
+        return max(self.canvas_tokens, self.sft_tokens)
 
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:

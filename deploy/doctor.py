@@ -61,7 +61,7 @@ def run_checks(runs_dir: Path) -> Iterator[Check]:
     yield _shared_memory()
     yield _at_least(
         "disk for runs",
-        shutil.disk_usage(machine.nearest_existing(runs_dir)).free / _GIB,
+        machine.free_bytes(runs_dir) / _GIB,
         least=0.5,
         enough=5,
         unit=" GiB free",

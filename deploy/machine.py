@@ -60,6 +60,11 @@ def why_not_bindable(host: str, port: int, *, shares_port: bool = False) -> str 
     return None
 
 
+def free_bytes(path: Path) -> int:
+    """Room on the disk that a path is on, or will be."""
+    return shutil.disk_usage(nearest_existing(path)).free
+
+
 def nearest_existing(path: Path) -> Path:
     """The path itself, or the closest of its parents, that exists; not always a directory."""
     path = path.absolute()

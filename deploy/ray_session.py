@@ -79,7 +79,6 @@ def connected(connect: Callable[[], Any], num_tries: int) -> Any:
 
     Raises RunFailedError.
     """
-
     for attempt in range(1, num_tries + 1):
         before = descendants(os.getpid())
         try:
@@ -88,7 +87,7 @@ def connected(connect: Callable[[], Any], num_tries: int) -> Any:
             _clean_up_after(before)
             if attempt == num_tries:
                 raise RunFailedError(_why_no_ray(error, is_ours="RAY_ADDRESS" not in os.environ)) from error
-        with _letting_go():
+        with letting_go():
             gc.collect()
     raise AssertionError("a try returns or raises")
 
@@ -98,7 +97,7 @@ def _clean_up_after(before: Collection[int]) -> None:
     import ray
 
     started = descendants(os.getpid()).difference(before)
-    with _letting_go():
+    with letting_go():
         ray.shutdown()
     kill_descendants(spared=before)
     for pid in started:
@@ -108,7 +107,7 @@ def _clean_up_after(before: Collection[int]) -> None:
 
 
 @contextmanager
-def _letting_go() -> Iterator[None]:
+def letting_go() -> Iterator[None]:
     """What Ray holds of its processes goes within the block, without a warning that they still run."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)

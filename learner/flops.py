@@ -70,8 +70,9 @@ class Flops:
 def forward_flops(config: TransformerConfig, lora: LoraConfig, canvases: CanvasSums) -> Flops:
     """FLOP of a forward of some canvases through a policy."""
     layers = adapter = 0.0
-    for name, (inputs, outputs, asked) in _layers(config, canvases).items():
-        rows = (config.num_layers - 1) * canvases.tokens + asked
+    in_last_block = _slots_of_last_block(canvases)
+    for name, (inputs, outputs) in config.linear_layers.items():
+        rows = (config.num_layers - 1) * canvases.tokens + in_last_block[name]
         layers += 2.0 * inputs * outputs * rows
         adapter += 2.0 * lora.rank * (inputs + outputs) * rows * (name in lora.targets)
     pairs = (config.num_layers - 1) * canvases.pairs + canvases.asked_pairs
@@ -94,15 +95,8 @@ def update_flops(config: TransformerConfig, lora: LoraConfig, canvases: CanvasSu
     return frozen * (forward.layers + forward.head) + 3 * (forward.attention + forward.adapter)
 
 
-def _layers(config: TransformerConfig, canvases: CanvasSums) -> dict[str, tuple[int, int, int]]:
-    """Inputs and outputs of a block's linear layers, and the slots that each runs on in the last block."""
-    width, hidden, key_value = config.d_model, config.mlp_hidden_size, config.num_kv_heads * config.head_dim
-    return {
-        "q_proj": (width, width, canvases.asked),
-        "k_proj": (width, key_value, canvases.tokens),
-        "v_proj": (width, key_value, canvases.tokens),
-        "out_proj": (width, width, canvases.scored),
-        "gate_proj": (width, hidden, canvases.scored),
-        "up_proj": (width, hidden, canvases.scored),
-        "down_proj": (hidden, width, canvases.scored),
-    }
+def _slots_of_last_block(canvases: CanvasSums) -> dict[str, int]:
+    """The slots that each linear layer of the last block runs on."""
+    of_keys = dict.fromkeys(("k_proj", "v_proj"), canvases.tokens)
+    after_attention = dict.fromkeys(("out_proj", "gate_proj", "up_proj", "down_proj"), canvases.scored)
+    return {"q_proj": canvases.asked, **of_keys, **after_attention}

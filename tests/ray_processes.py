@@ -21,7 +21,6 @@ import sys
 import tempfile
 import time
 import urllib.request
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,6 +30,7 @@ import pytest
 import ray
 
 from actors.registry.server import free_port
+from deploy.ray_session import letting_go
 from tests.redis_server import DebianRedis
 
 ROOT = Path(__file__).parents[1]
@@ -43,8 +43,7 @@ _CLONE_NEWNET = 0x40000000  # <sched.h>
 def shut_down_ray() -> None:
     """End this process's Ray. On a busy machine it does not wait for all that it kills: what it held of them goes here,
     meanwhile or at the end, and not at any later moment with a warning that they still run."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ResourceWarning)
+    with letting_go():
         ray.shutdown()
         gc.collect()
 

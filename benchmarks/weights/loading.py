@@ -2,7 +2,7 @@
 
     python -m benchmarks.weights.loading [--gigabytes 1] [--ranks 2] [--out FILE]
 
-A checkpoint of random float32 weights is loaded by gloo ranks on CPUs. Counted is a rank's largest resident size above
+A checkpoint of float32 weights is loaded by gloo ranks on CPUs. Counted is a rank's largest resident size above
 what it had before, files that are mapped included, against the limit: its shard.
 """
 

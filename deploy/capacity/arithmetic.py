@@ -18,9 +18,8 @@ from learner.estimators import InnerUpdate, make_terms
 from learner.flops import CanvasSums, forward_flops, update_flops
 from learner.model.config import TransformerConfig
 from learner.model.lora_config import WHOLE, LoraConfig
+from learner.round import WEIGHING
 from rollout.request import Cache, SamplingParams
-
-_WEIGHING = -1
 
 
 def sampling_flops(recipe: RunConfig, shape: TransformerConfig) -> float:
@@ -39,22 +38,20 @@ def num_steps(params: SamplingParams) -> int:
 def learning_flops(recipe: RunConfig, shape: TransformerConfig) -> float:
     """FLOP of a round's updates, with old and reference likelihoods: those of one group, times the groups."""
     learner, lora = recipe.learner, recipe.model.lora
-    facts = [sampler_facts(params) for params in recipe.rollout.params]
+    facts = sampler_facts(recipe.rollout.params[0])
     batch = GroupedBatch.of(full_group(recipe))
 
-    def canvases(index: int) -> CanvasSums:
-        update = InnerUpdate(index, learner.inner_updates)
-        corruption = learner.estimator.corrupt(batch, update, facts[0])
+    def canvases(update: InnerUpdate) -> CanvasSums:
+        corruption = learner.estimator.corrupt(batch, update, facts)
         return CanvasSums.of(make_terms(batch, shape, corruption).views)
 
-    keys = [
-        learner.estimator.mask_key(InnerUpdate(index, learner.inner_updates)) for index in range(learner.inner_updates)
-    ]
-    of_key = {key: canvases(index) for index, key in reversed(list(enumerate(keys)))}
+    updates = [InnerUpdate(index, learner.inner_updates) for index in range(learner.inner_updates)]
+    keys = [learner.estimator.mask_key(update) for update in updates]
+    of_key = {key: canvases(update) for key, update in reversed(list(zip(keys, updates, strict=True)))}
     total = sum(update_flops(shape, lora, of_key[key]) for key in keys)
     total += _without_gradient(learner, shape, lora, of_key, keys[0])
     if learner.objective.weighs_rows:
-        weighed = canvases(_WEIGHING)
+        weighed = canvases(InnerUpdate(WEIGHING, learner.inner_updates))
         total += forward_flops(shape, lora, weighed).total + forward_flops(shape, WHOLE, weighed).total
     return learner.groups_per_round * total
 

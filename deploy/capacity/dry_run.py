@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -12,7 +11,7 @@ from rich.text import Text
 
 from deploy.capacity.available import Resources
 from deploy.capacity.needs import Needs
-from deploy.machine import nearest_existing
+from deploy.machine import free_bytes
 from deploy.printing import gigabytes
 from deploy.recipe.overrides import resolved_yaml
 from deploy.recipe.recipe import Recipe
@@ -32,13 +31,11 @@ def print_dry_run(recipe: Recipe, needs: Needs, available: Resources, problems: 
     table.add_row("GPUs", str(needs.gpus), str(available.gpus))
     table.add_row("memory", f"{gigabytes(needs.memory_bytes)} or more", gigabytes(available.memory_bytes))
     table.add_row("object store", gigabytes(needs.object_store_bytes), gigabytes(available.object_store_bytes))
-    table.add_row("disk for checkpoints", f"up to {gigabytes(needs.disk_bytes)}", gigabytes(_free_bytes(recipe)))
+    table.add_row(
+        "disk for checkpoints", f"up to {gigabytes(needs.disk_bytes)}", gigabytes(free_bytes(recipe.run_dir.parent))
+    )
     console.print(table)
     for problem in problems:
         console.print(Text(f"problem: {problem}", style="red"), soft_wrap=True)
     if not problems:
         console.print("Nothing stands in its way. Nothing was started or written.")
-
-
-def _free_bytes(recipe: Recipe) -> int:
-    return shutil.disk_usage(nearest_existing(recipe.run_dir.parent)).free

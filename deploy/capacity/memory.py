@@ -18,8 +18,6 @@ _FLOAT32 = 4
 _MOMENTS = 2
 # NF4: half a byte, and a float32 scale that is itself held in 8 bits for each 64 weights.
 _NF4_BYTES = 0.5 + 1 / 64
-# `learner/model/scoring.py`: logits of a chunk, and those kept for the backward pass.
-_MOST_LOGITS, _MOST_KEPT = 2**26, 2**26
 # FSDP gathers the next block while one computes.
 _GATHERED_BLOCKS = 2
 
@@ -44,8 +42,6 @@ class ProcessMemory:
     """`a sampler`."""
     share: float
     """Of a GPU that it has."""
-    share_field: str
-    """The recipe's field that says so."""
     parts: tuple[Part, ...]
     """What takes it."""
 
@@ -88,9 +84,7 @@ def sampler_memory(recipe: RunConfig, shape: TransformerConfig) -> ProcessMemory
         cached = engine.num_slots * (recipe.canvas_tokens + 1) * keys * each
         parts.append(Part(name="cache of keys and values", num_bytes=cached, helps=slots_help))
     parts.append(Part(name="CUDA", num_bytes=_CONTEXT_BYTES, helps=""))
-    return ProcessMemory(
-        who="a sampler", share=recipe.gpus.sampler, share_field="gpus.sampler", parts=_largest_first(parts)
-    )
+    return ProcessMemory(who="a sampler", share=recipe.gpus.sampler, parts=_largest_first(parts))
 
 
 def learner_memory(recipe: RunConfig, shape: TransformerConfig, num_workers: int) -> ProcessMemory:
@@ -108,15 +102,12 @@ def learner_memory(recipe: RunConfig, shape: TransformerConfig, num_workers: int
     # Blocks as they are gathered; of trained ones their gradient too, before it is summed over the workers.
     blocks = _GATHERED_BLOCKS * (counts.block * (lora.base_weights == "full") + counts.adapter_of_block) + counts.root
     summed = (each + _FLOAT32) * (counts.adapter_of_block if lora.rank else max(counts.block, counts.root))
+    compute_helps = "sharding.compute_dtype=bfloat16" if recipe.sharding.compute_dtype == "float32" else ""
     parts += [
-        Part(
-            name="gathered blocks, embedding and head", num_bytes=each * blocks + summed, helps=_compute_helps(recipe)
-        ),
+        Part(name="gathered blocks, embedding and head", num_bytes=each * blocks + summed, helps=compute_helps),
         Part(name="CUDA and NCCL", num_bytes=cuda, helps=""),
     ]
-    return ProcessMemory(
-        who="a learner worker", share=recipe.gpus.learner, share_field="gpus.learner", parts=_largest_first(parts)
-    )
+    return ProcessMemory(who="a learner worker", share=recipe.gpus.learner, parts=_largest_first(parts))
 
 
 def why_too_large(process: ProcessMemory, gpu_bytes: float, where: str) -> str | None:
@@ -154,13 +145,17 @@ def _held(recipe: RunConfig, counts: ParameterCounts, num_sharing: int, helps: s
     weights = _FLOAT32 * (counts.policy + counts.adapter) / num_sharing
     parts = [Part(name="weights in float32", num_bytes=weights, helps=helps)]
     if recipe.learner.objective.needs_reference and not lora.rank:
-        reference = _FLOAT32 * counts.policy / num_sharing
-        parts.append(Part(name="the reference in float32", num_bytes=reference, helps=helps))
+        # Held as it computes.
+        reference = _bytes_of(recipe.sharding.compute_dtype) * counts.policy / num_sharing
+        parts.append(Part(name="the reference", num_bytes=reference, helps=helps))
     return parts
 
 
 def _passing(recipe: RunConfig, shape: TransformerConfig, counts: ParameterCounts) -> list[Part]:
     """Activations and logits of the largest micro-batch."""
+    # Here and not above: it needs torch, and a recipe for CPUs is checked without.
+    from learner.model.scoring import MOST_KEPT_GPU, MOST_LOGITS_GPU
+
     each, tokens = _bytes_of(recipe.sharding.compute_dtype), recipe.learner.micro_batch_tokens
     tokens = max(tokens, recipe.canvas_tokens)
     of_block = float(tokens * saved_bytes_of_token(shape, each))
@@ -170,8 +165,8 @@ def _passing(recipe: RunConfig, shape: TransformerConfig, counts: ParameterCount
         kept, helps = shape.num_layers * tokens * each * shape.d_model + of_block + in_flight, ""
     else:
         kept, helps = shape.num_layers * of_block, "sharding.activation_checkpointing=true or "
-    logits = min(tokens * shape.vocab_size, _MOST_LOGITS) * (each + _FLOAT32)
-    logits += min(tokens * shape.vocab_size, _MOST_KEPT) * _FLOAT32
+    logits = min(tokens * shape.vocab_size, MOST_LOGITS_GPU) * (each + _FLOAT32)
+    logits += min(tokens * shape.vocab_size, MOST_KEPT_GPU) * _FLOAT32
     adapters = shape.num_layers * tokens * each * recipe.model.lora.rank * len(recipe.model.lora.targets)
     if counts.adapter and not recipe.sharding.activation_checkpointing:
         kept += adapters
@@ -189,10 +184,6 @@ def _forward_bytes(shape: TransformerConfig, tokens: int, each: int) -> float:
     attention = each * (3 * width + 2 * key_value) + 3 * _FLOAT32 * width
     feed_forward = each * (2 * width + 2 * shape.mlp_hidden_size)
     return tokens * max(attention, feed_forward)
-
-
-def _compute_helps(recipe: RunConfig) -> str:
-    return "sharding.compute_dtype=bfloat16" if recipe.sharding.compute_dtype == "float32" else ""
 
 
 def _bytes_of(dtype: str) -> int:

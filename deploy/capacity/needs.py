@@ -50,6 +50,7 @@ def needs_of(recipe: Recipe, *, serve: bool = False) -> Needs:
     shares += [recipe.gpus.engine] * recipe.service.num_replicas if serve and recipe.gpus.engine else []
     small = coordinator_resources()["num_cpus"] + store_resources()["num_cpus"]
     cpus = small + recipe.grading.num_graders * grader_resources()["num_cpus"]
+    weight_bytes = _weight_bytes(recipe)
     num_with_torch, num_without = samplers + workers, recipe.grading.num_graders + 2
     return Needs(
         cpus=round(cpus + samplers * sampler["num_cpus"] + workers * worker["CPU"], 3),
@@ -57,10 +58,10 @@ def needs_of(recipe: Recipe, *, serve: bool = False) -> Needs:
         memory_bytes=_RAY_BYTES
         + num_with_torch * _PROCESS_BYTES
         + num_without * _PROCESS_WITHOUT_TORCH_BYTES
-        + _weight_copies(recipe) * _weight_bytes(recipe)
+        + _weight_copies(recipe) * weight_bytes
         + _problem_copies(recipe) * _problem_bytes(recipe),
-        object_store_bytes=_published_copies(recipe) * _weight_bytes(recipe),
-        disk_bytes=_num_checkpoints(recipe) * _checkpoint_disk_bytes(recipe),
+        object_store_bytes=_published_copies(recipe) * weight_bytes,
+        disk_bytes=_num_checkpoints(recipe) * _policies_of_checkpoint(recipe) * weight_bytes,
     )
 
 
@@ -88,9 +89,9 @@ def _num_checkpoints(recipe: Recipe) -> int:
     return recipe.num_checkpoints_kept + ends + 2
 
 
-def _checkpoint_disk_bytes(recipe: Recipe) -> int:
-    """What a checkpoint takes of the disk, with AdamW's moments, but for an adapter's, which are small."""
-    return (1 if recipe.model.lora.rank else 3) * _weight_bytes(recipe)
+def _policies_of_checkpoint(recipe: Recipe) -> int:
+    """How many times the weights a checkpoint takes: AdamW's moments too, but for an adapter's, which are small."""
+    return 1 if recipe.model.lora.rank else 3
 
 
 def _weight_bytes(recipe: Recipe) -> int:

@@ -51,8 +51,6 @@ class Plan:
     """GPUs."""
     kind: GpuKind
     """Which."""
-    shape: TransformerConfig
-    """The policy's."""
     sampling_flops: float
     """Of a round."""
     learning_flops: float
@@ -81,7 +79,6 @@ def make_plan(recipe: RunConfig, num_gpus: int, kind: GpuKind) -> Plan:
     return Plan(
         num_gpus=num_gpus,
         kind=kind,
-        shape=shape,
         sampling_flops=flops[0],
         learning_flops=flops[1],
         is_short_of_portions=_most_samplers(recipe) < num_gpus - 1,

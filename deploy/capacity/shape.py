@@ -19,18 +19,7 @@ def policy_shape(recipe: RunConfig) -> TransformerConfig:
     model = recipe.model
     if model.checkpoint is not None:
         return load_config(find_checkpoint(model.checkpoint, config_only=True))
-    return TransformerConfig(
-        vocab_size=model.vocab_size,
-        d_model=model.d_model,
-        num_layers=model.num_layers,
-        num_heads=model.num_heads,
-        num_kv_heads=model.num_heads,
-        mlp_hidden_size=model.mlp_hidden_size,
-        max_sequence_length=max(recipe.canvas_tokens, recipe.sft_tokens),
-        mask_token_id=0,
-        eos_token_id=1,
-        pad_token_id=1,
-    )
+    return model.shape(model.vocab_size, recipe.longest_canvas, mask_token_id=0, eos_token_id=1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,17 +48,9 @@ class ParameterCounts:
     @classmethod
     def of(cls, shape: TransformerConfig, lora: LoraConfig) -> ParameterCounts:
         """Those of a shape."""
-        width, hidden, key_value = shape.d_model, shape.mlp_hidden_size, shape.num_kv_heads * shape.head_dim
-        sizes = {
-            "q_proj": (width, width),
-            "k_proj": (width, key_value),
-            "v_proj": (width, key_value),
-            "out_proj": (width, width),
-            "gate_proj": (width, hidden),
-            "up_proj": (width, hidden),
-            "down_proj": (hidden, width),
-        }
-        biases = (width + 2 * key_value) * shape.qkv_bias
+        width = shape.d_model
+        sizes = shape.linear_layers
+        biases = sum(sizes[name][1] for name in ("q_proj", "k_proj", "v_proj")) * shape.qkv_bias
         block = sum(inputs * outputs for inputs, outputs in sizes.values()) + biases + 2 * width
         adapter = lora.rank * sum(sum(sizes[target]) for target in lora.targets)
         matrices = 1 if shape.tied_embeddings else 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Collection, Iterator
 from importlib.util import find_spec
 from itertools import islice
@@ -100,7 +99,7 @@ def _gpu_memory_problems(recipe: Recipe, available: Resources) -> Iterator[str]:
 
 
 def _disk_problems(recipe: Recipe, needs: Needs, *, resume: bool) -> Iterator[str]:
-    free = shutil.disk_usage(machine.nearest_existing(recipe.run_dir.parent)).free
+    free = machine.free_bytes(recipe.run_dir.parent)
     # A run that goes on has most of its checkpoints already.
     if needs.disk_bytes > free and not resume:
         yield (

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from actors.checkpoints.selection import Position
 from actors.plan import RunPlan
-from actors.run_config import ModelSection, RunConfig
+from actors.run_config import RunConfig
 from actors.run_log import CHECKPOINTS, RECIPE
 from actors.spec import Phase, RunSpec
 from actors.training.sft_data import load_sft_data
@@ -22,7 +22,6 @@ from deploy.recipe.overrides import load_recipe, resolved_yaml
 from deploy.recipe.recipe import Recipe, Stages
 from deploy.runs.lock import LOCK, RunLock
 from learner.model.checkpoint_files import load_config
-from learner.model.config import TransformerConfig
 from learner.model.hub import find_checkpoint, is_hub_id
 from learner.model.tokenizer import EOS, MASK, ChatTokenizer, make_tokenizer
 from rewards import Split, make_task
@@ -203,8 +202,9 @@ def _write_initial(recipe: Recipe, directory: Path, source: Path | None) -> None
         return
     tokenizer_dir = directory.parent / ".tokenizer"
     make_tokenizer(_texts(recipe), tokenizer_dir, recipe.model.vocab_size)
-    config = _scratch_config(recipe.model, ChatTokenizer(tokenizer_dir), max(recipe.sft_tokens, recipe.canvas_tokens))
-    model = make_model(config)
+    tokenizer = ChatTokenizer(tokenizer_dir)
+    ids = {"mask_token_id": tokenizer.token_id(MASK), "eos_token_id": tokenizer.token_id(EOS)}
+    model = make_model(recipe.model.shape(len(tokenizer), recipe.longest_canvas, **ids))
     init_weights(model, recipe.seed, recipe.model.init_scale)
     _save_initial(directory, model, tokenizer_dir)
     shutil.rmtree(tokenizer_dir)
@@ -234,21 +234,6 @@ class _InFloat32(Mapping[str, "Tensor"]):
 
     def __len__(self) -> int:
         return len(self._weights)
-
-
-def _scratch_config(section: ModelSection, tokenizer: ChatTokenizer, canvas_tokens: int) -> TransformerConfig:
-    return TransformerConfig(
-        vocab_size=len(tokenizer),
-        d_model=section.d_model,
-        num_layers=section.num_layers,
-        num_heads=section.num_heads,
-        num_kv_heads=section.num_heads,
-        mlp_hidden_size=section.mlp_hidden_size,
-        max_sequence_length=canvas_tokens,
-        mask_token_id=tokenizer.token_id(MASK),
-        eos_token_id=tokenizer.token_id(EOS),
-        pad_token_id=tokenizer.token_id(EOS),
-    )
 
 
 def _texts(recipe: Recipe) -> list[str]:

@@ -68,3 +68,17 @@ class TransformerConfig(BaseModel):
     def head_dim(self) -> int:
         """Width of one head."""
         return self.d_model // self.num_heads
+
+    @property
+    def linear_layers(self) -> dict[str, tuple[int, int]]:
+        """Inputs and outputs of a block's linear layers, by name."""
+        width, hidden, key_value = self.d_model, self.mlp_hidden_size, self.num_kv_heads * self.head_dim
+        return {
+            "q_proj": (width, width),
+            "k_proj": (width, key_value),
+            "v_proj": (width, key_value),
+            "out_proj": (width, width),
+            "gate_proj": (width, hidden),
+            "up_proj": (width, hidden),
+            "down_proj": (hidden, width),
+        }

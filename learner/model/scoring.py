@@ -22,9 +22,9 @@ from learner.model.wanted import Wanted
 # Logits of a chunk, of which there are two tensors. On a CPU 16 MiB each: the allocator of glibc gives blocks of 32 MiB
 # and more back to the system at once, and each new one then costs its page faults. On a GPU rows enough, at LLaDA's
 # vocabulary, that the product is bound by arithmetic and not by reading the matrix.
-_MOST_LOGITS_CPU, _MOST_LOGITS_GPU = 2**22, 2**26
+_MOST_LOGITS_CPU, MOST_LOGITS_GPU = 2**22, 2**26
 # Logits that are kept for a backward pass: the product that is saved is a sixth of the head's.
-_MOST_KEPT_CPU, _MOST_KEPT_GPU = 2**24, 2**26
+_MOST_KEPT_CPU, MOST_KEPT_GPU = 2**24, 2**26
 
 
 def wanted_logps(x_MD: Tensor, weight_VD: Tensor, wanted: Wanted) -> Tensor:
@@ -40,7 +40,7 @@ class _WantedLogps(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_MD: Tensor, weight_VD: Tensor, wanted: Wanted) -> Tensor:
         ctx.wanted, ctx.kept = wanted, []
-        most_kept = _MOST_KEPT_CPU if x_MD.device.type == "cpu" else _MOST_KEPT_GPU
+        most_kept = _MOST_KEPT_CPU if x_MD.device.type == "cpu" else MOST_KEPT_GPU
         is_kept = any(ctx.needs_input_grad) and len(x_MD) * len(weight_VD) <= most_kept
         parts, tokens = [], []
         for rows, slot_N, inside in _chunks(x_MD, weight_VD, wanted):
@@ -83,7 +83,7 @@ class _WantedLogps(torch.autograd.Function):
 
 def _chunks(x_MD: Tensor, weight_VD: Tensor, wanted: Wanted) -> Iterator[tuple[slice, Tensor, slice]]:
     """Of each chunk: its slots, those within it that are wanted, and where these are among all N."""
-    most = _MOST_LOGITS_CPU if x_MD.device.type == "cpu" else _MOST_LOGITS_GPU
+    most = _MOST_LOGITS_CPU if x_MD.device.type == "cpu" else MOST_LOGITS_GPU
     size = max(1, most // len(weight_VD))
     # Where nothing is scored there is one empty chunk.
     begins = range(0, max(1, len(x_MD)), size)

@@ -99,24 +99,14 @@ def test_schedules_count_as_their_mean(recipe_file: Path) -> None:
     assert flops == pytest.approx([16 * flops[1] / 4, flops[1], 18 * flops[1] / 4])
 
 
-def test_what_a_block_keeps_of_a_token_is_what_autograd_keeps() -> None:
+def test_what_a_block_keeps_of_a_token_is_what_autograd_keeps(config: TransformerConfig) -> None:
     """Within a hundredth: of a norm it keeps a number for each token too, and attention its normaliser."""
-    shape = TransformerConfig(
-        vocab_size=40,
-        d_model=128,
-        num_layers=1,
-        num_heads=4,
-        num_kv_heads=4,
-        mlp_hidden_size=320,
-        max_sequence_length=64,
-        mask_token_id=38,
-        eos_token_id=39,
-        pad_token_id=39,
-    )
+    changes = {"d_model": 128, "num_layers": 1, "num_kv_heads": 4, "mlp_hidden_size": 320}
+    shape = config.model_copy(update=changes)
     wide = shape.model_copy(update={"num_layers": 3})
     kept = []
-    for config in (shape, wide):
-        model = make_model(config)
+    for one in (shape, wide):
+        model = make_model(one)
         init_weights(model, 0)
         weights = {parameter.data_ptr() for parameter in model.parameters()}
         storages: dict[int, int] = {}
@@ -138,21 +128,8 @@ def test_what_a_block_keeps_of_a_token_is_what_autograd_keeps() -> None:
 
 
 @pytest.mark.parametrize("lora", [WHOLE, LoraConfig(rank=4, targets=("q_proj", "v_proj", "down_proj"))])
-def test_parameters_are_counted_as_the_policy_has_them(lora: LoraConfig) -> None:
-    grouped = TransformerConfig(
-        family="dream",
-        vocab_size=40,
-        d_model=32,
-        num_layers=3,
-        num_heads=4,
-        num_kv_heads=2,
-        mlp_hidden_size=48,
-        max_sequence_length=64,
-        qkv_bias=True,
-        mask_token_id=38,
-        eos_token_id=39,
-        pad_token_id=39,
-    )
+def test_parameters_are_counted_as_the_policy_has_them(config: TransformerConfig, lora: LoraConfig) -> None:
+    grouped = config.model_copy(update={"family": "dream", "num_layers": 3, "qkv_bias": True})
     for shape in (grouped, grouped.model_copy(update={"tied_embeddings": True})):
         model = make_model(shape)
         counts = ParameterCounts.of(shape, lora)
