@@ -86,25 +86,24 @@ def _policy(
     return ShardedPolicy(model, mesh, sharding, lora=lora, seed=3)
 
 
-def _from_meta(config: TransformerConfig, lora: LoraConfig) -> ShardedPolicy:
-    """The same on ranks, by their rows alone: no rank's policy is ever whole."""
+def _from_meta(
+    config: TransformerConfig,
+    lora: LoraConfig,
+    sharding: ShardingConfig = PLAIN,
+    *,
+    held_in: torch.dtype = torch.float32,
+    rounded_to: torch.dtype = torch.float32,
+) -> ShardedPolicy:
+    """The same on ranks, by their rows alone: no rank's policy is ever whole.
+
+    Its weights, what bfloat16 holds of them or all, are held in either.
+    """
     with torch.device("meta"):
-        model = Transformer(config)
-    policy = ShardedPolicy(model, make_mesh("cpu"), lora=lora, seed=3, device=torch.device("cpu"))
+        model = Transformer(config).to(held_in)
+    policy = ShardedPolicy(model, make_mesh("cpu"), sharding, lora=lora, seed=3, device=torch.device("cpu"))
     whole = Transformer(config)
     init_weights(whole, seed=0)
-    policy.load_full_weights(dict(whole.named_parameters()))
-    return policy
-
-
-def _on_half_base(config: TransformerConfig, dtype: torch.dtype) -> ShardedPolicy:
-    """An adapter on ranks that compute in bfloat16, on weights that bfloat16 holds as they are, held in `dtype`."""
-    whole = Transformer(config)
-    init_weights(whole, seed=0)
-    with torch.device("meta"):
-        model = Transformer(config).to(dtype)
-    policy = ShardedPolicy(model, make_mesh("cpu"), HALF, lora=LORAS["adapter"], seed=3, device=torch.device("cpu"))
-    policy.load_full_weights(dict(whole.bfloat16().named_parameters()))
+    policy.load_full_weights(dict(whole.to(rounded_to).named_parameters()))
     return policy
 
 
@@ -121,7 +120,9 @@ def _rank(rank: int, port_file: str, config: TransformerConfig, batch: RolloutBa
         half = _train(_policy(config, lora, HALF, on_ranks=True), batch, None)
         results[name] = {"first": first, "again": again, "checkpointed": checkpointed, "half": half}
     for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
-        results[name] = _train(_on_half_base(config, dtype), batch, None)
+        results[name] = _train(
+            _from_meta(config, LORAS["adapter"], HALF, held_in=dtype, rounded_to=torch.bfloat16), batch, None
+        )
     if rank == 0:
         torch.save(results, out)
     dist.destroy_process_group()
