@@ -78,7 +78,7 @@ def forward_flops(config: TransformerConfig, lora: LoraConfig, canvases: CanvasS
     pairs = (config.num_layers - 1) * canvases.pairs + canvases.asked_pairs
     return Flops(
         layers=layers,
-        attention=2.0 * 2 * config.d_model * pairs,
+        attention=2.0 * 2 * config.attention_width * pairs,
         head=2.0 * config.d_model * config.vocab_size * canvases.scored,
         adapter=adapter,
     )

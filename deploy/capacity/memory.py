@@ -125,9 +125,12 @@ def why_too_large(process: ProcessMemory, gpu_bytes: float, where: str) -> str |
 
 def saved_bytes_of_token(shape: TransformerConfig, each: int) -> int:
     """What a block keeps of a token for its backward pass: the stream before both sublayers and after both norms, what
-    attention takes and gives, once more in the order of the tokens, and four of the feed-forward's inner width."""
-    key_value = shape.num_kv_heads * shape.head_dim
-    return each * (8 * shape.d_model + 2 * key_value + 4 * shape.mlp_hidden_size)
+    attention takes and gives, and four of the feed-forward's inner width. Queries and keys are kept before, in and
+    after their norm; behind a mask, what attention gives is kept once more in the order of the tokens."""
+    queries, key_value = shape.attention_width, shape.num_kv_heads * shape.head_dim
+    normed = 2 * (queries + key_value) * shape.qk_norm
+    attention = 2 * queries + 2 * key_value + normed + queries * shape.is_block_causal
+    return each * (6 * shape.d_model + attention + 4 * shape.mlp_hidden_size)
 
 
 def _held(recipe: RunConfig, counts: ParameterCounts, num_sharing: int, helps: str) -> list[Part]:
@@ -180,9 +183,9 @@ def _passing(recipe: RunConfig, shape: TransformerConfig, counts: ParameterCount
 def _forward_bytes(shape: TransformerConfig, tokens: int, each: int) -> float:
     """The most that a forward without gradient has at a time: of attention, rotated in float32, or of the
     feed-forward."""
-    width, key_value = shape.d_model, shape.num_kv_heads * shape.head_dim
-    attention = each * (3 * width + 2 * key_value) + 3 * _FLOAT32 * width
-    feed_forward = each * (2 * width + 2 * shape.mlp_hidden_size)
+    width, key_value = shape.attention_width, shape.num_kv_heads * shape.head_dim
+    attention = each * (shape.d_model + 2 * width + 2 * key_value) + 3 * _FLOAT32 * width
+    feed_forward = each * (2 * shape.d_model + 2 * shape.mlp_hidden_size)
     return tokens * max(attention, feed_forward)
 
 

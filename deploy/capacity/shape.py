@@ -52,6 +52,7 @@ class ParameterCounts:
         sizes = shape.linear_layers
         biases = sum(sizes[name][1] for name in ("q_proj", "k_proj", "v_proj")) * shape.qkv_bias
         block = sum(inputs * outputs for inputs, outputs in sizes.values()) + biases + 2 * width
+        block += 2 * shape.head_dim * shape.qk_norm
         adapter = lora.rank * sum(sum(sizes[target]) for target in lora.targets)
         matrices = 1 if shape.tied_embeddings else 2
         return cls(

@@ -34,6 +34,7 @@ from learner.model.checkpoint_files import (
 )
 from learner.model.config import TransformerConfig
 from learner.model.families import FAMILIES
+from learner.model.families.raw_config import CONFIG, GENERATION_CONFIG
 from learner.model.networks import make_on_meta
 from learner.model.tokenizer import TOKENIZER_FILES
 from learner.model.transformer import Transformer
@@ -252,7 +253,9 @@ def _write_policy(directory: Path, config: TransformerConfig, weights: Mapping[s
     named = {family.checkpoint_name(name): tensor for name, tensor in weights.items()}
     (dtype,) = {tensor.dtype for tensor in named.values()}
     raw = family.write_config(config) | {"torch_dtype": str(dtype).removeprefix("torch.")}
-    _write_json(directory / "config.json", raw)
+    _write_json(directory / CONFIG, raw)
+    if config.other_stop_ids:
+        _write_json(directory / GENERATION_CONFIG, {"eos_token_id": list(config.stop_ids)})
     split = split_torch_state_dict_into_shards(named, max_shard_size=shard_bytes)
     for filename, names in split.filename_to_tensors.items():
         shard = {name: named[name].contiguous() for name in names}

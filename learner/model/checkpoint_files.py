@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from learner.model.config import TransformerConfig
 from learner.model.families import read_config
-from learner.model.families.raw_config import RawConfig
+from learner.model.families.raw_config import CONFIG, GENERATION_CONFIG, RawConfig
 from learner.model.tokenizer import TOKENIZER_FILES
 
 MANIFEST = "manifest.json"
@@ -40,8 +40,8 @@ def policy_files(directory: Path) -> list[Path]:
     Raises ValueError when there are no weights.
     """
     weights = weight_files(directory)
-    others = [directory / name for name in ("config.json", INDEX, *TOKENIZER_FILES) if (directory / name).is_file()]
-    return [*weights, *others]
+    others = (CONFIG, GENERATION_CONFIG, INDEX, *TOKENIZER_FILES)
+    return [*weights, *(directory / name for name in others if (directory / name).is_file())]
 
 
 def weight_files(directory: Path) -> list[Path]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, model_validator
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-Family = Literal["llada", "dream"]
+Family = Literal["llada", "dream", "sdar"]
 
 
 class TransformerConfig(BaseModel):
@@ -23,15 +23,22 @@ class TransformerConfig(BaseModel):
     num_layers: PositiveInt
     """Blocks."""
     num_heads: PositiveInt
-    """Query heads; divides `d_model`."""
+    """Query heads; divides `d_model` where heads have no width of their own."""
     num_kv_heads: PositiveInt
     """Key-value heads; divides `num_heads`."""
+    head_width: PositiveInt | None = None
+    """Width of one head; None: `d_model` is split among the query heads."""
     mlp_hidden_size: PositiveInt
     """Inner width of the SwiGLU."""
     max_sequence_length: PositiveInt
     """Longest canvas, in tokens."""
     qkv_bias: bool = False
     """Whether the query, key and value projections add a bias."""
+    qk_norm: bool = False
+    """Whether each query and each key is normalised over its head's width, before it is rotated."""
+    block_length: PositiveInt | None = None
+    """Slots of a block where attention is block-causal: a slot sees its own block and all before it, counted from the
+    first column of the canvas. It is what a forward takes that names no other. None: every slot sees every other."""
     tied_embeddings: bool = False
     """Whether the head's matrix is the embedding's."""
     rope_theta: PositiveFloat = 500_000.0
@@ -42,12 +49,16 @@ class TransformerConfig(BaseModel):
     """The id that a masked slot holds. Never sampled."""
     eos_token_id: int
     """End of text. Fills a completion's canvas to its end."""
+    other_stop_ids: tuple[NonNegativeInt, ...] = ()
+    """Ids that end a completion as end of text does: an end of turn."""
     pad_token_id: int
     """Fills rows to a common length; attention never sees it."""
 
     @model_validator(mode="after")
     def _divisible(self) -> TransformerConfig:
-        if self.d_model % self.num_heads or (self.d_model // self.num_heads) % 2:
+        if self.head_width is not None and self.head_width % 2:
+            raise ValueError(f"head_width {self.head_width} must be even")
+        if self.head_width is None and (self.d_model % self.num_heads or self.head_dim % 2):
             raise ValueError(f"num_heads {self.num_heads} must split d_model {self.d_model} into heads of even width")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_kv_heads {self.num_kv_heads} must divide num_heads {self.num_heads}")
@@ -58,26 +69,53 @@ class TransformerConfig(BaseModel):
         for name in ("mask_token_id", "eos_token_id", "pad_token_id"):
             if not 0 <= getattr(self, name) < self.vocab_size:
                 raise ValueError(f"{name} {getattr(self, name)} is no id of a vocabulary of {self.vocab_size}")
-        if self.mask_token_id == self.eos_token_id:
-            raise ValueError(f"mask_token_id and eos_token_id are both {self.mask_token_id}; they must differ")
+        if self.mask_token_id in self.stop_ids:
+            name = "eos_token_id" if self.mask_token_id == self.eos_token_id else "one of other_stop_ids"
+            raise ValueError(f"mask_token_id and {name} are both {self.mask_token_id}; they must differ")
+        if max(self.stop_ids) >= self.vocab_size:
+            raise ValueError(f"other_stop_ids has {max(self.stop_ids)}, no id of a vocabulary of {self.vocab_size}")
         if self.family == "dream" and not self.qkv_bias:
             raise ValueError("qkv_bias is false; a Dream policy has biases, and its checkpoints have them")
         return self
 
+    @model_validator(mode="after")
+    def _block_causal(self) -> TransformerConfig:
+        if self.is_block_causal != (self.family == "sdar"):
+            raise ValueError(
+                f"block_length is {self.block_length}; a policy of the family {self.family} is "
+                + ("block-causal and has one" if self.family == "sdar" else "bidirectional and has none")
+            )
+        return self
+
+    @property
+    def is_block_causal(self) -> bool:
+        """Whether a slot sees its own block and those before it alone."""
+        return self.block_length is not None
+
     @property
     def head_dim(self) -> int:
         """Width of one head."""
-        return self.d_model // self.num_heads
+        return self.head_width or self.d_model // self.num_heads
+
+    @property
+    def attention_width(self) -> int:
+        """Of all query heads together."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Ids that end a completion, end of text first."""
+        return (self.eos_token_id, *self.other_stop_ids)
 
     @property
     def linear_layers(self) -> dict[str, tuple[int, int]]:
         """Inputs and outputs of a block's linear layers, by name."""
         width, hidden, key_value = self.d_model, self.mlp_hidden_size, self.num_kv_heads * self.head_dim
         return {
-            "q_proj": (width, width),
+            "q_proj": (width, self.attention_width),
             "k_proj": (width, key_value),
             "v_proj": (width, key_value),
-            "out_proj": (width, width),
+            "out_proj": (self.attention_width, width),
             "gate_proj": (width, hidden),
             "up_proj": (width, hidden),
             "down_proj": (hidden, width),

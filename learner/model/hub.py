@@ -8,11 +8,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from learner.model.families.raw_config import CONFIG_FILES
 from learner.model.tokenizer import TOKENIZER_FILES
 
 _HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?")
-_CONFIG_FILES = ("config.json",)
-_ALL_FILES = (*_CONFIG_FILES, "model*.safetensors", "model.safetensors.index.json", *TOKENIZER_FILES)
+_ALL_FILES = (*CONFIG_FILES, "model*.safetensors", "model.safetensors.index.json", *TOKENIZER_FILES)
 
 
 def is_hub_id(reference: str | Path) -> bool:
@@ -25,7 +25,7 @@ def find_checkpoint(reference: str | Path, *, config_only: bool = False) -> Path
 
     Args:
         reference: a directory, or a hub id `org/name` or `org/name@revision`. A directory of that name goes first.
-        config_only: whether `config.json` is all that will be looked at, so that no weights are fetched.
+        config_only: whether the policy's shape is all that will be looked at, so that no weights are fetched.
 
     Raises:
         ValueError: there is no such directory and no such model, or the hub does not give it.
@@ -35,7 +35,7 @@ def find_checkpoint(reference: str | Path, *, config_only: bool = False) -> Path
     match = _HUB_ID.fullmatch(str(reference))
     if match is None:
         raise ValueError(f"{reference} is no directory, and no hub id either: that is org/name or org/name@revision")
-    return _fetch(match["repo"], match["revision"], _CONFIG_FILES if config_only else _ALL_FILES)
+    return _fetch(match["repo"], match["revision"], CONFIG_FILES if config_only else _ALL_FILES)
 
 
 def _fetch(repo: str, revision: str | None, patterns: tuple[str, ...]) -> Path:

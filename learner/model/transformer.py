@@ -39,21 +39,23 @@ class Attention(nn.Module):
         super().__init__()
         self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         kv_width = config.num_kv_heads * config.head_dim
-        self.q_proj = nn.Linear(config.d_model, config.d_model, bias=config.qkv_bias)
+        self.q_proj = nn.Linear(config.d_model, config.attention_width, bias=config.qkv_bias)
         self.k_proj = nn.Linear(config.d_model, kv_width, bias=config.qkv_bias)
         self.v_proj = nn.Linear(config.d_model, kv_width, bias=config.qkv_bias)
-        self.out_proj = nn.Linear(config.d_model, config.d_model, bias=False)
+        self.out_proj = nn.Linear(config.attention_width, config.d_model, bias=False)
+        self.q_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps) if config.qk_norm else nn.Identity()
 
     def forward(self, x_BLD: Tensor, places: Places, asked: Asked | None, memory: LayerMemory | None) -> Tensor:
         """What the asked slots gather: [B, L, D], or [N, D] of `asked`, before they are added to the stream."""
-        k_BKLE = rotate(self._heads(self.k_proj(x_BLD), self.num_kv_heads), places.rope)
+        k_BKLE = rotate(self.k_norm(self._heads(self.k_proj(x_BLD), self.num_kv_heads)), places.rope)
         v_BKLE = self._heads(self.v_proj(x_BLD), self.num_kv_heads)
         if memory is not None:
             k_BKLE, v_BKLE = memory.update(places.columns, k_BKLE, v_BKLE)
         rope = places.rope
         if asked is not None:
             x_BLD, rope = asked.of_rows(x_BLD), asked.of_rope(rope)
-        q_BHQE = rotate(self._heads(self.q_proj(x_BLD), self.num_heads), rope)
+        q_BHQE = rotate(self.q_norm(self._heads(self.q_proj(x_BLD), self.num_heads)), rope)
         visible = places.visible if asked is None else places.visible_to_asked
         mixed_BHQE = self._attend(q_BHQE, k_BKLE, v_BKLE, visible)
         mixed_BQD = mixed_BHQE.transpose(1, 2).flatten(2)
@@ -157,6 +159,8 @@ class Transformer(nn.Module):
         memory: Memory | None = None,
         columns_BL: Tensor | None = None,
         documents_BL: Tensor | None = None,
+        block_lengths_B: Tensor | None = None,
+        clean_BL: Tensor | None = None,
         flex: bool = False,
         wanted: Wanted | None = None,
     ) -> Tensor:
@@ -174,6 +178,12 @@ class Transformer(nn.Module):
             documents_BL: which document each slot belongs to, where a row holds several one after the other; what fills
                 a row is a document too. Positions count from 0 in each, and no slot sees another document. Neither
                 `lengths_B` nor `memory` goes with it. None: a row is one canvas.
+            block_lengths_B: slots of a block in each row, where attention is block-causal; a bidirectional family has
+                none. None: the config's `block_length`.
+            clean_BL: the same canvases without noise, where attention is block-causal: each block of `ids_BL` then
+                stands behind the clean blocks before it, and not behind the noisy ones. It costs twice the slots, and
+                gives of every block what a forward of its own would (block diffusion, arXiv 2503.09573, section 4.1).
+                No `memory` goes with it.
             flex: hide what a slot does not see by FlexAttention, which skips it, and not by a mask. Made to be
                 compiled; it cannot be trained through here.
             wanted: tokens at the scored slots whose log-probabilities are all that is asked for.
@@ -196,8 +206,12 @@ class Transformer(nn.Module):
             memory=memory,
             columns_BL=columns_BL,
             documents_BL=documents_BL,
+            block_lengths_B=block_lengths_B,
+            is_beside_clean=clean_BL is not None,
             flex=flex,
         )
+        if clean_BL is not None:
+            ids_BL = torch.cat((ids_BL, clean_BL), dim=1)
         x_ND = self._stream(ids_BL, places, Asked(queries_BQ, scored_N), memory)
         if wanted is not None:
             return wanted_logps(x_ND, self._head_weight, wanted)
@@ -207,12 +221,13 @@ class Transformer(nn.Module):
         """The columns whose output predicts the tokens at `columns_BQ`: the same, unless a family shifts them."""
         return columns_BQ
 
-    def pattern(self, lengths_B: Tensor | None) -> Pattern | None:
+    def pattern(self, lengths_B: Tensor | None, block_lengths_B: Tensor | None = None) -> Pattern | None:
         """Who attends to whom: everyone to every used slot of the row; None is everyone to all.
 
-        A family with another pattern (block-causal) overrides this and `is_cache_exact`. Where a row holds several
-        documents, this is the pattern of each: `within_documents` makes the row's.
+        A block-causal family overrides this and `is_cache_exact` (`networks.py`). Where a row holds several documents,
+        this is the pattern of each: `within_documents` makes the row's.
         """
+        assert block_lengths_B is None, "nothing is hidden by blocks here"
         if lengths_B is None:
             return None
         return lambda row, _query, column: column < lengths_B[row]
@@ -226,6 +241,8 @@ class Transformer(nn.Module):
         memory: Memory | None,
         columns_BL: Tensor | None,
         documents_BL: Tensor | None,
+        block_lengths_B: Tensor | None,
+        is_beside_clean: bool,
         flex: bool,
     ) -> Places:
         """Where the slots stand and what they may look at; the arguments are `forward`'s."""
@@ -235,16 +252,24 @@ class Transformer(nn.Module):
                 f"a canvas of {width} tokens exceeds max_sequence_length {self.config.max_sequence_length}"
             )
         columns_BQ = queries_BQ if columns_BL is None else columns_BL.gather(1, queries_BQ)
-        sees, positions_BL = self.pattern(lengths_B), columns_BL
+        sees, positions_BL = self.pattern(lengths_B, block_lengths_B), columns_BL
         if documents_BL is not None:
             assert lengths_B is None, "what fills a row is a document of its own"
             assert memory is None, "a memory is of whole canvases"
             positions_BL = positions_in_documents(documents_BL)
             sees = within_documents(sees, documents_BL, positions_BL)
+        columns_BS = self._all_columns(ids_BL) if columns_BL is None else columns_BL
+        if is_beside_clean:
+            assert sees is not None, "everyone sees everyone only where attention is bidirectional"
+            assert self.is_cache_exact, "only where attention is block-causal"
+            assert memory is None, "a memory is of whole canvases"
+            positions_BL = (columns_BS if positions_BL is None else positions_BL).repeat(1, 2)
+            sees, columns_BS = beside_clean(sees, width), torch.cat((columns_BS, columns_BS + width), dim=1)
+            width *= 2
         return Places(
             rope=self._rope(width, positions_BL, ids_BL.device),
             columns=columns_BL,
-            visible=_visible(sees, self._all_columns(ids_BL) if columns_BL is None else columns_BL, width, flex=flex),
+            visible=_visible(sees, columns_BS, width, flex=flex),
             visible_to_asked=_visible(sees, columns_BQ, width, flex=flex),
         )
 
@@ -325,6 +350,21 @@ def within_documents(sees: Pattern | None, documents_BL: Tensor, positions_BL: T
     def is_seen(row: Tensor, query: Tensor, column: Tensor) -> Tensor:
         is_same = documents_BL[row, query] == documents_BL[row, column]
         return is_same if sees is None else is_same & sees(row, positions_BL[row, query], positions_BL[row, column])
+
+    return is_seen
+
+
+def beside_clean(sees: Pattern, width: int) -> Pattern:
+    """The pattern of rows [noisy | clean], each half `width` columns and as `sees` has it, where that is block-causal.
+
+    A noisy slot sees its own block as it is, and the blocks before it clean; a clean slot sees nothing noisy.
+    """
+
+    def is_seen(row: Tensor, query: Tensor, column: Tensor) -> Tensor:
+        is_noisy, own, other = column < width, query % width, column % width
+        sees_it, is_seen_by_it = sees(row, own, other), sees(row, other, own)
+        from_noisy = torch.where(is_noisy, sees_it & is_seen_by_it, sees_it & ~is_seen_by_it)
+        return torch.where(query < width, from_noisy, sees_it & ~is_noisy)
 
     return is_seen
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from learner.model.config import Family, TransformerConfig
-from learner.model.families import dream, llada
+from learner.model.families import dream, llada, sdar
 from learner.model.families.raw_config import RawConfig
 
 
@@ -54,6 +54,14 @@ FAMILIES: dict[Family, FamilyFormat] = {
         block_prefix=dream.BLOCK_PREFIX,
         block_names=dream.BLOCK_NAMES,
     ),
+    "sdar": FamilyFormat(
+        model_type=sdar.MODEL_TYPE,
+        read_config=sdar.read_config,
+        write_config=sdar.write_config,
+        outer_names=sdar.OUTER_NAMES,
+        block_prefix=sdar.BLOCK_PREFIX,
+        block_names=sdar.BLOCK_NAMES,
+    ),
 }
 
 
@@ -68,5 +76,5 @@ def read_config(raw: RawConfig) -> TransformerConfig:
     for family in FAMILIES.values():
         if family.model_type == model_type:
             return family.read_config(raw)
-    known = " and ".join(repr(family.model_type) for family in FAMILIES.values())
+    known = ", ".join(repr(family.model_type) for family in FAMILIES.values())
     raise ValueError(f"{raw.path} has model_type {model_type!r}; d1 reads {known}")

@@ -1,4 +1,5 @@
-"""A checkpoint's `config.json` as it was written, with refusals that name the file and the key."""
+"""A checkpoint's `config.json` as it was written, and what some families leave to the files beside it, with refusals
+that name the file and the key."""
 
 from __future__ import annotations
 
@@ -7,6 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+CONFIG = "config.json"
+GENERATION_CONFIG = "generation_config.json"
+_TOKENIZER, _TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+# What a policy's config is read from.
+CONFIG_FILES = (CONFIG, GENERATION_CONFIG, _TOKENIZER_CONFIG)
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,16 +28,10 @@ class RawConfig:
     @classmethod
     def read(cls, directory: Path) -> RawConfig:
         """The config of a checkpoint directory. Raises ValueError when there is none, or it is not a JSON object."""
-        path = directory / "config.json"
+        path = directory / CONFIG
         if not path.is_file():
-            raise ValueError(f"{directory} is not a checkpoint: it has no config.json")
-        try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(f"{path} is not JSON: {error}") from error
-        if not isinstance(values, dict):
-            raise ValueError(f"{path} is not a JSON object: it is a {type(values).__name__}")
-        return cls(path, values)
+            raise ValueError(f"{directory} is not a checkpoint: it has no {CONFIG}")
+        return cls(path, _read_object(path))
 
     def __getitem__(self, key: str) -> Any:
         """The value of a key that a policy needs. Raises ValueError when it is missing."""
@@ -54,3 +55,41 @@ class RawConfig:
             found = self.get(key, value) if may_lack else self[key]
             if found != value:
                 raise ValueError(f"{self.path} has {key} = {found!r}; d1 computes {key} = {value!r} only")
+
+    def token_id(self, token: str) -> int:
+        """The id of a special token, by the tokenizer beside the config. Raises ValueError where that has none."""
+        for name in (_TOKENIZER_CONFIG, _TOKENIZER):
+            found = _added_tokens(self._beside(name)).get(token)
+            if found is not None:
+                return found
+        raise ValueError(f"{self.path} has no mask_token_id, and the tokenizer beside it has no token {token}")
+
+    def generation_stop_ids(self) -> tuple[int, ...]:
+        """The ids that end a text, by the `generation_config.json` beside the config; none where it says none."""
+        ids = self._beside(GENERATION_CONFIG).get("eos_token_id")
+        if ids is None:
+            return ()
+        return tuple(ids) if isinstance(ids, list) else (ids,)
+
+    def _beside(self, name: str) -> Mapping[str, Any]:
+        path = self.path.with_name(name)
+        return _read_object(path) if path.is_file() else {}
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} is not a JSON object: it is a {type(values).__name__}")
+    return values
+
+
+def _added_tokens(tokenizer: Mapping[str, Any]) -> dict[str, int]:
+    """Ids of special tokens: `tokenizer_config.json` has them by id, `tokenizer.json` in a list."""
+    by_id = tokenizer.get("added_tokens_decoder") or {}
+    listed = tokenizer.get("added_tokens") or []
+    return {facts["content"]: int(token) for token, facts in by_id.items()} | {
+        facts["content"]: int(facts["id"]) for facts in listed
+    }

@@ -99,10 +99,16 @@ def test_schedules_count_as_their_mean(recipe_file: Path) -> None:
     assert flops == pytest.approx([16 * flops[1] / 4, flops[1], 18 * flops[1] / 4])
 
 
-def test_what_a_block_keeps_of_a_token_is_what_autograd_keeps(config: TransformerConfig) -> None:
-    """Within a hundredth: of a norm it keeps a number for each token too, and attention its normaliser."""
+SDAR = {"family": "sdar", "block_length": 4, "qk_norm": True, "head_width": 48}
+
+
+@pytest.mark.parametrize("family", [{}, SDAR])
+def test_what_a_block_keeps_of_a_token_is_what_autograd_keeps(
+    config: TransformerConfig, family: dict[str, object]
+) -> None:
+    """Within a hundredth: of a norm it keeps a number for each token too, and attention its normaliser and mask."""
     changes = {"d_model": 128, "num_layers": 1, "num_kv_heads": 4, "mlp_hidden_size": 320}
-    shape = config.model_copy(update=changes)
+    shape = config.model_copy(update=changes | family)
     wide = shape.model_copy(update={"num_layers": 3})
     kept = []
     for one in (shape, wide):
@@ -124,13 +130,14 @@ def test_what_a_block_keeps_of_a_token_is_what_autograd_keeps(config: Transforme
         kept.append(sum(storages.values()))
         del logits
     # The last block keeps otherwise; the two before it are like all others.
-    assert (kept[1] - kept[0]) / (2 * 4 * 64) == pytest.approx(saved_bytes_of_token(shape, 4), rel=0.01)
+    of_mask = 4 * 64 * shape.is_block_causal
+    assert (kept[1] - kept[0]) / (2 * 4 * 64) == pytest.approx(saved_bytes_of_token(shape, 4) + of_mask, rel=0.01)
 
 
 @pytest.mark.parametrize("lora", [WHOLE, LoraConfig(rank=4, targets=("q_proj", "v_proj", "down_proj"))])
 def test_parameters_are_counted_as_the_policy_has_them(config: TransformerConfig, lora: LoraConfig) -> None:
     grouped = config.model_copy(update={"family": "dream", "num_layers": 3, "qkv_bias": True})
-    for shape in (grouped, grouped.model_copy(update={"tied_embeddings": True})):
+    for shape in (grouped, grouped.model_copy(update={"tied_embeddings": True}), config.model_copy(update=SDAR)):
         model = make_model(shape)
         counts = ParameterCounts.of(shape, lora)
         assert counts.policy == sum(parameter.numel() for parameter in model.parameters())

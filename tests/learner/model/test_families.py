@@ -249,7 +249,7 @@ def test_logits_are_those_of_the_original_dream_code_one_slot_further(shared: Pa
     torch.testing.assert_close(logits[:, 0], unshifted[:, 0], atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["llada-tiny", "dream-tiny"])
+@pytest.mark.parametrize("name", ["llada-tiny", "dream-tiny", "sdar-tiny"])
 def test_an_original_checkpoint_is_written_as_it_was(shared: Path, tmp_path: Path, name: str) -> None:
     original = shared / "fixtures" / name
     save_checkpoint(tmp_path / "again", load_config(original), load_policy(original).state_dict(), original)
@@ -408,7 +408,7 @@ def test_a_missing_key_is_named(tmp_path: Path, raw: dict[str, Any], key: str) -
     [
         ("{", "is not JSON: Expecting property name"),
         ("[1]", "is not a JSON object: it is a list"),
-        (json.dumps(LLADA_8B | {"model_type": "bert"}), "has model_type 'bert'; d1 reads 'llada' and 'Dream'"),
+        (json.dumps(LLADA_8B | {"model_type": "bert"}), "has model_type 'bert'; d1 reads 'llada', 'Dream', 'sdar'"),
         (json.dumps(LLADA_8B | {"n_layers": "many"}), "makes no policy: num_layers: Input should be a valid integer"),
         (json.dumps(LLADA_8B | {"n_heads": 30}), "makes no policy: num_heads 30 must split d_model 4096"),
         (json.dumps(DREAM_7B | {"eos_token_id": [1, 2]}), "makes no policy: eos_token_id: Input should be a valid int"),

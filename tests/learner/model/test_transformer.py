@@ -7,7 +7,7 @@ from safetensors.torch import load_file
 from learner.model.checkpoint import load_policy
 from learner.model.config import Family, TransformerConfig
 from learner.model.networks import make_model
-from learner.model.transformer import Pattern, Transformer, rope_tables, rotate, rotate_by_halves
+from learner.model.transformer import Transformer, rope_tables, rotate, rotate_by_halves
 from learner.model.wanted import query_grid
 
 
@@ -90,30 +90,6 @@ def test_heads_must_divide(config: TransformerConfig, field: str, value: int) ->
         TransformerConfig(**config.model_dump() | {field: value})
 
 
-class BlockCausal(Transformer):
-    """Blocks of 4 columns; each sees itself and those before it."""
-
-    def pattern(self, lengths_B: torch.Tensor | None) -> Pattern | None:
-        return lambda _row, query, column: column // 4 <= query // 4
-
-
-# Not compiled, FlexAttention warns that it is slow.
-@pytest.mark.filterwarnings("ignore")
-def test_a_family_with_another_pattern_overrides_one_function(policy: Transformer) -> None:
-    causal = BlockCausal(policy.config)
-    causal.load_state_dict(policy.state_dict())
-    ids = torch.randint(0, 38, (2, 12))
-    changed = ids.clone()
-    changed[:, 8:] = (ids[:, 8:] + 1) % 38
-    with torch.no_grad():
-        every = causal(ids)
-        torch.testing.assert_close(causal(changed)[:, :8], every[:, :8])
-        assert (policy(changed)[:, :8] - policy(ids)[:, :8]).abs().min() > 0
-        asked = causal(ids, None, torch.tensor([[9, 1], [2, 5]]))
-        torch.testing.assert_close(asked, torch.stack((every[0, [9, 1]], every[1, [2, 5]])))
-        torch.testing.assert_close(causal(ids, flex=True), every, atol=1e-5, rtol=0)
-
-
 def _packed(lengths: list[int], width: int) -> tuple[torch.Tensor, torch.Tensor]:
     """A row of random documents, one after the other, and whose each slot is."""
     documents = torch.full((1, width), -1)
@@ -123,11 +99,8 @@ def _packed(lengths: list[int], width: int) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def _of_family(policy: Transformer, family: str) -> Transformer:
-    if family == "block_causal":
-        model: Transformer = BlockCausal(policy.config)
-    else:
-        biases = {"qkv_bias": family == "dream"}
-        model = make_model(policy.config.model_copy(update={"family": family, **biases}))
+    changes = {"qkv_bias": family == "dream", "block_length": 4 if family == "sdar" else None}
+    model = make_model(policy.config.model_copy(update={"family": family, **changes}))
     model.load_state_dict(policy.state_dict(), strict=False)
     return model
 
@@ -135,7 +108,7 @@ def _of_family(policy: Transformer, family: str) -> Transformer:
 # Not compiled, FlexAttention warns that it is slow.
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("flex", [False, True])
-@pytest.mark.parametrize("family", ["llada", "dream", "block_causal"])
+@pytest.mark.parametrize("family", ["llada", "dream", "sdar"])
 def test_documents_that_share_a_row_have_the_logits_they_have_alone(
     policy: Transformer, family: str, flex: bool
 ) -> None:
@@ -148,7 +121,7 @@ def test_documents_that_share_a_row_have_the_logits_they_have_alone(
             torch.testing.assert_close(together[first + 1 : last], alone[1:], atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("family", ["llada", "dream", "block_causal"])
+@pytest.mark.parametrize("family", ["llada", "dream", "sdar"])
 def test_no_document_leaks_into_another(policy: Transformer, family: str) -> None:
     model, (ids, documents) = _of_family(policy, family), _packed([6, 9, 3], width=20)
     changed = torch.where(documents == 1, (ids + 1) % 38, ids)

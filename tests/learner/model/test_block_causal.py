@@ -1,0 +1,171 @@
+"""Block-causal families: what a slot sees, and [noisy | clean] rows."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from learner.model.checkpoint import load_policy, save_checkpoint
+from learner.model.checkpoint_files import load_config
+from learner.model.config import TransformerConfig
+from learner.model.networks import BlockCausal, make_model
+from learner.model.transformer import Transformer, init_weights
+
+LENGTH, BLOCK = 18, 4
+
+
+@pytest.fixture
+def model(config: TransformerConfig) -> Transformer:
+    changes = {"family": "sdar", "block_length": BLOCK, "qk_norm": True, "head_width": 12}
+    model = make_model(TransformerConfig(**config.model_dump() | changes))
+    init_weights(model, seed=0)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "norm" in name:
+                weight.add_(0.5 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)))
+    return model
+
+
+def _rows(count: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, 38, (count, LENGTH), generator=torch.Generator().manual_seed(seed))
+
+
+def _masked(ids: torch.Tensor) -> torch.Tensor:
+    is_masked = torch.rand(ids.shape, generator=torch.Generator().manual_seed(2)) < 0.5
+    return torch.where(is_masked, 38, ids)
+
+
+def test_logits_are_those_of_the_original_sdar_code(shared: Path) -> None:
+    """With heads that are wider than the stream has room for, and normalised queries and keys."""
+    directory = shared / "fixtures" / "sdar-tiny"
+    expected = load_file(directory / "expected.safetensors")
+    policy = load_policy(directory)
+    with torch.inference_mode():
+        logits = policy(expected["input_ids"])
+        beside_clean = policy(expected["input_ids"], clean_BL=expected["clean_ids"])
+    torch.testing.assert_close(logits, expected["logits"], atol=5e-4, rtol=0)
+    torch.testing.assert_close(beside_clean, expected["noisy_logits"], atol=5e-4, rtol=0)
+
+
+# Not compiled, FlexAttention warns that it is slow.
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("flex", [False, True])
+def test_a_slot_sees_its_block_and_those_before_it(model: Transformer, flex: bool) -> None:
+    ids = _rows(2)
+    with torch.no_grad():
+        before = model(ids, flex=flex)
+        for column in range(LENGTH):
+            changed = ids.clone()
+            changed[:, column] = (ids[:, column] + 1) % 38
+            differs, begin = (model(changed, flex=flex) - before).abs().amax(-1), column // BLOCK * BLOCK
+            assert (differs[:, :begin] < 1e-6).all()
+            assert differs[:, begin:].min() > 1e-6
+
+
+def test_rows_of_a_forward_may_have_blocks_of_their_own(model: Transformer) -> None:
+    ids, lengths = _rows(3), torch.tensor([4, 7, 16])
+    with torch.no_grad():
+        together = model(ids, block_lengths_B=lengths)
+        for row, length in enumerate(lengths.tolist()):
+            alone = make_model(model.config.model_copy(update={"block_length": length}))
+            alone.load_state_dict(model.state_dict())
+            torch.testing.assert_close(together[row], alone(ids[row : row + 1])[0], atol=1e-5, rtol=0)
+    assert (together[0] - together[2]).abs().max() > 1e-3
+
+
+# Not compiled, FlexAttention warns that it is slow.
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("flex", [False, True])
+def test_beside_clean_each_block_is_as_in_a_forward_of_its_own(model: Transformer, flex: bool) -> None:
+    clean, lengths = _rows(2), torch.tensor([LENGTH, LENGTH - 3])
+    noisy = _masked(clean)
+    with torch.no_grad():
+        logits = model(noisy, lengths, clean_BL=clean, flex=flex)
+        for row, length in enumerate(lengths.tolist()):
+            for begin in range(0, length, BLOCK):
+                end = min(begin + BLOCK, length)
+                alone = torch.cat((clean[row, :begin], noisy[row, begin:end]))[None]
+                torch.testing.assert_close(logits[row, begin:end], model(alone)[0, begin:], atol=1e-5, rtol=0)
+
+
+def test_documents_of_a_row_stand_beside_their_clean_selves(model: Transformer) -> None:
+    clean = _rows(1)
+    noisy, documents = _masked(clean), torch.tensor([[0] * 7 + [1] * 11])
+    with torch.no_grad():
+        together = model(noisy, documents_BL=documents, clean_BL=clean)[0]
+        for first, last in ((0, 7), (7, 18)):
+            alone = model(noisy[:, first:last], clean_BL=clean[:, first:last])[0]
+            torch.testing.assert_close(together[first:last], alone, atol=1e-5, rtol=0)
+
+
+def test_beside_clean_the_gradient_is_that_of_forwards_of_each_block(model: Transformer) -> None:
+    clean = _rows(1)
+    noisy = _masked(clean)
+    weight = torch.randn(LENGTH, 40, generator=torch.Generator().manual_seed(3))
+    (model(noisy, clean_BL=clean)[0] * weight).sum().backward()
+    found = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    for begin in range(0, LENGTH, BLOCK):
+        alone = torch.cat((clean[0, :begin], noisy[0, begin : begin + BLOCK]))[None]
+        (model(alone)[0, begin:] * weight[begin : begin + BLOCK]).sum().backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad, atol=1e-4, rtol=1e-4)
+
+
+def test_with_one_slot_a_block_it_is_the_likelihood_of_a_text_from_left_to_right(model: Transformer) -> None:
+    clean = _rows(1)
+    blocks = torch.tensor([1])
+    with torch.no_grad():
+        at_once = model(torch.full_like(clean, 38), block_lengths_B=blocks, clean_BL=clean)[0]
+        for slot in range(LENGTH):
+            canvas = torch.cat((clean[0, :slot], torch.tensor([38])))[None]
+            torch.testing.assert_close(at_once[slot], model(canvas, block_lengths_B=blocks)[0, -1], atol=1e-5, rtol=0)
+
+
+def test_ids_that_the_config_lacks_are_those_of_the_files_beside_it(shared: Path, tmp_path: Path) -> None:
+    """Configs on the hub have neither mask id nor block; `<|im_end|>` stands in generation_config.json alone."""
+    original = shared / "fixtures" / "sdar-tiny"
+    whole = load_config(original)
+    assert (whole.mask_token_id, whole.stop_ids, whole.block_length) == (510, (509, 506), 4)
+    for path in original.iterdir():
+        shutil.copyfile(path, tmp_path / path.name)
+    raw = json.loads((original / "config.json").read_text())
+    del raw["mask_token_id"], raw["block_size"]
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert load_config(tmp_path) == whole
+    (tmp_path / "tokenizer_config.json").unlink()
+    assert load_config(tmp_path) == whole
+    (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(ValueError, match="the tokenizer beside it has no token") as refused:
+        load_config(tmp_path)
+    assert str(refused.value) == (
+        f"{tmp_path}/config.json has no mask_token_id, and the tokenizer beside it has no token <|MASK|>"
+    )
+
+
+def test_what_ends_a_text_is_written_with_the_checkpoint(model: Transformer, tmp_path: Path) -> None:
+    config = model.config.model_copy(update={"other_stop_ids": (7, 9)})
+    save_checkpoint(tmp_path / "saved", config, model.state_dict(), tmp_path)
+    assert load_config(tmp_path / "saved") == config
+    assert isinstance(load_policy(tmp_path / "saved"), BlockCausal)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"family": "sdar"}, "block_length is None; a policy of the family sdar is block-causal and has one"),
+        ({"block_length": 4}, "block_length is 4; a policy of the family llada is bidirectional and has none"),
+        ({"head_width": 7}, "head_width 7 must be even"),
+        ({"other_stop_ids": (38,)}, "mask_token_id and one of other_stop_ids are both 38; they must differ"),
+        ({"other_stop_ids": (40,)}, "other_stop_ids has 40, no id of a vocabulary of 40"),
+    ],
+)
+def test_a_config_that_is_no_policy_is_refused(
+    config: TransformerConfig, changes: dict[str, object], sentence: str
+) -> None:
+    with pytest.raises(ValueError, match="Value error") as refused:
+        TransformerConfig(**config.model_dump() | changes)
+    assert sentence in str(refused.value)
