@@ -116,8 +116,8 @@ def generate(net: Net, prompts_BP: Tensor, params: SamplingParams, work: Work | 
     x[:, :start] = prompts_BP
     for block in range(params.num_blocks):
         begin, end = start + block * params.block_length, start + (block + 1) * params.block_length
-        numbers = num_transfer_tokens(x[:, begin:end] == mask_id, params.steps_per_block)
-        for step in range(params.steps_per_block):
+        numbers = num_transfer_tokens(x[:, begin:end] == mask_id, params.num_block_steps)
+        for step in range(params.num_block_steps):
             is_masked = x == mask_id
             logits = net(x)
             drawn = add_gumbel_noise(logits, params.temperature).argmax(dim=-1)

@@ -28,6 +28,9 @@ class EngineConfig(BaseModel):
     made for `compile` on a GPU."""
     compile: bool = False
     """Compile the policy (torch.compile; on a GPU with CUDA graphs). It takes minutes at the start, for each shape."""
+    block_cache: bool = True
+    """Remember the keys and values of finished blocks where the policy is block-causal: exact, and a step then runs its
+    block alone. Off, every step runs the whole canvas up to its block. A bidirectional policy has `sampling.cache`."""
     static_shapes: bool = False
     """Predict every slot of a block instead of the masked ones: nothing waits for the device within a step. Always so
     on a GPU."""

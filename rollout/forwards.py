@@ -1,9 +1,14 @@
 """The forwards of one denoise step: which canvases are run, and how their logits serve the rows.
 
-Three kinds of rows can be active at once. A row without cache is run whole, once for all rows whose canvases are
+Rows of several kinds can be active at once. A row without cache is run whole, once for all rows whose canvases are
 equal, and once more with its prompt masked under guidance. A row with a cache is run whole where its block begins or is
 refreshed, and then leaves keys and values behind; else only its block is run (dual) or its block and all after it
 (prefix).
+
+A block-causal policy's blocks never change once they are finished, and nothing sees what comes after its own block. So
+a canvas is run up to its block only, and what is remembered of finished blocks is exact, if it was computed when they
+were finished: the first step of a block runs the clean block before it along (a row that enters, its prompt), and every
+other step its block alone.
 
 Shape letters: A active rows, K slots of a block, R rows of a forward, U different canvases, N open slots, Q queried
 columns, V vocabulary.
@@ -33,6 +38,15 @@ class ForwardKind(IntEnum):
     WHOLE = 0
     REFRESH = 1
     CACHED = 2
+    PREFILL = 3
+    """Block-causal: a row that enters, from its first column on."""
+    COMMIT = 4
+    """Block-causal: a block's first step, with what was finished before it."""
+    BLOCK = 5
+    """Block-causal: any other step."""
+
+
+_REMEMBERS_FINISHED = (ForwardKind.PREFILL, ForwardKind.COMMIT, ForwardKind.BLOCK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +60,10 @@ class ActiveRow:
     """The first slot whose canvas has the same tokens, its own perhaps."""
     block_start: int
     """Column where its block begins."""
-
-    @property
-    def length(self) -> int:
-        """Columns of the canvas."""
-        return len(self.request.prompt_ids) + self.request.params.gen_length
+    length: int
+    """Columns of the canvas, as far as the block can see."""
+    num_remembered: int = 0
+    """Columns whose keys and values are remembered for good, where the policy is block-causal."""
 
     @property
     def canvas_key(self) -> object:
@@ -179,11 +192,12 @@ class Forwards:
         ids_RL = self._slots.canvases.tokens[rows_R, :width]
         guided = [index for index, row in enumerate(rows) if row.request.params.cfg_scale]
         if not guided:
-            return self._run(ids_RL, self._lengths(lengths, width), columns_RK, scored_N)
+            return self._run(rows, ids_RL, self._lengths(lengths, width), columns_RK, scored_N)
         guided_G = self._tensor(guided)
         blind_GL = self._without_prompt(rows_R[guided_G], width)
         twins_T, of_T = self._twins(guided_G, columns_RK, scored_N)
         logits = self._run(
+            [*rows, *(rows[index] for index in guided)],
             torch.cat((ids_RL, blind_GL)),
             self._lengths([*lengths, *(lengths[index] for index in guided)], width),
             torch.cat((columns_RK, columns_RK[guided_G])),
@@ -223,7 +237,24 @@ class Forwards:
         if rows[0].kind is ForwardKind.REFRESH:
             ids_RL = self._slots.canvases.tokens[rows_R, :width]
             # What lies past a short row's end is not attended to, so it may be remembered.
-            return self._run(ids_RL, lengths_R, columns_RK, scored_N, memory=memory)
+            return self._run(rows, ids_RL, lengths_R, columns_RK, scored_N, memory=memory)
+        begins, ends = self._windows(rows)
+        windows = [end - begin for begin, end in zip(begins, ends, strict=True)]
+        # Blocks, unlike what follows them and prompts, have few lengths as they are.
+        is_of_blocks = rows[0].kind in (ForwardKind.BLOCK, ForwardKind.COMMIT)
+        is_of_blocks |= all(row.request.params.cache is Cache.DUAL for row in rows)
+        window = self._rounded(windows, are_many=not is_of_blocks)
+        columns_RQ = self._tensor(begins)[:, None] + torch.arange(window, device=rows_R.device)
+        # Rows with a shorter window than the widest: the rest is run for nothing and forgotten.
+        columns_RQ = torch.where(columns_RQ < self._tensor(ends)[:, None], columns_RQ, width)
+        ids_RQ = self._slots.canvases.tokens[rows_R[:, None], columns_RQ.clamp(max=self._slots.width - 1)]
+        queries_RK = columns_RK - self._tensor(begins)[:, None]
+        return self._run(rows, ids_RQ, lengths_R, queries_RK, scored_N, memory=memory, columns_RL=columns_RQ)
+
+    def _windows(self, rows: Sequence[ActiveRow]) -> tuple[list[int], list[int]]:
+        """The columns of each row that are run beside what is remembered: the first, and the one after the last."""
+        if rows[0].kind in _REMEMBERS_FINISHED:
+            return [row.num_remembered for row in rows], [row.length for row in rows]
         # A family whose predictions come from the column before needs that column too. (Asked on the CPU: no wait.)
         begins = self.model.predicting_columns(torch.tensor([row.block_start for row in rows])).tolist()
         ends = [
@@ -232,19 +263,11 @@ class Forwards:
             else row.block_start + row.request.params.block_length
             for row in rows
         ]
-        windows = [end - begin for begin, end in zip(begins, ends, strict=True)]
-        # Blocks, unlike what follows them, have few lengths as they are.
-        is_of_blocks = all(row.request.params.cache is Cache.DUAL for row in rows)
-        window = self._rounded(windows, are_many=not is_of_blocks)
-        columns_RQ = self._tensor(begins)[:, None] + torch.arange(window, device=rows_R.device)
-        # Rows with a shorter window than the widest: the rest is run for nothing and forgotten.
-        columns_RQ = torch.where(columns_RQ < self._tensor(ends)[:, None], columns_RQ, width)
-        ids_RQ = self._slots.canvases.tokens[rows_R[:, None], columns_RQ.clamp(max=self._slots.width - 1)]
-        queries_RK = columns_RK - self._tensor(begins)[:, None]
-        return self._run(ids_RQ, lengths_R, queries_RK, scored_N, memory=memory, columns_RL=columns_RQ)
+        return begins, ends
 
     def _run(
         self,
+        rows: Sequence[ActiveRow],
         ids_RL: Tensor,
         lengths_R: Tensor | None,
         queries_RQ: Tensor,
@@ -258,6 +281,11 @@ class Forwards:
         self.counts.num_forwards += 1
         self.counts.num_rows += len(ids_RL)
         self.counts.num_tokens += ids_RL.numel()
+        if self.model.config.is_block_causal:
+            blocks_R = self._tensor([row.request.params.block_length for row in rows])
+            return self._forward(
+                ids_RL, None, queries_RQ, scored_N, memory=memory, columns_BL=columns_RL, block_lengths_B=blocks_R
+            )
         return self._forward(ids_RL, lengths_R, queries_RQ, scored_N, memory=memory, columns_BL=columns_RL)
 
     def _remembered(self, rows: list[int], width: int) -> Memory:

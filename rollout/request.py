@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, 
 
 from learner.keys import fold
 from learner.model.config import TransformerConfig
+from rollout.canvas import Canvas
 from rollout.field_error import FieldError
 
 MAX_SEED = 2**63 - 1
@@ -78,10 +79,14 @@ class SamplingParams(BaseModel):
     gen_length: PositiveInt = 256
     """Completion slots of the canvas, in tokens."""
     block_length: PositiveInt = 32
-    """Slots denoised together; blocks are finished from left to right. Divides `gen_length`."""
+    """Slots denoised together; blocks are finished from left to right. Divides `gen_length`, but for a block-causal
+    policy that is given `steps_per_block` or a schedule that looks at probabilities."""
     num_denoise_steps: Annotated[int, Field(gt=0, le=_LARGEST)] = 128
     """Forwards for the whole completion; a multiple of the number of blocks. Each step commits an even share.
     Schedules that look at probabilities take as many as they need."""
+    steps_per_block: Annotated[int, Field(gt=0, le=_LARGEST)] | None = None
+    """Or forwards for each block, in place of `num_denoise_steps`. With `threshold`, a step then commits its share at
+    least (`low_confidence_dynamic` of SDAR, arXiv 2510.06303, and LLaDA2), where it commits one without."""
     temperature: Annotated[float, Field(ge=0, le=1000)] = 0.9
     """Of the softmax that a committed token is drawn from; 0 takes the most probable token, and 0.001 is the least
     above it."""
@@ -122,14 +127,18 @@ class SamplingParams(BaseModel):
 
     @model_validator(mode="after")
     def _blocks(self) -> SamplingParams:
-        if self.gen_length % self.block_length:
-            raise FieldError(
-                "{block_length} {block} does not divide {gen_length} {length}; take a divisor of {length}",
-                block=self.block_length,
-                length=self.gen_length,
-            )
-        num_steps = self.num_denoise_steps
-        if self.is_by_shares and (num_steps % self.num_blocks or num_steps > self.gen_length):
+        if self.steps_per_block is not None:
+            if self.steps_per_block > self.block_length:
+                raise FieldError(
+                    f"{{steps_per_block}} {self.steps_per_block} is more than the {self.block_length} slots of a block"
+                )
+        elif self.is_by_shares:
+            self._check_shares(self.num_denoise_steps)
+        return self
+
+    def _check_shares(self, num_steps: int) -> None:
+        self.check_whole_blocks()
+        if num_steps % self.num_blocks or num_steps > self.gen_length:
             raise FieldError(
                 "{num_denoise_steps} {steps} must be a multiple of the {blocks} blocks "
                 "and at most {gen_length} {length}",
@@ -137,7 +146,15 @@ class SamplingParams(BaseModel):
                 blocks=self.num_blocks,
                 length=self.gen_length,
             )
-        return self
+
+    def check_whole_blocks(self) -> None:
+        """Raise FieldError unless the completion is a number of blocks."""
+        if self.gen_length % self.block_length:
+            raise FieldError(
+                "{block_length} {block} does not divide {gen_length} {length}; take a divisor of {length}",
+                block=self.block_length,
+                length=self.gen_length,
+            )
 
     @model_validator(mode="after")
     def _temperature(self) -> SamplingParams:
@@ -169,7 +186,9 @@ class SamplingParams(BaseModel):
         """What a table calls the schedule: `9 steps`, `threshold 0.9`, `random, 9 steps`."""
         parts = [] if self.schedule is Schedule.QUOTA else [self.schedule.replace("_", " ")]
         if self.is_by_shares:
-            parts.append("1 step" if self.num_denoise_steps == 1 else f"{self.num_denoise_steps} steps")
+            num_steps = self.steps_per_block or self.num_denoise_steps
+            of = " a block" if self.steps_per_block else ""
+            parts.append("1 step" + of if num_steps == 1 else f"{num_steps} steps{of}")
         elif self.schedule is Schedule.LEFT_TO_RIGHT:
             parts.append(f"threshold {self.threshold:g}")
         else:
@@ -178,18 +197,18 @@ class SamplingParams(BaseModel):
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of the completion."""
-        return self.gen_length // self.block_length
+        """Blocks of the completion; of a block-causal policy one more where they do not begin at its prompt's end."""
+        return -(-self.gen_length // self.block_length)
 
     @property
-    def steps_per_block(self) -> int:
+    def num_block_steps(self) -> int:
         """Denoise steps spent on each block by the schedules that commit even shares."""
-        return self.num_denoise_steps // self.num_blocks
+        return self.steps_per_block or max(1, self.num_denoise_steps // self.num_blocks)
 
     @property
     def most_committed(self) -> int:
         """Slots that a denoise step commits at most."""
-        return -(-self.block_length // self.steps_per_block) if self.is_by_shares else self.block_length
+        return -(-self.block_length // self.num_block_steps) if self.is_by_shares else self.block_length
 
     @property
     def logp_exact(self) -> bool:
@@ -227,7 +246,8 @@ class Committed:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Progress:
-    """A completion that is being denoised: its [L] slots as they stand, L being `gen_length`."""
+    """A completion that is being denoised: its [L] slots as they stand, L being `gen_length`, or what the canvas of a
+    block-causal policy has (`Canvas.num_slots`)."""
 
     num_steps: int
     """Denoise steps done."""
@@ -273,6 +293,27 @@ class Request:
         return fold(self.seed, _DRAW_KEY)
 
 
+def canvas_of(request: Request, config: TransformerConfig) -> Canvas:
+    """The columns of a request's canvas in the policy's family."""
+    return Canvas(
+        prompt_length=len(request.prompt_ids),
+        gen_length=request.params.gen_length,
+        block_length=request.params.block_length,
+        is_block_causal=config.is_block_causal,
+    )
+
+
+def check_params(params: SamplingParams, config: TransformerConfig) -> None:
+    """Raise FieldError, naming the field, when completions of the policy's family cannot be denoised like this."""
+    if not config.is_block_causal:
+        params.check_whole_blocks()
+    elif params.cache is not Cache.NONE:
+        raise FieldError(
+            f"{{cache}} {params.cache} is for bidirectional policies; a block-causal one remembers its finished blocks "
+            "exactly in any case: leave it out"
+        )
+
+
 def check_request(request: Request, config: TransformerConfig) -> None:
     """Raise FieldError, naming the field, when the policy cannot serve this request."""
     prompt, params, vocab = request.prompt_ids, request.params, config.vocab_size
@@ -283,11 +324,13 @@ def check_request(request: Request, config: TransformerConfig) -> None:
         raise FieldError(
             f"{{prompt_ids}} has the mask id {config.mask_token_id}; slots to fill belong in the completion"
         )
-    num_tokens = len(prompt) + params.gen_length
-    if num_tokens > config.max_sequence_length:
+    check_params(params, config)
+    canvas = canvas_of(request, config)
+    if canvas.end > config.max_sequence_length:
+        of_blocks = f" in blocks of {params.block_length}" if canvas.num_slots > params.gen_length else ""
         raise FieldError(
-            f"{{prompt_ids}} of {len(prompt)} and {{gen_length}} {params.gen_length} make {num_tokens} tokens; "
-            f"the policy takes at most {config.max_sequence_length}"
+            f"{{prompt_ids}} of {len(prompt)} and {{gen_length}} {params.gen_length}{of_blocks} make {canvas.end} "
+            f"tokens; the policy takes at most {config.max_sequence_length}"
         )
     if not 0 <= request.seed <= MAX_SEED:
         raise FieldError(f"{{seed}} {request.seed} is not between 0 and 2**63 - 1")
@@ -302,15 +345,17 @@ def check_request(request: Request, config: TransformerConfig) -> None:
         if token == config.mask_token_id:
             raise FieldError(f"{{fixed_tokens}} gives the mask id {token} to slot {slot}; leave that slot out")
     if request.committed is not None:
-        _check_committed(request.committed, params, config)
+        _check_committed(request.committed, canvas, config)
 
 
-def _check_committed(committed: Committed, params: SamplingParams, config: TransformerConfig) -> None:
+def _check_committed(committed: Committed, canvas: Canvas, config: TransformerConfig) -> None:
     num_slots = len(committed)
-    if num_slots % params.block_length or num_slots > params.gen_length:
+    if not canvas.is_boundary(num_slots) or num_slots > canvas.num_slots:
+        first = canvas.block_end(canvas.prompt_length) - canvas.prompt_length
+        after = f" after the first {first}" if first != canvas.block_length else ""
         raise ValueError(
-            f"committed has {num_slots} slots; whole blocks are multiples of {params.block_length} up to "
-            f"{params.gen_length}"
+            f"committed has {num_slots} slots; whole blocks are multiples of {canvas.block_length}{after} up to "
+            f"{canvas.num_slots}"
         )
     if any(len(getattr(committed, column.name)) != num_slots for column in fields(Committed)):
         raise ValueError("committed has columns of unequal length")

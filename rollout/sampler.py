@@ -27,7 +27,7 @@ from torch import Tensor
 from learner.model.transformer import Transformer
 from rollout.config import EngineConfig
 from rollout.forwards import ActiveRow, ForwardCounts, ForwardKind, Forwards, SlotLogits
-from rollout.request import Cache, Completion, Progress, Request, SamplingParams, check_request
+from rollout.request import Cache, Completion, Progress, Request, SamplingParams, canvas_of, check_request
 from rollout.slots import Slots, on_device
 from rollout.step import DenoiseStep, Drawn
 
@@ -111,13 +111,16 @@ class SlotBatch:
         self._config, self._policy_version = config, sampler.policy_version
         self._steps_per_sync = engine.steps_per_sync
         self._is_cache_exact = model.is_cache_exact
-        self.slots = Slots(num_slots, config.mask_token_id, config.eos_token_id, device)
+        self._remembers_blocks = config.is_block_causal and engine.block_cache
+        self.slots = Slots(num_slots, config, device)
         self._forwards = Forwards(
             model, forward, self.slots, sampler.counts, is_static=self._is_static, is_compiled=engine.compile
         )
         self._waiting: deque[tuple[int, Request]] = deque()
         self._running: dict[int, tuple[int, Request]] = {}
         self._seen: dict[int, _Seen[int]] = {}
+        self._num_remembered: dict[int, int] = {}
+        """Of rows that remember their finished blocks: up to which column."""
         self._num_submitted = 0
 
     def submit(self, request: Request) -> int:
@@ -152,7 +155,8 @@ class SlotBatch:
     def num_committed(self) -> dict[int, int]:
         """Slots of the finished blocks of each request with a row. Free: the last step has looked at the device."""
         return {
-            index: self._seen[slot].block_start - len(request.prompt_ids)
+            # A block-causal policy's first block may begin in the prompt.
+            index: max(0, self._seen[slot].block_start - len(request.prompt_ids))
             for slot, (index, request) in self._running.items()
         }
 
@@ -190,6 +194,7 @@ class SlotBatch:
             slots = [slot for slot, _, _ in taken]
             self.slots.admit(slots, [request for _, _, request in taken])
             self._running |= {slot: (index, request) for slot, index, request in taken}
+            self._num_remembered |= dict.fromkeys(slots, 0)
             self._look(slots)
 
     def _slot_of(self, index: int) -> int | None:
@@ -217,9 +222,36 @@ class SlotBatch:
         for slot, (_, request) in self._running.items():
             seen = self._seen[slot]
             if not seen.is_done:
-                kind = _kind(request.params, seen.step_in_block)
-                active.append(ActiveRow(slot, request, kind, twin=seen.twin, block_start=seen.block_start))
+                remembered = self._num_remembered[slot]
+                active.append(
+                    ActiveRow(
+                        slot,
+                        request,
+                        self._kind(request.params, seen, remembered),
+                        twin=seen.twin,
+                        block_start=seen.block_start,
+                        length=self._visible_columns(request, seen.block_start),
+                        num_remembered=remembered,
+                    )
+                )
         return sorted(active, key=lambda row: (row.kind, row.slot))
+
+    def _kind(self, params: SamplingParams, seen: _Seen[int], num_remembered: int) -> ForwardKind:
+        if self._remembers_blocks and not params.cfg_scale:
+            if num_remembered == seen.block_start:
+                return ForwardKind.BLOCK
+            return ForwardKind.COMMIT if num_remembered else ForwardKind.PREFILL
+        if params.cache is Cache.NONE:
+            return ForwardKind.WHOLE
+        every = params.cache_refresh_steps
+        is_refresh = seen.step_in_block % every == 0 if every else seen.step_in_block == 0
+        return ForwardKind.REFRESH if is_refresh else ForwardKind.CACHED
+
+    def _visible_columns(self, request: Request, block_start: int) -> int:
+        """Columns of a canvas, as far as the block that begins there can see."""
+        if self._config.is_block_causal:
+            return block_start + request.params.block_length
+        return canvas_of(request, self._config).end
 
     def _denoise(self, active: list[ActiveRow]) -> None:
         """One forward for all rows, and what each commits."""
@@ -246,6 +278,7 @@ class SlotBatch:
         drawn, chosen_M = step.draw(picked_M), chosen_AK.flatten()[index_M]
         self._write(where, drawn, fallback_AK.flatten()[index_M], chosen_M)
         self.slots.advance(rows_A, before)
+        self._num_remembered |= {row.slot: row.block_start for row in active if row.kind >= ForwardKind.PREFILL}
 
     def _write(self, where: tuple[Tensor, Tensor], drawn: Drawn, fallback_M: Tensor, chosen_M: Tensor) -> None:
         """Commit the tokens, with the record of how they came about."""
@@ -302,11 +335,3 @@ def _first_chosen(chosen_AK: Tensor, most: int) -> Tensor:
         return torch.arange(rows * places, device=chosen_AK.device)
     order_AK = chosen_AK.long().sort(dim=1, descending=True, stable=True).indices
     return (torch.arange(rows, device=order_AK.device)[:, None] * places + order_AK[:, :most]).flatten()
-
-
-def _kind(params: SamplingParams, step_in_block: int) -> ForwardKind:
-    if params.cache is Cache.NONE:
-        return ForwardKind.WHOLE
-    every = params.cache_refresh_steps
-    is_refresh = step_in_block % every == 0 if every else step_in_block == 0
-    return ForwardKind.REFRESH if is_refresh else ForwardKind.CACHED

@@ -42,6 +42,8 @@ class RowSchedules:
     """`CODES` of the schedule."""
     quota: Tensor
     """Slots that this step commits under the schedules of even shares."""
+    least: Tensor
+    """Slots that this step commits at least under `threshold`: 1, or its quota."""
     log_threshold: Tensor
     """Log of `threshold`, NaN without."""
     factor: Tensor
@@ -51,7 +53,7 @@ class RowSchedules:
 
 
 def select(view: BlockView, rows: RowSchedules, present: Collection[Schedule]) -> tuple[Tensor, Tensor]:
-    """The slots [A, K] to commit, and [A, K] those of them that only the at-least-one rule commits.
+    """The slots [A, K] to commit, and [A, K] those of them that no test but the at-least rule commits.
 
     Args:
         view: the block of each row.
@@ -60,7 +62,8 @@ def select(view: BlockView, rows: RowSchedules, present: Collection[Schedule]) -
     """
     places_K = torch.arange(view.masked.shape[1], device=view.masked.device)
     score_AK, count_A = view.confidence, rows.quota
-    failed_A = torch.zeros_like(rows.quota, dtype=torch.bool)
+    # How many pass a test; all where there is none.
+    passed_A = torch.full_like(rows.quota, len(places_K))
     for schedule in present:
         mine_A = rows.code == CODES[schedule]
         if schedule is Schedule.RANDOM and view.lottery is not None:
@@ -68,12 +71,12 @@ def select(view: BlockView, rows: RowSchedules, present: Collection[Schedule]) -
         elif schedule is Schedule.ENTROPY_BOUND and view.entropy is not None:
             score_AK = torch.where(mine_A[:, None], -view.entropy, score_AK)
         elif schedule is Schedule.LEFT_TO_RIGHT:
-            passed_A = _num_above(view, rows.log_threshold)
-            has_threshold_A = ~rows.log_threshold.isnan()
-            by_place_A = mine_A & (passed_A == 0)
+            above_A = _num_above(view, rows.log_threshold)
+            has_threshold_A = mine_A & ~rows.log_threshold.isnan()
+            by_place_A = mine_A & (above_A == 0)
             score_AK = torch.where(by_place_A[:, None], -places_K.to(score_AK.dtype), score_AK)
-            count_A = torch.where(mine_A & has_threshold_A, passed_A, count_A)
-            failed_A = failed_A | (by_place_A & has_threshold_A)
+            count_A = torch.where(has_threshold_A, above_A, count_A)
+            passed_A = torch.where(has_threshold_A, above_A, passed_A)
     score_AK = torch.where(view.masked, score_AK, -torch.inf)
     # Stable: equal scores, common in low precision, go to the leftmost slot.
     sorted_AK, order_AK = score_AK.sort(dim=-1, descending=True, stable=True)
@@ -81,11 +84,12 @@ def select(view: BlockView, rows: RowSchedules, present: Collection[Schedule]) -
         if schedule in _COUNTS:
             mine_A = rows.code == CODES[schedule]
             counted_A = _COUNTS[schedule](view, rows, sorted_AK)
-            count_A = torch.where(mine_A, counted_A, count_A)
-            failed_A = failed_A | (mine_A & (counted_A == 0))
+            least_A = rows.least if schedule is Schedule.THRESHOLD else torch.zeros_like(counted_A)
+            count_A = torch.where(mine_A, torch.maximum(counted_A, least_A), count_A)
+            passed_A = torch.where(mine_A, counted_A, passed_A)
     ranks_AK = torch.empty_like(order_AK).scatter_(1, order_AK, places_K.expand_as(order_AK))
     chosen_AK = (ranks_AK < count_A.clamp(min=1)[:, None]) & view.masked
-    return chosen_AK, chosen_AK & failed_A[:, None]
+    return chosen_AK, chosen_AK & (ranks_AK >= passed_A[:, None])
 
 
 def shares(num_slots: Tensor, num_steps: Tensor, step: Tensor) -> Tensor:

@@ -19,7 +19,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from learner.counter import folded
-from rollout.request import Cache, Committed, Completion, FinishReason, Progress, Request
+from learner.model.config import TransformerConfig
+from rollout.canvas import Canvas
+from rollout.request import Cache, Committed, Completion, FinishReason, Progress, Request, canvas_of
 from rollout.schedules import CODES, RowSchedules, shares
 
 _NO_TOKEN = -1
@@ -37,10 +39,13 @@ class RowState:
     """Column after the completion's last slot."""
     block_length: Tensor = field(metadata=_INT64)
     steps_per_block: Tensor = field(metadata=_INT64)
+    shares_are_least: Tensor = field(metadata=_BOOL)
+    """Under a threshold: whether a step commits its share at least, and not one."""
     block_start: Tensor = field(metadata=_INT64)
     """Column where the block that is being denoised begins."""
     block_masked: Tensor = field(metadata=_INT64)
-    """Masked slots that the block began with."""
+    """Slots of the block that are shared out over its steps: those that it began with masked, or, in a block-causal
+    policy, all, what is given included."""
     step: Tensor = field(metadata=_INT64)
     """Denoise steps done."""
     step_in_block: Tensor = field(metadata=_INT64)
@@ -68,7 +73,8 @@ class RowState:
         """What `select` needs of these rows."""
         return RowSchedules(
             code=self.code,
-            quota=shares(self.block_masked, self.steps_per_block, self.step_in_block),
+            quota=(quota := shares(self.block_masked, self.steps_per_block, self.step_in_block)),
+            least=torch.where(self.shares_are_least, quota, 1),
             log_threshold=self.log_threshold,
             factor=self.factor,
             entropy_bound=self.entropy_bound,
@@ -94,9 +100,9 @@ class Canvases:
 class Slots:
     """S rows, each empty or denoising one request."""
 
-    def __init__(self, num_slots: int, mask_id: int, eos_id: int, device: torch.device) -> None:
-        """Make empty slots for a policy with these ids."""
-        self.num_slots, self._mask_id, self._eos_id, self.device = num_slots, mask_id, eos_id, device
+    def __init__(self, num_slots: int, config: TransformerConfig, device: torch.device) -> None:
+        """Make empty slots for a policy of this shape."""
+        self.num_slots, self._config, self.device = num_slots, config, device
         self.width = self._longest = self._longest_block = 0
         self.rows = RowState(**_zeros(RowState, num_slots, device=device))
         self.rows.done.fill_(True)
@@ -108,17 +114,17 @@ class Slots:
         """Put requests into empty slots."""
         for request in requests:
             self._longest_block = max(self._longest_block, request.params.block_length)
-            self._longest = max(self._longest, len(request.prompt_ids) + request.params.gen_length)
+            self._longest = max(self._longest, canvas_of(request, self._config).end)
         # All blocks are looked at through a window as wide as the longest of them, be it another row's: columns for it
         # past the end of the longest canvas.
         self._widen(self._longest + self._longest_block)
         rows_F = on_device(slots, self.device)
-        tokens = np.full((len(requests), self.width), self._mask_id, dtype=np.int64)
+        tokens = np.full((len(requests), self.width), self._config.mask_token_id, dtype=np.int64)
         masked = np.zeros((len(requests), self.width), dtype=bool)
         for row, request in enumerate(requests):
             start = len(request.prompt_ids)
             tokens[row, :start] = request.prompt_ids
-            masked[row, start : start + request.params.gen_length] = True
+            masked[row, start : canvas_of(request, self._config).end] = True
             for slot, token in request.fixed_tokens.items():
                 tokens[row, start + slot], masked[row, start + slot] = token, False
         for column in fields(Canvases):
@@ -152,7 +158,12 @@ class Slots:
         (last_F, num_steps), host = self._on_host(rows_F, stop_F, self.rows.step[rows_F])
         return [
             Completion(
-                **_record({name: array[row] for name, array in host.items()}, request, *ends),
+                **_record(
+                    {name: array[row] for name, array in host.items()},
+                    request,
+                    canvas_of(request, self._config),
+                    *ends,
+                ),
                 exact=is_cache_exact or request.params.cache is Cache.NONE,
                 logp_exact=request.params.logp_exact,
                 policy_version=policy_version,
@@ -171,7 +182,8 @@ class Slots:
         found = []
         for row, request in enumerate(requests):
             start = len(request.prompt_ids)
-            kept = {name: array[row, start : start + request.params.gen_length] for name, array in host.items()}
+            end = canvas_of(request, self._config).end
+            kept = {name: array[row, start:end] for name, array in host.items()}
             found.append(
                 Progress(
                     num_steps=num_steps[row],
@@ -235,7 +247,7 @@ class Slots:
 
     def _admit_stop_ids(self, rows_F: Tensor, requests: Sequence[Request]) -> None:
         given = [request.params.stop_ids for request in requests]
-        stop_ids = [(self._eos_id,) if ids is None else tuple(dict.fromkeys(ids)) for ids in given]
+        stop_ids = [self._config.stop_ids if ids is None else tuple(dict.fromkeys(ids)) for ids in given]
         width = max(self._stop_ids.shape[1], *map(len, stop_ids))
         if width > self._stop_ids.shape[1]:
             wider = torch.full((self.num_slots, width), _NO_TOKEN, device=self.device)
@@ -249,16 +261,18 @@ class Slots:
         now, masked_AW = self.rows.of(rows_A), self.canvases.masked[rows_A]
         columns_W = torch.arange(self.width, device=self.device)
         first_A = torch.where(masked_AW, columns_W, self.width).amin(dim=1)
-        block_A = (first_A - now.prompt_length).div(now.block_length, rounding_mode="floor")
-        start_A = now.prompt_length + block_A * now.block_length
+        # A block-causal policy's blocks are counted from the first column.
+        origin_A = torch.zeros_like(now.prompt_length) if self._config.is_block_causal else now.prompt_length
+        block_A = (first_A - origin_A).div(now.block_length, rounding_mode="floor")
+        start_A = origin_A + block_A * now.block_length
         # Tokens that were given in blocks still to come do not end a text.
         done_A = now.done | (first_A == self.width) | (self._first_stop(rows_A, now) < start_A)
         is_new_A = (start_A > now.block_start) & ~done_A
         in_block_AW = (columns_W >= start_A[:, None]) & (columns_W < (start_A + now.block_length)[:, None])
-        num_masked_A = (masked_AW & in_block_AW).sum(dim=1)
+        num_shared_A = now.block_length if self._config.is_block_causal else (masked_AW & in_block_AW).sum(dim=1)
         self.rows.done[rows_A] = done_A
         self.rows.block_start[rows_A] = torch.where(is_new_A, start_A, now.block_start)
-        self.rows.block_masked[rows_A] = torch.where(is_new_A, num_masked_A, now.block_masked)
+        self.rows.block_masked[rows_A] = torch.where(is_new_A, num_shared_A, now.block_masked)
         self.rows.step_in_block[rows_A] = torch.where(is_new_A, 0, now.step_in_block)
 
     def _first_stop(self, rows_A: Tensor, now: RowState) -> Tensor:
@@ -303,7 +317,8 @@ def _row_values(request: Request) -> dict[str, float]:
         "prompt_length": start,
         "end": start + params.gen_length,
         "block_length": params.block_length,
-        "steps_per_block": max(1, params.steps_per_block),
+        "steps_per_block": params.num_block_steps,
+        "shares_are_least": params.steps_per_block is not None,
         "block_start": -1,
         "block_masked": 0,
         "step": 0 if request.committed is None else request.committed.num_steps,
@@ -322,14 +337,16 @@ def _row_values(request: Request) -> dict[str, float]:
     }
 
 
-def _record(columns: dict[str, np.ndarray], request: Request, first_stop: int, num_steps: int) -> dict[str, Any]:
+def _record(
+    columns: dict[str, np.ndarray], request: Request, canvas: Canvas, first_stop: int, num_steps: int
+) -> dict[str, Any]:
     """What a row's canvas says of its completion: whole blocks up to that of the first stop token."""
     params, start = request.params, len(request.prompt_ids)
     is_ended = first_stop < start + params.gen_length
     num_tokens = first_stop - start + 1 if is_ended else params.gen_length
-    num_slots = -(-num_tokens // params.block_length) * params.block_length
+    end = canvas.block_end(start + num_tokens - 1)
     return {
-        **_columns({name: column[start : start + num_slots] for name, column in columns.items()}),
+        **_columns({name: column[start:end] for name, column in columns.items()}),
         "num_tokens": num_tokens,
         "num_forwards": num_steps * (2 if params.cfg_scale else 1),
         "finish_reason": FinishReason.EOS if is_ended else FinishReason.LENGTH,

@@ -35,23 +35,25 @@ class Slow:
 def sample(policy: Transformer, request: Request) -> Slow:
     """The completion of one request."""
     params, mask_id = request.params, policy.config.mask_token_id
-    n = params.gen_length
+    # A block-causal policy's blocks are counted from the first column, and its canvas ends where a block does.
+    tail = len(request.prompt_ids) % params.block_length if policy.config.is_block_causal else 0
+    n = math.ceil((tail + params.gen_length) / params.block_length) * params.block_length - tail
     tokens = [request.fixed_tokens.get(slot, mask_id) for slot in range(n)]
     slow = Slow(tokens, [-1] * n, [0.0] * n, [0.0] * n, [0.0] * n, [0.0] * n, [False] * n)
     is_open = [slot not in request.fixed_tokens for slot in range(n)]
-    for begin in range(0, n, params.block_length):
-        block = range(begin, begin + params.block_length)
-        num_masked = sum(is_open[slot] for slot in block)
+    for begin in range(-tail, n, params.block_length):
+        block = range(max(0, begin), begin + params.block_length)
+        num_masked = params.block_length if policy.config.is_block_causal else sum(is_open[slot] for slot in block)
         in_block = 0
         while any(is_open[slot] for slot in block):
             slots = [slot for slot in block if is_open[slot]]
             logits = _logits(policy, request, slow.tokens)
-            share = num_masked // max(1, params.steps_per_block) + (
-                in_block < num_masked % max(1, params.steps_per_block)
+            share = num_masked // max(1, params.num_block_steps) + (
+                in_block < num_masked % max(1, params.num_block_steps)
             )
             drawn = {slot: _draw(logits[slot], request, slow.num_steps, slot) for slot in slots}
-            chosen, is_fallback = _choose(params, request, slow.num_steps, logits, drawn, slots, share)
-            for slot in chosen:
+            chosen = _choose(params, request, slow.num_steps, logits, drawn, slots, share)
+            for slot, is_fallback in chosen:
                 token, logp, slow.law_entropy[slot] = drawn[slot]
                 law = logits[slot].double().softmax(-1)
                 slow.tokens[slot], slow.step_map[slot], slow.logp[slot] = token, slow.num_steps, logp
@@ -67,9 +69,10 @@ def sample(policy: Transformer, request: Request) -> Slow:
 
 def _logits(policy: Transformer, request: Request, tokens: list[int]) -> Tensor:
     start, mask_id = len(request.prompt_ids), policy.config.mask_token_id
-    logits = policy(torch.tensor([[*request.prompt_ids, *tokens]]))[0, start:]
+    blocks = torch.tensor([request.params.block_length]) if policy.config.is_block_causal else None
+    logits = policy(torch.tensor([[*request.prompt_ids, *tokens]]), block_lengths_B=blocks)[0, start:]
     if request.params.cfg_scale:
-        blind = policy(torch.tensor([[*[mask_id] * start, *tokens]]))[0, start:]
+        blind = policy(torch.tensor([[*[mask_id] * start, *tokens]]), block_lengths_B=blocks)[0, start:]
         logits = blind + (request.params.cfg_scale + 1) * (logits - blind)
     logits[:, [mask_id, *request.params.forbidden_ids]] = -torch.inf
     return logits
@@ -103,7 +106,8 @@ def _choose(
     drawn: dict[int, tuple[int, float, float]],
     slots: list[int],
     share: int,
-) -> tuple[list[int], bool]:
+) -> list[tuple[int, bool]]:
+    """The slots to commit, and whether each is one only because so many must be."""
     law = {slot: logits[slot].double().softmax(-1) for slot in slots}
     confidence = {slot: law[slot].max().item() for slot in slots}
     if params.drawing is Drawing.SAMPLE_THEN_SELECT:
@@ -112,22 +116,24 @@ def _choose(
     if params.threshold is not None:
         passed = [slot for slot in slots if confidence[slot] > params.threshold]
         leftmost = params.schedule is Schedule.LEFT_TO_RIGHT
-        return passed or (slots[:1] if leftmost else ranked[:1]), not passed
+        least = 1 if leftmost or params.steps_per_block is None else max(1, share)
+        more = slots[:1] if leftmost and not passed else ranked[len(passed) : least]
+        return [(slot, False) for slot in passed] + [(slot, True) for slot in more]
     match params.schedule:
         case Schedule.QUOTA:
-            return ranked[:share], False
+            return [(slot, False) for slot in ranked[:share]]
         case Schedule.FACTOR:
             count = 0
             while count < len(ranked) and confidence[ranked[count]] >= 1 - params.factor / (count + 2):
                 count += 1
-            return ranked[: max(1, count)], count == 0
+            return [(slot, count == 0) for slot in ranked[: max(1, count)]]
         case Schedule.ENTROPY_BOUND:
-            return _within_entropy_bound(params.entropy_bound, law, slots), False
+            return [(slot, False) for slot in _within_entropy_bound(params.entropy_bound, law, slots)]
         case Schedule.RANDOM:
             ticket = {slot: uniform(torch.tensor(request.draw_key), step, slot, LOTTERY_KEY).item() for slot in slots}
-            return sorted(slots, key=lambda slot: -ticket[slot])[:share], False
+            return [(slot, False) for slot in sorted(slots, key=lambda slot: -ticket[slot])[:share]]
         case _:
-            return slots[:share], False
+            return [(slot, False) for slot in slots[:share]]
 
 
 def _within_entropy_bound(bound: float, law: dict[int, Tensor], slots: list[int]) -> list[int]:

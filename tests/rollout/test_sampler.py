@@ -165,7 +165,7 @@ def test_rows_with_equal_canvases_share_a_forward(policy: Transformer, is_static
 
 
 def test_canvases_of_one_hash_are_compared(policy: Transformer) -> None:
-    slots = Slots(6, policy.config.mask_token_id, policy.config.eos_token_id, torch.device("cpu"))
+    slots = Slots(6, policy.config, torch.device("cpu"))
     prompts = [(1, 2), (3, 4), (1, 2), (3, 4), (1, 2, 3), (1, 2)]
     slots.admit(range(6), [replace(_requests(WARM)[0], prompt_ids=prompt) for prompt in prompts])
     rows = torch.tensor([5, 1, 2, 3, 4])

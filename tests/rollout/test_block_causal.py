@@ -1,0 +1,201 @@
+"""The sampler of block-causal policies: the original code's generations, and sampling by the book (slow.py)."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from learner.model.checkpoint import load_policy
+from learner.model.config import TransformerConfig
+from learner.model.networks import make_model
+from learner.model.transformer import Transformer, init_weights
+from rollout.config import EngineConfig
+from rollout.field_error import FieldError
+from rollout.request import Completion, Request, SamplingParams
+from rollout.sampler import Sampler
+from tests.rollout.slow import sample
+from tests.rollout.test_sampler import SCHEDULES, _check_equal
+
+ENGINES = {
+    "remembered": EngineConfig(),
+    "whole": EngineConfig(block_cache=False),
+    "static, two slots": EngineConfig(num_slots=2, static_shapes=True, steps_per_sync=3),
+}
+BASE: dict[str, Any] = {"gen_length": 14, "block_length": 4, "steps_per_block": 2, "temperature": 1.0}
+LENGTHS = (3, 9, 4, 8, 1, 12)
+
+
+@pytest.fixture
+def policy(config: TransformerConfig) -> Transformer:
+    changes = {"family": "sdar", "block_length": 4, "qk_norm": True, "head_width": 12}
+    model = make_model(TransformerConfig(**config.model_dump() | changes))
+    init_weights(model, seed=0)
+    with torch.no_grad():
+        # Random networks are almost uniform; sharper logits make orders and draws that matter.
+        model.head.weight.mul_(4.0)
+    return model
+
+
+def _requests(**changes: Any) -> list[Request]:
+    generator = torch.Generator().manual_seed(5)
+    params = SamplingParams(**BASE | changes)
+    prompts = [tuple(torch.randint(0, 38, (length,), generator=generator).tolist()) for length in LENGTHS]
+    return [Request(prompt_ids=prompt, params=params, seed=100 + i) for i, prompt in enumerate(prompts)]
+
+
+def _originals(directory: Path) -> list[tuple[dict[str, Any], list[Request]]]:
+    """The settings of a fixture, and each setting's requests."""
+    settings = json.loads((directory / "expected_generations.json").read_text())
+    found = []
+    for setting in settings:
+        params = SamplingParams(
+            gen_length=setting["gen_length"],
+            block_length=setting["block_length"],
+            steps_per_block=setting["denoising_steps"],
+            threshold=setting["threshold"],
+            temperature=setting["temperature"],
+            stop_ids=tuple(setting["stop_ids"]),
+        )
+        prompts = [tuple(prompt) for prompt in setting["prompt"]]
+        found.append((setting, [Request(prompt_ids=prompt, params=params, seed=0) for prompt in prompts]))
+    return found
+
+
+def _check_original(completion: Completion, setting: dict[str, Any], row: int) -> None:
+    assert completion.token_ids.tolist() == setting["output"][row]
+    assert completion.step_map.tolist() == setting["step_map"][row]
+    assert completion.num_forwards == setting["num_denoise_forwards"][row]
+    assert completion.commit_logp_raw == pytest.approx(setting["commit_logp"][row], abs=1e-4)
+    assert completion.exact
+
+
+@pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
+def test_generations_are_those_of_the_original_sdar_loop(shared: Path, engine: EngineConfig) -> None:
+    """Alone, and with all requests of all settings in one batch, whose blocks have lengths from 4 to 16."""
+    directory = shared / "fixtures" / "sdar-tiny"
+    policy, settings = load_policy(directory), _originals(directory)
+    assert len(settings) == 6
+    for setting, requests in settings:
+        for row, request in enumerate(requests):
+            (alone,) = Sampler(policy, 0, engine).generate([request])
+            _check_original(alone, setting, row)
+    mixed = iter(Sampler(policy, 0, engine).generate([request for _, some in settings for request in some]))
+    for setting, requests in settings:
+        for row in range(len(requests)):
+            _check_original(next(mixed), setting, row)
+
+
+FITTING = {name: changes for name, changes in SCHEDULES.items() if name != "two steps"} | {
+    "one step": {"steps_per_block": 1},
+    "a step for each slot": {"steps_per_block": 4},
+    "three steps": {"steps_per_block": 3},
+    "shares above a threshold": {"threshold": 0.3, "steps_per_block": 2},
+    "a threshold alone": {"threshold": 0.3, "steps_per_block": None},
+    "shares of all steps": {"num_denoise_steps": 8, "steps_per_block": None, "gen_length": 16},
+    "longer blocks": {"block_length": 6, "gen_length": 13},
+}
+
+
+@pytest.mark.parametrize("changes", FITTING.values(), ids=FITTING)
+@pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
+def test_a_ragged_batch_is_the_slow_sampler_row_by_row(
+    policy: Transformer, changes: dict[str, Any], engine: EngineConfig
+) -> None:
+    requests = _requests(**changes)
+    for request, completion in zip(requests, Sampler(policy, 7, engine).generate(requests), strict=True):
+        _check_equal(completion, sample(policy, request))
+        assert completion.exact
+        if completion.finish_reason == "length":
+            assert completion.num_tokens == request.params.gen_length
+            assert (len(request.prompt_ids) + len(completion.token_ids)) % request.params.block_length == 0
+
+
+def test_a_step_runs_its_block_alone_and_the_first_of_a_block_the_one_before_it_too(policy: Transformer) -> None:
+    request = replace(_requests(steps_per_block=4, stop_ids=())[1], prompt_ids=(1,) * 9)
+    sampler = Sampler(policy, 0)
+    sampler.generate([request])
+    # The prompt's two blocks and the first step of the third; its rest; and five steps a block of the next three.
+    assert sampler.counts.num_tokens == 12 + 2 * 4 + 3 * (8 + 3 * 4)
+    whole = Sampler(policy, 0, EngineConfig(block_cache=False))
+    whole.generate([request])
+    assert whole.counts.num_tokens == 3 * 12 + 4 * (16 + 20 + 24)
+
+
+@pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
+def test_a_request_goes_on_from_its_finished_blocks(policy: Transformer, engine: EngineConfig) -> None:
+    """In the middle of others, at every block's end."""
+    (request,) = _requests(temperature=1.3, stop_ids=())[1:2]
+    (whole,) = Sampler(policy, 0, engine).generate([request])
+    batch = Sampler(policy, 0, engine).open([request])
+    seen = set()
+    while not any(batch.step()):
+        committed = batch.progress([0])[0].committed
+        if len(committed) in seen:
+            continue
+        seen.add(len(committed))
+        again = Sampler(policy, 0, engine).generate([*_requests()[2:4], replace(request, committed=committed)])[-1]
+        assert again.token_ids.tolist() == whole.token_ids.tolist()
+        assert again.step_map.tolist() == whole.step_map.tolist()
+        np.testing.assert_allclose(again.commit_logp, whole.commit_logp, atol=2e-5)
+    assert seen >= {0, 3, 7, 11}
+
+
+def test_given_tokens_may_be_whole_blocks(policy: Transformer) -> None:
+    """A block that nobody denoises is remembered too."""
+    (request,) = _requests(stop_ids=())[:1]
+    request = replace(request, fixed_tokens={slot: slot + 2 for slot in (0, 5, 6, 7, 8, 13)})
+    for engine in ENGINES.values():
+        (completion,) = Sampler(policy, 0, engine).generate([request])
+        _check_equal(completion, sample(policy, request))
+
+
+def test_a_slot_that_is_given_to_another_forgets_what_it_remembered(policy: Transformer) -> None:
+    requests = _requests()
+    batch = Sampler(policy, 0, EngineConfig(num_slots=1)).open(requests[1:2])
+    batch.step()
+    batch.step()
+    batch.cancel(0)
+    batch.submit(requests[3])
+    completions: list[tuple[int, Completion]] = []
+    while not completions:
+        completions = batch.step()
+    _check_equal(completions[0][1], sample(policy, requests[3]))
+
+
+def test_what_the_policy_names_as_ends_ends_a_completion(policy: Transformer) -> None:
+    requests = _requests(temperature=2.0, gen_length=30)
+    (plain, *_) = Sampler(policy, 0).generate(requests)
+    token = int(plain.token_ids[6])
+    policy.config = policy.config.model_copy(update={"other_stop_ids": (token,)})
+    (ended, *_) = Sampler(policy, 0).generate(requests)
+    first = plain.token_ids.tolist().index(token)
+    assert (ended.num_tokens, ended.finish_reason) == (first + 1, "eos")
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"steps_per_block": 5}, "steps_per_block 5 is more than the 4 slots of a block"),
+        ({"cache": "dual"}, "cache dual is for bidirectional policies; a block-causal one remembers"),
+        ({"gen_length": 60}, "prompt_ids of 3 and gen_length 60 in blocks of 4 make 64 tokens"),
+    ],
+)
+def test_what_a_block_causal_policy_cannot_do_is_refused(
+    policy: Transformer, changes: dict[str, Any], sentence: str
+) -> None:
+    if changes == {"gen_length": 60}:
+        policy.config = policy.config.model_copy(update={"max_sequence_length": 63})
+    with pytest.raises((FieldError, ValueError)) as refused:
+        Sampler(policy, 0).generate(_requests(**changes))
+    assert sentence in str(refused.value).replace("{", "").replace("}", "")
+
+
+def test_a_bidirectional_policy_wants_whole_blocks(config: TransformerConfig) -> None:
+    bidirectional = make_model(config)
+    init_weights(bidirectional, seed=0)
+    with pytest.raises(ValueError, match="block_length 4 does not divide gen_length 14"):
+        Sampler(bidirectional, 0).generate(_requests())
