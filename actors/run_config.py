@@ -52,6 +52,9 @@ class ModelSection(BaseModel):
     init_scale: PositiveFloat = 1.0
     """Of the initial weights. Smaller ones learn more slowly, and generalise better where the answer must be composed
     (digit sums: from nothing to a third of the held-out problems)."""
+    block_length: PositiveInt | None = None
+    """Slots of a block of a block-causal policy, of SDAR's architecture: a slot sees its own block and all before it.
+    Absent: every slot sees every other (LLaDA's architecture)."""
     vocab_size: Annotated[int, Field(ge=288)] = 320
     """Most tokens of the tokenizer that is trained on the task's texts."""
     lora: LoraConfig = LoraConfig()
@@ -62,6 +65,9 @@ class ModelSection(BaseModel):
     ) -> TransformerConfig:
         """That of a policy made from scratch, with what its tokenizer and its canvases say."""
         return TransformerConfig(
+            family="llada" if self.block_length is None else "sdar",
+            block_length=self.block_length,
+            qk_norm=self.block_length is not None,
             vocab_size=vocab_size,
             d_model=self.d_model,
             num_layers=self.num_layers,
@@ -168,7 +174,8 @@ class RunConfig(BaseModel):
     @property
     def canvas_tokens(self) -> int:
         """The longest canvas of the rounds, in tokens."""
-        return self.rollout.max_prompt_tokens + self.rollout.sampling.gen_length
+        is_block_causal = self.model.block_length is not None
+        return self.rollout.max_prompt_tokens + self.rollout.sampling.most_slots(is_block_causal=is_block_causal)
 
     @property
     def may_hold_base_in_half(self) -> bool:

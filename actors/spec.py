@@ -44,17 +44,28 @@ class RunSpec(RunConfig):
         return self.model_copy(update={"learner": learner})
 
 
-def sampler_facts(params: SamplingParams) -> SamplerFacts:
+def sampler_facts(params: SamplingParams, *, is_block_causal: bool = False) -> SamplerFacts:
     """What a learner must know of completions that are sampled like this."""
     is_whole = params.top_p == 1 and params.top_k == 0 and not params.cfg_scale
     return SamplerFacts(
         temperature=params.temperature,
         block_length=params.block_length,
-        # The other schedules commit one slot a step at least.
-        most_steps=params.num_denoise_steps if params.is_by_shares else params.gen_length,
+        most_steps=_most_steps(params, is_block_causal=is_block_causal),
         forbidden_ids=params.forbidden_ids,
         records_law=is_whole and params.cache is Cache.NONE and params.logp_exact,
         # The other schedules have no test, or one that the first slot always passes.
         has_fallback=params.threshold is not None or params.schedule is Schedule.FACTOR,
         has_varying_steps=not params.is_by_shares,
+        is_block_causal=is_block_causal,
     )
+
+
+def _most_steps(params: SamplingParams, *, is_block_causal: bool) -> int:
+    has_shares = params.is_by_shares or (params.schedule is Schedule.THRESHOLD and params.steps_per_block is not None)
+    if not has_shares:
+        # One slot a step at least.
+        return params.most_slots(is_block_causal=is_block_causal)
+    if params.steps_per_block is None and not is_block_causal:
+        return params.num_denoise_steps
+    # A block-causal policy's first block may begin in the prompt: there is one more then.
+    return params.num_block_steps * (params.num_blocks + is_block_causal)

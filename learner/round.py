@@ -125,7 +125,7 @@ class Round:
     def _make_plan(self, key: int, update: InnerUpdate) -> Plan:
         objective = self._config.objective
         corruption = self._config.estimator.corrupt(self.batch, update, self._sampler)
-        terms = make_terms(self.batch, self._policy.config, corruption)
+        terms = make_terms(self.batch, self._policy.config, corruption, self._sampler.block_length)
         if objective.weigh_by_length:
             terms = replace(terms, importance=terms.importance * self.rows.sizes[terms.rows])
         terms = normalized(terms, objective.level, objective.normalize_by, self.rows, self._policy.sum_over_ranks)

@@ -200,6 +200,10 @@ class SamplingParams(BaseModel):
         """Blocks of the completion; of a block-causal policy one more where they do not begin at its prompt's end."""
         return -(-self.gen_length // self.block_length)
 
+    def most_slots(self, *, is_block_causal: bool) -> int:
+        """Completion slots of a canvas at most: a block-causal policy's last block may pass `gen_length`."""
+        return self.gen_length + (self.block_length - 1 if is_block_causal else 0)
+
     @property
     def num_block_steps(self) -> int:
         """Denoise steps spent on each block by the schedules that commit even shares."""

@@ -11,6 +11,7 @@ from actors.spec import sampler_facts
 from actors.training.collate import collate
 from learner.batch import GroupedBatch
 from learner.estimators import InnerUpdate, TrajectoryConfig, make_terms, token_logps
+from learner.model.networks import make_model
 from learner.model.transformer import Transformer
 from rewards import Grade, Message, Problem
 from rollout.request import Request, SamplingParams
@@ -39,7 +40,8 @@ def _sampled(policy: Transformer, **settings: object) -> tuple[GroupedBatch, Sam
     grades = tuple(Grade(reward=i / 8, parts={"all": i / 8}, correct=False) for i in range(8))
     summary = PortionSummary.of(completions, grades, texts=[""] * len(completions), costs={})
     scored = ScoredPortion(portion=portion, completions=tuple(completions), summary=summary)
-    return GroupedBatch.of(collate([scored], 12, policy.config.eos_token_id)), params
+    num_slots = params.most_slots(is_block_causal=policy.config.is_block_causal)
+    return GroupedBatch.of(collate([scored], num_slots, policy.config.eos_token_id)), params
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -57,6 +59,40 @@ def test_exact_trajectory_gives_the_recorded_log_probabilities(policy: Transform
     with torch.no_grad():
         logps = token_logps(policy, terms.views, terms.law)
     np.testing.assert_allclose(logps, batch.commit_logp[terms.rows, terms.slots], atol=1e-5)
+
+
+BLOCK_CAUSAL: dict[str, dict[str, object]] = {
+    "quota": {"steps_per_block": 2},
+    "threshold": {"steps_per_block": 4, "threshold": 0.2},
+    "blocks that do not fit": {"gen_length": 11, "steps_per_block": 3},
+    "other blocks than its own": {"block_length": 6, "steps_per_block": 6},
+    "blocks of one": {"block_length": 1, "steps_per_block": 1},
+    "forbidden ids": {"steps_per_block": 2, "forbidden_ids": tuple(range(5, 25))},
+    "no stop": {"steps_per_block": 2, "stop_ids": ()},
+}
+
+
+@pytest.mark.parametrize("name", BLOCK_CAUSAL)
+def test_a_block_causal_policys_come_back_from_as_many_rows_as_a_block_takes_steps(
+    policy: Transformer, name: str
+) -> None:
+    """Sampled with remembered keys and values, replayed beside clean rows: of every block's n-th step at once."""
+    changes = {"family": "sdar", "block_length": 4}
+    causal = make_model(policy.config.model_copy(update=changes))
+    causal.load_state_dict(policy.state_dict())
+    with torch.no_grad():
+        causal.head.weight[policy.config.eos_token_id] += 0.3
+    batch, params = _sampled(causal, **BLOCK_CAUSAL[name])
+    config, facts = TrajectoryConfig(steps_per_segment=1, law="sampler"), sampler_facts(params, is_block_causal=True)
+    corruption = config.corrupt(batch, InnerUpdate(0, 1), facts)
+    terms = make_terms(batch, causal.config, corruption, params.block_length)
+    assert facts.records_law
+    assert terms.num_terms == int(batch.completion_lengths.sum())
+    with torch.no_grad():
+        logps = token_logps(causal, terms.views, terms.law)
+    np.testing.assert_allclose(logps, batch.commit_logp[terms.rows, terms.slots], atol=2e-5)
+    assert len(terms.views.ids) <= 8 * params.num_block_steps
+    assert len(terms.views.ids) < len(corruption.rows) or params.block_length == 6
 
 
 def test_a_sampler_that_does_not_record_its_law_is_told_apart() -> None:

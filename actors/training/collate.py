@@ -34,10 +34,10 @@ def part_names_of(grades: Sequence[Grade]) -> list[str]:
     return list(dict.fromkeys(name for grade in grades for name in grade.parts))
 
 
-def collate(portions: Sequence[ScoredPortion], gen_length: int, eos_id: int) -> RolloutBatch | None:
+def collate(portions: Sequence[ScoredPortion], num_slots: int, eos_id: int) -> RolloutBatch | None:
     """One round's batch: `trained_rows` in the order of the portions, groups contiguous.
 
-    None when no row is left.
+    None when no row is left. Completions are as wide as the widest may be, `SamplingParams.most_slots`.
     """
     rows = [row for portion in portions for row in _graded_rows(portion)]
     if not rows:
@@ -52,7 +52,7 @@ def collate(portions: Sequence[ScoredPortion], gen_length: int, eos_id: int) -> 
     return RolloutBatch(
         prompt_ids=pad_rows(prompts, eos_id),
         prompt_lengths=torch.tensor([len(prompt) for prompt in prompts]),
-        completion_ids=pad_rows(texts, eos_id, gen_length),
+        completion_ids=pad_rows(texts, eos_id, num_slots),
         completion_lengths=torch.tensor([completion.num_tokens for completion in completions]),
         sample_keys=torch.tensor([fold(request.seed, MASK_KEY) for request in requests]),
         rewards=torch.tensor([grade.reward for grade in grades]),
@@ -60,11 +60,11 @@ def collate(portions: Sequence[ScoredPortion], gen_length: int, eos_id: int) -> 
         correct=torch.tensor([grade.correct for grade in grades]),
         truncated=torch.tensor([completion.finish_reason is FinishReason.LENGTH for completion in completions]),
         group_ids=torch.tensor([group for _, _, _, group in rows]),
-        step_map=pad_rows([completion.step_map.tolist() for completion in completions], -1, gen_length),
-        commit_logp=_padded([completion.commit_logp for completion in completions], gen_length),
-        commit_entropy=_padded([completion.commit_entropy for completion in completions], gen_length),
-        commit_law_entropy=_padded([completion.commit_law_entropy for completion in completions], gen_length),
-        fallback=_padded([completion.fallback for completion in completions], gen_length),
+        step_map=pad_rows([completion.step_map.tolist() for completion in completions], -1, num_slots),
+        commit_logp=_padded([completion.commit_logp for completion in completions], num_slots),
+        commit_entropy=_padded([completion.commit_entropy for completion in completions], num_slots),
+        commit_law_entropy=_padded([completion.commit_law_entropy for completion in completions], num_slots),
+        fallback=_padded([completion.fallback for completion in completions], num_slots),
         num_forwards=torch.tensor([completion.num_forwards for completion in completions]),
         policy_versions=torch.tensor([completion.policy_version for completion in completions]),
     )

@@ -47,7 +47,8 @@ def _begun(context: RunContext) -> Learner:
         # What SFT published is not rounded yet: the rounds are of completions of the policy that they start from.
         context.position = replace(context.position, policy_version=context.position.policy_version + 1)
         context.publish()
-    learner = Learner(context.policy, spec.learner, sampler_facts(spec.rollout.params[0]))
+    facts = sampler_facts(spec.rollout.params[0], is_block_causal=context.policy.config.is_block_causal)
+    learner = Learner(context.policy, spec.learner, facts)
     if has_begun:
         _restore(context, learner)
     return learner
@@ -114,8 +115,9 @@ class Rounds:
 
         def ask() -> tuple[Next, Mapping[str, Tensor]]:
             what, portions[:] = context.client.next_batch(round_index, context.publisher.newest)
-            gen_length, eos_id = context.spec.rollout.sampling.gen_length, context.policy.config.eos_token_id
-            batch = collate(portions, gen_length, eos_id) if what is Next.GO_ON else None
+            sampling, policy = context.spec.rollout.sampling, context.policy.config
+            num_slots = sampling.most_slots(is_block_causal=policy.is_block_causal)
+            batch = collate(portions, num_slots, policy.eos_token_id) if what is Next.GO_ON else None
             return what, {} if batch is None else {field.name: getattr(batch, field.name) for field in fields(batch)}
 
         tensors = context.publisher.answered(lambda: context.ranks.shared(ask))

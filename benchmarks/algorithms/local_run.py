@@ -91,7 +91,9 @@ class LocalRun:
         while True:
             began_s = time.process_time()
             scored = [self._scored(num_rounds, index) for index in range(self._plan.portions_per_round)]
-            batch = collate(scored, self._spec.rollout.sampling.gen_length, self.policy.config.eos_token_id)
+            policy = self.policy.config
+            num_slots = self._spec.rollout.sampling.most_slots(is_block_causal=policy.is_block_causal)
+            batch = collate(scored, num_slots, policy.eos_token_id)
             if batch is None:
                 raise RuntimeError(f"no completion of round {num_rounds} could be graded")
             metrics, self._newest = self._learner.update(batch, num_rounds), batch

@@ -38,7 +38,7 @@ def num_steps(params: SamplingParams) -> int:
 def learning_flops(recipe: RunConfig, shape: TransformerConfig) -> float:
     """FLOP of a round's updates, with old and reference likelihoods: those of one group, times the groups."""
     learner, lora = recipe.learner, recipe.model.lora
-    facts = sampler_facts(recipe.rollout.params[0])
+    facts = sampler_facts(recipe.rollout.params[0], is_block_causal=shape.is_block_causal)
     batch = GroupedBatch.of(full_group(recipe))
 
     def canvases(update: InnerUpdate) -> CanvasSums:

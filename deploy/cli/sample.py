@@ -59,6 +59,7 @@ def sample(
     steps: Annotated[
         int | None, _denoising("Forwards in all; left out with another length: one for two tokens.")
     ] = None,
+    steps_per_block: Annotated[int | None, _denoising("Or forwards for each block; with --threshold at most.")] = None,
     temperature: Annotated[float | None, _denoising("Of the draw; 0, the default, takes the likeliest token.")] = None,
     seed: Annotated[int | None, _denoising("Keys the draws; 0 by default.")] = None,
     schedule: Annotated[
@@ -91,6 +92,7 @@ def sample(
         "gen_length": gen_length,
         "block_length": block_length,
         "steps": steps,
+        "steps_per_block": steps_per_block,
         "temperature": temperature,
         "schedule": schedule,
         "threshold": threshold,

@@ -14,6 +14,7 @@ from deploy.recipe.recipe import Recipe
 from deploy.requests.defaults import Defaults
 from deploy.requests.parameters import Values, sampler_names, to_params
 from deploy.requests.refusals import refusal_of
+from learner.model.config import TransformerConfig
 from rewards import TaskConfig
 from rewards.first_d1 import evaluation as first_d1
 from rewards.problem import Rules
@@ -85,20 +86,20 @@ class Cell:
         }
 
 
-def cells_of(asked: Asked, run: Recipe | None, max_sequence_length: int) -> list[Cell]:
+def cells_of(asked: Asked, run: Recipe | None, policy: TransformerConfig) -> list[Cell]:
     """A cell for each task, length and schedule, in that order.
 
     Args:
         asked: what the command line says.
         run: the recipe of the checkpoint's run, which says what is left out; None where it is of no run.
-        max_sequence_length: of the policy, in tokens.
+        policy: the shape of what is evaluated.
 
     Raises:
         UserError: a task, field, length or schedule that there is not, or that do not fit each other.
     """
     configs = _task_configs(asked, run)
     own = None if run is None else run.task.name
-    params = _d1_params(asked) if asked.protocol == "d1" else _params(asked, run, max_sequence_length)
+    params = _d1_params(asked) if asked.protocol == "d1" else _params(asked, run, policy)
     # The first d1 asks as many as it asks.
     counted = None if run is None or asked.protocol == "d1" else run.evaluation.num_problems
     cells = [
@@ -158,12 +159,15 @@ def _d1_params(asked: Asked) -> list[SamplingParams]:
     ]
 
 
-def _params(asked: Asked, run: Recipe | None, max_sequence_length: int) -> list[SamplingParams]:
+def _params(asked: Asked, run: Recipe | None, policy: TransformerConfig) -> list[SamplingParams]:
     """Each length at each schedule; a run's own where neither is given."""
     drawn = {"temperature": asked.sampled.temperature}
     if run is not None and (asked.lengths or asked.schedules or asked.block_length) is None:
         return [params.model_copy(update=drawn) for params in run.evaluated_params]
-    defaults = Defaults.of_policy(max_sequence_length) if run is None else Defaults.of_run(run.evaluated_params[0])
+    if run is None:
+        defaults = Defaults.of_policy(policy.max_sequence_length, policy.block_length)
+    else:
+        defaults = Defaults.of_run(run.evaluated_params[0])
     block = {} if asked.block_length is None else {"block_length": asked.block_length}
     is_one_block = not block and run is not None and run.evaluated_params[0].num_blocks == 1
     found = []

@@ -126,7 +126,7 @@ def prepare(subject: Subject, asked: Asked, computing: Computing, out: Path) -> 
     tokenizer = read_tokenizer(subject.directory)
     if tokenizer is None:
         raise UserError(f"{subject.directory} has no tokenizer; problems are texts, and need one")
-    cells = cells_of(asked, subject.run, config.max_sequence_length)
+    cells = cells_of(asked, subject.run, config)
     size = computing.batch_size(subject.run)
     problems = {cell.task.name: problems_of(cell) for cell in cells}
     batches = [

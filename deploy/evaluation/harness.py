@@ -96,8 +96,8 @@ class DiffusionLM(LM):
         plans = [self._plan(*instance.args) for instance in requests]
 
         def text_of(index: int, completion: Completion) -> str:
-            ids, eos_id = completion.token_ids, self._policy.config.eos_token_id
-            return ending_of(plans[index], ids, self._tokenizer.decode, eos_id, is_whole=True).text
+            ids, ends = completion.token_ids, self._policy.config.stop_ids
+            return ending_of(plans[index], ids, self._tokenizer.decode, ends, is_whole=True).text
 
         def keep(index: int, text: str) -> None:
             self.cache_hook.add_partial("generate_until", requests[index].args, text)

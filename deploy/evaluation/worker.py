@@ -120,10 +120,10 @@ class Worker:
         if not batch.keeps_all:
             return sample
         # Nothing ended it, and yet its text may have ended.
-        ids, eos_id = completion.token_ids.tolist(), self._sampler.model.config.eos_token_id
-        num_tokens = ids.index(eos_id) + 1 if eos_id in ids else len(ids)
-        text = self._tokenizer.decode_all(ids)
-        return replace(sample, text=text, num_tokens=num_tokens, is_truncated=eos_id not in ids)
+        ids = completion.token_ids[: batch.requests[index].params.gen_length].tolist()
+        ends = [place for place, token in enumerate(ids) if token in self._sampler.model.config.stop_ids]
+        num_tokens = ends[0] + 1 if ends else len(ids)
+        return replace(sample, text=self._tokenizer.decode_all(ids), num_tokens=num_tokens, is_truncated=not ends)
 
     def _grader(self, task: TaskConfig) -> Grader:
         key = task.model_dump_json()

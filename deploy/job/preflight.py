@@ -19,11 +19,14 @@ from deploy.job.judges import wanted_servers
 from deploy.printing import counted, gigabytes
 from deploy.recipe.recipe import Recipe, ServiceSection
 from learner.model.checkpoint_files import load_config
+from learner.model.config import TransformerConfig
 from learner.model.hub import find_checkpoint
 from rewards import Problem, Split, Task, make_task
 from rewards.data.demonstrations import read_demonstrations
 from rewards.data.draw import TooFewProblemsError
 from rewards.terms.shaping import SpeedConfig
+from rollout.field_error import FieldError
+from rollout.request import check_params
 
 MOST_LOOKED_AT = 20_000
 """Problems of a split that are made before a run starts, to see that they can be."""
@@ -212,17 +215,32 @@ def _judge_problems(recipe: Recipe, available: Resources) -> Iterator[str]:
         )
 
 
-def _refusals(recipe: Recipe) -> Iterator[str]:
-    """Why the learner cannot learn from what is sampled: for each of the schedules that it cannot learn from."""
+def _refusals(recipe: Recipe, shape: TransformerConfig | None) -> Iterator[str]:
+    """Why a policy of this shape, None where nobody knows it, cannot sample so, or the learner not learn from it: for
+    each of the schedules that it is about."""
+    is_block_causal = shape is not None and shape.is_block_causal
     for index, params in enumerate(recipe.rollout.params):
         place = "" if recipe.rollout.schedules is None else f" (rollout.schedules[{index}])"
-        if refusal := recipe.learner.refusal(sampler_facts(params)):
+        try:
+            if shape is not None:
+                check_params(params, shape)
+        except FieldError as error:
+            yield f"rollout.sampling: {error}{place}"
+        if refusal := recipe.learner.refusal(sampler_facts(params, is_block_causal=is_block_causal)):
             yield f"learner.{refusal}{place}"
+
+
+def _shape(recipe: Recipe) -> TransformerConfig | None:
+    """That of the policy; None where its checkpoint's config cannot be had, of which another problem tells."""
+    try:
+        return policy_shape(recipe)
+    except ValueError:
+        return None
 
 
 def _input_problems(recipe: Recipe) -> Iterator[str]:
     yield from _task_problems(recipe)
-    yield from islice(_refusals(recipe), 1)
+    yield from islice(_refusals(recipe, _shape(recipe)), 1)
     yield from _speed_problems(recipe)
     if recipe.sft.data is not None:
         try:

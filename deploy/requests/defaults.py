@@ -16,6 +16,7 @@ from rollout.request import PARAMETER_OF, Cache, SamplingParams, Schedule
 _SCHEDULE_OF = {name: str(schedule) for schedule, name in PARAMETER_OF.items()}
 _TAKES: dict[str, tuple[str, ...]] = {schedule: (name,) for schedule, name in PARAMETER_OF.items()}
 _TAKES[Schedule.LEFT_TO_RIGHT] = ("threshold",)
+_SURE = 0.9
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,9 +34,13 @@ class Defaults:
         return cls(values=_at_temperature_0(sampling), room=None)
 
     @classmethod
-    def of_policy(cls, max_sequence_length: int) -> Defaults:
-        """d1's own, no longer than the policy takes."""
-        return cls(values=_at_temperature_0(SamplingParams()), room=max_sequence_length)
+    def of_policy(cls, max_sequence_length: int, block_length: int | None = None) -> Defaults:
+        """d1's own, no longer than the policy takes; of a block-causal one in its own blocks, all of a block that it is
+        sure of at once (as SDAR and LLaDA2 are decoded)."""
+        params = SamplingParams()
+        if block_length is not None:
+            params = SamplingParams(block_length=block_length, steps_per_block=block_length, threshold=_SURE)
+        return cls(values=_at_temperature_0(params), room=max_sequence_length)
 
     def complete(self, layers: Sequence[Values], num_prompt_tokens: int) -> dict[str, Any]:
         """The values of a request that gives some of them; of two layers the later counts."""
@@ -45,7 +50,10 @@ class Defaults:
         if "block_length" not in given:
             values["block_length"] = min(values["block_length"], values["gen_length"])
         shape = ("gen_length", "block_length")
-        if "steps" not in given and any(values[key] != self.values[key] for key in shape):
+        if "steps_per_block" in values:
+            if "steps_per_block" not in given:
+                values["steps_per_block"] = max(1, min(values["steps_per_block"], values["block_length"]))
+        elif "steps" not in given and any(values[key] != self.values[key] for key in shape):
             values["steps"] = _half_as_many_steps(values["gen_length"], values["block_length"])
         return values
 
@@ -54,7 +62,7 @@ def overlay(lower: Values, upper: Values) -> dict[str, Any]:
     """The values of both, those of `upper` first.
 
     What belongs together is replaced together: a schedule that is given, or named by its parameter, takes along no
-    parameter of another one, and a request without cache takes along no refreshes.
+    parameter of another one, steps in all no steps of a block, and a request without cache no refreshes.
     """
     kept = dict(lower)
     parameters = [key for key in _SCHEDULE_OF if key in upper]
@@ -63,6 +71,8 @@ def overlay(lower: Values, upper: Values) -> dict[str, Any]:
         taken = _TAKES.get(schedule, ())
         kept = {key: value for key, value in kept.items() if key not in _SCHEDULE_OF or key in taken}
         kept["schedule"] = schedule
+    if "steps" in upper:
+        kept.pop("steps_per_block", None)
     if upper.get("cache") == Cache.NONE:
         kept.pop("cache_refresh_steps", None)
     return kept | dict(upper)

@@ -38,6 +38,8 @@ class Diffusion(Body):
 
     steps: Annotated[int, Field(ge=1, le=LARGEST)] | None = None
     """Denoise steps of the whole completion."""
+    steps_per_block: Annotated[int, Field(ge=1, le=LARGEST)] | None = None
+    """Or of each block; with `threshold`, a step then commits its share at least."""
     gen_length: Annotated[int, Field(ge=1, le=LARGEST)] | None = None
     """Slots of the completion, in tokens."""
     block_length: Annotated[int, Field(ge=1, le=LARGEST)] | None = None
@@ -72,6 +74,7 @@ class Shorthand(Body):
     gen_length: Whole | None = None
     block_length: Whole | None = None
     steps: Whole | None = None
+    steps_per_block: Whole | None = None
     temperature: Finite | None = None
     cfg_scale: Finite | None = None
     schedule: str | None = None

@@ -28,20 +28,20 @@ class Ending:
     """Why it ended; None while it goes on."""
 
 
-def ending_of(plan: RequestPlan, ids: NDArray[Any], decode: Decode, eos_id: int, *, is_whole: bool) -> Ending:
+def ending_of(plan: RequestPlan, ids: NDArray[Any], decode: Decode, ends: Sequence[int], *, is_whole: bool) -> Ending:
     """The text of the tokens so far, up to its end.
 
     Args:
         plan: what was asked.
         ids: tokens of finished blocks, from the first on.
         decode: the text of tokens, special ones left out.
-        eos_id: the policy's end of text.
+        ends: the ids that end a text where the plan names none; the policy's.
         is_whole: whether no more tokens come.
     """
-    stop_ids = [eos_id] if plan.params.stop_ids is None else list(plan.params.stop_ids)
+    stop_ids = list(ends if plan.params.stop_ids is None else plan.params.stop_ids)
     is_infill = plan.num_gap_slots is not None
-    ends = [] if is_infill else np.isin(ids, stop_ids).nonzero()[0].tolist()
-    first_end = ends[0] + 1 if ends else len(ids) + 1
+    places = [] if is_infill else np.isin(ids, stop_ids).nonzero()[0].tolist()
+    first_end = places[0] + 1 if places else len(ids) + 1
     length = min(len(ids), plan.most_tokens, first_end)
     kept = ids[:length].tolist()
     text = decode(kept)

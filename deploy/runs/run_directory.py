@@ -178,10 +178,12 @@ def check_creatable(recipe: Recipe, spec: RunSpec, start_from: Path | None, max_
 
 def _check_canvas(recipe: Recipe, source: Path) -> None:
     """Raise ValueError unless a checkpoint takes the recipe's canvases."""
-    most = load_config(source).max_sequence_length
+    config, rollout = load_config(source), recipe.rollout
+    most = config.max_sequence_length
+    num_slots = rollout.sampling.most_slots(is_block_causal=config.is_block_causal)
     wanted = {
         "sft.max_tokens": recipe.sft_tokens,
-        "rollout.max_prompt_tokens + rollout.sampling.gen_length": recipe.canvas_tokens,
+        "rollout.max_prompt_tokens + rollout.sampling.gen_length": rollout.max_prompt_tokens + num_slots,
     }
     for field, tokens in wanted.items():
         if most < tokens:

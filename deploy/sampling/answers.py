@@ -25,7 +25,7 @@ def ending(item: Item, completion: Completion, policy: ReadyPolicy) -> Ending:
     """Where the text of a completion ends; without a tokenizer it is empty."""
     assert item.plan is not None, "it was served"
     decode = (lambda _: "") if policy.tokenizer is None else policy.tokenizer.decode
-    return ending_of(item.plan, completion.token_ids, decode, policy.config.eos_token_id, is_whole=True)
+    return ending_of(item.plan, completion.token_ids, decode, policy.config.stop_ids, is_whole=True)
 
 
 def answer(item: Item, completion: Completion, policy: ReadyPolicy) -> dict[str, Any]:

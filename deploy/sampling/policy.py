@@ -75,7 +75,7 @@ def open_policy(
         name=reference,
         sampler=Sampler(model, 0 if position is None else position.policy_version, engine),
         tokenizer=read_tokenizer(directory),
-        defaults=_defaults(directory, model.config.max_sequence_length),
+        defaults=_defaults(directory, model.config),
     )
 
 
@@ -94,12 +94,12 @@ def _choose_threads(model: Transformer) -> None:
         torch.set_num_threads(1)
 
 
-def _defaults(directory: Path, max_sequence_length: int) -> Defaults:
+def _defaults(directory: Path, config: TransformerConfig) -> Defaults:
     checkpoints = directory.resolve().parent
     recipe = checkpoints.parent / RECIPE
     if checkpoints.name == CHECKPOINTS and recipe.is_file():
         return Defaults.of_run(load_recipe(recipe, []).evaluated_params[0])
-    return Defaults.of_policy(max_sequence_length)
+    return Defaults.of_policy(config.max_sequence_length, config.block_length)
 
 
 def read_tokenizer(directory: Path) -> ChatTokenizer | None:

@@ -87,7 +87,7 @@ class Source:
         if self.is_run:
             defaults = Defaults.of_run(read_recipe(self.path).evaluated_params[0])
         else:
-            defaults = Defaults.of_policy(codec.config.max_sequence_length)
+            defaults = Defaults.of_policy(codec.config.max_sequence_length, codec.config.block_length)
         return ServicePlanner(codec, defaults, self.name)
 
     def versions(self, device: str) -> Versions:

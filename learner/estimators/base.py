@@ -41,6 +41,14 @@ class SamplerFacts:
     """Whether its schedule can fail to find a slot, and says so when it then commits one all the same."""
     has_varying_steps: bool = False
     """Whether completions differ in how many denoise steps a block takes."""
+    is_block_causal: bool = False
+    """Whether the policy is: its blocks are counted from the first column of a canvas, and not from a prompt's end."""
+
+    def blocks(self, batch: CompletionBatch) -> Tensor:
+        """[B, L] int64: the sampler's block that each completion slot is in; the first is 0."""
+        slots_L = torch.arange(batch.num_slots, device=batch.prompt_ids.device)
+        in_prompt_B = batch.prompt_lengths % self.block_length if self.is_block_causal else 0 * batch.prompt_lengths
+        return (in_prompt_B[:, None] + slots_L) // self.block_length
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from learner.batch import CompletionBatch, canvas
+from learner.estimators.block_views import views_of_blocks
 from learner.estimators.views import SOFTMAX, ScoringLaw, Views, share_equal_views
 from learner.model.config import TransformerConfig
 from learner.model.deferred import torch
@@ -101,6 +102,8 @@ class Terms:
             scored=views.scored[inside] - begin,
             targets=views.targets[inside],
             is_logit=None if views.is_logit is None else views.is_logit[inside],
+            clean=None if views.clean is None else views.clean[first:last, :width],
+            block_length=views.block_length,
         )
         return replace(self, views=cut, **{name: getattr(self, name)[inside] for name in _OF_TERMS})
 
@@ -113,10 +116,14 @@ class Terms:
 _OF_TERMS = ("rows", "slots", "parts", "weights", "importance")
 
 
-def make_terms(batch: CompletionBatch, model: TransformerConfig, corruption: Corruption) -> Terms:
+def make_terms(
+    batch: CompletionBatch, model: TransformerConfig, corruption: Corruption, block_length: int | None = None
+) -> Terms:
     """Views and terms of what an estimator wants run on a batch.
 
     Where nothing is scored there is one view, of one term that counts for nothing: a rank always has something to run.
+    Of a block-causal policy a canvas says what its blocks show, each behind the clean blocks before it
+    (`block_views.py`); these are `block_length` long, by default as the config has it.
     """
     is_empty = not bool(corruption.scored.any())
     if is_empty:
@@ -137,7 +144,20 @@ def make_terms(batch: CompletionBatch, model: TransformerConfig, corruption: Cor
         targets_N = torch.cat((targets_N, targets_N, torch.full_like(rival_slots, -1)))
         is_logit_N = torch.arange(len(canvas_N), device=rows_R.device) >= num_tokens
     lengths_R = some.prompt_lengths + batch.num_slots
-    views = share_equal_views(ids_RS, lengths_R, canvas_N, columns_RL[canvas_N, slots_N], targets_N)
+    columns_N = columns_RL[canvas_N, slots_N]
+    if model.block_length is None:
+        views = share_equal_views(ids_RS, lengths_R, canvas_N, columns_N, targets_N)
+    else:
+        clean_RS, _ = canvas(some, prompt_ids, some.completion_ids, model.pad_token_id)
+        views = views_of_blocks(
+            ids_RS,
+            lengths_R,
+            canvas_N,
+            columns_N,
+            targets_N,
+            clean_RS=clean_RS,
+            block_length=block_length or model.block_length,
+        )
     order_N = views.scored.argsort(stable=True)
     views = replace(
         views,

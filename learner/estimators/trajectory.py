@@ -108,7 +108,7 @@ class TrajectoryConfig(BaseModel):
 
     def corrupt(self, batch: GroupedBatch, update: InnerUpdate, sampler: SamplerFacts) -> Corruption:
         """One canvas for each segment that commits a scored token."""
-        segment_BL = self._segments(batch, sampler.block_length)
+        segment_BL = self._segments(batch, sampler)
         covered_BL = self._covered(batch) & (segment_BL >= 0)
         scored_BL = covered_BL & self._counts(batch)
         num_segments = int(segment_BL.max().clamp(min=0)) + 1
@@ -157,6 +157,11 @@ class TrajectoryConfig(BaseModel):
                 f"estimator.requires_block_length is {self.requires_block_length}; "
                 f"rollout.sampling.block_length is {sampler.block_length} and must be the same"
             )
+        if self.scores_order and sampler.is_block_causal:
+            return (
+                "estimator.scores_order is true, and a block-causal policy orders the slots of a block alone, and not "
+                "those of later blocks: take another learner.algorithm"
+            )
         if self.num_shown_steps >= sampler.most_steps:
             return (
                 f"estimator.num_shown_steps is {self.num_shown_steps}, and a completion takes at most "
@@ -173,12 +178,11 @@ class TrajectoryConfig(BaseModel):
             forbidden_ids=sampler.forbidden_ids,
         )
 
-    def _segments(self, batch: GroupedBatch, block_length: int) -> Tensor:
+    def _segments(self, batch: GroupedBatch, sampler: SamplerFacts) -> Tensor:
         """[B, L] int64 the segment that commits each slot, negative where none does."""
         step_BL = batch.step_map - self.num_shown_steps
         if self.blocks_per_segment is not None:
-            slots_L = torch.arange(batch.num_slots, device=step_BL.device)
-            return torch.where(step_BL < 0, -1, slots_L // (self.blocks_per_segment * block_length))
+            return torch.where(step_BL < 0, -1, sampler.blocks(batch) // self.blocks_per_segment)
         if self.steps_per_segment is not None:
             return torch.where(batch.step_map < 0, -1, step_BL // self.steps_per_segment)
         assert self.num_segments is not None, "one of the three is given"

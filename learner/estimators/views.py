@@ -53,6 +53,16 @@ class Views:
     """[N] int64, the tokens whose log-probability is wanted there; -1: the one with the highest logit."""
     is_logit: Tensor | None = None
     """[N] bool: where the logit is wanted in place of the log-probability; None: nowhere."""
+    clean: Tensor | None = None
+    """[V, S] int64: the canvases without noise, which each block of `ids` stands behind; None where the policy is
+    bidirectional."""
+    block_length: int | None = None
+    """Slots of a block, with `clean`."""
+
+    @property
+    def slots_run(self) -> int:
+        """Slots that a forward runs for each slot of a canvas."""
+        return 1 if self.clean is None else 2
 
 
 def share_equal_views(ids_BS: Tensor, lengths_B: Tensor, rows_N: Tensor, columns_N: Tensor, targets_N: Tensor) -> Views:
@@ -85,5 +95,9 @@ def token_logps(model: Transformer, views: Views, law: ScoringLaw = SOFTMAX) -> 
         excludes_mask_id=law.excludes_mask_id,
         forbidden_ids=law.forbidden_ids,
     )
-    logps_N: Tensor = model(views.ids, lengths, *grid, wanted=wanted)
+    beside: dict[str, Tensor] = {}
+    if views.clean is not None and views.block_length is not None:
+        blocks_V = torch.full_like(views.lengths, views.block_length)
+        beside = {"clean_BL": views.clean, "block_lengths_B": blocks_V}
+    logps_N: Tensor = model(views.ids, lengths, *grid, wanted=wanted, **beside)
     return torch.empty_like(logps_N).scatter(0, order_N, logps_N)

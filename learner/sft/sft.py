@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from learner.counter import uniform
+from learner.estimators.block_views import views_of_blocks
 from learner.estimators.views import share_equal_views, token_logps
 from learner.keys import fold
 from learner.model.deferred import torch
@@ -123,6 +124,8 @@ class MaskedDocuments:
 
     ids: Tensor
     """[B, S] int64, masked."""
+    clean: Tensor
+    """[B, S] int64, as they were."""
     lengths: Tensor
     """[B] int64, used slots."""
     rows: Tensor
@@ -156,6 +159,7 @@ def mask_documents(documents: Documents, mask_id: int, t_B: Tensor, keys: tuple[
     rows_N, columns_N = masked_BS.nonzero(as_tuple=True)
     return MaskedDocuments(
         ids=torch.where(masked_BS, mask_id, documents.ids),
+        clean=documents.ids,
         lengths=documents.lengths,
         rows=rows_N,
         columns=columns_N,
@@ -168,7 +172,10 @@ def masked_logps(model: Transformer, masked: MaskedDocuments, *, packing: bool =
     """Log-probability, in nats, of what each masked slot held: [N] float32, packed into rows or not."""
     if packing:
         return _packed_logps(model, masked)
-    views = share_equal_views(masked.ids, masked.lengths, masked.rows, masked.columns, masked.targets)
+    scored, block_length = (masked.lengths, masked.rows, masked.columns, masked.targets), model.config.block_length
+    if block_length is None:
+        return token_logps(model, share_equal_views(masked.ids, *scored))
+    views = views_of_blocks(masked.ids, *scored, clean_RS=masked.clean, block_length=block_length)
     return token_logps(model, views)
 
 
@@ -180,5 +187,8 @@ def _packed_logps(model: Transformer, masked: MaskedDocuments) -> Tensor:
     ascending_N, order_N = slots_N.sort()
     queries = query_grid(ascending_N, num_rows, width)
     wanted = Wanted(slot=torch.arange(len(order_N), device=order_N.device), token=masked.targets[order_N])
-    logps_N: Tensor = model(packed.ids, None, *queries, documents_BL=packed.documents, wanted=wanted)
+    clean = None
+    if model.config.is_block_causal:
+        clean = pack(masked.clean, masked.lengths, masked.ids.shape[1]).ids
+    logps_N: Tensor = model(packed.ids, None, *queries, documents_BL=packed.documents, clean_BL=clean, wanted=wanted)
     return logps_N[order_N.argsort()]

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from actors.spec import sampler_facts
-from learner.model.transformer import Transformer
+from learner.model.config import TransformerConfig
+from learner.model.networks import make_model
+from learner.model.transformer import Transformer, init_weights
 from rollout.request import Request, SamplingParams
 from rollout.sampler import Sampler
 
@@ -48,3 +50,21 @@ def test_steps_vary_if_a_surer_policy_takes_fewer(schedule: dict[str, object], p
         policy.head.weight.mul_(1e4)
     (completion,) = Sampler(policy, 0).generate([Request(prompt_ids=(1, 2, 3), params=params, seed=1)])
     assert (completion.num_forwards < 8) == sampler_facts(params).has_varying_steps
+
+
+@pytest.mark.parametrize(
+    ("changes", "most"), [({}, 3 * 2), ({"threshold": 0.999}, 3 * 2), ({"steps_per_block": 4}, 12)]
+)
+def test_steps_of_a_block_are_those_of_each_block(
+    changes: dict[str, object], most: int, config: TransformerConfig
+) -> None:
+    """Of three blocks where a block-causal policy's first begins in the prompt, and of two else."""
+    shape = {"gen_length": 8, "block_length": 4, "steps_per_block": 2, "temperature": 1.0, "stop_ids": ()}
+    params = SamplingParams.model_validate(shape | changes)
+    causal = make_model(config.model_copy(update={"family": "sdar", "block_length": 4}))
+    init_weights(causal, seed=0)
+    (completion,) = Sampler(causal, 0).generate([Request(prompt_ids=(1, 2, 3), params=params, seed=1)])
+    num_steps = int(completion.step_map.max()) + 1
+    assert sampler_facts(params, is_block_causal=True).most_steps == most
+    assert most - params.num_block_steps < num_steps <= most
+    assert sampler_facts(params).most_steps == most * 2 // 3

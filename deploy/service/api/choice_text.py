@@ -75,12 +75,13 @@ class ChoiceText:
 
     def canvas(self) -> list[Slot]:
         """All slots that were denoised, as the last frame of a stream of canvases shows them."""
-        return slots_of(self._codec, self._record, np.zeros(len(self._record["token_ids"]), dtype=bool))
+        record = {name: values[: self._plan.params.gen_length] for name, values in self._record.items()}
+        return slots_of(self._codec, record, np.zeros(len(record["token_ids"]), dtype=bool))
 
     def _read(self) -> None:
         codec = self._codec
-        eos_id = codec.config.eos_token_id
-        ending = ending_of(self._plan, self._record["token_ids"], codec.decode, eos_id, is_whole=self._is_whole)
+        ends = codec.config.stop_ids
+        ending = ending_of(self._plan, self._record["token_ids"], codec.decode, ends, is_whole=self._is_whole)
         self.num_tokens = ending.num_tokens
         if ending.reason is not None:
             self.text, self.finish_reason = ending.text, "length" if ending.reason == "length" else "stop"
@@ -101,10 +102,10 @@ class ChoiceText:
         return text[: len(text) - longest]
 
 
-def canvas_of(codec: TextCodec, progress: Progress) -> list[Slot]:
-    """The slots of a choice that is being denoised."""
-    record = {name: getattr(progress.slots, name) for name in _COLUMNS}
-    return slots_of(codec, record, progress.masked)
+def canvas_of(codec: TextCodec, progress: Progress, num_slots: int) -> list[Slot]:
+    """The slots of a choice that is being denoised, without what a last block has beyond the completion."""
+    record = {name: getattr(progress.slots, name)[:num_slots] for name in _COLUMNS}
+    return slots_of(codec, record, progress.masked[:num_slots])
 
 
 def canvas_before(codec: TextCodec, request: Request) -> list[Slot]:

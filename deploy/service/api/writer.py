@@ -139,7 +139,8 @@ class AnswerWriter:
     def _parts(self, event: Event) -> list[Part]:
         """What a chunk says of an event; nothing where there is nothing new."""
         if isinstance(event, CanvasSeen):
-            slots, num_steps = canvas_of(self._codec, event.progress), event.progress.num_steps
+            slots = canvas_of(self._codec, event.progress, self._plan.params.gen_length)
+            num_steps = event.progress.num_steps
             shown = Delta(content=text_of_canvas(slots))
             return [self._part(event.choice, shown, diffusion=self._canvas(slots, num_steps))]
         assert isinstance(event, BlocksDone | Done), "the others come first or last"

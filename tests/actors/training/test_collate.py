@@ -64,7 +64,7 @@ def _summary(grades: tuple[Grade, ...], costs: Mapping[str, float] = MappingProx
 
 def test_rows_carry_their_own_request_completion_and_grade(plan: RunPlan) -> None:
     portion = plan.round_portion(0, 1)
-    batch = collate([_scored(portion)], gen_length=8, eos_id=1)
+    batch = collate([_scored(portion)], num_slots=8, eos_id=1)
     assert batch.group_ids.tolist() == [2] * 4 + [3] * 4
     # The end of text and what its block held after it.
     assert batch.completion_ids.tolist() == [[7, 8, 9, 10, 1, 1, 1, 1]] * 8
@@ -83,7 +83,7 @@ def test_an_ungraded_completion_is_left_out_and_its_group_goes_on_without_it(pla
     scored = _scored(plan.round_portion(0, 0))
     grades = list(scored.grades)
     grades[5] = replace(grades[5], outcome=Outcome.TIMEOUT, reward=9.0)
-    batch = collate([_regraded(scored, grades)], gen_length=8, eos_id=1)
+    batch = collate([_regraded(scored, grades)], num_slots=8, eos_id=1)
     assert batch.group_ids.tolist() == [0] * 4 + [1] * 3
     torch.testing.assert_close(batch.rewards, torch.tensor([0, 1, 2, 3, 4, 6, 7]) / 10)
 
@@ -91,10 +91,10 @@ def test_an_ungraded_completion_is_left_out_and_its_group_goes_on_without_it(pla
 def test_a_completion_that_is_alone_in_its_group_has_nothing_to_compare_with(plan: RunPlan) -> None:
     scored = _scored(plan.round_portion(0, 0))
     grades = [replace(g, outcome=Outcome.ERROR) if row < 3 else g for row, g in enumerate(scored.grades)]
-    batch = collate([_regraded(scored, grades)], gen_length=8, eos_id=1)
+    batch = collate([_regraded(scored, grades)], num_slots=8, eos_id=1)
     assert batch.group_ids.tolist() == [1] * 4
     grades = [replace(grade, outcome=Outcome.ERROR) for grade in grades]
-    assert collate([_regraded(scored, grades)], gen_length=8, eos_id=1) is None
+    assert collate([_regraded(scored, grades)], num_slots=8, eos_id=1) is None
 
 
 def test_ungraded_completions_are_counted_and_in_no_mean(plan: RunPlan) -> None:
@@ -111,7 +111,7 @@ def test_a_failed_grade_that_the_recipe_makes_a_zero_is_trained_on_and_still_cou
     scored = _scored(plan.round_portion(0, 0))
     failed = Grade(reward=0.0, parts={}, correct=False, outcome=Outcome.TIMEOUT, is_zeroed=True)
     grades = (failed, *scored.grades[1:])
-    batch = collate([_regraded(scored, grades)], gen_length=8, eos_id=1)
+    batch = collate([_regraded(scored, grades)], num_slots=8, eos_id=1)
     assert batch.rewards[:2].tolist() == pytest.approx([0.0, 0.1])
     assert batch.reward_parts[:2, 0].tolist() == pytest.approx([0.0, 0.1])
     stats = round_stats([scored.portion], [_summary(grades)], num_groups=2)
