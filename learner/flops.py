@@ -33,11 +33,10 @@ class CanvasSums:
 
     @classmethod
     def of(cls, views: Views) -> CanvasSums:
-        """Those of some views, of which the last block sees what is scored alone. Beside a clean row, pairs are counted
-        as they are without FlexAttention: hidden ones too."""
+        """Those of some views, of which the last block sees what is scored alone. In rows of blocks, pairs that are
+        hidden from each other are counted as well."""
         asked_V = (views.slots // views.ids.shape[1]).bincount(minlength=len(views.ids))
-        lengths_V = views.lengths * views.slots_run
-        sums = torch.stack((lengths_V, lengths_V**2, asked_V, asked_V * lengths_V), dim=1).sum(dim=0)
+        sums = torch.stack((views.lengths, views.lengths**2, asked_V, asked_V * views.lengths), dim=1).sum(dim=0)
         tokens, pairs, asked, asked_pairs = sums.tolist()
         return cls(tokens=tokens, pairs=pairs, asked=asked, asked_pairs=asked_pairs, scored=asked)
 

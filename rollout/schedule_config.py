@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 from rollout.request import PARAMETER_OF, SamplingParams, Schedule
 
 _NAMES = ("schedule", *PARAMETER_OF.values())
+_STEPS_OF_BLOCK = "steps_per_block"
 
 
 class ScheduleConfig(BaseModel):
@@ -19,6 +20,8 @@ class ScheduleConfig(BaseModel):
 
     num_denoise_steps: PositiveInt | None = None
     """As `rollout.sampling.num_denoise_steps`, and so are the rest."""
+    steps_per_block: PositiveInt | None = None
+    """As there."""
     schedule: Schedule | None = None
     """As there."""
     threshold: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -37,6 +40,7 @@ class ScheduleConfig(BaseModel):
         kept: dict[str, Any] = sampling.model_dump()
         if given.keys() & set(_NAMES) or not sampling.is_by_shares:
             kept = {name: value for name, value in kept.items() if name not in _NAMES}
+        kept.pop(_STEPS_OF_BLOCK)
         try:
             return SamplingParams(**kept | given)
         except ValidationError as error:

@@ -19,6 +19,7 @@ from learner.flops import CanvasSums, forward_flops, update_flops
 from learner.model.config import TransformerConfig
 from learner.model.lora_config import WHOLE, LoraConfig
 from learner.round import WEIGHING
+from rollout.canvas import Canvas
 from rollout.request import Cache, SamplingParams
 
 
@@ -26,7 +27,8 @@ def sampling_flops(recipe: RunConfig, shape: TransformerConfig) -> float:
     """FLOP of denoising a round's completions. A schedule that looks at probabilities commits one slot a step at worst,
     and is counted so; of several schedules the mean is taken."""
     params = recipe.rollout.params
-    each = [_completion_flops(param, shape, recipe.rollout.max_prompt_tokens) for param in params]
+    of = _block_causal_flops if shape.is_block_causal and recipe.rollout.engine.block_cache else _completion_flops
+    each = [of(param, shape, recipe.rollout.max_prompt_tokens) for param in params]
     return recipe.learner.groups_per_round * recipe.learner.group_size * sum(each) / len(each)
 
 
@@ -83,6 +85,29 @@ def _completion_flops(params: SamplingParams, shape: TransformerConfig, prompt_t
         run = block if params.cache is Cache.DUAL else params.gen_length - index * block
         total += (per_block - whole / blocks) * _step_flops(shape, run, length, block)
     return total
+
+
+def _block_causal_flops(params: SamplingParams, shape: TransformerConfig, prompt_tokens: int) -> float:
+    """The same where finished blocks are remembered: each is run once more, along with the first step of the next."""
+    block, total = params.block_length, 0.0
+    canvas = Canvas(prompt_length=prompt_tokens, gen_length=params.gen_length, block_length=block, is_block_causal=True)
+    begin, remembered = canvas.block_end(prompt_tokens) - block, 0
+    while begin < canvas.end:
+        seen = begin + block
+        steps = _steps_for(params, seen - max(begin, prompt_tokens))
+        total += _step_flops(shape, seen - remembered, seen, block)
+        total += (steps - 1) * _step_flops(shape, block, seen, block)
+        remembered, begin = begin, seen
+    return total
+
+
+def _steps_for(params: SamplingParams, num_slots: int) -> int:
+    """Denoise steps of a block of which so many slots are masked: a step's share is that of a whole block."""
+    if not (params.is_by_shares or params.steps_per_block):
+        return num_slots
+    share, num_larger = divmod(params.block_length, params.num_block_steps)
+    steps = range(1, params.num_block_steps + 1)
+    return next(count for count in steps if count * share + min(count, num_larger) >= num_slots)
 
 
 def _step_flops(shape: TransformerConfig, run: int, seen: int, block: int) -> float:

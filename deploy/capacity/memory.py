@@ -79,7 +79,8 @@ def sampler_memory(recipe: RunConfig, shape: TransformerConfig) -> ProcessMemory
         # As the checkpoint has it: in bfloat16 as a rule, where there is one.
         stored = _bytes_of("bfloat16" if recipe.model.checkpoint is not None else "float32")
         parts.append(Part(name="what adapters are merged into", num_bytes=stored * counts.policy, helps=""))
-    if any(param.cache is not Cache.NONE for param in params):
+    remembers_blocks = shape.is_block_causal and engine.block_cache
+    if remembers_blocks or any(param.cache is not Cache.NONE for param in params):
         keys = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim
         cached = engine.num_slots * (recipe.canvas_tokens + 1) * keys * each
         parts.append(Part(name="cache of keys and values", num_bytes=cached, helps=slots_help))

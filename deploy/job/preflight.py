@@ -219,6 +219,8 @@ def _refusals(recipe: Recipe, shape: TransformerConfig | None) -> Iterator[str]:
     """Why a policy of this shape, None where nobody knows it, cannot sample so, or the learner not learn from it: for
     each of the schedules that it is about."""
     is_block_causal = shape is not None and shape.is_block_causal
+    if is_block_causal and recipe.sft.packing:
+        yield "sft.packing is true, and each example of a block-causal policy has a row of its own: leave it out"
     for index, params in enumerate(recipe.rollout.params):
         place = "" if recipe.rollout.schedules is None else f" (rollout.schedules[{index}])"
         try:

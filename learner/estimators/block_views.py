@@ -1,21 +1,22 @@
-"""Views of block-causal policies: [noisy | clean] rows, each of which asks about one state of every block at once.
+"""Views of block-causal policies: a clean canvas, and behind it every state of its blocks that is asked about.
 
 A slot of a block-causal policy sees its own block and the finished ones before it. So a canvas says something of a
-block only by what it shows of that block, and the states of one row's blocks that different canvases show can stand in
-one row, each behind the clean blocks before it. All of a completion's log-probabilities at its own denoise steps so
-take as many rows as a block takes steps, of twice the length (TraceRL, arXiv 2509.06949, over a sampler whose blocks
-are counted from the first column).
+block only by what it shows of that block, and all states of one completion's blocks, whatever canvases they are of, can
+stand in one row, each behind the clean blocks before its own. The log-probabilities of a completion at its own denoise
+steps so take one row: its canvas once, and each block once more for each of its steps. (TraceRL, arXiv 2509.06949,
+takes a row [noisy | clean] for the n-th steps of all blocks, and counts blocks from the prompt's end.)
 
-Shape letters: R canvases, S slots of one, K slots of a block, N scored tokens Q blocks
-that are asked about, D different states of them, U different clean rows, V views.
+Shape letters: R canvases, S slots of one, K slots of a block, N scored tokens, Q blocks that are asked about, D
+different states of them, V different clean canvases, which are the views, W slots of the widest row.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from learner.estimators.views import Views
+from learner.estimators.views import BlockRows, Views
 from learner.model.deferred import torch
+from learner.model.wanted import CLEAN, FILL
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,43 +32,51 @@ def views_of_blocks(
     clean_RS: Tensor,
     block_length: int,
 ) -> Views:
-    """The fewest views that show each block, behind what is clean before it, as the canvases do that ask about it.
+    """Views that show each block as the canvases do that ask about it, behind what is clean before it.
 
     As `share_equal_views`: token n is scored on canvas `rows_N`, column `columns_N`, and views keep the order of the
     first canvas that each serves. `clean_RS` are the canvases without noise.
     """
-    num_canvases, width = noisy_RS.shape
-    num_blocks = -(-width // block_length)
-    clean_US, of_clean_R = torch.cat((clean_RS, lengths_R[:, None]), dim=1).unique(dim=0, return_inverse=True)
-    # Blocks that are asked about, and which state of which row's block each of them is.
+    num_blocks = -(-noisy_RS.shape[1] // block_length)
+    places_K = torch.arange(block_length, device=noisy_RS.device)
+    clean_VS, lengths_V, view_R = _clean(clean_RS, lengths_R)
     asked_Q, of_asked_N = (rows_N * num_blocks + columns_N // block_length).unique(return_inverse=True)
     canvas_Q, block_Q = asked_Q // num_blocks, asked_Q % num_blocks
-    columns_QK = block_Q[:, None] * block_length + torch.arange(block_length, device=noisy_RS.device)
-    shown_QK = noisy_RS[canvas_Q[:, None], columns_QK.clamp(max=width - 1)]
-    place_Q = of_clean_R[canvas_Q] * num_blocks + block_Q
-    states_D, of_state_Q = torch.cat((place_Q[:, None], shown_QK), dim=1).unique(dim=0, return_inverse=True)
-    place_D = states_D[:, 0].contiguous()
-    # Sorted by place: the states of one block are numbered 0, 1, ..., and the same numbers share a view.
-    number_D = torch.arange(len(place_D), device=place_D.device) - torch.searchsorted(place_D, place_D)
-    clean_D, most = place_D // num_blocks, len(place_D) + 1
-    key_V, of_view_D = (clean_D * most + number_D).unique(return_inverse=True)
-    view_Q = of_view_D[of_state_Q]
-    first_V = torch.full_like(key_V, num_canvases).scatter_reduce_(0, view_Q, canvas_Q, "amin")
-    order_V = first_V.argsort(stable=True)
+    columns_QK = block_Q[:, None] * block_length + places_K
+    shown_QK = noisy_RS[canvas_Q[:, None], columns_QK.clamp(max=noisy_RS.shape[1] - 1)]
+    block_of_view_Q = view_R[canvas_Q] * num_blocks + block_Q
+    # Sorted by view, then block: a row has its states in the order of what they are states of.
+    states_D, state_Q = torch.cat((block_of_view_Q[:, None], shown_QK), dim=1).unique(dim=0, return_inverse=True)
+    view_D, block_D = states_D[:, 0] // num_blocks, states_D[:, 0] % num_blocks
+    number_D = torch.arange(len(view_D), device=view_D.device) - torch.searchsorted(view_D, view_D)
+    # What stands behind a row's last block is seen by nobody.
+    context_V = torch.zeros_like(lengths_V).scatter_reduce_(0, view_D, block_D * block_length, "amax")
+    used_V = context_V + torch.zeros_like(lengths_V).index_add_(0, view_D, torch.full_like(view_D, block_length))
+    begin_D = context_V[view_D] + number_D * block_length
+    ids_VW, rows = _rows(clean_VS, context_V, int(used_V.max()), block_length)
+    where = view_D[:, None], begin_D[:, None] + places_K
+    columns_DK = block_D[:, None] * block_length + places_K
+    ids_VW[where], rows.columns[where] = states_D[:, 1:], columns_DK
+    rows.chunks[where] = torch.where(columns_DK < lengths_V[view_D, None], number_D[:, None], FILL)
+    slots_N = view_D[state_Q] * ids_VW.shape[1] + begin_D[state_Q]
+    slots_M, scored_N = (slots_N[of_asked_N] + columns_N % block_length).unique(return_inverse=True)
+    return Views(ids=ids_VW, lengths=used_V, slots=slots_M, scored=scored_N, targets=targets_N, blocks=rows)
+
+
+def _clean(clean_RS: Tensor, lengths_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The different clean canvases [V, S] in the order of their first, their lengths, and which each of [R] is."""
+    rows_VS, view_R = torch.cat((clean_RS, lengths_R[:, None]), dim=1).unique(dim=0, return_inverse=True)
+    places_R = torch.arange(len(view_R), device=view_R.device)
+    first_V = torch.full_like(rows_VS[:, 0], len(view_R)).scatter_reduce_(0, view_R, places_R, "amin")
+    order_V = first_V.argsort()
     rank_V = torch.empty_like(order_V).scatter_(0, order_V, torch.arange(len(order_V), device=order_V.device))
-    view_Q = rank_V[view_Q]
-    row_V = clean_US[(key_V // most)[order_V]]
-    clean_VS, lengths_V = row_V[:, :-1], row_V[:, -1]
-    is_inside_QK = columns_QK < width
-    ids_VS = clean_VS.clone()
-    ids_VS[view_Q[:, None].expand_as(columns_QK)[is_inside_QK], columns_QK[is_inside_QK]] = shown_QK[is_inside_QK]
-    slots_M, scored_N = (view_Q[of_asked_N] * width + columns_N).unique(return_inverse=True)
-    return Views(
-        ids=ids_VS,
-        lengths=lengths_V,
-        slots=slots_M,
-        scored=scored_N,
-        targets=targets_N,
-        clean=clean_VS,
-        block_length=block_length,
-    )
+    return rows_VS[order_V, :-1], rows_VS[order_V, -1].contiguous(), rank_V[view_R]
+
+
+def _rows(clean_VS: Tensor, context_V: Tensor, width: int, block_length: int) -> tuple[Tensor, BlockRows]:
+    """Rows [V, W] of the first slots of clean canvases, and nothing after them yet."""
+    columns_W = torch.arange(width, device=clean_VS.device)
+    ids_VW = clean_VS[:, columns_W.clamp(max=clean_VS.shape[1] - 1)]
+    chunks_VW = torch.where(columns_W < context_V[:, None], CLEAN, FILL)
+    columns_VW = torch.where(columns_W < context_V[:, None], columns_W, 0)
+    return ids_VW, BlockRows(columns=columns_VW, chunks=chunks_VW, block_length=block_length)

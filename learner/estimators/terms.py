@@ -102,8 +102,7 @@ class Terms:
             scored=views.scored[inside] - begin,
             targets=views.targets[inside],
             is_logit=None if views.is_logit is None else views.is_logit[inside],
-            clean=None if views.clean is None else views.clean[first:last, :width],
-            block_length=views.block_length,
+            blocks=None if views.blocks is None else views.blocks.cut(first, last, width),
         )
         return replace(self, views=cut, **{name: getattr(self, name)[inside] for name in _OF_TERMS})
 

@@ -5,7 +5,7 @@ Shape letters: V canvases, S slots of one, M slots that are looked at, N scored 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from learner.model.deferred import torch
@@ -53,16 +53,25 @@ class Views:
     """[N] int64, the tokens whose log-probability is wanted there; -1: the one with the highest logit."""
     is_logit: Tensor | None = None
     """[N] bool: where the logit is wanted in place of the log-probability; None: nowhere."""
-    clean: Tensor | None = None
-    """[V, S] int64: the canvases without noise, which each block of `ids` stands behind; None where the policy is
-    bidirectional."""
-    block_length: int | None = None
-    """Slots of a block, with `clean`."""
+    blocks: BlockRows | None = None
+    """What the slots are where the policy is block-causal; None: of canvases, one in a row."""
 
-    @property
-    def slots_run(self) -> int:
-        """Slots that a forward runs for each slot of a canvas."""
-        return 1 if self.clean is None else 2
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockRows:
+    """Rows of a clean canvas and of states of its blocks (`block_views.py`)."""
+
+    columns: Tensor
+    """[V, S] int64: where in the canvas each slot stands."""
+    chunks: Tensor
+    """[V, S] int64: which state it is of, or `CLEAN` or `FILL` (`learner/model/transformer.py`)."""
+    block_length: int
+    """Slots of a block."""
+
+    def cut(self, first: int, last: int, width: int) -> BlockRows:
+        """Some rows, up to a width."""
+        rows = slice(first, last), slice(width)
+        return replace(self, columns=self.columns[rows], chunks=self.chunks[rows])
 
 
 def share_equal_views(ids_BS: Tensor, lengths_B: Tensor, rows_N: Tensor, columns_N: Tensor, targets_N: Tensor) -> Views:
@@ -82,7 +91,8 @@ def share_equal_views(ids_BS: Tensor, lengths_B: Tensor, rows_N: Tensor, columns
 def token_logps(model: Transformer, views: Views, law: ScoringLaw = SOFTMAX) -> Tensor:
     """Log-probability, in nats, of each scored token, or its logit: [N] float32."""
     width = views.ids.shape[1]
-    lengths = None if bool((views.lengths == width).all()) else views.lengths
+    blocks = views.blocks
+    lengths = None if blocks is not None or bool((views.lengths == width).all()) else views.lengths
     grid = query_grid(views.slots, *views.ids.shape)
     # The head is chunked in the order of the slots.
     order_N = views.scored.argsort(stable=True)
@@ -96,8 +106,8 @@ def token_logps(model: Transformer, views: Views, law: ScoringLaw = SOFTMAX) -> 
         forbidden_ids=law.forbidden_ids,
     )
     beside: dict[str, Tensor] = {}
-    if views.clean is not None and views.block_length is not None:
-        blocks_V = torch.full_like(views.lengths, views.block_length)
-        beside = {"clean_BL": views.clean, "block_lengths_B": blocks_V}
+    if blocks is not None:
+        block_lengths_V = torch.full_like(views.lengths, blocks.block_length)
+        beside = {"columns_BL": blocks.columns, "chunks_BL": blocks.chunks, "block_lengths_B": block_lengths_V}
     logps_N: Tensor = model(views.ids, lengths, *grid, wanted=wanted, **beside)
     return torch.empty_like(logps_N).scatter(0, order_N, logps_N)

@@ -26,7 +26,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from learner.model.config import TransformerConfig
 from learner.model.memory import LayerMemory, Memory
 from learner.model.scoring import wanted_logps
-from learner.model.wanted import Wanted
+from learner.model.wanted import CLEAN, Wanted
 
 Pattern = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Whether, in a row, the slot at one column sees what stands at another: indices that broadcast, to bool."""
@@ -160,7 +160,7 @@ class Transformer(nn.Module):
         columns_BL: Tensor | None = None,
         documents_BL: Tensor | None = None,
         block_lengths_B: Tensor | None = None,
-        clean_BL: Tensor | None = None,
+        chunks_BL: Tensor | None = None,
         flex: bool = False,
         wanted: Wanted | None = None,
     ) -> Tensor:
@@ -174,16 +174,17 @@ class Transformer(nn.Module):
             scored_N: which of the asked slots, as indices into the flattened [B * Q], the head and the last
                 feed-forward run on. None scores all.
             memory: keys and values of the whole canvases that earlier forwards left; this one's are written into it.
-            columns_BL: with `memory`, where in their canvases `ids_BL` stand, when they are only a part of them.
+            columns_BL: with `memory`, where in their canvases `ids_BL` stand, when they are only a part of them; with
+                `chunks_BL`, too.
             documents_BL: which document each slot belongs to, where a row holds several one after the other; what fills
                 a row is a document too. Positions count from 0 in each, and no slot sees another document. Neither
                 `lengths_B` nor `memory` goes with it. None: a row is one canvas.
             block_lengths_B: slots of a block in each row, where attention is block-causal; a bidirectional family has
                 none. None: the config's `block_length`.
-            clean_BL: the same canvases without noise, where attention is block-causal: each block of `ids_BL` then
-                stands behind the clean blocks before it, and not behind the noisy ones. It costs twice the slots, and
-                gives of every block what a forward of its own would (block diffusion, arXiv 2503.09573, section 4.1).
-                No `memory` goes with it.
+            chunks_BL: where attention is block-causal, for rows of a clean canvas and of noisy states of its blocks,
+                each behind the clean blocks before its own (`beside_clean`): which state a slot is of, `CLEAN` for the
+                canvas, `FILL` for what fills a row. `columns_BL` then says where in the canvas each slot stands.
+                Neither `lengths_B` nor `memory` goes with it.
             flex: hide what a slot does not see by FlexAttention, which skips it, and not by a mask. Made to be
                 compiled; it cannot be trained through here.
             wanted: tokens at the scored slots whose log-probabilities are all that is asked for.
@@ -207,11 +208,9 @@ class Transformer(nn.Module):
             columns_BL=columns_BL,
             documents_BL=documents_BL,
             block_lengths_B=block_lengths_B,
-            is_beside_clean=clean_BL is not None,
+            chunks_BL=chunks_BL,
             flex=flex,
         )
-        if clean_BL is not None:
-            ids_BL = torch.cat((ids_BL, clean_BL), dim=1)
         x_ND = self._stream(ids_BL, places, Asked(queries_BQ, scored_N), memory)
         if wanted is not None:
             return wanted_logps(x_ND, self._head_weight, wanted)
@@ -242,35 +241,36 @@ class Transformer(nn.Module):
         columns_BL: Tensor | None,
         documents_BL: Tensor | None,
         block_lengths_B: Tensor | None,
-        is_beside_clean: bool,
+        chunks_BL: Tensor | None,
         flex: bool,
     ) -> Places:
         """Where the slots stand and what they may look at; the arguments are `forward`'s."""
         width = ids_BL.shape[1] if memory is None else memory.width
-        if self.config.max_sequence_length < width:
+        # Rows of chunks are longer than the canvases in them.
+        if self.config.max_sequence_length < width and chunks_BL is None:
             raise ValueError(
                 f"a canvas of {width} tokens exceeds max_sequence_length {self.config.max_sequence_length}"
             )
-        columns_BQ = queries_BQ if columns_BL is None else columns_BL.gather(1, queries_BQ)
         sees, positions_BL = self.pattern(lengths_B, block_lengths_B), columns_BL
+        own_BL, asked_BQ = self._all_columns(ids_BL), queries_BQ
+        if chunks_BL is not None:
+            assert sees is not None, "everyone sees everyone only where attention is bidirectional"
+            assert columns_BL is not None, "a state's slots stand where its block does"
+            assert lengths_B is None, "what fills a row is a chunk of its own"
+            assert memory is None, "a memory is of whole canvases"
+            sees = beside_clean(sees, chunks_BL, columns_BL)
+        elif columns_BL is not None:
+            own_BL, asked_BQ = columns_BL, columns_BL.gather(1, queries_BQ)
         if documents_BL is not None:
             assert lengths_B is None, "what fills a row is a document of its own"
             assert memory is None, "a memory is of whole canvases"
             positions_BL = positions_in_documents(documents_BL)
             sees = within_documents(sees, documents_BL, positions_BL)
-        columns_BS = self._all_columns(ids_BL) if columns_BL is None else columns_BL
-        if is_beside_clean:
-            assert sees is not None, "everyone sees everyone only where attention is bidirectional"
-            assert self.is_cache_exact, "only where attention is block-causal"
-            assert memory is None, "a memory is of whole canvases"
-            positions_BL = (columns_BS if positions_BL is None else positions_BL).repeat(1, 2)
-            sees, columns_BS = beside_clean(sees, width), torch.cat((columns_BS, columns_BS + width), dim=1)
-            width *= 2
         return Places(
             rope=self._rope(width, positions_BL, ids_BL.device),
             columns=columns_BL,
-            visible=_visible(sees, columns_BS, width, flex=flex),
-            visible_to_asked=_visible(sees, columns_BQ, width, flex=flex),
+            visible=_visible(sees, own_BL, width, flex=flex),
+            visible_to_asked=_visible(sees, asked_BQ, width, flex=flex),
         )
 
     def _stream(self, ids_BL: Tensor, places: Places, asked: Asked, memory: Memory | None) -> Tensor:
@@ -354,17 +354,20 @@ def within_documents(sees: Pattern | None, documents_BL: Tensor, positions_BL: T
     return is_seen
 
 
-def beside_clean(sees: Pattern, width: int) -> Pattern:
-    """The pattern of rows [noisy | clean], each half `width` columns and as `sees` has it, where that is block-causal.
+def beside_clean(sees: Pattern, chunks_BL: Tensor, columns_BL: Tensor) -> Pattern:
+    """The pattern of rows of a clean canvas and of noisy states of its blocks, where `sees` is block-causal.
 
-    A noisy slot sees its own block as it is, and the blocks before it clean; a clean slot sees nothing noisy.
+    A state sees itself and the clean blocks before its own, and nothing sees a state but itself: of each it is what a
+    forward of [clean blocks before it | the state] gives (block diffusion, arXiv 2503.09573, section 4.1, of two copies
+    of a canvas; here of as many states of a block as there are, behind one).
     """
 
     def is_seen(row: Tensor, query: Tensor, column: Tensor) -> Tensor:
-        is_noisy, own, other = column < width, query % width, column % width
-        sees_it, is_seen_by_it = sees(row, own, other), sees(row, other, own)
-        from_noisy = torch.where(is_noisy, sees_it & is_seen_by_it, sees_it & ~is_seen_by_it)
-        return torch.where(query < width, from_noisy, sees_it & ~is_noisy)
+        own, other = chunks_BL[row, query], chunks_BL[row, column]
+        here, there = columns_BL[row, query], columns_BL[row, column]
+        is_of_own_block = sees(row, there, here)
+        is_clean = (other == CLEAN) & sees(row, here, there) & ((own == CLEAN) | ~is_of_own_block)
+        return is_clean | ((own == other) & (own != CLEAN))
 
     return is_seen
 

@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+CLEAN, FILL = -1, -2
+"""Slots of a row of blocks that are of no noisy state: those of the clean canvas, and what fills the row."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wanted:
     """Tokens whose log-probability is wanted, and under which law."""

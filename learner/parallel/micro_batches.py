@@ -38,7 +38,7 @@ def cut(terms: Terms, unit_N: Tensor, max_tokens: int) -> MicroBatches:
     num_views, width = terms.views.ids.shape
     view_N = terms.views.slots[terms.views.scored] // width
     is_seam = _seams(view_N, unit_N, num_views).tolist()
-    lengths = (terms.views.lengths * terms.views.slots_run).tolist()
+    lengths = terms.views.lengths.tolist()
     ends: list[int] = []
     is_split, begin = False, 0
     while begin < num_views:

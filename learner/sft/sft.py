@@ -180,6 +180,7 @@ def masked_logps(model: Transformer, masked: MaskedDocuments, *, packing: bool =
 
 
 def _packed_logps(model: Transformer, masked: MaskedDocuments) -> Tensor:
+    assert not model.config.is_block_causal, "the run refuses to pack: rows of blocks are no documents"
     # No row is wider than the widest document: it takes no more memory than a row that is not packed.
     packed = pack(masked.ids, masked.lengths, masked.ids.shape[1])
     num_rows, width = packed.ids.shape
@@ -187,8 +188,5 @@ def _packed_logps(model: Transformer, masked: MaskedDocuments) -> Tensor:
     ascending_N, order_N = slots_N.sort()
     queries = query_grid(ascending_N, num_rows, width)
     wanted = Wanted(slot=torch.arange(len(order_N), device=order_N.device), token=masked.targets[order_N])
-    clean = None
-    if model.config.is_block_causal:
-        clean = pack(masked.clean, masked.lengths, masked.ids.shape[1]).ids
-    logps_N: Tensor = model(packed.ids, None, *queries, documents_BL=packed.documents, clean_BL=clean, wanted=wanted)
+    logps_N: Tensor = model(packed.ids, None, *queries, documents_BL=packed.documents, wanted=wanted)
     return logps_N[order_N.argsort()]

@@ -70,15 +70,17 @@ def test_the_arithmetic_of_learning_is_what_the_learner_counts(recipe_file: Path
         ("rollout.sampling.cfg_scale=0.5",),
         ("rollout.sampling.cache=dual",),
         ("rollout.sampling.cache=prefix", "rollout.sampling.cache_refresh_steps=3"),
+        ("model.block_length=64", "rollout.sampling.steps_per_block=4"),
+        ("model.block_length=4", "rollout.sampling.block_length=48", "rollout.sampling.steps_per_block=3"),
     ],
     ids=" ".join,
 )
 def test_the_arithmetic_of_sampling_is_what_pytorch_counts(recipe_file: Path, sampling: tuple[str, ...]) -> None:
     """For one completion that fills a canvas of 192, every slot of a block predicted, as on a GPU. Widths are multiples
     of 64, as they are rounded up to there."""
-    one = ("learner.groups_per_round=1", "learner.group_size=2", "rollout.max_prompt_tokens=64", *sampling)
+    one = ("learner.groups_per_round=1", "learner.group_size=2", "rollout.max_prompt_tokens=64")
     blocks = ("rollout.sampling.gen_length=128", "rollout.sampling.block_length=64", "rollout.sampling.stop_ids=[]")
-    recipe = _recipe(recipe_file, *one, *blocks)
+    recipe = _recipe(recipe_file, *one, *blocks, *sampling)
     shape, params = policy_shape(recipe), recipe.rollout.sampling
     model = make_model(shape)
     init_weights(model, 0)

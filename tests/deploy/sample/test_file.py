@@ -199,6 +199,36 @@ def test_tokens_are_those_of_the_original_samplers(family: str, d1: Callable, sh
     assert [json.loads(line)["token_ids"] for line in ended.out.splitlines()] == outputs
 
 
+def test_tokens_and_steps_are_those_of_the_original_block_sampler(d1: Callable, shared: Path, workdir: Path) -> None:
+    """All settings in one file, whose rows have blocks from 4 to 16: SDAR's, cached."""
+    directory = shared / "fixtures" / "sdar-tiny"
+    cases = json.loads((directory / "expected_generations.json").read_text())
+    asked = [
+        {
+            "prompt_ids": ids,
+            "gen_length": case["gen_length"],
+            "block_length": case["block_length"],
+            "steps_per_block": case["denoising_steps"],
+            "temperature": 0.0,
+            "stop_ids": case["stop_ids"],
+            **({"schedule": "quota"} if case["threshold"] is None else {"threshold": case["threshold"]}),
+        }
+        for case in cases
+        for ids in case["prompt"]
+    ]
+    (workdir / "r").write_text("\n".join(map(json.dumps, asked)))
+    ended = d1("sample", str(directory), "--requests", "r", "--json")
+    assert ended.status == 0
+    answers = [json.loads(line) for line in ended.out.splitlines()]
+    outputs = [ids for case in cases for ids in case["output"]]
+    steps = [each for case in cases for each in case["step_map"]]
+    assert [answer["token_ids"] + answer["tail"]["token_ids"] for answer in answers] == outputs
+    assert [answer["step_map"] + answer["tail"]["step_map"] for answer in answers] == steps
+    assert all(answer["exact"] for answer in answers)
+    lengths = [min(case["gen_length"], len(ids)) for case in cases if not case["stop_ids"] for ids in case["output"]]
+    assert [answer["num_tokens"] for answer in answers[: len(lengths)]] == lengths
+
+
 def test_the_bar_shows_answers_above_it_where_both_go_to_one_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", Screen())
     monkeypatch.setattr(sys, "stderr", Screen())

@@ -16,6 +16,7 @@ from learner.model.checkpoint import load_policy
 from learner.model.config import TransformerConfig
 from learner.model.networks import make_model
 from learner.model.transformer import Transformer, init_weights
+from learner.model.wanted import FILL
 from learner.parallel.micro_batches import cut
 from learner.sft.sft import MaskedDocuments, masked_logps
 from tests.learner.batches import batch_of
@@ -84,22 +85,31 @@ def test_each_token_is_scored_in_its_canvas_block_behind_what_is_clean(policy: T
     views, width = terms.views, terms.views.ids.shape[1]
     for index, (row, slot) in enumerate(zip(terms.rows.tolist(), terms.slots.tolist(), strict=True)):
         place = int(views.slots[views.scored[index]])
-        assert place % width == slot + 6
-        begin = (slot + 6) // BLOCK * BLOCK
-        shown = tuple(views.ids[place // width, begin : begin + BLOCK].tolist())
+        assert views.blocks is not None
+        assert int(views.blocks.columns.flatten()[place]) == slot + 6
+        begin = place % width - (slot + 6) % BLOCK
+        shown = views.ids[place // width, begin : begin + BLOCK]
+        # What lies past the canvas is seen by nobody.
+        shown = tuple(shown[: min(BLOCK, 19 - (slot + 6) // BLOCK * BLOCK)].tolist())
         torch.testing.assert_close(found[index], expected[row, slot, shown], atol=1e-5, rtol=0)
 
 
-def test_states_of_blocks_share_as_few_rows_as_a_block_has_states(policy: Transformer) -> None:
+def test_all_states_of_a_completion_share_a_row(policy: Transformer) -> None:
     batch = _batch()
     config = TrajectoryConfig(steps_per_segment=1)
     corruption = config.corrupt(batch, FIRST, SamplerFacts(block_length=BLOCK, is_block_causal=True))
     terms = make_terms(batch, policy.config, corruption)
     # Eleven steps of a row: two of its first block, which has two slots, and three of each of the others.
     assert len(corruption.rows) == 8 * 11
-    assert len(terms.views.ids) == 8 * 3
-    first_rows = terms.rows[torch.searchsorted(terms.views.slots[terms.views.scored], torch.arange(24) * 19)]
-    assert first_rows.tolist() == sorted(first_rows.tolist()), "views keep the order of the rows"
+    # Sixteen clean slots before the last block, and eleven states of four slots.
+    assert terms.views.ids.shape == (8, 16 + 11 * 4)
+    assert terms.views.lengths.tolist() == [60] * 8
+    width, view_of_term = 60, terms.views.slots[terms.views.scored] // 60
+    assert terms.rows.tolist() == view_of_term.tolist(), "views keep the order of the rows"
+    assert terms.views.blocks is not None
+    # The canvas ends in its last block, of which a slot is left over.
+    assert int((terms.views.blocks.chunks == FILL).sum()) == 8 * 3
+    assert width == terms.views.ids.shape[1]
 
 
 def test_equal_states_of_equal_rows_are_run_once(policy: Transformer) -> None:
@@ -138,11 +148,13 @@ def test_the_gradient_is_that_of_a_forward_of_each_canvas(policy: Transformer) -
         torch.testing.assert_close(found[name], parameter.grad, atol=1e-4, rtol=1e-3)
 
 
-def test_micro_batches_count_the_clean_half_too(policy: Transformer) -> None:
+def test_micro_batches_count_all_slots_of_a_row(policy: Transformer) -> None:
     batch = _batch(num_rows=4)
     terms = make_terms(batch, policy.config, _random(batch, 1))
-    assert [len(micro.views.ids) for micro in cut(terms, terms.rows, 2 * 2 * 19).terms] == [2, 2]
-    assert all(micro.views.clean is not None for micro in cut(terms, terms.rows, 2 * 19).terms)
+    length = int(terms.views.lengths.max())
+    assert length > 19
+    assert [len(micro.views.ids) for micro in cut(terms, terms.rows, 2 * length).terms] == [2, 2]
+    assert all(micro.views.blocks is not None for micro in cut(terms, terms.rows, length).terms)
 
 
 def test_a_masked_prompt_is_so_for_every_block(policy: Transformer) -> None:
@@ -151,13 +163,18 @@ def test_a_masked_prompt_is_so_for_every_block(policy: Transformer) -> None:
     prompt = torch.zeros(4, 6, dtype=torch.bool)
     prompt[:, 1] = True
     masked = Corruption(rows=plain.rows, masked=plain.masked, scored=plain.scored, prompt_masked=prompt)
-    views = make_terms(batch, policy.config, masked).views
-    assert views.clean is not None
-    assert (views.clean[:, 1] == MASK).all()
-    assert (views.ids[:, 1] == MASK).all()
+    terms = make_terms(batch, policy.config, masked)
+    assert (terms.views.ids[:, 1] == MASK).all()
+    clean = torch.cat((batch.prompt_ids.masked_fill(prompt, MASK), batch.completion_ids), dim=1)
+    canvas, slot = plain.scored.nonzero()[0].tolist()
+    noisy = clean[canvas].clone()
+    noisy[6:][plain.masked[canvas]] = MASK
+    alone = _alone(policy, noisy, clean[canvas], slot + 6, int(clean[canvas, slot + 6]))
+    (place,) = ((terms.rows == canvas) & (terms.slots == slot)).nonzero()
+    torch.testing.assert_close(token_logps(policy, terms.views)[place[0]], alone, atol=1e-5, rtol=0)
 
 
-def test_masked_sft_scores_each_block_behind_clean_ones_packed_or_not(policy: Transformer) -> None:
+def test_masked_sft_scores_each_block_behind_clean_ones(policy: Transformer) -> None:
     batch = _batch(num_rows=4)
     clean = torch.cat((batch.prompt_ids, batch.completion_ids), dim=1)
     lengths = torch.tensor([19, 9, 14, 10])
@@ -180,9 +197,7 @@ def test_masked_sft_scores_each_block_behind_clean_ones_packed_or_not(policy: Tr
         ]
     )
     with torch.no_grad():
-        for packing in (False, True):
-            found = masked_logps(policy, masked, packing=packing)
-            torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+        torch.testing.assert_close(masked_logps(policy, masked), expected, atol=1e-5, rtol=0)
 
 
 def test_a_text_in_blocks_of_one_has_its_likelihood_and_no_bound(policy: Transformer) -> None:
@@ -228,7 +243,7 @@ def test_the_original_sdar_codes_log_probabilities_come_back(shared: Path) -> No
             facts = SamplerFacts(block_length=setting["block_length"], is_block_causal=True)
             corruption = TrajectoryConfig(steps_per_segment=1).corrupt(batch, FIRST, facts)
             terms = make_terms(batch, policy.config, corruption, setting["block_length"])
-            assert len(terms.views.ids) <= min(setting["denoising_steps"], setting["block_length"])
+            assert len(terms.views.ids) == 1
             with torch.inference_mode():
                 found = token_logps(policy, terms.views)
             assert found.tolist() == pytest.approx([logps[slot] for slot in terms.slots.tolist()], abs=1e-4)

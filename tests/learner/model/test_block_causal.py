@@ -1,4 +1,4 @@
-"""Block-causal families: what a slot sees, and [noisy | clean] rows."""
+"""Block-causal families: what a slot sees, and rows of clean canvases and noisy states of blocks."""
 
 import json
 import shutil
@@ -38,6 +38,18 @@ def _masked(ids: torch.Tensor) -> torch.Tensor:
     return torch.where(is_masked, 38, ids)
 
 
+def _beside(
+    model: Transformer, noisy: torch.Tensor, clean: torch.Tensor, block: int = BLOCK, **others: object
+) -> torch.Tensor:
+    """Logits of canvases, each block behind the clean blocks before it: of rows [clean | noisy]."""
+    rows, length = clean.shape
+    columns = torch.arange(length).repeat(2).expand(rows, -1)
+    chunks = torch.cat((torch.full((length,), -1), torch.arange(length) // block)).expand(rows, -1)
+    queries = torch.arange(length, 2 * length).expand(rows, -1)
+    ids = torch.cat((clean, noisy), dim=1)
+    return model(ids, None, queries, columns_BL=columns, chunks_BL=chunks, **others)
+
+
 def test_logits_are_those_of_the_original_sdar_code(shared: Path) -> None:
     """With heads that are wider than the stream has room for, and normalised queries and keys."""
     directory = shared / "fixtures" / "sdar-tiny"
@@ -45,7 +57,7 @@ def test_logits_are_those_of_the_original_sdar_code(shared: Path) -> None:
     policy = load_policy(directory)
     with torch.inference_mode():
         logits = policy(expected["input_ids"])
-        beside_clean = policy(expected["input_ids"], clean_BL=expected["clean_ids"])
+        beside_clean = _beside(policy, expected["input_ids"], expected["clean_ids"])
     torch.testing.assert_close(logits, expected["logits"], atol=5e-4, rtol=0)
     torch.testing.assert_close(beside_clean, expected["noisy_logits"], atol=5e-4, rtol=0)
 
@@ -80,32 +92,37 @@ def test_rows_of_a_forward_may_have_blocks_of_their_own(model: Transformer) -> N
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("flex", [False, True])
 def test_beside_clean_each_block_is_as_in_a_forward_of_its_own(model: Transformer, flex: bool) -> None:
-    clean, lengths = _rows(2), torch.tensor([LENGTH, LENGTH - 3])
+    clean = _rows(2)
     noisy = _masked(clean)
     with torch.no_grad():
-        logits = model(noisy, lengths, clean_BL=clean, flex=flex)
-        for row, length in enumerate(lengths.tolist()):
-            for begin in range(0, length, BLOCK):
-                end = min(begin + BLOCK, length)
-                alone = torch.cat((clean[row, :begin], noisy[row, begin:end]))[None]
-                torch.testing.assert_close(logits[row, begin:end], model(alone)[0, begin:], atol=1e-5, rtol=0)
+        logits = _beside(model, noisy, clean, flex=flex)
+        for row in range(2):
+            for begin in range(0, LENGTH, BLOCK):
+                alone = torch.cat((clean[row, :begin], noisy[row, begin : begin + BLOCK]))[None]
+                found = logits[row, begin : begin + BLOCK]
+                torch.testing.assert_close(found, model(alone)[0, begin:], atol=1e-5, rtol=0)
 
 
-def test_documents_of_a_row_stand_beside_their_clean_selves(model: Transformer) -> None:
-    clean = _rows(1)
-    noisy, documents = _masked(clean), torch.tensor([[0] * 7 + [1] * 11])
+def test_states_of_a_block_that_share_a_row_do_not_see_each_other(model: Transformer) -> None:
+    """Two states of the third block and what fills the row, in a row that has no clean third block."""
+    clean = _rows(1)[:, :12]
+    states = torch.tensor([[38, 3, 38, 5], [1, 38, 38, 38]])
+    ids = torch.cat((clean[:, :8], states.view(1, 8), torch.full((1, 3), 7)), dim=1)
+    columns = torch.tensor([[*range(8), *range(8, 12), *range(8, 12), 0, 0, 0]])
+    chunks = torch.tensor([[-1] * 8 + [0] * 4 + [1] * 4 + [-2] * 3])
     with torch.no_grad():
-        together = model(noisy, documents_BL=documents, clean_BL=clean)[0]
-        for first, last in ((0, 7), (7, 18)):
-            alone = model(noisy[:, first:last], clean_BL=clean[:, first:last])[0]
-            torch.testing.assert_close(together[first:last], alone, atol=1e-5, rtol=0)
+        found = model(ids, columns_BL=columns, chunks_BL=chunks)[0]
+        for number, state in enumerate(states):
+            alone = model(torch.cat((clean[0, :8], state))[None])[0]
+            torch.testing.assert_close(found[8 + 4 * number : 12 + 4 * number], alone[8:], atol=1e-5, rtol=0)
+            torch.testing.assert_close(found[:8], alone[:8], atol=1e-5, rtol=0)
 
 
 def test_beside_clean_the_gradient_is_that_of_forwards_of_each_block(model: Transformer) -> None:
     clean = _rows(1)
     noisy = _masked(clean)
     weight = torch.randn(LENGTH, 40, generator=torch.Generator().manual_seed(3))
-    (model(noisy, clean_BL=clean)[0] * weight).sum().backward()
+    (_beside(model, noisy, clean)[0] * weight).sum().backward()
     found = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     model.zero_grad()
     for begin in range(0, LENGTH, BLOCK):
@@ -119,7 +136,7 @@ def test_with_one_slot_a_block_it_is_the_likelihood_of_a_text_from_left_to_right
     clean = _rows(1)
     blocks = torch.tensor([1])
     with torch.no_grad():
-        at_once = model(torch.full_like(clean, 38), block_lengths_B=blocks, clean_BL=clean)[0]
+        at_once = _beside(model, torch.full_like(clean, 38), clean, 1, block_lengths_B=blocks)[0]
         for slot in range(LENGTH):
             canvas = torch.cat((clean[0, :slot], torch.tensor([38])))[None]
             torch.testing.assert_close(at_once[slot], model(canvas, block_lengths_B=blocks)[0, -1], atol=1e-5, rtol=0)
