@@ -193,6 +193,8 @@ class SamplingParams(BaseModel):
             parts.append(f"threshold {self.threshold:g}")
         else:
             parts[0] += f" {getattr(self, PARAMETER_OF[self.schedule]):g}"
+            if self.schedule is Schedule.THRESHOLD and self.steps_per_block is not None:
+                parts.append(f"at most {self.steps_per_block} steps a block")
         return ", ".join(parts)
 
     @property

@@ -37,6 +37,18 @@ def test_a_schedule_takes_the_place_of_another(
     assert name is None or params.schedule_name == name
 
 
+def test_steps_of_a_block_take_the_place_of_steps_in_all_and_these_of_them() -> None:
+    blocks = SamplingParams(gen_length=18, block_length=4, steps_per_block=2)
+    assert blocks.schedule_name == "2 steps a block"
+    assert ScheduleConfig(steps_per_block=4).of(blocks).schedule_name == "4 steps a block"
+    assert ScheduleConfig(steps_per_block=1).of(blocks).schedule_name == "1 step a block"
+    sure = ScheduleConfig(steps_per_block=4, threshold=0.9).of(blocks)
+    assert (sure.schedule_name, sure.num_block_steps) == ("threshold 0.9, at most 4 steps a block", 4)
+    assert ScheduleConfig(threshold=0.9).of(blocks).steps_per_block is None
+    of_all = SamplingParams(gen_length=16, block_length=4, steps_per_block=2)
+    assert ScheduleConfig(num_denoise_steps=16).of(of_all).num_block_steps == 4
+
+
 def test_one_step_is_one_step() -> None:
     assert BASE.model_copy(update={"num_denoise_steps": 1}).schedule_name == "1 step"
     random = BASE.model_copy(update={"schedule": Schedule.RANDOM})

@@ -1,0 +1,200 @@
+"""How fast block-causal policies are sampled and replayed, for what is exact in them.
+
+    python -m benchmarks.blocks [--only sampling] [--rounds 1] [--lengths 64 256 1024] [--out FILE]
+
+`sampling`: half as many denoise steps as slots, of the same weights three ways: as a bidirectional policy in d1's
+schedule (blocks of 32, every step a forward of the canvas), as a block-causal one (blocks of 4) whose steps run the
+canvas up to their block, and with its finished blocks remembered. The last two must commit the same tokens with the
+same log-probabilities. `replay`: forward and backward of the likelihood of every token at its own denoise step, by a
+forward of each step's canvas, and by one row of each completion. On one thread, in CPU time, each case in a process of
+its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.measure import in_fresh_process, in_turn
+from benchmarks.models import Shape, make_prompts
+from learner.estimators.block_views import views_of_blocks
+from learner.estimators.views import Views, share_equal_views, token_logps
+from learner.model.networks import make_model
+from learner.model.transformer import Transformer, init_weights
+from rollout.config import EngineConfig
+from rollout.request import Completion, Request, SamplingParams
+from rollout.sampler import Sampler
+
+SHAPE = Shape(d_model=128, num_layers=4, num_heads=4, vocab_size=1536)
+PROMPT_TOKENS, BLOCK = 64, 4
+Row = dict[str, Any]
+
+
+def policies(num_slots: int) -> dict[str, Transformer]:
+    """The same weights as a bidirectional and as a block-causal policy."""
+    config = SHAPE.config(PROMPT_TOKENS + num_slots)
+    found = {}
+    for name, changes in {"bidirectional": {}, "block-causal": {"family": "sdar", "block_length": BLOCK}}.items():
+        model = make_model(config.model_copy(update=changes))
+        init_weights(model, seed=0)
+        assert model.head is not None, "the shape does not tie it"
+        with torch.no_grad():
+            # Sharper than random: one that is nearly uniform has no order to find.
+            model.head.weight.mul_(8.0)
+        found[name] = model
+    return found
+
+
+def sampling(num_slots: int, num_rows: int, rounds: int) -> list[Row]:
+    """Seconds of one length and batch, and by how much what is sampled differs."""
+    of_model = policies(num_slots)
+    warm: dict[str, Any] = {"gen_length": num_slots, "temperature": 1.0, "stop_ids": ()}
+    whole = SamplingParams(**warm, block_length=32, num_denoise_steps=num_slots // 2)
+    blocks = SamplingParams(**warm, block_length=BLOCK, steps_per_block=BLOCK // 2)
+    samplers = {
+        "d1's schedule, bidirectional": (Sampler(of_model["bidirectional"], 0), whole),
+        "block-causal, whole canvases": (Sampler(of_model["block-causal"], 0, EngineConfig(block_cache=False)), blocks),
+        "block-causal, remembered": (Sampler(of_model["block-causal"], 0), blocks),
+    }
+    prompts = make_prompts(num_rows, PROMPT_TOKENS, SHAPE.vocab_size, "cpu")
+    answers: dict[str, list[Completion]] = {}
+    works: dict[str, Callable[[], object]] = {}
+    for name, (sampler, params) in samplers.items():
+        requests = [Request(prompt_ids=tuple(ids), params=params, seed=i) for i, ids in enumerate(prompts.tolist())]
+        works[name] = partial(_sample, answers, name, sampler, requests)
+    taken = in_turn(works, rounds, "cpu")
+    remembered, plain = answers["block-causal, remembered"], answers["block-causal, whole canvases"]
+    differs = max(float(np.abs(a.commit_logp - b.commit_logp).max()) for a, b in zip(remembered, plain, strict=True))
+    equal = all((a.token_ids == b.token_ids).all() for a, b in zip(remembered, plain, strict=True))
+    ours = "block-causal, remembered"
+    return [
+        {
+            "what": f"{num_slots} slots, {num_rows} rows: {name}",
+            "seconds": min(seconds),
+            "tokens_per_s": num_slots * num_rows / min(seconds),
+            "times": min(seconds) / min(taken[ours]),
+            **({"tokens_equal": equal, "largest_difference": differs} if name == ours else {}),
+        }
+        for name, seconds in taken.items()
+    ]
+
+
+def _sample(answers: dict[str, list[Completion]], name: str, sampler: Sampler, requests: Sequence[Request]) -> None:
+    answers[name] = sampler.generate(requests)
+
+
+def replay(num_slots: int, num_rows: int, rounds: int, steps_per_block: int) -> list[Row]:
+    """Seconds of a gradient of exact likelihoods, and by how much they differ."""
+    model = policies(num_slots)["block-causal"]
+    params = SamplingParams(
+        gen_length=num_slots, block_length=BLOCK, steps_per_block=steps_per_block, temperature=1.0, stop_ids=()
+    )
+    prompts = make_prompts(num_rows, PROMPT_TOKENS, SHAPE.vocab_size, "cpu")
+    requests = [Request(prompt_ids=tuple(ids), params=params, seed=i) for i, ids in enumerate(prompts.tolist())]
+    completions = Sampler(model, 0).generate(requests)
+    views = _views(model, prompts, completions)
+    found: dict[str, torch.Tensor] = {}
+
+    def work(name: str) -> None:
+        model.zero_grad()
+        parts = []
+        # Canvases in micro-batches, as the learner runs them.
+        for some in views[name]:
+            logps = token_logps(model, some)
+            logps.sum().backward()
+            parts.append(logps.detach())
+        found[name] = torch.cat(parts)
+
+    taken = in_turn({name: partial(work, name) for name in views}, rounds, "cpu")
+    one, other = found["a forward of each step"], found["one row a completion"]
+    rows = [
+        {
+            "what": f"{num_slots} slots, {num_rows} rows, {steps_per_block} steps a block: {name}",
+            "seconds": min(seconds),
+            "slots": sum(int(some.lengths.sum()) for some in views[name]),
+            "times": min(seconds) / min(taken["one row a completion"]),
+        }
+        for name, seconds in taken.items()
+    ]
+    rows[-1]["largest_difference"] = float((one.sort().values - other.sort().values).abs().max())
+    return rows
+
+
+def _views(model: Transformer, prompts: torch.Tensor, completions: list[Completion]) -> Mapping[str, list[Views]]:
+    """Every step's canvas of every completion, both ways, a completion at a time."""
+    plain, rows = [], []
+    for prompt, completion in zip(prompts, completions, strict=True):
+        tokens = torch.from_numpy(completion.token_ids.astype(np.int64))
+        steps = torch.from_numpy(completion.step_map.astype(np.int64))
+        clean, num_steps = torch.cat((prompt, tokens)), int(steps.max()) + 1
+        masked = steps >= torch.arange(num_steps)[:, None]
+        hidden = torch.cat((torch.zeros(num_steps, len(prompt), dtype=torch.bool), masked), dim=1)
+        noisy = torch.where(hidden, model.config.mask_token_id, clean)
+        order = steps.argsort(stable=True)
+        asked = torch.full((num_steps,), len(clean)), steps[order], len(prompt) + order, tokens[order]
+        plain.append(share_equal_views(noisy, *asked))
+        rows.append(views_of_blocks(noisy, *asked, clean_RS=clean.expand(num_steps, -1), block_length=BLOCK))
+    return {"a forward of each step": plain, "one row a completion": rows}
+
+
+COLUMNS = {
+    "what": "what",
+    "seconds": "seconds",
+    "tokens_per_s": "tokens/s",
+    "slots": "slots run",
+    "times": "times as long",
+    "tokens_equal": "tokens equal",
+    "largest_difference": "largest |Δlogp|, nats",
+}
+
+
+def table(title: str, rows: list[Row]) -> Table:
+    """Rows, with the columns that some of them have."""
+    shown = Table(title=title)
+    columns = {key: heading for key, heading in COLUMNS.items() if any(key in row for row in rows)}
+    for key, heading in columns.items():
+        shown.add_column(heading, justify="left" if key == "what" else "right")
+    for row in rows:
+        shown.add_row(*(_cell(row.get(key, "")) for key in columns))
+    return shown
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def main() -> None:
+    """Run what is asked for; print tables, and write the rows with `--out`."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=["sampling", "replay"])
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[64, 256, 1024])
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    found: dict[str, list[Row]] = {}
+    if args.only != "replay":
+        cases = [(length, rows) for rows in args.batches for length in args.lengths]
+        found["sampling"] = [row for case in cases for row in in_fresh_process(sampling, *case, args.rounds)]
+        Console(width=140).print(table("half as many steps as slots", found["sampling"]))
+    if args.only != "sampling":
+        cases = [(length, steps) for length in args.lengths for steps in (2, 4)]
+        found["replay"] = [
+            row for length, steps in cases for row in in_fresh_process(replay, length, 8, args.rounds, steps)
+        ]
+        Console(width=140).print(table("exact likelihood of a trajectory, forward and backward", found["replay"]))
+    if args.out is not None:
+        args.out.write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()
