@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.measure import in_fresh_process, in_turn
-from benchmarks.models import Shape, make_prompts
+from benchmarks.models import CASES, make_prompts
 from learner.estimators.block_views import views_of_blocks
 from learner.estimators.views import Views, share_equal_views, token_logps
 from learner.model.networks import make_model
@@ -34,7 +34,7 @@ from rollout.config import EngineConfig
 from rollout.request import Completion, Request, SamplingParams
 from rollout.sampler import Sampler
 
-SHAPE = Shape(d_model=128, num_layers=4, num_heads=4, vocab_size=1536)
+SHAPE = CASES["d 256, 6 layers, V 1,536"]
 PROMPT_TOKENS, BLOCK = 64, 4
 Row = dict[str, Any]
 

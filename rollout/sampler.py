@@ -15,6 +15,7 @@ predicted, V vocabulary.
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -129,6 +130,14 @@ class SlotBatch:
         Raises ValueError, naming the field, when the policy cannot serve it.
         """
         check_request(request, self._config)
+        trained, asked = self._config.block_length, request.params.block_length
+        if trained not in (None, asked):
+            # Python tells each such sentence once.
+            warnings.warn(
+                f"block_length {asked} is not the {trained} slots that the policy's config names: it may not have been "
+                "trained with such blocks",
+                stacklevel=2,
+            )
         self._waiting.append((self._num_submitted, request))
         self._num_submitted += 1
         return self._num_submitted - 1

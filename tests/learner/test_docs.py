@@ -47,6 +47,7 @@ LACKING = {
     "a threshold": {"has_fallback": False},
     "two denoise steps": {"most_steps": 1},
     "steps that vary": {"has_varying_steps": False},
+    "a bidirectional policy": {"is_block_causal": True},
 }
 
 

@@ -63,6 +63,7 @@ def test_the_arithmetic_of_learning_is_what_the_learner_counts(recipe_file: Path
     assert learner.model_flops == pytest.approx(learning_flops(recipe, shape), rel=1e-12)
 
 
+@pytest.mark.filterwarnings("ignore:block_length .* is not the 4 slots")
 @pytest.mark.parametrize(
     "sampling",
     [

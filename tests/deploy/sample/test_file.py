@@ -199,6 +199,7 @@ def test_tokens_are_those_of_the_original_samplers(family: str, d1: Callable, sh
     assert [json.loads(line)["token_ids"] for line in ended.out.splitlines()] == outputs
 
 
+@pytest.mark.filterwarnings("ignore:block_length .* is not the 4 slots")
 def test_tokens_and_steps_are_those_of_the_original_block_sampler(d1: Callable, shared: Path, workdir: Path) -> None:
     """All settings in one file, whose rows have blocks from 4 to 16: SDAR's, cached."""
     directory = shared / "fixtures" / "sdar-tiny"

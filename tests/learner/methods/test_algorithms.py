@@ -19,6 +19,7 @@ from learner.counter import uniform
 from learner.estimators import InnerUpdate, SamplerFacts, random_masks
 from learner.estimators.trajectory import CHOICE_KEY
 from learner.learner import Learner
+from learner.model.networks import make_model
 from learner.model.transformer import Transformer
 from learner.parallel.sharding import ShardedPolicy
 from learner.round import WEIGHING
@@ -83,7 +84,7 @@ def sharpened(model: Transformer) -> Transformer:
 
 
 def _copy(model: Transformer, dtype: torch.dtype = torch.float32) -> Transformer:
-    copied = Transformer(model.config)
+    copied = make_model(model.config)
     copied.load_state_dict(model.state_dict())
     return copied.to(dtype)
 
@@ -281,9 +282,27 @@ def test_small_micro_batches_give_the_gradient_of_the_whole_batch(
     name: str, policy: Transformer, rollouts: RolloutBatch
 ) -> None:
     """A budget of one canvas splits the draws of a completion: two sweeps, the same gradient."""
-    sampler = algorithm_sampler(name)
+    _check_micro_batches(name, policy, rollouts, algorithm_sampler(name), (14, 40))
+
+
+@pytest.mark.parametrize("name", [name for name in ALGORITHMS if name != "mapg"])
+def test_a_block_causal_policy_takes_steps_by_each_method(
+    name: str, policy: Transformer, rollouts: RolloutBatch
+) -> None:
+    """But by the one that compares slots of unlike blocks; in micro-batches of a row too, that share out its draws."""
+    causal = make_model(policy.config.model_copy(update={"family": "sdar", "block_length": 4}))
+    causal.load_state_dict(policy.state_dict())
+    sampler = replace(algorithm_sampler(name), is_block_causal=True)
+    _check_micro_batches(name, causal, rollouts, sampler, (30, 100))
+
+
+def _check_micro_batches(
+    name: str, policy: Transformer, rollouts: RolloutBatch, sampler: SamplerFacts, budgets: tuple[int, ...]
+) -> None:
+    """Two updates have the same gradients, and some, in one micro-batch and in several of so many tokens."""
     whole = _gradients(_copy(policy), algorithm_config(name), rollouts, sampler).gradients
-    for max_tokens in (14, 40):
+    assert all(float(torch.stack([g.abs().max() for g in gradients.values()]).max()) > 0 for gradients in whole)
+    for max_tokens in budgets:
         config = algorithm_config(name, micro_batch_tokens=max_tokens)
         cut = _gradients(_copy(policy), config, rollouts, sampler).gradients
         for update in (0, 1):
