@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import blocks, learner_curves, roofline, toy, update_flops
 from benchmarks import learner as learner_benchmark
-from benchmarks import learner_curves, roofline, toy, update_flops
 from benchmarks.models import Shape
 from benchmarks.reference import ReferenceNet, Work, generate, generate_lockstep
 from benchmarks.rounds import Setting, make_reference, make_round, prompt_masks
@@ -144,3 +144,17 @@ def test_a_rank_starts_in_little_more_memory_than_its_shard() -> None:
     (row,) = loading.rows(0.3, 2, ["by rows"])
     assert row.shard_bytes > 150e6
     assert row.peak_bytes < 1.05 * row.shard_bytes + 2 * 34e6
+
+
+def test_block_causal_policies_are_sampled_and_replayed_alike_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers are those of this machine; what is compared must be equal, and replay must run fewer slots."""
+    monkeypatch.setattr(blocks, "SHAPE", Shape(d_model=32, num_layers=2, num_heads=2, vocab_size=64))
+    whole, plain, remembered = blocks.sampling(32, 2, 1)
+    assert remembered["tokens_equal"]
+    assert remembered["largest_difference"] < 1e-4
+    assert remembered["times"] == 1.0
+    assert min(whole["seconds"], plain["seconds"]) > 0
+    by_step, by_row = blocks.replay(32, 2, 1, steps_per_block=2)
+    assert by_row["largest_difference"] < 1e-4
+    # Sixteen steps of 96 columns; and 92 clean columns with two states of eight blocks.
+    assert (by_step["slots"], by_row["slots"]) == (2 * 16 * 96, 2 * (92 + 2 * 8 * 4))
