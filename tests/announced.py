@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from actors.registry.registry import NEWEST, PolicyVersion, Registry
+from actors.registry.records import NEWEST, PolicyVersion
+from actors.registry.registry import Registry
 
 
 def latest(registry: Registry) -> PolicyVersion | None:

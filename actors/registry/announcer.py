@@ -10,7 +10,8 @@ from typing import Any
 from actors.checkpoints.best import validated_best
 from actors.messages import Generation
 from actors.registry.files import read_admin, rebuild
-from actors.registry.registry import PolicyVersion, Registry
+from actors.registry.records import PolicyVersion
+from actors.registry.registry import Registry
 from actors.run_log import RunLog, began_at
 from actors.spec import Phase
 

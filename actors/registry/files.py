@@ -10,7 +10,8 @@ from pathlib import Path
 
 from actors.checkpoints.best import validated_best
 from actors.checkpoints.selection import checkpoints_to_answer
-from actors.registry.registry import NOTHING_HELD, AdminState, PolicyVersion, Registry
+from actors.registry.records import NOTHING_HELD, AdminState, PolicyVersion
+from actors.registry.registry import Registry
 from actors.run_log import CHECKPOINTS, Event, began_at, read_events
 from actors.spec import Phase
 

@@ -7,11 +7,14 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from statistics import median
-from typing import Any
 
 import torch
 
+from actors.registry.records import POLICY, PolicyVersion
 from benchmarks.gpu.setting import Row, Setting, random_policy
+from deploy.service.contract import Done, Event, Job, Refused
+from deploy.service.engine.engine import Engine
+from deploy.service.engine.versions import Versions
 from rollout.config import EngineConfig
 from rollout.sampler import Sampler
 
@@ -39,14 +42,11 @@ class _Served:
     """An engine with a random policy, and its clients."""
 
     def __init__(self, setting: Setting) -> None:
-        # Here and not above: the service's packages may be missing where all else can be measured.
-        from actors.registry.registry import PolicyVersion
-        from deploy.service.engine.engine import Engine
-        from deploy.service.engine.versions import Versions
-
-        nothing = dict.fromkeys(("num_correct", "num_problems", "checkpoint", "weight_store", "manifest_digest"))
+        nothing: dict[str, None] = dict.fromkeys(
+            ("num_correct", "num_problems", "checkpoint", "weight_store", "manifest_digest")
+        )
         self._setting = setting
-        self._policy: Any = PolicyVersion(version=0, round=0, phase="rl", **nothing)
+        self._policy = PolicyVersion(version=0, round=0, phase="rl", **nothing)
         sampler = self._loaded(self._policy)
         self._versions = Versions(sampler, self._policy, load=self._loaded, locate=lambda _: None, most_live=2)
         self._engine = Engine(self._versions)
@@ -61,9 +61,6 @@ class _Served:
 
     def answer(self, seed: int) -> float:
         """Seconds of one request. Raises RuntimeError where it is not answered."""
-        from actors.registry.registry import POLICY
-        from deploy.service.contract import Done, Event, Job, Refused
-
         ended, failures = threading.Event(), list[str]()
 
         def tell(event: Event) -> None:
@@ -103,5 +100,5 @@ class _Served:
             "slowest_s": max(times),
         }
 
-    def _loaded(self, policy: Any) -> Sampler:
+    def _loaded(self, policy: PolicyVersion) -> Sampler:
         return Sampler(random_policy(self._setting, torch.bfloat16), policy.version, EngineConfig(dtype="bfloat16"))

@@ -14,7 +14,8 @@ import torch
 import yaml
 from torch import Tensor
 
-from actors.registry.registry import PolicyVersion, Registry
+from actors.registry.records import PolicyVersion
+from actors.registry.registry import Registry
 from actors.registry.server import free_port
 from actors.run_log import RECIPE
 from deploy.orphans import descendants

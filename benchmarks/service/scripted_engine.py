@@ -14,7 +14,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.registry.registry import PolicyVersion
+from actors.registry.records import PolicyVersion
 from benchmarks.service.grpc_transport import Codec, GrpcServer, make_certificate
 from deploy.service.contract import Began, BlocksDone, Done, Event, Job
 from deploy.service.engine.engine_host import EngineHost

@@ -84,13 +84,13 @@ def serve(
     if admin_port is not None:
         raise UserError("--admin-port is for runs; a checkpoint by itself has no other version to pin")
     with saying("loading Ray and the service", at_once=True):
-        from deploy.service import serve_checkpoint
+        from deploy.service.on_ray.launch import serve_checkpoint
 
     serve_checkpoint(found.directory, host, port)
 
 
 def _serve_run(run_dir: Path, host: str, port: int, admin_port: int | None) -> None:
     with saying("loading Ray and the service", at_once=True):
-        from deploy.service import serve_run
+        from deploy.service.on_ray.launch import serve_run
 
     serve_run(run_dir, host, port, admin_port)

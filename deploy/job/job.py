@@ -265,7 +265,7 @@ def _call(reference: Any) -> Any:
 
 def _start_service(recipe: Recipe, registry: str, say: Callable[[str], None]) -> str:
     """Put the service up, saying what that waits for; what to tell the user about it."""
-    from deploy.service import banner, deploy_source
+    from deploy.service.on_ray.launch import banner, deploy_source
     from deploy.service.source import Source
 
     service, source = recipe.service, Source(directory=str(recipe.run_dir), is_run=True, registry_url=registry)

@@ -2,10 +2,6 @@
 
 import structlog
 
-from deploy.service.on_ray.launch import banner, deploy_source, serve_checkpoint, serve_run
-
-__all__ = ["banner", "deploy_source", "serve_checkpoint", "serve_run"]
-
 # Here, since each of its processes passes here. By default tracebacks show what variables hold: prompts, and secrets.
 structlog.configure(
     processors=[

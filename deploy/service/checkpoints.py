@@ -8,7 +8,7 @@ from pathlib import Path
 
 from actors.checkpoints.best import validated_best
 from actors.checkpoints.selection import Position, checkpoints_to_answer, find_position
-from actors.registry.registry import BASE, BEST, PolicyVersion
+from actors.registry.records import BASE, BEST, PolicyVersion
 from actors.run_log import CHECKPOINTS, Event, read_events
 from actors.spec import Phase
 from deploy.runs.reading import newest_to_answer

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from actors.registry.registry import AdminState, PolicyVersion
+from actors.registry.records import AdminState, PolicyVersion
 from rollout.request import Committed, Completion, Progress, Request
 from rollout.score import Score
 

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from actors.checkpoints.selection import checkpoints_to_answer
-from actors.registry.registry import PolicyVersion, Registry
+from actors.registry.records import PolicyVersion
+from actors.registry.registry import Registry
 from actors.run_log import CHECKPOINTS
 from deploy.requests.defaults import Defaults
 from deploy.runs.reading import read_recipe

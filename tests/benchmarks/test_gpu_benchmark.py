@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import subprocess
+import sys
+import tomllib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +25,12 @@ from learner.model.transformer import Transformer
 from rollout import sampler as rollout_sampler
 
 Rows = list[dict[str, Any]]
+ROOT = Path(__file__).parents[2]
+# Of what d1 depends on, what a bare machine with a GPU has: torch, transformers, pydantic and structlog, with theirs.
+BARE = {
+    *("torch", "transformers", "pydantic", "structlog"),
+    *("huggingface-hub", "jinja2", "numpy", "packaging", "pyyaml", "safetensors", "tokenizers"),
+}
 
 
 @pytest.fixture
@@ -66,6 +76,24 @@ def test_rows_are_kept_as_they_come_and_a_stage_that_fails_says_why(measured: Ca
     assert code is True
     assert [row["stage"] for row in rows[3:]] == ["ceilings"], "after what the file has"
     assert "ceilings    failed: AssertionError: Torch not compiled with CUDA enabled" in said
+
+
+def test_the_engine_is_measured_where_none_of_the_service_s_packages_are() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    names = {re.split(r"[\[<>=]", dependency)[0] for dependency in project["dependencies"]}
+    assert names > BARE
+    missing = {"msgpack", "ray", "redis", "fastapi", "starlette", "uvicorn"} | (names - BARE)
+    code = (
+        "import sys\n"
+        # Python refuses to import what is None there.
+        f"sys.modules |= dict.fromkeys({sorted(name.replace('-', '_') for name in missing)})\n"
+        "from benchmarks.gpu.stages import main\n"
+        "sys.argv = ['stages', 'engine', '--device', 'cpu', '--tiny']\n"
+        "main()\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert len(ended.stdout.splitlines()) == 3
 
 
 def test_a_stage_and_all_of_them_have_limits(measured: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:

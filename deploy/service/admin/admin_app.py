@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from actors.registry.registry import BASE, BEST, NEWEST, POLICY, PolicyVersion
+from actors.registry.records import BASE, BEST, NEWEST, POLICY, PolicyVersion
 from deploy.service.admin.steering import Steering, SteeringError, UnknownVersionError, UnreadyError, served_by
 from deploy.service.api.policy_events import RegistryReader
 from deploy.service.api.policy_view import score_of

@@ -15,7 +15,8 @@ from typing import Protocol
 
 from actors.checkpoints.selection import read_position
 from actors.registry.files import write_admin
-from actors.registry.registry import POLICY, AdminState, EventKind, MalformedEntryError, PolicyVersion, Registry
+from actors.registry.records import POLICY, AdminState, EventKind, MalformedEntryError, PolicyVersion
+from actors.registry.registry import Registry
 from deploy.service.contract import EngineState
 
 PREPARE_TIMEOUT_S = 60.0

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp
 
-from actors.registry.registry import POLICY, PolicyVersion
+from actors.registry.records import POLICY, PolicyVersion
 from deploy.page.routes import page_router
 from deploy.requests.body import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from deploy.requests.planner import RequestPlan

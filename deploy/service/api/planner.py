@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from actors.registry.registry import BASE, BEST, POLICY
+from actors.registry.records import BASE, BEST, POLICY
 from deploy.requests import planner
 from deploy.requests.body import Ask
 from deploy.requests.defaults import Defaults

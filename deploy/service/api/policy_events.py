@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 
 import structlog
 
-from actors.registry.registry import MalformedEntryError, PolicyVersion, Registry, RegistryEvent
+from actors.registry.records import MalformedEntryError, PolicyVersion, RegistryEvent
+from actors.registry.registry import Registry
 from deploy.service.api.server_sent_events import PING_S, comment, frame
 
 _ENTRY_ID = re.compile(r"(\d{1,20})(?:-(\d{1,20}))?")

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 
-from actors.registry.registry import BASE, BEST, POLICY, PolicyVersion
+from actors.registry.records import BASE, BEST, POLICY, PolicyVersion
 from deploy.service.api import replies
 from deploy.service.contract import Backend, EngineState
 from rollout.score import Score

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from actors.checkpoints.selection import checkpoints_to_answer
-from actors.registry.registry import PolicyVersion
+from actors.registry.records import PolicyVersion
 from actors.run_log import CHECKPOINTS, METRICS, RECIPE, SAMPLES
 from deploy.recipe.yaml_text import parse_yaml
 from deploy.service.api.replies import Run, RunEvents, Samples

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from actors.registry.registry import PolicyVersion
+from actors.registry.records import PolicyVersion
 from deploy.requests.planner import RequestPlan
 from deploy.service.api.choice_text import ChoiceText, canvas_before, canvas_of, text_of_canvas
 from deploy.service.api.replies import (

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 
-from actors.registry.registry import BASE, BEST, NOTHING_HELD, PolicyVersion
+from actors.registry.records import BASE, BEST, NOTHING_HELD, PolicyVersion
 from deploy.service.contract import Began, CanvasSeen, EngineState, Event, FollowerStatus, Job, Refused, num_open_after
 from deploy.service.engine.engine import BusyError, Engine
 from deploy.service.engine.loaded_version import LoadedVersion, NoRoomError, NoSuchVersionError, RefusedVersionError

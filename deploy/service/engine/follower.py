@@ -32,15 +32,8 @@ from pathlib import Path
 import structlog
 
 from actors.registry.files import rebuild
-from actors.registry.registry import (
-    NEWEST,
-    NOTHING_HELD,
-    POLICY,
-    MalformedEntryError,
-    PolicyVersion,
-    Registry,
-    RegistrySnapshot,
-)
+from actors.registry.records import NEWEST, NOTHING_HELD, POLICY, MalformedEntryError, PolicyVersion, RegistrySnapshot
+from actors.registry.registry import Registry
 from deploy.service.contract import FollowerStatus
 from deploy.service.engine.loaded_version import (
     NoLongerWantedError,

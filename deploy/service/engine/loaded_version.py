@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from actors.registry.registry import PolicyVersion
+from actors.registry.records import PolicyVersion
 from rollout.request import Request, SamplingParams
 from rollout.sampler import Sampler, SlotBatch
 from rollout.score import Score

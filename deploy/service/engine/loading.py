@@ -7,7 +7,7 @@ from pathlib import Path
 import structlog
 
 from actors.checkpoints.selection import find_position, read_position
-from actors.registry.registry import PolicyVersion
+from actors.registry.records import PolicyVersion
 from learner.model.checkpoint import load_policy
 from learner.model.checkpoint_files import MANIFEST, load_config, verify_checkpoint
 from learner.model.networks import make_on_meta

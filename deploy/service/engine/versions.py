@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from actors.registry.registry import POLICY, PolicyVersion
+from actors.registry.records import POLICY, PolicyVersion
 from deploy.service.contract import RefusedVersion
 from deploy.service.engine.loaded_version import (
     Canary,

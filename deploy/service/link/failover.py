@@ -15,7 +15,7 @@ from dataclasses import fields, replace
 import numpy as np
 import structlog
 
-from actors.registry.registry import PolicyVersion
+from actors.registry.records import PolicyVersion
 from deploy.service.contract import (
     Backend,
     Began,

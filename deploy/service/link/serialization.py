@@ -9,7 +9,7 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from actors.registry.registry import PolicyVersion
+from actors.registry.records import PolicyVersion
 from deploy.service.contract import Began, BlocksDone, CanvasSeen, Done, Job, Refused
 from rollout.request import Committed, Completion, FinishReason, Progress, Request, SamplingParams
 

@@ -9,7 +9,7 @@ import ray
 import torch
 from ray import serve
 
-from actors.registry.registry import PolicyVersion
+from actors.registry.records import PolicyVersion
 from deploy.service.contract import DRAIN_TIMEOUT_S, EngineState, FollowerStatus
 from deploy.service.engine.engine import Engine
 from deploy.service.engine.engine_host import EngineHost

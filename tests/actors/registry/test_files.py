@@ -13,7 +13,8 @@ import redis
 
 from actors.checkpoints.selection import Position
 from actors.registry.files import history_of, read_admin, rebuild, write_admin
-from actors.registry.registry import NOTHING_HELD, AdminState, EventKind, PolicyVersion, Registry
+from actors.registry.records import NOTHING_HELD, AdminState, EventKind, PolicyVersion
+from actors.registry.registry import Registry
 from actors.registry.server import ValkeyServer, free_port
 from actors.run_log import append_event, read_events
 from actors.spec import Phase

@@ -13,7 +13,8 @@ from dataclasses import replace
 import pytest
 import redis
 
-from actors.registry.registry import AdminState, EventKind, MalformedEntryError, PolicyVersion, Registry
+from actors.registry.records import AdminState, EventKind, MalformedEntryError, PolicyVersion
+from actors.registry.registry import Registry
 from actors.registry.server import ValkeyServer, free_port
 from tests.announced import latest
 from tests.processes import is_running

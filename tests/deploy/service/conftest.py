@@ -13,7 +13,8 @@ import uvicorn
 import yaml
 from starlette.testclient import TestClient
 
-from actors.registry.registry import PolicyVersion, Registry
+from actors.registry.records import PolicyVersion
+from actors.registry.registry import Registry
 from actors.registry.server import ValkeyServer
 from actors.registry.server import free_port as find_free_port
 from benchmarks.service.deployment import forget_serve

@@ -6,8 +6,8 @@ import shlex
 import pytest
 import yaml
 
-from deploy.service import banner
 from deploy.service.example import example_request
+from deploy.service.on_ray.launch import banner
 from rewards import Split, make_task
 from rewards.problem import Message
 

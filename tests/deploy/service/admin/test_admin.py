@@ -10,7 +10,8 @@ from schemathesis import GenerationMode
 from starlette.testclient import TestClient
 
 from actors.registry.files import read_admin
-from actors.registry.registry import AdminState, Registry
+from actors.registry.records import AdminState
+from actors.registry.registry import Registry
 from deploy.errors import UserError
 from deploy.recipe.recipe import ServiceSection
 from deploy.service.admin.admin_app import create_admin_app, guarded_admin

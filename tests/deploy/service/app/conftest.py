@@ -2,7 +2,7 @@
 
 import pytest
 
-from actors.registry.registry import AdminState
+from actors.registry.records import AdminState
 from deploy.service.api.app import create_app, guarded
 from deploy.service.contract import FollowerStatus
 from deploy.service.gateway.api_keys import ApiKeys

@@ -6,7 +6,8 @@ import pytest
 import redis
 
 from actors.registry.files import write_admin
-from actors.registry.registry import NOTHING_HELD, AdminState, EventKind, Registry
+from actors.registry.records import NOTHING_HELD, AdminState, EventKind
+from actors.registry.registry import Registry
 from deploy.service.checkpoints import Checkpoints, latest_checkpoint
 from deploy.service.engine.follower import VersionFollower
 from deploy.service.engine.loading import load_sampler

@@ -10,7 +10,7 @@ import msgpack
 import numpy as np
 import pytest
 
-from actors.registry.registry import PolicyVersion
+from actors.registry.records import PolicyVersion
 from deploy.service.contract import Began, BlocksDone, CanvasSeen, Done, EngineLostError, Job, NoEngineError, Refused
 from deploy.service.engine.engine_server import EngineServer
 from deploy.service.link import connection as wire_module

@@ -9,12 +9,11 @@ import pytest
 from actors.fetching import fetch
 from actors.weights import make_manifest
 from deploy.errors import UserError
-from deploy.service import banner
 from deploy.service.checkpoints import latest_checkpoint, plain_checkpoint
 from deploy.service.engine.loading import load_sampler
 from deploy.service.gateway.api_keys import ApiKeys, own_key, read_keys
 from deploy.service.on_ray import launch
-from deploy.service.on_ray.launch import banner_of_key, serve_checkpoint, serve_run
+from deploy.service.on_ray.launch import banner, banner_of_key, serve_checkpoint, serve_run
 from deploy.service.source import Source
 from learner.model.checkpoint import save_checkpoint
 from rollout.config import EngineConfig

@@ -27,7 +27,7 @@ from benchmarks.service.load import Judge
 from deploy.errors import UserError
 from deploy.orphans import descendants
 from deploy.requests.body import CompletionRequest
-from deploy.service import deploy_source
+from deploy.service.on_ray.launch import deploy_source
 from deploy.service.source import Source
 from tests.deploy.service.asking import ASK, TOKEN, Asker, call, is_up, wait_until
 from tests.ray_processes import shut_down_ray
@@ -58,7 +58,7 @@ def test_no_request_is_dropped_while_versions_change(
     serve_cluster, run_dir, service, make_model, make_sampler, make_policy, add_checkpoint, free_port
 ):
     # A job deploys the service and ends.
-    script = "import sys; from pathlib import Path; from deploy.service import serve_run\n"
+    script = "import sys; from pathlib import Path; from deploy.service.on_ray.launch import serve_run\n"
     script += "serve_run(Path(sys.argv[1]), '127.0.0.1', int(sys.argv[2]))"
     job = [sys.executable, "-c", script, str(run_dir), str(free_port)]
     environment = os.environ | {"RAY_ADDRESS": serve_cluster}
