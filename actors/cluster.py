@@ -82,6 +82,7 @@ def start_actors(spec: RunSpec, num_graders: int, registry_url: str, driver: str
         .options(
             name=f"{spec.name}-sampler-{index}",
             max_restarts=-1,
+            scheduling_strategy=spec.placement.samplers,
             **sampler_resources(spec.device, spec.gpus.sampler),
         )
         .remote(spec.initial_checkpoint, store, spec.device, spec.rollout.engine, spec.gpus.sampler)
@@ -160,6 +161,7 @@ def fit(spec: RunSpec, actors: RunActors) -> None:
             num_workers=spec.learner.num_workers,
             use_gpu=spec.device == "cuda",
             resources_per_worker=learner_resources(spec.device, spec.gpus.learner),
+            placement_strategy=spec.placement.learner,
         ),
         run_config=RunConfig(
             name=".ray_train",

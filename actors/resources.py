@@ -1,4 +1,4 @@
-"""What each actor of a run asks of Ray: the one place with these numbers, for the actors and for the preflight.
+"""What each actor of a run asks of Ray, and how a recipe says it: for the actors and for the preflight.
 
 On CPU a run's processes share cores, so they ask for fractions: a laptop with two logical CPUs places two samplers, two
 learner workers and everything around them. The embedded registry and Ray Train's controller ask for none, a replica of
@@ -8,11 +8,27 @@ the service for next to none. On GPUs each has one, or the share of one that the
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
 
 _SMALL_CPUS = 0.1
 _COMPUTE_CPUS = 0.4
 # Ray counts in ten-thousandths.
 _GPU_TOLERANCE = 1e-4
+
+
+class PlacementSection(BaseModel):
+    """On which machines of a cluster Ray puts the processes that compute, in Ray's words; where there is no room for
+    that, elsewhere."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    learner: Literal["PACK", "SPREAD"] = "PACK"
+    """The learner workers: `PACK` on as few machines as possible, between which weights and gradients travel; `SPREAD`
+    over as many as possible."""
+    samplers: Literal["DEFAULT", "SPREAD"] = "DEFAULT"
+    """The samplers: `DEFAULT` fills half of a machine before it takes the next; `SPREAD` over as many as possible."""
 
 
 def coordinator_resources() -> dict[str, float]:

@@ -16,6 +16,7 @@ from pydantic import (
     model_validator,
 )
 
+from actors.resources import PlacementSection
 from learner.config import LearnerConfig
 from learner.model.config import TransformerConfig
 from learner.model.lora_config import LoraConfig
@@ -138,6 +139,8 @@ class RunConfig(BaseModel):
     """Where samplers and learner workers compute: `cpu`, or `cuda` with a GPU for each of them, or as `gpus` says."""
     gpus: GpuSection = GpuSection()
     """Shares of GPUs."""
+    placement: PlacementSection = PlacementSection()
+    """Machines of a cluster."""
     task: TaskConfig
     """What is learned."""
     reward: RewardConfig = RewardConfig()

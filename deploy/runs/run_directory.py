@@ -43,6 +43,7 @@ _MAY_CHANGE = (
     "runs_dir",
     "name",
     "gpus.",
+    "placement.",
     "learner.num_rounds",
     "learner.num_workers",
     "sharding.activation_checkpointing",

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 from ray.exceptions import ActorDiedError
 
-from actors.cluster import LearnerFailedError, RunActors, fit
+from actors import cluster as module
+from actors.cluster import LearnerFailedError, RunActors, fit, start_actors
+from actors.resources import PlacementSection
 from actors.spec import RunSpec
 from actors.training.trainer import Trainer
 
@@ -20,3 +24,43 @@ def test_a_controller_that_died_is_called_by_its_name(spec: RunSpec, monkeypatch
     actors = RunActors(pools=(), coordinator=None, store=None)
     with pytest.raises(LearnerFailedError, match=r"^Ray Train's controller died$"):
         fit(spec, actors)
+
+
+class _Remote:
+    """A class of actors that notes what Ray is asked for."""
+
+    def __init__(self, asked: dict[str, dict[str, Any]]) -> None:
+        self._asked, self._name = asked, ""
+        self.keep = self
+
+    def options(self, name: str, **options: Any) -> _Remote:
+        self._asked[name], self._name = options, name
+        return self
+
+    def remote(self, *_: Any, **__: Any) -> _Remote:
+        return self
+
+
+@pytest.mark.parametrize("placement", [PlacementSection(), PlacementSection(learner="SPREAD", samplers="SPREAD")])
+def test_machines_are_chosen_as_the_recipe_says(
+    spec: RunSpec, placement: PlacementSection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, dict[str, Any]] = {}
+    context = SimpleNamespace(get_node_id=lambda: "00" * 28)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
+    monkeypatch.setattr(ray, "remote", lambda _: _Remote(asked))
+    monkeypatch.setattr(module, "watched", lambda _: _Remote(asked))
+    spec = spec.model_copy(update={"placement": placement})
+    start_actors(spec, 1, "redis://nowhere", "driver")
+    assert asked["test-sampler-0"]["scheduling_strategy"] == placement.samplers
+    assert "scheduling_strategy" not in asked["test-grader-0"]
+    scaling: list[Any] = []
+
+    def noted(trainer: Any) -> None:
+        scaling.append(trainer.scaling_config)
+        raise ActorDiedError
+
+    monkeypatch.setattr(Trainer, "fit", noted)
+    with pytest.raises(LearnerFailedError):
+        fit(spec, RunActors(pools=(), coordinator=None, store=None))
+    assert scaling[0].placement_strategy == placement.learner

@@ -132,6 +132,8 @@ REFUSED_OVERRIDES = {
     ),
     "gpus.sampler=0.5": ("gpus is for device cuda; with device cpu nothing has a GPU",),
     "gpus.engine=1.5": ("gpus.engine is 1.5",),
+    "placement.learner=STRICT": ("placement.learner is 'STRICT'; it should be 'PACK' or 'SPREAD'",),
+    "placement.samplers=PACK": ("placement.samplers is 'PACK'; it should be 'DEFAULT' or 'SPREAD'",),
     "sharding.cpu_offload=true": ("sharding.cpu_offload is for device cuda; with device cpu everything is in main",),
     "sharding.workers_per_copy=3": (
         "sharding.workers_per_copy 3 does not divide learner.num_workers 2, and every copy has as many; take",
