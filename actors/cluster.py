@@ -83,9 +83,16 @@ def start_actors(spec: RunSpec, num_graders: int, registry_url: str, driver: str
             name=f"{spec.name}-sampler-{index}",
             max_restarts=-1,
             scheduling_strategy=spec.placement.samplers,
-            **sampler_resources(spec.device, spec.gpus.sampler),
+            **sampler_resources(spec.device, spec.gpus.asked_for_sampler),
         )
-        .remote(spec.initial_checkpoint, store, spec.device, spec.rollout.engine, spec.gpus.sampler)
+        .remote(
+            spec.initial_checkpoint,
+            store,
+            spec.device,
+            spec.rollout.engine,
+            spec.gpus.sampler,
+            is_asleep=spec.gpus.colocate,
+        )
         for index in range(spec.rollout.num_samplers)
     ]
     graders: list[Any] = [
@@ -160,7 +167,7 @@ def fit(spec: RunSpec, actors: RunActors) -> None:
         scaling_config=ScalingConfig(
             num_workers=spec.learner.num_workers,
             use_gpu=spec.device == "cuda",
-            resources_per_worker=learner_resources(spec.device, spec.gpus.learner),
+            resources_per_worker=learner_resources(spec.device, spec.gpus.asked_for_learner),
             placement_strategy=spec.placement.learner,
         ),
         run_config=RunConfig(

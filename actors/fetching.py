@@ -97,6 +97,26 @@ def whole_version(reader: Reader, version: int, digest: str | None = None) -> di
     return merged_weights(reader.base(manifest.base.digest), weights, manifest.base.scaling)
 
 
+class BaseAtHand:
+    """A reader that holds on to the base that it read last. A sampler that sleeps loads it again and again: from the
+    object store of its machine, not fetched and verified anew."""
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+        self._held: tuple[str, dict[str, Tensor]] | None = None
+
+    def version(self, version: int, digest: str | None = None) -> tuple[Manifest, dict[str, Tensor]]:
+        """As the reader's."""
+        return self._reader.version(version, digest)
+
+    def base(self, digest: str) -> dict[str, Tensor]:
+        """As the reader's."""
+        if self._held is None or self._held[0] != digest:
+            self._held = None  # The store cannot give up what is read.
+            self._held = digest, self._reader.base(digest)
+        return self._held[1]
+
+
 class PolicyLoader:
     """Loads versions into one policy, in place. Under LoRA their base stays beside it, on the policy's device."""
 
@@ -120,3 +140,7 @@ class PolicyLoader:
             self._base = manifest.base.digest, {name: tensor.to(device) for name, tensor in base.items()}
         assert self._base is not None
         merge_into(self._policy, self._base[1], weights, manifest.base.scaling, only_adapted=not is_new)
+
+    def let_go(self) -> None:
+        """Forget the base: the policy's weights are to be anything again."""
+        self._base = None

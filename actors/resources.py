@@ -8,14 +8,46 @@ the service for next to none. On GPUs each has one, or the share of one that the
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 _SMALL_CPUS = 0.1
 _COMPUTE_CPUS = 0.4
 # Ray counts in ten-thousandths.
 _GPU_TOLERANCE = 1e-4
+_FIRST_OF_TWO = 0.51
+
+
+class GpuSection(BaseModel):
+    """How GPUs are shared, with `device: cuda`. Ray puts what adds up to one on the same GPU where it has to, and no
+    process takes more of that GPU's memory than its share."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    colocate: bool = False
+    """Put a sampler beside each learner worker, on the same GPU, where they take turns: while one works the other
+    sleeps, with its memory given back. The shares of the two need not add up to one then: each is what its process has
+    in its turn. Only with `learner.max_staleness: 0`, with which they would wait for each other anyway."""
+    sampler: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of a GPU that each sampler has."""
+    learner: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of a GPU that each learner worker has. Less than 1 is for one worker: NCCL takes no GPU twice."""
+    engine: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of a GPU that each engine of the run's service has; 0: it computes on the CPU."""
+
+    @property
+    def asked_for_sampler(self) -> float:
+        """What Ray is asked for a sampler. Of two that take turns it is the larger part: samplers are placed first, no
+        two of them on one GPU, and each leaves room for one learner worker."""
+        return round(_FIRST_OF_TWO * max(self.sampler, self.learner), 4) if self.colocate else self.sampler
+
+    @property
+    def asked_for_learner(self) -> float:
+        """What Ray is asked for a learner worker."""
+        if not self.colocate:
+            return self.learner
+        return round(max(self.sampler, self.learner) - self.asked_for_sampler, 4)
 
 
 class PlacementSection(BaseModel):

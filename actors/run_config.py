@@ -16,7 +16,7 @@ from pydantic import (
     model_validator,
 )
 
-from actors.resources import PlacementSection
+from actors.resources import GpuSection, PlacementSection
 from learner.config import LearnerConfig
 from learner.model.config import TransformerConfig
 from learner.model.lora_config import LoraConfig
@@ -99,20 +99,6 @@ class GraderSection(BaseModel):
     """Grader actors."""
     timeout_s: PositiveFloat = 60.0
     """Longest time to grade one batch of completions, in seconds; then the batch is tried again."""
-
-
-class GpuSection(BaseModel):
-    """How GPUs are shared, with `device: cuda`. Ray puts what adds up to one on the same GPU where it has to, and no
-    process takes more of that GPU's memory than its share."""
-
-    model_config = STRICT
-
-    sampler: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Share of a GPU that each sampler has."""
-    learner: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Share of a GPU that each learner worker has. Less than 1 is for one worker: NCCL takes no GPU twice."""
-    engine: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Share of a GPU that each engine of the run's service has; 0: it computes on the CPU."""
 
 
 class ControlSection(BaseModel):
@@ -230,13 +216,6 @@ class RunConfig(BaseModel):
                 f"learner.reference_sync_rounds {self.learner.reference_sync_rounds} moves the KL reference, which "
                 "with model.lora.rank is the policy without its adapter and stays; take 0 for one of the two"
             )
-        if self.device == "cpu" and self.gpus != GpuSection():
-            raise ValueError("gpus is for device cuda; with device cpu nothing has a GPU")
-        if self.gpus.learner < 1 < self.learner.num_workers:
-            raise ValueError(
-                f"gpus.learner {self.gpus.learner:g} is a share for one worker, and learner.num_workers is "
-                f"{self.learner.num_workers}: two could be given one GPU, which NCCL refuses; take 1 for one of them"
-            )
         if self.learner.num_workers % (self.sharding.workers_per_copy or 1):
             raise ValueError(
                 f"sharding.workers_per_copy {self.sharding.workers_per_copy} does not divide learner.num_workers "
@@ -244,6 +223,29 @@ class RunConfig(BaseModel):
             )
         if self.sharding.cpu_offload and self.device == "cpu":
             raise ValueError("sharding.cpu_offload is for device cuda; with device cpu everything is in main memory")
+        return self
+
+    @model_validator(mode="after")
+    def _gpus(self) -> RunConfig:
+        gpus, num_workers, num_samplers = self.gpus, self.learner.num_workers, self.rollout.num_samplers
+        if self.device == "cpu" and gpus != GpuSection():
+            raise ValueError("gpus is for device cuda; with device cpu nothing has a GPU")
+        if gpus.learner < 1 < num_workers:
+            raise ValueError(
+                f"gpus.learner {gpus.learner:g} is a share for one worker, and learner.num_workers is {num_workers}: "
+                "two could be given one GPU, which NCCL refuses; take 1 for one of them"
+            )
+        if gpus.colocate and num_samplers != num_workers:
+            raise ValueError(
+                f"gpus.colocate has a sampler and a learner worker take turns on each GPU, and rollout.num_samplers is "
+                f"{num_samplers}, learner.num_workers {num_workers}; take the same number"
+            )
+        if gpus.colocate and self.learner.max_staleness:
+            raise ValueError(
+                f"gpus.colocate has samplers sleep while the learner trains, and learner.max_staleness "
+                f"{self.learner.max_staleness} is for those that go on meanwhile; take learner.max_staleness=0 or "
+                "gpus.colocate=false"
+            )
         return self
 
     @model_validator(mode="after")

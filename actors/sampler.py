@@ -17,21 +17,35 @@ _FETCH_TIMEOUT_S = 120.0
 class SamplerWorker:
     """Holds one policy version and samples from it. Without weights it takes none on faith: it fetches them first."""
 
-    def __init__(self, checkpoint: Path, store: Any, device: str, engine: EngineConfig, gpu_share: float = 1.0) -> None:
-        """Make an empty policy of the checkpoint's shape; `store` is the weight store's handle."""
+    def __init__(
+        self,
+        checkpoint: Path,
+        store: Any,
+        device: str,
+        engine: EngineConfig,
+        gpu_share: float = 1.0,
+        *,
+        is_asleep: bool = False,
+    ) -> None:
+        """Make an empty policy of the checkpoint's shape; one that is asleep takes memory as it is first used.
+
+        `store` is the weight store's handle.
+        """
         # Here and not above: whoever gets this actor's handle imports its class, the coordinator too.
         import torch
 
-        from actors.fetching import PolicyLoader, StoreReader
+        from actors.fetching import BaseAtHand, PolicyLoader, StoreReader
         from learner.hardware import limit_memory
         from learner.model.checkpoint import empty_policy
         from rollout.sampler import Sampler
 
         torch.set_num_threads(1)
         limit_memory(torch.device(device), gpu_share)
-        policy = empty_policy(checkpoint, engine.torch_dtype, device)
-        self._sampler = partial(Sampler, policy, engine=engine)
-        self._loader = PolicyLoader(policy, StoreReader(store, _FETCH_TIMEOUT_S))
+        self._device, self._is_asleep = torch.device(device), is_asleep
+        self._policy = empty_policy(checkpoint, engine.torch_dtype, "meta" if is_asleep else device)
+        self._sampler = partial(Sampler, self._policy, engine=engine)
+        reader = StoreReader(store, _FETCH_TIMEOUT_S)
+        self._loader = PolicyLoader(self._policy, BaseAtHand(reader) if is_asleep else reader)
         self._generation: Generation | None = None
 
     def ready(self) -> int:
@@ -45,7 +59,22 @@ class SamplerWorker:
         """
         if generation != self._generation:
             self._generation = None
+            self._wake()
             self._loader.load(generation)
             self._generation = generation
         completions = self._sampler(generation.version).generate(portion.requests)
         return Completions(completions), len(completions)
+
+    def sleep(self) -> None:
+        """Give the memory of the device back: the next call of `generate` takes it again, and fetches the weights."""
+        from learner.hardware import free_unused_memory
+
+        self._generation, self._is_asleep = None, True
+        self._loader.let_go()
+        self._policy.to_empty(device="meta")
+        free_unused_memory(self._device)
+
+    def _wake(self) -> None:
+        if self._is_asleep:
+            self._policy.to_empty(device=self._device)
+            self._is_asleep = False

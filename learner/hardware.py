@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import resource
 
 import torch
@@ -30,6 +31,14 @@ def limit_memory(device: torch.device, share: float) -> None:
     """Let this process take so much of a GPU's memory: who shares the GPU with others must leave them theirs."""
     if device.type == "cuda" and share < 1:
         torch.cuda.set_per_process_memory_fraction(share, device)
+
+
+def free_unused_memory(device: torch.device) -> None:
+    """Give what PyTorch keeps of a GPU's memory for tensors to come back to the GPU, for other processes."""
+    if device.type == "cuda":
+        # Those that only a cycle holds too.
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def forget_peak_memory(device: torch.device) -> None:

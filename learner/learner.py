@@ -7,7 +7,7 @@ Micro-batches stream; the gradient is that of the whole batch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -101,6 +101,12 @@ class Learner:
             | metrics.means()
             | {"learning_rate": lr, "num_trained_completions": float(work.num_rows)}
         )
+
+    def tensors(self) -> Iterator[Tensor]:
+        """All that this rank holds between two updates, beside the policy."""
+        yield from self.optimizer.tensors()
+        if self.reference is not None:
+            yield from self.reference.tensors()
 
     def full_state(self) -> dict[str, Tensor]:
         """What a resumed run needs besides the weights: the optimizer, and a reference that has moved.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -47,6 +47,10 @@ class PolicyOptimizer:
     def forget_gradients(self) -> None:
         """Clear them without a step."""
         self._adamw.zero_grad()
+
+    def tensors(self) -> Iterator[Tensor]:
+        """All that this rank holds of its state."""
+        return (value for state in self._adamw.state.values() for value in state.values())
 
     def full_state(self) -> dict[str, Tensor]:
         """The moments and step counts by parameter name, whole, on rank 0's CPU. A collective."""

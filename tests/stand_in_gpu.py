@@ -7,6 +7,7 @@ kernels, or about the order of what a GPU does in its own time.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -104,7 +105,7 @@ class StandInGpu(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if func is Tensor.pin_memory:
             return args[0]
-        if func is Tensor.__len__ and isinstance(args[0], StandIn):
+        if func in (Tensor.__len__, Tensor.untyped_storage) and isinstance(args[0], StandIn):
             return func(args[0].host)
         if func in (Tensor.tolist, Tensor.__bool__, Tensor.item) and isinstance(args[0], StandIn):
             return func(_aten._to_copy.default(args[0].detach(), device=torch.device("cpu")))
@@ -127,7 +128,7 @@ class StandInGpu(TorchFunctionMode):
         if (place := kwargs.get("device")) is None:
             return func(*args, **kwargs)
         # What makes tensors, from nothing or like another one.
-        made = func(*tree_map(_host, args), **{**kwargs, "device": "cpu"})
+        made = func(*tree_map(_host, args), **{**kwargs, "device": "cpu" if _is_gpu(place) else place})
         return tree_map(lambda value: StandIn(value) if type(value) is Tensor and _is_gpu(place) else value, made)
 
     def _moved(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -175,6 +176,13 @@ def _is_cpu(value: Any) -> bool:
 
 def _is_place(value: Any) -> bool:
     return isinstance(value, str | torch.device | Tensor)
+
+
+def bytes_there() -> int:
+    """What all tensors that there are take of the stand-in's memory."""
+    gc.collect()
+    storages = [one.host.untyped_storage() for one in gc.get_objects() if type(one) is StandIn]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 @contextmanager

@@ -11,6 +11,9 @@
 | `evaluate`    | held-out portions    | all of them            | a Score            | `Pools.score`, `stop`|
 | `_keep_watch` |                      | an actor that is silent| a failure, a kill  |                      |
 
+Where samplers and learner share GPUs and take turns (`gpus.colocate`), the samplers' turn is as long as `next_batch` or
+`evaluate` is: the learner sleeps before it calls, and is answered when the samplers sleep.
+
 Failover: the learner is the clock, and every call of its rank 0 says all that the coordinator needs to go on: round,
 version, digest. Restarted, the coordinator makes the ledger again from the call that Ray repeats, and samples the round
 again: the same texts, for draws are keyed by what they are for. What else it must know lies in the run log and in
@@ -22,7 +25,8 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from statistics import fmean
 from typing import Any, TypeVar
@@ -176,6 +180,7 @@ class Coordinator:
         self._forget_learner()
         self._learner_starting_at = time.monotonic()
         self._keep(self._session.with_learner_start(learner, self._num_checkpoints()))
+        await self._end_samplers_turn()
         return None if self._session.gave_up else self._micro_batch_tokens
 
     async def learner_started(self, checkpoint: str, position: Mapping[str, Any]) -> None:
@@ -270,7 +275,8 @@ class Coordinator:
         """References of a round's scored portions, or what else to do first. Raises as `Rounds.complete` does."""
         self._waiting_since = _ROUND, time.monotonic()
         try:
-            return Next.GO_ON, await self._unless_stopped(self._rounds.complete(round_index, generation))
+            async with self._samplers_turn():
+                return Next.GO_ON, await self._unless_stopped(self._rounds.complete(round_index, generation))
         except StoppedError:
             return Next.STOP, []
         except VersionLostError:
@@ -336,6 +342,24 @@ class Coordinator:
         self._log.append_samples(samples[:: max(1, len(samples) // _SAMPLES_PER_ROUND)][:_SAMPLES_PER_ROUND])
         self._gauges.show(event)
 
+    @asynccontextmanager
+    async def _samplers_turn(self) -> AsyncIterator[None]:
+        """What the learner waits for. Where it shares its GPUs with samplers it sleeps meanwhile, and goes on when they
+        do."""
+        try:
+            yield
+        finally:
+            await self._end_samplers_turn()
+
+    async def _end_samplers_turn(self) -> None:
+        if not self._spec.gpus.colocate:
+            return
+        if self._stopping.is_set():
+            # What is under way would begin again as soon as a sampler is up.
+            self._rounds.forget()
+        for what in await self._pools.end_turn():
+            self._note_failure(what, 1)
+
     # Versions and their scores.
 
     async def announce(self, generation: Generation, phase: Phase, round_index: int) -> None:
@@ -355,7 +379,8 @@ class Coordinator:
             began = time.monotonic()
             self._waiting_since = _EVALUATION, began
             try:
-                scored = await self._unless_stopped(self._evaluation.score(generation, label))
+                async with self._samplers_turn():
+                    scored = await self._unless_stopped(self._evaluation.score(generation, label))
             except StoppedError:
                 return Next.STOP, False
             except VersionLostError as error:

@@ -18,6 +18,8 @@ from actors.weight_store import VersionMissingError
 from rewards import RewardUnavailableError
 
 _RESTART_POLL_S = 0.5
+# An actor that is free gives its memory back in much less.
+_SLEEP_TIMEOUT_S = 10.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 # The coordinator asks for them every two seconds.
 _MAX_WORKS = 2000
@@ -152,6 +154,36 @@ class _Pool:
         self._works.clear()
         return works
 
+    async def sleep(self) -> list[str]:
+        """Have all actors give the memory of their devices back. Returns who had to be restarted for it, in sentences.
+
+        Raises TimeoutError where one is not up again in time.
+        """
+        said = await asyncio.gather(*map(self._put_to_sleep, self.members))
+        return [what for what in said if what]
+
+    async def _put_to_sleep(self, member: _Member) -> str:
+        said = ""
+        try:
+            async with asyncio.timeout(START_S):
+                while True:
+                    try:
+                        # One that restarts begins asleep.
+                        await member.actor.ready.options(concurrency_group="liveness").remote()
+                        await asyncio.wait_for(member.actor.sleep.remote(), _SLEEP_TIMEOUT_S)
+                    except (TimeoutError, RayTaskError):
+                        said = f"{member.name} did not go to sleep at its turn's end and was restarted"
+                        ray.kill(member.actor, no_restart=False)
+                    except RayError:
+                        pass  # It died, or is starting.
+                    else:
+                        return said
+                    await asyncio.sleep(_RESTART_POLL_S)
+        except TimeoutError as error:
+            raise TimeoutError(
+                f"{member.name} was not up again within {START_S:.0f} s, and may hold its GPU"
+            ) from error
+
     def _note(self, member: _Member, key: PortionKey | None, began: float, *, is_done: bool) -> None:
         ended = time.monotonic()
         self._works.append(Work(actor=member.name, key=key, began=began, ended=ended, is_done=is_done))
@@ -221,6 +253,10 @@ class Pools:
     def away(self) -> dict[str, float]:
         """Who of both does not answer, and for how many seconds."""
         return self._samplers.away() | self._graders.away()
+
+    async def end_turn(self) -> list[str]:
+        """Have the samplers sleep, who share GPUs with the learner. Returns and raises as `_Pool.sleep` does."""
+        return await self._samplers.sleep()
 
     def take_works(self) -> list[Work]:
         """What the actors of both did since the last call."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import chain
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -19,7 +21,10 @@ from actors.training.publication import Publisher
 from actors.training.starting import agreed_checkpoint, load_sharded, start_of, verified_weights
 from learner.model.adapter import Adapter
 from learner.model.checkpoint import StoredWeights
+from learner.parallel.asleep import asleep
 from learner.parallel.ranks import Ranks
+
+_LAG_TIMEOUT_S = 600.0
 
 
 class Client(publication.PublicationClient, evaluation.EvaluationClient, writing.CheckpointClient, Protocol):
@@ -45,8 +50,10 @@ class RunContext:
         """Where the run stands."""
         self.learner_state: Callable[[], Mapping[str, Tensor]] | None = None
         """Gives what the learner of the stage under way goes on with, a collective; None between stages."""
+        self.learner_tensors: Callable[[], Iterable[Tensor]] = tuple
+        """Gives what the learner of the rounds holds beside the policy."""
         self.policy = load_sharded(spec, self.found.directory)
-        self.publisher = Publisher(self.policy, ranks, client)
+        self.publisher = Publisher(self.policy, ranks, client, self._samplers_turn)
         self.evaluator = Evaluator(spec, ranks, self.publisher, client)
         self.checkpointer = Checkpointer(spec, self.policy, ranks, client, clock)
 
@@ -92,6 +99,16 @@ class RunContext:
         self.publish()
         self.save()
         self.evaluate()
+
+    @contextmanager
+    def _samplers_turn(self) -> Iterator[None]:
+        """Within the block samplers may have the GPUs that they share with the learner, which sleeps. A collective."""
+        if not self.spec.gpus.colocate:
+            yield
+            return
+        with asleep(chain(self.policy.tensors(), self.learner_tensors()), self.policy.device):
+            self.policy.wait_for_all("the samplers' turn", _LAG_TIMEOUT_S)
+            yield
 
     def _adapter(self) -> Adapter | None:
         """The adapter of the stage under way; None without LoRA. A collective; its matrices are on rank 0."""

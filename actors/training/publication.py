@@ -6,6 +6,7 @@ Under LoRA a version is its adapter; what that stands on is handed over once, an
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from typing import Any, Protocol
 
@@ -31,8 +32,15 @@ class PublicationClient(Protocol):
 class Publisher:
     """Publishes from rank 0; the other ranks help to gather the weights."""
 
-    def __init__(self, policy: ShardedPolicy, ranks: Ranks, client: PublicationClient) -> None:
-        self._policy, self._ranks, self._client = policy, ranks, client
+    def __init__(
+        self,
+        policy: ShardedPolicy,
+        ranks: Ranks,
+        client: PublicationClient,
+        asking: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """`asking` is entered by all ranks for each thing that the run is asked for."""
+        self._policy, self._ranks, self._client, self._asking = policy, ranks, client, asking
         self._generation: Generation | None = None
         self._base: tuple[int, str] | None = None
         """On rank 0: the base that was handed over last, by its number in the policy, and its digest."""
@@ -62,11 +70,15 @@ class Publisher:
 
         Raises StopRequestedError where the run is to stop.
         """
-        while (answer := ask())[0] == Next.PUBLISH:
+        while (answer := self._asked(ask))[0] == Next.PUBLISH:
             self._publish_again()
         if answer[0] == Next.STOP:
             raise StopRequestedError
         return answer[1]
+
+    def _asked(self, ask: Callable[[], tuple[str, Any]]) -> tuple[str, Any]:
+        with self._asking():
+            return ask()
 
     def _publish_again(self) -> None:
         """The weight store has lost what was published last, which is what the policy still is."""

@@ -24,6 +24,7 @@ def run_rounds(context: RunContext) -> None:
     """All rounds that are still to be trained, from where SFT ended or from the initial checkpoint."""
     num_rounds = context.spec.learner.num_rounds
     learner = _begun(context)
+    context.learner_tensors = learner.tensors
     context.record("phase", phase=Phase.RL, num_steps=num_rounds)
     rounds = Rounds(context, RoundUpdate(context, learner))
     for round_index in range(context.position.round, num_rounds):
@@ -35,6 +36,7 @@ def run_rounds(context: RunContext) -> None:
     context.save()
     context.learner_state = None
     context.evaluate()
+    context.learner_tensors = tuple
 
 
 def _begun(context: RunContext) -> Learner:

@@ -85,6 +85,8 @@ def sampler_memory(recipe: RunConfig, shape: TransformerConfig) -> ProcessMemory
         cached = engine.num_slots * (recipe.canvas_tokens + 1) * keys * each
         parts.append(Part(name="cache of keys and values", num_bytes=cached, helps=slots_help))
     parts.append(Part(name="CUDA", num_bytes=_CONTEXT_BYTES, helps=""))
+    if recipe.gpus.colocate:
+        parts.append(Part(name="CUDA and NCCL of a learner asleep", num_bytes=_CONTEXT_BYTES + _NCCL_BYTES, helps=""))
     return ProcessMemory(who="a sampler", share=recipe.gpus.sampler, parts=_largest_first(parts))
 
 
@@ -96,6 +98,8 @@ def learner_memory(recipe: RunConfig, shape: TransformerConfig, num_workers: int
     workers_help = "more learner.num_workers" + ("" if lora.rank else " or LoRA (model.lora.rank)")
     num_sharing = min(recipe.sharding.workers_per_copy or num_workers, num_workers)
     parts = [*_held(recipe, counts, num_sharing, workers_help), *_passing(recipe, shape, counts)]
+    if recipe.gpus.colocate:
+        parts.append(Part(name="CUDA of a sampler asleep", num_bytes=_CONTEXT_BYTES, helps=""))
     if not recipe.sharding.cpu_offload:
         state = _FLOAT32 * (1 + _MOMENTS) * trained / num_sharing
         parts.append(Part(name="gradient and AdamW's moments", num_bytes=state, helps=workers_help))
@@ -109,6 +113,17 @@ def learner_memory(recipe: RunConfig, shape: TransformerConfig, num_workers: int
         Part(name="CUDA and NCCL", num_bytes=cuda, helps=""),
     ]
     return ProcessMemory(who="a learner worker", share=recipe.gpus.learner, parts=_largest_first(parts))
+
+
+def asleep_bytes(recipe: RunConfig, shape: TransformerConfig) -> float:
+    """What all learner workers together put into main memory while samplers have their GPUs: weights and moments."""
+    if not recipe.gpus.colocate or recipe.sharding.cpu_offload:
+        return 0.0
+    counts, num_workers = ParameterCounts.of(shape, recipe.model.lora), recipe.learner.num_workers
+    num_sharing = min(recipe.sharding.workers_per_copy or num_workers, num_workers)
+    moments = _FLOAT32 * _MOMENTS * (counts.adapter or counts.policy) / num_sharing
+    held = sum(part.num_bytes for part in _held(recipe, counts, num_sharing, ""))
+    return num_workers * (held + moments)
 
 
 def why_too_large(process: ProcessMemory, gpu_bytes: float, where: str) -> str | None:

@@ -12,6 +12,7 @@ from actors.resources import (
     sampler_resources,
     store_resources,
 )
+from deploy.capacity.memory import asleep_bytes
 from deploy.capacity.shape import ParameterCounts, policy_shape
 from deploy.recipe.recipe import Recipe
 from rewards import make_task
@@ -44,10 +45,11 @@ class Needs:
 def needs_of(recipe: Recipe, *, serve: bool = False) -> Needs:
     """What a run of the recipe takes, and with `serve` its service; engines on CPUs take next to nothing of Ray."""
     samplers, workers = recipe.rollout.num_samplers, recipe.learner.num_workers
-    sampler = sampler_resources(recipe.device, recipe.gpus.sampler)
-    worker, is_on_gpus = learner_resources(recipe.device, recipe.gpus.learner), recipe.device == "cuda"
-    shares = [recipe.gpus.sampler] * samplers + [recipe.gpus.learner] * workers
-    shares += [recipe.gpus.engine] * recipe.service.num_replicas if serve and recipe.gpus.engine else []
+    gpus, is_on_gpus = recipe.gpus, recipe.device == "cuda"
+    sampler = sampler_resources(recipe.device, gpus.asked_for_sampler)
+    worker = learner_resources(recipe.device, gpus.asked_for_learner)
+    shares = [gpus.asked_for_sampler] * samplers + [gpus.asked_for_learner] * workers
+    shares += [gpus.engine] * recipe.service.num_replicas if serve and gpus.engine else []
     small = coordinator_resources()["num_cpus"] + store_resources()["num_cpus"]
     cpus = small + recipe.grading.num_graders * grader_resources()["num_cpus"]
     weight_bytes = _weight_bytes(recipe)
@@ -59,6 +61,7 @@ def needs_of(recipe: Recipe, *, serve: bool = False) -> Needs:
         + num_with_torch * _PROCESS_BYTES
         + num_without * _PROCESS_WITHOUT_TORCH_BYTES
         + _weight_copies(recipe) * weight_bytes
+        + _asleep_bytes(recipe)
         + _problem_copies(recipe) * _problem_bytes(recipe),
         object_store_bytes=_published_copies(recipe) * weight_bytes,
         disk_bytes=_num_checkpoints(recipe) * _policies_of_checkpoint(recipe) * weight_bytes,
@@ -75,6 +78,14 @@ def _weight_copies(recipe: Recipe) -> int:
     learner = 2 if has_adapter else 5 + recipe.learner.objective.needs_reference
     # A sampler stages the next version beside the one it uses; a base it reads where the store has it.
     return learner + (1 if has_adapter else 2) * recipe.rollout.num_samplers + published
+
+
+def _asleep_bytes(recipe: Recipe) -> int:
+    """What a learner that sleeps has in main memory. Of a checkpoint that cannot be used, nothing."""
+    try:
+        return int(asleep_bytes(recipe, policy_shape(recipe)))
+    except ValueError:
+        return 0
 
 
 def _published_copies(recipe: Recipe) -> int:

@@ -6,9 +6,10 @@ is measured. They leave out grading, publishing and evaluation.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from actors.resources import GpuSection
 from actors.run_config import RunConfig
 from deploy.capacity.arithmetic import learning_flops, sampling_flops
 from deploy.capacity.gpus import GpuKind
@@ -22,12 +23,14 @@ SAMPLING_SHARE, LEARNING_SHARE = 0.64, 0.5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Split:
-    """How many GPUs sample and how many learn. On one GPU both take turns: then both are 1."""
+    """How many GPUs sample and how many learn. On one GPU, and colocated, the same ones do both."""
 
     num_samplers: int
     """Samplers, a GPU each."""
     num_workers: int
     """Learner workers, a GPU each."""
+    num_gpus: int
+    """GPUs that have something to do."""
     sampling_s: float
     """Seconds to denoise a round's completions."""
     learning_s: float
@@ -57,8 +60,12 @@ class Plan:
     """Of a round."""
     is_short_of_portions: bool
     """Whether more samplers would do no more, as a round has no more portions."""
+    is_colocated: bool
+    """Whether the recipe has samplers and learner workers take turns on the same GPUs."""
     splits: tuple[Split, ...]
     """Every split, the fastest that fits first, then those that do not fit."""
+    if_colocated: Split | None
+    """The fastest that fits where they would; None where they do, or cannot, or none fits."""
     processes: tuple[ProcessMemory, ...]
     """What a sampler and a learner worker of the first split take."""
 
@@ -72,17 +79,20 @@ def make_plan(recipe: RunConfig, num_gpus: int, kind: GpuKind) -> Plan:
     """Plan a recipe. Raises ValueError when its checkpoint's config cannot be had."""
     shape = policy_shape(recipe)
     flops = sampling_flops(recipe, shape), learning_flops(recipe, shape)
-    shares = _shares(recipe, shape, num_gpus)
-    splits = sorted(
-        _splits(shares, shape, num_gpus, kind, flops), key=lambda split: (split.limit is not None, split.round_s)
-    )
+    shares, is_colocated = _shares(recipe, shape, num_gpus), recipe.gpus.colocate
+    splits = _fastest_first(_splits(shares, shape, num_gpus, kind, flops))
+    others = []
+    if not is_colocated and not recipe.learner.max_staleness:
+        others = _fastest_first(_splits(_colocated(recipe), shape, num_gpus, kind, flops))
     return Plan(
         num_gpus=num_gpus,
         kind=kind,
         sampling_flops=flops[0],
         learning_flops=flops[1],
-        is_short_of_portions=_most_samplers(recipe) < num_gpus - 1,
+        is_short_of_portions=_most_samplers(recipe) < num_gpus - (not is_colocated),
+        is_colocated=is_colocated,
         splits=tuple(splits),
+        if_colocated=others[0] if others and others[0].limit is None else None,
         processes=(sampler_memory(shares, shape), learner_memory(shares, shape, splits[0].num_workers)),
     )
 
@@ -95,10 +105,7 @@ def _splits(
     # What cannot be shared out further: more workers would wait in every round.
     units = learner.groups_per_round * (1 if learner.objective.compares_groups else learner.group_size)
     sampler = why_too_large(sampler_memory(recipe, shape), kind.memory_bytes, where)
-    for num_samplers in range(1, 1 + min(max(1, num_gpus - 1), _most_samplers(recipe))):
-        num_workers = min(max(1, num_gpus - num_samplers), units)
-        # Whole copies of the policy.
-        num_workers -= num_workers % min(recipe.sharding.workers_per_copy or 1, num_workers)
+    for num_samplers, num_workers in _pairs(recipe, num_gpus, units):
         too_large = why_too_large(learner_memory(recipe, shape, num_workers), kind.memory_bytes, where)
         is_ahead = learner.max_staleness > 0 and num_gpus > 1
         # The busiest ends the round. Samplers that run ahead go on with the next one.
@@ -108,11 +115,29 @@ def _splits(
         yield Split(
             num_samplers=num_samplers,
             num_workers=num_workers,
+            num_gpus=min(num_gpus, num_workers if recipe.gpus.colocate else num_samplers + num_workers),
             sampling_s=sampling_s,
             learning_s=learning_s,
             round_s=max(sampling_s, learning_s) if is_ahead else sampling_s + learning_s,
             limit=sampler or too_large,
         )
+
+
+def _pairs(recipe: RunConfig, num_gpus: int, units: int) -> Iterator[tuple[int, int]]:
+    """So many samplers with so many learner workers, who share out `units` at most, in whole copies of the policy."""
+    of_copy = recipe.sharding.workers_per_copy or 1
+    if recipe.gpus.colocate:
+        for number in range(1, 1 + min(num_gpus, units, _most_samplers(recipe))):
+            if number % min(of_copy, number) == 0:
+                yield number, number
+        return
+    for num_samplers in range(1, 1 + min(max(1, num_gpus - 1), _most_samplers(recipe))):
+        num_workers = min(max(1, num_gpus - num_samplers), units)
+        yield num_samplers, num_workers - num_workers % min(of_copy, num_workers)
+
+
+def _fastest_first(splits: Iterable[Split]) -> list[Split]:
+    return sorted(splits, key=lambda split: (split.limit is not None, split.round_s))
 
 
 def _most_samplers(recipe: RunConfig) -> int:
@@ -126,8 +151,11 @@ def _of_busiest(num_units: int, num_processes: int) -> float:
 
 
 def _shares(recipe: RunConfig, shape: TransformerConfig, num_gpus: int) -> RunConfig:
-    """The recipe with whole GPUs; on one, with the shares that it says, or else in proportion to what both take."""
+    """The recipe with whole GPUs; on one, with the shares that it says, or else in proportion to what both take. Where
+    both take turns their shares are the recipe's."""
     shares = {"sampler": 1.0, "learner": 1.0}
+    if recipe.gpus.colocate:
+        return recipe
     if num_gpus == 1 and recipe.gpus.sampler + recipe.gpus.learner <= 1:
         return recipe
     if num_gpus == 1:
@@ -135,3 +163,7 @@ def _shares(recipe: RunConfig, shape: TransformerConfig, num_gpus: int) -> RunCo
         of_sampler = min(0.95, max(0.05, round(sampler / (sampler + learner), 2)))
         shares = {"sampler": of_sampler, "learner": round(1 - of_sampler, 2)}
     return recipe.model_copy(update={"gpus": recipe.gpus.model_copy(update=shares)})
+
+
+def _colocated(recipe: RunConfig) -> RunConfig:
+    return recipe.model_copy(update={"gpus": GpuSection(colocate=True, engine=recipe.gpus.engine)})

@@ -59,19 +59,28 @@ def _words(plan: Plan) -> list[Text]:
         f"{plan.kind.flop_per_s / 1e12:g} TFLOP/s that one {plan.kind.name} states; canvases that are full; "
         "without grading, publishing and evaluation."
     )
-    if best is not None and best.num_samplers + best.num_workers < plan.num_gpus:
-        idle = plan.num_gpus - best.num_samplers - best.num_workers
+    if best is not None and best.num_gpus < plan.num_gpus:
+        idle = plan.num_gpus - best.num_gpus
         more.append(
             Text(f"{counted(idle, 'GPU')} would have nothing to do: the round is too small to share it further.")
         )
+    if (other := plan.if_colocated) is not None and (best is None or other.round_s < best.round_s):
+        words_of_other = f"{_numbers(other)} gpus.colocate=true"
+        more.append(Text(f"Taking turns on the same GPUs, a round takes {other.round_s:.3g} s: {words_of_other}"))
     if plan.is_short_of_portions:
         more.append(Text("More samplers would wait for portions: a smaller rollout.batch_size makes more of them."))
     return [*more, Text(words, style="bold red" if best is None else "bold"), Text(derived, style="dim")]
 
 
 def _override(best: Split, plan: Plan) -> str:
-    words = f"device=cuda rollout.num_samplers={best.num_samplers} learner.num_workers={best.num_workers}"
+    words = f"device=cuda {_numbers(best)}"
     sampler, learner = plan.processes
-    if plan.num_gpus == 1:
+    if plan.is_colocated:
+        words += " gpus.colocate=true"
+    elif plan.num_gpus == 1:
         words += f" 'gpus={{sampler: {sampler.share:g}, learner: {learner.share:g}}}'"
     return words
+
+
+def _numbers(split: Split) -> str:
+    return f"rollout.num_samplers={split.num_samplers} learner.num_workers={split.num_workers}"

@@ -68,7 +68,8 @@ def _resource_problems(recipe: Recipe, needs: Needs, available: Resources) -> It
     if needs.gpus > available.gpus:
         yield (
             f"the recipe needs {counted(needs.gpus, 'GPU')} ({pools}) and {where} has {available.gpus}; "
-            "take device=cpu, fewer rollout.num_samplers and learner.num_workers, or shares of GPUs (gpus.sampler)"
+            "take device=cpu, fewer rollout.num_samplers and learner.num_workers, or share GPUs (gpus.colocate, "
+            "gpus.sampler)"
         )
     if needs.cpus > available.cpus + _CPU_TOLERANCE:
         yield (
@@ -120,10 +121,11 @@ def _pool_problems(recipe: Recipe) -> Iterator[str]:
         return
     fitting = learner.groups_per_round * at_a_time // rollout.num_samplers * learner.group_size
     smaller = f"rollout.batch_size={fitting} or " if fitting else ""
+    also = f" learner.num_workers={portions}" if recipe.gpus.colocate else ""
     yield (
         f"rollout.num_samplers is {rollout.num_samplers}, and only {counted(portions, 'portion')} of "
         f"{recipe.portion_groups * learner.group_size} completions can be sampled at a time: the other GPUs would "
-        f"wait; take {smaller}rollout.num_samplers={portions}"
+        f"wait; take {smaller}rollout.num_samplers={portions}{also}"
     )
 
 

@@ -142,6 +142,14 @@ class ShardedPolicy:
         """What the optimizer steps, by name: every parameter, or the adapter's."""
         return {name: parameter for name, parameter in self._parameters().items() if parameter.requires_grad}
 
+    def tensors(self) -> Iterator[Tensor]:
+        """All that this rank holds of it: parameters, their gradients, and what is held in 4 bits."""
+        for parameter in self.module.parameters():
+            yield parameter
+            if parameter.grad is not None:
+                yield parameter.grad
+        yield from self.module.buffers()
+
     def adapters_off(self) -> AbstractContextManager[None]:
         """Within the block the module is the policy that the adapter stands on: a reference that needs no memory."""
         return adapters_off(self.module)

@@ -14,6 +14,7 @@ from actors.coordination import coordinator as module
 from actors.coordination.coordinator import Coordinator
 from actors.coordination.status import RunStatus
 from actors.messages import Generation, Next, Portion, PortionKey, PortionSummary
+from actors.resources import GpuSection
 from actors.run_log import read_events
 from actors.spec import Phase, RunSpec
 from actors.weight_store import VersionMissingError
@@ -191,6 +192,46 @@ def test_a_stop_reaches_whoever_waits_and_outlives_the_coordinator_but_not_the_d
         assert await successor.heartbeat(0, "round 0: training", "handle")
         assert await successor.evaluate(_generation(1), "sft", 0, True) == (Next.STOP, False)
         assert not await case.coordinator("two").heartbeat(0, "starting", "handle")
+
+    _run(scene())
+
+
+class _Sleep:
+    """Notes at how many portions a sampler was asked to sleep."""
+
+    def __init__(self, sampler: _Pool) -> None:
+        self._sampler, self.at = sampler, list[int]()
+
+    async def remote(self) -> None:
+        self.at.append(len(self._sampler.asked))
+
+
+@pytest.mark.parametrize("colocate", [False, True])
+def test_who_shares_its_gpu_with_the_learner_sleeps_before_that_goes_on(case: _Case, colocate: bool) -> None:
+    case.spec = case.spec.model_copy(update={"gpus": GpuSection(colocate=colocate)})
+    sleep = _Sleep(case.sampler)
+    case.sampler.sleep = sleep
+
+    async def scene() -> None:
+        coordinator = case.coordinator()
+        per_round = coordinator._plan.portions_per_round
+        await coordinator.learner_starting("group")
+        await coordinator.evaluate(_generation(1), "sft", 0, True)
+        num_evaluated = len(case.sampler.asked)
+        await coordinator.next_batch(0, _generation(1))
+        case.sampler.mood = "lost"
+        assert await coordinator.evaluate(_generation(2), "rl", 1, True) == (Next.PUBLISH, False)
+        asked = len(case.sampler.asked)
+        assert asked > num_evaluated + per_round
+        assert sleep.at == ([0, num_evaluated, num_evaluated + per_round, asked] if colocate else [])
+        case.sampler.mood = "silent"
+        waiting = asyncio.create_task(coordinator.next_batch(1, _generation(2)))
+        await asyncio.sleep(0.01)
+        await coordinator.stop()
+        assert await waiting == (Next.STOP, [])
+        # Nothing of the round is tried again: it would wake the sampler while the learner writes its checkpoint.
+        assert (coordinator._rounds.next_round is None) == colocate
+        assert len(sleep.at) == (5 if colocate else 0)
 
     _run(scene())
 

@@ -237,3 +237,40 @@ def test_what_each_actor_did_and_for_how_long_it_was_away_is_told_once(monkeypat
         assert pools.take_works() == []
 
     asyncio.run(asyncio.wait_for(scores(), 10))
+
+
+class _Sleeper(_Actor):
+    """A sampler that goes to sleep at the end of its turn, or hangs at something until it is killed."""
+
+    def __init__(self, *, hangs: bool = False) -> None:
+        super().__init__(is_instant=True)
+        self.sleep = self
+        self.hangs, self.num_sleeps = hangs, 0
+
+    async def remote(self) -> None:
+        while self.hangs:
+            await asyncio.sleep(0.01)
+        self.num_sleeps += 1
+
+    def kill(self, *, no_restart: bool) -> None:
+        assert not no_restart
+        self.hangs = False
+
+
+def test_a_turn_ends_when_all_samplers_sleep_and_who_does_not_is_restarted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("actors.coordination.pools.ray.kill", lambda actor, **how: actor.kill(**how))
+    monkeypatch.setattr("actors.coordination.pools._SLEEP_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("actors.coordination.pools._RESTART_POLL_S", 0.01)
+    monkeypatch.setattr("actors.coordination.pools.START_S", 0.5)
+
+    async def turns() -> None:
+        samplers = [_Sleeper(), _Sleeper(hangs=True)]
+        pools = Pools(samplers, [], sampling_timeout_s=10, grading_timeout_s=10, on_pause=print)
+        assert await pools.end_turn() == ["sampler 1 did not go to sleep at its turn's end and was restarted"]
+        assert [sampler.num_sleeps for sampler in samplers] == [1, 1]
+        assert await pools.end_turn() == []
+        samplers[0].ready.is_up.clear()
+        with pytest.raises(TimeoutError, match="sampler 0 was not up again within 0 s, and may hold its GPU"):
+            await pools.end_turn()
+
+    asyncio.run(asyncio.wait_for(turns(), 10))

@@ -17,8 +17,11 @@ from safetensors.torch import load_file
 
 from actors.checkpoints.best import validated_best
 from actors.checkpoints.selection import Position, checkpoints_to_answer, newest_checkpoint, to_go_on
+from actors.messages import Generation, Portion, ScoredPortion
+from actors.resources import GpuSection
 from actors.run_config import ControlSection, ModelSection
 from actors.spec import Phase, RunSpec
+from actors.training.context import RunContext
 from actors.training.ending import OutOfGpuMemoryError
 from actors.training.training import TrainingRun
 from learner.batch import RolloutBatch
@@ -28,6 +31,7 @@ from learner.model.checkpoint import save_checkpoint
 from learner.model.checkpoint_files import LEARNER_STATE
 from learner.model.lora_config import LoraConfig
 from learner.parallel.ranks import Ranks
+from learner.parallel.sharding import local_part
 from learner.sft.sft import SftConfig
 from rollout.config import EvaluationConfig
 from tests.actors.local_run import LocalRun, Pulse, facts
@@ -89,7 +93,10 @@ def _rank(rank: int, spec: RunSpec, steps_s: tuple[float, float]) -> None:
 def _run_on_ranks(spec: RunSpec, steps_s: tuple[float, float]) -> list[dict[str, Any]]:
     """The events, without how much memory the processes took."""
     run_ranks(_rank, spec, steps_s, num=2)
-    events: list[dict[str, Any]] = json.loads((spec.run_dir / "events.json").read_text())
+    return _without_memory(json.loads((spec.run_dir / "events.json").read_text()))
+
+
+def _without_memory(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{key: value for key, value in event.items() if key != "peak_memory_bytes"} for event in events]
 
 
@@ -327,3 +334,36 @@ def test_too_many_skipped_rounds_in_a_row_end_the_run(
     small = _spec(spec, tmp_path / "run", phases=(Phase.RL,), learner=_learner(max_skipped_rounds=1))
     with pytest.raises(FloatingPointError, match=r"round 1: the loss is nan\. Its batch is in .*round-000001"):
         _run(small)
+
+
+class _Samplers(LocalRun):
+    """Samplers that sample while nothing of the learner is where it computes."""
+
+    num_turns = 0
+
+    def watch(self, context: RunContext) -> None:
+        self._context = context
+
+    def _score(self, portion: Portion, generation: Generation) -> ScoredPortion:
+        held = [*self._context.policy.tensors(), *self._context.learner_tensors()]
+        assert {local_part(tensor).untyped_storage().nbytes() for tensor in held} == {0}
+        self.num_turns += 1
+        return super()._score(portion, generation)
+
+
+@pytest.mark.parametrize("lora", LORAS)
+def test_a_learner_that_sleeps_while_samplers_work_trains_as_one_that_does_not(
+    spec: RunSpec, tmp_path: Path, lora: str
+) -> None:
+    model = ModelSection(lora=LORAS[lora])
+    alone, sharing = (_spec(spec, tmp_path / name, model=model) for name in ("alone", "sharing"))
+    sharing = sharing.model_copy(update={"gpus": GpuSection(colocate=True)})
+    expected, samplers = _run(alone), _Samplers(sharing)
+    run = TrainingRun(sharing, samplers, Pulse(), Ranks(), _ticking(0.01))
+    samplers.watch(run._context)
+    samplers.loses_next = 1
+    run.run()
+    assert samplers.num_turns > 10
+    assert _without_memory(samplers.events) == _without_memory(expected.events)
+    for name in facts(alone):
+        assert _files(sharing, name) == _files(alone, name), name

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks import models
-from deploy.capacity.gpus import GPU_KINDS, smallest_memory
+from deploy.capacity.gpus import GPU_KINDS, GpuKind, smallest_memory
 from deploy.capacity.memory import learner_memory, sampler_memory
+from deploy.capacity.needs import needs_of
 from deploy.capacity.plan import Plan, make_plan
-from deploy.capacity.shape import policy_shape
+from deploy.capacity.shape import ParameterCounts, policy_shape
 from deploy.recipe.overrides import load_recipe
 from deploy.recipe.recipe import Recipe
 from learner.model.families.llada import write_config
@@ -72,6 +73,37 @@ def test_one_gpu_is_shared_by_what_both_take(llada: Callable[..., Recipe]) -> No
     assert sampler.share == pytest.approx(sampler.num_bytes / (sampler.num_bytes + learner.num_bytes), abs=0.01)
     mine = _plan(llada("learner.num_workers=1", "gpus={sampler: 0.4, learner: 0.5}"), 1, "H200")
     assert [process.share for process in mine.processes] == [0.4, 0.5]
+
+
+def test_who_takes_turns_on_the_same_gpus_needs_memory_for_one_of_them_at_a_time(llada: Callable[..., Recipe]) -> None:
+    """And nobody's GPU waits while the others' work."""
+    shared = llada("rollout.batch_size=12", "rollout.num_samplers=4")
+    turns = llada("rollout.batch_size=12", "rollout.num_samplers=4", "gpus.colocate=true")
+    alone, together = _plan(shared, 8), _plan(turns, 8)
+    assert alone.best is not None
+    assert together.best is not None
+    assert (together.best.num_samplers, together.best.num_workers, together.best.num_gpus) == (8, 8, 8)
+    assert together.best.round_s == pytest.approx(alone.best.round_s / 2, rel=0.01)
+    assert alone.if_colocated == together.best
+    assert together.if_colocated is None
+    sampler, learner = together.processes
+    assert sampler.num_bytes == alone.processes[0].num_bytes + 2e9, "what CUDA and NCCL keep of a learner asleep"
+    assert "CUDA of a sampler asleep" in [part.name for part in learner.parts]
+    # Each fits the GPU and both together do not.
+    small = GpuKind(name="small", memory_bytes=38 * 10**9, flop_per_s=1e15)
+    one = ("rollout.num_samplers=1", "learner.num_workers=1")
+    assert make_plan(llada(*one), 1, small).best is None
+    assert make_plan(llada(*one, "gpus.colocate=true"), 1, small).best is not None
+    assert make_plan(llada(*one), 1, small).if_colocated is not None
+
+
+def test_a_learner_asleep_takes_main_memory(llada: Callable[..., Recipe]) -> None:
+    recipe = llada("gpus.colocate=true")
+    apart, turns = needs_of(llada()), needs_of(recipe)
+    counts = ParameterCounts.of(LLADA_8B, recipe.model.lora)
+    # What the adapter stands on in bfloat16, and the adapter with AdamW's moments.
+    assert turns.memory_bytes - apart.memory_bytes == 2 * counts.policy + 12 * counts.adapter
+    assert (apart.gpus, turns.gpus) == (8, 4)
 
 
 def test_what_does_not_fit_says_by_how_much_and_what_helps(llada: Callable[..., Recipe]) -> None:
@@ -135,6 +167,9 @@ def test_the_command_prints_tables_and_what_to_add_to_train(
     assert "A sampler on one H100" in ended.out
     assert "Best: device=cuda rollout.num_samplers=4 learner.num_workers=4\n" in ended.out
     assert "nothing measured" in ended.out
+    assert "Taking turns" not in ended.out, "no faster with so few portions"
+    ended = d1(*words, "--gpus", "8", "rollout.batch_size=12")
+    assert "rollout.num_samplers=8 learner.num_workers=8 gpus.colocate=true" in ended.out
     ended = d1(*words, "--gpus", "8", "--gpu", "L4")
     assert ended.status == 2
     assert "Does not fit: a sampler takes at least 35.1 GB" in ended.out

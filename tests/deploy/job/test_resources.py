@@ -10,7 +10,7 @@ import pytest
 import ray
 import torch
 
-from actors.resources import grader_resources, learner_resources, num_gpus_for, sampler_resources
+from actors.resources import GpuSection, grader_resources, learner_resources, num_gpus_for, sampler_resources
 from deploy.capacity.needs import needs_of
 from deploy.errors import UserError
 from deploy.recipe.overrides import load_recipe
@@ -65,9 +65,42 @@ def test_the_recipe_of_llada_says_how_one_gpu_has_all_of_it() -> None:
     assert (needs_of(load_recipe(path, [])).gpus, needs_of(load_recipe(path, overrides)).gpus) == (8, 1)
 
 
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ((), r"rollout\.num_samplers is 2, learner\.num_workers 1; take the same number"),
+        (
+            ("rollout.num_samplers=1", "learner.max_staleness=1"),
+            r"learner\.max_staleness 1 is for those that go on meanwhile; take learner\.max_staleness=0 or gpus\.col",
+        ),
+    ],
+)
+def test_turns_that_cannot_be_taken_are_refused(recipe_file: Path, changes: tuple[str, ...], why: str) -> None:
+    exact = (
+        "learner.estimator={name: trajectory, steps_per_segment: 1, law: sampler}",
+        "learner.objective={name: clipped_ratio, old: sampler}",
+    )
+    given = ("device=cuda", "learner.num_workers=1", "gpus.colocate=true", *exact, *changes)
+    with pytest.raises(UserError, match=why):
+        load_recipe(recipe_file, given)
+
+
 def test_ranks_that_could_be_given_one_gpu_are_refused(recipe_file: Path) -> None:
     with pytest.raises(UserError, match=r"gpus\.learner 0\.5 is a share for one worker, and learner\.num_workers is 2"):
         load_recipe(recipe_file, ["device=cuda", "learner.num_workers=2", "gpus.learner=0.5"])
+
+
+@pytest.mark.parametrize("whole", [1.0, 0.8])
+def test_who_takes_turns_is_one_of_each_kind_on_a_gpu(whole: float) -> None:
+    """As Ray counts, which places the samplers first."""
+    gpus = GpuSection(colocate=True, sampler=whole, learner=whole / 2)
+    sampler, learner = gpus.asked_for_sampler, gpus.asked_for_learner
+    assert sampler + learner == pytest.approx(whole)
+    left = whole - sampler
+    assert learner <= left + 1e-9 < 2 * learner, "room for one learner worker beside a sampler"
+    if whole == 1:
+        assert 2 * sampler > 1, "and for no second sampler"
+        assert num_gpus_for([sampler, learner] * 4) == 4
 
 
 def test_no_process_takes_more_of_a_gpu_than_its_share(monkeypatch: pytest.MonkeyPatch) -> None:

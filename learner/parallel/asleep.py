@@ -1,0 +1,45 @@
+"""Tensors whose memory lies on the host for a while: who shares a GPU with another process gives it back meanwhile.
+
+The tensors stay what they are, so that FSDP, optimizer and autograd hold on to them: it is their storages that are
+emptied, and filled again at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from learner.hardware import free_unused_memory
+from learner.parallel.sharding import local_part
+
+
+@contextmanager
+@torch.no_grad()
+def asleep(tensors: Iterable[Tensor], device: torch.device) -> Iterator[None]:
+    """Within the block nothing of these tensors is on `device`; after it they are there again, to the bit.
+
+    What shares memory with them must be among them, or hold nothing that is needed. Those on other devices stay.
+    """
+    here = [local for tensor in tensors if (local := local_part(tensor.detach())).device == device and local.nbytes]
+    storages = {storage.data_ptr(): storage for storage in (local.untyped_storage() for local in here)}
+    sizes = [(storage, storage.nbytes()) for storage in storages.values()]
+    on_host = [_on_host(local) for local in here]
+    for storage, _ in sizes:
+        storage.resize_(0)
+    free_unused_memory(device)
+    try:
+        yield
+    finally:
+        for storage, num_bytes in sizes:
+            storage.resize_(num_bytes)
+        for local, copy in zip(here, on_host, strict=True):
+            local.copy_(copy)
+
+
+def _on_host(local: Tensor) -> Tensor:
+    copy = torch.empty_like(local, device="cpu")
+    # A GPU reads and writes what is pinned at the full speed of its bus.
+    return (copy if local.device.type == "cpu" else copy.pin_memory()).copy_(local)

@@ -1,0 +1,67 @@
+"""A sampler that sleeps between its turns holds nothing on its GPU, and samples what one that never sleeps does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from actors import fetching
+from actors.messages import Generation, Portion
+from actors.plan import RunPlan
+from actors.sampler import SamplerWorker
+from actors.spec import RunSpec
+from learner.model.checkpoint import load_policy
+from tests.actors.test_fetching import Shelf
+from tests.stand_in_gpu import bytes_there, stand_in_gpu
+
+LAYER = "blocks.1.mlp.down_proj"
+
+
+@pytest.fixture(params=["whole", "adapter"])
+def generations(
+    request: pytest.FixtureRequest, spec: RunSpec, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Shelf, list[Generation]]:
+    """A store with two versions."""
+    shelf, made = Shelf(), []
+    monkeypatch.setattr(fetching, "StoreReader", lambda *_: shelf)
+    base = {name: tensor.detach() for name, tensor in load_policy(spec.initial_checkpoint).state_dict().items()}
+    for version in (0, 1):
+        generator = torch.Generator().manual_seed(version)
+        shapes = {name: tensor.shape for name, tensor in base.items()}
+        if request.param == "adapter":
+            outputs, inputs = base[f"{LAYER}.weight"].shape
+            shapes = {f"{LAYER}.lora_A.weight": (4, inputs), f"{LAYER}.lora_B.weight": (outputs, 4)}
+        weights = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+        made.append(shelf.put(version, weights, shelf.put_base(base) if request.param == "adapter" else None))
+    return shelf, made
+
+
+def _sampled(worker: SamplerWorker, generation: Generation, portion: Portion) -> list[Any]:
+    completions, count = worker.generate(generation, portion)
+    assert count == len(portion.requests)
+    return [(each.token_ids.tolist(), each.commit_logp.tolist()) for each in completions]
+
+
+def test_a_sampler_that_sleeps_holds_nothing_and_samples_the_same(
+    spec: RunSpec, plan: RunPlan, generations: tuple[Shelf, list[Generation]]
+) -> None:
+    shelf, (first, second) = generations
+    portion, engine = plan.round_portion(0, 0), spec.rollout.engine
+    with stand_in_gpu():
+        before = bytes_there()
+        worker = SamplerWorker(spec.initial_checkpoint, None, "cuda", engine, is_asleep=True)
+        assert bytes_there() == before, "it begins asleep"
+        found = []
+        for generation in (first, second, second):
+            found.append(_sampled(worker, generation, portion))
+            assert bytes_there() > before
+            worker.sleep()
+            assert bytes_there() == before
+        assert shelf.num_bases_read <= 1
+        awake = SamplerWorker(spec.initial_checkpoint, None, "cuda", engine)
+        assert bytes_there() > before
+        expected = [_sampled(awake, generation, portion) for generation in (first, second)]
+        assert found == [*expected, expected[1]]
+        assert expected[0] != expected[1]
