@@ -235,6 +235,34 @@ def test_a_sampler_that_hangs_or_dies_is_restarted_and_gives_the_same_text(
     assert len(summary.texts) == 8
 
 
+def test_a_sampler_that_is_at_work_when_its_turn_ends_is_restarted_and_wakes_to_the_same_text(
+    store: Any, spec: RunSpec, plan: RunPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("actors.coordination.pools._SLEEP_TIMEOUT_S", 2.0)
+    _publish(store, 1, _weights(spec, 1.0))
+    moody = watched(_Moody).options(num_cpus=0, max_restarts=-1).remote(spec, store, tmp_path / "mark", "hangs")
+    portion = plan.round_portion(0, 0)
+    local = [c.token_ids.tolist() for c in Sampler(load_policy(spec.initial_checkpoint), 1).generate(portion.requests)]
+
+    def sampled() -> Any:
+        return moody.generate.remote(_generation(spec, 1), portion)
+
+    async def turns() -> None:
+        pools = Pools([moody], [], 60.0, 60.0, print)
+        hung = sampled()
+        while not (tmp_path / "mark").exists():
+            await asyncio.sleep(0.1)
+        assert await pools.end_turn() == ["sampler 0 did not go to sleep at its turn's end and was restarted"]
+        with pytest.raises(ray.exceptions.RayActorError):
+            await hung
+        for _ in range(2):
+            completions, _ = await sampled()
+            assert [c.token_ids.tolist() for c in completions] == local
+            assert await pools.end_turn() == []
+
+    _run(turns())
+
+
 def test_an_actor_that_is_stopped_is_silent_and_what_takes_its_place_answers(
     store: Any, spec: RunSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
