@@ -24,7 +24,8 @@ from learner.model.checkpoint import StoredWeights
 from learner.parallel.asleep import asleep
 from learner.parallel.ranks import Ranks
 
-_LAG_TIMEOUT_S = 600.0
+LAG_TIMEOUT_S = 600.0
+"""Longest wait for ranks that are behind the first of them."""
 
 
 class Client(publication.PublicationClient, evaluation.EvaluationClient, writing.CheckpointClient, Protocol):
@@ -107,7 +108,7 @@ class RunContext:
             yield
             return
         with asleep(chain(self.policy.tensors(), self.learner_tensors()), self.policy.device):
-            self.policy.wait_for_all("the samplers' turn", _LAG_TIMEOUT_S)
+            self.policy.wait_for_all("the samplers' turn", LAG_TIMEOUT_S)
             yield
 
     def _adapter(self) -> Adapter | None:

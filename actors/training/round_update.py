@@ -9,13 +9,12 @@ import torch
 from safetensors.torch import save_file
 
 from actors.run_log import FAILED_BATCHES
-from actors.training.context import RunContext
+from actors.training.context import LAG_TIMEOUT_S, RunContext
 from actors.training.ending import OutOfGpuMemoryError
 from learner.batch import RolloutBatch
 from learner.hardware import forget_peak_memory, peak_flop_per_s, peak_memory_bytes
 from learner.learner import Learner
 
-_LAG_TIMEOUT_S = 600.0
 _NOTHING = {"num_trained_completions": 0.0}
 
 
@@ -38,7 +37,7 @@ class RoundUpdate:
 
     def _updated(self, batch: RolloutBatch, round_index: int) -> dict[str, float]:
         context = self._context
-        context.policy.wait_for_all(f"round {round_index}", _LAG_TIMEOUT_S)
+        context.policy.wait_for_all(f"round {round_index}", LAG_TIMEOUT_S)
         forget_peak_memory(context.policy.device)
         began = context.clock()
         try:
