@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from learner.model.config import TransformerConfig
-from learner.model.transformer import Block, Transformer
+from learner.model.transformer import Block, SwiGLU, Transformer
 from rollout.request import SamplingParams
 
 
@@ -48,6 +48,7 @@ class ReferenceNet(nn.Module):
 
     def _block(self, block: Block, x: Tensor) -> Tensor:
         config, attn, mlp = self.config, block.attn, block.mlp
+        assert isinstance(mlp, SwiGLU)
         B, L, D = x.shape
         normed = self._norm(x, block.attn_norm.weight)
         q = attn.q_proj(normed).view(B, L, config.num_heads, config.head_dim).transpose(1, 2)

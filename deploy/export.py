@@ -47,7 +47,8 @@ def export_adapter(reference: str, out: Path, runs_dir: Path = Path("runs")) -> 
         The directories of the checkpoint that was taken and of the policy that the adapter stands on.
 
     Raises:
-        UserError: as of `export_policy`, and for a checkpoint that was trained whole.
+        UserError: as of `export_policy`, and for a checkpoint that was trained whole, or an adapter that peft cannot
+            have.
     """
     directory = _find(reference, runs_dir)
     try:
@@ -55,7 +56,10 @@ def export_adapter(reference: str, out: Path, runs_dir: Path = Path("runs")) -> 
         family = load_config(directory).family
     except ValueError as error:
         raise UserError(str(error)) from error
-    _write(out, lambda partial: write_peft_adapter(partial, adapter, family, str(base.resolve())))
+    try:
+        _write(out, lambda partial: write_peft_adapter(partial, adapter, family, str(base.resolve())))
+    except ValueError as error:
+        raise UserError(str(error)) from error
     return directory, base
 
 

@@ -49,7 +49,7 @@ class Flops:
     """FLOP of one forward, by what a backward pass costs."""
 
     layers: float
-    """The blocks' linear layers."""
+    """The blocks' linear layers: of experts, those that a token takes."""
     attention: float
     """Scores, and what is gathered by them."""
     head: float
@@ -72,10 +72,14 @@ def forward_flops(config: TransformerConfig, lora: LoraConfig, canvases: CanvasS
     """FLOP of a forward of some canvases through a policy."""
     layers = adapter = 0.0
     in_last_block = _slots_of_last_block(canvases)
-    for name, (inputs, outputs) in config.linear_layers.items():
-        rows = (config.num_layers - 1) * canvases.tokens + in_last_block[name]
-        layers += 2.0 * inputs * outputs * rows
-        adapter += 2.0 * lora.rank * (inputs + outputs) * rows * (name in lora.targets)
+    for layer in range(config.num_layers):
+        is_last, moe = layer == config.num_layers - 1, config.experts_of(layer)
+        for name, (inputs, outputs) in config.linear_layers(layer).items():
+            rows = in_last_block[name] if is_last else canvases.tokens
+            layers += 2.0 * inputs * outputs * rows
+            adapter += 2.0 * lora.rank * (inputs + outputs) * rows * (name in lora.targets)
+        if moe is not None:
+            layers += 2.0 * moe.products_of_token(config.d_model) * (canvases.scored if is_last else canvases.tokens)
     pairs = (config.num_layers - 1) * canvases.pairs + canvases.asked_pairs
     return Flops(
         layers=layers,

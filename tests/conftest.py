@@ -57,6 +57,15 @@ def config() -> TransformerConfig:
     )
 
 
+@pytest.fixture(scope="session")
+def moe_config(config: TransformerConfig) -> TransformerConfig:
+    """LLaDA2's: the first block dense, the second of experts in groups."""
+    moe = {"num_experts": 8, "experts_per_token": 3, "expert_width": 16, "router": "sigmoid", "num_groups": 4}
+    moe |= {"kept_groups": 2, "scale": 2.5, "shared_width": 32, "dense_layers": (0,)}
+    family = {"family": "llada2_moe", "block_length": 4, "qk_norm": True, "head_width": 12, "rotary_width": 6}
+    return TransformerConfig(**config.model_dump() | family | {"moe": moe})
+
+
 @pytest.fixture
 def policy(config: TransformerConfig) -> Transformer:
     model = Transformer(config)

@@ -17,8 +17,10 @@ from benchmarks.rounds import Setting, make_round
 from learner.algorithms import ALGORITHMS
 from learner.counter import uniform
 from learner.learner import Learner
+from learner.model.config import TransformerConfig
 from learner.model.lora import merge_into, merged_weights
-from learner.model.transformer import Transformer
+from learner.model.networks import make_model
+from learner.model.transformer import Transformer, init_weights
 from learner.parallel.sharding import ShardedPolicy
 from rollout.config import EngineConfig
 from rollout.request import Request, SamplingParams
@@ -34,6 +36,21 @@ def placed() -> Iterator[Placed]:
     """Copies a policy to the GPU of this machine, or to a stand-in for one."""
     with nullcontext() if torch.cuda.is_available() else stand_in_gpu():
         yield lambda model: copy.deepcopy(model).cuda()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_experts_are_one_grouped_product_there(moe_config: TransformerConfig, placed: Placed) -> None:
+    model = make_model(moe_config)
+    init_weights(model, seed=0)
+    ids = torch.arange(24).view(2, 12)
+    on_gpu = placed(model)
+    found, expected = on_gpu(ids.cuda()), model(ids)
+    torch.testing.assert_close(found.cpu(), expected, atol=1e-4, rtol=1e-4)
+    found.sum().backward()
+    expected.sum().backward()
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            torch.testing.assert_close(on_gpu.get_parameter(name).grad.cpu(), parameter.grad, atol=1e-3, rtol=1e-3)
 
 
 def test_draws_are_the_same_bits(placed: Placed) -> None:

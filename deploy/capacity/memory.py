@@ -10,11 +10,13 @@ from dataclasses import dataclass
 from actors.run_config import RunConfig
 from deploy.capacity.shape import ParameterCounts
 from learner.model.config import TransformerConfig
+from learner.model.moe.config import MoEConfig
 from rollout.request import Cache
 
 # Assumed, and measured by nobody: CUDA's context with its libraries, and NCCL's buffers where several GPUs meet.
 _CONTEXT_BYTES, _NCCL_BYTES = 10**9, 10**9
 _FLOAT32 = 4
+_INT64 = 8
 _MOMENTS = 2
 # NF4: half a byte, and a float32 scale that is itself held in 8 bits for each 64 weights.
 _NF4_BYTES = 0.5 + 1 / 64
@@ -94,14 +96,13 @@ def learner_memory(recipe: RunConfig, shape: TransformerConfig, num_workers: int
     """What one of so many learner workers takes, of which a copy of the policy may have fewer."""
     counts, lora = ParameterCounts.of(shape, recipe.model.lora), recipe.model.lora
     each = _bytes_of(recipe.sharding.compute_dtype)
-    trained = counts.adapter or counts.policy
     workers_help = "more learner.num_workers" + ("" if lora.rank else " or LoRA (model.lora.rank)")
     num_sharing = min(recipe.sharding.workers_per_copy or num_workers, num_workers)
     parts = [*_held(recipe, counts, num_sharing, workers_help), *_passing(recipe, shape, counts)]
     if recipe.gpus.colocate:
         parts.append(Part(name="CUDA of a sampler asleep", num_bytes=_CONTEXT_BYTES, helps=""))
     if not recipe.sharding.cpu_offload:
-        state = _FLOAT32 * (1 + _MOMENTS) * trained / num_sharing
+        state = _FLOAT32 * (1 + _MOMENTS) * counts.trained / num_sharing
         parts.append(Part(name="gradient and AdamW's moments", num_bytes=state, helps=workers_help))
     cuda = _CONTEXT_BYTES + (_NCCL_BYTES if num_workers > 1 else 0)
     # Blocks as they are gathered; of trained ones their gradient too, before it is summed over the workers.
@@ -139,14 +140,33 @@ def why_too_large(process: ProcessMemory, gpu_bytes: float, where: str) -> str |
     )
 
 
-def saved_bytes_of_token(shape: TransformerConfig, each: int) -> int:
+def saved_bytes_of_token(shape: TransformerConfig, each: int, layer: int = 0) -> int:
     """What a block keeps of a token for its backward pass: the stream before both sublayers and after both norms, what
     attention takes and gives, and four of the feed-forward's inner width. Queries and keys are kept before, in and
     after their norm; behind a mask, what attention gives is kept once more in the order of the tokens."""
     queries, key_value = shape.attention_width, shape.num_kv_heads * shape.head_dim
     normed = 2 * (queries + key_value) * shape.qk_norm
     attention = 2 * queries + 2 * key_value + normed + queries * shape.is_block_causal
-    return each * (6 * shape.d_model + attention + 4 * shape.mlp_hidden_size)
+    moe = shape.experts_of(layer)
+    if moe is None:
+        return each * (6 * shape.d_model + attention + 4 * shape.mlp_hidden_size)
+    feed_forward = _inner_numbers(shape, layer) + 4 * moe.shared_width
+    return each * (6 * shape.d_model + attention + feed_forward) + _routing_bytes(shape, moe, each)
+
+
+def _routing_bytes(shape: TransformerConfig, moe: MoEConfig, each: int) -> int:
+    """What a router keeps of a token: its input in float32, scores, weights twice and their sum; and three indices."""
+    wide = shape.d_model * (each != _FLOAT32)
+    return _FLOAT32 * (wide + moe.num_experts + 2 * moe.experts_per_token + 1) + 3 * _INT64 * moe.experts_per_token
+
+
+def _inner_numbers(shape: TransformerConfig, layer: int) -> int:
+    """Numbers that a feed-forward has of a token at a time: gate and up; of each expert what it takes, its gate and up,
+    one of them activated, their product, and what it gives."""
+    moe = shape.experts_of(layer)
+    if moe is None:
+        return 2 * shape.mlp_hidden_size
+    return moe.experts_per_token * (2 * shape.d_model + 4 * moe.expert_width)
 
 
 def _held(recipe: RunConfig, counts: ParameterCounts, num_sharing: int, helps: str) -> list[Part]:
@@ -177,16 +197,20 @@ def _passing(recipe: RunConfig, shape: TransformerConfig, counts: ParameterCount
 
     each, tokens = _bytes_of(recipe.sharding.compute_dtype), recipe.learner.micro_batch_tokens
     tokens = max(tokens, recipe.canvas_tokens)
-    of_block = float(tokens * saved_bytes_of_token(shape, each))
+    layers = range(shape.num_layers)
+    of_blocks = [tokens * saved_bytes_of_token(shape, each, layer) for layer in layers]
+    inner = max(_inner_numbers(shape, layer) for layer in layers)
     if recipe.sharding.activation_checkpointing:
         # The input of each block, and one block's backward pass, with gradients in flight beside what it kept.
-        in_flight = tokens * each * (2 * shape.d_model + 2 * shape.mlp_hidden_size)
-        kept, helps = shape.num_layers * tokens * each * shape.d_model + of_block + in_flight, ""
+        in_flight = tokens * each * (2 * shape.d_model + inner)
+        kept, helps = float(shape.num_layers * tokens * each * shape.d_model + max(of_blocks) + in_flight), ""
     else:
-        kept, helps = shape.num_layers * of_block, "sharding.activation_checkpointing=true or "
+        kept, helps = float(sum(of_blocks)), "sharding.activation_checkpointing=true or "
     logits = min(tokens * shape.vocab_size, MOST_LOGITS_GPU) * (each + _FLOAT32)
     logits += min(tokens * shape.vocab_size, MOST_KEPT_GPU) * _FLOAT32
-    adapters = shape.num_layers * tokens * each * recipe.model.lora.rank * len(recipe.model.lora.targets)
+    lora = recipe.model.lora
+    num_adapted = sum(len(shape.linear_layers(layer).keys() & set(lora.targets)) for layer in layers)
+    adapters = num_adapted * tokens * each * lora.rank
     if counts.adapter and not recipe.sharding.activation_checkpointing:
         kept += adapters
     smaller = f"{helps}a smaller learner.micro_batch_tokens"
@@ -201,7 +225,8 @@ def _forward_bytes(shape: TransformerConfig, tokens: int, each: int) -> float:
     feed-forward."""
     width, key_value = shape.attention_width, shape.num_kv_heads * shape.head_dim
     attention = each * (shape.d_model + 2 * width + 2 * key_value) + 3 * _FLOAT32 * width
-    feed_forward = each * (2 * shape.d_model + 2 * shape.mlp_hidden_size)
+    inner = max(_inner_numbers(shape, layer) for layer in range(shape.num_layers))
+    feed_forward = each * (2 * shape.d_model + inner)
     return tokens * max(attention, feed_forward)
 
 

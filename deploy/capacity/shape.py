@@ -27,13 +27,17 @@ class ParameterCounts:
     """Numbers of a policy's parameters, by where they are."""
 
     block: int
-    """Of one block."""
+    """Of one block, the largest."""
     blocks: int
     """Of all blocks."""
     root: int
     """Of the embedding, the last norm and the head."""
+    frozen: int
+    """Of those of the blocks, what is never trained: the biases of routers."""
     adapter: int
     """Of LoRA's matrices, over all blocks; 0 without."""
+    adapter_of_block: int
+    """Of LoRA's matrices in one block, the most."""
 
     @property
     def policy(self) -> int:
@@ -41,23 +45,34 @@ class ParameterCounts:
         return self.blocks + self.root
 
     @property
-    def adapter_of_block(self) -> int:
-        """Of LoRA's matrices in one block."""
-        return self.adapter * self.block // self.blocks
+    def trained(self) -> int:
+        """Of what an optimizer moves."""
+        return self.adapter or self.policy - self.frozen
 
     @classmethod
     def of(cls, shape: TransformerConfig, lora: LoraConfig) -> ParameterCounts:
         """Those of a shape."""
-        width = shape.d_model
-        sizes = shape.linear_layers
-        biases = sum(sizes[name][1] for name in ("q_proj", "k_proj", "v_proj")) * shape.qkv_bias
-        block = sum(inputs * outputs for inputs, outputs in sizes.values()) + biases + 2 * width
-        block += 2 * shape.head_dim * shape.qk_norm
-        adapter = lora.rank * sum(sum(sizes[target]) for target in lora.targets)
+        layers = range(shape.num_layers)
+        frozen = [moe.num_experts * moe.has_bias if (moe := shape.experts_of(layer)) else 0 for layer in layers]
+        blocks = [_trained_of_block(shape, layer) + frozen[layer] for layer in layers]
+        adapters = [
+            lora.rank * sum(sum(size) for name, size in shape.linear_layers(layer).items() if name in lora.targets)
+            for layer in layers
+        ]
         matrices = 1 if shape.tied_embeddings else 2
         return cls(
-            block=block,
-            blocks=shape.num_layers * block,
-            root=matrices * shape.vocab_size * width + width,
-            adapter=shape.num_layers * adapter,
+            block=max(blocks),
+            blocks=sum(blocks),
+            root=matrices * shape.vocab_size * shape.d_model + shape.d_model,
+            frozen=sum(frozen),
+            adapter=sum(adapters),
+            adapter_of_block=max(adapters),
         )
+
+
+def _trained_of_block(shape: TransformerConfig, layer: int) -> int:
+    sizes, moe = shape.linear_layers(layer), shape.experts_of(layer)
+    biases = sum(sizes[name][1] for name in ("q_proj", "k_proj", "v_proj")) * shape.qkv_bias
+    norms = 2 * shape.d_model + 2 * shape.head_dim * shape.qk_norm
+    experts = 0 if moe is None else moe.num_parameters(shape.d_model)
+    return sum(inputs * outputs for inputs, outputs in sizes.values()) + experts + biases + norms

@@ -256,10 +256,22 @@ def _input_problems(recipe: Recipe) -> Iterator[str]:
     if recipe.model.lora.base_weights == "nf4" and find_spec("bitsandbytes") is None:
         yield "model.lora.base_weights is nf4 and the package bitsandbytes is missing; pip install 'd1[quantized]'"
     if recipe.model.checkpoint is not None:
-        try:
-            load_config(find_checkpoint(recipe.model.checkpoint, config_only=True))
-        except ValueError as error:
-            yield f"model.checkpoint: {error}"
+        yield from _checkpoint_problems(recipe, recipe.model.checkpoint)
+
+
+def _checkpoint_problems(recipe: Recipe, checkpoint: Path) -> Iterator[str]:
+    try:
+        policy = load_config(find_checkpoint(checkpoint, config_only=True))
+    except ValueError as error:
+        yield f"model.checkpoint: {error}"
+        return
+    if refusal := recipe.model.lora.refusal(policy):
+        yield refusal
+    if policy.moe is not None and recipe.rollout.engine.compile and recipe.rollout.engine.dtype == "float32":
+        yield (
+            "rollout.engine.compile is true, and experts are compiled in bfloat16 only; "
+            "take rollout.engine.dtype=bfloat16"
+        )
 
 
 def _speed_problems(recipe: Recipe) -> Iterator[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from learner.model.config import Family
-from learner.model.families import FAMILIES
+from learner.model.families import FAMILIES, FamilyFormat
 from learner.model.lora import adapter_names
 
 ADAPTER = "lora.safetensors"
@@ -75,6 +76,18 @@ def stacked(adapters: Sequence[Adapter]) -> Adapter:
     return replace(first, rank=count * first.rank, alpha=count * first.alpha, base=adapters[-1].base, matrices=matrices)
 
 
+def _check_layers(layers: Sequence[str], names: FamilyFormat) -> None:
+    """Raise ValueError that names a layer which is a part of one of the original model's."""
+    counts = Counter(names.block_names.values())
+    for layer in layers:
+        ours = layer.split(".", 2)[2]
+        if counts[names.block_names[ours]] > 1:
+            raise ValueError(
+                f"{ours.rpartition('.')[2]} is a part of {names.block_names[ours]} in the original code of "
+                f"{names.model_type}, and peft adapts that whole; export the policy with its adapter merged"
+            )
+
+
 def write_peft_adapter(directory: Path, adapter: Adapter, family: Family, base: str) -> None:
     """Write what `peft.PeftModel.from_pretrained(original_model, directory)` reads.
 
@@ -83,11 +96,14 @@ def write_peft_adapter(directory: Path, adapter: Adapter, family: Family, base: 
         adapter: one that stands on the original model itself.
         family: whose original code the names are of.
         base: what `adapter_config.json` says it stands on, a path or a hub id.
+
+    Raises ValueError where several of our layers are one of the original model's.
     """
     from peft import LoraConfig as PeftConfig
 
     names = FAMILIES[family]
     layers = sorted({name.rpartition(".lora_")[0] for name in adapter.matrices})
+    _check_layers(layers, names)
     # Below the blocks only: LLaDA's head has the name of a layer of its blocks.
     inner = sorted({names.block_names[layer.split(".", 2)[2]] for layer in layers})
     pattern = rf"{re.escape(names.block_prefix)}\.\d+\.({'|'.join(map(re.escape, inner))})"

@@ -11,7 +11,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,8 +35,9 @@ from learner.model.checkpoint_files import (
 )
 from learner.model.config import TransformerConfig
 from learner.model.families import FAMILIES
+from learner.model.families.layout import Piece, rows_of, within
 from learner.model.families.raw_config import CONFIG, GENERATION_CONFIG
-from learner.model.networks import make_on_meta
+from learner.model.networks import held_dtypes, make_on_meta
 from learner.model.tokenizer import TOKENIZER_FILES
 from learner.model.transformer import Transformer
 
@@ -53,15 +55,15 @@ def load_policy(directory: Path, dtype: torch.dtype = torch.float32) -> Transfor
 
     Args:
         directory: where the checkpoint is.
-        dtype: what the weights are cast to as they are read.
+        dtype: what the weights are cast to as they are read; a router's bias stays in float32.
 
     Raises:
         ValueError: no checkpoint there, another model family, or a tensor missing, extra or of a wrong shape.
     """
     weights = StoredWeights(directory)
-    model = make_on_meta(weights.config)
+    model, held = make_on_meta(weights.config), held_dtypes(weights.config, dtype)
     # A copy: what is read may be a view of the file, which may change or go.
-    whole = {name: stored[:].to(dtype, copy=True) for name, stored in weights.items()}
+    whole = {name: stored[:].to(held[name], copy=True) for name, stored in weights.items()}
     model.load_state_dict(whole, assign=True)
     return model
 
@@ -81,19 +83,23 @@ class StoredWeights(Mapping[str, "StoredTensor"]):
         """
         self.config = load_config(directory)
         """The policy's shape and family."""
-        model = make_on_meta(self.config)
-        checkpoint_name = FAMILIES[self.config.family].checkpoint_name
-        shapes = {checkpoint_name(name): list(parameter.shape) for name, parameter in model.named_parameters()}
+        parameters = dict(make_on_meta(self.config).to(torch.bfloat16).named_parameters())
+        layout = FAMILIES[self.config.family].layout({name: held.shape for name, held in parameters.items()})
         headers = {path: _read_header(path) for path in weight_files(directory)}
         owners: dict[str, Path] = {}
         for path, header in headers.items():
             for name in header:
                 if owners.setdefault(name, path) != path:
                     raise ValueError(f"{name} is in {owners[name]} and in {path}; one of them is of another checkpoint")
-        stored = {name: shape for header in headers.values() for name, (shape, _) in header.items()}
-        _check_shapes(directory, stored, shapes)
-        names = {name: checkpoint_name(name) for name, _ in model.named_parameters()}
-        self._tensors = {name: StoredTensor(owners[stored], stored) for name, stored in names.items()}
+        stored = {name: about for header in headers.values() for name, about in header.items()}
+        _check_shapes(directory, {name: shape for name, (shape, _) in stored.items()}, layout.stored_shapes)
+        self._tensors = {
+            name: StoredTensor(held.shape, layout.of_ours[name], owners) for name, held in parameters.items()
+        }
+        pieces = [layout.of_ours[name] for name, held in parameters.items() if held.dtype is torch.bfloat16]
+        kinds = {stored[piece.stored][1] for of_one in pieces for piece in of_one}
+        self.dtype = torch.bfloat16 if kinds == {"BF16"} else torch.float32
+        """What holds them as they are: bfloat16 where all are in it that it may hold, else float32."""
 
     def __getitem__(self, name: str) -> StoredTensor:
         return self._tensors[name]
@@ -107,27 +113,38 @@ class StoredWeights(Mapping[str, "StoredTensor"]):
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor in a file, of which any rows can be read."""
+    """One of our tensors in files, of which any rows can be read."""
 
-    path: Path
-    name: str
-    """The checkpoint's."""
+    shape: Sequence[int]
+    """Ours."""
+    pieces: Sequence[Piece]
+    """What of the checkpoint's tensors it is made of."""
+    owners: Mapping[str, Path]
+    """The file that has each of the checkpoint's tensors."""
 
     def __getitem__(self, rows: slice) -> Tensor:
-        """Some rows, on the CPU. The file is open only meanwhile: what is mapped of it counts as this process's memory,
+        """Some rows, on the CPU. Files are open only meanwhile: what is mapped of them counts as this process's memory,
         and goes with the rows."""
-        with safe_open(self.path, framework="pt") as file:
-            part: Tensor = file.get_slice(self.name)[rows]
-            return part
+        begin, end, _ = rows.indices(self.shape[0])
+        inner = rows_of(self.shape) // self.shape[0]
+        with ExitStack() as stack:
+            files: dict[Path, Any] = {}
+            parts: list[Tensor] = []
+            for name, part in within(self.pieces, begin * inner, end * inner):
+                path = self.owners[name]
+                if path not in files:
+                    files[path] = stack.enter_context(safe_open(path, framework="pt"))
+                parts.append(files[path].get_slice(name)[part])
+            whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+            return whole.view(end - begin, *self.shape[1:])
 
 
 def stored_dtype(directory: Path) -> torch.dtype:
     """What holds the weights of a checkpoint as they are: bfloat16 where all of them are in it, else float32.
 
-    Raises ValueError as `load_policy` does, where there are no weights or a file cannot be read.
+    A router's bias, which every policy holds in float32, does not count. Raises ValueError as `load_policy` does.
     """
-    kinds = {kind for path in weight_files(directory) for _, kind in _read_header(path).values()}
-    return torch.bfloat16 if kinds == {"BF16"} else torch.float32
+    return StoredWeights(directory).dtype
 
 
 def _read_header(path: Path) -> dict[str, tuple[list[int], str]]:
@@ -179,7 +196,8 @@ def save_checkpoint(
     Args:
         directory: where it will be; an earlier checkpoint of that name is replaced.
         config: the policy's shape and family.
-        weights: the whole (not sharded) parameters under our names, all of one type; an adapter is merged into them.
+        weights: the whole (not sharded) parameters under our names, all of one type but for routers' biases, which
+            are in float32; an adapter is merged into them.
         tokenizer_from: a directory whose tokenizer files are copied.
         adapter: the adapter by itself, which training goes on with.
         learner_state: the learner's other tensors by name, for a checkpoint that the rounds resume from.
@@ -249,16 +267,17 @@ def _write_partial(
 
 def _write_policy(directory: Path, config: TransformerConfig, weights: Mapping[str, Tensor], shard_bytes: int) -> None:
     """The family's `config.json` and weight files, in the names that its original code knows."""
-    family = FAMILIES[config.family]
-    named = {family.checkpoint_name(name): tensor for name, tensor in weights.items()}
-    (dtype,) = {tensor.dtype for tensor in named.values()}
+    family, dtype = FAMILIES[config.family], weights["embed.weight"].dtype
+    assert {name: tensor.dtype for name, tensor in weights.items()} == held_dtypes(config, dtype)
     raw = family.write_config(config) | {"torch_dtype": str(dtype).removeprefix("torch.")}
     _write_json(directory / CONFIG, raw)
     if config.other_stop_ids:
         _write_json(directory / GENERATION_CONFIG, {"eos_token_id": list(config.stop_ids)})
-    split = split_torch_state_dict_into_shards(named, max_shard_size=shard_bytes)
+    layout = family.layout({name: tensor.shape for name, tensor in weights.items()})
+    # By outlines: views of one tensor of ours would be counted once, and kept together.
+    split = split_torch_state_dict_into_shards(layout.outline(weights), max_shard_size=shard_bytes)
     for filename, names in split.filename_to_tensors.items():
-        shard = {name: named[name].contiguous() for name in names}
+        shard = {name: layout.stored(name, weights).contiguous() for name in names}
         save_file(shard, directory / filename, metadata={"format": "pt"})
     if split.is_sharded:
         _write_json(directory / INDEX, {"metadata": split.metadata, "weight_map": split.tensor_to_filename})

@@ -6,7 +6,11 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-Family = Literal["llada", "dream", "sdar"]
+from learner.model.moe.config import MoEConfig
+
+Family = Literal["llada", "dream", "sdar", "sdar_moe", "llada2_moe"]
+_BLOCK_CAUSAL = ("sdar", "sdar_moe", "llada2_moe")
+_ROUTERS = {"sdar_moe": "softmax", "llada2_moe": "sigmoid"}
 
 
 class TransformerConfig(BaseModel):
@@ -29,11 +33,15 @@ class TransformerConfig(BaseModel):
     head_width: PositiveInt | None = None
     """Width of one head; None: `d_model` is split among the query heads."""
     mlp_hidden_size: PositiveInt
-    """Inner width of the SwiGLU."""
+    """Inner width of the SwiGLU, where that is not one of experts."""
+    moe: MoEConfig | None = None
+    """The experts of the feed-forward sublayers; None: each is one SwiGLU."""
     max_sequence_length: PositiveInt
     """Longest canvas, in tokens."""
     qkv_bias: bool = False
     """Whether the query, key and value projections add a bias."""
+    rotary_width: PositiveInt | None = None
+    """How much of a head's width is rotated by position, from its beginning; None: all of it."""
     qk_norm: bool = False
     """Whether each query and each key is normalised over its head's width, before it is rotated."""
     block_length: PositiveInt | None = None
@@ -62,6 +70,8 @@ class TransformerConfig(BaseModel):
             raise ValueError(f"num_heads {self.num_heads} must split d_model {self.d_model} into heads of even width")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_kv_heads {self.num_kv_heads} must divide num_heads {self.num_heads}")
+        if self.rotary_dim % 2 or self.rotary_dim > self.head_dim:
+            raise ValueError(f"rotary_width {self.rotary_width} must be even, and at most a head's {self.head_dim}")
         return self
 
     @model_validator(mode="after")
@@ -80,11 +90,21 @@ class TransformerConfig(BaseModel):
 
     @model_validator(mode="after")
     def _block_causal(self) -> TransformerConfig:
-        if self.is_block_causal != (self.family == "sdar"):
+        if self.is_block_causal != (self.family in _BLOCK_CAUSAL):
             raise ValueError(
                 f"block_length is {self.block_length}; a policy of the family {self.family} is "
-                + ("block-causal and has one" if self.family == "sdar" else "bidirectional and has none")
+                + ("block-causal and has one" if self.family in _BLOCK_CAUSAL else "bidirectional and has none")
             )
+        return self
+
+    @model_validator(mode="after")
+    def _experts(self) -> TransformerConfig:
+        router = _ROUTERS.get(self.family)
+        if (None if self.moe is None else self.moe.router) != router:
+            what = "no experts" if router is None else f"experts behind a {router} router"
+            raise ValueError(f"moe is {self.moe!r}; a policy of the family {self.family} has {what}")
+        if self.moe is not None and max(self.moe.dense_layers, default=0) >= self.num_layers:
+            raise ValueError(f"moe.dense_layers has {max(self.moe.dense_layers)}, and num_layers is {self.num_layers}")
         return self
 
     @property
@@ -103,20 +123,30 @@ class TransformerConfig(BaseModel):
         return self.num_heads * self.head_dim
 
     @property
+    def rotary_dim(self) -> int:
+        """How much of a head's width is rotated."""
+        return self.rotary_width or self.head_dim
+
+    @property
     def stop_ids(self) -> tuple[int, ...]:
         """Ids that end a completion, end of text first."""
         return (self.eos_token_id, *self.other_stop_ids)
 
-    @property
-    def linear_layers(self) -> dict[str, tuple[int, int]]:
-        """Inputs and outputs of a block's linear layers, by name."""
-        width, hidden, key_value = self.d_model, self.mlp_hidden_size, self.num_kv_heads * self.head_dim
-        return {
+    def experts_of(self, layer: int) -> MoEConfig | None:
+        """The experts of one block, which are counted from 0; None: it has a SwiGLU alone."""
+        return None if self.moe is None or layer in self.moe.dense_layers else self.moe
+
+    def linear_layers(self, layer: int) -> dict[str, tuple[int, int]]:
+        """Inputs and outputs of a block's linear layers, by name; of a feed-forward of experts the shared one's."""
+        moe = self.experts_of(layer)
+        hidden = self.mlp_hidden_size if moe is None else moe.shared_width
+        width, key_value = self.d_model, self.num_kv_heads * self.head_dim
+        attention = {
             "q_proj": (width, self.attention_width),
             "k_proj": (width, key_value),
             "v_proj": (width, key_value),
             "out_proj": (self.attention_width, width),
-            "gate_proj": (width, hidden),
-            "up_proj": (width, hidden),
-            "down_proj": (hidden, width),
         }
+        if not hidden:
+            return attention
+        return attention | {"gate_proj": (width, hidden), "up_proj": (width, hidden), "down_proj": (hidden, width)}

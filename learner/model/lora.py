@@ -1,7 +1,7 @@
 """LoRA through peft: small matrices beside frozen ones, W x + alpha / rank * B A x (arXiv 2106.09685).
 
 The targets are the linear layers of the blocks and nothing else: in LLaDA's own names `ff_out` is a layer of every
-block and also the head, so they are ours, anchored to the blocks.
+block and also the head, so they are ours, anchored to the blocks. Experts have none, but for the shared one.
 
 There is no dropout, on purpose. The ratio of a policy gradient compares the likelihood that the learner computes with
 the one that the sampler had, so both must be the same function of the weights; the sampler has the adapter merged.
@@ -37,7 +37,7 @@ def add_adapters(model: Transformer, config: LoraConfig) -> None:
     from peft import LoraConfig as PeftConfig
     from peft import inject_adapter_in_model
 
-    pattern = rf"blocks\.\d+\.(attn|mlp)\.({'|'.join(config.targets)})"
+    pattern = rf"blocks\.\d+\.(attn|mlp|mlp\.shared)\.({'|'.join(config.targets)})"
     peft_config = PeftConfig(r=config.rank, lora_alpha=config.alpha, lora_dropout=0.0, target_modules=pattern)
     inject_adapter_in_model(peft_config, model)
     for name, parameter in model.named_parameters():

@@ -6,6 +6,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, field_validator, model_validator
 
+from learner.model.config import TransformerConfig
+
 TARGETS = ("q_proj", "k_proj", "v_proj", "out_proj", "gate_proj", "up_proj", "down_proj")
 """The linear layers of a block."""
 
@@ -23,8 +25,8 @@ class LoraConfig(BaseModel):
     alpha: PositiveInt = 64
     """The adapter's output is multiplied by `alpha / rank` (d1: 64)."""
     targets: tuple[str, ...] = TARGETS
-    """Which linear layers of each block have one. (d1 lists seven by other models' names, and so adapts `q_proj`,
-    `k_proj`, `v_proj` and `up_proj`.)"""
+    """Which linear layers of each block have one; of experts the shared one's. (d1 lists seven by other models' names,
+    and so adapts `q_proj`, `k_proj`, `v_proj` and `up_proj`.)"""
 
     base_weights: Literal["full", "nf4"] = "full"
     """How the frozen linear layers of the blocks are held: as they are, or in 4 bits (QLoRA, arXiv 2305.14314; needs
@@ -45,6 +47,22 @@ class LoraConfig(BaseModel):
         if self.base_weights == "nf4" and not self.rank:
             raise ValueError("base_weights nf4 cannot be trained, only an adapter beside them: set rank (d1: 128)")
         return self
+
+    def refusal(self, policy: TransformerConfig) -> str | None:
+        """Why a policy cannot be trained so; None where it can."""
+        if not self.rank or policy.moe is None:
+            return None
+        if self.base_weights == "nf4":
+            return (
+                "model.lora.base_weights nf4 holds linear layers in 4 bits, and experts, most of the policy, are none"
+            )
+        there = [name for name in TARGETS if any(name in policy.linear_layers(i) for i in range(policy.num_layers))]
+        if set(there).isdisjoint(self.targets):
+            return (
+                f"model.lora.targets names {', '.join(self.targets)}, and experts have no adapters; "
+                f"the linear layers of this policy are {', '.join(there)}"
+            )
+        return None
 
     @property
     def scaling(self) -> float:

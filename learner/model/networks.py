@@ -39,7 +39,13 @@ class BlockCausal(Transformer):
         return is_seen
 
 
-NETWORKS: dict[Family, type[Transformer]] = {"llada": Transformer, "dream": Dream, "sdar": BlockCausal}
+NETWORKS: dict[Family, type[Transformer]] = {
+    "llada": Transformer,
+    "dream": Dream,
+    "sdar": BlockCausal,
+    "sdar_moe": BlockCausal,
+    "llada2_moe": BlockCausal,
+}
 
 
 def make_model(config: TransformerConfig) -> Transformer:
@@ -51,3 +57,8 @@ def make_on_meta(config: TransformerConfig) -> Transformer:
     """The same on the meta device: names, shapes and types, and no memory."""
     with torch.device("meta"):
         return make_model(config)
+
+
+def held_dtypes(config: TransformerConfig, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """In what a policy that is cast to `dtype` holds each of its parameters: a router's bias stays in float32."""
+    return {name: parameter.dtype for name, parameter in make_on_meta(config).to(dtype).named_parameters()}

@@ -25,6 +25,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 from learner.model.config import TransformerConfig
 from learner.model.memory import LayerMemory, Memory
+from learner.model.moe.experts import SparseMLP
 from learner.model.scoring import wanted_logps
 from learner.model.wanted import CLEAN, Wanted
 
@@ -86,11 +87,11 @@ def _is_inference() -> bool:
 class SwiGLU(nn.Module):
     """The feed-forward sublayer: down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, config: TransformerConfig) -> None:
+    def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(config.d_model, config.mlp_hidden_size, bias=False)
-        self.up_proj = nn.Linear(config.d_model, config.mlp_hidden_size, bias=False)
-        self.down_proj = nn.Linear(config.mlp_hidden_size, config.d_model, bias=False)
+        self.gate_proj = nn.Linear(width, hidden, bias=False)
+        self.up_proj = nn.Linear(width, hidden, bias=False)
+        self.down_proj = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_proj(x), self.up_proj(x)
@@ -115,12 +116,12 @@ class RMSNorm(nn.RMSNorm):
 class Block(nn.Module):
     """One transformer block: the unit that FSDP shards."""
 
-    def __init__(self, config: TransformerConfig) -> None:
+    def __init__(self, config: TransformerConfig, layer: int) -> None:
         super().__init__()
         self.attn_norm = RMSNorm(config.d_model, eps=config.rms_norm_eps)
         self.attn = Attention(config)
         self.mlp_norm = RMSNorm(config.d_model, eps=config.rms_norm_eps)
-        self.mlp = SwiGLU(config)
+        self.mlp = _feed_forward(config, layer)
 
     def forward(
         self, x_BLD: Tensor, places: Places, asked: Asked | None = None, memory: LayerMemory | None = None
@@ -129,7 +130,16 @@ class Block(nn.Module):
         mixed = self.attn(self.attn_norm(x_BLD), places, asked, memory)
         # In place: what is added to is fresh, and no gradient needs it as it was.
         x = mixed.add_(x_BLD if asked is None else asked.scored(asked.of_rows(x_BLD)))
-        return self.mlp(self.mlp_norm(x)).add_(x)
+        after: Tensor = self.mlp(self.mlp_norm(x))
+        # What experts give is a view, of which FSDP would lose its hook with an addition in place.
+        return after + x if isinstance(self.mlp, SparseMLP) else after.add_(x)
+
+
+def _feed_forward(config: TransformerConfig, layer: int) -> SwiGLU | SparseMLP:
+    moe, width = config.experts_of(layer), config.d_model
+    if moe is None:
+        return SwiGLU(width, config.mlp_hidden_size)
+    return SparseMLP(width, moe, SwiGLU(width, moe.shared_width) if moe.shared_width else None)
 
 
 class Transformer(nn.Module):
@@ -145,7 +155,7 @@ class Transformer(nn.Module):
         # Not torch's own draw: on the meta device that imports torch's compiler, a second for every process that loads
         # a policy.
         self.embed = nn.Embedding.from_pretrained(torch.zeros(config.vocab_size, config.d_model), freeze=False)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
         self.norm = RMSNorm(config.d_model, eps=config.rms_norm_eps)
         self.head = None if config.tied_embeddings else nn.Linear(config.d_model, config.vocab_size, bias=False)
 
@@ -391,9 +401,10 @@ def _visible(sees: Pattern | None, columns_BQ: Tensor, width: int, *, flex: bool
 def rope_tables(length: int, config: TransformerConfig, device: torch.device) -> tuple[Tensor, Tensor]:
     """Cosines and sines [L, E] of the rotary embedding, in float32 as LLaDA's `rope_full_precision`.
 
-    The sines of the first half are negated: `rotate` then needs no sign of its own.
+    E is what is rotated of a head's width, and the frequencies are over that. The sines of the first half are negated:
+    `rotate` then needs no sign of its own.
     """
-    exponents = torch.arange(0, config.head_dim, 2, device=device, dtype=torch.float32) / config.head_dim
+    exponents = torch.arange(0, config.rotary_dim, 2, device=device, dtype=torch.float32) / config.rotary_dim
     frequencies = 1.0 / config.rope_theta**exponents
     angles = torch.outer(torch.arange(length, device=device, dtype=torch.float32), frequencies)
     cos, sin = angles.cos(), angles.sin()
@@ -401,7 +412,11 @@ def rope_tables(length: int, config: TransformerConfig, device: torch.device) ->
 
 
 def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate pairs (i, i + E/2) of the last axis of x [..., L, E] by their position, in float32."""
+    """Rotate pairs (i, i + E/2) of the last axis of x [..., L, E] by their position, in float32. What is beyond the
+    tables' width passes through."""
+    width = rope[0].shape[-1]
+    if width < x.shape[-1]:
+        return torch.cat((rotate(x[..., :width], rope), x[..., width:]), dim=-1)
     if x.device.type != "cpu" and _is_inference():
         return rotate_by_halves(x, rope)
     cos, signed_sin = rope
@@ -429,7 +444,7 @@ def rotate_by_halves(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
 def init_weights(model: Transformer, seed: int, scale: float = 1.0) -> None:
     """Fill a fresh network, determined by `seed` alone.
 
-    Weights are normal with standard deviation scale / sqrt(fan-in); the two matrices that write into the residual
+    Weights are normal with standard deviation scale / sqrt(fan-in); the matrices that write into the residual
     stream are divided by sqrt(2 * layers), so that its variance does not grow with depth (GPT-2, section 2.3).
     """
     generator = torch.Generator().manual_seed(seed)
@@ -439,7 +454,8 @@ def init_weights(model: Transformer, seed: int, scale: float = 1.0) -> None:
             if weight.ndim == 1:
                 weight.fill_(0.0 if name.endswith("bias") else 1.0)
                 continue
-            std = scale * weight.shape[1] ** -0.5
+            # The last axis: experts have their number before it.
+            std = scale * weight.shape[-1] ** -0.5
             if name.endswith(("out_proj.weight", "down_proj.weight")):
                 std *= depth_scale
             weight.normal_(0.0, std, generator=generator)

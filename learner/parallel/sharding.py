@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from learner.model.lora import adapter_names, adapters_off, add_adapters, fresh_adapter, is_adapter, merged, plain_name
 from learner.model.lora_config import WHOLE, LoraConfig
+from learner.model.moe.experts import expert_biases
 from learner.model.networks import make_on_meta
 from learner.model.quantized import Nf4Linear, quantize_blocks, quantized_layers
 from learner.model.transformer import Transformer
@@ -98,10 +99,12 @@ class ShardedPolicy:
             device: where the shards of a model on the meta device are made.
 
         Raises:
-            ValueError: `config` asks of a single process what only FSDP does.
+            ValueError: `config` asks of a single process what only FSDP does, or `lora` of the policy what it has not.
         """
         if mesh is None and _fsdp_options(config):
             raise ValueError("compute_dtype and cpu_offload are FSDP's, and this process is in no process group")
+        if refusal := lora.refusal(model.config):
+            raise ValueError(refusal)
         self.config = model.config
         self.mesh = mesh
         self.rank = dist.get_rank() if mesh is not None else 0
@@ -122,7 +125,8 @@ class ShardedPolicy:
                 block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
         if mesh is not None:
             for block in model.blocks:
-                fully_shard(block, mesh=mesh, **_fsdp_options(config))
+                # A router's bias is small, and would be gathered in `compute_dtype`.
+                fully_shard(block, mesh=mesh, ignored_params=set(expert_biases(block)), **_fsdp_options(config))
             fully_shard(model, mesh=mesh, **_fsdp_options(config))
         if device is not None:
             # Shards alone: the whole policy never is anywhere.

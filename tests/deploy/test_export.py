@@ -134,6 +134,35 @@ def test_peft_makes_the_merged_weights_of_the_original_model_and_the_adapter(
         torch.testing.assert_close(merged[tensor].detach(), expected[tensor], msg=tensor)
 
 
+def test_an_adapter_of_a_policy_of_experts_is_exported_but_for_what_is_a_part(
+    moe_config: TransformerConfig, workdir: Path, d1: Callable
+) -> None:
+    """LLaDA2 has query, key and value in one matrix, which peft would adapt as a whole."""
+    make_tokenizer(["3 7 9 = 24"], workdir / "tokenizer", 300)
+    for name, targets in (("whole", TARGETS), ("others", ("out_proj", "up_proj"))):
+        run = Run(directory=workdir / "runs" / name)
+        model = make_model(moe_config)
+        init_weights(model, seed=0)
+        initial = run.checkpoint("initial")
+        save_checkpoint(initial, moe_config, model.state_dict(), workdir / "tokenizer", trainer_state=_state("sft", 0))
+        (run.directory / "recipe.yaml").write_text(f"name: {name}\n")
+        policy = ShardedPolicy(model, None, lora=LORA.model_copy(update={"targets": targets}))
+        _train(policy, seed=1)
+        _save(run, "sft", policy, "initial", 1)
+    d1("export", "runs/whole", "out", "--lora", "apart").assert_refused(
+        "k_proj is a part of attention.query_key_value in the original code of llada2_moe, and peft adapts that whole; "
+        "export the policy with its adapter merged"
+    )
+    assert not (workdir / "out").exists()
+    assert d1("export", "runs/others", "out", "--lora", "apart").status == 0
+    peft = PeftModel.from_pretrained(Original(initial), workdir / "out")
+    assert len([module for module, part in peft.named_modules() if hasattr(part, "lora_A")]) == 4
+    merged = dict(peft.merge_and_unload().named_parameters())
+    for tensor, expected in load_file(run.checkpoint("sft") / "model.safetensors").items():
+        if tensor in merged:
+            torch.testing.assert_close(merged[tensor].detach(), expected, msg=tensor)
+
+
 def test_the_newest_that_is_whole_is_exported_and_the_damaged_one_is_named(run: Run, d1: Callable) -> None:
     path = run.checkpoint("rl-000001") / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1])

@@ -15,8 +15,10 @@ from learner.config import LearnerConfig
 from learner.estimators import SamplerFacts, Views
 from learner.flops import CanvasSums, forward_flops, update_flops
 from learner.learner import Learner
+from learner.model.config import TransformerConfig
 from learner.model.lora_config import LoraConfig
-from learner.model.transformer import Transformer
+from learner.model.networks import make_model
+from learner.model.transformer import Transformer, init_weights
 from learner.parallel.sharding import ShardedPolicy
 from learner.round import Round
 
@@ -57,6 +59,19 @@ def test_the_count_of_an_update_is_pytorchs(
         num_tokens = sum(work.plan(index).canvases.tokens for index in range(3))
         counted += _first_blocks_spare(policy, lora, num_tokens)
     assert learner.model_flops == pytest.approx(counted, rel=1e-12)
+
+
+def test_of_experts_those_count_that_a_token_takes(
+    moe_config: TransformerConfig, rollouts: RolloutBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside the router, the shared one and their sum; in a dense block and in a sparse one."""
+    monkeypatch.setattr("learner.learner.mask_variance", lambda *_: {})
+    model = make_model(moe_config)
+    init_weights(model, seed=0)
+    learner = Learner(ShardedPolicy(model, None), _config(inner_updates=3), SamplerFacts(records_law=False))
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        learner.update(_even(rollouts), 0)
+    assert learner.model_flops == pytest.approx(float(counter.get_total_flops()), rel=1e-12)
 
 
 def test_padding_and_idle_micro_batches_do_not_count(policy: Transformer, rollouts: RolloutBatch) -> None:

@@ -10,7 +10,7 @@ from actors.checkpoints.selection import find_position, read_position
 from actors.registry.records import PolicyVersion
 from learner.model.checkpoint import load_policy
 from learner.model.checkpoint_files import MANIFEST, load_config, verify_checkpoint
-from learner.model.networks import make_on_meta
+from learner.model.networks import held_dtypes, make_on_meta
 from rollout.config import EngineConfig
 from rollout.sampler import Sampler
 
@@ -41,9 +41,10 @@ def load_sampler(policy: PolicyVersion, config_dir: Path, engine: EngineConfig, 
             if policy.checkpoint is None:
                 raise
         else:
-            model = make_on_meta(load_config(config_dir))
+            config = load_config(config_dir)
+            model, held = make_on_meta(config), held_dtypes(config, engine.torch_dtype)
             model.load_state_dict(
-                {name: tensor.to(engine.torch_dtype) for name, tensor in weights.items()}, assign=True
+                {name: tensor.to(held.get(name, engine.torch_dtype)) for name, tensor in weights.items()}, assign=True
             )
             return Sampler(model.to(device), policy.version, engine)
     if policy.checkpoint is None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from learner.model.config import Family, TransformerConfig
-from learner.model.families import dream, llada, sdar
+from learner.model.families import dream, llada, llada2, sdar, sdar_moe
+from learner.model.families.layout import Layout
 from learner.model.families.raw_config import RawConfig
 
 
@@ -26,15 +27,37 @@ class FamilyFormat:
     block_prefix: str
     """What its names of a block's parameters begin with, before the block's number."""
     block_names: Mapping[str, str]
-    """Its names of the modules inside a block, by ours."""
+    """Its names of the modules inside a block, by ours. Where several of ours have one name, it has them in one tensor,
+    one below the other in our order."""
+
+    expert_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Its names of the modules of one expert, by that of ours which has those of all experts; `{}` is its number."""
 
     def checkpoint_name(self, name: str) -> str:
-        """The name that its checkpoints give to our parameter `name`."""
+        """The name that its checkpoints give to our parameter `name`, or to what that is a part of."""
         if name in self.outer_names:
             return self.outer_names[name]
+        prefix, module, kind = self._parts_of(name)
+        return f"{prefix}.{self.block_names[module]}.{kind}"
+
+    def layout(self, shapes: Mapping[str, Sequence[int]]) -> Layout:
+        """Where its checkpoints have our parameters, which have these shapes."""
+        return Layout(shapes, {name: self._stored_names(name, shape[0]) for name, shape in shapes.items()})
+
+    def _stored_names(self, name: str, num_experts: int) -> list[str]:
+        if name in self.outer_names:
+            return [self.outer_names[name]]
+        prefix, module, kind = self._parts_of(name)
+        if module not in self.expert_names:
+            return [self.checkpoint_name(name)]
+        of_one = self.expert_names[module]
+        return [f"{prefix}.{theirs.format(expert)}.{kind}" for expert in range(num_experts) for theirs in of_one]
+
+    def _parts_of(self, name: str) -> tuple[str, str, str]:
+        """Its name of the block, ours of the module inside that, and which of the module's parameters it is."""
         _, index, inner = name.split(".", 2)
         module, _, kind = inner.rpartition(".")
-        return f"{self.block_prefix}.{index}.{self.block_names[module]}.{kind}"
+        return f"{self.block_prefix}.{index}", module, kind
 
 
 FAMILIES: dict[Family, FamilyFormat] = {
@@ -62,6 +85,29 @@ FAMILIES: dict[Family, FamilyFormat] = {
         block_prefix=sdar.BLOCK_PREFIX,
         block_names=sdar.BLOCK_NAMES,
     ),
+    "sdar_moe": FamilyFormat(
+        model_type=sdar_moe.MODEL_TYPE,
+        read_config=sdar_moe.read_config,
+        write_config=sdar_moe.write_config,
+        outer_names=sdar.OUTER_NAMES,
+        block_prefix=sdar.BLOCK_PREFIX,
+        block_names=sdar_moe.BLOCK_NAMES,
+        expert_names=sdar_moe.EXPERT_NAMES,
+    ),
+    "llada2_moe": FamilyFormat(
+        model_type=llada2.MODEL_TYPE,
+        read_config=llada2.read_config,
+        write_config=llada2.write_config,
+        outer_names=llada2.OUTER_NAMES,
+        block_prefix=llada2.BLOCK_PREFIX,
+        block_names=llada2.BLOCK_NAMES,
+        expert_names=llada2.EXPERT_NAMES,
+    ),
+}
+
+_OTHER_FORMS = {
+    "llada2_moe_veomni": "it is dFactory's form for training, with all experts of a layer in one tensor; "
+    "its scripts/moe_convertor.py writes the published form, which d1 reads",
 }
 
 
@@ -76,5 +122,7 @@ def read_config(raw: RawConfig) -> TransformerConfig:
     for family in FAMILIES.values():
         if family.model_type == model_type:
             return family.read_config(raw)
+    if model_type in _OTHER_FORMS:
+        raise ValueError(f"{raw.path} has model_type {model_type!r}: {_OTHER_FORMS[model_type]}")
     known = ", ".join(repr(family.model_type) for family in FAMILIES.values())
     raise ValueError(f"{raw.path} has model_type {model_type!r}; d1 reads {known}")

@@ -7,10 +7,12 @@ published checkpoints). Checkpoints of TraDo, DiRL and LightningRL are of this a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from learner.model.config import TransformerConfig
+from learner.model.config import Family, TransformerConfig
 from learner.model.families.raw_config import RawConfig
+from learner.model.moe.config import MoEConfig
 
 MODEL_TYPE = "sdar"
 
@@ -37,7 +39,7 @@ BLOCK_NAMES = {
 _BLOCK_LENGTH = 4
 _MASK = "<|MASK|>"
 # What SDAR's config must say, if it says anything, for our transformer to be the same function.
-_FIXED_DEFAULTS: dict[str, Any] = {
+FIXED_DEFAULTS: dict[str, Any] = {
     "architectures": ["SDARForCausalLM"],
     "attention_bias": False,
     "attention_dropout": 0.0,
@@ -53,11 +55,18 @@ def read_config(raw: RawConfig) -> TransformerConfig:
     Raises:
         ValueError: a key is missing, or asks for a variant that our transformer does not compute.
     """
-    raw.check(_FIXED_DEFAULTS, may_lack=True)
+    return read_config_of(raw, "sdar", FIXED_DEFAULTS, None)
+
+
+def read_config_of(
+    raw: RawConfig, family: Family, fixed: Mapping[str, Any], moe: MoEConfig | None
+) -> TransformerConfig:
+    """The same for a form of SDAR: what its config must say, if it says anything, and its experts."""
+    raw.check(fixed, may_lack=True)
     eos_token_id = raw["eos_token_id"]
     mask_token_id = raw.get("mask_token_id")
     return TransformerConfig(
-        family="sdar",
+        family=family,
         vocab_size=raw["vocab_size"],
         d_model=raw["hidden_size"],
         num_layers=raw["num_hidden_layers"],
@@ -65,6 +74,7 @@ def read_config(raw: RawConfig) -> TransformerConfig:
         num_kv_heads=raw.get("num_key_value_heads", raw["num_attention_heads"]),
         head_width=raw["head_dim"],
         mlp_hidden_size=raw["intermediate_size"],
+        moe=moe,
         max_sequence_length=raw["max_position_embeddings"],
         qk_norm=True,
         block_length=raw.get("block_size", _BLOCK_LENGTH),
@@ -82,7 +92,7 @@ def write_config(config: TransformerConfig) -> dict[str, Any]:
     """The `config.json` that SDAR's original code reads."""
     return {
         "model_type": MODEL_TYPE,
-        **_FIXED_DEFAULTS,
+        **FIXED_DEFAULTS,
         "block_size": config.block_length,
         "bos_token_id": config.eos_token_id,
         "eos_token_id": config.eos_token_id,

@@ -20,6 +20,7 @@ from deploy.recipe.recipe import Recipe
 from learner.learner import Learner
 from learner.model.config import TransformerConfig
 from learner.model.lora_config import WHOLE, LoraConfig
+from learner.model.moe.config import MoEConfig
 from learner.model.networks import make_model
 from learner.model.transformer import init_weights
 from learner.parallel.sharding import ShardedPolicy
@@ -103,9 +104,13 @@ def test_schedules_count_as_their_mean(recipe_file: Path) -> None:
 
 
 SDAR = {"family": "sdar", "block_length": 4, "qk_norm": True, "head_width": 48}
+EXPERTS = MoEConfig(num_experts=16, experts_per_token=3, expert_width=48, router="softmax")
+SHARED = EXPERTS.model_copy(update={"router": "sigmoid", "shared_width": 96})
 
 
-@pytest.mark.parametrize("family", [{}, SDAR])
+@pytest.mark.parametrize(
+    "family", [{}, SDAR, SDAR | {"family": "sdar_moe", "moe": EXPERTS}, SDAR | {"family": "llada2_moe", "moe": SHARED}]
+)
 def test_what_a_block_keeps_of_a_token_is_what_autograd_keeps(
     config: TransformerConfig, family: dict[str, object]
 ) -> None:
@@ -138,13 +143,24 @@ def test_what_a_block_keeps_of_a_token_is_what_autograd_keeps(
 
 
 @pytest.mark.parametrize("lora", [WHOLE, LoraConfig(rank=4, targets=("q_proj", "v_proj", "down_proj"))])
-def test_parameters_are_counted_as_the_policy_has_them(config: TransformerConfig, lora: LoraConfig) -> None:
+def test_parameters_are_counted_as_the_policy_has_them(
+    config: TransformerConfig, moe_config: TransformerConfig, lora: LoraConfig
+) -> None:
     grouped = config.model_copy(update={"family": "dream", "num_layers": 3, "qkv_bias": True})
-    for shape in (grouped, grouped.model_copy(update={"tied_embeddings": True}), config.model_copy(update=SDAR)):
+    dense = (grouped, grouped.model_copy(update={"tied_embeddings": True}), config.model_copy(update=SDAR))
+    bare = moe_config.model_copy(update={"family": "sdar_moe", "moe": EXPERTS})
+    for shape in (*dense, moe_config, bare):
         model = make_model(shape)
         counts = ParameterCounts.of(shape, lora)
         assert counts.policy == sum(parameter.numel() for parameter in model.parameters())
-        assert counts.block == sum(parameter.numel() for parameter in model.blocks[0].parameters())
+        of_blocks = [sum(parameter.numel() for parameter in block.parameters()) for block in model.blocks]
+        assert counts.block == max(of_blocks)
+        assert shape.moe is not None or counts.block == of_blocks[0]
         sharded = ShardedPolicy(copy.deepcopy(model), None, lora=lora)
         trained = sum(parameter.numel() for parameter in sharded.trained_parameters.values())
-        assert trained == (counts.adapter or counts.policy)
+        assert trained == counts.trained
+        assert counts.trained == (counts.adapter or counts.policy) or shape is moe_config
+        of_block = [0] * shape.num_layers
+        for name, matrix in sharded.adapter_on_rank_0().items():
+            of_block[int(name.split(".")[1])] += matrix.numel()
+        assert counts.adapter_of_block == max(of_block)

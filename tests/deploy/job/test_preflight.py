@@ -21,6 +21,7 @@ from deploy.job.preflight import preflight
 from deploy.program import program
 from deploy.recipe.overrides import load_recipe
 from learner.model.config import TransformerConfig
+from learner.model.families import llada2
 from learner.model.families.llada import write_config
 from rewards.data.draw import draw_distinct
 
@@ -323,6 +324,21 @@ def test_of_a_checkpoint_the_config_alone_says_what_a_run_needs(
     scratch, copies = needs_of(load_recipe(recipe_file, [])).memory_bytes, 5
     needs = needs_of(load_recipe(recipe_file, ["model.checkpoint=org/name"])).memory_bytes
     assert needs - scratch > copies * 4 * 2 * wide.vocab_size * wide.d_model
+
+
+def test_what_a_policy_of_experts_cannot_is_refused(
+    recipe_file: Path, moe_config: TransformerConfig, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(llada2.write_config(moe_config)))
+    checkpoint = f"model.checkpoint={tmp_path}"
+    assert _problems(recipe_file, checkpoint, "model.lora={rank: 4, targets: [up_proj]}") == []
+    assert _problems(recipe_file, checkpoint, "rollout.engine={compile: true, dtype: bfloat16}") == []
+    (problem,) = _problems(recipe_file, checkpoint, "rollout.engine.compile=true")
+    assert problem == (
+        "rollout.engine.compile is true, and experts are compiled in bfloat16 only; take rollout.engine.dtype=bfloat16"
+    )
+    problems = _problems(recipe_file, checkpoint, "model.lora={rank: 4, base_weights: nf4}")
+    assert problems[-1].startswith("model.lora.base_weights nf4 holds linear layers in 4 bits, and experts")
 
 
 def test_the_services_port_must_be_free_only_when_it_is_ours_to_open(recipe_file: Path, taken_port: int) -> None:

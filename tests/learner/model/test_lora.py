@@ -279,3 +279,41 @@ def test_an_adapter_adds_no_pass_over_activations(base: Transformer) -> None:
     num_layers = len(TARGETS) * base.config.num_layers
     assert pefts.kernels - ours.kernels == {"mul": 2 * num_layers, "add": 2 * num_layers}
     assert pefts.num_bytes > 1.1 * ours.num_bytes
+
+
+def test_of_experts_the_shared_one_has_adapters_and_no_other(
+    moe_config: TransformerConfig, rollouts: RolloutBatch
+) -> None:
+    model = make_model(moe_config)
+    init_weights(model, seed=0)
+    policy = _with_adapter(model)
+    assert torch.equal(_logits(policy.module), _logits(model))
+    there = {name.rpartition(".lora_")[0] for name in policy.adapter_on_rank_0()}
+    expected = {f"blocks.{layer}.attn.{name}" for layer in (0, 1) for name in TARGETS[:4]}
+    expected |= {f"blocks.{part}.{name}" for part in ("0.mlp", "1.mlp.shared") for name in TARGETS[4:]}
+    assert there == expected
+    Learner(policy, RL).update(rollouts, 0)
+    start, trained = model.state_dict(), policy.full_weights()
+    moved = {name.removesuffix(".weight") for name, weight in trained.items() if not torch.equal(weight, start[name])}
+    assert moved == expected
+    merged = make_model(moe_config)
+    merged.load_state_dict(trained)
+    torch.testing.assert_close(_logits(merged), _logits(policy.module), atol=1e-4, rtol=1e-4)
+
+
+def test_what_experts_have_not_is_refused(moe_config: TransformerConfig) -> None:
+    moe = {"num_experts": 8, "experts_per_token": 3, "expert_width": 16, "router": "softmax"}
+    bare = TransformerConfig(**moe_config.model_dump() | {"family": "sdar_moe", "moe": moe})
+    lora = LoraConfig(rank=4, targets=("up_proj", "down_proj"))
+    with pytest.raises(ValueError, match="targets") as refused:
+        _with_adapter(make_model(bare), lora)
+    assert str(refused.value) == (
+        "model.lora.targets names up_proj, down_proj, and experts have no adapters; the linear layers of this policy "
+        "are q_proj, k_proj, v_proj, out_proj"
+    )
+    assert lora.refusal(moe_config) is None
+    assert LoraConfig(rank=4).refusal(bare) is None
+    assert LoraConfig(targets=("up_proj",)).refusal(bare) is None
+    nf4 = LoraConfig(rank=4, base_weights="nf4")
+    with pytest.raises(ValueError, match="holds linear layers in 4 bits, and experts, most of the policy, are none"):
+        _with_adapter(make_model(moe_config), nf4)
