@@ -38,7 +38,10 @@ def _fsdp_options(config: ShardingConfig) -> dict[str, Any]:
     """What `fully_shard` is told."""
     options: dict[str, Any] = {}
     if config.compute_dtype == "bfloat16":
-        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        # What goes from block to block is in it by itself. FSDP would cast the rotary tables too, and samplers do not.
+        options["mp_policy"] = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
     if config.cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy()
     return options

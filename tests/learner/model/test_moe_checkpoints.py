@@ -21,20 +21,7 @@ from learner.model.moe.config import MoEConfig
 from learner.model.networks import make_model, make_on_meta
 from learner.model.transformer import Transformer, init_weights
 
-BLOCKS = {"sdar-moe-tiny": 4, "llada2-tiny": 8}
 BIAS = "blocks.1.mlp.router.expert_bias"
-
-
-@pytest.mark.parametrize("name", BLOCKS)
-def test_logits_are_those_of_the_original_code(shared: Path, name: str) -> None:
-    directory = shared / "fixtures" / name
-    expected = load_file(directory / "expected.safetensors")
-    policy, lengths = load_policy(directory), torch.full((3,), BLOCKS[name])
-    with torch.inference_mode():
-        logits = policy(expected["input_ids"], block_lengths_B=lengths)
-        beside_clean = policy(expected["input_ids"], clean_BL=expected["clean_ids"], block_lengths_B=lengths)
-    torch.testing.assert_close(logits, expected["logits"], atol=5e-4, rtol=0)
-    torch.testing.assert_close(beside_clean, expected["noisy_logits"], atol=5e-4, rtol=0)
 
 
 @pytest.fixture
