@@ -6,10 +6,21 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 from deploy.errors import UserError, reason
 from deploy.runs.references import find_checkpoint_of
-from learner.model.adapter import ADAPTER, Adapter, read_adapter, stacked, write_peft_adapter
-from learner.model.checkpoint_files import MANIFEST, load_config, policy_files, verify_checkpoint
+from learner.model.adapter import Adapter, read_adapter, stacked, write_peft_adapter
+from learner.model.checkpoint import load_policy, write_policy
+from learner.model.checkpoint_files import (
+    ADAPTER,
+    MANIFEST,
+    adapter_base,
+    lent_weights,
+    load_config,
+    policy_files,
+    verify_checkpoint,
+)
 
 
 def export_policy(reference: str, out: Path, runs_dir: Path = Path("runs")) -> Path:
@@ -29,7 +40,7 @@ def export_policy(reference: str, out: Path, runs_dir: Path = Path("runs")) -> P
         UserError: there is no checkpoint, it is damaged, or `out` cannot be written.
     """
     directory = _find(reference, runs_dir)
-    _write(out, lambda partial: [shutil.copyfile(path, partial / path.name) for path in policy_files(directory)])
+    _write(out, lambda partial: _write_policy_of(directory, partial))
     return directory
 
 
@@ -67,7 +78,8 @@ def _find(reference: str, runs_dir: Path) -> Path:
     try:
         directory = find_checkpoint_of(reference, runs_dir)
         load_config(directory)
-        policy_files(directory)
+        if lent_weights(directory) is None:
+            policy_files(directory)
         if (directory / MANIFEST).is_file():
             verify_checkpoint(directory)
     except ValueError as error:
@@ -75,6 +87,16 @@ def _find(reference: str, runs_dir: Path) -> Path:
     except OSError as error:
         raise UserError(f"cannot read the checkpoint {reference}: {reason(error)}") from error
     return directory
+
+
+def _write_policy_of(directory: Path, out: Path) -> None:
+    """A checkpoint's own files; or, where it holds an adapter alone, the policy that its base is with that merged."""
+    if lent_weights(directory) is None:
+        for path in policy_files(directory):
+            shutil.copyfile(path, out / path.name)
+        return
+    policy = load_policy(directory)
+    write_policy(out, policy.config, policy.state_dict(), directory)
 
 
 def _whole_adapter(directory: Path) -> tuple[Adapter, Path]:
@@ -87,10 +109,9 @@ def _whole_adapter(directory: Path) -> tuple[Adapter, Path]:
     while base not in adapters and (base / ADAPTER).is_file():
         verify_checkpoint(base, [ADAPTER])
         adapters[base] = read_adapter(base)
-        name = adapters[base].base
-        base = base.parent / name
-        if base in adapters or Path(name).name != name or not base.is_dir():
-            raise ValueError(f"the adapter in {directory} stands on {name}, which is no checkpoint beside it")
+        base = adapter_base(base)
+        if base in adapters:
+            raise ValueError(f"the adapter in {directory} stands on {base.name}, which stands on it")
     if not adapters:
         raise ValueError(f"{directory} was trained whole: it has no {ADAPTER}; leave out --lora apart")
     return stacked(list(adapters.values())), base
@@ -109,5 +130,7 @@ def _write(out: Path, write: Callable[[Path], object]) -> None:
         partial.rename(out)
     except OSError as error:
         raise UserError(f"cannot write {out}: {reason(error)}") from error
+    except SafetensorError as error:
+        raise UserError(f"cannot write {out}: {error}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)

@@ -40,6 +40,8 @@ class Checkpointer:
         self._written_at, self._write_s = clock(), 0.0
         self.newest: Position | None = None
         """Where the run stood at the newest one that this process wrote."""
+        self.newest_is_whole = False
+        """Whether that has weights of its own."""
 
     def is_due(self) -> bool:
         """Whether it is time for another; for rank 0 to decide."""
@@ -55,6 +57,7 @@ class Checkpointer:
         adapter: Adapter | None,
         *,
         may_fail: bool,
+        is_whole: bool,
     ) -> None:
         """A checkpoint of the policy as it is, and away with those that are not kept. A collective.
 
@@ -66,11 +69,12 @@ class Checkpointer:
             adapter: that of the stage, whole on rank 0; None without LoRA.
             may_fail: the run can do without this one: that it cannot be written, as on a full disk, is recorded. Else
                 it is tried again for `_PATIENCE_S`.
+            is_whole: it has the policy's weights, and not the adapter and what that stands on alone.
 
         Raises OSError on rank 0, and LeaderFailedError on the others, when it cannot be written and may not fail.
         """
         began = self._clock()
-        weights = self._policy.weights_on_rank_0()
+        weights = self._policy.weights_on_rank_0() if is_whole else None
         learner_state = None if state is None else state()
         directory = self._spec.checkpoints_dir / checkpoint_name(position)
 
@@ -95,7 +99,7 @@ class Checkpointer:
             return True
 
         if self._ranks.agreed(on_rank_0):
-            self.newest = position
+            self.newest, self.newest_is_whole = position, is_whole
         self._written_at = self._clock()
         self._write_s = self._written_at - began
 

@@ -85,14 +85,28 @@ class RunContext:
         self.pulse.doing = f"waiting for the evaluation of version {self.position.policy_version}"
         return self.evaluator.evaluate(self.position, is_new=is_new)
 
-    def save(self) -> None:
-        """Write a checkpoint of where the run stands."""
+    def save(self, *, is_best: bool = False) -> None:
+        """Write a checkpoint of where the run stands.
+
+        Under LoRA one of a stage under way holds the adapter and not the policy, which anyone can make of that and of
+        what the stage began with; but the best is whole, as the ends of stages are. So is one in 4 bits: another
+        machine may round what the stage began with otherwise.
+        """
         self.pulse.doing = "writing a checkpoint"
         position = self.position
         digest = self.publisher.digest if position.is_published else None
         is_under_way = self.learner_state is not None and position.round != self.spec.learner.num_rounds
         may_fail = is_under_way or not position.is_published
-        self.checkpointer.write(position, digest, self.learner_state, self._adapter(), may_fail=may_fail)
+        lora = self.spec.model.lora
+        is_whole = is_best or not may_fail or not lora.rank or lora.base_weights == "nf4"
+        self.checkpointer.write(
+            position, digest, self.learner_state, self._adapter(), may_fail=may_fail, is_whole=is_whole
+        )
+
+    def save_best(self) -> None:
+        """Write a whole checkpoint of where the run stands, unless there is one."""
+        if self.checkpointer.newest != self.position or not self.checkpointer.newest_is_whole:
+            self.save(is_best=True)
 
     def finish(self, position: Position) -> None:
         """End a stage at a position: publish, checkpoint and evaluate it."""

@@ -74,10 +74,8 @@ def _go_on(context: RunContext) -> None:
         context.save()
     if decision.must_stop:
         raise StopRequestedError
-    if context.evaluator.is_due(context.position):
-        is_best = context.evaluate()
-        if is_best and context.checkpointer.newest != context.position:
-            context.save()
+    if context.evaluator.is_due(context.position) and context.evaluate():
+        context.save_best()
 
 
 class Rounds:

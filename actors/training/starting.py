@@ -11,9 +11,9 @@ import torch
 from actors.checkpoints.selection import FoundCheckpoint, Position, newest_checkpoint, to_go_on
 from actors.spec import Phase, RunSpec
 from learner.hardware import limit_memory
-from learner.model.adapter import ADAPTER, Adapter, read_adapter
+from learner.model.adapter import Adapter, read_adapter
 from learner.model.checkpoint import StoredWeights, load_policy, stored_dtype
-from learner.model.checkpoint_files import verify_checkpoint
+from learner.model.checkpoint_files import ADAPTER, adapter_base, lent_weights, verify_checkpoint
 from learner.parallel.loading import load_by_rows
 from learner.parallel.ranks import Ranks
 from learner.parallel.sharding import ShardedPolicy, make_mesh
@@ -62,10 +62,11 @@ def _unmerged(spec: RunSpec, directory: Path) -> tuple[Adapter | None, Path]:
     """A checkpoint's adapter, where it has one, and the checkpoint that it stands on; else itself."""
     if not spec.model.lora.rank or not (directory / ADAPTER).is_file():
         return None, directory
-    adapter = read_adapter(directory)
-    base = spec.checkpoints_dir / adapter.base
-    verify_checkpoint(base)
-    return adapter, base
+    base = adapter_base(directory)
+    if lent_weights(directory) is None:
+        # Else it was verified with the checkpoint that it lends its weights to.
+        verify_checkpoint(base)
+    return read_adapter(directory), base
 
 
 def _is_held_in_half(spec: RunSpec) -> bool:

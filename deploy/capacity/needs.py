@@ -64,7 +64,7 @@ def needs_of(recipe: Recipe, *, serve: bool = False) -> Needs:
         + _asleep_bytes(recipe)
         + _problem_copies(recipe) * _problem_bytes(recipe),
         object_store_bytes=_published_copies(recipe) * weight_bytes,
-        disk_bytes=_num_checkpoints(recipe) * _policies_of_checkpoint(recipe) * weight_bytes,
+        disk_bytes=_disk_bytes(recipe),
     )
 
 
@@ -94,23 +94,39 @@ def _published_copies(recipe: Recipe) -> int:
     return 2 if recipe.model.lora.rank else 2 + recipe.learner.max_staleness
 
 
-def _num_checkpoints(recipe: Recipe) -> int:
-    """Checkpoints at a time: the newest, the ends of the stages, the best, and one that is being written."""
+def _disk_bytes(recipe: Recipe) -> int:
+    """Of the checkpoints at a time: the newest, the ends of the stages, the best, and one that is being written.
+
+    Each has what is trained, with AdamW's moments. Under LoRA the newest have no weights beside it, but in 4 bits.
+    """
     ends = (recipe.sft.num_steps > 0) + (recipe.learner.num_rounds > 0) + recipe.control.enabled
-    return recipe.num_checkpoints_kept + ends + 2
-
-
-def _policies_of_checkpoint(recipe: Recipe) -> int:
-    """How many times the weights a checkpoint takes: AdamW's moments too, but for an adapter's, which are small."""
-    return 1 if recipe.model.lora.rank else 3
+    num_newest, num_whole = recipe.num_checkpoints_kept, ends + 2
+    weights, lora = _weight_bytes(recipe), recipe.model.lora
+    if not lora.rank:
+        return (num_newest + num_whole) * 3 * weights
+    if lora.base_weights == "nf4":
+        num_newest, num_whole = 0, num_newest + num_whole
+    return num_whole * weights + (num_newest + num_whole) * 3 * _adapter_bytes(recipe)
 
 
 def _weight_bytes(recipe: Recipe) -> int:
-    """What the weights take in float32. Of a checkpoint that cannot be used, nothing: the preflight says why."""
+    """What the weights take in float32, an adapter not counted."""
+    counts = _counts(recipe)
+    return 0 if counts is None else _FLOAT_BYTES * counts.policy
+
+
+def _adapter_bytes(recipe: Recipe) -> int:
+    """What LoRA's matrices take in float32."""
+    counts = _counts(recipe)
+    return 0 if counts is None else _FLOAT_BYTES * counts.adapter
+
+
+def _counts(recipe: Recipe) -> ParameterCounts | None:
+    """None of a checkpoint that cannot be used: the preflight says why."""
     try:
-        return _FLOAT_BYTES * ParameterCounts.of(policy_shape(recipe), recipe.model.lora).policy
+        return ParameterCounts.of(policy_shape(recipe), recipe.model.lora)
     except ValueError:
-        return 0
+        return None
 
 
 def _problem_copies(recipe: Recipe) -> int:

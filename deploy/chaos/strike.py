@@ -17,6 +17,7 @@ from deploy.chaos.faults import Fault, Harm, Moment, Target
 from deploy.chaos.places import Cluster, SmallDisk
 from deploy.chaos.record import WEIGHTS
 from deploy.chaos.targets import Family, Process
+from learner.model.checkpoint_files import ADAPTER, lent_weights
 
 _COLLECTIVE_S = 1.0
 _TERM_S = 5.0
@@ -169,7 +170,7 @@ def _flip_newest(checkpoints: Path, choice: float) -> str:
     version, directory = max(found, default=(0, checkpoints))
     if not version:
         raise NotPossibleError("there is no checkpoint beside the initial one yet")
-    path = directory / WEIGHTS
+    path = directory / (WEIGHTS if lent_weights(directory) is None else ADAPTER)
     place = int(choice * path.stat().st_size)
     with path.open("r+b") as file:
         file.seek(place)

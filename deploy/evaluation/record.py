@@ -16,6 +16,7 @@ from typing import Any
 from deploy.errors import UserError, reason
 from deploy.evaluation.worker import Answer, Answered
 from deploy.runs.lock import RunLock
+from learner.model.checkpoint_files import lent_weights
 
 _WEIGHTS = ("*.safetensors", "*.bin")
 _SAMPLED_BYTES = 1 << 20
@@ -150,9 +151,12 @@ def take_lock(directory: Path, what: str = "evaluation") -> RunLock:
 def fingerprint(checkpoint: Path) -> str:
     """Of a checkpoint's weights and config: what is at the head and the end of each file, and how long it is.
 
-    Raises OSError where they cannot be read.
+    Raises OSError where they cannot be read, and ValueError where it stands on weights that are not there.
     """
     digest = sha256((checkpoint / "config.json").read_bytes())
+    base = lent_weights(checkpoint)
+    if base is not None:
+        digest.update(fingerprint(base).encode())
     for path in sorted(path for pattern in _WEIGHTS for path in checkpoint.glob(pattern)):
         size = path.stat().st_size
         digest.update(f"{path.name} {size}".encode())

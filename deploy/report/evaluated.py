@@ -56,7 +56,7 @@ def front(cells: Sequence[Evaluated]) -> Iterator[Evaluated]:
 
 def _cells(run_dir: Path, checkpoint: Path) -> list[Recorded]:
     cells = [cell for cell in records_in(default_out_of(run_dir, checkpoint)).values() if cell.is_whole]
-    with suppress(OSError):
+    with suppress(OSError, ValueError):
         # What is not evaluated is not looked into.
         now = fingerprint(checkpoint) if cells else None
         return [cell for cell in cells if cell.facts["checkpoint"]["fingerprint"] == now]

@@ -1,7 +1,8 @@
 """A trained adapter on disk: d1's own file in a checkpoint, and the directory that peft reads.
 
 In a checkpoint it is `lora.safetensors`, and not peft's files: beside weights that it is merged into already, those
-would make transformers apply it twice.
+would make transformers apply it twice. A checkpoint of a stage under way has no such weights: they are those of its
+base with the adapter merged.
 """
 
 from __future__ import annotations
@@ -18,12 +19,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from learner.model.checkpoint_files import ABOUT_ADAPTER, ADAPTER
 from learner.model.config import Family
 from learner.model.families import FAMILIES, FamilyFormat
 from learner.model.lora import adapter_names
 
-ADAPTER = "lora.safetensors"
-_ABOUT = "d1"
 _PEFT_WEIGHTS = "adapter_model.safetensors"
 
 
@@ -40,11 +40,16 @@ class Adapter:
     matrices: Mapping[str, Tensor]
     """By plain name: `.lora_A.weight` [rank, inputs] and `.lora_B.weight` [outputs, rank] of each layer."""
 
+    @property
+    def scaling(self) -> float:
+        """What B A is multiplied by."""
+        return self.alpha / self.rank
+
 
 def write_adapter(directory: Path, adapter: Adapter) -> None:
     """Write `lora.safetensors` into a checkpoint's directory."""
     # One key: safetensors writes several in any order, and equal adapters are to be equal files.
-    metadata = {_ABOUT: json.dumps({"rank": adapter.rank, "alpha": adapter.alpha, "base": adapter.base})}
+    metadata = {ABOUT_ADAPTER: json.dumps({"rank": adapter.rank, "alpha": adapter.alpha, "base": adapter.base})}
     save_file({name: tensor.contiguous() for name, tensor in adapter.matrices.items()}, directory / ADAPTER, metadata)
 
 
@@ -55,7 +60,7 @@ def read_adapter(directory: Path) -> Adapter:
         raise ValueError(f"{directory} has no adapter: it has no {ADAPTER}")
     try:
         with safe_open(path, framework="pt") as file:
-            about = json.loads(file.metadata()[_ABOUT])
+            about = json.loads(file.metadata()[ABOUT_ADAPTER])
             matrices = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (no mapping)
         return Adapter(rank=about["rank"], alpha=about["alpha"], base=about["base"], matrices=matrices)
     except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:

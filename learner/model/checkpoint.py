@@ -3,7 +3,8 @@
 A directory holds `config.json`, the weights and the tokenizer's files, so that the family's original code loads it too.
 The weights are `model.safetensors`, or several shards with `model.safetensors.index.json`. d1 adds `manifest.json` (a
 checksum of every file) and `trainer_state.json`; a checkpoint of the rounds also has `learner.safetensors`, and one of
-an adapter `lora.safetensors`. Nothing is pickled, and no code that comes with a checkpoint is run.
+an adapter `lora.safetensors`. That one may have no weights: they are those of the checkpoint that the adapter stands
+on, beside it, with the adapter merged. Nothing is pickled, and no code that comes with a checkpoint is run.
 """
 
 from __future__ import annotations
@@ -23,13 +24,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from learner.model.adapter import Adapter, write_adapter
+from learner.model.adapter import Adapter, read_adapter, write_adapter
 from learner.model.checkpoint_files import (
     INDEX,
     LEARNER_STATE,
     MANIFEST,
     TRAINER_STATE,
     checksum,
+    lent_weights,
     load_config,
     weight_files,
 )
@@ -37,6 +39,7 @@ from learner.model.config import TransformerConfig
 from learner.model.families import FAMILIES
 from learner.model.families.layout import Piece, rows_of, within
 from learner.model.families.raw_config import CONFIG, GENERATION_CONFIG
+from learner.model.lora import adapter_names, merged
 from learner.model.networks import held_dtypes, make_on_meta
 from learner.model.tokenizer import TOKENIZER_FILES
 from learner.model.transformer import Transformer
@@ -73,8 +76,11 @@ def empty_policy(directory: Path, dtype: torch.dtype, device: str | torch.device
     return make_on_meta(load_config(directory)).to(dtype).to_empty(device=device)
 
 
-class StoredWeights(Mapping[str, "StoredTensor"]):
-    """The weights of a checkpoint directory by our names; what is read of them is read when it is asked for."""
+class StoredWeights(Mapping[str, "StoredTensor | MergedTensor"]):
+    """The weights of a checkpoint directory by our names; what is read of them is read when it is asked for.
+
+    Of one that holds an adapter and no weights, the adapter is in memory, and merged into what is read.
+    """
 
     def __init__(self, directory: Path) -> None:
         """Look at the headers, which are small.
@@ -85,23 +91,40 @@ class StoredWeights(Mapping[str, "StoredTensor"]):
         """The policy's shape and family."""
         parameters = dict(make_on_meta(self.config).to(torch.bfloat16).named_parameters())
         layout = FAMILIES[self.config.family].layout({name: held.shape for name, held in parameters.items()})
-        headers = {path: _read_header(path) for path in weight_files(directory)}
+        base = lent_weights(directory)
+        holder = base or directory
+        headers = {path: _read_header(path) for path in weight_files(holder)}
         owners: dict[str, Path] = {}
         for path, header in headers.items():
             for name in header:
                 if owners.setdefault(name, path) != path:
                     raise ValueError(f"{name} is in {owners[name]} and in {path}; one of them is of another checkpoint")
         stored = {name: about for header in headers.values() for name, about in header.items()}
-        _check_shapes(directory, {name: shape for name, (shape, _) in stored.items()}, layout.stored_shapes)
-        self._tensors = {
+        _check_shapes(holder, {name: shape for name, (shape, _) in stored.items()}, layout.stored_shapes)
+        self._tensors: dict[str, StoredTensor | MergedTensor] = {
             name: StoredTensor(held.shape, layout.of_ours[name], owners) for name, held in parameters.items()
         }
         pieces = [layout.of_ours[name] for name, held in parameters.items() if held.dtype is torch.bfloat16]
         kinds = {stored[piece.stored][1] for of_one in pieces for piece in of_one}
-        self.dtype = torch.bfloat16 if kinds == {"BF16"} else torch.float32
-        """What holds them as they are: bfloat16 where all are in it that it may hold, else float32."""
+        self.dtype = torch.bfloat16 if kinds == {"BF16"} and base is None else torch.float32
+        """What holds them as they are: bfloat16 where all are in it that it may hold, and no adapter is merged into them,
+        else float32."""
+        if base is not None:
+            self._merge(read_adapter(directory), {name: held.shape for name, held in parameters.items()}, directory)
 
-    def __getitem__(self, name: str) -> StoredTensor:
+    def _merge(self, adapter: Adapter, shapes: Mapping[str, torch.Size], directory: Path) -> None:
+        given = {name: list(matrix.shape) for name, matrix in adapter.matrices.items()}
+        expected: dict[str, list[int]] = {}
+        for name, shape in shapes.items():
+            a, b = adapter_names(name)
+            if a in given or b in given:
+                expected |= {a: [adapter.rank, shape[1]], b: [shape[0], adapter.rank]}
+                weight = self._tensors[name]
+                assert isinstance(weight, StoredTensor)
+                self._tensors[name] = MergedTensor(weight, adapter, name)
+        _check_shapes(directory, given, expected)
+
+    def __getitem__(self, name: str) -> StoredTensor | MergedTensor:
         return self._tensors[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -137,6 +160,21 @@ class StoredTensor:
                 parts.append(files[path].get_slice(name)[part])
             whole = parts[0] if len(parts) == 1 else torch.cat(parts)
             return whole.view(end - begin, *self.shape[1:])
+
+
+@dataclass(frozen=True, slots=True)
+class MergedTensor:
+    """A tensor in a file with its matrices of an adapter merged: as the learner merges them, in their precision."""
+
+    base: StoredTensor
+    adapter: Adapter
+    name: str
+    """Ours."""
+
+    def __getitem__(self, rows: slice) -> Tensor:
+        """Some rows, on the CPU."""
+        a_RI, b_OR = (self.adapter.matrices[name] for name in adapter_names(self.name))
+        return merged(self.base[rows].to(b_OR.dtype), a_RI, b_OR[rows], self.adapter.scaling)
 
 
 def stored_dtype(directory: Path) -> torch.dtype:
@@ -183,7 +221,7 @@ def _differences(stored: Mapping[str, list[int]], expected: Mapping[str, list[in
 def save_checkpoint(
     directory: Path,
     config: TransformerConfig,
-    weights: Mapping[str, Tensor],
+    weights: Mapping[str, Tensor] | None,
     tokenizer_from: Path,
     *,
     adapter: Adapter | None = None,
@@ -197,7 +235,8 @@ def save_checkpoint(
         directory: where it will be; an earlier checkpoint of that name is replaced.
         config: the policy's shape and family.
         weights: the whole (not sharded) parameters under our names, all of one type but for routers' biases, which
-            are in float32; an adapter is merged into them.
+            are in float32; an adapter is merged into them. None: they are those of the adapter's base with the adapter
+            merged, and are not written again.
         tokenizer_from: a directory whose tokenizer files are copied.
         adapter: the adapter by itself, which training goes on with.
         learner_state: the learner's other tensors by name, for a checkpoint that the rounds resume from.
@@ -240,7 +279,7 @@ def _put_in_place(partial: Path, directory: Path) -> None:
 def _write_partial(
     partial: Path,
     config: TransformerConfig,
-    weights: Mapping[str, Tensor],
+    weights: Mapping[str, Tensor] | None,
     tokenizer_from: Path,
     *,
     adapter: Adapter | None,
@@ -248,31 +287,42 @@ def _write_partial(
     trainer_state: Mapping[str, Any] | None,
     shard_bytes: int,
 ) -> None:
+    assert weights is not None or adapter is not None, "it has weights, or an adapter to something that has"
     partial.mkdir(parents=True)
-    _write_policy(partial, config, weights, shard_bytes)
+    write_policy(partial, config, weights, tokenizer_from, shard_bytes)
     if adapter is not None:
         write_adapter(partial, adapter)
     if learner_state is not None:
         save_file({name: tensor.contiguous() for name, tensor in learner_state.items()}, partial / LEARNER_STATE)
     if trainer_state is not None:
         _write_json(partial / TRAINER_STATE, trainer_state)
-    for name in TOKENIZER_FILES:
-        if (tokenizer_from / name).is_file():
-            shutil.copyfile(tokenizer_from / name, partial / name)
     _write_json(partial / MANIFEST, {path.name: checksum(path) for path in sorted(partial.iterdir())})
     for path in partial.iterdir():
         _fsync(path)
     _fsync(partial)
 
 
-def _write_policy(directory: Path, config: TransformerConfig, weights: Mapping[str, Tensor], shard_bytes: int) -> None:
-    """The family's `config.json` and weight files, in the names that its original code knows."""
-    family, dtype = FAMILIES[config.family], weights["embed.weight"].dtype
-    assert {name: tensor.dtype for name, tensor in weights.items()} == held_dtypes(config, dtype)
+def write_policy(
+    directory: Path,
+    config: TransformerConfig,
+    weights: Mapping[str, Tensor] | None,
+    tokenizer_from: Path,
+    shard_bytes: int = _SHARD_BYTES,
+) -> None:
+    """Write what the family's original code reads into a directory that exists: config, weights under its own names and
+    tokenizer; the arguments are `save_checkpoint`'s. Raises OSError or SafetensorError."""
+    for name in TOKENIZER_FILES:
+        if (tokenizer_from / name).is_file():
+            shutil.copyfile(tokenizer_from / name, directory / name)
+    # An adapter's precision is float32, and that of what it is merged into.
+    family, dtype = FAMILIES[config.family], torch.float32 if weights is None else weights["embed.weight"].dtype
     raw = family.write_config(config) | {"torch_dtype": str(dtype).removeprefix("torch.")}
     _write_json(directory / CONFIG, raw)
     if config.other_stop_ids:
         _write_json(directory / GENERATION_CONFIG, {"eos_token_id": list(config.stop_ids)})
+    if weights is None:
+        return
+    assert {name: tensor.dtype for name, tensor in weights.items()} == held_dtypes(config, dtype)
     layout = family.layout({name: tensor.shape for name, tensor in weights.items()})
     # By outlines: views of one tensor of ours would be counted once, and kept together.
     split = split_torch_state_dict_into_shards(layout.outline(weights), max_shard_size=shard_bytes)

@@ -8,6 +8,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from pydantic import ValidationError
+from safetensors import SafetensorError, safe_open
 
 from learner.model.config import TransformerConfig
 from learner.model.families import read_config
@@ -19,6 +20,9 @@ LEARNER_STATE = "learner.safetensors"
 TRAINER_STATE = "trainer_state.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+ADAPTER = "lora.safetensors"
+ABOUT_ADAPTER = "d1"
+"""The key of its metadata: JSON with `rank`, `alpha` and `base`."""
 
 
 def load_config(directory: Path) -> TransformerConfig:
@@ -64,8 +68,36 @@ def weight_files(directory: Path) -> list[Path]:
     return [directory / name for name in files]
 
 
+def adapter_base(directory: Path) -> Path:
+    """The checkpoint that the adapter in a checkpoint's directory stands on. Raises ValueError when there is none."""
+    path = directory / ADAPTER
+    try:
+        # Nobody needs torch for a name.
+        with safe_open(path, framework="numpy") as file:
+            name = str(json.loads(file.metadata()[ABOUT_ADAPTER])["base"])
+    except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is no adapter that d1 wrote: {error}") from error
+    base = directory.parent / name
+    if Path(name).name != name or base == directory or not base.is_dir():
+        raise ValueError(f"the adapter in {directory} stands on {name}, which is no checkpoint beside it")
+    return base
+
+
+def lent_weights(directory: Path) -> Path | None:
+    """The checkpoint whose weights one stands on that holds an adapter and no weights; None where it has its own.
+
+    Raises ValueError where it is not there, or has none.
+    """
+    if not (directory / ADAPTER).is_file() or (directory / WEIGHTS).is_file() or (directory / INDEX).is_file():
+        return None
+    base = adapter_base(directory)
+    weight_files(base)
+    return base
+
+
 def verify_checkpoint(directory: Path, names: Collection[str] | None = None) -> None:
-    """Check a checkpoint's files against its manifest, all of them or those of `names`.
+    """Check a checkpoint's files against its manifest, all of them or those of `names`; and with all of them, those of
+    the checkpoint whose weights it stands on.
 
     Raises ValueError that names the file which differs, or is not there or not listed.
     """
@@ -80,6 +112,8 @@ def verify_checkpoint(directory: Path, names: Collection[str] | None = None) -> 
         path = directory / name
         if not path.is_file() or checksum(path) != checksums.get(name):
             raise ValueError(f"{path} is damaged: it is not what {MANIFEST} lists")
+    if names is None and (base := lent_weights(directory)) is not None:
+        verify_checkpoint(base)
 
 
 def checksum(path: Path) -> str:

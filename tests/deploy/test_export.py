@@ -13,8 +13,9 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from learner.model.adapter import ADAPTER, Adapter
+from learner.model.adapter import Adapter
 from learner.model.checkpoint import load_policy, save_checkpoint
+from learner.model.checkpoint_files import ADAPTER
 from learner.model.config import TransformerConfig
 from learner.model.lora_config import TARGETS, LoraConfig
 from learner.model.networks import make_model
@@ -48,10 +49,10 @@ def _train(policy: ShardedPolicy, seed: int) -> None:
     )
 
 
-def _save(run: Run, name: str, policy: ShardedPolicy, base: str, version: int) -> None:
+def _save(run: Run, name: str, policy: ShardedPolicy, base: str, version: int, *, is_whole: bool = True) -> None:
     adapter = Adapter(rank=LORA.rank, alpha=LORA.alpha, base=base, matrices=policy.adapter_on_rank_0())
     state, source = _state("sft" if version == 1 else "rl", version), run.checkpoint("initial")
-    weights = policy.full_weights()
+    weights = policy.full_weights() if is_whole else None
     save_checkpoint(run.checkpoint(name), policy.config, weights, source, adapter=adapter, trainer_state=state)
 
 
@@ -72,6 +73,8 @@ def run(request: pytest.FixtureRequest, config: TransformerConfig, workdir: Path
     policy.load_full_weights(policy.full_weights())
     _train(policy, seed=2)
     _save(run, "rl-000001", policy, "sft", 2)
+    # The same as it is in the midst of the rounds.
+    _save(run, "adapter", policy, "sft", 0, is_whole=False)
     return run
 
 
@@ -87,6 +90,29 @@ def test_the_original_code_finds_its_files_and_none_of_ours(run: Run, d1: Callab
     for name in names:
         assert (workdir / "out" / name).read_bytes() == (newest / name).read_bytes(), name
     assert not list(workdir.glob(".out*"))
+
+
+def test_an_adapter_alone_is_exported_as_the_policy_that_it_makes_of_its_base(
+    run: Run, d1: Callable, workdir: Path
+) -> None:
+    assert not (run.checkpoint("adapter") / "model.safetensors").exists()
+    for name in ("adapter", "rl-000001"):
+        assert d1("export", f"runs/tiny/checkpoints/{name}", name).status == 0
+    files = {path.name: path.read_bytes() for path in (workdir / "rl-000001").iterdir()}
+    assert {path.name: path.read_bytes() for path in (workdir / "adapter").iterdir()} == files
+
+
+def test_an_adapter_alone_whose_base_is_damaged_or_away_is_refused(run: Run, d1: Callable) -> None:
+    weights = run.checkpoint("sft") / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    d1("export", "runs/tiny/checkpoints/adapter", "out").assert_refused("sft/model.safetensors is damaged")
+    weights.unlink()
+    d1("export", "runs/tiny/checkpoints/adapter", "out").assert_refused("sft is not a checkpoint: it has no model.saf")
+    run.checkpoint("sft").rename(run.checkpoint("away"))
+    d1("export", "runs/tiny/checkpoints/adapter", "out").assert_refused(
+        "the adapter in runs/tiny/checkpoints/adapter stands on sft, which is no checkpoint beside it"
+    )
 
 
 class Original(nn.Module):
@@ -111,7 +137,7 @@ class Original(nn.Module):
         return module._modules.get(path[-1], nn.Module())
 
 
-@pytest.mark.parametrize(("name", "num_stages"), [("sft", 1), ("rl-000001", 2)])
+@pytest.mark.parametrize(("name", "num_stages"), [("sft", 1), ("rl-000001", 2), ("adapter", 2)])
 def test_peft_makes_the_merged_weights_of_the_original_model_and_the_adapter(
     run: Run, d1: Callable, workdir: Path, name: str, num_stages: int
 ) -> None:
@@ -127,7 +153,8 @@ def test_peft_makes_the_merged_weights_of_the_original_model_and_the_adapter(
     # The blocks' layers, and not LLaDA's head, whose name is one of theirs.
     assert len(adapted) == len(TARGETS) * load_policy(run.checkpoint(name)).config.num_layers
     merged = dict(model.merge_and_unload().named_parameters())
-    expected = load_file(run.checkpoint(name) / "model.safetensors")
+    whole = "rl-000001" if name == "adapter" else name
+    expected = load_file(run.checkpoint(whole) / "model.safetensors")
     compared = [tensor for tensor in expected if tensor in merged]
     assert len(compared) >= len(adapted) + 1
     for tensor in compared:

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import torch
 
 from actors.checkpoints.selection import (
     Position,
@@ -20,6 +21,7 @@ from actors.checkpoints.selection import (
     to_go_on,
 )
 from actors.spec import Phase
+from learner.model.adapter import Adapter
 from learner.model.checkpoint import save_checkpoint
 from learner.model.transformer import Transformer
 
@@ -175,3 +177,32 @@ def test_what_a_process_that_died_had_begun_goes(checkpoints: Path, policy: Tran
     (checkpoints / ".rl-000003.deleted").mkdir()
     prune(checkpoints, 3, [], NOW)
     assert not list(checkpoints.glob(".*"))
+
+
+def _save_adapters(directory: Path, policy: Transformer, *positions: Position) -> None:
+    adapter = Adapter(rank=1, alpha=1, base="sft", matrices={"blocks.0.attn.q_proj.lora_A.weight": torch.ones(1, 32)})
+    for position in positions:
+        state, name = asdict(position), checkpoint_name(position)
+        save_checkpoint(directory / name, policy.config, None, directory.parent, adapter=adapter, trainer_state=state)
+
+
+def test_an_adapter_alone_is_whole_where_what_it_stands_on_is(checkpoints: Path, policy: Transformer) -> None:
+    _save_adapters(checkpoints, policy, *_rounds(3, 4))
+    assert _name(newest_checkpoint(checkpoints, to_answer)) == "rl-000004"
+    _flip_a_bit(checkpoints / "rl-000004" / "lora.safetensors")
+    assert _name(newest_checkpoint(checkpoints, to_answer)) == "rl-000003"
+    _flip_a_bit(checkpoints / "sft" / "model.safetensors")
+    found = newest_checkpoint(checkpoints, to_answer)
+    assert found is not None
+    assert _name(found) == "rl-000002"
+    assert "/sft/model.safetensors is damaged" in found.passed_over[1]
+    shutil.rmtree(checkpoints / "sft")
+    assert _name(newest_checkpoint(checkpoints, to_answer)) == "rl-000002"
+
+
+def test_what_adapters_stand_on_is_never_deleted(checkpoints: Path, policy: Transformer) -> None:
+    _save_adapters(checkpoints, policy, *_rounds(3, 4, 5))
+    prune(checkpoints, 1, [4], NOW)
+    left = sorted(path.name for path in checkpoints.iterdir())
+    assert left == ["control", "initial", "rl-000003", "rl-000005", "sft"]
+    assert _name(newest_checkpoint(checkpoints, to_answer)) == "rl-000005"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from actors.checkpoints.best import validated_best
+from actors.checkpoints.best import best_version, validated_best
 from actors.checkpoints.selection import Position, checkpoints_to_answer, newest_checkpoint, to_go_on
 from actors.messages import Generation, Portion, ScoredPortion
 from actors.resources import GpuSection
@@ -24,11 +24,12 @@ from actors.spec import Phase, RunSpec
 from actors.training.context import RunContext
 from actors.training.ending import OutOfGpuMemoryError
 from actors.training.training import TrainingRun
+from actors.weight_store import Manifest
 from learner.batch import RolloutBatch
 from learner.config import LearnerConfig
 from learner.learner import Learner
-from learner.model.checkpoint import save_checkpoint
-from learner.model.checkpoint_files import LEARNER_STATE
+from learner.model.checkpoint import load_policy, save_checkpoint
+from learner.model.checkpoint_files import LEARNER_STATE, verify_checkpoint
 from learner.model.lora_config import LoraConfig
 from learner.parallel.ranks import Ranks
 from learner.parallel.sharding import local_part
@@ -166,12 +167,61 @@ def test_a_run_that_is_stopped_anywhere_goes_on_there_to_the_same_bits(
     assert first.events[-2]["path"] == f"checkpoints/{checkpoint}"
     assert first.events[-1] == {"event": "stopped", **again}
     assert (halved.checkpoints_dir / checkpoint / LEARNER_STATE).is_file()
+    has_weights = (halved.checkpoints_dir / checkpoint / "model.safetensors").is_file()
+    assert has_weights == (lora != "adapter")
     rest = _run(halved)
     assert rest.events[0]["checkpoint"] == checkpoint
     rounds = _events(first, "round") + _events(rest, "round")
     assert [event["rewards"] for event in rounds] == [event["rewards"] for event in _events(expected, "round")]
     for name in ("sft", "rl-000003", "control"):
         assert _files(whole, name) == _files(halved, name), name
+
+
+class _RememberingRun(LocalRun):
+    """Keeps what the samplers had of each version."""
+
+    def __init__(self, spec: RunSpec) -> None:
+        super().__init__(spec)
+        self.versions: dict[int, dict[str, torch.Tensor]] = {}
+
+    def publish(self, manifest: Manifest, weights: Mapping[str, torch.Tensor]) -> bool:
+        is_there = super().publish(manifest, weights)
+        self.versions[manifest.version] = {
+            name: tensor.clone() for name, tensor in self._policy.state_dict().items() if is_there
+        }
+        return is_there
+
+
+def test_an_adapter_alone_is_the_version_that_was_published_and_the_best_and_the_ends_are_whole(
+    spec: RunSpec, tmp_path: Path
+) -> None:
+    run = _spec(
+        spec,
+        tmp_path / "run",
+        model=ModelSection(lora=LORAS["adapter"]),
+        learner=_learner(num_rounds=6),
+        control=ControlSection(num_steps=3),
+        checkpoint_every_rounds=1,
+        num_checkpoints_kept=9,
+    )
+    remembering = _RememberingRun(run)
+    TrainingRun(run, remembering, Pulse(), Ranks(), _ticking(0.01)).run()
+    found = checkpoints_to_answer(run.checkpoints_dir)
+    assert [path.name for _, path in found] == ["initial", "sft", *(f"rl-00000{done}" for done in range(1, 7))]
+    for position, path in found:
+        kept = load_policy(path).state_dict()
+        published = remembering.versions[position.policy_version]
+        assert all(torch.equal(kept[name], published[name]) for name in kept), path.name
+    best = {
+        event["policy_version"]
+        for index, event in enumerate(remembering.events)
+        if event["event"] == "evaluation" and best_version(remembering.events[: index + 1]) == event["policy_version"]
+    }
+    whole = {position.policy_version for position, path in found if (path / "model.safetensors").is_file()}
+    # Version 7 is the last round's.
+    assert whole == {0, 1, 7} | best
+    assert len(whole) < len(found), "some are an adapter alone"
+    verify_checkpoint(run.checkpoints_dir / "rl-000002")
 
 
 def test_a_version_keeps_its_name_when_a_resumed_run_publishes_it_in_another_form(

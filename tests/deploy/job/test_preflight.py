@@ -474,6 +474,17 @@ def test_what_does_not_fit_its_share_of_a_gpu_is_refused(recipe_file: Path) -> N
     assert _problems(recipe_file, "device=cpu", available=small) == []
 
 
+@pytest.mark.parametrize(("base_weights", "num_newest"), [("full", 3), ("nf4", 0)])
+def test_under_lora_the_newest_checkpoints_take_the_disk_of_the_adapter(
+    recipe_file: Path, base_weights: str, num_newest: int
+) -> None:
+    lora = f"model.lora={{rank: 2, base_weights: {base_weights}}}"
+    needs = needs_of(load_recipe(recipe_file, ["learner.num_rounds=1", lora]))
+    whole = 4 * (2 * 320 * 128 + 4 * (4 * 128**2 + 3 * 128 * 384 + 2 * 128) + 128)
+    adapter = 4 * 4 * 2 * (4 * (128 + 128) + 3 * (128 + 384))
+    assert needs.disk_bytes == (8 - num_newest) * whole + 8 * 3 * adapter
+
+
 def test_versions_must_fit_the_object_store_and_checkpoints_the_disk(
     recipe_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,10 +8,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from learner.model import checkpoint
-from learner.model.checkpoint import StoredWeights, empty_policy, load_policy, save_checkpoint
+from learner.model.adapter import Adapter
+from learner.model.checkpoint import StoredWeights, empty_policy, load_policy, save_checkpoint, stored_dtype
 from learner.model.checkpoint_files import load_config, verify_checkpoint
+from learner.model.lora_config import LoraConfig
 from learner.model.tokenizer import ChatTokenizer, make_tokenizer
 from learner.model.transformer import Transformer
+from learner.parallel.sharding import ShardedPolicy
 
 
 @pytest.fixture
@@ -268,3 +271,84 @@ def test_an_empty_policy_has_the_shape_and_needs_no_weights(saved: Path) -> None
     empty = empty_policy(saved, torch.bfloat16, "cpu")
     assert {parameter.dtype for parameter in empty.parameters()} == {torch.bfloat16}
     assert empty.config == load_config(saved)
+
+
+LORA = LoraConfig(rank=2, alpha=4, targets=("q_proj", "down_proj"))
+
+
+def _trained(policy: Transformer) -> ShardedPolicy:
+    """With an adapter that changes something."""
+    adapted = ShardedPolicy(policy, None, lora=LORA)
+    random = torch.Generator().manual_seed(3)
+    adapter = adapted.adapter_on_rank_0()
+    adapted.load_adapter({name: torch.randn(whole.shape, generator=random) for name, whole in adapter.items()})
+    return adapted
+
+
+def _save_adapter(directory: Path, adapted: ShardedPolicy, base: str, matrices: dict[str, torch.Tensor]) -> None:
+    adapter = Adapter(rank=LORA.rank, alpha=LORA.alpha, base=base, matrices=matrices)
+    save_checkpoint(directory, adapted.config, None, directory.parent / base, adapter=adapter)
+
+
+@pytest.mark.parametrize("shard_bytes", [5_000_000_000, 16_000])
+@pytest.mark.parametrize("held", [torch.float32, torch.bfloat16])
+def test_an_adapter_alone_is_the_policy_that_the_learner_has(
+    policy: Transformer, saved: Path, tmp_path: Path, held: torch.dtype, shard_bytes: int
+) -> None:
+    policy = policy.to(held)
+    save_checkpoint(tmp_path / "base", policy.config, policy.state_dict(), saved, shard_bytes=shard_bytes)
+    adapted = _trained(policy)
+    alone = tmp_path / "alone"
+    _save_adapter(alone, adapted, "base", adapted.adapter_on_rank_0())
+    assert sorted(path.name for path in alone.glob("*.safetensors")) == ["lora.safetensors"]
+    expected = adapted.full_weights()
+    loaded = load_policy(alone)
+    assert {name: bool(torch.equal(loaded.state_dict()[name], whole)) for name, whole in expected.items()} == (
+        dict.fromkeys(expected, True)
+    )
+    assert (loaded.config, stored_dtype(alone)) == (policy.config, torch.float32)
+    assert ChatTokenizer(alone).decode(ChatTokenizer(alone).encode_completion("1 + 2")) == "1 + 2"
+    verify_checkpoint(alone)
+    half = load_policy(alone, torch.bfloat16).state_dict()
+    assert all(torch.equal(half[name], whole.bfloat16()) for name, whole in expected.items())
+
+
+def test_an_adapter_that_does_not_fit_its_base_is_refused(policy: Transformer, saved: Path, tmp_path: Path) -> None:
+    adapted = _trained(policy)
+    matrices = adapted.adapter_on_rank_0()
+    layer = "blocks.1.attn.q_proj"
+    wrong = {
+        "there is no " + layer + ".lora_B.weight": {
+            name: whole for name, whole in matrices.items() if name != layer + ".lora_B.weight"
+        },
+        layer + r".lora_A.weight is \[2, 31\]": matrices | {layer + ".lora_A.weight": torch.ones(2, 31)},
+        r"blocks.9.attn.q_proj.lora_A.weight is \[2, 32\]": matrices
+        | {"blocks.9.attn.q_proj.lora_A.weight": torch.ones(2, 32)},
+    }
+    for sentence, given in wrong.items():
+        _save_adapter(tmp_path / "alone", adapted, "saved", given)
+        with pytest.raises(ValueError, match=rf"alone do not fit: {sentence}"):
+            load_policy(tmp_path / "alone")
+
+
+@pytest.mark.parametrize("base", ["nothing", "../saved", "alone"])
+def test_an_adapter_without_its_base_is_no_checkpoint(
+    policy: Transformer, saved: Path, tmp_path: Path, base: str
+) -> None:
+    adapted = _trained(policy)
+    _save_adapter(tmp_path / "alone", adapted, base, adapted.adapter_on_rank_0())
+    for look in (load_policy, verify_checkpoint):
+        with pytest.raises(ValueError, match=rf"alone stands on {base}, which is no checkpoint beside it"):
+            look(tmp_path / "alone")
+
+
+def test_damage_to_what_an_adapter_stands_on_is_noticed(policy: Transformer, saved: Path, tmp_path: Path) -> None:
+    adapted = _trained(policy)
+    _save_adapter(tmp_path / "alone", adapted, "saved", adapted.adapter_on_rank_0())
+    verify_checkpoint(tmp_path / "alone")
+    path = saved / "model.safetensors"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    verify_checkpoint(tmp_path / "alone", ["lora.safetensors"])
+    with pytest.raises(ValueError, match=r"saved/model\.safetensors is damaged"):
+        verify_checkpoint(tmp_path / "alone")
