@@ -24,7 +24,7 @@ from actors.sampler import SamplerWorker
 from actors.spec import RunSpec
 from actors.training.run_client import Heartbeat, RunClient
 from actors.weight_store import WeightStore, store_name
-from learner.parallel.ranks import COLLECTIVE_TIMEOUT_S, LeaderFailedError, Ranks, is_lost_peer
+from learner.parallel.ranks import LeaderFailedError, Ranks, is_lost_peer
 
 _START_TIMEOUT_S = 600.0
 _VERDICT_TIMEOUT_S = 120.0
@@ -163,7 +163,7 @@ def fit(spec: RunSpec, actors: RunActors) -> None:
     trainer = Trainer(
         train_worker,
         train_loop_config={"spec": spec, "coordinator": actors.coordinator, "store": actors.store},
-        torch_config=TorchConfig(backend=backend, timeout_s=COLLECTIVE_TIMEOUT_S),
+        torch_config=TorchConfig(backend=backend, timeout_s=round(spec.collective_timeout_s)),
         scaling_config=ScalingConfig(
             num_workers=spec.learner.num_workers,
             use_gpu=spec.device == "cuda",
@@ -189,13 +189,14 @@ def train_worker(config: Mapping[str, Any]) -> None:
     # Driver and controller import this module too, and FSDP takes a second.
     from actors.training.training import TrainingRun
 
-    ranks, coordinator = Ranks(), config["coordinator"]
+    spec, coordinator = config["spec"], config["coordinator"]
+    ranks = Ranks(spec.collective_timeout_s)
     client = RunClient(coordinator, config["store"])
     if (tokens := ranks.agreed(client.starting)) is None:
         return
     heartbeat = Heartbeat(coordinator, ranks.rank)
     try:
-        TrainingRun(config["spec"].with_micro_batches(tokens), client, heartbeat, ranks).run()
+        TrainingRun(spec.with_micro_batches(tokens), client, heartbeat, ranks).run()
     except LeaderFailedError:
         raise  # Rank 0 says why.
     except Exception as error:

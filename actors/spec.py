@@ -8,6 +8,8 @@ from pathlib import Path
 from actors.run_config import RunConfig
 from actors.run_log import CHECKPOINTS
 from learner.estimators import SamplerFacts
+from learner.model.checkpoint_files import most_weight_bytes
+from learner.parallel.patience import COLLECTIVE_TIMEOUT_S, patience_s
 from rollout.request import Cache, SamplingParams, Schedule
 
 
@@ -37,6 +39,17 @@ class RunSpec(RunConfig):
     def initial_checkpoint(self) -> Path:
         """Policy version 0, with the tokenizer that all versions share."""
         return self.checkpoints_dir / "initial"
+
+    @property
+    def collective_timeout_s(self) -> float:
+        """Longest time that a rank waits for others in one collective: `COLLECTIVE_TIMEOUT_S`, and what a checkpoint
+        takes to be read, once to be verified and once to be loaded."""
+        return patience_s(COLLECTIVE_TIMEOUT_S, 2 * most_weight_bytes(self.initial_checkpoint))
+
+    @property
+    def sampling_timeout_s(self) -> float:
+        """Longest time for one portion: `rollout.timeout_s`, and what weights take that have to arrive first."""
+        return patience_s(self.rollout.timeout_s, most_weight_bytes(self.initial_checkpoint))
 
     def with_micro_batches(self, tokens: int) -> RunSpec:
         """The same with other micro-batches in the rounds: of another size, and of the same gradient."""

@@ -18,9 +18,7 @@ import ray
 from numpy.typing import NDArray
 
 from actors import NAMESPACE
-
-SLOWEST_BYTES_PER_S = 50e6
-"""What a network is waited for: less than half of 1 Gbit/s."""
+from learner.parallel.patience import patience_s
 
 
 class VersionMissingError(LookupError):
@@ -82,9 +80,8 @@ class Manifest:
         return hashlib.sha256(repr(what).encode()).hexdigest()
 
     def travel_s(self, timeout_s: float) -> float:
-        """Seconds that its tensors may take from one machine to another: `timeout_s`, and what their bytes take at
-        `SLOWEST_BYTES_PER_S`."""
-        return timeout_s + sum(entry.num_bytes for entry in self.tensors) / SLOWEST_BYTES_PER_S
+        """Seconds that its tensors may take from one machine to another: `timeout_s`, and what their bytes take."""
+        return patience_s(timeout_s, sum(entry.num_bytes for entry in self.tensors))
 
 
 Held = tuple[Manifest, ray.ObjectRef[Any]]

@@ -65,7 +65,8 @@ class RolloutConfig(BaseModel):
     max_prompt_tokens: PositiveInt = 200
     """Longest prompt (d1: 200)."""
     timeout_s: PositiveFloat = 600.0
-    """Longest time for one batch of completions, in seconds; then it is tried on another sampler."""
+    """Longest time for one batch of completions, in seconds, beside what new weights take to arrive at 50 MB/s; then it
+    is tried on another sampler."""
     max_attempts: Annotated[int, Field(ge=1)] = 3
     """Tries of one batch before its groups count as failed."""
 

@@ -88,7 +88,7 @@ class Coordinator:
         """
         self._spec = spec
         self._plan = RunPlan(spec, ChatTokenizer(spec.initial_checkpoint))
-        self._pools = Pools(samplers, graders, spec.rollout.timeout_s, spec.grading.timeout_s, self._note_pause)
+        self._pools = Pools(samplers, graders, spec.sampling_timeout_s, spec.grading.timeout_s, self._note_pause)
         session = Session.read(spec.run_dir, driver)
         self._log = RunLog(spec.run_dir, spec.wandb_project, is_going_on=session.num_coordinator_starts > 0)
         self._gauges = RunGauges(spec.name)

@@ -42,7 +42,7 @@ def load_sharded(spec: RunSpec, directory: Path) -> ShardedPolicy:
 
     Merged, the one in 4 bits would be rounded again, and the one in bfloat16 be rounded.
     """
-    mesh = make_mesh(spec.device, spec.sharding.workers_per_copy)
+    mesh = make_mesh(spec.device, spec.sharding.workers_per_copy, spec.collective_timeout_s)
     device = torch.device("cuda", torch.cuda.current_device()) if spec.device == "cuda" else torch.device("cpu")
     limit_memory(device, spec.gpus.learner)
     lora = spec.model.lora

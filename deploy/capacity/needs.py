@@ -100,13 +100,17 @@ def _disk_bytes(recipe: Recipe) -> int:
     Each has what is trained, with AdamW's moments. Under LoRA the newest have no weights beside it, but in 4 bits.
     """
     ends = (recipe.sft.num_steps > 0) + (recipe.learner.num_rounds > 0) + recipe.control.enabled
-    num_newest, num_whole = recipe.num_checkpoints_kept, ends + 2
-    weights, lora = _weight_bytes(recipe), recipe.model.lora
+    has_weights_beside = recipe.model.lora.rank and recipe.model.lora.base_weights == "full"
+    whole = checkpoint_bytes(recipe) + (_weight_bytes(recipe) if has_weights_beside else 0)
+    return recipe.num_checkpoints_kept * checkpoint_bytes(recipe) + (ends + 2) * whole
+
+
+def checkpoint_bytes(recipe: Recipe) -> int:
+    """What one of a stage under way takes: what is trained, with AdamW's moments, and in 4 bits the weights."""
+    lora = recipe.model.lora
     if not lora.rank:
-        return (num_newest + num_whole) * 3 * weights
-    if lora.base_weights == "nf4":
-        num_newest, num_whole = 0, num_newest + num_whole
-    return num_whole * weights + (num_newest + num_whole) * 3 * _adapter_bytes(recipe)
+        return 3 * _weight_bytes(recipe)
+    return 3 * _adapter_bytes(recipe) + (_weight_bytes(recipe) if lora.base_weights == "nf4" else 0)
 
 
 def _weight_bytes(recipe: Recipe) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 from actors.coordination.status import HUNG_S, SILENT_S, RunStatus
 from actors.run_log import Event
 from deploy.interrupts import has_ended
+from learner.parallel.patience import patience_s
 
 _POLL_S = 0.5
 _STATUS_EVERY_S = 5.0
@@ -20,7 +21,7 @@ _LAST_LOOK_S = 10.0
 # Between two looks; they are less than a second apart.
 _STALLED_S = 5.0
 STOP_GRACE_S = 60.0
-"""Seconds that the learner has to write a checkpoint when the run is to stop."""
+"""Seconds that the learner has to write a checkpoint when the run is to stop, beside what its bytes take."""
 
 
 class RunFollower:
@@ -121,8 +122,11 @@ def wait_for(fitted: Future[None]) -> None:
 
 
 @contextmanager
-def stopping_in_order(fitted: Future[None], coordinator: Any, on_event: Callable[[Event], None]) -> Iterator[None]:
-    """On Ctrl-C or SIGTERM in the block the learner writes a checkpoint first; a second one does not wait for it."""
+def stopping_in_order(
+    fitted: Future[None], coordinator: Any, on_event: Callable[[Event], None], checkpoint_bytes: int = 0
+) -> Iterator[None]:
+    """On Ctrl-C or SIGTERM in the block the learner writes a checkpoint first, of so many bytes; a second one does not
+    wait for it."""
     try:
         yield
     except KeyboardInterrupt:
@@ -130,7 +134,7 @@ def stopping_in_order(fitted: Future[None], coordinator: Any, on_event: Callable
             on_event(
                 {"event": "status", "what": "stopping: the learner writes a checkpoint; once more ends it at once"}
             )
-            _wait(fitted, on_event)
+            _wait(fitted, on_event, patience_s(STOP_GRACE_S, checkpoint_bytes))
         raise
 
 
@@ -144,9 +148,9 @@ def _is_up(coordinator: Any) -> bool:
         return True  # It may have heard of it all the same.
 
 
-def _wait(fitted: Future[None], on_event: Callable[[Event], None]) -> None:
-    if not has_ended(fitted, STOP_GRACE_S):
-        what = f"the learner wrote no checkpoint within {STOP_GRACE_S:.0f} s; --resume goes on from an earlier one"
+def _wait(fitted: Future[None], on_event: Callable[[Event], None], within_s: float) -> None:
+    if not has_ended(fitted, within_s):
+        what = f"the learner wrote no checkpoint within {within_s:.0f} s; --resume goes on from an earlier one"
         on_event({"event": "status", "what": what})
     elif (error := fitted.exception()) is not None:
         on_event({"event": "status", "what": f"the learner failed as it stopped: {type(error).__name__}"})

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from actors.run_log import DRIVER_LOG, METRICS, Event, RunLog, append_event, read_events
 from actors.spec import Phase, RunSpec
+from deploy.capacity.needs import checkpoint_bytes
 from deploy.errors import EXIT_RUN_FAILED, RunFailedError, UserError
 from deploy.interrupts import terminated_by_sigterm, wait_for_interrupt
 from deploy.job.following import following, stopping_in_order, wait_for
@@ -126,7 +127,7 @@ def _run_on_ray(
         on_event(_waiting(f"starting {pools}, and {learners} beside them"))
         with (
             following(actors.coordinator, num_seen, on_event),
-            stopping_in_order(fitted, actors.coordinator, on_event),
+            stopping_in_order(fitted, actors.coordinator, on_event, checkpoint_bytes(recipe)),
         ):
             wait_until_ready(actors)
             if serve:

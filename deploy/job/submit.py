@@ -19,7 +19,8 @@ from learner.model.hub import is_hub_id
 # Ray's own excludes: what git ignores, and these where a tree is no checkout.
 _EXCLUDES = ["/runs", "/.venv", "/.git"]
 # `ray job stop` sends SIGTERM, and SIGKILL three seconds later if nobody says otherwise: less than a checkpoint takes.
-_ENVIRONMENT = {"RAY_JOB_STOP_WAIT_TIME_S": "90"}
+# `d1 train` waits for that no longer than it may take, and ends.
+_ENVIRONMENT = {"RAY_JOB_STOP_WAIT_TIME_S": "3600"}
 _SUCCEEDED, _OVER = "SUCCEEDED", ("FAILED", "STOPPED")
 _POLL_S = 2.0
 

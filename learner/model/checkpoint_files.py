@@ -68,6 +68,12 @@ def weight_files(directory: Path) -> list[Path]:
     return [directory / name for name in files]
 
 
+def most_weight_bytes(directory: Path) -> int:
+    """What a policy's weights take in float32, at most: twice what a checkpoint has of them, which may be in bfloat16.
+    0 where it has none."""
+    return 2 * sum(path.stat().st_size for path in directory.glob("model*.safetensors"))
+
+
 def adapter_base(directory: Path) -> Path:
     """The checkpoint that the adapter in a checkpoint's directory stands on. Raises ValueError when there is none."""
     path = directory / ADAPTER

@@ -19,11 +19,10 @@ import torch.distributed as dist
 from safetensors.torch import load, save
 from torch import Tensor
 
+from learner.parallel.patience import COLLECTIVE_TIMEOUT_S
+
 TICK_S = 5.0
 """Seconds between two signs of life of a rank 0 that is at work: the others never wait for longer in one collective."""
-COLLECTIVE_TIMEOUT_S = 900
-"""Seconds that a rank waits for the others in one collective: they do their own share of the same work, or load a
-checkpoint, for longer than it. Who hangs is noticed long before, by other means."""
 _LENGTH = struct.Struct("<Q")
 
 
@@ -45,12 +44,12 @@ def is_lost_peer(error: Exception) -> bool:
 class Ranks:
     """The processes of one learner group. Every method is a collective: all ranks call it, in the same order."""
 
-    def __init__(self) -> None:
-        """Of the process group that runs, or of this process alone where there is none."""
+    def __init__(self, timeout_s: float = COLLECTIVE_TIMEOUT_S) -> None:
+        """Of the process group that runs, or of this process alone where there is none; `timeout_s` as there."""
         self.is_alone = not dist.is_initialized()
         self.rank, self.size = (0, 1) if self.is_alone else (dist.get_rank(), dist.get_world_size())
         # Always gloo: decisions are small and on the CPU, whatever the policy is on.
-        timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
+        timeout = timedelta(seconds=timeout_s)
         self._group = None if self.is_alone else dist.new_group(backend="gloo", timeout=timeout)
         # One thread, so that rank 0 can give signs of life while it works.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rank-0")

@@ -26,7 +26,7 @@ from learner.model.moe.experts import expert_biases
 from learner.model.networks import make_on_meta
 from learner.model.quantized import Nf4Linear, quantize_blocks, quantized_layers
 from learner.model.transformer import Transformer
-from learner.parallel.ranks import COLLECTIVE_TIMEOUT_S
+from learner.parallel.patience import COLLECTIVE_TIMEOUT_S
 from learner.parallel.sharding_config import ShardingConfig
 
 _PLAIN = ShardingConfig()
@@ -47,13 +47,16 @@ def _fsdp_options(config: ShardingConfig) -> dict[str, Any]:
     return options
 
 
-def make_mesh(device_type: str, workers_per_copy: int = 0) -> DeviceMesh | None:
+def make_mesh(
+    device_type: str, workers_per_copy: int = 0, timeout_s: float = COLLECTIVE_TIMEOUT_S
+) -> DeviceMesh | None:
     """A mesh over all ranks; None where no process group runs (a single process).
 
     Args:
         device_type: "cpu" or "cuda".
         workers_per_copy: how many ranks, which divide theirs, one copy of the policy is sharded over: the mesh is then
             [copies, ranks of a copy], neighbours in one copy. 0 or all of them: one copy, [ranks].
+        timeout_s: that of the process group that runs.
     """
     if not dist.is_initialized():
         return None
@@ -62,7 +65,7 @@ def make_mesh(device_type: str, workers_per_copy: int = 0) -> DeviceMesh | None:
         return init_device_mesh(device_type, (num_ranks,), mesh_dim_names=("dp",))
     ranks = torch.arange(num_ranks).view(-1, workers_per_copy)
     # A mesh would make them too, but with another timeout than that of all ranks.
-    timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
+    timeout = timedelta(seconds=timeout_s)
     groups = [dist.new_subgroups_by_enumeration(along.tolist(), timeout=timeout)[0] for along in (ranks.T, ranks)]
     return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=("copies", "dp"))
 

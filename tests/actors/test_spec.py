@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
-from actors.spec import sampler_facts
+from actors.spec import RunSpec, sampler_facts
 from learner.model.config import TransformerConfig
 from learner.model.networks import make_model
 from learner.model.transformer import Transformer, init_weights
@@ -68,3 +70,16 @@ def test_steps_of_a_block_are_those_of_each_block(
     assert sampler_facts(params, is_block_causal=True).most_steps == most
     assert most - params.num_block_steps < num_steps <= most
     assert sampler_facts(params).most_steps == most * 2 // 3
+
+
+def test_who_waits_for_weights_waits_as_long_as_their_bytes_take(spec: RunSpec, tmp_path: Path) -> None:
+    """Of LLaDA-8B, 16 GB in bfloat16: 32 GB as they are published at most, read twice as a checkpoint."""
+    assert spec.sampling_timeout_s == pytest.approx(600, abs=0.1)
+    assert spec.collective_timeout_s == pytest.approx(900, abs=0.1)
+    large = spec.model_copy(update={"run_dir": tmp_path})
+    large.initial_checkpoint.mkdir(parents=True)
+    for part in (1, 2):
+        with (large.initial_checkpoint / f"model-0000{part}-of-00002.safetensors").open("wb") as file:
+            file.truncate(8_000_000_000)
+    assert large.sampling_timeout_s == 600 + 640
+    assert large.collective_timeout_s == 900 + 1280

@@ -17,10 +17,13 @@ from actors.checkpoints.selection import read_position
 from actors.registry.files import write_admin
 from actors.registry.records import POLICY, AdminState, EventKind, MalformedEntryError, PolicyVersion
 from actors.registry.registry import Registry
+from actors.run_log import CHECKPOINTS
 from deploy.service.contract import EngineState
+from learner.model.checkpoint_files import most_weight_bytes
+from learner.parallel.patience import patience_s
 
 PREPARE_TIMEOUT_S = 60.0
-"""Time to load a version on every engine, in seconds."""
+"""Time to load a version on every engine, in seconds, beside what its bytes take."""
 _SERVE_TIMEOUT_S = 30.0
 _POLL_S = 0.2
 
@@ -133,11 +136,12 @@ class Steering:
 
     def _prepare(self, policy: PolicyVersion) -> None:
         """Let the engines load it before anything changes."""
+        within_s = patience_s(PREPARE_TIMEOUT_S, most_weight_bytes(self._run_dir / CHECKPOINTS / "initial"))
         try:
-            refusals = self.engines.prepare(policy, PREPARE_TIMEOUT_S)
+            refusals = self.engines.prepare(policy, within_s)
         except TimeoutError as error:
             raise UnreadyError(
-                f"Not every engine loaded policy version {policy.version} within {PREPARE_TIMEOUT_S:.0f} s."
+                f"Not every engine loaded policy version {policy.version} within {within_s:.0f} s."
             ) from error
         if refusals:
             why = refusals[0].removeprefix(f"Policy version {policy.version} is not served: ").removesuffix(".")

@@ -172,6 +172,26 @@ def test_a_learner_that_does_not_stop_is_waited_for_no_longer_than_the_grace(
     assert "wrote no checkpoint within" in _interrupted(coordinator, Future(), KeyboardInterrupt)[-1]
 
 
+def test_the_grace_is_as_long_as_the_bytes_of_a_checkpoint_take(
+    coordinator: _Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fitted, waited = Future[None](), list[float]()
+
+    def has_ended(_: Future[None], within_s: float) -> bool:
+        waited.append(within_s)
+        return False
+
+    monkeypatch.setattr(module, "has_ended", has_ended)
+    said: list[str] = []
+    with (
+        pytest.raises(KeyboardInterrupt),
+        stopping_in_order(fitted, coordinator, lambda event: said.append(event["what"]), 4_000_000_000),
+    ):
+        raise KeyboardInterrupt
+    assert waited == [140.0]
+    assert said[-1] == "the learner wrote no checkpoint within 140 s; --resume goes on from an earlier one"
+
+
 def test_a_coordinator_that_does_not_answer_may_have_heard(coordinator: _Coordinator) -> None:
     fitted: Future[None] = Future()
     fitted.set_result(None)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from deploy.capacity.available import Resources, cluster_resources
-from deploy.capacity.needs import needs_of
+from deploy.capacity.needs import checkpoint_bytes, needs_of
 from deploy.errors import UserError
 from deploy.job.preflight import preflight
 from deploy.program import program
@@ -483,6 +483,8 @@ def test_under_lora_the_newest_checkpoints_take_the_disk_of_the_adapter(
     whole = 4 * (2 * 320 * 128 + 4 * (4 * 128**2 + 3 * 128 * 384 + 2 * 128) + 128)
     adapter = 4 * 4 * 2 * (4 * (128 + 128) + 3 * (128 + 384))
     assert needs.disk_bytes == (8 - num_newest) * whole + 8 * 3 * adapter
+    under_way = checkpoint_bytes(load_recipe(recipe_file, [lora]))
+    assert under_way == 3 * adapter + (whole if base_weights == "nf4" else 0)
 
 
 def test_versions_must_fit_the_object_store_and_checkpoints_the_disk(
