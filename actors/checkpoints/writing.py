@@ -1,15 +1,20 @@
-"""Writing a run's checkpoints: where a stage ends, by rounds, by time, at the best accuracy, and when a run stops."""
+"""Writing a run's checkpoints: where a stage ends, by rounds, by time, at the best accuracy, and when a run stops.
+
+What is in one is gathered while training stands still. A large one that the run can do without is then written beside
+the training that goes on: what was gathered are copies, which no update changes.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor
 
+from actors.checkpoints.beside import Beside
 from actors.checkpoints.selection import Position, checkpoint_name, prune
 from actors.spec import RunSpec
 from learner.model.adapter import Adapter
@@ -21,6 +26,9 @@ from learner.parallel.sharding import ShardedPolicy
 _SHARE_OF_TIME = 20
 # One that a later stage begins from waits for room on the disk.
 _PATIENCE_S, _PAUSE_S = 600.0, 5.0
+# Of what a checkpoint beside training may hold. Less is written in a second or so. Of more a machine may not have the
+# memory meanwhile: whole weights are gathered once more when the next version is published.
+_LEAST_BESIDE, _MOST_BESIDE = 250_000_000, 40_000_000_000
 
 
 class CheckpointClient(Protocol):
@@ -31,7 +39,7 @@ class CheckpointClient(Protocol):
 
 
 class Checkpointer:
-    """Writes them on rank 0; the other ranks help to gather what is in them."""
+    """Writes them on rank 0; the other ranks help to gather what is in them. At most one is being written."""
 
     def __init__(
         self, spec: RunSpec, policy: ShardedPolicy, ranks: Ranks, client: CheckpointClient, clock: Callable[[], float]
@@ -42,9 +50,15 @@ class Checkpointer:
         """Where the run stood at the newest one that this process wrote."""
         self.newest_is_whole = False
         """Whether that has weights of its own."""
+        self._pending: tuple[Position, bool] | None = None
+        """The same of one that is being written beside training, or was: what became of it is not known here yet."""
+        self._beside = Beside()
+        """Writes that one, on rank 0."""
 
     def is_due(self) -> bool:
         """Whether it is time for another; for rank 0 to decide."""
+        if self._beside.is_busy:
+            return False
         every_s = self._spec.checkpoint_every_s
         since_s = self._clock() - self._written_at
         return bool(every_s) and since_s >= max(every_s, _SHARE_OF_TIME * self._write_s)
@@ -67,44 +81,79 @@ class Checkpointer:
             state: gives what the learner of a stage under way goes on with; a collective. None where SFT or the control
                 has ended.
             adapter: that of the stage, whole on rank 0; None without LoRA.
-            may_fail: the run can do without this one: that it cannot be written, as on a full disk, is recorded. Else
-                it is tried again for `_PATIENCE_S`.
+            may_fail: the run can do without this one: that it cannot be written, as on a full disk, is recorded. It may
+                still be being written when this returns. Else it is on disk then, and tried again for `_PATIENCE_S`.
             is_whole: it has the policy's weights, and not the adapter and what that stands on alone.
 
-        Raises OSError on rank 0, and LeaderFailedError on the others, when it cannot be written and may not fail.
+        Raises OSError on rank 0, and LeaderFailedError on the others, when it cannot be written and may not fail; and
+        as `settle`.
         """
+        self.settle()
         began = self._clock()
-        weights = self._policy.weights_on_rank_0() if is_whole else None
-        learner_state = None if state is None else state()
-        directory = self._spec.checkpoints_dir / checkpoint_name(position)
+        contents = _Contents(
+            position=replace(position, manifest_digest=digest),
+            weights=self._policy.weights_on_rank_0() if is_whole else None,
+            adapter=adapter,
+            learner_state=None if state is None else state(),
+        )
+
+        def begin() -> bool | None:
+            if not may_fail or not _LEAST_BESIDE <= contents.num_bytes <= _MOST_BESIDE:
+                return self._is_written(contents, began, 0.0 if may_fail else _PATIENCE_S)
+            what = f"checkpoint {checkpoint_name(position)}"
+            self._beside.begin(what, contents.num_bytes, lambda: self._is_written(contents, began, 0.0, is_beside=True))
+            return None
+
+        is_written = self._ranks.agreed(begin)
+        if is_written is None:
+            self._pending = position, is_whole
+        elif is_written:
+            self.newest, self.newest_is_whole = position, is_whole
+        self._written_at = self._clock()
+        self._write_s = self._written_at - began
+
+    def settle(self) -> None:
+        """Wait for one that is being written beside training, if there is one. A collective.
+
+        Raises TimeoutError on rank 0, and LeaderFailedError on the others, when it takes too long.
+        """
+        if self._pending is None:
+            return
+        pending, self._pending = self._pending, None
+        if self._ranks.agreed(self._beside.outcome):
+            self.newest, self.newest_is_whole = pending
+
+    def wait(self) -> None:
+        """The same on one rank alone, whatever becomes of it: the process is about to end, and its thread with it."""
+        self._beside.wait()
+
+    def _is_written(self, contents: _Contents, began: float, within_s: float, *, is_beside: bool = False) -> bool:
+        """Whether it could be, within `within_s` seconds if that is more than none; else it raises OSError. Others
+        that are not kept go then."""
+        position, name = contents.position, checkpoint_name(contents.position)
+        directory = self._spec.checkpoints_dir / name
 
         def save() -> None:
             save_checkpoint(
                 directory,
                 self._policy.config,
-                weights,
+                contents.weights,
                 self._spec.initial_checkpoint,
-                adapter=adapter,
-                learner_state=learner_state,
-                trainer_state=asdict(replace(position, manifest_digest=digest)),
+                adapter=contents.adapter,
+                learner_state=contents.learner_state,
+                trainer_state=asdict(position),
             )
 
-        def on_rank_0() -> bool:
-            if not self._is_saved(save, directory.name, 0.0 if may_fail else _PATIENCE_S):
-                return False
-            self._record(position, directory, round(self._clock() - began, 3))
-            prune(
-                self._spec.checkpoints_dir, self._spec.num_checkpoints_kept, self._client.versions_to_keep(), position
-            )
-            return True
+        if not self._is_saved(save, name, within_s):
+            return False
+        beside = {"beside": True} if is_beside else {}
+        self._record(position, directory, round(self._clock() - began, 3), beside)
+        kept = self._client.versions_to_keep()
+        prune(self._spec.checkpoints_dir, self._spec.num_checkpoints_kept, kept, position)
+        return True
 
-        if self._ranks.agreed(on_rank_0):
-            self.newest, self.newest_is_whole = position, is_whole
-        self._written_at = self._clock()
-        self._write_s = self._written_at - began
-
-    def _is_saved(self, save: Callable[[], None], name: str, patience_s: float) -> bool:
-        """Whether it could be saved, within `patience_s` seconds if that is more than none; else it raises."""
+    def _is_saved(self, save: Callable[[], None], name: str, within_s: float) -> bool:
+        """Whether it could be saved, within `within_s` seconds if that is more than none; else it raises."""
         began = time.monotonic()
         is_told = False
         while True:
@@ -114,15 +163,15 @@ class Checkpointer:
                 if not is_told:
                     is_told = True
                     self._client.record("failure", {"what": f"checkpoint {name}: {error}", "attempt": 1})
-                if not patience_s:
+                if not within_s:
                     return False
-                if time.monotonic() - began > patience_s:
+                if time.monotonic() - began > within_s:
                     raise
                 time.sleep(_PAUSE_S)
             else:
                 return True
 
-    def _record(self, position: Position, directory: Path, seconds: float) -> None:
+    def _record(self, position: Position, directory: Path, seconds: float, beside: Mapping[str, bool]) -> None:
         under_way = {} if position.step is None else {"step": position.step}
         self._client.record(
             "checkpoint",
@@ -133,5 +182,23 @@ class Checkpointer:
                 "policy_version": position.policy_version,
                 "seconds": seconds,
                 **under_way,
+                **beside,
             },
         )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Contents:
+    """What a checkpoint holds, on rank 0: copies, which stay what they are while training goes on."""
+
+    position: Position
+    weights: Mapping[str, Tensor] | None
+    adapter: Adapter | None
+    learner_state: Mapping[str, Tensor] | None
+
+    @property
+    def num_bytes(self) -> int:
+        """What the tensors take."""
+        matrices = None if self.adapter is None else self.adapter.matrices
+        parts = (self.weights, matrices, self.learner_state)
+        return sum(tensor.nbytes for part in parts for tensor in (part or {}).values())

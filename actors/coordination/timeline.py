@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from actors.coordination.pools import Work
 
 TIMELINE = "timeline.json"
-LEARNER, COORDINATOR, STAGE = "learner rank 0", "coordinator", "stage"
+LEARNER, COORDINATOR, STAGE, CHECKPOINTS = "learner rank 0", "coordinator", "stage", "checkpoints"
 NUM_ROUNDS = 8
 """Rounds that are kept."""
 _MAX_SPANS = 4000
@@ -115,7 +115,10 @@ class Timeline:
         """The run log has a new event, of something that has just ended."""
         if event == "checkpoint":
             name = f"checkpoint {Path(values['path']).name}"
-            self.add(LEARNER, name, SpanKind.WORK, self._clock() - values["seconds"])
+            # One that the learner did not wait for overlaps with what it did meanwhile.
+            self.add(
+                CHECKPOINTS if values.get("beside") else LEARNER, name, SpanKind.WORK, self._clock() - values["seconds"]
+            )
         elif event == "phase_end" and values["phase"] in _STAGES_OF_STEPS:
             name = f"{values['phase']}: {values['num_steps']} steps"
             self.add(STAGE, name, SpanKind.WORK, self._clock() - values["seconds"])
@@ -216,7 +219,7 @@ def idle_shares(spans: Sequence[Span]) -> dict[str, float]:
     began, ended = min(span.began for span in rounds), max(span.ended for span in rounds)
     return {
         track: 1 - sum(_within(span, began, ended) for span in _works(spans, track)) / (ended - began)
-        for track in sorted({span.track for span in spans} - {COORDINATOR, STAGE}, key=_order)
+        for track in sorted({span.track for span in spans} - {COORDINATOR, STAGE, CHECKPOINTS}, key=_order)
     }
 
 

@@ -105,6 +105,7 @@ class RunContext:
 
     def save_best(self) -> None:
         """Write a whole checkpoint of where the run stands, unless there is one."""
+        self.checkpointer.settle()
         if self.checkpointer.newest != self.position or not self.checkpointer.newest_is_whole:
             self.save(is_best=True)
 

@@ -42,6 +42,10 @@ class TrainingRun:
             self._stages()
         except StopRequestedError:
             self._stop()
+        except Exception:
+            # The next group may go on from it.
+            context.checkpointer.wait()
+            raise
 
     def _stages(self) -> None:
         context, phases = self._context, self._context.spec.phases
@@ -72,8 +76,10 @@ class TrainingRun:
         """Keep what there is of the stage under way."""
         context = self._context
         context.pulse.doing = "stopping"
+        context.checkpointer.settle()
         known = (context.found.position, context.checkpointer.newest)
         if context.learner_state is not None and context.position not in known:
             context.save()
+            context.checkpointer.settle()
         position = context.position
         context.record("stopped", phase=position.phase, round=position.round, step=position.step)

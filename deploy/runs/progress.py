@@ -70,7 +70,7 @@ class ProgressDisplay:
         if event["event"] == "waiting":
             self._wait(printable(event["what"]), at_once=True)
             return
-        if event["event"] not in _BESIDE_THE_WORK:
+        if event["event"] not in _BESIDE_THE_WORK and not event.get("beside"):
             self._waiting.end()
         match event["event"]:
             case "status" | "waits":

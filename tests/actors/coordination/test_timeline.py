@@ -10,6 +10,7 @@ import pytest
 
 from actors.coordination.pools import Work
 from actors.coordination.timeline import (
+    CHECKPOINTS,
     COORDINATOR,
     LEARNER,
     NUM_ROUNDS,
@@ -181,3 +182,13 @@ def test_checkpoints_and_stages_of_steps_are_told_by_the_run_log(timeline: Timel
     timeline.add_event("sft", {"step": 3})
     assert _times(timeline, LEARNER) == [("checkpoint rl-000003", 8.0, 10.0)]
     assert _times(timeline, STAGE) == [("sft: 5 steps", 6.0, 10.0)]
+
+
+def test_a_checkpoint_beside_the_training_takes_nothing_of_the_learners_spans(timeline: Timeline, clock: Clock) -> None:
+    clock.now += 8
+    timeline.add_event("checkpoint", {"path": "checkpoints/rl-000003", "seconds": 6.0, "beside": True})
+    clock.now += 2
+    timeline.add_round(0, ROUND)
+    assert _times(timeline, CHECKPOINTS) == [("checkpoint rl-000003", 2.0, 8.0)]
+    assert sum(until - since for _, since, until in _times(timeline, LEARNER)) == sum(ROUND.values())
+    assert CHECKPOINTS not in idle_shares(timeline.spans())

@@ -154,6 +154,13 @@ def test_a_restart_of_the_learners_is_said(recorder: Any, monkeypatch: pytest.Mo
     assert _waited_for(recorder.events, monkeypatch) == "starting the learners again"
 
 
+def test_a_checkpoint_beside_the_training_ends_no_wait(events: Events, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = next(index for index, event in enumerate(events) if event["event"] == "round")
+    written = next(event for event in events if event["event"] == "checkpoint") | {"beside": True}
+    monkeypatch.setattr(progress, "_UNUSUAL", 0.0)
+    assert _waited_for([*events[: first + 1], written], monkeypatch) == "waiting for round 2"
+
+
 def test_stopping_twice_is_no_error(events: Events) -> None:
     display = ProgressDisplay(Console(file=io.StringIO(), force_terminal=True))
     with display:

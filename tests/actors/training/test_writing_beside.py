@@ -1,0 +1,216 @@
+"""A large checkpoint is written while training goes on: what it holds, and what becomes of it when the run ends."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from actors.checkpoints import writing
+from actors.run_config import ModelSection
+from actors.spec import Phase, RunSpec
+from actors.training.training import TrainingRun
+from learner.config import LearnerConfig
+from learner.learner import Learner
+from learner.model.checkpoint import save_checkpoint
+from learner.model.lora_config import WHOLE, LoraConfig
+from learner.parallel.ranks import Ranks
+from rollout.config import EvaluationConfig
+from tests.actors.local_run import LocalRun, Pulse, facts
+from tests.ranks import run_ranks
+
+WAIT_S = 60.0
+
+
+def _spec(spec: RunSpec, run_dir: Path, **changes: Any) -> RunSpec:
+    """A run of three rounds with a checkpoint after each, in a directory of its own."""
+    shutil.copytree(spec.initial_checkpoint, run_dir / "checkpoints" / "initial")
+    learner = {"num_rounds": 3, "groups_per_round": 4, "group_size": 4, "inner_updates": 1, "lr": 1e-3}
+    values: dict[str, Any] = {
+        "run_dir": run_dir,
+        "phases": (Phase.RL,),
+        "learner": LearnerConfig.model_validate({**learner, "estimator": {"name": "one_step"}}),
+        "evaluation": EvaluationConfig(num_problems=4),
+        "checkpoint_every_rounds": 1,
+    }
+    return spec.model_copy(update=values | changes)
+
+
+def _run(spec: RunSpec, run: LocalRun | None = None, pulse: Pulse | None = None) -> LocalRun:
+    run = run or LocalRun(spec)
+    TrainingRun(spec, run, pulse or Pulse(), Ranks()).run()
+    return run
+
+
+def _files(spec: RunSpec, name: str) -> dict[str, bytes]:
+    directory = spec.checkpoints_dir / name
+    return {path.name: path.read_bytes() for path in directory.iterdir() if path.suffix == ".safetensors"}
+
+
+def _checkpoints(run: LocalRun) -> list[tuple[str, bool]]:
+    """Their names, and whether they were written beside the training."""
+    return [
+        (event["path"].rpartition("/")[2], event.get("beside", False))
+        for event in run.events
+        if event["event"] == "checkpoint"
+    ]
+
+
+class SlowDisk:
+    """Writes nothing until it may, and what it was told to fail at never."""
+
+    def __init__(self) -> None:
+        self.may_write = threading.Event()
+        self.fails_at: list[str] = []
+        self.begun: list[str] = []
+
+    def save(self, directory: Path, *arguments: Any, **more: Any) -> None:
+        self.begun.append(directory.name)
+        if directory.name == "rl-000003":
+            self.may_write.set()  # The end of the stage: nobody would let it go on.
+        assert self.may_write.wait(WAIT_S), "nobody let it write"
+        if directory.name in self.fails_at:
+            self.fails_at.remove(directory.name)
+            raise OSError("No space left on device")
+        save_checkpoint(directory, *arguments, **more)
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowDisk]:
+    disk = SlowDisk()
+    monkeypatch.setattr("actors.checkpoints.writing.save_checkpoint", disk.save)
+    monkeypatch.setattr("actors.checkpoints.writing._LEAST_BESIDE", 0)
+    yield disk
+    disk.may_write.set()
+
+
+class SlowDiskRun(LocalRun):
+    """Lets the disk write when a round has been trained on that began after the checkpoint was gathered."""
+
+    def __init__(self, spec: RunSpec, disk: SlowDisk) -> None:
+        super().__init__(spec)
+        self._disk = disk
+
+    def published(self, round_index: int, *arguments: Any) -> None:
+        super().published(round_index, *arguments)
+        if round_index:
+            assert self._disk.begun[-1] == f"rl-00000{round_index}", "it is being written"
+            assert f"rl-00000{round_index}" not in facts(self._spec), "the round was trained on beside it"
+            self._disk.may_write.set()
+
+    def record(self, event: str, values: Any) -> None:
+        if event == "checkpoint":
+            assert values["path"].rpartition("/")[2] in facts(self._spec), "it is recorded when it is whole"
+            self._disk.may_write.clear()
+        super().record(event, values)
+
+
+@pytest.mark.parametrize("lora", [WHOLE, LoraConfig(rank=4, alpha=8)])
+def test_what_is_written_beside_the_next_round_is_what_was_when_it_was_gathered(
+    spec: RunSpec, tmp_path: Path, disk: SlowDisk, monkeypatch: pytest.MonkeyPatch, lora: LoraConfig
+) -> None:
+    plain, beside = (_spec(spec, tmp_path / name, model=ModelSection(lora=lora)) for name in ("plain", "beside"))
+    with monkeypatch.context() as at_once:
+        at_once.setattr("actors.checkpoints.writing._LEAST_BESIDE", 10**9)
+        disk.may_write.set()
+        expected = _run(plain)
+    assert _checkpoints(expected) == [(name, False) for name in ("rl-000001", "rl-000002", "rl-000003")]
+    disk.may_write.clear()
+    run = _run(beside, SlowDiskRun(beside, disk))
+    assert _checkpoints(run) == [("rl-000001", True), ("rl-000002", True), ("rl-000003", False)]
+    assert run.published_digests == expected.published_digests
+    for name in ("rl-000001", "rl-000002", "rl-000003"):
+        assert _files(beside, name) == _files(plain, name), name
+    assert facts(beside) == {name: _without_seconds(state, facts(beside)[name]) for name, state in facts(plain).items()}
+
+
+def _without_seconds(state: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """With the other's seconds, which no two runs have alike."""
+    return state | {"rl_seconds": other["rl_seconds"]}
+
+
+def test_a_stop_waits_for_what_is_being_written(spec: RunSpec, tmp_path: Path, disk: SlowDisk) -> None:
+    run = _spec(spec, tmp_path / "run")
+    threading.Timer(0.3, disk.may_write.set).start()
+    stopped = _run(run, pulse=Pulse("round 0: training"))
+    assert disk.begun == ["rl-000001"], "once"
+    assert [event["event"] for event in stopped.events[-2:]] == ["checkpoint", "stopped"]
+    assert "rl-000001" in facts(run)
+
+
+def test_one_that_could_not_be_written_beside_is_told_and_written_again_by_a_stop(
+    spec: RunSpec, tmp_path: Path, disk: SlowDisk
+) -> None:
+    disk.fails_at, run = ["rl-000001"], _spec(spec, tmp_path / "run")
+    disk.may_write.set()
+    stopped = _run(run, pulse=Pulse("round 0: training"))
+    assert disk.begun == ["rl-000001", "rl-000001"]
+    assert [event for event in stopped.events if event["event"] == "failure"] == [
+        {"event": "failure", "what": "checkpoint rl-000001: No space left on device", "attempt": 1}
+    ]
+    assert "rl-000001" in facts(run)
+
+
+def test_one_that_is_never_written_is_waited_for_no_longer_than_its_bytes_may_take(
+    spec: RunSpec, tmp_path: Path, disk: SlowDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("actors.checkpoints.beside._WRITING_S", 0.2)
+    run, whole = (_spec(spec, tmp_path / name) for name in ("run", "whole"))
+    with pytest.raises(TimeoutError, match=r"^checkpoint rl-000001 is not written after 0 s; does its disk answer\?$"):
+        _run(run)
+    assert list(facts(run)) == ["initial"], "what there was is what there is"
+    monkeypatch.setattr("actors.checkpoints.writing.save_checkpoint", save_checkpoint)
+    disk.fails_at = ["rl-000001"]
+    disk.may_write.set()
+    _run(run)
+    _run(whole)
+    assert _files(run, "rl-000003") == _files(whole, "rl-000003")
+
+
+def test_a_round_that_fails_leaves_the_checkpoint_that_was_being_written(
+    spec: RunSpec, tmp_path: Path, disk: SlowDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, update = _spec(spec, tmp_path / "run"), Learner.update
+
+    def failing(learner: Learner, batch: Any, round_index: int) -> dict[str, float]:
+        if round_index:
+            threading.Timer(0.3, disk.may_write.set).start()
+            raise RuntimeError("the device is lost")
+        return update(learner, batch, round_index)
+
+    monkeypatch.setattr(Learner, "update", failing)
+    with pytest.raises(RuntimeError, match="the device is lost"):
+        _run(run)
+    assert list(facts(run)) == ["initial", "rl-000001"]
+
+
+def _rank(rank: int, spec: RunSpec, fails_at: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{spec.run_dir}/port", rank=rank, world_size=2)
+    # In a process of its own.
+    writing._LEAST_BESIDE = 0
+    disk = SlowDisk()
+    disk.may_write.set()
+    disk.fails_at = [fails_at]
+    writing.save_checkpoint = disk.save  # type: ignore[assignment]
+    run = LocalRun(spec)
+    TrainingRun(spec, run, Pulse("round 0: training" if fails_at else ""), Ranks()).run()
+    names = [name for name, is_beside in _checkpoints(run) if is_beside]
+    assert names == ([] if rank else ["rl-000001"] if fails_at else ["rl-000001", "rl-000002"])
+    dist.destroy_process_group()
+
+
+def test_ranks_agree_on_what_was_written_beside(spec: RunSpec, tmp_path: Path) -> None:
+    plain, beside = (_spec(spec, tmp_path / name) for name in ("plain", "beside"))
+    run_ranks(_rank, beside, "", num=2)
+    _run(plain)
+    assert _files(beside, "rl-000002").keys() == _files(plain, "rl-000002").keys()
+    again = _spec(spec, tmp_path / "again")
+    run_ranks(_rank, again, "rl-000001", num=2)
+    assert list(facts(again)) == ["initial", "rl-000001"], "written at the second try, by the stop"
