@@ -69,6 +69,8 @@ def train(
         with saying(f"looking for {start_from}"):
             _check_checkpoint(start_from)
     recipe, renamed = _not_through_link(recipe)
+    if resume or resume_or_start:
+        _fetch(recipe, dry_run=dry_run)
     words = ["train", str(recipe_path), *(overrides or []), *renamed]
     words += ["--from", str(start_from)] if start_from is not None else []
     words += ["--serve"] if serve else []
@@ -100,8 +102,19 @@ def sft(
             f"{recipe_path}: sft.num_steps is 0, which leaves `{program()} sft` nothing to do; give it steps"
         )
     recipe, renamed = _not_through_link(recipe)
+    if resume:
+        _fetch(recipe, dry_run=dry_run)
     again = command("sft", str(recipe_path), *(overrides or []), *renamed)
     _carry_out(recipe, _Order(command=again, stages=Stages.SFT, resume=resume), dry_run)
+
+
+def _fetch(recipe: Recipe, *, dry_run: bool) -> None:
+    """Take a run that is to go on from its copy, where it has one and is not here."""
+    if recipe.checkpoint_url is not None and not dry_run:
+        with saying(f"looking for {recipe.name} in {recipe.checkpoint_url}"):
+            from deploy.runs.mirror import fetch_run
+
+            fetch_run(recipe)
 
 
 def _not_through_link(recipe: Recipe) -> tuple[Recipe, list[str]]:

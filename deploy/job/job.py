@@ -22,6 +22,7 @@ from deploy.errors import EXIT_RUN_FAILED, RunFailedError, UserError
 from deploy.interrupts import terminated_by_sigterm, wait_for_interrupt
 from deploy.job.following import following, stopping_in_order, wait_for
 from deploy.job.judges import judge_servers
+from deploy.job.mirroring import mirrored
 from deploy.job.node_watch import node_processes, watching
 from deploy.job.quiet import native_words_in
 from deploy.job.watchdog import last_words, watchdog
@@ -32,6 +33,7 @@ from deploy.recipe.recipe import Recipe, Stages
 from deploy.runs.curves import draw_curves
 from deploy.runs.listing import point_latest_at
 from deploy.runs.lock import RunLock
+from deploy.runs.mirror import Mirror, mirror_for
 from deploy.runs.run_directory import check_resumable, create_run_dir, make_spec
 
 if TYPE_CHECKING:
@@ -67,6 +69,7 @@ def run(
     """
     began_at = time.time()
     spec = make_spec(recipe, stages)
+    mirror = mirror_for(recipe, resume=resume)
     on_event(_waiting("reading the run directory" if resume else "making the run directory"))
     if resume:
         check_resumable(recipe, spec)
@@ -74,11 +77,18 @@ def run(
         if not lock.is_exclusive:
             what = f"the file system of {spec.run_dir} has no locks: let nothing else train this run meanwhile"
             on_event({"event": "status", "what": what})
-        _run_locked(recipe, spec, began_at=began_at, resume=resume, serve=serve, on_event=on_event)
+        _run_locked(recipe, spec, mirror, began_at=began_at, resume=resume, serve=serve, on_event=on_event)
 
 
 def _run_locked(
-    recipe: Recipe, spec: RunSpec, *, began_at: float, resume: bool, serve: bool, on_event: Callable[[Event], None]
+    recipe: Recipe,
+    spec: RunSpec,
+    mirror: Mirror | None,
+    *,
+    began_at: float,
+    resume: bool,
+    serve: bool,
+    on_event: Callable[[Event], None],
 ) -> None:
     point_latest_at(spec.run_dir)
     num_seen = len(read_events(spec.run_dir))
@@ -97,15 +107,21 @@ def _run_locked(
         on_event({"event": "status", "what": f"Ray is up; dashboard http://{ray.dashboard_url}"})
         on_event(_waiting("starting the registry"))
         with judge_servers(recipe.reward, spec.run_dir, on_event) if Phase.RL in spec.phases else nullcontext():
-            _run_on_ray(
-                recipe, spec, num_seen=num_seen, serve=serve, keep_store=serve and not ray.is_ours, on_event=on_event
-            )
+            keep_store = serve and not ray.is_ours
+            _run_on_ray(recipe, spec, mirror, num_seen=num_seen, serve=serve, keep_store=keep_store, on_event=on_event)
         if serve and ray.is_ours:
             wait_for_interrupt()
 
 
 def _run_on_ray(
-    recipe: Recipe, spec: RunSpec, *, num_seen: int, serve: bool, keep_store: bool, on_event: Callable[[Event], None]
+    recipe: Recipe,
+    spec: RunSpec,
+    mirror: Mirror | None,
+    *,
+    num_seen: int,
+    serve: bool,
+    keep_store: bool,
+    on_event: Callable[[Event], None],
 ) -> None:
     from ray.exceptions import RayError
     from ray.train import TrainingFailedError
@@ -125,8 +141,13 @@ def _run_on_ray(
         pools = f"{counted(spec.rollout.num_samplers, 'sampler')} and {counted(recipe.grading.num_graders, 'grader')}"
         learners = counted(spec.learner.num_workers, "learner")
         on_event(_waiting(f"starting {pools}, and {learners} beside them"))
+
+        def note_failure(what: str) -> None:
+            actors.coordinator.record.remote("failure", {"what": what, "attempt": 1})
+
         with (
-            following(actors.coordinator, num_seen, on_event),
+            mirrored(mirror, spec.run_dir, on_event, note_failure) as heard,
+            following(actors.coordinator, num_seen, heard),
             stopping_in_order(fitted, actors.coordinator, on_event, checkpoint_bytes(recipe)),
         ):
             wait_until_ready(actors)

@@ -69,6 +69,10 @@ class Recipe(RunConfig):
 
     runs_dir: Path = Path("runs")
     """Where run directories are made. On a cluster of several machines: a path that all of them share."""
+    checkpoint_url: str | None = None
+    """Where the run's checkpoints are copied to as well, in a directory of the run's name: a path, or a URL that fsspec
+    knows (`s3://bucket/runs` with the extra `d1[s3]`). `--resume` where the run's directory is not takes it from there.
+    Who may write there is for the environment to say, not for the URL."""
     service: ServiceSection = ServiceSection()
     """The HTTP service."""
 

@@ -58,6 +58,7 @@ _MAY_CHANGE = (
     "checkpoint_every_rounds",
     "checkpoint_every_s",
     "num_checkpoints_kept",
+    "checkpoint_url",
     "service.",
     "wandb_project",
 )

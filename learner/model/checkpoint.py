@@ -107,8 +107,8 @@ class StoredWeights(Mapping[str, "StoredTensor | MergedTensor"]):
         pieces = [layout.of_ours[name] for name, held in parameters.items() if held.dtype is torch.bfloat16]
         kinds = {stored[piece.stored][1] for of_one in pieces for piece in of_one}
         self.dtype = torch.bfloat16 if kinds == {"BF16"} and base is None else torch.float32
-        """What holds them as they are: bfloat16 where all are in it that it may hold, and no adapter is merged into them,
-        else float32."""
+        """What holds them as they are: bfloat16 where all are in it that it may hold, and no adapter is merged into
+        them; else float32."""
         if base is not None:
             self._merge(read_adapter(directory), {name: held.shape for name, held in parameters.items()}, directory)
 

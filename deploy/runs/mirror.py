@@ -1,0 +1,153 @@
+"""A copy of a run's directory elsewhere, at any URL that fsspec knows: its checkpoints, and what it says of itself.
+
+A checkpoint there is whole where its manifest is: that comes last, and goes first.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from actors.checkpoints.selection import read_position
+from actors.registry.files import ADMIN
+from actors.run_log import CHECKPOINTS, METRICS, RECIPE, SAMPLES
+from deploy.errors import UserError
+from deploy.recipe.recipe import Recipe
+from learner.model.checkpoint_files import MANIFEST
+
+# The recipe comes last: who finds it finds a run with a policy.
+_OF_THE_RUN = (METRICS, SAMPLES, ADMIN, RECIPE)
+
+
+class Mirror:
+    """The copy of one run. Any method may raise what its file system raises, an OSError or another."""
+
+    def __init__(self, url: str, run: str) -> None:
+        """Of the run of that name, in the directory `url`. Raises UserError for what is no URL that can be read."""
+        import fsspec
+
+        self.url = f"{url.rstrip('/')}/{run}"
+        """Where it is."""
+        try:
+            # What another machine has written is to be seen.
+            self._files: Any
+            self._files, self._root = fsspec.core.url_to_fs(self.url, use_listings_cache=False)
+        except (ImportError, ValueError) as error:
+            raise UserError(f"checkpoint_url {url} cannot be used: {error}") from error
+
+    def has_run(self) -> bool:
+        """Whether there is a run."""
+        return bool(self._files.exists(f"{self._root}/{RECIPE}"))
+
+    def push(self, run_dir: Path) -> None:
+        """Make it what a run directory is: what is new there comes, then what is no more goes."""
+        here = dict(_whole_checkpoints(run_dir))
+        there = self._manifests()
+        for name, manifest in here.items():
+            if there.get(name) != manifest:
+                self._put_checkpoint(run_dir / CHECKPOINTS / name)
+        for name in there.keys() - here.keys():
+            self._delete(name)
+        for name in _OF_THE_RUN:
+            if (run_dir / name).is_file():
+                self._put(run_dir / name, name)
+
+    def pull(self, run_dir: Path) -> None:
+        """Make a run directory of it, which is there whole or not at all."""
+        partial = run_dir.with_name(f".{run_dir.name}.fetched")
+        shutil.rmtree(partial, ignore_errors=True)
+        names = [name for name in _OF_THE_RUN if self._files.exists(f"{self._root}/{name}")]
+        for checkpoint, manifest in self._manifests().items():
+            if manifest is not None:
+                listed = self._files.ls(f"{self._root}/{CHECKPOINTS}/{checkpoint}", detail=False)
+                names += [f"{CHECKPOINTS}/{checkpoint}/{path.rpartition('/')[2]}" for path in listed]
+        for name in names:
+            (partial / name).parent.mkdir(parents=True, exist_ok=True)
+            self._files.get_file(f"{self._root}/{name}", str(partial / name))
+        partial.rename(run_dir)
+
+    def _manifests(self) -> dict[str, bytes | None]:
+        """The manifest of each checkpoint that is there; None of one that is not whole."""
+        try:
+            listed = self._files.ls(f"{self._root}/{CHECKPOINTS}", detail=False)
+        except FileNotFoundError:
+            return {}
+        found: dict[str, bytes | None] = {}
+        for path in listed:
+            manifest, name = f"{path.rstrip('/')}/{MANIFEST}", path.rstrip("/").rpartition("/")[2]
+            found[name] = self._files.cat_file(manifest) if self._files.exists(manifest) else None
+        return found
+
+    def _put_checkpoint(self, directory: Path) -> None:
+        where = f"{CHECKPOINTS}/{directory.name}"
+        self._delete(directory.name)
+        try:
+            for path in sorted(directory.iterdir(), key=lambda path: path.name == MANIFEST):
+                self._put(path, f"{where}/{path.name}")
+        except FileNotFoundError:
+            # The run has deleted it meanwhile, or written it anew: the next push sees what there is.
+            self._delete(directory.name)
+
+    def _put(self, path: Path, name: str) -> None:
+        self._files.makedirs(f"{self._root}/{name}".rpartition("/")[0], exist_ok=True)
+        self._files.put_file(str(path), f"{self._root}/{name}")
+
+    def _delete(self, name: str) -> None:
+        where = f"{self._root}/{CHECKPOINTS}/{name}"
+        if self._files.exists(f"{where}/{MANIFEST}"):
+            self._files.rm_file(f"{where}/{MANIFEST}")
+        if self._files.exists(where):
+            self._files.rm(where, recursive=True)
+
+
+def _whole_checkpoints(run_dir: Path) -> list[tuple[str, bytes]]:
+    """The checkpoints of a run directory with their manifests, what others stand on before these."""
+    found = []
+    for directory in (run_dir / CHECKPOINTS).glob("[!.]*/"):
+        try:
+            found.append((read_position(directory).order, directory.name, (directory / MANIFEST).read_bytes()))
+        except (ValueError, OSError):
+            continue  # It is damaged, or going.
+    return [(name, manifest) for _, name, manifest in sorted(found)]
+
+
+def mirror_for(recipe: Recipe, *, resume: bool) -> Mirror | None:
+    """Where the recipe wants a run copied to, if anywhere.
+
+    Raises UserError where that cannot be used, or another run of the name is there.
+    """
+    if recipe.checkpoint_url is None:
+        return None
+    mirror = Mirror(recipe.checkpoint_url, recipe.name)
+    with _readable(recipe.checkpoint_url):
+        has_run = mirror.has_run()
+    if has_run and not resume:
+        raise UserError(
+            f"there already is a run {recipe.name} in checkpoint_url {recipe.checkpoint_url}; choose name=..., or go "
+            "on with it by --resume"
+        )
+    return mirror
+
+
+def fetch_run(recipe: Recipe) -> None:
+    """Make the directory of a run that goes on of its copy, where it is not here and there is one.
+
+    Raises UserError where the copy cannot be read.
+    """
+    if recipe.run_dir.exists() or (mirror := mirror_for(recipe, resume=True)) is None:
+        return
+    with _readable(str(recipe.checkpoint_url)):
+        if mirror.has_run():
+            mirror.pull(recipe.run_dir)
+
+
+@contextmanager
+def _readable(url: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # of whichever library speaks to the other place
+        what = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(f"checkpoint_url {url} cannot be read: {what}") from error
