@@ -59,6 +59,8 @@ class ReferenceUpdate:
             batch: the round.
             prompt_masked_UBP: [U, B, P] bool: the prompt tokens that each inner update masks.
         """
+        device = next(self.model.parameters()).device
+        batch, prompt_masked_UBP = batch.to(device), prompt_masked_UBP.to(device)
         groups = [(batch.group_ids == group).nonzero()[:, 0] for group in batch.group_ids.unique()]
         buffers = [self._buffered(batch.select(rows), prompt_masked_UBP[:, rows]) for rows in groups]
         for index in range(len(prompt_masked_UBP)):

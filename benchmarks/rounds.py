@@ -47,7 +47,8 @@ class Setting:
 
 
 def make_round(setting: Setting) -> RolloutBatch:
-    """Random prompts and completions; a text fills between a quarter and all of its canvas, evenly spread."""
+    """Random prompts and completions, on the CPU, as a learner gets them; a text fills between a quarter and all of its
+    canvas, evenly spread."""
     generator, B, L = torch.Generator().manual_seed(1), setting.num_rows, setting.gen_length
     prompts = torch.randint(
         2, setting.shape.vocab_size, (setting.num_groups, setting.prompt_tokens), generator=generator
@@ -59,7 +60,7 @@ def make_round(setting: Setting) -> RolloutBatch:
     steps = order // TOKENS_PER_STEP + BLOCK_LENGTH // TOKENS_PER_STEP * torch.arange(order.shape[1])[:, None]
     rewards = torch.rand(B, generator=generator)
     zeros = torch.zeros(B, L)
-    batch = RolloutBatch(
+    return RolloutBatch(
         prompt_ids=prompts.repeat_interleave(setting.group_size, dim=0),
         prompt_lengths=torch.full((B,), setting.prompt_tokens),
         completion_ids=completions,
@@ -78,7 +79,6 @@ def make_round(setting: Setting) -> RolloutBatch:
         num_forwards=torch.ones(B, dtype=torch.int64),
         policy_versions=torch.zeros(B, dtype=torch.int64),
     )
-    return batch.to(torch.device(setting.device))
 
 
 def learner_config(setting: Setting) -> LearnerConfig:

@@ -120,8 +120,8 @@ def group_advantages(rewards: Rewards, advantage: Advantage) -> Tensor:
         # r - (sum - r) / (n - 1) = (r - mean) n / (n - 1); alone in its group a row has nothing to compare with.
         return centred_B * means.counts_B / (means.counts_B - 1).clamp(min=1)
     if advantage is Advantage.SOFTMAX_PAIR:
-        counts_B = torch.ones_like(centred_B, dtype=torch.bool)
-        return group_softmax(centred_B, means.groups_B, counts_B) - group_softmax(-centred_B, means.groups_B, counts_B)
+        of_groups = means.groups_B, torch.ones_like(centred_B, dtype=torch.bool), means.num_groups
+        return group_softmax(centred_B, *of_groups) - group_softmax(-centred_B, *of_groups)
     return _z(rewards.correct.float() if advantage is Advantage.CORRECT_Z else rewards.total, means)
 
 
@@ -144,20 +144,21 @@ class _GroupMeans:
     def __init__(self, groups_B: Tensor) -> None:
         _, self.groups_B = groups_B.unique(return_inverse=True)
         counts_G = self.groups_B.bincount()
+        self.num_groups = len(counts_G)
         self.counts_B = counts_G[self.groups_B]
 
     def one_each(self, values_B: Tensor) -> Tensor:
         """[G] a value that is equal over each group."""
-        return values_B.new_zeros(int(self.groups_B.max()) + 1).scatter_(0, self.groups_B, values_B)
+        return values_B.new_zeros(self.num_groups).scatter_(0, self.groups_B, values_B)
 
     def of(self, values_B: Tensor) -> Tensor:
         """[B] the mean over each row's group."""
-        sums_G = values_B.new_zeros(int(self.groups_B.max()) + 1).index_add_(0, self.groups_B, values_B)
+        sums_G = values_B.new_zeros(self.num_groups).index_add_(0, self.groups_B, values_B)
         return sums_G[self.groups_B] / self.counts_B
 
     def greatest(self, values_B: Tensor) -> Tensor:
         """[B] the greatest value of each row's group."""
-        most_G = values_B.new_empty(int(self.groups_B.max()) + 1)
+        most_G = values_B.new_empty(self.num_groups)
         most_G.scatter_reduce_(0, self.groups_B, values_B, "amax", include_self=False)
         return most_G[self.groups_B]
 

@@ -46,7 +46,7 @@ class CompletionBatch:
 
     def to(self, device: torch.device) -> Self:
         """The batch on another device."""
-        return replace(self, **{field.name: getattr(self, field.name).to(device) for field in fields(self)})
+        return replace(self, **{field.name: uploaded(getattr(self, field.name), device) for field in fields(self)})
 
     def completion_mask(self) -> Tensor:
         """[B, L] bool: the tokens that count."""
@@ -157,6 +157,13 @@ def shard_rows(num_rows: int, rank: int, world_size: int) -> tuple[Tensor, Tenso
     per_rank = -(-num_rows // world_size)
     rows = torch.arange(rank * per_rank, (rank + 1) * per_rank)
     return rows.clamp(max=num_rows - 1), rows < num_rows
+
+
+def uploaded(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on a device. On a GPU it arrives in its own time: nothing waits for what the device does."""
+    if device.type == "cpu" or tensor.device.type != "cpu":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def pad_rows(rows: Sequence[Sequence[int]], fill: int, width: int | None = None) -> Tensor:

@@ -168,7 +168,7 @@ class Learner:
         plan = correct.plan(index)
         self._flops += update_flops(self.policy.config, self.policy.lora, plan.canvases)
         for micro, counts in zip(plan.micro_batches, plan.counts, strict=True):
-            new_N = token_logps(self.policy.module, micro.views, micro.law)
+            new_N = self._logps(micro)
             logps = correct.logps(micro, new_N, new_N.detach(), None)
             loss = DENOISING_LOSS.loss(micro, logps, correct.rows).total
             self._accumulate(self.config.imitation_coef * loss)
@@ -178,7 +178,7 @@ class Learner:
     def _in_one_sweep(self, work: Round, plan: Plan, known: Known, metrics: UpdateMetrics) -> None:
         news = []
         for micro, inside, counts in zip(plan.micro_batches, plan.inside, plan.counts, strict=True):
-            new_N = token_logps(self.policy.module, micro.views, micro.law)
+            new_N = self._logps(micro)
             news.append(new_N.detach())
             loss = self._loss(work, micro, new_N, known, inside)
             self._accumulate(loss.total)
@@ -196,15 +196,14 @@ class Learner:
         loss = self._loss(work, plan.terms, all_N, known, whole)
         metrics.add(loss, plan.terms.of_tokens(all_N), counts=any(plan.counts))
         for micro, inside in zip(plan.micro_batches, plan.inside, strict=True):
-            new_N = token_logps(self.policy.module, micro.views, micro.law)
+            new_N = self._logps(micro)
             weight_N = gradient_N[inside] if inside.stop > inside.start else torch.zeros_like(new_N)
             self._accumulate((new_N * weight_N).sum())
 
     def _step(self, metrics: UpdateMetrics, lr: float) -> float:
         """Step down the gradient that was added up; its norm."""
         try:
-            metrics.end_update()
-            return self.optimizer.step(lr, self.config.max_grad_norm)
+            return self.optimizer.step(lr, self.config.max_grad_norm, metrics.take_loss()).grad_norm
         except FloatingPointError:
             self.optimizer.forget_gradients()
             raise
@@ -216,6 +215,9 @@ class Learner:
         if reference_N is not None:
             reference_N = new_N.detach() if is_idle else reference_N[inside]
         return self.config.objective.loss(terms, work.logps(terms, new_N, old_N, reference_N), work.rows)
+
+    def _logps(self, micro: Terms) -> Tensor:
+        return token_logps(self.policy.module, micro.views, micro.law, self.policy.device)
 
     def _accumulate(self, loss: Tensor) -> None:
         # FSDP averages over ranks; the objective is a sum over them.

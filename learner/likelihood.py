@@ -39,12 +39,11 @@ def evidence_lower_bound(
     """
     if not text:
         return 0.0
-    device, length, block_length = next(model.parameters()).device, len(text), model.config.block_length
-    text_L = torch.tensor(text, device=device)
-    prompt_P = torch.tensor(prompt, device=device, dtype=torch.long)
+    length, block_length = len(text), model.config.block_length
+    text_L, prompt_P = torch.tensor(text), torch.tensor(prompt, dtype=torch.long)
     total = 0.0
     for first in range(0, num_draws, most_rows):
-        draws_D = torch.arange(first, min(first + most_rows, num_draws), device=device)
+        draws_D = torch.arange(first, min(first + most_rows, num_draws))
         masked_DL = _masked(draws_D, num_draws, length, seed)
         shown_DL = torch.where(masked_DL, model.config.mask_token_id, text_L)
         ids_DS = torch.cat((prompt_P.expand(len(draws_D), -1), shown_DL), dim=1)
@@ -56,15 +55,15 @@ def evidence_lower_bound(
         else:
             clean_DS = torch.cat((prompt_P, text_L)).expand_as(ids_DS)
             views = views_of_blocks(ids_DS, *scored, clean_RS=clean_DS, block_length=block_length)
-        logps_N = token_logps(model, views).double()
+        logps_N = token_logps(model, views).double().cpu()
         total += float((logps_N * (length / masked_DL.sum(dim=1)[rows_N])).sum())
     return total / num_draws
 
 
 def _masked(draws_D: torch.Tensor, num_draws: int, length: int, seed: int) -> torch.Tensor:
     """[D, L] bool: the slots that each draw masks, at least one."""
-    seeds = torch.tensor(seed, device=draws_D.device)
+    seeds = torch.tensor(seed)
     place_D = (uniform(seeds, _COUNT_KEY) + draws_D / num_draws) % 1
     count_D = 1 + (place_D * length).floor().long().clamp(max=length - 1)
-    noise_DL = uniform(seeds, _MASK_KEY, draws_D[:, None], torch.arange(length, device=draws_D.device))
+    noise_DL = uniform(seeds, _MASK_KEY, draws_D[:, None], torch.arange(length))
     return noise_DL.argsort(dim=1).argsort(dim=1) < count_D[:, None]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +14,15 @@ from learner.parallel.sharding import ShardedPolicy, gather_on_rank_0, shard_lik
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _STEP = "step"
+
+
+class Stepped(NamedTuple):
+    """What is known of an optimizer step when it is taken."""
+
+    loss: float
+    """What was stepped down, over all ranks."""
+    grad_norm: float
+    """Before clipping."""
 
 
 class PolicyOptimizer:
@@ -26,23 +37,37 @@ class PolicyOptimizer:
             self._parameters.values(), lr=0.0, betas=betas, weight_decay=weight_decay, fused=self._is_fused
         )
 
-    def step(self, lr: float, max_grad_norm: float) -> float:
-        """Clip the accumulated gradients to a global norm, step, and clear them. Returns the norm before clipping.
+    def step(self, lr: float, max_grad_norm: float, loss: Tensor) -> Stepped:
+        """Clip the accumulated gradients to a global norm, step, and clear them.
+
+        The host waits for the device once: for loss and norm together.
+
+        Args:
+            lr: of this step.
+            max_grad_norm: what is above it is scaled down to it.
+            loss: [] of this step, over all ranks.
 
         Raises:
-            FloatingPointError: the gradient is not finite; the parameters are left as they were.
+            FloatingPointError: the loss or the gradient is not finite; the parameters are left as they were.
         """
         norm = torch.nn.utils.clip_grad_norm_(self._parameters.values(), max_grad_norm)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        if not torch.isfinite(norm):
+        found = Stepped(*torch.stack((loss.detach().to(norm.device).double(), norm.double())).tolist())
+        if not math.isfinite(found.loss):
             raise FloatingPointError(
-                f"the gradient's norm is {norm.item()}: no step is taken, which would harm the policy; try a lower lr"
+                f"the loss is {found.loss}: no step is taken, which would harm the policy; try a lower lr or a smaller "
+                "clip"
+            )
+        if not math.isfinite(found.grad_norm):
+            raise FloatingPointError(
+                f"the gradient's norm is {found.grad_norm}: no step is taken, which would harm the policy; try a lower "
+                "lr"
             )
         for group in self._adamw.param_groups:
             group["lr"] = lr
         self._adamw.step()
         self._adamw.zero_grad()
-        return norm.item()
+        return found
 
     def forget_gradients(self) -> None:
         """Clear them without a step."""

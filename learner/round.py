@@ -14,9 +14,9 @@ from torch import Tensor
 from learner.advantages import Rewards, group_advantages
 from learner.batch import GroupedBatch, RolloutBatch
 from learner.config import LearnerConfig
-from learner.estimators import InnerUpdate, SamplerFacts, Terms, make_terms, token_logps
+from learner.estimators import InnerUpdate, SamplerFacts, Terms, make_terms, token_logps, unit_keys
 from learner.flops import NOTHING, CanvasSums
-from learner.objectives import Logps, RowFacts, normalized, unit_keys
+from learner.objectives import Logps, RowFacts, normalized
 from learner.parallel.micro_batches import MicroBatches, cut
 from learner.parallel.sharding import ShardedPolicy
 
@@ -33,15 +33,14 @@ class Plan:
     key: int
     """The estimator's mask key: plans with equal keys are equal."""
     terms: Terms
-    """All of them; their importance is their unit's share of the step's loss."""
+    """All of them, on the rank's device, as those of the micro-batches are; their importance is their unit's share of
+    the step's loss."""
     micro_batches: tuple[Terms, ...]
     """The terms in micro-batches, and after them as many that count for nothing as other ranks have more."""
     counts: tuple[bool, ...]
-    """Whether any term of each micro-batch counts for something. Known here, so that no micro-batch makes the host wait
-    for the device."""
+    """Whether any term of each micro-batch counts for something."""
     is_split: bool
     """Whether a unit is spread over several micro-batches, on any rank."""
-
     canvases: CanvasSums
     """What a forward of all that counts runs."""
 
@@ -96,17 +95,19 @@ class Round:
         mine = grouped.rows_of(policy.rank, policy.world_size, whole_groups=config.objective.compares_groups)
         shard = grouped.select(mine) if len(mine) else grouped.emptied()
         advantages_B = advantages_B[mine] if len(mine) else torch.zeros(1)
-        shard = shard.to(policy.device)
-        self.batch = shard
-        self.rows = RowFacts(
-            advantages=advantages_B.to(policy.device),
-            groups=(group_B[mine] if len(mine) else group_B[:1]).to(policy.device),
+        # What is planned is planned on the CPU: a device that is asked how many there are of something lets the host
+        # wait until it has done all that it was asked for before.
+        self._shard = shard
+        self._facts = RowFacts(
+            advantages=advantages_B,
+            groups=group_B[mine] if len(mine) else group_B[:1],
             sizes=config.estimator.sizes(shard).float().clamp(min=1),
             correct=shard.correct,
             num_rows=self.num_rows,
             num_correct=int(grouped.correct.sum()),
             num_groups=len(groups_G),
         )
+        self.batch, self.rows = shard.to(policy.device), self._facts.on(policy.device)
 
     def weigh_rows(self, log_ratios_N: Tensor) -> None:
         """Keep for the objective what the log-ratios [N] of the weighing plan's terms say of their rows."""
@@ -123,21 +124,21 @@ class Round:
         return self._plan
 
     def _make_plan(self, key: int, update: InnerUpdate) -> Plan:
-        objective = self._config.objective
-        corruption = self._config.estimator.corrupt(self.batch, update, self._sampler)
-        terms = make_terms(self.batch, self._policy.config, corruption, self._sampler.block_length)
+        objective, device = self._config.objective, self._policy.device
+        corruption = self._config.estimator.corrupt(self._shard, update, self._sampler)
+        terms = make_terms(self._shard, self._policy.config, corruption, self._sampler.block_length)
         if objective.weigh_by_length:
-            terms = replace(terms, importance=terms.importance * self.rows.sizes[terms.rows])
-        terms = normalized(terms, objective.level, objective.normalize_by, self.rows, self._policy.sum_over_ranks)
+            terms = replace(terms, importance=terms.importance * self._facts.sizes[terms.rows])
+        terms = normalized(terms, objective.level, objective.normalize_by, self._facts, self._policy.sum_over_ranks)
         packed = self._cut(terms)
         others = self._policy.max_over_ranks(torch.tensor([len(packed.terms), packed.is_split]))
         num_micro_batches, is_split = others.tolist()
-        idle = (terms.weightless(),) * (num_micro_batches - len(packed.terms))
+        idle = (terms.weightless().on(device),) * (num_micro_batches - len(packed.terms))
         counts = torch.stack([(micro.importance > 0).any() for micro in packed.terms]).tolist()
         return Plan(
             key=key,
-            terms=terms,
-            micro_batches=(*packed.terms, *idle),
+            terms=terms.on(device),
+            micro_batches=(*(micro.on(device) for micro in packed.terms), *idle),
             counts=(*counts, *(False for _ in idle)),
             is_split=bool(is_split),
             canvases=CanvasSums.of(terms.views) if any(counts) else NOTHING,
@@ -145,7 +146,7 @@ class Round:
 
     def _cut(self, terms: Terms) -> MicroBatches:
         objective = self._config.objective
-        unit_N = self.rows.groups[terms.rows] if objective.compares_groups else unit_keys(terms, objective.level)
+        unit_N = self._facts.groups[terms.rows] if objective.compares_groups else unit_keys(terms, objective.level)
         return cut(terms, unit_N, self._config.micro_batch_tokens)
 
     def logps(self, terms: Terms, new_N: Tensor, old_N: Tensor, reference_N: Tensor | None) -> Logps:
@@ -163,7 +164,8 @@ def _chosen(batch: RolloutBatch, config: LearnerConfig) -> Chosen:
 def scored_logps(policy: ShardedPolicy, plan: Plan) -> Tensor:
     """[N] the log-probabilities of all terms of a plan, without gradients. A collective."""
     with policy.without_gradients():
-        return joined([token_logps(policy.module, micro.views, micro.law) for micro in plan.micro_batches], plan)
+        parts = [token_logps(policy.module, micro.views, micro.law, policy.device) for micro in plan.micro_batches]
+        return joined(parts, plan)
 
 
 def joined(parts: list[Tensor], plan: Plan) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from learner.advantages import Rewards, group_spreads, zero_variance_share
-from learner.batch import RolloutBatch
+from learner.batch import RolloutBatch, uploaded
 from learner.objectives import Loss
 from learner.parallel.sharding import ShardedPolicy
 
@@ -40,6 +40,7 @@ class UpdateMetrics:
     def __init__(self, policy: ShardedPolicy) -> None:
         self._policy = policy
         self._sums: dict[str, Tensor] = {}
+        self._counts: dict[str, int] = {}
         self._most = torch.zeros(1, device=policy.device)
         self._update_loss = torch.zeros((), device=policy.device)
         self._grad_norms: list[float] = []
@@ -71,14 +72,11 @@ class UpdateMetrics:
         """After the denoising loss of a step, which not every one has."""
         self._num_imitations += 1
 
-    def end_update(self) -> None:
-        """Before the optimizer steps: raises FloatingPointError when the update's loss is not finite, on all ranks."""
-        loss = self._policy.sum_over_ranks(self._update_loss[None]).item()
-        if not torch.isfinite(torch.tensor(loss)):
-            raise FloatingPointError(
-                f"the loss is {loss}: no step is taken, which would harm the policy; try a lower lr or a smaller clip"
-            )
+    def take_loss(self) -> Tensor:
+        """[] the loss of the step that is about to be taken, over all ranks; then begin that of the next."""
+        loss = self._policy.sum_over_ranks(self._update_loss[None])[0]
         self._update_loss = torch.zeros_like(self._update_loss)
+        return loss
 
     def add_step(self, grad_norm: float) -> None:
         """Count an optimizer step in."""
@@ -89,7 +87,9 @@ class UpdateMetrics:
         if not self._grad_norms:
             return {}
         num_steps, names = len(self._grad_norms), sorted(self._sums)
-        totals = self._policy.sum_over_ranks(torch.stack([self._sums[name] for name in names])).tolist()
+        found = torch.stack([self._sums[name] for name in names])
+        counts = torch.tensor([self._counts[name] for name in names], dtype=torch.float64)
+        totals = self._policy.sum_over_ranks(torch.stack((found, uploaded(counts, found.device)), dim=1)).tolist()
         sums = dict(zip(names, totals, strict=True))
         metrics = {_TRL.get(name, name): total / max(1.0, count) for name, (total, count) in sums.items()}
         if _RATIO in sums:
@@ -98,10 +98,11 @@ class UpdateMetrics:
             metrics["effective_sample_share"] = total**2 / max(1e-30, metrics.pop("ratio_square") * count**2)
         if "clip_ratio/low" in sums:
             metrics["clip_ratio/region_mean"] = metrics["clip_ratio/low_mean"] + metrics["clip_ratio/high_mean"]
-        counts = {"loss": num_steps, "imitation_loss": self._num_imitations}
-        losses = {name: sums[name][0] / count for name, count in counts.items() if name in sums}
+        steps = {"loss": num_steps, "imitation_loss": self._num_imitations}
+        losses = {name: sums[name][0] / count for name, count in steps.items() if name in sums}
         return metrics | losses | {"grad_norm": sum(self._grad_norms) / num_steps}
 
     def _add(self, name: str, values: Tensor) -> None:
-        counted = torch.stack((values.double().sum(), values.new_tensor(len(values)).double()))
-        self._sums[name] = self._sums[name] + counted if name in self._sums else counted
+        total = values.double().sum()
+        self._sums[name] = self._sums[name] + total if name in self._sums else total
+        self._counts[name] = self._counts.get(name, 0) + len(values)

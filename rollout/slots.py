@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from learner.batch import uploaded
 from learner.counter import folded
 from learner.model.config import TransformerConfig
 from rollout.canvas import Canvas
@@ -305,9 +306,7 @@ def _zeros(kind: type[RowState | Canvases], *shape: int, device: torch.device) -
 
 def on_device(values: Sequence[Any] | NDArray[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """A tensor of `values` there. On a GPU it arrives in its own time: nothing waits for what the device does."""
-    if device.type == "cpu":
-        return torch.tensor(values, dtype=dtype)
-    return torch.tensor(values, dtype=dtype).pin_memory().to(device, non_blocking=True)
+    return uploaded(torch.tensor(values, dtype=dtype), device)
 
 
 def _row_values(request: Request) -> dict[str, float]:

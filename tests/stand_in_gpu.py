@@ -11,11 +11,14 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import _engine_run_backward
+from torch.nn.utils import clip_grad
 from torch.overrides import TorchFunctionMode
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_any, tree_flatten, tree_map
 
@@ -185,6 +188,13 @@ def bytes_there() -> int:
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
+def _grouped(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+    """What torch's C++ tells of where tensors are, which to it is the CPU."""
+    groups = _group_tensors_by_device_and_dtype(tensors, *args, **kwargs)
+    where = DEVICE if any(isinstance(tensor, StandIn) for tensor in tensors[0]) else None
+    return {(where or device, dtype): group for (device, dtype), group in groups.items()}
+
+
 @contextmanager
 def stand_in_gpu() -> Iterator[torch.device]:
     """The stand-in, for as long as the block lasts."""
@@ -192,7 +202,7 @@ def stand_in_gpu() -> Iterator[torch.device]:
     before = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
-        with StandInGpu():
+        with StandInGpu(), patch.object(clip_grad, "_group_tensors_by_device_and_dtype", _grouped):
             yield DEVICE
     finally:
         torch.__future__.set_swap_module_params_on_conversion(before)

@@ -22,6 +22,9 @@ from learner.model.lora import merge_into, merged_weights
 from learner.model.networks import make_model
 from learner.model.transformer import Transformer, init_weights
 from learner.parallel.sharding import ShardedPolicy
+from learner.sft.documents import Example, make_documents
+from learner.sft.learner import SftLearner
+from learner.sft.sft import SftConfig
 from rollout.config import EngineConfig
 from rollout.request import Request, SamplingParams
 from rollout.sampler import Sampler
@@ -29,6 +32,15 @@ from tests.learner.methods.test_algorithms import algorithm_config, algorithm_sa
 from tests.stand_in_gpu import stand_in_gpu
 
 Placed = Callable[[Transformer], Transformer]
+
+_ROUND = Setting(
+    shape=Shape(d_model=32, num_layers=2, num_heads=4, vocab_size=38),
+    prompt_tokens=6,
+    gen_length=8,
+    num_groups=2,
+    group_size=4,
+)
+_OF_ROUND = {"group_size": 4, "groups_per_round": 2, "num_minibatches": 1}
 
 
 @pytest.fixture
@@ -156,10 +168,8 @@ def test_a_compiled_policy_in_bfloat16_samples_what_it_samples_eagerly(policy: T
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_an_update_is_the_same_step(policy: Transformer, placed: Placed, name: str) -> None:
-    shape = Shape(d_model=32, num_layers=2, num_heads=4, vocab_size=38)
-    batch = make_round(Setting(shape=shape, prompt_tokens=6, gen_length=8, num_groups=2, group_size=4))
-    settings = {"group_size": 4, "groups_per_round": 2, "inner_updates": 1, "num_minibatches": 1}
-    config = algorithm_config(name, micro_batch_tokens=60, filters={}, **settings)
+    batch = make_round(_ROUND)
+    config = algorithm_config(name, micro_batch_tokens=60, filters={}, **_OF_ROUND, inner_updates=1)
     on_gpu = placed(policy)
     metrics = [
         Learner(ShardedPolicy(model, None), config, algorithm_sampler(name)).update(batch, 0)
@@ -171,6 +181,47 @@ def test_an_update_is_the_same_step(policy: Transformer, placed: Placed, name: s
         assert there.is_cuda
         # Adam makes a step of a gradient near zero, whatever its last bits are.
         torch.testing.assert_close(there.cpu(), tensor, atol=1e-4, rtol=1e-3, msg=parameter_name)
+
+
+@pytest.mark.parametrize(
+    ("name", "of_losses"),
+    [
+        ("diffu-grpo", 0),
+        # Its loss has units of several kinds.
+        ("mapg", 0),
+        # Each of its losses picks pairs, once for all micro-batches; there are two, as a group is spread over several.
+        ("vrpo", 2),
+    ],
+)
+def test_the_host_waits_once_for_an_optimizer_step_whatever_its_micro_batches(
+    policy: Transformer, placed: Placed, name: str, of_losses: int
+) -> None:
+    num_waits, num_uploads = [], []
+    for inner_updates in (1, 2):
+        config = algorithm_config(name, micro_batch_tokens=60, filters={}, **_OF_ROUND, inner_updates=inner_updates)
+        trained = Learner(ShardedPolicy(placed(policy), None), config, algorithm_sampler(name))
+        with OpCounter() as counter:
+            trained.update(make_round(_ROUND), 0)
+        num_waits.append(counter.num_waits)
+        num_uploads.append(counter.num_blocking_uploads)
+    assert num_waits[1] - num_waits[0] == 1 + of_losses
+    assert num_uploads == [0, 0]
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_the_host_waits_once_for_a_step_of_sft(policy: Transformer, placed: Placed, packing: bool) -> None:
+    examples = [Example(prompt_ids=(3,), completion_ids=(4, 5) * n, num_slots=2 * n + 1) for n in range(1, 5)]
+    documents = make_documents(examples, 2, trains_padding=False)
+    settings = {"num_labels": 4, "num_steps": 1, "batch_size": 4, "eos_padding": "ignored", "packing": packing}
+    config = SftConfig.model_validate(settings)
+    losses = []
+    for model in (policy, placed(policy)):
+        with OpCounter() as counter:
+            trained = SftLearner(ShardedPolicy(copy.deepcopy(model), None), config, documents, seed=0)
+            losses.append(trained.step(0, 1e-3)["loss"])
+    assert counter.num_launches > 100, "it counts"
+    assert (counter.num_waits, counter.num_blocking_uploads) == (1, 0)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
 def test_a_version_is_merged_where_the_policy_is(policy: Transformer, placed: Placed) -> None:

@@ -16,6 +16,7 @@ _FREE = {_aten.empty, _aten.empty_like, _aten.new_empty, _aten.empty_strided, _a
 # The host must know what the device found: a number, or how large the result is.
 _WAITS = {
     _aten._local_scalar_dense,
+    _aten.bincount,
     _aten.equal,
     _aten.is_nonzero,
     _aten.item,
@@ -55,13 +56,15 @@ class OpCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.is_view:
-            # Some of these copy where they must (`to`, `reshape`): what they are made of says whether.
-            with self:
-                made_of = func.decompose(*args, **kwargs)
-            if made_of is not NotImplemented:
-                return made_of
-        result = func(*args, **kwargs)
+        # What Python's functions are told to do is done with: these are the operations that it came to.
+        with torch._C.DisableTorchFunction():
+            if func.is_view:
+                # Some of these copy where they must (`to`, `reshape`): what they are made of says whether.
+                with self:
+                    made_of = func.decompose(*args, **kwargs)
+                if made_of is not NotImplemented:
+                    return made_of
+            result = func(*args, **kwargs)
         read = {name: value for name, value in kwargs.items() if name != "out"}
         given = [value for value in tree_leaves((args, read)) if isinstance(value, Tensor)]
         made = [value for value in tree_leaves(result) if isinstance(value, Tensor)]

@@ -9,7 +9,7 @@ from learner.estimators.block_masks import BlockMasksConfig
 from learner.estimators.elbo import Counts, ElboConfig
 from learner.estimators.one_step import OneStepConfig
 from learner.estimators.random_masks import RandomMasksConfig
-from learner.estimators.terms import Corruption, Terms, make_terms
+from learner.estimators.terms import Corruption, Terms, make_terms, unit_keys
 from learner.estimators.trajectory import TrajectoryConfig
 from learner.estimators.views import Views, share_equal_views, token_logps
 
@@ -37,4 +37,5 @@ __all__ = [
     "make_terms",
     "share_equal_views",
     "token_logps",
+    "unit_keys",
 ]

@@ -12,8 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from learner.batch import CompletionBatch, canvas
+from learner.batch import CompletionBatch, canvas, uploaded
 from learner.estimators.block_views import views_of_blocks
+from learner.estimators.groupings import Grouping, Layout, Level, grouped
 from learner.estimators.views import SOFTMAX, ScoringLaw, Views, share_equal_views
 from learner.model.config import TransformerConfig
 from learner.model.deferred import torch
@@ -58,7 +59,7 @@ class Terms:
     log-probabilities, those of their logits and of the highest logit of each rival."""
 
     views: Views
-    """The canvases, and the slots of these that are scored."""
+    """The canvases, and the slots of these that are scored. They stay on the CPU, wherever the terms are."""
     law: ScoringLaw
     """The distribution that tokens are scored under."""
     rows: Tensor
@@ -71,6 +72,8 @@ class Terms:
     """[N] float32: factor of the log-probability in the value of its token or row."""
     importance: Tensor
     """[N] float32: what it counts for in the loss."""
+    layout: Layout | None = None
+    """What the host knows of terms that are laid out; None: it looks where it is asked."""
 
     @property
     def num_terms(self) -> int:
@@ -80,12 +83,36 @@ class Terms:
     @property
     def token_weights(self) -> Tensor:
         """[N] the weights, 0 for logits."""
-        is_logit_N = self.views.is_logit
+        is_logit_N = self.laid_out.is_logit
         return self.weights if is_logit_N is None else self.weights.masked_fill(is_logit_N, 0.0)
 
     def of_tokens(self, values_N: Tensor) -> Tensor:
         """The values of those terms that are log-probabilities."""
-        return values_N if self.views.is_logit is None else values_N[~self.views.is_logit]
+        tokens_T = self.laid_out.tokens
+        return values_N if tokens_T is None else values_N[tokens_T]
+
+    @property
+    def laid_out(self) -> Layout:
+        """What the host knows of them."""
+        if self.layout is not None:
+            return self.layout
+        is_logit_N = self.views.is_logit
+        return Layout(
+            groupings={level: grouped(self.rows, unit_keys(self, level)) for level in Level},
+            num_parts=int(self.parts.max()) + 1,
+            is_logit=is_logit_N,
+            is_rival=None if is_logit_N is None else is_logit_N & (self.views.targets < 0),
+            tokens=None if is_logit_N is None else (~is_logit_N).nonzero()[:, 0],
+        )
+
+    def grouping(self, level: Level) -> Grouping:
+        """Their units at a level."""
+        return self.laid_out.groupings[level]
+
+    def on(self, device: torch.device) -> Terms:
+        """Laid out, with all that a loss needs of them on a device."""
+        moved: dict[str, Any] = {name: uploaded(getattr(self, name), device) for name in _OF_TERMS}
+        return replace(self, layout=self.laid_out.to(device), **moved)
 
     def of_views(self, first: int, last: int) -> Terms:
         """The terms of views `first` to `last - 1`, whose canvases are cut to the longest of them."""
@@ -104,7 +131,7 @@ class Terms:
             is_logit=None if views.is_logit is None else views.is_logit[inside],
             blocks=None if views.blocks is None else views.blocks.cut(first, last, width),
         )
-        return replace(self, views=cut, **{name: getattr(self, name)[inside] for name in _OF_TERMS})
+        return replace(self, views=cut, layout=None, **{name: getattr(self, name)[inside] for name in _OF_TERMS})
 
     def weightless(self) -> Terms:
         """The first view alone, worth nothing: what a rank runs while others have more to do."""
@@ -113,6 +140,14 @@ class Terms:
 
 
 _OF_TERMS = ("rows", "slots", "parts", "weights", "importance")
+
+
+def unit_keys(terms: Terms, level: Level) -> Tensor:
+    """[N] int64, equal for terms of one unit."""
+    if level is Level.ROW:
+        return terms.rows
+    within = terms.slots if level is Level.TOKEN else terms.parts
+    return terms.rows * (int(within.max()) + 1) + within
 
 
 def make_terms(

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from learner.batch import uploaded
 from learner.model.deferred import torch
 from learner.model.wanted import Wanted, query_grid
 
@@ -88,18 +89,31 @@ def share_equal_views(ids_BS: Tensor, lengths_B: Tensor, rows_N: Tensor, columns
     return Views(ids=ids_BS[first_V], lengths=lengths_B[first_V], slots=slots_M, scored=scored_N, targets=targets_N)
 
 
-def token_logps(model: Transformer, views: Views, law: ScoringLaw = SOFTMAX) -> Tensor:
-    """Log-probability, in nats, of each scored token, or its logit: [N] float32."""
+def token_logps(
+    model: Transformer, views: Views, law: ScoringLaw = SOFTMAX, device: torch.device | None = None
+) -> Tensor:
+    """Log-probability, in nats, of each scored token, or its logit: [N] float32, where the model computes.
+
+    Args:
+        model: the policy.
+        views: on the CPU, where it is seen at once how large everything is: the host waits for no device.
+        law: the distribution.
+        device: where the model computes; None: where its weights are.
+    """
+    device = device or next(model.parameters()).device
     width = views.ids.shape[1]
     blocks = views.blocks
-    lengths = None if blocks is not None or bool((views.lengths == width).all()) else views.lengths
-    grid = query_grid(views.slots, *views.ids.shape)
+    is_full = blocks is not None or bool((views.lengths == width).all())
+    lengths = None if is_full else uploaded(views.lengths, device)
+    grid = (uploaded(part, device) for part in query_grid(views.slots, *views.ids.shape))
     # The head is chunked in the order of the slots.
     order_N = views.scored.argsort(stable=True)
+    slot_N = views.scored[order_N]
     wanted = Wanted(
-        slot=views.scored[order_N],
-        token=views.targets[order_N],
-        is_logit=None if views.is_logit is None else views.is_logit[order_N],
+        slot=uploaded(slot_N, device),
+        slot_on_host=slot_N,
+        token=uploaded(views.targets[order_N], device),
+        is_logit=None if views.is_logit is None else uploaded(views.is_logit[order_N], device),
         temperature=law.temperature,
         mask_id=model.config.mask_token_id,
         excludes_mask_id=law.excludes_mask_id,
@@ -107,7 +121,10 @@ def token_logps(model: Transformer, views: Views, law: ScoringLaw = SOFTMAX) -> 
     )
     beside: dict[str, Tensor] = {}
     if blocks is not None:
-        block_lengths_V = torch.full_like(views.lengths, blocks.block_length)
-        beside = {"columns_BL": blocks.columns, "chunks_BL": blocks.chunks, "block_lengths_B": block_lengths_V}
-    logps_N: Tensor = model(views.ids, lengths, *grid, wanted=wanted, **beside)
-    return torch.empty_like(logps_N).scatter(0, order_N, logps_N)
+        beside = {
+            "columns_BL": uploaded(blocks.columns, device),
+            "chunks_BL": uploaded(blocks.chunks, device),
+            "block_lengths_B": uploaded(torch.full_like(views.lengths, blocks.block_length), device),
+        }
+    logps_N: Tensor = model(uploaded(views.ids, device), lengths, *grid, wanted=wanted, **beside)
+    return torch.empty_like(logps_N).scatter(0, uploaded(order_N, device), logps_N)

@@ -87,7 +87,8 @@ def _chunks(x_MD: Tensor, weight_VD: Tensor, wanted: Wanted) -> Iterator[tuple[s
     size = max(1, most // len(weight_VD))
     # Where nothing is scored there is one empty chunk.
     begins = range(0, max(1, len(x_MD)), size)
-    ends = torch.searchsorted(wanted.slot, torch.tensor([*begins, len(x_MD)], device=x_MD.device)).tolist()
+    slot_N = wanted.slot if wanted.slot_on_host is None else wanted.slot_on_host
+    ends = torch.searchsorted(slot_N, torch.tensor([*begins, len(x_MD)], device=slot_N.device)).tolist()
     for index, begin in enumerate(begins):
         inside = slice(ends[index], ends[index + 1])
         yield slice(begin, begin + size), wanted.slot[inside] - begin, inside
@@ -98,9 +99,9 @@ def _logits(x_CD: Tensor, weight_VD: Tensor, wanted: Wanted) -> Tensor:
     logits_CV = F.linear(x_CD, weight_VD)
     if wanted.temperature != 1.0:
         logits_CV = logits_CV.float().div_(wanted.temperature)
-    excluded = [*wanted.forbidden_ids, *([wanted.mask_id] if wanted.excludes_mask_id else [])]
-    if excluded:
-        logits_CV.index_fill_(1, torch.tensor(excluded, device=logits_CV.device), -torch.inf)
+    # One by one: an index would have to be sent to a device, and there are few.
+    for excluded in (*wanted.forbidden_ids, *([wanted.mask_id] if wanted.excludes_mask_id else [])):
+        logits_CV[:, excluded] = -torch.inf
     return logits_CV
 
 

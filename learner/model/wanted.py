@@ -24,6 +24,8 @@ class Wanted:
 
     slot: Tensor
     """[N] int64, ascending: which of the scored slots each is wanted at."""
+    slot_on_host: Tensor | None = None
+    """The same on the CPU: the host can tell then without waiting for a device. None: it looks at `slot`."""
     token: Tensor
     """[N] int64; -1 for the one with the highest logit, where a logit is wanted."""
     is_logit: Tensor | None = None

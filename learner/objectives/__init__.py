@@ -11,7 +11,7 @@ from learner.objectives.linear_bound import LinearBoundConfig
 from learner.objectives.preference import PreferenceConfig
 from learner.objectives.sandwich import SandwichConfig
 from learner.objectives.trajectory_balance import TrajectoryBalanceConfig
-from learner.objectives.units import Level, Normalize, RowFacts, normalized, unit_keys, units_of
+from learner.objectives.units import Normalize, RowFacts, normalized, units_of
 from learner.objectives.weighted_likelihood import WeightedLikelihoodConfig
 
 ObjectiveConfig = Annotated[
@@ -30,7 +30,6 @@ __all__ = [
     "ClippedRatioConfig",
     "DistributionMatchingConfig",
     "Kl",
-    "Level",
     "LinearBoundConfig",
     "Logps",
     "Loss",
@@ -43,6 +42,5 @@ __all__ = [
     "TrajectoryBalanceConfig",
     "WeightedLikelihoodConfig",
     "normalized",
-    "unit_keys",
     "units_of",
 ]

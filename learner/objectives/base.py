@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Protocol
 from pydantic import Field
 
 from learner.estimators.base import Estimator, SamplerFacts
+from learner.estimators.groupings import Level
 from learner.estimators.terms import Terms
-from learner.objectives.units import Level, Normalize, RowFacts
+from learner.objectives.units import Normalize, RowFacts
 
 if TYPE_CHECKING:
     from torch import Tensor

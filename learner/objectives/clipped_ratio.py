@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from learner.estimators.base import Estimator, SamplerFacts
+from learner.estimators.groupings import Level
 from learner.estimators.terms import Terms
 from learner.model.deferred import torch
 from learner.objectives.base import Coefficient, Logps, Loss, bounded, is_cut
 from learner.objectives.fitting import unfit
 from learner.objectives.order import order_logps
-from learner.objectives.units import Level, Normalize, RowFacts, Units, units_of
+from learner.objectives.units import Normalize, RowFacts, Units, units_of
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -13,10 +13,11 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from learner.estimators.base import Estimator, SamplerFacts
+from learner.estimators.groupings import Level
 from learner.estimators.terms import Terms
 from learner.objectives.base import Logps, Loss
 from learner.objectives.fitting import unfit
-from learner.objectives.units import Level, Normalize, RowFacts, group_softmax
+from learner.objectives.units import Normalize, RowFacts, group_softmax
 
 
 class DistributionMatchingConfig(BaseModel):
@@ -53,7 +54,8 @@ class DistributionMatchingConfig(BaseModel):
         elbo_B, importance_B = rows.values(terms, logps.new), rows.shares(terms)
         counts_B = importance_B > 0
         # Within a group a softmax of advantages is one of rewards.
-        wanted_B = group_softmax(rows.log_weights + rows.advantages / self.alpha, rows.groups, counts_B)
-        unwanted_B = group_softmax(rows.log_weights - rows.advantages / self.alpha, rows.groups, counts_B)
+        tilt_B, of_groups = rows.advantages / self.alpha, (rows.groups, counts_B, rows.num_groups)
+        wanted_B = group_softmax(rows.log_weights + tilt_B, *of_groups)
+        unwanted_B = group_softmax(rows.log_weights - tilt_B, *of_groups)
         loss_B = -(wanted_B - unwanted_B) * elbo_B / rows.sizes
         return Loss(total=(loss_B * importance_B).sum())

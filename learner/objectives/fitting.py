@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from learner.estimators.base import Estimator
+from learner.estimators.groupings import Level
 from learner.objectives.base import Objective
-from learner.objectives.units import Level, Normalize
+from learner.objectives.units import Normalize
 
 
 def unfit(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from learner.estimators.groupings import Level
 from learner.estimators.terms import Terms
 from learner.model.deferred import torch
 
@@ -29,16 +30,16 @@ def order_logps(terms: Terms, logits_N: Tensor, temperature: float) -> Tensor:
         logits_N: [N] the logits of those that are logits.
         temperature: logits are divided by it.
     """
-    is_logit_N = terms.views.is_logit
-    if is_logit_N is None:
+    is_logit_N, is_rival_N = terms.laid_out.is_logit, terms.laid_out.is_rival
+    if is_logit_N is None or is_rival_N is None:
         return torch.zeros_like(logits_N)
-    is_rival_N = is_logit_N & (terms.views.targets < 0)
-    keys_C, canvas_N = (terms.rows * (int(terms.parts.max()) + 1) + terms.parts).unique(return_inverse=True)
+    canvases = terms.grouping(Level.PART)
+    canvas_N, num_canvases = canvases.of_term, len(canvases.rows)
     scores_N = logits_N / temperature
     rivals_N = scores_N.masked_fill(~is_rival_N, _NEVER)
-    top_C = scores_N.new_full((len(keys_C),), _NEVER).scatter_reduce(0, canvas_N, rivals_N.detach(), "amax")
+    top_C = scores_N.new_full((num_canvases,), _NEVER).scatter_reduce(0, canvas_N, rivals_N.detach(), "amax")
     powers_N = (rivals_N - top_C[canvas_N]).exp() * is_rival_N
-    sums_C = scores_N.new_zeros(len(keys_C)).index_add(0, canvas_N, powers_N)
+    sums_C = scores_N.new_zeros(num_canvases).index_add(0, canvas_N, powers_N)
     # Where nothing is left masked there was no choice: the log-probability is 0.
     against_C = top_C + sums_C.clamp(min=torch.finfo(torch.float32).tiny).log()
     return torch.nn.functional.logsigmoid(scores_N - against_C[canvas_N]) * (is_logit_N & ~is_rival_N)

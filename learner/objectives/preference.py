@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from learner.estimators.base import Estimator, SamplerFacts
+from learner.estimators.groupings import Level
 from learner.estimators.terms import Terms
 from learner.model.deferred import torch
 from learner.objectives.base import Logps, Loss
 from learner.objectives.fitting import unfit
-from learner.objectives.units import Level, Normalize, RowFacts
+from learner.objectives.units import Normalize, RowFacts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,7 +57,9 @@ class PreferenceConfig(BaseModel):
             return Loss(total=(gain_B * 0).sum(), per_unit={"preferred": gain_B.detach()[:0]})
         margin_K = self.beta * (gain_B[better_K] - gain_B[worse_K])
         group_K = rows.groups[better_K]
-        share_K = share_B[better_K] / group_K.bincount(minlength=rows.num_groups)[group_K]
+        # No `bincount`, for whose result a GPU's host waits.
+        pairs_G = share_B.new_zeros(rows.num_groups).index_add_(0, group_K, torch.ones_like(margin_K))
+        share_K = share_B[better_K] / pairs_G[group_K]
         return Loss(
             total=(-torch.nn.functional.logsigmoid(margin_K) * share_K).sum(),
             per_unit={"preferred": (margin_K.detach() > 0).float()},

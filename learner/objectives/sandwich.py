@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from learner.estimators.base import Estimator, SamplerFacts
+from learner.estimators.groupings import Level
 from learner.estimators.terms import Terms
 from learner.model.deferred import torch
 from learner.objectives.base import Logps, Loss
 from learner.objectives.fitting import unfit
-from learner.objectives.units import Level, Normalize, RowFacts, group_softmax, units_of
+from learner.objectives.units import Normalize, RowFacts, group_softmax, units_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -78,7 +79,7 @@ class SandwichConfig(BaseModel):
         if self.self_normalized:
             old_B = rows.values(terms, logps.old)
             weight_B = group_softmax(
-                (lower_B.detach() - old_B).clamp(max=_MOST_LOG_WEIGHT), rows.groups, importance_B > 0
+                (lower_B.detach() - old_B).clamp(max=_MOST_LOG_WEIGHT), rows.groups, importance_B > 0, rows.num_groups
             )
             importance_B = importance_B * weight_B
             per_unit = {"ratio": (lower_B.detach() - old_B).exp()[units_of(terms, Level.ROW).rows]}
@@ -96,7 +97,7 @@ class SandwichConfig(BaseModel):
 
     def _upper(self, terms: Terms, new_N: Tensor, rows: RowFacts) -> Tensor:
         """[B] 1 / beta times the mean over tokens of log E[p^beta 1(masked) / t], E over the draws."""
-        num_draws = int(terms.parts.max()) + 1
+        num_draws = terms.laid_out.num_parts
         of_draw_N = terms.rows * num_draws + terms.parts
         masked_D = torch.zeros(len(rows.sizes) * num_draws, device=new_N.device)
         masked_D = masked_D.index_add_(0, of_draw_N, torch.ones_like(new_N))

@@ -14,10 +14,11 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from learner.estimators.base import Estimator, SamplerFacts
+from learner.estimators.groupings import Level
 from learner.estimators.terms import Terms
 from learner.objectives.base import Logps, Loss
 from learner.objectives.fitting import unfit
-from learner.objectives.units import Level, Normalize, RowFacts
+from learner.objectives.units import Normalize, RowFacts
 
 
 class TrajectoryBalanceConfig(BaseModel):

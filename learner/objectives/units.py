@@ -6,26 +6,17 @@ Shape letters: N terms, U units, B rows, G groups.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from learner.batch import uploaded
+from learner.estimators.groupings import Level
 from learner.estimators.terms import Terms
 from learner.model.deferred import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-class Level(StrEnum):
-    """What counts as one action."""
-
-    TOKEN = "token"  # noqa: S105 - no password
-    """A token: all terms of a row's slot (GRPO, arXiv 2402.03300)."""
-    PART = "part"
-    """A Monte-Carlo draw or a segment of a row."""
-    ROW = "sequence"
-    """A whole completion (GSPO, arXiv 2507.18071)."""
 
 
 class Normalize(StrEnum):
@@ -66,6 +57,13 @@ class RowFacts:
     num_groups: int
     """Groups that the step trains on, over all ranks."""
 
+    def on(self, device: torch.device) -> RowFacts:
+        """The same on a device."""
+        moved: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        tensors = {name: value for name, value in moved.items() if isinstance(value, torch.Tensor)}
+        moved |= {name: uploaded(tensor, device) for name, tensor in tensors.items()}
+        return replace(self, **moved)
+
     def values(self, terms: Terms, values_N: Tensor) -> Tensor:
         """[B] the weighted sum of each row's terms."""
         return torch.zeros_like(self.advantages).index_add(0, terms.rows, terms.weights * values_N)
@@ -92,20 +90,11 @@ class Units:
         return values_N.new_zeros(len(self.rows)).index_add(0, self.of_term, values_N)
 
 
-def unit_keys(terms: Terms, level: Level) -> Tensor:
-    """[N] int64, equal for terms of one unit."""
-    if level is Level.ROW:
-        return terms.rows
-    within = terms.slots if level is Level.TOKEN else terms.parts
-    return terms.rows * (int(within.max()) + 1) + within
-
-
 def units_of(terms: Terms, level: Level) -> Units:
     """The units of some terms at a level; a unit counts for as much as its terms do on average."""
-    keys_U, of_term_N, count_U = unit_keys(terms, level).unique(return_inverse=True, return_counts=True)
-    rows_U = terms.rows.new_zeros(len(keys_U)).scatter_(0, of_term_N, terms.rows)
-    importance_U = terms.importance.new_zeros(len(keys_U)).index_add_(0, of_term_N, terms.importance) / count_U
-    return Units(of_term=of_term_N, rows=rows_U, importance=importance_U)
+    grouping = terms.grouping(level)
+    sums_U = terms.importance.new_zeros(len(grouping.rows)).index_add_(0, grouping.of_term, terms.importance)
+    return Units(of_term=grouping.of_term, rows=grouping.rows, importance=sums_U / grouping.counts)
 
 
 def normalized(
@@ -122,7 +111,7 @@ def normalized(
     """
     units = units_of(terms, level)
     if normalize is Normalize.PART:
-        parts = int(terms.parts.max()) + 1
+        parts = terms.laid_out.num_parts
         part_N = terms.rows * parts + terms.parts
         part_U = part_N.new_zeros(len(units.rows)).scatter_(0, units.of_term, part_N)
         divisor_U = _means(units.importance, part_U, len(rows.sizes) * parts, over_ranks)
@@ -147,10 +136,10 @@ def _means(importance_U: Tensor, of_U: Tensor, count: int, over_ranks: Callable[
     return sums[of_U] * num_sets
 
 
-def group_softmax(values_B: Tensor, groups_B: Tensor, counts_B: Tensor) -> Tensor:
+def group_softmax(values_B: Tensor, groups_B: Tensor, counts_B: Tensor, num_groups: int) -> Tensor:
     """[B] softmax within each group, of the rows that count; 0 elsewhere."""
     values_B = values_B.masked_fill(~counts_B, -torch.inf)
-    top_G = values_B.new_full((int(groups_B.max()) + 1,), torch.finfo(torch.float32).min)
+    top_G = values_B.new_full((num_groups,), torch.finfo(torch.float32).min)
     top_G = top_G.scatter_reduce(0, groups_B, values_B, "amax")
     powers_B = (values_B - top_G[groups_B]).exp()
     sums_G = powers_B.new_zeros(len(top_G)).index_add_(0, groups_B, powers_B)

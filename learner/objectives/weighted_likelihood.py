@@ -7,10 +7,11 @@ from typing import ClassVar, Literal
 from pydantic import BaseModel, ConfigDict
 
 from learner.estimators.base import Estimator, SamplerFacts
+from learner.estimators.groupings import Level
 from learner.estimators.terms import Terms
 from learner.objectives.base import Logps, Loss
 from learner.objectives.fitting import unfit
-from learner.objectives.units import Level, Normalize, RowFacts, units_of
+from learner.objectives.units import Normalize, RowFacts, units_of
 
 
 class WeightedLikelihoodConfig(BaseModel):

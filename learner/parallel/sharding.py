@@ -251,20 +251,20 @@ class ShardedPolicy:
             raise TimeoutError(f"{what}: rank {ranks} of the learner did not come within {timeout_s:g} s") from error
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
-        """The sum of a small tensor over all ranks."""
+        """The sum of a small tensor over all ranks, where the tensor is."""
         if self.mesh is None:
             return values
         total = values.to(self.device)
         dist.all_reduce(total)
-        return total
+        return total.to(values.device)
 
     def max_over_ranks(self, values: Tensor) -> Tensor:
-        """The greatest of each value of a small tensor over all ranks."""
+        """The greatest of each value of a small tensor over all ranks, where the tensor is."""
         if self.mesh is None:
             return values
         greatest = values.to(self.device)
         dist.all_reduce(greatest, op=dist.ReduceOp.MAX)
-        return greatest
+        return greatest.to(values.device)
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         return {plain_name(name): parameter for name, parameter in self.module.named_parameters()}

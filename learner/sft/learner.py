@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from learner.batch import uploaded
 from learner.optimizer import PolicyOptimizer
 from learner.parallel.sharding import ShardedPolicy
 from learner.sft.documents import Documents
@@ -37,26 +38,28 @@ class SftLearner:
     def step(self, step: int, lr: float) -> Metrics:
         """One optimizer step on the documents that `step` draws.
 
-        Raises FloatingPointError when the gradient is not finite.
+        Raises FloatingPointError when the loss or the gradient is not finite.
         """
         batch_size = self.config.batch_size
         rows = sft_rows(self._documents.num_rows, batch_size, step, self._seed)
         # Keyed by place in the run, not by document: one met twice is masked in two ways.
         keys = torch.arange(step * batch_size, (step + 1) * batch_size)
         batch = replace(self._documents.select(rows), sample_keys=keys)
-        shard = batch.shard(self.policy.rank, self.policy.world_size).to(self.policy.device)
+        # Masked on the CPU, where it is seen at once how much is: the host waits for the device once, as it steps.
+        device, shard = self.policy.device, batch.shard(self.policy.rank, self.policy.world_size)
         masked = plan_sft(shard, self.policy.config.mask_token_id, step, self._seed, batch_size)
-        losses_N = -masked_logps(self.policy.module, masked, packing=self.config.packing) * masked.weights
+        logps_N = masked_logps(self.policy.module, masked, packing=self.config.packing, device=device)
+        losses_N = -logps_N * uploaded(masked.weights, device)
         if self.config.normalize_by == "row":
             sizes_B = shard.lengths - shard.prompt_lengths
-            loss = (losses_N / sizes_B[masked.rows]).sum() / batch_size
+            loss = (losses_N / uploaded(sizes_B[masked.rows], device)).sum() / batch_size
         else:
             loss = losses_N.sum() / batch.num_trained
         # FSDP averages over ranks; the loss is a sum over them.
         (loss * self.policy.world_size).backward()
-        grad_norm = self.optimizer.step(lr, self.config.max_grad_norm)
+        stepped = self.optimizer.step(lr, self.config.max_grad_norm, self.policy.sum_over_ranks(loss.detach()))
         self.num_trained += batch.num_trained
-        return {"loss": self.policy.sum_over_ranks(loss.detach()).item(), "grad_norm": grad_norm, "lr": lr}
+        return {"loss": stepped.loss, "grad_norm": stepped.grad_norm, "lr": lr}
 
     def full_state(self) -> dict[str, Tensor]:
         """What a resumed stage needs besides the weights. A collective; whole on rank 0, empty on the others."""
@@ -88,15 +91,17 @@ def evaluation_loss(policy: ShardedPolicy, documents: Documents, batch_size: int
         documents: of all ranks.
         batch_size: of them are asked about at once, over all ranks.
     """
-    shard = documents.shard(policy.rank, policy.world_size).to(policy.device)
+    device, shard = policy.device, documents.shard(policy.rank, policy.world_size)
     size = -(-batch_size // policy.world_size)
-    sums = torch.zeros(len(EVALUATION_T))
+    sums = torch.zeros(len(EVALUATION_T), device=device)
     with policy.without_gradients():
         for index, t in enumerate(EVALUATION_T):
             for start in range(0, shard.num_rows, size):
                 some = shard.select(slice(start, start + size))
-                t_B = torch.full((some.num_rows,), t, device=policy.device)
-                masked = mask_documents(some, policy.config.mask_token_id, t_B, (_EVALUATION_SEED, index))
-                sums[index] -= (masked_logps(policy.module, masked) * masked.weights).sum().cpu()
+                masked = mask_documents(
+                    some, policy.config.mask_token_id, torch.full((some.num_rows,), t), (_EVALUATION_SEED, index)
+                )
+                logps_N = masked_logps(policy.module, masked, device=device)
+                sums[index] -= (logps_N * uploaded(masked.weights, device)).sum()
     losses = (policy.sum_over_ranks(sums) / documents.num_trained).tolist()
     return EvaluationLoss(loss=sum(losses) / len(losses), loss_at_t=tuple(losses))

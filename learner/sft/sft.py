@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
+from learner.batch import uploaded
 from learner.counter import uniform
 from learner.estimators.block_views import views_of_blocks
-from learner.estimators.views import share_equal_views, token_logps
+from learner.estimators.views import SOFTMAX, share_equal_views, token_logps
 from learner.keys import fold
 from learner.model.deferred import torch
 from learner.model.wanted import Wanted, query_grid
@@ -168,25 +169,38 @@ def mask_documents(documents: Documents, mask_id: int, t_B: Tensor, keys: tuple[
     )
 
 
-def masked_logps(model: Transformer, masked: MaskedDocuments, *, packing: bool = False) -> Tensor:
-    """Log-probability, in nats, of what each masked slot held: [N] float32, packed into rows or not."""
+def masked_logps(
+    model: Transformer, masked: MaskedDocuments, *, packing: bool = False, device: torch.device | None = None
+) -> Tensor:
+    """Log-probability, in nats, of what each masked slot held: [N] float32, packed into rows or not.
+
+    Args:
+        model: the policy.
+        masked: on the CPU.
+        packing: several short documents share a row.
+        device: where the model computes; None: where its weights are.
+    """
+    device = device or next(model.parameters()).device
     if packing:
-        return _packed_logps(model, masked)
+        return _packed_logps(model, masked, device)
     scored, block_length = (masked.lengths, masked.rows, masked.columns, masked.targets), model.config.block_length
     if block_length is None:
-        return token_logps(model, share_equal_views(masked.ids, *scored))
-    views = views_of_blocks(masked.ids, *scored, clean_RS=masked.clean, block_length=block_length)
-    return token_logps(model, views)
+        views = share_equal_views(masked.ids, *scored)
+    else:
+        views = views_of_blocks(masked.ids, *scored, clean_RS=masked.clean, block_length=block_length)
+    return token_logps(model, views, SOFTMAX, device)
 
 
-def _packed_logps(model: Transformer, masked: MaskedDocuments) -> Tensor:
+def _packed_logps(model: Transformer, masked: MaskedDocuments, device: torch.device) -> Tensor:
     assert not model.config.is_block_causal, "the run refuses to pack: rows of blocks are no documents"
     # No row is wider than the widest document: it takes no more memory than a row that is not packed.
     packed = pack(masked.ids, masked.lengths, masked.ids.shape[1])
     num_rows, width = packed.ids.shape
     slots_N = packed.rows[masked.rows] * width + packed.starts[masked.rows] + masked.columns
     ascending_N, order_N = slots_N.sort()
-    queries = query_grid(ascending_N, num_rows, width)
-    wanted = Wanted(slot=torch.arange(len(order_N), device=order_N.device), token=masked.targets[order_N])
-    logps_N: Tensor = model(packed.ids, None, *queries, documents_BL=packed.documents, wanted=wanted)
-    return logps_N[order_N.argsort()]
+    queries = (uploaded(part, device) for part in query_grid(ascending_N, num_rows, width))
+    slot_N = torch.arange(len(order_N))
+    wanted = Wanted(slot=uploaded(slot_N, device), slot_on_host=slot_N, token=uploaded(masked.targets[order_N], device))
+    ids_RW, documents_RW = uploaded(packed.ids, device), uploaded(packed.documents, device)
+    logps_N: Tensor = model(ids_RW, None, *queries, documents_BL=documents_RW, wanted=wanted)
+    return logps_N[uploaded(order_N.argsort(), device)]

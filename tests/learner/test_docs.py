@@ -23,11 +23,12 @@ from learner.algorithms import ALGORITHMS
 from learner.batch import GroupedBatch, RolloutBatch
 from learner.config import LearnerConfig
 from learner.estimators import InnerUpdate, OneStepConfig, SamplerFacts, TrajectoryConfig, token_logps
-from learner.estimators.terms import make_terms
+from learner.estimators.groupings import Level
+from learner.estimators.terms import make_terms, unit_keys
 from learner.learner import Learner
 from learner.model.config import TransformerConfig
 from learner.model.transformer import Transformer, init_weights
-from learner.objectives.units import Level, unit_keys, units_of
+from learner.objectives.units import units_of
 from learner.parallel.micro_batches import cut
 from learner.parallel.sharding import ShardedPolicy
 from tests.learner import slow

@@ -25,6 +25,7 @@ from learner.estimators import InnerUpdate, SamplerFacts
 from learner.learner import Learner
 from learner.model.config import TransformerConfig
 from learner.model.scoring import Wanted
+from learner.optimizer import Stepped
 from learner.parallel.sharding import ShardedPolicy
 from learner.round import WEIGHING
 from tests.learner.batches import batch_of
@@ -220,13 +221,13 @@ class Recorder:
         self._policy, self._distances = policy, iter((*distances, 0.0))
         self.gradients: list[Tensor] = []
 
-    def step(self, lr: float, max_grad_norm: float) -> float:
+    def step(self, lr: float, max_grad_norm: float, loss: Tensor) -> Stepped:
         assert self._policy.weight.grad is not None
         self.gradients.append(self._policy.weight.grad.clone())
         with torch.no_grad():
             self._policy.weight.copy_(table(1, next(self._distances)))
         self._policy.weight.grad = None
-        return 0.0
+        return Stepped(loss=0.0, grad_norm=0.0)
 
 
 def example(source: Source) -> RolloutBatch:

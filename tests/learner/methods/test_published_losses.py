@@ -23,6 +23,7 @@ from learner.config import LearnerConfig
 from learner.estimators import SamplerFacts, Views
 from learner.learner import Learner
 from learner.model.transformer import Transformer
+from learner.optimizer import Stepped
 from learner.parallel.sharding import ShardedPolicy
 from tests.learner.batches import batch_of
 
@@ -78,13 +79,13 @@ class _Steps:
         self._model, self._formula, self._by = model, formula, by
         self.gradients: list[float] = []
 
-    def step(self, lr: float, max_grad_norm: float) -> float:
+    def step(self, lr: float, max_grad_norm: float, loss: Tensor) -> Stepped:
         gradient = self._model.head.weight.grad
         assert gradient is not None
         self.gradients.append(float(gradient[0, 0]))
         self._model.zero_grad()
         self._formula.moved += self._by
-        return 0.0
+        return Stepped(loss=0.0, grad_norm=0.0)
 
 
 def _batch(completions: list[list[int]], rewards: Tensor, correct: Tensor, entropy: Tensor) -> RolloutBatch:

@@ -19,6 +19,7 @@ from learner.learner import Learner
 from learner.model.config import TransformerConfig
 from learner.model.lora_config import LoraConfig
 from learner.model.transformer import Transformer, init_weights
+from learner.optimizer import Stepped
 from learner.parallel.sharding import ShardedPolicy, gathered, make_mesh, on_cpu
 from learner.parallel.sharding_config import ShardingConfig
 from learner.sft.documents import Documents
@@ -321,11 +322,11 @@ class _Recorder:
         self._policy = policy
         self.gradients: list[dict[str, torch.Tensor]] = []
 
-    def step(self, lr: float, max_grad_norm: float) -> float:
+    def step(self, lr: float, max_grad_norm: float, loss: torch.Tensor) -> Stepped:
         named = dict(self._policy.module.named_parameters())
         self.gradients.append({name: on_cpu(gathered(p.grad)) for name, p in named.items() if p.grad is not None})
         self._policy.module.zero_grad()
-        return 0.0
+        return Stepped(loss=0.0, grad_norm=0.0)
 
 
 def _gradients(policy: ShardedPolicy, name: str, batch: RolloutBatch, num_minibatches: int) -> dict[str, object]:

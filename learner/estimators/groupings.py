@@ -1,0 +1,85 @@
+"""Which terms belong together: to a token, to a draw or segment, to a completion.
+
+Who asks a GPU how many units there are waits for all that it was asked before. So terms are laid out on the CPU, where
+they are planned, and what a loss needs of that goes to the device with them.
+
+Shape letters: N terms, U units, T terms that are log-probabilities.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from learner.batch import uploaded
+from learner.model.deferred import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Level(StrEnum):
+    """What counts as one action."""
+
+    TOKEN = "token"  # noqa: S105 - no password
+    """A token: all terms of a row's slot (GRPO, arXiv 2402.03300)."""
+    PART = "part"
+    """A Monte-Carlo draw or a segment of a row."""
+    ROW = "sequence"
+    """A whole completion (GSPO, arXiv 2507.18071)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Grouping:
+    """The units of some terms at one level, in the order of their keys."""
+
+    of_term: Tensor
+    """[N] int64: the unit of each term."""
+    rows: Tensor
+    """[U] int64: the batch's row of each unit."""
+    counts: Tensor
+    """[U] int64: its terms."""
+
+    def to(self, device: torch.device) -> Grouping:
+        """The same on a device."""
+        parts = (self.of_term, self.rows, self.counts)
+        of_term, rows, counts = (uploaded(part, device) for part in parts)
+        return Grouping(of_term=of_term, rows=rows, counts=counts)
+
+
+def grouped(rows_N: Tensor, keys_N: Tensor) -> Grouping:
+    """The units of terms whose keys are equal within each."""
+    keys_U, of_term_N, count_U = keys_N.unique(return_inverse=True, return_counts=True)
+    rows_U = rows_N.new_zeros(len(keys_U)).scatter_(0, of_term_N, rows_N)
+    return Grouping(of_term=of_term_N, rows=rows_U, counts=count_U)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """What the host knows of terms that are on a device."""
+
+    groupings: Mapping[Level, Grouping]
+    """Their units at every level."""
+    num_parts: int
+    """One more than the greatest number of a draw or segment."""
+    is_logit: Tensor | None
+    """[N] bool: those that are logits; None: none."""
+    is_rival: Tensor | None
+    """[N] bool: those that are the highest logit of a slot; None: none."""
+    tokens: Tensor | None
+    """[T] int64: those that are log-probabilities; None: all."""
+
+    def to(self, device: torch.device) -> Layout:
+        """The same on a device."""
+        is_logit, is_rival, tokens = (
+            None if part is None else uploaded(part, device) for part in (self.is_logit, self.is_rival, self.tokens)
+        )
+        return Layout(
+            groupings={level: grouping.to(device) for level, grouping in self.groupings.items()},
+            num_parts=self.num_parts,
+            is_logit=is_logit,
+            is_rival=is_rival,
+            tokens=tokens,
+        )
