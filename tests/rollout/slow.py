@@ -69,10 +69,11 @@ def sample(policy: Transformer, request: Request) -> Slow:
 
 def _logits(policy: Transformer, request: Request, tokens: list[int]) -> Tensor:
     start, mask_id = len(request.prompt_ids), policy.config.mask_token_id
-    blocks = torch.tensor([request.params.block_length]) if policy.config.is_block_causal else None
-    logits = policy(torch.tensor([[*request.prompt_ids, *tokens]]), block_lengths_B=blocks)[0, start:]
+    is_block_causal = policy.config.is_block_causal
+    blocks = {"block_lengths_B": torch.tensor([request.params.block_length])} if is_block_causal else {}
+    logits = policy(torch.tensor([[*request.prompt_ids, *tokens]]), **blocks)[0, start:]
     if request.params.cfg_scale:
-        blind = policy(torch.tensor([[*[mask_id] * start, *tokens]]), block_lengths_B=blocks)[0, start:]
+        blind = policy(torch.tensor([[*[mask_id] * start, *tokens]]), **blocks)[0, start:]
         logits = blind + (request.params.cfg_scale + 1) * (logits - blind)
     logits[:, [mask_id, *request.params.forbidden_ids]] = -torch.inf
     return logits

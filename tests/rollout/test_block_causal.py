@@ -1,7 +1,6 @@
 """The sampler of block-causal policies: the original code's generations, and sampling by the book (slow.py)."""
 
 import json
-import math
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -73,14 +72,13 @@ def _without_mask_id(policy: Transformer, request: Request, setting: dict[str, A
     """The original's log-probabilities under a law that gives the mask id nothing: theirs has it."""
     tokens, steps = torch.tensor(setting["output"][row]), torch.tensor(setting["step_map"][row])
     prompt, mask_id = torch.tensor(request.prompt_ids), policy.config.mask_token_id
-    logps = np.array(setting["commit_logp"][row])
-    for step in range(int(steps.max()) + 1):
-        canvas = torch.cat((prompt, tokens.masked_fill(steps >= step, mask_id)))[None]
-        with torch.no_grad():
-            law = policy(canvas, block_lengths_B=torch.tensor([request.params.block_length]))[0].softmax(-1)
-        for slot in (steps == step).nonzero()[:, 0].tolist():
-            logps[slot] -= math.log1p(-float(law[len(prompt) + slot, mask_id]))
-    return logps
+    num_steps, slots = int(steps.max()) + 1, torch.arange(len(tokens))
+    shown = torch.where(steps >= torch.arange(num_steps)[:, None], mask_id, tokens)
+    canvases = torch.cat((prompt.expand(num_steps, -1), shown), dim=1)
+    with torch.no_grad():
+        logits = policy(canvases, block_lengths_B=torch.full((num_steps,), request.params.block_length))
+    of_mask = logits[steps, len(prompt) + slots].softmax(-1)[:, mask_id]
+    return np.array(setting["commit_logp"][row]) - torch.log1p(-of_mask).numpy()
 
 
 def _check_original(completion: Completion, setting: dict[str, Any], row: int, logps: np.ndarray) -> None:

@@ -170,7 +170,8 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """The runs that a service was started for."""
     names: list[tuple[str, int]] = []
     monkeypatch.setattr(
-        "deploy.service.serve_run", lambda run_dir, host, port, admin_port: names.append((run_dir.name, port))
+        "deploy.service.on_ray.launch.serve_run",
+        lambda run_dir, host, port, admin_port: names.append((run_dir.name, port)),
     )
     return names
 
