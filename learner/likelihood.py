@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import torch
 
 from learner.counter import uniform
-from learner.estimators.block_views import views_of_blocks
-from learner.estimators.views import share_equal_views, token_logps
+from learner.estimators.block_views import views_of
+from learner.estimators.views import token_logps
 from learner.model.transformer import Transformer
 
 _COUNT_KEY, _MASK_KEY = 51, 52
@@ -39,7 +39,7 @@ def evidence_lower_bound(
     """
     if not text:
         return 0.0
-    length, block_length = len(text), model.config.block_length
+    length = len(text)
     text_L, prompt_P = torch.tensor(text), torch.tensor(prompt, dtype=torch.long)
     total = 0.0
     for first in range(0, num_draws, most_rows):
@@ -50,11 +50,8 @@ def evidence_lower_bound(
         rows_N, slots_N = masked_DL.nonzero(as_tuple=True)
         lengths_D = torch.full_like(draws_D, ids_DS.shape[1])
         scored = lengths_D, rows_N, slots_N + len(prompt), text_L[slots_N]
-        if block_length is None:
-            views = share_equal_views(ids_DS, *scored)
-        else:
-            clean_DS = torch.cat((prompt_P, text_L)).expand_as(ids_DS)
-            views = views_of_blocks(ids_DS, *scored, clean_RS=clean_DS, block_length=block_length)
+        clean_DS = torch.cat((prompt_P, text_L)).expand_as(ids_DS)
+        views = views_of(ids_DS, *scored, clean_RS=clean_DS, block_length=model.config.block_length)
         logps_N = token_logps(model, views).double().cpu()
         total += float((logps_N * (length / masked_DL.sum(dim=1)[rows_N])).sum())
     return total / num_draws

@@ -45,8 +45,10 @@ class ForwardKind(IntEnum):
     BLOCK = 5
     """Block-causal: any other step."""
 
-
-_REMEMBERS_FINISHED = (ForwardKind.PREFILL, ForwardKind.COMMIT, ForwardKind.BLOCK)
+    @property
+    def remembers_finished(self) -> bool:
+        """Whether what it leaves of finished blocks is remembered for good."""
+        return self >= ForwardKind.PREFILL
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +255,7 @@ class Forwards:
 
     def _windows(self, rows: Sequence[ActiveRow]) -> tuple[list[int], list[int]]:
         """The columns of each row that are run beside what is remembered: the first, and the one after the last."""
-        if rows[0].kind in _REMEMBERS_FINISHED:
+        if rows[0].kind.remembers_finished:
             return [row.num_remembered for row in rows], [row.length for row in rows]
         # A family whose predictions come from the column before needs that column too. (Asked on the CPU: no wait.)
         begins = self.model.predicting_columns(torch.tensor([row.block_start for row in rows])).tolist()

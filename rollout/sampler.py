@@ -287,7 +287,7 @@ class SlotBatch:
         drawn, chosen_M = step.draw(picked_M), chosen_AK.flatten()[index_M]
         self._write(where, drawn, fallback_AK.flatten()[index_M], chosen_M)
         self.slots.advance(rows_A, before)
-        self._num_remembered |= {row.slot: row.block_start for row in active if row.kind >= ForwardKind.PREFILL}
+        self._num_remembered |= {row.slot: row.block_start for row in active if row.kind.remembers_finished}
 
     def _write(self, where: tuple[Tensor, Tensor], drawn: Drawn, fallback_M: Tensor, chosen_M: Tensor) -> None:
         """Commit the tokens, with the record of how they came about."""

@@ -18,9 +18,7 @@ from deploy.errors import reason
 from deploy.job.judges import wanted_servers
 from deploy.printing import counted, gigabytes
 from deploy.recipe.recipe import Recipe, ServiceSection
-from learner.model.checkpoint_files import load_config
 from learner.model.config import TransformerConfig
-from learner.model.hub import find_checkpoint
 from rewards import Problem, Split, Task, make_task
 from rewards.data.demonstrations import read_demonstrations
 from rewards.data.draw import TooFewProblemsError
@@ -234,17 +232,14 @@ def _refusals(recipe: Recipe, shape: TransformerConfig | None) -> Iterator[str]:
             yield f"learner.{refusal}{place}"
 
 
-def _shape(recipe: Recipe) -> TransformerConfig | None:
-    """That of the policy; None where its checkpoint's config cannot be had, of which another problem tells."""
-    try:
-        return policy_shape(recipe)
-    except ValueError:
-        return None
-
-
 def _input_problems(recipe: Recipe) -> Iterator[str]:
     yield from _task_problems(recipe)
-    yield from islice(_refusals(recipe, _shape(recipe)), 1)
+    policy, obstacle = None, ""
+    try:
+        policy = policy_shape(recipe)
+    except ValueError as error:
+        obstacle = f"model.checkpoint: {error}"
+    yield from islice(_refusals(recipe, policy), 1)
     yield from _speed_problems(recipe)
     if recipe.sft.data is not None:
         try:
@@ -255,16 +250,13 @@ def _input_problems(recipe: Recipe) -> Iterator[str]:
         yield "wandb_project is set and the package wandb is missing; pip install 'd1[wandb]', or leave it out"
     if recipe.model.lora.base_weights == "nf4" and find_spec("bitsandbytes") is None:
         yield "model.lora.base_weights is nf4 and the package bitsandbytes is missing; pip install 'd1[quantized]'"
-    if recipe.model.checkpoint is not None:
-        yield from _checkpoint_problems(recipe, recipe.model.checkpoint)
+    if obstacle:
+        yield obstacle
+    if policy is not None:
+        yield from _policy_problems(recipe, policy)
 
 
-def _checkpoint_problems(recipe: Recipe, checkpoint: Path) -> Iterator[str]:
-    try:
-        policy = load_config(find_checkpoint(checkpoint, config_only=True))
-    except ValueError as error:
-        yield f"model.checkpoint: {error}"
-        return
+def _policy_problems(recipe: Recipe, policy: TransformerConfig) -> Iterator[str]:
     if refusal := recipe.model.lora.refusal(policy):
         yield refusal
     if policy.moe is not None and recipe.rollout.engine.compile and recipe.rollout.engine.dtype == "float32":

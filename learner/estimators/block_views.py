@@ -14,12 +14,29 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from learner.estimators.views import BlockRows, Views
+from learner.estimators.views import BlockRows, Views, different_rows, share_equal_views
 from learner.model.deferred import torch
 from learner.model.wanted import CLEAN, FILL
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+def views_of(
+    noisy_RS: Tensor,
+    lengths_R: Tensor,
+    rows_N: Tensor,
+    columns_N: Tensor,
+    targets_N: Tensor,
+    *,
+    clean_RS: Tensor,
+    block_length: int | None,
+) -> Views:
+    """`views_of_blocks` of so many slots, or, without blocks, `share_equal_views`, which needs no clean canvases."""
+    scored = lengths_R, rows_N, columns_N, targets_N
+    if block_length is None:
+        return share_equal_views(noisy_RS, *scored)
+    return views_of_blocks(noisy_RS, *scored, clean_RS=clean_RS, block_length=block_length)
 
 
 def views_of_blocks(
@@ -39,7 +56,8 @@ def views_of_blocks(
     """
     num_blocks = -(-noisy_RS.shape[1] // block_length)
     places_K = torch.arange(block_length, device=noisy_RS.device)
-    clean_VS, lengths_V, view_R = _clean(clean_RS, lengths_R)
+    first_V, view_R = different_rows(torch.cat((clean_RS, lengths_R[:, None]), dim=1))
+    lengths_V = lengths_R[first_V]
     asked_Q, of_asked_N = (rows_N * num_blocks + columns_N // block_length).unique(return_inverse=True)
     canvas_Q, block_Q = asked_Q // num_blocks, asked_Q % num_blocks
     columns_QK = block_Q[:, None] * block_length + places_K
@@ -53,7 +71,7 @@ def views_of_blocks(
     context_V = torch.zeros_like(lengths_V).scatter_reduce_(0, view_D, block_D * block_length, "amax")
     used_V = context_V + torch.zeros_like(lengths_V).index_add_(0, view_D, torch.full_like(view_D, block_length))
     begin_D = context_V[view_D] + number_D * block_length
-    ids_VW, rows = _rows(clean_VS, context_V, int(used_V.max()), block_length)
+    ids_VW, rows = _rows(clean_RS[first_V], context_V, int(used_V.max()), block_length)
     where = view_D[:, None], begin_D[:, None] + places_K
     columns_DK = block_D[:, None] * block_length + places_K
     ids_VW[where], rows.columns[where] = states_D[:, 1:], columns_DK
@@ -61,16 +79,6 @@ def views_of_blocks(
     slots_N = view_D[state_Q] * ids_VW.shape[1] + begin_D[state_Q]
     slots_M, scored_N = (slots_N[of_asked_N] + columns_N % block_length).unique(return_inverse=True)
     return Views(ids=ids_VW, lengths=used_V, slots=slots_M, scored=scored_N, targets=targets_N, blocks=rows)
-
-
-def _clean(clean_RS: Tensor, lengths_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The different clean canvases [V, S] in the order of their first, their lengths, and which each of [R] is."""
-    rows_VS, view_R = torch.cat((clean_RS, lengths_R[:, None]), dim=1).unique(dim=0, return_inverse=True)
-    places_R = torch.arange(len(view_R), device=view_R.device)
-    first_V = torch.full_like(rows_VS[:, 0], len(view_R)).scatter_reduce_(0, view_R, places_R, "amin")
-    order_V = first_V.argsort()
-    rank_V = torch.empty_like(order_V).scatter_(0, order_V, torch.arange(len(order_V), device=order_V.device))
-    return rows_VS[order_V, :-1], rows_VS[order_V, -1].contiguous(), rank_V[view_R]
 
 
 def _rows(clean_VS: Tensor, context_V: Tensor, width: int, block_length: int) -> tuple[Tensor, BlockRows]:

@@ -13,9 +13,9 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from learner.batch import CompletionBatch, canvas, uploaded
-from learner.estimators.block_views import views_of_blocks
+from learner.estimators.block_views import views_of
 from learner.estimators.groupings import Grouping, Layout, Level, grouped
-from learner.estimators.views import SOFTMAX, ScoringLaw, Views, share_equal_views
+from learner.estimators.views import SOFTMAX, ScoringLaw, Views
 from learner.model.config import TransformerConfig
 from learner.model.deferred import torch
 
@@ -83,7 +83,7 @@ class Terms:
     @property
     def token_weights(self) -> Tensor:
         """[N] the weights, 0 for logits."""
-        is_logit_N = self.laid_out.is_logit
+        is_logit_N = self.views.is_logit if self.layout is None else self.layout.is_logit
         return self.weights if is_logit_N is None else self.weights.masked_fill(is_logit_N, 0.0)
 
     def of_tokens(self, values_N: Tensor) -> Tensor:
@@ -98,7 +98,7 @@ class Terms:
             return self.layout
         is_logit_N = self.views.is_logit
         return Layout(
-            groupings={level: grouped(self.rows, unit_keys(self, level)) for level in Level},
+            groupings={level: self.grouping(level) for level in Level},
             num_parts=int(self.parts.max()) + 1,
             is_logit=is_logit_N,
             is_rival=None if is_logit_N is None else is_logit_N & (self.views.targets < 0),
@@ -107,7 +107,7 @@ class Terms:
 
     def grouping(self, level: Level) -> Grouping:
         """Their units at a level."""
-        return self.laid_out.groupings[level]
+        return grouped(self.rows, unit_keys(self, level)) if self.layout is None else self.layout.groupings[level]
 
     def on(self, device: torch.device) -> Terms:
         """Laid out, with all that a loss needs of them on a device."""
@@ -178,20 +178,15 @@ def make_terms(
         targets_N = torch.cat((targets_N, targets_N, torch.full_like(rival_slots, -1)))
         is_logit_N = torch.arange(len(canvas_N), device=rows_R.device) >= num_tokens
     lengths_R = some.prompt_lengths + batch.num_slots
-    columns_N = columns_RL[canvas_N, slots_N]
-    if model.block_length is None:
-        views = share_equal_views(ids_RS, lengths_R, canvas_N, columns_N, targets_N)
-    else:
-        clean_RS, _ = canvas(some, prompt_ids, some.completion_ids, model.pad_token_id)
-        views = views_of_blocks(
-            ids_RS,
-            lengths_R,
-            canvas_N,
-            columns_N,
-            targets_N,
-            clean_RS=clean_RS,
-            block_length=block_length or model.block_length,
-        )
+    views = views_of(
+        ids_RS,
+        lengths_R,
+        canvas_N,
+        columns_RL[canvas_N, slots_N],
+        targets_N,
+        clean_RS=ids_RS.scatter(1, columns_RL, some.completion_ids) if model.is_block_causal else ids_RS,
+        block_length=(block_length or model.block_length) if model.is_block_causal else None,
+    )
     order_N = views.scored.argsort(stable=True)
     views = replace(
         views,

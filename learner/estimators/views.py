@@ -65,7 +65,7 @@ class BlockRows:
     columns: Tensor
     """[V, S] int64: where in the canvas each slot stands."""
     chunks: Tensor
-    """[V, S] int64: which state it is of, or `CLEAN` or `FILL` (`learner/model/transformer.py`)."""
+    """[V, S] int64: which state it is of, or `CLEAN` or `FILL` (`learner/model/wanted.py`)."""
     block_length: int
     """Slots of a block."""
 
@@ -80,13 +80,19 @@ def share_equal_views(ids_BS: Tensor, lengths_B: Tensor, rows_N: Tensor, columns
 
     Views keep the order of the first row that each serves.
     """
-    ids_VS, view_B = ids_BS.unique(dim=0, return_inverse=True)
-    places_B = torch.arange(len(ids_BS), device=ids_BS.device)
-    first_V = places_B.new_full((len(ids_VS),), len(ids_BS)).scatter_reduce_(0, view_B, places_B, "amin")
+    first_V, view_B = different_rows(ids_BS)
+    slots_M, scored_N = (view_B[rows_N] * ids_BS.shape[1] + columns_N).unique(return_inverse=True)
+    return Views(ids=ids_BS[first_V], lengths=lengths_B[first_V], slots=slots_M, scored=scored_N, targets=targets_N)
+
+
+def different_rows(rows_BS: Tensor) -> tuple[Tensor, Tensor]:
+    """The places [V] of the first of each different row, ascending, and which of these each of [B] is equal to."""
+    different_VS, equal_B = rows_BS.unique(dim=0, return_inverse=True)
+    places_B = torch.arange(len(rows_BS), device=rows_BS.device)
+    first_V = places_B.new_full((len(different_VS),), len(rows_BS)).scatter_reduce_(0, equal_B, places_B, "amin")
     first_V, order_V = first_V.sort()
     place_V = torch.empty_like(order_V).scatter_(0, order_V, places_B[: len(order_V)])
-    slots_M, scored_N = (place_V[view_B][rows_N] * ids_BS.shape[1] + columns_N).unique(return_inverse=True)
-    return Views(ids=ids_BS[first_V], lengths=lengths_B[first_V], slots=slots_M, scored=scored_N, targets=targets_N)
+    return first_V, place_V[equal_B]
 
 
 def token_logps(

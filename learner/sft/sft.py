@@ -22,8 +22,8 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat
 
 from learner.batch import uploaded
 from learner.counter import uniform
-from learner.estimators.block_views import views_of_blocks
-from learner.estimators.views import SOFTMAX, share_equal_views, token_logps
+from learner.estimators.block_views import views_of
+from learner.estimators.views import SOFTMAX, token_logps
 from learner.keys import fold
 from learner.model.deferred import torch
 from learner.model.wanted import Wanted, query_grid
@@ -183,11 +183,8 @@ def masked_logps(
     device = device or next(model.parameters()).device
     if packing:
         return _packed_logps(model, masked, device)
-    scored, block_length = (masked.lengths, masked.rows, masked.columns, masked.targets), model.config.block_length
-    if block_length is None:
-        views = share_equal_views(masked.ids, *scored)
-    else:
-        views = views_of_blocks(masked.ids, *scored, clean_RS=masked.clean, block_length=block_length)
+    scored = masked.lengths, masked.rows, masked.columns, masked.targets
+    views = views_of(masked.ids, *scored, clean_RS=masked.clean, block_length=model.config.block_length)
     return token_logps(model, views, SOFTMAX, device)
 
 

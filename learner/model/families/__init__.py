@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from learner.model.config import Family, TransformerConfig
 from learner.model.families import dream, llada, llada2, sdar, sdar_moe
@@ -60,49 +60,40 @@ class FamilyFormat:
         return f"{self.block_prefix}.{index}", module, kind
 
 
+class _Names(Protocol):
+    """What the module of a family says."""
+
+    @property
+    def MODEL_TYPE(self) -> str: ...  # noqa: N802 (a module's constant)
+    @property
+    def OUTER_NAMES(self) -> Mapping[str, str]: ...  # noqa: N802
+    @property
+    def BLOCK_PREFIX(self) -> str: ...  # noqa: N802
+    @property
+    def BLOCK_NAMES(self) -> Mapping[str, str]: ...  # noqa: N802
+    def read_config(self, raw: RawConfig, /) -> TransformerConfig: ...
+    def write_config(self, config: TransformerConfig, /) -> dict[str, Any]: ...
+
+
+def _format(names: _Names, expert_names: Mapping[str, tuple[str, ...]] | None = None) -> FamilyFormat:
+    return FamilyFormat(
+        model_type=names.MODEL_TYPE,
+        read_config=names.read_config,
+        write_config=names.write_config,
+        outer_names=names.OUTER_NAMES,
+        block_prefix=names.BLOCK_PREFIX,
+        block_names=names.BLOCK_NAMES,
+        expert_names=expert_names or {},
+    )
+
+
 FAMILIES: dict[Family, FamilyFormat] = {
-    "llada": FamilyFormat(
-        model_type=llada.MODEL_TYPE,
-        read_config=llada.read_config,
-        write_config=llada.write_config,
-        outer_names=llada.OUTER_NAMES,
-        block_prefix=llada.BLOCK_PREFIX,
-        block_names=llada.BLOCK_NAMES,
-    ),
-    "dream": FamilyFormat(
-        model_type=dream.MODEL_TYPE,
-        read_config=dream.read_config,
-        write_config=dream.write_config,
-        outer_names=dream.OUTER_NAMES,
-        block_prefix=dream.BLOCK_PREFIX,
-        block_names=dream.BLOCK_NAMES,
-    ),
-    "sdar": FamilyFormat(
-        model_type=sdar.MODEL_TYPE,
-        read_config=sdar.read_config,
-        write_config=sdar.write_config,
-        outer_names=sdar.OUTER_NAMES,
-        block_prefix=sdar.BLOCK_PREFIX,
-        block_names=sdar.BLOCK_NAMES,
-    ),
-    "sdar_moe": FamilyFormat(
-        model_type=sdar_moe.MODEL_TYPE,
-        read_config=sdar_moe.read_config,
-        write_config=sdar_moe.write_config,
-        outer_names=sdar.OUTER_NAMES,
-        block_prefix=sdar.BLOCK_PREFIX,
-        block_names=sdar_moe.BLOCK_NAMES,
-        expert_names=sdar_moe.EXPERT_NAMES,
-    ),
-    "llada2_moe": FamilyFormat(
-        model_type=llada2.MODEL_TYPE,
-        read_config=llada2.read_config,
-        write_config=llada2.write_config,
-        outer_names=llada2.OUTER_NAMES,
-        block_prefix=llada2.BLOCK_PREFIX,
-        block_names=llada2.BLOCK_NAMES,
-        expert_names=llada2.EXPERT_NAMES,
-    ),
+    "llada": _format(llada),
+    "dream": _format(dream),
+    "sdar": _format(sdar),
+    "sdar_moe": _format(sdar_moe, sdar_moe.EXPERT_NAMES),
+    # Its experts have the names of SDAR's.
+    "llada2_moe": _format(llada2, sdar_moe.EXPERT_NAMES),
 }
 
 _OTHER_FORMS = {

@@ -37,10 +37,6 @@ BLOCK_NAMES = {
     "mlp.shared.up_proj": "mlp.shared_experts.up_proj",
     "mlp.shared.down_proj": "mlp.shared_experts.down_proj",
 }
-EXPERT_NAMES = {
-    "mlp.experts.gate_up_proj": ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"),
-    "mlp.experts.down_proj": ("mlp.experts.{}.down_proj",),
-}
 # All published checkpoints were trained with it, and their configs do not say so.
 _BLOCK_LENGTH = 32
 _MASK = "<|mask|>"
@@ -80,7 +76,6 @@ def read_config(raw: RawConfig) -> TransformerConfig:
         if raw.get(key) is not None:
             raise ValueError(f"{raw.path} has {key} = {raw[key]!r}, so it is LLaDA2.2's; d1 computes 2.0 and 2.1 only")
     eos_token_id = raw.get("eos_token_id", raw["pad_token_id"])
-    mask_token_id = raw.get("mask_token_id")
     return TransformerConfig(
         family="llada2_moe",
         vocab_size=raw["vocab_size"],
@@ -98,9 +93,9 @@ def read_config(raw: RawConfig) -> TransformerConfig:
         tied_embeddings=raw.get("tie_word_embeddings", False),
         rope_theta=raw["rope_theta"],
         rms_norm_eps=raw["rms_norm_eps"],
-        mask_token_id=raw.token_id(_MASK) if mask_token_id is None else mask_token_id,
+        mask_token_id=raw.mask_token_id(_MASK),
         eos_token_id=eos_token_id,
-        other_stop_ids=tuple(token for token in raw.generation_stop_ids() if token != eos_token_id),
+        other_stop_ids=raw.other_stop_ids(eos_token_id),
         pad_token_id=raw["pad_token_id"],
     )
 

@@ -56,20 +56,21 @@ class RawConfig:
             if found != value:
                 raise ValueError(f"{self.path} has {key} = {found!r}; d1 computes {key} = {value!r} only")
 
-    def token_id(self, token: str) -> int:
-        """The id of a special token, by the tokenizer beside the config. Raises ValueError where that has none."""
+    def mask_token_id(self, token: str) -> int:
+        """The mask id, by the tokenizer beside the config where that has none. Raises ValueError where neither does."""
+        stated: int | None = self.get("mask_token_id")
+        if stated is not None:
+            return stated
         for name in (_TOKENIZER_CONFIG, _TOKENIZER):
             found = _added_tokens(self._beside(name)).get(token)
             if found is not None:
                 return found
         raise ValueError(f"{self.path} has no mask_token_id, and the tokenizer beside it has no token {token}")
 
-    def generation_stop_ids(self) -> tuple[int, ...]:
-        """The ids that end a text, by the `generation_config.json` beside the config; none where it says none."""
+    def other_stop_ids(self, eos_token_id: int) -> tuple[int, ...]:
+        """The ids but this one that end a text, by the `generation_config.json` beside the config, if it says any."""
         ids = self._beside(GENERATION_CONFIG).get("eos_token_id")
-        if ids is None:
-            return ()
-        return tuple(ids) if isinstance(ids, list) else (ids,)
+        return tuple(token for token in (ids if isinstance(ids, list) else [ids]) if token not in (None, eos_token_id))
 
     def _beside(self, name: str) -> Mapping[str, Any]:
         path = self.path.with_name(name)

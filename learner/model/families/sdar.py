@@ -64,7 +64,6 @@ def read_config_of(
     """The same for a form of SDAR: what its config must say, if it says anything, and its experts."""
     raw.check(fixed, may_lack=True)
     eos_token_id = raw["eos_token_id"]
-    mask_token_id = raw.get("mask_token_id")
     return TransformerConfig(
         family=family,
         vocab_size=raw["vocab_size"],
@@ -81,9 +80,9 @@ def read_config_of(
         tied_embeddings=raw.get("tie_word_embeddings", False),
         rope_theta=raw["rope_theta"],
         rms_norm_eps=raw["rms_norm_eps"],
-        mask_token_id=raw.token_id(_MASK) if mask_token_id is None else mask_token_id,
+        mask_token_id=raw.mask_token_id(_MASK),
         eos_token_id=eos_token_id,
-        other_stop_ids=tuple(token for token in raw.generation_stop_ids() if token != eos_token_id),
+        other_stop_ids=raw.other_stop_ids(eos_token_id),
         pad_token_id=raw.get("pad_token_id", eos_token_id),
     )
 

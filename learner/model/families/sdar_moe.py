@@ -15,6 +15,7 @@ from learner.model.moe.config import MoEConfig
 
 MODEL_TYPE = "sdar_moe"
 
+OUTER_NAMES, BLOCK_PREFIX = sdar.OUTER_NAMES, sdar.BLOCK_PREFIX
 BLOCK_NAMES = sdar.BLOCK_NAMES | {"mlp.router": "mlp.gate"}
 EXPERT_NAMES = {
     "mlp.experts.gate_up_proj": ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"),
