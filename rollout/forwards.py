@@ -78,6 +78,9 @@ class ActiveRow:
             params.block_length,
             params.cfg_scale,
             params.forbidden_ids,
+            # Under token editing a block that is full may not be finished, and its tokens but the given are asked about.
+            self.block_start,
+            frozenset(self.request.fixed_tokens) if params.edits else None,
         )
 
 
@@ -139,7 +142,7 @@ class Forwards:
         Args:
             active: the rows.
             columns_AK: columns of their blocks.
-            open_AK: bool, which of these are masked.
+            open_AK: bool, which of these may be written.
         """
         parts, first = [], 0
         for kind in ForwardKind:

@@ -99,6 +99,12 @@ class SamplingParams(BaseModel):
     """Larger ones commit more at once. Of `factor`."""
     entropy_bound: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     """In nats; larger ones commit more at once. Of `entropy_bound`."""
+    editing_threshold: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Token editing (LLaDA2.1, arXiv 2602.08676): a step also replaces committed tokens of its block where another
+    token is the most probable one, with more than this probability. Of block-causal policies; absent, none is."""
+    max_post_steps: Annotated[int, Field(gt=0, le=_LARGEST)] = 16
+    """With `editing_threshold`: denoise steps of a block at most once no slot of it is masked. A step that finds nothing
+    to write ends it too."""
     drawing: Drawing = Drawing.SELECT_THEN_SAMPLE
     """`select_then_sample`, or `sample_then_select` as LLaDA and d1 do, whose log-probabilities are approximate."""
     cfg_scale: Annotated[float, Field(ge=0, le=1000)] = 0.0
@@ -172,9 +178,16 @@ class SamplingParams(BaseModel):
                 raise FieldError(f"{{schedule}} {self.schedule} does not take {{{name}}}; leave it out")
         if self.cfg_scale and self.cache is not Cache.NONE:
             raise FieldError(f"{{cfg_scale}} {self.cfg_scale:g} needs {{cache}} none: guidance has no cached forward")
+        if self.edits and self.drawing is not Drawing.SELECT_THEN_SAMPLE:
+            raise FieldError("{editing_threshold} needs {drawing} select_then_sample: it looks at what is most probable")
         if self.cache_refresh_steps and self.cache is Cache.NONE:
             raise FieldError(f"{{cache_refresh_steps}} {self.cache_refresh_steps} needs a {{cache}}: prefix or dual")
         return self
+
+    @property
+    def edits(self) -> bool:
+        """Whether steps replace committed tokens too."""
+        return self.editing_threshold is not None
 
     @property
     def is_by_shares(self) -> bool:
@@ -195,6 +208,8 @@ class SamplingParams(BaseModel):
             parts[0] += f" {getattr(self, PARAMETER_OF[self.schedule]):g}"
             if self.schedule is Schedule.THRESHOLD and self.steps_per_block is not None:
                 parts.append(f"at most {self.steps_per_block} steps a block")
+        if self.editing_threshold is not None:
+            parts.append(f"editing above {self.editing_threshold:g}")
         return ", ".join(parts)
 
     @property
@@ -212,9 +227,16 @@ class SamplingParams(BaseModel):
         return self.steps_per_block or max(1, self.num_denoise_steps // self.num_blocks)
 
     @property
+    def known_num_steps(self) -> int | None:
+        """Denoise steps of a completion that fills its canvas, where they depend on nothing else."""
+        is_known = self.is_by_shares and self.steps_per_block is None and not self.edits
+        return self.num_denoise_steps if is_known else None
+
+    @property
     def most_committed(self) -> int:
-        """Slots that a denoise step commits at most."""
-        return -(-self.block_length // self.num_block_steps) if self.is_by_shares else self.block_length
+        """Slots that a denoise step writes at most."""
+        is_share = self.is_by_shares and not self.edits
+        return -(-self.block_length // self.num_block_steps) if is_share else self.block_length
 
     @property
     def logp_exact(self) -> bool:
@@ -248,6 +270,33 @@ class Committed:
     def num_steps(self) -> int:
         """Denoise steps that it took: each commits something, so the last that did is the last there was."""
         return int(self.step_map.max(initial=-1)) + 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Writes:
+    """Every token that was written under token editing, in the order of the steps: [E] each.
+
+    The block before a step is all writes of earlier steps; the sum of `logp` is the trajectory's log-likelihood.
+    """
+
+    steps: NDArray[np.int32]
+    """Denoise steps, as in `Completion.step_map`."""
+    slots: NDArray[np.int32]
+    """Completion slots. One that was written before is edited."""
+    token_ids: NDArray[np.int32]
+    """What was written."""
+    logp: NDArray[np.float32]
+    """As `Completion.commit_logp`, and so is the next."""
+    logp_raw: NDArray[np.float32]
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    @classmethod
+    def none(cls) -> Writes:
+        """No write at all."""
+        ints, floats = np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.float32)
+        return cls(steps=ints, slots=ints, token_ids=ints, logp=floats, logp_raw=floats)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -313,6 +362,8 @@ def check_params(params: SamplingParams, config: TransformerConfig) -> None:
     """Raise FieldError, naming the field, when completions of the policy's family cannot be denoised like this."""
     if not config.is_block_causal:
         params.check_whole_blocks()
+        if params.edits:
+            raise FieldError("{editing_threshold} is for block-causal policies, and this one is bidirectional: leave it out")
     elif params.cache is not Cache.NONE:
         raise FieldError(
             f"{{cache}} {params.cache} is for bidirectional policies; a block-causal one remembers its finished blocks "
@@ -403,7 +454,8 @@ class Completion:
     fallback: NDArray[np.bool_]
     """[C] whether the slot was committed only because a step commits at least one: none passed the schedule's test."""
     num_forwards: int
-    """Forwards that this completion took part in; two for each step with classifier-free guidance."""
+    """Forwards that this completion took part in; two for each step with classifier-free guidance. Under token editing
+    a step that finds nothing to write takes one too, and is not counted in `step_map`."""
     exact: bool
     """Whether replaying (token_ids, step_map) through full forwards gives the log-probabilities back: no cache."""
     logp_exact: bool
@@ -412,3 +464,6 @@ class Completion:
     """Why it ended."""
     policy_version: int
     """The policy version that sampled every token of it."""
+    writes: Writes | None = None
+    """Under token editing: all that was written. The arrays above are of the token that stands: of the last write to its
+    slot."""

@@ -29,8 +29,9 @@ from learner.model.transformer import Transformer
 from rollout.config import EngineConfig
 from rollout.forwards import ActiveRow, ForwardCounts, ForwardKind, Forwards, SlotLogits
 from rollout.request import Cache, Completion, Progress, Request, SamplingParams, canvas_of, check_request
-from rollout.slots import Slots, on_device
-from rollout.step import DenoiseStep, Drawn
+from rollout.slots import RowState, Slots, on_device
+from rollout.step import BlockSlots, DenoiseStep, Drawn
+from rollout.writes import WriteLog
 
 
 class Sampler:
@@ -117,6 +118,7 @@ class SlotBatch:
         self._forwards = Forwards(
             model, forward, self.slots, sampler.counts, is_static=self._is_static, is_compiled=engine.compile
         )
+        self._writes = WriteLog()
         self._waiting: deque[tuple[int, Request]] = deque()
         self._running: dict[int, tuple[int, Request]] = {}
         self._seen: dict[int, _Seen[int]] = {}
@@ -159,6 +161,7 @@ class SlotBatch:
         slot = self._slot_of(index)
         if slot is not None:
             self.slots.clear(slot)
+            self._writes.forget(slot)
             del self._running[slot]
 
     def num_committed(self) -> dict[int, int]:
@@ -232,14 +235,15 @@ class SlotBatch:
             seen = self._seen[slot]
             if not seen.is_done:
                 remembered = self._num_remembered[slot]
+                kind = self._kind(request.params, seen, remembered)
                 active.append(
                     ActiveRow(
                         slot,
                         request,
-                        self._kind(request.params, seen, remembered),
+                        kind,
                         twin=seen.twin,
                         block_start=seen.block_start,
-                        length=self._visible_columns(request, seen.block_start),
+                        length=self._visible_columns(request, seen.block_start, kind),
                         num_remembered=remembered,
                     )
                 )
@@ -256,24 +260,24 @@ class SlotBatch:
         is_refresh = seen.step_in_block % every == 0 if every else seen.step_in_block == 0
         return ForwardKind.REFRESH if is_refresh else ForwardKind.CACHED
 
-    def _visible_columns(self, request: Request, block_start: int) -> int:
+    def _visible_columns(self, request: Request, block_start: int, kind: ForwardKind) -> int:
         """Columns of a canvas, as far as the block that begins there can see."""
-        if self._config.is_block_causal:
+        # A row that is run several times unseen may go on to its next block.
+        is_seen = self._steps_per_sync == 1 or kind is not ForwardKind.WHOLE
+        if self._config.is_block_causal and is_seen:
             return block_start + request.params.block_length
         return canvas_of(request, self._config).end
 
     def _denoise(self, active: list[ActiveRow]) -> None:
         """One forward for all rows, and what each commits."""
-        canvases, params = self.slots.canvases, [row.request.params for row in active]
+        params = [row.request.params for row in active]
         rows_A = on_device([row.slot for row in active], self.slots.device)
         before = self.slots.rows.of(rows_A)
-        places_K = torch.arange(max(p.block_length for p in params), device=rows_A.device)
-        columns_AK = before.block_start[:, None] + places_K
-        open_AK = canvases.masked[rows_A[:, None], columns_AK] & (places_K < before.block_length[:, None])
-        open_AK &= ~before.done[:, None]
-        found = self._forwards.logits(active, columns_AK, open_AK)
-        self._forbid(found, active, len(places_K))
-        step = DenoiseStep(params, before, columns_AK, open_AK, found)
+        block = self._block(rows_A, before, params)
+        num_places = block.columns.shape[1]
+        found = self._forwards.logits(active, block.columns, block.open)
+        self._forbid(found, active, num_places)
+        step = DenoiseStep(params, before, block, found)
         self.slots.rows.broken[rows_A] |= step.broken_rows()
         chosen_AK, fallback_AK = step.select()
         # Static: more may be written than is chosen, with what they held before.
@@ -283,11 +287,31 @@ class SlotBatch:
             else chosen_AK.flatten()[found.index].nonzero()[:, 0]
         )
         index_M = found.index[picked_M]
-        where = rows_A[index_M // len(places_K)], columns_AK.flatten()[index_M]
+        where = rows_A[index_M // num_places], block.columns.flatten()[index_M]
         drawn, chosen_M = step.draw(picked_M), chosen_AK.flatten()[index_M]
         self._write(where, drawn, fallback_AK.flatten()[index_M], chosen_M)
-        self.slots.advance(rows_A, before)
+        editing = [row.slot for row in active if row.request.params.edits]
+        if editing:
+            slots_M = where[1] - before.prompt_length[index_M // num_places]
+            self._writes.add(editing, where[0], slots_M, drawn, chosen_M)
+        self.slots.advance(rows_A, before, block.masked.any(dim=1), chosen_AK.any(dim=1))
         self._num_remembered |= {row.slot: row.block_start for row in active if row.kind.remembers_finished}
+
+    def _block(self, rows_A: Tensor, now: RowState, params: Sequence[SamplingParams]) -> BlockSlots:
+        """The slots of each row's block, and what can be written there."""
+        canvases = self.slots.canvases
+        places_K = torch.arange(max(p.block_length for p in params), device=rows_A.device)
+        columns_AK = now.block_start[:, None] + places_K
+        where = rows_A[:, None], columns_AK
+        is_here_AK = (places_K < now.block_length[:, None]) & ~now.done[:, None]
+        editable_AK = tokens_AK = None
+        if any(p.edits for p in params):
+            # What is given has no step.
+            editable_AK = is_here_AK & now.edits[:, None] & (canvases.step_map[where] >= 0)
+            tokens_AK = canvases.tokens[where]
+        return BlockSlots(
+            columns=columns_AK, masked=canvases.masked[where] & is_here_AK, editable=editable_AK, tokens=tokens_AK
+        )
 
     def _write(self, where: tuple[Tensor, Tensor], drawn: Drawn, fallback_M: Tensor, chosen_M: Tensor) -> None:
         """Commit the tokens, with the record of how they came about."""
@@ -322,6 +346,10 @@ class SlotBatch:
             return []
         indices, requests = zip(*(self._running.pop(slot) for slot in done), strict=True)
         completions = self.slots.harvest(done, requests, self._policy_version, is_cache_exact=self._is_cache_exact)
+        completions = [
+            replace(completion, writes=self._writes.take(slot)) if request.params.edits else completion
+            for slot, request, completion in zip(done, requests, completions, strict=True)
+        ]
         return list(zip(indices, completions, strict=True))
 
 

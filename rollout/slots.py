@@ -51,6 +51,14 @@ class RowState:
     """Denoise steps done."""
     step_in_block: Tensor = field(metadata=_INT64)
     """Those done in this block."""
+    edits: Tensor = field(metadata=_BOOL)
+    """Under token editing: a block is finished once `is_unsettled` is false, and not when it has no mask."""
+    is_unsettled: Tensor = field(metadata=_BOOL)
+    most_post_steps: Tensor = field(metadata=_INT64)
+    num_post_steps: Tensor = field(metadata=_INT64)
+    """Steps of this block that began without a mask."""
+    num_idle_steps: Tensor = field(metadata=_INT64)
+    """Steps of all blocks that found nothing to write; `step` does not count them."""
     draw_key: Tensor = field(metadata=_INT64)
     done: Tensor = field(metadata=_BOOL)
     """Nothing more is committed; an empty slot is done."""
@@ -65,6 +73,7 @@ class RowState:
     factor: Tensor = field(metadata=_FLOAT32)
     entropy_bound: Tensor = field(metadata=_FLOAT32)
     cfg_scale: Tensor = field(metadata=_FLOAT32)
+    log_editing_threshold: Tensor = field(metadata=_FLOAT32)
 
     def of(self, rows_A: Tensor) -> RowState:
         """The numbers of some rows, copied."""
@@ -140,14 +149,25 @@ class Slots:
         self._admit_stop_ids(rows_F, requests)
         self._point_at_blocks(rows_F)
 
-    def advance(self, rows_A: Tensor, before: RowState) -> None:
+    def advance(self, rows_A: Tensor, before: RowState, had_mask_A: Tensor, wrote_A: Tensor) -> None:
         """Count a denoise step of rows that were as `before`, and move on those whose block is finished.
 
         A row is done when no slot is masked, or when a finished block has a stop token: what would follow is cut off.
+        Under token editing a block is finished when a step wrote nothing, or after `most_post_steps` without a mask.
+
+        Args:
+            rows_A: the slots of the engine.
+            before: their rows before the step.
+            had_mask_A: bool, whether their blocks had a masked slot before it.
+            wrote_A: bool, whether it wrote anything.
         """
-        going_A = (~before.done).long()
-        self.rows.step[rows_A] = before.step + going_A
-        self.rows.step_in_block[rows_A] = before.step_in_block + going_A
+        going_A = ~before.done
+        num_post_A = before.num_post_steps + (going_A & ~had_mask_A)
+        self.rows.step[rows_A] = before.step + (going_A & wrote_A)
+        self.rows.num_idle_steps[rows_A] = before.num_idle_steps + (going_A & ~wrote_A)
+        self.rows.step_in_block[rows_A] = before.step_in_block + going_A.long()
+        self.rows.num_post_steps[rows_A] = num_post_A
+        self.rows.is_unsettled[rows_A] = before.is_unsettled & wrote_A & (num_post_A < before.most_post_steps)
         self._point_at_blocks(rows_A)
 
     def harvest(
@@ -156,7 +176,8 @@ class Slots:
         """The completions of rows that are done; their slots can be given to others."""
         rows_F = on_device(slots, self.device)
         stop_F = self._first_stop(rows_F, self.rows.of(rows_F))
-        (last_F, num_steps), host = self._on_host(rows_F, stop_F, self.rows.step[rows_F])
+        num_steps_F = self.rows.step[rows_F] + self.rows.num_idle_steps[rows_F]
+        (last_F, num_steps), host = self._on_host(rows_F, stop_F, num_steps_F)
         return [
             Completion(
                 **_record(
@@ -266,8 +287,10 @@ class Slots:
         origin_A = torch.zeros_like(now.prompt_length) if self._config.is_block_causal else now.prompt_length
         block_A = (first_A - origin_A).div(now.block_length, rounding_mode="floor")
         start_A = origin_A + block_A * now.block_length
+        start_A = torch.where(now.is_unsettled, now.block_start, start_A)
         # Tokens that were given in blocks still to come do not end a text.
-        done_A = now.done | (first_A == self.width) | (self._first_stop(rows_A, now) < start_A)
+        is_last_A = (first_A == self.width) & ~now.is_unsettled
+        done_A = now.done | is_last_A | (self._first_stop(rows_A, now) < start_A)
         is_new_A = (start_A > now.block_start) & ~done_A
         in_block_AW = (columns_W >= start_A[:, None]) & (columns_W < (start_A + now.block_length)[:, None])
         num_shared_A = now.block_length if self._config.is_block_causal else (masked_AW & in_block_AW).sum(dim=1)
@@ -275,6 +298,8 @@ class Slots:
         self.rows.block_start[rows_A] = torch.where(is_new_A, start_A, now.block_start)
         self.rows.block_masked[rows_A] = torch.where(is_new_A, num_shared_A, now.block_masked)
         self.rows.step_in_block[rows_A] = torch.where(is_new_A, 0, now.step_in_block)
+        self.rows.num_post_steps[rows_A] = torch.where(is_new_A, 0, now.num_post_steps)
+        self.rows.is_unsettled[rows_A] = torch.where(is_new_A, now.edits, now.is_unsettled)
 
     def _first_stop(self, rows_A: Tensor, now: RowState) -> Tensor:
         """The column [A] of each row's first stop token in its completion, W where there is none."""
@@ -322,6 +347,11 @@ def _row_values(request: Request) -> dict[str, float]:
         "block_masked": 0,
         "step": 0 if request.committed is None else request.committed.num_steps,
         "step_in_block": 0,
+        "edits": params.edits,
+        "is_unsettled": False,
+        "most_post_steps": params.max_post_steps,
+        "num_post_steps": 0,
+        "num_idle_steps": 0,
         "draw_key": request.draw_key,
         "done": False,
         "broken": False,
@@ -329,11 +359,18 @@ def _row_values(request: Request) -> dict[str, float]:
         "temperature": params.temperature,
         "top_p": params.top_p,
         "top_k": params.top_k,
-        "log_threshold": math.nan if params.threshold is None else math.log(params.threshold),
+        "log_threshold": _log(params.threshold),
         "factor": math.nan if params.factor is None else params.factor,
         "entropy_bound": math.nan if params.entropy_bound is None else params.entropy_bound,
         "cfg_scale": params.cfg_scale,
+        "log_editing_threshold": _log(params.editing_threshold),
     }
+
+
+def _log(threshold: float | None) -> float:
+    if threshold is None:
+        return math.nan
+    return math.log(threshold) if threshold else -math.inf
 
 
 def _record(

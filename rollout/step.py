@@ -34,6 +34,25 @@ class Drawn:
     law_entropy: Tensor
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockSlots:
+    """The slots of each row's block, [A, K]."""
+
+    columns: Tensor
+    """Their columns in the canvas."""
+    masked: Tensor
+    """bool: those that can be committed."""
+    editable: Tensor | None
+    """bool: those with a token that can be replaced; None where no row edits."""
+    tokens: Tensor | None
+    """What stands there; None where no row edits."""
+
+    @property
+    def open(self) -> Tensor:
+        """bool: those that may be written."""
+        return self.masked if self.editable is None else self.masked | self.editable
+
+
 class DenoiseStep:
     """The choices of one denoise step, from the policy's predictions."""
 
@@ -41,8 +60,7 @@ class DenoiseStep:
         self,
         params: Sequence[SamplingParams],
         rows: RowState,
-        columns_AK: Tensor,
-        open_AK: Tensor,
+        block: BlockSlots,
         found: SlotLogits,
     ) -> None:
         """Choose among the open slots.
@@ -50,20 +68,19 @@ class DenoiseStep:
         Args:
             params: how each row is denoised.
             rows: where it stands.
-            columns_AK: the columns of its block.
-            open_AK: bool, which of these are masked.
-            found: their logits, which are overwritten.
+            block: the slots of its block.
+            found: the logits of the open ones, which are overwritten.
         """
-        self._params, self._rows, self._open_AK = params, rows, open_AK
+        self._params, self._rows, self._block = params, rows, block
         self._index_N, self._source_N = found.index, found.source
         self._predicted = predictions(found.logits)
-        self._slots_AK = columns_AK - rows.prompt_length[:, None]
+        self._slots_AK = block.columns - rows.prompt_length[:, None]
         self._drawn_N: Draws | None = None
         if not all(p.logp_exact for p in params):
             self._drawn_N = self._draw(torch.arange(len(found.index), device=found.index.device))
 
     def select(self) -> tuple[Tensor, Tensor]:
-        """The slots [A, K] to commit, and those of them that only the at-least-one rule commits."""
+        """The slots [A, K] to write, and those of them that only the at-least-one rule commits."""
         present = {p.schedule for p in self._params}
         entropy_AK = lottery_AK = None
         if Schedule.ENTROPY_BOUND in present:
@@ -72,17 +89,28 @@ class DenoiseStep:
             rows = self._rows
             lottery_AK = uniform(rows.draw_key[:, None], rows.step[:, None], self._slots_AK, _LOTTERY_KEY)
         view = BlockView(
-            masked=self._open_AK,
+            masked=self._block.masked,
             confidence=self._grid(self._confidence()),
             entropy=entropy_AK,
             lottery=lottery_AK,
         )
-        return select(view, self._rows.schedules(), present)
+        chosen_AK, fallback_AK = select(view, self._rows.schedules(), present)
+        return chosen_AK | self._edits(view.confidence), fallback_AK
+
+    def _edits(self, confidence_AK: Tensor) -> Tensor:
+        """[A, K] bool: the committed slots where another token is the most probable, and probable enough (LLaDA2.1)."""
+        block = self._block
+        if block.editable is None or block.tokens is None:
+            return torch.zeros_like(block.masked)
+        top_AK = block.tokens.clone()
+        top_AK.view(-1)[self._index_N] = self._predicted.top_tokens(self._source_N)
+        is_probable_AK = confidence_AK > self._rows.log_editing_threshold[:, None]
+        return block.editable & is_probable_AK & (top_AK != block.tokens)
 
     def broken_rows(self) -> Tensor:
         """[A] whether a row was predicted something that is no number."""
         is_number_U = self._predicted.log_norm.isfinite()
-        is_broken_AK = torch.zeros_like(self._open_AK)
+        is_broken_AK = torch.zeros_like(self._block.masked)
         is_broken_AK.view(-1)[self._index_N] = ~is_number_U[self._source_N]
         return is_broken_AK.any(dim=1)
 
@@ -105,7 +133,7 @@ class DenoiseStep:
         if self._drawn_N is None:
             return confidence_N
         draws_first_A = on_device([not p.logp_exact for p in self._params], confidence_N.device)
-        drawn_first_N = draws_first_A[self._index_N // self._open_AK.shape[1]]
+        drawn_first_N = draws_first_A[self._index_N // self._block.masked.shape[1]]
         return torch.where(drawn_first_N, self._predicted.logp(self._source_N, self._drawn_N.tokens), confidence_N)
 
     def _draw(self, picked_M: Tensor) -> Draws:
@@ -136,10 +164,10 @@ class DenoiseStep:
         return self._predicted.entropy(torch.arange(len(log_norm_U), device=log_norm_U.device))
 
     def _row_of(self, picked_M: Tensor) -> Tensor:
-        return self._index_N[picked_M] // self._open_AK.shape[1]
+        return self._index_N[picked_M] // self._block.masked.shape[1]
 
     def _grid(self, values_N: Tensor) -> Tensor:
         """[N] values of the open slots to [A, K]; -inf elsewhere."""
-        grid = torch.full(self._open_AK.shape, -torch.inf, device=values_N.device)
+        grid = torch.full(self._block.masked.shape, -torch.inf, device=values_N.device)
         grid.view(-1)[self._index_N] = values_N
         return grid

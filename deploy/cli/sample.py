@@ -69,6 +69,10 @@ def sample(
     threshold: Annotated[float | None, _denoising("Commit slots above this probability.")] = None,
     factor: Annotated[float | None, _denoising("Fast-dLLM's factor; larger commits more at once.")] = None,
     entropy_bound: Annotated[float | None, _denoising("In nats; larger commits more at once.")] = None,
+    editing_threshold: Annotated[
+        float | None, _denoising("Replace tokens of a block where another is more probable than this (LLaDA2.1).")
+    ] = None,
+    max_post_steps: Annotated[int | None, _denoising("With it: forwards of a full block at most.")] = None,
     drawing: Annotated[
         Literal["select_then_sample", "sample_then_select"] | None,
         _denoising("Which comes first, above temperature 0."),
@@ -98,6 +102,8 @@ def sample(
         "threshold": threshold,
         "factor": factor,
         "entropy_bound": entropy_bound,
+        "editing_threshold": editing_threshold,
+        "max_post_steps": max_post_steps,
         "drawing": drawing,
         "cfg_scale": cfg_scale,
         "top_p": top_p,

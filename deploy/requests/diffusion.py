@@ -52,6 +52,11 @@ class Diffusion(Body):
     """Of the schedule `entropy_bound`, in nats."""
     remasking: Annotated[str, Field(max_length=32, json_schema_extra={"enum": [*Schedule]})] | None = None
     """The schedule."""
+    editing_threshold: float | None = None
+    """Token editing, of block-causal policies: a step also replaces tokens of its block where another is more probable
+    than this. What a stream of finished blocks shows stays."""
+    max_post_steps: Annotated[int, Field(ge=1, le=LARGEST)] | None = None
+    """With it: steps of a block at most once no slot is masked."""
     cfg_scale: float | None = None
     """Classifier-free guidance; 0 is none."""
     constraints: Constraints = Constraints()
@@ -81,6 +86,8 @@ class Shorthand(Body):
     threshold: Finite | None = None
     factor: Finite | None = None
     entropy_bound: Finite | None = None
+    editing_threshold: Finite | None = None
+    max_post_steps: Whole | None = None
     drawing: str | None = None
     top_p: Finite | None = None
     top_k: Whole | None = None

@@ -12,7 +12,7 @@ from deploy.printing import counted
 from deploy.requests.ending import Ending, ending_of
 from deploy.sampling.policy import ReadyPolicy
 from deploy.sampling.prepare import Item
-from rollout.request import Completion
+from rollout.request import Completion, Writes
 
 
 def work(num_tokens: int, num_forwards: int) -> str:
@@ -42,11 +42,23 @@ def answer(item: Item, completion: Completion, policy: ReadyPolicy) -> dict[str,
         "commit_entropy": _floats(completion.commit_entropy[:end]),
         "fallback": completion.fallback[:end].tolist(),
         "tail": {"token_ids": completion.token_ids[end:].tolist(), "step_map": completion.step_map[end:].tolist()},
+        **({} if completion.writes is None else {"writes": _writes(completion.writes)}),
         "num_forwards": completion.num_forwards,
         "finish_reason": ended.reason,
         "exact": completion.exact,
         "logp_exact": completion.logp_exact,
         "policy_version": completion.policy_version,
+    }
+
+
+def _writes(writes: Writes) -> dict[str, list[Any]]:
+    """Every write of token editing, the surplus of the last block included, by the names of `Writes`."""
+    return {
+        "steps": writes.steps.tolist(),
+        "slots": writes.slots.tolist(),
+        "token_ids": writes.token_ids.tolist(),
+        "logp": _floats(writes.logp),
+        "logp_raw": _floats(writes.logp_raw),
     }
 
 

@@ -29,6 +29,10 @@ class Slow:
     num_steps: int = 0
     blocks: list[int] = field(default_factory=list)
     """Steps that each block took."""
+    writes: list[tuple[int, int, int, float, float]] = field(default_factory=list)
+    """Step, slot, token, and its log-probabilities, of every write."""
+    num_idle: int = 0
+    """Steps that found nothing to write."""
 
 
 @torch.no_grad()
@@ -44,15 +48,18 @@ def sample(policy: Transformer, request: Request) -> Slow:
     for begin in range(-tail, n, params.block_length):
         block = range(max(0, begin), begin + params.block_length)
         num_masked = params.block_length if policy.config.is_block_causal else sum(is_open[slot] for slot in block)
-        in_block = 0
-        while any(is_open[slot] for slot in block):
+        in_block = num_post = 0
+        is_settled = not params.edits or not any(is_open[slot] for slot in block)
+        while any(is_open[slot] for slot in block) or not is_settled:
             slots = [slot for slot in block if is_open[slot]]
+            written = [slot for slot in block if params.edits and not is_open[slot] and slow.step_map[slot] >= 0]
             logits = _logits(policy, request, slow.tokens)
             share = num_masked // max(1, params.num_block_steps) + (
                 in_block < num_masked % max(1, params.num_block_steps)
             )
-            drawn = {slot: _draw(logits[slot], request, slow.num_steps, slot) for slot in slots}
-            chosen = _choose(params, request, slow.num_steps, logits, drawn, slots, share)
+            drawn = {slot: _draw(logits[slot], request, slow.num_steps, slot) for slot in [*slots, *written]}
+            chosen = _choose(params, request, slow.num_steps, logits, drawn, slots, share) if slots else []
+            chosen += [(slot, False) for slot in written if _is_edited(params, logits[slot], slow.tokens[slot])]
             for slot, is_fallback in chosen:
                 token, logp, slow.law_entropy[slot] = drawn[slot]
                 law = logits[slot].double().softmax(-1)
@@ -61,7 +68,14 @@ def sample(policy: Transformer, request: Request) -> Slow:
                 slow.entropy[slot] = torch.special.entr(law).sum().item()
                 slow.fallback[slot] = is_fallback
                 is_open[slot] = False
-            slow.num_steps += 1
+            slow.writes += [
+                (slow.num_steps, slot, slow.tokens[slot], slow.logp[slot], slow.logp_raw[slot])
+                for slot in sorted(slot for slot, _ in chosen)
+            ]
+            num_post += not slots
+            is_settled = not params.edits or not chosen or num_post >= params.max_post_steps
+            slow.num_steps += bool(chosen)
+            slow.num_idle += not chosen
             in_block += 1
         slow.blocks.append(in_block)
     return slow
@@ -135,6 +149,12 @@ def _choose(
             return [(slot, False) for slot in sorted(slots, key=lambda slot: -ticket[slot])[:share]]
         case _:
             return [(slot, False) for slot in slots[:share]]
+
+
+def _is_edited(params: SamplingParams, logits: Tensor, token: int) -> bool:
+    assert params.editing_threshold is not None
+    law = logits.double().softmax(-1)
+    return int(law.argmax()) != token and law.max().item() > params.editing_threshold
 
 
 def _within_entropy_bound(bound: float, law: dict[int, Tensor], slots: list[int]) -> list[int]:

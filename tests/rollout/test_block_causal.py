@@ -138,6 +138,14 @@ def test_a_ragged_batch_is_the_slow_sampler_row_by_row(
             assert (len(request.prompt_ids) + len(completion.token_ids)) % request.params.block_length == 0
 
 
+def test_a_row_that_goes_on_to_its_next_block_unseen_sees_that_block(policy: Transformer) -> None:
+    requests = _requests(steps_per_block=2)
+    for static in (False, True):
+        engine = EngineConfig(block_cache=False, static_shapes=static, steps_per_sync=5)
+        for request, completion in zip(requests, Sampler(policy, 7, engine).generate(requests), strict=True):
+            _check_equal(completion, sample(policy, request))
+
+
 def test_a_step_runs_its_block_alone_and_the_first_of_a_block_the_one_before_it_too(policy: Transformer) -> None:
     request = replace(_requests(steps_per_block=4, stop_ids=())[1], prompt_ids=(1,) * 9)
     sampler = Sampler(policy, 0)

@@ -165,9 +165,7 @@ class AnswerWriter:
         return ChatPart(delta=delta, **said) if self._is_chat else TextPart(text=delta.content or "", **said)
 
     def _canvas(self, slots: list[Slot], num_steps: int, **step_map: Any) -> Canvas:
-        params = self._plan.params
-        is_known = params.threshold is None and str(params.schedule) in ("quota", "random", "left_to_right")
-        return Canvas(step=num_steps, num_steps=params.num_denoise_steps if is_known else None, slots=slots, **step_map)
+        return Canvas(step=num_steps, num_steps=self._plan.params.known_num_steps, slots=slots, **step_map)
 
     def _end_of(self, choice: ChoiceText) -> dict[str, Any]:
         """What a choice says once its text has ended."""

@@ -1,0 +1,68 @@
+"""The record of token editing: every write of every step, until its row leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rollout.request import Writes
+from rollout.step import Drawn
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What a step wrote, and more that it did not, as tensors on the device."""
+
+    rows: set[int]
+    """Slots of the engine that have not asked for their part yet."""
+    numbers: Tensor
+    """[5, M] int64: slot of the engine, whether it was written, denoise step, completion slot, token."""
+    logps: Tensor
+    """[2, M] float32: under the law of the draw, and at temperature 1."""
+
+
+class WriteLog:
+    """The writes of the rows that edit. Nothing waits for the device before one of them is asked for."""
+
+    def __init__(self) -> None:
+        """Without any."""
+        self._steps: list[_Step] = []
+
+    def add(
+        self, rows: Iterable[int], engine_slots_M: Tensor, slots_M: Tensor, drawn: Drawn, chosen_M: Tensor
+    ) -> None:
+        """Note a step.
+
+        Args:
+            rows: the slots of the engine whose rows edit.
+            engine_slots_M: the slot of the engine of each write.
+            slots_M: its completion slot.
+            drawn: what is written.
+            chosen_M: bool, whether it is.
+        """
+        numbers = torch.stack((engine_slots_M, chosen_M.long(), drawn.steps, slots_M, drawn.tokens))
+        self._steps.append(_Step(set(rows), numbers, torch.stack((drawn.logp, drawn.logp_raw))))
+
+    def take(self, row: int) -> Writes:
+        """All writes of one row, which are then forgotten."""
+        steps = [step for step in self._steps if row in step.rows]
+        self.forget(row)
+        if not steps:
+            return Writes.none()
+        numbers = torch.cat([step.numbers for step in steps], dim=1).cpu().numpy()
+        logps = torch.cat([step.logps for step in steps], dim=1).cpu().numpy()
+        is_own = (numbers[0] == row) & (numbers[1] == 1)
+        step_map, slots, tokens = numbers[2:, is_own].astype(np.int32)
+        return Writes(
+            steps=step_map, slots=slots, token_ids=tokens, logp=logps[0, is_own], logp_raw=logps[1, is_own]
+        )
+
+    def forget(self, row: int) -> None:
+        """Drop what one row wrote."""
+        for step in self._steps:
+            step.rows.discard(row)
+        self._steps = [step for step in self._steps if step.rows]

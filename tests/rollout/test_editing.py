@@ -1,0 +1,222 @@
+"""Token editing (LLaDA2.1): the original code's generations, and sampling by the book (slow.py)."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from learner.model.checkpoint import load_policy
+from learner.model.config import TransformerConfig
+from learner.model.networks import make_model
+from learner.model.transformer import Transformer, init_weights
+from rollout.config import EngineConfig
+from rollout.field_error import FieldError
+from rollout.request import Completion, Drawing, Request, SamplingParams, Writes
+from rollout.sampler import Sampler
+from tests.rollout.slow import Slow, sample
+
+ENGINES = {
+    "remembered": EngineConfig(),
+    "whole": EngineConfig(block_cache=False),
+    "static, two slots": EngineConfig(num_slots=2, static_shapes=True, steps_per_sync=3),
+    "static, whole": EngineConfig(block_cache=False, static_shapes=True, steps_per_sync=3),
+}
+BASE: dict[str, Any] = {"gen_length": 11, "block_length": 4, "threshold": 0.3, "temperature": 1.0}
+LENGTHS = (3, 9, 4, 1)
+WITHOUT_EDITS = SamplingParams(gen_length=9, block_length=4, steps_per_block=2, temperature=1.0)
+
+
+@pytest.fixture(scope="module")
+def policy(config: TransformerConfig) -> Transformer:
+    changes = {"family": "sdar", "block_length": 4, "qk_norm": True, "head_width": 12}
+    model = make_model(TransformerConfig(**config.model_dump() | changes))
+    init_weights(model, seed=0)
+    with torch.no_grad():
+        # Sharp: tokens are probable enough to be committed early, and to be replaced.
+        model.head.weight.mul_(8.0)
+    return model
+
+
+def _requests(**changes: Any) -> list[Request]:
+    generator = torch.Generator().manual_seed(5)
+    params = SamplingParams(**BASE | changes)
+    prompts = [tuple(torch.randint(0, 38, (length,), generator=generator).tolist()) for length in LENGTHS]
+    return [Request(prompt_ids=prompt, params=params, seed=100 + i) for i, prompt in enumerate(prompts)]
+
+
+def _originals(directory: Path) -> list[tuple[dict[str, Any], list[Request]]]:
+    """The settings of LLaDA2.1's loop, and each setting's requests."""
+    settings = json.loads((directory / "expected_generations.json").read_text())
+    found = []
+    for setting in (setting for setting in settings if setting.get("loop") == "llada2.1"):
+        assert setting["num_to_transfer"] == 1
+        params = SamplingParams(
+            gen_length=setting["gen_length"],
+            block_length=setting["block_length"],
+            threshold=setting["threshold"],
+            editing_threshold=setting["editing_threshold"],
+            max_post_steps=setting["max_post_steps"],
+            temperature=setting["temperature"],
+            stop_ids=tuple(setting["stop_ids"]),
+        )
+        prompts = [tuple(prompt) for prompt in setting["prompt"]]
+        found.append((setting, [Request(prompt_ids=prompt, params=params, seed=0) for prompt in prompts]))
+    return found
+
+
+def _check_original(completion: Completion, setting: dict[str, Any], row: int) -> None:
+    assert completion.writes is not None
+    events: list[list[list[int]]] = []
+    for step, slot, token in zip(
+        completion.writes.steps, completion.writes.slots, completion.writes.token_ids, strict=True
+    ):
+        events += [[] for _ in range(step + 1 - len(events))]
+        events[step].append([int(slot), int(token)])
+    # A forward that finds nothing to do ends a block.
+    assert events == [sorted(event) for event in setting["events"][row] if event]
+    assert completion.token_ids.tolist() == setting["output"][row]
+    assert completion.num_forwards == setting["num_denoise_forwards"][row]
+    assert completion.exact
+
+
+@pytest.mark.filterwarnings("ignore:block_length .* is not the 32 slots")
+@pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
+def test_generations_are_those_of_the_original_loop(shared: Path, engine: EngineConfig) -> None:
+    """Alone, and with all requests of both settings in one batch."""
+    directory = shared / "fixtures" / "llada2-tiny"
+    policy, settings = load_policy(directory), _originals(directory)
+    assert len(settings) == 2
+    assert any(len(event) > 1 for setting, _ in settings for events in setting["events"] for event in events)
+    for setting, requests in settings:
+        for row, request in enumerate(requests):
+            (alone,) = Sampler(policy, 0, engine).generate([request])
+            _check_original(alone, setting, row)
+    mixed = iter(Sampler(policy, 0, engine).generate([request for _, some in settings for request in some]))
+    for setting, requests in settings:
+        for row in range(len(requests)):
+            _check_original(next(mixed), setting, row)
+
+
+def _check_equal(completion: Completion, slow: Slow, num_passes: int = 1) -> None:
+    n, writes = len(completion.token_ids), completion.writes
+    assert completion.token_ids.tolist() == slow.tokens[:n]
+    assert completion.step_map.tolist() == slow.step_map[:n]
+    assert completion.commit_logp == pytest.approx(slow.logp[:n], abs=2e-5)
+    assert completion.commit_logp_raw == pytest.approx(slow.logp_raw[:n], abs=2e-5)
+    assert completion.fallback.tolist() == slow.fallback[:n]
+    assert writes is not None
+    expected = [write for write in slow.writes if write[1] < n]
+    assert [*zip(writes.steps, writes.slots, writes.token_ids, strict=True)] == [write[:3] for write in expected]
+    assert writes.logp == pytest.approx([write[3] for write in expected], abs=2e-5)
+    assert writes.logp_raw == pytest.approx([write[4] for write in expected], abs=2e-5)
+    if n == len(slow.tokens):
+        assert completion.num_forwards == (slow.num_steps + slow.num_idle) * num_passes
+
+
+FITTING: dict[str, dict[str, Any]] = {
+    "speed": {"editing_threshold": 0.0},
+    "quality": {"editing_threshold": 0.3},
+    "few steps after the last mask": {"editing_threshold": 0.0, "max_post_steps": 1},
+    "greedy": {"editing_threshold": 0.2, "temperature": 0.0},
+    "shares": {"editing_threshold": 0.2, "threshold": None, "steps_per_block": 2},
+    "truncated": {"editing_threshold": 0.1, "top_k": 3, "top_p": 0.9},
+    "guided": {"editing_threshold": 0.2, "cfg_scale": 0.5, "max_post_steps": 3},
+    "whole canvases": {"editing_threshold": 0.2, "stop_ids": ()},
+}
+
+
+@pytest.mark.parametrize("changes", FITTING.values(), ids=FITTING)
+def test_a_ragged_batch_is_the_slow_sampler_row_by_row(policy: Transformer, changes: dict[str, Any]) -> None:
+    """Among rows that do not edit, which are what they are alone."""
+    requests, others = _requests(**changes), [replace(request, params=WITHOUT_EDITS) for request in _requests()[:2]]
+    edited = [sample(policy, request) for request in requests]
+    plain = [sample(policy, request) for request in others]
+    for engine in ENGINES.values():
+        completions = Sampler(policy, 7, engine).generate([*others, *requests])
+        for completion, slow in zip(completions[2:], edited, strict=True):
+            _check_equal(completion, slow, num_passes=2 if changes.get("cfg_scale") else 1)
+        for completion, slow in zip(completions, plain, strict=False):
+            assert completion.writes is None
+            assert completion.token_ids.tolist() == slow.tokens[: len(completion.token_ids)]
+
+
+def test_tokens_are_edited(policy: Transformer) -> None:
+    """What the other tests compare is there: tokens that are written twice, and blocks that end either way."""
+    loose = [sample(policy, request) for request in _requests(editing_threshold=0.0, stop_ids=())]
+    assert sum(len(slow.writes) - len(slow.tokens) for slow in loose) > 20
+    assert any(slow.num_idle for slow in loose)
+    strict = [sample(policy, request) for request in _requests(editing_threshold=0.0, stop_ids=(), max_post_steps=1)]
+    assert all(slow.num_steps < other.num_steps for slow, other in zip(strict, loose, strict=True) if other.num_steps > 30)
+
+
+def test_given_tokens_are_never_replaced_and_rows_that_differ_in_them_share_no_forward(policy: Transformer) -> None:
+    request = _requests(editing_threshold=0.0, temperature=0.0, stop_ids=())[1]
+    free = sample(policy, request)
+    # What it would write there first: equal canvases from then on, of which one must not change that slot.
+    first = next(write for write in free.writes if any(w[1] == write[1] and w is not write for w in free.writes))
+    given = replace(request, fixed_tokens={first[1]: first[2]})
+    for engine in ENGINES.values():
+        one, two, again = Sampler(policy, 0, engine).generate([request, given, request])
+        _check_equal(one, free)
+        _check_equal(two, sample(policy, given))
+        _check_equal(again, free)
+        assert two.token_ids[first[1]] == first[2]
+
+
+def test_what_stands_is_what_was_written_last(policy: Transformer) -> None:
+    for completion in Sampler(policy, 0).generate(_requests(editing_threshold=0.0)):
+        writes = completion.writes
+        assert writes is not None
+        tokens, logp = np.full(len(completion.token_ids), -1), np.zeros(len(completion.token_ids), dtype=np.float32)
+        tokens[writes.slots], logp[writes.slots] = writes.token_ids, writes.logp
+        assert tokens.tolist() == completion.token_ids.tolist()
+        assert logp.tolist() == completion.commit_logp.tolist()
+        assert sorted(set(writes.steps.tolist())) == [*range(completion.step_map.max() + 1)]
+
+
+def test_rows_that_leave_take_their_record_along(policy: Transformer) -> None:
+    requests = _requests(editing_threshold=0.0)
+    batch = Sampler(policy, 0, EngineConfig(num_slots=3)).open(requests)
+    batch.step()
+    batch.cancel(0)
+    done: dict[int, Completion] = {}
+    while batch.num_running or batch.num_waiting:
+        done |= batch.step()
+    for index, request in enumerate(requests[1:], start=1):
+        _check_equal(done[index], sample(policy, request))
+    assert not batch._writes._steps
+
+
+def test_an_interrupted_completion_goes_on_as_it_would_have(policy: Transformer) -> None:
+    for request in _requests(editing_threshold=0.0, stop_ids=()):
+        (whole,) = Sampler(policy, 0).generate([request])
+        batch = Sampler(policy, 0).open([request])
+        while not (batch.num_committed() or {0: 0})[0]:
+            batch.step()
+        committed = batch.progress([0])[0].committed
+        (rest,) = Sampler(policy, 0).generate([replace(request, committed=committed)])
+        assert rest.token_ids.tolist() == whole.token_ids.tolist()
+        assert rest.step_map.tolist() == whole.step_map.tolist()
+        assert rest.commit_logp == pytest.approx(whole.commit_logp, abs=2e-5)
+
+
+def test_no_write_is_no_record() -> None:
+    assert len(Writes.none()) == 0
+
+
+def test_a_bidirectional_policy_does_not_edit(config: TransformerConfig) -> None:
+    model = Transformer(config)
+    init_weights(model, seed=0)
+    params = SamplingParams(gen_length=4, block_length=4, threshold=0.5, editing_threshold=0.5)
+    with pytest.raises(ValueError, match="editing_threshold is for block-causal policies, and this one is bidirectional"):
+        Sampler(model, 0).generate([Request(prompt_ids=(1,), params=params, seed=0)])
+
+
+def test_tokens_that_are_drawn_first_are_not_edited() -> None:
+    with pytest.raises(ValueError, match="needs drawing select_then_sample") as caught:
+        SamplingParams(threshold=0.5, editing_threshold=0.5, drawing=Drawing.SAMPLE_THEN_SELECT)
+    assert isinstance(caught.value, FieldError) or "editing_threshold" in str(caught.value)
