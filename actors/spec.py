@@ -68,12 +68,16 @@ def sampler_facts(params: SamplingParams, *, is_block_causal: bool = False) -> S
         records_law=is_whole and params.cache is Cache.NONE and params.logp_exact,
         # The other schedules have no test, or one that the first slot always passes.
         has_fallback=params.threshold is not None or params.schedule is Schedule.FACTOR,
-        has_varying_steps=not params.is_by_shares,
+        has_varying_steps=not params.is_by_shares or params.edits,
+        edits=params.edits,
         is_block_causal=is_block_causal,
     )
 
 
 def _most_steps(params: SamplingParams, *, is_block_causal: bool) -> int:
+    if params.edits:
+        # A step that begins with a masked slot fills one at least.
+        return (params.block_length + params.max_post_steps) * (params.num_blocks + 1)
     has_shares = params.is_by_shares or (params.schedule is Schedule.THRESHOLD and params.steps_per_block is not None)
     if not has_shares:
         # One slot a step at least.

@@ -42,11 +42,16 @@ class CompletionBatch:
 
     def select(self, rows: Tensor | slice) -> Self:
         """The batch of some of the rows."""
-        return replace(self, **{field.name: getattr(self, field.name)[rows] for field in fields(self)})
+        return replace(self, **{name: value[rows] for name, value in self.given().items()})
 
     def to(self, device: torch.device) -> Self:
         """The batch on another device."""
-        return replace(self, **{field.name: uploaded(getattr(self, field.name), device) for field in fields(self)})
+        return replace(self, **{name: uploaded(value, device) for name, value in self.given().items()})
+
+    def given(self) -> dict[str, Tensor]:
+        """Its tensors by their names."""
+        named = ((field.name, getattr(self, field.name)) for field in fields(self))
+        return {name: value for name, value in named if value is not None}
 
     def completion_mask(self) -> Tensor:
         """[B, L] bool: the tokens that count."""
@@ -82,6 +87,11 @@ class RolloutBatch(CompletionBatch):
     """[B] int64: forwards that the completion took part in."""
     policy_versions: Tensor
     """[B] int64: the version that sampled the row."""
+    writes: Tensor | None = None
+    """[B, E, 3] int64: denoise step, slot and token of every write, in their order, where tokens were edited: what is
+    above is then of the tokens that stand. -1 after a row's last."""
+    write_logp: Tensor | None = None
+    """[B, E] float32: `commit_logp` of every write."""
 
     def speeds(self) -> Tensor:
         """[B] float32: tokens per forward of each completion."""
@@ -113,7 +123,7 @@ class GroupedBatch(RolloutBatch):
         begin_G = sizes_G.cumsum(0) - sizes_G
         within_B = torch.empty_like(order).scatter_(0, order, place_B - begin_G[index_B[order]])
         return cls(
-            **{field.name: getattr(batch, field.name) for field in fields(batch)},
+            **batch.given(),
             group_index=index_B,
             group_keys=batch.sample_keys[first_G][index_B],
             group_places=within_B,

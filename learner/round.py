@@ -151,7 +151,8 @@ class Round:
 
     def logps(self, terms: Terms, new_N: Tensor, old_N: Tensor, reference_N: Tensor | None) -> Logps:
         """These likelihoods of terms, with what the sampler recorded of them."""
-        sampled_N = self.batch.commit_logp[terms.rows, terms.slots]
+        recorded_N = terms.recorded
+        sampled_N = self.batch.commit_logp[terms.rows, terms.slots] if recorded_N is None else recorded_N
         return Logps(new=new_N, old=old_N, reference=reference_N, sampled=sampled_N)
 
 

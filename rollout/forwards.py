@@ -78,7 +78,7 @@ class ActiveRow:
             params.block_length,
             params.cfg_scale,
             params.forbidden_ids,
-            # Under token editing a block that is full may not be finished, and its tokens but the given are asked about.
+            # Under token editing a full block may not be finished, and its tokens but the given are asked about.
             self.block_start,
             frozenset(self.request.fixed_tokens) if params.edits else None,
         )

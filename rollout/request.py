@@ -103,8 +103,8 @@ class SamplingParams(BaseModel):
     """Token editing (LLaDA2.1, arXiv 2602.08676): a step also replaces committed tokens of its block where another
     token is the most probable one, with more than this probability. Of block-causal policies; absent, none is."""
     max_post_steps: Annotated[int, Field(gt=0, le=_LARGEST)] = 16
-    """With `editing_threshold`: denoise steps of a block at most once no slot of it is masked. A step that finds nothing
-    to write ends it too."""
+    """With `editing_threshold`: denoise steps of a block at most once no slot of it is masked. A step that finds
+    nothing to write ends it too."""
     drawing: Drawing = Drawing.SELECT_THEN_SAMPLE
     """`select_then_sample`, or `sample_then_select` as LLaDA and d1 do, whose log-probabilities are approximate."""
     cfg_scale: Annotated[float, Field(ge=0, le=1000)] = 0.0
@@ -179,7 +179,9 @@ class SamplingParams(BaseModel):
         if self.cfg_scale and self.cache is not Cache.NONE:
             raise FieldError(f"{{cfg_scale}} {self.cfg_scale:g} needs {{cache}} none: guidance has no cached forward")
         if self.edits and self.drawing is not Drawing.SELECT_THEN_SAMPLE:
-            raise FieldError("{editing_threshold} needs {drawing} select_then_sample: it looks at what is most probable")
+            raise FieldError(
+                "{editing_threshold} needs {drawing} select_then_sample: it looks at what is most probable"
+            )
         if self.cache_refresh_steps and self.cache is Cache.NONE:
             raise FieldError(f"{{cache_refresh_steps}} {self.cache_refresh_steps} needs a {{cache}}: prefix or dual")
         return self
@@ -363,7 +365,9 @@ def check_params(params: SamplingParams, config: TransformerConfig) -> None:
     if not config.is_block_causal:
         params.check_whole_blocks()
         if params.edits:
-            raise FieldError("{editing_threshold} is for block-causal policies, and this one is bidirectional: leave it out")
+            raise FieldError(
+                "{editing_threshold} is for block-causal policies, and this one is bidirectional: leave it out"
+            )
     elif params.cache is not Cache.NONE:
         raise FieldError(
             f"{{cache}} {params.cache} is for bidirectional policies; a block-causal one remembers its finished blocks "
@@ -465,5 +469,5 @@ class Completion:
     policy_version: int
     """The policy version that sampled every token of it."""
     writes: Writes | None = None
-    """Under token editing: all that was written. The arrays above are of the token that stands: of the last write to its
-    slot."""
+    """Under token editing: all that was written, but what `Request.committed` has. The arrays above are of the last
+    write to each slot, the token that stands."""

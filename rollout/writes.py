@@ -32,9 +32,7 @@ class WriteLog:
         """Without any."""
         self._steps: list[_Step] = []
 
-    def add(
-        self, rows: Iterable[int], engine_slots_M: Tensor, slots_M: Tensor, drawn: Drawn, chosen_M: Tensor
-    ) -> None:
+    def add(self, rows: Iterable[int], engine_slots_M: Tensor, slots_M: Tensor, drawn: Drawn, chosen_M: Tensor) -> None:
         """Note a step.
 
         Args:
@@ -57,9 +55,7 @@ class WriteLog:
         logps = torch.cat([step.logps for step in steps], dim=1).cpu().numpy()
         is_own = (numbers[0] == row) & (numbers[1] == 1)
         step_map, slots, tokens = numbers[2:, is_own].astype(np.int32)
-        return Writes(
-            steps=step_map, slots=slots, token_ids=tokens, logp=logps[0, is_own], logp_raw=logps[1, is_own]
-        )
+        return Writes(steps=step_map, slots=slots, token_ids=tokens, logp=logps[0, is_own], logp_raw=logps[1, is_own])
 
     def forget(self, row: int) -> None:
         """Drop what one row wrote."""

@@ -15,7 +15,7 @@ from learner.batch import RolloutBatch, pad_rows
 from learner.keys import fold
 from learner.model.deferred import torch
 from rewards import Grade
-from rollout.request import Completion, FinishReason, Request
+from rollout.request import Completion, FinishReason, Request, Writes
 
 
 def trained_rows(group_ids: Sequence[int], grades: Sequence[Grade]) -> list[int]:
@@ -67,7 +67,22 @@ def collate(portions: Sequence[ScoredPortion], num_slots: int, eos_id: int) -> R
         fallback=_padded([completion.fallback for completion in completions], num_slots),
         num_forwards=torch.tensor([completion.num_forwards for completion in completions]),
         policy_versions=torch.tensor([completion.policy_version for completion in completions]),
+        **_writes([completion.writes for completion in completions if completion.writes is not None]),
     )
+
+
+def _writes(edited: Sequence[Writes]) -> dict[str, torch.Tensor]:
+    """All writes of completions whose tokens were edited. A round has such ones only, or none."""
+    if not edited:
+        return {}
+    width = max(map(len, edited))
+    columns = ([getattr(writes, name) for writes in edited] for name in ("steps", "slots", "token_ids"))
+    written = torch.stack([_padded(column, width) for column in columns], dim=2).long()
+    is_write_BE = torch.arange(width) < torch.tensor([len(writes) for writes in edited])[:, None]
+    return {
+        "writes": written.where(is_write_BE[:, :, None], -1),
+        "write_logp": _padded([writes.logp for writes in edited], width),
+    }
 
 
 def _graded_rows(scored: ScoredPortion) -> list[tuple[Request, Completion, Grade, int]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -76,4 +75,4 @@ class RoundUpdate:
 
 def _keep(batch: RolloutBatch, path: Path) -> None:
     path.parent.mkdir(exist_ok=True)
-    save_file({field.name: getattr(batch, field.name) for field in fields(batch)}, path)
+    save_file(batch.given(), path)

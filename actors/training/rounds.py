@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 
 from safetensors.torch import load_file
 from torch import Tensor
@@ -118,7 +118,7 @@ class Rounds:
             sampling, policy = context.spec.rollout.sampling, context.policy.config
             num_slots = sampling.most_slots(is_block_causal=policy.is_block_causal)
             batch = collate(portions, num_slots, policy.eos_token_id) if what is Next.GO_ON else None
-            return what, {} if batch is None else {field.name: getattr(batch, field.name) for field in fields(batch)}
+            return what, {} if batch is None else batch.given()
 
         tensors = context.publisher.answered(lambda: context.ranks.shared(ask))
         return RolloutBatch(**tensors) if tensors else None, portions

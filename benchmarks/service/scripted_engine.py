@@ -12,7 +12,6 @@ from multiprocessing.connection import Connection as Pipe
 from typing import Any, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
 from actors.registry.records import PolicyVersion
 from benchmarks.service.grpc_transport import Codec, GrpcServer, make_certificate
@@ -87,7 +86,7 @@ def make_events() -> list[list[Event]]:
     return [[Began(policy=policy)], *blocks, [Done(choice=0, completion=completion)]]
 
 
-def _columns(num_slots: int) -> dict[str, NDArray[Any]]:
+def _columns(num_slots: int) -> dict[str, Any]:
     ids, logps = np.arange(num_slots, dtype=np.int32), np.linspace(-2, 0, num_slots, dtype=np.float32)
     floats = dict.fromkeys(("commit_logp", "commit_logp_raw", "commit_entropy", "commit_law_entropy"), logps)
     return {"token_ids": ids, "step_map": ids, "fallback": np.zeros(num_slots, dtype=np.bool_), **floats}

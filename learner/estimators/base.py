@@ -41,6 +41,8 @@ class SamplerFacts:
     """Whether its schedule can fail to find a slot, and says so when it then commits one all the same."""
     has_varying_steps: bool = False
     """Whether completions differ in how many denoise steps a block takes."""
+    edits: bool = False
+    """Whether tokens are replaced until their block is finished (token editing): every write is recorded then."""
     is_block_causal: bool = False
     """Whether the policy is: its blocks are counted from the first column of a canvas, and not from a prompt's end."""
 

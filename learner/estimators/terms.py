@@ -32,7 +32,7 @@ class Corruption:
     masked: Tensor
     """[R, L] bool: the completion slots that hold the mask id."""
     scored: Tensor
-    """[R, L] bool: those of them whose token is scored."""
+    """[R, L] bool: the slots whose token is scored: masked ones, and under token editing others too."""
     prompt_masked: Tensor | None = None
     """[R, P] bool: the prompt tokens that hold the mask id; None: none."""
     parts: Tensor | None = None
@@ -45,6 +45,12 @@ class Corruption:
     """The distribution that tokens are scored under."""
     rivals: Tensor | None = None
     """[R, L] bool: the slots that the scored ones were committed before; None: no order is scored."""
+    shown: Tensor | None = None
+    """[R, L] int64: what stands in the other slots, where these are no tokens of the completion; None: these."""
+    targets: Tensor | None = None
+    """[R, L] int64: the tokens that are scored, where these are others than the completion's; None: these."""
+    recorded: Tensor | None = None
+    """[R, L] float32: what the sampler recorded of them, where that is not the completion's; None: this."""
 
     def of_canvases(self, kept_R: Tensor) -> Corruption:
         """Some of the canvases."""
@@ -72,6 +78,8 @@ class Terms:
     """[N] float32: factor of the log-probability in the value of its token or row."""
     importance: Tensor
     """[N] float32: what it counts for in the loss."""
+    recorded: Tensor | None = None
+    """[N] float32: the sampler's log-probability, nats; None: that of the batch's row and slot."""
     layout: Layout | None = None
     """What the host knows of terms that are laid out; None: it looks where it is asked."""
 
@@ -111,7 +119,7 @@ class Terms:
 
     def on(self, device: torch.device) -> Terms:
         """Laid out, with all that a loss needs of them on a device."""
-        moved: dict[str, Any] = {name: uploaded(getattr(self, name), device) for name in _OF_TERMS}
+        moved: dict[str, Any] = {name: uploaded(value, device) for name, value in self._given().items()}
         return replace(self, layout=self.laid_out.to(device), **moved)
 
     def of_views(self, first: int, last: int) -> Terms:
@@ -131,7 +139,12 @@ class Terms:
             is_logit=None if views.is_logit is None else views.is_logit[inside],
             blocks=None if views.blocks is None else views.blocks.cut(first, last, width),
         )
-        return replace(self, views=cut, layout=None, **{name: getattr(self, name)[inside] for name in _OF_TERMS})
+        return replace(self, views=cut, layout=None, **{name: value[inside] for name, value in self._given().items()})
+
+    def _given(self) -> dict[str, Any]:
+        """Its tensors [N] by their names."""
+        named = ((name, getattr(self, name)) for name in _OF_TERMS)
+        return {name: value for name, value in named if value is not None}
 
     def weightless(self) -> Terms:
         """The first view alone, worth nothing: what a rank runs while others have more to do."""
@@ -139,7 +152,7 @@ class Terms:
         return replace(first, importance=torch.zeros_like(first.importance))
 
 
-_OF_TERMS = ("rows", "slots", "parts", "weights", "importance")
+_OF_TERMS = ("rows", "slots", "parts", "weights", "importance", "recorded")
 
 
 def unit_keys(terms: Terms, level: Level) -> Tensor:
@@ -168,10 +181,12 @@ def make_terms(
     prompt_ids = some.prompt_ids
     if corruption.prompt_masked is not None:
         prompt_ids = torch.where(corruption.prompt_masked, mask_id, prompt_ids)
-    completion_ids = torch.where(masked_RL, mask_id, some.completion_ids)
+    shown_RL = some.completion_ids if corruption.shown is None else corruption.shown
+    completion_ids = torch.where(masked_RL, mask_id, shown_RL)
     ids_RS, columns_RL = canvas(some, prompt_ids, completion_ids, model.pad_token_id)
     canvas_N, slots_N = corruption.scored.nonzero(as_tuple=True)
-    targets_N, is_logit_N = some.completion_ids[canvas_N, slots_N], None
+    targets_RL = some.completion_ids if corruption.targets is None else corruption.targets
+    targets_N, is_logit_N = targets_RL[canvas_N, slots_N], None
     if corruption.rivals is not None:
         num_tokens, (rival_canvas, rival_slots) = len(canvas_N), corruption.rivals.nonzero(as_tuple=True)
         canvas_N, slots_N = torch.cat((canvas_N, canvas_N, rival_canvas)), torch.cat((slots_N, slots_N, rival_slots))
@@ -206,6 +221,7 @@ def make_terms(
         parts=parts_R[canvas_N],
         weights=ones_N if corruption.weights is None else corruption.weights[canvas_N, slots_N],
         importance=torch.zeros_like(importance_N) if is_empty else importance_N,
+        recorded=None if corruption.recorded is None else corruption.recorded[canvas_N, slots_N],
     )
 
 

@@ -28,6 +28,7 @@ from learner.estimators.base import (
     covered,
     prompt_mask,
 )
+from learner.estimators.edits import edited, wanted_steps
 from learner.estimators.terms import Corruption
 from learner.estimators.views import SOFTMAX, ScoringLaw
 from learner.model.deferred import torch
@@ -108,6 +109,10 @@ class TrajectoryConfig(BaseModel):
 
     def corrupt(self, batch: GroupedBatch, update: InnerUpdate, sampler: SamplerFacts) -> Corruption:
         """One canvas for each segment that commits a scored token."""
+        if batch.writes is not None and batch.write_logp is not None:
+            wanted_BK = wanted_steps(batch, batch.writes)
+            importance_BK = self._importance(batch, wanted_BK, torch.zeros_like(wanted_BK, dtype=torch.float32), update)
+            return edited(batch, batch.writes, batch.write_logp, importance_BK, self._law(sampler))
         segment_BL = self._segments(batch, sampler)
         covered_BL = self._covered(batch) & (segment_BL >= 0)
         scored_BL = covered_BL & self._counts(batch)
@@ -117,9 +122,7 @@ class TrajectoryConfig(BaseModel):
         wanted_BK[rows_N, segment_BL[rows_N, slots_N]] = True
         entropy_BK = torch.zeros_like(wanted_BK, dtype=torch.float32)
         entropy_BK.scatter_add_(1, segment_BL.clamp(min=0), batch.commit_law_entropy * covered_BL)
-        importance_BK = self._drawn(batch, wanted_BK, entropy_BK, update)
-        if self.weigh == "mean":
-            importance_BK = importance_BK / wanted_BK.sum(dim=1, keepdim=True).clamp(min=1)
+        importance_BK = self._importance(batch, wanted_BK, entropy_BK, update)
         rows_R, parts_R = (importance_BK > 0).nonzero(as_tuple=True)
         segment_RL = segment_BL[rows_R]
         prompt_BP = prompt_mask(batch, self.p_mask_prompt, _PROMPT_KEY, self.mask_key(update))
@@ -150,6 +153,12 @@ class TrajectoryConfig(BaseModel):
 
     def refusal(self, sampler: SamplerFacts) -> str | None:
         """Fallback tokens must be told apart, and some step must be scored."""
+        if sampler.edits and (given := self._not_for_edits()):
+            return (
+                f"estimator.{given}, and rollout.sampling.editing_threshold has tokens written more than once: of a "
+                "trajectory every write is scored, each in the state before its step, as learner.algorithm cj-grpo does; "
+                "take that, or leave editing_threshold out"
+            )
         if self.only == "fallback" and not sampler.has_fallback:
             return "estimator.only is fallback; the sampler's schedule never falls back: set rollout.sampling.threshold"
         if self.requires_block_length not in (None, sampler.block_length):
@@ -168,6 +177,20 @@ class TrajectoryConfig(BaseModel):
                 f"{sampler.most_steps} of rollout.sampling's denoise steps: nothing would be scored; make it less"
             )
         return None
+
+    def _not_for_edits(self) -> str | None:
+        """What cannot be said of single writes."""
+        said = {
+            f"steps_per_segment is {self.steps_per_segment}": self.steps_per_segment != 1,
+            f"only is {self.only}": self.only != "all",
+            f"slots is {self.slots}": self.slots != "text",
+            f"proposal is {self.proposal}": self.proposal != "uniform",
+            f"weigh is {self.weigh}": self.weigh == "value",
+            f"num_shown_steps is {self.num_shown_steps}": self.num_shown_steps > 0,
+            "scores_order is true": self.scores_order,
+            f"p_mask_prompt is {self.p_mask_prompt:g}": self.p_mask_prompt > 0,
+        }
+        return next((what for what, is_so in said.items() if is_so), None)
 
     def _law(self, sampler: SamplerFacts) -> ScoringLaw:
         if self.law == "softmax":
@@ -214,6 +237,13 @@ class TrajectoryConfig(BaseModel):
         rank_BL = entropy_BL.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
         kept_B = (batch.completion_lengths * self.uncertain_share).ceil().long()
         return is_text & (rank_BL < kept_B[:, None])
+
+    def _importance(self, batch: GroupedBatch, wanted_BK: Tensor, entropy_BK: Tensor, update: InnerUpdate) -> Tensor:
+        """[B, K] float32 what a token of each segment counts for in the loss; 0: the segment is not run."""
+        importance_BK = self._drawn(batch, wanted_BK, entropy_BK, update)
+        return (
+            importance_BK / wanted_BK.sum(dim=1, keepdim=True).clamp(min=1) if self.weigh == "mean" else importance_BK
+        )
 
     def _drawn(self, batch: GroupedBatch, wanted_BK: Tensor, entropy_BK: Tensor, update: InnerUpdate) -> Tensor:
         """[B, K] float32 what each segment counts for: 1, or how often it is drawn over how often is expected."""

