@@ -230,6 +230,27 @@ def test_tokens_and_steps_are_those_of_the_original_block_sampler(d1: Callable, 
     assert [answer["num_tokens"] for answer in answers[: len(lengths)]] == lengths
 
 
+@pytest.mark.filterwarnings("ignore:block_length .* is not the 32 slots")
+def test_writes_are_those_of_the_original_editing_sampler(d1: Callable, shared: Path, workdir: Path) -> None:
+    directory = shared / "fixtures" / "llada2-tiny"
+    cases = json.loads((directory / "expected_generations.json").read_text())
+    keys = ("gen_length", "block_length", "threshold", "editing_threshold", "max_post_steps", "temperature", "stop_ids")
+    (case, *_) = [case for case in cases if case["loop"] == "llada2.1"]
+    asked = [{"prompt_ids": ids, **{key: case[key] for key in keys}} for ids in case["prompt"]]
+    (workdir / "r").write_text("\n".join(map(json.dumps, asked)))
+    ended = d1("sample", str(directory), "--requests", "r", "--json")
+    assert ended.status == 0
+    for line, events, ids in zip(ended.out.splitlines(), case["events"], case["output"], strict=True):
+        answer = json.loads(line)
+        writes = answer["writes"]
+        found = zip(writes["steps"], writes["slots"], writes["token_ids"], strict=True)
+        steps = [event for event in events if event]
+        assert sorted(found) == sorted((step, *write) for step, event in enumerate(steps) for write in event)
+        assert answer["token_ids"] + answer["tail"]["token_ids"] == ids
+        assert len(writes["logp"]) == len(writes["logp_raw"]) == len(writes["steps"])
+        assert all(logp < 0 for logp in writes["logp_raw"])
+
+
 def test_the_bar_shows_answers_above_it_where_both_go_to_one_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", Screen())
     monkeypatch.setattr(sys, "stderr", Screen())
