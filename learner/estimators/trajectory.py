@@ -156,8 +156,8 @@ class TrajectoryConfig(BaseModel):
         if sampler.edits and (given := self._not_for_edits()):
             return (
                 f"estimator.{given}, and rollout.sampling.editing_threshold has tokens written more than once: of a "
-                "trajectory every write is scored, each in the state before its step, as learner.algorithm cj-grpo does; "
-                "take that, or leave editing_threshold out"
+                "trajectory every write is scored, each in the state before its step, as learner.algorithm cj-grpo "
+                "does; take that, or leave editing_threshold out"
             )
         if self.only == "fallback" and not sampler.has_fallback:
             return "estimator.only is fallback; the sampler's schedule never falls back: set rollout.sampling.threshold"

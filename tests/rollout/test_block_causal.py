@@ -91,9 +91,8 @@ def _check_original(completion: Completion, setting: dict[str, Any], row: int, l
 
 @OTHER_BLOCKS
 @pytest.mark.parametrize(("name", "num"), [("sdar-tiny", 6), ("sdar-moe-tiny", 4), ("llada2-tiny", 5)])
-@pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
-def test_generations_are_those_of_the_original_loops(shared: Path, engine: EngineConfig, name: str, num: int) -> None:
-    """Alone, and with all requests of all settings in one batch, whose blocks have lengths from 4 to 32."""
+def test_generations_are_those_of_the_original_loops(shared: Path, name: str, num: int) -> None:
+    """Alone, and by each engine all requests of all settings in one batch, whose blocks have lengths from 4 to 32."""
     directory = shared / "fixtures" / name
     policy, settings = load_policy(directory), _originals(directory)
     assert len(settings) == num
@@ -104,12 +103,13 @@ def test_generations_are_those_of_the_original_loops(shared: Path, engine: Engin
     }
     for number, (setting, requests) in enumerate(settings):
         for row, request in enumerate(requests):
-            (alone,) = Sampler(policy, 0, engine).generate([request])
+            (alone,) = Sampler(policy, 0).generate([request])
             _check_original(alone, setting, row, logps[number, row])
-    mixed = iter(Sampler(policy, 0, engine).generate([request for _, some in settings for request in some]))
-    for number, (setting, requests) in enumerate(settings):
-        for row in range(len(requests)):
-            _check_original(next(mixed), setting, row, logps[number, row])
+    for engine in ENGINES.values():
+        mixed = iter(Sampler(policy, 0, engine).generate([request for _, some in settings for request in some]))
+        for number, (setting, requests) in enumerate(settings):
+            for row in range(len(requests)):
+                _check_original(next(mixed), setting, row, logps[number, row])
 
 
 FITTING = {name: changes for name, changes in SCHEDULES.items() if name != "two steps"} | {
@@ -125,17 +125,17 @@ FITTING = {name: changes for name, changes in SCHEDULES.items() if name != "two 
 
 @OTHER_BLOCKS
 @pytest.mark.parametrize("changes", FITTING.values(), ids=FITTING)
-@pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
-def test_a_ragged_batch_is_the_slow_sampler_row_by_row(
-    policy: Transformer, changes: dict[str, Any], engine: EngineConfig
-) -> None:
+def test_a_ragged_batch_is_the_slow_sampler_row_by_row(policy: Transformer, changes: dict[str, Any]) -> None:
     requests = _requests(**changes)
-    for request, completion in zip(requests, Sampler(policy, 7, engine).generate(requests), strict=True):
-        _check_equal(completion, sample(policy, request))
-        assert completion.exact
-        if completion.finish_reason == "length":
-            assert completion.num_tokens == request.params.gen_length
-            assert (len(request.prompt_ids) + len(completion.token_ids)) % request.params.block_length == 0
+    expected = [sample(policy, request) for request in requests]
+    for engine in ENGINES.values():
+        completions = Sampler(policy, 7, engine).generate(requests)
+        for request, completion, slow in zip(requests, completions, expected, strict=True):
+            _check_equal(completion, slow)
+            assert completion.exact
+            if completion.finish_reason == "length":
+                assert completion.num_tokens == request.params.gen_length
+                assert (len(request.prompt_ids) + len(completion.token_ids)) % request.params.block_length == 0
 
 
 def test_a_row_that_goes_on_to_its_next_block_unseen_sees_that_block(policy: Transformer) -> None:
