@@ -298,13 +298,12 @@ def test_rounds_run_alone(cluster: dict[str, str], folder: Path, first_run: list
     assert rewards == [event["reward"] for event in first_run if event["event"] == "round"]
 
 
-@pytest.mark.usefixtures("first_run")
+@pytest.mark.nightly
 def test_a_run_that_fails_says_so_in_one_sentence(cluster: dict[str, str], folder: Path) -> None:
     arguments = (
         str(folder / "recipe.yaml"),
         "name=failing",
         f"runs_dir={folder}",
-        *("--from", str(folder / "first" / "checkpoints" / "sft"), "evaluation.num_problems=8"),
         "learner.lr=1e30",
         "learner.max_skipped_rounds=0",
         *SMALL,
