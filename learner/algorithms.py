@@ -143,6 +143,28 @@ ALGORITHMS: Mapping[str, Mapping[str, Any]] = {
         },
         "objective": {"name": "linear_bound"},
     },
+    "ebpo": {
+        "inner_updates": 1,
+        "group_size": 8,
+        "advantage": "group_z",
+        "estimator": {
+            "name": "elbo",
+            "num_draws": 16,
+            "counts": "block",
+            "complement": False,
+            "slots": "text",
+            "masks": "fixed",
+        },
+        # One ratio of whole bounds: not of a bound for each token, as ESPO's.
+        "objective": {
+            "name": "clipped_ratio",
+            "level": "sequence",
+            "per_slot": False,
+            "clip_low": 0.2,
+            "clip_high": 0.2,
+            "kl_coef": 0.0,
+        },
+    },
     "stabledrl": {
         "inner_updates": 2,
         "group_size": 16,

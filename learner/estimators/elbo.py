@@ -3,7 +3,8 @@
 With k of L slots masked at random, L / k times the sum of the masked tokens' log-probabilities is, over k uniform on
 1..L, the ELBO (LLaDA, arXiv 2502.09992, equation 6). Methods differ in how they draw k: ESPO (arXiv 2512.03759)
 stratifies it over the completions of a group and runs each mask with its complement; GDPO (arXiv 2510.08554) takes the
-nodes of a quadrature; BGPO (arXiv 2510.11683) and VRPO (arXiv 2505.19223) spread the draws of a completion evenly.
+nodes of a quadrature; BGPO (arXiv 2510.11683) and VRPO (arXiv 2505.19223) spread the draws of a completion evenly, and
+EBPO (arXiv 2602.08676) does in every block of a block-causal policy.
 
 Shape letters: B rows, L completion slots, R canvases, D draws.
 """
@@ -19,7 +20,9 @@ from pydantic import BaseModel, ConfigDict, PositiveInt, model_validator
 
 from learner.batch import GroupedBatch
 from learner.counter import uniform
+
 from learner.estimators.base import EstimatorFacts, InnerUpdate, SamplerFacts, ScoredSlots, covered, repeated
+from learner.estimators.block_noise import block_noise
 from learner.estimators.terms import Corruption
 from learner.model.deferred import torch
 
@@ -41,6 +44,9 @@ class Counts(StrEnum):
     """The nodes of Gauss and Legendre's rule on [0, 1], with their weights (GDPO)."""
     RATIO = "ratio"
     """Each slot with probability t, t uniform on [0.1, 1], divided by what was masked (DMPO)."""
+    BLOCK = "block"
+    """Of every block of a block-causal policy, at levels that are spread evenly over the draws (EBPO). A bidirectional
+    policy has one block, the completion."""
 
 
 class ElboConfig(BaseModel):
@@ -65,8 +71,8 @@ class ElboConfig(BaseModel):
 
     @model_validator(mode="after")
     def _complete(self) -> ElboConfig:
-        if self.complement and self.counts is Counts.QUADRATURE:
-            raise ValueError("a quadrature has no complements: set complement to false")
+        if self.complement and self.counts in (Counts.QUADRATURE, Counts.BLOCK):
+            raise ValueError(f"counts: {self.counts} has no complements: set complement to false")
         return self
 
     @property
@@ -81,6 +87,8 @@ class ElboConfig(BaseModel):
 
     def corrupt(self, batch: GroupedBatch, update: InnerUpdate, sampler: SamplerFacts) -> Corruption:
         """`num_draws` canvases of each row, twice as many with complements."""
+        if self.counts is Counts.BLOCK:
+            return self._of_blocks(batch, self.mask_key(update), sampler)
         draws = self._draws(batch, self.mask_key(update))
         weights_R = self._weights(draws) / (1 if self.values == "draws" else self.num_draws)
         if not self.complement:
@@ -115,11 +123,33 @@ class ElboConfig(BaseModel):
         """It needs tokens only."""
         return None
 
+    def _of_blocks(self, batch: GroupedBatch, key: int, sampler: SamplerFacts) -> Corruption:
+        rows_R, numbers_R = repeated(batch, self.num_draws)
+        block_BL = sampler.blocks(batch) if sampler.is_block_causal else torch.zeros_like(batch.completion_ids)
+        drawn = block_noise(
+            covered(batch, self.slots)[rows_R],
+            block_BL[rows_R],
+            self._noise(batch, rows_R, numbers_R, key),
+            (numbers_R, self.num_draws),
+            uniform(batch.sample_keys[rows_R], key, _COUNT_KEY),
+        )
+        return Corruption(
+            rows=rows_R,
+            masked=drawn.masked,
+            scored=drawn.masked,
+            parts=numbers_R,
+            weights=drawn.weights / (1 if self.values == "draws" else self.num_draws),
+        )
+
+    def _noise(self, batch: GroupedBatch, rows_R: Tensor, numbers_R: Tensor, key: int) -> Tensor:
+        """[R, L] another number for each slot: those of the smallest are masked."""
+        slots_L = torch.arange(batch.num_slots, device=rows_R.device)
+        return uniform(batch.sample_keys[rows_R, None], key, _MASK_KEY, numbers_R[:, None], slots_L)
+
     def _draws(self, batch: GroupedBatch, key: int) -> _Draws:
         rows_R, numbers_R = repeated(batch, self.num_draws)
         covered_RL = covered(batch, self.slots)[rows_R]
-        slots_L = torch.arange(batch.num_slots, device=rows_R.device)
-        noise_RL = uniform(batch.sample_keys[rows_R, None], key, _MASK_KEY, numbers_R[:, None], slots_L)
+        noise_RL = self._noise(batch, rows_R, numbers_R, key)
         noise_RL = noise_RL.masked_fill(~covered_RL, 2.0)
         if self.counts is Counts.RATIO:
             ratio_R = _LEAST_RATIO + (1 - _LEAST_RATIO) * uniform(batch.sample_keys[rows_R], key, _COUNT_KEY, numbers_R)

@@ -51,7 +51,8 @@ class TrajectoryConfig(BaseModel):
     """Segments that the denoise steps of a canvas are cut into, equally long (d2: 8 or 16); a completion that ends
     early has the first of them."""
     steps_per_segment: PositiveInt | None = None
-    """Or the denoise steps of a segment (TraceRL's shrink): 1 is exact."""
+    """Or the denoise steps of a segment (TraceRL's shrink): 1 is exact. A block-causal policy's are those of one block,
+    counted from its first."""
     blocks_per_segment: PositiveInt | None = None
     """Or the sampler's blocks of a segment: 1 scores each block in the state that it began in, whatever the number of
     steps it then took (LightningRL)."""
@@ -181,7 +182,7 @@ class TrajectoryConfig(BaseModel):
     def _not_for_edits(self) -> str | None:
         """What cannot be said of single writes."""
         said = {
-            f"steps_per_segment is {self.steps_per_segment}": self.steps_per_segment != 1,
+            f"steps_per_segment is {self.steps_per_segment or 'null'}": self.steps_per_segment != 1,
             f"only is {self.only}": self.only != "all",
             f"slots is {self.slots}": self.slots != "text",
             f"proposal is {self.proposal}": self.proposal != "uniform",
@@ -207,6 +208,8 @@ class TrajectoryConfig(BaseModel):
         if self.blocks_per_segment is not None:
             return torch.where(step_BL < 0, -1, sampler.blocks(batch) // self.blocks_per_segment)
         if self.steps_per_segment is not None:
+            if sampler.is_block_causal and self.steps_per_segment > 1:
+                return self._segments_of_blocks(batch, sampler.blocks(batch), self.steps_per_segment)
             return torch.where(batch.step_map < 0, -1, step_BL // self.steps_per_segment)
         assert self.num_segments is not None, "one of the three is given"
         # Segment n begins at step floor(n * steps / segments), as d2's snapshots do. The steps are those of the whole
@@ -215,6 +218,16 @@ class TrajectoryConfig(BaseModel):
         num_denoised_B1 = (batch.step_map >= 0).sum(dim=1, keepdim=True)
         segment_BL = ((step_BL + 1) * self.num_segments * num_denoised_B1 - 1) // num_steps_B1.clamp(min=1)
         return torch.where(batch.step_map < 0, -1, segment_BL)
+
+    def _segments_of_blocks(self, batch: GroupedBatch, block_BL: Tensor, num_steps: int) -> Tensor:
+        """The same where each block has segments of its own: every state is one of a single block (TraceRL's slices of
+        a block diffusion model)."""
+        is_seen_BL = batch.step_map >= self.num_shown_steps
+        first_BN = torch.full_like(block_BL, int(batch.step_map.max()) + 1)
+        first_BN.scatter_reduce_(1, block_BL, torch.where(is_seen_BL, batch.step_map, first_BN), "amin")
+        within_BL = (batch.step_map - first_BN.gather(1, block_BL)) // num_steps
+        most = int(within_BL[is_seen_BL].max()) + 1 if bool(is_seen_BL.any()) else 1
+        return torch.where(is_seen_BL, block_BL * most + within_BL, -1)
 
     def _covered(self, batch: GroupedBatch) -> Tensor:
         """[B, L] bool: the committed slots of the text, or of the steps up to the last that says something."""

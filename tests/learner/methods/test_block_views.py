@@ -1,6 +1,7 @@
 """Views of block-causal policies against a forward of each canvas, and against the original code's records."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -124,6 +125,27 @@ def test_equal_states_of_equal_rows_are_run_once(policy: Transformer) -> None:
     assert len(terms.views.ids) == 2
     assert len(terms.views.slots) == 2 * 13
     assert terms.num_terms == 4 * 13
+
+
+def test_steps_are_joined_within_their_block(policy: Transformer) -> None:
+    batch = _batch(num_rows=4)
+    # Two slots of the first block, which the prompt's tail begins; then three blocks of four, the last cut off.
+    steps = torch.tensor([1, 0, 2, 3, 4, 2, 6, 5, 7, 5, 9, 8, 8]).expand(4, -1)
+    joined = replace(batch, step_map=steps)
+    facts = SamplerFacts(block_length=BLOCK, is_block_causal=True)
+    corruption = TrajectoryConfig(steps_per_segment=2).corrupt(joined, FIRST, facts)
+    scored = [corruption.scored[canvas].nonzero()[:, 0].tolist() for canvas in range(len(corruption.rows) // 4)]
+    assert scored == [[0, 1], [2, 3, 5], [4], [6, 7, 9], [8], [10, 11, 12]]
+    shown = [(~corruption.masked[canvas]).nonzero()[:, 0].tolist() for canvas in range(len(scored))]
+    # All that was committed in earlier segments, of earlier blocks and of this one.
+    assert shown == [sorted(sum(scored[:canvas], [])) for canvas in range(len(scored))]
+    terms = make_terms(joined, policy.config, corruption, BLOCK)
+    assert terms.num_terms == 4 * 13
+    # Of a bidirectional policy a state is one of the whole canvas: steps 2 and 3 of one block, 4 and 5 of two.
+    whole = TrajectoryConfig(steps_per_segment=2).corrupt(joined, FIRST, SamplerFacts(block_length=BLOCK))
+    assert whole.scored[2].nonzero()[:, 0].tolist() == [4, 7, 9]
+    drawn = TrajectoryConfig(steps_per_segment=2, num_shown_steps=1).corrupt(joined, FIRST, facts)
+    assert drawn.scored[0].nonzero()[:, 0].tolist() == [0]
 
 
 def test_the_gradient_is_that_of_a_forward_of_each_canvas(policy: Transformer) -> None:

@@ -137,7 +137,7 @@ def test_a_round_is_trained_on(policy: Transformer, batch: RolloutBatch, method:
     ("changes", "said"),
     [
         ({"steps_per_segment": 2}, "steps_per_segment is 2"),
-        ({"num_segments": 4, "steps_per_segment": None}, "steps_per_segment is None"),
+        ({"num_segments": 4, "steps_per_segment": None}, "steps_per_segment is null"),
         ({"only": "fallback"}, "only is fallback"),
         ({"slots": "denoised"}, "slots is denoised"),
         ({"num_sampled": 2, "proposal": "entropy"}, "proposal is entropy"),

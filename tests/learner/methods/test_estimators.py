@@ -41,6 +41,39 @@ def _many(batch: GroupedBatch, row: int, count: int) -> GroupedBatch:
     )
 
 
+def test_every_block_is_masked_at_levels_of_its_own(grouped: GroupedBatch) -> None:
+    """EBPO: of each block between one slot and all, spread evenly over its draws, and unbiased."""
+    config = ElboConfig(num_draws=32, counts="block", complement=False, slots="text")
+    many = _many(grouped, int(grouped.completion_lengths.argmax()), 16)
+    facts = SamplerFacts(block_length=4, is_block_causal=True)
+    drawn = config.corrupt(many, FIRST, facts)
+    is_text, block_BL = many.completion_mask(), facts.blocks(many)
+    assert len(block_BL[0].unique()) > 1
+    assert not drawn.masked[~is_text[drawn.rows]].any()
+    assert drawn.weights is not None
+    for block in block_BL[0].unique().tolist():
+        here = (block_BL[0] == block) & is_text[0]
+        counts_BD = drawn.masked[:, here].sum(dim=1).view(16, 32)
+        size = int(here.sum())
+        # 32 levels at equal distances: about as many for each number of slots, wherever they begin.
+        assert all(abs(int((row == k).sum()) - 32 / size) < 1 for row in counts_BD for k in range(1, size + 1))
+        assert (drawn.weights[:, here] * 32 * counts_BD.flatten()[:, None] == size).all()
+    mean_L = (drawn.weights * drawn.masked).mean(dim=0) * 32
+    torch.testing.assert_close(mean_L, is_text[0].float(), atol=0.15, rtol=0)
+
+
+def test_a_bidirectional_policys_blocks_are_one(grouped: GroupedBatch) -> None:
+    config = ElboConfig(num_draws=8, counts="block", complement=False)
+    drawn = config.corrupt(grouped, FIRST, SamplerFacts(block_length=4))
+    assert drawn.weights is not None
+    sizes = config.sizes(grouped)[drawn.rows]
+    counts = drawn.masked.sum(dim=1)
+    torch.testing.assert_close(drawn.weights[:, 0] * 8, sizes / counts)
+    assert set(counts[sizes == 8].tolist()) == set(range(1, 9))
+    with pytest.raises(ValidationError, match="counts: block has no complements"):
+        ElboConfig(counts="block")
+
+
 @pytest.mark.parametrize(
     ("estimator", "splits_tokens", "splits_rows"),
     [

@@ -54,6 +54,8 @@ class Source:
     """The sampler's."""
     distances: tuple[float, ...] = (1.0, -1.0)
     """How far the policies of the later inner updates are from the first one's, and to which side."""
+    is_block_causal: bool = False
+    """Whether its policies are: blocks are then counted from the first column."""
     changes: Mapping[str, object] | None = None
     """Settings of the objective without what only one of the two has."""
     std: tuple[int, float] | None = None
@@ -134,6 +136,15 @@ SOURCES: Mapping[str, Source] = {
         distances=(0.1, -0.1),
         functions="verl/workers/actor/llada_dp_actor_bgpo.py: update_policy; verl/trainer/ppo/dllm_core_algos.py: "
         "compute_policy_loss_bgpo; verl/trainer/ppo/core_algos.py: compute_grpo_outcome_advantage",
+        std=(1, 1e-6),
+    ),
+    # Later policies that are nearer: ratios are of whole bounds.
+    "ebpo": Source(
+        **DARE,
+        distances=(0.4, -0.4),
+        functions="verl/trainer/ppo/dllm_core_algos.py: compute_ebpo_composite_elbo, compute_policy_loss_ebpo, by masks "
+        "with the p_mask of _forward_process_ebpo; verl/trainer/ppo/core_algos.py: compute_grpo_outcome_advantage",
+        is_block_causal=True,
         std=(1, 1e-6),
     ),
     # Every step commits text: theirs divides by all steps. Ratios stay below the dual clip.
@@ -259,7 +270,10 @@ def config(name: str) -> LearnerConfig:
 
 
 def sampler(name: str) -> SamplerFacts:
-    return SamplerFacts(block_length=SOURCES[name].block_length, records_law=False)
+    source = SOURCES[name]
+    return SamplerFacts(
+        block_length=source.block_length, records_law=False, is_block_causal=source.is_block_causal
+    )
 
 
 def masks(name: str) -> list[list[int]]:
