@@ -20,7 +20,6 @@ from pydantic import BaseModel, ConfigDict, PositiveInt, model_validator
 
 from learner.batch import GroupedBatch
 from learner.counter import uniform
-
 from learner.estimators.base import EstimatorFacts, InnerUpdate, SamplerFacts, ScoredSlots, covered, repeated
 from learner.estimators.block_noise import block_noise
 from learner.estimators.terms import Corruption

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def _config(estimator: dict[str, object]) -> LearnerConfig:
 def _copies(batch: RolloutBatch, times: int = 3) -> RolloutBatch:
     """12 completions for each, of which one is asked about."""
     rows = torch.arange(12 * times)
-    columns = {field.name: getattr(batch, field.name)[(rows + rows // 12 * 3) % 12] for field in fields(batch)}
+    columns = {name: value[(rows + rows // 12 * 3) % 12] for name, value in batch.given().items()}
     return RolloutBatch(**columns | {"sample_keys": rows * 31, "group_ids": rows // 4})
 
 

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -138,7 +139,7 @@ def test_steps_are_joined_within_their_block(policy: Transformer) -> None:
     assert scored == [[0, 1], [2, 3, 5], [4], [6, 7, 9], [8], [10, 11, 12]]
     shown = [(~corruption.masked[canvas]).nonzero()[:, 0].tolist() for canvas in range(len(scored))]
     # All that was committed in earlier segments, of earlier blocks and of this one.
-    assert shown == [sorted(sum(scored[:canvas], [])) for canvas in range(len(scored))]
+    assert shown == [sorted(chain.from_iterable(scored[:canvas])) for canvas in range(len(scored))]
     terms = make_terms(joined, policy.config, corruption, BLOCK)
     assert terms.num_terms == 4 * 13
     # Of a bidirectional policy a state is one of the whole canvas: steps 2 and 3 of one block, 4 and 5 of two.

@@ -142,8 +142,8 @@ SOURCES: Mapping[str, Source] = {
     "ebpo": Source(
         **DARE,
         distances=(0.4, -0.4),
-        functions="verl/trainer/ppo/dllm_core_algos.py: compute_ebpo_composite_elbo, compute_policy_loss_ebpo, by masks "
-        "with the p_mask of _forward_process_ebpo; verl/trainer/ppo/core_algos.py: compute_grpo_outcome_advantage",
+        functions="verl/trainer/ppo/dllm_core_algos.py: compute_ebpo_composite_elbo, compute_policy_loss_ebpo, with "
+        "the p_mask of _forward_process_ebpo; verl/trainer/ppo/core_algos.py: compute_grpo_outcome_advantage",
         is_block_causal=True,
         std=(1, 1e-6),
     ),
@@ -271,9 +271,7 @@ def config(name: str) -> LearnerConfig:
 
 def sampler(name: str) -> SamplerFacts:
     source = SOURCES[name]
-    return SamplerFacts(
-        block_length=source.block_length, records_law=False, is_block_causal=source.is_block_causal
-    )
+    return SamplerFacts(block_length=source.block_length, records_law=False, is_block_causal=source.is_block_causal)
 
 
 def masks(name: str) -> list[list[int]]:

@@ -1,0 +1,153 @@
+"""DiffusionGemma: an encoder of what is finished, whose keys and values a decoder of the canvas reads.
+
+The network is transformers' own (`DiffusionGemmaForBlockDiffusion`, since 5.11), which the family's checkpoints are
+released with; here is how d1 asks it. One set of weights serves both: the encoder sees what is before a slot, the
+decoder the whole canvas and all finished slots (the last window of them in its sliding layers). A step is conditioned
+on the logits of the one before it.
+
+Shape letters: P finished slots, C slots of the canvas, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from transformers.cache_utils import DynamicCache
+
+MODEL_TYPE = "diffusion_gemma"
+_VISION = ("vision_tower", "embed_vision")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RenoisingConfig:
+    """The shape of such a policy, as far as a sampler needs it."""
+
+    vocab_size: int
+    """V."""
+    canvas_length: int
+    """C: slots that are denoised together."""
+    stop_ids: tuple[int, ...]
+    """Ids that end a text."""
+    pad_token_id: int
+    """Fills a canvas after the end of a text."""
+    max_sequence_length: int
+    """Slots of prompt and completion."""
+
+
+class Prefix:
+    """The finished slots, as the decoder reads them: keys and values, which never change."""
+
+    def __init__(self, cache: DynamicCache) -> None:
+        """Nothing yet."""
+        self.cache = cache
+        self.num_slots = 0
+        """P."""
+
+
+class RenoisingPolicy(nn.Module):
+    """The network, asked by canvas."""
+
+    def __init__(self, network: Any, config: RenoisingConfig) -> None:
+        """Take transformers' network; `load_renoising_policy` does."""
+        super().__init__()
+        self.network, self.config = network, config
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return next(self.parameters()).device
+
+    def prefix(self) -> Prefix:
+        """An empty one."""
+        from transformers.cache_utils import DynamicCache
+
+        return Prefix(DynamicCache(config=self.network.config.get_text_config(decoder=True)))
+
+    def finish(self, prefix: Prefix, ids: Tensor) -> None:
+        """Append slots [L] that change no more."""
+        positions = torch.arange(prefix.num_slots, prefix.num_slots + len(ids), device=ids.device)
+        self.network.model.encoder(input_ids=ids[None], past_key_values=prefix.cache, position_ids=positions[None])
+        prefix.num_slots += len(ids)
+
+    def forward(self, prefix: Prefix, canvas: Tensor, conditioning: Tensor | None = None) -> Tensor:
+        """Logits [C, V] in float32 of a canvas [C] behind what is finished.
+
+        `conditioning` are the tempered logits [C, V] of the step before; None at the first.
+        """
+        positions = torch.arange(prefix.num_slots, prefix.num_slots + len(canvas), device=canvas.device)
+        answer = self.network(
+            decoder_input_ids=canvas[None],
+            past_key_values=prefix.cache,
+            decoder_position_ids=positions[None],
+            self_conditioning_logits=None if conditioning is None else conditioning[None].to(self._dtype),
+        )
+        logits: Tensor = answer.logits[0]
+        return logits
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        weight: Tensor = self.network.model.decoder.embed_tokens.weight
+        return weight.dtype
+
+
+def is_renoising(directory: Path) -> bool:
+    """Whether a directory's config.json is of this family."""
+    path = directory / "config.json"
+    if not path.is_file():
+        return False
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(raw, dict) and raw.get("model_type") == MODEL_TYPE
+
+
+def load_renoising_policy(directory: Path, dtype: torch.dtype = torch.float32) -> RenoisingPolicy:
+    """The policy of a checkpoint directory, on the CPU. Its vision tower is left out: d1 asks about text.
+
+    No code of the checkpoint is run, and nothing is unpickled. Raises ValueError where it is none, or not whole.
+    """
+    from transformers import DiffusionGemmaForBlockDiffusion
+
+    if not is_renoising(directory):
+        raise ValueError(f"{directory} is no checkpoint of model_type {MODEL_TYPE!r}")
+    network: Any
+    found: dict[str, Any]
+    try:
+        # Its annotation knows the network alone.
+        network, found = DiffusionGemmaForBlockDiffusion.from_pretrained(  # type: ignore[misc]
+            directory, dtype=dtype, use_safetensors=True, local_files_only=True, output_loading_info=True
+        )
+    # Whatever the files are: transformers raises what its parts do.
+    except Exception as error:
+        raise ValueError(f"{directory} cannot be loaded: {type(error).__name__}: {error}") from error
+    wrong = [*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])]
+    if wrong:
+        raise ValueError(
+            f"{directory} lacks {sorted(wrong)[0]}, or has it in another shape; so with {len(wrong)} in all"
+        )
+    for name in _VISION:
+        setattr(network.model.encoder, name, None)
+    return RenoisingPolicy(network.eval().requires_grad_(requires_grad=False), _config_of(network, directory))
+
+
+def _config_of(network: Any, directory: Path) -> RenoisingConfig:
+    text, said = network.config.get_text_config(decoder=True), network.generation_config
+    ids = text.eos_token_id if said.eos_token_id is None else said.eos_token_id
+    pad = text.pad_token_id if said.pad_token_id is None else said.pad_token_id
+    if ids is None or pad is None:
+        raise ValueError(f"{directory} names no end of text or no padding: eos_token_id and pad_token_id")
+    return RenoisingConfig(
+        vocab_size=text.vocab_size,
+        canvas_length=network.config.canvas_length,
+        stop_ids=tuple(ids) if isinstance(ids, list | tuple) else (ids,),
+        pad_token_id=pad,
+        max_sequence_length=text.max_position_embeddings,
+    )

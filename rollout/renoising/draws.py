@@ -1,0 +1,56 @@
+"""Where the draws of a renoising sampler come from: uniforms keyed by what they are for, or a record that is replayed.
+
+Shape letters: C slots of the canvas, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from learner.counter import uniform
+from learner.keys import fold
+from rollout.drawing import Predictions, inverse_cdf
+
+_INITIAL_KEY, _TOKEN_KEY, _FRESH_KEY = 31, 32, 33
+
+
+class Draws(Protocol):
+    """The random choices of one completion."""
+
+    def initial(self, canvas: int) -> Tensor:
+        """[C] the random ids that a canvas begins as."""
+
+    def tokens(self, canvas: int, step: int, predicted: Predictions) -> Tensor:
+        """[C] a token for each slot, drawn from what is predicted there."""
+
+    def fresh(self, canvas: int, step: int) -> Tensor:
+        """[C] random ids for the slots that a step does not accept."""
+
+
+class KeyedDraws:
+    """Uniforms of a counter-based generator: same seed and weights, same tokens, whatever runs beside."""
+
+    def __init__(self, seed: int, num_slots: int, vocab_size: int, device: torch.device) -> None:
+        """Of canvases of `num_slots` slots."""
+        self._key = torch.tensor(fold(seed, _INITIAL_KEY), device=device)
+        self._slots, self._vocab_size = torch.arange(num_slots, device=device), vocab_size
+
+    def initial(self, canvas: int) -> Tensor:
+        """As `Draws`."""
+        return self._ids(_INITIAL_KEY, canvas, 0)
+
+    def tokens(self, canvas: int, step: int, predicted: Predictions) -> Tensor:
+        """As `Draws`."""
+        uniforms_C = uniform(self._key, _TOKEN_KEY, canvas, step, self._slots)
+        return inverse_cdf(predicted.shifted.exp(), uniforms_C)[0]
+
+    def fresh(self, canvas: int, step: int) -> Tensor:
+        """As `Draws`."""
+        return self._ids(_FRESH_KEY, canvas, step)
+
+    def _ids(self, kind: int, canvas: int, step: int) -> Tensor:
+        place_C = uniform(self._key, kind, canvas, step, self._slots).double()
+        return (place_C * self._vocab_size).long().clamp(max=self._vocab_size - 1)

@@ -1,0 +1,103 @@
+"""What a renoising sampler is asked for and what it answers: token ids, never text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, model_validator
+
+from learner.model.renoising.policy import RenoisingConfig
+from learner.model.renoising.record import DenoisedCanvas
+from rollout.field_error import FieldError
+from rollout.request import MAX_SEED, FinishReason
+
+
+class RenoisingParams(BaseModel):
+    """How a completion is denoised, canvas after canvas. The defaults are DiffusionGemma's."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    gen_length: PositiveInt = 256
+    """Tokens of the completion at most; whole canvases are denoised."""
+    max_denoise_steps: PositiveInt = 48
+    """Denoise steps of a canvas at most."""
+    entropy_bound: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.1
+    """A step keeps the least uncertain slots, as long as their entropies but the largest sum to at most so many nats
+    (arXiv 2505.24857, section 3)."""
+    t_max: Annotated[float, Field(gt=0, le=1000)] = 0.8
+    """Temperature of a canvas' first step..."""
+    t_min: Annotated[float, Field(gt=0, le=1000)] = 0.4
+    """...and what it falls to, evenly over `max_denoise_steps`."""
+    stability_threshold: NonNegativeInt = 1
+    """A canvas is finished when its most probable tokens were the same for so many steps before..."""
+    confidence_threshold: Annotated[float, Field(ge=0)] = 0.005
+    """...and the mean entropy of its slots is below so many nats."""
+
+    @model_validator(mode="after")
+    def _falls(self) -> RenoisingParams:
+        if self.t_min > self.t_max:
+            raise FieldError("{t_min} {low:g} is above {t_max} {high:g}", low=self.t_min, high=self.t_max)
+        return self
+
+    def temperature(self, step: int) -> float:
+        """Of a canvas' denoise step, counted from 0."""
+        left = self.max_denoise_steps - step
+        return self.t_min + (self.t_max - self.t_min) * left / self.max_denoise_steps
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RenoisingRequest:
+    """One completion to sample."""
+
+    prompt_ids: tuple[int, ...]
+    """[P] token ids, the chat template applied."""
+    params: RenoisingParams
+    """How to denoise it."""
+    seed: int
+    """Keys every draw together with the canvas, the step and the slot."""
+    stop_ids: tuple[int, ...] | None = None
+    """Ids that end a completion, by default the policy's."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class RenoisedCompletion:
+    """One sampled completion with the record of how it came about."""
+
+    token_ids: NDArray[np.int32]
+    """[L] whole canvases; padding after an end of text."""
+    num_tokens: int
+    """Tokens up to and including the first end of text, `gen_length` at most."""
+    canvases: tuple[DenoisedCanvas, ...]
+    """What was done on each."""
+    finish_reason: FinishReason
+    """Why it ended."""
+    policy_version: int
+    """The policy version that sampled it."""
+
+    @property
+    def num_forwards(self) -> int:
+        """Forwards of the decoder."""
+        return sum(canvas.num_steps for canvas in self.canvases)
+
+
+def check_renoising_request(request: RenoisingRequest, config: RenoisingConfig) -> None:
+    """Raise FieldError, naming the field, when the policy cannot serve this request."""
+    if not request.prompt_ids:
+        raise FieldError("{prompt_ids} is empty; a completion needs at least one token before it")
+    for name, ids in (("prompt_ids", request.prompt_ids), ("stop_ids", request.stop_ids or ())):
+        for token in ids:
+            if not 0 <= token < config.vocab_size:
+                raise FieldError(f"{{{name}}} has {token}; the policy's token ids are 0 to {config.vocab_size - 1}")
+    num_canvases = -(-request.params.gen_length // config.canvas_length)
+    num_given, num_asked = len(request.prompt_ids), request.params.gen_length
+    end = num_given + num_canvases * config.canvas_length
+    if end > config.max_sequence_length:
+        raise FieldError(
+            f"{{prompt_ids}} of {num_given} and {{gen_length}} {num_asked} in canvases of {config.canvas_length} make "
+            f"{end} tokens; the policy takes at most {config.max_sequence_length}"
+        )
+    if not 0 <= request.seed <= MAX_SEED:
+        raise FieldError(f"{{seed}} {request.seed} is not between 0 and 2**63 - 1")
