@@ -130,9 +130,7 @@ def load_renoising_policy(directory: Path, dtype: torch.dtype = torch.float32) -
         raise ValueError(f"{directory} cannot be loaded: {type(error).__name__}: {error}") from error
     wrong = [*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])]
     if wrong:
-        raise ValueError(
-            f"{directory} lacks {sorted(wrong)[0]}, or has it in another shape; so with {len(wrong)} in all"
-        )
+        raise ValueError(f"{directory} lacks {len(wrong)} tensors, or has them in other shapes: {sorted(wrong)[0]}")
     for name in _VISION:
         setattr(network.model.encoder, name, None)
     return RenoisingPolicy(network.eval().requires_grad_(requires_grad=False), _config_of(network, directory))

@@ -183,7 +183,7 @@ def test_a_step_keeps_the_least_uncertain_slots_up_to_the_bound(bound: float, ke
 
 
 class _Scripted:
-    """In a policy's place: its most probable tokens are 1, 2, then 3 for ever, and it becomes sure at the fifth step."""
+    """In a policy's place: its most probable tokens are 1, 2, then 3 for ever; at the fifth step it becomes sure."""
 
     device = torch.device("cpu")
     config = RenoisingConfig(vocab_size=4, canvas_length=2, stop_ids=(), pad_token_id=0, max_sequence_length=64)
