@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from deploy.waiting import saying
 if TYPE_CHECKING:
     from deploy.sampling.policy import ReadyPolicy
     from deploy.sampling.prepare import Item, Options
+    from deploy.sampling.renoising import ReadyRenoising
 
 _EXIT_BAD_REQUESTS = 2
 _DENOISING = "Denoising (left out: as the checkpoint's run was evaluated, else d1's defaults)"
@@ -114,12 +116,20 @@ def sample(
     with saying("loading torch"):
         from deploy.sampling.policy import open_policy
         from deploy.sampling.prepare import Options, check_options
+        from deploy.sampling.renoising import check_renoising_options, find_renoising, open_renoising
         from rollout.config import EngineConfig
 
     values = {key: value for key, value in given.items() if value is not None}
     options = Options(values=values, is_raw=raw, keep_after_eos=keep_after_eos)
     check_options(options)
     lines = None if requests is None else _read(requests)
+    directory = find_renoising(checkpoint, runs_dir)
+    if directory is not None:
+        check_renoising_options(options.values)
+        with saying(f"loading the policy of {checkpoint}"):
+            renoising = open_renoising(directory, checkpoint, device, EngineConfig(dtype=dtype).torch_dtype)
+        _sample_renoising(renoising, lines, prompt, options, as_json=as_json)
+        return
     with saying(f"loading the policy of {checkpoint}"):
         policy = open_policy(checkpoint, device, EngineConfig(num_slots=slots, dtype=dtype), runs_dir)
     with _failures_as_sentences(checkpoint):
@@ -127,6 +137,28 @@ def sample(
             _sample_file(policy, lines, options, colour, as_json=as_json)
         elif prompt is not None:
             _sample_prompt(policy, prompt, options, colour, as_json=as_json)
+
+
+def _sample_renoising(
+    ready: ReadyRenoising,
+    lines: list[tuple[int, bytes]] | None,
+    prompt: str | None,
+    options: Options,
+    *,
+    as_json: bool,
+) -> None:
+    """The same with a policy that has no mask token."""
+    from deploy.sampling.renoising import answer_all, asked
+
+    if lines is None:
+        lines = [(1, json.dumps({"prompt": prompt}).encode())]
+    flags = {"is_raw": options.is_raw, "keep_after_eos": options.keep_after_eos}
+    items = list(asked(ready, lines, options.values, **flags))
+    if prompt is not None and items[0].request is None:
+        raise UserError(items[0].error)
+    with _failures_as_sentences(ready.name):
+        if answer_all(ready, items, as_json=as_json):
+            raise typer.Exit(_EXIT_BAD_REQUESTS)
 
 
 @contextmanager

@@ -115,11 +115,14 @@ def load_renoising_policy(directory: Path, dtype: torch.dtype = torch.float32) -
     No code of the checkpoint is run, and nothing is unpickled. Raises ValueError where it is none, or not whole.
     """
     from transformers import DiffusionGemmaForBlockDiffusion
+    from transformers.utils.logging import disable_progress_bar
 
     if not is_renoising(directory):
         raise ValueError(f"{directory} is no checkpoint of model_type {MODEL_TYPE!r}")
     network: Any
     found: dict[str, Any]
+    # Its bar of progress is no part of what is printed here.
+    disable_progress_bar()
     try:
         # Its annotation knows the network alone.
         network, found = DiffusionGemmaForBlockDiffusion.from_pretrained(  # type: ignore[misc]

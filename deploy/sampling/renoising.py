@@ -1,0 +1,201 @@
+"""`d1 sample` of policies without a mask token (DiffusionGemma): a prompt, or a file of requests in their own keys."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ConfigDict, ValidationError
+from torch import Tensor
+
+from deploy.errors import UserError
+from deploy.requests.line import parse_object
+from deploy.requests.refusals import RequestError, refusal_of
+from deploy.runs.references import find_checkpoint_of
+from deploy.sampling.answers import work
+from deploy.sampling.policy import Device, choose_device, read_tokenizer
+from learner.model.renoising.policy import MODEL_TYPE, is_renoising, load_renoising_policy
+from learner.model.tokenizer import ChatTokenizer
+from rollout.renoising.request import RenoisedCompletion, RenoisingParams, RenoisingRequest, check_renoising_request
+from rollout.renoising.sampler import RenoisingSampler
+
+_STEPS = "max_denoise_steps"
+_OPTIONS = ("seed", "gen_length", "steps", "entropy_bound")
+
+
+class RenoisingLine(BaseModel):
+    """A request of a file."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    id: Any = None
+    prompt: str | None = None
+    prompt_ids: list[int] | None = None
+    seed: int = 0
+    gen_length: int | None = None
+    steps: int | None = None
+    entropy_bound: float | None = None
+    t_min: float | None = None
+    t_max: float | None = None
+    stability_threshold: int | None = None
+    confidence_threshold: float | None = None
+    stop_ids: list[int] | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReadyRenoising:
+    """A checkpoint of this family that is ready to sample."""
+
+    name: str
+    sampler: RenoisingSampler
+    tokenizer: ChatTokenizer | None
+
+    def request(self, line: RenoisingLine, *, is_raw: bool, keep_after_eos: bool) -> RenoisingRequest:
+        """What a line asks for. Raises ValueError, naming the key."""
+        if (line.prompt is None) == (line.prompt_ids is None):
+            raise ValueError("give prompt or prompt_ids, one of them")
+        given = line.model_dump(exclude_none=True, exclude={"id", "prompt", "prompt_ids", "seed", "stop_ids"})
+        params = RenoisingParams(**{_STEPS if key == "steps" else key: value for key, value in given.items()})
+        ids = line.prompt_ids if line.prompt is None else self._encoded(line.prompt, is_raw=is_raw)
+        stop_ids = None if line.stop_ids is None else tuple(line.stop_ids)
+        request = RenoisingRequest(
+            prompt_ids=tuple(ids or ()), params=params, seed=line.seed, stop_ids=() if keep_after_eos else stop_ids
+        )
+        check_renoising_request(request, self.sampler.policy.config)
+        return request
+
+    def _encoded(self, prompt: str, *, is_raw: bool) -> list[int]:
+        if self.tokenizer is None:
+            raise ValueError(f"prompt is text, and {self.name} has no tokenizer; give prompt_ids")
+        if is_raw:
+            return self.tokenizer.encode_completion(prompt)
+        return self.tokenizer.encode_chat([{"role": "user", "content": prompt}])
+
+    def text(self, ids: Sequence[int]) -> str:
+        """What ids say; themselves without a tokenizer."""
+        return " ".join(map(str, ids)) if self.tokenizer is None else self.tokenizer.decode(ids)
+
+
+def find_renoising(reference: str, runs_dir: Path) -> Path | None:
+    """Where a checkpoint of this family is; None where it is of another. Raises UserError where there is none."""
+    try:
+        directory = find_checkpoint_of(reference, runs_dir)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    return directory if is_renoising(directory) else None
+
+
+def open_renoising(directory: Path, reference: str, device: Device | None, dtype: torch.dtype) -> ReadyRenoising:
+    """Load it. Raises UserError where that cannot be done."""
+    try:
+        policy = load_renoising_policy(directory, dtype).to(choose_device(device))
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    sampler = RenoisingSampler(policy, policy_version=0)
+    return ReadyRenoising(name=reference, sampler=sampler, tokenizer=read_tokenizer(directory))
+
+
+def check_renoising_options(values: Mapping[str, Any]) -> None:
+    """Raise UserError for an option that this family has not."""
+    for key in values:
+        if key not in _OPTIONS:
+            known = ", ".join(f"--{name.replace('_', '-')}" for name in _OPTIONS)
+            raise UserError(f"--{key.replace('_', '-')} is not for {MODEL_TYPE} policies; they take {known}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """A request, or what is wrong with it."""
+
+    index: int
+    place: str
+    id: Any
+    request: RenoisingRequest | None
+    error: str = ""
+
+
+def asked(
+    ready: ReadyRenoising,
+    lines: Sequence[tuple[int, bytes]],
+    values: Mapping[str, Any],
+    *,
+    is_raw: bool,
+    keep_after_eos: bool,
+) -> Iterator[Asked]:
+    """The requests of a file; `values` are what the options put in place of what a line leaves out."""
+    for index, (number, text) in enumerate(lines):
+        place, data = f"request {index} (line {number})", dict[str, Any]()
+        try:
+            data = parse_object(text)
+            line = RenoisingLine.model_validate({**values, **data})
+            request = ready.request(line, is_raw=is_raw, keep_after_eos=keep_after_eos)
+        except ValidationError as error:
+            kind = RenoisingLine if error.title == RenoisingLine.__name__ else RenoisingParams
+            said = str(refusal_of(error, kind, {_STEPS: "steps"}))
+            yield Asked(index=index, place=place, id=data.get("id"), request=None, error=said)
+        except (RequestError, ValueError) as error:
+            yield Asked(index=index, place=place, id=data.get("id"), request=None, error=str(error))
+        else:
+            yield Asked(index=index, place=place, id=line.id, request=request)
+
+
+def answer_all(ready: ReadyRenoising, items: Sequence[Asked], *, as_json: bool) -> int:
+    """Sample and print all that can be served, and say what cannot. Returns how many were refused."""
+    refused = [item for item in items if item.request is None]
+    for item in refused:
+        sys.stderr.write(f"d1: {item.place}: {item.error}\n")
+    for item in items:
+        head = {"index": item.index} | ({} if item.id is None else {"id": item.id})
+        if item.request is None:
+            if as_json:
+                _print(json.dumps(head | {"error": item.error}))
+            continue
+        completion = ready.sampler.complete(item.request, watch=_progress if sys.stderr.isatty() else None)
+        ids = completion.token_ids[: completion.num_tokens].tolist()
+        if as_json:
+            _print(json.dumps(head | _answer(ready, completion, ids)))
+            continue
+        if len(items) > 1:
+            _print(f"--- {item.place}: {work(len(ids), completion.num_forwards)}, {completion.finish_reason}")
+        _print(ready.text(ids))
+        if len(items) == 1:
+            sys.stderr.write(f"{work(len(ids), completion.num_forwards)}, {completion.finish_reason}\n")
+    return len(refused)
+
+
+def _answer(ready: ReadyRenoising, completion: RenoisedCompletion, ids: list[int]) -> dict[str, Any]:
+    """What was sampled, and of each canvas the record that its likelihood is of."""
+    return {
+        "token_ids": ids,
+        "text": None if ready.tokenizer is None else ready.text(ids),
+        "num_tokens": len(ids),
+        "canvases": [
+            {
+                "seen": canvas.seen.tolist(),
+                "drawn": canvas.drawn.tolist(),
+                "drawn_logp": [[float(str(one)) for one in step] for step in canvas.drawn_logp],
+                "accepted": canvas.accepted.tolist(),
+                "argmax": canvas.argmax.tolist(),
+                "mean_entropy": [float(str(one)) for one in canvas.mean_entropy],
+            }
+            for canvas in completion.canvases
+        ],
+        "num_forwards": completion.num_forwards,
+        "finish_reason": str(completion.finish_reason),
+        "policy_version": completion.policy_version,
+    }
+
+
+def _progress(canvas: int, step: int, _ids: Tensor, kept_C: Tensor) -> None:
+    kept = f"{int(kept_C.sum())} of {len(kept_C)} slots kept"
+    sys.stderr.write(f"\rcanvas {canvas + 1}, step {step + 1}: {kept} \x1b[K\r")
+
+
+def _print(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
