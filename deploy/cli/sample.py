@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -167,7 +168,10 @@ def _failures_as_sentences(checkpoint: str) -> Iterator[None]:
     if sys.stdout is None:
         raise UserError("standard output is closed; there is nowhere to write the answer")
     try:
-        yield
+        with warnings.catch_warnings():
+            # Where in d1 it is said is nothing to a user.
+            warnings.showwarning = lambda message, *_, **__: sys.stderr.write(f"d1: {message}\n")
+            yield
     except FloatingPointError as error:
         raise RunFailedError(f"{checkpoint}: {error}") from error
     except BrokenPipeError:

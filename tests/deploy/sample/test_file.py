@@ -230,7 +230,7 @@ def test_tokens_and_steps_are_those_of_the_original_block_sampler(d1: Callable, 
     assert [answer["num_tokens"] for answer in answers[: len(lengths)]] == lengths
 
 
-@pytest.mark.filterwarnings("ignore:block_length .* is not the 32 slots")
+@pytest.mark.filterwarnings("default:block_length .* is not the 32 slots")
 def test_writes_are_those_of_the_original_editing_sampler(d1: Callable, shared: Path, workdir: Path) -> None:
     directory = shared / "fixtures" / "llada2-tiny"
     cases = json.loads((directory / "expected_generations.json").read_text())
@@ -242,6 +242,7 @@ def test_writes_are_those_of_the_original_editing_sampler(d1: Callable, shared: 
     assert ended.status == 0
     for line, events, ids in zip(ended.out.splitlines(), case["events"], case["output"], strict=True):
         answer = json.loads(line)
+        assert ended.err.count("d1: block_length 8 is not the 32 slots that the policy's config names: ") == 1
         writes = answer["writes"]
         found = zip(writes["steps"], writes["slots"], writes["token_ids"], strict=True)
         steps = [event for event in events if event]
