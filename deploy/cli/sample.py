@@ -169,8 +169,7 @@ def _failures_as_sentences(checkpoint: str) -> Iterator[None]:
         raise UserError("standard output is closed; there is nowhere to write the answer")
     try:
         with warnings.catch_warnings():
-            # Where in d1 it is said is nothing to a user.
-            warnings.showwarning = lambda message, *_, **__: sys.stderr.write(f"d1: {message}\n")
+            warnings.showwarning = _say
             yield
     except FloatingPointError as error:
         raise RunFailedError(f"{checkpoint}: {error}") from error
@@ -178,6 +177,11 @@ def _failures_as_sentences(checkpoint: str) -> Iterator[None]:
         raise
     except OSError as error:
         raise UserError(f"standard output takes no more: {reason(error)}") from error
+
+
+def _say(message: Warning | str, *_: Any, **__: Any) -> None:
+    """A warning as a sentence: where in d1 it is said is nothing to a user."""
+    sys.stderr.write(f"d1: {message}\n")
 
 
 def _read(requests: Path) -> list[tuple[int, bytes]]:
