@@ -443,6 +443,19 @@ def bgpo(rows: list[Row]) -> Tensor:
     return torch.stack(losses).mean()
 
 
+def ebpo(rows: list[Row]) -> Tensor:
+    """Of a bidirectional policy: its text is one block, and the ratio that of its bounds, not of a bound of a slot."""
+    losses = []
+    for row, advantage in zip(rows, group_z(rows), strict=True):
+        bounds = {}
+        for name in ("new", "old"):
+            draws = draws_of(row)
+            sums = [sum(getattr(draw, name)[slot] for slot in draw.masked) / len(draw.masked) for draw in draws]
+            bounds[name] = row.length * torch.stack(sums).mean()
+        losses.append(ppo((bounds["new"] - bounds["old"]).exp(), advantage, 0.2, 0.2))
+    return torch.stack(losses).mean()
+
+
 def rho(rows: list[Row]) -> list[Tensor]:
     """The reference's ELBO of each completion less the old policy's."""
     return [(_ratio_elbo(row, "reference") - _ratio_elbo(row, "old")).detach() for row in rows]
@@ -638,6 +651,7 @@ SLOW: dict[str, Callable[[list[Row]], Tensor]] = {
     "cj-grpo": cj_grpo,
     "mapg": mapg,
     "bgpo": bgpo,
+    "ebpo": ebpo,
     "stabledrl": stabledrl,
     "dmpo": dmpo,
     "agrpo": agrpo,
