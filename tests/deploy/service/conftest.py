@@ -1,6 +1,7 @@
 """A run directory with one tiny random checkpoint, and further versions of its policy."""
 
 import secrets
+import shutil
 import threading
 import time
 from contextlib import aclosing
@@ -82,7 +83,7 @@ def make_sampler(make_model):
     return lambda version: Sampler(make_model(version), version)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def add_checkpoint(tiny_config, tokenizer_dir, make_model):
     def add(run_dir, version, phase="rl", round_index=0):
         directory = run_dir / "checkpoints" / f"{phase}-{version}"
@@ -94,14 +95,18 @@ def add_checkpoint(tiny_config, tokenizer_dir, make_model):
     return add
 
 
-@pytest.fixture
-def run_dir(tmp_path, add_checkpoint):
-    """A run whose newest checkpoint is version 1."""
-    directory = tmp_path / "tiny"
-    directory.mkdir()
+@pytest.fixture(scope="session")
+def run_to_copy(tmp_path_factory, add_checkpoint):
+    directory = tmp_path_factory.mktemp("run")
     (directory / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
     add_checkpoint(directory, 1, "sft")
     return directory
+
+
+@pytest.fixture
+def run_dir(tmp_path, run_to_copy):
+    """A run whose newest checkpoint is version 1."""
+    return shutil.copytree(run_to_copy, tmp_path / "tiny")
 
 
 @pytest.fixture
@@ -129,10 +134,14 @@ def host(versions, engine):
     return EngineHost(versions, engine)
 
 
+@pytest.fixture(scope="session")
+def codec(run_to_copy):
+    return TextCodec(run_to_copy / "checkpoints" / "sft-1")
+
+
 @pytest.fixture
-def service(run_dir, host):
+def service(run_dir, host, codec):
     """What an application is made of, with an engine in this process."""
-    codec = TextCodec(run_dir / "checkpoints" / "sft-1")
     planner = ServicePlanner(codec, Defaults.of_run(read_recipe(run_dir).rollout.sampling), "tiny")
     return Service(backend=host, codec=codec, planner=planner, run=RunView(run_dir), registry=None)
 

@@ -3,16 +3,7 @@
 import random
 from itertools import pairwise
 
-import pytest
-
-from deploy.service.api.text_codec import TextCodec
-
 TEXT = "5 😀é\n한 <answer>👩‍🚀</answer>"
-
-
-@pytest.fixture
-def codec(run_dir):
-    return TextCodec(run_dir / "checkpoints" / "sft-1")
 
 
 def test_a_character_of_several_tokens_is_in_the_first_of_them(codec):
