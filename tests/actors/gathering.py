@@ -17,7 +17,7 @@ from learner.model.transformer import Transformer, init_weights
 from learner.optimizer import PolicyOptimizer
 from learner.parallel.sharding import ShardedPolicy, make_mesh
 
-NUM_GATHERS = int(os.environ.get("D1_GATHERS", "20"))
+NUM_GATHERS = int(os.environ.get("D1_GATHERS", "10"))
 _STATE_EVERY = 10
 _PUTS_HELD = 3
 

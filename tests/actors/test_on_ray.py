@@ -172,6 +172,7 @@ def test_a_version_is_an_adapter_on_a_base_that_the_store_has_as_long_as_it_is_u
         StoreReader(store, 30).base(of_base.digest)
 
 
+@pytest.mark.nightly
 def test_the_benchmark_of_weights_counts_what_travels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(publishing, "_D_MODEL", 64)
     monkeypatch.setattr(publishing, "_VOCABULARY", 64)

@@ -16,6 +16,7 @@ ADMIN_TOKEN = "the-key-of-the-operator"
 
 
 @pytest.mark.ray
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 @pytest.mark.filterwarnings("ignore:Using extra keyword arguments on `Field`:DeprecationWarning")  # Ray Serve's schema
 def test_a_pinned_version_stays_when_an_engine_dies(serve_cluster, run_dir, add_checkpoint, unused_port, monkeypatch):
