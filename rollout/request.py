@@ -461,7 +461,8 @@ class Completion:
     """Forwards that this completion took part in; two for each step with classifier-free guidance. Under token editing
     a step that finds nothing to write takes one too, and is not counted in `step_map`."""
     exact: bool
-    """Whether replaying (token_ids, step_map) through full forwards gives the log-probabilities back: no cache."""
+    """Whether replaying (token_ids, step_map), or `writes`, through full forwards gives the log-probabilities back: no
+    approximate cache."""
     logp_exact: bool
     """Whether `commit_logp` is the law of the draw: not under `sample_then_select` above temperature 0."""
     finish_reason: FinishReason

@@ -102,7 +102,8 @@ def _block_causal_flops(params: SamplingParams, shape: TransformerConfig, prompt
 
 
 def _steps_for(params: SamplingParams, num_slots: int) -> int:
-    """Denoise steps of a block of which so many slots are masked: a step's share is that of a whole block."""
+    """Denoise steps of a block of which so many slots are masked: a step's share is that of a whole block. Steps that
+    token editing adds depend on the policy, and are not counted."""
     if not (params.is_by_shares or params.steps_per_block):
         return num_slots
     share, num_larger = divmod(params.block_length, params.num_block_steps)
