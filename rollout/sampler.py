@@ -215,13 +215,13 @@ class SlotBatch:
     def _look(self, slots: list[int]) -> None:
         """Where these rows are: the one time that the host waits for the device."""
         rows_A = on_device(slots, self.slots.device)
-        rows = self.slots.rows.of(rows_A)
+        rows = self.slots.rows
         columns = _Seen(
-            is_done=rows.done.long(),
-            step_in_block=rows.step_in_block,
-            block_start=rows.block_start,
+            is_done=rows.done[rows_A].long(),
+            step_in_block=rows.step_in_block[rows_A],
+            block_start=rows.block_start[rows_A],
             twin=self.slots.twins(rows_A),
-            is_broken=rows.broken.long(),
+            is_broken=rows.broken[rows_A].long(),
         )
         seen = (_Seen[int](*row) for row in torch.stack(columns, dim=1).tolist())
         self._seen |= zip(slots, seen, strict=True)
@@ -294,7 +294,7 @@ class SlotBatch:
         if editing:
             slots_M = where[1] - before.prompt_length[index_M // num_places]
             self._writes.add(editing, where[0], slots_M, drawn, chosen_M)
-        self.slots.advance(rows_A, before, block.masked.any(dim=1), chosen_AK.any(dim=1))
+        self.slots.advance(rows_A, before, block.masked, chosen_AK)
         self._num_remembered |= {row.slot: row.block_start for row in active if row.kind.remembers_finished}
 
     def _block(self, rows_A: Tensor, now: RowState, params: Sequence[SamplingParams]) -> BlockSlots:

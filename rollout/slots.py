@@ -116,12 +116,15 @@ class Slots:
         self.width = self._longest = self._longest_block = 0
         self.rows = RowState(**_zeros(RowState, num_slots, device=device))
         self.rows.done.fill_(True)
+        # Once a row has edited: a step that none edits in asks a GPU for nothing more.
+        self._has_edits = False
         self.canvases = self._empty_canvases(0)
         self._multipliers_W = torch.empty(0, dtype=torch.int64, device=device)
         self._stop_ids = torch.full((num_slots, 1), _NO_TOKEN, device=device)
 
     def admit(self, slots: Sequence[int], requests: Sequence[Request]) -> None:
         """Put requests into empty slots."""
+        self._has_edits |= any(request.params.edits for request in requests)
         for request in requests:
             self._longest_block = max(self._longest_block, request.params.block_length)
             self._longest = max(self._longest, canvas_of(request, self._config).end)
@@ -149,7 +152,7 @@ class Slots:
         self._admit_stop_ids(rows_F, requests)
         self._point_at_blocks(rows_F)
 
-    def advance(self, rows_A: Tensor, before: RowState, had_mask_A: Tensor, wrote_A: Tensor) -> None:
+    def advance(self, rows_A: Tensor, before: RowState, masked_AK: Tensor, written_AK: Tensor) -> None:
         """Count a denoise step of rows that were as `before`, and move on those whose block is finished.
 
         A row is done when no slot is masked, or when a finished block has a stop token: what would follow is cut off.
@@ -158,24 +161,31 @@ class Slots:
         Args:
             rows_A: the slots of the engine.
             before: their rows before the step.
-            had_mask_A: bool, whether their blocks had a masked slot before it.
-            wrote_A: bool, whether it wrote anything.
+            masked_AK: bool, the slots of their blocks that were masked before it.
+            written_AK: bool, those that it wrote.
         """
-        going_A = ~before.done
-        num_post_A = before.num_post_steps + (going_A & ~had_mask_A)
-        self.rows.step[rows_A] = before.step + (going_A & wrote_A)
-        self.rows.num_idle_steps[rows_A] = before.num_idle_steps + (going_A & ~wrote_A)
-        self.rows.step_in_block[rows_A] = before.step_in_block + going_A.long()
-        self.rows.num_post_steps[rows_A] = num_post_A
-        self.rows.is_unsettled[rows_A] = before.is_unsettled & wrote_A & (num_post_A < before.most_post_steps)
+        going_A = (~before.done).long()
+        self.rows.step_in_block[rows_A] = before.step_in_block + going_A
+        if self._has_edits:
+            going_A = self._settle(rows_A, before, masked_AK.any(dim=1), written_AK.any(dim=1))
+        self.rows.step[rows_A] = before.step + going_A
         self._point_at_blocks(rows_A)
+
+    def _settle(self, rows_A: Tensor, before: RowState, had_mask_A: Tensor, wrote_A: Tensor) -> Tensor:
+        """Say which blocks are finished under token editing; [A] 1 where the step counts, as it wrote something."""
+        is_going_A = ~before.done
+        num_post_A = before.num_post_steps + (is_going_A & ~had_mask_A)
+        self.rows.num_post_steps[rows_A] = num_post_A
+        self.rows.num_idle_steps[rows_A] = before.num_idle_steps + (is_going_A & ~wrote_A)
+        self.rows.is_unsettled[rows_A] = before.is_unsettled & wrote_A & (num_post_A < before.most_post_steps)
+        return (is_going_A & wrote_A).long()
 
     def harvest(
         self, slots: Sequence[int], requests: Sequence[Request], policy_version: int, *, is_cache_exact: bool
     ) -> list[Completion]:
         """The completions of rows that are done; their slots can be given to others."""
         rows_F = on_device(slots, self.device)
-        stop_F = self._first_stop(rows_F, self.rows.of(rows_F))
+        stop_F = self._first_stop(rows_F)
         num_steps_F = self.rows.step[rows_F] + self.rows.num_idle_steps[rows_F]
         (last_F, num_steps), host = self._on_host(rows_F, stop_F, num_steps_F)
         return [
@@ -280,32 +290,38 @@ class Slots:
 
     def _point_at_blocks(self, rows_A: Tensor) -> None:
         """Find each row's first unfinished block, and whether the row is done."""
-        now, masked_AW = self.rows.of(rows_A), self.canvases.masked[rows_A]
+        rows, masked_AW = self.rows, self.canvases.masked[rows_A]
+        begun_A, length_A = rows.block_start[rows_A], rows.block_length[rows_A]
         columns_W = torch.arange(self.width, device=self.device)
         first_A = torch.where(masked_AW, columns_W, self.width).amin(dim=1)
         # A block-causal policy's blocks are counted from the first column.
-        origin_A = torch.zeros_like(now.prompt_length) if self._config.is_block_causal else now.prompt_length
-        block_A = (first_A - origin_A).div(now.block_length, rounding_mode="floor")
-        start_A = origin_A + block_A * now.block_length
-        start_A = torch.where(now.is_unsettled, now.block_start, start_A)
+        origin_A = torch.zeros_like(begun_A) if self._config.is_block_causal else rows.prompt_length[rows_A]
+        block_A = (first_A - origin_A).div(length_A, rounding_mode="floor")
+        start_A = origin_A + block_A * length_A
+        is_last_A = first_A == self.width
+        if self._has_edits:
+            is_unsettled_A = rows.is_unsettled[rows_A]
+            start_A = torch.where(is_unsettled_A, begun_A, start_A)
+            is_last_A &= ~is_unsettled_A
         # Tokens that were given in blocks still to come do not end a text.
-        is_last_A = (first_A == self.width) & ~now.is_unsettled
-        done_A = now.done | is_last_A | (self._first_stop(rows_A, now) < start_A)
-        is_new_A = (start_A > now.block_start) & ~done_A
-        in_block_AW = (columns_W >= start_A[:, None]) & (columns_W < (start_A + now.block_length)[:, None])
-        num_shared_A = now.block_length if self._config.is_block_causal else (masked_AW & in_block_AW).sum(dim=1)
-        self.rows.done[rows_A] = done_A
-        self.rows.block_start[rows_A] = torch.where(is_new_A, start_A, now.block_start)
-        self.rows.block_masked[rows_A] = torch.where(is_new_A, num_shared_A, now.block_masked)
-        self.rows.step_in_block[rows_A] = torch.where(is_new_A, 0, now.step_in_block)
-        self.rows.num_post_steps[rows_A] = torch.where(is_new_A, 0, now.num_post_steps)
-        self.rows.is_unsettled[rows_A] = torch.where(is_new_A, now.edits, now.is_unsettled)
+        done_A = rows.done[rows_A] | is_last_A | (self._first_stop(rows_A) < start_A)
+        is_new_A = (start_A > begun_A) & ~done_A
+        in_block_AW = (columns_W >= start_A[:, None]) & (columns_W < (start_A + length_A)[:, None])
+        num_shared_A = length_A if self._config.is_block_causal else (masked_AW & in_block_AW).sum(dim=1)
+        rows.done[rows_A] = done_A
+        rows.block_start[rows_A] = torch.where(is_new_A, start_A, begun_A)
+        rows.block_masked[rows_A] = torch.where(is_new_A, num_shared_A, rows.block_masked[rows_A])
+        rows.step_in_block[rows_A] = torch.where(is_new_A, 0, rows.step_in_block[rows_A])
+        if self._has_edits:
+            rows.num_post_steps[rows_A] = torch.where(is_new_A, 0, rows.num_post_steps[rows_A])
+            rows.is_unsettled[rows_A] = torch.where(is_new_A, rows.edits[rows_A], is_unsettled_A)
 
-    def _first_stop(self, rows_A: Tensor, now: RowState) -> Tensor:
+    def _first_stop(self, rows_A: Tensor) -> Tensor:
         """The column [A] of each row's first stop token in its completion, W where there is none."""
+        start_A, end_A = self.rows.prompt_length[rows_A], self.rows.end[rows_A]
         tokens_AW = self.canvases.tokens[rows_A]
         columns_W = torch.arange(self.width, device=self.device)
-        is_text_AW = (columns_W >= now.prompt_length[:, None]) & (columns_W < now.end[:, None])
+        is_text_AW = (columns_W >= start_A[:, None]) & (columns_W < end_A[:, None])
         is_stop_AW = (tokens_AW[:, :, None] == self._stop_ids[rows_A][:, None, :]).any(dim=2)
         is_stop_AW &= is_text_AW & ~self.canvases.masked[rows_A]
         return torch.where(is_stop_AW, columns_W, self.width).amin(dim=1)

@@ -95,17 +95,16 @@ class DenoiseStep:
             lottery=lottery_AK,
         )
         chosen_AK, fallback_AK = select(view, self._rows.schedules(), present)
-        return chosen_AK | self._edits(view.confidence), fallback_AK
+        editable_AK, tokens_AK = self._block.editable, self._block.tokens
+        if editable_AK is not None and tokens_AK is not None:
+            chosen_AK |= editable_AK & self._is_surpassed(tokens_AK, view.confidence)
+        return chosen_AK, fallback_AK
 
-    def _edits(self, confidence_AK: Tensor) -> Tensor:
-        """[A, K] bool: the committed slots where another token is the most probable, and probable enough (LLaDA2.1)."""
-        block = self._block
-        if block.editable is None or block.tokens is None:
-            return torch.zeros_like(block.masked)
-        top_AK = block.tokens.clone()
+    def _is_surpassed(self, tokens_AK: Tensor, confidence_AK: Tensor) -> Tensor:
+        """[A, K] bool: another token than stands there is the most probable, and probable enough (LLaDA2.1)."""
+        top_AK = tokens_AK.clone()
         top_AK.view(-1)[self._index_N] = self._predicted.top_tokens(self._source_N)
-        is_probable_AK = confidence_AK > self._rows.log_editing_threshold[:, None]
-        return block.editable & is_probable_AK & (top_AK != block.tokens)
+        return (confidence_AK > self._rows.log_editing_threshold[:, None]) & (top_AK != tokens_AK)
 
     def broken_rows(self) -> Tensor:
         """[A] whether a row was predicted something that is no number."""
