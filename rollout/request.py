@@ -380,7 +380,7 @@ def check_request(request: Request, config: TransformerConfig) -> None:
     prompt, params, vocab = request.prompt_ids, request.params, config.vocab_size
     if not prompt:
         raise FieldError("{prompt_ids} is empty; a completion needs at least one token before it")
-    _check_ids("prompt_ids", prompt, vocab)
+    check_ids("prompt_ids", prompt, vocab)
     if config.mask_token_id in prompt:
         raise FieldError(
             f"{{prompt_ids}} has the mask id {config.mask_token_id}; slots to fill belong in the completion"
@@ -393,13 +393,12 @@ def check_request(request: Request, config: TransformerConfig) -> None:
             f"{{prompt_ids}} of {len(prompt)} and {{gen_length}} {params.gen_length}{of_blocks} make {canvas.end} "
             f"tokens; the policy takes at most {config.max_sequence_length}"
         )
-    if not 0 <= request.seed <= MAX_SEED:
-        raise FieldError(f"{{seed}} {request.seed} is not between 0 and 2**63 - 1")
-    _check_ids("forbidden_ids", params.forbidden_ids, vocab)
+    check_seed(request.seed)
+    check_ids("forbidden_ids", params.forbidden_ids, vocab)
     if len({*params.forbidden_ids, config.mask_token_id}) >= vocab:
         raise FieldError("{forbidden_ids} forbids every token")
-    _check_ids("stop_ids", params.stop_ids or (), vocab)
-    _check_ids("fixed_tokens", request.fixed_tokens.values(), vocab)
+    check_ids("stop_ids", params.stop_ids or (), vocab)
+    check_ids("fixed_tokens", request.fixed_tokens.values(), vocab)
     for slot, token in request.fixed_tokens.items():
         if not 0 <= slot < params.gen_length:
             raise FieldError(f"{{fixed_tokens}} has slot {slot}; the completion has slots 0 to {params.gen_length - 1}")
@@ -420,12 +419,19 @@ def _check_committed(committed: Committed, canvas: Canvas, config: TransformerCo
         )
     if any(len(getattr(committed, column.name)) != num_slots for column in fields(Committed)):
         raise ValueError("committed has columns of unequal length")
-    _check_ids("committed", committed.token_ids.tolist(), config.vocab_size)
+    check_ids("committed", committed.token_ids.tolist(), config.vocab_size)
     if config.mask_token_id in committed.token_ids:
         raise ValueError(f"committed has the mask id {config.mask_token_id}; a finished block has no masks")
 
 
-def _check_ids(name: str, ids: Any, vocab_size: int) -> None:
+def check_seed(seed: int) -> None:
+    """Raise FieldError where draws cannot be keyed by it."""
+    if not 0 <= seed <= MAX_SEED:
+        raise FieldError(f"{{seed}} {seed} is not between 0 and 2**63 - 1")
+
+
+def check_ids(name: str, ids: Any, vocab_size: int) -> None:
+    """Raise FieldError, naming the field, for an id that is none of the policy's."""
     for token in ids:
         if not 0 <= token < vocab_size:
             raise FieldError(f"{{{name}}} has {token}; the policy's token ids are 0 to {vocab_size - 1}")

@@ -115,24 +115,28 @@ def sample(
         "cache_refresh_steps": cache_refresh_steps,
     }
     with saying("loading torch"):
-        from deploy.sampling.policy import open_policy
+        from deploy.sampling.policy import choose_device, find_directory, load_ready
         from deploy.sampling.prepare import Options, check_options
-        from deploy.sampling.renoising import check_renoising_options, find_renoising, open_renoising
+        from deploy.sampling.renoising import check_renoising_options, open_renoising
+        from learner.model.renoising.policy import is_renoising
         from rollout.config import EngineConfig
 
     values = {key: value for key, value in given.items() if value is not None}
     options = Options(values=values, is_raw=raw, keep_after_eos=keep_after_eos)
     check_options(options)
     lines = None if requests is None else _read(requests)
-    directory = find_renoising(checkpoint, runs_dir)
-    if directory is not None:
+    place, engine = choose_device(device), EngineConfig(num_slots=slots, dtype=dtype)
+    loading = f"loading the policy of {checkpoint}"
+    with saying(loading):
+        directory = find_directory(checkpoint, runs_dir)
+    if is_renoising(directory):
         check_renoising_options(options.values)
-        with saying(f"loading the policy of {checkpoint}"):
-            renoising = open_renoising(directory, checkpoint, device, EngineConfig(dtype=dtype).torch_dtype)
+        with saying(loading):
+            renoising = open_renoising(directory, checkpoint, place, engine.torch_dtype)
         _sample_renoising(renoising, lines, prompt, options, as_json=as_json)
         return
-    with saying(f"loading the policy of {checkpoint}"):
-        policy = open_policy(checkpoint, device, EngineConfig(num_slots=slots, dtype=dtype), runs_dir)
+    with saying(loading):
+        policy = load_ready(directory, checkpoint, place, engine)
     with _failures_as_sentences(checkpoint):
         if lines is not None:
             _sample_file(policy, lines, options, colour, as_json=as_json)

@@ -37,9 +37,9 @@ def answer(item: Item, completion: Completion, policy: ReadyPolicy) -> dict[str,
         "text": None if policy.tokenizer is None else ended.text,
         "num_tokens": end,
         "step_map": completion.step_map[:end].tolist(),
-        "commit_logp": _floats(completion.commit_logp[:end]),
-        "commit_logp_raw": _floats(completion.commit_logp_raw[:end]),
-        "commit_entropy": _floats(completion.commit_entropy[:end]),
+        "commit_logp": floats(completion.commit_logp[:end]),
+        "commit_logp_raw": floats(completion.commit_logp_raw[:end]),
+        "commit_entropy": floats(completion.commit_entropy[:end]),
         "fallback": completion.fallback[:end].tolist(),
         "tail": {"token_ids": completion.token_ids[end:].tolist(), "step_map": completion.step_map[end:].tolist()},
         **({} if completion.writes is None else {"writes": _writes(completion.writes)}),
@@ -57,8 +57,8 @@ def _writes(writes: Writes) -> dict[str, list[Any]]:
         "steps": writes.steps.tolist(),
         "slots": writes.slots.tolist(),
         "token_ids": writes.token_ids.tolist(),
-        "logp": _floats(writes.logp),
-        "logp_raw": _floats(writes.logp_raw),
+        "logp": floats(writes.logp),
+        "logp_raw": floats(writes.logp_raw),
     }
 
 
@@ -72,6 +72,6 @@ def _head(item: Item) -> dict[str, Any]:
     return {"index": item.index} | {key: value for key, value in named.items() if value is not None}
 
 
-def _floats(values: NDArray[np.float32]) -> Sequence[float]:
+def floats(values: NDArray[np.float32]) -> Sequence[float]:
     """The numbers with as many digits as tell them from every other float32."""
     return [float(str(value)) for value in values]

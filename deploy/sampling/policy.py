@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -61,14 +63,20 @@ def open_policy(
         UserError: there is no checkpoint, it cannot be read, or there is no such device.
     """
     device = choose_device(device)
-    try:
-        directory = find_checkpoint_of(reference, runs_dir)
+    return load_ready(find_directory(reference, runs_dir), reference, device, engine)
+
+
+def find_directory(reference: str, runs_dir: Path) -> Path:
+    """Where a checkpoint is: of a run, its newest that is whole, which is read for that. Raises UserError."""
+    with as_user_errors(reference):
+        return find_checkpoint_of(reference, runs_dir)
+
+
+def load_ready(directory: Path, reference: str, device: Device, engine: EngineConfig) -> ReadyPolicy:
+    """Load what was found. Raises UserError where it cannot be read."""
+    with as_user_errors(reference):
         model = load_policy(directory, engine.torch_dtype).to(device)
         position = find_position(directory)
-    except ValueError as error:
-        raise UserError(str(error)) from error
-    except OSError as error:
-        raise UserError(f"cannot read the checkpoint {reference}: {reason(error)}") from error
     if device == "cpu":
         _choose_threads(model)
     return ReadyPolicy(
@@ -77,6 +85,17 @@ def open_policy(
         tokenizer=read_tokenizer(directory),
         defaults=_defaults(directory, model.config),
     )
+
+
+@contextmanager
+def as_user_errors(reference: str) -> Iterator[None]:
+    """What is wrong with a checkpoint, in a sentence."""
+    try:
+        yield
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    except OSError as error:
+        raise UserError(f"cannot read the checkpoint {reference}: {reason(error)}") from error
 
 
 def choose_device(wanted: Device | None) -> Device:

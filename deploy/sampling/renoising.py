@@ -16,10 +16,9 @@ from torch import Tensor
 from deploy.errors import UserError
 from deploy.requests.line import parse_object
 from deploy.requests.refusals import RequestError, refusal_of
-from deploy.runs.references import find_checkpoint_of
-from deploy.sampling.answers import work
-from deploy.sampling.policy import Device, choose_device, read_tokenizer
-from learner.model.renoising.policy import MODEL_TYPE, is_renoising, load_renoising_policy
+from deploy.sampling.answers import floats, work
+from deploy.sampling.policy import Device, as_user_errors, read_tokenizer
+from learner.model.renoising.policy import MODEL_TYPE, load_renoising_policy
 from learner.model.tokenizer import ChatTokenizer
 from rollout.renoising.request import RenoisedCompletion, RenoisingParams, RenoisingRequest, check_renoising_request
 from rollout.renoising.sampler import RenoisingSampler
@@ -81,21 +80,10 @@ class ReadyRenoising:
         return " ".join(map(str, ids)) if self.tokenizer is None else self.tokenizer.decode(ids)
 
 
-def find_renoising(reference: str, runs_dir: Path) -> Path | None:
-    """Where a checkpoint of this family is; None where it is of another. Raises UserError where there is none."""
-    try:
-        directory = find_checkpoint_of(reference, runs_dir)
-    except ValueError as error:
-        raise UserError(str(error)) from error
-    return directory if is_renoising(directory) else None
-
-
-def open_renoising(directory: Path, reference: str, device: Device | None, dtype: torch.dtype) -> ReadyRenoising:
-    """Load it. Raises UserError where that cannot be done."""
-    try:
-        policy = load_renoising_policy(directory, dtype).to(choose_device(device))
-    except ValueError as error:
-        raise UserError(str(error)) from error
+def open_renoising(directory: Path, reference: str, device: Device, dtype: torch.dtype) -> ReadyRenoising:
+    """Load a checkpoint of this family. Raises UserError where that cannot be done."""
+    with as_user_errors(reference):
+        policy = load_renoising_policy(directory, dtype).to(device)
     sampler = RenoisingSampler(policy, policy_version=0)
     return ReadyRenoising(name=reference, sampler=sampler, tokenizer=read_tokenizer(directory))
 
@@ -178,10 +166,10 @@ def _answer(ready: ReadyRenoising, completion: RenoisedCompletion, ids: list[int
             {
                 "seen": canvas.seen.tolist(),
                 "drawn": canvas.drawn.tolist(),
-                "drawn_logp": [[float(str(one)) for one in step] for step in canvas.drawn_logp],
+                "drawn_logp": [floats(step) for step in canvas.drawn_logp],
                 "accepted": canvas.accepted.tolist(),
                 "argmax": canvas.argmax.tolist(),
-                "mean_entropy": [float(str(one)) for one in canvas.mean_entropy],
+                "mean_entropy": floats(canvas.mean_entropy),
             }
             for canvas in completion.canvases
         ],

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, 
 from learner.model.renoising.policy import RenoisingConfig
 from learner.model.renoising.record import DenoisedCanvas
 from rollout.field_error import FieldError
-from rollout.request import MAX_SEED, FinishReason
+from rollout.request import FinishReason, check_ids, check_seed
 
 
 class RenoisingParams(BaseModel):
@@ -87,10 +87,8 @@ def check_renoising_request(request: RenoisingRequest, config: RenoisingConfig) 
     """Raise FieldError, naming the field, when the policy cannot serve this request."""
     if not request.prompt_ids:
         raise FieldError("{prompt_ids} is empty; a completion needs at least one token before it")
-    for name, ids in (("prompt_ids", request.prompt_ids), ("stop_ids", request.stop_ids or ())):
-        for token in ids:
-            if not 0 <= token < config.vocab_size:
-                raise FieldError(f"{{{name}}} has {token}; the policy's token ids are 0 to {config.vocab_size - 1}")
+    check_ids("prompt_ids", request.prompt_ids, config.vocab_size)
+    check_ids("stop_ids", request.stop_ids or (), config.vocab_size)
     num_canvases = -(-request.params.gen_length // config.canvas_length)
     num_given, num_asked = len(request.prompt_ids), request.params.gen_length
     end = num_given + num_canvases * config.canvas_length
@@ -99,5 +97,4 @@ def check_renoising_request(request: RenoisingRequest, config: RenoisingConfig) 
             f"{{prompt_ids}} of {num_given} and {{gen_length}} {num_asked} in canvases of {config.canvas_length} make "
             f"{end} tokens; the policy takes at most {config.max_sequence_length}"
         )
-    if not 0 <= request.seed <= MAX_SEED:
-        raise FieldError(f"{{seed}} {request.seed} is not between 0 and 2**63 - 1")
+    check_seed(request.seed)

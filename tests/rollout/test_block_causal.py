@@ -18,6 +18,7 @@ from rollout.config import EngineConfig
 from rollout.field_error import FieldError
 from rollout.request import Completion, Request, SamplingParams
 from rollout.sampler import Sampler
+from tests.rollout.ragged import ragged_requests, sharp_policy
 from tests.rollout.slow import sample
 from tests.rollout.test_sampler import SCHEDULES, _check_equal
 
@@ -33,20 +34,11 @@ LENGTHS = (3, 9, 4, 8, 1, 12)
 
 @pytest.fixture
 def policy(config: TransformerConfig) -> Transformer:
-    changes = {"family": "sdar", "block_length": 4, "qk_norm": True, "head_width": 12}
-    model = make_model(TransformerConfig(**config.model_dump() | changes))
-    init_weights(model, seed=0)
-    with torch.no_grad():
-        # Random networks are almost uniform; sharper logits make orders and draws that matter.
-        model.head.weight.mul_(4.0)
-    return model
+    return sharp_policy(config, 4.0)
 
 
 def _requests(**changes: Any) -> list[Request]:
-    generator = torch.Generator().manual_seed(5)
-    params = SamplingParams(**BASE | changes)
-    prompts = [tuple(torch.randint(0, 38, (length,), generator=generator).tolist()) for length in LENGTHS]
-    return [Request(prompt_ids=prompt, params=params, seed=100 + i) for i, prompt in enumerate(prompts)]
+    return ragged_requests(SamplingParams(**BASE | changes), LENGTHS)
 
 
 def _originals(directory: Path) -> list[tuple[dict[str, Any], list[Request]]]:

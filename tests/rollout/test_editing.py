@@ -7,16 +7,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from learner.model.checkpoint import load_policy
 from learner.model.config import TransformerConfig
-from learner.model.networks import make_model
 from learner.model.transformer import Transformer, init_weights
 from rollout.config import EngineConfig
 from rollout.field_error import FieldError
 from rollout.request import Completion, Drawing, Request, SamplingParams, Writes
 from rollout.sampler import Sampler
+from tests.rollout.ragged import ragged_requests, sharp_policy
 from tests.rollout.slow import Slow, sample
 
 ENGINES = {
@@ -32,20 +31,12 @@ WITHOUT_EDITS = SamplingParams(gen_length=9, block_length=4, steps_per_block=2, 
 
 @pytest.fixture(scope="module")
 def policy(config: TransformerConfig) -> Transformer:
-    changes = {"family": "sdar", "block_length": 4, "qk_norm": True, "head_width": 12}
-    model = make_model(TransformerConfig(**config.model_dump() | changes))
-    init_weights(model, seed=0)
-    with torch.no_grad():
-        # Sharp: tokens are probable enough to be committed early, and to be replaced.
-        model.head.weight.mul_(8.0)
-    return model
+    # Tokens are probable enough to be committed early, and to be replaced.
+    return sharp_policy(config, 8.0)
 
 
 def _requests(**changes: Any) -> list[Request]:
-    generator = torch.Generator().manual_seed(5)
-    params = SamplingParams(**BASE | changes)
-    prompts = [tuple(torch.randint(0, 38, (length,), generator=generator).tolist()) for length in LENGTHS]
-    return [Request(prompt_ids=prompt, params=params, seed=100 + i) for i, prompt in enumerate(prompts)]
+    return ragged_requests(SamplingParams(**BASE | changes), LENGTHS)
 
 
 def _originals(directory: Path) -> list[tuple[dict[str, Any], list[Request]]]:
