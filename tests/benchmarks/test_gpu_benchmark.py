@@ -66,6 +66,7 @@ def test_every_stage_measures(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
         assert rows[3]["share"] == 1.0, "here both are eager"
 
 
+@pytest.mark.nightly
 def test_rows_are_kept_as_they_come_and_a_stage_that_fails_says_why(measured: Callable[..., Any]) -> None:
     if torch.cuda.is_available():
         pytest.skip("here cuda would not fail")

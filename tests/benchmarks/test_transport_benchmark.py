@@ -26,6 +26,7 @@ def engine() -> Iterator[EngineProcess]:
         yield process
 
 
+@pytest.mark.nightly
 def test_every_transport_is_measured_under_every_load(engine: EngineProcess) -> None:
     plan = Plan(num_rounds=1, num_jobs=3, num_clients=2, pause_ms=0.1, num_cancellations=1)
     result = asyncio.run(measure(engine, plan)).report()

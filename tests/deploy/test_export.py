@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import PeftModel
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -148,6 +147,8 @@ def test_peft_makes_the_merged_weights_of_the_original_model_and_the_adapter(
     about = json.loads((workdir / "out" / "adapter_config.json").read_text())
     assert (about["peft_type"], about["r"], about["lora_alpha"]) == ("LORA", 3 * num_stages, 6 * num_stages)
     assert about["base_model_name_or_path"] == str(run.checkpoint("initial"))
+    from peft import PeftModel
+
     model = PeftModel.from_pretrained(Original(run.checkpoint("initial")), workdir / "out")
     adapted = [module for module, part in model.named_modules() if hasattr(part, "lora_A")]
     # The blocks' layers, and not LLaDA's head, whose name is one of theirs.
@@ -182,6 +183,8 @@ def test_an_adapter_of_a_policy_of_experts_is_exported_but_for_what_is_a_part(
     )
     assert not (workdir / "out").exists()
     assert d1("export", "runs/others", "out", "--lora", "apart").status == 0
+    from peft import PeftModel
+
     peft = PeftModel.from_pretrained(Original(initial), workdir / "out")
     assert len([module for module, part in peft.named_modules() if hasattr(part, "lora_A")]) == 4
     merged = dict(peft.merge_and_unload().named_parameters())
