@@ -10,12 +10,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import ray
+import torch
 from torch import Tensor
 
 from actors import NAMESPACE
 from actors.messages import Generation
 from actors.weight_store import Manifest, VersionMissingError
-from actors.weights import as_verified
+from actors.weights import Arrived, Rows, as_verified
 from learner.model.lora import merge_into, merged_weights
 from learner.model.transformer import Transformer
 
@@ -23,8 +24,8 @@ from learner.model.transformer import Transformer
 class Reader(Protocol):
     """What has versions and bases."""
 
-    def version(self, version: int, digest: str | None = None) -> tuple[Manifest, dict[str, Tensor]]: ...
-    def base(self, digest: str) -> dict[str, Tensor]: ...
+    def version(self, version: int, digest: str | None = None) -> tuple[Manifest, Mapping[str, Tensor]]: ...
+    def base(self, digest: str) -> Mapping[str, Tensor]: ...
 
 
 class StoreReader:
@@ -35,7 +36,7 @@ class StoreReader:
         bytes take (`Manifest.travel_s`)."""
         self._store, self._timeout_s = store, timeout_s
 
-    def version(self, version: int, digest: str | None = None) -> tuple[Manifest, dict[str, Tensor]]:
+    def version(self, version: int, digest: str | None = None) -> tuple[Manifest, Arrived]:
         """A policy version: its manifest, and its parameters or its adapter, for reading only.
 
         Args:
@@ -47,26 +48,26 @@ class StoreReader:
             ValueError: it arrived damaged, or has another digest.
             TimeoutError: nothing came in time.
         """
-        manifest, arrays = self._fetched(f"policy version {version}", lambda: self._store.get.remote(version))
+        manifest, parts = self._fetched(f"policy version {version}", lambda: self._store.get.remote(version))
         if digest not in (None, manifest.digest):
             raise ValueError(
                 f"the weight store has other weights under policy version {version} than were announced: "
                 f"their checksum is {manifest.digest[:12]}, and that was {digest[:12]}"
             )
-        return manifest, as_verified(manifest, arrays)
+        return manifest, as_verified(manifest, parts)
 
-    def base(self, digest: str) -> dict[str, Tensor]:
+    def base(self, digest: str) -> Arrived:
         """What adapters stand on, for reading only. Raises as `version`."""
         what = f"base {digest[:12]}"
-        manifest, arrays = self._fetched(what, lambda: self._store.base.remote(digest))
-        return as_verified(manifest, arrays, what)
+        manifest, parts = self._fetched(what, lambda: self._store.base.remote(digest))
+        return as_verified(manifest, parts, what)
 
-    def _fetched(self, what: str, ask: Callable[[], Any]) -> tuple[Manifest, Mapping[str, Any]]:
+    def _fetched(self, what: str, ask: Callable[[], Any]) -> tuple[Manifest, list[Rows]]:
         within_s = self._timeout_s
         try:
-            manifest, (reference,) = ray.get(ask(), timeout=within_s)
+            manifest, references = ray.get(ask(), timeout=within_s)
             within_s = manifest.travel_s(self._timeout_s)
-            return manifest, ray.get(reference, timeout=within_s)
+            return manifest, ray.get(references, timeout=within_s)
         except ray.exceptions.GetTimeoutError as error:
             raise TimeoutError(f"{what} did not arrive within {within_s:.0f} s") from error
         except ray.exceptions.RayTaskError as error:
@@ -93,7 +94,7 @@ def whole_version(reader: Reader, version: int, digest: str | None = None) -> di
     """Every parameter of a version, an adapter merged, for reading only. Raises as `StoreReader.version`."""
     manifest, weights = reader.version(version, digest)
     if manifest.base is None:
-        return weights
+        return dict(weights)
     return merged_weights(reader.base(manifest.base.digest), weights, manifest.base.scaling)
 
 
@@ -103,13 +104,13 @@ class BaseAtHand:
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
-        self._held: tuple[str, dict[str, Tensor]] | None = None
+        self._held: tuple[str, Mapping[str, Tensor]] | None = None
 
-    def version(self, version: int, digest: str | None = None) -> tuple[Manifest, dict[str, Tensor]]:
+    def version(self, version: int, digest: str | None = None) -> tuple[Manifest, Mapping[str, Tensor]]:
         """As the reader's."""
         return self._reader.version(version, digest)
 
-    def base(self, digest: str) -> dict[str, Tensor]:
+    def base(self, digest: str) -> Mapping[str, Tensor]:
         """As the reader's."""
         if self._held is None or self._held[0] != digest:
             self._held = None  # The store cannot give up what is read.
@@ -130,7 +131,7 @@ class PolicyLoader:
         manifest, weights = self._reader.version(generation.version, generation.digest)
         if manifest.base is None:
             self._base = None
-            self._policy.load_state_dict(weights)
+            load_in_place(self._policy, weights)
             return
         is_new = self._base is None or self._base[0] != manifest.base.digest
         if is_new:
@@ -144,3 +145,20 @@ class PolicyLoader:
     def let_go(self) -> None:
         """Forget the base: the policy's weights are to be anything again."""
         self._base = None
+
+
+@torch.no_grad()
+def load_in_place(policy: Transformer, weights: Mapping[str, Tensor]) -> None:
+    """Make `weights` the policy's, in its precision: what came in pieces is copied piece by piece, and never whole.
+
+    Raises ValueError where they are not the parameters of such a policy.
+    """
+    held = policy.state_dict()
+    if differing := held.keys() ^ weights.keys():
+        raise ValueError(f"these are not the weights of this policy, which differs in {min(differing)}")
+    for name, whole in held.items():
+        pieces = weights.pieces(name) if isinstance(weights, Arrived) else (weights[name],)
+        if sum(map(len, pieces)) != len(whole) or any(piece.shape[1:] != whole.shape[1:] for piece in pieces):
+            raise ValueError(f"these are not the weights of this policy: {name} has another shape")
+        for rows, piece in zip(whole.split([len(piece) for piece in pieces]), pieces, strict=True):
+            rows.copy_(piece)

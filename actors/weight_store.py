@@ -18,6 +18,7 @@ import ray
 from numpy.typing import NDArray
 
 from actors import NAMESPACE
+from actors.offering import taken
 from learner.parallel.patience import patience_s
 
 
@@ -84,8 +85,9 @@ class Manifest:
         return patience_s(timeout_s, sum(entry.num_bytes for entry in self.tensors))
 
 
-Held = tuple[Manifest, ray.ObjectRef[Any]]
-"""A manifest, and its tensors in the object store."""
+Held = tuple[Manifest, list[ray.ObjectRef[Any]]]
+"""A manifest, and its tensors in the object store: whole, or the rows of each rank."""
+_RANK_ANSWERS_S = 60.0
 
 
 class WeightStore:
@@ -96,6 +98,7 @@ class WeightStore:
         self._num_kept = num_kept
         self._versions: dict[int, Held] = {}
         self._bases: dict[str, Held] = {}
+        self._offers: dict[int, tuple[str, Any]] = {}
 
     def ready(self) -> int:
         """Answers while the actor lives, with its process id: another one is a restart."""
@@ -108,30 +111,51 @@ class WeightStore:
     def publish(self, manifest: Manifest, weights: Mapping[str, NDArray[np.uint8]]) -> bool:
         """Take over a version that was `put`. Put again, so that this actor owns it and not the learner that may die.
 
-        Higher versions are of a future that a resumed run has given up: they go, and bases that no version stands on.
         False, and nothing is taken over, where the version's base is not here.
         """
         if manifest.base is not None and manifest.base.digest not in self._bases:
             return False
+        self._hold(manifest, [ray.put(weights)])
+        return True
+
+    def offered(self, key: str, rank: int, learner: Any) -> None:
+        """A rank's actor offers its rows (`actors/offering.py`), until it offers others."""
+        self._offers[rank] = key, learner
+
+    def take(self, manifest: Manifest, key: str, num_ranks: int) -> bool:
+        """Take over a version whose rows are offered by so many ranks. False where one of the offers is not known here.
+
+        Raises a RayError where a rank has died, or does not answer in time.
+        """
+        offers = [self._offers.get(rank) for rank in range(num_ranks)]
+        learners = [offer[1] for offer in offers if offer is not None and offer[0] == key]
+        if len(learners) < num_ranks:
+            return False
+        calls = [learner.__ray_call__.options(num_returns=2).remote(taken, key) for learner in learners]
+        ray.get([num_bytes for _, num_bytes in calls], timeout=manifest.travel_s(_RANK_ANSWERS_S))
+        self._hold(manifest, [rows for rows, _ in calls])
+        return True
+
+    def _hold(self, manifest: Manifest, parts: list[ray.ObjectRef[Any]]) -> None:
+        """Hold a version. Higher ones are of a future that a resumed run has given up: they go, and so do old ones, and
+        bases that no version stands on."""
         self._versions = {version: held for version, held in self._versions.items() if version < manifest.version}
-        self._versions[manifest.version] = (manifest, ray.put(weights))
+        self._versions[manifest.version] = (manifest, parts)
         for version in sorted(self._versions)[: -self._num_kept]:
             del self._versions[version]
         used = {held.base.digest for held, _ in self._versions.values() if held.base is not None}
         self._bases = {digest: held for digest, held in self._bases.items() if digest in used}
-        return True
 
     def publish_base(self, manifest: Manifest, weights: Mapping[str, NDArray[np.uint8]]) -> None:
         """Take over what the adapters of the next versions stand on."""
-        self._bases[manifest.digest] = (manifest, ray.put(weights))
+        self._bases[manifest.digest] = (manifest, [ray.put(weights)])
 
     def get(self, version: int) -> tuple[Manifest, list[ray.ObjectRef[Any]]]:
-        """A version's manifest and its weights. Raises VersionMissingError when it is not here (any more)."""
+        """A version's manifest, and its weights in parts. Raises VersionMissingError when it is not here (any more)."""
         if version not in self._versions:
             raise VersionMissingError(f"policy version {version} is not in the store; it has {sorted(self._versions)}")
-        manifest, reference = self._versions[version]
         # In a list: a bare reference would be resolved on the way and copied through this actor.
-        return manifest, [reference]
+        return self._versions[version]
 
     def base(self, digest: str) -> tuple[Manifest, list[ray.ObjectRef[Any]]]:
         """A base, as `get` gives a version. Raises VersionMissingError when it is not here (any more)."""
@@ -139,8 +163,7 @@ class WeightStore:
             raise VersionMissingError(
                 f"base {digest[:12]} is not in the store; it has versions {sorted(self._versions)}"
             )
-        manifest, reference = self._bases[digest]
-        return manifest, [reference]
+        return self._bases[digest]
 
     def held(self) -> list[int]:
         """The versions that are here."""

@@ -6,10 +6,8 @@ comparing log-probabilities, never by its status.)
 
 from __future__ import annotations
 
-import math
 import warnings
-import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +16,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from actors.checksums import Checked, checked, joined
 from actors.weight_store import Base, Manifest, TensorEntry
+
+Rows = Mapping[str, NDArray[np.uint8]]
+"""The bytes of tensors, or of one rank's rows of them."""
 
 
 def make_manifest(
@@ -26,10 +28,24 @@ def make_manifest(
 ) -> Manifest:
     """The manifest of whole CPU tensors: every parameter, or the adapter's that stand on `base`."""
     entries = tuple(
-        TensorEntry(name=name, shape=tuple(tensor.shape), dtype=str(tensor.dtype), checksum=_checksum(tensor))
-        for name, tensor in weights.items()
+        _entry(name, tensor.shape, tensor.dtype, checked([as_bytes(tensor)])) for name, tensor in weights.items()
     )
     return Manifest(version=version, tensors=entries, base=base, known_as=known_as)
+
+
+def manifest_of_shards(
+    version: int,
+    shapes: Mapping[str, Sequence[int]],
+    dtypes: Mapping[str, torch.dtype],
+    ranks: Sequence[Mapping[str, Checked]],
+    known_as: str | None = None,
+) -> Manifest:
+    """The same of tensors whose rows are on several ranks: what these have checked, in their order."""
+    entries = (
+        _entry(name, shape, dtypes[name], joined(found[name] for found in ranks if name in found))
+        for name, shape in shapes.items()
+    )
+    return Manifest(version=version, tensors=tuple(entries), known_as=known_as)
 
 
 def verify(manifest: Manifest, weights: Mapping[str, Tensor], what: str = "") -> None:
@@ -38,9 +54,8 @@ def verify(manifest: Manifest, weights: Mapping[str, Tensor], what: str = "") ->
     actual = {entry.name: entry for entry in make_manifest(manifest.version, weights).tensors}
     for entry in manifest.tensors:
         if actual.pop(entry.name, None) != entry:
-            raise ValueError(f"{what} arrived damaged: tensor {entry.name} differs")
-    if actual:
-        raise ValueError(f"{what} arrived with an unlisted tensor {min(actual)}")
+            raise _damaged(what, entry.name)
+    _refuse_unlisted(what, actual)
 
 
 def put(weights: Mapping[str, Tensor]) -> ray.ObjectRef[Any]:
@@ -49,26 +64,72 @@ def put(weights: Mapping[str, Tensor]) -> ray.ObjectRef[Any]:
     As bytes, which every process on a machine reads from the same memory. (Ray does that with tensors too where it is
     told to, and then imports torch in each process of the cluster: two seconds of CPU each.)
     """
-    return ray.put({name: _bytes(tensor) for name, tensor in weights.items()})
+    return ray.put({name: as_bytes(tensor) for name, tensor in weights.items()})
 
 
-def as_verified(manifest: Manifest, arrays: Mapping[str, NDArray[np.uint8]], what: str = "") -> dict[str, Tensor]:
-    """The tensors that a manifest lists, in the memory of `arrays`: for reading only. Raises as `verify`."""
-    with warnings.catch_warnings():
-        # Nobody writes to what is fetched.
-        warnings.filterwarnings("ignore", "The given NumPy array is not writable", UserWarning)
-        weights = {name: torch.from_numpy(array) for name, array in arrays.items()}
-    for entry in manifest.tensors:
-        dtype: torch.dtype = getattr(torch, entry.dtype.removeprefix("torch."))
-        if entry.name in weights and weights[entry.name].numel() == dtype.itemsize * math.prod(entry.shape):
-            weights[entry.name] = weights[entry.name].view(dtype).view(entry.shape)
-    verify(manifest, weights, what)
-    return weights
+class Arrived(Mapping[str, Tensor]):
+    """The tensors of a version by name, in the memory that they came in: for reading only.
+
+    One whose rows came from several ranks is put together when it is asked for, and held by nobody: `pieces` has them.
+    """
+
+    def __init__(self, pieces: Mapping[str, Sequence[Tensor]]) -> None:
+        """Each in pieces of some rows, one after the other."""
+        self._pieces = pieces
+
+    def __getitem__(self, name: str) -> Tensor:
+        pieces = self._pieces[name]
+        return pieces[0] if len(pieces) == 1 else torch.cat(tuple(pieces))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._pieces)
+
+    def __len__(self) -> int:
+        return len(self._pieces)
+
+    def pieces(self, name: str) -> Sequence[Tensor]:
+        """A tensor's rows, as they came."""
+        return self._pieces[name]
 
 
-def _bytes(tensor: Tensor) -> NDArray[np.uint8]:
+def as_verified(manifest: Manifest, parts: Sequence[Rows], what: str = "") -> Arrived:
+    """The tensors that a manifest lists, whose rows follow each other in `parts`. Raises as `verify`."""
+    what = what or f"policy version {manifest.version}"
+    arrived = Arrived({entry.name: _pieces(entry, parts, what) for entry in manifest.tensors})
+    _refuse_unlisted(what, {name: None for part in parts for name in part if name not in arrived})
+    return arrived
+
+
+def as_bytes(tensor: Tensor) -> NDArray[np.uint8]:
+    """The memory of a CPU tensor, if it lies there in one piece; else a copy."""
     return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
 
 
-def _checksum(tensor: Tensor) -> int:
-    return zlib.crc32(_bytes(tensor).data)
+def _pieces(entry: TensorEntry, parts: Sequence[Rows], what: str) -> list[Tensor]:
+    arrays = [part[entry.name] for part in parts if entry.name in part]
+    if not arrays or checked(arrays) != Checked(num_bytes=entry.num_bytes, checksum=entry.checksum):
+        raise _damaged(what, entry.name)
+    dtype: torch.dtype = getattr(torch, entry.dtype.removeprefix("torch."))
+    if len(arrays) == 1:
+        return [_tensor(arrays[0], dtype).view(entry.shape)]
+    return [_tensor(array, dtype).view(-1, *entry.shape[1:]) for array in arrays if array.nbytes]
+
+
+def _tensor(array: NDArray[np.uint8], dtype: torch.dtype) -> Tensor:
+    with warnings.catch_warnings():
+        # Nobody writes to what is fetched.
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable", UserWarning)
+        return torch.from_numpy(array).view(dtype)
+
+
+def _entry(name: str, shape: Sequence[int], dtype: torch.dtype, found: Checked) -> TensorEntry:
+    return TensorEntry(name=name, shape=tuple(shape), dtype=str(dtype), checksum=found.checksum)
+
+
+def _damaged(what: str, name: str) -> ValueError:
+    return ValueError(f"{what} arrived damaged: tensor {name} differs")
+
+
+def _refuse_unlisted(what: str, names: Mapping[str, object]) -> None:
+    if names:
+        raise ValueError(f"{what} arrived with an unlisted tensor {min(names)}")

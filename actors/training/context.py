@@ -54,7 +54,7 @@ class RunContext:
         self.learner_tensors: Callable[[], Iterable[Tensor]] = tuple
         """Gives what the learner of the rounds holds beside the policy."""
         self.policy = load_sharded(spec, self.found.directory)
-        self.publisher = Publisher(self.policy, ranks, client, self._samplers_turn)
+        self.publisher = Publisher(self.policy, ranks, client, self._samplers_turn, spec.rollout.engine.torch_dtype)
         self.evaluator = Evaluator(spec, ranks, self.publisher, client)
         self.checkpointer = Checkpointer(spec, self.policy, ranks, client, clock)
 

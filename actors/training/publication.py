@@ -1,6 +1,8 @@
-"""Publishing policy versions: rank 0 hands them to the weight store, again where that has lost them.
+"""Publishing policy versions to the weight store, again where that has lost them.
 
-Under LoRA a version is its adapter; what that stands on is handed over once, and again where the store has lost it.
+Of weights that are all trained each rank offers its rows, in the samplers' precision, and the store takes them from
+each. Under LoRA a version is its adapter, which rank 0 gathers and hands over; what that stands on is handed over once,
+and again where the store has lost it.
 """
 
 from __future__ import annotations
@@ -10,11 +12,13 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from actors.messages import Generation, Next
 from actors.spec import Phase
 from actors.training.ending import StopRequestedError
+from actors.training.shards import Shipping
 from actors.weight_store import Base, Manifest
 from actors.weights import make_manifest
 from learner.parallel.ranks import Ranks
@@ -22,15 +26,18 @@ from learner.parallel.sharding import ShardedPolicy
 
 
 class PublicationClient(Protocol):
-    """Whom rank 0 hands them to: `actors/training/run_client.py`."""
+    """Whom they are handed to: `actors/training/run_client.py`."""
 
+    def offer(self, key: str, rank: int, shards: Mapping[str, Tensor]) -> None: ...
+    def take(self, manifest: Manifest, key: str, num_ranks: int) -> bool: ...
+    def withdraw(self) -> None: ...
     def publish(self, manifest: Manifest, weights: Mapping[str, Tensor]) -> bool: ...
     def publish_base(self, manifest: Manifest, weights: Mapping[str, Tensor]) -> None: ...
     def announce(self, generation: Generation, phase: Phase, round_index: int) -> None: ...
 
 
 class Publisher:
-    """Publishes from rank 0; the other ranks help to gather the weights."""
+    """Publishes; all ranks call every method of it, but for what rank 0 alone knows."""
 
     def __init__(
         self,
@@ -38,9 +45,20 @@ class Publisher:
         ranks: Ranks,
         client: PublicationClient,
         asking: Callable[[], AbstractContextManager[None]] = nullcontext,
+        travels_as: torch.dtype = torch.float32,
     ) -> None:
-        """`asking` is entered by all ranks for each thing that the run is asked for."""
+        """Publish a policy.
+
+        Args:
+            policy: what is trained.
+            ranks: its ranks.
+            client: the run.
+            asking: entered by all ranks for each thing that the run is asked for.
+            travels_as: the samplers' precision. No tensor goes in a wider one than they hold it in.
+        """
         self._policy, self._ranks, self._client, self._asking = policy, ranks, client, asking
+        self._shipping = None if policy.lora.rank else Shipping(policy, travels_as)
+        self._num_offers = 0
         self._generation: Generation | None = None
         self._base: tuple[int, str] | None = None
         """On rank 0: the base that was handed over last, by its number in the policy, and its digest."""
@@ -86,13 +104,30 @@ class Publisher:
         self._send(newest["version"], newest["digest"])
 
     def _send(self, version: int, known_as: str | None) -> None:
-        if not self._policy.lora.rank:
-            weights = self._policy.weights_on_rank_0()
-            self._ranks.on_rank_0(lambda: self._put(make_manifest(version, weights), weights))
+        if self._shipping is not None:
+            # The store forgets offers where it dies.
+            while not self._send_shards(version, self._shipping):
+                pass
             return
         adapter = self._policy.adapter_on_rank_0()
         while not self._ranks.agreed(lambda: self._put_adapter(version, adapter, known_as)):
             self._send_base()
+
+    def _send_shards(self, version: int, shipping: Shipping) -> bool:
+        """Offer all rows, and let the store take them. False where it has to be done again."""
+        shards = shipping.own()
+        # As many on every rank. Those of ranks that are gone the store has forgotten for these.
+        self._num_offers += 1
+        key = str(self._num_offers)
+        self._client.offer(key, self._ranks.rank, shards.rows)
+        found = self._ranks.gathered(shards.checks)
+        try:
+            return bool(self._ranks.agreed(lambda: self._take(shipping.manifest(version, found), key)))
+        finally:
+            self._client.withdraw()
+
+    def _take(self, manifest: Manifest, key: str) -> bool:
+        return self._is_there(manifest, self._client.take(manifest, key, self._ranks.size))
 
     def _send_base(self) -> None:
         weights = self._policy.base_on_rank_0()
@@ -111,7 +146,9 @@ class Publisher:
         self._base = self._policy.num_bases, manifest.digest
 
     def _put(self, manifest: Manifest, weights: Mapping[str, Tensor]) -> bool:
-        is_there = self._client.publish(manifest, weights)
+        return self._is_there(manifest, self._client.publish(manifest, weights))
+
+    def _is_there(self, manifest: Manifest, is_there: bool) -> bool:
         if is_there:
             self._generation = Generation(version=manifest.version, digest=manifest.digest)
         return is_there

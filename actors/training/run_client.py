@@ -1,7 +1,7 @@
 """What rank 0 of a learner asks of the rest of its run: the coordinator and the weight store.
 
 Both may die and be started again meanwhile: Ray makes the calls that were under way again, and what they ask for can be
-asked twice. Nobody but rank 0 asks; the other ranks hear of it (`learner/parallel/ranks.py`).
+asked twice. Nobody but rank 0 asks; the other ranks hear of it (`learner/parallel/ranks.py`), and offer their weights.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ import ray
 from ray.exceptions import ActorDiedError, GetTimeoutError, ObjectLostError, RayError
 from torch import Tensor
 
+from actors import offering
 from actors.messages import Generation, Next, ScoredPortion
 from actors.spec import Phase
 from actors.training.ending import OutOfGpuMemoryError
 from actors.weight_store import Manifest
-from actors.weights import put
+from actors.weights import as_bytes, put
 
 _CALL_TIMEOUT_S = 600.0
 _REPORT_TIMEOUT_S = 10.0
@@ -50,8 +51,23 @@ class RunClient:
         """Append to the run log."""
         self._call(self._coordinator.record.remote(event, dict(values)))
 
+    def offer(self, key: str, rank: int, shards: Mapping[str, Tensor]) -> None:
+        """Offer this rank's rows to the weight store, until they are withdrawn. Every rank does, and no other call."""
+        offering.offer(key, {name: as_bytes(rows) for name, rows in shards.items()})
+        me = ray.get_runtime_context().current_actor
+        self._call(self._store.offered.remote(key, rank, me))
+
+    def take(self, manifest: Manifest, key: str, num_ranks: int) -> bool:
+        """Let the store take what all ranks offer under a key. False where it does not know of all offers."""
+        taken = self._store.take.remote(manifest, key, num_ranks)
+        return bool(self._call(taken, manifest.travel_s(_CALL_TIMEOUT_S)))
+
+    def withdraw(self) -> None:
+        """Offer nothing any more, and hold nothing of it."""
+        offering.withdraw()
+
     def publish(self, manifest: Manifest, weights: Mapping[str, Tensor]) -> bool:
-        """Hand a version to the weight store. False where that does not have its base, and did not take it."""
+        """Hand an adapter to the weight store. False where that does not have its base, and did not take it."""
         handed_over = self._store.publish.remote(manifest, put(weights))
         return bool(self._call(handed_over, manifest.travel_s(_CALL_TIMEOUT_S)))
 

@@ -1,10 +1,12 @@
-"""What a policy version takes from the learner to the samplers, whole and as an adapter, on Ray.
+"""What a policy version takes from the learner's ranks to the samplers, whole and as an adapter, on Ray.
 
     python -m benchmarks.weights.publishing [--gigabytes 1 4] [--samplers 1 2 4] [--rank 16] [--rounds 3] [--out FILE]
 
-A policy of random float32 weights is published as `d1 train` does it, and loaded in place by every sampler. Seconds are
-from the first gather to the last sampler's answer, the median of some rounds, each beside one plain copy of all weights
-in memory. What does not fit this machine's memory is left out, with a sentence.
+A policy of random float32 weights is sharded over two ranks, published as `d1 train` does it, and loaded in place by
+every sampler: by shards, from each rank its rows, to samplers in float32 and in bfloat16; and as an adapter. `gathered`
+is what shards are compared with: whole on rank 0, put, and put again by the store. Seconds are from the ranks' call to
+the last sampler's answer, the median of some rounds, each beside one plain copy of all weights in memory. What does not
+fit this machine's memory is left out, with a sentence.
 """
 
 from __future__ import annotations
@@ -12,14 +14,17 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import ray
 import torch
+import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -29,17 +34,28 @@ from actors.messages import Generation
 from actors.spec import Phase
 from actors.training.publication import Publisher
 from actors.training.run_client import RunClient
-from actors.weight_store import Manifest, WeightStore
+from actors.weight_store import WeightStore
+from actors.weights import make_manifest
 from benchmarks.models import Shape, empty_policy
 from deploy import machine
 from deploy.ray_session import ray_session
-from learner.model.lora_config import LoraConfig
+from learner.model.lora_config import WHOLE, LoraConfig
 from learner.parallel.ranks import Ranks
-from learner.parallel.sharding import ShardedPolicy
+from learner.parallel.sharding import ShardedPolicy, make_mesh
 
-_D_MODEL, _VOCABULARY, _TOKENS, _TIMEOUT_S = 2048, 8192, 128, 600.0
-# The learner's weights, gathered, put and put again by the store; each sampler's, and the base beside them.
-_COPIES, _COPIES_OF_SAMPLER = 5, 1
+_D_MODEL, _VOCABULARY, _TOKENS, _TIMEOUT_S, _RANKS = 2048, 8192, 128, 600.0, 2
+# The learner's weights, gathered, put and put again by the store, and the plain copy; each sampler's.
+_COPIES, _COPIES_OF_SAMPLER = 6, 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Form:
+    """How a version travels."""
+
+    name: str
+    is_gathered: bool = False
+    lora: LoraConfig = WHOLE
+    samplers_dtype: torch.dtype = torch.float32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,9 +66,8 @@ class Row:
     """Of all weights in float32."""
     num_samplers: int
     form: str
-    """`whole` or `adapter`."""
     megabytes: float
-    """Of a version, as the learner hands it over."""
+    """Of a version, as the store has it."""
     share: float
     """Of the bytes of all weights."""
     seconds: float
@@ -64,27 +79,57 @@ class Row:
 
 
 class Client(RunClient):
-    """A learner's, which counts bytes; there is no coordinator, and no service to hear of anything."""
-
-    def __init__(self, store: Any) -> None:
-        super().__init__(None, store)
-        self.num_bytes = 0
-
-    def publish(self, manifest: Manifest, weights: Mapping[str, Tensor]) -> bool:
-        """As `RunClient.publish`."""
-        self.num_bytes = sum(tensor.nbytes for tensor in weights.values())
-        return super().publish(manifest, weights)
+    """A learner's; there is no service to hear of anything."""
 
     def announce(self, generation: Generation, phase: Phase, round_index: int) -> None:
         """Nothing is told."""
 
 
+class LearnerRank:
+    """A rank that trains nothing and publishes."""
+
+    def __init__(self, shape: Shape, form: Form, store: Any, rank: int, meeting: str) -> None:
+        torch.set_num_threads(1)
+        dist.init_process_group(
+            "gloo", f"file://{meeting}", timedelta(seconds=_TIMEOUT_S), world_size=_RANKS, rank=rank
+        )
+        model = empty_policy(shape, _TOKENS)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.normal_()
+        self._policy = ShardedPolicy(model, make_mesh("cpu"), lora=form.lora)
+        self._store, self._ranks, self._is_gathered = store, Ranks(), form.is_gathered
+        self._publisher = Publisher(self._policy, self._ranks, Client(None, store), travels_as=form.samplers_dtype)
+
+    def ready(self) -> None:
+        """Answers once it is there."""
+
+    def publish(self, version: int) -> Generation | None:
+        """A version to the store; of rank 0 what it is called."""
+        with torch.no_grad():
+            for parameter in self._policy.trained_parameters.values():
+                parameter.add_(1e-3)
+        if self._is_gathered:
+            return self._publish_gathered(version)
+        self._publisher.publish(version, Phase.RL, version)
+        return self._publisher.newest if self._ranks.rank == 0 else None
+
+    def _publish_gathered(self, version: int) -> Generation | None:
+        weights = self._policy.weights_on_rank_0()
+        if self._ranks.rank:
+            return None
+        manifest = make_manifest(version, weights)
+        Client(None, self._store).publish(manifest, weights)
+        return Generation(version=version, digest=manifest.digest)
+
+
 class Receiver:
     """A sampler that only loads."""
 
-    def __init__(self, shape: Shape, store: Any) -> None:
+    def __init__(self, shape: Shape, form: Form, store: Any) -> None:
         torch.set_num_threads(1)
-        self._loader = PolicyLoader(empty_policy(shape, _TOKENS), StoreReader(store, _TIMEOUT_S))
+        policy = empty_policy(shape, _TOKENS).to(form.samplers_dtype)
+        self._loader = PolicyLoader(policy, StoreReader(store, _TIMEOUT_S))
 
     def ready(self) -> None:
         """Answers once it is there."""
@@ -95,33 +140,31 @@ class Receiver:
 
 
 class Line:
-    """A learner, a store and samplers."""
+    """A learner of two ranks, a store and samplers."""
 
-    def __init__(self, shape: Shape, lora: LoraConfig, num_samplers: int) -> None:
-        model = empty_policy(shape, _TOKENS)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.normal_()
-        self.policy = ShardedPolicy(model, None, lora=lora)
-        store: Any = ray.remote(WeightStore).options(num_cpus=0).remote(1)
+    def __init__(self, shape: Shape, form: Form, num_samplers: int, meeting: str) -> None:
+        self.store: Any = ray.remote(WeightStore).options(num_cpus=0).remote(1)
+        # As in Ray Train, the store can call a rank whose training waits for that.
+        rank = ray.remote(LearnerRank).options(num_cpus=0, max_concurrency=2)
+        self._ranks: list[Any] = [rank.remote(shape, form, self.store, index, meeting) for index in range(_RANKS)]
         receiver = ray.remote(Receiver).options(num_cpus=0)
-        self._receivers: list[Any] = [receiver.remote(shape, store) for _ in range(num_samplers)]
-        self._actors = [store, *self._receivers]
+        self._receivers: list[Any] = [receiver.remote(shape, form, self.store) for _ in range(num_samplers)]
+        self._actors = [self.store, *self._ranks, *self._receivers]
         ray.get([one.ready.remote() for one in self._actors], timeout=_TIMEOUT_S)
-        self.client = Client(store)
-        self._publisher, self._version = Publisher(self.policy, Ranks(), self.client), 0
+        self._version = 0
 
     def send(self) -> float:
         """Seconds that a version takes to all samplers."""
         self._version += 1
-        with torch.no_grad():
-            for parameter in self.policy.trained_parameters.values():
-                parameter.add_(1e-3)
         began = time.perf_counter()
-        self._publisher.publish(self._version, Phase.RL, self._version)
-        loads = [receiver.load.remote(self._publisher.newest) for receiver in self._receivers]
-        ray.get(loads, timeout=_TIMEOUT_S)
+        said = ray.get([rank.publish.remote(self._version) for rank in self._ranks], timeout=_TIMEOUT_S)
+        ray.get([receiver.load.remote(said[0]) for receiver in self._receivers], timeout=_TIMEOUT_S)
         return time.perf_counter() - began
+
+    def num_bytes(self) -> int:
+        """Of the newest version."""
+        manifest, _ = ray.get(self.store.get.remote(self._version), timeout=_TIMEOUT_S)
+        return sum(entry.num_bytes for entry in manifest.tensors)
 
     def end(self) -> None:
         """Give the memory back."""
@@ -152,24 +195,31 @@ def main() -> None:
 
 
 def measured(gigabytes: float, num_samplers: int, rank: int, rounds: int) -> Iterator[Row]:
-    """Both forms, one after the other: there is not memory for both at once; and a plain copy beside each."""
+    """All forms, one after the other: there is not memory for several at once; and a plain copy beside each."""
     shape = _shape(gigabytes)
-    for form, lora in (("whole", LoraConfig()), ("adapter", LoraConfig(rank=rank, alpha=rank))):
-        line = Line(shape, lora, num_samplers)
-        whole = [tensor.detach() for name, tensor in line.policy.module.named_parameters() if "lora" not in name]
-        num_bytes = sum(tensor.nbytes for tensor in whole)
-        first_s = line.send()
-        taken, copies = [], []
-        for _ in range(rounds):
-            taken.append(line.send())
-            copies.append(_copy_s(whole))
-        line.end()
+    forms = (
+        Form(name="gathered", is_gathered=True),
+        Form(name="shards"),
+        Form(name="shards, bfloat16", samplers_dtype=torch.bfloat16),
+        Form(name="adapter", lora=LoraConfig(rank=rank, alpha=rank)),
+    )
+    for form in forms:
+        with tempfile.TemporaryDirectory() as directory:
+            line = Line(shape, form, num_samplers, f"{directory}/ranks")
+            whole = [torch.ones_like(parameter) for parameter in empty_policy(shape, _TOKENS).parameters()]
+            first_s = line.send()
+            taken, copies = [], []
+            for _ in range(rounds):
+                taken.append(line.send())
+                copies.append(_copy_s(whole))
+            num_bytes = line.num_bytes()
+            line.end()
         yield Row(
             gigabytes=gigabytes,
             num_samplers=num_samplers,
-            form=form,
-            megabytes=line.client.num_bytes / 1e6,
-            share=line.client.num_bytes / num_bytes,
+            form=form.name,
+            megabytes=num_bytes / 1e6,
+            share=num_bytes / sum(tensor.nbytes for tensor in whole),
             seconds=statistics.median(taken),
             first_s=first_s,
             copy_s=statistics.median(copies),

@@ -80,6 +80,14 @@ class Ranks:
         text, tensors = message[_LENGTH.size : _LENGTH.size + length], message[_LENGTH.size + length :]
         return json.loads(text), load(tensors)
 
+    def gathered(self, value: Any) -> list[Any]:
+        """The `value` of every rank (JSON), in their order, on rank 0; nothing on the others."""
+        if self.is_alone:
+            return [value]
+        found: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        dist.gather_object(json.dumps(value), found, dst=0, group=self._group)
+        return [json.loads(text) for text in found or ()]
+
     def on_rank_0(self, work: Callable[[], object]) -> None:
         """Do `work` on rank 0, and go on when it is done. Raises LeaderFailedError as `agreed` does."""
 

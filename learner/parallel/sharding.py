@@ -182,6 +182,25 @@ class ShardedPolicy:
         self._reset_adapter()
         self.num_bases += 1
 
+    def own_shards(self) -> dict[str, Tensor]:
+        """What this rank has to hand over of a policy without an adapter: its rows of each parameter, as they are held.
+
+        One rank's after the other's they are the policy, once: what is not sharded has rank 0, and what another copy of
+        the policy has too, the first. They are the live ones, to be copied.
+        """
+        held = ((name, parameter.detach()) for name, parameter in self._parameters().items())
+        return {name: local_part(tensor) for name, tensor in held if self._hands_over(tensor)}
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each parameter, whole."""
+        return {name: tuple(parameter.shape) for name, parameter in self._parameters().items()}
+
+    @property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """What each parameter is held in."""
+        return {name: parameter.dtype for name, parameter in self._parameters().items()}
+
     def base_on_rank_0(self) -> dict[str, Tensor]:
         """What the adapter stands on: every parameter by name, whole, on rank 0's CPU, empty on the others.
 
@@ -268,6 +287,12 @@ class ShardedPolicy:
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         return {plain_name(name): parameter for name, parameter in self.module.named_parameters()}
+
+    def _hands_over(self, tensor: Tensor) -> bool:
+        if not isinstance(tensor, DTensor):
+            return self.rank == 0
+        mesh = tensor.device_mesh
+        return mesh.ndim == 1 or mesh.get_local_rank(0) == 0
 
     def _quantized(self) -> dict[str, Nf4Linear]:
         """The layers that are held in 4 bits, by the names of their weights."""

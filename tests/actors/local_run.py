@@ -20,6 +20,7 @@ from actors.weights import verify
 from learner.model.checkpoint import load_policy
 from learner.model.tokenizer import ChatTokenizer
 from rollout.sampler import Sampler
+from tests.actors.offered import Offers
 
 
 class LocalRun:
@@ -36,6 +37,7 @@ class LocalRun:
         self._policy = load_policy(spec.initial_checkpoint)
         self._store = _Store()
         self._loader = PolicyLoader(self._policy, self._store)
+        self._offers: Offers | None = None
         self.sent: list[tuple[str, int]] = []
         """What was published, `version` or `base`, and its bytes."""
 
@@ -44,6 +46,18 @@ class LocalRun:
 
     def record(self, event: str, values: Mapping[str, Any]) -> None:
         self.events.append(json.loads(json.dumps({"event": event, **values})))
+
+    def offer(self, key: str, rank: int, shards: Mapping[str, torch.Tensor]) -> None:
+        assert self._offers is None, "one offer at a time"
+        self._offers = Offers()
+        self._offers.offer(key, shards)
+
+    def take(self, manifest: Manifest, key: str, num_ranks: int) -> bool:
+        assert self._offers is not None
+        return self.publish(manifest, self._offers.taken(manifest, key, num_ranks))
+
+    def withdraw(self) -> None:
+        self._offers = None
 
     def publish(self, manifest: Manifest, weights: Mapping[str, torch.Tensor]) -> bool:
         self._note("version", manifest, weights)

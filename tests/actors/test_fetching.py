@@ -9,10 +9,10 @@ import torch
 from ray.exceptions import GetTimeoutError
 from torch import Tensor
 
-from actors.fetching import PolicyLoader, StoreReader, whole_version
+from actors.fetching import PolicyLoader, StoreReader, load_in_place, whole_version
 from actors.messages import Generation
 from actors.weight_store import Base, Manifest
-from actors.weights import make_manifest
+from actors.weights import Arrived, make_manifest
 from learner.model.config import TransformerConfig
 from learner.model.lora import merged
 from learner.model.transformer import Transformer, init_weights
@@ -136,6 +136,27 @@ def test_a_digest_is_of_adapter_base_and_scaling_or_the_one_that_the_weights_had
     assert make_manifest(1, adapter, on, known_as="c" * 64).digest == "c" * 64
 
 
+def test_weights_that_come_in_shards_are_loaded_row_by_row(config: TransformerConfig) -> None:
+    policy, weights = _policy(config, 0, torch.bfloat16), _base(config, 1)
+    in_pieces = Arrived({name: tensor.split(3) for name, tensor in weights.items()})
+    load_in_place(policy, in_pieces)
+    _assert_is(policy, weights)
+
+
+@pytest.mark.parametrize("change", ["missing", "unknown", "rows", "columns"])
+def test_weights_of_another_policy_are_refused(config: TransformerConfig, change: str) -> None:
+    policy, weights = _policy(config, 0), {name: (tensor,) for name, tensor in _base(config, 1).items()}
+    (norm,) = weights["norm.weight"]
+    if change == "missing":
+        del weights["norm.weight"]
+    elif change == "unknown":
+        weights["norm.bias"] = weights["norm.weight"]
+    else:
+        weights["norm.weight"] = (norm[1:],) if change == "rows" else (norm[:, None],)
+    with pytest.raises(ValueError, match=r"^these are not the weights of this policy.* norm\."):
+        load_in_place(policy, Arrived(weights))
+
+
 def test_weights_are_narrowed_only_where_nothing_is_lost() -> None:
     exact, inexact = torch.tensor([1.0, -2.5, 0.0]), torch.tensor([1.0, 0.1])
     assert narrowed(exact).dtype == torch.bfloat16
@@ -161,7 +182,7 @@ def test_tensors_are_waited_for_as_long_as_their_bytes_take(monkeypatch: pytest.
 
     def get(what: object, timeout: float) -> object:
         waited.append(timeout)
-        if what == "tensors":
+        if what == ["tensors"]:
             raise GetTimeoutError
         return what
 

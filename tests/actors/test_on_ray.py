@@ -24,6 +24,7 @@ from actors.messages import Generation
 from actors.plan import RunPlan
 from actors.sampler import SamplerWorker
 from actors.spec import RunSpec
+from actors.training.run_client import RunClient
 from actors.weight_store import Base, WeightStore
 from actors.weights import make_manifest, put
 from benchmarks.weights import publishing
@@ -172,12 +173,56 @@ def test_a_version_is_an_adapter_on_a_base_that_the_store_has_as_long_as_it_is_u
         StoreReader(store, 30).base(of_base.digest)
 
 
+class _Rank:
+    """A learner's, whose training waits meanwhile in a thread of its own, as Ray Train has it."""
+
+    def __init__(self, store: Any) -> None:
+        self._client = RunClient(None, store)
+
+    def offer(self, key: str, rank: int, shards: dict[str, torch.Tensor]) -> None:
+        self._client.offer(key, rank, shards)
+
+    def withdraw(self) -> None:
+        self._client.withdraw()
+
+
+def test_the_store_takes_what_each_rank_offers_and_has_it_when_the_ranks_are_gone(
+    store: Any, spec: RunSpec, plan: RunPlan
+) -> None:
+    weights = _weights(spec, 1.0)
+    halves = [{name: tensor.tensor_split(2)[rank] for name, tensor in weights.items()} for rank in range(2)]
+    manifest = make_manifest(1, weights)
+    ranks = [ray.remote(_Rank).options(num_cpus=0).remote(store) for _ in range(2)]
+    offers = [
+        rank.offer.remote("key", index, half) for index, (rank, half) in enumerate(zip(ranks, halves, strict=True))
+    ]
+    ray.get(offers[0], timeout=180)
+    assert not ray.get(store.take.remote(manifest, "other key", 1), timeout=60)
+    ray.get(offers, timeout=180)
+    assert not ray.get(store.take.remote(manifest, "key", 3), timeout=60), "a third has offered nothing"
+    assert ray.get(store.take.remote(manifest, "key", 2), timeout=60)
+    ray.get([rank.withdraw.remote() for rank in ranks], timeout=60)
+    with pytest.raises(LookupError, match="this rank does not offer key"):
+        ray.get(store.take.remote(manifest, "key", 2), timeout=60)
+    for rank in ranks:
+        ray.kill(rank)
+    with pytest.raises(ray.exceptions.RayActorError):
+        ray.get(store.take.remote(manifest, "key", 2), timeout=60)
+    fetched = StoreReader(store, 30).version(1, manifest.digest)[1]
+    assert all(torch.equal(fetched[name], tensor) for name, tensor in weights.items())
+    assert len(fetched.pieces("norm.weight")) == 2
+    portion = plan.round_portion(0, 0)
+    completions, _ = ray.get(_sampler(spec, store).generate.remote(_generation(spec, 1), portion), timeout=180)
+    local = Sampler(load_policy(spec.initial_checkpoint), 1).generate(portion.requests)
+    assert [c.token_ids.tolist() for c in completions] == [c.token_ids.tolist() for c in local]
+
+
 @pytest.mark.nightly
 def test_the_benchmark_of_weights_counts_what_travels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(publishing, "_D_MODEL", 64)
     monkeypatch.setattr(publishing, "_VOCABULARY", 64)
-    whole, adapter = publishing.measured(0.0, 1, rank=1, rounds=1)
-    assert (whole.form, whole.share) == ("whole", 1.0)
+    *whole, adapter = publishing.measured(0.0, 1, rank=1, rounds=1)
+    assert [(row.form, row.share) for row in whole] == [("gathered", 1.0), ("shards", 1.0), ("shards, bfloat16", 0.5)]
     # Of 64 x 64 there are two rows of 64, and of 64 x 192 one of each.
     layer = 4 * 2 * 64 + 3 * (64 + 192)
     assert adapter.megabytes == 4 * layer / 1e6

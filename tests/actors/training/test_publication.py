@@ -10,18 +10,21 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from actors.messages import Generation, Next
 from actors.spec import Phase
 from actors.training.publication import Publisher
 from actors.weight_store import Manifest
-from actors.weights import verify
+from actors.weights import make_manifest, verify
 from learner.model.config import TransformerConfig
 from learner.model.lora import merged_weights
 from learner.model.lora_config import WHOLE, LoraConfig
-from learner.model.transformer import Transformer, init_weights
+from learner.model.networks import make_model
+from learner.model.transformer import init_weights
 from learner.parallel.ranks import Ranks
 from learner.parallel.sharding import ShardedPolicy, make_mesh
+from tests.actors.offered import Offers
 from tests.ranks import run_ranks
 
 ADAPTER = LoraConfig(rank=4, alpha=8)
@@ -35,6 +38,21 @@ class Store:
         self.weights: list[dict[str, Tensor]] = []
         self.digests: list[str] = []
         self.bases: dict[str, dict[str, Tensor]] = {}
+        self.forgets = 0
+        """So many offers are not known when they are to be taken."""
+        self._offers = Offers()
+
+    def offer(self, key: str, rank: int, shards: Mapping[str, Tensor]) -> None:
+        self._offers.offer(key, shards)
+
+    def take(self, manifest: Manifest, key: str, num_ranks: int) -> bool:
+        if self.forgets:
+            self.forgets -= 1
+            return False
+        return self.publish(manifest, self._offers.taken(manifest, key, num_ranks))
+
+    def withdraw(self) -> None:
+        self._offers = Offers()
 
     def publish(self, manifest: Manifest, weights: Mapping[str, Tensor]) -> bool:
         verify(manifest, weights)
@@ -59,10 +77,10 @@ class Store:
         self.said.append(f"announced {generation.version}")
 
 
-def _policy(config: TransformerConfig, lora: LoraConfig, *, on_ranks: bool = False) -> ShardedPolicy:
-    model = Transformer(config)
+def _policy(config: TransformerConfig, lora: LoraConfig, mesh: DeviceMesh | None = None) -> ShardedPolicy:
+    model = make_model(config)
     init_weights(model, seed=0)
-    return ShardedPolicy(model, make_mesh("cpu") if on_ranks else None, lora=lora, seed=3)
+    return ShardedPolicy(model, mesh, lora=lora, seed=3)
 
 
 def _train(policy: ShardedPolicy) -> None:
@@ -110,18 +128,59 @@ def test_a_base_goes_once_for_each_stage_and_again_where_it_was_lost(config: Tra
     ]
 
 
+def test_what_the_store_forgot_to_have_been_offered_is_offered_again(config: TransformerConfig) -> None:
+    store = Store()
+    store.forgets = 2
+    policy = _policy(config, WHOLE)
+    Publisher(policy, Ranks(), store).publish(1, Phase.SFT, 0)
+    assert store.said == ["version 1", "announced 1"]
+
+
+def test_weights_travel_in_the_samplers_precision_and_are_named_after_those_that_are_trained(
+    config: TransformerConfig, moe_config: TransformerConfig
+) -> None:
+    """Nothing that a sampler holds in float32 is narrowed: a router's bias."""
+    for shape in (config, moe_config):
+        store, policy = Store(), _policy(shape, WHOLE)
+        _train(policy)
+        publisher = Publisher(policy, Ranks(), store, travels_as=torch.bfloat16)
+        publisher.publish(1, Phase.SFT, 0)
+        held = policy.full_weights()
+        assert publisher.digest == make_manifest(1, held).digest
+        sampler = make_model(shape).to(torch.bfloat16)
+        sampler.load_state_dict(held)
+        (sent,) = store.weights
+        assert sent.keys() == held.keys()
+        for name, tensor in sampler.state_dict().items():
+            assert torch.equal(sent[name], tensor), name
+        biases = [name for name, tensor in sent.items() if tensor.dtype == torch.float32]
+        assert len(biases) == (0 if shape is config else 1), biases
+
+
+# Of two ranks: both sharded over, or each with a copy.
+_MESHES = {"shards": 0, "copies": 1}
+
+
 def _rank(rank: int, directory: Path, config: TransformerConfig) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{directory}/port", rank=rank, world_size=2)
-    store = Store()
-    _go_through(_policy(config, ADAPTER, on_ranks=True), store, Ranks())
-    (directory / f"{rank}.json").write_text(json.dumps([store.said, store.digests]))
+    said = {}
+    for lora in (WHOLE, ADAPTER):
+        for kind, workers_per_copy in _MESHES.items():
+            store = Store()
+            _go_through(_policy(config, lora, make_mesh("cpu", workers_per_copy)), store, Ranks())
+            said[f"{lora.rank} {kind}"] = store.said, store.digests
+    (directory / f"{rank}.json").write_text(json.dumps(said))
     dist.destroy_process_group()
 
 
-def test_of_two_ranks_the_first_publishes_what_one_would(config: TransformerConfig, tmp_path: Path) -> None:
-    store = Store()
-    _go_through(_policy(config, ADAPTER), store, Ranks())
+def test_two_ranks_publish_what_one_would(config: TransformerConfig, tmp_path: Path) -> None:
     run_ranks(_rank, tmp_path, config, num=2)
-    assert json.loads((tmp_path / "0.json").read_text()) == [store.said, store.digests]
-    assert json.loads((tmp_path / "1.json").read_text()) == [[], []]
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    for lora in (WHOLE, ADAPTER):
+        store = Store()
+        _go_through(_policy(config, lora), store, Ranks())
+        for kind in _MESHES:
+            assert first.pop(f"{lora.rank} {kind}") == [store.said, store.digests]
+            assert second.pop(f"{lora.rank} {kind}") == [[], []]
+    assert first == second == {}
