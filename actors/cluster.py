@@ -191,7 +191,7 @@ def train_worker(config: Mapping[str, Any]) -> None:
 
     spec, coordinator = config["spec"], config["coordinator"]
     ranks = Ranks(spec.collective_timeout_s)
-    client = RunClient(coordinator, config["store"])
+    client = RunClient(coordinator, config["store"], spec.weight_transport)
     if (tokens := ranks.agreed(client.starting)) is None:
         return
     heartbeat = Heartbeat(coordinator, ranks.rank)

@@ -75,7 +75,9 @@ class StoreReader:
             raise error.cause from None
         except (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError) as error:
             # Gone before it answered, or after: what it owned went with it.
-            raise VersionMissingError(f"the weight store is gone, and {what} with it") from error
+            raise VersionMissingError(
+                f"the weight store is gone, or who held its weights, and {what} with it"
+            ) from error
 
 
 def fetch(store: str, version: int, timeout_s: float, digest: str | None = None) -> dict[str, Tensor]:

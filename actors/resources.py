@@ -12,6 +12,9 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+WeightTransport = Literal["object_store", "nixl", "cuda_ipc"]
+OBJECT_STORE: WeightTransport = "object_store"
+
 _SMALL_CPUS = 0.1
 _COMPUTE_CPUS = 0.4
 # Ray counts in ten-thousandths.

@@ -16,7 +16,7 @@ from pydantic import (
     model_validator,
 )
 
-from actors.resources import GpuSection, PlacementSection
+from actors.resources import OBJECT_STORE, GpuSection, PlacementSection, WeightTransport
 from learner.config import LearnerConfig
 from learner.model.config import TransformerConfig
 from learner.model.lora_config import LoraConfig
@@ -127,6 +127,9 @@ class RunConfig(BaseModel):
     """Shares of GPUs."""
     placement: PlacementSection = PlacementSection()
     """Machines of a cluster."""
+    weight_transport: WeightTransport = OBJECT_STORE
+    """How weights that are all trained go to the samplers: through Ray's object store, where they outlive the learner;
+    or from the learner's memory by Ray Direct Transport, over `nixl` (needs the package) or `cuda_ipc` (on one GPU)."""
     task: TaskConfig
     """What is learned."""
     reward: RewardConfig = RewardConfig()

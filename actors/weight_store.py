@@ -118,20 +118,25 @@ class WeightStore:
         self._hold(manifest, [ray.put(weights)])
         return True
 
-    def offered(self, key: str, rank: int, learner: Any) -> None:
-        """A rank's actor offers its rows (`actors/offering.py`), until it offers others."""
-        self._offers[rank] = key, learner
+    def offered(self, key: str, rank: int, offer: Any) -> None:
+        """A rank offers its rows, until they are taken: its actor, which is called for them (`actors/offering.py`); or,
+        in a list, the reference to its memory, from which every reader fetches them."""
+        self._offers[rank] = key, offer
 
     def take(self, manifest: Manifest, key: str, num_ranks: int) -> bool:
         """Take over a version whose rows are offered by so many ranks. False where one of the offers is not known here.
 
         Raises a RayError where a rank has died, or does not answer in time.
         """
-        offers = [self._offers.get(rank) for rank in range(num_ranks)]
-        learners = [offer[1] for offer in offers if offer is not None and offer[0] == key]
-        if len(learners) < num_ranks:
+        made = [self._offers.get(rank) for rank in range(num_ranks)]
+        offers = [one[1] for one in made if one is not None and one[0] == key]
+        if len(offers) < num_ranks:
             return False
-        calls = [learner.__ray_call__.options(num_returns=2).remote(taken, key) for learner in learners]
+        self._offers.clear()
+        if isinstance(offers[0], list):
+            self._hold(manifest, [rows for offer in offers for rows in offer])
+            return True
+        calls = [learner.__ray_call__.options(num_returns=2).remote(taken, key) for learner in offers]
         ray.get([num_bytes for _, num_bytes in calls], timeout=manifest.travel_s(_RANK_ANSWERS_S))
         self._hold(manifest, [rows for rows, _ in calls])
         return True

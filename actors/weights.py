@@ -19,8 +19,8 @@ from torch import Tensor
 from actors.checksums import Checked, checked, joined
 from actors.weight_store import Base, Manifest, TensorEntry
 
-Rows = Mapping[str, NDArray[np.uint8]]
-"""The bytes of tensors, or of one rank's rows of them."""
+Rows = Mapping[str, NDArray[np.uint8] | Tensor]
+"""One rank's rows of tensors, or all of them: their bytes, or as they were in its memory, also a GPU's."""
 
 
 def make_manifest(
@@ -101,25 +101,28 @@ def as_verified(manifest: Manifest, parts: Sequence[Rows], what: str = "") -> Ar
 
 
 def as_bytes(tensor: Tensor) -> NDArray[np.uint8]:
-    """The memory of a CPU tensor, if it lies there in one piece; else a copy."""
-    return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
+    """The memory of a tensor, if it lies on the CPU in one piece; else a copy."""
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
 
 
 def _pieces(entry: TensorEntry, parts: Sequence[Rows], what: str) -> list[Tensor]:
-    arrays = [part[entry.name] for part in parts if entry.name in part]
-    if not arrays or checked(arrays) != Checked(num_bytes=entry.num_bytes, checksum=entry.checksum):
+    held = [part[entry.name] for part in parts if entry.name in part]
+    found = checked(as_bytes(rows) if isinstance(rows, Tensor) else rows for rows in held)
+    if not held or found != Checked(num_bytes=entry.num_bytes, checksum=entry.checksum):
         raise _damaged(what, entry.name)
     dtype: torch.dtype = getattr(torch, entry.dtype.removeprefix("torch."))
-    if len(arrays) == 1:
-        return [_tensor(arrays[0], dtype).view(entry.shape)]
-    return [_tensor(array, dtype).view(-1, *entry.shape[1:]) for array in arrays if array.nbytes]
+    if len(held) == 1:
+        return [_tensor(held[0], dtype).view(entry.shape)]
+    return [_tensor(rows, dtype).view(-1, *entry.shape[1:]) for rows in held if rows.nbytes]
 
 
-def _tensor(array: NDArray[np.uint8], dtype: torch.dtype) -> Tensor:
+def _tensor(rows: NDArray[np.uint8] | Tensor, dtype: torch.dtype) -> Tensor:
+    if isinstance(rows, Tensor):
+        return rows
     with warnings.catch_warnings():
         # Nobody writes to what is fetched.
         warnings.filterwarnings("ignore", "The given NumPy array is not writable", UserWarning)
-        return torch.from_numpy(array).view(dtype)
+        return torch.from_numpy(rows).view(dtype)
 
 
 def _entry(name: str, shape: Sequence[int], dtype: torch.dtype, found: Checked) -> TensorEntry:

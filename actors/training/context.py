@@ -13,11 +13,13 @@ from actors.checkpoints import writing
 from actors.checkpoints.selection import Position
 from actors.checkpoints.writing import Checkpointer
 from actors.messages import Generation, Next, ScoredPortion
+from actors.resources import OBJECT_STORE
 from actors.spec import Phase, RunSpec
 from actors.training import evaluation, publication
 from actors.training.ending import Decision, Pulse, decided
 from actors.training.evaluation import Evaluator
 from actors.training.publication import Publisher
+from actors.training.shards import Travel
 from actors.training.starting import agreed_checkpoint, load_sharded, start_of, verified_weights
 from learner.model.adapter import Adapter
 from learner.model.checkpoint import StoredWeights
@@ -54,7 +56,8 @@ class RunContext:
         self.learner_tensors: Callable[[], Iterable[Tensor]] = tuple
         """Gives what the learner of the rounds holds beside the policy."""
         self.policy = load_sharded(spec, self.found.directory)
-        self.publisher = Publisher(self.policy, ranks, client, self._samplers_turn, spec.rollout.engine.torch_dtype)
+        travel = Travel(dtype=spec.rollout.engine.torch_dtype, stays_on_device=spec.weight_transport != OBJECT_STORE)
+        self.publisher = Publisher(self.policy, ranks, client, self._samplers_turn, travel)
         self.evaluator = Evaluator(spec, ranks, self.publisher, client)
         self.checkpointer = Checkpointer(spec, self.policy, ranks, client, clock)
 

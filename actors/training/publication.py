@@ -12,17 +12,18 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from actors.messages import Generation, Next
 from actors.spec import Phase
 from actors.training.ending import StopRequestedError
-from actors.training.shards import Shipping
+from actors.training.shards import Shipping, Travel
 from actors.weight_store import Base, Manifest
 from actors.weights import make_manifest
 from learner.parallel.ranks import Ranks
 from learner.parallel.sharding import ShardedPolicy
+
+_AS_HELD = Travel()
 
 
 class PublicationClient(Protocol):
@@ -45,7 +46,7 @@ class Publisher:
         ranks: Ranks,
         client: PublicationClient,
         asking: Callable[[], AbstractContextManager[None]] = nullcontext,
-        travels_as: torch.dtype = torch.float32,
+        travel: Travel = _AS_HELD,
     ) -> None:
         """Publish a policy.
 
@@ -54,10 +55,10 @@ class Publisher:
             ranks: its ranks.
             client: the run.
             asking: entered by all ranks for each thing that the run is asked for.
-            travels_as: the samplers' precision. No tensor goes in a wider one than they hold it in.
+            travel: of weights that are all trained.
         """
         self._policy, self._ranks, self._client, self._asking = policy, ranks, client, asking
-        self._shipping = None if policy.lora.rank else Shipping(policy, travels_as)
+        self._shipping = None if policy.lora.rank else Shipping(policy, travel)
         self._num_offers = 0
         self._generation: Generation | None = None
         self._base: tuple[int, str] | None = None

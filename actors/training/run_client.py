@@ -17,6 +17,7 @@ from torch import Tensor
 
 from actors import offering
 from actors.messages import Generation, Next, ScoredPortion
+from actors.resources import OBJECT_STORE
 from actors.spec import Phase
 from actors.training.ending import OutOfGpuMemoryError
 from actors.weight_store import Manifest
@@ -30,9 +31,10 @@ HEARTBEAT_S = 1.0
 class RunClient:
     """Calls that wait for their answer. Each raises a RayError where whom it asks is gone for good."""
 
-    def __init__(self, coordinator: Any, store: Any) -> None:
-        """Take over the handles."""
-        self._coordinator, self._store = coordinator, store
+    def __init__(self, coordinator: Any, store: Any, transport: str = OBJECT_STORE) -> None:
+        """Take over the handles; `transport` of weights that are all trained is the object store, or has a name of Ray
+        Direct Transport's."""
+        self._coordinator, self._store, self._transport = coordinator, store, transport
 
     def starting(self) -> int | None:
         """The learner group begins, or begins again: how many tokens its micro-batches may have. None where it has
@@ -53,9 +55,13 @@ class RunClient:
 
     def offer(self, key: str, rank: int, shards: Mapping[str, Tensor]) -> None:
         """Offer this rank's rows to the weight store, until they are withdrawn. Every rank does, and no other call."""
-        offering.offer(key, {name: as_bytes(rows) for name, rows in shards.items()})
-        me = ray.get_runtime_context().current_actor
-        self._call(self._store.offered.remote(key, rank, me))
+        if self._transport == OBJECT_STORE:
+            offering.offer(key, {name: as_bytes(rows) for name, rows in shards.items()})
+            offer: Any = ray.get_runtime_context().current_actor
+        else:
+            # Whoever has the reference fetches them from this process, which holds them as long as somebody has it.
+            offer = [ray.put(dict(shards), _tensor_transport=self._transport)]
+        self._call(self._store.offered.remote(key, rank, offer))
 
     def take(self, manifest: Manifest, key: str, num_ranks: int) -> bool:
         """Let the store take what all ranks offer under a key. False where it does not know of all offers."""

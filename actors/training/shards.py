@@ -23,11 +23,21 @@ Checks = dict[str, tuple[int, int]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Travel:
+    """How weights travel that are all trained."""
+
+    dtype: torch.dtype = torch.float32
+    """What the samplers hold a policy in, but for what their network keeps as it is. Nothing goes in a wider one."""
+    stays_on_device: bool = False
+    """Whether readers fetch them from where the learner computes; else they go by way of the CPU."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Shards:
     """One rank's rows."""
 
     rows: dict[str, Tensor]
-    """On the CPU, as they travel: copies, which nobody trains on."""
+    """As they travel: copies, which nobody trains on."""
     checks: tuple[Checks, Checks]
     """Of them, and of those rows as they are held that travel otherwise."""
 
@@ -35,10 +45,11 @@ class Shards:
 class Shipping:
     """What travels of a policy, as what."""
 
-    def __init__(self, policy: ShardedPolicy, samplers_dtype: torch.dtype) -> None:
-        """`samplers_dtype` is what the samplers hold a policy in, but for what their network keeps as it is."""
+    def __init__(self, policy: ShardedPolicy, travel: Travel) -> None:
+        """What travels of it as `travel` says."""
         self._policy, self._shapes = policy, policy.shapes
-        sampler = make_on_meta(policy.config).to(samplers_dtype)
+        self._device = policy.device if travel.stays_on_device else torch.device("cpu")
+        sampler = make_on_meta(policy.config).to(travel.dtype)
         self._held = policy.dtypes
         self._travels = {
             name: min(self._held[name], tensor.dtype, key=lambda dtype: dtype.itemsize)
@@ -48,8 +59,9 @@ class Shipping:
     def own(self) -> Shards:
         """This rank's part of it."""
         held = self._policy.own_shards()
-        rows = {name: tensor.to("cpu", self._travels[name], copy=True) for name, tensor in held.items()}
+        rows = {name: tensor.to(self._device, self._travels[name], copy=True) for name, tensor in held.items()}
         changed = ((name, tensor) for name, tensor in held.items() if tensor.dtype != self._travels[name])
+        # Through a copy: memory that numpy has seen cannot be given back, as a learner that sleeps does.
         as_held = ((name, on_cpu(tensor)) for name, tensor in changed)
         return Shards(rows=rows, checks=(_checks(rows.items()), _checks(as_held)))
 

@@ -34,6 +34,7 @@ from actors.messages import Generation
 from actors.spec import Phase
 from actors.training.publication import Publisher
 from actors.training.run_client import RunClient
+from actors.training.shards import Travel
 from actors.weight_store import WeightStore
 from actors.weights import make_manifest
 from benchmarks.models import Shape, empty_policy
@@ -99,7 +100,9 @@ class LearnerRank:
                 parameter.normal_()
         self._policy = ShardedPolicy(model, make_mesh("cpu"), lora=form.lora)
         self._store, self._ranks, self._is_gathered = store, Ranks(), form.is_gathered
-        self._publisher = Publisher(self._policy, self._ranks, Client(None, store), travels_as=form.samplers_dtype)
+        self._publisher = Publisher(
+            self._policy, self._ranks, Client(None, store), travel=Travel(dtype=form.samplers_dtype)
+        )
 
     def ready(self) -> None:
         """Answers once it is there."""

@@ -8,6 +8,7 @@ from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryFile
 
+from actors.resources import OBJECT_STORE
 from actors.spec import sampler_facts
 from deploy import machine
 from deploy.capacity.available import Resources
@@ -250,10 +251,26 @@ def _input_problems(recipe: Recipe) -> Iterator[str]:
         yield "wandb_project is set and the package wandb is missing; pip install 'd1[wandb]', or leave it out"
     if recipe.model.lora.base_weights == "nf4" and find_spec("bitsandbytes") is None:
         yield "model.lora.base_weights is nf4 and the package bitsandbytes is missing; pip install 'd1[quantized]'"
+    yield from _transport_problems(recipe)
     if obstacle:
         yield obstacle
     if policy is not None:
         yield from _policy_problems(recipe, policy)
+
+
+def _transport_problems(recipe: Recipe) -> Iterator[str]:
+    transport = recipe.weight_transport
+    if transport == OBJECT_STORE:
+        return
+    if recipe.model.lora.rank:
+        yield f"weight_transport is {transport}, and an adapter goes through the object store; leave it out"
+    if transport == "nixl" and find_spec("nixl") is None:
+        yield "weight_transport is nixl and the package nixl is missing; pip install nixl, or leave it out"
+    if transport == "cuda_ipc" and needs_of(recipe).gpus != 1:
+        yield (
+            "weight_transport is cuda_ipc, which reaches processes on the same GPU alone, and this recipe's are not on "
+            "one; take nixl, or leave it out"
+        )
 
 
 def _policy_problems(recipe: Recipe, policy: TransformerConfig) -> Iterator[str]:

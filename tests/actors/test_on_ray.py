@@ -22,6 +22,7 @@ from actors.fetching import StoreReader, whole_version
 from actors.grader import GraderWorker
 from actors.messages import Generation
 from actors.plan import RunPlan
+from actors.resources import OBJECT_STORE
 from actors.sampler import SamplerWorker
 from actors.spec import RunSpec
 from actors.training.run_client import RunClient
@@ -31,6 +32,7 @@ from benchmarks.weights import publishing
 from learner.model.checkpoint import load_policy
 from learner.model.lora import merged_weights
 from rollout.sampler import Sampler
+from tests.actors.direct_transport import register
 from tests.actors.gathering import NUM_GATHERS, gather_and_put
 from tests.ranks import run_ranks
 
@@ -176,8 +178,10 @@ def test_a_version_is_an_adapter_on_a_base_that_the_store_has_as_long_as_it_is_u
 class _Rank:
     """A learner's, whose training waits meanwhile in a thread of its own, as Ray Train has it."""
 
-    def __init__(self, store: Any) -> None:
-        self._client = RunClient(None, store)
+    def __init__(self, store: Any, transport: str = OBJECT_STORE) -> None:
+        if transport != OBJECT_STORE:
+            register(transport)
+        self._client = RunClient(None, store, transport)
 
     def offer(self, key: str, rank: int, shards: dict[str, torch.Tensor]) -> None:
         self._client.offer(key, rank, shards)
@@ -202,12 +206,14 @@ def test_the_store_takes_what_each_rank_offers_and_has_it_when_the_ranks_are_gon
     assert not ray.get(store.take.remote(manifest, "key", 3), timeout=60), "a third has offered nothing"
     assert ray.get(store.take.remote(manifest, "key", 2), timeout=60)
     ray.get([rank.withdraw.remote() for rank in ranks], timeout=60)
-    with pytest.raises(LookupError, match="this rank does not offer key"):
-        ray.get(store.take.remote(manifest, "key", 2), timeout=60)
+    ray.get(store.offered.remote("late", 0, ranks[0]), timeout=60)
+    with pytest.raises(LookupError, match="this rank does not offer late"):
+        ray.get(store.take.remote(manifest, "late", 1), timeout=60)
+    ray.get(store.offered.remote("dead", 0, ranks[0]), timeout=60)
     for rank in ranks:
         ray.kill(rank)
     with pytest.raises(ray.exceptions.RayActorError):
-        ray.get(store.take.remote(manifest, "key", 2), timeout=60)
+        ray.get(store.take.remote(manifest, "dead", 1), timeout=60)
     fetched = StoreReader(store, 30).version(1, manifest.digest)[1]
     assert all(torch.equal(fetched[name], tensor) for name, tensor in weights.items())
     assert len(fetched.pieces("norm.weight")) == 2
@@ -215,6 +221,36 @@ def test_the_store_takes_what_each_rank_offers_and_has_it_when_the_ranks_are_gon
     completions, _ = ray.get(_sampler(spec, store).generate.remote(_generation(spec, 1), portion), timeout=180)
     local = Sampler(load_policy(spec.initial_checkpoint), 1).generate(portion.requests)
     assert [c.token_ids.tolist() for c in completions] == [c.token_ids.tolist() for c in local]
+
+
+class _DirectSampler(SamplerWorker):
+    """One whose process knows the transport: Ray knows NIXL and CUDA IPC by itself."""
+
+    def __init__(self, spec: RunSpec, store: Any, transport: str) -> None:
+        register(transport)
+        super().__init__(spec.initial_checkpoint, store, "cpu", spec.rollout.engine)
+
+
+def test_by_direct_transport_samplers_fetch_from_the_ranks_and_a_rank_that_dies_takes_its_rows_along(
+    store: Any, spec: RunSpec, plan: RunPlan
+) -> None:
+    weights, transport = _weights(spec, 1.3), "files"
+    halves = [{name: tensor.tensor_split(2)[rank] for name, tensor in weights.items()} for rank in range(2)]
+    ranks = [ray.remote(_Rank).options(num_cpus=0).remote(store, transport) for _ in range(2)]
+    for index, (rank, half) in enumerate(zip(ranks, halves, strict=True)):
+        ray.get(rank.offer.remote("key", index, half), timeout=180)
+    assert ray.get(store.take.remote(make_manifest(1, weights), "key", 2), timeout=60)
+    sampler = watched(_DirectSampler).options(num_cpus=0).remote(spec, store, transport)
+    portion, policy = plan.round_portion(0, 0), load_policy(spec.initial_checkpoint)
+    policy.load_state_dict(weights)
+    completions, _ = ray.get(sampler.generate.remote(_generation(spec, 1, 1.3), portion), timeout=180)
+    local = Sampler(policy, 1).generate(portion.requests)
+    for ours, theirs in zip(completions, local, strict=True):
+        assert ours.commit_logp == pytest.approx(theirs.commit_logp, abs=1e-6)
+    ray.kill(ranks[1])
+    other = watched(_DirectSampler).options(num_cpus=0).remote(spec, store, transport)
+    with pytest.raises(LookupError, match="who held its weights, and policy version 1 with it"):
+        ray.get(other.generate.remote(_generation(spec, 1, 1.3), portion), timeout=180)
 
 
 @pytest.mark.nightly

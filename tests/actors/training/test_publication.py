@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from actors.messages import Generation, Next
 from actors.spec import Phase
 from actors.training.publication import Publisher
+from actors.training.shards import Travel
 from actors.weight_store import Manifest
 from actors.weights import make_manifest, verify
 from learner.model.config import TransformerConfig
@@ -143,7 +144,7 @@ def test_weights_travel_in_the_samplers_precision_and_are_named_after_those_that
     for shape in (config, moe_config):
         store, policy = Store(), _policy(shape, WHOLE)
         _train(policy)
-        publisher = Publisher(policy, Ranks(), store, travels_as=torch.bfloat16)
+        publisher = Publisher(policy, Ranks(), store, travel=Travel(dtype=torch.bfloat16))
         publisher.publish(1, Phase.SFT, 0)
         held = policy.full_weights()
         assert publisher.digest == make_manifest(1, held).digest

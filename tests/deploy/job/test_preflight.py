@@ -125,6 +125,27 @@ def test_four_bits_need_their_package(recipe_file: Path, monkeypatch: pytest.Mon
     assert _problems(recipe_file, *lora) == []
 
 
+def test_direct_transport_is_refused_where_it_has_nothing_to_go_over(
+    recipe_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deploy.job.preflight.find_spec", lambda _name: None)
+    assert _problems(recipe_file, "weight_transport=nixl") == [
+        "weight_transport is nixl and the package nixl is missing; pip install nixl, or leave it out"
+    ]
+    monkeypatch.setattr("deploy.job.preflight.find_spec", lambda _name: object())
+    assert _problems(recipe_file, "weight_transport=nixl") == []
+    assert _problems(recipe_file, "weight_transport=nixl", "model.lora.rank=8") == [
+        "weight_transport is nixl, and an adapter goes through the object store; leave it out"
+    ]
+    (problem,) = _problems(recipe_file, "weight_transport=cuda_ipc")
+    assert problem.startswith("weight_transport is cuda_ipc, which reaches processes on the same GPU alone, and this ")
+    shared = ("gpus.sampler=0.5", "gpus.learner=0.5", "rollout.num_samplers=1", "learner.num_workers=1")
+    on_one = [
+        one for one in _problems(recipe_file, "weight_transport=cuda_ipc", "device=cuda", *shared) if "ipc" in one
+    ]
+    assert on_one == []
+
+
 def test_a_sum_of_fractions_that_fits_exactly_fits(recipe_file: Path) -> None:
     just = Resources(where="this machine", cpus=1.9, gpus=0, memory_bytes=10**12, **ROOMY, is_ours=True)
     assert _problems(recipe_file, available=just) == []
