@@ -2,12 +2,12 @@
 
     python -m benchmarks.blocks [--only sampling] [--rounds 1] [--lengths 64 256 1024] [--out FILE]
 
-`sampling`: half as many denoise steps as slots, of the same weights three ways: as a bidirectional policy in d1's
-schedule (blocks of 32, every step a forward of the canvas), as a block-causal one (blocks of 4) whose steps run the
-canvas up to their block, and with its finished blocks remembered. The last two must commit the same tokens with the
-same log-probabilities. `replay`: forward and backward of the likelihood of every token at its own denoise step, by a
-forward of each step's canvas, and by one row of each completion. On one thread, in CPU time, each case in a process of
-its own.
+`sampling`: half as many denoise steps as slots, of the same weights four ways: as a bidirectional policy in d1's
+schedule (blocks of 32, every step a forward of the canvas); as a block-causal one (blocks of 4) whose every step is a
+forward of the whole canvas, as loops without a cache have it; whose steps run the canvas up to their block; and with
+its finished blocks remembered. The last two must commit the same tokens with the same log-probabilities. `replay`:
+forward and backward of the likelihood of every token at its own denoise step, by a forward of each step's canvas, and
+by one row of each completion. On one thread, in CPU time, each case in a process of its own.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from rollout.request import Completion, Request, SamplingParams
 from rollout.sampler import Sampler
 
 SHAPE = CASES["d 256, 6 layers, V 1,536"]
-PROMPT_TOKENS, BLOCK = 64, 4
+PROMPT_TOKENS, BLOCK, STEPS_PER_BLOCK = 64, 4, 2
 Row = dict[str, Any]
 
 
@@ -59,7 +59,7 @@ def sampling(num_slots: int, num_rows: int, rounds: int) -> list[Row]:
     of_model = policies(num_slots)
     warm: dict[str, Any] = {"gen_length": num_slots, "temperature": 1.0, "stop_ids": ()}
     whole = SamplingParams(**warm, block_length=32, num_denoise_steps=num_slots // 2)
-    blocks = SamplingParams(**warm, block_length=BLOCK, steps_per_block=BLOCK // 2)
+    blocks = SamplingParams(**warm, block_length=BLOCK, steps_per_block=STEPS_PER_BLOCK)
     samplers = {
         "d1's schedule, bidirectional": (Sampler(of_model["bidirectional"], 0), whole),
         "block-causal, whole canvases": (Sampler(of_model["block-causal"], 0, EngineConfig(block_cache=False)), blocks),
@@ -67,7 +67,9 @@ def sampling(num_slots: int, num_rows: int, rounds: int) -> list[Row]:
     }
     prompts = make_prompts(num_rows, PROMPT_TOKENS, SHAPE.vocab_size, "cpu")
     answers: dict[str, list[Completion]] = {}
-    works: dict[str, Callable[[], object]] = {}
+    works: dict[str, Callable[[], object]] = {
+        "block-causal, full forwards": lambda: full_forwards(of_model["block-causal"], prompts, num_slots)
+    }
     for name, (sampler, params) in samplers.items():
         requests = [Request(prompt_ids=tuple(ids), params=params, seed=i) for i, ids in enumerate(prompts.tolist())]
         works[name] = partial(_sample, answers, name, sampler, requests)
@@ -86,6 +88,25 @@ def sampling(num_slots: int, num_rows: int, rounds: int) -> list[Row]:
         }
         for name, seconds in taken.items()
     ]
+
+
+@torch.inference_mode()
+def full_forwards(model: Transformer, prompts_BP: torch.Tensor, num_slots: int) -> torch.Tensor:
+    """The most probable tokens, [B, num_slots], half of a block's in each step, from a forward of the whole canvas: as
+    loops without a cache sample, but for a head that runs on the block alone."""
+    mask_id, num_prompt = model.config.mask_token_id, prompts_BP.shape[1]
+    slots_BK = prompts_BP.new_full((len(prompts_BP), num_slots), mask_id)
+    canvas_BL = torch.cat((prompts_BP, slots_BK), dim=1)
+    for begin in range(num_prompt, num_prompt + num_slots, BLOCK):
+        queries_BQ = torch.arange(begin, begin + BLOCK).expand(len(canvas_BL), -1)
+        for _ in range(STEPS_PER_BLOCK):
+            logits = model(canvas_BL, queries_BQ=queries_BQ).view(len(canvas_BL), BLOCK, -1)
+            logits[..., mask_id] = -torch.inf
+            best = logits.log_softmax(-1).max(-1)
+            is_open = canvas_BL.gather(1, queries_BQ) == mask_id
+            picked = best.values.where(is_open, -torch.inf).topk(BLOCK // STEPS_PER_BLOCK, dim=1).indices
+            canvas_BL.scatter_(1, queries_BQ.gather(1, picked), best.indices.gather(1, picked))
+    return canvas_BL[:, num_prompt:]
 
 
 def _sample(answers: dict[str, list[Completion]], name: str, sampler: Sampler, requests: Sequence[Request]) -> None:

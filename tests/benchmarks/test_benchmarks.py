@@ -149,11 +149,17 @@ def test_a_rank_starts_in_little_more_memory_than_its_shard() -> None:
 def test_block_causal_policies_are_sampled_and_replayed_alike_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
     """Numbers are those of this machine; what is compared must be equal, and replay must run fewer slots."""
     monkeypatch.setattr(blocks, "SHAPE", Shape(d_model=32, num_layers=2, num_heads=2, vocab_size=64))
-    whole, plain, remembered = blocks.sampling(32, 2, 1)
+    full, whole, plain, remembered = blocks.sampling(32, 2, 1)
     assert remembered["tokens_equal"]
     assert remembered["largest_difference"] < 1e-4
     assert remembered["times"] == 1.0
-    assert min(whole["seconds"], plain["seconds"]) > 0
+    assert min(full["seconds"], whole["seconds"], plain["seconds"]) > 0
+    model, prompts = blocks.policies(32)["block-causal"], 1 + torch.arange(2 * 64).view(2, 64) % 59
+    params = SamplingParams(gen_length=32, block_length=4, steps_per_block=2, stop_ids=(), temperature=0.0)
+    ours = Sampler(model, 0).generate(
+        [Request(prompt_ids=tuple(ids), params=params, seed=0) for ids in prompts.tolist()]
+    )
+    assert [row.token_ids.tolist() for row in ours] == blocks.full_forwards(model, prompts, 32).tolist()
     by_step, by_row = blocks.replay(32, 2, 1, steps_per_block=2)
     assert by_row["largest_difference"] < 1e-4
     # Sixteen steps of 96 columns; and 92 clean columns with two states of eight blocks.
