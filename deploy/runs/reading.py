@@ -13,6 +13,7 @@ from actors.run_log import CHECKPOINTS, RECIPE, read_events
 from deploy.errors import UserError
 from deploy.printing import printable
 from deploy.recipe.recipe import Recipe
+from deploy.recipe.refusals import first_refusal
 from deploy.recipe.yaml_text import parse_yaml
 
 
@@ -23,7 +24,10 @@ def read_recipe(run_dir: Path) -> Recipe:
         raise UserError(f"{run_dir} is not a run: it has no {RECIPE}")
     try:
         return Recipe.model_validate(parse_yaml(path.read_text(encoding="utf-8")))
-    except (ValidationError, ValueError) as error:
+    except ValidationError as error:
+        refusal, _ = first_refusal(error, Recipe.model_json_schema())
+        raise UserError(f"{path} is not a recipe of this d1: {refusal.sentence}") from error
+    except ValueError as error:
         raise UserError(f"{path} is not a recipe of this d1: {error}") from error
 
 

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,11 +51,12 @@ def serve_run(run_dir: Path, host: str, port: int, admin_port: int | None = None
 
     run_dir = run_dir.resolve()
     num_replicas = read_recipe(run_dir).service.num_replicas
+    source = Source(directory=str(run_dir), is_run=True, registry_url=None)
+    _check_listeners(source, Address(host=host, port=port), admin_port)
     with saying(f"checking the newest checkpoint of {run_dir.name}", at_once=True):
         newest_to_answer(run_dir)
-    _check_keys(host)
     with _ray() as ray:
-        source = Source(directory=str(run_dir), is_run=True, registry_url=registry_url())
+        source = replace(source, registry_url=registry_url())
         _serve(source, host, port, num_replicas, is_ours=ray.is_ours, admin_port=admin_port)
 
 
@@ -63,14 +65,41 @@ def serve_checkpoint(directory: Path, host: str, port: int) -> None:
     from deploy.service.api.text_codec import TextCodec
 
     directory = directory.resolve()
-    try:
-        TextCodec(directory)
-    except ValueError as error:
-        raise UserError(f"cannot serve {directory}: {error}") from error
-    _check_keys(host)
+    source = Source(directory=str(directory), is_run=False, registry_url=None)
+    _check_listeners(source, Address(host=host, port=port), None)
+    with saying(f"looking at the checkpoint {directory.name}", at_once=True):
+        from learner.model.checkpoint import StoredWeights
+
+        try:
+            TextCodec(directory)
+            StoredWeights(directory)
+        except ValueError as error:
+            raise UserError(f"cannot serve {directory}: {error}") from error
     with _ray() as ray:
-        source = Source(directory=str(directory), is_run=False, registry_url=None)
         _serve(source, host, port, 1, is_ours=ray.is_ours)
+
+
+def _check_listeners(source: Source, address: Address, admin_port: int | None) -> None:
+    """Raise UserError for keys and ports that the service could not have: before Ray starts, which takes longest.
+
+    On a cluster that is there a port may be our own service's, whose successor takes over from it: that is seen later.
+    """
+    _check_keys(address.host)
+    keys, listeners = read_keys(source.path), [address]
+    if (admin := source.admin_address(admin_port)) is not None:
+        _check_admin(admin, address)
+        read_admin_keys(source.path, keys)
+        listeners.append(admin)
+    for listener in listeners if "RAY_ADDRESS" not in os.environ else ():
+        _check_port(listener)
+
+
+def _check_admin(admin: Address, address: Address) -> None:
+    _check_keys(admin.host, OF_ADMIN)
+    if admin.port == address.port:
+        raise UserError(
+            f"the admin listener cannot have the service's port {address.port}; choose another for one of them"
+        )
 
 
 @contextmanager
@@ -171,8 +200,6 @@ def deploy_source(
     from ray import serve
 
     name, admin = f"d1-{source.name}", source.admin_address(admin_port)
-    if admin is not None and admin.port == port:
-        raise UserError(f"the admin listener cannot have the service's port {port}; choose another for one of them")
     address = Address(host=host, port=port)
     application = bound_application(source, address, num_replicas, num_gpus=num_gpus, admin=admin)
     say("starting Ray Serve")
@@ -226,7 +253,7 @@ def bound_application(
     engines = engine_class.options(num_replicas=num_replicas, ray_actor_options=resources).bind(source)
     listener = None
     if admin is not None:
-        _check_keys(admin.host, OF_ADMIN)
+        _check_admin(admin, address)
         listener = admin_class.bind(engines, source, admin, read_admin_keys(source.path, keys))
     placed = {"ray_actor_options": ON_HEAD} if num_ingresses is None else {"num_replicas": num_ingresses}
     is_alone = num_ingresses in (None, 1)

@@ -1,6 +1,7 @@
 """What the service takes from a run directory before anything is started."""
 
 import json
+import socket
 import stat
 from dataclasses import replace
 
@@ -40,16 +41,16 @@ def test_a_checkpoint_comes_with_its_newest_score(run_dir):
     assert latest_checkpoint(run_dir).num_correct == 4
 
 
-def test_what_is_no_run_is_refused_in_a_sentence(tmp_path, run_dir):
+def test_what_is_no_run_is_refused_in_a_sentence(tmp_path, run_dir, free_port):
     with pytest.raises(UserError, match=r"is not a run: it has no recipe\.yaml"):
-        serve_run(tmp_path / "nothing", "127.0.0.1", 8000)
+        serve_run(tmp_path / "nothing", "127.0.0.1", free_port)
     for checkpoint in (run_dir / "checkpoints").iterdir():
         checkpoint.rename(tmp_path / checkpoint.name)
     with pytest.raises(UserError, match="has no checkpoint to serve yet"):
-        serve_run(run_dir, "127.0.0.1", 8000)
+        serve_run(run_dir, "127.0.0.1", free_port)
     (run_dir / "recipe.yaml").write_text("name: 3")
     with pytest.raises(UserError, match="is not a recipe of this d1"):
-        serve_run(run_dir, "127.0.0.1", 8000)
+        serve_run(run_dir, "127.0.0.1", free_port)
 
 
 def test_weights_that_the_store_lost_come_from_the_checkpoint(run_dir, make_policy, monkeypatch):
@@ -224,6 +225,59 @@ def test_an_address_that_others_reach_needs_keys_that_somebody_chose(run_dir, ba
     assert not (run_dir / "service.token").exists()
 
 
-def test_what_is_no_checkpoint_is_refused_in_a_sentence(tmp_path, run_dir):
+def test_what_is_no_checkpoint_is_refused_in_a_sentence(tmp_path, run_dir, free_port):
     with pytest.raises(UserError, match="cannot serve"):
-        serve_checkpoint(run_dir, "127.0.0.1", 8000)
+        serve_checkpoint(run_dir, "127.0.0.1", free_port)
+
+
+@pytest.fixture
+def no_ray(monkeypatch):
+    """Starting Ray fails: what is refused is refused before."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(launch, "ray_session", lambda **_: pytest.fail("Ray is started"))
+
+
+@pytest.fixture
+def taken_port():
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        yield listening.getsockname()[1]
+
+
+@pytest.mark.usefixtures("no_ray")
+def test_a_port_that_is_taken_is_refused_before_ray_starts(run_dir, taken_port, free_port):
+    said = rf"^cannot listen on 127\.0\.0\.1:{taken_port}: address already in use; choose another port$"
+    with pytest.raises(UserError, match=said):
+        serve_run(run_dir, "127.0.0.1", taken_port)
+    with pytest.raises(UserError, match=said):
+        serve_run(run_dir, "127.0.0.1", free_port, admin_port=taken_port)
+    with pytest.raises(UserError, match=said):
+        serve_checkpoint(run_dir / "checkpoints" / "sft-1", "127.0.0.1", taken_port)
+    with pytest.raises(UserError, match=f"^the admin listener cannot have the service's port {free_port}"):
+        serve_run(run_dir, "127.0.0.1", free_port, admin_port=free_port)
+
+
+@pytest.mark.usefixtures("no_ray")
+def test_keys_are_read_before_ray_starts(run_dir, free_port, monkeypatch):
+    monkeypatch.setenv("D1_API_TOKEN", "short")
+    with pytest.raises(UserError, match="^D1_API_TOKEN has 5 characters in a key"):
+        serve_run(run_dir, "127.0.0.1", free_port)
+    monkeypatch.setenv("D1_API_TOKEN", "long enough to be one")
+    monkeypatch.setenv("D1_ADMIN_TOKEN", "long enough to be one")
+    with pytest.raises(UserError, match="^a key opens both the service and its admin listener"):
+        serve_run(run_dir, "127.0.0.1", free_port, admin_port=free_port + 1)
+
+
+@pytest.mark.usefixtures("no_ray")
+def test_a_checkpoint_whose_weights_are_missing_is_refused_before_ray_starts(run_dir, free_port):
+    checkpoint = run_dir / "checkpoints" / "sft-1"
+    (checkpoint / "model.safetensors").unlink()
+    with pytest.raises(UserError, match=f"^cannot serve {checkpoint}: "):
+        serve_checkpoint(checkpoint, "127.0.0.1", free_port)
+
+
+def test_a_recipe_that_is_none_is_one_sentence(run_dir):
+    (run_dir / "recipe.yaml").write_text("name: tiny\ntask: {name: sums}\nlearner: {}\nsft: {}\nepochs: 3\n")
+    with pytest.raises(UserError, match=r"recipe\.yaml is not a recipe of this d1: epochs is no key of a recipe"):
+        serve_run(run_dir, "127.0.0.1", 8000)
