@@ -9,6 +9,7 @@ from typing import Annotated
 from pydantic import BaseModel, Field, PositiveFloat, PositiveInt, model_validator
 
 from actors.run_config import STRICT, RunConfig
+from deploy.recipe.web_names import Hostname, Origin
 
 
 class Stages(StrEnum):
@@ -54,6 +55,11 @@ class ServiceSection(BaseModel):
     """Policy versions that a replica holds in memory: the newest, the base, and those that requests still use."""
     rate_limit: Annotated[str, Field(pattern=r"^[1-9][0-9]{0,8}/(second|minute|hour|day)$")] = "6000/minute"
     """Requests that each API key may make."""
+    allowed_hosts: tuple[Hostname, ...] = ()
+    """Names under which it may be asked beside `localhost` and addresses, such as a proxy's. Empty: on loopback no
+    other, elsewhere any."""
+    allowed_origins: tuple[Origin, ...] = ()
+    """Origins of other pages that may ask it and read its answers (CORS), as `https://example.org`, or `*`."""
     canary: CanarySection | None = None
     """What an announced version has to solve before it serves; absent: nothing. A pinned version is not asked."""
 

@@ -85,8 +85,14 @@ def install_handlers(app: FastAPI) -> None:
         return ServiceError(400, f"{error}.", error.code, param=error.param).response()
 
     @app.exception_handler(RequestValidationError)
-    async def of_validation(_: Request, error: RequestValidationError) -> JSONResponse:
-        return refusal_of(error.errors()[0]).response()
+    async def of_validation(request: Request, error: RequestValidationError) -> JSONResponse:
+        detail = error.errors()[0]
+        if isinstance(detail.get("input"), bytes):
+            # FastAPI takes a body for JSON only where it is said to be.
+            sent = "has another Content-Type" if "content-type" in request.headers else "has no Content-Type"
+            message = f"The request {sent}; send JSON with the header `Content-Type: application/json`."
+            return ServiceError(400, message, "invalid_content_type").response()
+        return refusal_of(detail).response()
 
     @app.exception_handler(HTTPException)
     async def of_http(_: Request, error: HTTPException) -> JSONResponse:

@@ -19,6 +19,7 @@ from deploy.service.api.run_view import RunView
 from deploy.service.api.text_codec import TextCodec
 from deploy.service.checkpoints import Checkpoints, latest_checkpoint, plain_checkpoint
 from deploy.service.gateway.address import Address
+from deploy.service.gateway.callers import Callers
 from rollout.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -53,6 +54,13 @@ class Source:
     def rate_limit(self) -> str:
         """How often each key may ask."""
         return read_recipe(self.path).service.rate_limit if self.is_run else _RATE_OF_CHECKPOINT
+
+    def callers(self, host: str, *, is_admin: bool = False) -> Callers:
+        """Who may ask a listener on `host`. Other origins are for the service alone."""
+        if not self.is_run:
+            return Callers.of(host, (), ())
+        service = read_recipe(self.path).service
+        return Callers.of(host, service.allowed_hosts, () if is_admin else service.allowed_origins)
 
     def admin_address(self, port: int | None = None) -> Address | None:
         """Where the admin listener listens, on `port` or on the recipe's; None where there is to be none."""

@@ -21,6 +21,7 @@ from deploy.service.api.server_sent_events import ServerSentEvents
 from deploy.service.errors import ServiceError, install_handlers
 from deploy.service.gateway.access import AccessControl, nothing_open
 from deploy.service.gateway.api_keys import ApiKeys
+from deploy.service.gateway.callers import ANYBODY, Callers
 from deploy.service.gateway.rate_limits import RateLimits
 
 MAX_VERSIONS = 1000
@@ -47,9 +48,9 @@ class Pin(Reason):
     """The policy version."""
 
 
-def guarded_admin(app: FastAPI, keys: ApiKeys, rates: RateLimits) -> ASGIApp:
+def guarded_admin(app: FastAPI, keys: ApiKeys, rates: RateLimits, callers: Callers = ANYBODY) -> ASGIApp:
     """The application behind its gate: every path wants a key."""
-    return AccessControl(app, keys, rates, nothing_open)
+    return AccessControl(app, keys, rates, nothing_open, callers)
 
 
 def create_admin_app(steering: Steering, events: RegistryReader) -> FastAPI:

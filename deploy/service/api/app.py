@@ -32,6 +32,7 @@ from deploy.service.contract import Backend, EngineState
 from deploy.service.errors import ErrorBody, ServiceError, install_handlers
 from deploy.service.gateway.access import MAX_BODY_BYTES, AccessControl
 from deploy.service.gateway.api_keys import ApiKeys
+from deploy.service.gateway.callers import ANYBODY, Callers
 from deploy.service.gateway.rate_limits import RateLimits
 from deploy.service.link.cancellation import EndedError, unless
 from deploy.service.link.failover import with_failover
@@ -61,10 +62,12 @@ class Service:
     """Requests for completions that are under way in this ingress, at most."""
 
 
-def guarded(app: FastAPI, keys: ApiKeys, rates: RateLimits, *observers: RequestObserver) -> ASGIApp:
+def guarded(
+    app: FastAPI, keys: ApiKeys, rates: RateLimits, *observers: RequestObserver, callers: Callers = ANYBODY
+) -> ASGIApp:
     """The application behind its gate. All that is answered is counted and told to `observers`, refusals too."""
-    measured: ASGIApp = app.state.metrics.measured(AccessControl(app, keys, rates), *observers)
-    return measured
+    gated = AccessControl(app, keys, rates, callers=callers)
+    return callers.allowing(app.state.metrics.measured(gated, *observers))
 
 
 def create_app(service: Service) -> FastAPI:

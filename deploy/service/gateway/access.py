@@ -1,4 +1,4 @@
-"""Access control: API keys, rate limits, body sizes and request ids, before anything is parsed."""
+"""Access control: Host, API keys, rate limits, body sizes and request ids, before anything is parsed."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deploy.service.errors import ServiceError
 from deploy.service.gateway.api_keys import ApiKeys
+from deploy.service.gateway.callers import ANYBODY, Callers
 from deploy.service.gateway.rate_limits import RateLimits
 
 MAX_BODY_BYTES = 1024 * 1024
@@ -38,10 +39,15 @@ class AccessControl:
     """Lets nothing through without a key, except to the open paths, and no large body."""
 
     def __init__(
-        self, app: ASGIApp, keys: ApiKeys, rates: RateLimits, opens: Callable[[str, str], bool] = is_open
+        self,
+        app: ASGIApp,
+        keys: ApiKeys,
+        rates: RateLimits,
+        opens: Callable[[str, str], bool] = is_open,
+        callers: Callers = ANYBODY,
     ) -> None:
         """Guard `app`; `opens` says which methods and paths take no key."""
-        self._app, self._keys, self._rates, self._opens = app, keys, rates, opens
+        self._app, self._keys, self._rates, self._opens, self._callers = app, keys, rates, opens, callers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on, or refuse."""
@@ -61,6 +67,8 @@ class AccessControl:
                 await self._app(scope, _limited(receive, named), named)
 
     async def _refusal(self, scope: Scope) -> ServiceError | None:
+        if (refusal := self._callers.refusal(scope)) is not None:
+            return refusal
         if self._opens(scope["method"], scope["path"]):
             return None
         owner = self._keys.owner([value for name, value in scope["headers"] if name == b"authorization"])

@@ -72,7 +72,8 @@ class AdminListener:
         assert registry is not None, "a checkpoint by itself has nothing to administer"
         steering = Steering(registry, source.path, EnginesOfHandle(engines))
         app = create_admin_app(steering, RegistryReader(registry))
-        self._server = HttpServer(guarded_admin(app, keys, RateLimits(source.rate_limit)), address, end_within_s=1)
+        gated = guarded_admin(app, keys, RateLimits(source.rate_limit), source.callers(address.host, is_admin=True))
+        self._server = HttpServer(gated, address, end_within_s=1)
 
     def check_health(self) -> None:
         """Serve asks every few seconds, and replaces what raises."""

@@ -91,7 +91,13 @@ class Ingress:
         url = None if is_alone else source.registry_url
         rates = RateLimits(source.rate_limit, None if url is None else SharedCounts(url, source.name))
         self._server = HttpServer(
-            guarded(self._app, keys, rates, RequestMetrics(serve.get_replica_context().app_name)),
+            guarded(
+                self._app,
+                keys,
+                rates,
+                RequestMetrics(serve.get_replica_context().app_name),
+                callers=source.callers(address.host),
+            ),
             address,
             end_within_s=DRAIN_TIMEOUT_S,
             # With its successor, and with others on the same machine.

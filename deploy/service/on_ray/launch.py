@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import os
 import shlex
@@ -29,6 +28,7 @@ from deploy.service.gateway.api_keys import (
     read_admin_keys,
     read_keys,
 )
+from deploy.service.gateway.callers import is_loopback
 from deploy.service.source import Source
 from deploy.waiting import saying
 
@@ -262,18 +262,11 @@ def bound_application(
 
 def _check_keys(host: str, keys: KeySource = OF_SERVICE) -> None:
     """Raise UserError where others can reach the address, and nobody has chosen the keys that they need."""
-    if not _is_loopback(host) and not are_explicit(keys):
+    if not is_loopback(host) and not are_explicit(keys):
         raise UserError(
             f"{host} can be reached from other machines; choose the keys yourself, in {keys.token_variable} or in a "
             f"file named by {keys.file_variable}, or listen on 127.0.0.1"
         )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _drain(source: Source) -> None:

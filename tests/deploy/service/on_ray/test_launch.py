@@ -261,11 +261,11 @@ def test_a_port_that_is_taken_is_refused_before_ray_starts(run_dir, taken_port, 
 @pytest.mark.usefixtures("no_ray")
 def test_keys_are_read_before_ray_starts(run_dir, free_port, monkeypatch):
     monkeypatch.setenv("D1_API_TOKEN", "short")
-    with pytest.raises(UserError, match="^D1_API_TOKEN has 5 characters in a key"):
+    with pytest.raises(UserError, match=r"^D1_API_TOKEN has 5 characters in a key"):
         serve_run(run_dir, "127.0.0.1", free_port)
     monkeypatch.setenv("D1_API_TOKEN", "long enough to be one")
     monkeypatch.setenv("D1_ADMIN_TOKEN", "long enough to be one")
-    with pytest.raises(UserError, match="^a key opens both the service and its admin listener"):
+    with pytest.raises(UserError, match=r"^a key opens both the service and its admin listener"):
         serve_run(run_dir, "127.0.0.1", free_port, admin_port=free_port + 1)
 
 
