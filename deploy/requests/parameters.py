@@ -1,5 +1,4 @@
-"""Sampling parameters by the keys of requests: the fields of `SamplingParams`, or of `RenoisingParams`; one of
-each has a shorter name."""
+"""Sampling parameters by the keys of requests: the fields of the samplers' own, of which one has a shorter name."""
 
 from __future__ import annotations
 

@@ -173,13 +173,11 @@ class Row:
         return raw.logp(slots_C, tokens_C), raw.entropy(slots_C)
 
     def _finish_canvas(self) -> None:
-        argmax_C, nothing_C = self._steps[-1].argmax, torch.zeros_like(self._entropy_C)
-        raw, at_C = (
-            self._untempered(argmax_C, self._steps[-1].temperature),
-            torch.full_like(argmax_C, self.num_steps - 1),
-        )
+        last, nothing_C = self._steps[-1], torch.zeros_like(self._entropy_C)
+        at_C = torch.full_like(last.argmax, self.num_steps - 1)
+        raw = self._untempered(last.argmax, last.temperature)
         # As at temperature 0, which draws nothing either.
-        self._finished.append(_record(argmax_C, at_C, (nothing_C, nothing_C), raw))
+        self._finished.append(_record(last.argmax, at_C, (nothing_C, nothing_C), raw))
         self._canvases.append(_canvas_of(self._steps))
         token_ids = self._canvases[-1].token_ids
         self._num_steps_before, self._steps, self._number = self.num_steps, [], self._number + 1
