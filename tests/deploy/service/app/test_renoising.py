@@ -4,6 +4,7 @@ import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
+from itertools import pairwise
 
 import pytest
 
@@ -105,7 +106,7 @@ def test_chat_and_text_prompts_are_tokenized_as_of_others(served, sampler):
     assert short["usage"]["completion_tokens"] == 56
 
 
-def test_a_stream_of_canvases_is_the_record_and_what_is_renoised_goes_back(served, sampler):
+def test_a_stream_of_canvases_is_what_the_sampler_records(served, sampler):
     service, client = served
     ask = CHAT | {"stream": True, "diffusion": DIFFUSION | {"stream": "canvas"}}
     chunks, is_done = events_of(client.post("/v1/chat/completions", json=ask))
@@ -114,9 +115,12 @@ def test_a_stream_of_canvases_is_the_record_and_what_is_renoised_goes_back(serve
     kept = [(number, canvas, step) for number, canvas in enumerate(one.canvases) for step in range(canvas.num_steps)]
     frames = [choice for chunk in chunks for choice in chunk["choices"] if "diffusion" in choice]
     shown = {frame["diffusion"]["step"]: frame["diffusion"]["slots"] for frame in frames}
-    assert sorted(shown) == list(range(len(kept) + 1))
+    # A reader that is slow sees fewer of them; each that it sees is right.
+    assert {0, len(kept)} <= set(shown) <= set(range(len(kept) + 1))
     assert all(slot["masked"] for slot in shown[0])
     for at, (number, canvas, step) in enumerate(kept, start=1):
+        if at not in shown:
+            continue
         start, is_last = number * SLOTS, step == canvas.num_steps - 1
         slots = shown[at][start : start + SLOTS]
         # `gen_length` ends within the last canvas.
@@ -130,14 +134,29 @@ def test_a_stream_of_canvases_is_the_record_and_what_is_renoised_goes_back(serve
                 assert slot["step"] < at
                 assert 0 < slot["confidence"] <= 1
         assert all(slot["masked"] for slot in shown[at][start + SLOTS :])
-    steps = range(1, len(kept))
-    lost = sum(
-        not was["masked"] and now["masked"] for at in steps for was, now in zip(shown[at], shown[at + 1], strict=True)
-    )
-    assert lost > 3, "or nothing is tested here"
     assert frames[-1]["delta"]["content"] == spoken(service, one)
     assert {frame["diffusion"]["num_steps"] for frame in frames} == {None}
-    assert frames[1]["delta"]["content"].count(MASKED) == sum(slot["masked"] for slot in shown[1])
+    for frame in frames:
+        slots = frame["diffusion"]["slots"]
+        assert frame["delta"]["content"].count(MASKED) == sum(slot["masked"] for slot in slots)
+
+
+def test_the_engine_shows_every_step_and_what_is_renoised_goes_back(host, sampler):
+    told, is_done = [], threading.Event()
+
+    def tell(event):
+        told.append(event)
+        if isinstance(event, Done):
+            is_done.set()
+
+    host.engine.submit(
+        Job(requests=(request(),), wanted="policy", shows_canvas=True), host.versions.acquire("policy"), tell
+    )
+    assert is_done.wait(60)
+    masked = [event.progress.masked for event in told if isinstance(event, CanvasSeen)]
+    kept = [accepted for canvas in sampler.complete(request()).canvases for accepted in canvas.accepted]
+    assert len(masked) == len(kept) - 1
+    assert sum((~was & now).sum() for was, now in pairwise(masked)) > 3
 
 
 def test_a_stream_of_blocks_adds_up_and_ends_where_it_is_told(served):
