@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Annotated, Any
@@ -272,6 +272,14 @@ class Committed:
     def num_steps(self) -> int:
         """Denoise steps that it took: each commits something, so the last that did is the last there was."""
         return int(self.step_map.max(initial=-1)) + 1
+
+    @classmethod
+    def joined(cls, parts: Sequence[Committed]) -> Committed | None:
+        """The record of blocks that follow one another; None of none."""
+        if not parts:
+            return None
+        names = [column.name for column in fields(cls)]
+        return cls(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in names})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

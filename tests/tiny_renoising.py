@@ -38,13 +38,13 @@ VISION = {
 }
 
 
-def make_renoising_checkpoint(directory: Path) -> Path:
+def make_renoising_checkpoint(directory: Path, vocab_size: int = 60) -> Path:
     """Write it there, without a tokenizer."""
     from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion
 
     torch.manual_seed(0)
     network = DiffusionGemmaForBlockDiffusion(
-        DiffusionGemmaConfig(text_config=TEXT, vision_config=VISION, canvas_length=8)
+        DiffusionGemmaConfig(text_config=TEXT | {"vocab_size": vocab_size}, vision_config=VISION, canvas_length=8)
     )
     with torch.no_grad():
         for parameter in network.parameters():

@@ -286,4 +286,4 @@ class Judge:
     def requests(self, ask: Ask) -> tuple[Request, ...]:
         """What the service asks of a sampler."""
         kind = ChatRequest if ask.is_chat else CompletionRequest
-        return self._planner.plan(kind(**ask.body)).requests
+        return self._planner.plan(kind(**ask.body)).masked_requests

@@ -118,7 +118,7 @@ def sample(
         from deploy.sampling.policy import choose_device, find_directory, load_ready
         from deploy.sampling.prepare import Options, check_options
         from deploy.sampling.renoising import check_renoising_options, open_renoising
-        from learner.model.renoising.policy import is_renoising
+        from learner.model.renoising.config import is_renoising
         from rollout.config import EngineConfig
 
     values = {key: value for key, value in given.items() if value is not None}

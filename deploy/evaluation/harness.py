@@ -102,7 +102,7 @@ class DiffusionLM(LM):
         def keep(index: int, text: str) -> None:
             self.cache_hook.add_partial("generate_until", requests[index].args, text)
 
-        return self._generated([plan.requests[0] for plan in plans], text_of, keep)
+        return self._generated([plan.masked_requests[0] for plan in plans], text_of, keep)
 
     def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
         """The evidence lower bound of each continuation, and whether it is what the policy answers at temperature 0.

@@ -74,9 +74,9 @@ export class CanvasView {
   }
 
   #paint(span, slot, before) {
-    const isNew = before?.masked === true && !slot.masked;
+    const isNew = before !== undefined && !slot.masked && (before.masked || before.text !== slot.text);
     const marks = [slot.text === "" ? " empty" : "", this.#notes[span.dataset.slot] ? " outside" : "", isNew ? " new" : ""].join("");
-    span.className = slot.masked ? "slot masked" : `slot ${this.#shade(slot)}${marks}`;
+    span.className = slot.masked ? `slot masked${isLost(slot) ? " lost" : ""}` : `slot ${this.#shade(slot)}${marks}`;
     span.textContent = slot.masked ? "" : shortened(slot.text, MAX_SLOT_CHARS).replaceAll("\n", "↵\n");
     span.setAttribute("aria-label", this.#describe(Number(span.dataset.slot)));
   }
@@ -89,7 +89,7 @@ export class CanvasView {
   #describe(index) {
     const slot = this.#frame.slots[index];
     if (slot.masked) {
-      return `Slot ${index + 1}: masked`;
+      return `Slot ${index + 1}: ${inWords(slot)}`;
     }
     const facts = [this.#notes[index], `step ${slot.step + 1}`, `confidence ${percent(slot.confidence)}`];
     return `Slot ${index + 1}: ${[inWords(slot), ...facts].filter(Boolean).join(", ")}`;
@@ -194,9 +194,18 @@ export class CanvasView {
 /** A slot's text on one line. */
 function inWords(slot) {
   if (slot.masked) {
-    return "masked";
+    return isLost(slot) ? `masked again${slot.lost === "" ? "" : `, it was ${onOneLine(slot.lost)}`}` : "masked";
   }
-  return slot.text === "" ? "rest of the character before" : shortened(slot.text, MAX_TIP_CHARS).replaceAll("\n", "↵");
+  return slot.text === "" ? "rest of the character before" : onOneLine(slot.text);
+}
+
+/** Whether it held a token that was taken back. */
+function isLost(slot) {
+  return slot.masked && slot.lost !== undefined;
+}
+
+function onOneLine(text) {
+  return shortened(text, MAX_TIP_CHARS).replaceAll("\n", "↵");
 }
 
 /** What is known of the slot under the pointer or the focus. Screen readers have it as the slot's name. */

@@ -2,7 +2,7 @@
 
 /** One completion as it was denoised. */
 export class Recording {
-  /** `{step, numSteps, slots}` each; a slot is `{text, masked, step, confidence}`. */
+  /** `{step, numSteps, slots}` each; a slot is `{text, masked, step, confidence}`, and `lost` where it is masked again: the text that it held last. */
   frames = [];
   /** Of each slot of the last frame, once the text is whole: why it is no part of the text, or "". */
   notes = [];
@@ -15,7 +15,10 @@ export class Recording {
   /** Add what one chunk says of the canvas; a chunk that only says how it ended shows nothing new. */
   add({ step, num_steps: numSteps, slots }) {
     const before = this.last?.slots ?? [];
-    const shared = slots.map((slot, index) => (isSame(slot, before[index]) ? before[index] : slot));
+    const shared = slots.map((each, index) => {
+      const slot = withLoss(each, before[index]);
+      return isSame(slot, before[index]) ? before[index] : slot;
+    });
     const isNew = step !== this.last?.step || shared.length !== before.length || shared.some((slot, index) => slot !== before[index]);
     if (!isNew) {
       return;
@@ -63,10 +66,17 @@ function notesOf(slots, text) {
   });
 }
 
+/** A policy that renoises takes tokens back: such a slot is not as one that never held any, wherever a replay begins. */
+function withLoss(slot, before) {
+  const lost = before?.masked === false ? before.text : before?.lost;
+  return slot.masked && lost !== undefined ? { ...slot, lost } : slot;
+}
+
 function isSame(slot, other) {
   return (
     other !== undefined &&
     slot.masked === other.masked &&
+    slot.lost === other.lost &&
     slot.text === other.text &&
     slot.step === other.step &&
     slot.confidence === other.confidence

@@ -8,7 +8,7 @@ from pydantic import AfterValidator, ConfigDict, Field, field_validator, model_v
 
 from deploy.requests.base import LARGEST, Body, is_id, whole
 from deploy.requests.diffusion import Constraints, Diffusion
-from deploy.requests.parameters import SAMPLING_KEYS, Values
+from deploy.requests.parameters import ALL_KEYS, Values
 from deploy.requests.refusals import RequestError
 from learner.keys import fold
 
@@ -161,7 +161,7 @@ class Ask(Body):
         """What it says of how to denoise, by the sampler's keys; of two layers the later counts."""
         diffusion = self.diffusion
         found = dict(self) | dict(diffusion) | dict(diffusion.constraints) | {"schedule": diffusion.remasking}
-        given = {key: found[key] for key in PLACES if key in SAMPLING_KEYS and found[key] not in (None, [])}
+        given = {key: found[key] for key in PLACES if key in ALL_KEYS and found[key] not in (None, [])}
         # Guidance has no cached forward, and a body has no word for caches.
         return [given | {"cache": "none"} if diffusion.cfg_scale else given]
 
@@ -199,9 +199,7 @@ def _places() -> dict[str, str]:
     models: dict[str, type[Body]] = {"": Ask, "diffusion.": Diffusion, "diffusion.constraints.": Constraints}
     places = {name: f"{place}{name}" for place, model in models.items() for name in model.model_fields}
     places |= {"schedule": places["remasking"], "fixed_tokens": places["fixed"], "prompt_ids": "prompt"}
-    return {
-        key: place for key, place in places.items() if key in (*SAMPLING_KEYS, "fixed_tokens", "prompt_ids", "seed")
-    }
+    return {key: place for key, place in places.items() if key in (*ALL_KEYS, "fixed_tokens", "prompt_ids", "seed")}
 
 
 PLACES = _places()

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
-from deploy.requests.parameters import Values, values_of
+from deploy.requests.parameters import ALL_KEYS, SAMPLING_KEYS, Values, values_of
+from rollout.field_error import FieldError
 from rollout.request import PARAMETER_OF, Cache, SamplingParams, Schedule
 
 _SCHEDULE_OF = {name: str(schedule) for schedule, name in PARAMETER_OF.items()}
@@ -43,8 +44,13 @@ class Defaults:
         return cls(values=_at_temperature_0(params), room=max_sequence_length)
 
     def complete(self, layers: Sequence[Values], num_prompt_tokens: int) -> dict[str, Any]:
-        """The values of a request that gives some of them; of two layers the later counts."""
+        """The values of a request that gives some of them; of two layers the later counts. Raises FieldError for a key
+        that is for policies without a mask token."""
         values, given = reduce(overlay, layers, dict(self.values)), frozenset[str]().union(*layers)
+        if strays := [key for key in ALL_KEYS if key in given and key not in SAMPLING_KEYS]:
+            raise FieldError(
+                f"{{{strays[0]}}} is for policies without a mask token, and this one fills masked slots: leave it out"
+            )
         if "gen_length" not in given and self.room is not None:
             values["gen_length"] = _fitting(values, "block_length" in given, self.room - num_prompt_tokens)
         if "block_length" not in given:

@@ -37,7 +37,7 @@ class Diffusion(Body):
     """How a completion is denoised; what is left out is as the policy was trained."""
 
     steps: Annotated[int, Field(ge=1, le=LARGEST)] | None = None
-    """Denoise steps of the whole completion."""
+    """Denoise steps of the whole completion; of a policy without a mask token (DiffusionGemma), of a canvas at most."""
     steps_per_block: Annotated[int, Field(ge=1, le=LARGEST)] | None = None
     """Or of each block; with `threshold`, a step then commits its share at least."""
     gen_length: Annotated[int, Field(ge=1, le=LARGEST)] | None = None
@@ -49,7 +49,15 @@ class Diffusion(Body):
     factor: float | None = None
     """Of the schedule `factor`."""
     entropy_bound: float | None = None
-    """Of the schedule `entropy_bound`, in nats."""
+    """Of the schedule `entropy_bound`, in nats; of DiffusionGemma, of what a step keeps."""
+    t_max: Finite | None = None
+    """Of DiffusionGemma, as the next three: temperature of a canvas' first step..."""
+    t_min: Finite | None = None
+    """...and what it falls to."""
+    stability_threshold: Annotated[int, Field(ge=0, le=LARGEST)] | None = None
+    """A canvas is finished when its most probable tokens were the same for so many steps before..."""
+    confidence_threshold: Finite | None = None
+    """...and its slots have less than so many nats of entropy, on average."""
     remasking: Annotated[str, Field(max_length=32, json_schema_extra={"enum": [*Schedule]})] | None = None
     """The schedule."""
     editing_threshold: float | None = None

@@ -38,7 +38,7 @@ def ending_of(plan: RequestPlan, ids: NDArray[Any], decode: Decode, ends: Sequen
         ends: the ids that end a text where the plan names none; the policy's.
         is_whole: whether no more tokens come.
     """
-    stop_ids = list(ends if plan.params.stop_ids is None else plan.params.stop_ids)
+    stop_ids = list(ends if plan.stop_ids is None else plan.stop_ids)
     is_infill = plan.num_gap_slots is not None
     places = [] if is_infill else np.isin(ids, stop_ids).nonzero()[0].tolist()
     first_end = places[0] + 1 if places else len(ids) + 1

@@ -11,13 +11,17 @@ from typing import Protocol
 from pydantic import ValidationError
 
 from deploy.recipe.refusals import shortened
+from deploy.requests.any_request import AnyConfig, AnyRequest, block_length_of, check_any_request
 from deploy.requests.body import MAX_CHOICES, Ask, ChatRequest, CompletionRequest
 from deploy.requests.defaults import Defaults
-from deploy.requests.parameters import Values, sampler_names, to_params
+from deploy.requests.parameters import RENOISING_KEYS, Values, sampler_names, to_params, to_renoising_params
 from deploy.requests.refusals import RequestError, refusal_of
+from deploy.requests.renoising import RenoisingDefaults, check_keys
 from learner.model.config import TransformerConfig
+from learner.model.renoising.config import MODEL_TYPE
 from rollout.field_error import FieldError
-from rollout.request import Request, SamplingParams, check_request
+from rollout.renoising.request import RenoisingParams, RenoisingRequest
+from rollout.request import Request, SamplingParams
 
 _SLOT = re.compile("0|[1-9][0-9]{0,17}")
 
@@ -26,7 +30,7 @@ class Codec(Protocol):
     """How a policy reads. What it does not read it refuses, by an error of its own or a FieldError of `prompt_ids`."""
 
     @property
-    def config(self) -> TransformerConfig:
+    def config(self) -> AnyConfig:
         """The shape of the policy."""
 
     def encode_turn(self, text: str) -> list[int]:
@@ -46,8 +50,12 @@ class Codec(Protocol):
 class RequestPlan:
     """What the sampler is asked for, and what the answer needs to know."""
 
-    requests: tuple[Request, ...]
+    requests: tuple[AnyRequest, ...]
     """One for each choice."""
+    block_length: int
+    """Slots that are finished together: of a block, or of a canvas."""
+    is_block_causal: bool
+    """Whether blocks are counted from the first slot of the prompt."""
     num_prompt_tokens: int
     """Of all prompts, the chat template included."""
     most_tokens: int
@@ -64,15 +72,55 @@ class RequestPlan:
     """Whether a stream ends with the usage."""
 
     @property
-    def params(self) -> SamplingParams:
-        """How the choices are denoised; all alike."""
-        return self.requests[0].params
+    def masked_requests(self) -> tuple[Request, ...]:
+        """Those to a policy with a mask token."""
+        requests = tuple(request for request in self.requests if isinstance(request, Request))
+        assert len(requests) == len(self.requests), "the policy has one"
+        return requests
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of each text; all choices are denoised alike."""
+        return self.requests[0].params.gen_length
+
+    @property
+    def stop_ids(self) -> tuple[int, ...] | None:
+        """Ids that end a text; None for the policy's."""
+        first = self.requests[0]
+        return first.stop_ids if isinstance(first, RenoisingRequest) else first.params.stop_ids
+
+    @property
+    def num_forwards_of_step(self) -> int:
+        """Two with classifier-free guidance."""
+        first = self.requests[0]
+        return 2 if isinstance(first, Request) and first.params.cfg_scale else 1
+
+    def num_steps(self, choice: int) -> int | None:
+        """Denoise steps of a choice that fills its canvas; None where they are not known beforehand."""
+        request = self.requests[choice]
+        if isinstance(request, RenoisingRequest) or self._num_given(choice):
+            return None
+        return request.params.known_num_steps
+
+    def num_blocks(self, choice: int, num_slots: int) -> int:
+        """Blocks of a choice's first slots, which are whole blocks."""
+        return -(-(self._num_given(choice) + num_slots) // self.block_length) if num_slots else 0
+
+    def _num_given(self, choice: int) -> int:
+        """Slots of the prompt's in a choice's first block."""
+        return len(self.requests[choice].prompt_ids) % self.block_length if self.is_block_causal else 0
 
 
 class Planner:
     """Makes the plans of one policy."""
 
-    def __init__(self, codec: Codec, defaults: Defaults, given: Values | None = None, seed: int | None = None) -> None:
+    def __init__(
+        self,
+        codec: Codec,
+        defaults: Defaults | RenoisingDefaults,
+        given: Values | None = None,
+        seed: int | None = None,
+    ) -> None:
         """Plan for a policy.
 
         Args:
@@ -91,11 +139,12 @@ class Planner:
         try:
             return self._plan(ask)
         except (FieldError, ValidationError) as error:
-            raise refusal_of(error, SamplingParams, sampler_names(names or ask.names)) from error
+            model = RenoisingParams if isinstance(self._defaults, RenoisingDefaults) else SamplingParams
+            raise refusal_of(error, model, sampler_names(names or ask.names)) from error
 
-    def check(self, request: Request) -> None:
+    def check(self, request: AnyRequest) -> None:
         """Raise FieldError for what the policy cannot serve."""
-        check_request(request, self._codec.config)
+        check_any_request(request, self._codec.config)
 
     def _plan(self, ask: Ask) -> RequestPlan:
         prompts = self._prompts(ask)
@@ -106,9 +155,12 @@ class Planner:
         seeds = ask.seeds(secrets.randbits(63) if seed is None else seed)
         choices = [ids for ids in prompts for _ in range(ask.num_choices)]
         requests = tuple(self._request(ids, layers, fixed, seed) for ids, seed in zip(choices, seeds, strict=True))
-        length = requests[0].params.gen_length if gap is None else gap
+        first, config = requests[0], self._codec.config
+        length = first.params.gen_length if gap is None else gap
         return RequestPlan(
             requests=requests,
+            block_length=block_length_of(first, config),
+            is_block_causal=isinstance(config, TransformerConfig) and config.is_block_causal,
             num_prompt_tokens=sum(map(len, prompts)),
             most_tokens=min(ask.most_tokens or length, length),
             stops=ask.stops,
@@ -133,6 +185,9 @@ class Planner:
         self, ask: CompletionRequest, suffix: str, layers: list[Values], fixed: dict[int, int]
     ) -> tuple[list[Values], dict[int, int], int]:
         """Infill: the gap, then the suffix, then ends of text up to a whole block."""
+        config = self._codec.config
+        if not isinstance(config, TransformerConfig) or not isinstance(self._defaults, Defaults):
+            raise RequestError(f"`suffix` is not for {MODEL_TYPE} policies, which fill no gaps", param="suffix")
         if any("gen_length" in layer for layer in ask.layers):
             raise FieldError("`{gen_length}` follows from `max_tokens` and `suffix`; leave it out")
         suffix_ids = self._codec.encode_text(suffix, "suffix")
@@ -140,20 +195,25 @@ class Planner:
         block = max(1, int(complete["block_length"]))
         gap = ask.most_tokens or int(complete["gen_length"])
         length = -(-(gap + len(suffix_ids)) // block) * block
-        most = self._codec.config.max_sequence_length
+        most = config.max_sequence_length
         if length > most:
             sentence = f"The suffix has {len(suffix_ids) + gap} tokens; this policy reads at most {most}"
             raise RequestError(sentence, "context_length_exceeded", param="suffix")
-        padding = [self._codec.config.eos_token_id] * (length - gap - len(suffix_ids))
+        padding = [config.eos_token_id] * (length - gap - len(suffix_ids))
         if taken := [slot for slot in fixed if slot >= gap]:
             raise FieldError(f"`{{fixed_tokens}}` has slot {min(taken)}; the suffix follows slots 0 to {gap - 1}")
         # An end of text inside the gap ends nothing: the text goes on with the suffix.
         canvas = {"gen_length": length, "stop_ids": ()}
         return [*layers, canvas], fixed | dict(enumerate([*suffix_ids, *padding], start=gap)), gap
 
-    def _request(self, ids: list[int], layers: Sequence[Values], fixed: dict[int, int], seed: int) -> Request:
-        params = to_params(self._defaults.complete(layers, len(ids)))
-        request = Request(prompt_ids=tuple(ids), params=params, seed=seed, fixed_tokens=fixed)
+    def _request(self, ids: list[int], layers: Sequence[Values], fixed: dict[int, int], seed: int) -> AnyRequest:
+        values, prompt = self._defaults.complete(layers, len(ids)), tuple(ids)
+        request: AnyRequest
+        if isinstance(self._defaults, Defaults):
+            request = Request(prompt_ids=prompt, params=to_params(values), seed=seed, fixed_tokens=fixed)
+        else:
+            check_keys(["fixed_tokens"] if fixed else [], RENOISING_KEYS)
+            request = RenoisingRequest(prompt_ids=prompt, params=to_renoising_params(values), seed=seed)
         self.check(request)
         return request
 

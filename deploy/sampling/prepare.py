@@ -72,7 +72,7 @@ class Item:
     @property
     def request(self) -> Request | None:
         """What the sampler takes; None where it cannot be served."""
-        return None if self.plan is None else self.plan.requests[self.choice]
+        return None if self.plan is None else self.plan.masked_requests[self.choice]
 
     @property
     def is_one_of_several(self) -> bool:

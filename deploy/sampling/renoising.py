@@ -15,15 +15,17 @@ from torch import Tensor
 
 from deploy.errors import UserError
 from deploy.requests.line import parse_object
+from deploy.requests.parameters import sampler_names, to_renoising_params
 from deploy.requests.refusals import RequestError, refusal_of
+from deploy.requests.renoising import RenoisingDefaults, check_keys
 from deploy.sampling.answers import floats, work
 from deploy.sampling.policy import Device, as_user_errors, read_tokenizer
-from learner.model.renoising.policy import MODEL_TYPE, load_renoising_policy
+from learner.model.renoising.policy import load_renoising_policy
 from learner.model.tokenizer import ChatTokenizer
+from rollout.field_error import FieldError
 from rollout.renoising.request import RenoisedCompletion, RenoisingParams, RenoisingRequest, check_renoising_request
 from rollout.renoising.sampler import RenoisingSampler
 
-_STEPS = "max_denoise_steps"
 _OPTIONS = ("seed", "gen_length", "steps", "entropy_bound")
 
 
@@ -59,13 +61,14 @@ class ReadyRenoising:
         if (line.prompt is None) == (line.prompt_ids is None):
             raise ValueError("give prompt or prompt_ids, one of them")
         given = line.model_dump(exclude_none=True, exclude={"id", "prompt", "prompt_ids", "seed", "stop_ids"})
-        params = RenoisingParams(**{_STEPS if key == "steps" else key: value for key, value in given.items()})
-        ids = line.prompt_ids if line.prompt is None else self._encoded(line.prompt, is_raw=is_raw)
+        ids = (line.prompt_ids if line.prompt is None else self._encoded(line.prompt, is_raw=is_raw)) or []
+        config = self.sampler.policy.config
+        params = to_renoising_params(RenoisingDefaults(config=config).complete([given], len(ids)))
         stop_ids = None if line.stop_ids is None else tuple(line.stop_ids)
         request = RenoisingRequest(
-            prompt_ids=tuple(ids or ()), params=params, seed=line.seed, stop_ids=() if keep_after_eos else stop_ids
+            prompt_ids=tuple(ids), params=params, seed=line.seed, stop_ids=() if keep_after_eos else stop_ids
         )
-        check_renoising_request(request, self.sampler.policy.config)
+        check_renoising_request(request, config)
         return request
 
     def _encoded(self, prompt: str, *, is_raw: bool) -> list[int]:
@@ -90,10 +93,10 @@ def open_renoising(directory: Path, reference: str, device: Device, dtype: torch
 
 def check_renoising_options(values: Mapping[str, Any]) -> None:
     """Raise UserError for an option that this family has not."""
-    for key in values:
-        if key not in _OPTIONS:
-            known = ", ".join(f"--{name.replace('_', '-')}" for name in _OPTIONS)
-            raise UserError(f"--{key.replace('_', '-')} is not for {MODEL_TYPE} policies; they take {known}")
+    try:
+        check_keys(values, _OPTIONS)
+    except FieldError as error:
+        raise UserError(error.named({key: f"--{key.replace('_', '-')}" for key in (*values, *_OPTIONS)})) from error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,7 +127,7 @@ def asked(
             request = ready.request(line, is_raw=is_raw, keep_after_eos=keep_after_eos)
         except ValidationError as error:
             kind = RenoisingLine if error.title == RenoisingLine.__name__ else RenoisingParams
-            said = str(refusal_of(error, kind, {_STEPS: "steps"}))
+            said = str(refusal_of(error, kind, sampler_names({})))
             yield Asked(index=index, place=place, id=data.get("id"), request=None, error=said)
         except (RequestError, ValueError) as error:
             yield Asked(index=index, place=place, id=data.get("id"), request=None, error=str(error))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from actors.registry.records import AdminState, PolicyVersion
+from rollout.renoising.request import RenoisingRequest
 from rollout.request import Committed, Completion, Progress, Request
 from rollout.score import Score
 
@@ -15,7 +16,7 @@ from rollout.score import Score
 class Job:
     """Choices that one policy version makes."""
 
-    requests: tuple[Request, ...]
+    requests: tuple[Request | RenoisingRequest, ...]
     """One for each choice. One that comes with blocks that were finished before goes on from there."""
     wanted: str | int
     """An alias, or a policy version."""

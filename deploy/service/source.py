@@ -12,6 +12,7 @@ from actors.registry.records import PolicyVersion
 from actors.registry.registry import Registry
 from actors.run_log import CHECKPOINTS
 from deploy.requests.defaults import Defaults
+from deploy.requests.renoising import RenoisingDefaults
 from deploy.runs.reading import read_recipe
 from deploy.service.api.planner import ServicePlanner
 from deploy.service.api.policy_events import RegistryReader
@@ -20,6 +21,7 @@ from deploy.service.api.text_codec import TextCodec
 from deploy.service.checkpoints import Checkpoints, latest_checkpoint, plain_checkpoint
 from deploy.service.gateway.address import Address
 from deploy.service.gateway.callers import Callers
+from learner.model.renoising.config import RenoisingConfig
 from rollout.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -93,8 +95,11 @@ class Source:
 
     def planner(self, codec: TextCodec) -> ServicePlanner:
         """Makes the jobs of requests."""
+        defaults: Defaults | RenoisingDefaults
         if self.is_run:
             defaults = Defaults.of_run(read_recipe(self.path).evaluated_params[0])
+        elif isinstance(codec.config, RenoisingConfig):
+            defaults = RenoisingDefaults(config=codec.config)
         else:
             defaults = Defaults.of_policy(codec.config.max_sequence_length, codec.config.block_length)
         return ServicePlanner(codec, defaults, self.name)

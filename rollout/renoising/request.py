@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, model_validator
 
-from learner.model.renoising.policy import RenoisingConfig
+from learner.model.renoising.config import RenoisingConfig
 from learner.model.renoising.record import DenoisedCanvas
 from rollout.field_error import FieldError
-from rollout.request import FinishReason, check_ids, check_seed
+from rollout.request import Committed, FinishReason, check_ids, check_seed
 
 
 class RenoisingParams(BaseModel):
@@ -60,6 +60,13 @@ class RenoisingRequest:
     """Keys every draw together with the canvas, the step and the slot."""
     stop_ids: tuple[int, ...] | None = None
     """Ids that end a completion, by default the policy's."""
+    committed: Committed | None = None
+    """Canvases that were finished before the same request was interrupted; None begins at the first. The rest is what
+    it would have been: a draw depends on canvas, step and slot, and each canvas begins without a step before it."""
+
+    def num_slots(self, canvas_length: int) -> int:
+        """Slots of a completion that nothing ends: of whole canvases."""
+        return -(-self.params.gen_length // canvas_length) * canvas_length
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -89,12 +96,23 @@ def check_renoising_request(request: RenoisingRequest, config: RenoisingConfig) 
         raise FieldError("{prompt_ids} is empty; a completion needs at least one token before it")
     check_ids("prompt_ids", request.prompt_ids, config.vocab_size)
     check_ids("stop_ids", request.stop_ids or (), config.vocab_size)
-    num_canvases = -(-request.params.gen_length // config.canvas_length)
+    num_slots = request.num_slots(config.canvas_length)
     num_given, num_asked = len(request.prompt_ids), request.params.gen_length
-    end = num_given + num_canvases * config.canvas_length
+    end = num_given + num_slots
     if end > config.max_sequence_length:
         raise FieldError(
             f"{{prompt_ids}} of {num_given} and {{gen_length}} {num_asked} in canvases of {config.canvas_length} make "
             f"{end} tokens; the policy takes at most {config.max_sequence_length}"
         )
     check_seed(request.seed)
+    if request.committed is not None:
+        _check_committed(request.committed, num_slots, config)
+
+
+def _check_committed(committed: Committed, num_slots: int, config: RenoisingConfig) -> None:
+    if len(committed) % config.canvas_length or len(committed) >= num_slots:
+        raise ValueError(
+            f"committed has {len(committed)} slots; finished canvases are multiples of {config.canvas_length} below "
+            f"{num_slots}"
+        )
+    check_ids("committed", committed.token_ids.tolist(), config.vocab_size)

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from deploy.requests.any_request import AnyRequest
 from deploy.requests.ending import BROKEN, ending_of
 from deploy.requests.planner import RequestPlan
 from deploy.service.api.replies import Slot, StepMap
@@ -18,8 +19,8 @@ from rollout.request import Committed, Progress, Request
 class ChoiceText:
     """The text of one choice."""
 
-    def __init__(self, codec: TextCodec, plan: RequestPlan) -> None:
-        self._codec, self._plan = codec, plan
+    def __init__(self, codec: TextCodec, plan: RequestPlan, index: int) -> None:
+        self._codec, self._plan, self._index = codec, plan, index
         self._record: dict[str, Any] = {}
         self._is_whole = False
         self._num_forwards = 0
@@ -43,7 +44,7 @@ class ChoiceText:
     @property
     def num_blocks(self) -> int:
         """Blocks that were denoised."""
-        return len(self._record.get("token_ids", ())) // self._plan.params.block_length
+        return self._plan.num_blocks(self._index, len(self._record.get("token_ids", ())))
 
     def take(self, event: BlocksDone | Done) -> str:
         """Let it grow. Returns what is new of the text."""
@@ -56,7 +57,7 @@ class ChoiceText:
             old = {name: self._record.get(name, values[:0])[: event.start] for name, values in new.items()}
             self._record = {name: np.concatenate((old[name], values)) for name, values in new.items()}
             num_steps = int(self._record["step_map"].max(initial=-1)) + 1
-            self._num_forwards = num_steps * (2 if self._plan.params.cfg_scale else 1)
+            self._num_forwards = num_steps * self._plan.num_forwards_of_step
         before = len(self.text)
         if not self.is_finished:
             self._read()
@@ -75,7 +76,7 @@ class ChoiceText:
 
     def canvas(self) -> list[Slot]:
         """All slots that were denoised, as the last frame of a stream of canvases shows them."""
-        record = {name: values[: self._plan.params.gen_length] for name, values in self._record.items()}
+        record = {name: values[: self._plan.num_slots] for name, values in self._record.items()}
         return slots_of(self._codec, record, np.zeros(len(record["token_ids"]), dtype=bool))
 
     def _read(self) -> None:
@@ -108,12 +109,14 @@ def canvas_of(codec: TextCodec, progress: Progress, num_slots: int) -> list[Slot
     return slots_of(codec, record, progress.masked[:num_slots])
 
 
-def canvas_before(codec: TextCodec, request: Request) -> list[Slot]:
-    """The slots of a choice that is yet to be denoised: masked, but for the tokens that are given."""
+def canvas_before(codec: TextCodec, request: AnyRequest) -> list[Slot]:
+    """The slots of a choice that is yet to be denoised: masked, but for the tokens that are given. The random ids that
+    a renoised canvas begins as are no tokens of the policy's."""
     num_slots = request.params.gen_length
     record = {"token_ids": np.zeros(num_slots, dtype=np.int64), "commit_logp_raw": np.zeros(num_slots)}
     masked = np.ones(num_slots, dtype=bool)
-    for slot, token in request.fixed_tokens.items():
+    given = request.fixed_tokens if isinstance(request, Request) else {}
+    for slot, token in given.items():
         record["token_ids"][slot], masked[slot] = token, False
     return slots_of(codec, record | {"step_map": np.full(num_slots, -1)}, masked)
 

@@ -7,13 +7,14 @@ from collections.abc import Mapping
 
 from actors.registry.records import BASE, BEST, POLICY
 from deploy.requests import planner
+from deploy.requests.any_request import AnyRequest, num_slots_of
 from deploy.requests.body import Ask
 from deploy.requests.defaults import Defaults
 from deploy.requests.planner import RequestPlan
+from deploy.requests.renoising import RenoisingDefaults
 from deploy.service.api.text_codec import TextCodec
 from deploy.service.contract import Job
 from deploy.service.errors import ServiceError
-from rollout.request import Request
 
 _VERSION = re.compile(r"policy@v(\d{1,9})")
 
@@ -24,7 +25,9 @@ LAST = "last"
 class ServicePlanner(planner.Planner):
     """Makes the plans and the jobs of one service."""
 
-    def __init__(self, codec: TextCodec, defaults: Defaults, name: str, timeout_s: float = 120.0) -> None:
+    def __init__(
+        self, codec: TextCodec, defaults: Defaults | RenoisingDefaults, name: str, timeout_s: float = 120.0
+    ) -> None:
         """Plan for a service.
 
         Args:
@@ -60,13 +63,14 @@ class ServicePlanner(planner.Planner):
             wanted=self.wanted(ask.model),
             shows_canvas=plan.shows_canvas,
             # Who waits for the whole answer needs them only where it may end early.
-            tells_blocks=bool(ask.stream or plan.stops or plan.most_tokens < plan.params.gen_length),
+            tells_blocks=bool(ask.stream or plan.stops or plan.most_tokens < plan.num_slots),
             timeout_s=self._timeout_s,
         )
 
-    def check(self, request: Request) -> None:
+    def check(self, request: AnyRequest) -> None:
         """As of the planner; a client that trims its prompts knows the code of one that is too long."""
-        num_tokens, room = len(request.prompt_ids), self._codec.config.max_sequence_length - request.params.gen_length
+        config = self._codec.config
+        num_tokens, room = len(request.prompt_ids), config.max_sequence_length - num_slots_of(request, config)
         if num_tokens > room:
             message = f"The prompt has {num_tokens} tokens; this policy reads at most {room}."
             raise ServiceError(400, message, "context_length_exceeded", param="prompt")

@@ -96,7 +96,8 @@ class Slot(Body):
     text: str
     masked: bool
     step: int
-    """The denoise step that committed it; -1 where none has."""
+    """The denoise step that its token stands there since; -1 where it is masked, or the token was given. A policy that
+    renoises takes tokens back: then the slot is masked again."""
     confidence: float | None
 
 

@@ -8,11 +8,13 @@ from pathlib import Path
 
 from jinja2 import TemplateError
 
+from deploy.requests.any_request import AnyConfig
 from deploy.requests.ending import BROKEN
 from deploy.requests.refusals import template_refusal
 from deploy.service.errors import ServiceError
 from learner.model.checkpoint_files import load_config
 from learner.model.config import TransformerConfig
+from learner.model.renoising.config import is_renoising, read_renoising_config
 from learner.model.tokenizer import ChatTokenizer
 
 MASKED = "\u2591"
@@ -24,7 +26,9 @@ class TextCodec:
 
     def __init__(self, checkpoint: Path) -> None:
         """Read the tokenizer and the shape of a checkpoint's policy; its weights are not looked at."""
-        self.config: TransformerConfig = load_config(checkpoint)
+        self.config: AnyConfig = (
+            read_renoising_config(checkpoint) if is_renoising(checkpoint) else load_config(checkpoint)
+        )
         self._tokenizer = ChatTokenizer(checkpoint)
         self._special_ids = self._tokenizer.special_ids
         self._text_of: dict[int, str] = {}
@@ -68,7 +72,7 @@ class TextCodec:
         if any(not 0 <= token < config.vocab_size for token in ids):
             message = f"Token ids of this policy lie between 0 and {config.vocab_size - 1}."
             raise ServiceError(400, message, "invalid_prompt", param=param)
-        if config.mask_token_id in ids:
+        if isinstance(config, TransformerConfig) and config.mask_token_id in ids:
             message = f"The prompt has the mask id {config.mask_token_id}; a prompt has no slots."
             raise ServiceError(400, message, "invalid_prompt", param=param)
         return list(ids)

@@ -128,21 +128,21 @@ class AnswerWriter:
 
     def _begin(self, policy: PolicyVersion | None) -> None:
         self.policy = policy
-        self._choices = [ChoiceText(self._codec, self._plan) for _ in self._plan.requests]
+        self._choices = [ChoiceText(self._codec, self._plan, index) for index in range(len(self._plan.requests))]
 
     def _empty(self) -> Iterator[Part]:
         """Every canvas before its first denoise step."""
         for index, request in enumerate(self._plan.requests):
             slots = canvas_before(self._codec, request)
-            yield self._part(index, Delta(content=text_of_canvas(slots)), diffusion=self._canvas(slots, 0))
+            yield self._part(index, Delta(content=text_of_canvas(slots)), diffusion=self._canvas(index, slots, 0))
 
     def _parts(self, event: Event) -> list[Part]:
         """What a chunk says of an event; nothing where there is nothing new."""
         if isinstance(event, CanvasSeen):
-            slots = canvas_of(self._codec, event.progress, self._plan.params.gen_length)
+            slots = canvas_of(self._codec, event.progress, self._plan.num_slots)
             num_steps = event.progress.num_steps
             shown = Delta(content=text_of_canvas(slots))
-            return [self._part(event.choice, shown, diffusion=self._canvas(slots, num_steps))]
+            return [self._part(event.choice, shown, diffusion=self._canvas(event.choice, slots, num_steps))]
         assert isinstance(event, BlocksDone | Done), "the others come first or last"
         choice = self._choices[event.choice]
         if choice.is_finished:
@@ -154,9 +154,9 @@ class AnswerWriter:
         return [*parts, self._part(event.choice, Delta(), **self._end_of(choice))] if choice.is_finished else parts
 
     def _last_canvas(self, index: int, choice: ChoiceText) -> Part:
-        num_steps = choice.num_forwards // (2 if self._plan.params.cfg_scale else 1)
+        num_steps = choice.num_forwards // self._plan.num_forwards_of_step
         end = self._end_of(choice)
-        canvas = self._canvas(choice.canvas(), num_steps, **dict(end.get("diffusion", ())))
+        canvas = self._canvas(index, choice.canvas(), num_steps, **dict(end.get("diffusion", ())))
         return self._part(index, Delta(content=choice.text), **end | {"diffusion": canvas})
 
     def _part(self, index: int, delta: Delta, **end: Any) -> Part:
@@ -164,8 +164,8 @@ class AnswerWriter:
         said = {"index": index, "logprobs": None, "finish_reason": None} | end
         return ChatPart(delta=delta, **said) if self._is_chat else TextPart(text=delta.content or "", **said)
 
-    def _canvas(self, slots: list[Slot], num_steps: int, **step_map: Any) -> Canvas:
-        return Canvas(step=num_steps, num_steps=self._plan.params.known_num_steps, slots=slots, **step_map)
+    def _canvas(self, index: int, slots: list[Slot], num_steps: int, **step_map: Any) -> Canvas:
+        return Canvas(step=num_steps, num_steps=self._plan.num_steps(index), slots=slots, **step_map)
 
     def _end_of(self, choice: ChoiceText) -> dict[str, Any]:
         """What a choice says once its text has ended."""

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 import structlog
 
+from deploy.requests.any_request import check_any_request
 from deploy.service.contract import ENGINE_FAILED, BlocksDone, CanvasSeen, Done, Event, Job, Refused
-from deploy.service.engine.loaded_version import LoadedVersion
+from deploy.service.engine.loaded_version import Batch, LoadedVersion
 from deploy.service.engine.versions import Versions
-from rollout.request import Completion, check_request
-from rollout.sampler import SlotBatch
+from rollout.request import Completion
 
 _JOIN_TIMEOUT_S = 30.0
 _IDLE_WAIT_S = 1.0
@@ -92,7 +92,7 @@ class Engine:
             BusyError: there is no room, or the engine was stopped.
         """
         for request in job.requests:
-            check_request(request, live.sampler.model.config)
+            check_any_request(request, live.config)
         with self._wake:
             if self._is_stopping:
                 raise BusyError(_unavailable("The engine was stopped; try again.", _STOPPED_RETRY_AFTER_S))
@@ -250,7 +250,7 @@ class Engine:
             self._num_pending -= num_choices
 
 
-def _batch(live: LoadedVersion) -> SlotBatch:
+def _batch(live: LoadedVersion) -> Batch:
     if live.batch is None:
         live.batch = live.sampler.open()
     return live.batch

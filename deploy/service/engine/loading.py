@@ -8,16 +8,20 @@ import structlog
 
 from actors.checkpoints.selection import find_position, read_position
 from actors.registry.records import PolicyVersion
+from deploy.service.engine.loaded_version import AnySampler
 from learner.model.checkpoint import load_policy
 from learner.model.checkpoint_files import MANIFEST, load_config, verify_checkpoint
 from learner.model.networks import held_dtypes, make_on_meta
+from learner.model.renoising.config import is_renoising
+from learner.model.renoising.policy import load_renoising_policy
 from rollout.config import EngineConfig
+from rollout.renoising.sampler import RenoisingSampler
 from rollout.sampler import Sampler
 
 _FETCH_TIMEOUT_S = 120.0
 
 
-def load_sampler(policy: PolicyVersion, config_dir: Path, engine: EngineConfig, device: str = "cpu") -> Sampler:
+def load_sampler(policy: PolicyVersion, config_dir: Path, engine: EngineConfig, device: str = "cpu") -> AnySampler:
     """The sampler of an announced version: from its weight store, or else from its checkpoint.
 
     Args:
@@ -55,6 +59,8 @@ def load_sampler(policy: PolicyVersion, config_dir: Path, engine: EngineConfig, 
             f"policy version {policy.version} should be in {directory}, and this machine has no such folder"
         )
     _verify(policy, directory)
+    if is_renoising(directory):
+        return RenoisingSampler(load_renoising_policy(directory, engine.torch_dtype).to(device), policy.version)
     return Sampler(load_policy(directory, engine.torch_dtype).to(device), policy.version, engine)
 
 

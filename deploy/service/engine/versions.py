@@ -14,6 +14,7 @@ from collections.abc import Callable
 from actors.registry.records import POLICY, PolicyVersion
 from deploy.service.contract import RefusedVersion
 from deploy.service.engine.loaded_version import (
+    AnySampler,
     Canary,
     LoadedVersion,
     NoRoomError,
@@ -23,10 +24,9 @@ from deploy.service.engine.loaded_version import (
     finite_probe,
     objection_to,
 )
-from rollout.sampler import Sampler
 from rollout.score import Score
 
-Load = Callable[[PolicyVersion], Sampler]
+Load = Callable[[PolicyVersion], AnySampler]
 """The sampler of a version. Raises LookupError when its weights are gone, ValueError when they are damaged."""
 Locate = Callable[[str | int], PolicyVersion | None]
 """What is known of an alias or a version that is not in memory; None where there is no such version."""
@@ -45,7 +45,7 @@ class Versions:
 
     def __init__(
         self,
-        sampler: Sampler,
+        sampler: AnySampler,
         policy: PolicyVersion,
         *,
         load: Load,

@@ -10,9 +10,8 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import fields, replace
+from dataclasses import replace
 
-import numpy as np
 import structlog
 
 from actors.registry.records import PolicyVersion
@@ -130,7 +129,8 @@ class _Rest:
         if self.policy is None:
             return replace(self._job, timeout_s=left_s)
         requests = tuple(
-            replace(self._job.requests[choice], committed=_joined(self._committed[choice])) for choice in self._asked
+            replace(self._job.requests[choice], committed=Committed.joined(self._committed[choice]))
+            for choice in self._asked
         )
         return replace(self._job, requests=requests, began_with=self.policy, timeout_s=left_s)
 
@@ -149,13 +149,6 @@ class _Rest:
         else:
             assert isinstance(shown, CanvasSeen), "there are no other events"
         return shown
-
-
-def _joined(parts: list[Committed]) -> Committed | None:
-    if not parts:
-        return None
-    names = [column.name for column in fields(Committed)]
-    return Committed(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in names})
 
 
 def _gone(policy: PolicyVersion | None) -> str:

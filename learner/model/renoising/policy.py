@@ -10,35 +10,18 @@ Shape letters: P finished slots, C slots of the canvas, V vocabulary.
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from learner.model.renoising.config import MODEL_TYPE, RenoisingConfig, is_renoising, read_renoising_config
+
 if TYPE_CHECKING:
     from transformers.cache_utils import DynamicCache
 
-MODEL_TYPE = "diffusion_gemma"
 _VISION = ("vision_tower", "embed_vision")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RenoisingConfig:
-    """The shape of such a policy, as far as a sampler needs it."""
-
-    vocab_size: int
-    """V."""
-    canvas_length: int
-    """C: slots that are denoised together."""
-    stop_ids: tuple[int, ...]
-    """Ids that end a text."""
-    pad_token_id: int
-    """Fills a canvas after the end of a text."""
-    max_sequence_length: int
-    """Slots of prompt and completion."""
 
 
 class Prefix:
@@ -97,18 +80,6 @@ class RenoisingPolicy(nn.Module):
         return weight.dtype
 
 
-def is_renoising(directory: Path) -> bool:
-    """Whether a directory's config.json is of this family."""
-    path = directory / "config.json"
-    if not path.is_file():
-        return False
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(raw, dict) and raw.get("model_type") == MODEL_TYPE
-
-
 def load_renoising_policy(directory: Path, dtype: torch.dtype = torch.float32) -> RenoisingPolicy:
     """The policy of a checkpoint directory, on the CPU. Its vision tower is left out: d1 asks about text.
 
@@ -136,19 +107,4 @@ def load_renoising_policy(directory: Path, dtype: torch.dtype = torch.float32) -
         raise ValueError(f"{directory} lacks {len(wrong)} tensors, or has them in other shapes: {sorted(wrong)[0]}")
     for name in _VISION:
         setattr(network.model.encoder, name, None)
-    return RenoisingPolicy(network.eval().requires_grad_(requires_grad=False), _config_of(network, directory))
-
-
-def _config_of(network: Any, directory: Path) -> RenoisingConfig:
-    text, said = network.config.get_text_config(decoder=True), network.generation_config
-    ids = text.eos_token_id if said.eos_token_id is None else said.eos_token_id
-    pad = text.pad_token_id if said.pad_token_id is None else said.pad_token_id
-    if ids is None or pad is None:
-        raise ValueError(f"{directory} names no end of text or no padding: eos_token_id and pad_token_id")
-    return RenoisingConfig(
-        vocab_size=text.vocab_size,
-        canvas_length=network.config.canvas_length,
-        stop_ids=tuple(ids) if isinstance(ids, list | tuple) else (ids,),
-        pad_token_id=pad,
-        max_sequence_length=text.max_position_embeddings,
-    )
+    return RenoisingPolicy(network.eval().requires_grad_(requires_grad=False), read_renoising_config(directory))

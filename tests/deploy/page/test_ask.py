@@ -517,3 +517,64 @@ def _wait_until(page: Page, condition: Callable[[], bool]) -> None:
             return
         page.wait_for_timeout(10)
     raise AssertionError("it did not happen")
+
+
+def _renoised() -> list[dict[str, object]]:
+    """A canvas of a policy that takes tokens back: each step keeps some slots, and says nothing of how many come."""
+    steps = (
+        ("", "", "", ""),
+        ("A", " b", "", ""),
+        ("", " b", " c", ""),
+        ("", " d", " c", ""),
+        ("An", " end", " it", "."),
+    )
+    return [
+        {
+            "step": step,
+            "num_steps": None,
+            "slots": [
+                {
+                    "text": text,
+                    "masked": text == "",
+                    "step": step - 1 if text else -1,
+                    "confidence": 0.5 if text else None,
+                }
+                for text in texts
+            ],
+        }
+        for step, texts in enumerate(steps)
+    ]
+
+
+def test_slots_that_lose_their_token_say_so_live_and_in_the_replay(open_page: Open, service: FakeService) -> None:
+    service.answers["policy"], service.allowed = _renoised(), 1
+    page = open_page()
+    _ask(page)
+    slots, lost = _canvas(page).locator(".slot"), _canvas(page).locator(".slot.masked.lost")
+    expect(slots).to_have_count(4)
+    expect(lost).to_have_count(0)
+    service.allowed = 2
+    expect(slots.nth(0)).to_have_text("A")
+    service.allowed = 3
+    expect(lost).to_have_count(1)
+    expect(slots.nth(0)).to_have_accessible_name("Slot 1: masked again, it was A")
+    expect(slots.nth(3)).to_have_accessible_name("Slot 4: masked")
+    service.allowed = 4
+    expect(slots.nth(1)).to_have_text(" d")
+    expect(slots.nth(1)).to_have_class(re.compile(r"\bnew\b"))
+    expect(slots.nth(2)).not_to_have_class(re.compile(r"\bnew\b"))
+    expect(lost).to_have_count(1)
+    service.allowed = OPEN
+    _expect_done(page)
+    expect(_canvas(page)).to_have_text("An end it.")
+    expect(lost).to_have_count(0)
+    # Whatever was shown before: each frame says itself what was taken back.
+    for position, num_lost in ((3, 1), (1, 0), (2, 1), (0, 0)):
+        page.locator("#position").fill(str(position))
+        expect(page.locator("#where")).to_have_text(f"step {position}")
+        expect(lost).to_have_count(num_lost)
+    page.locator("#position").fill("3")
+    slots.nth(0).hover()
+    expect(page.locator(".tip")).to_contain_text("masked again, it was A")
+    assert slots.nth(0).evaluate("one => getComputedStyle(one).borderTopStyle") == "dashed"
+    assert slots.nth(3).evaluate("one => getComputedStyle(one).borderTopStyle") == "none"

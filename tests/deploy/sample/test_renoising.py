@@ -10,6 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from deploy.capacity.shape import policy_shape
+from deploy.errors import UserError
+from deploy.export import export_policy
+from deploy.recipe.overrides import load_recipe
 from learner.estimators.renoised import kept_logps
 from learner.model.checkpoint import load_policy
 from learner.model.renoising.policy import load_renoising_policy
@@ -98,8 +102,12 @@ def test_a_prompt_is_answered_with_text_and_other_options_are_refused(
     assert (refused.status, "the policy takes at most 64" in refused.err) == (2, True)
 
 
-def test_elsewhere_it_is_refused_by_name(checkpoint: Path) -> None:
-    with pytest.raises(
-        ValueError, match=r"model_type 'diffusion_gemma': it has no mask token .* `d1 sample` samples it"
-    ):
+def test_elsewhere_it_is_refused_by_name(checkpoint: Path, tmp_path: Path) -> None:
+    said = r"model_type 'diffusion_gemma': it has no mask token .* `d1 sample` samples it, `d1 serve` serves it, and"
+    with pytest.raises(ValueError, match=said):
         load_policy(checkpoint)
+    with pytest.raises(UserError, match=said):
+        export_policy(str(checkpoint), tmp_path / "out")
+    recipe = load_recipe(Path("recipes/block.yaml"), [f"model.checkpoint={checkpoint}"])
+    with pytest.raises(ValueError, match=said):
+        policy_shape(recipe)

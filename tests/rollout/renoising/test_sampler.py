@@ -17,12 +17,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from learner.estimators.renoised import kept_logps
-from learner.model.renoising.policy import RenoisingConfig, RenoisingPolicy, is_renoising, load_renoising_policy
+from learner.model.renoising.config import RenoisingConfig, is_renoising
+from learner.model.renoising.policy import RenoisingPolicy, load_renoising_policy
 from rollout.drawing import Predictions, predictions
 from rollout.field_error import FieldError
 from rollout.renoising.draws import KeyedDraws
 from rollout.renoising.request import RenoisedCompletion, RenoisingParams, RenoisingRequest
-from rollout.renoising.sampler import RenoisingSampler, within_bound
+from rollout.renoising.row import within_bound
+from rollout.renoising.sampler import RenoisingSampler
 from rollout.request import FinishReason
 
 PARAMS = RenoisingParams(gen_length=20, max_denoise_steps=6, entropy_bound=2.0)

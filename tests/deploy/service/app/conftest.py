@@ -3,10 +3,13 @@
 import pytest
 
 from actors.registry.records import AdminState
-from deploy.service.api.app import create_app, guarded
+from deploy.service.api.app import Service, create_app, guarded
 from deploy.service.contract import FollowerStatus
+from deploy.service.engine.engine import Engine
+from deploy.service.engine.engine_host import EngineHost
 from deploy.service.gateway.api_keys import ApiKeys
 from deploy.service.gateway.rate_limits import RateLimits
+from deploy.service.source import Source
 from tests.deploy.service.app.asking import BEARER, OTHER, TOKEN
 
 WANTED = AdminState(pinned=1, is_paused=True)
@@ -32,3 +35,22 @@ def make_client(app, open_client):
 @pytest.fixture
 def client(make_client):
     return make_client()
+
+
+@pytest.fixture
+def serve(open_client):
+    """Serves a checkpoint by itself as `d1 serve` does, but for Ray: the service and a client of it."""
+    engines = []
+
+    def serve_one(directory):
+        source = Source(directory=str(directory), is_run=False, registry_url=None)
+        versions, codec = source.versions("cpu"), source.codec()
+        engines.append(Engine(versions))
+        host = EngineHost(versions, engines[-1])
+        service = Service(backend=host, codec=codec, planner=source.planner(codec), run=None, registry=None)
+        inside = guarded(create_app(service), ApiKeys.of(TOKEN, "test"), RateLimits("1000000/second"))
+        return service, open_client(inside, BEARER)
+
+    yield serve_one
+    for engine in engines:
+        engine.close()

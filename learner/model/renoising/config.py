@@ -1,0 +1,84 @@
+"""The shape of a policy without a mask token, as its checkpoint says it; who only reads it does not wait for torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from learner.model.families.raw_config import CONFIG, GENERATION_CONFIG
+
+MODEL_TYPE = "diffusion_gemma"
+# What a config.json may leave out, as transformers' own class has it (`DiffusionGemmaConfig`, 5.11).
+_CANVAS_LENGTH = 256
+_TEXT = {"vocab_size": 262_144, "max_position_embeddings": 131_072, "eos_token_id": 1, "pad_token_id": 0}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RenoisingConfig:
+    """The shape of such a policy, as far as a sampler needs it."""
+
+    vocab_size: int
+    """V."""
+    canvas_length: int
+    """C: slots that are denoised together."""
+    stop_ids: tuple[int, ...]
+    """Ids that end a text."""
+    pad_token_id: int
+    """Fills a canvas after the end of a text."""
+    max_sequence_length: int
+    """Slots of prompt and completion."""
+
+
+def is_renoising(directory: Path) -> bool:
+    """Whether a directory's config.json is of this family."""
+    path = directory / CONFIG
+    if not path.is_file():
+        return False
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(raw, dict) and raw.get("model_type") == MODEL_TYPE
+
+
+def read_renoising_config(directory: Path) -> RenoisingConfig:
+    """That of a checkpoint directory of this family. Raises ValueError where its files do not say it."""
+    raw, said = _object(directory / CONFIG), _object(directory / GENERATION_CONFIG)
+    text = {**_TEXT, **_mapping(raw.get("text_config"))}
+    ids = text["eos_token_id"] if said.get("eos_token_id") is None else said["eos_token_id"]
+    pad = text["pad_token_id"] if said.get("pad_token_id") is None else said["pad_token_id"]
+    if ids is None or pad is None:
+        raise ValueError(f"{directory} names no end of text or no padding: eos_token_id and pad_token_id")
+    stop_ids = ids if isinstance(ids, list) else [ids]
+    sizes = raw.get("canvas_length", _CANVAS_LENGTH), text["vocab_size"], text["max_position_embeddings"]
+    if not all(type(number) is int for number in (*sizes, *stop_ids, pad)):
+        raise ValueError(
+            f"{directory / CONFIG} makes no policy: canvas_length, vocab_size, max_position_embeddings and the ids "
+            "should be whole numbers"
+        )
+    return RenoisingConfig(
+        vocab_size=sizes[1],
+        canvas_length=sizes[0],
+        stop_ids=tuple(stop_ids),
+        pad_token_id=pad,
+        max_sequence_length=sizes[2],
+    )
+
+
+def _object(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} is no JSON object")
+    return found
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,234 @@
+"""A row: one request that is denoised by renoising, a step at a time.
+
+A canvas begins as random ids. A step draws a token for every slot, keeps those of the least uncertain slots, and puts
+fresh random ids in all others; nothing stays kept: the next step, conditioned on this one's logits, decides anew. When
+the most probable tokens stay the same and the policy is sure of them they are committed, and the next canvas begins
+behind them.
+
+Shape letters: C slots of the canvas, V vocabulary, L slots of all canvases.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from learner.model.renoising.policy import RenoisingPolicy
+from learner.model.renoising.record import DenoisedCanvas
+from rollout.drawing import predictions
+from rollout.renoising.draws import Draws, KeyedDraws
+from rollout.renoising.request import RenoisedCompletion, RenoisingRequest
+from rollout.request import Committed, FinishReason, Progress
+
+Watch = Callable[[int, int, Tensor, Tensor], None]
+"""Called after each step with the numbers of the canvas and the step, the canvas [C] as it stands, and bool [C] what of
+it was kept."""
+
+
+class _Step(NamedTuple):
+    """What a step did: [C] each, and two numbers."""
+
+    seen: Tensor
+    drawn: Tensor
+    logp: Tensor
+    accepted: Tensor
+    argmax: Tensor
+    mean_entropy: Tensor
+    temperature: float
+
+
+class Row:
+    """A request, and how far it is."""
+
+    def __init__(
+        self, policy: RenoisingPolicy, request: RenoisingRequest, draws: Draws | None = None, watch: Watch | None = None
+    ) -> None:
+        """Begin, by the request's own draws or by others. The request must be one that the policy can serve."""
+        config, device = policy.config, policy.device
+        self._policy, self.request, self._watch = policy, request, watch
+        self._num_slots = request.num_slots(config.canvas_length)
+        self._draws = draws or KeyedDraws(request.seed, config.canvas_length, config.vocab_size, device)
+        self._stop_ids = config.stop_ids if request.stop_ids is None else request.stop_ids
+        self._prefix, self._unread = policy.prefix(), [request.prompt_ids]
+        """What is finished, and what of it the policy has not read yet."""
+        self._finished = [] if request.committed is None else [request.committed]
+        if request.committed is not None:
+            # A canvas at a time, as it was read the first time: the same numbers to the bit.
+            whole = request.committed.token_ids.reshape(-1, config.canvas_length)
+            self._unread += [tuple(canvas) for canvas in whole.tolist()]
+        self._number = len(self._unread) - 1
+        self._num_steps_before = 0 if request.committed is None else request.committed.num_steps
+        self._canvases = list[DenoisedCanvas]()
+        self._steps = list[_Step]()
+        self._before = deque[Tensor](maxlen=request.params.stability_threshold)
+        self._canvas_C, self._conditioning_CV = torch.empty(0), torch.empty(0)
+        self._since_C, self._entropy_C = torch.empty(0), torch.empty(0)
+        self.is_done = False
+        """Whether it is complete."""
+
+    @property
+    def num_steps(self) -> int:
+        """Denoise steps done, those of before an interruption included."""
+        return self._num_steps_before + len(self._steps)
+
+    @property
+    def num_committed(self) -> int:
+        """Slots of finished canvases."""
+        return sum(map(len, self._finished))
+
+    def step(self) -> None:
+        """A forward of the decoder, and what follows from it.
+
+        Raises FloatingPointError where the policy's weights are bad: it predicts what is no number.
+        """
+        params, index = self.request.params, len(self._steps)
+        if not self._steps:
+            self._begin_canvas()
+        temperature = params.temperature(index)
+        conditioning_CV = self._conditioning_CV if self._steps else None
+        tempered_CV = self._policy(self._prefix, self._canvas_C, conditioning_CV) / temperature
+        predicted = predictions(tempered_CV.clone())
+        if not bool(predicted.log_norm.isfinite().all()):
+            raise FloatingPointError(f"the policy predicts what is no number on canvas {self._number}: bad weights")
+        slots_C = torch.arange(len(self._canvas_C), device=self._canvas_C.device)
+        drawn_C, argmax_C = self._draws.tokens(self._number, index, predicted), tempered_CV.argmax(dim=-1)
+        entropy_C = predicted.entropy(slots_C)
+        accepted_C = within_bound(entropy_C, params.entropy_bound)
+        logp_C, mean_entropy = predicted.logp(slots_C, drawn_C), entropy_C.mean()
+        self._hold(accepted_C, drawn_C)
+        self._steps.append(_Step(self._canvas_C, drawn_C, logp_C, accepted_C, argmax_C, mean_entropy, temperature))
+        self._canvas_C = torch.where(accepted_C, drawn_C, self._draws.fresh(self._number, index))
+        self._conditioning_CV, self._entropy_C = tempered_CV, entropy_C
+        if self._watch is not None:
+            self._watch(self._number, index, self._canvas_C, accepted_C)
+        before = self._before
+        is_stable = len(before) == params.stability_threshold and all(torch.equal(argmax_C, one) for one in before)
+        is_sure = is_stable and float(mean_entropy) < params.confidence_threshold
+        before.append(argmax_C)
+        if is_sure or len(self._steps) == params.max_denoise_steps:
+            self._finish_canvas()
+
+    def completion(self, policy_version: int) -> RenoisedCompletion:
+        """The completion of a row that is done, with the record of what was done here."""
+        config, gen_length = self._policy.config, self.request.params.gen_length
+        token_ids = np.concatenate([part.token_ids for part in self._finished])
+        is_stop = np.isin(token_ids, self._stop_ids)
+        after = is_stop.cumsum() - is_stop > 0
+        ends = is_stop[:gen_length].nonzero()[0]
+        return RenoisedCompletion(
+            token_ids=np.where(after, np.int32(config.pad_token_id), token_ids),
+            num_tokens=int(ends[0]) + 1 if len(ends) else gen_length,
+            canvases=tuple(self._canvases),
+            finish_reason=FinishReason.EOS if len(ends) else FinishReason.LENGTH,
+            policy_version=policy_version,
+        )
+
+    def committed(self) -> Committed:
+        """The record of the finished canvases: each is what its last step thought most probable, without a draw."""
+        return Committed.joined(self._finished) or _none_held(0)
+
+    def progress(self) -> Progress:
+        """How it stands: a slot that the last step did not keep is masked, whatever it held before."""
+        parts, accepted = list(self._finished), np.zeros(0, dtype=bool)
+        if self._steps:
+            parts.append(self._held())
+            accepted = self._steps[-1].accepted.cpu().numpy()
+        num_begun = sum(map(len, parts))
+        masked = np.ones(self._num_slots, dtype=bool)
+        masked[: self.num_committed] = False
+        masked[self.num_committed : num_begun] = ~accepted
+        slots = Committed.joined([*parts, _none_held(self._num_slots - num_begun)])
+        assert slots is not None, "there is a part for what has not begun"
+        return Progress(num_steps=self.num_steps, num_committed=self.num_committed, masked=masked, slots=slots)
+
+    def _begin_canvas(self) -> None:
+        for ids in self._unread:
+            self._policy.finish(self._prefix, torch.tensor(ids, device=self._policy.device))
+        self._unread = []
+        self._canvas_C = self._draws.initial(self._number)
+        self._since_C = torch.full_like(self._canvas_C, -1)
+        self._before.clear()
+
+    def _hold(self, accepted_C: Tensor, drawn_C: Tensor) -> None:
+        """Say since which step each kept slot has held its token; -1 where none is kept."""
+        is_same_C = (self._since_C >= 0) & (self._canvas_C == drawn_C)
+        now_C = torch.where(is_same_C, self._since_C, self.num_steps)
+        self._since_C = torch.where(accepted_C, now_C, -1)
+
+    def _held(self) -> Committed:
+        """The record of the canvas that is being denoised, as its last step left it."""
+        step = self._steps[-1]
+        law, raw = (step.logp, self._entropy_C), self._untempered(step.drawn, step.temperature)
+        return _record(step.drawn, self._since_C, law, raw)
+
+    def _untempered(self, tokens_C: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """Of the last step at temperature 1: the log-probabilities of tokens, and the entropies."""
+        raw = predictions(self._conditioning_CV * temperature)
+        slots_C = torch.arange(len(tokens_C), device=tokens_C.device)
+        return raw.logp(slots_C, tokens_C), raw.entropy(slots_C)
+
+    def _finish_canvas(self) -> None:
+        last, nothing_C = self._steps[-1], torch.zeros_like(self._entropy_C)
+        at_C = torch.full_like(last.argmax, self.num_steps - 1)
+        raw = self._untempered(last.argmax, last.temperature)
+        # As at temperature 0, which draws nothing either.
+        self._finished.append(_record(last.argmax, at_C, (nothing_C, nothing_C), raw))
+        self._canvases.append(_canvas_of(self._steps))
+        token_ids = self._canvases[-1].token_ids
+        self._num_steps_before, self._steps, self._number = self.num_steps, [], self._number + 1
+        self._unread = [tuple(token_ids.tolist())]
+        is_last = self.num_committed == self._num_slots
+        self.is_done = is_last or bool(np.isin(token_ids, self._stop_ids).any())
+
+
+def within_bound(entropy_C: Tensor, bound: float) -> Tensor:
+    """[C] bool: the slots of the least entropy, as long as those before them have `bound` nats together at most."""
+    sorted_C, order_C = entropy_C.sort(stable=True)
+    is_within_C = sorted_C.cumsum(0) - sorted_C <= bound
+    return torch.zeros_like(is_within_C).scatter_(0, order_C, is_within_C)
+
+
+def _record(tokens_C: Tensor, steps_C: Tensor, law: tuple[Tensor, Tensor], raw: tuple[Tensor, Tensor]) -> Committed:
+    """Of a canvas; `law` and `raw` are log-probabilities [C] and entropies [C], tempered and not."""
+    (logp, entropy), (raw_logp, raw_entropy) = ([part.cpu().numpy() for part in pair] for pair in (law, raw))
+    return Committed(
+        token_ids=tokens_C.cpu().numpy().astype(np.int32),
+        step_map=steps_C.cpu().numpy().astype(np.int32),
+        commit_logp=logp,
+        commit_logp_raw=raw_logp,
+        commit_entropy=raw_entropy,
+        commit_law_entropy=entropy,
+        fallback=np.zeros(len(tokens_C), dtype=bool),
+    )
+
+
+def _none_held(num_slots: int) -> Committed:
+    ints, floats = np.zeros(num_slots, dtype=np.int32), np.zeros(num_slots, dtype=np.float32)
+    return Committed(
+        token_ids=ints,
+        step_map=np.full(num_slots, -1, dtype=np.int32),
+        commit_logp=floats,
+        commit_logp_raw=floats,
+        commit_entropy=floats,
+        commit_law_entropy=floats,
+        fallback=np.zeros(num_slots, dtype=bool),
+    )
+
+
+def _canvas_of(steps: Sequence[_Step]) -> DenoisedCanvas:
+    columns = [torch.stack(column).cpu().numpy() for column in list(zip(*steps, strict=True))[:-1]]
+    seen, drawn, logp, accepted, argmax, mean_entropy = columns
+    return DenoisedCanvas(
+        seen=seen.astype(np.int32),
+        drawn=drawn.astype(np.int32),
+        drawn_logp=logp,
+        accepted=accepted,
+        argmax=argmax.astype(np.int32),
+        mean_entropy=mean_entropy,
+        temperatures=np.array([step.temperature for step in steps], dtype=np.float32),
+    )

@@ -1,0 +1,62 @@
+"""What is read of a DiffusionGemma's files is what transformers reads, what they leave out included."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from learner.model.renoising.config import RenoisingConfig, read_renoising_config
+
+
+def _of_transformers(directory: Path) -> RenoisingConfig:
+    from transformers import DiffusionGemmaConfig
+
+    config = DiffusionGemmaConfig.from_pretrained(directory)
+    text = config.get_text_config(decoder=True)
+    ids = text.eos_token_id
+    return RenoisingConfig(
+        vocab_size=text.vocab_size,
+        canvas_length=config.canvas_length,
+        stop_ids=tuple(ids) if isinstance(ids, list) else (ids,),
+        pad_token_id=text.pad_token_id,
+        max_sequence_length=text.max_position_embeddings,
+    )
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"canvas_length": 4, "text_config": {"vocab_size": 50, "eos_token_id": [1, 7], "pad_token_id": 3}},
+        {"text_config": {"max_position_embeddings": 99}},
+    ],
+)
+def test_a_config_is_read_as_transformers_reads_it(tmp_path: Path, config: dict) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "diffusion_gemma"} | config))
+    assert read_renoising_config(tmp_path) == _of_transformers(tmp_path)
+
+
+def test_the_generation_config_goes_before_it(shared: Path, tmp_path: Path) -> None:
+    directory = shared / "fixtures" / "diffusiongemma-tiny"
+    found = read_renoising_config(directory)
+    assert (found.canvas_length, found.vocab_size, found.max_sequence_length) == (16, 384, 1024)
+    (tmp_path / "config.json").write_bytes((directory / "config.json").read_bytes())
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 6], "pad_token_id": 7}')
+    assert (read_renoising_config(tmp_path).stop_ids, read_renoising_config(tmp_path).pad_token_id) == ((5, 6), 7)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ('{"text_config": {"eos_token_id": null}}', "names no end of text or no padding"),
+        ('{"canvas_length": "8"}', "canvas_length, vocab_size, .* should be whole numbers"),
+        ("[1]", "is no JSON object"),
+        ("{", "is not JSON"),
+    ],
+)
+def test_what_makes_no_policy_is_a_sentence(tmp_path: Path, config: str, said: str) -> None:
+    (tmp_path / "config.json").write_text(config)
+    with pytest.raises(ValueError, match=said):
+        read_renoising_config(tmp_path)
