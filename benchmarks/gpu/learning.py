@@ -12,7 +12,6 @@ from torch import Tensor
 
 from benchmarks import rounds
 from benchmarks.gpu.setting import Row, Setting, random_policy, taken_s
-from benchmarks.gpu.update import ragged_terms
 from learner.estimators import SamplerFacts, Views, token_logps
 from learner.hardware import forget_peak_memory, peak_flop_per_s, peak_memory_bytes
 from learner.learner import Learner
@@ -37,7 +36,7 @@ def _ragged(setting: Setting) -> Iterator[Row]:
     """Forward and backward of canvases with prompts as long as GSM8K's, every weight trained."""
     model = random_policy(setting, torch.bfloat16)
     of_round = rounds.Setting(shape=setting.shape, gen_length=setting.gen_length, num_groups=4, group_size=_GROUP)
-    terms = ragged_terms(of_round, model.config)
+    terms = rounds.ragged_terms(of_round, model.config)
     lengths = terms.views.lengths
     for spares_padding, name in ((False, "padded"), (True, "back to back")):
         views = replace(terms.views, spares_padding=spares_padding)

@@ -11,9 +11,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from dataclasses import replace
-from math import exp
-from statistics import NormalDist
 from typing import Any
 from unittest.mock import patch
 
@@ -28,10 +25,8 @@ from benchmarks import rounds
 from benchmarks.gpu.counting import OpCounter
 from benchmarks.gpu.setting import Row
 from benchmarks.models import LLADA_8B, Shape, empty_policy
-from learner.batch import GroupedBatch, RolloutBatch
-from learner.estimators import InnerUpdate, SamplerFacts, Terms, make_terms, token_logps
+from learner.estimators import Terms, token_logps
 from learner.model.attention import within
-from learner.model.config import TransformerConfig
 from learner.model.transformer import Transformer
 from learner.parallel.micro_batches import cut
 
@@ -46,10 +41,6 @@ _COLUMNS = {
     "masked": "attention with a mask, of",
     "attention": "all",
 }
-# Of the questions of GSM8K's training set, in words, digits and signs: 5, 50 and 95 of 100 have at most 29, 51 and 93.
-_QUESTION = NormalDist(mu=3.93, sigma=0.365)
-# What every prompt has beside its question: the task, and the marks of a chat's turns.
-_INSTRUCTION_TOKENS = 60
 
 
 class _Attention(torch.autograd.Function):
@@ -92,15 +83,6 @@ class _WithoutValues(TorchFunctionMode):
         return attended
 
 
-def ragged_round(setting: rounds.Setting) -> RolloutBatch:
-    """A round whose prompts are as long as GSM8K's, those of a group as long as one another."""
-    places = torch.randperm(setting.num_groups, generator=torch.Generator().manual_seed(2))
-    spread = [exp(_QUESTION.inv_cdf((place + 0.5) / setting.num_groups)) for place in places.tolist()]
-    lengths = torch.tensor([_INSTRUCTION_TOKENS + round(question) for question in spread])
-    longest = replace(setting, prompt_tokens=int(lengths.max()))
-    return replace(rounds.make_round(longest), prompt_lengths=lengths.repeat_interleave(setting.group_size))
-
-
 def count_sweep(model: Transformer, terms: Terms, max_tokens: int, *, spares_padding: bool) -> Row:
     """What the micro-batches of these terms ask for, forwards and backwards."""
     micros = cut(terms, terms.rows, max_tokens, spares_padding=spares_padding).terms
@@ -129,17 +111,10 @@ def count_sweep(model: Transformer, terms: Terms, max_tokens: int, *, spares_pad
     }
 
 
-def ragged_terms(setting: rounds.Setting, config: TransformerConfig) -> Terms:
-    """What the first inner update of such a round scores, with masks in the prompts."""
-    batch = GroupedBatch.of(ragged_round(setting))
-    corruption = rounds.learner_config(setting).estimator.corrupt(batch, InnerUpdate(0, 1), SamplerFacts())
-    return make_terms(batch, config, corruption)
-
-
 def rows(setting: rounds.Setting, budgets: list[int]) -> list[Row]:
     """The table: the same canvases padded, and back to back, in micro-batches of so many tokens."""
     model = empty_policy(setting.shape, setting.canvas_tokens, "meta", torch.bfloat16)
-    terms = ragged_terms(setting, model.config)
+    terms = rounds.ragged_terms(setting, model.config)
     return [count_sweep(model, terms, most, spares_padding=spares) for most in budgets for spares in (False, True)]
 
 
