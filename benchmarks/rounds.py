@@ -5,7 +5,9 @@ Shape letters: U inner updates, B rows, P prompt, L completion slots.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import exp
+from statistics import NormalDist
 from typing import Any
 
 import torch
@@ -15,11 +17,16 @@ from benchmarks.models import Shape, make_policy
 from benchmarks.reference_update import ReferenceUpdate, UpdateSettings
 from learner.batch import GroupedBatch, RolloutBatch
 from learner.config import LearnerConfig
-from learner.estimators import InnerUpdate, SamplerFacts
+from learner.estimators import InnerUpdate, SamplerFacts, Terms, make_terms
 from learner.learner import Learner
+from learner.model.config import TransformerConfig
 from learner.parallel.sharding import ShardedPolicy
 
 BLOCK_LENGTH, TOKENS_PER_STEP = 32, 2
+# Of the questions of GSM8K's training set, in words, digits and signs: 5, 50 and 95 of 100 have at most 29, 51 and 93.
+_QUESTION = NormalDist(mu=3.93, sigma=0.365)
+# What every prompt has beside its question: the task, and the marks of a chat's turns.
+_INSTRUCTION_TOKENS = 60
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,6 +88,15 @@ def make_round(setting: Setting) -> RolloutBatch:
     )
 
 
+def ragged_round(setting: Setting) -> RolloutBatch:
+    """A round whose prompts are as long as GSM8K's, those of a group as long as one another."""
+    places = torch.randperm(setting.num_groups, generator=torch.Generator().manual_seed(2))
+    spread = [exp(_QUESTION.inv_cdf((place + 0.5) / setting.num_groups)) for place in places.tolist()]
+    lengths = torch.tensor([_INSTRUCTION_TOKENS + round(question) for question in spread])
+    longest = replace(setting, prompt_tokens=int(lengths.max()))
+    return replace(make_round(longest), prompt_lengths=lengths.repeat_interleave(setting.group_size))
+
+
 def learner_config(setting: Setting) -> LearnerConfig:
     """d1's settings, its normalisation and its micro-batch: one group."""
     return LearnerConfig.model_validate(
@@ -105,6 +121,13 @@ def _of_round(setting: Setting) -> dict[str, Any]:
         "groups_per_round": setting.num_groups,
         "micro_batch_tokens": setting.group_size * setting.canvas_tokens,
     }
+
+
+def ragged_terms(setting: Setting, config: TransformerConfig) -> Terms:
+    """What the first inner update of such a round scores, with masks in the prompts."""
+    batch = GroupedBatch.of(ragged_round(setting))
+    corruption = learner_config(setting).estimator.corrupt(batch, InnerUpdate(0, 1), SamplerFacts())
+    return make_terms(batch, config, corruption)
 
 
 def make_learner(setting: Setting, dtype: torch.dtype = torch.float32) -> Learner:

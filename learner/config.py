@@ -32,7 +32,8 @@ class LearnerConfig(BaseModel):
     """Optimizer steps of a sweep, each on another share of the round's completions, in their order (PPO's; TraceRL
     steps so). Whole groups where a loss compares them; a smaller round takes a step for each completion, or group."""
     micro_batch_tokens: PositiveInt = 16384
-    """Most tokens, padding included, of one forward and backward on one worker. The update does not depend on it."""
+    """Most tokens of one forward and backward on one worker, with padding where rows have any. The update does not
+    depend on it."""
     lr: PositiveFloat = 3e-6
     """Learning rate after warm-up."""
     final_lr_fraction: Annotated[float, Field(ge=0, le=1)] = 1.0

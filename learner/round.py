@@ -147,7 +147,7 @@ class Round:
     def _cut(self, terms: Terms) -> MicroBatches:
         objective = self._config.objective
         unit_N = self._facts.groups[terms.rows] if objective.compares_groups else unit_keys(terms, objective.level)
-        return cut(terms, unit_N, self._config.micro_batch_tokens)
+        return cut(terms, unit_N, self._config.micro_batch_tokens, spares_padding=self._policy.spares_padding)
 
     def logps(self, terms: Terms, new_N: Tensor, old_N: Tensor, reference_N: Tensor | None) -> Logps:
         """These likelihoods of terms, with what the sampler recorded of them."""

@@ -4,26 +4,52 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from benchmarks import rounds
 from benchmarks.gpu.setting import Row, Setting, random_policy, taken_s
-from learner.estimators import SamplerFacts
+from learner.estimators import SamplerFacts, Views, token_logps
 from learner.hardware import forget_peak_memory, peak_flop_per_s, peak_memory_bytes
 from learner.learner import Learner
 from learner.model.lora import merge_into
 from learner.model.lora_config import WHOLE, LoraConfig
+from learner.model.transformer import Transformer
 from learner.parallel.sharding import ShardedPolicy
 
 _GROUP = 4
 
 
 def learner(setting: Setting) -> Iterator[Row]:
-    """Updates of an adapter of the whole network, and of every weight of one with fewer layers."""
+    """Updates of an adapter of the whole network, and of every weight of one with fewer layers; then rows of unequal
+    length, padded and back to back."""
     yield _update(setting, LoraConfig(rank=setting.rank, alpha=64))
     yield _update(setting.with_layers(setting.few_layers), WHOLE)
+    # No prompt of GSM8K is longer.
+    yield from _ragged(replace(setting.with_layers(setting.few_layers), prompt_tokens=256))
+
+
+def _ragged(setting: Setting) -> Iterator[Row]:
+    """Forward and backward of canvases with prompts as long as GSM8K's, every weight trained."""
+    model = random_policy(setting, torch.bfloat16)
+    of_round = rounds.Setting(shape=setting.shape, gen_length=setting.gen_length, num_groups=4, group_size=_GROUP)
+    terms = rounds.ragged_terms(of_round, model.config)
+    lengths = terms.views.lengths
+    for spares_padding, name in ((False, "padded"), (True, "back to back")):
+        views = replace(terms.views, spares_padding=spares_padding)
+        seconds = taken_s(setting, partial(_forward_and_backward, model, views))
+        yield {
+            "what": f"a sweep of {len(lengths)} canvases of {lengths.min()} to {lengths.max()}, {name}",
+            "seconds": seconds,
+            "canvas_tokens_per_s": int(lengths.sum()) / seconds,
+        }
+
+
+def _forward_and_backward(model: Transformer, views: Views) -> None:
+    token_logps(model, views).sum().backward()
 
 
 def publishing(setting: Setting) -> Iterator[Row]:

@@ -138,6 +138,7 @@ class Terms:
             targets=views.targets[inside],
             is_logit=None if views.is_logit is None else views.is_logit[inside],
             blocks=None if views.blocks is None else views.blocks.cut(first, last, width),
+            spares_padding=views.spares_padding,
         )
         return replace(self, views=cut, layout=None, **{name: value[inside] for name, value in self._given().items()})
 

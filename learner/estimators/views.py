@@ -6,9 +6,10 @@ Shape letters: V canvases, S slots of one, M slots that are looked at, N scored 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from learner.batch import uploaded
+from learner.model.attention.rows import Lengths, RaggedRows
 from learner.model.deferred import torch
 from learner.model.wanted import Wanted, query_grid
 
@@ -56,6 +57,8 @@ class Views:
     """[N] bool: where the logit is wanted in place of the log-probability; None: nowhere."""
     blocks: BlockRows | None = None
     """What the slots are where the policy is block-causal; None: of canvases, one in a row."""
+    spares_padding: bool = False
+    """Whether canvases of unequal length go through the policy back to back. Else they are padded, behind a mask."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,11 +110,10 @@ def token_logps(
         device: where the model computes; None: where its weights are.
     """
     device = device or next(model.parameters()).device
-    width = views.ids.shape[1]
-    blocks = views.blocks
-    is_full = blocks is not None or bool((views.lengths == width).all())
-    lengths = None if is_full else uploaded(views.lengths, device)
-    grid = (uploaded(part, device) for part in query_grid(views.slots, *views.ids.shape))
+    is_full = views.blocks is not None or bool((views.lengths == views.ids.shape[1]).all())
+    # Nothing asked for is no row of queries.
+    is_ragged = views.spares_padding and not is_full and len(views.slots) > 0
+    rows, beside = _back_to_back(views, device) if is_ragged else _padded(views, device, is_full=is_full)
     # The head is chunked in the order of the slots.
     order_N = views.scored.argsort(stable=True)
     slot_N = views.scored[order_N]
@@ -125,12 +127,44 @@ def token_logps(
         excludes_mask_id=law.excludes_mask_id,
         forbidden_ids=law.forbidden_ids,
     )
-    beside: dict[str, Tensor] = {}
-    if blocks is not None:
-        beside = {
-            "columns_BL": uploaded(blocks.columns, device),
-            "chunks_BL": uploaded(blocks.chunks, device),
-            "block_lengths_B": uploaded(torch.full_like(views.lengths, blocks.block_length), device),
-        }
-    logps_N: Tensor = model(uploaded(views.ids, device), lengths, *grid, wanted=wanted, **beside)
+    logps_N: Tensor = model(*rows, wanted=wanted, **beside)
     return torch.empty_like(logps_N).scatter(0, uploaded(order_N, device), logps_N)
+
+
+_Rows = tuple[tuple["Tensor | None", ...], dict[str, Any]]
+"""What `Transformer.forward` takes: ids, lengths, queries and which of these are scored; and what goes beside them."""
+
+
+def _padded(views: Views, device: torch.device, *, is_full: bool) -> _Rows:
+    """Canvases that each have a row."""
+    lengths_V = None if is_full else uploaded(views.lengths, device)
+    grid = (uploaded(part, device) for part in query_grid(views.slots, *views.ids.shape))
+    beside: dict[str, Any] = {}
+    if views.blocks is not None:
+        beside = {
+            "columns_BL": uploaded(views.blocks.columns, device),
+            "chunks_BL": uploaded(views.blocks.chunks, device),
+            "block_lengths_B": uploaded(torch.full_like(views.lengths, views.blocks.block_length), device),
+        }
+    return (uploaded(views.ids, device), lengths_V, *grid), beside
+
+
+def _back_to_back(views: Views, device: torch.device) -> _Rows:
+    """Canvases in one row for all, without padding."""
+    lengths_V, width = views.lengths, views.ids.shape[1]
+    rows_M, columns_M = views.slots // width, views.slots % width
+    begins_V = lengths_V.cumsum(0) - lengths_V
+    grid = (uploaded(part, device) for part in query_grid(begins_V[rows_M] + columns_M, 1, int(lengths_V.sum())))
+    columns_VS = torch.arange(width).expand(views.ids.shape)
+    is_used_VS = columns_VS < lengths_V[:, None]
+    ragged = RaggedRows(
+        positions=uploaded(columns_VS[is_used_VS][None], device),
+        tokens=_lengths(lengths_V, device),
+        asked=_lengths(rows_M.bincount(minlength=len(lengths_V)), device),
+    )
+    return (uploaded(views.ids[is_used_VS][None], device), None, *grid), {"ragged": ragged}
+
+
+def _lengths(lengths_V: Tensor, device: torch.device) -> Lengths:
+    ends = torch.cat((lengths_V.new_zeros(1), lengths_V.cumsum(0))).int()
+    return Lengths.of(lengths_V.tolist(), uploaded(ends, device))

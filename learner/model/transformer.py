@@ -23,6 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
+from learner.model.attention.rows import RaggedRows
+from learner.model.attention.within import WithinRows
 from learner.model.config import TransformerConfig
 from learner.model.memory import LayerMemory, Memory
 from learner.model.moe.experts import SparseMLP
@@ -31,6 +33,9 @@ from learner.model.wanted import CLEAN, Wanted
 
 Pattern = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Whether, in a row, the slot at one column sees what stands at another: indices that broadcast, to bool."""
+Visible = Tensor | BlockMask | WithinRows | None
+"""What slots may look at: a mask [B, 1, L or 1, width] bool, what says the same to FlexAttention, or rows that lie
+back to back; None is all."""
 
 
 class Attention(nn.Module):
@@ -62,7 +67,9 @@ class Attention(nn.Module):
         mixed_BQD = mixed_BHQE.transpose(1, 2).flatten(2)
         return self.out_proj(mixed_BQD if asked is None else asked.scored(mixed_BQD))
 
-    def _attend(self, q_BHQE: Tensor, k_BKLE: Tensor, v_BKLE: Tensor, visible: Tensor | BlockMask | None) -> Tensor:
+    def _attend(self, q_BHQE: Tensor, k_BKLE: Tensor, v_BKLE: Tensor, visible: Visible) -> Tensor:
+        if isinstance(visible, WithinRows):
+            return visible.attend(q_BHQE, k_BKLE, v_BKLE)
         is_grouped = self.num_heads != self.num_kv_heads
         if isinstance(visible, BlockMask):
             mixed = flex_attention(q_BHQE, k_BKLE, v_BKLE, block_mask=visible, enable_gqa=is_grouped)
@@ -171,6 +178,7 @@ class Transformer(nn.Module):
         documents_BL: Tensor | None = None,
         block_lengths_B: Tensor | None = None,
         chunks_BL: Tensor | None = None,
+        ragged: RaggedRows | None = None,
         flex: bool = False,
         wanted: Wanted | None = None,
     ) -> Tensor:
@@ -195,6 +203,9 @@ class Transformer(nn.Module):
                 each behind the clean blocks before its own (`beside_clean`): which state a slot is of, `CLEAN` for the
                 canvas, `FILL` for what fills a row. `columns_BL` then says where in the canvas each slot stands.
                 Neither `lengths_B` nor `memory` goes with it.
+            ragged: the rows that `ids_BL`, one row, is made of, back to back and without padding, where attention is
+                bidirectional: positions count from 0 in each, and no slot sees another row. `queries_BQ` are as many as
+                it says are asked for. What else says what is seen does not go with it.
             flex: hide what a slot does not see by FlexAttention, which skips it, and not by a mask. Made to be
                 compiled; it cannot be trained through here.
             wanted: tokens at the scored slots whose log-probabilities are all that is asked for.
@@ -206,7 +217,7 @@ class Transformer(nn.Module):
         Raises:
             ValueError: the canvas is longer than `max_sequence_length`.
         """
-        queries_BQ = self.predicting_columns(self._all_columns(ids_BL) if queries_BQ is None else queries_BQ)
+        queries_BQ = self._predicting(self._all_columns(ids_BL) if queries_BQ is None else queries_BQ, ragged)
         shape = queries_BQ.shape if scored_N is None else scored_N.shape
         if scored_N is None:
             scored_N = torch.arange(queries_BQ.numel(), device=ids_BL.device)
@@ -219,6 +230,7 @@ class Transformer(nn.Module):
             documents_BL=documents_BL,
             block_lengths_B=block_lengths_B,
             chunks_BL=chunks_BL,
+            ragged=ragged,
             flex=flex,
         )
         x_ND = self._stream(ids_BL, places, Asked(queries_BQ, scored_N), memory)
@@ -229,6 +241,13 @@ class Transformer(nn.Module):
     def predicting_columns(self, columns_BQ: Tensor) -> Tensor:
         """The columns whose output predicts the tokens at `columns_BQ`: the same, unless a family shifts them."""
         return columns_BQ
+
+    def _predicting(self, queries_BQ: Tensor, ragged: RaggedRows | None) -> Tensor:
+        """The same of rows that may lie back to back: within its own."""
+        if ragged is None:
+            return self.predicting_columns(queries_BQ)
+        places_BQ = ragged.positions.gather(1, queries_BQ)
+        return queries_BQ - places_BQ + self.predicting_columns(places_BQ)
 
     def pattern(self, lengths_B: Tensor | None, block_lengths_B: Tensor | None = None) -> Pattern | None:
         """Who attends to whom: everyone to every used slot of the row; None is everyone to all.
@@ -252,15 +271,16 @@ class Transformer(nn.Module):
         documents_BL: Tensor | None,
         block_lengths_B: Tensor | None,
         chunks_BL: Tensor | None,
+        ragged: RaggedRows | None,
         flex: bool,
     ) -> Places:
         """Where the slots stand and what they may look at; the arguments are `forward`'s."""
+        if ragged is not None:
+            return self._places_in_rows(ragged)
         width = ids_BL.shape[1] if memory is None else memory.width
         # Rows of chunks are longer than the canvases in them.
-        if self.config.max_sequence_length < width and chunks_BL is None:
-            raise ValueError(
-                f"a canvas of {width} tokens exceeds max_sequence_length {self.config.max_sequence_length}"
-            )
+        if chunks_BL is None:
+            self._check_width(width)
         sees, positions_BL = self.pattern(lengths_B, block_lengths_B), columns_BL
         own_BL, asked_BQ = self._all_columns(ids_BL), queries_BQ
         if chunks_BL is not None:
@@ -282,6 +302,23 @@ class Transformer(nn.Module):
             visible=_visible(sees, own_BL, width, flex=flex),
             visible_to_asked=_visible(sees, asked_BQ, width, flex=flex),
         )
+
+    def _places_in_rows(self, ragged: RaggedRows) -> Places:
+        """The same of rows that lie back to back."""
+        assert self.pattern(None) is None, "within a row everyone sees everyone"
+        self._check_width(ragged.tokens.longest)
+        return Places(
+            rope=self._rope(ragged.tokens.longest, ragged.positions, ragged.positions.device),
+            columns=None,
+            visible=WithinRows(queries=ragged.tokens, keys=ragged.tokens),
+            visible_to_asked=WithinRows(queries=ragged.asked, keys=ragged.tokens),
+        )
+
+    def _check_width(self, width: int) -> None:
+        if self.config.max_sequence_length < width:
+            raise ValueError(
+                f"a canvas of {width} tokens exceeds max_sequence_length {self.config.max_sequence_length}"
+            )
 
     def _stream(self, ids_BL: Tensor, places: Places, asked: Asked, memory: Memory | None) -> Tensor:
         """[N, D] what the head reads: the stream of the asked slots after the last block, normalised."""
@@ -319,9 +356,9 @@ class Places:
     """Cosines and sines, [L, E] or [B, 1, L, E]."""
     columns: Tensor | None
     """[B, L] columns of the slots in their canvases; None: 0, 1, 2, ..."""
-    visible: Tensor | BlockMask | None
-    """What each slot may look at: [B, 1, L or 1, width] bool, or what says the same to FlexAttention; None is all."""
-    visible_to_asked: Tensor | BlockMask | None
+    visible: Visible
+    """What each slot may look at."""
+    visible_to_asked: Visible
     """The same for the asked slots."""
 
 

@@ -9,7 +9,7 @@ term weighted by its derivative. Either way the gradient is exact.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -27,14 +27,16 @@ class MicroBatches:
     """Whether a unit is spread over several of them."""
 
 
-def cut(terms: Terms, unit_N: Tensor, max_tokens: int) -> MicroBatches:
-    """Cut the views into runs of at most `max_tokens` tokens, padding included; one that is longer stands alone.
+def cut(terms: Terms, unit_N: Tensor, max_tokens: int, *, spares_padding: bool = False) -> MicroBatches:
+    """Cut the views into runs of at most `max_tokens` tokens; one that is longer stands alone.
 
     Args:
         terms: in the order of their views.
         unit_N: [N] int64: terms of equal value should stay together.
-        max_tokens: of a micro-batch.
+        max_tokens: of a micro-batch, with the padding that it has.
+        spares_padding: whether the views of a micro-batch go back to back, and so have none.
     """
+    terms = replace(terms, views=replace(terms.views, spares_padding=spares_padding))
     num_views, width = terms.views.ids.shape
     view_N = terms.views.slots[terms.views.scored] // width
     is_seam = _seams(view_N, unit_N, num_views).tolist()
@@ -42,7 +44,7 @@ def cut(terms: Terms, unit_N: Tensor, max_tokens: int) -> MicroBatches:
     ends: list[int] = []
     is_split, begin = False, 0
     while begin < num_views:
-        end, is_whole = _end_of(begin, lengths, is_seam, max_tokens)
+        end, is_whole = _end_of(begin, lengths, is_seam, max_tokens, spares_padding=spares_padding)
         is_split |= not is_whole
         ends.append(end)
         begin = end
@@ -65,12 +67,15 @@ def _seams(view_N: Tensor, unit_N: Tensor, num_views: int) -> Tensor:
     return steps.cumsum(0)[: num_views + 1] == 0
 
 
-def _end_of(begin: int, lengths: list[int], is_seam: list[bool], max_tokens: int) -> tuple[int, bool]:
+def _end_of(
+    begin: int, lengths: list[int], is_seam: list[bool], max_tokens: int, *, spares_padding: bool
+) -> tuple[int, bool]:
     """Where a micro-batch that begins at a view ends, and whether it cuts no unit."""
-    longest, furthest, furthest_seam = 0, begin + 1, begin
+    longest, total, furthest, furthest_seam = 0, 0, begin + 1, begin
     for end in range(begin + 1, len(lengths) + 1):
-        longest = max(longest, lengths[end - 1])
-        if end > begin + 1 and longest * (end - begin) > max_tokens:
+        longest, total = max(longest, lengths[end - 1]), total + lengths[end - 1]
+        tokens = total if spares_padding else longest * (end - begin)
+        if end > begin + 1 and tokens > max_tokens:
             break
         furthest = end
         if is_seam[end]:

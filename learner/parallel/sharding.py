@@ -20,6 +20,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
+from learner.model.attention.within import has_kernel
 from learner.model.lora import adapter_names, adapters_off, add_adapters, fresh_adapter, is_adapter, merged, plain_name
 from learner.model.lora_config import WHOLE, LoraConfig
 from learner.model.moe.experts import expert_biases
@@ -146,6 +147,15 @@ class ShardedPolicy:
         if self.mesh is not None and self.mesh.device_type == "cuda":
             return torch.device("cuda", torch.cuda.current_device())
         return next(self.module.parameters()).device
+
+    @property
+    def spares_padding(self) -> bool:
+        """Whether rows of unequal length go through it back to back: where attention is bidirectional and one kernel
+        attends within them all (`has_kernel`, of what it computes on and in). Elsewhere they are padded: row after row
+        a GPU would launch as many kernels, and on a CPU the bits of a loss would be others."""
+        in_half = self._sharding.compute_dtype == "bfloat16"
+        dtype = torch.bfloat16 if in_half else next(self.module.parameters()).dtype
+        return not self.config.is_block_causal and has_kernel(self.device, dtype, self.config.head_dim)
 
     @property
     def trained_parameters(self) -> dict[str, nn.Parameter]:

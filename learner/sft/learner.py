@@ -48,7 +48,10 @@ class SftLearner:
         # Masked on the CPU, where it is seen at once how much is: the host waits for the device once, as it steps.
         device, shard = self.policy.device, batch.shard(self.policy.rank, self.policy.world_size)
         masked = plan_sft(shard, self.policy.config.mask_token_id, step, self._seed, batch_size)
-        logps_N = masked_logps(self.policy.module, masked, packing=self.config.packing, device=device)
+        spares_padding = self.policy.spares_padding
+        logps_N = masked_logps(
+            self.policy.module, masked, packing=self.config.packing, spares_padding=spares_padding, device=device
+        )
         losses_N = -logps_N * uploaded(masked.weights, device)
         if self.config.normalize_by == "row":
             sizes_B = shard.lengths - shard.prompt_lengths
@@ -84,7 +87,7 @@ class EvaluationLoss:
 def evaluation_loss(policy: ShardedPolicy, documents: Documents, batch_size: int) -> EvaluationLoss:
     """The loss of SFT at fixed mask ratios and under fixed masks. A collective; all ranks get the same.
 
-    Never packed: so it is the same bits with and without packing.
+    Never by `packing`: so it is the same bits with and without it.
 
     Args:
         policy: is asked.
@@ -101,7 +104,7 @@ def evaluation_loss(policy: ShardedPolicy, documents: Documents, batch_size: int
                 masked = mask_documents(
                     some, policy.config.mask_token_id, torch.full((some.num_rows,), t), (_EVALUATION_SEED, index)
                 )
-                logps_N = masked_logps(policy.module, masked, device=device)
+                logps_N = masked_logps(policy.module, masked, spares_padding=policy.spares_padding, device=device)
                 sums[index] -= (logps_N * uploaded(masked.weights, device)).sum()
     losses = (policy.sum_over_ranks(sums) / documents.num_trained).tolist()
     return EvaluationLoss(loss=sum(losses) / len(losses), loss_at_t=tuple(losses))

@@ -14,7 +14,7 @@ Shape letters: B documents, S slots of the widest one, N masked slots, V vocabul
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -170,7 +170,12 @@ def mask_documents(documents: Documents, mask_id: int, t_B: Tensor, keys: tuple[
 
 
 def masked_logps(
-    model: Transformer, masked: MaskedDocuments, *, packing: bool = False, device: torch.device | None = None
+    model: Transformer,
+    masked: MaskedDocuments,
+    *,
+    packing: bool = False,
+    spares_padding: bool = False,
+    device: torch.device | None = None,
 ) -> Tensor:
     """Log-probability, in nats, of what each masked slot held: [N] float32, packed into rows or not.
 
@@ -178,14 +183,15 @@ def masked_logps(
         model: the policy.
         masked: on the CPU.
         packing: several short documents share a row.
+        spares_padding: all documents go back to back: then there is nothing left to pack.
         device: where the model computes; None: where its weights are.
     """
     device = device or next(model.parameters()).device
-    if packing:
+    if packing and not spares_padding:
         return _packed_logps(model, masked, device)
     scored = masked.lengths, masked.rows, masked.columns, masked.targets
     views = views_of(masked.ids, *scored, clean_RS=masked.clean, block_length=model.config.block_length)
-    return token_logps(model, views, SOFTMAX, device)
+    return token_logps(model, replace(views, spares_padding=spares_padding), SOFTMAX, device)
 
 
 def _packed_logps(model: Transformer, masked: MaskedDocuments, device: torch.device) -> Tensor:

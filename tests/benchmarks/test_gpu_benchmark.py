@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from benchmarks.gpu import __main__ as command
+from benchmarks.gpu import update
 from benchmarks.gpu.counting import OpCounter
 from benchmarks.gpu.setting import full, tiny
 from benchmarks.gpu.stages import STAGES
@@ -54,7 +55,7 @@ def test_every_stage_measures(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     """Compilation is tested elsewhere, and takes half a minute."""
     monkeypatch.setattr(rollout_sampler, "_compiled", lambda model: model)
     rows = list(STAGES[name].rows(tiny("cpu")))
-    assert len(rows) == {"ceilings": 10, "precision": 4, "sampler": 6, "learner": 2, "publishing": 3, "engine": 3}[name]
+    assert len(rows) == {"ceilings": 10, "precision": 4, "sampler": 6, "learner": 4, "publishing": 3, "engine": 3}[name]
     for row in rows:
         numbers = {key: value for key, value in row.items() if key not in ("what", "of_stated", "of_limit", "mfu")}
         assert numbers
@@ -118,6 +119,19 @@ def test_a_mask_is_there_where_rows_are_padded_alone() -> None:
     assert [row["masked"] for row in (equal, ragged, cached)] == [0, 2, 0]
     assert [row["attention"] for row in (equal, ragged, cached)] == [2, 2, 2]
     assert [row["waits"] for row in (equal, ragged, cached)] == [1, 1, 1]
+
+
+def test_rows_back_to_back_have_neither_padding_nor_mask() -> None:
+    setting = update.setting_of(tiny("meta").shape, 8, 2)
+    padded, back_to_back = update.rows(setting, [3000])
+    assert padded["slots"] * (1 - padded["padding"]) == pytest.approx(back_to_back["slots"])
+    assert padded["padding"] > 0.03
+    assert padded["micro_batches"] > back_to_back["micro_batches"], "more of them fit"
+    assert (padded["masked"], back_to_back["masked"]) == (4, 0), "two layers; the last of three has rows of one length"
+    for row in (padded, back_to_back):
+        assert (row["attention"], row["waits"]) == (2 * row["micro_batches"], 0)
+    for fewer in ("launches", "gigabytes"):
+        assert back_to_back[fewer] < padded[fewer]
 
 
 def test_operations_are_counted_as_they_reach_a_device() -> None:

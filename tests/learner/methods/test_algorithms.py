@@ -116,6 +116,13 @@ def _gradients(
     return recorder
 
 
+def gradients_of_two_steps(
+    model: Transformer, config: LearnerConfig, batch: RolloutBatch, sampler: SamplerFacts
+) -> list[dict[str, Tensor]]:
+    """By parameter, those of both steps of an update of a copy."""
+    return _gradients(_copy(model), config, batch, sampler).gradients
+
+
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_loss_and_gradient_are_those_of_the_papers_formula(
     name: str, policy: Transformer, rollouts: RolloutBatch, grouped: GroupedBatch

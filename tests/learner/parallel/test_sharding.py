@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -124,6 +126,12 @@ def _rank(rank: int, port_file: str, config: TransformerConfig, batch: RolloutBa
         results[name] = _train(
             _from_meta(config, LORAS["adapter"], HALF, held_in=dtype, rounded_to=torch.bfloat16), batch, None
         )
+    with patch("learner.parallel.sharding.has_kernel", lambda *_: True):
+        policy = _policy(config, LORAS["adapter"], CHECKPOINTING, on_ranks=True)
+        results["back to back"] = _train(policy, _ragged(batch), None)
+    with patch("learner.parallel.sharding.has_kernel", lambda _device, dtype, _head_dim: dtype is torch.bfloat16):
+        computed_in = {sharding: _policy(config, LORAS["whole"], sharding, on_ranks=True) for sharding in (PLAIN, HALF)}
+        assert [policy.spares_padding for policy in computed_in.values()] == [False, True]
     if rank == 0:
         torch.save(results, out)
     dist.destroy_process_group()
@@ -176,6 +184,11 @@ def _rollouts() -> RolloutBatch:
     )
 
 
+def _ragged(batch: RolloutBatch) -> RolloutBatch:
+    """The same with prompts of one to six tokens."""
+    return replace(batch, prompt_lengths=1 + torch.arange(11) * 5 % 6)
+
+
 @pytest.mark.parametrize("which", ["first", "again"])
 def test_two_ranks_are_one(config: TransformerConfig, lora: LoraConfig, sharded: Results, which: str) -> None:
     """Eleven rows on two ranks: an odd shard, filled up, must not change the mean.
@@ -184,6 +197,12 @@ def test_two_ranks_are_one(config: TransformerConfig, lora: LoraConfig, sharded:
     """
     state = sharded["first"]["optimizer"] if which == "again" else None
     _assert_close(sharded[which], _train(_policy(config, lora), _rollouts(), state))
+
+
+def test_rows_back_to_back_are_padded_rows(config: TransformerConfig, on_two_ranks: dict[str, Results]) -> None:
+    """In SFT and in rounds, of an adapter, on two ranks that compute each block twice."""
+    padded = _train(_policy(config, LORAS["adapter"]), _ragged(_rollouts()), None)
+    _assert_close(on_two_ranks["back to back"], padded)
 
 
 def _assert_close(sharded: dict[str, Any], single: dict[str, Any]) -> None:

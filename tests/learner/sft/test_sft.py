@@ -117,15 +117,20 @@ def test_loss_is_that_of_a_row_by_row_loop(
 
 
 def test_packing_changes_no_gradient(policy: Transformer) -> None:
-    masked = _plan(_documents(trains_padding=False))
+    """Into rows, nor into one row for all, whatever else the recipe says."""
+    masked, shapes = _plan(_documents(trains_padding=False)), []
+    policy.register_forward_pre_hook(lambda _module, arguments: shapes.append(len(arguments[0])))
     gradients = []
-    for packing in (False, True):
+    for packing, spares_padding in ((False, False), (True, False), (False, True), (True, True)):
         policy.zero_grad()
-        (masked_logps(policy, masked, packing=packing) * masked.weights).sum().backward()
+        logps_N = masked_logps(policy, masked, packing=packing, spares_padding=spares_padding)
+        (logps_N * masked.weights).sum().backward()
         gradients.append({name: weight.grad.clone() for name, weight in policy.named_parameters()})
+    assert shapes[0] > shapes[1] > shapes[2] == shapes[3] == 1
     for name, gradient in gradients[0].items():
         assert gradient.abs().max() > 0, name
-        torch.testing.assert_close(gradients[1][name], gradient, atol=1e-4, rtol=1e-4, msg=name)
+        for others in gradients[1:]:
+            torch.testing.assert_close(others[name], gradient, atol=1e-4, rtol=1e-4, msg=name)
 
 
 def test_packed_documents_do_not_see_each_other(policy: Transformer) -> None:

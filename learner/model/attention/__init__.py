@@ -1,0 +1,1 @@
+"""Attention where it is not one call for a whole batch."""
