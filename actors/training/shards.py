@@ -15,7 +15,7 @@ from torch import Tensor
 from actors.checksums import Checked, checked
 from actors.weight_store import Manifest
 from actors.weights import as_bytes, manifest_of_shards
-from learner.model.networks import make_on_meta
+from learner.model.networks import held_dtypes
 from learner.parallel.sharding import ShardedPolicy, on_cpu
 
 Checks = dict[str, tuple[int, int]]
@@ -49,11 +49,10 @@ class Shipping:
         """What travels of it as `travel` says."""
         self._policy, self._shapes = policy, policy.shapes
         self._device = policy.device if travel.stays_on_device else torch.device("cpu")
-        sampler = make_on_meta(policy.config).to(travel.dtype)
         self._held = policy.dtypes
         self._travels = {
-            name: min(self._held[name], tensor.dtype, key=lambda dtype: dtype.itemsize)
-            for name, tensor in sampler.named_parameters()
+            name: min(self._held[name], dtype, key=lambda one: one.itemsize)
+            for name, dtype in held_dtypes(policy.config, travel.dtype).items()
         }
 
     def own(self) -> Shards:

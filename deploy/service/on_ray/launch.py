@@ -63,16 +63,15 @@ def serve_run(run_dir: Path, host: str, port: int, admin_port: int | None = None
 def serve_checkpoint(directory: Path, host: str, port: int) -> None:
     """Serve a checkpoint that has no run. Otherwise as `serve_run`."""
     from deploy.service.api.text_codec import TextCodec
+    from learner.model.checkpoint_files import weight_files
 
     directory = directory.resolve()
     source = Source(directory=str(directory), is_run=False, registry_url=None)
     _check_listeners(source, Address(host=host, port=port), None)
     with saying(f"looking at the checkpoint {directory.name}", at_once=True):
-        from learner.model.checkpoint import StoredWeights
-
         try:
             TextCodec(directory)
-            StoredWeights(directory)
+            weight_files(directory)
         except ValueError as error:
             raise UserError(f"cannot serve {directory}: {error}") from error
     with _ray() as ray:
