@@ -24,6 +24,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from learner.batch import uploaded
+from learner.model.attention.rows import RaggedRows
 from learner.model.memory import Memory
 from learner.model.transformer import Transformer
 from rollout.request import Cache, Request
@@ -120,6 +122,7 @@ class Forwards:
         *,
         is_static: bool,
         is_compiled: bool,
+        spares_padding: bool = False,
     ) -> None:
         """Run `model` on canvases in `slots`.
 
@@ -131,9 +134,12 @@ class Forwards:
             is_static: score every slot of each block instead of the masked ones, so that nothing waits for the device,
                 and round up the width that unequal rows share.
             is_compiled: round up every width: each shape is compiled anew.
+            spares_padding: run whole canvases of unequal length back to back, where nothing is remembered: without
+                padding, and without the mask that it would need.
         """
         self.model, self._forward, self.counts = model, forward, counts
         self._slots, self._is_static, self._is_compiled = slots, is_static, is_compiled
+        self._spares_padding = spares_padding
         self._memory: tuple[Tensor, Tensor] | None = None
 
     def logits(self, active: Sequence[ActiveRow], columns_AK: Tensor, open_AK: Tensor) -> SlotLogits:
@@ -197,14 +203,14 @@ class Forwards:
         ids_RL = self._slots.canvases.tokens[rows_R, :width]
         guided = [index for index, row in enumerate(rows) if row.request.params.cfg_scale]
         if not guided:
-            return self._run(rows, ids_RL, self._lengths(lengths, width), columns_RK, scored_N)
+            return self._run(rows, ids_RL, lengths, columns_RK, scored_N)
         guided_G = self._tensor(guided)
         blind_GL = self._without_prompt(rows_R[guided_G], width)
         twins_T, of_T = self._twins(guided_G, columns_RK, scored_N)
         logits = self._run(
             [*rows, *(rows[index] for index in guided)],
             torch.cat((ids_RL, blind_GL)),
-            self._lengths([*lengths, *(lengths[index] for index in guided)], width),
+            [*lengths, *(lengths[index] for index in guided)],
             torch.cat((columns_RK, columns_RK[guided_G])),
             torch.cat((scored_N, twins_T)),
         )
@@ -238,11 +244,10 @@ class Forwards:
         lengths = [row.length for row in rows]
         width = self._width(lengths)
         memory = self._remembered([row.slot for row in rows], width)
-        lengths_R = self._lengths(lengths, width)
         if rows[0].kind is ForwardKind.REFRESH:
             ids_RL = self._slots.canvases.tokens[rows_R, :width]
             # What lies past a short row's end is not attended to, so it may be remembered.
-            return self._run(rows, ids_RL, lengths_R, columns_RK, scored_N, memory=memory)
+            return self._run(rows, ids_RL, lengths, columns_RK, scored_N, memory=memory)
         begins, ends = self._windows(rows)
         windows = [end - begin for begin, end in zip(begins, ends, strict=True)]
         # Blocks, unlike what follows them and prompts, have few lengths as they are.
@@ -254,7 +259,7 @@ class Forwards:
         columns_RQ = torch.where(columns_RQ < self._tensor(ends)[:, None], columns_RQ, width)
         ids_RQ = self._slots.canvases.tokens[rows_R[:, None], columns_RQ.clamp(max=self._slots.width - 1)]
         queries_RK = columns_RK - self._tensor(begins)[:, None]
-        return self._run(rows, ids_RQ, lengths_R, queries_RK, scored_N, memory=memory, columns_RL=columns_RQ)
+        return self._run(rows, ids_RQ, lengths, queries_RK, scored_N, memory=memory, columns_RL=columns_RQ)
 
     def _windows(self, rows: Sequence[ActiveRow]) -> tuple[list[int], list[int]]:
         """The columns of each row that are run beside what is remembered: the first, and the one after the last."""
@@ -274,24 +279,43 @@ class Forwards:
         self,
         rows: Sequence[ActiveRow],
         ids_RL: Tensor,
-        lengths_R: Tensor | None,
+        lengths: Sequence[int],
         queries_RQ: Tensor,
         scored_N: Tensor,
         *,
         memory: Memory | None = None,
         columns_RL: Tensor | None = None,
     ) -> Tensor:
-        # A block narrower than the widest one asks past its row's end; nobody looks at the answer.
-        queries_RQ = queries_RQ.clamp(max=ids_RL.shape[1] - 1)
+        width = ids_RL.shape[1] if memory is None else memory.width
+        is_padded = any(length != width for length in lengths)
         self.counts.num_forwards += 1
         self.counts.num_rows += len(ids_RL)
+        if is_padded and memory is None and self._spares_padding:
+            return self._run_back_to_back(ids_RL, torch.tensor(lengths), queries_RQ, scored_N)
         self.counts.num_tokens += ids_RL.numel()
+        # A block narrower than the widest one asks past its row's end; nobody looks at the answer.
+        queries_RQ = queries_RQ.clamp(max=ids_RL.shape[1] - 1)
         if self.model.config.is_block_causal:
             blocks_R = self._tensor([row.request.params.block_length for row in rows])
             return self._forward(
                 ids_RL, None, queries_RQ, scored_N, memory=memory, columns_BL=columns_RL, block_lengths_B=blocks_R
             )
+        # A GPU's flash kernel takes no mask.
+        lengths_R = self._tensor(lengths) if is_padded else None
         return self._forward(ids_RL, lengths_R, queries_RQ, scored_N, memory=memory, columns_BL=columns_RL)
+
+    def _run_back_to_back(self, ids_RL: Tensor, lengths_R: Tensor, queries_RQ: Tensor, scored_N: Tensor) -> Tensor:
+        """The same of rows in one, without padding; `lengths_R` on the CPU."""
+        self.counts.num_tokens += int(lengths_R.sum())
+        places_T = (torch.arange(ids_RL.shape[1]) < lengths_R[:, None]).flatten().nonzero()[:, 0]
+        ids_1T = ids_RL.flatten()[uploaded(places_T, ids_RL.device)][None]
+        asked_R = torch.full_like(lengths_R, queries_RQ.shape[1])
+        ragged = RaggedRows.of(lengths_R, asked_R, ids_RL.device)
+        begins_R1 = ragged.tokens.ends[:-1, None].long()
+        # As above, of each row.
+        last_R1 = ragged.tokens.ends[1:, None] - 1
+        queries_1Q = (queries_RQ + begins_R1).minimum(last_R1).view(1, -1)
+        return self._forward(ids_1T, None, queries_1Q, scored_N, ragged=ragged)
 
     def _remembered(self, rows: list[int], width: int) -> Memory:
         config, slots = self.model.config, self._slots
@@ -316,9 +340,5 @@ class Forwards:
         is_rounded = (self._is_compiled and are_many) or min(lengths) != longest
         return -(-longest // _BUCKET) * _BUCKET if self._is_static and is_rounded else longest
 
-    def _lengths(self, lengths: list[int], width: int) -> Tensor | None:
-        """What hides the padding; None where there is none: a GPU's flash kernel takes no mask."""
-        return self._tensor(lengths) if any(length != width for length in lengths) else None
-
-    def _tensor(self, values: list[int]) -> Tensor:
+    def _tensor(self, values: Sequence[int]) -> Tensor:
         return on_device(values, self._slots.device)

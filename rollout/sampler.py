@@ -25,6 +25,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from learner.model.attention.within import has_kernel
 from learner.model.transformer import Transformer
 from rollout.config import EngineConfig
 from rollout.forwards import ActiveRow, ForwardCounts, ForwardKind, Forwards, SlotLogits
@@ -116,7 +117,13 @@ class SlotBatch:
         self._remembers_blocks = config.is_block_causal and engine.block_cache
         self.slots = Slots(num_slots, config, device)
         self._forwards = Forwards(
-            model, forward, self.slots, sampler.counts, is_static=self._is_static, is_compiled=engine.compile
+            model,
+            forward,
+            self.slots,
+            sampler.counts,
+            is_static=self._is_static,
+            is_compiled=engine.compile,
+            spares_padding=_spares_padding(model, engine),
         )
         self._writes = WriteLog()
         self._waiting: deque[tuple[int, Request]] = deque()
@@ -351,6 +358,14 @@ class SlotBatch:
             for slot, request, completion in zip(done, requests, completions, strict=True)
         ]
         return list(zip(indices, completions, strict=True))
+
+
+def _spares_padding(model: Transformer, engine: EngineConfig) -> bool:
+    """Whether rows of unequal length are run back to back: where one kernel attends within them all, and no compiler
+    would meet another number of tokens in every step."""
+    weight, config = model.embed.weight, model.config
+    is_eager = not engine.compile and engine.attention == "sdpa"
+    return is_eager and not config.is_block_causal and has_kernel(weight.device, weight.dtype, config.head_dim)
 
 
 def _compiled(model: Transformer) -> Callable[..., Tensor]:

@@ -27,6 +27,7 @@ from learner.parallel.sharding import ShardedPolicy
 from learner.sft.documents import Example, make_documents
 from learner.sft.learner import SftLearner
 from learner.sft.sft import SftConfig
+from rollout import sampler as rollout_sampler
 from rollout.config import EngineConfig
 from rollout.request import Request, SamplingParams
 from rollout.sampler import Sampler
@@ -125,9 +126,16 @@ def test_requests_of_every_kind_are_the_same_text(
         ({"cache": "dual", "cache_refresh_steps": 3}, 1),
     ],
 )
+@pytest.mark.parametrize("spares_padding", [False, True])
 def test_the_host_waits_once_for_a_step_once_for_who_enters_and_once_for_who_leaves(
-    policy: Transformer, changes: dict[str, Any], steps_per_sync: int, placed: Placed
+    policy: Transformer,
+    changes: dict[str, Any],
+    steps_per_sync: int,
+    placed: Placed,
+    spares_padding: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(rollout_sampler, "has_kernel", lambda *_: spares_padding)
     base: dict[str, Any] = {"gen_length": 4, "block_length": 4, "num_denoise_steps": 2, "temperature": 0.9}
     params = SamplingParams(**base | changes, stop_ids=())
     requests = [Request(prompt_ids=tuple(range(3, 5 + row % 2)), params=params, seed=row) for row in range(3)]

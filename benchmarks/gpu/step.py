@@ -12,6 +12,7 @@ import argparse
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,8 @@ from torch.overrides import TorchFunctionMode
 from benchmarks.gpu.counting import OpCounter
 from benchmarks.gpu.setting import Row, Setting, full
 from benchmarks.models import empty_policy
+from learner.model.attention import within
+from rollout import sampler
 from rollout.config import EngineConfig
 from rollout.request import Request
 from rollout.sampler import Sampler
@@ -54,10 +57,8 @@ class _WithoutValues(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
-            self.num_attention += 1
             self.num_masked += kwargs["attn_mask"] is not None
-            self._counter.num_launches += 1
-            return torch.empty_like(args[0])
+            return self.attend(args[0])
         if func is Tensor.pin_memory:
             return args[0]
         if func is Tensor.tolist and args[0].is_meta:
@@ -65,13 +66,26 @@ class _WithoutValues(TorchFunctionMode):
             return self._looked
         return func(*args, **kwargs)
 
+    def attend(self, queries: Tensor) -> Tensor:
+        """What they gather, whatever the rows are."""
+        self.num_attention += 1
+        self._counter.num_launches += 1
+        return torch.empty_like(queries)
+
 
 def count_step(setting: Setting, requests: list[Request], dtype: torch.dtype = torch.bfloat16) -> Row:
     """What one denoise step of these requests asks for, after the one that admitted them."""
     model = empty_policy(setting.shape, setting.canvas_tokens, "meta", dtype)
-    batch = Sampler(model, 0, EngineConfig(num_slots=len(requests), static_shapes=True)).open(requests)
+    # Without values there is no GPU to ask: the kernel for rows of unequal length is there.
+    with patch.object(sampler, "has_kernel", lambda *_: True):
+        batch = Sampler(model, 0, EngineConfig(num_slots=len(requests), static_shapes=True)).open(requests)
     counter = OpCounter()
-    with _WithoutValues(counter, requests) as answers, counter:
+    with (
+        _WithoutValues(counter, requests) as answers,
+        patch.object(within, "has_kernel", lambda *_: True),
+        patch("torch.nn.attention.varlen.varlen_attn", lambda queries, *_, **__: answers.attend(queries)),
+        counter,
+    ):
         batch.step()
         counter.reset()
         answers.num_masked = answers.num_attention = 0

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from learner.batch import uploaded
-from learner.model.attention.rows import Lengths, RaggedRows
+from learner.model.attention.rows import RaggedRows
 from learner.model.deferred import torch
 from learner.model.wanted import Wanted, query_grid
 
@@ -155,16 +155,6 @@ def _back_to_back(views: Views, device: torch.device) -> _Rows:
     rows_M, columns_M = views.slots // width, views.slots % width
     begins_V = lengths_V.cumsum(0) - lengths_V
     grid = (uploaded(part, device) for part in query_grid(begins_V[rows_M] + columns_M, 1, int(lengths_V.sum())))
-    columns_VS = torch.arange(width).expand(views.ids.shape)
-    is_used_VS = columns_VS < lengths_V[:, None]
-    ragged = RaggedRows(
-        positions=uploaded(columns_VS[is_used_VS][None], device),
-        tokens=_lengths(lengths_V, device),
-        asked=_lengths(rows_M.bincount(minlength=len(lengths_V)), device),
-    )
+    is_used_VS = torch.arange(width) < lengths_V[:, None]
+    ragged = RaggedRows.of(lengths_V, rows_M.bincount(minlength=len(lengths_V)), device)
     return (uploaded(views.ids[is_used_VS][None], device), None, *grid), {"ragged": ragged}
-
-
-def _lengths(lengths_V: Tensor, device: torch.device) -> Lengths:
-    ends = torch.cat((lengths_V.new_zeros(1), lengths_V.cumsum(0))).int()
-    return Lengths.of(lengths_V.tolist(), uploaded(ends, device))

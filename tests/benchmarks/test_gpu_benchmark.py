@@ -114,9 +114,9 @@ def test_the_full_setting_is_llada_8b_and_its_stages_fit_their_time() -> None:
     assert sum(stage.limit_s for stage in STAGES.values()) <= 510
 
 
-def test_a_mask_is_there_where_rows_are_padded_alone() -> None:
+def test_a_step_needs_no_mask_whether_rows_are_of_one_length_or_not() -> None:
     equal, ragged, cached = rows(tiny("meta"), 3, temperature=0.9)
-    assert [row["masked"] for row in (equal, ragged, cached)] == [0, 2, 0]
+    assert [row["masked"] for row in (equal, ragged, cached)] == [0, 0, 0]
     assert [row["attention"] for row in (equal, ragged, cached)] == [2, 2, 2]
     assert [row["waits"] for row in (equal, ragged, cached)] == [1, 1, 1]
 

@@ -1,0 +1,89 @@
+"""Canvases of unequal length back to back, as a GPU in half precision runs them: the text of padded ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from learner.model.config import TransformerConfig
+from learner.model.networks import make_model
+from learner.model.transformer import Transformer, init_weights
+from rollout import sampler as module
+from rollout.config import EngineConfig
+from rollout.request import Completion, Request, SamplingParams
+from rollout.sampler import Sampler
+
+
+def _policy(config: TransformerConfig, family: str) -> Transformer:
+    model = make_model(config.model_copy(update={"family": family}))
+    init_weights(model, seed=0)
+    with torch.no_grad():
+        assert model.head is not None
+        model.head.weight.mul_(4.0)
+    return model
+
+
+def _requests(changes: dict[str, Any]) -> list[Request]:
+    """Prompts of one to five tokens, canvases of eight and sixteen slots, blocks of four and eight."""
+    base: dict[str, Any] = {"num_denoise_steps": 4, "stop_ids": ()} | changes
+    shapes = ((8, 4), (16, 8), (8, 8), (16, 4), (8, 4), (8, 4))
+    return [
+        Request(
+            prompt_ids=tuple(range(1, 2 + row % 5)),
+            params=SamplingParams(**base, gen_length=length, block_length=block),
+            seed=row,
+        )
+        for row, (length, block) in enumerate(shapes)
+    ]
+
+
+def _generated(model: Transformer, requests: list[Request], engine: EngineConfig) -> tuple[list[Completion], int]:
+    sampler = Sampler(model, 0, engine)
+    return sampler.generate(requests), sampler.counts.num_tokens
+
+
+@pytest.mark.parametrize("static_shapes", [False, True])
+@pytest.mark.parametrize("family", ["llada", "dream"])
+@pytest.mark.parametrize(
+    "changes",
+    [{"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.7, "top_k": 9}, {"cfg_scale": 1.0}, {"threshold": 0.3}],
+)
+def test_they_are_the_same_text(
+    config: TransformerConfig,
+    family: str,
+    changes: dict[str, Any],
+    static_shapes: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, requests = _policy(config, family), _requests(changes)
+    engine = EngineConfig(num_slots=4, static_shapes=static_shapes)
+    padded, num_padded = _generated(model, requests, engine)
+    monkeypatch.setattr(module, "has_kernel", lambda *_: True)
+    found, num_found = _generated(model, requests, engine)
+    assert [row.token_ids.tolist() for row in found] == [row.token_ids.tolist() for row in padded]
+    assert [row.step_map.tolist() for row in found] == [row.step_map.tolist() for row in padded]
+    for one, other in zip(found, padded, strict=True):
+        assert one.commit_logp == pytest.approx(other.commit_logp, abs=1e-5)
+    assert num_found < num_padded, "it runs no padding"
+
+
+@pytest.mark.parametrize("changes", [{"compile": True}, {"attention": "flex"}])
+def test_a_compiler_meets_padded_rows(config: TransformerConfig, changes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of which there are few widths."""
+    monkeypatch.setattr(module, "has_kernel", lambda *_: True)
+    model = _policy(config, "llada")
+    assert module._spares_padding(model, EngineConfig())
+    assert not module._spares_padding(model, EngineConfig(**changes))
+
+
+def test_rows_that_are_remembered_are_padded(config: TransformerConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their keys and values lie in one place for each column."""
+    model, requests = _policy(config, "llada"), _requests({"temperature": 0.0, "cache": "prefix"})
+    engine = EngineConfig(num_slots=4)
+    padded = _generated(model, requests, engine)
+    monkeypatch.setattr(module, "has_kernel", lambda *_: True)
+    found = _generated(model, requests, engine)
+    assert found[1] == padded[1]
+    assert [row.token_ids.tolist() for row in found[0]] == [row.token_ids.tolist() for row in padded[0]]
