@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -58,6 +58,10 @@ def serve(
         int | None,
         typer.Option(min=1, max=65535, help="Port to pin, roll back and pause on; else the recipe's, if any."),
     ] = None,
+    dtype: Annotated[
+        Literal["float32", "bfloat16"] | None,
+        typer.Option(help="Of a checkpoint's weights, float32 unless given; a run's recipe says it of its own."),
+    ] = None,
     runs_dir: RunsDir = _RUNS_DIR,
 ) -> None:
     """Answer HTTP requests: from a run's newest checkpoint, or its newest policy while it trains; or from a checkpoint.
@@ -65,6 +69,7 @@ def serve(
     A checkpoint is given by its directory, or as a hub id. Without a name, it is the run with the newest event.
     """
     if name is None:
+        _refuse_dtype(dtype)
         from deploy.runs.listing import newest_to_serve
 
         with saying("looking for the newest run"):
@@ -79,6 +84,7 @@ def serve(
         except ValueError as error:
             raise UserError(str(error)) from error
     if found.is_run:
+        _refuse_dtype(dtype)
         _serve_run(found.directory, host, port, admin_port)
         return
     if admin_port is not None:
@@ -86,7 +92,12 @@ def serve(
     with saying("loading Ray and the service", at_once=True):
         from deploy.service.on_ray.launch import serve_checkpoint
 
-    serve_checkpoint(found.directory, host, port)
+    serve_checkpoint(found.directory, host, port, dtype or "float32")
+
+
+def _refuse_dtype(dtype: str | None) -> None:
+    if dtype is not None:
+        raise UserError("--dtype is for checkpoints; a run's policy is held as rollout.engine.dtype of its recipe says")
 
 
 def _serve_run(run_dir: Path, host: str, port: int, admin_port: int | None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from actors.checkpoints.selection import checkpoints_to_answer
 from actors.registry.records import PolicyVersion
@@ -40,6 +40,8 @@ class Source:
     is_run: bool
     registry_url: str | None
     """Where the run's versions are announced; None of a checkpoint, which has no others."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """In what a checkpoint's weights are held; a run's recipe says how its are."""
 
     @property
     def path(self) -> Path:
@@ -122,7 +124,7 @@ class Source:
             canary = None if wanted is None else HeldoutCanary(recipe, wanted, checkpoint)
         else:
             canary = None
-            engine, most_live = EngineConfig(), _MAX_LIVE_OF_CHECKPOINT
+            engine, most_live = EngineConfig(dtype=self.dtype), _MAX_LIVE_OF_CHECKPOINT
             locate = _nothing
         return Versions(
             load_sampler(policy, checkpoint, engine, device),

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from deploy.errors import UserError
 from deploy.interrupts import terminated_by_sigterm, wait_for_interrupt
@@ -60,13 +60,13 @@ def serve_run(run_dir: Path, host: str, port: int, admin_port: int | None = None
         _serve(source, host, port, num_replicas, is_ours=ray.is_ours, admin_port=admin_port)
 
 
-def serve_checkpoint(directory: Path, host: str, port: int) -> None:
-    """Serve a checkpoint that has no run. Otherwise as `serve_run`."""
+def serve_checkpoint(directory: Path, host: str, port: int, dtype: Literal["float32", "bfloat16"] = "float32") -> None:
+    """Serve a checkpoint that has no run, its weights held in `dtype`. Otherwise as `serve_run`."""
     from deploy.service.api.text_codec import TextCodec
     from learner.model.checkpoint_files import weight_files
 
     directory = directory.resolve()
-    source = Source(directory=str(directory), is_run=False, registry_url=None)
+    source = Source(directory=str(directory), is_run=False, registry_url=None, dtype=dtype)
     _check_listeners(source, Address(host=host, port=port), None)
     with saying(f"looking at the checkpoint {directory.name}", at_once=True):
         try:

@@ -204,3 +204,23 @@ def test_serve_without_a_run_says_how_to_make_one(
     make_run("begun", events)
     d1("serve").assert_refused("nothing in runs can be served: no run in it has a checkpoint yet", "`make train`")
     assert served == []
+
+
+def test_the_weights_of_a_checkpoint_are_held_as_asked_and_a_runs_as_its_recipe_says(
+    make_run: Callable, events: Events, d1: Callable, served: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_run("tiny", events)
+    _add_checkpoint(Path("runs/tiny"))
+    for named in ((), ("tiny",)):
+        d1("serve", *named, "--dtype", "bfloat16").assert_refused(
+            "--dtype is for checkpoints; a run's policy is held as rollout.engine.dtype of its recipe says"
+        )
+    assert served == []
+    asked: list[str] = []
+    monkeypatch.setattr(
+        "deploy.service.on_ray.launch.serve_checkpoint", lambda _directory, _host, _port, dtype: asked.append(dtype)
+    )
+    (Path("runs/tiny/checkpoints/rl") / "config.json").write_text("{}")
+    for words in ((), ("--dtype", "bfloat16")):
+        assert d1("serve", "runs/tiny/checkpoints/rl", *words).status == 0
+    assert asked == ["float32", "bfloat16"]

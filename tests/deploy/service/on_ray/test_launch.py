@@ -281,3 +281,11 @@ def test_a_recipe_that_is_none_is_one_sentence(run_dir):
     (run_dir / "recipe.yaml").write_text("name: tiny\ntask: {name: sums}\nlearner: {}\nsft: {}\nepochs: 3\n")
     with pytest.raises(UserError, match=r"recipe\.yaml is not a recipe of this d1: epochs is no key of a recipe"):
         serve_run(run_dir, "127.0.0.1", 8000)
+
+
+def test_a_checkpoint_is_held_in_the_precision_that_was_asked_for(run_dir):
+    directory = str(run_dir / "checkpoints" / "sft-1")
+    for dtype in ("float32", "bfloat16"):
+        source = Source(directory=directory, is_run=False, registry_url=None, dtype=dtype)
+        model = source.versions("cpu")._current.sampler.model
+        assert {str(weight.dtype) for weight in model.parameters()} == {f"torch.{dtype}"}
