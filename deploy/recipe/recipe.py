@@ -9,7 +9,7 @@ from typing import Annotated
 from pydantic import BaseModel, Field, PositiveFloat, PositiveInt, model_validator
 
 from actors.run_config import STRICT, RunConfig
-from deploy.recipe.web_names import Hostname, Origin
+from deploy.recipe.web_names import Hostname, Origin, ServedName
 
 
 class Stages(StrEnum):
@@ -55,6 +55,8 @@ class ServiceSection(BaseModel):
     """Policy versions that a replica holds in memory: the newest, the base, and those that requests still use."""
     rate_limit: Annotated[str, Field(pattern=r"^[1-9][0-9]{0,8}/(second|minute|hour|day)$")] = "6000/minute"
     """Requests that each API key may make."""
+    served_names: tuple[ServedName, ...] = ()
+    """More names of the model `policy`, for clients that ask for one of their own, as `gpt-4o`."""
     allowed_hosts: tuple[Hostname, ...] = ()
     """Names under which it may be asked beside `localhost` and addresses, such as a proxy's. Empty: on loopback no
     other, elsewhere any."""

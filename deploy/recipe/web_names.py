@@ -1,11 +1,21 @@
-"""Hosts and origins as a recipe names them."""
+"""Hosts, origins and models as a recipe names them."""
 
 from __future__ import annotations
 
+import re
 from typing import Annotated
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, StringConstraints
+
+# What the service itself calls a version.
+_OWN_NAME = re.compile(r"policy(@.*)?|base|best|last")
+
+
+def _served(name: str) -> str:
+    if _OWN_NAME.fullmatch(name):
+        raise ValueError("must be another name than the service's own policy, base, best, last and policy@vNNNNNN")
+    return name
 
 
 def _origin(text: str) -> str:
@@ -23,3 +33,5 @@ Hostname = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9.-]{0,251
 """A name without a port."""
 Origin = Annotated[str, AfterValidator(_origin)]
 """Where a page comes from: scheme, name and port; `*` is any."""
+ServedName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]{0,199}$"), AfterValidator(_served)]
+"""A name of a model."""

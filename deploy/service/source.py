@@ -104,7 +104,8 @@ class Source:
             defaults = RenoisingDefaults(config=codec.config)
         else:
             defaults = Defaults.of_policy(codec.config.max_sequence_length, codec.config.block_length)
-        return ServicePlanner(codec, defaults, self.name)
+        names = read_recipe(self.path).service.served_names if self.is_run else ()
+        return ServicePlanner(codec, defaults, self.name, served_names=names)
 
     def versions(self, device: str) -> Versions:
         """The versions of an engine, the newest of them loaded."""

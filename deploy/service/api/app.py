@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from deploy.requests.planner import RequestPlan
 from deploy.service.api import replies
 from deploy.service.api.metrics import RequestObserver, ServiceMetrics
 from deploy.service.api.openapi import describe, described
-from deploy.service.api.planner import LAST, ServicePlanner
+from deploy.service.api.planner import ServicePlanner
 from deploy.service.api.policy_events import RegistryReader, one_event
 from deploy.service.api.policy_view import EngineWatch, known, newest, policy_body, version_body
 from deploy.service.api.run_view import MAX_SAMPLES, RunView
@@ -88,6 +89,7 @@ def create_app(service: Service) -> FastAPI:
     app.state.inference = inference
     _add_inference(app, inference)
     _add_models(app, service, watch)
+    _add_tokens(app, service)
     _add_policy(app, service, watch, inference)
     _add_run(app, service, watch)
     _add_health(app, watch, inference)
@@ -173,11 +175,21 @@ def _add_inference(app: FastAPI, inference: _Inference) -> None:
 
 
 def _add_models(app: FastAPI, service: Service, watch: EngineWatch) -> None:
-    codec, planner = service.codec, service.planner
+    codec, planner, began_s = service.codec, service.planner, int(time.time())
+
+    def about(name: str, version: int) -> replies.Model:
+        return replies.Model(
+            id=name,
+            object="model",
+            created=began_s,
+            owned_by="d1",
+            policy_version=version,
+            max_model_len=codec.config.max_sequence_length,
+        )
 
     def aliases(states: Sequence[EngineState]) -> dict[str, int]:
         found = policy_body(planner.name, states).aliases
-        return {**found, LAST: found[POLICY], planner.name: found[POLICY]}
+        return found | dict.fromkeys(planner.aliases, found[POLICY])
 
     @app.get("/v1/models", **described(replies.Models, 503))
     async def list_models() -> replies.Models:
@@ -185,17 +197,22 @@ def _add_models(app: FastAPI, service: Service, watch: EngineWatch) -> None:
         live = {policy.version for state in states for policy in state.live}
         stored = () if service.run is None else await asyncio.to_thread(service.run.versions)
         versions = {f"policy@v{version:06d}": version for version in sorted({*live, *stored}, reverse=True)}
-        return replies.Models(object="list", data=[_model(*one) for one in (aliases(states) | versions).items()])
+        return replies.Models(object="list", data=[about(*one) for one in (aliases(states) | versions).items()])
 
-    @app.get("/v1/models/{name}", **described(replies.Model, 404, 503))
+    # A name may have slashes, as those of a hub's models do.
+    @app.get("/v1/models/{name:path}", **described(replies.Model, 404, 503))
     async def model(name: str) -> replies.Model:
         wanted, states = planner.wanted(name), await _states(watch)
         if isinstance(wanted, int):
-            return _model(name, (await _found(service, states, wanted, "model")).version)
+            return about(name, (await _found(service, states, wanted, "model")).version)
         found = aliases(states).get(name)
         if found is None:
             raise ServiceError(404, "There is no such model here.", "model_not_found", param="model")
-        return _model(name, found)
+        return about(name, found)
+
+
+def _add_tokens(app: FastAPI, service: Service) -> None:
+    codec, planner = service.codec, service.planner
 
     @app.post("/tokenize", **described(replies.Tokens, 400, 404, 408, 413))
     async def tokenize(body: TokenizeRequest) -> replies.Tokens:
@@ -303,6 +320,11 @@ def _add_health(app: FastAPI, watch: EngineWatch, inference: _Inference) -> None
             raise ServiceError(503, "No engine answers.", "unavailable", retry_after_s=5)
         return replies.Ready(status="ready", policy_version=newest(states).policy.version, num_engines=len(states))
 
+    # SageMaker's and vLLM's word.
+    @app.get("/ping", **described(replies.Ready, 503))
+    async def ping() -> replies.Ready:
+        return await ready()
+
     # What KubeRay asks each pod before it sends requests there; nobody else needs to know.
     @app.get("/-/healthz", include_in_schema=False)
     async def healthz() -> Response:
@@ -341,10 +363,6 @@ async def _found(service: Service, states: Sequence[EngineState], version: int, 
         message = "No engine has that version, and the registry cannot be reached; try again."
         raise ServiceError(503, message, "unavailable", retry_after_s=5) from away
     raise ServiceError(404, f"There is no policy version {version} here.", "model_not_found", param=param)
-
-
-def _model(name: str, version: int) -> replies.Model:
-    return replies.Model(id=name, object="model", created=0, owned_by="d1", policy_version=version)
 
 
 def _version_header(writer: AnswerWriter) -> dict[str, str]:

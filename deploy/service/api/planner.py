@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from actors.registry.records import BASE, BEST, POLICY
 from deploy.requests import planner
@@ -26,7 +26,12 @@ class ServicePlanner(planner.Planner):
     """Makes the plans and the jobs of one service."""
 
     def __init__(
-        self, codec: TextCodec, defaults: Defaults | RenoisingDefaults, name: str, timeout_s: float = 120.0
+        self,
+        codec: TextCodec,
+        defaults: Defaults | RenoisingDefaults,
+        name: str,
+        timeout_s: float = 120.0,
+        served_names: Sequence[str] = (),
     ) -> None:
         """Plan for a service.
 
@@ -35,19 +40,23 @@ class ServicePlanner(planner.Planner):
             defaults: what requests leave out.
             name: another name of `policy`.
             timeout_s: time that a job may take, in seconds.
+            served_names: more of them.
         """
         super().__init__(codec, defaults)
         self.name, self._timeout_s = name, timeout_s
+        self.aliases = tuple(dict.fromkeys((LAST, name, *served_names)))
+        """All other names of `policy`."""
 
     def wanted(self, model: str | None) -> str | int:
         """The alias or the version that a model's name means. Raises ServiceError."""
-        if model in (None, POLICY, LAST, self.name):
+        if model in (None, POLICY, *self.aliases):
             return POLICY
         if model in (BASE, BEST):
             return model
         match = _VERSION.fullmatch(str(model))
         if match is None:
-            message = f"This service has the models {POLICY}, {BASE}, {BEST}, policy@vNNNNNN and {self.name}."
+            names = f"{', '.join((POLICY, BASE, BEST, 'policy@vNNNNNN', *self.aliases[1:-1]))} and {self.aliases[-1]}"
+            message = f"This service has the models {names}."
             raise ServiceError(404, message, "model_not_found", param="model")
         return int(match[1])
 

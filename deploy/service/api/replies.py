@@ -183,8 +183,11 @@ class Model(Body):
     id: str
     object: Literal["model"]
     created: int
+    """When this service began, in seconds since 1970."""
     owned_by: str
     policy_version: int | None
+    max_model_len: int
+    """Tokens of prompt and canvas together, at most."""
 
 
 class Models(Body):

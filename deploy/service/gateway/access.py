@@ -19,7 +19,7 @@ from deploy.service.gateway.rate_limits import RateLimits
 MAX_BODY_BYTES = 1024 * 1024
 BODY_TIMEOUT_S = 60.0
 """A body has so long to arrive, in seconds."""
-OPEN_PATHS = frozenset({"/health", "/health/ready", "/-/healthz", "/"})
+OPEN_PATHS = frozenset({"/health", "/health/ready", "/ping", "/-/healthz", "/"})
 OPEN_PREFIX = "/assets/"
 _OPEN_METHODS = frozenset({"GET", "HEAD"})
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")

@@ -16,7 +16,7 @@ TOKEN = "a-token-of-this-test"
 BEARER = {"Authorization": f"Bearer {TOKEN}"}
 # It never ends; test_policy_events.py reads what it is made of.
 ENDLESS = "/v1/policy/events"
-OPEN = {"/health", "/health/ready"}
+OPEN = {"/health", "/health/ready", "/ping"}
 # Of a hundred cases; what takes nothing from its client is asked once besides.
 SHARES = {
     "/v1/completions": 36,

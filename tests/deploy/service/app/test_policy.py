@@ -5,10 +5,13 @@ import time
 from dataclasses import replace
 
 import pytest
+from pydantic import ValidationError
 from starlette.testclient import TestClient
 
 from actors.run_log import append_event
+from deploy.recipe.recipe import ServiceSection
 from deploy.service.api.app import create_app, guarded
+from deploy.service.api.planner import ServicePlanner
 from deploy.service.gateway.api_keys import ApiKeys
 from deploy.service.gateway.rate_limits import RateLimits
 from tests.deploy.service.app.asking import ASK, BEARER, TOKEN, assert_error
@@ -31,6 +34,37 @@ def test_models_are_aliases_versions_and_the_run(client, versions, make_policy, 
         for version in (1, 3)
     }
     assert texts[1] != texts[3]
+
+
+def test_a_model_has_more_names_and_says_when_it_began_and_how_much_it_reads(service, open_client, codec):
+    named = ServicePlanner(codec, service.planner._defaults, "tiny", served_names=("gpt-4o", "org/tiny"))
+    client = open_client(
+        guarded(create_app(replace(service, planner=named)), ApiKeys.of(TOKEN, "test"), RateLimits("1000/second")),
+        BEARER,
+    )
+    models = {model["id"]: model for model in client.get("/v1/models").json()["data"]}
+    for name in ("policy", "last", "tiny", "gpt-4o", "org/tiny"):
+        assert models[name]["policy_version"] == models["policy"]["policy_version"]
+        assert 1_700_000_000 < models[name]["created"] <= time.time()
+        assert models[name]["max_model_len"] == codec.config.max_sequence_length
+        assert client.get(f"/v1/models/{name}").json() == models[name]
+        asked = client.post("/v1/completions", json={"prompt": [3, 4], "model": name})
+        assert (asked.status_code, asked.json()["model"]) == (200, name)
+    refused = assert_error(
+        client.post("/v1/completions", json={"prompt": [3], "model": "gpt-4"}), 404, "model_not_found"
+    )
+    assert refused["message"].endswith("policy, base, best, policy@vNNNNNN, tiny, gpt-4o and org/tiny.")
+
+
+def test_a_ping_takes_no_key(make_client):
+    assert make_client(headers={}).get("/ping").json()["status"] == "ready"
+
+
+@pytest.mark.parametrize("name", ["policy", "base", "best", "last", "policy@v000001", "", "a b", "-a"])
+def test_a_served_name_that_means_something_else_is_refused(name):
+    with pytest.raises(ValidationError):
+        ServiceSection(served_names=(name,))
+    assert ServiceSection(served_names=("gpt-4o", "org/model:8b")).served_names[1] == "org/model:8b"
 
 
 def test_the_best_is_a_model_where_the_run_has_validation_problems(client, run_dir, add_checkpoint, monkeypatch):

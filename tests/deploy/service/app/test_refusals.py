@@ -167,7 +167,7 @@ def test_every_route_is_closed_but_those_that_are_meant_to_be_open(app, make_cli
                 walked.add(path)
     assert {"/v1/completions", "/metrics", "/v1/policy/1", "/v1/run/samples", "/tokenize", "/version"} <= walked
     opened = {route.path for route in routes_of(app) if is_open("GET", route.path)}
-    assert opened == {"/health", "/health/ready", "/-/healthz", "/", "/assets/{name:path}"}
+    assert opened == {"/health", "/health/ready", "/ping", "/-/healthz", "/", "/assets/{name:path}"}
     assert client.get("/").headers["content-security-policy"]
     assert client.get("/assets/main.js").status_code == 200
     assert_error(client.get("/assets/%2e%2e%2froutes.py"), 404)
