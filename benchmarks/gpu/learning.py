@@ -16,14 +16,17 @@ from learner.learner import Learner
 from learner.model.lora import merge_into
 from learner.model.lora_config import WHOLE, LoraConfig
 from learner.parallel.sharding import ShardedPolicy
+from learner.parallel.sharding_config import ShardingConfig
 
 _GROUP = 4
 
 
 def learner(setting: Setting) -> Iterator[Row]:
-    """Updates of an adapter of the whole network, and of every weight of one with fewer layers."""
-    yield _update(setting, LoraConfig(rank=setting.rank, alpha=64))
-    yield _update(setting.with_layers(setting.few_layers), WHOLE)
+    """Updates of an adapter of the whole network, eager and compiled, and of every weight of one with fewer layers."""
+    yield _update(setting, LoraConfig(rank=setting.rank, alpha=64), is_compiled=False)
+    yield _update(setting.with_layers(setting.few_layers), WHOLE, is_compiled=False)
+    # The last: nobody knows how long compiling takes there.
+    yield _update(setting, LoraConfig(rank=setting.rank, alpha=64), is_compiled=True)
 
 
 def publishing(setting: Setting) -> Iterator[Row]:
@@ -51,7 +54,7 @@ def _as_bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
-def _update(setting: Setting, lora: LoraConfig) -> Row:
+def _update(setting: Setting, lora: LoraConfig, *, is_compiled: bool) -> Row:
     of_round = rounds.Setting(
         shape=setting.shape,
         prompt_tokens=setting.prompt_tokens,
@@ -61,7 +64,7 @@ def _update(setting: Setting, lora: LoraConfig) -> Row:
         device=setting.device,
     )
     model, device = random_policy(setting, torch.bfloat16), torch.device(setting.device)
-    policy = ShardedPolicy(model, None, lora=lora)
+    policy = ShardedPolicy(model, None, ShardingConfig(compile=is_compiled), lora=lora)
     trained = Learner(policy, rounds.learner_config(of_round), SamplerFacts(records_law=False))
     batch = rounds.make_round(of_round)
     forget_peak_memory(device)
@@ -70,7 +73,7 @@ def _update(setting: Setting, lora: LoraConfig) -> Row:
     what = f"an adapter of rank {lora.rank}" if lora.rank else "every weight"
     return {
         "what": f"two updates of {what}, {setting.shape.num_layers} layers, {batch.num_rows} canvases of "
-        f"{setting.canvas_tokens}",
+        f"{setting.canvas_tokens}, {'compiled' if is_compiled else 'eager'}",
         "seconds": seconds,
         "canvas_tokens_per_s": 2 * batch.num_rows * setting.canvas_tokens / seconds,
         "tflop_per_s": trained.model_flops / seconds / 1e12,

@@ -26,6 +26,7 @@ from learner.model.moe.experts import expert_biases
 from learner.model.networks import make_on_meta
 from learner.model.quantized import Nf4Linear, quantize_blocks, quantized_layers
 from learner.model.transformer import Transformer
+from learner.parallel.compiling import compile_blocks
 from learner.parallel.patience import COLLECTIVE_TIMEOUT_S
 from learner.parallel.sharding_config import ShardingConfig
 
@@ -45,6 +46,16 @@ def _fsdp_options(config: ShardingConfig) -> dict[str, Any]:
     if config.cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy()
     return options
+
+
+def _wrap_blocks(model: Transformer, config: ShardingConfig) -> None:
+    """Change how blocks are run, inside of what FSDP wraps."""
+    if config.compile:
+        compile_blocks(model)
+    if config.activation_checkpointing:
+        for block in model.blocks:
+            # Inside of what FSDP wraps: the block is gathered once for the second forward and the backward.
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
 
 
 def make_mesh(
@@ -105,11 +116,12 @@ class ShardedPolicy:
             device: where the shards of a model on the meta device are made.
 
         Raises:
-            ValueError: `config` asks of a single process what only FSDP does, or `lora` of the policy what it has not.
+            ValueError: `config` asks of a single process what only FSDP does, or `lora` of the policy what it has not,
+                or `config` to compile what cannot be.
         """
         if mesh is None and _fsdp_options(config):
             raise ValueError("compute_dtype and cpu_offload are FSDP's, and this process is in no process group")
-        if refusal := lora.refusal(model.config):
+        if refusal := lora.refusal(model.config) or config.refusal(model.config, lora):
             raise ValueError(refusal)
         self.config = model.config
         self.mesh = mesh
@@ -125,10 +137,7 @@ class ShardedPolicy:
             add_adapters(model, lora)
         if lora.base_weights == "nf4":
             quantize_blocks(model, self.device)
-        if config.activation_checkpointing:
-            for block in model.blocks:
-                # Inside of what FSDP wraps: the block is gathered once for the second forward and the backward.
-                block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
+        _wrap_blocks(model, config)
         if mesh is not None:
             for block in model.blocks:
                 # A router's bias is small, and would be gathered in `compute_dtype`.
