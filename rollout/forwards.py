@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -310,7 +311,7 @@ class Forwards:
         places_T = (torch.arange(ids_RL.shape[1]) < lengths_R[:, None]).flatten().nonzero()[:, 0]
         ids_1T = ids_RL.flatten()[uploaded(places_T, ids_RL.device)][None]
         asked_R = torch.full_like(lengths_R, queries_RQ.shape[1])
-        ragged = RaggedRows.of(lengths_R, asked_R, ids_RL.device)
+        ragged = RaggedRows.of(lengths_R, asked_R, partial(uploaded, device=ids_RL.device))
         begins_R1 = ragged.tokens.ends[:-1, None].long()
         # As above, of each row.
         last_R1 = ragged.tokens.ends[1:, None] - 1

@@ -24,6 +24,7 @@ from learner.model.networks import make_model
 from learner.model.transformer import Transformer, init_weights
 from learner.parallel import sharding
 from learner.parallel.sharding import ShardedPolicy
+from learner.parallel.sharding_config import ShardingConfig
 from learner.sft.documents import Example, make_documents
 from learner.sft.learner import SftLearner
 from learner.sft.sft import SftConfig
@@ -176,6 +177,21 @@ def test_a_compiled_policy_in_bfloat16_samples_what_it_samples_eagerly(policy: T
     compiled = Sampler(half, 0, EngineConfig(compile=True)).generate(requests)
     same = [one.token_ids == other.token_ids for one, other in zip(eager, compiled, strict=True)]
     assert sum(map(float, (row.mean() for row in same))) / 4 > 0.9, "fusion rounds otherwise"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_update_is_the_eager_step(policy: Transformer) -> None:
+    batch, config = make_round(_ROUND), algorithm_config("diffu-grpo", **_OF_ROUND, filters={}, inner_updates=1)
+    eager, compiled = (copy.deepcopy(policy).cuda() for _ in range(2))
+    metrics = [
+        Learner(ShardedPolicy(model, None, sharding), config).update(batch, 0)
+        for model, sharding in ((eager, ShardingConfig()), (compiled, ShardingConfig(compile=True)))
+    ]
+    assert metrics[1] == pytest.approx(metrics[0], rel=1e-2, abs=1e-4)
+    for name, tensor in eager.named_parameters():
+        torch.testing.assert_close(compiled.get_parameter(name), tensor, atol=1e-4, rtol=1e-3, msg=name)
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

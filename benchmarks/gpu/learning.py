@@ -19,17 +19,20 @@ from learner.model.lora import merge_into
 from learner.model.lora_config import WHOLE, LoraConfig
 from learner.model.transformer import Transformer
 from learner.parallel.sharding import ShardedPolicy
+from learner.parallel.sharding_config import ShardingConfig
 
 _GROUP = 4
 
 
 def learner(setting: Setting) -> Iterator[Row]:
-    """Updates of an adapter of the whole network, and of every weight of one with fewer layers; then rows of unequal
-    length, padded and back to back."""
-    yield _update(setting, LoraConfig(rank=setting.rank, alpha=64))
-    yield _update(setting.with_layers(setting.few_layers), WHOLE)
+    """Updates of an adapter of the whole network, and of every weight of one with fewer layers; rows of unequal length,
+    padded and back to back; and the first again, compiled."""
+    yield _update(setting, LoraConfig(rank=setting.rank, alpha=64), is_compiled=False)
+    yield _update(setting.with_layers(setting.few_layers), WHOLE, is_compiled=False)
     # No prompt of GSM8K is longer.
     yield from _ragged(replace(setting.with_layers(setting.few_layers), prompt_tokens=256))
+    # The last: nobody knows how long compiling takes there.
+    yield _update(setting, LoraConfig(rank=setting.rank, alpha=64), is_compiled=True)
 
 
 def _ragged(setting: Setting) -> Iterator[Row]:
@@ -77,7 +80,7 @@ def _as_bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
-def _update(setting: Setting, lora: LoraConfig) -> Row:
+def _update(setting: Setting, lora: LoraConfig, *, is_compiled: bool) -> Row:
     of_round = rounds.Setting(
         shape=setting.shape,
         prompt_tokens=setting.prompt_tokens,
@@ -87,7 +90,7 @@ def _update(setting: Setting, lora: LoraConfig) -> Row:
         device=setting.device,
     )
     model, device = random_policy(setting, torch.bfloat16), torch.device(setting.device)
-    policy = ShardedPolicy(model, None, lora=lora)
+    policy = ShardedPolicy(model, None, ShardingConfig(compile=is_compiled), lora=lora)
     trained = Learner(policy, rounds.learner_config(of_round), SamplerFacts(records_law=False))
     batch = rounds.make_round(of_round)
     forget_peak_memory(device)
@@ -96,7 +99,7 @@ def _update(setting: Setting, lora: LoraConfig) -> Row:
     what = f"an adapter of rank {lora.rank}" if lora.rank else "every weight"
     return {
         "what": f"two updates of {what}, {setting.shape.num_layers} layers, {batch.num_rows} canvases of "
-        f"{setting.canvas_tokens}",
+        f"{setting.canvas_tokens}, {'compiled' if is_compiled else 'eager'}",
         "seconds": seconds,
         "canvas_tokens_per_s": 2 * batch.num_rows * setting.canvas_tokens / seconds,
         "tflop_per_s": trained.model_flops / seconds / 1e12,

@@ -276,6 +276,8 @@ def _transport_problems(recipe: Recipe) -> Iterator[str]:
 def _policy_problems(recipe: Recipe, policy: TransformerConfig) -> Iterator[str]:
     if refusal := recipe.model.lora.refusal(policy):
         yield refusal
+    if refusal := recipe.sharding.refusal(policy, recipe.model.lora):
+        yield refusal
     if policy.moe is not None and recipe.rollout.engine.compile and recipe.rollout.engine.dtype == "float32":
         yield (
             "rollout.engine.compile is true, and experts are compiled in bfloat16 only; "

@@ -6,6 +6,7 @@ Shape letters: V canvases, S slots of one, M slots that are looked at, N scored 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from learner.batch import uploaded
@@ -156,5 +157,5 @@ def _back_to_back(views: Views, device: torch.device) -> _Rows:
     begins_V = lengths_V.cumsum(0) - lengths_V
     grid = (uploaded(part, device) for part in query_grid(begins_V[rows_M] + columns_M, 1, int(lengths_V.sum())))
     is_used_VS = torch.arange(width) < lengths_V[:, None]
-    ragged = RaggedRows.of(lengths_V, rows_M.bincount(minlength=len(lengths_V)), device)
+    ragged = RaggedRows.of(lengths_V, rows_M.bincount(minlength=len(lengths_V)), partial(uploaded, device=device))
     return (uploaded(views.ids[is_used_VS][None], device), None, *grid), {"ragged": ragged}

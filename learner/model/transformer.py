@@ -44,6 +44,8 @@ class Attention(nn.Module):
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        # Here and not in the forward: a compiler may take numbers of heads for symbols, whose comparison is no bool.
+        self.is_grouped = config.num_heads != config.num_kv_heads
         kv_width = config.num_kv_heads * config.head_dim
         self.q_proj = nn.Linear(config.d_model, config.attention_width, bias=config.qkv_bias)
         self.k_proj = nn.Linear(config.d_model, kv_width, bias=config.qkv_bias)
@@ -70,7 +72,7 @@ class Attention(nn.Module):
     def _attend(self, q_BHQE: Tensor, k_BKLE: Tensor, v_BKLE: Tensor, visible: Visible) -> Tensor:
         if isinstance(visible, WithinRows):
             return visible.attend(q_BHQE, k_BKLE, v_BKLE)
-        is_grouped = self.num_heads != self.num_kv_heads
+        is_grouped = self.is_grouped
         if isinstance(visible, BlockMask):
             mixed = flex_attention(q_BHQE, k_BKLE, v_BKLE, block_mask=visible, enable_gqa=is_grouped)
             assert isinstance(mixed, Tensor), "without statistics it is the output alone"

@@ -27,6 +27,7 @@ from learner.model.moe.experts import expert_biases
 from learner.model.networks import make_on_meta
 from learner.model.quantized import Nf4Linear, quantize_blocks, quantized_layers
 from learner.model.transformer import Transformer
+from learner.parallel.compiling import compile_blocks
 from learner.parallel.patience import COLLECTIVE_TIMEOUT_S
 from learner.parallel.sharding_config import ShardingConfig
 
@@ -46,6 +47,16 @@ def _fsdp_options(config: ShardingConfig) -> dict[str, Any]:
     if config.cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy()
     return options
+
+
+def _wrap_blocks(model: Transformer, config: ShardingConfig) -> None:
+    """Change how blocks are run, inside of what FSDP wraps."""
+    if config.compile:
+        compile_blocks(model)
+    if config.activation_checkpointing:
+        for block in model.blocks:
+            # Inside of what FSDP wraps: the block is gathered once for the second forward and the backward.
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
 
 
 def make_mesh(
@@ -106,11 +117,12 @@ class ShardedPolicy:
             device: where the shards of a model on the meta device are made.
 
         Raises:
-            ValueError: `config` asks of a single process what only FSDP does, or `lora` of the policy what it has not.
+            ValueError: `config` asks of a single process what only FSDP does, or `lora` of the policy what it has not,
+                or `config` to compile what cannot be.
         """
         if mesh is None and _fsdp_options(config):
             raise ValueError("compute_dtype and cpu_offload are FSDP's, and this process is in no process group")
-        if refusal := lora.refusal(model.config):
+        if refusal := lora.refusal(model.config) or config.refusal(model.config, lora):
             raise ValueError(refusal)
         self.config = model.config
         self.mesh = mesh
@@ -126,10 +138,7 @@ class ShardedPolicy:
             add_adapters(model, lora)
         if lora.base_weights == "nf4":
             quantize_blocks(model, self.device)
-        if config.activation_checkpointing:
-            for block in model.blocks:
-                # Inside of what FSDP wraps: the block is gathered once for the second forward and the backward.
-                block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
+        _wrap_blocks(model, config)
         if mesh is not None:
             for block in model.blocks:
                 # A router's bias is small, and would be gathered in `compute_dtype`.
@@ -155,7 +164,8 @@ class ShardedPolicy:
         a GPU would launch as many kernels, and on a CPU the bits of a loss would be others."""
         in_half = self._sharding.compute_dtype == "bfloat16"
         dtype = torch.bfloat16 if in_half else next(self.module.parameters()).dtype
-        return not self.config.is_block_causal and has_kernel(self.device, dtype, self.config.head_dim)
+        is_eager = not self._sharding.compile
+        return is_eager and not self.config.is_block_causal and has_kernel(self.device, dtype, self.config.head_dim)
 
     @property
     def trained_parameters(self) -> dict[str, nn.Parameter]:

@@ -25,6 +25,7 @@ from learner.model.transformer import Transformer, init_weights
 from learner.parallel import sharding
 from learner.parallel.micro_batches import cut
 from learner.parallel.sharding import ShardedPolicy
+from learner.parallel.sharding_config import ShardingConfig
 from learner.round import Round
 from tests.learner.methods.test_algorithms import algorithm_config, algorithm_sampler, gradients_of_two_steps
 
@@ -114,6 +115,8 @@ def test_rows_of_blocks_keep_their_rows(policy: Transformer, unpadded: None) -> 
     causal = make_model(policy.config.model_copy(update={"family": "sdar", "block_length": 4}))
     assert ShardedPolicy(policy, None).spares_padding
     assert not ShardedPolicy(causal, None).spares_padding
+    # A compiler would meet another number of rows in every micro-batch.
+    assert not ShardedPolicy(policy, None, ShardingConfig(compile=True)).spares_padding
 
 
 def test_only_a_gpu_in_half_precision_has_the_kernel(policy: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:

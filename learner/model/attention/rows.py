@@ -5,11 +5,10 @@ Shape letters: B rows, T tokens of all.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from learner.batch import uploaded
 from learner.model.deferred import torch
 
 if TYPE_CHECKING:
@@ -54,17 +53,16 @@ class RaggedRows:
     """How many slots of each are asked for, in the order of the rows; of a row it may be none, of all it is not."""
 
     @classmethod
-    def of(cls, lengths_B: Tensor, asked_B: Tensor, device: torch.device) -> RaggedRows:
-        """Of rows of so many tokens, of which so many are asked for: both on the CPU."""
+    def of(cls, lengths_B: Tensor, asked_B: Tensor, upload: Callable[[Tensor], Tensor]) -> RaggedRows:
+        """Of rows of so many tokens, of which so many are asked for: both on the CPU, from which `upload` takes them to
+        where the policy computes."""
         columns_BL = torch.arange(int(lengths_B.max())).expand(len(lengths_B), -1)
         positions_T = columns_BL[columns_BL < lengths_B[:, None]]
         return cls(
-            positions=uploaded(positions_T[None], device),
-            tokens=_lengths(lengths_B, device),
-            asked=_lengths(asked_B, device),
+            positions=upload(positions_T[None]), tokens=_lengths(lengths_B, upload), asked=_lengths(asked_B, upload)
         )
 
 
-def _lengths(each_B: Tensor, device: torch.device) -> Lengths:
+def _lengths(each_B: Tensor, upload: Callable[[Tensor], Tensor]) -> Lengths:
     ends = torch.cat((each_B.new_zeros(1), each_B.cumsum(0))).int()
-    return Lengths.of(each_B.tolist(), uploaded(ends, device))
+    return Lengths.of(each_B.tolist(), upload(ends))

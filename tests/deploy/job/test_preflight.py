@@ -358,6 +358,11 @@ def test_what_a_policy_of_experts_cannot_is_refused(
     assert problem == (
         "rollout.engine.compile is true, and experts are compiled in bfloat16 only; take rollout.engine.dtype=bfloat16"
     )
+    assert _problems(recipe_file, checkpoint, "sharding={compile: true, compute_dtype: bfloat16}") == []
+    (problem,) = _problems(recipe_file, checkpoint, "sharding.compile=true")
+    assert problem == (
+        "sharding.compile is true, and experts are compiled in bfloat16 only; take sharding.compute_dtype=bfloat16"
+    )
     problems = _problems(recipe_file, checkpoint, "model.lora={rank: 4, base_weights: nf4}")
     assert problems[-1].startswith("model.lora.base_weights nf4 holds linear layers in 4 bits, and experts")
 
