@@ -23,7 +23,7 @@ from actors.resources import (
 from actors.sampler import SamplerWorker
 from actors.spec import RunSpec
 from actors.training.run_client import Heartbeat, RunClient
-from actors.weight_store import WeightStore, store_name
+from actors.weights.store import WeightStore, store_name
 from learner.parallel.ranks import LeaderFailedError, Ranks, is_lost_peer
 
 _START_TIMEOUT_S = 600.0

@@ -34,7 +34,7 @@ class SamplerWorker:
         # Here and not above: whoever gets this actor's handle imports its class, the coordinator too.
         import torch
 
-        from actors.fetching import BaseAtHand, PolicyLoader, StoreReader
+        from actors.weights.fetching import BaseAtHand, PolicyLoader, StoreReader
         from learner.hardware import limit_memory
         from learner.model.checkpoint import empty_policy
         from rollout.sampler import Sampler

@@ -185,7 +185,7 @@ def test_no_module_has_the_name_of_one_of_the_standard_library() -> None:
         ("learner.learner, rollout.sampler", {"ray", "fastapi", "redis"}),
         # Torch takes seconds of CPU and 150 MB in each of a cluster's processes.
         ("actors.grader", {"torch", "ray"}),
-        ("actors.weight_store, actors.registry.server", {"torch"}),
+        ("actors.weights.store, actors.registry.server", {"torch"}),
         # Who gets an actor's handle imports its class.
         ("actors.coordination.coordinator, actors.sampler, actors.grader", {"torch"}),
         ("deploy.service.on_ray.ingress, deploy.service.on_ray.admin_replica", {"torch"}),

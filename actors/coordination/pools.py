@@ -14,7 +14,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from actors.coordination.liveness import START_S
 from actors.messages import Generation, Portion, PortionKey, PortionSummary
-from actors.weight_store import VersionMissingError
+from actors.weights.store import VersionMissingError
 from rewards import RewardUnavailableError
 
 _RESTART_POLL_S = 0.5

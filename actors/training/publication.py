@@ -18,8 +18,8 @@ from actors.messages import Generation, Next
 from actors.spec import Phase
 from actors.training.ending import StopRequestedError
 from actors.training.shards import Shipping, Travel
-from actors.weight_store import Base, Manifest
-from actors.weights import make_manifest
+from actors.weights.store import Base, Manifest
+from actors.weights.tensors import make_manifest
 from learner.parallel.ranks import Ranks
 from learner.parallel.sharding import ShardedPolicy
 

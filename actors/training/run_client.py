@@ -15,13 +15,13 @@ import ray
 from ray.exceptions import ActorDiedError, GetTimeoutError, ObjectLostError, RayError
 from torch import Tensor
 
-from actors import offering
 from actors.messages import Generation, Next, ScoredPortion
 from actors.resources import OBJECT_STORE
 from actors.spec import Phase
 from actors.training.ending import OutOfGpuMemoryError
-from actors.weight_store import Manifest
-from actors.weights import as_bytes, put
+from actors.weights import offering
+from actors.weights.store import Manifest
+from actors.weights.tensors import as_bytes, put
 
 _CALL_TIMEOUT_S = 600.0
 _REPORT_TIMEOUT_S = 10.0

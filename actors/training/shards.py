@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from actors.checksums import Checked, checked
-from actors.weight_store import Manifest
-from actors.weights import as_bytes, manifest_of_shards
+from actors.weights.checksums import Checked, checked
+from actors.weights.store import Manifest
+from actors.weights.tensors import as_bytes, manifest_of_shards
 from learner.model.networks import held_dtypes
 from learner.parallel.sharding import ShardedPolicy, on_cpu
 

@@ -125,7 +125,7 @@ class Publisher:
         import ray
 
         from actors import NAMESPACE
-        from actors.weight_store import WeightStore, store_name
+        from actors.weights.store import WeightStore, store_name
 
         self._policies, self._registry = policies, registry
         self._store_name = store_name(policies.directory.name)
@@ -136,7 +136,7 @@ class Publisher:
         """Announce one more version. Returns its number."""
         import ray
 
-        from actors.weights import make_manifest, put
+        from actors.weights.tensors import make_manifest, put
 
         policies = self._policies
         version = policies.newest + 1

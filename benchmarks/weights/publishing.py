@@ -29,14 +29,14 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from actors.fetching import PolicyLoader, StoreReader
 from actors.messages import Generation
 from actors.spec import Phase
 from actors.training.publication import Publisher
 from actors.training.run_client import RunClient
 from actors.training.shards import Travel
-from actors.weight_store import WeightStore
-from actors.weights import make_manifest
+from actors.weights.fetching import PolicyLoader, StoreReader
+from actors.weights.store import WeightStore
+from actors.weights.tensors import make_manifest
 from benchmarks.models import Shape, empty_policy
 from deploy import machine
 from deploy.ray_session import ray_session

@@ -215,7 +215,7 @@ def _write_initial(recipe: Recipe, directory: Path, source: Path | None) -> None
 
 
 def _save_initial(directory: Path, model: Transformer, tokenizer_from: Path) -> None:
-    from actors.weights import make_manifest
+    from actors.weights.tensors import make_manifest
     from learner.model.checkpoint import save_checkpoint
 
     weights = dict(model.named_parameters())

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from actors.cluster import WORKER_ENV
-from actors.weights import make_manifest, verify
+from actors.weights.tensors import make_manifest, verify
 from learner.model.config import TransformerConfig
 from learner.model.transformer import Transformer, init_weights
 from learner.optimizer import PolicyOptimizer

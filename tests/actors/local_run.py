@@ -9,14 +9,14 @@ from typing import Any
 import torch
 
 from actors.checkpoints.best import best_version
-from actors.fetching import PolicyLoader
 from actors.grader import GraderWorker
 from actors.messages import Generation, Next, Portion, ScoredPortion
 from actors.plan import RunPlan
 from actors.run_log import VALIDATION
 from actors.spec import Phase, RunSpec
-from actors.weight_store import Manifest
-from actors.weights import verify
+from actors.weights.fetching import PolicyLoader
+from actors.weights.store import Manifest
+from actors.weights.tensors import verify
 from learner.model.checkpoint import load_policy
 from learner.model.tokenizer import ChatTokenizer
 from rollout.sampler import Sampler
@@ -119,7 +119,7 @@ class LocalRun:
 
 
 class _Store:
-    """What a weight store has: `actors.fetching.Reader`."""
+    """What a weight store has: `actors.weights.fetching.Reader`."""
 
     def __init__(self) -> None:
         self.bases: dict[str, dict[str, torch.Tensor]] = {}

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch.distributed as dist
 from torch import Tensor
 
-from actors.weight_store import Manifest
-from actors.weights import Arrived, Rows, as_bytes, as_verified
+from actors.weights.store import Manifest
+from actors.weights.tensors import Arrived, Rows, as_bytes, as_verified
 
 
 class Offers:

@@ -9,10 +9,10 @@ import torch
 from ray.exceptions import GetTimeoutError
 from torch import Tensor
 
-from actors.fetching import PolicyLoader, StoreReader, load_in_place, whole_version
 from actors.messages import Generation
-from actors.weight_store import Base, Manifest
-from actors.weights import Arrived, make_manifest
+from actors.weights.fetching import PolicyLoader, StoreReader, load_in_place, whole_version
+from actors.weights.store import Base, Manifest
+from actors.weights.tensors import Arrived, make_manifest
 from learner.model.config import TransformerConfig
 from learner.model.lora import merged
 from learner.model.transformer import Transformer, init_weights

@@ -18,7 +18,6 @@ import torch
 from actors.cluster import watched
 from actors.coordination.liveness import Watch, ready
 from actors.coordination.pools import Pools, PortionFailedError
-from actors.fetching import StoreReader, whole_version
 from actors.grader import GraderWorker
 from actors.messages import Generation
 from actors.plan import RunPlan
@@ -26,8 +25,9 @@ from actors.resources import OBJECT_STORE
 from actors.sampler import SamplerWorker
 from actors.spec import RunSpec
 from actors.training.run_client import RunClient
-from actors.weight_store import Base, WeightStore
-from actors.weights import make_manifest, put
+from actors.weights.fetching import StoreReader, whole_version
+from actors.weights.store import Base, WeightStore
+from actors.weights.tensors import make_manifest, put
 from benchmarks.weights import publishing
 from learner.model.checkpoint import load_policy
 from learner.model.lora import merged_weights

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from actors import fetching
 from actors.messages import Generation, Portion
 from actors.plan import RunPlan
 from actors.sampler import SamplerWorker
 from actors.spec import RunSpec
+from actors.weights import fetching
 from learner.model.checkpoint import load_policy
 from tests.actors.test_fetching import Shelf
 from tests.stand_in_gpu import bytes_there, stand_in_gpu

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.checksums import Checked, checked, joined
-from actors.weights import as_bytes, as_verified, make_manifest, manifest_of_shards, verify
+from actors.weights.checksums import Checked, checked, joined
+from actors.weights.tensors import as_bytes, as_verified, make_manifest, manifest_of_shards, verify
 
 WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}
 

@@ -37,7 +37,7 @@ def load_sampler(policy: PolicyVersion, config_dir: Path, engine: EngineConfig, 
     """
     if policy.weight_store is not None:
         # Ray is not imported where only checkpoints are served.
-        from actors.fetching import fetch
+        from actors.weights.fetching import fetch
 
         try:
             weights = fetch(policy.weight_store, policy.version, _FETCH_TIMEOUT_S, policy.manifest_digest)
@@ -83,6 +83,6 @@ def _verify(policy: PolicyVersion, directory: Path) -> None:
 
 def _digest_of(directory: Path) -> str:
     """Of a checkpoint that an earlier d1 wrote, the checksum that one of today says itself."""
-    from actors.weights import make_manifest
+    from actors.weights.tensors import make_manifest
 
     return make_manifest(0, dict(load_policy(directory).named_parameters())).digest

@@ -8,7 +8,7 @@ from ray import serve
 from ray.exceptions import RayError, RayTaskError
 
 from actors.registry.records import PolicyVersion
-from actors.weight_store import held_by
+from actors.weights.store import held_by
 from deploy.service.admin.admin_app import create_admin_app, guarded_admin
 from deploy.service.admin.steering import Steering
 from deploy.service.api.policy_events import RegistryReader

@@ -17,7 +17,7 @@ from actors.messages import Generation, Next, Portion, PortionKey, PortionSummar
 from actors.resources import GpuSection
 from actors.run_log import read_events
 from actors.spec import Phase, RunSpec
-from actors.weight_store import VersionMissingError
+from actors.weights.store import VersionMissingError
 from rewards import Grade
 
 NOWHERE = "redis://127.0.0.1:1/0"

@@ -16,8 +16,8 @@ from actors.messages import Generation, Next
 from actors.spec import Phase
 from actors.training.publication import Publisher
 from actors.training.shards import Travel
-from actors.weight_store import Manifest
-from actors.weights import make_manifest, verify
+from actors.weights.store import Manifest
+from actors.weights.tensors import make_manifest, verify
 from learner.model.config import TransformerConfig
 from learner.model.lora import merged_weights
 from learner.model.lora_config import WHOLE, LoraConfig

@@ -24,7 +24,7 @@ from actors.spec import Phase, RunSpec
 from actors.training.context import RunContext
 from actors.training.ending import OutOfGpuMemoryError
 from actors.training.training import TrainingRun
-from actors.weight_store import Manifest
+from actors.weights.store import Manifest
 from learner.batch import RolloutBatch
 from learner.config import LearnerConfig
 from learner.learner import Learner

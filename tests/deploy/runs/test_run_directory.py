@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from actors.checkpoints.selection import read_position
-from actors.weights import make_manifest
+from actors.weights.tensors import make_manifest
 from deploy.recipe.overrides import load_recipe
 from deploy.recipe.recipe import Stages
 from deploy.runs.run_directory import create_run_dir, make_spec

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from actors.fetching import fetch
-from actors.weights import make_manifest
+from actors.weights.fetching import fetch
+from actors.weights.tensors import make_manifest
 from deploy.errors import UserError
 from deploy.service.checkpoints import latest_checkpoint, plain_checkpoint
 from deploy.service.engine.loading import load_sampler
@@ -58,7 +58,7 @@ def test_weights_that_the_store_lost_come_from_the_checkpoint(run_dir, make_poli
         raise LookupError(f"{store} has no {version}")
 
     assert fetch.__name__ == "fetch"
-    monkeypatch.setattr("actors.fetching.fetch", gone)
+    monkeypatch.setattr("actors.weights.fetching.fetch", gone)
     checkpoint = run_dir / "checkpoints" / "sft-1"
     with pytest.raises(LookupError, match="d1-weights-tiny has no 2"):
         load_sampler(make_policy(2, weight_store="d1-weights-tiny"), checkpoint, EngineConfig())
@@ -77,7 +77,7 @@ def test_a_checkpoint_that_this_machine_does_not_see_is_out_of_reach_and_not_ref
 def test_weights_of_a_store_become_the_policy(run_dir, make_model, make_policy, monkeypatch):
     weights = make_model(2).state_dict()
     checkpoint = run_dir / "checkpoints" / "sft-1"
-    monkeypatch.setattr("actors.fetching.fetch", lambda store, version, timeout_s, digest: weights)
+    monkeypatch.setattr("actors.weights.fetching.fetch", lambda store, version, timeout_s, digest: weights)
     loaded = load_sampler(make_policy(2, weight_store="s"), checkpoint, EngineConfig()).model.state_dict()
     assert loaded.keys() == weights.keys()
     assert all(loaded[name].equal(weights[name]) for name in weights)

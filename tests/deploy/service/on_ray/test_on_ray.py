@@ -19,8 +19,8 @@ import redis
 from actors import NAMESPACE
 from actors.registry.registry import Registry
 from actors.registry.server import registry_url
-from actors.weight_store import WeightStore, store_name
-from actors.weights import make_manifest, put
+from actors.weights.store import WeightStore, store_name
+from actors.weights.tensors import make_manifest, put
 from benchmarks.service import faults, soak
 from benchmarks.service.deployment import ROLES, Deployed, Policies, Publisher, Shape, processes
 from benchmarks.service.load import Judge

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from actors import NAMESPACE
 from actors.messages import Generation
-from actors.weight_store import Manifest, VersionMissingError
-from actors.weights import Arrived, Rows, as_verified
+from actors.weights.store import Manifest, VersionMissingError
+from actors.weights.tensors import Arrived, Rows, as_verified
 from learner.model.lora import merge_into, merged_weights
 from learner.model.transformer import Transformer
 

@@ -1,7 +1,7 @@
 """The weight store: an actor that owns the newest policy versions in Ray's object store.
 
-So they outlive the learner that made them. It holds bytes, and knows no tensor: `actors.weights` makes the one of the
-other.
+So they outlive the learner that made them. It holds bytes, and knows no tensor: `actors.weights.tensors` makes the one
+of the other.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import ray
 from numpy.typing import NDArray
 
 from actors import NAMESPACE
-from actors.offering import taken
+from actors.weights.offering import taken
 from learner.parallel.patience import patience_s
 
 
@@ -119,8 +119,8 @@ class WeightStore:
         return True
 
     def offered(self, key: str, rank: int, offer: Any) -> None:
-        """A rank offers its rows, until they are taken: its actor, which is called for them (`actors/offering.py`); or,
-        in a list, the reference to its memory, from which every reader fetches them."""
+        """A rank offers its rows, until they are taken: its actor, which is called for them (`offering.taken`); or, in a
+        list, the reference to its memory, from which every reader fetches them."""
         self._offers[rank] = key, offer
 
     def take(self, manifest: Manifest, key: str, num_ranks: int) -> bool:

@@ -16,8 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from actors.checksums import Checked, checked, joined
-from actors.weight_store import Base, Manifest, TensorEntry
+from actors.weights.checksums import Checked, checked, joined
+from actors.weights.store import Base, Manifest, TensorEntry
 
 Rows = Mapping[str, NDArray[np.uint8] | Tensor]
 """One rank's rows of tensors, or all of them: their bytes, or as they were in its memory, also a GPU's."""
