@@ -127,6 +127,8 @@ class Round:
         objective, device = self._config.objective, self._policy.device
         corruption = self._config.estimator.corrupt(self._shard, update, self._sampler)
         terms = make_terms(self._shard, self._policy.config, corruption, self._sampler.block_length)
+        if objective.needs_float32_head:
+            terms = replace(terms, law=replace(terms.law, float32_head=True))
         if objective.weigh_by_length:
             terms = replace(terms, importance=terms.importance * self._facts.sizes[terms.rows])
         terms = normalized(terms, objective.level, objective.normalize_by, self._facts, self._policy.sum_over_ranks)

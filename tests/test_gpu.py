@@ -21,7 +21,9 @@ from learner.learner import Learner
 from learner.model.config import TransformerConfig
 from learner.model.lora import merge_into, merged_weights
 from learner.model.networks import make_model
+from learner.model.scoring import wanted_logps
 from learner.model.transformer import Transformer, init_weights
+from learner.model.wanted import Wanted
 from learner.parallel import sharding
 from learner.parallel.sharding import ShardedPolicy
 from learner.parallel.sharding_config import ShardingConfig
@@ -352,3 +354,16 @@ def test_tensors_of_two_devices_do_not_mix(placed: Placed) -> None:
         there.numpy()
     assert (there * torch.tensor(2.0)).tolist() == [2.0] * 3, "a number may be anywhere"
     assert there[torch.tensor([0])].is_cuda, "as an index may"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_head_in_float32_sums_what_half_precision_would_round() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x_MD, weight_VD = (torch.randn(size, 64, generator=generator).bfloat16() for size in (33, 500))
+    slots = torch.arange(33)
+    wanted = Wanted(slot=slots, token=slots, float32_head=True)
+    exact_N = wanted_logps(x_MD, weight_VD, wanted)
+    on_gpu = replace(wanted, slot=slots.cuda(), slot_on_host=slots, token=slots.cuda())
+    found_N = wanted_logps(x_MD.cuda(), weight_VD.cuda(), on_gpu)
+    torch.testing.assert_close(found_N.cpu(), exact_N, atol=1e-4, rtol=1e-5)

@@ -119,8 +119,8 @@ class WeightStore:
         return True
 
     def offered(self, key: str, rank: int, offer: Any) -> None:
-        """A rank offers its rows, until they are taken: its actor, which is called for them (`offering.taken`); or, in a
-        list, the reference to its memory, from which every reader fetches them."""
+        """A rank offers its rows, until they are taken: its actor, which is called for them (`offering.taken`); or, in
+        a list, the reference to its memory, from which every reader fetches them."""
         self._offers[rank] = key, offer
 
     def take(self, manifest: Manifest, key: str, num_ranks: int) -> bool:

@@ -31,6 +31,8 @@ class ScoringLaw:
     sampler's law excludes the mask id."""
     forbidden_ids: tuple[int, ...] = ()
     """Other ids that the sampler's law excludes."""
+    float32_head: bool = False
+    """Whether logits are in float32 where the policy computes in half precision."""
 
 
 SOFTMAX = ScoringLaw()
@@ -127,6 +129,7 @@ def token_logps(
         mask_id=model.config.mask_token_id,
         excludes_mask_id=law.excludes_mask_id,
         forbidden_ids=law.forbidden_ids,
+        float32_head=law.float32_head,
     )
     logps_N: Tensor = model(*rows, wanted=wanted, **beside)
     return torch.empty_like(logps_N).scatter(0, uploaded(order_N, device), logps_N)

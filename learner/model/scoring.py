@@ -96,13 +96,20 @@ def _chunks(x_MD: Tensor, weight_VD: Tensor, wanted: Wanted) -> Iterator[tuple[s
 
 def _logits(x_CD: Tensor, weight_VD: Tensor, wanted: Wanted) -> Tensor:
     """[C, V] under the law."""
-    logits_CV = F.linear(x_CD, weight_VD)
+    logits_CV = _in_float32(x_CD, weight_VD) if wanted.float32_head else F.linear(x_CD, weight_VD)
     if wanted.temperature != 1.0:
         logits_CV = logits_CV.float().div_(wanted.temperature)
     # One by one: an index would have to be sent to a device, and there are few.
     for excluded in (*wanted.forbidden_ids, *([wanted.mask_id] if wanted.excludes_mask_id else [])):
         logits_CV[:, excluded] = -torch.inf
     return logits_CV
+
+
+def _in_float32(x_CD: Tensor, weight_VD: Tensor) -> Tensor:
+    """[C, V], as it is summed and not rounded."""
+    if x_CD.device.type == "cuda" and x_CD.dtype != torch.float32:
+        return torch.mm(x_CD, weight_VD.T, out_dtype=torch.float32)
+    return F.linear(x_CD.float(), weight_VD.float())
 
 
 def _log_softmax(logits_CV: Tensor) -> Tensor:

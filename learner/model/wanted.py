@@ -38,6 +38,8 @@ class Wanted:
     """Whether the law gives it no probability, as the sampler's does."""
     forbidden_ids: tuple[int, ...] = ()
     """Other ids to which it gives none."""
+    float32_head: bool = False
+    """Whether logits are in float32, of a stream and a head in half precision too: not rounded to it."""
 
 
 def query_grid(slots_N: Tensor, num_rows: int, width: int) -> tuple[Tensor, Tensor]:

@@ -95,6 +95,10 @@ class Objective(Protocol):
     def weighs_rows(self) -> bool:
         """Whether rows are weighed by it, once before the first update, and no update looks at it."""
 
+    @property
+    def needs_float32_head(self) -> bool:
+        """Whether logits that are rounded to half precision would change what it does."""
+
     def refusal(self, estimator: Estimator, max_staleness: int) -> str | None:
         """Why it cannot go with an estimator, or with completions so many versions old; None where it can.
 

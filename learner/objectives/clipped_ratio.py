@@ -45,6 +45,9 @@ def kl_estimate(kind: Kl, difference: Tensor) -> Tensor:
     return difference.exp() - difference - 1
 
 
+_NARROW = 1e-3
+
+
 class ClippedRatioConfig(BaseModel):
     """PPO's clipped ratio and a KL penalty; the defaults are diffu-GRPO's (d1, arXiv 2504.12216, equation 3)."""
 
@@ -108,6 +111,12 @@ class ClippedRatioConfig(BaseModel):
                 "nll_coef needs level: token and normalize_by: row; it is a mean over completions of each one's tokens"
             )
         return self
+
+    @property
+    def needs_float32_head(self) -> bool:
+        """Whether a ratio is cut so near to 1 that the rounding of a logit in half precision, a hundredth of a nat and
+        more, would cut it by chance (MAPG: 3e-4)."""
+        return any(clip is not None and 0 < clip < _NARROW for clip in (self.clip_low, self.clip_high))
 
     @property
     def needs_old(self) -> bool:

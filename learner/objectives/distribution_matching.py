@@ -30,6 +30,7 @@ class DistributionMatchingConfig(BaseModel):
     needs_old: ClassVar[bool] = False
     needs_reference: ClassVar[bool] = True
     weighs_rows: ClassVar[bool] = True
+    needs_float32_head: ClassVar[bool] = False
     level: ClassVar[Level] = Level.ROW
     normalize_by: ClassVar[Normalize] = Normalize.GROUP_SUM
 

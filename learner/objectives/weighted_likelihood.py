@@ -20,6 +20,7 @@ class WeightedLikelihoodConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     weighs_rows: ClassVar[bool] = False
+    needs_float32_head: ClassVar[bool] = False
     compares_groups: ClassVar[bool] = False
     weigh_by_length: ClassVar[bool] = False
     needs_old: ClassVar[bool] = False

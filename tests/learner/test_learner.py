@@ -143,3 +143,22 @@ def test_what_a_plan_says_counts_is_what_counts_for_something(policy: Transforme
     assert all(some.counts)
     nothing = replace(rollouts, completion_lengths=torch.zeros(12, dtype=torch.int64))
     assert Round(ShardedPolicy(policy, None), _config(), SamplerFacts(), nothing).plan(0).counts == (False,)
+
+
+@pytest.mark.parametrize(
+    ("clips", "is_narrow"),
+    [((0.2, 0.2), False), ((1e-3, 1e-3), False), ((3e-4, 4e-4), True), ((0.2, 4e-4), True), ((None, None), False)],
+)
+def test_where_a_ratio_is_cut_near_to_1_logits_are_in_float32(
+    policy: Transformer, rollouts: RolloutBatch, clips: tuple[float | None, float | None], is_narrow: bool
+) -> None:
+    """Of the policy and the reference alike; in float32 that is what they are anyway."""
+    config = _config(objective=ClippedRatioConfig(clip_low=clips[0], clip_high=clips[1]))
+    plan = Round(ShardedPolicy(policy, None), config, SamplerFacts(), rollouts).plan(0)
+    assert {micro.law.float32_head for micro in plan.micro_batches} == {is_narrow}
+    half = copy.deepcopy(policy).to(torch.bfloat16)
+    micro = plan.micro_batches[0]
+    rounded, found = (
+        token_logps(half, micro.views, replace(micro.law, float32_head=one)) for one in (False, micro.law.float32_head)
+    )
+    assert torch.equal(rounded, found) != is_narrow

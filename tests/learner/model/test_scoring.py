@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -83,3 +85,29 @@ def test_a_frozen_head_has_no_gradient() -> None:
     wanted_logps(x_MD, weight_VD.detach(), Wanted(slot=SLOTS, token=SLOTS)).sum().backward()
     assert x_MD.grad is not None
     assert weight_VD.grad is None
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logits_in_float32_are_not_rounded_to_half_precision(temperature: float) -> None:
+    """Of the same numbers in half precision: as close to the product as float32 is, where rounded ones are not."""
+    wanted = Wanted(slot=SLOTS, token=torch.tensor([0, 2, 10, 4, 6, 4, 9]), temperature=temperature)
+    x_MD, weight_VD = (tensor.detach() * 3 for tensor in _inputs(torch.bfloat16))
+    exact_N = _plainly(x_MD.double(), weight_VD.double(), wanted)
+    rounded_N = wanted_logps(x_MD, weight_VD, wanted)
+    assert (rounded_N - exact_N).abs().max() > 1e-2
+    x_MD, weight_VD = x_MD.requires_grad_(), weight_VD.requires_grad_()
+    found_N = wanted_logps(x_MD, weight_VD, replace(wanted, float32_head=True))
+    torch.testing.assert_close(found_N, exact_N.float(), atol=1e-4, rtol=1e-5)
+    found_N.sum().backward()
+    wide = [tensor.detach().float().requires_grad_() for tensor in (x_MD, weight_VD)]
+    _plainly(wide[0], wide[1], wanted).sum().backward()
+    for half, single in zip((x_MD, weight_VD), wide, strict=True):
+        assert half.grad is not None
+        torch.testing.assert_close(half.grad.float(), single.grad, atol=5e-2, rtol=2e-2)
+
+
+def test_in_float32_it_changes_nothing() -> None:
+    x_MD, weight_VD = _inputs(torch.float32)
+    wanted = Wanted(slot=SLOTS, token=SLOTS)
+    plain_N, float32_N = (wanted_logps(x_MD, weight_VD, one) for one in (wanted, replace(wanted, float32_head=True)))
+    assert torch.equal(plain_N, float32_N)
