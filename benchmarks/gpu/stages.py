@@ -40,10 +40,10 @@ def gpu_tests(_: Setting) -> Iterator[Row]:
 
 STAGES: Mapping[str, Stage] = {
     "ceilings": Stage(ceilings, 45),
-    "gpu_tests": Stage(gpu_tests, 90),
+    "gpu_tests": Stage(gpu_tests, 75),
     "precision": Stage(precision, 75),
     "sampler": Stage(sampler, 150),
-    "learner": Stage(learner, 150),
+    "learner": Stage(learner, 120),
     "publishing": Stage(publishing, 30),
     "engine": Stage(engine, 60),
 }
