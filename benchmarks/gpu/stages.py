@@ -40,7 +40,7 @@ def gpu_tests(_: Setting) -> Iterator[Row]:
 
 STAGES: Mapping[str, Stage] = {
     "ceilings": Stage(ceilings, 45),
-    "gpu_tests": Stage(gpu_tests, 75),
+    "gpu_tests": Stage(gpu_tests, 90),
     "precision": Stage(precision, 75),
     "sampler": Stage(sampler, 150),
     "learner": Stage(learner, 120),

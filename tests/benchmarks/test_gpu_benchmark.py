@@ -113,7 +113,7 @@ def test_the_full_setting_is_llada_8b_and_its_stages_fit_their_time() -> None:
     with torch.device("meta"):
         model = Transformer(setting.shape.config(setting.canvas_tokens))
     assert sum(parameter.numel() for parameter in model.parameters()) == pytest.approx(8.0e9, rel=0.01)
-    assert sum(stage.limit_s for stage in STAGES.values()) <= 560
+    assert sum(stage.limit_s for stage in STAGES.values()) <= 570
 
 
 def test_a_step_needs_no_mask_whether_rows_are_of_one_length_or_not() -> None:
