@@ -1,7 +1,7 @@
 """Offering shards: what a rank of the learner holds, until the weight store has taken it.
 
 The store calls each rank's actor for its rows: what such a call returns is the caller's, lies in the object store of
-the rank's machine, and outlives the rank. So weights are copied once, and never through another process. In a module
+the rank's machine, and outlives the rank. So weights go there once, and never through another process. In a module
 without torch: the store imports it.
 """
 

@@ -50,12 +50,7 @@ def manifest_of_shards(
 
 def verify(manifest: Manifest, weights: Mapping[str, Tensor], what: str = "") -> None:
     """Raise ValueError, naming the first tensor that is not what the manifest lists; `what` they are, if no version."""
-    what = what or f"policy version {manifest.version}"
-    actual = {entry.name: entry for entry in make_manifest(manifest.version, weights).tensors}
-    for entry in manifest.tensors:
-        if actual.pop(entry.name, None) != entry:
-            raise _damaged(what, entry.name)
-    _refuse_unlisted(what, actual)
+    as_verified(manifest, [weights], what)
 
 
 def put(weights: Mapping[str, Tensor]) -> ray.ObjectRef[Any]:
@@ -81,6 +76,10 @@ class Arrived(Mapping[str, Tensor]):
         pieces = self._pieces[name]
         return pieces[0] if len(pieces) == 1 else torch.cat(tuple(pieces))
 
+    def __contains__(self, name: object) -> bool:
+        """Without putting it together, as `Mapping`'s would."""
+        return name in self._pieces
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._pieces)
 
@@ -96,7 +95,8 @@ def as_verified(manifest: Manifest, parts: Sequence[Rows], what: str = "") -> Ar
     """The tensors that a manifest lists, whose rows follow each other in `parts`. Raises as `verify`."""
     what = what or f"policy version {manifest.version}"
     arrived = Arrived({entry.name: _pieces(entry, parts, what) for entry in manifest.tensors})
-    _refuse_unlisted(what, {name: None for part in parts for name in part if name not in arrived})
+    if unlisted := [name for part in parts for name in part if name not in arrived]:
+        raise ValueError(f"{what} arrived with an unlisted tensor {min(unlisted)}")
     return arrived
 
 
@@ -107,10 +107,12 @@ def as_bytes(tensor: Tensor) -> NDArray[np.uint8]:
 
 def _pieces(entry: TensorEntry, parts: Sequence[Rows], what: str) -> list[Tensor]:
     held = [part[entry.name] for part in parts if entry.name in part]
-    found = checked(as_bytes(rows) if isinstance(rows, Tensor) else rows for rows in held)
-    if not held or found != Checked(num_bytes=entry.num_bytes, checksum=entry.checksum):
-        raise _damaged(what, entry.name)
     dtype: torch.dtype = getattr(torch, entry.dtype.removeprefix("torch."))
+    # Bytes have neither; a tensor whose bytes are right may still be another.
+    are_alike = all(one.dtype == dtype and one.shape[1:] == entry.shape[1:] for one in held if isinstance(one, Tensor))
+    found = checked(as_bytes(rows) if isinstance(rows, Tensor) else rows for rows in held)
+    if not held or not are_alike or found != Checked(num_bytes=entry.num_bytes, checksum=entry.checksum):
+        raise ValueError(f"{what} arrived damaged: tensor {entry.name} differs")
     if len(held) == 1:
         return [_tensor(held[0], dtype).view(entry.shape)]
     return [_tensor(rows, dtype).view(-1, *entry.shape[1:]) for rows in held if rows.nbytes]
@@ -127,12 +129,3 @@ def _tensor(rows: NDArray[np.uint8] | Tensor, dtype: torch.dtype) -> Tensor:
 
 def _entry(name: str, shape: Sequence[int], dtype: torch.dtype, found: Checked) -> TensorEntry:
     return TensorEntry(name=name, shape=tuple(shape), dtype=str(dtype), checksum=found.checksum)
-
-
-def _damaged(what: str, name: str) -> ValueError:
-    return ValueError(f"{what} arrived damaged: tensor {name} differs")
-
-
-def _refuse_unlisted(what: str, names: Mapping[str, object]) -> None:
-    if names:
-        raise ValueError(f"{what} arrived with an unlisted tensor {min(names)}")

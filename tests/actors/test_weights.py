@@ -84,6 +84,14 @@ def _shards(first: int) -> list[dict[str, torch.Tensor]]:
     return [{"a": WEIGHTS["a"][:first], "b": WEIGHTS["b"]}, {"a": WEIGHTS["a"][first:]}]
 
 
+def test_a_tensor_in_pieces_is_put_together_only_when_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = [{name: as_bytes(tensor) for name, tensor in shard.items()} for shard in _shards(1)]
+    monkeypatch.setattr(torch, "cat", lambda _: pytest.fail("it is put together"))
+    arrived = as_verified(make_manifest(3, WEIGHTS), parts)
+    assert "a" in arrived
+    assert not arrived.keys() ^ WEIGHTS.keys()
+
+
 @pytest.mark.parametrize("first", [0, 1, 2])
 def test_what_ranks_have_in_shards_has_the_manifest_of_the_whole_and_arrives_as_that(first: int) -> None:
     parts = [{name: as_bytes(tensor) for name, tensor in shard.items()} for shard in _shards(first)]
