@@ -149,6 +149,7 @@ def test_a_row_that_has_learned_is_not_tried_at_a_further_rate(
     assert "| `cj-grpo` | 1 |" in capsys.readouterr().out
 
 
+@pytest.mark.nightly
 def test_a_trial_that_fails_is_named_after_the_tables(
     benchmark: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

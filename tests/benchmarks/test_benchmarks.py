@@ -139,6 +139,7 @@ def test_the_arithmetic_of_an_update_is_counted_from_the_products() -> None:
     assert flops[3] == pytest.approx(4 / 5 * flops[0])
 
 
+@pytest.mark.nightly
 def test_a_rank_starts_in_little_more_memory_than_its_shard() -> None:
     """A tensor's rows more: here the largest is the embedding, 34 MB on each of two ranks."""
     (row,) = loading.rows(0.3, 2, ["by rows"])

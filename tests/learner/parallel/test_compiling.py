@@ -123,6 +123,7 @@ def test_blocks_share_their_graphs_whatever_their_number_and_the_batch_s_sizes(
         counted[2:4] = []  # A single row is a kind of its own.
 
 
+@pytest.mark.nightly
 def test_numbers_of_heads_may_be_symbols(config: TransformerConfig, counted: list[torch.fx.GraphModule]) -> None:
     """As those of sharded policies are to torch, once a process has had some with other numbers of heads."""
     with torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True):
