@@ -10,6 +10,7 @@ from actors.messages import EVALUATION_ROUND, Portion, PortionSummary, ScoredPor
 from actors.packed import Completions
 from learner.model.tokenizer import ChatTokenizer
 from rewards import Grader, Problem, RewardConfig, Sample, TaskConfig
+from rollout.renoising.request import RenoisedCompletion, RenoisingRequest
 from rollout.request import Completion, FinishReason, Request
 
 
@@ -43,7 +44,12 @@ class GraderWorker:
         return [sample_of(problem, request, completion, self._tokenizer) for problem, request, completion in asked]
 
 
-def sample_of(problem: Problem, request: Request, completion: Completion, tokenizer: ChatTokenizer) -> Sample:
+def sample_of(
+    problem: Problem,
+    request: Request | RenoisingRequest,
+    completion: Completion | RenoisedCompletion,
+    tokenizer: ChatTokenizer,
+) -> Sample:
     """What is graded of a completion: its text up to its end of text."""
     return Sample(
         problem=problem,

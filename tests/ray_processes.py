@@ -87,6 +87,8 @@ class RayProcesses:
                 "RAY_gcs_rpc_server_reconnect_timeout_s": "120",
                 # The head's dashboard keeps two CPUs busy while its GCS is away, and here the worker has the same two.
                 "RAY_worker_niceness": "0",
+                # No worker for each CPU at once, none of which has the environment of a run or a service.
+                "RAY_prestart_worker_first_driver": "0",
                 "D1_REDIS_URL": self.registry_url,
                 **environment,
             }

@@ -26,9 +26,9 @@ from actors.checkpoints.selection import read_position
 from actors.coordination.timeline import TIMELINE, num_rounds, read_trace
 from actors.run_log import read_events
 from actors.weights.tensors import make_manifest
-from deploy.evaluation.cells import Asked, Sampled
 from deploy.evaluation.evaluate import Computing, find_subject, prepare
 from deploy.evaluation.pool import Wanted
+from deploy.evaluation.schedules import Asked, Sampled
 from deploy.evaluation.worker import Worker, WorkerConfig
 from learner.model.checkpoint import load_policy
 

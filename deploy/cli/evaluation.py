@@ -81,13 +81,11 @@ def evaluate(
 ) -> None:
     """Evaluate a checkpoint on held-out problems, at each length and schedule; goes on where it was stopped."""
     with saying("loading torch"):
-        from deploy.evaluation.cells import Asked, Sampled
         from deploy.evaluation.evaluate import Computing, default_out, find_subject, prepare
         from deploy.evaluation.pool import Wanted
         from deploy.evaluation.record import take_lock
+        from deploy.evaluation.schedules import Asked, Sampled
 
-    if samples > 1 and not temperature:
-        raise UserError(f"--samples {samples} of the likeliest tokens are all alike; say --temperature, as in 0.8")
     asked = Asked(
         tasks=words_of(tasks),
         lengths=numbers_of("--lengths", lengths, "number of slots", "128,256", least=1),

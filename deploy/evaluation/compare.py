@@ -14,8 +14,8 @@ from deploy.errors import UserError
 from deploy.evaluation.evaluate import default_out, find_subject
 from deploy.evaluation.measures import bootstrap
 from deploy.evaluation.record import Recorded, records_in
+from deploy.evaluation.schedules import params_of, temperature_of
 from deploy.program import program
-from rollout.request import SamplingParams
 
 # What two evaluations may differ in, and still ask the same: which problems there are is looked at by themselves.
 _OF_ITS_OWN = {"checkpoint", "dtype", "batch_size", "num_problems", "num_answers"}
@@ -37,8 +37,8 @@ class Compared:
     """By whose rules."""
     num_samples: int
     """Completions of each problem."""
-    temperature: float
-    """Of the draws."""
+    temperature: float | None
+    """Of the draws; None where it falls from step to step."""
     num_problems: int
     """Problems that both were asked."""
     accuracies: tuple[float, float]
@@ -92,7 +92,9 @@ def compare(
             f"no cell{of} is in both: {names[0]} has {', '.join(first)}; {names[1]} has {', '.join(second)}"
         )
     found = [_compared(name, first[name], second[name], names) for name in common]
-    return sorted(found, key=lambda one: (one.task, one.protocol, one.num_samples, one.temperature, one.gen_length))
+    return sorted(
+        found, key=lambda one: (one.task, one.protocol, one.num_samples, one.temperature or 0.0, one.gen_length)
+    )
 
 
 def sentence(found: Compared, names: tuple[str, str]) -> str:
@@ -122,7 +124,7 @@ def _compared(name: str, first: Recorded, second: Recorded, names: tuple[str, st
     pairs = np.array([(share, solved[1][problem]) for problem, share in solved[0].items()])
     differences = pairs[:, 1] - pairs[:, 0]
     only = int((differences < 0).sum()), int((differences > 0).sum())
-    params = SamplingParams.model_validate(first.facts["params"])
+    params = params_of(first.facts)
     low, high = bootstrap(differences, lambda picked: picked.mean(axis=1))
     return Compared(
         task=first.facts["task"]["name"],
@@ -130,7 +132,7 @@ def _compared(name: str, first: Recorded, second: Recorded, names: tuple[str, st
         schedule=params.schedule_name,
         protocol=first.facts["protocol"],
         num_samples=first.facts["num_samples"],
-        temperature=params.temperature,
+        temperature=temperature_of(params),
         num_problems=len(pairs),
         accuracies=(float(pairs[:, 0].mean()), float(pairs[:, 1].mean())),
         interval=(low, high),

@@ -11,17 +11,19 @@ from typing import Any, Literal
 from actors.checkpoints.selection import find_position
 from actors.run_log import CHECKPOINTS, RECIPE
 from deploy.errors import UserError, reason
-from deploy.evaluation.cells import Asked, Cell, cells_of
+from deploy.evaluation.cells import Cell, cells_of
 from deploy.evaluation.measures import measures
 from deploy.evaluation.pool import Wanted, answers
 from deploy.evaluation.problems import Batch, batches_of, problems_of
 from deploy.evaluation.record import Record, fingerprint
+from deploy.evaluation.schedules import Asked
 from deploy.evaluation.worker import Answered, WorkerConfig
 from deploy.recipe.recipe import Recipe
 from deploy.runs.reading import read_recipe
 from deploy.runs.references import find_checkpoint_of
 from deploy.sampling.policy import read_tokenizer
 from learner.model.checkpoint_files import load_config
+from learner.model.renoising.config import is_renoising, read_renoising_config
 from rollout.config import EngineConfig
 
 RESULTS = "results.json"
@@ -120,7 +122,8 @@ def _name_of(run_dir: Path, checkpoint: Path) -> str:
 def prepare(subject: Subject, asked: Asked, computing: Computing, out: Path) -> list[Ready]:
     """The cells with what there is of them already. Raises UserError, before anything is answered."""
     try:
-        config = load_config(subject.directory)
+        is_other = is_renoising(subject.directory)
+        config = read_renoising_config(subject.directory) if is_other else load_config(subject.directory)
     except ValueError as error:
         raise UserError(str(error)) from error
     tokenizer = read_tokenizer(subject.directory)
@@ -129,9 +132,7 @@ def prepare(subject: Subject, asked: Asked, computing: Computing, out: Path) -> 
     cells = cells_of(asked, subject.run, config)
     size = computing.batch_size(subject.run)
     problems = {cell.task.name: problems_of(cell) for cell in cells}
-    batches = [
-        batches_of(cell, problems[cell.task.name], tokenizer, size, config.max_sequence_length) for cell in cells
-    ]
+    batches = [batches_of(cell, problems[cell.task.name], tokenizer, size, config) for cell in cells]
     return [_ready(subject, cell, some, computing, out) for cell, some in zip(cells, batches, strict=True)]
 
 
@@ -169,7 +170,7 @@ def results(subject: Subject, ready: Sequence[Ready]) -> dict[str, Any]:
                 "protocol": one.cell.protocol,
                 "gen_length": one.cell.params.gen_length,
                 "schedule": one.cell.params.schedule_name,
-                "temperature": one.cell.params.temperature,
+                "temperature": one.cell.temperature,
                 **measures(one.record.recorded),
                 "answers": one.record.path.name,
             }

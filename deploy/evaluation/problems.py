@@ -7,15 +7,19 @@ from dataclasses import dataclass
 
 from deploy.errors import UserError
 from deploy.evaluation.cells import Cell
+from deploy.evaluation.schedules import Params
 from deploy.grading.tasks import opened
 from learner.keys import fold, key_of
+from learner.model.config import TransformerConfig
+from learner.model.renoising.config import RenoisingConfig
 from learner.model.tokenizer import ChatTokenizer
 from rewards import Problem, Split, Task, TaskConfig
 from rewards.data.dataset import unshuffled
 from rewards.data.prompts import user_turn
 from rewards.first_d1 import evaluation as first_d1
 from rewards.problem import chat
-from rollout.request import Request
+from rollout.renoising.request import RenoisingRequest
+from rollout.request import Request, SamplingParams
 
 _MADE = 500
 _SAMPLE_KEY = 31
@@ -35,7 +39,7 @@ class Batch:
     """The problem of each request."""
     samples: tuple[int, ...]
     """Which of the problem's samples each is."""
-    requests: tuple[Request, ...]
+    requests: tuple[Request, ...] | tuple[RenoisingRequest, ...]
     """What the sampler is asked for."""
 
 
@@ -50,7 +54,11 @@ def problems_of(cell: Cell) -> list[Problem]:
 
 
 def batches_of(
-    cell: Cell, problems: Sequence[Problem], tokenizer: ChatTokenizer, batch_size: int, max_sequence_length: int
+    cell: Cell,
+    problems: Sequence[Problem],
+    tokenizer: ChatTokenizer,
+    batch_size: int,
+    policy: TransformerConfig | RenoisingConfig,
 ) -> list[Batch]:
     """The batches of a cell: problem by problem, all samples of one beside each other.
 
@@ -58,12 +66,14 @@ def batches_of(
     """
     prompts = [_prompt(cell, problem, tokenizer) for problem in problems]
     longest, length = max(map(len, prompts)), cell.params.gen_length
-    if longest + length > max_sequence_length:
-        room = max_sequence_length - longest
+    # Without a mask token whole canvases are denoised, whatever of them is asked for.
+    canvas = policy.canvas_length if isinstance(policy, RenoisingConfig) else 1
+    if longest + -(-length // canvas) * canvas > policy.max_sequence_length:
+        room = (policy.max_sequence_length - longest) // canvas * canvas
         rest = f"take a length of at most {room}" if room > 0 else "there is no room for any completion"
         raise UserError(
             f"{cell.task.name} at {length} slots: its longest prompt has {longest} tokens, and the policy takes "
-            f"{max_sequence_length} in all; {rest}"
+            f"{policy.max_sequence_length} in all; {rest}"
         )
     asked = [
         (problem, prompt, sample)
@@ -85,11 +95,17 @@ def _batch(cell: Cell, index: int, asked: Sequence[tuple[Problem, tuple[int, ...
         keeps_all=cell.protocol == "d1",
         problems=problems,
         samples=samples,
-        requests=tuple(
-            Request(prompt_ids=prompt, params=cell.params, seed=seed)
-            for prompt, seed in zip(prompts, seeds, strict=True)
-        ),
+        requests=_requests(cell.params, prompts, seeds),
     )
+
+
+def _requests(
+    params: Params, prompts: Sequence[tuple[int, ...]], seeds: Sequence[int]
+) -> tuple[Request, ...] | tuple[RenoisingRequest, ...]:
+    pairs = zip(prompts, seeds, strict=True)
+    if isinstance(params, SamplingParams):
+        return tuple(Request(prompt_ids=prompt, params=params, seed=seed) for prompt, seed in pairs)
+    return tuple(RenoisingRequest(prompt_ids=prompt, params=params, seed=seed) for prompt, seed in pairs)
 
 
 def _heldout(task: Task, count: int | None) -> list[Problem]:

@@ -137,7 +137,9 @@ def _caption(cells: Sequence[Mapping[str, Any]]) -> str:
     """How many, and what a reader should know of the numbers."""
     said = [f"n = {cells[0]['num_problems']}", "95 % intervals in brackets"]
     if (samples := cells[0]["num_samples"]) > 1:
-        said.append(f"{samples} samples of each at temperature {cells[0]['temperature']:g}")
+        temperature = cells[0]["temperature"]
+        at = "" if temperature is None else f" at temperature {temperature:g}"
+        said.append(f"{samples} samples of each{at}")
     if num_ungraded := sum(cell["ungraded"] for cell in cells):
         said.append(f"{counted(num_ungraded, 'answer')} could not be graded and count as wrong")
     return "; ".join(said)
@@ -160,6 +162,8 @@ def _what(one: Compared) -> str:
 
 
 def _drawn(one: Compared) -> str:
+    if one.temperature is None:
+        return f", {one.num_samples} of each" if one.num_samples > 1 else ""
     return f", {one.num_samples} at temperature {one.temperature:g}" if one.temperature else ""
 
 

@@ -6,15 +6,20 @@ import time
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from actors.grader import sample_of
 from deploy.evaluation.problems import Batch
 from learner.model.checkpoint import load_policy
+from learner.model.renoising.config import is_renoising
+from learner.model.renoising.policy import load_renoising_policy
 from learner.model.tokenizer import ChatTokenizer
 from rewards import Grader, RewardConfig, Sample, TaskConfig
 from rollout.config import EngineConfig
+from rollout.renoising.request import RenoisedCompletion
+from rollout.renoising.sampler import RenoisingSampler
 from rollout.request import Completion
 from rollout.sampler import Sampler
 
@@ -74,11 +79,14 @@ class Worker:
         self._graders: dict[str, Grader] = {}
 
     @cached_property
-    def _sampler(self) -> Sampler:
-        if self._config.device == "cpu":
+    def _sampler(self) -> Any:
+        """A `Sampler` or a `RenoisingSampler`: each takes requests of its own."""
+        directory, engine, device = self._config.checkpoint, self._config.engine, self._config.device
+        if device == "cpu":
             torch.set_num_threads(self._config.num_threads)
-        policy = load_policy(self._config.checkpoint, self._config.engine.torch_dtype).to(self._config.device)
-        return Sampler(policy, 0, self._config.engine)
+        if is_renoising(directory):
+            return RenoisingSampler(load_renoising_policy(directory, engine.torch_dtype).to(device), 0)
+        return Sampler(load_policy(directory, engine.torch_dtype).to(device), 0, engine)
 
     @cached_property
     def _tokenizer(self) -> ChatTokenizer:
@@ -115,7 +123,7 @@ class Worker:
         )
         return Answered(index=batch.index, answers=answers, seconds=time.perf_counter() - began)
 
-    def _sample(self, batch: Batch, index: int, completion: Completion) -> Sample:
+    def _sample(self, batch: Batch, index: int, completion: Completion | RenoisedCompletion) -> Sample:
         sample = sample_of(batch.problems[index], batch.requests[index], completion, self._tokenizer)
         if not batch.keeps_all:
             return sample

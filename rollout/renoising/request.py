@@ -42,6 +42,12 @@ class RenoisingParams(BaseModel):
             raise FieldError("{t_min} {low:g} is above {t_max} {high:g}", low=self.t_min, high=self.t_max)
         return self
 
+    @property
+    def schedule_name(self) -> str:
+        """What a table calls the schedule: `48 steps a canvas, entropy bound 0.1`."""
+        num_steps = self.max_denoise_steps
+        return f"{num_steps} step{'s' if num_steps > 1 else ''} a canvas, entropy bound {self.entropy_bound:g}"
+
     def temperature(self, step: int) -> float:
         """Of a canvas' denoise step, counted from 0."""
         left = self.max_denoise_steps - step

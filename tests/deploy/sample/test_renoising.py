@@ -103,7 +103,7 @@ def test_a_prompt_is_answered_with_text_and_other_options_are_refused(
 
 
 def test_elsewhere_it_is_refused_by_name(checkpoint: Path, tmp_path: Path) -> None:
-    said = r"model_type 'diffusion_gemma': it has no mask token .* `d1 sample` samples it, `d1 serve` serves it, and"
+    said = r"model_type 'diffusion_gemma': it has no mask token .* `d1 sample` samples it, `d1 serve` serves it and `d1 eval`"
     with pytest.raises(ValueError, match=said):
         load_policy(checkpoint)
     with pytest.raises(UserError, match=said):

@@ -1,0 +1,177 @@
+"""What an evaluation is asked for, and the parameters that come of it: each length at each schedule."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from deploy.errors import UserError
+from deploy.recipe.recipe import Recipe
+from deploy.requests.defaults import Defaults
+from deploy.requests.parameters import Values, sampler_names, to_params, to_renoising_params
+from deploy.requests.refusals import refusal_of
+from deploy.requests.renoising import RenoisingDefaults
+from learner.model.config import TransformerConfig
+from learner.model.renoising.config import MODEL_TYPE, RenoisingConfig
+from rewards.first_d1 import evaluation as first_d1
+from rewards.problem import Rules
+from rollout.field_error import FieldError
+from rollout.renoising.request import RenoisingParams
+from rollout.request import PARAMETER_OF, SamplingParams
+
+Params = SamplingParams | RenoisingParams
+
+_SHARE, _COUNT = re.compile(r"\d{0,9}\.?\d{1,9}"), re.compile(r"\d{1,9}")
+_HALF = "0.5"
+_RENOISING_SCHEDULES = {"steps": _COUNT, "entropy_bound": _SHARE}
+_OPTION_OF = {"gen_length": "--lengths", "block_length": "--block-length"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampled:
+    """How often a problem is asked."""
+
+    num_samples: int = 1
+    """Completions of each problem."""
+    temperature: float = 0.0
+    """Of the draws; 0 takes the likeliest token."""
+    seed: int = 0
+    """Keys the draws."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """What the command line asks for; None where it leaves a thing out."""
+
+    tasks: tuple[str, ...] | None = None
+    lengths: tuple[int, ...] | None = None
+    schedules: tuple[str, ...] | None = None
+    block_length: int | None = None
+    num_problems: int | None = None
+    protocol: Rules = "fixed"
+    fields: tuple[str, ...] = ()
+    """Fields of the tasks: `TASK.KEY=VALUE`."""
+    sampled: Sampled = Sampled()
+
+
+def temperature_of(params: Params) -> float | None:
+    """Of the draws; None where it falls from step to step."""
+    return params.temperature if isinstance(params, SamplingParams) else None
+
+
+def params_of(facts: Mapping[str, Any]) -> Params:
+    """Those of a cell's facts. Raises ValidationError."""
+    kinds = SamplingParams, RenoisingParams
+    return kinds["max_denoise_steps" in facts["params"]].model_validate(facts["params"])
+
+
+def params_for(asked: Asked, run: Recipe | None, policy: TransformerConfig | RenoisingConfig) -> Sequence[Params]:
+    """Each length at each schedule. Raises UserError as `cells.cells_of`."""
+    if isinstance(policy, RenoisingConfig):
+        return _renoising_params(asked, policy)
+    if asked.sampled.num_samples > 1 and not asked.sampled.temperature:
+        raise UserError(
+            f"--samples {asked.sampled.num_samples} of the likeliest tokens are all alike; say --temperature, as in 0.8"
+        )
+    return _d1_params(asked) if asked.protocol == "d1" else _params(asked, run, policy)
+
+
+def _d1_params(asked: Asked) -> list[SamplingParams]:
+    if asked.schedules is not None or asked.block_length is not None:
+        raise UserError(
+            "--protocol d1 denoises as the first d1 does: blocks of 32, half as many steps as slots; "
+            "leave out --schedules and --block-length"
+        )
+    if asked.sampled.temperature:
+        raise UserError("--protocol d1 takes the likeliest token; leave out --samples and --temperature")
+    block = first_d1.BLOCK_LENGTH
+    if strays := [length for length in asked.lengths or () if length % block]:
+        raise UserError(f"--protocol d1 denoises in blocks of {block}; --lengths {strays[0]} is no multiple of {block}")
+    # It fills the whole canvas: nothing ends a text.
+    fixed = {"block_length": block, "temperature": 0.0, "stop_ids": ()}
+    return [
+        _checked({"gen_length": length, "steps": length // 2, **fixed}, f"--lengths {length}")
+        for length in asked.lengths or first_d1.LENGTHS
+    ]
+
+
+def _params(asked: Asked, run: Recipe | None, policy: TransformerConfig) -> list[SamplingParams]:
+    """Each length at each schedule; a run's own where neither is given."""
+    drawn = {"temperature": asked.sampled.temperature}
+    if run is not None and (asked.lengths or asked.schedules or asked.block_length) is None:
+        return [params.model_copy(update=drawn) for params in run.evaluated_params]
+    if run is None:
+        defaults = Defaults.of_policy(policy.max_sequence_length, policy.block_length)
+    else:
+        defaults = Defaults.of_run(run.evaluated_params[0])
+    block = {} if asked.block_length is None else {"block_length": asked.block_length}
+    is_one_block = not block and run is not None and run.evaluated_params[0].num_blocks == 1
+    found = []
+    for length in asked.lengths or (defaults.complete([block], 0)["gen_length"],):
+        shape = {"gen_length": length, **({"block_length": length} if is_one_block else block)}
+        block_length = defaults.complete([shape], 0)["block_length"]
+        for text in asked.schedules or (_HALF,):
+            values = defaults.complete([shape, _schedule(text, length, block_length), drawn], 0)
+            found.append(_checked(values, f"--lengths {length} --schedules {text}"))
+    return found
+
+
+def _renoising_params(asked: Asked, policy: RenoisingConfig) -> list[RenoisingParams]:
+    """Each length at each schedule; the checkpoint's own where neither is given."""
+    if asked.protocol == "d1":
+        raise UserError(f"--protocol d1 fills masked slots, and {MODEL_TYPE} policies have none; leave it out")
+    if asked.sampled.temperature:
+        raise UserError(
+            f"--temperature {asked.sampled.temperature:g} is not for {MODEL_TYPE} policies, whose draws have one of "
+            "their own for each step; leave it out"
+        )
+    block = {} if asked.block_length is None else {"block_length": asked.block_length}
+    lengths: list[Values] = [{"gen_length": length} for length in asked.lengths or ()] or [{}]
+    schedules = [_renoising_schedule(text) for text in asked.schedules or ()] or [{}]
+    defaults = RenoisingDefaults(config=policy)
+    try:
+        layers = [[block, length, schedule] for length in lengths for schedule in schedules]
+        return [to_renoising_params(defaults.complete(some, 0)) for some in layers]
+    except FieldError as error:
+        raise UserError(error.named(_OPTION_OF)) from error
+    except ValidationError as error:
+        raise UserError(f"--schedules: {refusal_of(error, RenoisingParams, sampler_names({}))}") from error
+
+
+def _renoising_schedule(text: str) -> Values:
+    """`steps=48`: of a canvas, at most. `entropy_bound=0.1`."""
+    name, _, value = text.partition("=")
+    if name in _RENOISING_SCHEDULES and _RENOISING_SCHEDULES[name].fullmatch(value):
+        return {name: int(value) if name == "steps" else float(value)}
+    raise UserError(
+        f"--schedules {text} is no schedule of {MODEL_TYPE} policies; write steps=48, of a canvas at most, or "
+        "entropy_bound=0.1"
+    )
+
+
+def _schedule(text: str, gen_length: int, block_length: int) -> Values:
+    """`0.5`: half as many steps as slots. `steps=9`, `threshold=0.9`, ...: that parameter."""
+    name, _, value = text.partition("=")
+    if _SHARE.fullmatch(text) and 0 < float(text) <= 1:
+        num_blocks = max(1, gen_length // max(1, block_length))
+        return {"schedule": "quota", "steps": num_blocks * max(1, round(float(text) * block_length))}
+    if name == "steps" and _COUNT.fullmatch(value):
+        return {"schedule": "quota", "steps": int(value)}
+    if name in PARAMETER_OF.values() and _SHARE.fullmatch(value):
+        return {name: float(value)}
+    raise UserError(
+        f"--schedules {text} is no schedule; write a share of the slots as in 0.5, or steps=9, "
+        f"{', '.join(f'{name}=0.9' for name in PARAMETER_OF.values())}"
+    )
+
+
+def _checked(values: Values, place: str) -> SamplingParams:
+    try:
+        return to_params(values)
+    except ValidationError as error:
+        refusal = refusal_of(error, SamplingParams, sampler_names({"block_length": "--block-length"}))
+        raise UserError(f"{place}: {refusal}") from error
