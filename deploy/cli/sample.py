@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -94,6 +94,8 @@ def sample(
     """
     if (prompt is None) == (requests is None):
         raise UserError("give a prompt or --requests FILE, one of them")
+    if prompt == "":
+        raise UserError("the prompt is empty; a completion needs something to complete")
     given = {
         "seed": seed,
         "gen_length": gen_length,
@@ -122,9 +124,11 @@ def sample(
         from rollout.config import EngineConfig
 
     values = {key: value for key, value in given.items() if value is not None}
-    options = Options(values=values, is_raw=raw, keep_after_eos=keep_after_eos)
+    options = Options(values=values, keep_after_eos=keep_after_eos)
     check_options(options)
     lines = None if requests is None else _read(requests)
+    # Whoever types a prompt speaks to the policy: it is a turn.
+    asked: dict[str, Any] = {"prompt": prompt} if raw else {"messages": [{"role": "user", "content": prompt}]}
     place, engine = choose_device(device), EngineConfig(num_slots=slots, dtype=dtype)
     loading = f"loading the policy of {checkpoint}"
     with saying(loading):
@@ -133,21 +137,21 @@ def sample(
         check_renoising_options(options.values)
         with saying(loading):
             renoising = open_renoising(directory, checkpoint, place, engine.torch_dtype)
-        _sample_renoising(renoising, lines, prompt, options, as_json=as_json)
+        _sample_renoising(renoising, lines, asked, options, as_json=as_json)
         return
     with saying(loading):
         policy = load_ready(directory, checkpoint, place, engine)
     with _failures_as_sentences(checkpoint):
         if lines is not None:
             _sample_file(policy, lines, options, colour, as_json=as_json)
-        elif prompt is not None:
-            _sample_prompt(policy, prompt, options, colour, as_json=as_json)
+        else:
+            _sample_prompt(policy, asked, options, colour, as_json=as_json)
 
 
 def _sample_renoising(
     ready: ReadyRenoising,
     lines: list[tuple[int, bytes]] | None,
-    prompt: str | None,
+    request: Mapping[str, Any],
     options: Options,
     *,
     as_json: bool,
@@ -155,11 +159,9 @@ def _sample_renoising(
     """The same with a policy that has no mask token."""
     from deploy.sampling.renoising import answer_all, asked
 
-    if lines is None:
-        lines = [(1, json.dumps({"prompt": prompt}).encode())]
-    flags = {"is_raw": options.is_raw, "keep_after_eos": options.keep_after_eos}
-    items = list(asked(ready, lines, options.values, **flags))
-    if prompt is not None and items[0].request is None:
+    given = [(1, json.dumps(request).encode())] if lines is None else lines
+    items = list(asked(ready, given, options.values, keep_after_eos=options.keep_after_eos))
+    if lines is None and items[0].request is None:
         raise UserError(items[0].error)
     with _failures_as_sentences(ready.name):
         if answer_all(ready, items, as_json=as_json):
@@ -208,12 +210,14 @@ def _sample_file(
         raise typer.Exit(_EXIT_BAD_REQUESTS)
 
 
-def _sample_prompt(policy: ReadyPolicy, prompt: str, options: Options, colour: str, *, as_json: bool) -> None:
+def _sample_prompt(
+    policy: ReadyPolicy, request: Mapping[str, Any], options: Options, colour: str, *, as_json: bool
+) -> None:
     from deploy.sampling.prepare import prepare_prompt
     from deploy.sampling.prompt import sample_prompt
     from deploy.sampling.view import Colour
 
-    item = prepare_prompt(prompt, policy, options)
+    item = prepare_prompt(request, policy, options)
     if as_json:
         _sample_items(policy, [item], colour, as_json=True)
     elif item.request is not None and not sample_prompt(policy, item.request, Colour(colour)):

@@ -84,7 +84,7 @@ class DiffusionLM(LM):
             raise UserError(f"{checkpoint} has no tokenizer, and the harness asks in texts")
         self._tokenizer: ChatTokenizer = self._policy.tokenizer
         # The harness writes templates out, whose special tokens are read as such.
-        self._planner = Options(values={}, is_raw=True, keep_after_eos=False).planner(self._policy)
+        self._planner = Options(values={}, keep_after_eos=False).planner(self._policy)
 
     # What the harness asks.
 

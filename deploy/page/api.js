@@ -34,11 +34,6 @@ export async function get(path, signal) {
   return answerOf(await send(path, { signal }));
 }
 
-/** A POST of `body`, and its answer as JSON. */
-export async function post(path, body, signal) {
-  return answerOf(await send(path, { ...posting(body), signal }));
-}
-
 /** The events of a stream: of a GET, or of a POST of `body`. */
 export async function* stream(path, { body, headers = {}, signal } = {}) {
   const request = body ? posting(body) : {};

@@ -1,6 +1,6 @@
 // The view that asks: a prompt and its options, one stream or two, and the recording that they leave.
 
-import { ApiError, get, post, stream } from "./api.js";
+import { ApiError, get, stream } from "./api.js";
 import { CanvasView, Tip } from "./canvas.js";
 import { byId, make, setText, shortened, visible } from "./dom.js";
 import { counted, duration, number } from "./numbers.js";
@@ -169,7 +169,7 @@ export class AskView {
     byId("announcement").textContent = "";
     this.#recolour();
     this.#player.reset();
-    await Promise.all(columns.map((column) => this.#follow(column, requestOf(column.model, prompt, abort.signal), abort.signal)));
+    await Promise.all(columns.map((column) => this.#follow(column, requestOf(column.model, prompt), abort.signal)));
     if (this.#abort === abort) {
       byId("stop").hidden = true;
       this.#player.end();
@@ -191,9 +191,8 @@ export class AskView {
     return null;
   }
 
-  async #follow(column, request, signal) {
+  async #follow(column, { path, body }, signal) {
     try {
-      const { path, body } = await request;
       for await (const { data } of stream(path, { body, signal })) {
         if (data === "[DONE]") {
           column.finish();
@@ -264,16 +263,14 @@ export class AskView {
   }
 }
 
-/** Where an answer is asked for, and with what. It reads the form at once, whatever it waits for. */
-async function requestOf(model, prompt, signal) {
+/** Where an answer is asked for, and with what. */
+function requestOf(model, prompt) {
   const diffusion = { stream: "canvas", ...valuesOf(DIFFUSION_NUMBERS) };
   const options = { model, ...valuesOf(NUMBERS), stream: true, stream_options: { include_usage: true }, diffusion };
   if (byId("format").value === "chat") {
     return { path: "v1/chat/completions", body: { ...options, messages: [{ role: "user", content: prompt }] } };
   }
-  // As a string it would be a user's turn, with the chat template around it; token ids are the prompt itself.
-  const { tokens } = await post("tokenize", { model, prompt }, signal);
-  return { path: "v1/completions", body: { ...options, prompt: tokens } };
+  return { path: "v1/completions", body: { ...options, prompt } };
 }
 
 /** What was filled in; what was left empty is the service's to choose. */

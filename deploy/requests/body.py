@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, ConfigDict, Field, field_validator, model_validator
 
-from deploy.requests.base import LARGEST, Body, is_id, whole
+from deploy.requests.base import LARGEST, Body, is_id, is_whole, whole
 from deploy.requests.diffusion import Constraints, Diffusion
 from deploy.requests.parameters import ALL_KEYS, Values
 from deploy.requests.refusals import RequestError
@@ -22,6 +22,10 @@ four times as many."""
 MAX_MESSAGES = 256
 MAX_PARTS = 256
 """Parts of one message."""
+MAX_STOP_IDS = 16
+MAX_VARIABLES = 16
+"""Variables that a chat template is given."""
+MAX_VARIABLE_LENGTH = 256
 
 # OpenAI's and vLLM's fields that this service cannot serve, with the values beside null that ask for nothing.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -49,7 +53,6 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "safety_identifier": (),
     "service_tier": ("auto", "default"),
-    "stop_token_ids": ([],),
     "store": (False,),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
@@ -110,6 +113,12 @@ class Ask(Body):
     """Same seed, request and policy version: same text. By default a new one for each request."""
     stop: _Stop | Annotated[list[_Stop], Field(max_length=MAX_STOPS)] | None = None
     """The text ends before the first of these."""
+    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0, le=LARGEST)]], Field(max_length=MAX_STOP_IDS)] = Field(
+        default=[]
+    )
+    """Ids that end the text besides the policy's own; it ends with the first of them."""
+    ignore_eos: bool = False
+    """The policy's own ends end nothing: the text has `max_tokens` tokens, or all of its canvas."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: Annotated[str, Field(max_length=512)] | None = None
@@ -161,7 +170,7 @@ class Ask(Body):
         """What it says of how to denoise, by the sampler's keys; of two layers the later counts."""
         diffusion = self.diffusion
         found = dict(self) | dict(diffusion) | dict(diffusion.constraints) | {"schedule": diffusion.remasking}
-        given = {key: found[key] for key in PLACES if key in ALL_KEYS and found[key] not in (None, [])}
+        given = {key: found[key] for key in PLACES if key in ALL_KEYS and found.get(key) not in (None, [])}
         # Guidance has no cached forward, and a body has no word for caches.
         return [given | {"cache": "none"} if diffusion.cfg_scale else given]
 
@@ -199,6 +208,7 @@ def _places() -> dict[str, str]:
     models: dict[str, type[Body]] = {"": Ask, "diffusion.": Diffusion, "diffusion.constraints.": Constraints}
     places = {name: f"{place}{name}" for place, model in models.items() for name in model.model_fields}
     places |= {"schedule": places["remasking"], "fixed_tokens": places["fixed"], "prompt_ids": "prompt"}
+    places["stop_ids"] = places["stop_token_ids"]
     return {key: place for key, place in places.items() if key in (*ALL_KEYS, "fixed_tokens", "prompt_ids", "seed")}
 
 
@@ -215,10 +225,13 @@ class CompletionRequest(Ask):
         | list[int]
         | Annotated[list[list[int]], Field(max_length=MAX_CHOICES)]
     )
-    """A string is the user's turn of a conversation: the policy was trained on its chat template, so the template is
-    applied. A list of token ids is the prompt itself, nothing added. A list of either is as many prompts."""
+    """A string is text that the policy goes on from, special tokens as tokens; conversations are for
+    `/v1/chat/completions`, which applies the chat template. A list of token ids is the prompt itself. A list of either
+    is as many prompts."""
+    add_special_tokens: bool = True
+    """Whether a string begins as the tokenizer begins every text."""
     suffix: Annotated[str, Field(max_length=65536), AfterValidator(whole)] | None = None
-    """What follows the completion (infill). The prompt is then text, and no user's turn."""
+    """What follows the completion (infill)."""
 
     @field_validator("prompt", mode="before")
     @classmethod
@@ -303,6 +316,22 @@ class ChatRequest(Ask):
     messages: _Conversation
     max_completion_tokens: Annotated[int, Field(ge=1, le=LARGEST)] | None = None
     """The newer name of `max_tokens`."""
+    add_special_tokens: bool = False
+    """Whether the prompt begins as the tokenizer begins every text; chat templates have that already."""
+    chat_template_kwargs: Annotated[dict[str, bool | int | float | str], Field(max_length=MAX_VARIABLES)] = Field(
+        default={}
+    )
+    """Variables of the chat template's own, as `{"enable_thinking": false}`."""
+
+    @field_validator("chat_template_kwargs", mode="before")
+    @classmethod
+    def _variables(cls, given: Any) -> Any:
+        if not isinstance(given, dict) or len(given) > MAX_VARIABLES or not all(map(_is_variable, given.items())):
+            raise ValueError(
+                f"must be at most {MAX_VARIABLES} names with true, false, a number or at most {MAX_VARIABLE_LENGTH} "
+                "characters each"
+            )
+        return given
 
     @property
     def most_tokens(self) -> int | None:
@@ -343,6 +372,15 @@ def is_prompt(value: Any) -> bool:
     return _is_text(value) or (
         isinstance(value, list) and bool(value) and any(all(map(is_one, value)) for is_one in kinds)
     )
+
+
+def _is_variable(item: tuple[str, Any]) -> bool:
+    name, value = item
+    if not name.isidentifier() or len(name) > MAX_VARIABLE_LENGTH:
+        return False
+    if isinstance(value, str):
+        return len(value) <= MAX_VARIABLE_LENGTH and is_whole(value)
+    return isinstance(value, bool) or (isinstance(value, int | float) and abs(value) <= LARGEST)
 
 
 def _is_text(value: Any) -> bool:

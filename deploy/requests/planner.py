@@ -6,7 +6,7 @@ import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from pydantic import ValidationError
 
@@ -33,11 +33,13 @@ class Codec(Protocol):
     def config(self) -> AnyConfig:
         """The shape of the policy."""
 
-    def encode_turn(self, text: str) -> list[int]:
-        """The prompt of a user's turn."""
+    def encode_prompt(self, text: str, *, adds_special: bool) -> list[int]:
+        """The prompt that a text is; with what the tokenizer puts around every text if asked to."""
 
-    def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        """The prompt of a conversation."""
+    def encode_chat(
+        self, messages: Sequence[dict[str, str]], *, template: Mapping[str, Any], adds_special: bool
+    ) -> list[int]:
+        """The prompt of a conversation; `template` are variables of the chat template."""
 
     def encode_text(self, text: str, param: str) -> list[int]:
         """The ids of a text by itself, which is the field `param`."""
@@ -148,13 +150,18 @@ class Planner:
 
     def _plan(self, ask: Ask) -> RequestPlan:
         prompts = self._prompts(ask)
+        ends = self._stop_ids(ask)
         layers, fixed, gap = [self._given, *ask.layers], _fixed(ask.fixed), None
+        if ends is not None and isinstance(self._defaults, Defaults):
+            layers = [{"stop_ids": ends}, *layers]
         if isinstance(ask, CompletionRequest) and ask.suffix is not None:
             layers, fixed, gap = self._with_suffix(ask, ask.suffix, layers, fixed)
         seed = ask.seed if ask.seed is not None else self._seed
         seeds = ask.seeds(secrets.randbits(63) if seed is None else seed)
         choices = [ids for ids in prompts for _ in range(ask.num_choices)]
-        requests = tuple(self._request(ids, layers, fixed, seed) for ids, seed in zip(choices, seeds, strict=True))
+        requests = tuple(
+            self._request(ids, layers, fixed, seed, ends) for ids, seed in zip(choices, seeds, strict=True)
+        )
         first, config = requests[0], self._codec.config
         length = first.params.gen_length if gap is None else gap
         return RequestPlan(
@@ -172,14 +179,24 @@ class Planner:
 
     def _prompts(self, ask: Ask) -> list[list[int]]:
         if isinstance(ask, ChatRequest):
-            return [self._codec.encode_chat([message.turn for message in ask.messages])]
+            turns, variables = [message.turn for message in ask.messages], ask.chat_template_kwargs
+            return [self._codec.encode_chat(turns, template=variables, adds_special=ask.add_special_tokens)]
         assert isinstance(ask, CompletionRequest), "there are two kinds"
-        return [self._prompt(prompt, is_infill=ask.suffix is not None) for prompt in ask.prompts]
+        return [self._prompt(prompt, ask) for prompt in ask.prompts]
 
-    def _prompt(self, prompt: str | list[int], *, is_infill: bool) -> list[int]:
+    def _prompt(self, prompt: str | list[int], ask: CompletionRequest) -> list[int]:
         if not isinstance(prompt, str):
             return self._codec.check_ids(prompt, "prompt")
-        return self._codec.encode_text(prompt, "prompt") if is_infill else self._codec.encode_turn(prompt)
+        if ask.suffix is not None and not isinstance(self._codec.config, TransformerConfig):
+            raise RequestError(f"`suffix` is not for {MODEL_TYPE} policies, which fill no gaps", param="suffix")
+        return self._codec.encode_prompt(prompt, adds_special=ask.add_special_tokens)
+
+    def _stop_ids(self, ask: Ask) -> tuple[int, ...] | None:
+        """The ids that end its text; None for the policy's own alone."""
+        if not ask.ignore_eos and not ask.stop_token_ids:
+            return None
+        own = () if ask.ignore_eos else self._codec.config.stop_ids
+        return tuple(dict.fromkeys((*own, *ask.stop_token_ids)))
 
     def _with_suffix(
         self, ask: CompletionRequest, suffix: str, layers: list[Values], fixed: dict[int, int]
@@ -197,7 +214,11 @@ class Planner:
         length = -(-(gap + len(suffix_ids)) // block) * block
         most = config.max_sequence_length
         if length > most:
-            sentence = f"The suffix has {len(suffix_ids) + gap} tokens; this policy reads at most {most}"
+            said = "" if ask.most_tokens else ", as many as without `max_tokens`; say how many belong there"
+            sentence = (
+                f"The suffix of {len(suffix_ids)} tokens and a gap of {gap} make more than the {most} that this policy "
+                f"reads{said}"
+            )
             raise RequestError(sentence, "context_length_exceeded", param="suffix")
         padding = [config.eos_token_id] * (length - gap - len(suffix_ids))
         if taken := [slot for slot in fixed if slot >= gap]:
@@ -206,14 +227,22 @@ class Planner:
         canvas = {"gen_length": length, "stop_ids": ()}
         return [*layers, canvas], fixed | dict(enumerate([*suffix_ids, *padding], start=gap)), gap
 
-    def _request(self, ids: list[int], layers: Sequence[Values], fixed: dict[int, int], seed: int) -> AnyRequest:
+    def _request(
+        self,
+        ids: list[int],
+        layers: Sequence[Values],
+        fixed: dict[int, int],
+        seed: int,
+        stop_ids: tuple[int, ...] | None,
+    ) -> AnyRequest:
         values, prompt = self._defaults.complete(layers, len(ids)), tuple(ids)
         request: AnyRequest
         if isinstance(self._defaults, Defaults):
             request = Request(prompt_ids=prompt, params=to_params(values), seed=seed, fixed_tokens=fixed)
         else:
             check_keys(["fixed_tokens"] if fixed else [], RENOISING_KEYS)
-            request = RenoisingRequest(prompt_ids=prompt, params=to_renoising_params(values), seed=seed)
+            params = to_renoising_params(values)
+            request = RenoisingRequest(prompt_ids=prompt, params=params, seed=seed, stop_ids=stop_ids)
         self.check(request)
         return request
 

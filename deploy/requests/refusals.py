@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
+from jinja2 import TemplateError
 from pydantic import BaseModel, ValidationError
 
 from deploy.recipe.refusals import first_refusal
@@ -34,6 +35,11 @@ def refusal_of(
     refusal, _ = first_refusal(error, _schema_of(model), "request")
     field = refusal.key.partition(".")[0].partition("[")[0]
     return RequestError(names.get(field, field) + refusal.sentence.removeprefix(field), param=names.get(field))
+
+
+TEMPLATE_ERRORS = (TemplateError, ValueError, TypeError, ArithmeticError, LookupError, AttributeError)
+"""What comes of a conversation that a chat template does not take, of a variable that its expressions do not, and of a
+tokenizer without one."""
 
 
 def template_refusal(error: Exception) -> str:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-
-from jinja2 import TemplateError
+from typing import Any
 
 from deploy.requests.base import is_whole
-from deploy.requests.refusals import template_refusal
+from deploy.requests.refusals import TEMPLATE_ERRORS, template_refusal
 from deploy.sampling.policy import ReadyPolicy
 from learner.model.config import TransformerConfig
 from learner.model.tokenizer import ChatTokenizer
@@ -20,34 +19,35 @@ class PromptCodec:
     """How a checkpoint reads prompts."""
 
     policy: ReadyPolicy
-    is_raw: bool
-    """Whether a user's turn is taken as it is, without the chat template."""
 
     @property
     def config(self) -> TransformerConfig:
         """The shape of the policy."""
         return self.policy.config
 
-    def encode_turn(self, text: str) -> list[int]:
-        """The prompt of a user's turn. Raises FieldError."""
-        if self.is_raw or not text:
-            return self.encode_text(text, "prompt_ids")
-        return self.encode_chat([{"role": "user", "content": text}])
+    def encode_prompt(self, text: str, *, adds_special: bool) -> list[int]:
+        """The prompt that a text is. Raises FieldError."""
+        tokenizer = self._tokenizer_for("prompt_ids", *([text] if text else []))
+        return tokenizer.encode_text(text, adds_special=adds_special)
 
-    def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        """The prompt of a conversation. Raises FieldError."""
+    def encode_chat(
+        self,
+        messages: Sequence[dict[str, str]],
+        *,
+        template: Mapping[str, Any] | None = None,
+        adds_special: bool = False,
+    ) -> list[int]:
+        """The prompt of a conversation; `template` are variables of the chat template. Raises FieldError."""
         texts = [text for message in messages for text in message.values()]
         tokenizer = self._tokenizer_for("prompt_ids", *texts)
         try:
-            return tokenizer.encode_chat(messages)
-        except (TemplateError, ValueError) as error:
-            # Templates refuse what they do not know; a tokenizer may have none.
+            return tokenizer.encode_chat(messages, template=template, adds_special=adds_special)
+        except TEMPLATE_ERRORS as error:
             what = template_refusal(error)
             raise FieldError("{prompt_ids} does not fit the chat template: {what}", what=what) from error
 
     def encode_text(self, text: str, param: str) -> list[int]:
         """The ids of a text by itself. Raises FieldError."""
-        param = "prompt_ids" if param == "prompt" else param
         return self._tokenizer_for(param, *([text] if text else [])).encode_completion(text)
 
     def check_ids(self, ids: Sequence[int], _param: str) -> list[int]:

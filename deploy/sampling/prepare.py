@@ -31,8 +31,6 @@ class Options:
 
     values: Mapping[str, Any]
     """What was given of `seed` and of how to denoise, by the sampler's keys."""
-    is_raw: bool
-    """Whether a `prompt` is taken as it is, without the chat template."""
     keep_after_eos: bool
     """Whether every request fills its canvas."""
 
@@ -44,8 +42,7 @@ class Options:
     def planner(self, policy: ReadyPolicy) -> Planner:
         """Makes the plans of requests that these options go with."""
         given = {key: value for key, value in self.values.items() if key != "seed"}
-        codec = PromptCodec(policy=policy, is_raw=self.is_raw)
-        return Planner(codec, policy.defaults, given, self.values.get("seed", 0))
+        return Planner(PromptCodec(policy=policy), policy.defaults, given, self.values.get("seed", 0))
 
     def over(self, data: Mapping[str, Any]) -> dict[str, Any]:
         """A request's keys and values, with what the options put in place of its own."""
@@ -126,12 +123,12 @@ def prepare_file(lines: list[tuple[int, bytes]], policy: ReadyPolicy, options: O
                 yield Item(index=index, line_number=number, id=line.id, plan=plan, choice=choice)
 
 
-def prepare_prompt(prompt: str, policy: ReadyPolicy, options: Options) -> Item:
-    """The completion of a prompt on the command line. Raises UserError, with the names of options."""
+def prepare_prompt(request: Mapping[str, Any], policy: ReadyPolicy, options: Options) -> Item:
+    """The completion of what is asked on the command line. Raises UserError, with the names of options."""
     if policy.tokenizer is None:
         raise UserError(f"{policy.name} has no tokenizer; give token ids: --requests FILE with prompt_ids")
     try:
-        line = read_line(options.over({"prompt": prompt}))
+        line = read_line(options.over(request))
         plan = options.planner(policy).plan(line, _OPTIONS | {"prompt_ids": "the prompt"})
     except RequestError as error:
         raise UserError(str(error)) from error

@@ -14,9 +14,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
 from deploy.errors import UserError
-from deploy.requests.line import parse_object
+from deploy.requests.line import LineMessage, parse_object
 from deploy.requests.parameters import sampler_names, to_renoising_params
-from deploy.requests.refusals import RequestError, refusal_of
+from deploy.requests.refusals import TEMPLATE_ERRORS, RequestError, refusal_of, template_refusal
 from deploy.requests.renoising import RenoisingDefaults, check_keys
 from deploy.sampling.answers import floats, work
 from deploy.sampling.policy import Device, as_user_errors, read_tokenizer
@@ -27,6 +27,7 @@ from rollout.renoising.request import RenoisedCompletion, RenoisingParams, Renoi
 from rollout.renoising.sampler import RenoisingSampler
 
 _OPTIONS = ("seed", "gen_length", "steps", "entropy_bound")
+_PROMPTS = ("prompt", "messages", "prompt_ids")
 
 
 class RenoisingLine(BaseModel):
@@ -36,6 +37,7 @@ class RenoisingLine(BaseModel):
 
     id: Any = None
     prompt: str | None = None
+    messages: list[LineMessage] | None = None
     prompt_ids: list[int] | None = None
     seed: int = 0
     gen_length: int | None = None
@@ -56,12 +58,12 @@ class ReadyRenoising:
     sampler: RenoisingSampler
     tokenizer: ChatTokenizer | None
 
-    def request(self, line: RenoisingLine, *, is_raw: bool, keep_after_eos: bool) -> RenoisingRequest:
+    def request(self, line: RenoisingLine, *, keep_after_eos: bool) -> RenoisingRequest:
         """What a line asks for. Raises ValueError, naming the key."""
-        if (line.prompt is None) == (line.prompt_ids is None):
-            raise ValueError("give prompt or prompt_ids, one of them")
-        given = line.model_dump(exclude_none=True, exclude={"id", "prompt", "prompt_ids", "seed", "stop_ids"})
-        ids = (line.prompt_ids if line.prompt is None else self._encoded(line.prompt, is_raw=is_raw)) or []
+        if [line.prompt, line.messages, line.prompt_ids].count(None) != 2:
+            raise ValueError("give prompt, messages or prompt_ids, one of them")
+        given = line.model_dump(exclude_none=True, exclude={*_PROMPTS, "id", "seed", "stop_ids"})
+        ids = self._ids(line)
         config = self.sampler.policy.config
         params = to_renoising_params(RenoisingDefaults(config=config).complete([given], len(ids)))
         stop_ids = None if line.stop_ids is None else tuple(line.stop_ids)
@@ -71,12 +73,17 @@ class ReadyRenoising:
         check_renoising_request(request, config)
         return request
 
-    def _encoded(self, prompt: str, *, is_raw: bool) -> list[int]:
+    def _ids(self, line: RenoisingLine) -> list[int]:
+        if line.prompt_ids is not None:
+            return line.prompt_ids
         if self.tokenizer is None:
-            raise ValueError(f"prompt is text, and {self.name} has no tokenizer; give prompt_ids")
-        if is_raw:
-            return self.tokenizer.encode_completion(prompt)
-        return self.tokenizer.encode_chat([{"role": "user", "content": prompt}])
+            raise ValueError(f"the prompt is text, and {self.name} has no tokenizer; give prompt_ids")
+        if line.prompt is not None:
+            return self.tokenizer.encode_text(line.prompt, adds_special=True)
+        try:
+            return self.tokenizer.encode_chat([message.turn for message in line.messages or ()])
+        except TEMPLATE_ERRORS as error:
+            raise ValueError(f"the prompt does not fit the chat template: {template_refusal(error)}") from error
 
     def text(self, ids: Sequence[int]) -> str:
         """What ids say; themselves without a tokenizer."""
@@ -115,7 +122,6 @@ def asked(
     lines: Sequence[tuple[int, bytes]],
     values: Mapping[str, Any],
     *,
-    is_raw: bool,
     keep_after_eos: bool,
 ) -> Iterator[Asked]:
     """The requests of a file; `values` are what the options put in place of what a line leaves out."""
@@ -124,7 +130,7 @@ def asked(
         try:
             data = parse_object(text)
             line = RenoisingLine.model_validate({**values, **data})
-            request = ready.request(line, is_raw=is_raw, keep_after_eos=keep_after_eos)
+            request = ready.request(line, keep_after_eos=keep_after_eos)
         except ValidationError as error:
             kind = RenoisingLine if error.title == RenoisingLine.__name__ else RenoisingParams
             said = str(refusal_of(error, kind, sampler_names({})))

@@ -21,10 +21,8 @@ _OF_ANY_POLICY = "What is 2 + 3?"
 
 def example_request(directory: Path) -> tuple[str, str]:
     """The path of the service, and a body as a shell takes it, for a run's policy or a checkpoint's."""
-    body = _body(directory)
-    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
     # ASCII: a task's text could steer a terminal.
-    return path, shlex.quote(json.dumps(body))
+    return "/v1/chat/completions", shlex.quote(json.dumps(_body(directory)))
 
 
 def _body(directory: Path) -> dict[str, Any]:
@@ -38,9 +36,6 @@ def _body(directory: Path) -> dict[str, Any]:
             count = min(_NUM_PROBLEMS, recipe.evaluation.num_problems)
             problems = make_task(recipe.task).problems(Split.HELDOUT, count, seed=0)
     if not problems:
-        return {"prompt": _OF_ANY_POLICY}
+        return {"messages": [{"role": "user", "content": _OF_ANY_POLICY}]}
     messages = min(problems, key=lambda problem: sum(len(message.content) for message in problem.messages)).messages
-    # What a prompt is to the service: the only turn, of the user.
-    if len(messages) == 1 and messages[0].role == "user":
-        return {"prompt": messages[0].content}
     return {"messages": chat(messages)}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -96,19 +98,45 @@ class ChatTokenizer:
     def __len__(self) -> int:
         return len(self._tokenizer)
 
-    def encode_chat(self, messages: Sequence[dict[str, str]], prefix: str = "") -> list[int]:
+    def encode_chat(
+        self,
+        messages: Sequence[dict[str, str]],
+        prefix: str = "",
+        *,
+        template: Mapping[str, Any] | None = None,
+        adds_special: bool = False,
+    ) -> list[int]:
         """The prompt of a conversation (`role`, `content` each), ending where the assistant's turn begins.
 
-        With a `prefix` it ends after that: what every answer is made to begin with.
+        With a `prefix` it ends after that: what every answer is made to begin with. `template` are variables of the
+        chat template's own.
         """
-        return self.encode_completion(self.chat_text(messages) + prefix)
+        return self.encode_text(self.chat_text(messages, template=template) + prefix, adds_special=adds_special)
 
-    def chat_text(self, messages: Sequence[dict[str, str]], *, add_generation_prompt: bool = True) -> str:
-        """The text of a conversation, special tokens spelled; with the beginning of an answer if asked to."""
+    def chat_text(
+        self,
+        messages: Sequence[dict[str, str]],
+        *,
+        add_generation_prompt: bool = True,
+        template: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The text of a conversation, special tokens spelled; with the beginning of an answer if asked to.
+
+        Raises ValueError for a variable that has a meaning of its own.
+        """
+        variables = dict(template or {})
+        if taken := sorted(self._reserved & variables.keys()):
+            raise ValueError(f"{taken[0]} is no variable of the template's own")
         text = self._tokenizer.apply_chat_template(
-            messages, add_generation_prompt=add_generation_prompt, tokenize=False
+            messages, add_generation_prompt=add_generation_prompt, tokenize=False, **variables
         )
         return str(text)
+
+    @cached_property
+    def _reserved(self) -> frozenset[str]:
+        """What a chat template is called with besides."""
+        parameters = inspect.signature(self._tokenizer.apply_chat_template).parameters
+        return frozenset({"messages", *parameters, *self._tokenizer.special_tokens_map})
 
     @property
     def chat_template(self) -> str:
@@ -117,7 +145,11 @@ class ChatTokenizer:
 
     def encode_completion(self, text: str) -> list[int]:
         """The ids of a completion that we wrote ourselves, tags as tokens."""
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        return self.encode_text(text, adds_special=False)
+
+    def encode_text(self, text: str, *, adds_special: bool) -> list[int]:
+        """The ids of a text, special tokens as tokens; with what the tokenizer puts around every text if asked to."""
+        return list(self._tokenizer(text, add_special_tokens=adds_special)["input_ids"])
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of a completion, special tokens left out."""

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-
-from jinja2 import TemplateError
+from typing import Any
 
 from deploy.requests.any_request import AnyConfig
 from deploy.requests.ending import BROKEN
-from deploy.requests.refusals import template_refusal
+from deploy.requests.refusals import TEMPLATE_ERRORS, template_refusal
 from deploy.service.errors import ServiceError
 from learner.model.checkpoint_files import load_config
 from learner.model.config import TransformerConfig
@@ -33,23 +32,33 @@ class TextCodec:
         self._special_ids = self._tokenizer.special_ids
         self._text_of: dict[int, str] = {}
 
-    def encode_turn(self, text: str) -> list[int]:
-        """The prompt of a user's turn. Raises ServiceError."""
-        return self.encode_chat([{"role": "user", "content": text}], "prompt")
+    def encode_prompt(self, text: str, *, adds_special: bool) -> list[int]:
+        """The prompt that a text is. Its author writes its turns, if it has any. Raises ServiceError."""
+        return self.check_ids(self._tokenizer.encode_text(text, adds_special=adds_special), "prompt")
 
-    def encode_chat(self, messages: Sequence[dict[str, str]], param: str = "messages") -> list[int]:
-        """The prompt of a conversation. Raises ServiceError."""
+    def encode_chat(
+        self,
+        messages: Sequence[dict[str, str]],
+        *,
+        template: Mapping[str, Any] | None = None,
+        adds_special: bool = False,
+    ) -> list[int]:
+        """The prompt of a conversation; `template` are variables of the chat template. Raises ServiceError."""
+        for value in (template or {}).values():
+            if isinstance(value, str):
+                self.encode_text(value, "chat_template_kwargs")
         try:
-            ids = self._tokenizer.encode_chat(messages)
-            framed = self._tokenizer.encode_chat([message | {"content": "x"} for message in messages])
-        except (TemplateError, ValueError) as error:
-            # Templates refuse what they do not know; a tokenizer may have none.
+            ids, framed = (
+                self._tokenizer.encode_chat(turns, template=template, adds_special=adds_special)
+                for turns in (messages, [message | {"content": "x"} for message in messages])
+            )
+        except TEMPLATE_ERRORS as error:
             what = template_refusal(error)
             raise ServiceError(
-                400, f"The chat template refuses this: {what}.", "invalid_prompt", param=param
+                400, f"The chat template refuses this: {what}.", "invalid_prompt", param="messages"
             ) from error
         # A special token in a user's text would end their turn and speak for others, or be denoised as a slot.
-        self._refuse_special(self._count_special(ids) - self._count_special(framed), param)
+        self._refuse_special(self._count_special(ids) - self._count_special(framed), "messages")
         return ids
 
     def encode_text(self, text: str, param: str) -> list[int]:

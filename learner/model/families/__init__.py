@@ -99,8 +99,8 @@ FAMILIES: dict[Family, FamilyFormat] = {
 _OTHER_FORMS = {
     "llada2_moe_veomni": "it is dFactory's form for training, with all experts of a layer in one tensor; "
     "its scripts/moe_convertor.py writes the published form, which d1 reads",
-    "diffusion_gemma": "it has no mask token and keeps no token of a step for good, so no method trains it; `d1 sample` "
-    "samples it, `d1 serve` serves it and `d1 eval` evaluates it",
+    "diffusion_gemma": "it has no mask token and keeps no token of a step for good, so no method trains it; "
+    "`d1 sample` samples it, `d1 serve` serves it and `d1 eval` evaluates it",
 }
 
 

@@ -71,7 +71,6 @@ class FakeService:
         self.breaks_with: Json | None = None
         self.refusal: tuple[int, Json, dict[str, str]] | None = None
         self.requests: list[Json] = []
-        self.tokenized: list[Json] = []
         self.paths: list[str] = []
         self.queries: list[str] = []
         self.num_gone = 0
@@ -128,12 +127,6 @@ class FakeService:
                 "object": "list",
                 "data": [{"id": name, "object": "model", "owned_by": "d1"} for name in self.models],
             }
-
-        @app.post("/tokenize")
-        async def tokenize(request: Request) -> Json:
-            self.tokenized.append(await request.json())
-            tokens = list(self.tokenized[-1]["prompt"].encode())
-            return {"tokens": tokens, "count": len(tokens), "max_model_len": 4096}
 
         @app.post("/v1/chat/completions")
         @app.post("/v1/completions")

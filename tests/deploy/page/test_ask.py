@@ -249,7 +249,7 @@ def test_only_options_that_were_filled_in_are_sent(open_page: Open, service: Fak
         },
         {
             "path": "/v1/completions",
-            "prompt": list(b"two"),
+            "prompt": "two",
             "temperature": 0.5,
             "max_tokens": 64,
             "seed": 0,
@@ -259,31 +259,19 @@ def test_only_options_that_were_filled_in_are_sent(open_page: Open, service: Fak
     ]
 
 
-def test_a_plain_text_goes_as_token_ids_and_a_chat_message_does_not(open_page: Open, service: FakeService) -> None:
+def test_two_models_are_asked_the_same_plain_text(open_page: Open, service: FakeService) -> None:
     service.answers["base"] = frames(("No", " idea"), (0, 1))
     page = open_page()
-    _ask(page, "one")
-    _expect_done(page)
-    assert service.tokenized == []
     page.check("#compare")
     page.locator("#options summary").click()
     page.select_option("#format", "text")
     _ask(page, "2 + 3 =\n")
     _expect_done(page, 0)
     _expect_done(page, 1)
-    assert sorted(body["model"] for body in service.tokenized) == ["base", "policy"]
-    assert {body["prompt"] for body in service.tokenized} == {"2 + 3 =\n"}
-    assert [body["prompt"] for body in service.requests[1:]] == [list(b"2 + 3 =\n")] * 2
-
-
-def test_a_text_that_cannot_be_tokenized_is_said_in_its_column(open_page: Open, service: FakeService) -> None:
-    page = open_page(expected=(NETWORK,))
-    page.route("**/tokenize", lambda route: route.abort())
-    page.locator("#options summary").click()
-    page.select_option("#format", "text")
-    _ask(page)
-    expect(page.locator(".column [role=alert]")).to_have_text("The connection to the service broke.")
-    assert service.requests == []
+    assert sorted((body["model"], body["prompt"]) for body in service.requests) == [
+        ("base", "2 + 3 =\n"),
+        ("policy", "2 + 3 =\n"),
+    ]
 
 
 def test_what_cannot_be_sent_is_said_before_it_is(open_page: Open, service: FakeService) -> None:

@@ -56,7 +56,7 @@ def test_the_command_plans_a_body_as_the_service_does(body: dict, checkpoint: st
     directory = checkpoints / ("run/checkpoints/rl" if checkpoint == "run" else checkpoint)
     policy = open_policy(str(directory), "cpu", EngineConfig())
     service = Planner(TextCodec(directory), policy.defaults)
-    command = Options(values={}, is_raw=False, keep_after_eos=False).planner(policy)
+    command = Options(values={}, keep_after_eos=False).planner(policy)
     kind = ChatRequest if "messages" in body else CompletionRequest
     there, here = service.plan(kind.model_validate(body)), command.plan(read_line(body))
     assert [request.prompt_ids for request in here.requests] == [request.prompt_ids for request in there.requests]

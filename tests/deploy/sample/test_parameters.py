@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -50,7 +51,9 @@ def test_keep_after_eos_fills_the_canvas_whatever_ends_a_text(ask: Callable, sto
     assert ask([request | {"stop_ids": [7]}], "--keep-after-eos").lines == [whole]
 
 
-def test_prompts_go_through_the_chat_template_unless_raw(ask: Callable, checkpoints: Path) -> None:
+def test_conversations_go_through_the_chat_template_and_a_text_is_raw(
+    ask: Callable, d1: Callable, checkpoints: Path
+) -> None:
     tokenizer = ChatTokenizer(checkpoints / "with")
     by_template = tokenizer.encode_chat([{"role": "user", "content": "What is 2?"}])
     plain = tokenizer.encode_completion("What is 2?")
@@ -60,9 +63,14 @@ def test_prompts_go_through_the_chat_template_unless_raw(ask: Callable, checkpoi
         {"prompt_ids": by_template},
         {"prompt_ids": plain},
     ]
-    first, second, third, last = (ask([a | SHORT]).lines[0]["commit_logp_raw"] for a in asked)
-    assert first == second == third != last
-    assert ask([asked[0] | SHORT], "--raw").lines[0]["commit_logp_raw"] == last
+    text, turn, of_turn, of_text = (ask([a | SHORT]).lines[0] for a in asked)
+    assert text["commit_logp_raw"] == of_text["commit_logp_raw"] != turn["commit_logp_raw"]
+    assert turn["commit_logp_raw"] == of_turn["commit_logp_raw"]
+    # What is typed is a turn, and not with --raw.
+    typed = ("sample", str(checkpoints / "with"), "What is 2?", "--gen-length", "16", "--block-length", "8", "--json")
+    for words, expected in (((), turn), (("--raw",), text)):
+        (line,) = map(json.loads, d1(*typed, *words).out.splitlines())
+        assert line["commit_logp_raw"] == expected["commit_logp_raw"]
 
 
 def test_a_run_answers_at_the_schedule_that_counts_in_its_evaluation(

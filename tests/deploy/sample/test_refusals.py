@@ -35,7 +35,7 @@ REFUSALS = [
     ({"prompt_ids": [5], "gen_length": 20, "block_length": 8}, "block_length 8 does not divide gen_length 20"),
     ({"prompt_ids": [5], **SHORT, "steps": 1}, "steps 1 must be a multiple of the 2 blocks and at most gen_length 16"),
     ({"prompt_ids": [5] * 90, **SHORT}, "prompt_ids of 90 and gen_length 16 make 106 tokens; the policy takes at most"),
-    ({"prompt": "a" * 200, **SHORT}, "prompt of 202 and gen_length 16 make 218 tokens"),
+    ({"prompt": "a" * 200, **SHORT}, "prompt of 200 and gen_length 16 make 216 tokens"),
     ({"prompt": "a" * 200}, "the policy takes at most 96"),
     ({"prompt_ids": [5, 0]}, "prompt_ids has the mask id 0"),
     ({"prompt": f"a {MASK}"}, "prompt has the mask id 0"),

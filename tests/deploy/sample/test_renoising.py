@@ -44,8 +44,8 @@ ERRORS = [
     "prompt_ids has 60; the policy's token ids are 0 to 59",
     "threshold is no key of a request",
     "steps is 0; it should be greater than 0",
-    "prompt is text, and",
-    "give prompt or prompt_ids, one of them",
+    "the prompt is text, and",
+    "give prompt, messages or prompt_ids, one of them",
     "",
 ]
 
@@ -103,7 +103,7 @@ def test_a_prompt_is_answered_with_text_and_other_options_are_refused(
 
 
 def test_elsewhere_it_is_refused_by_name(checkpoint: Path, tmp_path: Path) -> None:
-    said = r"model_type 'diffusion_gemma': it has no mask token .* `d1 sample` samples it, `d1 serve` serves it and `d1 eval`"
+    said = "model_type 'diffusion_gemma': it has no mask token .* `d1 serve` serves it and `d1 eval` evaluates it"
     with pytest.raises(ValueError, match=said):
         load_policy(checkpoint)
     with pytest.raises(UserError, match=said):

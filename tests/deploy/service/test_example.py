@@ -21,8 +21,9 @@ def test_a_run_is_asked_a_held_out_problem_of_its_task(run_dir):
     sudoku = {"name": "sudoku", "prompt": "compact", "min_empty": 4, "max_empty": 9}
     _recipe(run_dir, task=sudoku)
     path, body = example_request(run_dir)
-    assert path == "/v1/completions"
-    prompt = json.loads(shlex.split(body)[0])["prompt"]
+    assert path == "/v1/chat/completions"
+    (turn,) = json.loads(shlex.split(body)[0])["messages"]
+    prompt = turn["content"]
     assert "2 + 3" not in prompt
     _recipe(run_dir, task={"name": "sums"})
     assert example_request(run_dir) != (path, body)
@@ -34,7 +35,8 @@ def test_a_run_is_asked_a_held_out_problem_of_its_task(run_dir):
 @pytest.mark.parametrize("task", [{"name": "sums"}, {"name": "countdown"}, {"name": "sudoku"}])
 def test_it_is_the_shortest_of_some(run_dir, task):
     _recipe(run_dir, task=task)
-    prompt = json.loads(shlex.split(example_request(run_dir)[1])[0])["prompt"]
+    (turn,) = json.loads(shlex.split(example_request(run_dir)[1])[0])["messages"]
+    prompt = turn["content"]
     from deploy.runs.reading import read_recipe
 
     recipe = read_recipe(run_dir)
@@ -47,7 +49,8 @@ def test_it_is_the_shortest_of_some(run_dir, task):
 
 def test_a_task_without_its_data_and_a_checkpoint_without_a_run_have_a_neutral_one(run_dir, tmp_path):
     _recipe(run_dir, task={"name": "jsonl", "grader": "exact", "train_data": str(tmp_path / "gone.jsonl")})
-    neutral = "/v1/completions", shlex.quote(json.dumps({"prompt": "What is 2 + 3?"}))
+    turn = {"role": "user", "content": "What is 2 + 3?"}
+    neutral = "/v1/chat/completions", shlex.quote(json.dumps({"messages": [turn]}))
     assert example_request(run_dir) == neutral
     assert example_request(tmp_path) == neutral
 
@@ -61,7 +64,7 @@ def test_what_a_task_says_cannot_leave_its_quotes_or_steer_a_terminal(run_dir, m
 
     monkeypatch.setattr("deploy.service.example.make_task", lambda config: _Task())
     _, body = example_request(run_dir)
-    assert json.loads(shlex.split(body)[0]) == {"prompt": hostile}
+    assert json.loads(shlex.split(body)[0]) == {"messages": [{"role": "user", "content": hostile}]}
     assert body.isascii()
     assert body.isprintable()
 

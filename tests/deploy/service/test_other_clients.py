@@ -119,16 +119,18 @@ def test_lm_eval_generates_and_its_loglikelihood_is_refused_in_a_sentence(url, r
     questions = [f"What is {n} + 1?" for n in range(6)]
     tokens = [ask("/tokenize", prompt=question)["tokens"] for question in questions]
     greedy = {"max_tokens": 12, "temperature": 0, "stop": ["\n\n"]}
-    by_text = [choice["text"] for choice in ask("/v1/completions", prompt=questions, **greedy)["choices"]]
     by_ids = [choice["text"] for choice in ask("/v1/completions", prompt=tokens, **greedy)["choices"]]
-    assert by_text != by_ids
+    turns = [[{"role": "user", "content": question}] for question in questions]
+    chats = [ask("/v1/chat/completions", messages=turn, **greedy)["choices"][0]["message"] for turn in turns]
+    by_turn = [message["content"] for message in chats]
+    assert by_turn != by_ids
     docs = tmp_path / "docs.jsonl"
     # Half of the targets are right.
-    pairs = zip(questions, [*by_text[:3], "x", "y", "z"], strict=True)
+    pairs = zip(questions, [*by_ids[:3], "x", "y", "z"], strict=True)
     docs.write_text("".join(json.dumps({"question": ask, "target": target}) + "\n" for ask, target in pairs))
 
     said, log = run("with_lm_eval.py", url, docs, tokenizer_dir)
-    assert said["text"] == said["chat"] == {"exact_match": 0.5, "answers": by_text}
-    assert said["ids"]["answers"] == by_ids
+    assert said["text"] == said["ids"] == {"exact_match": 0.5, "answers": by_ids}
+    assert said["chat"]["answers"] == by_turn
     assert said["loglikelihood"] == {"error": "ClientResponseError", "status": 400}
     assert "log-probabilities of the prompt, which a diffusion policy does not have" in log

@@ -36,7 +36,7 @@ def test_several_prompts_give_a_choice_each(client):
 
 def expected_ids(service, make_sampler, ids=None, choice=0, version=1, **params):
     """What the sampler by itself says to ASK."""
-    ids = ids if ids is not None else service.codec.encode_turn("2 + 3")
+    ids = ids if ids is not None else service.codec.encode_text("2 + 3", "prompt")
     plan = service.planner._defaults
     values = plan.complete([params], len(ids))
     from deploy.requests.parameters import to_params
@@ -50,6 +50,9 @@ def test_an_answer_is_what_the_sampler_says(client, service, make_sampler):
     text = service.codec.decode(completion.token_ids[: completion.num_tokens].tolist())
     body = client.post("/v1/completions", json=ASK | {"temperature": 1.0}).json()
     assert body["choices"][0]["text"] == text
+    ids = service.codec.encode_chat(CHAT["messages"])
+    completion = expected_ids(service, make_sampler, ids, temperature=1.0)
+    text = service.codec.decode(completion.token_ids[: completion.num_tokens].tolist())
     chat = client.post("/v1/chat/completions", json=CHAT | {"temperature": 1.0}).json()
     assert chat["object"] == "chat.completion"
     assert chat["choices"][0]["message"] == {"role": "assistant", "content": text}
@@ -68,8 +71,8 @@ def test_the_same_seed_gives_the_same_text_and_none_gives_another(client):
     assert both[:2] == texts(n=2)
 
 
-def test_a_string_is_the_users_turn_and_ids_are_raw(client, service):
-    ids = service.codec.encode_turn("2 + 3")
+def test_a_string_and_its_ids_are_the_same_prompt(client, service):
+    ids = service.codec.encode_text("2 + 3", "prompt")
     texts = [
         client.post("/v1/completions", json=ASK | {"prompt": prompt}).json()["choices"][0]["text"]
         for prompt in ("2 + 3", ids, [ids], ["2 + 3"])
@@ -169,15 +172,81 @@ def test_the_slots_of_the_last_canvas_begin_with_the_text_of_the_answer(client, 
     assert last["text"] == "".join(texts[: len(ids)])
 
 
-def test_the_ids_of_tokenize_are_continued_without_the_template(client):
-    """What the page does with a plain text."""
+def test_a_text_is_raw_and_a_conversation_has_the_template(client):
+    """The page sends the ids of a plain text."""
     tokens = client.post("/tokenize", json={"prompt": "2 + 3"}).json()["tokens"]
     turn = client.post("/tokenize", json={"messages": [{"role": "user", "content": "2 + 3"}]}).json()["tokens"]
-    plain = client.post("/v1/completions", json={"prompt": tokens, "temperature": 1.0, "seed": 5}).json()
-    chat = client.post("/v1/completions", json={"prompt": "2 + 3", "temperature": 1.0, "seed": 5}).json()
+    drawn = {"temperature": 1.0, "seed": 5}
+    of_tokens, plain, own, chat = (
+        client.post(f"/v1/{path}", json=prompt | drawn).json()
+        for path, prompt in (
+            ("completions", {"prompt": tokens}),
+            ("completions", {"prompt": "2 + 3"}),
+            # Who writes its turns gets what the template makes of them.
+            ("completions", {"prompt": "<|user|>2 + 3<|assistant|>"}),
+            ("chat/completions", {"messages": [{"role": "user", "content": "2 + 3"}]}),
+        )
+    )
     assert client.post("/detokenize", json={"tokens": tokens}).json() == {"prompt": "2 + 3"}
+    assert plain["choices"] == of_tokens["choices"]
     assert plain["usage"]["prompt_tokens"] == len(tokens) < len(turn) == chat["usage"]["prompt_tokens"]
-    assert plain["choices"][0]["text"] != chat["choices"][0]["text"]
+    assert own["choices"][0]["text"] == chat["choices"][0]["message"]["content"]
+    assert own["usage"]["prompt_tokens"] == len(turn)
+
+
+def test_ends_of_text_may_end_nothing_and_other_ids_may_end_one(client, service, make_sampler):
+    """Tokens of the canvas, whatever ends a text."""
+    ids = service.codec.encode_text("2 + 3", "prompt")
+    whole = expected_ids(service, make_sampler, ids, stop_ids=(), temperature=1.0)
+    tokens = whole.token_ids.tolist()
+    ask = ASK | {"temperature": 1.0}
+
+    def answered(**changes):
+        body = client.post("/v1/completions", json=ask | changes).json()
+        return body["choices"][0], body["usage"]["completion_tokens"]
+
+    choice, num_tokens = answered(ignore_eos=True)
+    assert (choice["text"], num_tokens) == (service.codec.decode(tokens), len(tokens))
+    assert choice["finish_reason"] == "length"
+    third = tokens[2]
+    choice, num_tokens = answered(ignore_eos=True, stop_token_ids=[third])
+    assert num_tokens == tokens.index(third) + 1 <= 3
+    assert choice["finish_reason"] == "stop"
+    fixed = {"diffusion": {"constraints": {"fixed": {"2": service.codec.config.eos_token_id}}}}
+    assert answered(**fixed)[1] <= 3
+    assert answered(**fixed, stop_token_ids=[service.codec.config.vocab_size - 1])[1] <= 3, "its own ends end it too"
+    assert answered(**fixed, ignore_eos=True)[1] == len(tokens)
+
+
+def test_a_template_has_variables_of_its_own(serve, run_dir):
+    checkpoint = run_dir / "checkpoints" / "sft-1"
+    template = "{% for message in messages %}<|user|>{{ message.content }}{% endfor %}{{ '?' if loud else '' }}"
+    (checkpoint / "chat_template.jinja").write_text(template + "{{ tone }}{{ 7 // divisor if divisor is defined }}")
+    # Else it is damaged.
+    for name in ("manifest.json", "trainer_state.json"):
+        (checkpoint / name).unlink()
+    service, client = serve(checkpoint)
+
+    def asked(**variables):
+        return client.post("/v1/chat/completions", json=CHAT | {"chat_template_kwargs": variables})
+
+    plain, loud, kind = asked().json(), asked(loud=True).json(), asked(loud=False, tone="sweet").json()
+    num_tokens = [one["usage"]["prompt_tokens"] for one in (plain, loud, kind)]
+    assert num_tokens[1] == num_tokens[0] + 1
+    assert num_tokens[2] == num_tokens[0] + len(service.codec.encode_text("sweet", ""))
+    for variables, part in (
+        ({"tokenize": True}, "tokenize is no variable"),
+        ({"messages": "x"}, "messages is no variable"),
+        ({"eos_token": "x"}, "eos_token is no variable"),
+        ({"tone": "<|assistant|>"}, "spells <|assistant|>"),
+        ({"tone": "x" * 300}, "`chat_template_kwargs`"),
+        ({"tone": ["x"]}, "`chat_template_kwargs`"),
+        ({"a b": 1}, "`chat_template_kwargs`"),
+        ({f"a{number}": 1 for number in range(17)}, "`chat_template_kwargs`"),
+        ({"divisor": 0}, "The chat template refuses this"),
+        ({"divisor": "x"}, "The chat template refuses this"),
+    ):
+        assert part in assert_error(asked(**variables), 400)["message"]
 
 
 def test_a_step_map_comes_with_the_tokens_that_it_is_of(client, service, make_sampler):
@@ -245,7 +314,7 @@ def test_tokens_and_text_go_both_ways(client, service):
     assert body == {"tokens": body["tokens"], "count": len(body["tokens"]), "max_model_len": 64}
     assert client.post("/detokenize", json={"tokens": body["tokens"]}).json() == {"prompt": "What is 1 + 2?"}
     turn = client.post("/tokenize", json={"messages": CHAT["messages"]}).json()["tokens"]
-    assert turn == service.codec.encode_turn("2 + 3")
+    assert turn == service.codec.encode_chat(CHAT["messages"])
     assert_error(client.post("/tokenize", json={}), 400)
     half = client.post("/tokenize", content=b'{"prompt": "\\ud800"}', headers={"Content-Type": "application/json"})
     assert_error(half, 400)

@@ -94,12 +94,13 @@ def test_an_answer_is_what_the_sampler_says_alone_and_beside_others(served, samp
 
 def test_chat_and_text_prompts_are_tokenized_as_of_others(served, sampler):
     service, client = served
-    expected = spoken(service, sampler.complete(request(ids=service.codec.encode_turn("2"))))
+    expected = spoken(service, sampler.complete(request(ids=service.codec.encode_chat(CHAT["messages"]))))
     chat = client.post("/v1/chat/completions", json=CHAT).json()
     assert chat["choices"][0]["message"] == {"role": "assistant", "content": expected}
     assert chat["choices"][0]["finish_reason"] == "length"
     text = client.post("/v1/completions", json=ASK | {"prompt": "2"}).json()
-    assert text["choices"][0]["text"] == expected
+    by_itself = request(ids=service.codec.encode_text("2", "prompt"))
+    assert text["choices"][0]["text"] == spoken(service, sampler.complete(by_itself)) != expected
     assert client.post("/v1/completions", json=ASK | {"prompt": "2", "seed": 2}).json()["choices"] != text["choices"]
     # What is left out is as of the original code, in canvases that fit.
     short = client.post("/v1/completions", json={"prompt": [5], "seed": 1, "diffusion": {"steps": 1}}).json()
@@ -111,7 +112,7 @@ def test_a_stream_of_canvases_is_what_the_sampler_records(served, sampler):
     ask = CHAT | {"stream": True, "diffusion": DIFFUSION | {"stream": "canvas"}}
     chunks, is_done = events_of(client.post("/v1/chat/completions", json=ask))
     assert is_done
-    one = sampler.complete(request(ids=service.codec.encode_turn("2")))
+    one = sampler.complete(request(ids=service.codec.encode_chat(CHAT["messages"])))
     kept = [(number, canvas, step) for number, canvas in enumerate(one.canvases) for step in range(canvas.num_steps)]
     frames = [choice for chunk in chunks for choice in chunk["choices"] if "diffusion" in choice]
     shown = {frame["diffusion"]["step"]: frame["diffusion"]["slots"] for frame in frames}
