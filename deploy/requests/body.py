@@ -91,7 +91,8 @@ class StreamOptions(Body):
 # Where a field is one thing or another, a validator looks first: pydantic would name each type, and each item that is
 # wrong. The lengths are in the types for the schema.
 _Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
-_Prompt = Annotated[str, Field(max_length=MAX_CHARACTERS)]
+_Text = Annotated[str, Field(max_length=MAX_CHARACTERS)]
+_Prompt = Annotated[str, Field(min_length=1, max_length=MAX_CHARACTERS)]
 
 
 class Ask(Body):
@@ -238,7 +239,7 @@ class CompletionRequest(Ask):
     def _prompt(cls, prompt: Any) -> Any:
         if isinstance(prompt, list) and len(prompt) > MAX_CHOICES and not is_id(prompt[0]):
             raise ValueError(f"must be at most {MAX_CHOICES} prompts")
-        if not is_prompt(prompt):
+        if not is_prompt(prompt) or prompt == "" or (isinstance(prompt, list) and "" in prompt):
             raise ValueError("must be a string, a list of strings or a list of token ids, and not empty")
         _check_texts([prompt] if isinstance(prompt, str) else [text for text in prompt if isinstance(text, str)])
         return prompt
@@ -349,7 +350,7 @@ class TokenizeRequest(Body):
     model_config = ConfigDict(json_schema_extra={"oneOf": [_with("prompt", "string"), _with("messages", "array")]})
 
     model: str | None = None
-    prompt: Annotated[_Prompt, AfterValidator(whole)] | None = None
+    prompt: Annotated[_Text, AfterValidator(whole)] | None = None
     messages: _Conversation | None = None
 
     @model_validator(mode="after")
