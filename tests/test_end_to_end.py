@@ -19,13 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 from safetensors.torch import load_file
 
 from actors.checkpoints.selection import read_position
 from actors.coordination.timeline import TIMELINE, num_rounds, read_trace
 from actors.run_log import read_events
 from actors.weights.tensors import make_manifest
+from deploy.chaos.faults import Target
+from deploy.chaos.targets import MARK, Family
 from deploy.evaluation.evaluate import Computing, find_subject, prepare
 from deploy.evaluation.pool import Wanted
 from deploy.evaluation.schedules import Asked, Sampled
@@ -187,36 +188,6 @@ def test_a_timeline_shows_what_overlaps(cluster: dict[str, str], folder: Path, f
     assert "rounds, 4 of 4 done" in said.stdout
 
 
-def test_a_resumed_run_is_the_uninterrupted_one_and_a_killed_sampler_costs_only_time(
-    cluster: dict[str, str], folder: Path, first_run: list[dict[str, Any]]
-) -> None:
-    resumed = folder / "resumed"
-    shutil.copytree(folder / "first", resumed)
-    for name in ("rl-000003", "rl-000004", "control"):
-        shutil.rmtree(resumed / "checkpoints" / name)
-    killed: list[float] = []
-
-    def kill() -> None:
-        while not killed:
-            if any(event["event"] == "round" for event in read_events(resumed)[len(first_run) :]):
-                ray.kill(ray.get_actor("resumed-sampler-0", namespace="d1"), no_restart=False)
-                killed.append(time.time())
-            time.sleep(0.01)
-
-    threading.Thread(target=kill, daemon=True).start()
-    events = _train(cluster, folder, "resumed", "--resume")[len(first_run) :]
-    assert killed
-    said = _repeatable(events)
-    assert [event["round"] for event in events if event["event"] == "round"] == [2, 3]
-    assert said == [event for event in _repeatable(first_run) if event in said]
-    assert said[-1] == _repeatable(first_run)[-1]
-    for name in ("rl-000003", "rl-000004", "control"):
-        weights = [
-            (folder / run / "checkpoints" / name / "model.safetensors").read_bytes() for run in ("first", "resumed")
-        ]
-        assert weights[0] == weights[1], name
-
-
 @pytest.mark.nightly
 def test_under_lora_in_4_bits_too_and_from_the_newest_checkpoint_that_is_whole(
     cluster: dict[str, str], folder: Path
@@ -320,24 +291,25 @@ def test_a_run_that_fails_says_so_in_one_sentence(cluster: dict[str, str], folde
     assert len(restarts) == 1, "a third group would raise what two have"
 
 
-def _stopped_by(sent: signal.Signals, folder: Path, *more: str) -> tuple[str, int]:
-    """What a run in its rounds says, and its exit status, when a signal comes to all of its processes."""
+def _stopped_by(sent: signal.Signals, folder: Path, run: str, *more: str, after: int = 1) -> tuple[str, int]:
+    """What a run in its rounds says, and its exit status, when a signal comes to all of its processes `after` so many
+    more rounds."""
     recipe = str(folder / "recipe.yaml")
-    arguments = ["train", recipe, "name=stopped", f"runs_dir={folder}", "learner.num_rounds=5000", *SMALL, *more]
+    arguments = ["train", recipe, f"name={run}", f"runs_dir={folder}", "learner.num_rounds=5000", *more]
     # Whoever runs the tests in the background of a script has Ctrl-C ignored, by all that they start too.
     command = ["env", "--default-signal=INT", D1, *arguments]
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    environment |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+    environment |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", MARK: run}
     # What is printed is then as short as can be.
     environment["PATH"] = f"{Path(D1).parent}:{environment['PATH']}"
-    output = ""
+    wanted, output = len(_rounds(folder / run)) + after, ""
     with subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     ) as process:
         assert process.stdout is not None
         for line in process.stdout:
             output += line
-            if "rounds  reward" in line:
+            if "rounds  reward" in line and len(_rounds(folder / run)) >= wanted:
                 break
         interrupted = time.monotonic()
         if sent is signal.SIGINT:
@@ -347,42 +319,68 @@ def _stopped_by(sent: signal.Signals, folder: Path, *more: str) -> tuple[str, in
         output += process.stdout.read()
         status = process.wait(timeout=20)
         assert time.monotonic() - interrupted < 40
-    assert f"stopped; resume with: d1 train {recipe} name=stopped" in output
+    assert f"stopped; resume with: d1 train {recipe} name={run}" in output
     assert "Traceback" not in output
-    assert not _processes_that_mention(str(folder / "stopped")), "no actor is left"
+    assert not _processes_that_mention(str(folder / run)), "no actor is left"
     return output, status
 
 
-def test_ctrl_c_ends_a_run_from_a_checkpoint_and_its_ray_and_loses_nothing(
-    cluster: dict[str, str], folder: Path, first_run: list[dict[str, Any]]
+def _rounds(run_dir: Path) -> list[dict[str, Any]]:
+    events = read_events(run_dir) if run_dir.is_dir() else []
+    return [event for event in events if event["event"] == "round"]
+
+
+def test_a_resumed_run_is_the_uninterrupted_one_whatever_dies_and_ctrl_c_ends_it_and_its_ray_and_loses_nothing(
+    folder: Path, first_run: list[dict[str, Any]]
 ) -> None:
-    start = str(folder / "first" / "checkpoints" / "sft")
-    output, status = _stopped_by(
-        signal.SIGINT, folder, "--from", start, "checkpoint_every_rounds=0", "control.enabled=false"
-    )
+    """One run, for a start takes half a minute: resumed after its second round, its samplers killed after the third,
+    stopped after the fourth."""
+    resumed = folder / "resumed"
+    shutil.copytree(folder / "first", resumed)
+    for name in ("rl-000003", "rl-000004", "control"):
+        shutil.rmtree(resumed / "checkpoints" / name)
+    family, killed, is_over = Family("resumed"), list[int](), threading.Event()
+
+    def kill() -> None:
+        while not killed and not is_over.wait(0.01):
+            if len(_rounds(resumed)) > len(_rounds(folder / "first")):
+                for sampler in family.of_role(Target.SAMPLER):
+                    sampler.signal(signal.SIGKILL)
+                    killed.append(sampler.pid)
+
+    killer = threading.Thread(target=kill, daemon=True)
+    killer.start()
+    try:
+        output, status = _stopped_by(signal.SIGINT, folder, "resumed", "--resume", after=2)
+    finally:
+        is_over.set()
+        killer.join()
     assert status == 130, output
-    events = read_events(folder / "stopped")
+    assert len(killed) == 2
+    events = read_events(resumed)[len(first_run) :]
+    rounds = [event for event in _repeatable(events) if event["event"] == "round"]
+    assert [event["round"] for event in rounds] == list(range(2, 2 + len(rounds)))
+    assert rounds[:2] == [event for event in _repeatable(first_run) if event["event"] == "round"][2:]
+    for name in ("rl-000003", "rl-000004"):
+        weights = [
+            (folder / run / "checkpoints" / name / "model.safetensors").read_bytes() for run in ("first", "resumed")
+        ]
+        assert weights[0] == weights[1], name
     (stopped,) = [event for event in events if event["event"] == "stopped"]
-    rounds = [event for event in events if event["event"] == "round"]
-    assert stopped["round"] == len(rounds), "what was trained on is kept"
-    assert f"stopped after {len(rounds)} round" in output
-    first = {event["label"]: event["num_correct"] for event in first_run if event["event"] == "evaluation"}
-    found = [(event["label"], event["num_correct"]) for event in events if event["event"] == "evaluation"]
-    assert found[0] == ("start", first["sft"])
-    first_reward = next(event["reward"] for event in first_run if event["event"] == "round")
-    assert rounds[0]["reward"] == first_reward, "the rounds begin where SFT has left off"
+    assert stopped["round"] == 2 + len(rounds), "what was trained on is kept"
+    assert f"stopped after {stopped['round']} round" in output
+    assert (resumed / "checkpoints" / f"rl-{stopped['round']:06d}").is_dir()
 
 
 @pytest.mark.nightly
 def test_a_run_that_goes_on_after_ctrl_c_repeats_nothing_and_sigterm_is_as_good(folder: Path) -> None:
     more = ("checkpoint_every_rounds=0", "control.enabled=false", "--resume-or-start")
-    if not (folder / "stopped").is_dir():
-        _stopped_by(signal.SIGINT, folder, *more)
-    before = [event["round"] for event in read_events(folder / "stopped") if event["event"] == "round"]
-    again, status = _stopped_by(signal.SIGTERM, folder, *more)
+    _stopped_by(signal.SIGINT, folder, "stopped", *SMALL, *more)
+    before = [event["round"] for event in _rounds(folder / "stopped")]
+    again, status = _stopped_by(signal.SIGTERM, folder, "stopped", *SMALL, *more)
     assert status == 143, again
     assert f"going on from checkpoint rl-{len(before):06d}; nothing is done again" in again
-    after = [event["round"] for event in read_events(folder / "stopped") if event["event"] == "round"]
+    after = [event["round"] for event in _rounds(folder / "stopped")]
     assert len(after) > len(before)
     assert after == list(range(len(after))), "no round is done twice, or left out"
 
