@@ -13,8 +13,7 @@ from deploy.requests.refusals import RequestError
 LARGEST = 2**31 - 1
 _HALF = re.compile("[\ud800-\udfff]")
 _WHY = {
-    "logprobs": "a diffusion policy commits tokens in any order and has no autoregressive log-probabilities",
-    "top_logprobs": "a diffusion policy commits tokens in any order and has no autoregressive log-probabilities",
+    "top_logprobs": "only the log-probability of each committed token is recorded",
     "echo": "it serves to ask for log-probabilities of the prompt, which a diffusion policy does not have",
 }
 

@@ -36,7 +36,6 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "function_call": ("none",),
     "functions": ([],),
     "logit_bias": ({},),
-    "logprobs": (False,),
     "metadata": ({},),
     "min_p": (0,),
     "min_tokens": (0,),
@@ -190,6 +189,11 @@ class Ask(Body):
         return [fold(key, index, choice) for index in range(self.num_prompts) for choice in range(self.num_choices)]
 
     @property
+    def returns_logprobs(self) -> bool:
+        """Whether each choice comes with the log-probabilities of its tokens."""
+        return False
+
+    @property
     def shows_canvas(self) -> bool:
         """Whether the stream is of canvases."""
         return self.diffusing or self.diffusion.stream == "canvas"
@@ -220,6 +224,10 @@ PLACES = _places()
 class CompletionRequest(Ask):
     """`POST /v1/completions`."""
 
+    logprobs: Literal[0] | None = None
+    """0: with the log-probability of each token of the text, in nats, when it was committed, with the tokens that were
+    there then, as docs/service.md has it. Others are not recorded."""
+
     prompt: (
         _Prompt
         | Annotated[list[_Prompt], Field(max_length=MAX_CHOICES)]
@@ -233,6 +241,14 @@ class CompletionRequest(Ask):
     """Whether a string begins as the tokenizer begins every text."""
     suffix: Annotated[str, Field(max_length=65536), AfterValidator(whole)] | None = None
     """What follows the completion (infill)."""
+
+    @field_validator("logprobs", mode="before")
+    @classmethod
+    def _logprobs(cls, count: Any) -> Any:
+        # To Python False is 0.
+        if type(count) is not int or count != 0:
+            raise ValueError("must be 0: only the log-probability of each committed token is recorded")
+        return count
 
     @field_validator("prompt", mode="before")
     @classmethod
@@ -254,6 +270,11 @@ class CompletionRequest(Ask):
     def num_prompts(self) -> int:
         """As of `Ask`."""
         return len(self.prompts)
+
+    @property
+    def returns_logprobs(self) -> bool:
+        """As of `Ask`."""
+        return self.logprobs is not None
 
 
 class TextPart(Body):
@@ -315,6 +336,8 @@ class ChatRequest(Ask):
     """`POST /v1/chat/completions`."""
 
     messages: _Conversation
+    logprobs: bool = False
+    """As `0` in `/v1/completions`."""
     max_completion_tokens: Annotated[int, Field(ge=1, le=LARGEST)] | None = None
     """The newer name of `max_tokens`."""
     add_special_tokens: bool = False
@@ -338,6 +361,11 @@ class ChatRequest(Ask):
     def most_tokens(self) -> int | None:
         """As of `Ask`."""
         return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def returns_logprobs(self) -> bool:
+        """As of `Ask`."""
+        return self.logprobs
 
 
 def _with(name: str, kind: str) -> dict[str, Any]:

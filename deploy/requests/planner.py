@@ -68,6 +68,8 @@ class RequestPlan:
     """Infill: slots before the suffix; None where there is no suffix."""
     returns_step_map: bool
     """Whether each choice comes with its steps and confidences."""
+    returns_logprobs: bool
+    """Whether each choice comes with the log-probabilities of its tokens."""
     shows_canvas: bool
     """Whether a stream is of canvases."""
     includes_usage: bool
@@ -173,6 +175,7 @@ class Planner:
             stops=ask.stops,
             num_gap_slots=gap,
             returns_step_map=ask.diffusion.return_step_map,
+            returns_logprobs=ask.returns_logprobs,
             shows_canvas=ask.shows_canvas,
             includes_usage=ask.includes_usage,
         )

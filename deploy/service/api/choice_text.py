@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from itertools import accumulate
 from typing import Any, Literal
 
 import numpy as np
@@ -10,7 +11,7 @@ import numpy as np
 from deploy.requests.any_request import AnyRequest
 from deploy.requests.ending import BROKEN, ending_of
 from deploy.requests.planner import RequestPlan
-from deploy.service.api.replies import Slot, StepMap
+from deploy.service.api.replies import ChatLogprobs, Slot, StepMap, TextLogprobs, TokenLogprob
 from deploy.service.api.text_codec import MASKED, TextCodec
 from deploy.service.contract import BlocksDone, Done
 from rollout.request import Committed, Progress, Request
@@ -73,6 +74,35 @@ class ChoiceText:
             confidence=[round(float(p), 4) for p in np.exp(kept["commit_logp_raw"])],
             tokens=[self._codec.token_text(token) for token in ids],
         )
+
+    def text_logprobs(self) -> TextLogprobs:
+        """Of each token of the text, its log-probability when it was committed."""
+        texts, logprobs = self._texts(), self._logprobs()
+        # Special tokens are spelled here, and left out of the text.
+        shown = self._codec.slot_texts(self._ids(), spells_special=False)
+        ends = accumulate((len(text) for text in shown), initial=0)
+        offsets = [min(end, len(self.text)) for end, _ in zip(ends, texts, strict=False)]
+        return TextLogprobs(tokens=texts, token_logprobs=logprobs, top_logprobs=None, text_offset=offsets)
+
+    def chat_logprobs(self) -> ChatLogprobs:
+        """The same of a reply."""
+        return ChatLogprobs(
+            content=[
+                TokenLogprob(token=text, logprob=logprob, bytes=list(text.encode()), top_logprobs=[])
+                for text, logprob in zip(self._texts(), self._logprobs(), strict=True)
+            ],
+            refusal=None,
+        )
+
+    def _ids(self) -> list[int]:
+        ids: list[int] = self._record["token_ids"][: self.num_tokens].tolist()
+        return ids
+
+    def _texts(self) -> list[str]:
+        return self._codec.slot_texts(self._ids())
+
+    def _logprobs(self) -> list[float]:
+        return [round(float(logp), 6) for logp in self._record["commit_logp_raw"][: self.num_tokens]]
 
     def canvas(self) -> list[Slot]:
         """All slots that were denoised, as the last frame of a stream of canvases shows them."""

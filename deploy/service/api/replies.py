@@ -39,9 +39,33 @@ class StepMap(Body):
     tokens: list[str]
 
 
+class TextLogprobs(Body):
+    """Of each token of a completion: its text, where that begins, and its log-probability when it was committed."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: None
+    text_offset: list[int]
+
+
+class TokenLogprob(Body):
+    """A token of a reply, and its log-probability when it was committed."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[None]
+
+
+class ChatLogprobs(Body):
+    """Those of a reply's tokens."""
+
+    content: list[TokenLogprob]
+    refusal: None
+
+
 class _Choice(Body):
     index: int
-    logprobs: None
     finish_reason: Literal["stop", "length"]
     diffusion: StepMap | None = None
     """With `diffusion.return_step_map`."""
@@ -51,6 +75,7 @@ class TextChoice(_Choice):
     """A completion."""
 
     text: str
+    logprobs: TextLogprobs | None
 
 
 class Reply(Body):
@@ -64,6 +89,7 @@ class ChatChoice(_Choice):
     """A reply."""
 
     message: Reply
+    logprobs: ChatLogprobs | None
 
 
 class _Answer(Body):
@@ -116,7 +142,6 @@ class Canvas(Body):
 
 class _Part(Body):
     index: int
-    logprobs: None
     finish_reason: Literal["stop", "length"] | None
     diffusion: StepMap | Canvas | None = None
 
@@ -125,6 +150,8 @@ class TextPart(_Part):
     """More of a completion, or the whole of it on a canvas."""
 
     text: str
+    logprobs: TextLogprobs | None
+    """In the last of a choice, those of all its tokens."""
 
 
 class Delta(Body):
@@ -138,6 +165,8 @@ class ChatPart(_Part):
     """More of a reply, or the whole of it on a canvas."""
 
     delta: Delta
+    logprobs: ChatLogprobs | None
+    """In the last of a choice, those of all its tokens."""
 
 
 class _Chunk(Body):

@@ -96,7 +96,7 @@ class TextCodec:
             self._text_of[token] = self._tokenizer.tokens([token])[0]
         return self._text_of[token]
 
-    def slot_texts(self, slots: Iterable[int | None]) -> list[str]:
+    def slot_texts(self, slots: Iterable[int | None], *, spells_special: bool = True) -> list[str]:
         """What each slot adds to the text; a masked one (None) adds nothing.
 
         A character of several tokens is in the first of them, and the others add nothing to it. Special tokens are
@@ -112,7 +112,7 @@ class TextCodec:
                 begun, known = [], ""
             elif token in self._special_ids:
                 # `decode` passes over it, even inside a character.
-                texts.append(self.token_text(token))
+                texts.append(self.token_text(token) if spells_special else "")
             else:
                 text = self.decode([*begun, token]) if begun else self.token_text(token)
                 if begun:

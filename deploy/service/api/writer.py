@@ -18,6 +18,7 @@ from deploy.service.api.replies import (
     ChatAnswer,
     ChatChoice,
     ChatChunk,
+    ChatLogprobs,
     ChatPart,
     Delta,
     DiffusionUsage,
@@ -26,6 +27,7 @@ from deploy.service.api.replies import (
     TextAnswer,
     TextChoice,
     TextChunk,
+    TextLogprobs,
     TextPart,
     Usage,
 )
@@ -75,7 +77,6 @@ class AnswerWriter:
             replies = [
                 ChatChoice(
                     index=index,
-                    logprobs=None,
                     message=Reply(role="assistant", content=choice.text),
                     **self._end_of(choice),
                 )
@@ -83,7 +84,7 @@ class AnswerWriter:
             ]
             return ChatAnswer(object="chat.completion", choices=replies, usage=self._usage(), **self._head())
         texts = [
-            TextChoice(index=index, logprobs=None, text=choice.text, **self._end_of(choice))
+            TextChoice(index=index, text=choice.text, **self._end_of(choice))
             for index, choice in enumerate(self._choices)
         ]
         return TextAnswer(object="text_completion", choices=texts, usage=self._usage(), **self._head())
@@ -169,7 +170,10 @@ class AnswerWriter:
 
     def _end_of(self, choice: ChoiceText) -> dict[str, Any]:
         """What a choice says once its text has ended."""
-        said = {"finish_reason": choice.finish_reason}
+        logprobs: TextLogprobs | ChatLogprobs | None = None
+        if self._plan.returns_logprobs:
+            logprobs = choice.chat_logprobs() if self._is_chat else choice.text_logprobs()
+        said = {"finish_reason": choice.finish_reason, "logprobs": logprobs}
         return said | ({"diffusion": choice.step_map()} if self._plan.returns_step_map else {})
 
     def _chunk(self, choices: list[Part], usage: Usage | None = None) -> bytes:

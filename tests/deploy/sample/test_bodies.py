@@ -116,7 +116,7 @@ def test_a_gap_is_filled_between_prompt_and_suffix(ask: Callable) -> None:
         ),
         (BODY | {"n": 33}, "n is 33; it should be at most 32"),
         (BODY | {"n": 32, "prompt": [[5], [6]]}, "A request has at most 32 choices"),
-        (BODY | {"logprobs": 1}, "`logprobs` is not supported"),
+        (BODY | {"logprobs": 1}, "logprobs is 1; it should be 0"),
         (BODY | {"prompt": {"a": 1}}, "prompt is {'a': 1}; it should be text, token ids or a list of either"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content is 5; it should be a string or a list"),
         ({"prompt": "a", "suffix": "b", "gen_length": 8}, "`gen_length` follows from `max_tokens` and `suffix`"),

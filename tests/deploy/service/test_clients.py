@@ -82,8 +82,8 @@ def test_openai_python_raises_its_own_errors(client, url):
         client.completions.create(model="gpt-5", prompt="x")
     assert (missing.value.code, missing.value.param) == ("model_not_found", "model")
     with pytest.raises(openai.BadRequestError) as refused:
-        client.completions.create(model="policy", prompt="x", logprobs=1)
-    assert (refused.value.code, refused.value.param) == ("unsupported_parameter", "logprobs")
+        client.completions.create(model="policy", prompt="x", echo=True)
+    assert (refused.value.code, refused.value.param) == ("unsupported_parameter", "echo")
     assert refused.value.type == "invalid_request_error"
     with pytest.raises(openai.AuthenticationError):
         openai.OpenAI(base_url=f"{url}/v1", api_key="wrong").models.list()

@@ -87,8 +87,8 @@ def test_litellm_asks_streams_and_raises_its_own_errors(url, run, ask, text):
     }
     assert said["diffusion"]["num_forwards"] == 2
     assert (said["no_model"]["error"], said["no_model"]["status"]) == ("NotFoundError", 404)
-    assert (said["logprobs"]["error"], said["logprobs"]["status"]) == ("BadRequestError", 400)
-    assert "no autoregressive log-probabilities" in said["logprobs"]["message"]
+    assert (said["top_logprobs"]["error"], said["top_logprobs"]["status"]) == ("BadRequestError", 400)
+    assert "only the log-probability of each committed token" in said["top_logprobs"]["message"]
     assert (said["no_key"]["error"], said["no_key"]["status"]) == ("AuthenticationError", 401)
 
 

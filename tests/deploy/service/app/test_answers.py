@@ -249,6 +249,36 @@ def test_a_template_has_variables_of_its_own(serve, run_dir):
         assert part in assert_error(asked(**variables), 400)["message"]
 
 
+def test_log_probabilities_are_those_of_the_record(client, service, make_sampler):
+    ids = service.codec.encode_chat(CHAT["messages"])
+    drawn = {"temperature": 1.0, "ignore_eos": True}
+    body = client.post("/v1/completions", json=ASK | drawn | {"prompt": ids, "logprobs": 0}).json()
+    completion = expected_ids(service, make_sampler, ids, stop_ids=(), temperature=1.0)
+    (choice,) = body["choices"]
+    found = choice["logprobs"]
+    assert found["token_logprobs"] == pytest.approx(completion.commit_logp_raw.tolist(), abs=1e-5)
+    assert all(logprob < 0 for logprob in found["token_logprobs"])
+    assert found["top_logprobs"] is None
+    texts, special = found["tokens"], service.codec._special_ids
+    kept = ["" if token in special else text for token, text in zip(completion.token_ids, texts, strict=True)]
+    assert "".join(kept) == choice["text"]
+    assert found["text_offset"] == [len("".join(kept[:slot])) for slot in range(len(kept))]
+    ask = CHAT | drawn | {"logprobs": True, "top_logprobs": 0}
+    content = client.post("/v1/chat/completions", json=ask).json()["choices"][0]["logprobs"]["content"]
+    assert [one["logprob"] for one in content] == found["token_logprobs"]
+    assert [one["token"] for one in content] == [bytes(one["bytes"]).decode() for one in content] == texts
+    # A stream has them at the end of each choice.
+    for path, asked, expected in (
+        ("completions", ASK | drawn | {"prompt": ids, "logprobs": 0, "stream": True}, found),
+        ("chat/completions", ask | {"stream": True}, {"content": content, "refusal": None}),
+    ):
+        chunks, is_done = events_of(client.post(f"/v1/{path}", json=asked))
+        assert is_done
+        said = [one for chunk in chunks for one in chunk["choices"]]
+        assert [one["logprobs"] for one in said[:-1]] == [None] * (len(said) - 1)
+        assert (said[-1]["logprobs"], said[-1]["finish_reason"]) == (expected, "length")
+
+
 def test_a_step_map_comes_with_the_tokens_that_it_is_of(client, service, make_sampler):
     completion = expected_ids(service, make_sampler)
     ask = ASK | {"diffusion": {"return_step_map": True}}

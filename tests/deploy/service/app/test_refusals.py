@@ -54,6 +54,8 @@ def test_a_request_without_any_authorization_header_is_refused(make_client):
         ({"stop_token_ids": [1] * 17}, "`stop_token_ids`"),
         ({"stop_token_ids": [10**6]}, "stop_token_ids has 1000000"),
         ({"ignore_eos": 1}, "`ignore_eos`"),
+        ({"logprobs": 1}, "`logprobs`: must be 0: only the log-probability of each committed token"),
+        ({"logprobs": False}, "`logprobs`: must be 0"),
         ({"suffix": "2" * 60}, "as many as without `max_tokens`"),
         ({"prompt": [0]}, "mask id"),
         ({"prompt": "x" * 500}, "this policy reads at most 48"),
@@ -203,8 +205,7 @@ def test_a_request_has_a_name(client):
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("logprobs", 1),
-        ("logprobs", 0),
+        ("top_logprobs", 2),
         ("echo", True),
         ("frequency_penalty", 0.5),
         ("logit_bias", {"5": 1}),

@@ -66,7 +66,7 @@ def everything():
         "completions": completions(),
         "diffusion": dict(litellm.completion(**CHAT, extra_body={"diffusion": {"steps": 2}}).usage.diffusion),
         "no_model": refused(model="openai/gpt-5"),
-        "logprobs": refused(logprobs=True),
+        "top_logprobs": refused(logprobs=True, top_logprobs=2),
         "no_key": refused(api_key="a-wrong-key-of-this-test"),
     }
 
