@@ -1,9 +1,10 @@
 // The view that asks: a prompt and its options, one stream or two, and the recording that they leave.
 
+import { drawnAnswer } from "./answer.js";
 import { ApiError, get, stream } from "./api.js";
 import { CanvasView, Tip } from "./canvas.js";
 import { byId, make, setText, shortened, visible } from "./dom.js";
-import { counted, duration, number } from "./numbers.js";
+import { counted, duration, number, percent } from "./numbers.js";
 import { Player } from "./player.js";
 import { Recording } from "./recording.js";
 
@@ -11,18 +12,23 @@ const BASE = "base";
 const NUMBERS = ["temperature", "max_tokens", "seed"];
 const DIFFUSION_NUMBERS = ["steps", "block_length", "threshold"];
 const MAX_SPOKEN_CHARS = 2000;
+const MAX_TEXT_CHARS = 20_000;
+const IS_NARROW = "(max-width: 640px)";
 
 /** One column: a model's answer, its canvas and what it cost. */
 class Column {
   recording = new Recording();
   isLive = true;
 
-  constructor(index, model, tip) {
+  constructor(index, model, prompt, tip) {
     this.model = model;
+    this.prompt = prompt;
     this.view = new CanvasView(`canvas-${index}`, `Canvas of ${model}`, tip);
     this.title = make("h3", { id: `column-${index}` }, visible(model));
     this.state = make("p", { class: "state" }, "waiting");
     this.error = make("p", { class: "error", role: "alert" });
+    this.answer = make("div", { class: "answer" });
+    this.text = make("p", { class: "text" });
     this.usage = make("p", { class: "usage" });
     this.copy = make("button", { type: "button", class: "quiet", hidden: true }, "Copy text");
     this.copy.addEventListener("click", () => this.#copy());
@@ -30,7 +36,9 @@ class Column {
       "article",
       { class: "column", "aria-labelledby": `column-${index}` },
       make("header", {}, this.title, this.state),
+      this.answer,
       this.view.element,
+      this.text,
       this.error,
       make("footer", {}, this.usage, this.copy),
     );
@@ -55,6 +63,20 @@ class Column {
     }
   }
 
+  /** Show the frame at a position; the text as it is read once all of it has been seen. */
+  show(position, range) {
+    this.view.range = range;
+    this.view.show(this.recording, position);
+    const frame = this.recording.at(position);
+    if (frame !== this.shown) {
+      this.shown = frame;
+      const drawn = drawnAnswer(this.prompt, frame);
+      this.answer.replaceChildren(...(drawn === null ? [] : [drawn]));
+    }
+    const isWhole = !this.isLive && position >= this.recording.frames.length - 1;
+    setText(this.text, isWhole ? shortened(this.recording.text, MAX_TEXT_CHARS) : "");
+  }
+
   finish() {
     this.#end(this.cause === "length" ? "complete, all slots used" : "complete");
   }
@@ -64,7 +86,7 @@ class Column {
   }
 
   fail(error) {
-    this.#end("broken");
+    this.#end(this.recording.last === null && error.status ? "not answered" : "broken");
     const partial = this.recording.last === null ? "" : " What you see is not the whole answer.";
     this.error.textContent = `${visible(error.message)}${partial}`;
   }
@@ -72,7 +94,7 @@ class Column {
   #end(state) {
     this.isLive = false;
     const seconds = (performance.now() - this.began) / 1000;
-    setText(this.state, `${state} · ${duration(seconds)}`);
+    setText(this.state, this.recording.last === null ? state : `${state} · ${duration(seconds)}`);
     this.copy.hidden = this.recording.text === "";
   }
 
@@ -103,6 +125,7 @@ export class AskView {
   #tip = new Tip();
   #player = new Player(() => this.#schedule());
   #isScheduled = false;
+  #isToScroll = false;
 
   constructor() {
     byId("ask-form").addEventListener("submit", (event) => {
@@ -148,6 +171,13 @@ export class AskView {
     byId("compare").disabled = !ordered.includes(BASE);
   }
 
+  /** Ask a problem that was chosen. */
+  askFor(prompt) {
+    byId("prompt").value = prompt;
+    byId("format").value = "chat";
+    this.#ask();
+  }
+
   async #ask() {
     const prompt = byId("prompt").value;
     const problem = this.#problem(prompt);
@@ -160,7 +190,7 @@ export class AskView {
     this.#abort = abort;
     const model = byId("model").value;
     const models = byId("compare").checked && model !== BASE ? [BASE, model] : [model];
-    const columns = models.map((name, index) => new Column(index, name, this.#tip));
+    const columns = models.map((name, index) => new Column(index, name, prompt, this.#tip));
     this.#columns = columns;
     this.#tip.hide(this.#tip.owner);
     byId("columns").replaceChildren(...columns.map((column) => column.element));
@@ -169,6 +199,7 @@ export class AskView {
     byId("announcement").textContent = "";
     this.#recolour();
     this.#player.reset();
+    this.#isToScroll = matchMedia(IS_NARROW).matches;
     await Promise.all(columns.map((column) => this.#follow(column, requestOf(column.model, prompt), abort.signal)));
     if (this.#abort === abort) {
       byId("stop").hidden = true;
@@ -221,12 +252,23 @@ export class AskView {
   }
 
   #recolour() {
-    const isStep = this.#colourBy === "step";
-    setText(byId("scale-low"), isStep ? "first" : "0 %");
-    setText(byId("scale-high"), isStep ? "last" : "100 %");
+    this.#showScale();
     for (const column of this.#columns) {
       column.view.colourBy = this.#colourBy;
     }
+  }
+
+  /** The confidences that are there: all of the scale is used. */
+  get #range() {
+    const known = this.#columns.map((column) => column.recording.confidences).filter((each) => each !== null);
+    return known.length > 0 ? [Math.min(...known.map(([least]) => least)), Math.max(...known.map(([, greatest]) => greatest))] : [0, 1];
+  }
+
+  #showScale() {
+    const isStep = this.#colourBy === "step";
+    const [least, greatest] = this.#range;
+    setText(byId("scale-low"), isStep ? "first" : percent(least));
+    setText(byId("scale-high"), isStep ? "last" : percent(greatest));
   }
 
   /** Draw once for each picture of the screen, however fast the frames come. */
@@ -242,8 +284,14 @@ export class AskView {
 
   #draw() {
     const { position, length, isPlaying } = this.#player;
+    const range = this.#range;
     for (const column of this.#columns) {
-      column.view.show(column.recording, position);
+      column.show(position, range);
+    }
+    this.#showScale();
+    if (this.#isToScroll && length > 0) {
+      this.#isToScroll = false;
+      byId("answer").scrollIntoView({ block: "start" });
     }
     const slider = byId("position");
     // While frames still come the slider's length is what is expected, so that it shows how far the answer is.

@@ -6,12 +6,14 @@ import { shadeOf } from "./scale.js";
 
 const MAX_SLOT_CHARS = 20_000;
 const MAX_TIP_CHARS = 60;
+const SHORT_CHARS = 5;
 
 /** A listbox of slots: arrow keys walk through it, and pointer or focus shows a slot's step and confidence. */
 export class CanvasView {
   #frame = null;
   #recording = null;
   #colourBy = "step";
+  #range = [0, 1];
   #numSteps = 1;
   #notes = [];
   #spans = [];
@@ -37,6 +39,14 @@ export class CanvasView {
     this.#colourBy = value;
     if (this.#frame !== null) {
       this.#draw(this.#frame, true);
+    }
+  }
+
+  /** The confidences that the colours span. */
+  set range(value) {
+    if (value.join() !== this.#range.join()) {
+      this.#range = value;
+      this.colourBy = this.#colourBy;
     }
   }
 
@@ -75,14 +85,14 @@ export class CanvasView {
 
   #paint(span, slot, before) {
     const isNew = before !== undefined && !slot.masked && (before.masked || before.text !== slot.text);
-    const marks = [slot.text === "" ? " empty" : "", this.#notes[span.dataset.slot] ? " outside" : "", isNew ? " new" : ""].join("");
+    const marks = [slot.text === "" ? " empty" : "", slot.text.length > SHORT_CHARS ? " long" : "", this.#notes[span.dataset.slot] ? " outside" : "", isNew ? " new" : ""].join("");
     span.className = slot.masked ? `slot masked${isLost(slot) ? " lost" : ""}` : `slot ${this.#shade(slot)}${marks}`;
-    span.textContent = slot.masked ? "" : shortened(slot.text, MAX_SLOT_CHARS).replaceAll("\n", "↵\n");
+    span.textContent = slot.masked ? "" : shortened(slot.text, MAX_SLOT_CHARS).replaceAll("\n", "↵");
     span.setAttribute("aria-label", this.#describe(Number(span.dataset.slot)));
   }
 
   #shade(slot) {
-    const share = this.#colourBy === "step" ? slot.step / Math.max(1, this.#numSteps - 1) : slot.confidence;
+    const share = this.#colourBy === "step" ? slot.step / Math.max(1, this.#numSteps - 1) : shareOf(slot.confidence, this.#range);
     return typeof share === "number" ? shadeOf(share) : "shade-none";
   }
 
@@ -189,6 +199,14 @@ export class CanvasView {
     const note = !slot.masked && this.#notes[index] ? [["it is", this.#notes[index]]] : [];
     this.#tip.show(this, span, inWords(slot), [["slot", `${index + 1} of ${this.#spans.length}`], ...facts, ...note]);
   }
+}
+
+/** Where a confidence lies between the least and the greatest; the greatest where they are one. */
+function shareOf(confidence, [least, greatest]) {
+  if (typeof confidence !== "number") {
+    return null;
+  }
+  return greatest > least ? (confidence - least) / (greatest - least) : 1;
 }
 
 /** A slot's text on one line. */

@@ -4,6 +4,7 @@ import { key, onRefusedKey } from "./api.js";
 import { AskView } from "./ask.js";
 import { byId, setText } from "./dom.js";
 import { PolicyWatch } from "./policy.js";
+import { showProblems } from "./problems.js";
 import { RunView } from "./run.js";
 
 const VIEWS = { ask: "Ask", run: "Run" };
@@ -56,6 +57,7 @@ async function begin() {
     // A service that cannot be reached is tried again by those who follow it.
   }
   showKeyPanel(false);
+  showProblems((prompt) => ask.askFor(prompt));
   policy.start();
   run.start();
 }
@@ -82,7 +84,8 @@ window.addEventListener("hashchange", () => {
     return;
   }
   showView();
-  byId("content").focus();
+  // Without scrolling: the header would go out of sight.
+  byId("content").focus({ preventScroll: true });
 });
 
 takeKeyOfLink();

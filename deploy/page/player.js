@@ -3,6 +3,9 @@
 const REPLAY_MS = 5000;
 const SLOWEST_MS = 250;
 const FASTEST_MS = 40;
+const LIVE_MS = 90;
+/** Frames that a live view is behind at most: a tiny policy is done before its first frame is seen. */
+const MAX_BEHIND = 12;
 
 /** A position among frames that may still be coming. */
 export class Player {
@@ -11,6 +14,7 @@ export class Player {
   isPlaying = false;
   #onChange;
   #timer = null;
+  #isOver = false;
 
   constructor(onChange) {
     this.#onChange = onChange;
@@ -22,21 +26,22 @@ export class Player {
     this.position = 0;
     this.length = 0;
     this.isPlaying = true;
+    this.#isOver = false;
     this.#onChange();
   }
 
-  /** There are now so many frames. Who plays at the end goes along; who paused, or replays, stays. */
+  /** There are now so many frames. Who plays at the end goes along, frame after frame; who paused, or replays, stays. */
   grow(length) {
-    const wasAtEnd = this.position >= this.length - 1;
     this.length = Math.max(this.length, length);
-    if (this.isPlaying && wasAtEnd && this.#timer === null) {
-      this.position = Math.max(0, this.length - 1);
+    if (this.isPlaying && this.#timer === null && this.position < this.length - 1) {
+      this.#timer = setInterval(() => this.#catchUp(), LIVE_MS);
     }
     this.#onChange();
   }
 
-  /** No more frames will come. */
+  /** No more frames will come; those that were not seen yet still are. */
   end() {
+    this.#isOver = true;
     if (this.#timer === null) {
       this.isPlaying = false;
     }
@@ -66,6 +71,17 @@ export class Player {
     this.#stopTimer();
     this.isPlaying = false;
     this.position = Math.max(0, Math.min(position, this.length - 1));
+    this.#onChange();
+  }
+
+  #catchUp() {
+    const behind = this.length - 1 - this.position;
+    this.position += Math.max(1, Math.ceil(behind / MAX_BEHIND));
+    if (this.position >= this.length - 1) {
+      this.position = this.length - 1;
+      this.#stopTimer();
+      this.isPlaying = !this.#isOver;
+    }
     this.#onChange();
   }
 

@@ -6,7 +6,7 @@ import { counted, duration, number, percent } from "./numbers.js";
 import { untilHidden, whenVisible } from "./wait.js";
 
 const FIRST_WAIT_MS = 1000;
-const SLOWEST_WAIT_MS = 30_000;
+const SLOWEST_WAIT_MS = 2500;
 const MAX_EVENTS = 12;
 const REFRESH_AFTER_MS = 100;
 const WORDS = {

@@ -42,6 +42,12 @@ export class Recording {
     return Math.max(1, this.last?.numSteps ?? 0, this.last?.step ?? 0);
   }
 
+  /** The least and the greatest confidence of its last frame; null without any. */
+  get confidences() {
+    const known = (this.last?.slots ?? []).map((slot) => slot.confidence).filter(Number.isFinite);
+    return known.length > 0 ? [Math.min(...known), Math.max(...known)] : null;
+  }
+
   /** The text of the answer; until it is whole, what has come of it. */
   get text() {
     return this.#text ?? (this.last?.slots ?? []).map((slot) => slot.text).join("");

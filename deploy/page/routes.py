@@ -15,6 +15,7 @@ INDEX = "index.html"
 # Looked up by their whole name: no path is ever built from what a client sent.
 ASSETS: Mapping[str, str] = {
     "api.js": "text/javascript",
+    "answer.js": "text/javascript",
     "ask.css": "text/css",
     "ask.js": "text/javascript",
     "canvas.js": "text/javascript",
@@ -27,6 +28,7 @@ ASSETS: Mapping[str, str] = {
     "player.js": "text/javascript",
     "plots.js": "text/javascript",
     "policy.js": "text/javascript",
+    "problems.js": "text/javascript",
     "recording.js": "text/javascript",
     "run.css": "text/css",
     "run.js": "text/javascript",

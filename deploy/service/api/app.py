@@ -269,6 +269,11 @@ def _add_run(app: FastAPI, service: Service, watch: EngineWatch) -> None:
     async def summary() -> replies.Run:
         return await asyncio.to_thread(run().summary)
 
+    @app.get("/v1/run/problems", **described(replies.RunProblems, 404))
+    async def problems() -> replies.RunProblems:
+        view = run()
+        return await asyncio.to_thread(lambda: view.problems)
+
     @app.get("/v1/run/events", **described(replies.RunEvents, 400, 404))
     async def events(after: Annotated[int, Query(ge=0, le=2**31 - 1)] = 0) -> replies.RunEvents:
         return await asyncio.to_thread(run().events, after)

@@ -304,6 +304,13 @@ class Run(Body):
     recipe: dict[str, Any]
 
 
+class RunProblems(Body):
+    """Some held-out problems of its task that are a single turn, for whoever wants to ask one."""
+
+    task: str | None
+    prompts: list[str]
+
+
 class RunEvents(Body):
     """Lines of its metrics.jsonl."""
 

@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -16,8 +17,9 @@ from actors.checkpoints.selection import checkpoints_to_answer
 from actors.registry.records import PolicyVersion
 from actors.run_log import CHECKPOINTS, METRICS, RECIPE, SAMPLES
 from deploy.recipe.yaml_text import parse_yaml
-from deploy.service.api.replies import Run, RunEvents, Samples
+from deploy.service.api.replies import Run, RunEvents, RunProblems, Samples
 from deploy.service.checkpoints import Checkpoints
+from deploy.service.example import example_problems
 
 MAX_EVENTS = 1000
 MAX_SAMPLES = 200
@@ -54,6 +56,13 @@ class RunView:
             num_rounds=(recipe.get("learner") or {}).get("num_rounds"),
             recipe=recipe,
         )
+
+    @cached_property
+    def problems(self) -> RunProblems:
+        """What its policy could be asked. The first time this reads the task's data."""
+        task, problems = example_problems(self._directory)
+        turns = [problem.messages[0] for problem in problems if len(problem.messages) == 1]
+        return RunProblems(task=task, prompts=[turn.content for turn in turns if turn.role == "user"])
 
     def events(self, after: int) -> RunEvents:
         """The events after the first `after`, a page of them at most."""

@@ -77,6 +77,7 @@ class FakeService:
         self.run: Json | None = {"name": "tiny", "began_at": 0.0, "phase": "rl", "num_rounds": 400, "recipe": {}}
         self.events: list[Json] = []
         self.samples: list[Json] = []
+        self.problems: Json = {"task": "sums", "prompts": ["1 + 2", "2 + 2"]}
         self.pools: Json = {
             "replicas": [],
             "follower": {"registry_reachable": True, "num_errors": 0, "last_error": None},
@@ -210,6 +211,10 @@ class FakeService:
         @app.get("/v1/run")
         async def run() -> Any:
             return self.run or no_run()
+
+        @app.get("/v1/run/problems")
+        async def problems() -> Any:
+            return self.problems if self.run else no_run()
 
         @app.get("/v1/run/events")
         async def events(after: int) -> Any:

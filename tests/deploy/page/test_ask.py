@@ -126,21 +126,22 @@ def test_hover_and_focus_show_step_and_confidence(open_page: Open) -> None:
 
 
 def test_colours_follow_step_or_confidence(open_page: Open, service: FakeService) -> None:
-    texts, steps = ("a", "b"), (0, 9)
+    texts, steps = ("a", "b", "c"), (0, 9, 5)
     service.answers["policy"] = frames(texts, steps)
     for frame in service.answers["policy"]:
-        for slot, confidence in zip(frame["slots"], (0.05, 0.55), strict=True):
+        for slot, confidence in zip(frame["slots"], (0.05, 0.55, 0.31), strict=True):
             slot["confidence"] = None if slot["masked"] else confidence
     page = open_page()
     _ask(page)
     _expect_done(page)
-    first, last = _canvas(page).locator(".slot").nth(0), _canvas(page).locator(".slot").nth(1)
-    expect(first).to_have_class(re.compile(r"shade-0\b"))
-    expect(last).to_have_class(re.compile(r"shade-9\b"))
+    shades = [_canvas(page).locator(".slot").nth(index) for index in range(3)]
+    for shade, name in zip(shades, ("shade-0", "shade-9", "shade-5"), strict=True):
+        expect(shade).to_have_class(re.compile(rf"{name}\b"))
     page.check("[name=colour][value=confidence]")
-    expect(first).to_have_class(re.compile(r"shade-0\b"))
-    expect(last).to_have_class(re.compile(r"shade-5\b"))
-    expect(page.locator(".scale")).to_have_text("0 %100 %")
+    # From the least to the greatest that there is: a policy's confidences may all be above 90 %.
+    expect(page.locator(".scale")).to_have_text("5.0 %55.0 %")
+    for shade, name in zip(shades, ("shade-0", "shade-9", "shade-5"), strict=True):
+        expect(shade).to_have_class(re.compile(rf"{name}\b"))
 
 
 def test_what_follows_the_text_is_shown_as_that_and_neither_copied_nor_spoken(
@@ -163,6 +164,7 @@ def test_what_follows_the_text_is_shown_as_that_and_neither_copied_nor_spoken(
     expect(slot.nth(3)).to_have_accessible_name("Slot 4: rest of the character before, step 3, confidence 78.0 %")
     expect(slot.nth(4)).to_have_accessible_name("Slot 5: <|user|>, not part of the text, step 2, confidence 71.0 %")
     expect(slot.nth(7)).to_have_accessible_name(f"Slot 8: {EOS}, after the text, step 1, confidence 50.0 %")
+    expect(page.locator("#where")).to_have_text("step 4 of 4")
     assert slot.evaluate_all("slots => slots.map((slot) => slot.matches('.outside'))") == [
         *(False, False, False, False, True, False, False),
         *(True, True, True),
@@ -459,15 +461,17 @@ def test_everything_is_done_with_the_keyboard_alone(open_page: Open) -> None:
     page.keyboard.press("Enter")
     expect(page.locator("#prompt")).to_be_focused()
     page.keyboard.type("What is 2 + 3?")
-    page.keyboard.press("Tab")
-    expect(page.locator("#model")).to_be_focused()
-    page.keyboard.press("Tab")
+    expect(page.locator("#chips button")).to_have_count(2)
+    for selector in ("#chips button >> nth=0", "#chips button >> nth=1", "#model", "#steps", "#compare"):
+        page.keyboard.press("Tab")
+        expect(page.locator(selector)).to_be_focused()
     page.keyboard.press("Space")
     expect(page.locator("#compare")).to_be_checked()
     page.keyboard.press("Tab")
     expect(page.locator("#ask")).to_be_focused()
     page.keyboard.press("Enter")
     _expect_done(page, 1)
+    expect(page.locator("#where")).to_have_text(f"step {NUM_STEPS} of {NUM_STEPS}")
     _tab_to(page, "#back")
     page.keyboard.press("Enter")
     expect(page.locator("#where")).to_have_text(f"step {NUM_STEPS - 1} of {NUM_STEPS}")
@@ -482,6 +486,90 @@ def test_everything_is_done_with_the_keyboard_alone(open_page: Open) -> None:
     expect(page.locator(".tip")).to_contain_text("slot 2 of 9")
     outline = page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
     assert outline == "solid"
+
+
+def test_what_the_policy_does_is_said_and_its_problems_are_asked_with_a_click(
+    open_page: Open, service: FakeService
+) -> None:
+    service.problems = {"task": "sums", "prompts": ["1 + 2", "two\nlines", *map(str, range(9))]}
+    page = open_page()
+    about = page.locator("#about")
+    expect(about).to_have_text("The policy of tiny, trained on sums, solves 73.7 % of its held-out problems.")
+    expect(page.locator("#chips button")).to_have_count(6)
+    page.click("#chips button >> nth=1")
+    _expect_done(page)
+    expect(page.locator("#prompt")).to_have_value("two\nlines")
+    (asked,) = service.requests
+    assert (asked["path"], asked["messages"][0]["content"]) == ("/v1/chat/completions", "two\nlines")
+
+
+def test_a_checkpoint_without_a_run_has_no_problems(open_page: Open, service: FakeService) -> None:
+    service.run = None
+    page = open_page(expected=(NETWORK,))
+    _ask(page)
+    _expect_done(page)
+    expect(page.locator("#about")).to_be_hidden()
+    expect(page.locator("#chips")).to_be_hidden()
+
+
+def test_cells_stay_where_they_are_while_they_fill(open_page: Open, service: FakeService) -> None:
+    texts = ("a", " longer", " a very long token of thirty chars", "\n", "")
+    service.answers["policy"] = frames(texts * 4, (0, 3, 1, 2, 2) * 4)
+    service.allowed = 1
+    page = open_page()
+    _ask(page)
+    places = "slots => slots.map((slot) => slot.getBoundingClientRect()).map((at) => [at.left, at.top, at.width])"
+    slots = _canvas(page).locator(".slot")
+    expect(slots).to_have_count(20)
+    before = slots.evaluate_all(places)
+    assert before[0][2] > 50
+    service.allowed = OPEN
+    _expect_done(page)
+    expect(page.locator(".slot.masked")).to_have_count(0)
+    assert slots.evaluate_all(places) == before
+    expect(page.locator(".column .text")).to_have_text("".join(texts * 4))
+
+
+def test_a_sudoku_is_a_grid_that_fills(open_page: Open, service: FakeService) -> None:
+    tag, end = "<answer>", "</answer>"
+    # The last given digit is changed.
+    service.answers["policy"] = frames((tag, *"2431134332144122", end), (1, *[0, 1] * 8, 2))
+    service.allowed = 2
+    page = open_page()
+    _ask(page, "2001104002144103")
+    cells = page.locator(".sudoku span")
+    expect(cells).to_have_count(16)
+    expect(page.locator(".sudoku .masked")).to_have_count(3)
+    expect(cells.nth(2)).to_have_text("3")
+    service.allowed = OPEN
+    _expect_done(page)
+    expect(page.locator(".sudoku .masked")).to_have_count(0)
+    expect(page.locator(".sudoku")).to_have_text("2431134332144122")
+    expect(page.locator(".sudoku .given")).to_have_count(10)
+    expect(page.locator(".sudoku .changed")).to_have_count(1)
+    expect(page.locator(".sudoku")).to_have_accessible_name("Sudoku, row after row: 2 4 3 1 1 3 4 3 3 2 1 4 4 1 2 2")
+
+
+def test_an_answer_between_tags_stands_by_itself(open_page: Open, service: FakeService) -> None:
+    service.answers["policy"] = frames(("so ", "<answer>", "3*4", "-2", "</answer>"), (0, 1, 2, 3, 4))
+    page = open_page()
+    _ask(page, "3 4 2 make 10")
+    _expect_done(page)
+    expect(page.locator(".answer .said")).to_have_text("3*4-2")
+
+
+def test_on_a_phone_the_answer_comes_into_sight(open_page: Open) -> None:
+    page = open_page(viewport={"width": 390, "height": 640})
+    _ask(page)
+    _expect_done(page)
+    expect(page.locator(".column h3")).to_be_in_viewport()
+
+
+def test_the_header_stays_in_sight_when_the_view_changes(open_page: Open) -> None:
+    page = open_page(viewport={"width": 900, "height": 300})
+    page.click("#nav-run")
+    expect(page.locator("#view-run")).to_be_visible()
+    assert page.evaluate("scrollY") == 0
 
 
 def test_ctrl_enter_asks(open_page: Open) -> None:

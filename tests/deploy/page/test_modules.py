@@ -163,38 +163,52 @@ def test_hostile_text_is_made_visible_as_on_a_terminal(page: Page) -> None:
     assert found == "".join(char if char in kept else printable(char) for char in text)
 
 
-def test_a_player_goes_along_at_the_end_alone(page: Page) -> None:
+def test_a_player_goes_along_frame_after_frame_at_the_end_alone(page: Page) -> None:
     found = page.evaluate(
         """async () => {
           const { Player } = await import("/assets/player.js");
-          const player = new Player(() => {});
+          const shown = [];
+          const player = new Player(() => shown.at(-1) !== player.position && shown.push(player.position));
           const seen = [];
           const note = () => seen.push([player.position, player.isPlaying]);
+          const until = (position) => new Promise((resolve) => { const timer = setInterval(() => {
+            if (player.position === position) { clearInterval(timer); resolve(); } }, 5); });
           player.reset(); note();
+          const began = performance.now();
           player.grow(1); player.grow(4); note();
+          await until(3); note();
+          const tookMs = performance.now() - began;
           player.seek(1); player.grow(6); note();
           player.seek(99); player.grow(7); note();
           player.seek(-5); note();
           player.play(() => true);
-          await new Promise((resolve) => { const timer = setInterval(() => {
-            if (player.position === 6) { clearInterval(timer); resolve(); } }, 5); });
+          await until(6);
           note();
-          player.grow(9); note();
-          player.end(); note();
-          return seen;
+          player.grow(9); player.end(); note();
+          await until(8); note();
+          player.reset(); player.grow(1000);
+          await until(999);
+          return [seen, shown, tookMs];
         }"""
     )
     playing, paused = True, False
-    assert found == [
+    seen, shown, took_ms = found
+    assert seen == [
+        [0, playing],
         [0, playing],
         [3, playing],
         [1, paused],
         [5, paused],
         [0, paused],
         [6, playing],
-        [8, playing],
+        [6, playing],
         [8, paused],
     ]
+    assert shown[:4] == [0, 1, 2, 3], "each is seen"
+    assert took_ms > 200
+    jumps = shown[shown.index(999) - 5 : shown.index(999)]
+    assert jumps == list(range(994, 999)), "who is far behind catches up in large steps, and ends in small ones"
+    assert len(shown) < 120
 
 
 def test_slots_that_are_no_part_of_a_text_are_told_by_it(page: Page) -> None:

@@ -6,8 +6,10 @@ import math
 import pytest
 
 from actors.checkpoints.selection import checkpoints_to_answer
+from deploy.runs.reading import read_recipe
 from deploy.service.api import run_view
 from deploy.service.api.run_view import RunView
+from rewards import Split, make_task
 
 
 def _line(index):
@@ -85,3 +87,15 @@ def test_the_disk_is_not_read_for_every_question_about_versions(run_dir, add_che
     assert view.versions() == (1, 2)
     assert view.checkpoint(2).version == 2
     assert len(read) == 1
+
+
+def test_problems_are_held_out_ones_of_the_runs_task(run_dir, monkeypatch):
+    found = RunView(run_dir).problems
+    recipe = read_recipe(run_dir)
+    heldout = make_task(recipe.task).problems(Split.HELDOUT, 8, seed=0)
+    assert found.task == recipe.task.name
+    assert found.prompts == [problem.messages[-1].content for problem in heldout if len(problem.messages) == 1]
+    assert len(found.prompts) == 8
+    # Its data may be on another machine.
+    monkeypatch.setattr("deploy.service.example.make_task", lambda _: (_ for _ in ()).throw(ValueError("no data")))
+    assert RunView(run_dir).problems.model_dump() == {"task": recipe.task.name, "prompts": []}
