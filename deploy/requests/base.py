@@ -11,6 +11,8 @@ from pydantic import BaseModel, ConfigDict, model_validator
 from deploy.requests.refusals import RequestError
 
 LARGEST = 2**31 - 1
+MAX_FIELDS = 256
+"""Fields of one object, known or not."""
 _HALF = re.compile("[\ud800-\udfff]")
 _WHY = {
     "top_logprobs": "only the log-probability of each committed token is recorded",
@@ -33,6 +35,10 @@ class Body(BaseModel):
         """What is null is left out: clients send null for what they do not ask for."""
         if not isinstance(values, Mapping):
             return values
+        if len(values) > MAX_FIELDS:
+            # Before they are looked at: each that is not known would be a mistake of its own.
+            where = cls.place.removesuffix(".") or "the body"
+            raise RequestError(f"{where} has {len(values)} fields; an object of a request has at most {MAX_FIELDS}")
         given = {name: value for name, value in values.items() if value is not None}
         for name, neutral in cls.unsupported.items():
             if name in given and not _asks_nothing(given.pop(name), neutral):

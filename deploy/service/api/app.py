@@ -20,6 +20,7 @@ from deploy.page.routes import page_router
 from deploy.requests.body import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from deploy.requests.planner import RequestPlan
 from deploy.service.api import replies
+from deploy.service.api.bounded_route import BoundedRoute
 from deploy.service.api.metrics import RequestObserver, ServiceMetrics
 from deploy.service.api.openapi import describe, described
 from deploy.service.api.planner import ServicePlanner
@@ -84,6 +85,7 @@ def create_app(service: Service) -> FastAPI:
 
     # The interactive documentation pages load scripts from elsewhere; the schema itself is behind the key.
     app = FastAPI(title="d1", docs_url=None, redoc_url=None, redirect_slashes=False, lifespan=lifespan)
+    app.router.route_class = BoundedRoute
     install_handlers(app)
     inference = _Inference(service)
     app.state.inference = inference
@@ -215,13 +217,18 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
     codec, planner = service.codec, service.planner
 
     @app.post("/tokenize", **described(replies.Tokens, 400, 404, 408, 413))
-    async def tokenize(body: TokenizeRequest) -> replies.Tokens:
+    async def tokenize(body: TokenizeRequest) -> Response:
         planner.wanted(body.model)
+        # The answer too: FastAPI would look at each of its ids.
+        return Response(await asyncio.to_thread(tokens, body), media_type="application/json")
+
+    def tokens(body: TokenizeRequest) -> bytes:
         if body.messages is not None:
-            ids = await asyncio.to_thread(codec.encode_chat, [message.turn for message in body.messages])
+            ids = codec.encode_chat([message.turn for message in body.messages])
         else:
-            ids = await asyncio.to_thread(codec.encode_any, body.prompt or "")
-        return replies.Tokens(tokens=ids, count=len(ids), max_model_len=codec.config.max_sequence_length)
+            ids = codec.encode_any(body.prompt or "")
+        most = codec.config.max_sequence_length
+        return as_json(replies.Tokens(tokens=ids, count=len(ids), max_model_len=most))
 
     @app.post("/detokenize", **described(replies.Detokenized, 400, 404, 408, 413))
     async def detokenize(body: DetokenizeRequest) -> replies.Detokenized:

@@ -54,6 +54,8 @@ def test_a_request_without_any_authorization_header_is_refused(make_client):
         ({"stop_token_ids": [1] * 17}, "`stop_token_ids`"),
         ({"stop_token_ids": [10**6]}, "stop_token_ids has 1000000"),
         ({"ignore_eos": 1}, "`ignore_eos`"),
+        ({f"a{number}": 1 for number in range(257)}, "the body has 259 fields"),
+        ({"diffusion": {f"a{number}": 1 for number in range(257)}}, "has 257 fields"),
         ({"logprobs": 1}, "`logprobs`: must be 0: only the log-probability of each committed token"),
         ({"logprobs": False}, "`logprobs`: must be 0"),
         ({"suffix": "2" * 60}, "as many as without `max_tokens`"),
