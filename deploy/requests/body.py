@@ -70,7 +70,7 @@ _UNSUPPORTED_OF_MESSAGES: dict[str, tuple[Any, ...]] = {
 _UNSUPPORTED_PARTS = ("file", "image_url", "input_audio", "refusal")
 
 
-def _check_texts(texts: list[str]) -> None:
+def check_texts(texts: list[str]) -> None:
     """Raise ValueError for what is too long to be tokenized, or no text."""
     if sum(map(len, texts)) > MAX_CHARACTERS:
         raise ValueError(f"must have at most {MAX_CHARACTERS} characters in all")
@@ -257,7 +257,7 @@ class CompletionRequest(Ask):
             raise ValueError(f"must be at most {MAX_CHOICES} prompts")
         if not is_prompt(prompt) or prompt == "" or (isinstance(prompt, list) and "" in prompt):
             raise ValueError("must be a string, a list of strings or a list of token ids, and not empty")
-        _check_texts([prompt] if isinstance(prompt, str) else [text for text in prompt if isinstance(text, str)])
+        check_texts([prompt] if isinstance(prompt, str) else [text for text in prompt if isinstance(text, str)])
         return prompt
 
     @property
@@ -325,7 +325,7 @@ class Message(Body):
 
 
 def _conversation(messages: list[Message]) -> list[Message]:
-    _check_texts([message.text for message in messages])
+    check_texts([message.text for message in messages])
     return messages
 
 
@@ -356,6 +356,11 @@ class ChatRequest(Ask):
                 "characters each"
             )
         return given
+
+    @property
+    def turns(self) -> list[dict[str, str]]:
+        """The conversation, as a chat template takes it."""
+        return [message.turn for message in self.messages]
 
     @property
     def most_tokens(self) -> int | None:

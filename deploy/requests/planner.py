@@ -17,6 +17,7 @@ from deploy.requests.defaults import Defaults
 from deploy.requests.parameters import RENOISING_KEYS, Values, sampler_names, to_params, to_renoising_params
 from deploy.requests.refusals import RequestError, refusal_of
 from deploy.requests.renoising import RenoisingDefaults, check_keys
+from deploy.requests.responses import ResponsesRequest
 from learner.model.config import TransformerConfig
 from learner.model.renoising.config import MODEL_TYPE
 from rollout.field_error import FieldError
@@ -37,9 +38,9 @@ class Codec(Protocol):
         """The prompt that a text is; with what the tokenizer puts around every text if asked to."""
 
     def encode_chat(
-        self, messages: Sequence[dict[str, str]], *, template: Mapping[str, Any], adds_special: bool
+        self, messages: Sequence[dict[str, str]], param: str, *, template: Mapping[str, Any], adds_special: bool
     ) -> list[int]:
-        """The prompt of a conversation; `template` are variables of the chat template."""
+        """The prompt of a conversation, which is the field `param`; `template` are variables of the chat template."""
 
     def encode_text(self, text: str, param: str) -> list[int]:
         """The ids of a text by itself, which is the field `param`."""
@@ -182,9 +183,11 @@ class Planner:
 
     def _prompts(self, ask: Ask) -> list[list[int]]:
         if isinstance(ask, ChatRequest):
-            turns, variables = [message.turn for message in ask.messages], ask.chat_template_kwargs
-            return [self._codec.encode_chat(turns, template=variables, adds_special=ask.add_special_tokens)]
-        assert isinstance(ask, CompletionRequest), "there are two kinds"
+            variables, adds_special = ask.chat_template_kwargs, ask.add_special_tokens
+            return [self._codec.encode_chat(ask.turns, "messages", template=variables, adds_special=adds_special)]
+        if isinstance(ask, ResponsesRequest):
+            return [self._codec.encode_chat(ask.turns, "input", template={}, adds_special=False)]
+        assert isinstance(ask, CompletionRequest), "there are three kinds"
         return [self._prompt(prompt, ask) for prompt in ask.prompts]
 
     def _prompt(self, prompt: str | list[int], ask: CompletionRequest) -> list[int]:

@@ -33,6 +33,7 @@ class PromptCodec:
     def encode_chat(
         self,
         messages: Sequence[dict[str, str]],
+        _param: str = "messages",
         *,
         template: Mapping[str, Any] | None = None,
         adds_special: bool = False,

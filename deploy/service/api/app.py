@@ -17,15 +17,17 @@ from starlette.types import ASGIApp
 
 from actors.registry.records import POLICY, PolicyVersion
 from deploy.page.routes import page_router
-from deploy.requests.body import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from deploy.requests.body import Ask, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from deploy.requests.planner import RequestPlan
-from deploy.service.api import replies
+from deploy.requests.responses import ResponsesRequest
+from deploy.service.api import replies, response_replies
 from deploy.service.api.bounded_route import BoundedRoute
 from deploy.service.api.metrics import RequestObserver, ServiceMetrics
 from deploy.service.api.openapi import describe, described
 from deploy.service.api.planner import ServicePlanner
 from deploy.service.api.policy_events import RegistryReader, one_event
 from deploy.service.api.policy_view import EngineWatch, known, newest, policy_body, version_body
+from deploy.service.api.response_writer import ResponseWriter
 from deploy.service.api.run_view import MAX_SAMPLES, RunView
 from deploy.service.api.server_sent_events import ServerSentEvents
 from deploy.service.api.text_codec import TextCodec
@@ -117,16 +119,14 @@ class _Inference:
         """Requests under way."""
         return self._num_open
 
-    async def complete(self, ask: CompletionRequest | ChatRequest, request: Request) -> Response:
+    async def complete(self, ask: Ask, request: Request) -> Response:
         """The answer to a body: one object, or a stream."""
         service = self._service
         self._admit()
         is_streamed = False
         try:
             plan = await self._plan(ask, request)
-            model = ask.model or POLICY
-            is_chat = isinstance(ask, ChatRequest)
-            writer = AnswerWriter(service.codec, plan, model, service.planner.name, is_chat=is_chat)
+            writer = self._writer(ask, plan)
             job = service.planner.job(ask, plan)
             events = with_failover(service.backend, job, may_restart=not ask.stream)
             if not ask.stream:
@@ -139,7 +139,13 @@ class _Inference:
             if not is_streamed:
                 self._num_open -= 1
 
-    async def _plan(self, ask: CompletionRequest | ChatRequest, request: Request) -> RequestPlan:
+    def _writer(self, ask: Ask, plan: RequestPlan) -> AnswerWriter | ResponseWriter:
+        codec, model, run = self._service.codec, ask.model or POLICY, self._service.planner.name
+        if isinstance(ask, ResponsesRequest):
+            return ResponseWriter(codec, plan, ask, model, run)
+        return AnswerWriter(codec, plan, model, run, is_chat=isinstance(ask, ChatRequest))
+
+    async def _plan(self, ask: Ask, request: Request) -> RequestPlan:
         if int(request.headers.get("content-length", MAX_BODY_BYTES)) <= _SHORT_BYTES:
             return self._service.planner.plan(ask)
         # Tokenizing a long text would hold up every stream.
@@ -173,6 +179,13 @@ def _add_inference(app: FastAPI, inference: _Inference) -> None:
         **described(replies.ChatAnswer, *_REFUSALS, events=(replies.ChatChunk, ErrorBody)),
     )
     async def chat(ask: ChatRequest, request: Request) -> Response:
+        return await inference.complete(ask, request)
+
+    @app.post(
+        "/v1/responses",
+        **described(response_replies.Response, *_REFUSALS, events=(response_replies.ResponseEvent,), is_ended=False),
+    )
+    async def responses(ask: ResponsesRequest, request: Request) -> Response:
         return await inference.complete(ask, request)
 
 
@@ -377,7 +390,7 @@ async def _found(service: Service, states: Sequence[EngineState], version: int, 
     raise ServiceError(404, f"There is no policy version {version} here.", "model_not_found", param=param)
 
 
-def _version_header(writer: AnswerWriter) -> dict[str, str]:
+def _version_header(writer: AnswerWriter | ResponseWriter) -> dict[str, str]:
     assert writer.policy is not None, "it has begun"
     return {"x-policy-version": str(writer.policy.version)}
 

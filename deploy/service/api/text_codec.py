@@ -39,11 +39,15 @@ class TextCodec:
     def encode_chat(
         self,
         messages: Sequence[dict[str, str]],
+        param: str = "messages",
         *,
         template: Mapping[str, Any] | None = None,
         adds_special: bool = False,
     ) -> list[int]:
-        """The prompt of a conversation; `template` are variables of the chat template. Raises ServiceError."""
+        """The prompt of a conversation, which is the field `param`; `template` are variables of the chat template.
+
+        Raises ServiceError.
+        """
         for value in (template or {}).values():
             if isinstance(value, str):
                 self.encode_text(value, "chat_template_kwargs")
@@ -55,10 +59,10 @@ class TextCodec:
         except TEMPLATE_ERRORS as error:
             what = template_refusal(error)
             raise ServiceError(
-                400, f"The chat template refuses this: {what}.", "invalid_prompt", param="messages"
+                400, f"The chat template refuses this: {what}.", "invalid_prompt", param=param
             ) from error
         # A special token in a user's text would end their turn and speak for others, or be denoised as a slot.
-        self._refuse_special(self._count_special(ids) - self._count_special(framed), "messages")
+        self._refuse_special(self._count_special(ids) - self._count_special(framed), param)
         return ids
 
     def encode_text(self, text: str, param: str) -> list[int]:

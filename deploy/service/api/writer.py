@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -91,12 +91,7 @@ class AnswerWriter:
 
     async def begin(self, events: Events) -> None:
         """Wait for the version that answers a stream: an error still has its status then. Raises ServiceError."""
-        first = await anext(events)
-        if isinstance(first, Refused):
-            await events.aclose()
-            raise ServiceError.of(first)
-        assert isinstance(first, Began), "nothing comes before it"
-        self._begin(first.policy)
+        self._begin(await begun(events))
 
     async def chunks(self, events: Events) -> AsyncGenerator[bytes, None]:
         """A stream of server-sent events, after `begin`. It ends with [DONE], or with an error and nothing after."""
@@ -187,28 +182,48 @@ class AnswerWriter:
         """What every object says of itself."""
         policy = self.policy
         assert policy is not None, "nothing is written before it has begun"
-        digest = f"-{policy.manifest_digest[:12]}" if policy.manifest_digest else ""
         return {
             "id": self._id,
             "created": self._created,
             "model": self._model,
-            "system_fingerprint": f"{self._run}-v{policy.version}{digest}",
+            "system_fingerprint": fingerprint(self._run, policy),
             "policy_version": policy.version,
         }
 
     def _usage(self) -> Usage:
-        num_tokens = sum(choice.num_tokens for choice in self._choices)
-        num_forwards = sum(choice.num_forwards for choice in self._choices)
-        return Usage(
-            prompt_tokens=self._plan.num_prompt_tokens,
-            completion_tokens=num_tokens,
-            total_tokens=self._plan.num_prompt_tokens + num_tokens,
-            diffusion=DiffusionUsage(
-                num_forwards=num_forwards,
-                num_blocks=sum(choice.num_blocks for choice in self._choices),
-                tokens_per_forward=round(num_tokens / num_forwards, 3) if num_forwards else 0.0,
-            ),
-        )
+        return usage_of(self._plan, self._choices)
+
+
+async def begun(events: Events) -> PolicyVersion:
+    """The version that answers, which is the first that is told of a job. Raises ServiceError."""
+    first = await anext(events)
+    if isinstance(first, Refused):
+        await events.aclose()
+        raise ServiceError.of(first)
+    assert isinstance(first, Began), "nothing comes before it"
+    return first.policy
+
+
+def fingerprint(run: str, policy: PolicyVersion) -> str:
+    """What names the weights that answered."""
+    digest = f"-{policy.manifest_digest[:12]}" if policy.manifest_digest else ""
+    return f"{run}-v{policy.version}{digest}"
+
+
+def usage_of(plan: RequestPlan, choices: Sequence[ChoiceText]) -> Usage:
+    """What an answer took."""
+    num_tokens = sum(choice.num_tokens for choice in choices)
+    num_forwards = sum(choice.num_forwards for choice in choices)
+    return Usage(
+        prompt_tokens=plan.num_prompt_tokens,
+        completion_tokens=num_tokens,
+        total_tokens=plan.num_prompt_tokens + num_tokens,
+        diffusion=DiffusionUsage(
+            num_forwards=num_forwards,
+            num_blocks=sum(choice.num_blocks for choice in choices),
+            tokens_per_forward=round(num_tokens / num_forwards, 3) if num_forwards else 0.0,
+        ),
+    )
 
 
 def as_json(body: BaseModel) -> bytes:

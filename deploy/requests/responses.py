@@ -1,0 +1,132 @@
+"""The body of `POST /v1/responses`: OpenAI's newer format, in which a conversation is `input`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import AfterValidator, Field, field_validator, model_validator
+
+from deploy.requests.base import LARGEST, Body, whole
+from deploy.requests.body import MAX_CHARACTERS, MAX_MESSAGES, MAX_PARTS, Ask, check_texts
+from deploy.requests.refusals import RequestError
+
+_PLAIN = {"format": {"type": "text"}}
+# What asks for nothing, beside null.
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "background": (False,),
+    "conversation": (),
+    "include": ([],),
+    "max_tool_calls": (),
+    "metadata": ({},),
+    "n": (1,),
+    "parallel_tool_calls": (True, False),
+    "previous_response_id": (),
+    "prompt": (),
+    "prompt_cache_key": (),
+    "prompt_cache_retention": (),
+    "reasoning": ({},),
+    "safety_identifier": (),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "text": ({}, _PLAIN),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "top_logprobs": (0,),
+    "truncation": ("disabled",),
+}
+
+
+class InputPart(Body):
+    """A part of an item; text is the only kind."""
+
+    unsupported: ClassVar = {"annotations": ([],), "logprobs": ([],)}
+    place = "input.content."
+
+    type: Literal["input_text", "output_text"]
+    text: str
+
+
+_Parts = Annotated[list[InputPart], Field(max_length=MAX_PARTS)]
+
+
+class InputItem(Body):
+    """A turn of a conversation."""
+
+    unsupported: ClassVar = {"phase": ()}
+    place = "input."
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: _Parts
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_name(cls, item: Any) -> Any:
+        # What an answer said of its own item comes back with it.
+        if type(item) is not dict:
+            return item
+        return {key: value for key, value in item.items() if key not in ("id", "status")}
+
+    @field_validator("type", mode="before")
+    @classmethod
+    def _type(cls, kind: Any) -> Any:
+        if isinstance(kind, str) and kind != "message":
+            message = "`input` has an item that is no message; this service has no tools, and reads text only"
+            raise RequestError(message, "unsupported_parameter", param="input")
+        return kind
+
+    @field_validator("content", mode="before", json_schema_input_type=str | _Parts)
+    @classmethod
+    def _content(cls, content: Any) -> Any:
+        if not isinstance(content, str | list):
+            raise ValueError("must be a string or a list of parts")
+        return [{"type": "input_text", "text": content}] if isinstance(content, str) else content
+
+    @property
+    def turn(self) -> dict[str, str]:
+        """As a chat template takes it."""
+        role = "system" if self.role == "developer" else self.role
+        return {"role": role, "content": "".join(part.text for part in self.content)}
+
+
+_Text = Annotated[str, Field(max_length=MAX_CHARACTERS), AfterValidator(whole)]
+_Items = Annotated[list[InputItem], Field(min_length=1, max_length=MAX_MESSAGES)]
+
+
+class ResponsesRequest(Ask):
+    """`POST /v1/responses`. Nothing is kept: each has all of its conversation."""
+
+    unsupported = _UNSUPPORTED
+
+    input: _Items
+    """A user's turn, or a conversation."""
+    instructions: _Text | None = None
+    """What the system says before it."""
+    max_output_tokens: Annotated[int, Field(ge=1, le=LARGEST)] | None = None
+    """The text has at most so many tokens."""
+
+    @field_validator("input", mode="before", json_schema_input_type=_Text | _Items)
+    @classmethod
+    def _input(cls, given: Any) -> Any:
+        if not isinstance(given, str | list) or not given:
+            raise ValueError("must be a string or a list of messages, and not empty")
+        return [{"role": "user", "content": given}] if isinstance(given, str) else given
+
+    @model_validator(mode="after")
+    def _is_text(self) -> Self:
+        if self.shows_canvas:
+            message = "`diffusion.stream` of canvases is for chats and completions; leave it out"
+            raise RequestError(message, param="diffusion.stream")
+        check_texts([turn["content"] for turn in self.turns])
+        return self
+
+    @property
+    def turns(self) -> list[dict[str, str]]:
+        """The conversation, as a chat template takes it."""
+        said = [{"role": "system", "content": self.instructions}] if self.instructions is not None else []
+        return [*said, *(item.turn for item in self.input)]
+
+    @property
+    def most_tokens(self) -> int | None:
+        """As of `Ask`."""
+        return self.max_output_tokens or self.max_tokens
