@@ -18,7 +18,6 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "include": ([],),
     "max_tool_calls": (),
     "metadata": ({},),
-    "n": (1,),
     "parallel_tool_calls": (True, False),
     "previous_response_id": (),
     "prompt": (),
@@ -90,6 +89,7 @@ class InputItem(Body):
 
 
 _Text = Annotated[str, Field(max_length=MAX_CHARACTERS), AfterValidator(whole)]
+_Turn = Annotated[str, Field(min_length=1, max_length=MAX_CHARACTERS)]
 _Items = Annotated[list[InputItem], Field(min_length=1, max_length=MAX_MESSAGES)]
 
 
@@ -100,12 +100,14 @@ class ResponsesRequest(Ask):
 
     input: _Items
     """A user's turn, or a conversation."""
+    n: Literal[1] | None = None
+    """A response is one text."""
     instructions: _Text | None = None
     """What the system says before it."""
     max_output_tokens: Annotated[int, Field(ge=1, le=LARGEST)] | None = None
     """The text has at most so many tokens."""
 
-    @field_validator("input", mode="before", json_schema_input_type=_Text | _Items)
+    @field_validator("input", mode="before", json_schema_input_type=_Turn | _Items)
     @classmethod
     def _input(cls, given: Any) -> Any:
         if not isinstance(given, str | list) or not given:
