@@ -339,6 +339,8 @@ def test_a_resumed_run_is_the_uninterrupted_one_whatever_dies_and_ctrl_c_ends_it
     shutil.copytree(folder / "first", resumed)
     for name in ("rl-000003", "rl-000004", "control"):
         shutil.rmtree(resumed / "checkpoints" / name)
+    # On a busy machine some more rounds pass before Ctrl-C is heard.
+    more = ("--resume", "num_checkpoints_kept=1000")
     family, killed, is_over = Family("resumed"), list[int](), threading.Event()
 
     def kill() -> None:
@@ -351,7 +353,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_whatever_dies_and_ctrl_c_ends_it
     killer = threading.Thread(target=kill, daemon=True)
     killer.start()
     try:
-        output, status = _stopped_by(signal.SIGINT, folder, "resumed", "--resume", after=2)
+        output, status = _stopped_by(signal.SIGINT, folder, "resumed", *more, after=2)
     finally:
         is_over.set()
         killer.join()
