@@ -3,8 +3,9 @@
 const REPLAY_MS = 5000;
 const SLOWEST_MS = 250;
 const FASTEST_MS = 40;
+/** A live frame is seen for so long: a tiny policy is done before its first would be. */
 const LIVE_MS = 90;
-/** Frames that a live view is behind at most: a tiny policy is done before its first frame is seen. */
+/** Who is more frames behind than this leaves some out. */
 const MAX_BEHIND = 12;
 
 /** A position among frames that may still be coming. */
