@@ -10,7 +10,10 @@ import { RunView } from "./run.js";
 const VIEWS = { ask: "Ask", run: "Run" };
 
 const ask = new AskView();
-const run = new RunView();
+const run = new RunView((prompt) => {
+  location.hash = "#ask";
+  ask.askFor(prompt);
+});
 const policy = new PolicyWatch(() => ask.loadModels().catch(() => {}));
 
 /** Take the key out of the link that `d1 serve` prints. No server is sent a fragment, and the address bar loses it. */

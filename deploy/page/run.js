@@ -8,7 +8,7 @@ import { CURVES, Plot } from "./plots.js";
 import { whenVisible } from "./wait.js";
 
 const POLL_MS = 2000;
-const SLOWEST_POLL_MS = 30_000;
+const SLOWEST_POLL_MS = 2500;
 const NUM_SAMPLES = 12;
 const MAX_CELL_CHARS = 4000;
 const PHASES = { sft: "supervised fine-tuning", rl: "reinforcement learning", control: "the control", done: "complete" };
@@ -32,7 +32,11 @@ export class RunView {
   #run = null;
   #turn = 0;
 
-  constructor() {
+  #ask;
+
+  /** `ask` is called with a prompt that is to be asked again. */
+  constructor(ask) {
+    this.#ask = ask;
     byId("curves").append(...this.#plots.map((plot) => plot.element));
     byId("round-table").tHead.rows[0].append(...COLUMNS.map(([, title]) => make("th", { scope: "col" }, title)));
   }
@@ -92,7 +96,7 @@ export class RunView {
     }
     this.#showRun();
     this.#showCurves();
-    showSamples(samples.samples);
+    showSamples(samples.samples, this.#ask);
     this.#showPools(pools);
   }
 
@@ -165,7 +169,7 @@ export class RunView {
 
 let shownSamples = "";
 
-function showSamples(samples) {
+function showSamples(samples, ask) {
   // Rows stay as they are while nothing is new: a reader may have selected text, or opened one.
   const key = JSON.stringify(samples);
   if (key === shownSamples) {
@@ -177,7 +181,7 @@ function showSamples(samples) {
       "tr",
       {},
       cell("Round", number(sample.round + 1)),
-      cell("Prompt", text(sample.prompt)),
+      cell("Prompt", text(sample.prompt), asker(sample.prompt, ask)),
       cell("Completion", text(sample.completion)),
       cell("Reward", make("div", { class: "reward" }, make("b", {}, number(sample.reward)), parts(sample.reward_parts))),
       cell("Outcome", make("span", { class: sample.correct ? "good" : "bad" }, outcome(sample))),
@@ -191,6 +195,13 @@ const cell = (title, ...children) => make("td", { "data-title": title }, ...chil
 
 function text(value) {
   return make("div", { class: "model-text", dir: "auto", tabindex: "0", role: "group", "aria-label": "Text" }, shortened(value ?? "", MAX_CELL_CHARS));
+}
+
+/** Asks the policy that answers now what this one was asked. */
+function asker(prompt, ask) {
+  const button = make("button", { type: "button", class: "quiet" }, "Ask this");
+  button.addEventListener("click", () => ask(String(prompt ?? "")));
+  return button;
 }
 
 function parts(values) {

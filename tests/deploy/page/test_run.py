@@ -214,6 +214,18 @@ def test_a_view_that_no_one_looks_at_asks_for_nothing(open_page: Open, service: 
     expect(_plot(page, "reward")).to_have_attribute("data-points", "2")
 
 
+def test_a_sample_is_asked_again_with_a_click(open_page: Open, service: FakeService) -> None:
+    _fill(service, 2)
+    service.samples = [SAMPLE]
+    page = open_page("/#run")
+    page.click("#samples >> text=Ask this")
+    expect(page.locator("#view-ask")).to_be_visible()
+    expect(page.locator("#prompt")).to_have_value("1230")
+    expect(page.locator(".column .state")).to_contain_text("complete")
+    (asked,) = service.requests
+    assert asked["messages"] == [{"role": "user", "content": "1230"}]
+
+
 def test_curves_are_redrawn_in_the_other_theme_and_the_choice_is_kept(open_page: Open, service: FakeService) -> None:
     _fill(service, 5)
     page = open_page("/#run", color_scheme="light")
