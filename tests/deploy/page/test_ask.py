@@ -28,6 +28,8 @@ def _canvas(page: Page, index: int = 0) -> Locator:
 
 def _expect_done(page: Page, index: int = 0) -> None:
     expect(page.locator(".column").nth(index).locator(".state")).to_contain_text("complete")
+    # What came faster than it can be seen is still being shown.
+    expect(page.locator("#play")).to_have_accessible_name("Play")
 
 
 def test_a_completion_is_seen_to_fill_in_slot_by_slot(open_page: Open, service: FakeService) -> None:
