@@ -65,8 +65,8 @@ def temperature_of(params: Params) -> float | None:
 
 def params_of(facts: Mapping[str, Any]) -> Params:
     """Those of a cell's facts. Raises ValidationError."""
-    kinds = SamplingParams, RenoisingParams
-    return kinds["max_denoise_steps" in facts["params"]].model_validate(facts["params"])
+    given = facts["params"]
+    return (RenoisingParams if "max_denoise_steps" in given else SamplingParams).model_validate(given)
 
 
 def params_for(asked: Asked, run: Recipe | None, policy: TransformerConfig | RenoisingConfig) -> Sequence[Params]:

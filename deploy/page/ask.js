@@ -252,7 +252,7 @@ export class AskView {
   }
 
   #recolour() {
-    this.#showScale();
+    this.#showScale(this.#range);
     for (const column of this.#columns) {
       column.view.colourBy = this.#colourBy;
     }
@@ -264,9 +264,8 @@ export class AskView {
     return known.length > 0 ? [Math.min(...known.map(([least]) => least)), Math.max(...known.map(([, greatest]) => greatest))] : [0, 1];
   }
 
-  #showScale() {
+  #showScale([least, greatest]) {
     const isStep = this.#colourBy === "step";
-    const [least, greatest] = this.#range;
     setText(byId("scale-low"), isStep ? "first" : percent(least));
     setText(byId("scale-high"), isStep ? "last" : percent(greatest));
   }
@@ -288,7 +287,7 @@ export class AskView {
     for (const column of this.#columns) {
       column.show(position, range);
     }
-    this.#showScale();
+    this.#showScale(range);
     if (this.#isToScroll && length > 0) {
       this.#isToScroll = false;
       byId("answer").scrollIntoView({ block: "start" });

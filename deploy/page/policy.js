@@ -86,6 +86,9 @@ export class PolicyWatch {
     const held = [policy.pinned === null || policy.pinned === undefined ? "" : `pinned to version ${number(policy.pinned)}`, policy.paused ? "paused" : ""].filter(Boolean);
     setText(byId("serving"), [`version ${number(policy.policy_version)}`, lag, ...held].join(" · "));
     const { score } = policy;
+    const solves = score ? ["solves ", make("b", {}, percent(score.accuracy)), " of its held-out problems"] : ["has no score yet"];
+    setText(byId("about-run"), visible(policy.run ?? ""));
+    byId("about-score").replaceChildren(...solves);
     const refused = policy.refused ?? [];
     setFacts(byId("policy-facts"), [
       ["Answers", `version ${number(policy.policy_version)}${Number.isFinite(policy.round) ? `, round ${number(policy.round)}` : ""}`],

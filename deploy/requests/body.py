@@ -309,9 +309,7 @@ class Message(Body):
     @field_validator("content", mode="before", json_schema_input_type=str | _Parts)
     @classmethod
     def _content(cls, content: Any) -> Any:
-        if not isinstance(content, str | list):
-            raise ValueError("must be a string or a list of parts")
-        return [{"type": "text", "text": content}] if isinstance(content, str) else content
+        return parts_of(content, "text")
 
     @property
     def text(self) -> str:
@@ -321,7 +319,19 @@ class Message(Body):
     @property
     def turn(self) -> dict[str, str]:
         """As a chat template takes it."""
-        return {"role": "system" if self.role == "developer" else self.role, "content": self.text}
+        return turn_of(self.role, self.text)
+
+
+def parts_of(content: Any, kind: str) -> Any:
+    """The parts of a turn's content; a string is one part of that kind. Raises ValueError."""
+    if not isinstance(content, str | list):
+        raise ValueError("must be a string or a list of parts")
+    return [{"type": kind, "text": content}] if isinstance(content, str) else content
+
+
+def turn_of(role: str, text: str) -> dict[str, str]:
+    """A turn as a chat template takes it: OpenAI's developer is its system."""
+    return {"role": "system" if role == "developer" else role, "content": text}
 
 
 def _conversation(messages: list[Message]) -> list[Message]:

@@ -193,8 +193,6 @@ class Planner:
     def _prompt(self, prompt: str | list[int], ask: CompletionRequest) -> list[int]:
         if not isinstance(prompt, str):
             return self._codec.check_ids(prompt, "prompt")
-        if ask.suffix is not None and not isinstance(self._codec.config, TransformerConfig):
-            raise RequestError(f"`suffix` is not for {MODEL_TYPE} policies, which fill no gaps", param="suffix")
         return self._codec.encode_prompt(prompt, adds_special=ask.add_special_tokens)
 
     def _stop_ids(self, ask: Ask) -> tuple[int, ...] | None:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from deploy.requests.base import LARGEST, Body, whole
-from deploy.requests.body import MAX_CHARACTERS, MAX_MESSAGES, MAX_PARTS, Ask, check_texts
+from deploy.requests.body import MAX_CHARACTERS, MAX_MESSAGES, MAX_PARTS, Ask, check_texts, parts_of, turn_of
 from deploy.requests.refusals import RequestError
 
 _PLAIN = {"format": {"type": "text"}}
@@ -60,7 +60,7 @@ class InputItem(Body):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_name(cls, item: Any) -> Any:
+    def _without_id(cls, item: Any) -> Any:
         # What an answer said of its own item comes back with it.
         if type(item) is not dict:
             return item
@@ -77,15 +77,12 @@ class InputItem(Body):
     @field_validator("content", mode="before", json_schema_input_type=str | _Parts)
     @classmethod
     def _content(cls, content: Any) -> Any:
-        if not isinstance(content, str | list):
-            raise ValueError("must be a string or a list of parts")
-        return [{"type": "input_text", "text": content}] if isinstance(content, str) else content
+        return parts_of(content, "input_text")
 
     @property
     def turn(self) -> dict[str, str]:
         """As a chat template takes it."""
-        role = "system" if self.role == "developer" else self.role
-        return {"role": role, "content": "".join(part.text for part in self.content)}
+        return turn_of(self.role, "".join(part.text for part in self.content))
 
 
 _Text = Annotated[str, Field(max_length=MAX_CHARACTERS), AfterValidator(whole)]

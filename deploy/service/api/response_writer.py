@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import time
 import uuid
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from typing import Any, Literal
 
-from actors.registry.records import PolicyVersion
 from deploy.requests.planner import RequestPlan
 from deploy.requests.responses import ResponsesRequest
 from deploy.service.api.choice_text import ChoiceText
@@ -23,43 +21,27 @@ from deploy.service.api.response_replies import (
     ResponseUsage,
 )
 from deploy.service.api.text_codec import TextCodec
-from deploy.service.api.writer import Events, as_json, begun, fingerprint, usage_of
-from deploy.service.contract import Began, BlocksDone, Done, Refused
+from deploy.service.api.writer import Events, Writer, as_json
+from deploy.service.contract import BlocksDone, Done, Refused
 from deploy.service.errors import ServiceError
 
 _Status = Literal["in_progress", "completed", "incomplete"]
 
 
-class ResponseWriter:
+class ResponseWriter(Writer):
     """The answer to one request, as its events come."""
 
     def __init__(self, codec: TextCodec, plan: RequestPlan, ask: ResponsesRequest, model: str, run: str) -> None:
         """Write an answer to `ask`, of `model`; the fingerprint begins with `run`."""
-        self._codec, self._plan, self._ask, self._model, self._run = codec, plan, ask, model, run
+        super().__init__(codec, plan)
+        self._ask, self._model, self._run = ask, model, run
         self._id, self._item_id = f"resp_{uuid.uuid4().hex}", f"msg_{uuid.uuid4().hex}"
-        self._created, self._num_events = int(time.time()), 0
-        self.policy: PolicyVersion | None = None
-        """The version that answers; None before it has begun."""
-        self._begin(None)
+        self._num_events = 0
 
     async def answer(self, events: Events) -> Response:
         """The whole answer. Raises ServiceError."""
-        async with aclosing(events):
-            async for event in events:
-                if isinstance(event, Refused):
-                    raise ServiceError.of(event)
-                if isinstance(event, Began):
-                    # A second time, what came before is void.
-                    self._begin(event.policy)
-                elif isinstance(event, BlocksDone | Done):
-                    self._text.take(event)
-                    if self._text.is_finished:
-                        break
+        await self._read(events)
         return self._response(self._status)
-
-    async def begin(self, events: Events) -> None:
-        """Wait for the version that answers a stream: an error still has its status then. Raises ServiceError."""
-        self._begin(await begun(events))
 
     async def chunks(self, events: Events) -> AsyncGenerator[bytes, None]:
         """A stream of server-sent events, after `begin`. It ends with the whole response, or with an error."""
@@ -81,8 +63,9 @@ class ResponseWriter:
             yield self._error(ServiceError(500, "The service failed; the failure is in its log."))
             raise
 
-    def _begin(self, policy: PolicyVersion | None) -> None:
-        self.policy, self._text = policy, ChoiceText(self._codec, self._plan, 0)
+    @property
+    def _text(self) -> ChoiceText:
+        return self._choices[0]
 
     @property
     def _status(self) -> _Status:
@@ -112,9 +95,7 @@ class ResponseWriter:
         return OutputMessage(type="message", id=self._item_id, role="assistant", status=status, content=content)
 
     def _response(self, status: _Status) -> Response:
-        policy, ask = self.policy, self._ask
-        assert policy is not None, "nothing is written before it has begun"
-        is_over = status != "in_progress"
+        ask, is_over = self._ask, status != "in_progress"
         return Response(
             id=self._id,
             object="response",
@@ -122,7 +103,7 @@ class ResponseWriter:
             status=status,
             model=self._model,
             output=[self._item(status, [self._part(self._text.text)])] if is_over else [],
-            usage=self._usage() if is_over else None,
+            usage=self._response_usage() if is_over else None,
             incomplete_details=Incomplete(reason="max_output_tokens") if status == "incomplete" else None,
             instructions=ask.instructions,
             max_output_tokens=ask.most_tokens,
@@ -136,12 +117,12 @@ class ResponseWriter:
             tool_choice="none",
             tools=[],
             truncation="disabled",
-            system_fingerprint=fingerprint(self._run, policy),
-            policy_version=policy.version,
+            system_fingerprint=self._fingerprint(self._run),
+            policy_version=self._begun().version,
         )
 
-    def _usage(self) -> ResponseUsage:
-        usage = usage_of(self._plan, [self._text])
+    def _response_usage(self) -> ResponseUsage:
+        usage = self._usage()
         return ResponseUsage(
             input_tokens=usage.prompt_tokens,
             input_tokens_details=CachedTokens(cached_tokens=0, cache_write_tokens=0),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from typing import Any
 
@@ -40,28 +40,26 @@ Answer = TextAnswer | ChatAnswer
 Part = TextPart | ChatPart
 
 
-class AnswerWriter:
-    """The answer to one request, as its events come."""
+class Writer:
+    """Reads the events of a job, whatever format they are written in."""
 
-    def __init__(self, codec: TextCodec, plan: RequestPlan, model: str, run: str, *, is_chat: bool) -> None:
-        """Write an answer.
-
-        Args:
-            codec: how the policy writes.
-            plan: what was asked.
-            model: the model's name in the answer.
-            run: what the fingerprint begins with.
-            is_chat: whether it is one of `/v1/chat/completions`.
-        """
-        self._codec, self._plan, self._model, self._run, self._is_chat = codec, plan, model, run, is_chat
-        self._id = f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}"
+    def __init__(self, codec: TextCodec, plan: RequestPlan) -> None:
+        """Read what comes of a plan, as the policy writes."""
+        self._codec, self._plan = codec, plan
         self._created = int(time.time())
-        self.policy: PolicyVersion | None = None
-        """The version that answers; None before it has begun."""
         self._begin(None)
 
-    async def answer(self, events: Events) -> Answer:
-        """The whole answer. Raises ServiceError."""
+    async def begin(self, events: Events) -> None:
+        """Wait for the version that answers a stream: an error still has its status then. Raises ServiceError."""
+        first = await anext(events)
+        if isinstance(first, Refused):
+            await events.aclose()
+            raise ServiceError.of(first)
+        assert isinstance(first, Began), "nothing comes before it"
+        self._begin(first.policy)
+
+    async def _read(self, events: Events) -> None:
+        """All that the answer needs. Raises ServiceError."""
         async with aclosing(events):
             async for event in events:
                 if isinstance(event, Refused):
@@ -73,6 +71,58 @@ class AnswerWriter:
                     self._choices[event.choice].take(event)
                     if all(choice.is_finished for choice in self._choices):
                         break
+
+    def _begin(self, policy: PolicyVersion | None) -> None:
+        self.policy = policy
+        """The version that answers; None before it has begun."""
+        self._choices = [ChoiceText(self._codec, self._plan, index) for index in range(len(self._plan.requests))]
+
+    def _begun(self) -> PolicyVersion:
+        assert self.policy is not None, "nothing is written before it has begun"
+        return self.policy
+
+    def _fingerprint(self, run: str) -> str:
+        """What names the weights that answered."""
+        policy = self._begun()
+        digest = f"-{policy.manifest_digest[:12]}" if policy.manifest_digest else ""
+        return f"{run}-v{policy.version}{digest}"
+
+    def _usage(self) -> Usage:
+        """What the answer took."""
+        num_tokens = sum(choice.num_tokens for choice in self._choices)
+        num_forwards = sum(choice.num_forwards for choice in self._choices)
+        return Usage(
+            prompt_tokens=self._plan.num_prompt_tokens,
+            completion_tokens=num_tokens,
+            total_tokens=self._plan.num_prompt_tokens + num_tokens,
+            diffusion=DiffusionUsage(
+                num_forwards=num_forwards,
+                num_blocks=sum(choice.num_blocks for choice in self._choices),
+                tokens_per_forward=round(num_tokens / num_forwards, 3) if num_forwards else 0.0,
+            ),
+        )
+
+
+class AnswerWriter(Writer):
+    """The answer to one request for completions, as its events come."""
+
+    def __init__(self, codec: TextCodec, plan: RequestPlan, model: str, run: str, *, is_chat: bool) -> None:
+        """Write an answer.
+
+        Args:
+            codec: how the policy writes.
+            plan: what was asked.
+            model: the model's name in the answer.
+            run: what the fingerprint begins with.
+            is_chat: whether it is one of `/v1/chat/completions`.
+        """
+        super().__init__(codec, plan)
+        self._model, self._run, self._is_chat = model, run, is_chat
+        self._id = f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}"
+
+    async def answer(self, events: Events) -> Answer:
+        """The whole answer. Raises ServiceError."""
+        await self._read(events)
         if self._is_chat:
             replies = [
                 ChatChoice(
@@ -88,10 +138,6 @@ class AnswerWriter:
             for index, choice in enumerate(self._choices)
         ]
         return TextAnswer(object="text_completion", choices=texts, usage=self._usage(), **self._head())
-
-    async def begin(self, events: Events) -> None:
-        """Wait for the version that answers a stream: an error still has its status then. Raises ServiceError."""
-        self._begin(await begun(events))
 
     async def chunks(self, events: Events) -> AsyncGenerator[bytes, None]:
         """A stream of server-sent events, after `begin`. It ends with [DONE], or with an error and nothing after."""
@@ -121,10 +167,6 @@ class AnswerWriter:
         except Exception:
             yield _data(ServiceError(500, "The service failed; the failure is in its log.").body)
             raise
-
-    def _begin(self, policy: PolicyVersion | None) -> None:
-        self.policy = policy
-        self._choices = [ChoiceText(self._codec, self._plan, index) for index in range(len(self._plan.requests))]
 
     def _empty(self) -> Iterator[Part]:
         """Every canvas before its first denoise step."""
@@ -180,50 +222,13 @@ class AnswerWriter:
 
     def _head(self) -> dict[str, Any]:
         """What every object says of itself."""
-        policy = self.policy
-        assert policy is not None, "nothing is written before it has begun"
         return {
             "id": self._id,
             "created": self._created,
             "model": self._model,
-            "system_fingerprint": fingerprint(self._run, policy),
-            "policy_version": policy.version,
+            "system_fingerprint": self._fingerprint(self._run),
+            "policy_version": self._begun().version,
         }
-
-    def _usage(self) -> Usage:
-        return usage_of(self._plan, self._choices)
-
-
-async def begun(events: Events) -> PolicyVersion:
-    """The version that answers, which is the first that is told of a job. Raises ServiceError."""
-    first = await anext(events)
-    if isinstance(first, Refused):
-        await events.aclose()
-        raise ServiceError.of(first)
-    assert isinstance(first, Began), "nothing comes before it"
-    return first.policy
-
-
-def fingerprint(run: str, policy: PolicyVersion) -> str:
-    """What names the weights that answered."""
-    digest = f"-{policy.manifest_digest[:12]}" if policy.manifest_digest else ""
-    return f"{run}-v{policy.version}{digest}"
-
-
-def usage_of(plan: RequestPlan, choices: Sequence[ChoiceText]) -> Usage:
-    """What an answer took."""
-    num_tokens = sum(choice.num_tokens for choice in choices)
-    num_forwards = sum(choice.num_forwards for choice in choices)
-    return Usage(
-        prompt_tokens=plan.num_prompt_tokens,
-        completion_tokens=num_tokens,
-        total_tokens=plan.num_prompt_tokens + num_tokens,
-        diffusion=DiffusionUsage(
-            num_forwards=num_forwards,
-            num_blocks=sum(choice.num_blocks for choice in choices),
-            tokens_per_forward=round(num_tokens / num_forwards, 3) if num_forwards else 0.0,
-        ),
-    )
 
 
 def as_json(body: BaseModel) -> bytes:
