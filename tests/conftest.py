@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from functools import partial
@@ -15,6 +16,8 @@ from learner.model.transformer import Transformer, init_weights
 
 SHARED = Path(__file__).parents[1].parent / "shared"
 
+# Looking again and again through what was imported and collected, and stays, is a seventh of the suite's time.
+gc.disable()
 # Every Ray of the tests would start two idle workers at once, for a second of a CPU.
 os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
 
@@ -26,6 +29,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Whole runs take longest and come first, the other tests that start a Ray cluster next: under xdist, which gives
     whole files to workers in this order, each begins on one of two."""
     items.sort(key=lambda item: (item.path.stem != _RUNS, item.path.stem not in _RAY))
+
+
+def pytest_collection_finish() -> None:
+    """Only what the tests make is looked through for garbage."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")
