@@ -17,6 +17,8 @@ MAX_REQUEST_BYTES = 4 * 1024 * 1024
 # A client that reads nothing has so long.
 UNREAD_TIMEOUT_S = 60.0
 _LINGER_S = 1.0
+# A request may be under way when the server ends, over a connection that is new or was kept.
+_LAST_REQUEST_S = 1.0
 
 
 class _PipelinedError(Exception):
@@ -41,6 +43,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     """Whether what comes is dropped: the connection ends after the answer."""
     _is_ending = False
     """Whether nothing more is said."""
+    _is_last = False
+    """Whether the server ends: a request that is on its way is answered, and none after it."""
     _num_bytes = 0
     """Of the request that is not all there, or of what was dropped."""
     _timer: asyncio.TimerHandle | None = None
@@ -112,6 +116,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._start_timer(REQUEST_TIMEOUT_S, "request")
         super().on_headers_complete()
         self._is_head = False
+        if self._is_last:
+            self.cycle.keep_alive = False
 
     def on_message_complete(self) -> None:
         """All of a request is there."""
@@ -120,6 +126,14 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     # How it ends.
+
+    def shutdown(self) -> None:
+        """The server takes no more connections."""
+        self._is_last = True
+        if self._is_idle:
+            self.loop.call_later(_LAST_REQUEST_S, self._end_if_idle)
+        elif self.cycle is not None:
+            self.cycle.keep_alive = False
 
     def send_400_response(self, msg: str) -> None:
         """What is no HTTP is refused in the form of everything else."""
@@ -130,6 +144,15 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def timeout_keep_alive_handler(self) -> None:
         """Nothing was asked for long."""
         self._close()
+
+    @property
+    def _is_idle(self) -> bool:
+        """Whether no request is there, nor under way."""
+        return not self._is_request and (self.cycle is None or self.cycle.response_complete)
+
+    def _end_if_idle(self) -> None:
+        if self._is_idle:
+            self._close()
 
     def _count(self, num_bytes: int) -> None:
         self._num_bytes += num_bytes

@@ -5,10 +5,12 @@ Ray Serve's proxy and its calls cost more than all the rest of a request (docs/b
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import socket
 import threading
 import time
+from collections.abc import Iterator
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -23,6 +25,8 @@ _BIND_TIMEOUT_S = 30.0
 _POLL_S = 0.2
 _BACKLOG = 1024
 _KEEP_ALIVE_S = 75
+# Of the event loop, from a connection that is taken to what answers it.
+_TURNS = 4
 # It ticks ten times a second.
 _HUNG_AFTER_S = 30.0
 
@@ -57,9 +61,9 @@ class HttpServer:
             timeout_graceful_shutdown=round(end_within_s),
         )
         self._server = _Ticking(config)
-        listening = _bound(address, shares_port=shares_port)
+        self._listening = _bound(address, shares_port=shares_port)
         self._thread = threading.Thread(
-            target=self._server.run, kwargs={"sockets": [listening]}, name="http", daemon=True
+            target=self._server.run, kwargs={"sockets": [self._listening]}, name="http", daemon=True
         )
         self._thread.start()
 
@@ -80,7 +84,7 @@ class HttpServer:
 
 
 class _Ticking(uvicorn.Server):
-    """Remembers when its event loop last turned."""
+    """Remembers when its event loop last turned, and resets no connection when it ends."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -89,6 +93,33 @@ class _Ticking(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         self.ticked_s = time.monotonic()
         return await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        # The kernel resets a connection that waits to be taken when nobody listens any more: they are taken first.
+        waiting = [connection for listening in sockets or [] for connection in _waiting(listening)]
+        for server in self.servers:
+            server.close()
+        loop = asyncio.get_running_loop()
+        for connection in waiting:
+            await loop.connect_accepted_socket(self._protocol, connection)
+        # Those that the loop had just taken have their protocol then.
+        for _ in range(_TURNS):
+            await asyncio.sleep(0)
+        await super().shutdown(sockets)
+
+    def _protocol(self) -> BoundedHttpProtocol:
+        return BoundedHttpProtocol(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
+
+
+def _waiting(listening: socket.socket) -> Iterator[socket.socket]:
+    """The connections that wait to be taken."""
+    while True:
+        try:
+            connection, _ = listening.accept()
+        except BlockingIOError:
+            return
+        connection.setblocking(False)
+        yield connection
 
 
 def _bound(address: Address, *, shares_port: bool) -> socket.socket:

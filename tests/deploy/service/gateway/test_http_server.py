@@ -230,3 +230,52 @@ def test_an_http_server_leaves_the_logs_of_its_process_as_they_are(app, free_por
     handler = logging.handlers.MemoryHandler(1, target=target)
     HttpServer(app, Address(host="127.0.0.1", port=free_port), end_within_s=1).end(20)
     assert handler.target is target
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_request_that_is_on_its_way_when_the_server_ends_is_answered(free_port, kept):
+    server = HttpServer(hello, Address(host="127.0.0.1", port=free_port), end_within_s=10)
+    with closing(socket.create_connection(("127.0.0.1", free_port), timeout=_WAIT_S)) as connection:
+        if kept:
+            connection.sendall(GET)
+            assert connection.recv(65536).endswith(b"hello")
+        wait_until(lambda: server._server.server_state.connections, "the connection")
+        ending = threading.Thread(target=server.end, args=[20])
+        ending.start()
+        wait_until(lambda: not server._server.servers[0].is_serving(), "the end")
+        connection.sendall(GET)
+        answer = all_of(connection)
+        assert answer.endswith(b"hello")
+        assert b"connection: close" in answer
+        ending.join()
+
+
+def test_connections_that_say_nothing_do_not_hold_up_the_end(free_port):
+    server = HttpServer(hello, Address(host="127.0.0.1", port=free_port), end_within_s=10)
+    with closing(socket.create_connection(("127.0.0.1", free_port), timeout=_WAIT_S)):
+        wait_until(lambda: server._server.server_state.connections, "the connection")
+        began = time.monotonic()
+        server.end(20)
+        assert time.monotonic() - began < 8
+
+
+def test_a_connection_that_waits_to_be_taken_when_the_server_ends_is_answered(free_port):
+    server = HttpServer(hello, Address(host="127.0.0.1", port=free_port), end_within_s=10)
+    wait_until(lambda: server._server.started, "the server")
+    listening = server._server.servers[0]
+
+    async def come_and_end():
+        # The loop does not turn between the two: it has not seen who came.
+        connection = socket.create_connection(("127.0.0.1", free_port), timeout=_WAIT_S)
+        connection.sendall(GET)
+        await shutdown([server._listening])
+        server._server.should_exit = True
+        return connection
+
+    async def has_ended(sockets=None):
+        """It ends once."""
+
+    shutdown, server._server.shutdown = server._server.shutdown, has_ended
+
+    with closing(asyncio.run_coroutine_threadsafe(come_and_end(), listening.get_loop()).result(20)) as connection:
+        assert all_of(connection).endswith(b"hello")
