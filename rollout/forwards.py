@@ -81,6 +81,7 @@ class ActiveRow:
             params.block_length,
             params.cfg_scale,
             params.forbidden_ids,
+            None if self.request.grammar is None else self.request.grammar.digest,
             # Under token editing a full block may not be finished, and its tokens but the given are asked about.
             self.block_start,
             frozenset(self.request.fixed_tokens) if params.edits else None,

@@ -15,6 +15,8 @@ from learner.keys import fold
 from learner.model.config import TransformerConfig
 from rollout.canvas import Canvas
 from rollout.field_error import FieldError
+from rollout.grammar.grammar import Grammar
+from rollout.grammar.reach import CanvasGrammar
 
 MAX_SEED = 2**63 - 1
 _LARGEST = 2**31 - 1
@@ -346,6 +348,9 @@ class Request:
     """Keys every draw together with the denoise step and the slot: same seed and weights, same tokens."""
     fixed_tokens: Mapping[int, int] = field(default_factory=dict)
     """Tokens that are given inside the completion (infill): slot, counted from 0, to token id."""
+    grammar: Grammar | None = None
+    """The texts that the completion may be: it is one of them, whatever the schedule. Steps commit what fits together
+    of what they choose, and there are as many as that needs."""
     committed: Committed | None = None
     """Blocks that were finished before the same request was interrupted; None begins at the first. The rest, and so
     the completion, is what it would have been: a draw depends on step and slot, not on what ran when. (The last bits of
@@ -366,6 +371,20 @@ def canvas_of(request: Request, config: TransformerConfig) -> Canvas:
         block_length=request.params.block_length,
         is_block_causal=config.is_block_causal,
     )
+
+
+def canvas_grammar_of(request: Request, config: TransformerConfig) -> CanvasGrammar | None:
+    """The grammar of a request on its canvas, as it is before the first step; None where it has none."""
+    if request.grammar is None:
+        return None
+    params, num_slots = request.params, canvas_of(request, config).num_slots
+    ends = config.stop_ids if params.stop_ids is None else params.stop_ids
+    grammar = CanvasGrammar(request.grammar, num_slots, ends, {config.mask_token_id, *params.forbidden_ids})
+    tokens, masked = np.zeros(num_slots, dtype=np.int64), np.ones(num_slots, dtype=bool)
+    for slot, token in request.fixed_tokens.items():
+        tokens[slot], masked[slot] = token, False
+    grammar.look(tokens, masked)
+    return grammar
 
 
 def check_params(params: SamplingParams, config: TransformerConfig) -> None:
@@ -412,8 +431,26 @@ def check_request(request: Request, config: TransformerConfig) -> None:
             raise FieldError(f"{{fixed_tokens}} has slot {slot}; the completion has slots 0 to {params.gen_length - 1}")
         if token == config.mask_token_id:
             raise FieldError(f"{{fixed_tokens}} gives the mask id {token} to slot {slot}; leave that slot out")
+    _check_grammar(request, config)
     if request.committed is not None:
         _check_committed(request.committed, canvas, config)
+
+
+def _check_grammar(request: Request, config: TransformerConfig) -> None:
+    grammar, params = request.grammar, request.params
+    if grammar is None:
+        return
+    if len(grammar.class_of) != config.vocab_size:
+        raise ValueError(f"grammar has classes of {len(grammar.class_of)} tokens; the policy has {config.vocab_size}")
+    if params.edits:
+        raise FieldError("{editing_threshold} is not for {grammar}: what fits was committed; leave one out")
+    fewest, most = grammar.fewest_tokens, min(grammar.most_tokens, params.gen_length)
+    if fewest is None or fewest > most:
+        needs = "has no text" if fewest is None else f"needs {fewest} tokens at least"
+        raise FieldError(f"{{grammar}} {needs}, and the completion has room for {most}")
+    of_canvas = canvas_grammar_of(request, config)
+    if of_canvas is not None and not of_canvas.is_possible:
+        raise FieldError("{grammar} has no text that fits what is given or forbidden")
 
 
 def _check_committed(committed: Committed, canvas: Canvas, config: TransformerConfig) -> None:

@@ -28,6 +28,7 @@ from torch import Tensor
 from learner.model.attention.within import has_kernel
 from learner.model.transformer import Transformer
 from rollout.config import EngineConfig
+from rollout.constrained import ConstrainedRows
 from rollout.forwards import ActiveRow, ForwardCounts, ForwardKind, Forwards, SlotLogits
 from rollout.request import Cache, Completion, Progress, Request, SamplingParams, canvas_of, check_request
 from rollout.slots import RowState, Slots, on_device
@@ -125,6 +126,7 @@ class SlotBatch:
             is_compiled=engine.compile,
             spares_padding=_spares_padding(model, engine),
         )
+        self._constrained = ConstrainedRows(self.slots, config)
         self._writes = WriteLog()
         self._waiting: deque[tuple[int, Request]] = deque()
         self._running: dict[int, tuple[int, Request]] = {}
@@ -169,6 +171,7 @@ class SlotBatch:
         if slot is not None:
             self.slots.clear(slot)
             self._writes.forget(slot)
+            self._constrained.forget(slot)
             del self._running[slot]
 
     def num_committed(self) -> dict[int, int]:
@@ -212,6 +215,8 @@ class SlotBatch:
         if taken:
             slots = [slot for slot, _, _ in taken]
             self.slots.admit(slots, [request for _, _, request in taken])
+            for slot, _, request in taken:
+                self._constrained.admit(slot, request)
             self._running |= {slot: (index, request) for slot, index, request in taken}
             self._num_remembered |= dict.fromkeys(slots, 0)
             self._look(slots)
@@ -284,6 +289,7 @@ class SlotBatch:
         num_places = block.columns.shape[1]
         found = self._forwards.logits(active, block.columns, block.open)
         self._forbid(found, active, num_places)
+        self._constrained.forbid(active, block.columns, found)
         step = DenoiseStep(params, before, block, found)
         self.slots.rows.broken[rows_A] |= step.broken_rows()
         chosen_AK, fallback_AK = step.select()
@@ -296,6 +302,7 @@ class SlotBatch:
         index_M = found.index[picked_M]
         where = rows_A[index_M // num_places], block.columns.flatten()[index_M]
         drawn, chosen_M = step.draw(picked_M), chosen_AK.flatten()[index_M]
+        chosen_M = self._constrained.fitting(active, where, drawn, chosen_M)
         self._write(where, drawn, fallback_AK.flatten()[index_M], chosen_M)
         editing = [row.slot for row in active if row.request.params.edits]
         if editing:
@@ -333,7 +340,8 @@ class SlotBatch:
             (canvases.fallback, fallback_M),
             (canvases.masked, torch.zeros_like(fallback_M)),
         ):
-            target[where] = torch.where(chosen_M, value_M, target[where]) if self._is_static else value_M
+            is_all = not self._is_static and not self._constrained.is_any
+            target[where] = value_M if is_all else torch.where(chosen_M, value_M, target[where])
 
     def _forbid(self, found: SlotLogits, active: list[ActiveRow], num_places: int) -> None:
         """Make the mask id impossible, and what each row forbids."""
@@ -352,6 +360,8 @@ class SlotBatch:
         if not done:
             return []
         indices, requests = zip(*(self._running.pop(slot) for slot in done), strict=True)
+        for slot in done:
+            self._constrained.forget(slot)
         completions = self.slots.harvest(done, requests, self._policy_version, is_cache_exact=self._is_cache_exact)
         completions = [
             replace(completion, writes=self._writes.take(slot)) if request.params.edits else completion

@@ -10,6 +10,8 @@ from deploy.requests.base import LARGEST, Body, is_id, is_whole, whole
 from deploy.requests.diffusion import Constraints, Diffusion
 from deploy.requests.parameters import ALL_KEYS, Values
 from deploy.requests.refusals import RequestError
+from deploy.requests.structured.fields import ResponseFormat, StructuredOutputs
+from deploy.requests.structured.structure import Structure
 from learner.keys import fold
 
 MAX_CHOICES = 32
@@ -49,7 +51,6 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "prompt_cache_retention": (),
     "reasoning_effort": (),
     "repetition_penalty": (1,),
-    "response_format": ({"type": "text"},),
     "safety_identifier": (),
     "service_tier": ("auto", "default"),
     "store": (False,),
@@ -123,6 +124,10 @@ class Ask(Body):
     stream_options: StreamOptions | None = None
     user: Annotated[str, Field(max_length=512)] | None = None
     """Taken and not used."""
+    response_format: ResponseFormat | None = None
+    """JSON that a schema allows, or any object of JSON; the text is one, whatever the schedule."""
+    structured_outputs: StructuredOutputs | None = None
+    """vLLM's word for it, with regular expressions and choices too."""
     diffusion: Diffusion = Diffusion()
     diffusing: bool = False
     """Mercury's word for a stream of canvases."""
@@ -149,6 +154,27 @@ class Ask(Body):
                 message = f"`{field}` says what a stream shows; ask for one with `stream: true`, or leave it out"
                 raise RequestError(message, param=field)
         return self
+
+    @model_validator(mode="after")
+    def _is_structured_once(self) -> Self:
+        if len(self._structures) > 1:
+            fields = " and ".join(f"`{structure.field}`" for structure in self._structures)
+            raise RequestError(f"{fields} both say what the text must be; leave one out", param="structured_outputs")
+        for field, is_given in {"stop": bool(self.stops), "ignore_eos": self.ignore_eos}.items():
+            if self._structures and is_given:
+                message = f"`{field}` is not for `{self._structures[0].field}`: the text ends where it is complete"
+                raise RequestError(message, param=field)
+        return self
+
+    @property
+    def _structures(self) -> list[Structure]:
+        said = (self.response_format, self.structured_outputs)
+        return [one.structure for one in said if one is not None and one.structure is not None]
+
+    @property
+    def structure(self) -> Structure | None:
+        """What the text must be; None for any text."""
+        return next(iter(self._structures), None)
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -182,7 +208,7 @@ class Ask(Body):
     @property
     def names(self) -> dict[str, str]:
         """What the author calls the sampler's fields."""
-        return PLACES
+        return PLACES | ({} if self.structure is None else {"grammar": self.structure.field})
 
     def seeds(self, key: int) -> list[int]:
         """The seeds of all choices, prompt by prompt."""

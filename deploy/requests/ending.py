@@ -51,7 +51,9 @@ def ending_of(plan: RequestPlan, ids: NDArray[Any], decode: Decode, ends: Sequen
         return Ending(text=text, num_tokens=length, reason=None)
     if is_infill:
         return Ending(text=text, num_tokens=length, reason="stop")
-    return Ending(text=text, num_tokens=length, reason="eos" if kept and kept[-1] in stop_ids else "length")
+    # A text of a grammar is complete where it ends.
+    at_the_end: Literal["stop", "length"] = "length" if plan.grammar is None else "stop"
+    return Ending(text=text, num_tokens=length, reason="eos" if kept and kept[-1] in stop_ids else at_the_end)
 
 
 def _num_with(ids: list[int], num_characters: int, decode: Decode) -> int:

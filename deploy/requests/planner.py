@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from pydantic import ValidationError
@@ -18,9 +18,11 @@ from deploy.requests.parameters import RENOISING_KEYS, Values, sampler_names, to
 from deploy.requests.refusals import RequestError, refusal_of
 from deploy.requests.renoising import RenoisingDefaults, check_keys
 from deploy.requests.responses import ResponsesRequest
+from deploy.requests.structured.structure import Structure
 from learner.model.config import TransformerConfig
 from learner.model.renoising.config import MODEL_TYPE
 from rollout.field_error import FieldError
+from rollout.grammar.grammar import Grammar
 from rollout.renoising.request import RenoisingParams, RenoisingRequest
 from rollout.request import Request, SamplingParams
 
@@ -47,6 +49,9 @@ class Codec(Protocol):
 
     def check_ids(self, ids: Sequence[int], param: str) -> list[int]:
         """Ids that may be a prompt, which is the field `param`."""
+
+    def grammar(self, structure: Structure) -> Grammar:
+        """What a structure allows, in the policy's tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,6 +82,12 @@ class RequestPlan:
     """Whether a stream ends with the usage."""
 
     @property
+    def grammar(self) -> Grammar | None:
+        """Which texts they may be: each is one of them, and complete."""
+        first = self.requests[0]
+        return first.grammar if isinstance(first, Request) else None
+
+    @property
     def masked_requests(self) -> tuple[Request, ...]:
         """Those to a policy with a mask token."""
         requests = tuple(request for request in self.requests if isinstance(request, Request))
@@ -103,7 +114,7 @@ class RequestPlan:
     def num_steps(self, choice: int) -> int | None:
         """Denoise steps of a choice that fills its canvas; None where they are not known beforehand."""
         request = self.requests[choice]
-        if isinstance(request, RenoisingRequest) or self._num_given(choice):
+        if isinstance(request, RenoisingRequest) or self._num_given(choice) or self.grammar is not None:
             return None
         return request.params.known_num_steps
 
@@ -162,8 +173,10 @@ class Planner:
         seed = ask.seed if ask.seed is not None else self._seed
         seeds = ask.seeds(secrets.randbits(63) if seed is None else seed)
         choices = [ids for ids in prompts for _ in range(ask.num_choices)]
+        grammar = self._grammar(ask)
         requests = tuple(
-            self._request(ids, layers, fixed, seed, ends) for ids, seed in zip(choices, seeds, strict=True)
+            self._request(ids, layers, fixed=fixed, seed=seed, stop_ids=ends, grammar=grammar)
+            for ids, seed in zip(choices, seeds, strict=True)
         )
         first, config = requests[0], self._codec.config
         length = first.params.gen_length if gap is None else gap
@@ -180,6 +193,18 @@ class Planner:
             shows_canvas=ask.shows_canvas,
             includes_usage=ask.includes_usage,
         )
+
+    def _grammar(self, ask: Ask) -> Grammar | None:
+        structure = ask.structure
+        if structure is None:
+            return None
+        if not isinstance(self._defaults, Defaults):
+            message = f"`{structure.field}` is not for {MODEL_TYPE} policies: their canvases have no masked slots"
+            raise RequestError(message, "unsupported_parameter", param=structure.field)
+        if isinstance(ask, CompletionRequest) and ask.suffix is not None:
+            raise RequestError(f"`suffix` is not for `{structure.field}`, which says all of a text", param="suffix")
+        grammar = self._codec.grammar(structure)
+        return grammar if ask.most_tokens is None else replace(grammar, most_tokens=ask.most_tokens)
 
     def _prompts(self, ask: Ask) -> list[list[int]]:
         if isinstance(ask, ChatRequest):
@@ -235,18 +260,21 @@ class Planner:
         self,
         ids: list[int],
         layers: Sequence[Values],
+        *,
         fixed: dict[int, int],
         seed: int,
         stop_ids: tuple[int, ...] | None,
+        grammar: Grammar | None,
     ) -> AnyRequest:
         values, prompt = self._defaults.complete(layers, len(ids)), tuple(ids)
         request: AnyRequest
         if isinstance(self._defaults, Defaults):
-            request = Request(prompt_ids=prompt, params=to_params(values), seed=seed, fixed_tokens=fixed)
+            params = to_params(values)
+            request = Request(prompt_ids=prompt, params=params, seed=seed, fixed_tokens=fixed, grammar=grammar)
         else:
             check_keys(["fixed_tokens"] if fixed else [], RENOISING_KEYS)
-            params = to_renoising_params(values)
-            request = RenoisingRequest(prompt_ids=prompt, params=params, seed=seed, stop_ids=stop_ids)
+            of_canvas = to_renoising_params(values)
+            request = RenoisingRequest(prompt_ids=prompt, params=of_canvas, seed=seed, stop_ids=stop_ids)
         self.check(request)
         return request
 

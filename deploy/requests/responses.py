@@ -9,8 +9,9 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 from deploy.requests.base import LARGEST, Body, whole
 from deploy.requests.body import MAX_CHARACTERS, MAX_MESSAGES, MAX_PARTS, Ask, check_texts, parts_of, turn_of
 from deploy.requests.refusals import RequestError
+from deploy.requests.structured.fields import TextOptions
+from deploy.requests.structured.structure import Structure
 
-_PLAIN = {"format": {"type": "text"}}
 # What asks for nothing, beside null.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "background": (False,),
@@ -27,7 +28,6 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "safety_identifier": (),
     "service_tier": ("auto", "default"),
     "store": (False,),
-    "text": ({}, _PLAIN),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
     "top_logprobs": (0,),
@@ -103,6 +103,8 @@ class ResponsesRequest(Ask):
     """What the system says before it."""
     max_output_tokens: Annotated[int, Field(ge=1, le=LARGEST)] | None = None
     """The text has at most so many tokens."""
+    text: TextOptions | None = None
+    """What the text must be, as `response_format` of the other formats."""
 
     @field_validator("input", mode="before", json_schema_input_type=_Turn | _Items)
     @classmethod
@@ -118,6 +120,11 @@ class ResponsesRequest(Ask):
             raise RequestError(message, param="diffusion.stream")
         check_texts([turn["content"] for turn in self.turns])
         return self
+
+    @property
+    def _structures(self) -> list[Structure]:
+        own = None if self.text is None else self.text.structure
+        return [*super()._structures, *([own] if own else [])]
 
     @property
     def turns(self) -> list[dict[str, str]]:

@@ -8,10 +8,12 @@ from typing import Any
 
 from deploy.requests.base import is_whole
 from deploy.requests.refusals import TEMPLATE_ERRORS, template_refusal
+from deploy.requests.structured.structure import Structure
 from deploy.sampling.policy import ReadyPolicy
 from learner.model.config import TransformerConfig
 from learner.model.tokenizer import ChatTokenizer
 from rollout.field_error import FieldError
+from rollout.grammar.grammar import Grammar
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,6 +56,13 @@ class PromptCodec:
     def check_ids(self, ids: Sequence[int], _param: str) -> list[int]:
         """The ids; whoever checks the request looks at them."""
         return list(ids)
+
+    def grammar(self, structure: Structure) -> Grammar:
+        """What a structure allows, in the policy's tokens. Raises FieldError."""
+        if self.policy.grammars is None:
+            name = self.policy.name
+            raise FieldError("{grammar} says what the text is, and {name} has no tokenizer: leave it out", name=name)
+        return self.policy.grammars.of(structure)
 
     def _tokenizer_for(self, param: str, *texts: str) -> ChatTokenizer:
         """The tokenizer, for texts that it can read. Raises FieldError."""

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -16,6 +17,7 @@ from actors.run_log import CHECKPOINTS, RECIPE
 from deploy.errors import UserError, reason
 from deploy.recipe.overrides import load_recipe
 from deploy.requests.defaults import Defaults
+from deploy.requests.structured.grammars import Grammars
 from deploy.runs.references import find_checkpoint_of
 from learner.model.checkpoint import load_policy
 from learner.model.config import TransformerConfig
@@ -29,7 +31,7 @@ Device = Literal["cpu", "cuda"]
 _LEAST_SHARED_PARAMETERS = 50_000_000
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class ReadyPolicy:
     """A checkpoint that is ready to sample."""
 
@@ -41,6 +43,11 @@ class ReadyPolicy:
     """None where the checkpoint has none: then prompts are token ids."""
     defaults: Defaults
     """How it is sampled if nothing else is said."""
+
+    @cached_property
+    def grammars(self) -> Grammars | None:
+        """What structures allow in its tokens; None where it has no tokenizer."""
+        return None if self.tokenizer is None else Grammars(self.tokenizer, self.config.vocab_size)
 
     @property
     def config(self) -> TransformerConfig:

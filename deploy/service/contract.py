@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from actors.registry.records import AdminState, PolicyVersion
+from rollout.grammar.grammar import Grammar
 from rollout.renoising.request import RenoisingRequest
 from rollout.request import Committed, Completion, Progress, Request
 from rollout.score import Score
@@ -20,6 +21,8 @@ class Job:
     """One for each choice. One that comes with blocks that were finished before goes on from there."""
     wanted: str | int
     """An alias, or a policy version."""
+    grammar: Grammar | None = None
+    """Of all of them, which come without: it may have megabytes."""
     began_with: PolicyVersion | None = None
     """What another engine began it with: then nothing else will do. None where it has not begun."""
     shows_canvas: bool = False
@@ -29,6 +32,14 @@ class Job:
     dies begins again."""
     timeout_s: float = 120.0
     """Time that it may take, waiting included, in seconds."""
+
+    @property
+    def whole_requests(self) -> tuple[Request | RenoisingRequest, ...]:
+        """The requests, with their grammar."""
+        return tuple(
+            replace(request, grammar=self.grammar) if isinstance(request, Request) else request
+            for request in self.requests
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

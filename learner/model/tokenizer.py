@@ -73,6 +73,17 @@ def make_tokenizer(texts: Iterable[str], directory: Path, vocab_size: int) -> No
     fast.save_pretrained(directory)
 
 
+def _byte_of() -> dict[str, int]:
+    """The byte that each character of a byte-level BPE's tokens stands for (GPT-2's table): those that can be seen for
+    themselves, the others for characters from 256 on."""
+    visible = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+    hidden = (byte for byte in range(256) if byte not in visible)
+    return {chr(byte): byte for byte in visible} | {chr(256 + place): byte for place, byte in enumerate(hidden)}
+
+
+_BYTE_OF = _byte_of()
+
+
 class ChatTokenizer:
     """Conversations to prompt ids, completion ids to text."""
 
@@ -162,6 +173,24 @@ class ChatTokenizer:
     def tokens(self, ids: Sequence[int]) -> list[str]:
         """One string for each id, to show them."""
         return [str(self._tokenizer.decode([token])) for token in ids]
+
+    def token_bytes(self) -> list[bytes | None]:
+        """What each id spells, in bytes; None of special tokens, which spell nothing, and of ids without a token.
+
+        Raises ValueError for a tokenizer whose tokens are no bytes.
+        """
+        from tokenizers.decoders import ByteLevel
+
+        if not isinstance(self._tokenizer.backend_tokenizer.decoder, ByteLevel):
+            raise ValueError("needs a tokenizer of bytes, as LLaDA's and Dream's are, and this policy's is another")
+        vocabulary, added = self._tokenizer.get_vocab(), self._tokenizer.added_tokens_decoder
+        spelled: list[bytes | None] = [None] * (1 + max(vocabulary.values()))
+        for token, index in vocabulary.items():
+            if index not in added:
+                spelled[index] = bytes(_BYTE_OF[character] for character in token)
+            elif not added[index].special:
+                spelled[index] = added[index].content.encode()
+        return spelled
 
     def token_id(self, token: str) -> int:
         """The id of a special token."""

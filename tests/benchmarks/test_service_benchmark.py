@@ -6,7 +6,7 @@ import json
 import httpx
 import pytest
 
-from benchmarks.service import load
+from benchmarks.service import grammars, load
 from benchmarks.service.deployment import Policies, Shape
 from benchmarks.service.load import Answer, Ask, Client, Judge, mixed_asks
 from benchmarks.service.soak import Look, growth
@@ -165,3 +165,11 @@ def test_an_open_loop_leaves_room_where_nothing_is_answered_and_counts_the_wait(
     assert most == 5
     due_s = [answer.began_s for answer in answers]
     assert [later - due_s[0] for later in due_s] == pytest.approx([place / 1000 for place in range(30)])
+
+
+def test_what_grammars_cost_is_a_table(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["grammars", "--tokens", "600", "--slots", "96", "--block", "16"])
+    grammars.main()
+    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    assert [row[0] for row in rows] == ["| structure", *(f"| {name}" for name in grammars._STRUCTURES)]
+    assert all(int(row[1]) > 1 for row in rows[1:])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from importlib.metadata import version as version_of
@@ -109,6 +110,8 @@ class _Inference:
 
     def __init__(self, service: Service) -> None:
         self._service, self._num_open = service, 0
+        # A grammar takes up to seconds of a core: they wait for each other, and nobody else for them.
+        self._grammar_makers = ThreadPoolExecutor(max_workers=2, thread_name_prefix="grammar")
         self.is_draining = False
         """Whether nothing more is taken: nobody takes over."""
         self.is_leaving = False
@@ -146,7 +149,11 @@ class _Inference:
         return AnswerWriter(codec, plan, model, run, is_chat=isinstance(ask, ChatRequest))
 
     async def _plan(self, ask: Ask, request: Request) -> RequestPlan:
-        if int(request.headers.get("content-length", MAX_BODY_BYTES)) <= _SHORT_BYTES:
+        is_short = int(request.headers.get("content-length", MAX_BODY_BYTES)) <= _SHORT_BYTES
+        if ask.structure is not None:
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._grammar_makers, self._service.planner.plan, ask)
+        if is_short:
             return self._service.planner.plan(ask)
         # Tokenizing a long text would hold up every stream.
         return await asyncio.to_thread(self._service.planner.plan, ask)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from actors.registry.records import BASE, BEST, POLICY
 from deploy.requests import planner
@@ -15,6 +16,7 @@ from deploy.requests.renoising import RenoisingDefaults
 from deploy.service.api.text_codec import TextCodec
 from deploy.service.contract import Job
 from deploy.service.errors import ServiceError
+from rollout.request import Request
 
 _VERSION = re.compile(r"policy@v(\d{1,9})")
 
@@ -68,8 +70,11 @@ class ServicePlanner(planner.Planner):
     def job(self, ask: Ask, plan: RequestPlan) -> Job:
         """What the engines do for a body."""
         return Job(
-            requests=plan.requests,
+            requests=tuple(
+                replace(request, grammar=None) if isinstance(request, Request) else request for request in plan.requests
+            ),
             wanted=self.wanted(ask.model),
+            grammar=plan.grammar,
             shows_canvas=plan.shows_canvas,
             # Who waits for the whole answer needs them only where it may end early.
             tells_blocks=bool(ask.stream or plan.stops or plan.most_tokens < plan.num_slots),

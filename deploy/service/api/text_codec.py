@@ -10,11 +10,14 @@ from typing import Any
 from deploy.requests.any_request import AnyConfig
 from deploy.requests.ending import BROKEN
 from deploy.requests.refusals import TEMPLATE_ERRORS, template_refusal
+from deploy.requests.structured.grammars import Grammars
+from deploy.requests.structured.structure import Structure
 from deploy.service.errors import ServiceError
 from learner.model.checkpoint_files import load_config
 from learner.model.config import TransformerConfig
 from learner.model.renoising.config import is_renoising, read_renoising_config
 from learner.model.tokenizer import ChatTokenizer
+from rollout.grammar.grammar import Grammar
 
 MASKED = "\u2591"
 """A slot without a token, in the text of a canvas."""
@@ -31,6 +34,7 @@ class TextCodec:
         self._tokenizer = ChatTokenizer(checkpoint)
         self._special_ids = self._tokenizer.special_ids
         self._text_of: dict[int, str] = {}
+        self._grammars = Grammars(self._tokenizer, self.config.vocab_size)
 
     def encode_prompt(self, text: str, *, adds_special: bool) -> list[int]:
         """The prompt that a text is. Its author writes its turns, if it has any. Raises ServiceError."""
@@ -89,6 +93,10 @@ class TextCodec:
             message = f"The prompt has the mask id {config.mask_token_id}; a prompt has no slots."
             raise ServiceError(400, message, "invalid_prompt", param=param)
         return list(ids)
+
+    def grammar(self, structure: Structure) -> Grammar:
+        """What a structure allows, in the policy's tokens. Raises FieldError."""
+        return self._grammars.of(structure)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text, special tokens left out."""

@@ -91,7 +91,7 @@ class Engine:
             ValueError: a request that the policy cannot serve.
             BusyError: there is no room, or the engine was stopped.
         """
-        for request in job.requests:
+        for request in job.whole_requests:
             check_any_request(request, live.config)
         with self._wake:
             if self._is_stopping:
@@ -165,7 +165,7 @@ class Engine:
         self._tasks[ticket] = task
         try:
             batch = _batch(task.live)
-            for choice, request in enumerate(task.job.requests):
+            for choice, request in enumerate(task.job.whole_requests):
                 task.choice_of[batch.submit(request)] = choice
                 task.num_shown.append(0 if request.committed is None else len(request.committed))
         # There may be no memory for more rows.

@@ -11,6 +11,7 @@ import numpy as np
 
 from actors.registry.records import PolicyVersion
 from deploy.service.contract import Began, BlocksDone, CanvasSeen, Done, Job, Refused
+from rollout.grammar.grammar import Grammar
 from rollout.renoising.request import RenoisingParams, RenoisingRequest
 from rollout.request import Committed, Completion, FinishReason, Progress, Request, SamplingParams, Writes
 
@@ -19,7 +20,7 @@ _RECORDS: dict[str, type[Any]] = {
     for kind in (
         *(Job, Began, BlocksDone, CanvasSeen, Done, Refused, PolicyVersion),
         *(Committed, Completion, FinishReason, Progress, Request, SamplingParams, Writes),
-        *(RenoisingParams, RenoisingRequest),
+        *(RenoisingParams, RenoisingRequest, Grammar),
     )
 }
 _RECORD, _ARRAY = 1, 2

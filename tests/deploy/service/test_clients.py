@@ -4,9 +4,11 @@ import asyncio
 import json
 import subprocess
 import time
+from typing import Literal
 
 import httpx
 import openai
+import pydantic
 import pytest
 
 from deploy.service.api.app import create_app
@@ -93,13 +95,33 @@ def test_openai_python_goes_on_with_a_response(client):
     assert again.usage.input_tokens == chat.usage.prompt_tokens
 
 
+class Sum(pydantic.BaseModel):
+    """What openai-python parses answers into; its schema refers to another."""
+
+    class Operand(pydantic.BaseModel):
+        value: int
+        sign: Literal["+", "-"]
+
+    operands: list[Operand]
+    is_negative: bool
+
+
+def test_openai_python_parses_answers_into_pydantic_models(client):
+    extra = {"seed": 1, "diffusion": {"gen_length": 48, "steps": 48}}
+    chat = client.chat.completions.parse(model="policy", messages=MESSAGES, response_format=Sum, extra_body=extra)
+    assert isinstance(chat.choices[0].message.parsed, Sum)
+    answer = client.responses.parse(model="policy", input="2 + 3", text_format=Sum, extra_body=extra)
+    assert answer.output_parsed == chat.choices[0].message.parsed
+    assert answer.status == "completed"
+
+
 @pytest.mark.parametrize(
     ("asked", "param"),
     [
         ({"tools": [{"type": "web_search"}]}, "tools"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"store": True}, "store"),
-        ({"text": {"format": {"type": "json_object"}}}, "text"),
+        ({"text": {"verbosity": "low"}}, "text.verbosity"),
         ({"input": []}, "input"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input.content.type"),

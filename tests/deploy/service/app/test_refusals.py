@@ -213,7 +213,6 @@ def test_a_request_has_a_name(client):
         ("logit_bias", {"5": 1}),
         ("best_of", 2),
         ("tools", [{}]),
-        ("response_format", {"type": "json_object"}),
         ("prompt_cache_key", "mine"),
         ("safety_identifier", "me"),
         ("min_tokens", 3),

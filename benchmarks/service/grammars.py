@@ -1,0 +1,117 @@
+"""What structured output costs: making a grammar, and a step of a canvas under it, on a core.
+
+python -m benchmarks.service.grammars [--tokens 126464] [--slots 128] [--block 32]
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import string
+import time
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+
+from deploy.requests.structured.byte_automaton import byte_automaton
+from deploy.requests.structured.grammars import in_words_of_the_library
+from deploy.requests.structured.structure import Structure
+from deploy.requests.structured.token_automaton import TokenTrie
+from rollout.grammar.grammar import Grammar
+from rollout.grammar.reach import CanvasGrammar
+
+_FIELDS = {f"field_{index}": {"type": "string", "maxLength": 20} for index in range(5)}
+_PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "age": {"type": "integer"},
+        "tags": {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "maxItems": 4},
+        "address": {"anyOf": [{"type": "null"}, {"type": "object", "properties": {"street": {"type": "string"}}}]},
+    },
+    "required": ["name", "age", "tags", "address"],
+}
+_STRUCTURES = {
+    "two choices": Structure.of_choices(["yes", "no"], ""),
+    "expression of a date": Structure(kind="regex", text="[0-9]{4}-[0-9]{2}-[0-9]{2}", field=""),
+    "schema of a person": Structure.of_schema(_PERSON, ""),
+    "five strings of 20 characters": Structure.of_schema(
+        {"type": "object", "properties": _FIELDS, "required": [*_FIELDS]}, ""
+    ),
+    "any JSON object": Structure.of_schema({"type": "object"}, ""),
+}
+_MASK, _END = 0, 1
+
+
+def _vocabulary(num_tokens: int) -> list[bytes | None]:
+    """As a byte-level BPE has: every byte, then words, half of them after a space, numbers, signs and characters of
+    several bytes."""
+    draw, spelled = random.Random(0), [bytes([byte]) for byte in range(256)]
+    known = set(spelled)
+    while len(spelled) < num_tokens - 2:
+        kind = draw.random()
+        letters = string.ascii_letters if kind < 0.8 else string.digits + string.punctuation + " éß中文"
+        text = ("" if draw.random() < 0.5 else " ") + "".join(
+            draw.choices(letters, k=min(12, 2 + int(draw.expovariate(0.3))))
+        )
+        if (token := text.encode()) not in known:
+            known.add(token)
+            spelled.append(token)
+    return [None, None, *spelled]
+
+
+def _seconds(run: Callable[[], object], times: int) -> float:
+    began = time.process_time()
+    for _ in range(times):
+        run()
+    return (time.process_time() - began) / times
+
+
+def _step(grammar: Grammar, num_slots: int, block: int) -> tuple[float, float]:
+    """CPU seconds of the first step of a canvas, and of one in its middle: what each slot of a block may take, and as
+    many draws as half of the slots' share."""
+    seen = CanvasGrammar(grammar, num_slots, [_END], [_MASK])
+    tokens, masked = np.zeros(num_slots, dtype=np.int64), np.ones(num_slots, dtype=bool)
+
+    def step() -> None:
+        seen.look(tokens, masked)
+        allowed = [seen.allowed(slot) for slot in range(block) if masked[slot]]
+        for slot in [slot for slot in range(0, block, 2) if masked[slot]][: len(allowed) // 8 + 1]:
+            token = int(np.argmax(seen.allowed(slot)[seen.class_of_V]))
+            seen.commit(slot, token)
+            tokens[slot], masked[slot] = token, False
+
+    first = _seconds(step, 1)
+    return first, _seconds(step, 4)
+
+
+def main() -> None:
+    """Print a table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tokens", type=int, default=126_464, help="of the vocabulary; LLaDA's by default")
+    parser.add_argument("--slots", type=int, default=128)
+    parser.add_argument("--block", type=int, default=32)
+    asked = parser.parse_args()
+    began = time.process_time()
+    trie = TokenTrie(_vocabulary(asked.tokens), asked.tokens)
+    print(f"{asked.tokens} tokens, read once: {time.process_time() - began:.1f} s of a core\n")
+    print("| structure | states | kinds of tokens | automaton, s | over tokens, s | first step, ms | other steps, ms |")
+    print("|---|---|---|---|---|---|---|")
+    for name, structure in _STRUCTURES.items():
+        # The automaton is made by a child: its time is that of the clock.
+        began = time.monotonic()
+        automaton = byte_automaton(*in_words_of_the_library(structure))
+        automaton_s = time.monotonic() - began
+        tokens_s = _seconds(partial(trie.grammar, *automaton), 1)
+        grammar = trie.grammar(*automaton)
+        first_s, step_s = _step(grammar, asked.slots, asked.block)
+        num_states, num_kinds = grammar.next_state.shape
+        print(
+            f"| {name} | {num_states} | {num_kinds} | {automaton_s:.2f} | {tokens_s:.2f} | {1000 * first_s:.1f} | "
+            f"{1000 * step_s:.1f} |"
+        )
+
+
+if __name__ == "__main__":
+    main()

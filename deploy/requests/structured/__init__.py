@@ -1,0 +1,1 @@
+"""Structured output: what JSON schemas, regular expressions and lists of choices allow, as grammars of the sampler."""

@@ -1,0 +1,190 @@
+"""The automaton over bytes of a schema or a regular expression: made by outlines-core, in a process of its own.
+
+An expression of twenty characters can have an automaton of a million states. So the process has a limit of memory and
+of time, and what it cannot do within them is refused; it reads and writes plain JSON and numbers.
+
+As a program: a structure on standard input, its automaton on standard output.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+MAX_STATES = 4096
+MAX_TEXT = 2**16
+"""Characters of a schema or an expression."""
+_MAX_BYTES = 2**30
+_MAX_CPU_S = 5
+_TIMEOUT_S = 60.0
+_NOWHERE = -1
+_EOS = 256
+# Between the quotes of a string of JSON.
+_FORBIDDEN_IN_STRINGS = (*range(0x20), ord('"'), ord("\\"), 0x7F)
+# The library builds, and drops, an automaton that may begin at any byte: of `.{0,30}`, one with 2 ** 30 states. After a
+# beginning that is longer than what expressions count, and overlaps itself nowhere, it may not.
+_BEGIN = b"\x01" + 63 * b"\x00"
+# Tells an expression that closes a group it has not opened. No text has it.
+_END = 2
+_NO_EXPRESSION = (
+    "is no regular expression that can be served: it has a mistake, or an anchor, a word boundary, a lookaround or a "
+    "reference, which no finite automaton has"
+)
+_ROOT = Path(__file__).parents[3]
+
+
+class AutomatonError(ValueError):
+    """What has no automaton here, in a sentence without its full stop."""
+
+
+def byte_automaton(kind: str, text: str) -> tuple[NDArray[np.int16], NDArray[np.bool_]]:
+    """The automaton of a schema in the library's words (`schema`), or of an expression (`regex`).
+
+    Returns:
+        [S, 256] where each byte leads, -1 nowhere, and [S] where a text may end; state 0 is the first.
+
+    Raises:
+        AutomatonError: it has none, or it is too large.
+    """
+    too_large = f"is too large: it takes more than {_MAX_CPU_S} s or {_MAX_BYTES >> 30} GiB to see what it allows"
+    if len(text) > MAX_TEXT:
+        raise AutomatonError(f"has {len(text)} characters; {MAX_TEXT} are the most")
+    environment = {"PATH": os.environ.get("PATH", ""), "PYTHONPATH": str(_ROOT), "OPENBLAS_NUM_THREADS": "1"}
+    try:
+        done = subprocess.run(  # noqa: S603  # our own module
+            [sys.executable, "-m", __name__],
+            input=json.dumps([kind, text]).encode(),
+            capture_output=True,
+            env=environment,
+            timeout=_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise AutomatonError(too_large) from error
+    head, _, rest = done.stdout.partition(b"\n")
+    if done.returncode or not head:
+        raise AutomatonError(too_large)
+    said = json.loads(head)
+    if "error" in said:
+        raise AutomatonError(said["error"])
+    size = said["num_states"] * 256 * 2
+    next_state = np.frombuffer(rest[:size], dtype=np.int16).reshape(-1, 256)
+    return next_state, np.frombuffer(rest[size:], dtype=bool)
+
+
+def _main() -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (_MAX_BYTES, _MAX_BYTES))
+    resource.setrlimit(resource.RLIMIT_CPU, (_MAX_CPU_S, _MAX_CPU_S))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    kind, text = json.load(sys.stdin)
+    try:
+        next_state, accepting = _automaton(kind, text)
+    except AutomatonError as error:
+        sys.stdout.write(json.dumps({"error": str(error)}) + "\n")
+        return
+    sys.stdout.buffer.write(json.dumps({"num_states": len(accepting)}).encode() + b"\n")
+    sys.stdout.buffer.write(next_state.tobytes() + accepting.tobytes())
+
+
+def _automaton(kind: str, text: str) -> tuple[NDArray[np.int16], NDArray[np.bool_]]:
+    from outlines_core.json_schema import build_regex_from_schema
+
+    if kind == "regex":
+        return _numbered(_index(text))
+    schema = json.loads(text)
+    for pattern in _patterns(schema):
+        next_state, _ = _numbered(_index(pattern))
+        if (next_state[:, _FORBIDDEN_IN_STRINGS] != _NOWHERE).any():
+            raise AutomatonError(
+                f"has the pattern {pattern[1:-1]!r}, which quotes, backslashes or control characters match; name the "
+                "characters that it means"
+            )
+    try:
+        expression = build_regex_from_schema(text)
+    except ValueError as error:
+        raise AutomatonError(f"is not served: {str(error).strip().partition(chr(10))[0][:200]}") from error
+    return _numbered(_index(expression))
+
+
+def _patterns(schema: Any) -> list[str]:
+    """The patterns of all strings of a schema in the library's words."""
+    if isinstance(schema, list):
+        return [pattern for part in schema for pattern in _patterns(part)]
+    if not isinstance(schema, dict) or "enum" in schema:
+        return []
+    if isinstance(schema.get("pattern"), str):
+        return [schema["pattern"]]
+    # The names of properties are no keywords.
+    properties = schema.get("properties", {})
+    others = [value for key, value in schema.items() if key != "properties"]
+    return [pattern for part in (*properties.values(), *others) for pattern in _patterns(part)]
+
+
+def _index(expression: str) -> Any:
+    """The automaton of an expression between `_BEGIN` and `_END`."""
+    from outlines_core import Index, Vocabulary
+
+    framed = f"\\x01\\x00{{{len(_BEGIN) - 1}}}(?:{expression})\\x0{_END}"
+    try:
+        return Index(framed, Vocabulary(_EOS, {bytes([byte]): [byte] for byte in range(256)}))
+    except ValueError as error:
+        raise AutomatonError(_NO_EXPRESSION) from error
+
+
+def _numbered(index: Any) -> tuple[NDArray[np.int16], NDArray[np.bool_]]:
+    """What follows `_BEGIN`, up to `_END`: states counted from the first on, those from which no text ends left out."""
+    transitions, finals, first = index.get_transitions(), index.get_final_states(), index.get_initial_state()
+    for byte in _BEGIN:
+        first = transitions.get(first, {}).get(byte)
+    strays = {
+        target for reached in transitions.values() for byte, target in reached.items() if byte not in (_END, _EOS)
+    } & finals
+    if first is None or first in finals or strays:
+        raise AutomatonError(_NO_EXPRESSION)
+    accepting = {state for state, reached in transitions.items() if reached.get(_END) in finals}
+    useful = _useful(transitions, accepting)
+    numbers = {first: 0}
+    for state in sorted((useful & _reached(transitions, first)) - {first}):
+        numbers[state] = len(numbers)
+    if len(numbers) > MAX_STATES:
+        raise AutomatonError(f"has an automaton of {len(numbers)} states; {MAX_STATES} are the most")
+    next_state = np.full((len(numbers), 256), _NOWHERE, dtype=np.int16)
+    for state, number in numbers.items():
+        for byte, target in transitions.get(state, {}).items():
+            if byte not in (_END, _EOS) and target in useful:
+                next_state[number, byte] = numbers[target]
+    return next_state, np.array([state in accepting for state in numbers])
+
+
+def _reached(transitions: dict[int, dict[int, int]], first: int) -> set[int]:
+    found, waiting = {first}, [first]
+    while waiting:
+        new = set(transitions.get(waiting.pop(), {}).values()) - found
+        found |= new
+        waiting += new
+    return found
+
+
+def _useful(transitions: dict[int, dict[int, int]], accepting: set[int]) -> set[int]:
+    before: dict[int, set[int]] = {}
+    for state, reached in transitions.items():
+        for target in reached.values():
+            before.setdefault(target, set()).add(state)
+    found, waiting = set(accepting), list(accepting)
+    while waiting:
+        new = before.get(waiting.pop(), set()) - found
+        found |= new
+        waiting += new
+    return found
+
+
+if __name__ == "__main__":
+    _main()

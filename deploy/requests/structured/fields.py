@@ -1,0 +1,128 @@
+"""The fields of a body that say what its text must be: OpenAI's `response_format`, vLLM's `structured_outputs`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, Field, model_validator
+
+from deploy.requests.base import Body, whole
+from deploy.requests.refusals import RequestError
+from deploy.requests.structured.byte_automaton import MAX_TEXT
+from deploy.requests.structured.structure import Structure
+
+MAX_CHOICES = 256
+MAX_CHOICE_LENGTH = 1024
+_ANY_OBJECT = {"type": "object"}
+
+_Name = Annotated[str, Field(max_length=256)]
+_Schema = dict[str, Any]
+_Choice = Annotated[str, Field(min_length=1, max_length=MAX_CHOICE_LENGTH), AfterValidator(whole)]
+
+
+class JsonSchema(Body):
+    """A schema with a name, as `response_format` has it."""
+
+    place = "response_format.json_schema."
+
+    name: _Name | None = None
+    description: str | None = None
+    """This and the name are taken and not used."""
+    json_schema: Annotated[_Schema, Field(alias="schema")]
+    strict: bool | None = None
+    """Every answer is strict."""
+
+
+class ResponseFormat(Body):
+    """OpenAI's."""
+
+    place = "response_format."
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_schema(self) -> ResponseFormat:
+        if (self.json_schema is not None) != (self.type == "json_schema"):
+            message = "`response_format` has a `json_schema` where its `type` is `json_schema`, and only there"
+            raise RequestError(message, param="response_format")
+        return self
+
+    @property
+    def structure(self) -> Structure | None:
+        """What the text must be; None for any text."""
+        if self.json_schema is not None:
+            return Structure.of_schema(self.json_schema.json_schema, "response_format")
+        return Structure.of_schema(_ANY_OBJECT, "response_format") if self.type == "json_object" else None
+
+
+class TextFormat(JsonSchema):
+    """`text.format` of `/v1/responses`: the same in one object."""
+
+    place = "text.format."
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: Annotated[_Schema | None, Field(alias="schema")] = None  # type: ignore[assignment]  # of a schema alone
+
+    @model_validator(mode="after")
+    def _has_schema(self) -> TextFormat:
+        if (self.json_schema is not None) != (self.type == "json_schema"):
+            message = "`text.format` has a `schema` where its `type` is `json_schema`, and only there"
+            raise RequestError(message, param="text")
+        return self
+
+
+class TextOptions(Body):
+    """`text` of `/v1/responses`."""
+
+    unsupported: ClassVar = {"verbosity": ()}
+    place = "text."
+
+    format: TextFormat | None = None
+
+    @property
+    def structure(self) -> Structure | None:
+        """What the text must be; None for any text."""
+        said = self.format
+        if said is None or said.type == "text":
+            return None
+        return Structure.of_schema(_ANY_OBJECT if said.json_schema is None else said.json_schema, "text")
+
+
+class StructuredOutputs(Body):
+    """vLLM's: one of these."""
+
+    unsupported: ClassVar = {
+        "disable_additional_properties": (False,),
+        "disable_any_whitespace": (False,),
+        "grammar": (),
+        "structural_tag": (),
+        "whitespace_pattern": (),
+    }
+    place = "structured_outputs."
+
+    json_schema: Annotated[_Schema | None, Field(alias="json")] = None
+    """A JSON schema."""
+    json_object: bool = False
+    """Any object of JSON."""
+    regex: Annotated[str, Field(min_length=1, max_length=MAX_TEXT), AfterValidator(whole)] | None = None
+    """A regular expression that the whole text matches, without anchors or lookaround."""
+    choice: Annotated[list[_Choice], Field(min_length=1, max_length=MAX_CHOICES)] | None = None
+    """Texts, of which it is one."""
+
+    @model_validator(mode="after")
+    def _is_one(self) -> StructuredOutputs:
+        if sum([self.json_schema is not None, self.json_object, bool(self.regex), bool(self.choice)]) != 1:
+            message = "`structured_outputs` has one of `json`, `json_object`, `regex` and `choice`"
+            raise RequestError(message, param="structured_outputs")
+        return self
+
+    @property
+    def structure(self) -> Structure:
+        """What the text must be."""
+        field = "structured_outputs"
+        if self.regex is not None:
+            return Structure(kind="regex", text=self.regex, field=field)
+        if self.choice is not None:
+            return Structure.of_choices(self.choice, field)
+        return Structure.of_schema(_ANY_OBJECT if self.json_schema is None else self.json_schema, field)

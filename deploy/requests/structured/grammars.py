@@ -1,0 +1,56 @@
+"""The grammars of a tokenizer: made of a request's structure, and kept for the next that asks for the same."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from functools import cached_property
+from threading import Lock
+
+from deploy.requests.structured.byte_automaton import AutomatonError, byte_automaton
+from deploy.requests.structured.schema import SchemaError, library_schema
+from deploy.requests.structured.structure import Structure
+from deploy.requests.structured.token_automaton import TokenTrie
+from learner.model.tokenizer import ChatTokenizer
+from rollout.field_error import FieldError
+from rollout.grammar.grammar import Grammar
+
+_MOST_KEPT = 32
+
+
+class Grammars:
+    """Makes and keeps grammars. Of several threads."""
+
+    def __init__(self, tokenizer: ChatTokenizer, vocab_size: int) -> None:
+        """Make them of the texts that a tokenizer spells, for a policy with so many ids."""
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._kept = OrderedDict[tuple[str, str], Grammar]()
+        self._lock = Lock()
+
+    def of(self, structure: Structure) -> Grammar:
+        """The grammar of a structure. Raises FieldError of `grammar` where it cannot be served."""
+        key = structure.kind, structure.text
+        with self._lock:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+                return self._kept[key]
+        try:
+            grammar = self._trie.grammar(*byte_automaton(*in_words_of_the_library(structure)))
+        except (SchemaError, AutomatonError, ValueError) as error:
+            raise FieldError("{grammar} {what}", what=str(error)) from error
+        with self._lock:
+            self._kept[key] = grammar
+            while len(self._kept) > _MOST_KEPT:
+                self._kept.popitem(last=False)
+        return grammar
+
+    @cached_property
+    def _trie(self) -> TokenTrie:
+        return TokenTrie(self._tokenizer.token_bytes(), self._vocab_size)
+
+
+def in_words_of_the_library(structure: Structure) -> tuple[str, str]:
+    """What `byte_automaton` takes. Raises SchemaError."""
+    if structure.kind == "regex":
+        return structure.kind, structure.text
+    return structure.kind, json.dumps(library_schema(json.loads(structure.text)))

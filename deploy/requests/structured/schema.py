@@ -1,0 +1,243 @@
+"""JSON schemas: which keywords are served, and a schema in the words of the grammar library.
+
+The library reads a keyword that it does not know as nothing, and some together as one of them. An answer would then be
+JSON that the schema forbids: so every keyword is served, known to constrain nothing, or refused by its name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+MAX_NODES = 1024
+"""Schemas within a schema, references followed."""
+MAX_LENGTH = 128
+"""A string's `maxLength` above it is taken for it, and so is an array's `maxItems`: shorter ones are allowed too."""
+
+_ANNOTATIONS = frozenset(
+    {
+        *(
+            "$schema",
+            "$id",
+            "$comment",
+            "$anchor",
+            "title",
+            "description",
+            "default",
+            "examples",
+            "example",
+            "deprecated",
+        ),
+        *("readOnly", "writeOnly", "$defs", "definitions", "discriminator"),
+    }
+)
+_OF_TYPE = {
+    "object": frozenset({"properties", "required", "additionalProperties"}),
+    "array": frozenset({"items", "minItems", "maxItems", "prefixItems"}),
+    "string": frozenset({"minLength", "maxLength", "pattern", "format"}),
+    "integer": frozenset[str](),
+    "number": frozenset[str](),
+    "boolean": frozenset[str](),
+    "null": frozenset[str](),
+}
+_PYTHON = {"object": dict, "array": list, "string": str, "boolean": bool, "null": type(None)}
+_TIME = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,6})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
+_DATE = r"[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|1[0-9]|2[0-8])"
+# A day past the 28th is not in every month.
+_FORMATS = {
+    "date": _DATE,
+    "time": _TIME,
+    "date-time": f"{_DATE}T{_TIME}",
+    "uuid": "[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}",
+}
+_NO_NAME = re.compile(r'["\\\x00-\x1f\x7f-\x9f\ud800-\udfff]')
+
+
+class SchemaError(ValueError):
+    """A schema that is not served, in a sentence without its full stop."""
+
+
+def library_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema as the grammar library reads it rightly. Raises SchemaError."""
+    return _Reader(schema).read(schema, (), "")
+
+
+class _Reader:
+    def __init__(self, root: Mapping[str, Any]) -> None:
+        self._root, self._num_nodes = root, 0
+
+    def read(self, schema: Any, refs: tuple[str, ...], place: str) -> dict[str, Any]:
+        """A schema inside the root; `refs` are the references that led here, `place` is where it stands."""
+        self._num_nodes += 1
+        if self._num_nodes > MAX_NODES:
+            raise SchemaError(f"has more than {MAX_NODES} schemas, references followed")
+        if schema is True:
+            return {}
+        if not isinstance(schema, Mapping):
+            raise SchemaError(f"has {_shown(schema)}{_at(place)}, where a schema is needed")
+        given = {key: value for key, value in schema.items() if key not in _ANNOTATIONS and not key.startswith("x-")}
+        for keyword, read in (("$ref", self._ref), ("anyOf", self._any_of), ("allOf", self._all_of)):
+            if keyword in given:
+                _expect_only(given, {keyword}, place)
+                return read(given[keyword], refs, place)
+        if "const" in given or "enum" in given:
+            return _values(given, place)
+        return self._of_type(given, refs, place)
+
+    def _ref(self, ref: Any, refs: tuple[str, ...], place: str) -> dict[str, Any]:
+        if not isinstance(ref, str) or not ref.startswith("#/"):
+            raise SchemaError(f"has the reference {_shown(ref)}{_at(place)}; references begin with `#/`")
+        if ref in refs:
+            raise SchemaError(f"refers to itself by {_shown(ref)}: what has no depth has no finite automaton")
+        found: Any = self._root
+        for name in ref.removeprefix("#/").split("/"):
+            key = name.replace("~1", "/").replace("~0", "~")
+            if not isinstance(found, Mapping) or key not in found:
+                raise SchemaError(f"has no {_shown(ref)}, which it refers to")
+            found = found[key]
+        return self.read(found, (*refs, ref), place)
+
+    def _any_of(self, schemas: Any, refs: tuple[str, ...], place: str) -> dict[str, Any]:
+        return {"anyOf": self._each(schemas, refs, f"{place}/anyOf")}
+
+    def _all_of(self, schemas: Any, refs: tuple[str, ...], place: str) -> dict[str, Any]:
+        if not isinstance(schemas, Sequence) or len(schemas) != 1:
+            raise SchemaError(f"has `allOf`{_at(place)} with other than one schema, which is not served: merge them")
+        return self.read(schemas[0], refs, place)
+
+    def _each(self, schemas: Any, refs: tuple[str, ...], place: str) -> list[dict[str, Any]]:
+        if not isinstance(schemas, list) or not schemas:
+            raise SchemaError(f"has {_shown(schemas)}{_at(place)}, where a list of schemas is needed")
+        return [self.read(schema, refs, f"{place}/{index}") for index, schema in enumerate(schemas)]
+
+    def _of_type(self, given: Mapping[str, Any], refs: tuple[str, ...], place: str) -> dict[str, Any]:
+        types = given.get("type")
+        if types is None:
+            # The keywords of a type that is not named leave every other type free.
+            _expect_only(given, {"type"}, place, "; name a `type`" if given.keys() & _all_keywords() else "")
+            return {}
+        types = types if isinstance(types, list) else [types]
+        if not types or any(not isinstance(kind, str) or kind not in _OF_TYPE for kind in types):
+            raise SchemaError(f"has the type {_shown(given['type'])}{_at(place)}; types are {', '.join(_OF_TYPE)}")
+        _expect_only(given, {"type"}.union(*(_OF_TYPE[kind] for kind in types)), place)
+        made = [self._of_one_type(kind, given, refs, place) for kind in dict.fromkeys(types)]
+        return made[0] if len(made) == 1 else {"anyOf": made}
+
+    def _of_one_type(self, kind: str, given: Mapping[str, Any], refs: tuple[str, ...], place: str) -> dict[str, Any]:
+        if kind == "object":
+            return self._object(given, refs, place)
+        if kind == "array":
+            return self._array(given, refs, place)
+        return _string(given, place) if kind == "string" else {"type": kind}
+
+    def _object(self, given: Mapping[str, Any], refs: tuple[str, ...], place: str) -> dict[str, Any]:
+        properties, others = given.get("properties"), given.get("additionalProperties", True)
+        required = given.get("required", [])
+        if not isinstance(properties, Mapping | None) or not isinstance(required, list):
+            raise SchemaError(f"has `properties` that are no object, or `required` that is no list{_at(place)}")
+        if missing := [name for name in required if name not in (properties or {})]:
+            raise SchemaError(f"requires {_shown(missing[0])}{_at(place)}, which is none of its `properties`")
+        if properties is None and others is True:
+            return {"type": "object"}
+        if properties is None and others is not False:
+            return {"type": "object", "additionalProperties": self.read(others, refs, f"{place}/additionalProperties")}
+        made = {}
+        for name, schema in (properties or {}).items():
+            if _NO_NAME.search(name):
+                raise SchemaError(
+                    f"has the property {_shown(name)}{_at(place)}; names with quotes, backslashes or "
+                    "control characters are not served"
+                )
+            made[name] = self.read(schema, refs, f"{place}/{name}")
+        return {"type": "object", "properties": made, "required": list(dict.fromkeys(required))}
+
+    def _array(self, given: Mapping[str, Any], refs: tuple[str, ...], place: str) -> dict[str, Any]:
+        least, most = _bounds(given, "minItems", "maxItems", place)
+        if "prefixItems" in given:
+            items = self._each(given["prefixItems"], refs, f"{place}/prefixItems")
+            if least > len(items) or (most is not None and most < len(items)):
+                raise SchemaError(f"has `prefixItems`{_at(place)} that are not between `minItems` and `maxItems`")
+            return {"type": "array", "prefixItems": items}
+        of_all = {"items": self.read(given["items"], refs, f"{place}/items")} if "items" in given else {}
+        return {"type": "array", "minItems": least} | of_all | ({} if most is None else {"maxItems": most})
+
+
+def _string(given: Mapping[str, Any], place: str) -> dict[str, Any]:
+    shape = sorted(given.keys() & {"pattern", "format"})
+    if shape:
+        others = given.keys() & _OF_TYPE["string"] - {shape[0]}
+        if others:
+            raise SchemaError(f"has `{shape[0]}` beside `{min(others)}`{_at(place)}; one of them is served")
+        return {"type": "string", "pattern": _pattern(given, place)}
+    least, most = _bounds(given, "minLength", "maxLength", place)
+    return {"type": "string", "minLength": least} | ({} if most is None else {"maxLength": most})
+
+
+def _pattern(given: Mapping[str, Any], place: str) -> str:
+    """In a group: the library puts it between quotes as it is."""
+    if "format" in given:
+        if given["format"] not in _FORMATS:
+            raise SchemaError(f"has the format {_shown(given['format'])}{_at(place)}; served are {', '.join(_FORMATS)}")
+        return f"({_FORMATS[given['format']]})"
+    pattern = given["pattern"]
+    if not isinstance(pattern, str):
+        raise SchemaError(f"has the pattern {_shown(pattern)}{_at(place)}, which is no text")
+    # A pattern may match anywhere: what it matches as a whole is one of those texts.
+    return f"({pattern.removeprefix('^').removesuffix('$')})"
+
+
+def _values(given: Mapping[str, Any], place: str) -> dict[str, Any]:
+    keyword = "const" if "const" in given else "enum"
+    _expect_only(given, {keyword, "type"}, place)
+    values = [given["const"]] if keyword == "const" else given["enum"]
+    if not isinstance(values, list) or not values:
+        raise SchemaError(f"has an `enum`{_at(place)} that is no list, or empty")
+    types = given.get("type", list(_OF_TYPE))
+    types = types if isinstance(types, list) else [types]
+    if strays := [value for value in values if not any(_is_of_type(value, kind) for kind in types)]:
+        raise SchemaError(f"has the value {_shown(strays[0])}{_at(place)}, which is not of its `type`")
+    return {"enum": values}
+
+
+def _is_of_type(value: Any, kind: Any) -> bool:
+    if kind in ("integer", "number"):
+        return (
+            isinstance(value, int | float) and not isinstance(value, bool) and (kind == "number" or value == int(value))
+        )
+    return kind in _PYTHON and isinstance(value, _PYTHON[kind])
+
+
+def _bounds(given: Mapping[str, Any], least: str, most: str, place: str) -> tuple[int, int | None]:
+    for keyword in (least, most):
+        value = given.get(keyword, 0)
+        if type(value) is not int or value < 0:
+            raise SchemaError(f"has the `{keyword}` {_shown(value)}{_at(place)}, which is no count")
+    if given.get(least, 0) > given.get(most, given.get(least, 0)):
+        raise SchemaError(f"has a `{least}` above its `{most}`{_at(place)}")
+    if given.get(least, 0) > MAX_LENGTH:
+        raise SchemaError(f"has the `{least}` {given[least]}{_at(place)}; {MAX_LENGTH} is the most")
+    return given.get(least, 0), min(given[most], MAX_LENGTH) if most in given else None
+
+
+def _expect_only(given: Mapping[str, Any], known: set[str] | frozenset[str], place: str, advice: str = "") -> None:
+    if strays := sorted(given.keys() - known):
+        known_ones = (
+            " beside " + " and ".join(f"`{key}`" for key in sorted(given.keys() & known))
+            if given.keys() & known
+            else ""
+        )
+        raise SchemaError(f"has `{strays[0][:64]}`{known_ones}{_at(place)}, which is not served{advice}")
+
+
+def _all_keywords() -> frozenset[str]:
+    return frozenset[str]().union(*_OF_TYPE.values())
+
+
+def _at(place: str) -> str:
+    return f" at {place[:128]}" if place else ""
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 64 else f"{text[:61]}..."

@@ -1,0 +1,112 @@
+"""From bytes to tokens: the grammar over a tokenizer's ids of an automaton over bytes.
+
+Shape letters: V vocabulary, S states, C classes of tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollout.grammar.grammar import NOWHERE, Grammar
+
+MAX_ENTRIES = 2**22
+"""States times classes: 8 MB, which travel with a request."""
+_STATES_AT_ONCE = 64
+_SEED = 20261126
+
+
+class _Level(NamedTuple):
+    """The beginnings of tokens that have one length, in bytes; of `tokens` and `places` as many as end there."""
+
+    parents: NDArray[np.int64]
+    """The beginning without its last byte, among those one shorter..."""
+    last_bytes: NDArray[np.int64]
+    """...and that byte."""
+    tokens: NDArray[np.int64]
+    """The ids that end here..."""
+    places: NDArray[np.int64]
+    """...and where."""
+
+
+class TokenTrie:
+    """The tokens of a vocabulary, beginnings shared."""
+
+    def __init__(self, token_bytes: Sequence[bytes | None], vocab_size: int) -> None:
+        """Keep the tokens.
+
+        Args:
+            token_bytes: what each id spells; None spells nothing, as special tokens do.
+            vocab_size: V; ids without an entry spell nothing.
+        """
+        self._vocab_size = vocab_size
+        self._spelled = [*token_bytes, *[None] * (vocab_size - len(token_bytes))]
+        self._levels: list[_Level] = []
+        spelled = [(token, spelling) for token, spelling in enumerate(token_bytes[:vocab_size]) if spelling]
+        known, length = {b"": 0}, 0
+        while spelled:
+            length += 1
+            level: dict[bytes, int] = {}
+            parents, last, tokens, places = [], [], [], []
+            for token, spelling in spelled:
+                start = spelling[:length]
+                if start not in level:
+                    level[start] = len(level)
+                    parents.append(known[start[:-1]])
+                    last.append(start[-1])
+                if len(spelling) == length:
+                    tokens.append(token)
+                    places.append(level[start])
+            self._levels.append(_Level(*(np.array(part, dtype=np.int64) for part in (parents, last, tokens, places))))
+            known, spelled = level, [one for one in spelled if len(one[1]) > length]
+
+    def grammar(self, next_byte: NDArray[np.int16], accepting: NDArray[np.bool_]) -> Grammar:
+        """The grammar of an automaton over bytes, of texts of any length.
+
+        Raises ValueError where it is too large.
+        """
+        num_states = len(accepting)
+        # A token's class is known by where it leads from every state, and that by a hash: 64 bits of a sum.
+        keys_S = np.random.default_rng(_SEED).integers(1, 2**63, size=num_states, dtype=np.uint64)
+        hash_V = np.zeros(self._vocab_size, dtype=np.uint64)
+        for start in range(0, num_states, _STATES_AT_ONCE):
+            states = np.arange(start, min(start + _STATES_AT_ONCE, num_states))
+            hash_V += self._walk(next_byte, states).view(np.uint16).astype(np.uint64) @ keys_S[states]
+        _, first_C, class_of_V = np.unique(hash_V, return_index=True, return_inverse=True)
+        if num_states * len(first_C) > MAX_ENTRIES:
+            raise ValueError(f"leads {len(first_C)} kinds of tokens through {num_states} states, which is too many")
+        next_state = np.stack([self._walk_one(next_byte, self._spelled[token]) for token in first_C], axis=1)
+        return Grammar(
+            class_of=class_of_V.reshape(-1).astype(np.int32),
+            next_state=np.ascontiguousarray(next_state),
+            accepting=accepting,
+            most_tokens=2**31 - 1,
+        )
+
+    def _walk(self, next_byte: NDArray[np.int16], states: NDArray[np.int64]) -> NDArray[np.int16]:
+        """[V, states] where each token leads from some states."""
+        table = _with_nowhere(next_byte)
+        reached_V = np.full((self._vocab_size, len(states)), NOWHERE, dtype=np.int16)
+        here = states.astype(np.int16)[None]
+        for level in self._levels:
+            here = table[here[level.parents], level.last_bytes[:, None]]
+            reached_V[level.tokens] = here[level.places]
+        return reached_V
+
+    @staticmethod
+    def _walk_one(next_byte: NDArray[np.int16], spelling: bytes | None) -> NDArray[np.int16]:
+        """[S] where one token leads from every state."""
+        if not spelling:
+            return np.full(len(next_byte), NOWHERE, dtype=np.int16)
+        table, here = _with_nowhere(next_byte), np.arange(len(next_byte), dtype=np.int16)
+        for byte in spelling:
+            here = table[here, byte]
+        return here
+
+
+def _with_nowhere(next_byte: NDArray[np.int16]) -> NDArray[np.int16]:
+    """One more row, for what leads nowhere: it is the last, which -1 means."""
+    return np.concatenate([next_byte, np.full((1, 256), NOWHERE, dtype=np.int16)])

@@ -1,0 +1,103 @@
+"""Rows under a grammar: what each step may commit to their slots, and which of its draws fit together.
+
+A step predicts all slots of a block at once and knows nothing of what it draws beside. So each slot is restricted to
+the tokens that fit what stands; then the draws are committed one after the other, the most probable first, and one that
+no longer fits stays masked for a later step. The first always fits: every step commits something, and a row takes as
+many as it needs.
+
+Shape letters: A active rows, K slots of a block, N open slots, M slots that are committed, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from learner.batch import uploaded
+from learner.model.config import TransformerConfig
+from rollout.forwards import ActiveRow, SlotLogits
+from rollout.grammar.reach import CanvasGrammar
+from rollout.request import Request, canvas_grammar_of
+from rollout.slots import Slots, on_device
+from rollout.step import Drawn
+
+
+class ConstrainedRows:
+    """The grammars of a batch, by the slots of the engine."""
+
+    def __init__(self, slots: Slots, config: TransformerConfig) -> None:
+        """Begin without any."""
+        self._slots, self._config = slots, config
+        self._grammars: dict[int, CanvasGrammar] = {}
+
+    @property
+    def is_any(self) -> bool:
+        """Whether a row may have a grammar."""
+        return bool(self._grammars)
+
+    def admit(self, slot: int, request: Request) -> None:
+        """Take the grammar of a request that enters, if it has one."""
+        grammar = canvas_grammar_of(request, self._config)
+        if grammar is not None:
+            self._grammars[slot] = grammar
+
+    def forget(self, slot: int) -> None:
+        """A row has left."""
+        self._grammars.pop(slot, None)
+
+    def forbid(self, active: Sequence[ActiveRow], columns_AK: Tensor, found: SlotLogits) -> None:
+        """Make impossible what does not fit; looks at the device where a row has a grammar."""
+        rows = {index: row for index, row in enumerate(active) if row.slot in self._grammars}
+        if not rows:
+            return
+        num_places = columns_AK.shape[1]
+        columns_N = columns_AK.flatten()[found.index].cpu().numpy()
+        owner_N = (found.index // num_places).cpu().numpy()
+        for index, row in rows.items():
+            grammar = self._look(row)
+            slots_N = columns_N - len(row.request.prompt_ids)
+            is_mine_N = (owner_N == index) & (slots_N >= 0) & (slots_N < grammar.num_slots)
+            places = [place for place in is_mine_N.nonzero()[0] if grammar.is_masked(slots_N[place])]
+            if places:
+                allowed = np.stack([grammar.allowed(slots_N[place]) for place in places])
+                self._restrict(found, places, grammar, allowed)
+
+    def fitting(
+        self, active: Sequence[ActiveRow], where: tuple[Tensor, Tensor], drawn: Drawn, chosen_M: Tensor
+    ) -> Tensor:
+        """[M] those of the chosen that are committed.
+
+        Args:
+            active: the rows of this step.
+            where: slots of the engine and columns of what is chosen, [M] each.
+            drawn: the tokens.
+            chosen_M: bool, what the schedules chose.
+        """
+        rows = {row.slot: row for row in active if row.slot in self._grammars}
+        if not rows:
+            return chosen_M
+        slots_M, columns_M, tokens, chosen = (part.cpu().numpy() for part in (*where, drawn.tokens, chosen_M))
+        fits_M = chosen.copy()
+        for place in np.argsort(-drawn.logp_raw.cpu().numpy(), kind="stable"):
+            row = rows.get(int(slots_M[place]))
+            if row is not None and chosen[place]:
+                slot = int(columns_M[place]) - len(row.request.prompt_ids)
+                fits_M[place] = self._grammars[row.slot].commit(slot, int(tokens[place]))
+        return on_device(fits_M, chosen_M.device)
+
+    def _look(self, row: ActiveRow) -> CanvasGrammar:
+        grammar, start = self._grammars[row.slot], len(row.request.prompt_ids)
+        span, canvases = slice(start, start + grammar.num_slots), self._slots.canvases
+        tokens, masked = (part[row.slot, span].cpu().numpy() for part in (canvases.tokens, canvases.masked))
+        grammar.look(tokens, masked)
+        return grammar
+
+    def _restrict(self, found: SlotLogits, places: list[int], grammar: CanvasGrammar, allowed: np.ndarray) -> None:
+        device = found.logits.device
+        source = found.source[on_device(places, device)]
+        class_of_V = uploaded(torch.from_numpy(grammar.class_of_V).long(), device)
+        is_allowed = uploaded(torch.from_numpy(allowed), device)[:, class_of_V]
+        found.logits[source] = found.logits[source].masked_fill(~is_allowed, -torch.inf)

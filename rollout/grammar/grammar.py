@@ -1,0 +1,58 @@
+"""A grammar: a finite automaton over token ids, whose texts are those that a completion may be.
+
+Shape letters: V vocabulary, S states, C classes of tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+NOWHERE = -1
+"""In place of a state, where a token leads to no text of the grammar."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Grammar:
+    """The texts that a completion may be, without the end of text that may follow. State 0 is the first."""
+
+    class_of: NDArray[np.int32]
+    """[V] the class of each token: those of a class lead to the same state, wherever they stand."""
+    next_state: NDArray[np.int16]
+    """[S, C] where a token of a class leads, or `NOWHERE`."""
+    accepting: NDArray[np.bool_]
+    """[S] whether a text may end there."""
+    most_tokens: int
+    """Tokens of a text at most, an end of text not counted."""
+
+    @property
+    def num_states(self) -> int:
+        """S."""
+        return len(self.accepting)
+
+    @cached_property
+    def digest(self) -> str:
+        """Equal for equal grammars."""
+        parts = (self.class_of, self.next_state, self.accepting, np.array([self.most_tokens, *self.next_state.shape]))
+        return hashlib.sha256(b"".join(np.ascontiguousarray(part).tobytes() for part in parts)).hexdigest()
+
+    @cached_property
+    def fewest_tokens(self) -> int | None:
+        """Tokens of the shortest text; None where there is no text at all."""
+        is_here, is_seen = np.zeros((2, self.num_states), dtype=bool)
+        is_here[:1] = True
+        num_tokens = 0
+        while is_here.any():
+            if (is_here & self.accepting).any():
+                return num_tokens
+            is_seen |= is_here
+            reached = self.next_state[is_here].ravel()
+            is_here = np.zeros_like(is_seen)
+            is_here[reached[reached != NOWHERE]] = True
+            is_here &= ~is_seen
+            num_tokens += 1
+        return None

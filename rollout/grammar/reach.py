@@ -1,0 +1,140 @@
+"""Reach: which tokens a masked slot of a canvas may take so that the canvas can still become a text of the grammar.
+
+Slots are committed in any order, so a state is looked for from both ends: those that the slots before a place can lead
+to, and those from which the slots after it can lead to an end. A token may stand in a slot if it leads from one of the
+former to one of the latter. (DINGO, arXiv 2505.23061, finds the most probable such string with the same two passes;
+here the schedule chooses the slots, and the policy's law, restricted to what is allowed, the tokens.)
+
+Shape letters: L slots of a completion, S states with two more, C classes with two more, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollout.grammar.grammar import NOWHERE, Grammar
+
+_MASKED = -1
+
+
+class CanvasGrammar:
+    """A grammar on one completion's canvas."""
+
+    def __init__(self, grammar: Grammar, num_slots: int, ends: Iterable[int], forbidden: Iterable[int]) -> None:
+        """See all slots masked.
+
+        Args:
+            grammar: what the text may be.
+            num_slots: L.
+            ends: the ids that may follow the text, and nothing else may follow them.
+            forbidden: ids that are never committed.
+        """
+        self.grammar, self.num_slots = grammar, num_slots
+        num_states, num_classes = grammar.next_state.shape
+        self._end, self._dead = num_states, num_states + 1
+        self._ends, nothing = num_classes, num_classes + 1
+        self.class_of_V = grammar.class_of.copy()
+        """[V] the class of each token."""
+        self.class_of_V[list(ends)] = self._ends
+        self.class_of_V[list(forbidden)] = nothing
+        self._next_SC = np.full((num_states + 2, num_classes + 2), self._dead, dtype=np.int32)
+        inner = grammar.next_state
+        self._next_SC[:num_states, :num_classes] = np.where(inner == NOWHERE, self._dead, inner)
+        self._next_SC[:num_states, self._ends] = np.where(grammar.accepting, self._end, self._dead)
+        self._next_SC[self._end, self._ends] = self._end
+        # A class whose tokens are all forbidden, or ends, leads nowhere.
+        is_empty_C = np.bincount(self.class_of_V, minlength=num_classes + 2) == 0
+        self._next_SC[:, is_empty_C] = self._dead
+        self._next_SC[:, nothing] = self._dead
+        self._after, self._before = self._neighbours(self._next_SC)
+        self._classes_L = np.full(num_slots, _MASKED)
+        self._forward = np.zeros((num_slots + 1, num_states + 2), dtype=bool)
+        self._backward = np.zeros_like(self._forward)
+        self._forward[0, 0] = True
+        self._backward[num_slots, :num_states] = grammar.accepting
+        self._backward[num_slots, self._end] = True
+        self._allowed: dict[tuple[bool, bytes, bytes], NDArray[np.bool_]] = {}
+        self._go(range(num_slots), range(num_slots - 1, -1, -1))
+
+    def look(self, tokens_L: NDArray[np.int64], masked_L: NDArray[np.bool_]) -> None:
+        """See what stands in the slots now."""
+        classes_L = np.where(masked_L, _MASKED, self.class_of_V[np.where(masked_L, 0, tokens_L)])
+        changed = (classes_L != self._classes_L).nonzero()[0]
+        if len(changed):
+            self._classes_L = classes_L
+            self._go(range(changed[0], self.num_slots), range(changed[-1], -1, -1))
+
+    def is_masked(self, slot: int) -> bool:
+        """Whether nothing stands in a slot."""
+        return bool(self._classes_L[slot] == _MASKED)
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether the canvas can become a text of the grammar."""
+        return bool(self._backward[0, 0])
+
+    def allowed(self, slot: int) -> NDArray[np.bool_]:
+        """[C] the classes that a masked slot may take; not all False where `is_possible`."""
+        is_text = slot < self.grammar.most_tokens
+        here_S, after_S = self._forward[slot], self._backward[slot + 1]
+        key = is_text, here_S.tobytes(), after_S.tobytes()
+        if key not in self._allowed:
+            allowed_C = after_S[self._next_SC[here_S]].any(axis=0)
+            if not is_text:
+                allowed_C[: self._ends] = False
+            self._allowed[key] = allowed_C
+        return self._allowed[key]
+
+    def commit(self, slot: int, token: int) -> bool:
+        """Commit a token to a masked slot, if it may still stand there. Returns whether it does."""
+        of_class = int(self.class_of_V[token])
+        if not self.allowed(slot)[of_class]:
+            return False
+        self._classes_L[slot] = of_class
+        self._go(range(slot, self.num_slots), range(slot, -1, -1))
+        return True
+
+    def _go(self, forward: Iterable[int], backward: Iterable[int]) -> None:
+        """Find the states of the places after some slots, and before some, each up to where they are as they were."""
+        self._allowed.clear()
+        for slot in forward:
+            self._forward[slot + 1] = self._step(slot, self._forward[slot])
+        for slot in backward:
+            self._backward[slot] = self._step_back(slot, self._backward[slot + 1])
+
+    def _step(self, slot: int, here_S: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        of_class = self._class_at(slot)
+        if of_class == _MASKED:
+            return _union(self._after, here_S)
+        reached_S = np.zeros_like(here_S)
+        reached_S[self._next_SC[here_S, of_class]] = True
+        reached_S[self._dead] = False
+        return reached_S
+
+    def _step_back(self, slot: int, after_S: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        of_class = self._class_at(slot)
+        return _union(self._before, after_S) if of_class == _MASKED else after_S[self._next_SC[:, of_class]]
+
+    def _class_at(self, slot: int) -> int:
+        """What stands in a slot, as far as it is known: after the longest text only an end can."""
+        of_class = int(self._classes_L[slot])
+        if slot < self.grammar.most_tokens:
+            return of_class
+        return self._ends if of_class in (_MASKED, self._ends) else self._ends + 1
+
+    def _neighbours(self, next_SC: NDArray[np.int32]) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+        """[S, S / 8] the states that one token leads to from each, and from which one leads to it, as bits."""
+        num_states = len(next_SC)
+        follows_SS = np.zeros((num_states, num_states), dtype=bool)
+        follows_SS[np.arange(num_states)[:, None], next_SC] = True
+        follows_SS[:, self._dead] = False
+        return np.packbits(follows_SS, axis=1), np.packbits(follows_SS.T, axis=1)
+
+
+def _union(neighbours: NDArray[np.uint8], states_S: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """[S] the neighbours of some states."""
+    bits = np.bitwise_or.reduce(neighbours[states_S], axis=0)
+    return np.unpackbits(bits, count=len(states_S)).astype(bool)

@@ -1,0 +1,126 @@
+"""Texts that a schema, an expression or a list of choices allows, over HTTP and through an engine."""
+
+import json
+import re
+
+import pytest
+
+from deploy.requests.body import CompletionRequest
+from deploy.service.link.serialization import pack, unpack
+from tests.deploy.service.app.asking import ASK, CHAT, assert_error, events_of
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", None]}},
+    "required": ["b"],
+    "additionalProperties": False,
+}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "pair", "schema": SCHEMA, "strict": True}}
+LONG = {"diffusion": {"gen_length": 48, "block_length": 16, "steps": 24}, "temperature": 1.0}
+
+
+def expect_pair(text):
+    said = json.loads(text)
+    assert said.keys() in ({"b"}, {"a", "b"})
+    assert said["b"] in ("x", None)
+    assert type(said.get("a", 0)) is int
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_chat_answers_with_json_of_its_schema(client, seed):
+    body = client.post("/v1/chat/completions", json=CHAT | LONG | {"response_format": FORMAT, "seed": seed}).json()
+    expect_pair(body["choices"][0]["message"]["content"])
+    assert body["choices"][0]["finish_reason"] == "stop"
+
+
+def test_all_choices_are_texts_of_it(client):
+    outputs = {"structured_outputs": {"json": SCHEMA}}
+    body = client.post("/v1/completions", json=ASK | LONG | outputs | {"n": 6, "logprobs": 0}).json()
+    texts = [choice["text"] for choice in body["choices"]]
+    for text in texts:
+        expect_pair(text)
+    assert len(set(texts)) > 1
+    assert all(logp <= 0 for choice in body["choices"] for logp in choice["logprobs"]["token_logprobs"])
+
+
+def test_a_text_that_fills_its_canvas_is_complete(client):
+    """No end of text fits behind it, and it is none that was cut off."""
+    outputs = {"structured_outputs": {"regex": "[0-9]{8}"}}
+    choice = client.post("/v1/completions", json=ASK | outputs | {"max_tokens": 8}).json()["choices"][0]
+    assert re.fullmatch("[0-9]{8}", choice["text"])
+    assert choice["finish_reason"] == "stop"
+
+
+def test_choices_and_any_object(client):
+    choices = ["yes (", "no|"]
+    body = client.post("/v1/completions", json=ASK | {"structured_outputs": {"choice": choices}}).json()
+    assert body["choices"][0]["text"] in choices
+    for asked in ({"response_format": {"type": "json_object"}}, {"structured_outputs": {"json_object": True}}):
+        body = client.post("/v1/completions", json=ASK | LONG | asked).json()
+        assert isinstance(json.loads(body["choices"][0]["text"]), dict)
+
+
+@pytest.mark.parametrize("shows", ["committed", "canvas"])
+def test_a_stream_ends_with_it(client, shows):
+    asked = CHAT | LONG | {"response_format": FORMAT, "stream": True}
+    whole = client.post("/v1/chat/completions", json=asked | {"stream": False}).json()["choices"][0]["message"][
+        "content"
+    ]
+    asked["diffusion"] = asked["diffusion"] | {"stream": shows}
+    events, is_done = events_of(client.post("/v1/chat/completions", json=asked))
+    assert is_done
+    parts = [event["choices"][0]["delta"].get("content", "") for event in events if event["choices"]]
+    expect_pair(whole)
+    assert whole == ("".join(parts) if shows == "committed" else parts[-1] or parts[-2])
+    assert events[-1]["choices"][0]["finish_reason"] == "stop"
+
+
+def test_responses_have_it_as_text_format(client):
+    asked = {"input": "2 + 3", "text": {"format": {"type": "json_schema", "name": "pair", "schema": SCHEMA}}}
+    body = client.post("/v1/responses", json=LONG | asked).json()
+    expect_pair(body["output"][0]["content"][0]["text"])
+    assert body["status"] == "completed"
+    plain = client.post("/v1/responses", json={"input": "2 + 3", "text": {"format": {"type": "text"}}})
+    assert plain.status_code == 200
+
+
+GIVEN = {"constraints": {"fixed": {"0": 5}}}
+LEAST = {"type": "integer", "minimum": 3}
+
+
+@pytest.mark.parametrize(
+    ("asked", "param", "words"),
+    [
+        ({"type": "json_schema"}, "response_format", "has a `json_schema` where its `type` is"),
+        ({"type": "xml"}, "response_format.type", "text"),
+        ({"regex": "a"} | {"response_format": FORMAT}, "structured_outputs", "leave one out"),
+        ({"stop": "}"}, "stop", "the text ends where it is complete"),
+        ({"ignore_eos": True}, "ignore_eos", "the text ends where it is complete"),
+        ({"suffix": "x"}, "suffix", "which says all of a text"),
+        ({"max_tokens": 3}, "response_format", "needs 9 tokens at least, and the completion has room for 3"),
+        ({"diffusion": GIVEN}, "response_format", "has no text that fits what is given or forbidden"),
+        ({}, "structured_outputs", "has one of `json`, `json_object`, `regex` and `choice`"),
+        ({"regex": "a", "choice": ["b"]}, "structured_outputs", "has one of"),
+        ({"regex": "(a"}, "structured_outputs", "is no regular expression that can be served"),
+        ({"grammar": "a"}, "structured_outputs.grammar", "is not supported"),
+        ({"json": LEAST}, "structured_outputs", "has `minimum` beside `type`, which is not served"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_the_names_of_the_body(client, asked, param, words):
+    body = {name: value for name, value in asked.items() if name in CompletionRequest.model_fields}
+    own = {name: value for name, value in asked.items() if name not in body}
+    if param.startswith("structured_outputs"):
+        body["structured_outputs"] = own
+    else:
+        body["response_format"] = own or FORMAT
+    error = assert_error(client.post("/v1/completions", json=ASK | body), 400)
+    assert words in error["message"]
+    assert error["param"] == param
+
+
+def test_choices_of_one_job_travel_with_one_grammar(service):
+    ask = CompletionRequest.model_validate(ASK | {"structured_outputs": {"regex": "[0-9]+"}, "n": 20})
+    plan = service.planner.plan(ask)
+    job = unpack(pack(service.planner.job(ask, plan)))
+    assert all(request.grammar is None for request in job.requests)
+    assert all(request.grammar.digest == plan.grammar.digest for request in job.whole_requests)

@@ -1,0 +1,82 @@
+"""Which schemas are served: what is read otherwise than it is meant, or not at all, is refused by its name."""
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from deploy.requests.structured.schema import MAX_LENGTH, MAX_NODES, SchemaError, library_schema
+
+INT = {"type": "integer"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ({"type": "integer", "minimum": 3}, "has `minimum` beside `type`, which is not served"),
+        ({"type": "string", "minimum": 3, "maxLength": 2}, "has `minimum` beside `maxLength` and `type`"),
+        ({"oneOf": [INT]}, "has `oneOf`, which is not served"),
+        ({"not": INT}, "has `not`, which is not served"),
+        ({"minLength": 3}, "has `minLength`, which is not served; name a `type`"),
+        ({"anyOf": [INT], "type": "integer"}, "has `type` beside `anyOf`, which is not served"),
+        ({"anyOf": []}, "where a list of schemas is needed"),
+        ({"anyOf": [INT, 3]}, "has 3 at /anyOf/1, where a schema is needed"),
+        ({"allOf": [INT, INT]}, "merge them"),
+        ({"type": "set"}, "has the type 'set'; types are object, array"),
+        ({"type": []}, "has the type"),
+        ({"type": "object", "properties": {"a": False}}, "has False at /a, where a schema is needed"),
+        ({"type": "object", "required": ["b"]}, "requires 'b', which is none of its `properties`"),
+        ({"type": "object", "properties": {'a"b': INT}}, "names with quotes, backslashes"),
+        ({"type": "object", "properties": [1]}, "has `properties` that are no object"),
+        ({"type": "object", "minProperties": 1}, "has `minProperties` beside `type`"),
+        ({"type": "object", "patternProperties": {}}, "has `patternProperties`"),
+        ({"type": "array", "items": INT, "uniqueItems": True}, "has `uniqueItems` beside `items` and `type`"),
+        ({"type": "array", "minItems": 3, "maxItems": 2}, "has a `minItems` above its `maxItems`"),
+        ({"type": "array", "minItems": MAX_LENGTH + 1}, f"{MAX_LENGTH} is the most"),
+        ({"type": "array", "prefixItems": [INT], "minItems": 2}, "not between `minItems` and `maxItems`"),
+        ({"type": "string", "minLength": -1}, "which is no count"),
+        ({"type": "string", "minLength": True}, "which is no count"),
+        ({"type": "string", "pattern": "a", "maxLength": 3}, "has `pattern` beside `maxLength`; one of them is served"),
+        ({"type": "string", "format": "email"}, "served are date, time, date-time, uuid"),
+        ({"type": "string", "pattern": 3}, "which is no text"),
+        ({"enum": []}, "has an `enum` that is no list, or empty"),
+        ({"enum": [1, "a"], "type": "integer"}, "has the value 'a', which is not of its `type`"),
+        ({"const": True, "type": "integer"}, "has the value True, which is not of its `type`"),
+        ({"enum": [1], "minimum": 1}, "has `minimum` beside `enum`"),
+        ({"$ref": "http://x/y"}, "references begin with `#/`"),
+        ({"$ref": "#/$defs/a"}, "has no '#/$defs/a', which it refers to"),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"type": "array", "items": {"$ref": "#/$defs/a"}}}}, "refers to itself"),
+        ({"$ref": "#/$defs/a", "type": "integer", "$defs": {"a": INT}}, "has `type` beside `$ref`"),
+    ],
+)  # fmt: skip
+def test_what_is_not_served_is_refused_by_its_name(schema: dict[str, Any], words: str) -> None:
+    with pytest.raises(SchemaError) as error:
+        library_schema(schema)
+    assert words in str(error.value)
+
+
+def test_references_that_multiply_are_refused() -> None:
+    names = [f"d{index}" for index in range(12)]
+    defs = {
+        name: {"type": "array", "prefixItems": [{"$ref": f"#/$defs/{after}"}] * 3} for name, after in pairwise(names)
+    }
+    with pytest.raises(SchemaError, match=f"has more than {MAX_NODES} schemas"):
+        library_schema({"$ref": "#/$defs/d0", "$defs": defs | {names[-1]: INT}})
+
+
+@pytest.mark.parametrize(
+    ("schema", "read"),
+    [
+        ({"title": "x", "description": "y", "x-order": 3, "type": "null"}, {"type": "null"}),
+        ({"$ref": "#/$defs/a~1b", "$defs": {"a/b": INT}}, INT),
+        ({"allOf": [INT]}, INT),
+        ({"type": ["integer", "null"]}, {"anyOf": [INT, {"type": "null"}]}),
+        ({"type": "object", "additionalProperties": False}, {"type": "object", "properties": {}, "required": []}),
+        ({"type": "string", "maxLength": 10**9}, {"type": "string", "minLength": 0, "maxLength": MAX_LENGTH}),
+        ({"type": "string", "pattern": "^a|b$"}, {"type": "string", "pattern": "(a|b)"}),
+        ({"enum": [1.0, 2], "type": "integer"}, {"enum": [1.0, 2]}),
+        ({"const": None}, {"enum": [None]}),
+    ],
+)
+def test_a_schema_in_the_librarys_words(schema: dict[str, Any], read: dict[str, Any]) -> None:
+    assert library_schema(schema) == read

@@ -1,0 +1,134 @@
+"""What a slot may take, against every string there is."""
+
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollout.grammar.grammar import NOWHERE, Grammar
+from rollout.grammar.reach import CanvasGrammar
+
+NUM_TOKENS = 5
+END, OTHER_END, FORBIDDEN = 4, 3, 2
+
+
+@st.composite
+def grammars(draw: st.DrawFn) -> Grammar:
+    num_states, num_classes = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    states = st.integers(NOWHERE, num_states - 1)
+    rows = st.lists(
+        st.lists(states, min_size=num_classes, max_size=num_classes), min_size=num_states, max_size=num_states
+    )
+    classes = st.lists(st.integers(0, num_classes - 1), min_size=NUM_TOKENS, max_size=NUM_TOKENS)
+    accepting = st.lists(st.booleans(), min_size=num_states, max_size=num_states)
+    return Grammar(
+        class_of=np.array(draw(classes), dtype=np.int32),
+        next_state=np.array(draw(rows), dtype=np.int16),
+        accepting=np.array(draw(accepting), dtype=bool),
+        most_tokens=draw(st.integers(0, 5)),
+    )
+
+
+def is_text(grammar: Grammar, tokens: tuple[int, ...]) -> bool:
+    """Whether a whole canvas is a text of the grammar and ends of text."""
+    state, num_tokens = 0, 0
+    while num_tokens < len(tokens) and tokens[num_tokens] not in (END, OTHER_END):
+        if tokens[num_tokens] == FORBIDDEN:
+            return False
+        state = int(grammar.next_state[state, grammar.class_of[tokens[num_tokens]]])
+        if state == NOWHERE:
+            return False
+        num_tokens += 1
+    rest = tokens[num_tokens:]
+    return bool(grammar.accepting[state]) and num_tokens <= grammar.most_tokens and set(rest) <= {END, OTHER_END}
+
+
+def texts_of(grammar: Grammar, canvas: list[int | None]) -> list[tuple[int, ...]]:
+    places = [range(NUM_TOKENS) if token is None else [token] for token in canvas]
+    return [tokens for tokens in product(*places) if is_text(grammar, tokens)]
+
+
+def look(grammar: Grammar, canvas: list[int | None]) -> CanvasGrammar:
+    seen = CanvasGrammar(grammar, len(canvas), [END, OTHER_END], [FORBIDDEN])
+    see(seen, canvas)
+    return seen
+
+
+def see(seen: CanvasGrammar, canvas: list[int | None]) -> None:
+    seen.look(np.array([token or 0 for token in canvas]), np.array([token is None for token in canvas]))
+
+
+def expect_all_that_texts_have(seen: CanvasGrammar, grammar: Grammar, canvas: list[int | None]) -> None:
+    texts = texts_of(grammar, canvas)
+    assert seen.is_possible == bool(texts)
+    for slot, token in enumerate(canvas):
+        if token is None:
+            allowed = seen.allowed(slot)[seen.class_of_V].nonzero()[0].tolist()
+            assert allowed == sorted({text[slot] for text in texts})
+
+
+tokens_or_masks = st.lists(st.none() | st.integers(0, NUM_TOKENS - 1), min_size=1, max_size=5)
+
+
+@given(grammar=grammars(), canvas=tokens_or_masks)
+@settings(max_examples=300, deadline=None)
+def test_a_slot_may_take_what_some_text_has_there_and_nothing_else(grammar: Grammar, canvas: list[int | None]) -> None:
+    expect_all_that_texts_have(look(grammar, canvas), grammar, canvas)
+
+
+@given(grammar=grammars(), length=st.integers(1, 5), data=st.data())
+@settings(max_examples=200, deadline=None)
+def test_slots_are_committed_in_any_order_and_some_text_is_always_left(
+    grammar: Grammar, length: int, data: st.DataObject
+) -> None:
+    canvas: list[int | None] = [None] * length
+    seen = look(grammar, canvas)
+    if not seen.is_possible:
+        return
+    for slot in data.draw(st.permutations(range(length))):
+        token = data.draw(st.integers(0, NUM_TOKENS - 1))
+        fits = any(text[slot] == token for text in texts_of(grammar, canvas))
+        assert seen.commit(slot, token) == fits
+        if fits:
+            canvas[slot] = token
+        expect_all_that_texts_have(seen, grammar, canvas)
+    # A canvas that stands as it stood before is seen as it was then.
+    see(seen, [None] * length)
+    expect_all_that_texts_have(seen, grammar, [None] * length)
+
+
+@given(grammar=grammars())
+@settings(max_examples=100, deadline=None)
+def test_the_shortest_text_is_counted(grammar: Grammar) -> None:
+    classes = range(grammar.next_state.shape[1])
+    lengths = [length for length in range(5) for text in product(classes, repeat=length) if _accepts(grammar, text)]
+    assert grammar.fewest_tokens == min(lengths, default=None)
+
+
+def _accepts(grammar: Grammar, classes: tuple[int, ...]) -> bool:
+    state = 0
+    for of_class in classes:
+        state = int(grammar.next_state[state, of_class])
+        if state == NOWHERE:
+            return False
+    return bool(grammar.accepting[state])
+
+
+@pytest.mark.parametrize("changed", ["class_of", "next_state", "accepting", "most_tokens"])
+def test_grammars_that_differ_have_digests_that_differ(changed: str) -> None:
+    facts = {
+        "class_of": np.zeros(3, dtype=np.int32),
+        "next_state": np.zeros((1, 2), dtype=np.int16),
+        "accepting": np.ones(1, dtype=bool),
+        "most_tokens": 3,
+    }
+    others = {
+        "class_of": np.array([0, 1, 0], dtype=np.int32),
+        "next_state": np.zeros((2, 1), dtype=np.int16),
+        "accepting": np.zeros(1, dtype=bool),
+        "most_tokens": 4,
+    }
+    assert Grammar(**facts).digest == Grammar(**facts).digest
+    assert Grammar(**facts).digest != Grammar(**facts | {changed: others[changed]}).digest

@@ -1,0 +1,184 @@
+"""Completions under a grammar: always one of its texts, and drawn from what it allows."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from learner.model.config import TransformerConfig
+from learner.model.transformer import Transformer
+from rollout.config import EngineConfig
+from rollout.grammar.grammar import NOWHERE, Grammar
+from rollout.request import Completion, FinishReason, Request, SamplingParams, canvas_grammar_of
+from rollout.sampler import Sampler
+from tests.rollout.ragged import sharp_policy
+
+VOCAB, MASK, EOS = 40, 38, 39
+OPEN, CLOSE = 7, 9
+PARAMS: dict[str, Any] = {"gen_length": 16, "block_length": 8, "num_denoise_steps": 8, "temperature": 1.0}
+SCHEDULES: list[dict[str, Any]] = [
+    {},
+    {"num_denoise_steps": 2},
+    {"schedule": "random"},
+    {"schedule": "left_to_right"},
+    {"schedule": "left_to_right", "threshold": 0.2},
+    {"threshold": 0.2},
+    {"factor": 1.0},
+    {"entropy_bound": 2.0},
+    {"temperature": 0.0},
+    {"drawing": "sample_then_select"},
+    {"top_p": 0.5},
+    {"cfg_scale": 1.0},
+    {"cache": "prefix"},
+    {"cache": "dual", "cache_refresh_steps": 2},
+]
+
+
+def pairs(most_tokens: int = 16) -> Grammar:
+    """`OPEN x x CLOSE` again and again, once at least, each x any token from 0 to 5 and the second the first's like:
+    even after even, odd after odd."""
+    class_of = np.full(VOCAB, 4, dtype=np.int32)
+    class_of[[OPEN, CLOSE]] = 2, 3
+    class_of[:6] = [0, 1, 0, 1, 0, 1]
+    next_state = np.full((6, 5), NOWHERE, dtype=np.int16)
+    next_state[[0, 5], 2] = 1
+    next_state[1, [0, 1]] = 2, 3
+    next_state[2, 0] = next_state[3, 1] = 4
+    next_state[4, 3] = 5
+    accepting = np.array([False] * 5 + [True])
+    return Grammar(class_of=class_of, next_state=next_state, accepting=accepting, most_tokens=most_tokens)
+
+
+def expect_pairs(completion: Completion, most: int = 16) -> None:
+    tokens = completion.token_ids[: completion.num_tokens].tolist()
+    if completion.finish_reason is FinishReason.EOS:
+        assert tokens.pop() == EOS
+    assert 0 < len(tokens) <= most
+    assert len(tokens) % 4 == 0
+    for at in range(0, len(tokens), 4):
+        first, one, two, last = tokens[at : at + 4]
+        assert (first, last) == (OPEN, CLOSE)
+        assert max(one, two) < 6
+        assert one % 2 == two % 2
+
+
+def request(seed: int = 0, grammar: Grammar | None = None, **changes: Any) -> Request:
+    return Request(
+        prompt_ids=(3, 1, 4), params=SamplingParams(**PARAMS | changes), seed=seed, grammar=grammar or pairs()
+    )
+
+
+@pytest.mark.parametrize("changes", SCHEDULES, ids=str)
+@pytest.mark.parametrize("static", [False, True])
+def test_a_completion_is_a_text_of_its_grammar(policy: Transformer, changes: dict[str, Any], static: bool) -> None:
+    sampler = Sampler(policy, 0, EngineConfig(num_slots=3, static_shapes=static))
+    completions = sampler.generate([request(seed, **changes) for seed in range(6)])
+    for completion in completions:
+        expect_pairs(completion)
+        assert MASK not in completion.token_ids
+    texts = {tuple(completion.token_ids[: completion.num_tokens].tolist()) for completion in completions}
+    assert len(texts) == 1 if changes.get("temperature") == 0.0 else len(texts) > 1
+
+
+@pytest.mark.parametrize("steps_per_sync", [1, 4])
+def test_rows_that_are_not_looked_at_in_every_step_too(policy: Transformer, steps_per_sync: int) -> None:
+    sampler = Sampler(policy, 0, EngineConfig(num_slots=4, steps_per_sync=steps_per_sync))
+    for completion in sampler.generate([request(seed) for seed in range(4)]):
+        expect_pairs(completion)
+
+
+def test_of_a_block_causal_policy_too(config: TransformerConfig) -> None:
+    sampler = Sampler(sharp_policy(config, 4.0), 0)
+    # Blocks are counted from the prompt's first token: its last one passes `gen_length`.
+    for changes in ({"steps_per_block": 2}, {"steps_per_block": 4, "threshold": 0.9}, {"steps_per_block": 1}):
+        completions = sampler.generate([request(seed, block_length=4, **changes) for seed in range(4)])
+        for completion in completions:
+            expect_pairs(completion)
+
+
+def test_a_text_has_no_more_tokens_than_its_grammar_says(policy: Transformer) -> None:
+    for most in (4, 7, 8):
+        completions = Sampler(policy, 0).generate([request(seed, pairs(most)) for seed in range(4)])
+        for completion in completions:
+            expect_pairs(completion, most)
+
+
+def test_rows_without_a_grammar_are_as_without_the_others(policy: Transformer) -> None:
+    free = [replace(request(seed), grammar=None) for seed in range(3)]
+    alone = Sampler(policy, 0).generate(free)
+    mixed = Sampler(policy, 0).generate([part for seed, one in enumerate(free) for part in (request(seed), one)])[1::2]
+    for one, other in zip(alone, mixed, strict=True):
+        assert one.token_ids.tolist() == other.token_ids.tolist()
+        assert one.step_map.tolist() == other.step_map.tolist()
+        assert one.commit_logp == pytest.approx(other.commit_logp, abs=1e-5)
+
+
+def test_the_record_is_of_the_law_among_what_fits(policy: Transformer) -> None:
+    """Step by step: the canvas before it through a full forward, all that does not fit left out."""
+    asked = request(5, num_denoise_steps=16, temperature=0.7)
+    completion = Sampler(policy, 0).generate([asked])[0]
+    seen = canvas_grammar_of(asked, policy.config)
+    assert seen is not None
+    num_denoised = len(completion.token_ids)
+    for step in range(completion.step_map.max() + 1):
+        is_masked = np.append(completion.step_map >= step, [True] * (16 - num_denoised))
+        tokens = np.append(completion.token_ids, [0] * (16 - num_denoised)).astype(np.int64)
+        seen.look(tokens, is_masked)
+        canvas = torch.tensor([[*asked.prompt_ids, *np.where(is_masked, MASK, tokens).tolist()]])
+        with torch.no_grad():
+            logits = policy(canvas)[0, len(asked.prompt_ids) :].float()
+        for slot in (completion.step_map == step).nonzero()[0]:
+            is_allowed = torch.from_numpy(seen.allowed(int(slot))[seen.class_of_V])
+            law = logits[slot].masked_fill(~is_allowed, -torch.inf)
+            token = int(tokens[slot])
+            assert completion.commit_logp_raw[slot] == pytest.approx(float(law.log_softmax(-1)[token]), abs=1e-4)
+            assert completion.commit_logp[slot] == pytest.approx(float((law / 0.7).log_softmax(-1)[token]), abs=1e-4)
+
+
+def test_what_does_not_fit_beside_another_draw_waits(policy: Transformer) -> None:
+    """All slots at once would pair even and odd: as many steps as it takes."""
+    completions = Sampler(policy, 0).generate([request(seed, num_denoise_steps=2) for seed in range(8)])
+    assert max(int(completion.step_map.max()) for completion in completions) > 1
+
+
+def test_a_row_goes_on_from_its_finished_blocks(policy: Transformer) -> None:
+    batch = Sampler(policy, 0).open([request(2)])
+    whole = Sampler(policy, 0).generate([request(2)])[0]
+    while not batch.num_committed().get(0):
+        done = batch.step()
+        if done:
+            pytest.skip("it was done within its first block")
+    committed = batch.progress([0])[0].committed
+    resumed = Sampler(policy, 0).generate([replace(request(2), committed=committed)])[0]
+    assert resumed.token_ids.tolist() == whole.token_ids.tolist()
+
+
+def test_given_tokens_are_part_of_the_text(policy: Transformer) -> None:
+    given = replace(request(1), fixed_tokens={1: 3, 5: 4})
+    completion = Sampler(policy, 0).generate([given])[0]
+    expect_pairs(completion)
+    assert completion.token_ids[[1, 5]].tolist() == [3, 4]
+
+
+SHORT = {"gen_length": 2, "block_length": 2, "num_denoise_steps": 1}
+NONE_FITS = "grammar has no text that fits what is given or forbidden"
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"grammar": pairs(3)}, "grammar needs 4 tokens at least, and the completion has room for 3"),
+        ({"params": SamplingParams(**PARAMS | SHORT)}, "grammar needs 4 tokens at least, and .* has room for 2"),
+        ({"fixed_tokens": {0: 3}}, NONE_FITS),
+        ({"params": SamplingParams(**PARAMS, forbidden_ids=(OPEN,))}, NONE_FITS),
+        ({"grammar": replace(pairs(), accepting=np.zeros(6, dtype=bool))}, "grammar has no text, and .* room for 16"),
+        ({"grammar": replace(pairs(), class_of=np.zeros(3, dtype=np.int32))}, "grammar has classes of 3 tokens"),
+    ],
+)
+def test_a_grammar_that_no_completion_fits_is_refused(
+    policy: Transformer, changes: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        Sampler(policy, 0).open([replace(request(), **changes)])
