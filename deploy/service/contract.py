@@ -32,6 +32,8 @@ class Job:
     dies begins again."""
     timeout_s: float = 120.0
     """Time that it may take, waiting included, in seconds."""
+    request_id: str = ""
+    """What the logs call the request that it answers."""
 
     @property
     def whole_requests(self) -> tuple[Request | RenoisingRequest, ...]:

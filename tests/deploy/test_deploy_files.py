@@ -266,6 +266,15 @@ def test_every_pod_is_covered_by_a_rule_that_lets_nothing_in() -> None:
         for rule in policy["spec"].get("ingress", []):
             # A rule without `from` lets in everybody.
             assert rule["from"], policy["metadata"]["name"]
+            # An empty selector of namespaces is all of them, and whoever makes pods there gives them their labels.
+            assert {} not in [source.get("namespaceSelector") for source in rule["from"]], policy["metadata"]["name"]
+
+
+def test_the_images_code_is_not_its_users() -> None:
+    lines = (DEPLOY / "Dockerfile").read_text(encoding="utf-8").splitlines()
+    user = next(index for index, line in enumerate(lines) if line.startswith("USER "))
+    owned = [line for line in lines[:user] if "chown" in line or "-o d1" in line]
+    assert [line.split("d1 ")[-1].strip() for line in owned] == ["runs"]
 
 
 def test_kubernetes_and_kuberay_accept_the_manifests() -> None:

@@ -6,6 +6,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from structlog.contextvars import get_contextvars
+
 from actors.registry.records import BASE, BEST, POLICY
 from deploy.requests import planner
 from deploy.requests.any_request import AnyRequest, num_slots_of
@@ -79,6 +81,7 @@ class ServicePlanner(planner.Planner):
             # Who waits for the whole answer needs them only where it may end early.
             tells_blocks=bool(ask.stream or plan.stops or plan.most_tokens < plan.num_slots),
             timeout_s=self._timeout_s,
+            request_id=str(get_contextvars().get("request_id", "")),
         )
 
     def check(self, request: AnyRequest) -> None:

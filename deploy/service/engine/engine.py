@@ -201,10 +201,16 @@ class Engine:
             self._finish(tickets, index, completion)
 
     def _fail(self, live: LoadedVersion, error: Exception) -> None:
-        structlog.get_logger().exception("engine_step_failed", policy_version=live.policy.version, error=str(error))
+        tickets = self._tickets_of(live)
+        structlog.get_logger().exception(
+            "engine_step_failed",
+            policy_version=live.policy.version,
+            error=str(error),
+            request_ids=[self._tasks[ticket].job.request_id for ticket in tickets],
+        )
         # Its rows are in a state that nobody knows.
         live.batch = None
-        for ticket in self._tickets_of(live):
+        for ticket in tickets:
             self._end(ticket, ENGINE_FAILED)
 
     def _tickets_of(self, live: LoadedVersion) -> list[int]:

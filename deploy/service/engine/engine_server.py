@@ -12,6 +12,7 @@ import threading
 from contextlib import aclosing, suppress
 
 import structlog
+from structlog.contextvars import bind_contextvars
 
 from deploy.service.contract import ENGINE_FAILED, Job, num_open_after
 from deploy.service.engine.engine_host import EngineHost
@@ -141,6 +142,7 @@ class EngineServer:
     async def _send_events(self, wire: Connection, job: Job) -> None:
         """Each message is some events, and whether they are the job's last."""
         num_left = len(job.requests)
+        bind_contextvars(request_id=job.request_id)
         try:
             async with aclosing(self._host.stream(job)) as stream:
                 async for events in stream:

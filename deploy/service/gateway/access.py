@@ -8,9 +8,12 @@ import time
 import uuid
 from collections.abc import Callable
 
+import structlog
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from structlog.contextvars import bound_contextvars
 
+from deploy.printing import printable
 from deploy.service.errors import ServiceError
 from deploy.service.gateway.api_keys import ApiKeys
 from deploy.service.gateway.callers import ANYBODY, Callers
@@ -22,7 +25,9 @@ BODY_TIMEOUT_S = 60.0
 OPEN_PATHS = frozenset({"/health", "/health/ready", "/ping", "/-/healthz", "/"})
 OPEN_PREFIX = "/assets/"
 _OPEN_METHODS = frozenset({"GET", "HEAD"})
-_REQUEST_ID = re.compile(rb"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_REQUEST_ID = re.compile(rb"([A-Za-z0-9][A-Za-z0-9._-]{0,127})")
+_TRACE = re.compile(rb"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}")
+_MAX_LOGGED = 128
 
 
 def is_open(method: str, path: str) -> bool:
@@ -60,11 +65,22 @@ class AccessControl:
             await send({"type": "websocket.close", "code": 1008})
         else:
             named = _Named(send, _request_id(scope))
+            with bound_contextvars(request_id=named.request_id):
+                await self._answer(scope, receive, named)
+
+    async def _answer(self, scope: Scope, receive: Receive, named: _Named) -> None:
+        began_s, what = time.monotonic(), {"method": scope["method"], "path": printable(scope["path"])[:_MAX_LOGGED]}
+        try:
             error = await self._refusal(scope)
             if error is not None:
                 await error.response()(scope, receive, named)
             else:
                 await self._app(scope, _limited(receive, named), named)
+        finally:
+            # Who looks at health looks every second.
+            if not self._opens(scope["method"], scope["path"]):
+                seconds = round(time.monotonic() - began_s, 3)
+                structlog.get_logger().info("request", **what, status=named.status, seconds=seconds)
 
     async def _refusal(self, scope: Scope) -> ServiceError | None:
         if (refusal := self._callers.refusal(scope)) is not None:
@@ -77,22 +93,28 @@ class AccessControl:
         return await self._rates.refusal(owner)
 
 
-def _request_id(scope: Scope) -> bytes:
-    sent = [value for name, value in scope["headers"] if name == b"x-request-id"]
-    return sent[0] if len(sent) == 1 and _REQUEST_ID.fullmatch(sent[0]) else uuid.uuid4().hex.encode()
+def _request_id(scope: Scope) -> str:
+    """The client's own, the trace that it is in (W3C's `traceparent`, as OpenTelemetry sends it), or a new one."""
+    for header, form in ((b"x-request-id", _REQUEST_ID), (b"traceparent", _TRACE)):
+        sent = [value for name, value in scope["headers"] if name == header]
+        if len(sent) == 1 and (match := form.fullmatch(sent[0])):
+            return match[1].decode()
+    return uuid.uuid4().hex
 
 
 class _Named:
     """Sends an answer under the request's name."""
 
-    def __init__(self, send: Send, request_id: bytes) -> None:
-        self._send, self._request_id = send, request_id
+    def __init__(self, send: Send, request_id: str) -> None:
+        self._send, self.request_id = send, request_id
         self.has_begun = False
+        self.status: int | None = None
+        """None where the client went before there was an answer."""
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            self.has_begun = True
-            message["headers"] = [*message.get("headers", ()), (b"x-request-id", self._request_id)]
+            self.has_begun, self.status = True, message["status"]
+            message["headers"] = [*message.get("headers", ()), (b"x-request-id", self.request_id.encode())]
         await self._send(message)
 
 

@@ -1,0 +1,60 @@
+"""Request ids: one of the client's, or of its trace, is in the answer and in what is logged on the way to it."""
+
+import pytest
+import structlog
+from structlog.contextvars import merge_contextvars
+
+from tests.deploy.service.app.asking import ASK, CHAT
+
+TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
+
+
+@pytest.fixture
+def logged():
+    with structlog.testing.capture_logs([merge_contextvars]) as lines:
+        yield lines
+
+
+@pytest.mark.parametrize(
+    ("headers", "request_id"),
+    [
+        ({"x-request-id": "mine-1"}, "mine-1"),
+        ({"traceparent": f"00-{TRACE}-00f067aa0ba902b7-01"}, TRACE),
+        ({"x-request-id": "mine-2", "traceparent": f"00-{TRACE}-00f067aa0ba902b7-01"}, "mine-2"),
+        ({"x-request-id": "no id", "traceparent": "00-4-5-6"}, None),
+    ],
+)
+def test_an_answer_and_its_line_have_the_id(client, logged, headers, request_id):
+    response = client.post("/v1/completions", json=ASK, headers=headers)
+    found = response.headers["x-request-id"]
+    assert found == request_id or (request_id is None and len(found) == 32)
+    line = next(line for line in logged if line["event"] == "request")
+    assert line.pop("seconds") >= 0
+    assert line == {
+        "event": "request",
+        "log_level": "info",
+        "request_id": found,
+        "method": "POST",
+        "path": "/v1/completions",
+        "status": 200,
+    }
+
+
+def test_refusals_and_streams_are_logged_and_health_is_not(client, logged):
+    client.get("/health")
+    client.post("/v1/completions", json=ASK, headers={"authorization": "Bearer no"})
+    client.get("/v1/nowhere%1b[2J")
+    client.post("/v1/chat/completions", json=CHAT | {"stream": True})
+    lines = [(line["path"], line["status"]) for line in logged if line["event"] == "request"]
+    assert lines == [("/v1/completions", 401), ("/v1/nowhere\\u001b[2J", 404), ("/v1/chat/completions", 200)]
+
+
+def test_an_engine_that_fails_says_for_whom(client, logged, monkeypatch):
+    def broken(batch):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr("rollout.sampler.SlotBatch.step", broken)
+    response = client.post("/v1/completions", json=ASK, headers={"x-request-id": "mine-3"})
+    assert response.status_code == 500
+    line = next(line for line in logged if line["event"] == "engine_step_failed")
+    assert line["request_ids"] == ["mine-3"]
