@@ -55,6 +55,7 @@ def ray_session(*, dashboard: bool) -> Iterator[RaySession]:
         os.environ.setdefault("RAY_worker_niceness", "0")
         # It would start a worker for each CPU at once, none of which has WORKER_ENV: no actor of a run is in them.
         os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
+        _stay_on_loopback()
         _make_token(Path.home() / ".ray" / "auth_token")
     connect = partial(
         ray.init,
@@ -72,6 +73,20 @@ def ray_session(*, dashboard: bool) -> Iterator[RaySession]:
         yield RaySession(is_ours=is_ours, dashboard_url=context.dashboard_url or "", logs_dir=logs_dir)
     finally:
         ray.shutdown()
+
+
+def _stay_on_loopback() -> None:
+    """Let a Ray that is started here listen on loopback alone, its metrics too, which need no token.
+
+    It takes the address of the node's network card for its own, and then listens on all, unless it is told that there
+    is no cluster to be one of: then it is 127.0.0.1.
+    """
+    from ray._private import ray_constants
+
+    alone = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR
+    os.environ.setdefault(alone, "0")
+    # It read that when it was imported.
+    ray_constants.ENABLE_RAY_CLUSTER = os.environ[alone] not in ("0", "false")
 
 
 def connected(connect: Callable[[], Any], num_tries: int) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import ray
-from ray._private import worker
+from ray._private import ray_constants, services, worker
 
 from deploy.errors import RunFailedError, UserError
 from deploy.orphans import descendants
@@ -27,6 +27,7 @@ def home(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("HOME", str(workdir))
     # What a session puts into the environment is undone.
     monkeypatch.setattr(os, "environ", os.environ.copy())
+    monkeypatch.setattr(ray_constants, "ENABLE_RAY_CLUSTER", True)
     return workdir
 
 
@@ -101,6 +102,16 @@ def test_a_ray_of_ours_starts_no_worker_before_an_actor_wants_one(
     with pytest.raises(RunFailedError):
         _start()
     assert os.environ[name] == "0", "Ray's processes inherit it"
+
+
+def test_a_ray_of_ours_is_on_loopback_unless_one_says_otherwise(home: Path, inits: list[int]) -> None:
+    for said, is_loopback in ((None, True), ("0", True), ("1", False)):
+        os.environ.pop(ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR, None)
+        if said is not None:
+            os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = said
+        with pytest.raises(RunFailedError):
+            _start()
+        assert (services.get_node_ip_address() == "127.0.0.1") == is_loopback
 
 
 def test_what_ray_notes_of_a_dead_worker_is_not_printed(

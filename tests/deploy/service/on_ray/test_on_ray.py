@@ -12,6 +12,7 @@ import urllib.error
 import urllib.request
 from multiprocessing import resource_tracker
 
+import psutil
 import pytest
 import ray
 import redis
@@ -45,6 +46,16 @@ BROKEN = {"URLError", "ConnectionResetError", "RemoteDisconnected"}
 def alive(pids):
     """Those of `pids` that still run, whoever their parent is by now."""
     return pids & descendants(1)
+
+
+def listening(pid):
+    """What a process calls itself, and the addresses on which it listens."""
+    try:
+        process = psutil.Process(pid)
+        found, name = process.net_connections("tcp"), " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return "", []
+    return name, [connection.laddr.ip for connection in found if connection.status == psutil.CONN_LISTEN]
 
 
 def publish(store, version, weights):
@@ -254,6 +265,13 @@ def test_a_checkpoint_is_served_by_itself_and_ends_gently(run_dir, free_port, tm
         status, body = call(f"{url}/v1/completions", ASK)
         assert (status, body["policy_version"]) == (200, 1)
         assert call(f"{url}/v1/run")[1]["error"]["code"] == "no_run"
+        # Ray's own processes too: GCS, raylet, dashboard, metrics. Serve gives each replica a port for calls of other
+        # deployments, on all addresses; it wants Ray's token.
+        found = [listening(pid) for pid in (served.pid, *descendants(served.pid))]
+        hosts = {host for name, hosts in found for host in hosts if not name.startswith("ray::ServeReplica")}
+        assert sum(bool(hosts) for _, hosts in found) > 5
+        assert hosts <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
+        assert all(hosts.count("::") <= 1 for _, hosts in found)
 
         statuses_of_outage = statuses_while_the_only_engine_is_replaced(url)
 
