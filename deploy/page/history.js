@@ -14,6 +14,8 @@ export class RunHistory {
   sftLosses = new Map();
   planned = new Map();
   evaluations = [];
+  #phaseBegins = new Map();
+  #phaseEnds = new Map();
   #lastRound = null;
   #isLearnerDown = false;
 
@@ -38,7 +40,10 @@ export class RunHistory {
         this.#addRound(event);
         break;
       case "evaluation":
-        this.evaluations.push(event);
+        this.evaluations.push({ ...event, drawn_s: this.#drawnAt(event) });
+        break;
+      case "phase_end":
+        this.#phaseEnds.set(event.phase, event);
         break;
       case "failure":
         this.#addFailure(event);
@@ -58,10 +63,13 @@ export class RunHistory {
   }
 
   /** What there was of it counts no more, but for the steps before that where a run that was stopped in it goes on. */
-  #beginPhase({ phase, num_steps, from_step = 0 }) {
+  #beginPhase({ phase, num_steps, time_s, from_step = 0 }) {
     this.phase = phase;
     this.#isLearnerDown = false;
     this.planned.set(phase, num_steps);
+    if (!this.#phaseBegins.has(phase)) {
+      this.#phaseBegins.set(phase, time_s);
+    }
     for (const kept of [this.steps, this.sftLosses]) {
       const before = (kept.get(phase) ?? []).filter((event) => event.step <= from_step);
       kept.delete(phase);
@@ -69,6 +77,13 @@ export class RunHistory {
         kept.set(phase, before);
       }
     }
+  }
+
+  /** Where a curve has an evaluation: when it was, but of the control, which begins where RL began, by its own training. */
+  #drawnAt({ label, time_s }) {
+    const control = this.#phaseEnds.get("control");
+    const rlBegan = this.#phaseBegins.get("rl");
+    return label === "control" && control && rlBegan !== undefined ? rlBegan + control.seconds : time_s;
   }
 
   /** A fault counts once, of all that its consequences are recorded as; what needed no other try is none. */

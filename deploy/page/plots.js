@@ -237,7 +237,7 @@ const ACCURACY = {
     { name: "validation", color: "blue", points: true },
   ],
   data: (history) => [
-    history.evaluations.map((item) => item.time_s / 60),
+    history.evaluations.map((item) => item.drawn_s / 60),
     ...byLine(history.evaluations, (item) => item.num_correct / item.num_problems),
   ],
   bars: (history) => byLine(history.evaluations, (item) => wilson(item.num_correct, item.num_problems)),

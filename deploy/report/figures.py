@@ -101,8 +101,8 @@ def _accuracy(axes: Axes, runs: Runs) -> None:
     axes.set(xlabel="minutes since the start", ylabel="%")
     for name, history, color in _coloured(runs):
         course = history.course
-        draw_with_bars(axes, [(item.time_s / 60, item.score) for item in course], color=color, fmt="o-", label=name)
-        control = [(item.time_s / 60, item.score) for item in history.evaluations if item.label == "control"]
+        draw_with_bars(axes, [(item.drawn_s / 60, item.score) for item in course], color=color, fmt="o-", label=name)
+        control = [(item.drawn_s / 60, item.score) for item in history.evaluations if item.label == "control"]
         draw_with_bars(axes, control, color=color, fmt="x", label="")
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)

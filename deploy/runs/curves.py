@@ -152,7 +152,7 @@ def _accuracy(axes: Axes, history: RunHistory) -> None:
     axes.set(title="Held-out accuracy, 95 % interval", xlabel="minutes since the start", ylabel="%")
     course = history.course
     axes.plot(
-        [item.time_s / 60 for item in course], [_percent(item.score) for item in course], color=_GREY, linewidth=1
+        [item.drawn_s / 60 for item in course], [_percent(item.score) for item in course], color=_GREY, linewidth=1
     )
     for label, (color, name) in _STAGES.items():
         items = [item for item in history.evaluations if item.label == label]
@@ -187,7 +187,7 @@ def _points(axes: Axes, items: list[Evaluation], *, color: str, name: str, is_st
     middles, bars = with_bars([item.score for item in items])
     marks: dict[str, Any] = {"markersize": 7, "capsize": 3} if is_stage else {"markersize": 3, "alpha": 0.6}
     axes.errorbar(
-        [item.time_s / 60 for item in items],
+        [item.drawn_s / 60 for item in items],
         middles,
         yerr=bars,
         fmt="o",
@@ -198,7 +198,7 @@ def _points(axes: Axes, items: list[Evaluation], *, color: str, name: str, is_st
         **marks,
     )
     for item in items if is_stage else ():
-        place = (item.time_s / 60, _percent(item.score))
+        place = (item.drawn_s / 60, _percent(item.score))
         axes.annotate(
             f"{_percent(item.score):.1f}", place, (7, 3), textcoords="offset points", color=color, weight="bold"
         )

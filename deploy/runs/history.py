@@ -31,6 +31,8 @@ class Evaluation:
     """Rounds trained before it."""
     time_s: float
     """Seconds since the run began."""
+    drawn_s: float
+    """Where a curve has it, in seconds: there too, but of the control, which begins where RL began, by its training."""
     score: Score
     """How many it solved, at the first schedule."""
     schedules: Mapping[str, ScheduleScore] = field(default_factory=dict)
@@ -55,6 +57,8 @@ class RunHistory:
     """In order."""
     phase_ends: dict[str, Event] = field(default_factory=dict)
     """The `phase_end` events by phase."""
+    phase_begins: dict[str, float] = field(default_factory=dict)
+    """When a phase was first begun, in seconds since the run began."""
     checkpoints: dict[str, Event] = field(default_factory=dict)
     """The `checkpoint` events by path."""
     num_failures: int = 0
@@ -120,7 +124,7 @@ def _add(history: RunHistory, event: Event) -> None:
         case "round":
             _add_round(history, event)
         case "evaluation":
-            history.evaluations.append(_evaluation(event))
+            history.evaluations.append(_evaluation(event, _drawn_s(history, event)))
         case "phase_end":
             history.phase_ends[event["phase"]] = event
         case "checkpoint":
@@ -144,6 +148,7 @@ def _begin_phase(history: RunHistory, event: Event) -> None:
     """What there was of it counts no more, but for the steps before that where a run that was stopped in it goes on."""
     phase, step = event["phase"], event.get("from_step", 0)
     history.planned[phase] = event["num_steps"]
+    history.phase_begins.setdefault(phase, event["time_s"])
     history.is_learner_down = False
     for kept in (history.steps, history.sft_losses):
         before = [event for event in kept.pop(phase, []) if step and event["step"] <= step]
@@ -162,7 +167,14 @@ def _add_round(history: RunHistory, event: Event) -> None:
     history.rounds[index] = event
 
 
-def _evaluation(event: Event) -> Evaluation:
+def _drawn_s(history: RunHistory, event: Event) -> float:
+    control, rl_s = history.phase_ends.get("control"), history.phase_begins.get("rl")
+    if event["label"] != "control" or control is None or rl_s is None:
+        return float(event["time_s"])
+    return rl_s + float(control["seconds"])
+
+
+def _evaluation(event: Event, drawn_s: float) -> Evaluation:
     schedules = {
         name: ScheduleScore(score=_score(scored), mean_steps=scored["mean_steps"])
         for name, scored in event.get("schedules", {}).items()
@@ -171,6 +183,7 @@ def _evaluation(event: Event) -> Evaluation:
         label=event["label"],
         round=event["round"],
         time_s=event["time_s"],
+        drawn_s=drawn_s,
         score=_score(event),
         schedules=schedules,
     )

@@ -86,7 +86,7 @@ def test_a_history_is_what_the_reports_have(page: Page) -> None:
     events: list[dict[str, Any]] = [{"event": "run", "time_s": 0.0, "name": "tiny"}]
     at = 0
     for _ in range(300):
-        kind = draw.choice(["round", "round", "round", "back", "evaluation", "sft", "phase", "failure"])
+        kind = draw.choice(["round", "round", "round", "back", "evaluation", "sft", "phase", "phase_end", "failure"])
         if kind == "back":
             at = max(0, at - draw.randrange(6))
         elif kind == "round":
@@ -94,7 +94,9 @@ def test_a_history_is_what_the_reports_have(page: Page) -> None:
             at += 1
         elif kind == "evaluation":
             events.append(
-                evaluation_event(draw.choice(["round", "validation", "sft", "rl"]), 60.0 + at, draw.randrange(1000), at)
+                evaluation_event(
+                    draw.choice(["round", "validation", "sft", "rl", "control"]), 60.0 + at, draw.randrange(1000), at
+                )
             )
         elif kind == "sft":
             events.append(
@@ -102,8 +104,11 @@ def test_a_history_is_what_the_reports_have(page: Page) -> None:
             )
         elif kind == "phase":
             resumed = draw.choice([{}, {"from_step": at}])
-            phase = draw.choice(["sft", "control"])
-            events.append({"event": "phase", "time_s": 1.0, "phase": phase, "num_steps": 9, **resumed})
+            phase = draw.choice(["sft", "rl", "control"])
+            events.append({"event": "phase", "time_s": draw.random(), "phase": phase, "num_steps": 9, **resumed})
+        elif kind == "phase_end":
+            events.append({"event": "phase_end", "phase": draw.choice(["rl", "control"]), "seconds": draw.random()})
+            events[-1] |= {"time_s": 1.0, "num_steps": 9}
         else:
             what = draw.choice(["x", "a learner worker failed: y", "the learner group restarted from checkpoint sft"])
             events.append({"event": "failure", "time_s": 1.0, "what": what, "attempt": draw.choice([0, 1])})
@@ -117,7 +122,7 @@ def test_a_history_is_what_the_reports_have(page: Page) -> None:
             numSteps,
             rounds: [...history.rounds.keys()],
             rewards: history.series("reward"),
-            evaluations: history.evaluations.map((item) => [item.label, item.round, item.num_correct]),
+            evaluations: history.evaluations.map((item) => [item.label, item.round, item.num_correct, item.drawn_s]),
             steps: Object.fromEntries(history.steps),
             failures: history.numFailures,
             last: history.lastRound.round,
@@ -131,7 +136,7 @@ def test_a_history_is_what_the_reports_have(page: Page) -> None:
         "numSteps": [sum(map(len, some.steps.values())) for some in so_far],
         "rounds": list(history.rounds),
         "rewards": history.series("reward"),
-        "evaluations": [[item.label, item.round, item.score.num_correct] for item in history.evaluations],
+        "evaluations": [[item.label, item.round, item.score.num_correct, item.drawn_s] for item in history.evaluations],
         "steps": history.steps,
         "failures": history.num_failures,
         "last": max(history.rounds),

@@ -103,3 +103,18 @@ def test_the_death_of_a_learner_in_a_resumed_run_is_another_one(recorder: Any) -
 def test_other_faults_count_each_and_what_was_only_left_out_does_not(recorder: Any) -> None:
     assert _num_failures(recorder, SAMPLER_DIED, SAMPLER_DIED) == 2
     assert _num_failures(recorder, "9 prompts are too long", attempt=0) == 2
+
+
+def test_the_control_is_drawn_where_its_training_ended_had_it_begun_with_rl(recorder: Any) -> None:
+    recorder.add("phase", 20, phase="rl", num_steps=9)
+    recorder.round(0, 0.1)
+    recorder.add("phase", 5, phase="rl", num_steps=9)  # resumed
+    recorder.evaluation("rl", 90, 1)
+    recorder.sft_steps("control", 30, planned=30)
+    recorder.evaluation("control", 70, 1)
+    of_rl, of_control = read_history(recorder.events).evaluations
+    assert of_rl.drawn_s == of_rl.time_s
+    assert of_control.drawn_s == 20 + 30 / 5 < of_control.time_s
+    # A run that has no RL of its own.
+    alone = [event for event in recorder.events if event.get("phase") != "rl"]
+    assert read_history(alone).evaluations[1].drawn_s == of_control.time_s
