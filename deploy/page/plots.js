@@ -38,6 +38,7 @@ export class Plot {
   show(history) {
     const data = this.#spec.data(history);
     const isEmpty = data[0].length === 0;
+    this.element.classList.toggle("is-empty", isEmpty);
     this.#empty.hidden = !isEmpty;
     this.#chart.hidden = isEmpty;
     this.#summary.hidden = isEmpty;
