@@ -16,7 +16,7 @@ from learner.model.config import TransformerConfig
 from rollout.canvas import Canvas
 from rollout.field_error import FieldError
 from rollout.grammar.grammar import Grammar
-from rollout.grammar.reach import CanvasGrammar
+from rollout.grammar.reach import CanvasGrammar, masked_canvas
 
 MAX_SEED = 2**63 - 1
 _LARGEST = 2**31 - 1
@@ -379,7 +379,7 @@ def canvas_grammar_of(request: Request, config: TransformerConfig) -> CanvasGram
         return None
     params, num_slots = request.params, canvas_of(request, config).num_slots
     ends = config.stop_ids if params.stop_ids is None else params.stop_ids
-    grammar = CanvasGrammar(request.grammar, num_slots, ends, {config.mask_token_id, *params.forbidden_ids})
+    grammar = masked_canvas(request.grammar, num_slots, ends, {config.mask_token_id, *params.forbidden_ids})
     tokens, masked = np.zeros(num_slots, dtype=np.int64), np.ones(num_slots, dtype=bool)
     for slot, token in request.fixed_tokens.items():
         tokens[slot], masked[slot] = token, False

@@ -11,6 +11,8 @@ Shape letters: L slots of a completion, S states with two more, C classes with t
 from __future__ import annotations
 
 from collections.abc import Iterable
+from copy import copy
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +20,32 @@ from numpy.typing import NDArray
 from rollout.grammar.grammar import NOWHERE, Grammar
 
 _MASKED = -1
+_MOST_KEPT = 16
+
+
+class _ByDigest:
+    """A grammar as a key: grammars that are equal are one."""
+
+    def __init__(self, grammar: Grammar) -> None:
+        self.grammar = grammar
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _ByDigest) and other.grammar.digest == self.grammar.digest
+
+    def __hash__(self) -> int:
+        return hash(self.grammar.digest)
+
+
+def masked_canvas(grammar: Grammar, num_slots: int, ends: Iterable[int], forbidden: Iterable[int]) -> CanvasGrammar:
+    """A grammar on a canvas that is all masked, as of `CanvasGrammar`; the next that is asked for takes no time."""
+    return _masked_canvas(_ByDigest(grammar), num_slots, tuple(ends), tuple(sorted(forbidden))).fresh()
+
+
+@lru_cache(maxsize=_MOST_KEPT)
+def _masked_canvas(
+    grammar: _ByDigest, num_slots: int, ends: tuple[int, ...], forbidden: tuple[int, ...]
+) -> CanvasGrammar:
+    return CanvasGrammar(grammar.grammar, num_slots, ends, forbidden)
 
 
 class CanvasGrammar:
@@ -58,6 +86,15 @@ class CanvasGrammar:
         self._backward[num_slots, self._end] = True
         self._allowed: dict[tuple[bool, bytes, bytes], NDArray[np.bool_]] = {}
         self._go(range(num_slots), range(num_slots - 1, -1, -1))
+
+    def fresh(self) -> CanvasGrammar:
+        """Another canvas under the same grammar, as this one stands."""
+        other = copy(self)
+        other._classes_L, other._forward, other._backward = (
+            part.copy() for part in (self._classes_L, self._forward, self._backward)
+        )
+        other._allowed = dict(self._allowed)
+        return other
 
     def look(self, tokens_L: NDArray[np.int64], masked_L: NDArray[np.bool_]) -> None:
         """See what stands in the slots now."""

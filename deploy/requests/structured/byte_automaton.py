@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -38,6 +39,8 @@ _NO_EXPRESSION = (
     "is no regular expression that can be served: it has a mistake, or an anchor, a word boundary, a lookaround or a "
     "reference, which no finite automaton has"
 )
+_ASCII = re.compile(r"((?<!\\)(?:\\\\)*)\\([dws])")
+_CLASSES = {"d": "[0-9]", "w": "[0-9A-Za-z_]", "s": r"[ \t\n\r\f\v]"}
 _ROOT = Path(__file__).parents[3]
 
 
@@ -132,6 +135,8 @@ def _index(expression: str) -> Any:
     """The automaton of an expression between `_BEGIN` and `_END`."""
     from outlines_core import Index, Vocabulary
 
+    # To outlines-core they are of all of Unicode.
+    expression = _ASCII.sub(lambda found: found[1] + _CLASSES[found[2]], expression)
     framed = f"\\x01\\x00{{{len(_BEGIN) - 1}}}(?:{expression})\\x0{_END}"
     try:
         return Index(framed, Vocabulary(_EOS, {bytes([byte]): [byte] for byte in range(256)}))

@@ -9,6 +9,7 @@ from pydantic import AfterValidator, Field, model_validator
 from deploy.requests.base import Body, whole
 from deploy.requests.refusals import RequestError
 from deploy.requests.structured.byte_automaton import MAX_TEXT
+from deploy.requests.structured.schema import MAX_DEPTH
 from deploy.requests.structured.structure import Structure
 
 MAX_CHOICES = 256
@@ -16,7 +17,24 @@ MAX_CHOICE_LENGTH = 1024
 _ANY_OBJECT = {"type": "object"}
 
 _Name = Annotated[str, Field(max_length=256)]
-_Schema = dict[str, Any]
+
+
+def _shallow(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema. Raises ValueError where what recurses into it would not come back."""
+    level: list[Any] = [schema]
+    for _ in range(2 * MAX_DEPTH):
+        level = [
+            part
+            for one in level
+            if isinstance(one, dict | list)
+            for part in (one.values() if isinstance(one, dict) else one)
+        ]
+    if level:
+        raise ValueError(f"is nested more than {2 * MAX_DEPTH} levels deep")
+    return schema
+
+
+_Schema = Annotated[dict[str, Any], AfterValidator(_shallow)]
 _Choice = Annotated[str, Field(min_length=1, max_length=MAX_CHOICE_LENGTH), AfterValidator(whole)]
 
 

@@ -6,12 +6,15 @@ JSON that the schema forbids: so every keyword is served, known to constrain not
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 MAX_NODES = 1024
 """Schemas within a schema, references followed."""
+MAX_DEPTH = 32
+"""Schemas, lists and objects within one another."""
 MAX_LENGTH = 128
 """A string's `maxLength` above it is taken for it, and so is an array's `maxItems`: shorter ones are allowed too."""
 
@@ -51,6 +54,9 @@ _FORMATS = {
     "date-time": f"{_DATE}T{_TIME}",
     "uuid": "[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}",
 }
+# At the end, and not escaped.
+_LAST_ANCHOR = re.compile(r"((?:^|[^\\])(?:\\\\)*)\$\Z")
+_LARGEST = 2**63
 _NO_NAME = re.compile(r'["\\\x00-\x1f\x7f-\x9f\ud800-\udfff]')
 
 
@@ -70,6 +76,8 @@ class _Reader:
     def read(self, schema: Any, refs: tuple[str, ...], place: str) -> dict[str, Any]:
         """A schema inside the root; `refs` are the references that led here, `place` is where it stands."""
         self._num_nodes += 1
+        if place.count("/") > MAX_DEPTH or len(refs) > MAX_DEPTH:
+            raise SchemaError(f"is nested more than {MAX_DEPTH} levels deep")
         if self._num_nodes > MAX_NODES:
             raise SchemaError(f"has more than {MAX_NODES} schemas, references followed")
         if schema is True:
@@ -112,14 +120,11 @@ class _Reader:
         return [self.read(schema, refs, f"{place}/{index}") for index, schema in enumerate(schemas)]
 
     def _of_type(self, given: Mapping[str, Any], refs: tuple[str, ...], place: str) -> dict[str, Any]:
-        types = given.get("type")
-        if types is None:
+        if "type" not in given:
             # The keywords of a type that is not named leave every other type free.
             _expect_only(given, {"type"}, place, "; name a `type`" if given.keys() & _all_keywords() else "")
             return {}
-        types = types if isinstance(types, list) else [types]
-        if not types or any(not isinstance(kind, str) or kind not in _OF_TYPE for kind in types):
-            raise SchemaError(f"has the type {_shown(given['type'])}{_at(place)}; types are {', '.join(_OF_TYPE)}")
+        types = _types(given, place)
         _expect_only(given, {"type"}.union(*(_OF_TYPE[kind] for kind in types)), place)
         made = [self._of_one_type(kind, given, refs, place) for kind in dict.fromkeys(types)]
         return made[0] if len(made) == 1 else {"anyOf": made}
@@ -136,7 +141,7 @@ class _Reader:
         required = given.get("required", [])
         if not isinstance(properties, Mapping | None) or not isinstance(required, list):
             raise SchemaError(f"has `properties` that are no object, or `required` that is no list{_at(place)}")
-        if missing := [name for name in required if name not in (properties or {})]:
+        if missing := [name for name in required if not isinstance(name, str) or name not in (properties or {})]:
             raise SchemaError(f"requires {_shown(missing[0])}{_at(place)}, which is none of its `properties`")
         if properties is None and others is True:
             return {"type": "object"}
@@ -177,14 +182,15 @@ def _string(given: Mapping[str, Any], place: str) -> dict[str, Any]:
 def _pattern(given: Mapping[str, Any], place: str) -> str:
     """In a group: the library puts it between quotes as it is."""
     if "format" in given:
-        if given["format"] not in _FORMATS:
+        if not isinstance(given["format"], str) or given["format"] not in _FORMATS:
             raise SchemaError(f"has the format {_shown(given['format'])}{_at(place)}; served are {', '.join(_FORMATS)}")
         return f"({_FORMATS[given['format']]})"
     pattern = given["pattern"]
     if not isinstance(pattern, str):
         raise SchemaError(f"has the pattern {_shown(pattern)}{_at(place)}, which is no text")
     # A pattern may match anywhere: what it matches as a whole is one of those texts.
-    return f"({pattern.removeprefix('^').removesuffix('$')})"
+    whole = _LAST_ANCHOR.sub(r"\1", pattern.removeprefix("^"))
+    return f"({whole})"
 
 
 def _values(given: Mapping[str, Any], place: str) -> dict[str, Any]:
@@ -193,19 +199,33 @@ def _values(given: Mapping[str, Any], place: str) -> dict[str, Any]:
     values = [given["const"]] if keyword == "const" else given["enum"]
     if not isinstance(values, list) or not values:
         raise SchemaError(f"has an `enum`{_at(place)} that is no list, or empty")
-    types = given.get("type", list(_OF_TYPE))
-    types = types if isinstance(types, list) else [types]
+    types = _types(given, place) if "type" in given else list(_OF_TYPE)
+    if inexact := [value for value in values if not _is_exact(value)]:
+        raise SchemaError(f"has the value {_shown(inexact[0])}{_at(place)}, in which a number has more than 63 bits")
     if strays := [value for value in values if not any(_is_of_type(value, kind) for kind in types)]:
         raise SchemaError(f"has the value {_shown(strays[0])}{_at(place)}, which is not of its `type`")
     return {"enum": values}
 
 
-def _is_of_type(value: Any, kind: Any) -> bool:
-    if kind in ("integer", "number"):
-        return (
-            isinstance(value, int | float) and not isinstance(value, bool) and (kind == "number" or value == int(value))
-        )
-    return kind in _PYTHON and isinstance(value, _PYTHON[kind])
+def _types(given: Mapping[str, Any], place: str) -> list[str]:
+    types = given["type"] if isinstance(given["type"], list) else [given["type"]]
+    if not types or any(not isinstance(kind, str) or kind not in _OF_TYPE for kind in types):
+        raise SchemaError(f"has the type {_shown(given['type'])}{_at(place)}; types are {', '.join(_OF_TYPE)}")
+    return types
+
+
+def _is_of_type(value: Any, kind: str) -> bool:
+    if kind in _PYTHON:
+        return isinstance(value, _PYTHON[kind])
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and (kind == "number" or float(value).is_integer())
+
+
+def _is_exact(value: Any) -> bool:
+    """Whether the library writes it as it is: its whole numbers have 64 bits, and no number is infinite or none."""
+    if isinstance(value, Mapping | list):
+        return all(map(_is_exact, value.values() if isinstance(value, Mapping) else value))
+    return not isinstance(value, int | float) or (math.isfinite(value) and abs(value) < _LARGEST)
 
 
 def _bounds(given: Mapping[str, Any], least: str, most: str, place: str) -> tuple[int, int | None]:

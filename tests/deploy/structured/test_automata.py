@@ -42,6 +42,14 @@ def test_an_expression_is_what_python_says_it_is(expression: str) -> None:
     assert 0 < sum(matches) < len(texts)
 
 
+def test_classes_of_characters_are_of_ascii() -> None:
+    """As of most libraries; of this one they are of all of Unicode."""
+    automaton = byte_automaton("regex", r"\d[\w-]\s\\d")
+    assert accepts(*automaton, rb"1_ \d")
+    assert accepts(*automaton, b"9-\n\\d")
+    assert not any(accepts(*automaton, text.encode()) for text in ("٣a \\d", "1é \\d", "1a\u00a0\\d", "1a 1", r"1\ \d"))
+
+
 def test_counted_characters_of_any_kind_do_not_multiply_states() -> None:
     """The library by itself makes an automaton that may begin anywhere: of these, one with 2 ** 30 states."""
     for kind, text in (

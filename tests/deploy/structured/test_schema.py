@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from deploy.requests.structured.schema import MAX_LENGTH, MAX_NODES, SchemaError, library_schema
+from deploy.requests.structured.schema import MAX_DEPTH, MAX_LENGTH, MAX_NODES, SchemaError, library_schema
 
 INT = {"type": "integer"}
 
@@ -39,6 +39,13 @@ INT = {"type": "integer"}
         ({"type": "string", "pattern": "a", "maxLength": 3}, "has `pattern` beside `maxLength`; one of them is served"),
         ({"type": "string", "format": "email"}, "served are date, time, date-time, uuid"),
         ({"type": "string", "pattern": 3}, "which is no text"),
+        ({"type": "string", "format": ["date"]}, "has the format ['date']"),
+        ({"type": [["a"]]}, "has the type [['a']]"),
+        ({"enum": [1], "type": [{}]}, "has the type [{}]"),
+        ({"type": "object", "properties": {"a": INT}, "required": [["a"]]}, "requires ['a']"),
+        ({"enum": [float("nan")]}, "in which a number has more than 63 bits"),
+        ({"const": {"a": [float("inf")]}, "type": "object"}, "in which a number has more than 63 bits"),
+        ({"enum": [10**30]}, "in which a number has more than 63 bits"),
         ({"enum": []}, "has an `enum` that is no list, or empty"),
         ({"enum": [1, "a"], "type": "integer"}, "has the value 'a', which is not of its `type`"),
         ({"const": True, "type": "integer"}, "has the value True, which is not of its `type`"),
@@ -64,6 +71,14 @@ def test_references_that_multiply_are_refused() -> None:
         library_schema({"$ref": "#/$defs/d0", "$defs": defs | {names[-1]: INT}})
 
 
+def test_a_schema_that_is_deep_is_refused_before_it_is_followed() -> None:
+    deep: dict[str, Any] = INT
+    for _ in range(MAX_DEPTH + 1):
+        deep = {"type": "array", "items": deep}
+    with pytest.raises(SchemaError, match=f"nested more than {MAX_DEPTH} levels deep"):
+        library_schema(deep)
+
+
 @pytest.mark.parametrize(
     ("schema", "read"),
     [
@@ -74,6 +89,8 @@ def test_references_that_multiply_are_refused() -> None:
         ({"type": "object", "additionalProperties": False}, {"type": "object", "properties": {}, "required": []}),
         ({"type": "string", "maxLength": 10**9}, {"type": "string", "minLength": 0, "maxLength": MAX_LENGTH}),
         ({"type": "string", "pattern": "^a|b$"}, {"type": "string", "pattern": "(a|b)"}),
+        ({"type": "string", "pattern": r"a\\$"}, {"type": "string", "pattern": r"(a\\)"}),
+        ({"type": "string", "pattern": r"a\$"}, {"type": "string", "pattern": r"(a\$)"}),
         ({"enum": [1.0, 2], "type": "integer"}, {"enum": [1.0, 2]}),
         ({"const": None}, {"enum": [None]}),
     ],

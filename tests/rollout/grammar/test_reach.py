@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout.grammar.grammar import NOWHERE, Grammar
-from rollout.grammar.reach import CanvasGrammar
+from rollout.grammar.reach import CanvasGrammar, masked_canvas
 
 NUM_TOKENS = 5
 END, OTHER_END, FORBIDDEN = 4, 3, 2
@@ -67,6 +67,21 @@ def expect_all_that_texts_have(seen: CanvasGrammar, grammar: Grammar, canvas: li
         if token is None:
             allowed = seen.allowed(slot)[seen.class_of_V].nonzero()[0].tolist()
             assert allowed == sorted({text[slot] for text in texts})
+
+
+def test_canvases_under_one_grammar_do_not_share_what_stands_on_them() -> None:
+    facts = {"class_of": np.arange(5, dtype=np.int32), "most_tokens": 9, "accepting": np.array([False, False, True])}
+    moves = np.full((3, 5), NOWHERE, dtype=np.int16)
+    moves[0, :2], moves[1, 0], moves[2, 1] = (1, 2), 2, 2
+    grammar = Grammar(next_state=moves, **facts)
+    first, second = (masked_canvas(grammar, 3, [END, OTHER_END], [FORBIDDEN]) for _ in range(2))
+    assert first.commit(0, 1)
+    expect_all_that_texts_have(first, grammar, [1, None, None])
+    expect_all_that_texts_have(second, grammar, [None] * 3)
+    # Equal, and another object; with another end, another canvas.
+    again = masked_canvas(Grammar(next_state=moves.copy(), **facts), 3, [END, OTHER_END], [FORBIDDEN])
+    assert again.class_of_V is second.class_of_V
+    assert masked_canvas(grammar, 3, [END], [FORBIDDEN]).class_of_V is not second.class_of_V
 
 
 tokens_or_masks = st.lists(st.none() | st.integers(0, NUM_TOKENS - 1), min_size=1, max_size=5)

@@ -85,6 +85,7 @@ def test_responses_have_it_as_text_format(client):
 
 
 GIVEN = {"constraints": {"fixed": {"0": 5}}}
+DEEP = json.loads('{"items":' * 200 + "{}" + "}" * 200)
 LEAST = {"type": "integer", "minimum": 3}
 
 
@@ -101,6 +102,7 @@ LEAST = {"type": "integer", "minimum": 3}
         ({"diffusion": GIVEN}, "response_format", "has no text that fits what is given or forbidden"),
         ({}, "structured_outputs", "has one of `json`, `json_object`, `regex` and `choice`"),
         ({"regex": "a", "choice": ["b"]}, "structured_outputs", "has one of"),
+        ({"json": DEEP}, "structured_outputs.json", "is nested more than 64 levels deep"),
         ({"regex": "(a"}, "structured_outputs", "is no regular expression that can be served"),
         ({"grammar": "a"}, "structured_outputs.grammar", "is not supported"),
         ({"json": LEAST}, "structured_outputs", "has `minimum` beside `type`, which is not served"),
