@@ -1,9 +1,8 @@
 """Rows under a grammar: what each step may commit to their slots, and which of its draws fit together.
 
 A step predicts all slots of a block at once and knows nothing of what it draws beside. So each slot is restricted to
-the tokens that fit what stands; then the draws are committed one after the other, the most probable first, and one that
-no longer fits stays masked for a later step. The first always fits: every step commits something, and a row takes as
-many as it needs.
+the tokens that fit what stands; then the draws are committed from left to right, and one that no longer fits stays
+masked for a later step. The first always fits: every step commits something, and a row takes as many as it needs.
 
 Shape letters: A active rows, K slots of a block, N open slots, M slots that are committed, V vocabulary.
 """
@@ -81,11 +80,12 @@ class ConstrainedRows:
             return chosen_M
         slots_M, columns_M, tokens, chosen = (part.cpu().numpy() for part in (*where, drawn.tokens, chosen_M))
         fits_M = chosen.copy()
-        for place in np.argsort(-drawn.logp_raw.cpu().numpy(), kind="stable"):
-            row = rows.get(int(slots_M[place]))
-            if row is not None and chosen[place]:
-                slot = int(columns_M[place]) - len(row.request.prompt_ids)
-                fits_M[place] = self._grammars[row.slot].commit(slot, int(tokens[place]))
+        for slot, row in rows.items():
+            places = (chosen & (slots_M == slot)).nonzero()[0]
+            at_M = columns_M - len(row.request.prompt_ids)
+            if len(places):
+                fit = self._grammars[slot].fitting({int(at_M[place]): int(tokens[place]) for place in places})
+                fits_M[places] = [int(at_M[place]) in fit for place in places]
         return on_device(fits_M, chosen_M.device)
 
     def _look(self, row: ActiveRow) -> CanvasGrammar:

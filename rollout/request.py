@@ -19,6 +19,8 @@ from rollout.grammar.grammar import Grammar
 from rollout.grammar.reach import CanvasGrammar, masked_canvas
 
 MAX_SEED = 2**63 - 1
+MAX_PLACES = 2**20
+"""States of a grammar's automaton times slots of the completion: a step then takes tenths of a second of a core."""
 _LARGEST = 2**31 - 1
 # Logits divided by less overflow float32.
 _LEAST_TEMPERATURE = 1e-3
@@ -379,7 +381,9 @@ def canvas_grammar_of(request: Request, config: TransformerConfig) -> CanvasGram
         return None
     params, num_slots = request.params, canvas_of(request, config).num_slots
     ends = config.stop_ids if params.stop_ids is None else params.stop_ids
-    grammar = masked_canvas(request.grammar, num_slots, ends, {config.mask_token_id, *params.forbidden_ids})
+    forbidden = {config.mask_token_id, *params.forbidden_ids}
+    # A block-causal policy's canvas may have more slots than its text.
+    grammar = masked_canvas(request.grammar, num_slots, ends, forbidden, params.gen_length)
     tokens, masked = np.zeros(num_slots, dtype=np.int64), np.ones(num_slots, dtype=bool)
     for slot, token in request.fixed_tokens.items():
         tokens[slot], masked[slot] = token, False
@@ -444,6 +448,11 @@ def _check_grammar(request: Request, config: TransformerConfig) -> None:
         raise ValueError(f"grammar has classes of {len(grammar.class_of)} tokens; the policy has {config.vocab_size}")
     if params.edits:
         raise FieldError("{editing_threshold} is not for {grammar}: what fits was committed; leave one out")
+    if grammar.num_states * params.gen_length > MAX_PLACES:
+        raise FieldError(
+            f"{{grammar}} has an automaton of {grammar.num_states} states: with one so large {{gen_length}} is at most "
+            f"{MAX_PLACES // grammar.num_states}"
+        )
     fewest, most = grammar.fewest_tokens, min(grammar.most_tokens, params.gen_length)
     if fewest is None or fewest > most:
         needs = "has no text" if fewest is None else f"needs {fewest} tokens at least"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, ConfigDict, Field, field_validator, model_validator
@@ -160,13 +161,14 @@ class Ask(Body):
         if len(self._structures) > 1:
             fields = " and ".join(f"`{structure.field}`" for structure in self._structures)
             raise RequestError(f"{fields} both say what the text must be; leave one out", param="structured_outputs")
-        for field, is_given in {"stop": bool(self.stops), "ignore_eos": self.ignore_eos}.items():
+        ends = {"stop": self.stops, "stop_token_ids": self.stop_token_ids, "ignore_eos": self.ignore_eos}
+        for field, is_given in ends.items():
             if self._structures and is_given:
                 message = f"`{field}` is not for `{self._structures[0].field}`: the text ends where it is complete"
                 raise RequestError(message, param=field)
         return self
 
-    @property
+    @cached_property
     def _structures(self) -> list[Structure]:
         said = (self.response_format, self.structured_outputs)
         return [one.structure for one in said if one is not None and one.structure is not None]

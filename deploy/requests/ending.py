@@ -44,7 +44,9 @@ def ending_of(plan: RequestPlan, ids: NDArray[Any], decode: Decode, ends: Sequen
     first_end = places[0] + 1 if places else len(ids) + 1
     length = min(len(ids), plan.most_tokens, first_end)
     kept = ids[:length].tolist()
-    text = decode(kept)
+    is_ended = bool(kept) and kept[-1] in stop_ids
+    # An end that is no special token is no part of a grammar's text.
+    text = decode(kept[:-1] if plan.grammar is not None and is_ended else kept)
     if found := [place for stop in plan.stops if (place := text.find(stop)) >= 0]:
         return Ending(text=text[: min(found)], num_tokens=_num_with(kept, min(found), decode), reason="stop")
     if not is_whole and length not in (plan.most_tokens, first_end):
@@ -53,7 +55,7 @@ def ending_of(plan: RequestPlan, ids: NDArray[Any], decode: Decode, ends: Sequen
         return Ending(text=text, num_tokens=length, reason="stop")
     # A text of a grammar is complete where it ends.
     at_the_end: Literal["stop", "length"] = "length" if plan.grammar is None else "stop"
-    return Ending(text=text, num_tokens=length, reason="eos" if kept and kept[-1] in stop_ids else at_the_end)
+    return Ending(text=text, num_tokens=length, reason="eos" if is_ended else at_the_end)
 
 
 def _num_with(ids: list[int], num_characters: int, decode: Decode) -> int:

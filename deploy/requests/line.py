@@ -46,7 +46,8 @@ class RequestLine(Shorthand, Ask):
         own = {key: key for key in Shorthand.model_fields if getattr(self, key) is not None}
         if super().fixed:
             body["fixed_tokens"] = PLACES["fixed_tokens"]
-        return {"prompt_ids": "messages" if isinstance(self, ChatRequest) else "prompt"} | body | own
+        grammar = {} if self.structure is None else {"grammar": self.structure.field}
+        return {"prompt_ids": "messages" if isinstance(self, ChatRequest) else "prompt"} | body | own | grammar
 
     def seeds(self, key: int) -> list[int]:
         """As of `Ask`; a single completion is keyed by the seed itself."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
@@ -121,7 +122,7 @@ class ResponsesRequest(Ask):
         check_texts([turn["content"] for turn in self.turns])
         return self
 
-    @property
+    @cached_property
     def _structures(self) -> list[Structure]:
         own = None if self.text is None else self.text.structure
         return [*super()._structures, *([own] if own else [])]

@@ -10,7 +10,7 @@ Shape letters: L slots of a completion, S states with two more, C classes with t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from copy import copy
 from functools import lru_cache
 
@@ -36,22 +36,27 @@ class _ByDigest:
         return hash(self.grammar.digest)
 
 
-def masked_canvas(grammar: Grammar, num_slots: int, ends: Iterable[int], forbidden: Iterable[int]) -> CanvasGrammar:
+def masked_canvas(
+    grammar: Grammar, num_slots: int, ends: Iterable[int], forbidden: Iterable[int], most_tokens: int
+) -> CanvasGrammar:
     """A grammar on a canvas that is all masked, as of `CanvasGrammar`; the next that is asked for takes no time."""
-    return _masked_canvas(_ByDigest(grammar), num_slots, tuple(ends), tuple(sorted(forbidden))).fresh()
+    ids = tuple(sorted(ends)), tuple(sorted(forbidden))
+    return _masked_canvas(_ByDigest(grammar), num_slots, *ids, most_tokens).fresh()
 
 
 @lru_cache(maxsize=_MOST_KEPT)
 def _masked_canvas(
-    grammar: _ByDigest, num_slots: int, ends: tuple[int, ...], forbidden: tuple[int, ...]
+    grammar: _ByDigest, num_slots: int, ends: tuple[int, ...], forbidden: tuple[int, ...], most_tokens: int
 ) -> CanvasGrammar:
-    return CanvasGrammar(grammar.grammar, num_slots, ends, forbidden)
+    return CanvasGrammar(grammar.grammar, num_slots, ends, forbidden, most_tokens)
 
 
 class CanvasGrammar:
     """A grammar on one completion's canvas."""
 
-    def __init__(self, grammar: Grammar, num_slots: int, ends: Iterable[int], forbidden: Iterable[int]) -> None:
+    def __init__(
+        self, grammar: Grammar, num_slots: int, ends: Iterable[int], forbidden: Iterable[int], most_tokens: int
+    ) -> None:
         """See all slots masked.
 
         Args:
@@ -59,8 +64,10 @@ class CanvasGrammar:
             num_slots: L.
             ends: the ids that may follow the text, and nothing else may follow them.
             forbidden: ids that are never committed.
+            most_tokens: slots that the text may take, where the canvas has more.
         """
         self.grammar, self.num_slots = grammar, num_slots
+        self._most_tokens = min(grammar.most_tokens, most_tokens)
         num_states, num_classes = grammar.next_state.shape
         self._end, self._dead = num_states, num_states + 1
         self._ends, nothing = num_classes, num_classes + 1
@@ -115,7 +122,7 @@ class CanvasGrammar:
 
     def allowed(self, slot: int) -> NDArray[np.bool_]:
         """[C] the classes that a masked slot may take; not all False where `is_possible`."""
-        is_text = slot < self.grammar.most_tokens
+        is_text = slot < self._most_tokens
         here_S, after_S = self._forward[slot], self._backward[slot + 1]
         key = is_text, here_S.tobytes(), after_S.tobytes()
         if key not in self._allowed:
@@ -125,17 +132,30 @@ class CanvasGrammar:
             self._allowed[key] = allowed_C
         return self._allowed[key]
 
-    def commit(self, slot: int, token: int) -> bool:
-        """Commit a token to a masked slot, if it may still stand there. Returns whether it does."""
-        of_class = int(self.class_of_V[token])
-        if not self.allowed(slot)[of_class]:
-            return False
-        self._classes_L[slot] = of_class
-        self._go(range(slot, self.num_slots), range(slot, -1, -1))
-        return True
+    def fitting(self, drawn: Mapping[int, int]) -> set[int]:
+        """The masked slots whose tokens fit together, of some that fit one by one: from left to right, each that fits
+        beside those before it. The first always does.
+
+        Each is a step from what the slots before it can be now to what those after it could be: one pass.
+
+        Args:
+            drawn: the token of each slot.
+        """
+        fit: set[int] = set()
+        here_S = self._forward[min(drawn)]
+        for slot in range(min(drawn), max(drawn) + 1):
+            if slot in drawn:
+                of_class = int(self.class_of_V[drawn[slot]])
+                is_placed = slot < self._most_tokens or of_class == self._ends
+                if is_placed and self._backward[slot + 1][self._next_SC[here_S, of_class]].any():
+                    fit.add(slot)
+                    here_S = self._after_class(here_S, of_class)
+                    continue
+            here_S = self._step(slot, here_S)
+        return fit
 
     def _go(self, forward: Iterable[int], backward: Iterable[int]) -> None:
-        """Find the states of the places after some slots, and before some, each up to where they are as they were."""
+        """Find the states of the places after some slots, and before some."""
         self._allowed.clear()
         for slot in forward:
             self._forward[slot + 1] = self._step(slot, self._forward[slot])
@@ -146,6 +166,9 @@ class CanvasGrammar:
         of_class = self._class_at(slot)
         if of_class == _MASKED:
             return _union(self._after, here_S)
+        return self._after_class(here_S, of_class)
+
+    def _after_class(self, here_S: NDArray[np.bool_], of_class: int) -> NDArray[np.bool_]:
         reached_S = np.zeros_like(here_S)
         reached_S[self._next_SC[here_S, of_class]] = True
         reached_S[self._dead] = False
@@ -158,7 +181,7 @@ class CanvasGrammar:
     def _class_at(self, slot: int) -> int:
         """What stands in a slot, as far as it is known: after the longest text only an end can."""
         of_class = int(self._classes_L[slot])
-        if slot < self.grammar.most_tokens:
+        if slot < self._most_tokens:
             return of_class
         return self._ends if of_class in (_MASKED, self._ends) else self._ends + 1
 

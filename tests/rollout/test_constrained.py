@@ -98,6 +98,31 @@ def test_of_a_block_causal_policy_too(config: TransformerConfig) -> None:
             expect_pairs(completion)
 
 
+def test_slots_past_a_block_causal_policys_text_are_no_part_of_it(config: TransformerConfig) -> None:
+    """Its last block may pass `gen_length`: a text may not."""
+    grammar = pairs(2**31 - 1)
+    sampler = Sampler(sharp_policy(config, 4.0), 0)
+    for length in (4, 5, 6, 7):
+        asked = [request(seed, grammar, gen_length=length, block_length=4, steps_per_block=4) for seed in range(4)]
+        for completion in sampler.generate([replace(one, prompt_ids=(3, 1, 4, 1, 5)) for one in asked]):
+            expect_pairs(completion, length)
+
+
+def test_rows_that_end_otherwise_share_no_forward(policy: Transformer) -> None:
+    """`ac` or `b`, and then a c that is given: to one it is text, to the other an end, and what may stand before it
+    differs. Their canvases are equal, and rows with equal canvases share a forward's logits."""
+    a, b, c = 1, 2, 3
+    moves = np.full((3, VOCAB), NOWHERE, dtype=np.int16)
+    moves[0, a], moves[0, b], moves[1, c] = 1, 2, 2
+    classes, accepting = np.arange(VOCAB, dtype=np.int32), np.array([False, False, True])
+    grammar = Grammar(class_of=classes, next_state=moves, accepting=accepting, most_tokens=4)
+    params = PARAMS | {"gen_length": 4, "block_length": 4, "num_denoise_steps": 4, "temperature": 0.0}
+    own = Request(prompt_ids=(3,), params=SamplingParams(**params), seed=0, fixed_tokens={1: c}, grammar=grammar)
+    other = replace(own, params=SamplingParams(**params, stop_ids=(EOS, c)))
+    first, second = Sampler(policy, 0).generate([own, other])
+    assert (first.token_ids[0], second.token_ids[0]) == (a, b)
+
+
 def test_a_text_has_no_more_tokens_than_its_grammar_says(policy: Transformer) -> None:
     for most in (4, 7, 8):
         completions = Sampler(policy, 0).generate([request(seed, pairs(most)) for seed in range(4)])
@@ -162,6 +187,11 @@ def test_given_tokens_are_part_of_the_text(policy: Transformer) -> None:
     assert completion.token_ids[[1, 5]].tolist() == [3, 4]
 
 
+def huge() -> Grammar:
+    """Of more states than a canvas has room for."""
+    return replace(pairs(), next_state=np.zeros((70000, 5), dtype=np.int16), accepting=np.ones(70000, dtype=bool))
+
+
 SHORT = {"gen_length": 2, "block_length": 2, "num_denoise_steps": 1}
 NONE_FITS = "grammar has no text that fits what is given or forbidden"
 
@@ -174,6 +204,7 @@ NONE_FITS = "grammar has no text that fits what is given or forbidden"
         ({"fixed_tokens": {0: 3}}, NONE_FITS),
         ({"params": SamplingParams(**PARAMS, forbidden_ids=(OPEN,))}, NONE_FITS),
         ({"grammar": replace(pairs(), accepting=np.zeros(6, dtype=bool))}, "grammar has no text, and .* room for 16"),
+        ({"grammar": huge()}, "grammar has an automaton of 70000 states: .* gen_length is at most 14"),
         ({"grammar": replace(pairs(), class_of=np.zeros(3, dtype=np.int32))}, "grammar has classes of 3 tokens"),
     ],
 )

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-MAX_STATES = 4096
+MAX_STATES = 2048
 MAX_TEXT = 2**16
 """Characters of a schema or an expression."""
 _MAX_BYTES = 2**30
@@ -73,8 +73,12 @@ def byte_automaton(kind: str, text: str) -> tuple[NDArray[np.int16], NDArray[np.
     except subprocess.TimeoutExpired as error:
         raise AutomatonError(too_large) from error
     head, _, rest = done.stdout.partition(b"\n")
-    if done.returncode or not head:
+    if done.returncode < 0 or b"MemoryError" in done.stderr or (not head and not done.returncode):
         raise AutomatonError(too_large)
+    if done.returncode:
+        # Its own words are in the log of this process.
+        sys.stderr.buffer.write(done.stderr)
+        raise AutomatonError("cannot be read by the grammar library")
     said = json.loads(head)
     if "error" in said:
         raise AutomatonError(said["error"])
@@ -104,7 +108,8 @@ def _automaton(kind: str, text: str) -> tuple[NDArray[np.int16], NDArray[np.bool
         return _numbered(_index(text))
     schema = json.loads(text)
     for pattern in _patterns(schema):
-        next_state, _ = _numbered(_index(pattern))
+        # Without the group that it is in: it may close it.
+        next_state, _ = _numbered(_index(pattern[1:-1]))
         if (next_state[:, _FORBIDDEN_IN_STRINGS] != _NOWHERE).any():
             raise AutomatonError(
                 f"has the pattern {pattern[1:-1]!r}, which quotes, backslashes or control characters match; name the "
@@ -112,7 +117,7 @@ def _automaton(kind: str, text: str) -> tuple[NDArray[np.int16], NDArray[np.bool
             )
     try:
         expression = build_regex_from_schema(text)
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         raise AutomatonError(f"is not served: {str(error).strip().partition(chr(10))[0][:200]}") from error
     return _numbered(_index(expression))
 
@@ -135,6 +140,7 @@ def _index(expression: str) -> Any:
     """The automaton of an expression between `_BEGIN` and `_END`."""
     from outlines_core import Index, Vocabulary
 
+    _check_classes(expression)
     # To outlines-core they are of all of Unicode.
     expression = _ASCII.sub(lambda found: found[1] + _CLASSES[found[2]], expression)
     framed = f"\\x01\\x00{{{len(_BEGIN) - 1}}}(?:{expression})\\x0{_END}"
@@ -142,6 +148,25 @@ def _index(expression: str) -> Any:
         return Index(framed, Vocabulary(_EOS, {bytes([byte]): [byte] for byte in range(256)}))
     except ValueError as error:
         raise AutomatonError(_NO_EXPRESSION) from error
+
+
+def _check_classes(expression: str) -> None:
+    """Raise AutomatonError for what only some libraries read as sets of characters."""
+    place, begun = 0, -1
+    while place < len(expression):
+        pair = expression[place : place + 2]
+        if pair[0] == "\\":
+            place += 1
+        elif begun < 0 and pair[0] == "[":
+            place += pair == "[^"
+            begun = place + 1
+        elif begun >= 0 and pair[0] == "]" and place > begun:
+            begun = -1
+        elif begun >= 0 and (pair[0] == "[" or pair in ("&&", "--", "~~")):
+            raise AutomatonError(
+                "has `[`, `&&`, `--` or `~~` within a class, which libraries read differently; escape it"
+            )
+        place += 1
 
 
 def _numbered(index: Any) -> tuple[NDArray[np.int16], NDArray[np.bool_]]:

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from functools import cached_property
 from threading import Lock
 
-from deploy.requests.structured.byte_automaton import AutomatonError, byte_automaton
+from deploy.requests.structured.byte_automaton import MAX_TEXT, AutomatonError, byte_automaton
 from deploy.requests.structured.schema import SchemaError, library_schema
 from deploy.requests.structured.structure import Structure
 from deploy.requests.structured.token_automaton import TokenTrie
@@ -24,25 +24,38 @@ class Grammars:
     def __init__(self, tokenizer: ChatTokenizer, vocab_size: int) -> None:
         """Make them of the texts that a tokenizer spells, for a policy with so many ids."""
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
-        self._kept = OrderedDict[tuple[str, str], Grammar]()
+        self._kept = OrderedDict[tuple[str, str], Grammar | str]()
         self._lock = Lock()
 
     def of(self, structure: Structure) -> Grammar:
         """The grammar of a structure. Raises FieldError of `grammar` where it cannot be served."""
         key = structure.kind, structure.text
         with self._lock:
-            if key in self._kept:
-                self._kept.move_to_end(key)
-                return self._kept[key]
-        try:
-            grammar = self._trie.grammar(*byte_automaton(*in_words_of_the_library(structure)))
-        except (SchemaError, AutomatonError, ValueError) as error:
-            raise FieldError("{grammar} {what}", what=str(error)) from error
+            found = self._kept.get(key)
+        if found is None:
+            found = self._make(structure)
         with self._lock:
-            self._kept[key] = grammar
+            self._kept[key] = found
+            self._kept.move_to_end(key)
             while len(self._kept) > _MOST_KEPT:
                 self._kept.popitem(last=False)
-        return grammar
+        if isinstance(found, str):
+            raise FieldError("{grammar} {what}", what=found)
+        return found
+
+    def has(self, structure: Structure) -> bool:
+        """Whether it takes no time to say."""
+        with self._lock:
+            return (structure.kind, structure.text) in self._kept
+
+    def _make(self, structure: Structure) -> Grammar | str:
+        """The grammar, or why there is none."""
+        if len(structure.text) > MAX_TEXT:
+            return f"has {len(structure.text)} characters; {MAX_TEXT} are the most"
+        try:
+            return self._trie.grammar(*byte_automaton(*in_words_of_the_library(structure)))
+        except (SchemaError, AutomatonError, ValueError) as error:
+            return str(error)
 
     @cached_property
     def _trie(self) -> TokenTrie:

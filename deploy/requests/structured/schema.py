@@ -14,7 +14,9 @@ from typing import Any
 MAX_NODES = 1024
 """Schemas within a schema, references followed."""
 MAX_DEPTH = 32
-"""Schemas, lists and objects within one another."""
+"""Schemas within one another, references followed."""
+MAX_VALUES = 4096
+"""Values of all `enum`, likewise."""
 MAX_LENGTH = 128
 """A string's `maxLength` above it is taken for it, and so is an array's `maxItems`: shorter ones are allowed too."""
 
@@ -46,7 +48,7 @@ _OF_TYPE = {
 }
 _PYTHON = {"object": dict, "array": list, "string": str, "boolean": bool, "null": type(None)}
 _TIME = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,6})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
-_DATE = r"[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|1[0-9]|2[0-8])"
+_DATE = r"[12][0-9]{3}-(0[1-9]|1[0-2])-(0[1-9]|1[0-9]|2[0-8])"
 # A day past the 28th is not in every month.
 _FORMATS = {
     "date": _DATE,
@@ -71,26 +73,38 @@ def library_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 class _Reader:
     def __init__(self, root: Mapping[str, Any]) -> None:
-        self._root, self._num_nodes = root, 0
+        self._root, self._num_nodes, self._depth, self._num_values = root, 0, 0, 0
 
     def read(self, schema: Any, refs: tuple[str, ...], place: str) -> dict[str, Any]:
         """A schema inside the root; `refs` are the references that led here, `place` is where it stands."""
         self._num_nodes += 1
-        if place.count("/") > MAX_DEPTH or len(refs) > MAX_DEPTH:
-            raise SchemaError(f"is nested more than {MAX_DEPTH} levels deep")
+        self._depth += 1
+        if self._depth > MAX_DEPTH:
+            raise SchemaError(f"is nested more than {MAX_DEPTH} levels deep, references followed")
+        found = self._read(schema, refs, place)
+        self._depth -= 1
+        return found
+
+    def _read(self, schema: Any, refs: tuple[str, ...], place: str) -> dict[str, Any]:
         if self._num_nodes > MAX_NODES:
             raise SchemaError(f"has more than {MAX_NODES} schemas, references followed")
         if schema is True:
             return {}
         if not isinstance(schema, Mapping):
             raise SchemaError(f"has {_shown(schema)}{_at(place)}, where a schema is needed")
+        if "$id" in schema and self._depth > 1:
+            raise SchemaError(f"has `$id`{_at(place)}: references within it would be to it, which is not served")
         given = {key: value for key, value in schema.items() if key not in _ANNOTATIONS and not key.startswith("x-")}
         for keyword, read in (("$ref", self._ref), ("anyOf", self._any_of), ("allOf", self._all_of)):
             if keyword in given:
                 _expect_only(given, {keyword}, place)
                 return read(given[keyword], refs, place)
         if "const" in given or "enum" in given:
-            return _values(given, place)
+            found = _values(given, place)
+            self._num_values += len(found["enum"])
+            if self._num_values > MAX_VALUES:
+                raise SchemaError(f"has more than {MAX_VALUES} values, references followed")
+            return found
         return self._of_type(given, refs, place)
 
     def _ref(self, ref: Any, refs: tuple[str, ...], place: str) -> dict[str, Any]:
@@ -201,7 +215,8 @@ def _values(given: Mapping[str, Any], place: str) -> dict[str, Any]:
         raise SchemaError(f"has an `enum`{_at(place)} that is no list, or empty")
     types = _types(given, place) if "type" in given else list(_OF_TYPE)
     if inexact := [value for value in values if not _is_exact(value)]:
-        raise SchemaError(f"has the value {_shown(inexact[0])}{_at(place)}, in which a number has more than 63 bits")
+        why = "in which a number is none of JSON's, or too large to be exact"
+        raise SchemaError(f"has the value {_shown(inexact[0])}{_at(place)}, {why}")
     if strays := [value for value in values if not any(_is_of_type(value, kind) for kind in types)]:
         raise SchemaError(f"has the value {_shown(strays[0])}{_at(place)}, which is not of its `type`")
     return {"enum": values}
@@ -247,7 +262,7 @@ def _expect_only(given: Mapping[str, Any], known: set[str] | frozenset[str], pla
             if given.keys() & known
             else ""
         )
-        raise SchemaError(f"has `{strays[0][:64]}`{known_ones}{_at(place)}, which is not served{advice}")
+        raise SchemaError(f"has {_shown(strays[0])}{known_ones}{_at(place)}, which is not served{advice}")
 
 
 def _all_keywords() -> frozenset[str]:
@@ -255,7 +270,7 @@ def _all_keywords() -> frozenset[str]:
 
 
 def _at(place: str) -> str:
-    return f" at {place[:128]}" if place else ""
+    return f" at {repr(place)[1:-1][:128]}" if place else ""
 
 
 def _shown(value: Any) -> str:

@@ -150,12 +150,12 @@ class _Inference:
 
     async def _plan(self, ask: Ask, request: Request) -> RequestPlan:
         is_short = int(request.headers.get("content-length", MAX_BODY_BYTES)) <= _SHORT_BYTES
-        if ask.structure is not None:
+        if ask.structure is not None and not self._service.codec.has_grammar(ask.structure):
             loop = asyncio.get_running_loop()
             return await loop.run_in_executor(self._grammar_makers, self._service.planner.plan, ask)
-        if is_short:
+        if is_short and ask.structure is None:
             return self._service.planner.plan(ask)
-        # Tokenizing a long text would hold up every stream.
+        # Tokenizing a long text, or laying a grammar on a canvas, would hold up every stream.
         return await asyncio.to_thread(self._service.planner.plan, ask)
 
     def check_taking(self) -> None:

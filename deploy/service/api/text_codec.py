@@ -94,6 +94,10 @@ class TextCodec:
             raise ServiceError(400, message, "invalid_prompt", param=param)
         return list(ids)
 
+    def has_grammar(self, structure: Structure) -> bool:
+        """Whether `grammar` takes no time."""
+        return self._grammars.has(structure)
+
     def grammar(self, structure: Structure) -> Grammar:
         """What a structure allows, in the policy's tokens. Raises FieldError."""
         return self._grammars.of(structure)

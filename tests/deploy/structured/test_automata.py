@@ -75,8 +75,32 @@ def test_what_is_no_expression_is_refused(expression: str) -> None:
         byte_automaton("regex", expression)
 
 
+@pytest.mark.parametrize("expression", ["[a[b]]", "[^a&&b]", "[a-c--b]", "[a~~b]", "x[[:alpha:]]"])
+def test_classes_that_libraries_read_differently_are_refused(expression: str) -> None:
+    with pytest.raises(AutomatonError, match="in a class, which libraries read differently"):
+        byte_automaton("regex", expression)
+
+
+def test_signs_of_classes_outside_of_them_are_themselves() -> None:
+    automaton = byte_automaton("regex", r"[]a\[-]&&--[^]\]]~~")
+    assert accepts(*automaton, b"]&&--x~~")
+    assert accepts(*automaton, b"[&&--a~~")
+    assert not accepts(*automaton, b"b&&--a~~")
+
+
+def test_a_pattern_that_closes_its_group_is_refused() -> None:
+    for pattern in ("(a)|(b)", "(a))"):
+        with pytest.raises(AutomatonError, match="it has a mistake"):
+            byte_automaton("schema", json.dumps({"type": "string", "pattern": pattern}))
+
+
+def test_half_a_surrogate_pair_is_no_text_of_a_schema() -> None:
+    with pytest.raises(AutomatonError, match="is not served"):
+        byte_automaton("schema", json.dumps({"enum": ["\ud800"]}))
+
+
 def test_what_is_too_large_is_refused_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(AutomatonError, match="has an automaton of 6001 states; 4096 are the most"):
+    with pytest.raises(AutomatonError, match="has an automaton of 6001 states; 2048 are the most"):
         byte_automaton("regex", "a{2000}{3}")
     with pytest.raises(AutomatonError, match="has 65537 characters; 65536 are the most"):
         byte_automaton("regex", "a" * 65537)

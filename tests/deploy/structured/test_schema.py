@@ -13,12 +13,12 @@ INT = {"type": "integer"}
 @pytest.mark.parametrize(
     ("schema", "words"),
     [
-        ({"type": "integer", "minimum": 3}, "has `minimum` beside `type`, which is not served"),
-        ({"type": "string", "minimum": 3, "maxLength": 2}, "has `minimum` beside `maxLength` and `type`"),
-        ({"oneOf": [INT]}, "has `oneOf`, which is not served"),
-        ({"not": INT}, "has `not`, which is not served"),
-        ({"minLength": 3}, "has `minLength`, which is not served; name a `type`"),
-        ({"anyOf": [INT], "type": "integer"}, "has `type` beside `anyOf`, which is not served"),
+        ({"type": "integer", "minimum": 3}, "has 'minimum' beside `type`, which is not served"),
+        ({"type": "string", "minimum": 3, "maxLength": 2}, "has 'minimum' beside `maxLength` and `type`"),
+        ({"oneOf": [INT]}, "has 'oneOf', which is not served"),
+        ({"not": INT}, "has 'not', which is not served"),
+        ({"minLength": 3}, "has 'minLength', which is not served; name a `type`"),
+        ({"anyOf": [INT], "type": "integer"}, "has 'type' beside `anyOf`, which is not served"),
         ({"anyOf": []}, "where a list of schemas is needed"),
         ({"anyOf": [INT, 3]}, "has 3 at /anyOf/1, where a schema is needed"),
         ({"allOf": [INT, INT]}, "merge them"),
@@ -28,9 +28,9 @@ INT = {"type": "integer"}
         ({"type": "object", "required": ["b"]}, "requires 'b', which is none of its `properties`"),
         ({"type": "object", "properties": {'a"b': INT}}, "names with quotes, backslashes"),
         ({"type": "object", "properties": [1]}, "has `properties` that are no object"),
-        ({"type": "object", "minProperties": 1}, "has `minProperties` beside `type`"),
-        ({"type": "object", "patternProperties": {}}, "has `patternProperties`"),
-        ({"type": "array", "items": INT, "uniqueItems": True}, "has `uniqueItems` beside `items` and `type`"),
+        ({"type": "object", "minProperties": 1}, "has 'minProperties' beside `type`"),
+        ({"type": "object", "patternProperties": {}}, "has 'patternProperties'"),
+        ({"type": "array", "items": INT, "uniqueItems": True}, "has 'uniqueItems' beside `items` and `type`"),
         ({"type": "array", "minItems": 3, "maxItems": 2}, "has a `minItems` above its `maxItems`"),
         ({"type": "array", "minItems": MAX_LENGTH + 1}, f"{MAX_LENGTH} is the most"),
         ({"type": "array", "prefixItems": [INT], "minItems": 2}, "not between `minItems` and `maxItems`"),
@@ -43,17 +43,20 @@ INT = {"type": "integer"}
         ({"type": [["a"]]}, "has the type [['a']]"),
         ({"enum": [1], "type": [{}]}, "has the type [{}]"),
         ({"type": "object", "properties": {"a": INT}, "required": [["a"]]}, "requires ['a']"),
-        ({"enum": [float("nan")]}, "in which a number has more than 63 bits"),
-        ({"const": {"a": [float("inf")]}, "type": "object"}, "in which a number has more than 63 bits"),
-        ({"enum": [10**30]}, "in which a number has more than 63 bits"),
+        ({"enum": [float("nan")]}, "none of JSON's, or too large to be exact"),
+        ({"const": {"a": [float("inf")]}, "type": "object"}, "none of JSON's, or too large to be exact"),
+        ({"enum": [10**30]}, "none of JSON's, or too large to be exact"),
         ({"enum": []}, "has an `enum` that is no list, or empty"),
         ({"enum": [1, "a"], "type": "integer"}, "has the value 'a', which is not of its `type`"),
         ({"const": True, "type": "integer"}, "has the value True, which is not of its `type`"),
-        ({"enum": [1], "minimum": 1}, "has `minimum` beside `enum`"),
+        ({"enum": [1], "minimum": 1}, "has 'minimum' beside `enum`"),
         ({"$ref": "http://x/y"}, "references begin with `#/`"),
         ({"$ref": "#/$defs/a"}, "has no '#/$defs/a', which it refers to"),
         ({"$ref": "#/$defs/a", "$defs": {"a": {"type": "array", "items": {"$ref": "#/$defs/a"}}}}, "refers to itself"),
-        ({"$ref": "#/$defs/a", "type": "integer", "$defs": {"a": INT}}, "has `type` beside `$ref`"),
+        ({"anyOf": [{"$id": "x", "$ref": "#/$defs/a"}], "$defs": {"a": INT}}, "has `$id` at /anyOf/0"),
+        ({"\ud800": 1}, "has '\\ud800', which is not served"),
+        ({"anyOf": [{"type": "array", "prefixItems": [{"enum": [*range(3000)]}] * 2}]}, "has more than 4096 values"),
+        ({"$ref": "#/$defs/a", "type": "integer", "$defs": {"a": INT}}, "has 'type' beside `$ref`"),
     ],
 )  # fmt: skip
 def test_what_is_not_served_is_refused_by_its_name(schema: dict[str, Any], words: str) -> None:
@@ -75,8 +78,13 @@ def test_a_schema_that_is_deep_is_refused_before_it_is_followed() -> None:
     deep: dict[str, Any] = INT
     for _ in range(MAX_DEPTH + 1):
         deep = {"type": "array", "items": deep}
-    with pytest.raises(SchemaError, match=f"nested more than {MAX_DEPTH} levels deep"):
-        library_schema(deep)
+    chain: dict[str, Any] = {"$ref": "#/$defs/c0", "$defs": {}}
+    for index in range(MAX_DEPTH):
+        chain["$defs"][f"c{index}"] = {"allOf": [{"$ref": f"#/$defs/c{index + 1}"}]}
+    for schema in (deep, chain):
+        with pytest.raises(SchemaError, match=f"nested more than {MAX_DEPTH} levels deep"):
+            library_schema(schema)
+    assert library_schema({"type": "object", "properties": {"/" * 99: INT}})["properties"] == {"/" * 99: INT}
 
 
 @pytest.mark.parametrize(

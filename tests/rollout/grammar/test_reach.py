@@ -51,7 +51,7 @@ def texts_of(grammar: Grammar, canvas: list[int | None]) -> list[tuple[int, ...]
 
 
 def look(grammar: Grammar, canvas: list[int | None]) -> CanvasGrammar:
-    seen = CanvasGrammar(grammar, len(canvas), [END, OTHER_END], [FORBIDDEN])
+    seen = CanvasGrammar(grammar, len(canvas), [END, OTHER_END], [FORBIDDEN], len(canvas))
     see(seen, canvas)
     return seen
 
@@ -74,14 +74,14 @@ def test_canvases_under_one_grammar_do_not_share_what_stands_on_them() -> None:
     moves = np.full((3, 5), NOWHERE, dtype=np.int16)
     moves[0, :2], moves[1, 0], moves[2, 1] = (1, 2), 2, 2
     grammar = Grammar(next_state=moves, **facts)
-    first, second = (masked_canvas(grammar, 3, [END, OTHER_END], [FORBIDDEN]) for _ in range(2))
-    assert first.commit(0, 1)
+    first, second = (masked_canvas(grammar, 3, [END, OTHER_END], [FORBIDDEN], 3) for _ in range(2))
+    see(first, [1, None, None])
     expect_all_that_texts_have(first, grammar, [1, None, None])
     expect_all_that_texts_have(second, grammar, [None] * 3)
     # Equal, and another object; with another end, another canvas.
-    again = masked_canvas(Grammar(next_state=moves.copy(), **facts), 3, [END, OTHER_END], [FORBIDDEN])
+    again = masked_canvas(Grammar(next_state=moves.copy(), **facts), 3, [END, OTHER_END], [FORBIDDEN], 3)
     assert again.class_of_V is second.class_of_V
-    assert masked_canvas(grammar, 3, [END], [FORBIDDEN]).class_of_V is not second.class_of_V
+    assert masked_canvas(grammar, 3, [END], [FORBIDDEN], 3).class_of_V is not second.class_of_V
 
 
 tokens_or_masks = st.lists(st.none() | st.integers(0, NUM_TOKENS - 1), min_size=1, max_size=5)
@@ -100,14 +100,19 @@ def test_slots_are_committed_in_any_order_and_some_text_is_always_left(
 ) -> None:
     canvas: list[int | None] = [None] * length
     seen = look(grammar, canvas)
-    if not seen.is_possible:
-        return
-    for slot in data.draw(st.permutations(range(length))):
-        token = data.draw(st.integers(0, NUM_TOKENS - 1))
-        fits = any(text[slot] == token for text in texts_of(grammar, canvas))
-        assert seen.commit(slot, token) == fits
-        if fits:
-            canvas[slot] = token
+    while seen.is_possible and None in canvas:
+        masked = [slot for slot, token in enumerate(canvas) if token is None]
+        slots = data.draw(st.lists(st.sampled_from(masked), min_size=1, unique=True))
+        allowed = {slot: seen.allowed(slot)[seen.class_of_V].nonzero()[0].tolist() for slot in slots}
+        drawn = {slot: data.draw(st.sampled_from(tokens)) for slot, tokens in allowed.items()}
+        fit = seen.fitting(drawn)
+        for slot, token in sorted(drawn.items()):
+            would_be = [*canvas]
+            would_be[slot] = token
+            assert (slot in fit) == bool(texts_of(grammar, would_be))
+            canvas = would_be if slot in fit else canvas
+        assert min(drawn) in fit
+        see(seen, canvas)
         expect_all_that_texts_have(seen, grammar, canvas)
     # A canvas that stands as it stood before is seen as it was then.
     see(seen, [None] * length)

@@ -96,6 +96,7 @@ LEAST = {"type": "integer", "minimum": 3}
         ({"type": "xml"}, "response_format.type", "text"),
         ({"regex": "a"} | {"response_format": FORMAT}, "structured_outputs", "leave one out"),
         ({"stop": "}"}, "stop", "the text ends where it is complete"),
+        ({"stop_token_ids": [5]}, "stop_token_ids", "the text ends where it is complete"),
         ({"ignore_eos": True}, "ignore_eos", "the text ends where it is complete"),
         ({"suffix": "x"}, "suffix", "which says all of a text"),
         ({"max_tokens": 3}, "response_format", "needs 9 tokens at least, and the completion has room for 3"),
@@ -105,7 +106,7 @@ LEAST = {"type": "integer", "minimum": 3}
         ({"json": DEEP}, "structured_outputs.json", "is nested more than 64 levels deep"),
         ({"regex": "(a"}, "structured_outputs", "is no regular expression that can be served"),
         ({"grammar": "a"}, "structured_outputs.grammar", "is not supported"),
-        ({"json": LEAST}, "structured_outputs", "has `minimum` beside `type`, which is not served"),
+        ({"json": LEAST}, "structured_outputs", "has 'minimum' beside `type`, which is not served"),
     ],
 )
 def test_what_cannot_be_is_refused_in_the_names_of_the_body(client, asked, param, words):
