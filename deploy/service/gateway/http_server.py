@@ -84,7 +84,7 @@ class HttpServer:
 
 
 class _Ticking(uvicorn.Server):
-    """Remembers when its event loop last turned, and resets no connection when it ends."""
+    """Remembers when its event loop last turned, and when it ends takes who waits for it."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
