@@ -82,7 +82,7 @@ class ActiveRow:
             params.cfg_scale,
             params.forbidden_ids,
             # What may stand where depends on where a text may end.
-            None if self.request.grammar is None else (self.request.grammar.digest, params.stop_ids),
+            None if self.request.grammar is None else (self.request.grammar, params.stop_ids),
             # Under token editing a full block may not be finished, and its tokens but the given are asked about.
             self.block_start,
             frozenset(self.request.fixed_tokens) if params.edits else None,

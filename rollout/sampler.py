@@ -330,6 +330,7 @@ class SlotBatch:
     def _write(self, where: tuple[Tensor, Tensor], drawn: Drawn, fallback_M: Tensor, chosen_M: Tensor) -> None:
         """Commit the tokens, with the record of how they came about."""
         canvases = self.slots.canvases
+        is_all = not self._is_static and not self._constrained.is_any
         for target, value_M in (
             (canvases.tokens, drawn.tokens),
             (canvases.step_map, drawn.steps),
@@ -340,7 +341,6 @@ class SlotBatch:
             (canvases.fallback, fallback_M),
             (canvases.masked, torch.zeros_like(fallback_M)),
         ):
-            is_all = not self._is_static and not self._constrained.is_any
             target[where] = value_M if is_all else torch.where(chosen_M, value_M, target[where])
 
     def _forbid(self, found: SlotLogits, active: list[ActiveRow], num_places: int) -> None:

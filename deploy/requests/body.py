@@ -210,7 +210,12 @@ class Ask(Body):
     @property
     def names(self) -> dict[str, str]:
         """What the author calls the sampler's fields."""
-        return PLACES | ({} if self.structure is None else {"grammar": self.structure.field})
+        return PLACES | self.grammar_name
+
+    @property
+    def grammar_name(self) -> dict[str, str]:
+        """What the author calls its grammar, if it has one."""
+        return {} if self.structure is None else {"grammar": self.structure.field}
 
     def seeds(self, key: int) -> list[int]:
         """The seeds of all choices, prompt by prompt."""

@@ -40,6 +40,12 @@ class Grammar:
         parts = (self.class_of, self.next_state, self.accepting, np.array([self.most_tokens, *self.next_state.shape]))
         return hashlib.sha256(b"".join(np.ascontiguousarray(part).tobytes() for part in parts)).hexdigest()
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Grammar) and other.digest == self.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
     @cached_property
     def fewest_tokens(self) -> int | None:
         """Tokens of the shortest text; None where there is no text at all."""

@@ -23,32 +23,19 @@ _MASKED = -1
 _MOST_KEPT = 16
 
 
-class _ByDigest:
-    """A grammar as a key: grammars that are equal are one."""
-
-    def __init__(self, grammar: Grammar) -> None:
-        self.grammar = grammar
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _ByDigest) and other.grammar.digest == self.grammar.digest
-
-    def __hash__(self) -> int:
-        return hash(self.grammar.digest)
-
-
 def masked_canvas(
     grammar: Grammar, num_slots: int, ends: Iterable[int], forbidden: Iterable[int], most_tokens: int
 ) -> CanvasGrammar:
     """A grammar on a canvas that is all masked, as of `CanvasGrammar`; the next that is asked for takes no time."""
     ids = tuple(sorted(ends)), tuple(sorted(forbidden))
-    return _masked_canvas(_ByDigest(grammar), num_slots, *ids, most_tokens).fresh()
+    return _masked_canvas(grammar, num_slots, *ids, most_tokens).fresh()
 
 
 @lru_cache(maxsize=_MOST_KEPT)
 def _masked_canvas(
-    grammar: _ByDigest, num_slots: int, ends: tuple[int, ...], forbidden: tuple[int, ...], most_tokens: int
+    grammar: Grammar, num_slots: int, ends: tuple[int, ...], forbidden: tuple[int, ...], most_tokens: int
 ) -> CanvasGrammar:
-    return CanvasGrammar(grammar.grammar, num_slots, ends, forbidden, most_tokens)
+    return CanvasGrammar(grammar, num_slots, ends, forbidden, most_tokens)
 
 
 class CanvasGrammar:

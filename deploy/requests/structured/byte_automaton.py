@@ -20,13 +20,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rollout.grammar.grammar import NOWHERE
+
 MAX_STATES = 2048
 MAX_TEXT = 2**16
 """Characters of a schema or an expression."""
 _MAX_BYTES = 2**30
 _MAX_CPU_S = 5
 _TIMEOUT_S = 60.0
-_NOWHERE = -1
 _EOS = 256
 # Between the quotes of a string of JSON.
 _FORBIDDEN_IN_STRINGS = (*range(0x20), ord('"'), ord("\\"), 0x7F)
@@ -48,6 +49,12 @@ class AutomatonError(ValueError):
     """What has no automaton here, in a sentence without its full stop."""
 
 
+def check_length(text: str) -> None:
+    """Raise AutomatonError for a schema or an expression that is too long."""
+    if len(text) > MAX_TEXT:
+        raise AutomatonError(f"has {len(text)} characters; {MAX_TEXT} are the most")
+
+
 def byte_automaton(kind: str, text: str) -> tuple[NDArray[np.int16], NDArray[np.bool_]]:
     """The automaton of a schema in the library's words (`schema`), or of an expression (`regex`).
 
@@ -58,8 +65,7 @@ def byte_automaton(kind: str, text: str) -> tuple[NDArray[np.int16], NDArray[np.
         AutomatonError: it has none, or it is too large.
     """
     too_large = f"is too large: it takes more than {_MAX_CPU_S} s or {_MAX_BYTES >> 30} GiB to see what it allows"
-    if len(text) > MAX_TEXT:
-        raise AutomatonError(f"has {len(text)} characters; {MAX_TEXT} are the most")
+    check_length(text)
     environment = {"PATH": os.environ.get("PATH", ""), "PYTHONPATH": str(_ROOT), "OPENBLAS_NUM_THREADS": "1"}
     try:
         done = subprocess.run(  # noqa: S603  # our own module
@@ -110,7 +116,7 @@ def _automaton(kind: str, text: str) -> tuple[NDArray[np.int16], NDArray[np.bool
     for pattern in _patterns(schema):
         # Without the group that it is in: it may close it.
         next_state, _ = _numbered(_index(pattern[1:-1]))
-        if (next_state[:, _FORBIDDEN_IN_STRINGS] != _NOWHERE).any():
+        if (next_state[:, _FORBIDDEN_IN_STRINGS] != NOWHERE).any():
             raise AutomatonError(
                 f"has the pattern {pattern[1:-1]!r}, which quotes, backslashes or control characters match; name the "
                 "characters that it means"
@@ -186,7 +192,7 @@ def _numbered(index: Any) -> tuple[NDArray[np.int16], NDArray[np.bool_]]:
         numbers[state] = len(numbers)
     if len(numbers) > MAX_STATES:
         raise AutomatonError(f"has an automaton of {len(numbers)} states; {MAX_STATES} are the most")
-    next_state = np.full((len(numbers), 256), _NOWHERE, dtype=np.int16)
+    next_state = np.full((len(numbers), 256), NOWHERE, dtype=np.int16)
     for state, number in numbers.items():
         for byte, target in transitions.get(state, {}).items():
             if byte not in (_END, _EOS) and target in useful:
@@ -195,22 +201,23 @@ def _numbered(index: Any) -> tuple[NDArray[np.int16], NDArray[np.bool_]]:
 
 
 def _reached(transitions: dict[int, dict[int, int]], first: int) -> set[int]:
-    found, waiting = {first}, [first]
-    while waiting:
-        new = set(transitions.get(waiting.pop(), {}).values()) - found
-        found |= new
-        waiting += new
-    return found
+    """The states that texts lead to from one."""
+    return _closure({first}, {state: set(reached.values()) for state, reached in transitions.items()})
 
 
 def _useful(transitions: dict[int, dict[int, int]], accepting: set[int]) -> set[int]:
+    """The states from which a text ends."""
     before: dict[int, set[int]] = {}
     for state, reached in transitions.items():
         for target in reached.values():
             before.setdefault(target, set()).add(state)
-    found, waiting = set(accepting), list(accepting)
+    return _closure(accepting, before)
+
+
+def _closure(begun: set[int], neighbours: dict[int, set[int]]) -> set[int]:
+    found, waiting = set(begun), list(begun)
     while waiting:
-        new = before.get(waiting.pop(), set()) - found
+        new = neighbours.get(waiting.pop(), set()) - found
         found |= new
         waiting += new
     return found

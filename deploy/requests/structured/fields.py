@@ -16,6 +16,7 @@ MAX_CHOICES = 256
 MAX_CHOICE_LENGTH = 1024
 _ANY_OBJECT = {"type": "object"}
 
+_Kind = Literal["text", "json_object", "json_schema"]
 _Name = Annotated[str, Field(max_length=256)]
 
 
@@ -56,37 +57,35 @@ class ResponseFormat(Body):
 
     place = "response_format."
 
-    type: Literal["text", "json_object", "json_schema"]
+    type: _Kind
     json_schema: JsonSchema | None = None
 
     @model_validator(mode="after")
     def _has_schema(self) -> ResponseFormat:
-        if (self.json_schema is not None) != (self.type == "json_schema"):
-            message = "`response_format` has a `json_schema` where its `type` is `json_schema`, and only there"
-            raise RequestError(message, param="response_format")
+        _expect_schema(self.type, self.json_schema, "json_schema", "response_format")
         return self
 
     @property
     def structure(self) -> Structure | None:
         """What the text must be; None for any text."""
-        if self.json_schema is not None:
-            return Structure.of_schema(self.json_schema.json_schema, "response_format")
-        return Structure.of_schema(_ANY_OBJECT, "response_format") if self.type == "json_object" else None
+        schema = None if self.json_schema is None else self.json_schema.json_schema
+        return _structure_of(self.type, schema, "response_format")
 
 
-class TextFormat(JsonSchema):
+class TextFormat(Body):
     """`text.format` of `/v1/responses`: the same in one object."""
 
     place = "text.format."
 
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: Annotated[_Schema | None, Field(alias="schema")] = None  # type: ignore[assignment]  # of a schema alone
+    type: _Kind
+    name: _Name | None = None
+    description: str | None = None
+    json_schema: Annotated[_Schema | None, Field(alias="schema")] = None
+    strict: bool | None = None
 
     @model_validator(mode="after")
     def _has_schema(self) -> TextFormat:
-        if (self.json_schema is not None) != (self.type == "json_schema"):
-            message = "`text.format` has a `schema` where its `type` is `json_schema`, and only there"
-            raise RequestError(message, param="text")
+        _expect_schema(self.type, self.json_schema, "schema", "text.format")
         return self
 
 
@@ -101,10 +100,17 @@ class TextOptions(Body):
     @property
     def structure(self) -> Structure | None:
         """What the text must be; None for any text."""
-        said = self.format
-        if said is None or said.type == "text":
-            return None
-        return Structure.of_schema(_ANY_OBJECT if said.json_schema is None else said.json_schema, "text")
+        return None if self.format is None else _structure_of(self.format.type, self.format.json_schema, "text")
+
+
+def _expect_schema(kind: _Kind, schema: object, key: str, field: str) -> None:
+    if (schema is not None) != (kind == "json_schema"):
+        message = f"`{field}` has a `{key}` where its `type` is `json_schema`, and only there"
+        raise RequestError(message, param=field.partition(".")[0])
+
+
+def _structure_of(kind: _Kind, schema: dict[str, Any] | None, field: str) -> Structure | None:
+    return None if kind == "text" else Structure.of_schema(_ANY_OBJECT if schema is None else schema, field)
 
 
 class StructuredOutputs(Body):

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from functools import cached_property
 from threading import Lock
 
-from deploy.requests.structured.byte_automaton import MAX_TEXT, AutomatonError, byte_automaton
+from deploy.requests.structured.byte_automaton import AutomatonError, byte_automaton, check_length
 from deploy.requests.structured.schema import SchemaError, library_schema
 from deploy.requests.structured.structure import Structure
 from deploy.requests.structured.token_automaton import TokenTrie
@@ -50,9 +50,9 @@ class Grammars:
 
     def _make(self, structure: Structure) -> Grammar | str:
         """The grammar, or why there is none."""
-        if len(structure.text) > MAX_TEXT:
-            return f"has {len(structure.text)} characters; {MAX_TEXT} are the most"
         try:
+            # Before references are followed, which take time.
+            check_length(structure.text)
             return self._trie.grammar(*byte_automaton(*in_words_of_the_library(structure)))
         except (SchemaError, AutomatonError, ValueError) as error:
             return str(error)

@@ -48,8 +48,8 @@ _OF_TYPE = {
 }
 _PYTHON = {"object": dict, "array": list, "string": str, "boolean": bool, "null": type(None)}
 _TIME = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,6})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
-_DATE = r"[12][0-9]{3}-(0[1-9]|1[0-2])-(0[1-9]|1[0-9]|2[0-8])"
 # A day past the 28th is not in every month.
+_DATE = r"[12][0-9]{3}-(0[1-9]|1[0-2])-(0[1-9]|1[0-9]|2[0-8])"
 _FORMATS = {
     "date": _DATE,
     "time": _TIME,

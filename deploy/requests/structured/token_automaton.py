@@ -69,16 +69,18 @@ class TokenTrie:
         Raises ValueError where it is too large.
         """
         num_states = len(accepting)
+        # One more row, for what leads nowhere: it is the last, which -1 means.
+        table = np.concatenate([next_byte, np.full((1, 256), NOWHERE, dtype=np.int16)])
         # A token's class is known by where it leads from every state, and that by a hash: 64 bits of a sum.
         keys_S = np.random.default_rng(_SEED).integers(1, 2**63, size=num_states, dtype=np.uint64)
         hash_V = np.zeros(self._vocab_size, dtype=np.uint64)
         for start in range(0, num_states, _STATES_AT_ONCE):
             states = np.arange(start, min(start + _STATES_AT_ONCE, num_states))
-            hash_V += self._walk(next_byte, states).view(np.uint16).astype(np.uint64) @ keys_S[states]
+            hash_V += self._walk(table, states).view(np.uint16).astype(np.uint64) @ keys_S[states]
         _, first_C, class_of_V = np.unique(hash_V, return_index=True, return_inverse=True)
         if num_states * len(first_C) > MAX_ENTRIES:
             raise ValueError(f"leads {len(first_C)} kinds of tokens through {num_states} states, which is too many")
-        next_state = np.stack([self._walk_one(next_byte, self._spelled[token]) for token in first_C], axis=1)
+        next_state = np.stack([_walk_one(table, self._spelled[token]) for token in first_C], axis=1)
         return Grammar(
             class_of=class_of_V.reshape(-1).astype(np.int32),
             next_state=np.ascontiguousarray(next_state),
@@ -86,9 +88,8 @@ class TokenTrie:
             most_tokens=2**31 - 1,
         )
 
-    def _walk(self, next_byte: NDArray[np.int16], states: NDArray[np.int64]) -> NDArray[np.int16]:
+    def _walk(self, table: NDArray[np.int16], states: NDArray[np.int64]) -> NDArray[np.int16]:
         """[V, states] where each token leads from some states."""
-        table = _with_nowhere(next_byte)
         reached_V = np.full((self._vocab_size, len(states)), NOWHERE, dtype=np.int16)
         here = states.astype(np.int16)[None]
         for level in self._levels:
@@ -96,17 +97,13 @@ class TokenTrie:
             reached_V[level.tokens] = here[level.places]
         return reached_V
 
-    @staticmethod
-    def _walk_one(next_byte: NDArray[np.int16], spelling: bytes | None) -> NDArray[np.int16]:
-        """[S] where one token leads from every state."""
-        if not spelling:
-            return np.full(len(next_byte), NOWHERE, dtype=np.int16)
-        table, here = _with_nowhere(next_byte), np.arange(len(next_byte), dtype=np.int16)
-        for byte in spelling:
-            here = table[here, byte]
-        return here
 
-
-def _with_nowhere(next_byte: NDArray[np.int16]) -> NDArray[np.int16]:
-    """One more row, for what leads nowhere: it is the last, which -1 means."""
-    return np.concatenate([next_byte, np.full((1, 256), NOWHERE, dtype=np.int16)])
+def _walk_one(table: NDArray[np.int16], spelling: bytes | None) -> NDArray[np.int16]:
+    """[S] where one token leads from every state."""
+    num_states = len(table) - 1
+    if not spelling:
+        return np.full(num_states, NOWHERE, dtype=np.int16)
+    here = np.arange(num_states, dtype=np.int16)
+    for byte in spelling:
+        here = table[here, byte]
+    return here

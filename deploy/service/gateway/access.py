@@ -69,7 +69,7 @@ class AccessControl:
                 await self._answer(scope, receive, named)
 
     async def _answer(self, scope: Scope, receive: Receive, named: _Named) -> None:
-        began_s, what = time.monotonic(), {"method": scope["method"], "path": printable(scope["path"])[:_MAX_LOGGED]}
+        began_s, method, path = time.monotonic(), scope["method"], scope["path"]
         try:
             error = await self._refusal(scope)
             if error is not None:
@@ -78,9 +78,9 @@ class AccessControl:
                 await self._app(scope, _limited(receive, named), named)
         finally:
             # Who looks at health looks every second.
-            if not self._opens(scope["method"], scope["path"]):
-                seconds = round(time.monotonic() - began_s, 3)
-                structlog.get_logger().info("request", **what, status=named.status, seconds=seconds)
+            if not self._opens(method, path):
+                what = {"method": method, "path": printable(path)[:_MAX_LOGGED], "status": named.status}
+                structlog.get_logger().info("request", **what, seconds=round(time.monotonic() - began_s, 3))
 
     async def _refusal(self, scope: Scope) -> ServiceError | None:
         if (refusal := self._callers.refusal(scope)) is not None:
