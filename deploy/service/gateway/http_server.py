@@ -16,7 +16,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from deploy.service.gateway.address import Address
-from deploy.service.gateway.http_protocol import BoundedHttpProtocol
+from deploy.service.gateway.http_protocol import BoundedHttpProtocol, announced
 
 ON_HEAD = {"num_cpus": 0, "resources": {"node:__internal_head__": 0.001}}
 """What a deployment asks of Ray that listens where the service was started: no other node is meant by 127.0.0.1."""
@@ -48,7 +48,7 @@ class HttpServer:
             OSError: the port stays taken.
         """
         config = uvicorn.Config(
-            app,
+            announced(app),
             http=BoundedHttpProtocol,
             # It would close the handlers of Ray Serve's log, without which a restarted controller replaces the replica.
             log_config=None,

@@ -130,6 +130,43 @@ def test_an_answer_under_way_comes_whole_whatever_follows_the_request(serve):
             assert answer.count(b"HTTP/1.1") == 1
 
 
+def test_an_answer_that_has_begun_comes_whole_whatever_follows_the_request(serve):
+    async def slow(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"hel", "more_body": True})
+        await asyncio.sleep(0.5)
+        await send({"type": "http.response.body", "body": b"lo"})
+
+    for rest in (GET, b"\x00 no HTTP"):
+        with serve(slow)() as connection:
+            connection.sendall(GET)
+            begun = connection.recv(65536)
+            connection.sendall(rest)
+            assert (begun + all_of(connection)).endswith(b"3\r\nhel\r\n2\r\nlo\r\n0\r\n\r\n"), rest
+
+
+def test_an_application_that_fails_ends_its_connection(serve):
+    async def fails(scope, receive, send):
+        raise ValueError
+
+    with serve(fails)() as connection:
+        connection.sendall(GET)
+        assert all_of(connection).startswith(b"HTTP/1.1 500")
+
+
+def test_a_connection_whose_body_came_after_its_answer_is_kept_until_its_time(serve, monkeypatch):
+    monkeypatch.setattr("deploy.service.gateway.http_server._KEEP_ALIVE_S", 0.5)
+    with serve(hello)() as connection:
+        connection.sendall(POST)
+        assert connection.recv(65536).endswith(b"hello")
+        connection.sendall(b"0\r\n\r\n" + GET)
+        assert connection.recv(65536).endswith(b"hello")
+        connection.sendall(POST)
+        assert connection.recv(65536).endswith(b"hello")
+        connection.sendall(b"0\r\n\r\n")
+        assert all_of(connection) == b""
+
+
 def test_a_body_that_is_no_body_is_refused(app, serve):
     gated = AccessControl(app, ApiKeys.of(TOKEN, "test"), RateLimits("1000/second"), nothing_open)
     head = f"POST /tokenize HTTP/1.1\r\nhost: d1\r\nauthorization: Bearer {TOKEN}\r\n"
