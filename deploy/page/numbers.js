@@ -38,17 +38,6 @@ export function counted(count, noun) {
   return `${count.toLocaleString("en")} ${noun}${count === 1 ? "" : "s"}`;
 }
 
-const Z_95 = 1.959964;
-
-/** The 95 % interval of a share (Wilson, JASA 1927), as rollout/score.py has it. */
-export function wilson(numCorrect, numProblems) {
-  const share = numCorrect / numProblems;
-  const scale = 1 + Z_95 ** 2 / numProblems;
-  const centre = (share + Z_95 ** 2 / (2 * numProblems)) / scale;
-  const half = (Z_95 / scale) * Math.sqrt((share * (1 - share)) / numProblems + Z_95 ** 2 / (4 * numProblems ** 2));
-  return [Math.max(0, centre - half), Math.min(1, centre + half)];
-}
-
 /** For each value the mean of the last `width` up to it; what is not there counts for nothing. */
 export function movingMean(values, width) {
   return values.map((value, index) => {

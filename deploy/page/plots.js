@@ -1,8 +1,7 @@
 // The curves: which there are, and how uPlot draws them. Numbers only; no text of the model comes here.
 
 import { make, setText } from "./dom.js";
-import { isHeldout } from "./history.js";
-import { movingMean, number, percent, wilson } from "./numbers.js";
+import { movingMean, number, percent } from "./numbers.js";
 import uPlot from "./vendor/uPlot.esm.js";
 
 const HEIGHT = 190;
@@ -190,10 +189,10 @@ function ofShares(_, low, high) {
   return [Math.min(0, low ?? 0), Math.max(0.05, high <= 1 ? Math.min(1, (high ?? 1) * 1.15) : (high ?? 1) * 1.08)];
 }
 
-const roundsOf = (history) => [...history.rounds.keys()].map((index) => index + 1);
+const roundsOf = (history) => history.rounds.map(({ round }) => round + 1);
 
 function smoothed(history, key) {
-  const values = history.series(key);
+  const values = history.rounds.map((round) => round[key]);
   return [values, movingMean(values, Math.max(1, Math.floor(values.length / 20)))];
 }
 
@@ -220,8 +219,7 @@ function ofRounds({ id, title, key, name, color, format = number, range = fromZe
 
 /** Something of each evaluation, for the lines of the policy, of the control and of the validation problems. */
 function byLine(items, valueOf) {
-  const lines = [isHeldout, (item) => item.label === "control", (item) => item.label === "validation"];
-  return lines.map((has) => items.map((item) => (has(item) ? valueOf(item) : null)));
+  return ["policy", "control", "validation"].map((line) => items.map((item) => (item.line === line ? valueOf(item) : null)));
 }
 
 const ACCURACY = {
@@ -239,9 +237,9 @@ const ACCURACY = {
   ],
   data: (history) => [
     history.evaluations.map((item) => item.drawn_s / 60),
-    ...byLine(history.evaluations, (item) => item.num_correct / item.num_problems),
+    ...byLine(history.evaluations, (item) => item.accuracy),
   ],
-  bars: (history) => byLine(history.evaluations, (item) => wilson(item.num_correct, item.num_problems)),
+  bars: (history) => byLine(history.evaluations, (item) => [item.low, item.high]),
 };
 
 const SFT_LOSS = {
@@ -257,9 +255,8 @@ const SFT_LOSS = {
     { name: "loss", color: "blue", mean: true },
   ],
   data: (history) => {
-    const events = history.steps.get("sft") ?? [];
-    const losses = events.map((event) => event.loss);
-    return [events.map((event) => event.step), losses, movingMean(losses, Math.max(1, Math.floor(losses.length / 20)))];
+    const losses = history.steps.map(({ loss }) => loss);
+    return [history.steps.map(({ step }) => step), losses, movingMean(losses, Math.max(1, Math.floor(losses.length / 20)))];
   },
 };
 

@@ -2,7 +2,7 @@
 
 import { get } from "./api.js";
 import { byId, make, setFacts, setText, shortened, visible } from "./dom.js";
-import { RunHistory, isHeldout } from "./history.js";
+import { RunHistory } from "./history.js";
 import { duration, number, percent } from "./numbers.js";
 import { CURVES, Plot } from "./plots.js";
 import { whenVisible } from "./wait.js";
@@ -28,7 +28,6 @@ const NUM_ROUNDS = 20;
 export class RunView {
   #history = new RunHistory();
   #plots = CURVES.map((spec) => new Plot(spec));
-  #after = 0;
   #run = null;
   #turn = 0;
 
@@ -45,7 +44,6 @@ export class RunView {
   start() {
     this.#turn += 1;
     this.#history = new RunHistory();
-    this.#after = 0;
     this.#run = null;
     this.#follow(this.#turn);
   }
@@ -77,22 +75,16 @@ export class RunView {
   }
 
   async #poll(turn) {
-    // What it says of the phase, the events say too, sooner.
+    // What it says of the phase, the history says too, sooner.
     this.#run ??= await get("v1/run");
     const [samples, pools] = await Promise.all([get(`v1/run/samples?limit=${NUM_SAMPLES}`), get("v1/run/pools")]);
-    for (;;) {
-      const { events, next } = await get(`v1/run/events?after=${this.#after}`);
+    for (let had = null; had !== this.#history.next; ) {
+      had = this.#history.next;
+      const part = await get(`v1/run/history${had && `?after=${had}`}`);
       if (turn !== this.#turn) {
         return;
       }
-      for (const event of events) {
-        this.#history.add(event);
-      }
-      const isNew = next > this.#after;
-      this.#after = next;
-      if (!isNew || events.length === 0) {
-        break;
-      }
+      this.#history.add(part);
     }
     this.#showRun();
     this.#showCurves();
@@ -103,18 +95,18 @@ export class RunView {
   #showRun() {
     const history = this.#history;
     const run = this.#run;
-    const planned = history.planned.get("rl") || run.num_rounds;
-    const last = history.lastRound;
+    const planned = history.numPlannedRounds || run.num_rounds;
+    const last = history.newestRound;
     setText(byId("run-title"), visible(run.name));
-    const name = history.phase || (run.phase ?? "");
-    const phase = history.isDone ? "complete" : (PHASES[name] ?? visible(name));
+    const name = history.phase ?? run.phase ?? "";
+    const phase = history.isFinished ? "complete" : (PHASES[name] ?? visible(name));
     setText(byId("run-phase"), phase);
-    byId("run-phase").classList.toggle("is-live", !history.isDone);
-    const evaluation = history.evaluations.findLast(isHeldout);
+    byId("run-phase").classList.toggle("is-live", !history.isFinished);
+    const evaluation = history.evaluations.findLast((item) => item.line === "policy");
     setFacts(byId("run-facts"), [
       ["Round", last ? `${number(last.round + 1)}${planned ? ` of ${number(planned)}` : ""}` : "–"],
       ["Reward", last ? number(last.reward) : "–"],
-      ["Held-out accuracy", evaluation ? percent(evaluation.num_correct / evaluation.num_problems) : "–"],
+      ["Held-out accuracy", evaluation ? percent(evaluation.accuracy) : "–"],
       ["Time", duration(history.seconds)],
     ]);
   }
@@ -123,7 +115,7 @@ export class RunView {
     for (const plot of this.#plots) {
       plot.show(this.#history);
     }
-    const rounds = [...this.#history.rounds.values()].slice(-NUM_ROUNDS).reverse();
+    const rounds = this.#history.rounds.slice(-NUM_ROUNDS).reverse();
     byId("round-table").tBodies[0].replaceChildren(
       ...rounds.map((round) => make("tr", {}, ...COLUMNS.map(([key, , format]) => make("td", {}, format(round[key]))))),
     );
@@ -143,7 +135,7 @@ export class RunView {
     );
     const none = make("tr", {}, make("td", { colspan: "5" }, "No replica is up."));
     byId("replicas").tBodies[0].replaceChildren(...(rows.length > 0 ? rows : [none]));
-    const last = this.#history.lastRound ?? {};
+    const last = this.#history.newestRound ?? {};
     const ungraded = typeof last.num_ungraded === "object" ? sum(Object.values(last.num_ungraded ?? {})) : last.num_ungraded;
     setFacts(byId("pool-facts"), [
       ["Samplers, last round", poolWords(last.pools?.samplers)],
@@ -151,6 +143,7 @@ export class RunView {
       ["Completions, last round", `${number(last.num_completions)} graded, ${number(ungraded ?? 0)} not, ${number(last.num_failed_groups ?? 0)} groups lost`],
       ["Portions tried again", number(last.num_retries)],
       ["Failures the run survived", number(this.#history.numFailures)],
+      ...(this.#history.numUnreadable > 0 ? [["Events that could not be read", number(this.#history.numUnreadable)]] : []),
       ["Registry", followerWords(follower)],
     ]);
   }

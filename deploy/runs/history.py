@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from actors.run_log import LEARNER_FAILED, RESTARTED, VALIDATION, Event, is_done
 from rollout.score import Score
@@ -38,6 +38,13 @@ class Evaluation:
     schedules: Mapping[str, ScheduleScore] = field(default_factory=dict)
     """The same at every schedule that was asked for, by name."""
 
+    @property
+    def line(self) -> Literal["policy", "control", "validation"]:
+        """The curve that it is a point of: `policy` are the held-out problems, solved by what the run is for."""
+        if self.label == "control":
+            return "control"
+        return "validation" if self.label == VALIDATION else "policy"
+
 
 @dataclass(kw_only=True, slots=True)
 class RunHistory:
@@ -45,6 +52,10 @@ class RunHistory:
 
     name: str = ""
     """The run's name."""
+    began_at: float | None = None
+    """When it began, in seconds since 1970."""
+    phase: str | None = None
+    """The phase begun last."""
     rounds: dict[int, Event] = field(default_factory=dict)
     """The `round` events by round, ascending."""
     steps: dict[str, list[Event]] = field(default_factory=dict)
@@ -65,13 +76,27 @@ class RunHistory:
     """Faults that the run survived: a learner that dies is one, with what its other workers say and its restart."""
     is_learner_down: bool = False
     """Whether the learner group's newest fault is counted and it has trained nothing since."""
+    num_forgotten: int = 0
+    """How often rounds, steps or evaluations were taken back, because a resumed run did them again."""
+    seconds: float = 0.0
+    """How long the run took, or has taken so far."""
     last: Event | None = None
     """The newest event."""
 
+    def add(self, event: Event) -> None:
+        """Take the next event.
+
+        Raises:
+            KeyError, TypeError: it lacks what events of its kind have; nothing of it is taken.
+        """
+        seconds = float(event["time_s"])
+        _add(self, event)
+        self.seconds, self.last = seconds, event
+
     @property
-    def seconds(self) -> float:
-        """How long the run took, or has taken so far."""
-        return float(self.last["time_s"]) if self.last else 0.0
+    def newest_round(self) -> Event | None:
+        """The `round` event of the newest round."""
+        return next(reversed(self.rounds.values()), None)
 
     @property
     def is_finished(self) -> bool:
@@ -81,12 +106,12 @@ class RunHistory:
     @property
     def heldout(self) -> list[Evaluation]:
         """The held-out evaluations of the policy that the run is for: the control is another one."""
-        return [item for item in self.evaluations if item.label not in ("control", VALIDATION)]
+        return [item for item in self.evaluations if item.line == "policy"]
 
     @property
     def validation(self) -> list[Evaluation]:
         """Those on validation problems."""
-        return [item for item in self.evaluations if item.label == VALIDATION]
+        return [item for item in self.evaluations if item.line == "validation"]
 
     @property
     def course(self) -> list[Evaluation]:
@@ -106,8 +131,7 @@ def read_history(events: Iterable[Event]) -> RunHistory:
     """The history that events tell."""
     history = RunHistory()
     for event in events:
-        _add(history, event)
-        history.last = event
+        history.add(event)
     return history
 
 
@@ -115,6 +139,7 @@ def _add(history: RunHistory, event: Event) -> None:
     match event["event"]:
         case "run":
             history.name = event["name"]
+            history.began_at = history.began_at or event.get("began_at")
         case "phase":
             _begin_phase(history, event)
         case "sft":
@@ -146,24 +171,28 @@ def _add_failure(history: RunHistory, event: Event) -> None:
 
 def _begin_phase(history: RunHistory, event: Event) -> None:
     """What there was of it counts no more, but for the steps before that where a run that was stopped in it goes on."""
-    phase, step = event["phase"], event.get("from_step", 0)
-    history.planned[phase] = event["num_steps"]
+    phase, step, planned = event["phase"], event.get("from_step", 0), event["num_steps"]
+    history.phase, history.planned[phase] = phase, planned
     history.phase_begins.setdefault(phase, event["time_s"])
     history.is_learner_down = False
     for kept in (history.steps, history.sft_losses):
-        before = [event for event in kept.pop(phase, []) if step and event["step"] <= step]
+        all_of_it = kept.pop(phase, [])
+        before = [event for event in all_of_it if step and event["step"] <= step]
+        history.num_forgotten += len(before) < len(all_of_it)
         if before:
             kept[phase] = before
 
 
 def _add_round(history: RunHistory, event: Event) -> None:
     """A run that was resumed from a checkpoint goes through the rounds after it again."""
-    index = event["round"]
+    if not isinstance(index := event["round"], int):
+        raise TypeError(f"no number of a round: {index!r}")
     if next(reversed(history.rounds), -1) >= index:
         history.rounds = {done: kept for done, kept in history.rounds.items() if done < index}
-    history.evaluations = [
-        item for item in history.evaluations if item.label not in ("round", VALIDATION) or item.round <= index
-    ]
+        history.num_forgotten += 1
+    still = [item for item in history.evaluations if item.label not in ("round", VALIDATION) or item.round <= index]
+    history.num_forgotten += len(still) < len(history.evaluations)
+    history.evaluations = still
     history.rounds[index] = event
 
 

@@ -21,6 +21,7 @@ from deploy.page.routes import page_router
 from deploy.requests.body import Ask, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from deploy.requests.planner import RequestPlan
 from deploy.requests.responses import ResponsesRequest
+from deploy.runs.live_history import BEGINNING, Cursor
 from deploy.service.api import replies, response_replies
 from deploy.service.api.bounded_route import BoundedRoute
 from deploy.service.api.metrics import RequestObserver, ServiceMetrics
@@ -43,6 +44,8 @@ from deploy.service.link.cancellation import EndedError, unless
 from deploy.service.link.failover import with_failover
 
 _Number = Annotated[int, Path(ge=0, le=2**31 - 1)]
+_Cursor = Annotated[str, Query(pattern=r"^[0-9]{1,12}(\.[0-9]{1,12}){4}$")]
+_BEGINNING = str(BEGINNING)
 # What is tokenized in the time that a thread takes to begin.
 _SHORT_BYTES = 2048
 _Result = TypeVar("_Result")
@@ -304,6 +307,10 @@ def _add_run(app: FastAPI, service: Service, watch: EngineWatch) -> None:
     @app.get("/v1/run/events", **described(replies.RunEvents, 400, 404))
     async def events(after: Annotated[int, Query(ge=0, le=2**31 - 1)] = 0) -> replies.RunEvents:
         return await asyncio.to_thread(run().events, after)
+
+    @app.get("/v1/run/history", **described(replies.RunHistory, 400, 404))
+    async def history(after: _Cursor = _BEGINNING) -> replies.RunHistory:
+        return await asyncio.to_thread(run().history, Cursor.parse(after))
 
     @app.get("/v1/run/samples", **described(replies.Samples, 400, 404))
     async def samples(limit: Annotated[int, Query(ge=1, le=MAX_SAMPLES)] = 20) -> replies.Samples:

@@ -318,6 +318,57 @@ class RunEvents(Body):
     next: int
 
 
+class DrawnRound(Body):
+    """What is drawn of a round; null where the algorithm has no such number."""
+
+    round: int
+    policy_version: int | None
+    reward: float | None
+    correct: float | None
+    kl: float | None
+    mean_staleness: float | None
+    tokens_per_s: float | None
+    loss: float | None
+
+
+class DrawnStep(Body):
+    """An optimizer step of SFT."""
+
+    step: int
+    loss: float | None
+
+
+class DrawnEvaluation(Body):
+    """An evaluation, as a curve has it."""
+
+    line: Literal["policy", "control", "validation"]
+    round: int
+    drawn_s: float
+    num_correct: int
+    num_problems: int
+    accuracy: float
+    low: float
+    high: float
+
+
+class RunHistory(Body):
+    """What the run has come to; of its lists what is new after `after`."""
+
+    name: str
+    phase: str | None
+    is_finished: bool
+    seconds: float
+    num_planned_rounds: int | None
+    num_failures: int
+    num_unreadable: int
+    newest_round: dict[str, Any] | None
+    is_whole: bool
+    rounds: list[DrawnRound]
+    steps: list[DrawnStep]
+    evaluations: list[DrawnEvaluation]
+    next: str
+
+
 class Samples(Body):
     """Lines of its samples.jsonl."""
 

@@ -15,9 +15,20 @@ from typing import Any, BinaryIO
 
 from actors.checkpoints.selection import checkpoints_to_answer
 from actors.registry.records import PolicyVersion
-from actors.run_log import CHECKPOINTS, METRICS, RECIPE, SAMPLES
+from actors.run_log import CHECKPOINTS, METRICS, RECIPE, SAMPLES, Event
 from deploy.recipe.yaml_text import parse_yaml
-from deploy.service.api.replies import Run, RunEvents, RunProblems, Samples
+from deploy.runs.history import Evaluation
+from deploy.runs.live_history import Cursor, HistoryPart, LiveHistory
+from deploy.service.api.replies import (
+    DrawnEvaluation,
+    DrawnRound,
+    DrawnStep,
+    Run,
+    RunEvents,
+    RunHistory,
+    RunProblems,
+    Samples,
+)
 from deploy.service.checkpoints import Checkpoints
 from deploy.service.example import example_problems
 
@@ -34,25 +45,21 @@ class RunView:
         self._directory = directory
         self._metrics, self._samples = _GrowingFile(directory / METRICS), _GrowingFile(directory / SAMPLES)
         self._checkpoints = Checkpoints(directory)
-        self._lock = threading.Lock()
+        self._lock, self._history_lock = threading.Lock(), threading.Lock()
+        self._live, self._num_beginnings = LiveHistory(), 0
         self._versions: tuple[int, ...] = ()
         self._looked_at = -math.inf
 
     def summary(self) -> Run:
         """Its name, when it began, and where it is."""
-        phase, began_at, is_done = None, None, False
-        for event in _objects(self._directory / METRICS):
-            if event.get("event") == "run" and began_at is None:
-                began_at = event.get("began_at")
-            elif event.get("event") == "phase":
-                phase, is_done = event.get("phase"), False
-            elif event.get("event") == "done":
-                is_done = True
+        with self._history_lock:
+            history = self._caught_up().history
+            began_at, phase = history.began_at, "done" if history.is_finished else history.phase
         recipe = parse_yaml((self._directory / RECIPE).read_text(encoding="utf-8"))
         return Run(
             name=self._directory.name,
             began_at=began_at,
-            phase="done" if is_done else phase,
+            phase=phase,
             num_rounds=(recipe.get("learner") or {}).get("num_rounds"),
             recipe=recipe,
         )
@@ -69,9 +76,26 @@ class RunView:
         events = self._metrics.objects(after, MAX_EVENTS)
         return RunEvents(events=events, next=after + len(events))
 
+    def history(self, seen: Cursor) -> RunHistory:
+        """What the run has come to; of its rounds, steps and evaluations those after what was seen."""
+        with self._history_lock:
+            live = self._caught_up()
+            return history_body(live, live.since(seen))
+
     def samples(self, limit: int) -> Samples:
         """The newest samples, the newest last."""
         return Samples(samples=self._samples.last(limit))
+
+    def _caught_up(self) -> LiveHistory:
+        """With what was appended since: of a long run each poll would otherwise read all of it."""
+        while True:
+            events = self._metrics.objects(self._live.num_events, MAX_EVENTS)
+            if self._metrics.num_beginnings != self._num_beginnings:
+                self._live, self._num_beginnings = LiveHistory(), self._metrics.num_beginnings
+            elif not events:
+                return self._live
+            else:
+                self._live.add(events)
 
     def versions(self) -> tuple[int, ...]:
         """The policy versions that have checkpoints, as it was seconds ago."""
@@ -96,6 +120,8 @@ class _GrowingFile:
         self._lock = threading.Lock()
         self._starts: list[int] = []
         self._end = 0
+        self.num_beginnings = 0
+        """How often another run's file under the same name was found."""
 
     def objects(self, after: int, most: int) -> list[dict[str, Any]]:
         """The JSON objects after the first `after`, at most so many."""
@@ -119,19 +145,53 @@ class _GrowingFile:
     def _catch_up(self, file: BinaryIO) -> None:
         """Look at what was appended: of a long run each poll would otherwise read all of it."""
         if os.fstat(file.fileno()).st_size < self._end:
-            # Another run's file under the same name.
             self._starts, self._end = [], 0
+            self.num_beginnings += 1
         file.seek(self._end)
         for start, _ in _lines(file):
             self._starts.append(start)
         self._end = file.tell()
 
 
-def _objects(path: Path) -> Iterator[dict[str, Any]]:
-    """The JSON objects of a file of lines."""
-    if path.is_file():
-        with path.open("rb") as file:
-            yield from (value for _, value in _lines(file))
+def history_body(live: LiveHistory, part: HistoryPart) -> RunHistory:
+    """The answer of `GET /v1/run/history`."""
+    history = live.history
+    return RunHistory(
+        name=history.name,
+        phase=history.phase,
+        is_finished=history.is_finished,
+        seconds=history.seconds,
+        num_planned_rounds=history.planned.get("rl"),
+        num_failures=history.num_failures,
+        num_unreadable=live.num_unreadable,
+        newest_round=history.newest_round,
+        is_whole=part.is_whole,
+        rounds=[_drawn_round(event) for event in part.rounds],
+        steps=[DrawnStep(step=event["step"], loss=event.get("loss")) for event in part.steps],
+        evaluations=[_drawn_evaluation(item) for item in part.evaluations],
+        next=str(part.end),
+    )
+
+
+def _drawn_round(event: Event) -> DrawnRound:
+    values = {key: event.get(key) for key in DrawnRound.model_fields}
+    return DrawnRound.model_validate(
+        {key: value if isinstance(value, int | float) else None for key, value in values.items()}
+    )
+
+
+def _drawn_evaluation(item: Evaluation) -> DrawnEvaluation:
+    low, high = item.score.interval
+    return DrawnEvaluation(
+        line=item.line,
+        round=item.round,
+        drawn_s=item.drawn_s,
+        num_correct=item.score.num_correct,
+        num_problems=item.score.num_problems,
+        accuracy=item.score.accuracy,
+        low=low,
+        high=high,
+    )
 
 
 def _lines(file: BinaryIO) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -17,6 +17,8 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.responses import Response
 
 from deploy.page.routes import page_router
+from deploy.runs.live_history import BEGINNING, Cursor, LiveHistory
+from deploy.service.api.run_view import history_body
 
 KEY = "a-key-of-the-tests"
 _TICK_S = 0.005
@@ -216,10 +218,11 @@ class FakeService:
         async def problems() -> Any:
             return self.problems if self.run else no_run()
 
-        @app.get("/v1/run/events")
-        async def events(after: int) -> Any:
-            new = self.events[after : after + 200]
-            return {"events": new, "next": after + len(new)} if self.run else no_run()
+        @app.get("/v1/run/history")
+        async def history(after: str = str(BEGINNING)) -> Any:
+            live = LiveHistory()
+            live.add(self.events)
+            return history_body(live, live.since(Cursor.parse(after))) if self.run else no_run()
 
         @app.get("/v1/run/samples")
         async def samples(limit: int) -> Any:

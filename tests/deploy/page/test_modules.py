@@ -5,15 +5,13 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 from playwright.sync_api import Page
 
 from deploy.printing import duration, printable
-from deploy.runs.history import moving_mean, read_history
-from rollout.score import Score
-from tests.deploy.page.fake_service import STEPS, TEXTS, evaluation_event, frames, round_event
+from deploy.runs.history import moving_mean
+from tests.deploy.page.fake_service import STEPS, TEXTS, frames
 
 Open = Callable[..., Page]
 
@@ -81,83 +79,18 @@ def test_events_are_parsed_alike_however_the_text_is_cut(page: Page) -> None:
     assert found == [_slow_events(text) for text in texts]
 
 
-def test_a_history_is_what_the_reports_have(page: Page) -> None:
-    draw = random.Random(1)
-    events: list[dict[str, Any]] = [{"event": "run", "time_s": 0.0, "name": "tiny"}]
-    at = 0
-    for _ in range(300):
-        kind = draw.choice(["round", "round", "round", "back", "evaluation", "sft", "phase", "phase_end", "failure"])
-        if kind == "back":
-            at = max(0, at - draw.randrange(6))
-        elif kind == "round":
-            events.append(round_event(at, reward=draw.random()))
-            at += 1
-        elif kind == "evaluation":
-            events.append(
-                evaluation_event(
-                    draw.choice(["round", "validation", "sft", "rl", "control"]), 60.0 + at, draw.randrange(1000), at
-                )
-            )
-        elif kind == "sft":
-            events.append(
-                {"event": "sft", "time_s": 1.0, "phase": draw.choice(["sft", "control"]), "step": at, "loss": 1.0}
-            )
-        elif kind == "phase":
-            resumed = draw.choice([{}, {"from_step": at}])
-            phase = draw.choice(["sft", "rl", "control"])
-            events.append({"event": "phase", "time_s": draw.random(), "phase": phase, "num_steps": 9, **resumed})
-        elif kind == "phase_end":
-            events.append({"event": "phase_end", "phase": draw.choice(["rl", "control"]), "seconds": draw.random()})
-            events[-1] |= {"time_s": 1.0, "num_steps": 9}
-        else:
-            what = draw.choice(["x", "a learner worker failed: y", "the learner group restarted from checkpoint sft"])
-            events.append({"event": "failure", "time_s": 1.0, "what": what, "attempt": draw.choice([0, 1])})
-    found = page.evaluate(
-        """async (events) => {
-          const { RunHistory } = await import("/assets/history.js");
-          const history = new RunHistory();
-          const count = () => [...history.steps.values()].flat().length;
-          const numSteps = events.map((event) => { history.add(event); return count(); });
-          return {
-            numSteps,
-            rounds: [...history.rounds.keys()],
-            rewards: history.series("reward"),
-            evaluations: history.evaluations.map((item) => [item.label, item.round, item.num_correct, item.drawn_s]),
-            steps: Object.fromEntries(history.steps),
-            failures: history.numFailures,
-            last: history.lastRound.round,
-          };
-        }""",
-        events,
-    )
-    history = read_history(events)
-    so_far = [read_history(events[:end]) for end in range(1, len(events) + 1)]
-    assert found == {
-        "numSteps": [sum(map(len, some.steps.values())) for some in so_far],
-        "rounds": list(history.rounds),
-        "rewards": history.series("reward"),
-        "evaluations": [[item.label, item.round, item.score.num_correct, item.drawn_s] for item in history.evaluations],
-        "steps": history.steps,
-        "failures": history.num_failures,
-        "last": max(history.rounds),
-    }
-
-
 def test_numbers_are_those_of_the_reports(page: Page) -> None:
     seconds = [0.04, 9.94, 10.0, 59.4, 60.0, 184.7, 3599.6, 7621.0]
-    scores = [(0, 10), (3, 10), (737, 1000), (1000, 1000)]
     values = [random.Random(2).random() for _ in range(50)]
     found = page.evaluate(
-        """async ([seconds, scores, values]) => {
-          const { duration, wilson, movingMean } = await import("/assets/numbers.js");
-          return [seconds.map(duration), scores.map(([correct, of]) => wilson(correct, of)), movingMean(values, 7)];
+        """async ([seconds, values]) => {
+          const { duration, movingMean } = await import("/assets/numbers.js");
+          return [seconds.map(duration), movingMean(values, 7)];
         }""",
-        [seconds, scores, values],
+        [seconds, values],
     )
     assert found[0] == [duration(value) for value in seconds]
-    for (correct, of), interval in zip(scores, found[1], strict=True):
-        assert interval == pytest.approx(Score(num_correct=correct, num_problems=of).interval, abs=1e-12)
-    assert found[2] == pytest.approx(moving_mean(values, 7))
+    assert found[1] == pytest.approx(moving_mean(values, 7))
 
 
 def test_hostile_text_is_made_visible_as_on_a_terminal(page: Page) -> None:

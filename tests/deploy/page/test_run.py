@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 from playwright.sync_api import Locator, Page, expect
 
+from deploy.runs import live_history
 from tests.deploy.page.fake_service import SAMPLE, FakeService, evaluation_event, round_event
 
 Open = Callable[..., Page]
@@ -52,15 +54,16 @@ def _ink(page: Page, name: str) -> str:
     return page.evaluate("name => document.querySelector(`#plot-${name} canvas`).toDataURL()", name)
 
 
-def test_each_event_is_asked_for_once(open_page: Open, service: FakeService) -> None:
+def test_each_round_is_asked_for_once(open_page: Open, service: FakeService, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_history, "MAX_ITEMS", 200)
     _fill(service, 300)
     page = open_page("/#run")
     expect(_plot(page, "reward")).to_have_attribute("data-points", "300")
     service.events.append(round_event(300))
     expect(_plot(page, "reward")).to_have_attribute("data-points", "301")
-    asked = [query for path, query in zip(service.paths, service.queries, strict=True) if path == "/v1/run/events"]
-    assert asked[:3] == ["after=0", "after=200", "after=306"]
-    assert "after=307" in asked
+    asked = [query for path, query in zip(service.paths, service.queries, strict=True) if path == "/v1/run/history"]
+    assert asked[:3] == ["", "after=0.0.200.2.1", "after=0.0.300.2.1"]
+    assert "after=0.0.301.2.1" in asked
 
 
 def test_rounds_that_a_resumed_run_repeats_replace_the_first_ones(open_page: Open, service: FakeService) -> None:
@@ -174,13 +177,13 @@ def test_without_a_run_nothing_breaks_and_asking_works(open_page: Open, service:
     expect(page.locator("#curves")).to_be_hidden()
     expect(page.locator("#samples")).to_be_hidden()
     expect(page.locator("#policy-facts")).to_be_visible()
-    num_asked = service.paths.count("/v1/run/events")
+    num_asked = service.paths.count("/v1/run/history")
     page.click("#nav-ask")
     page.fill("#prompt", "What is 2 + 3?")
     page.click("#ask")
     expect(page.locator(".state")).to_contain_text("complete")
     page.wait_for_timeout(2500)
-    assert service.paths.count("/v1/run/events") == num_asked
+    assert service.paths.count("/v1/run/history") == num_asked
 
 
 def test_a_run_without_rounds_says_what_is_to_come(open_page: Open, service: FakeService) -> None:

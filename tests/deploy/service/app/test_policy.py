@@ -137,7 +137,7 @@ def test_the_policy_is_shown_with_its_score_and_what_stays_out(client, versions,
 
 def write_run(run_dir):
     lines = [
-        {"event": "run", "time_s": 0.0, "began_at": 1.7e9},
+        {"event": "run", "time_s": 0.0, "name": "tiny", "began_at": 1.7e9},
         {"event": "phase", "time_s": 1.0, "phase": "rl", "num_steps": 9},
         {"event": "round", "time_s": 2.0, "reward": float("nan"), "parts": [{"x": float("inf")}]},
     ]
@@ -162,9 +162,18 @@ def test_a_run_is_read_as_it_stands(client, run_dir):
     assert ([event["event"] for event in body["events"]], body["next"]) == (["torn", "done"], 5)
     assert client.get("/v1/run/events?after=5").json() == {"events": [], "next": 5}
     assert client.get("/v1/run").json()["phase"] == "done"
+    history = client.get("/v1/run/history").json()
+    # A round without its number, and an event without its time.
+    assert (history["phase"], history["is_finished"], history["num_unreadable"]) == ("rl", True, 2)
+    assert client.get(f"/v1/run/history?after={history['next']}").json() == history
     samples = client.get("/v1/run/samples?limit=2").json()["samples"]
     assert [sample["round"] for sample in samples] == [28, 29]
-    for path in ("/v1/run/samples?limit=0", "/v1/run/samples?limit=x", "/v1/run/events?after=-1"):
+    for path in (
+        "/v1/run/samples?limit=0",
+        "/v1/run/samples?limit=x",
+        "/v1/run/events?after=-1",
+        "/v1/run/history?after=1",
+    ):
         assert_error(client.get(path), 400)
     pools = client.get("/v1/run/pools").json()
     assert pools["replicas"] == [{"id": "local", "policy_version": 1, "healthy": True, "running": 0, "waiting": 0}]
