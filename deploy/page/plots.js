@@ -217,6 +217,9 @@ function ofRounds({ id, title, key, name, color, format = number, range = fromZe
   };
 }
 
+/** From left to right: the control comes last, and stands where its training ended. */
+const asDrawn = (evaluations) => evaluations.toSorted((a, b) => a.drawn_s - b.drawn_s);
+
 /** Something of each evaluation, for the lines of the policy, of the control and of the validation problems. */
 function byLine(items, valueOf) {
   return ["policy", "control", "validation"].map((line) => items.map((item) => (item.line === line ? valueOf(item) : null)));
@@ -235,11 +238,11 @@ const ACCURACY = {
     { name: "control", color: "green", points: true },
     { name: "validation", color: "blue", points: true },
   ],
-  data: (history) => [
-    history.evaluations.map((item) => item.drawn_s / 60),
-    ...byLine(history.evaluations, (item) => item.accuracy),
-  ],
-  bars: (history) => byLine(history.evaluations, (item) => [item.low, item.high]),
+  data: (history) => {
+    const items = asDrawn(history.evaluations);
+    return [items.map((item) => item.drawn_s / 60), ...byLine(items, (item) => item.accuracy)];
+  },
+  bars: (history) => byLine(asDrawn(history.evaluations), (item) => [item.low, item.high]),
 };
 
 const SFT_LOSS = {

@@ -93,6 +93,20 @@ def test_numbers_are_those_of_the_reports(page: Page) -> None:
     assert found[1] == pytest.approx(moving_mean(values, 7))
 
 
+def test_accuracies_are_drawn_from_left_to_right(page: Page) -> None:
+    # The control was evaluated last, and trained for less than RL.
+    found = page.evaluate(
+        """async () => {
+          const { CURVES } = await import("/assets/plots.js");
+          const item = (line, drawn_s, accuracy) => ({ line, drawn_s, accuracy, low: accuracy, high: accuracy });
+          const evaluations = [item("policy", 60, 0.1), item("policy", 180, 0.3), item("control", 120, 0.2)];
+          const accuracy = CURVES.find(({ id }) => id === "accuracy");
+          return [accuracy.data({ evaluations }), accuracy.bars({ evaluations })[1]];
+        }"""
+    )
+    assert found == [[[1, 2, 3], [0.1, None, 0.3], [None, 0.2, None], [None] * 3], [None, [0.2, 0.2], None]]
+
+
 def test_hostile_text_is_made_visible_as_on_a_terminal(page: Page) -> None:
     # The joiners stay, for emoji; a lone surrogate does not travel through JSON.
     kept = "\u200c\u200d"
