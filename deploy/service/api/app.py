@@ -46,6 +46,8 @@ from deploy.service.link.failover import with_failover
 _Number = Annotated[int, Path(ge=0, le=2**31 - 1)]
 _Cursor = Annotated[str, Query(pattern=r"^[0-9]{1,12}(\.[0-9]{1,12}){4}$")]
 _BEGINNING = str(BEGINNING)
+GRAMMAR_TIMEOUT_S = 60.0
+"""A request waits so long for its grammar to be made, in seconds."""
 # What is tokenized in the time that a thread takes to begin.
 _SHORT_BYTES = 2048
 _Result = TypeVar("_Result")
@@ -154,12 +156,20 @@ class _Inference:
     async def _plan(self, ask: Ask, request: Request) -> RequestPlan:
         is_short = int(request.headers.get("content-length", MAX_BODY_BYTES)) <= _SHORT_BYTES
         if ask.structure is not None and not self._service.codec.has_grammar(ask.structure):
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._grammar_makers, self._service.planner.plan, ask)
+            return await _unless_gone(request, self._plan_with_grammar(ask))
         if is_short and ask.structure is None:
             return self._service.planner.plan(ask)
         # Tokenizing a long text, or laying a grammar on a canvas, would hold up every stream.
         return await asyncio.to_thread(self._service.planner.plan, ask)
+
+    async def _plan_with_grammar(self, ask: Ask) -> RequestPlan:
+        making = asyncio.get_running_loop().run_in_executor(self._grammar_makers, self._service.planner.plan, ask)
+        try:
+            async with asyncio.timeout(GRAMMAR_TIMEOUT_S):
+                return await making
+        except TimeoutError as error:
+            message = f"Its grammar was not made in {GRAMMAR_TIMEOUT_S:.0f} s, behind those of others; try again."
+            raise ServiceError(503, message, "overloaded", retry_after_s=10) from error
 
     def check_taking(self) -> None:
         """Raise ServiceError where nothing more is taken."""

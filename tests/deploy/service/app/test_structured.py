@@ -2,6 +2,8 @@
 
 import json
 import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -127,3 +129,29 @@ def test_choices_of_one_job_travel_with_one_grammar(service):
     job = unpack(pack(service.planner.job(ask, plan)))
     assert all(request.grammar is None for request in job.requests)
     assert all(request.grammar.digest == plan.grammar.digest for request in job.whole_requests)
+
+
+def test_a_grammar_that_waits_too_long_for_those_of_others_is_refused(app, service, client, monkeypatch):
+    monkeypatch.setattr("deploy.service.api.app.GRAMMAR_TIMEOUT_S", 0.3)
+    free, begun, plan = threading.Event(), [], service.planner.plan
+
+    def slow(ask):
+        begun.append(ask)
+        assert free.wait(20)
+        return plan(ask)
+
+    monkeypatch.setattr(service.planner, "plan", slow)
+
+    def ask(digits):
+        return client.post("/v1/completions", json=ASK | {"structured_outputs": {"regex": f"[0-9]{{{digits}}}"}})
+
+    with ThreadPoolExecutor(3) as asking:
+        answers = list(asking.map(ask, (1, 2, 3)))
+    for answer in answers:
+        assert "was not made in 0 s" in assert_error(answer, 503)["message"]
+        assert answer.headers["retry-after"] == "10"
+    # The third was still waiting, and is not made for nobody.
+    free.set()
+    monkeypatch.setattr("deploy.service.api.app.GRAMMAR_TIMEOUT_S", 30.0)
+    assert ask(4).status_code == 200
+    assert len(begun) == 3
