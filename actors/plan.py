@@ -45,17 +45,24 @@ class RunPlan:
 
     @property
     def portions_per_round(self) -> int:
-        """Portions that a round consists of."""
+        """Portions that a round consists of, before any group is replaced."""
         return self._spec.portions_per_round
+
+    @property
+    def portion_sizes(self) -> list[int]:
+        """Groups of each portion that a round may ask."""
+        most, size = self._spec.most_groups_per_round, self._spec.portion_groups
+        return [min(size, most - first) for first in range(0, most, size)]
 
     def round_portion(self, round_index: int, index: int) -> Portion:
         """A portion of a round. Problems come in a new order in every epoch; every draw has its own seed."""
         spec = self._spec
-        first = index * spec.portion_groups
-        last = min(first + spec.portion_groups, spec.learner.groups_per_round)
+        # A round has problems of its own for those that it may replace: which ones it asks depends on no other round.
+        first, most = index * spec.portion_groups, spec.most_groups_per_round
+        last = min(first + spec.portion_groups, most)
         problems, group_ids, requests = [], [], []
         for group in range(first, last):
-            problem, epoch = self._problem_at(round_index * spec.learner.groups_per_round + group)
+            problem, epoch = self._problem_at(round_index * most + group)
             asked = key_of(problem.problem_id), epoch
             params = self._params[fold(spec.seed, _SCHEDULE_KEY, *asked) % len(self._params)]
             for sample in range(spec.learner.group_size):

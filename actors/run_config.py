@@ -182,8 +182,13 @@ class RunConfig(BaseModel):
         return max(1, self.rollout.batch_size // self.learner.group_size)
 
     @property
+    def most_groups_per_round(self) -> int:
+        """Groups that a round may ask, with those that replace others."""
+        return int(self.learner.groups_per_round * self.rollout.max_oversampling)
+
+    @property
     def portions_per_round(self) -> int:
-        """Portions that a round consists of."""
+        """Portions that a round consists of, before any group is replaced."""
         return -(-self.learner.groups_per_round // self.portion_groups)
 
     @property
@@ -200,10 +205,12 @@ class RunConfig(BaseModel):
     def _consistent(self) -> RunConfig:
         if self.sft.data is None:
             self._check_labels()
-        if self.learner.groups_per_round > self.num_train_problems:
+        if self.most_groups_per_round > self.num_train_problems:
+            oversampling = self.rollout.max_oversampling
+            times = f" times rollout.max_oversampling {oversampling:g}" if oversampling > 1 else ""
             raise ValueError(
-                f"learner.groups_per_round {self.learner.groups_per_round} exceeds "
-                f"num_train_problems {self.num_train_problems}: a round asks each problem once"
+                f"learner.groups_per_round {self.learner.groups_per_round}{times} "
+                f"exceeds num_train_problems {self.num_train_problems}: a round asks each problem once"
             )
         if self.evaluation.num_validation and not self.task.validation_fraction:
             raise ValueError(

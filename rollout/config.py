@@ -59,6 +59,10 @@ class RolloutConfig(BaseModel):
     """Schedules in place of that of `sampling`, each a section such as `num_denoise_steps: 9` or `threshold: 0.9`: the
     seed draws one for each group, so that the states of all of them are trained. Absent: every group is denoised as
     `sampling` says."""
+    max_oversampling: Annotated[float, Field(ge=1)] = 1.0
+    """Above 1, a round replaces groups that teach nothing by others, and asks up to so many times its groups (DAPO's
+    dynamic sampling; `docs/algorithms.md`). Those are groups whose rewards are all equal, that `learner.filters`'
+    accuracies leave out, or that failed. 1: none is replaced."""
     overlong_prompts: Literal["drop", "truncate_left"] = "drop"
     """Prompts above `max_prompt_tokens`: `drop` leaves them out and counts them; `truncate_left` keeps the last
     tokens, as d1 does, which cuts off the instruction."""

@@ -6,6 +6,7 @@ import pytest
 
 from actors.messages import Portion, PortionKey, PortionSummary, ScoredPortion
 from actors.spec import sampler_facts
+from actors.training.choosing import EVERY_GROUP
 from actors.training.collate import collate
 from learner.algorithms import ALGORITHMS
 from learner.batch import RolloutBatch
@@ -61,7 +62,7 @@ def _round(model: Transformer, params: SamplingParams, index: int) -> RolloutBat
     grades = tuple(Grade(reward=reward, parts={"share": reward}, correct=reward >= 0.5) for reward in rewards)
     summary = PortionSummary.of(completions, grades, texts=[""] * len(completions), costs={})
     scored = ScoredPortion(portion=portion, completions=tuple(completions), summary=summary)
-    return collate([scored], GEN_LENGTH, 11)
+    return collate([scored], GEN_LENGTH, 11, EVERY_GROUP)
 
 
 def _sampling(name: str) -> SamplingParams:

@@ -8,6 +8,7 @@ import torch
 
 from actors.messages import Portion, PortionKey, PortionSummary, ScoredPortion
 from actors.spec import sampler_facts
+from actors.training.choosing import EVERY_GROUP
 from actors.training.collate import collate
 from learner.batch import GroupedBatch
 from learner.estimators import InnerUpdate, TrajectoryConfig, make_terms, token_logps
@@ -41,7 +42,7 @@ def _sampled(policy: Transformer, **settings: object) -> tuple[GroupedBatch, Sam
     summary = PortionSummary.of(completions, grades, texts=[""] * len(completions), costs={})
     scored = ScoredPortion(portion=portion, completions=tuple(completions), summary=summary)
     num_slots = params.most_slots(is_block_causal=policy.config.is_block_causal)
-    return GroupedBatch.of(collate([scored], num_slots, policy.config.eos_token_id)), params
+    return GroupedBatch.of(collate([scored], num_slots, policy.config.eos_token_id, EVERY_GROUP)), params
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -49,6 +49,7 @@ from actors.registry.announcer import Announcer
 from actors.registry.registry import Registry
 from actors.run_log import LEARNER_FAILED, RESTARTED, VALIDATION, Event, RunLog, is_done
 from actors.spec import Phase, RunSpec
+from actors.training.choosing import GroupChoice
 from learner.model.tokenizer import ChatTokenizer
 
 _SAMPLES_PER_ROUND = 4
@@ -325,7 +326,7 @@ class Coordinator:
     ) -> None:
         portions = [self._plan.round_portion(key.round, key.index) for key in by_key]
         summaries = list(by_key.values())
-        stats = round_stats(portions, summaries, self._spec.learner.groups_per_round)
+        stats = round_stats(portions, summaries, GroupChoice.of(self._spec))
         seconds = values["sampling_s"] + values["training_s"] + values["publish_s"]
         event = self._log.append(
             "round",

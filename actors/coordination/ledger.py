@@ -6,7 +6,8 @@ The learner pulls and is the only clock. Groups live in portions (see `PortionKe
 
 and so each group ends trained or failed-and-counted. A portion of round r may run once round r - S - 1 has been
 published, S being the staleness bound: B = (S + 1) * P groups bound what is in flight, and a slot is held from
-admission until the round that used it has published. S = 0 is exactly synchronous. There is no second queue.
+admission until the round that used it has published. S = 0 is exactly synchronous. There is no second queue. A round
+that replaces groups (`actors/training/choosing.py`) is extended while it is sampled, and has that many more in flight.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Ledger:
     num_rounds: int
     """Rounds of the run."""
     portions_per_round: int
-    """Portions of a round."""
+    """Portions of a round, before it is extended."""
     max_staleness: int
     """S."""
     max_attempts: int
@@ -47,6 +48,8 @@ class Ledger:
     _running: dict[PortionKey, _Progress] = field(default_factory=dict)
     _ready: set[PortionKey] = field(default_factory=set)
     _failed: set[PortionKey] = field(default_factory=set)
+    _sizes: dict[int, int] = field(default_factory=dict)
+    """Portions of each admitted round."""
     _admitted: int = 0
 
     def __post_init__(self) -> None:
@@ -96,14 +99,24 @@ class Ledger:
             self._ready.remove(key)
             self._waiting[key] = _Progress()
 
+    def extend(self, round_index: int, num_portions: int) -> None:
+        """A round turns out to need so many portions; it keeps those that it has."""
+        for index in range(self._sizes[round_index], num_portions):
+            self._waiting[PortionKey(round=round_index, index=index)] = _Progress()
+        self._sizes[round_index] = max(self._sizes[round_index], num_portions)
+
     def is_complete(self, round_index: int) -> bool:
         """Whether every portion of a round is ready or failed."""
         done = self._ready | self._failed
-        return sum(key.round == round_index for key in done) == self.portions_per_round
+        return sum(key.round == round_index for key in done) == self._sizes.get(round_index)
 
     def ready(self, round_index: int) -> list[PortionKey]:
         """The ready portions of a round, in their order."""
         return sorted((key for key in self._ready if key.round == round_index), key=lambda key: key.index)
+
+    def failed(self, round_index: int) -> list[PortionKey]:
+        """The failed portions of a round, in their order."""
+        return sorted((key for key in self._failed if key.round == round_index), key=lambda key: key.index)
 
     def counts(self) -> dict[str, int]:
         """Portions by state."""
@@ -125,12 +138,13 @@ class Ledger:
             raise ValueError(f"round {round_index} published, but round {self.next_round} is next")
         self._ready = {key for key in self._ready if key.round != round_index}
         self._failed = {key for key in self._failed if key.round != round_index}
+        self._sizes.pop(round_index)
         self.next_round, self.version = round_index + 1, version
         self._admit()
 
     def _admit(self) -> None:
         end = min(self.next_round + self.max_staleness + 1, self.num_rounds)
         for round_index in range(self._admitted, end):
-            for index in range(self.portions_per_round):
-                self._waiting[PortionKey(round=round_index, index=index)] = _Progress()
+            self._sizes[round_index] = 0
+            self.extend(round_index, self.portions_per_round)
         self._admitted = max(self._admitted, end)

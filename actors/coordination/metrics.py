@@ -14,6 +14,7 @@ _GAUGES = {
     "sampling_s": "Seconds the learner waited for the newest round's completions",
     "training_s": "Seconds the learner trained on the newest round",
     "num_failed_groups": "Groups of the newest round that failed",
+    "num_sampled_groups": "Groups sampled for the newest round, with those that replace others",
     "frac_reward_zero_std": "Share of the newest round's groups whose rewards are all equal",
 }
 _POOL_GAUGES = {

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from heapq import heappop, heappush
 from typing import Any
 
 import ray
@@ -80,14 +81,18 @@ class PoolUse:
 
 
 class _Pool:
-    """Actors of one kind, and who of them is free. Who waits first is served first."""
+    """Actors of one kind, and who of them is free.
+
+    What the learner waits for is served first: an evaluation, then the older round, in which there may be portions that
+    are tried again or that replace others.
+    """
 
     def __init__(self, kind: str, actors: Sequence[Any], timeout_s: float) -> None:
         self.kind, self.timeout_s, self._size = kind, timeout_s, len(actors)
         self.members = [_Member(f"{kind} {index}", actor) for index, actor in enumerate(actors)]
-        self._free: asyncio.Queue[_Member] = asyncio.Queue()
-        for member in self.members:
-            self._free.put_nowait(member)
+        self._free = deque(self.members)
+        self._waiting: list[tuple[int, int, int, asyncio.Future[_Member]]] = []
+        self._num_waited = 0
         self._assigned: dict[_Member, tuple[PortionKey, float]] = {}
         self._away: dict[_Member, float] = {}
         self._works: deque[Work] = deque(maxlen=_MAX_WORKS)
@@ -99,7 +104,7 @@ class _Pool:
     async def take(self, key: PortionKey) -> _Member:
         """A free actor, which is at work on the portion from now on."""
         while True:
-            member = await self._free.get()
+            member = await self._next_free(key)
             self._count(1)
             self._assigned[member] = key, time.monotonic()
             is_up = False
@@ -113,6 +118,28 @@ class _Pool:
                 if not is_up:
                     self.give_back(member, is_healthy=False)
             return member
+
+    async def _next_free(self, key: PortionKey) -> _Member:
+        if self._free:
+            return self._free.popleft()
+        self._num_waited += 1
+        free: asyncio.Future[_Member] = asyncio.get_running_loop().create_future()
+        heappush(self._waiting, (key.round, key.index, self._num_waited, free))
+        try:
+            return await free
+        except asyncio.CancelledError:
+            # It may have been served in the same turn.
+            if free.done() and not free.cancelled():
+                self._set_free(free.result())
+            raise
+
+    def _set_free(self, member: _Member) -> None:
+        while self._waiting:
+            *_, free = heappop(self._waiting)
+            if not free.done():
+                free.set_result(member)
+                return
+        self._free.append(member)
 
     def assignments(self) -> list[Assignment]:
         """Who is at work on what."""
@@ -128,7 +155,7 @@ class _Pool:
         key, began = self._assigned.pop(member)
         self._note(member, key, began, is_done=is_healthy)
         if is_healthy:
-            self._free.put_nowait(member)
+            self._set_free(member)
             return
         # The event loop itself does not hold a task until it is done.
         task = asyncio.create_task(self._await_return(member))
@@ -210,7 +237,7 @@ class _Pool:
                 ray.kill(member.actor, no_restart=False)
             else:
                 self._note(member, None, self._away.pop(member), is_done=False)
-                return self._free.put_nowait(member)
+                return self._set_free(member)
 
 
 class Pools:

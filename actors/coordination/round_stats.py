@@ -10,18 +10,25 @@ from statistics import fmean
 from typing import Any
 
 from actors.messages import Portion, PortionSummary
-from actors.training.collate import part_names_of, trained_rows
+from actors.training.choosing import GroupChoice, graded_rows
+from actors.training.collate import part_names_of
 from rewards import Grade, Outcome, Problem
 
 
-def round_stats(portions: Sequence[Portion], summaries: Sequence[PortionSummary], num_groups: int) -> dict[str, Any]:
-    """Means over the completions of a round that are trained on, and how much of its `num_groups` groups is not.
+def round_stats(
+    portions: Sequence[Portion], summaries: Sequence[PortionSummary], choice: GroupChoice
+) -> dict[str, Any]:
+    """Means over the completions of a round that could be trained on, and how many of its groups could not.
 
     `num_ungraded` has a count for each outcome that is no grade: completions of which nobody knows what they are worth.
+    What the rewards are like is said of the groups that are asked whatever comes of them: those that replace others are
+    asked because of rewards.
     """
     outcomes = Counter(grade.outcome for summary in summaries for grade in summary.grades)
-    rows = [row for portion, summary in zip(portions, summaries, strict=True) for row in _trained(portion, summary)]
-    grades = [grade for _, grade, _ in rows]
+    rows = [row for portion, summary in zip(portions, summaries, strict=True) for row in _graded(portion, summary)]
+    grades = [grade for group, grade, _ in rows if group < choice.num_groups]
+    asked = max([choice.num_groups, *(1 + portion.group_ids[-1] for portion in portions)])
+    chosen = choice.trained_rows([(p.group_ids, s.grades) for p, s in zip(portions, summaries, strict=True)])
     costs = Counter[str]()
     for summary in summaries:
         costs.update(summary.costs)
@@ -31,9 +38,11 @@ def round_stats(portions: Sequence[Portion], summaries: Sequence[PortionSummary]
         "reward_costs": dict(costs),
         "correct": fmean(grade.correct for grade in grades) if grades else 0.0,
         "answer_shapes": _effective_number(Counter(_shape(grade.answer) for grade in grades if grade.correct)),
-        "num_completions": len(grades),
+        "num_completions": len(rows),
         "num_ungraded": {outcome: outcomes[outcome] for outcome in Outcome if outcome is not Outcome.GRADED},
-        "num_failed_groups": num_groups - len({group for group, _, _ in rows}),
+        "num_failed_groups": asked - len({group for group, _, _ in rows}),
+        "num_sampled_groups": asked,
+        "num_chosen_groups": len({p.group_ids[row] for p, kept in zip(portions, chosen, strict=True) for row in kept}),
         "mean_tokens": fmean(count for _, _, count in rows) if rows else 0.0,
     }
 
@@ -49,9 +58,9 @@ def _effective_number(counts: Counter[str]) -> float:
     return math.exp(-sum(n / total * math.log(n / total) for n in counts.values())) if total else 0.0
 
 
-def _trained(portion: Portion, summary: PortionSummary) -> list[tuple[int, Grade, int]]:
-    """Group, grade and tokens of each completion that `collate` keeps."""
-    kept = trained_rows(portion.group_ids, summary.grades)
+def _graded(portion: Portion, summary: PortionSummary) -> list[tuple[int, Grade, int]]:
+    """Group, grade and tokens of each completion that can be trained on."""
+    kept = graded_rows(portion.group_ids, summary.grades)
     return [(portion.group_ids[row], summary.grades[row], summary.num_tokens[row]) for row in kept]
 
 

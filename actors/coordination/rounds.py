@@ -16,6 +16,7 @@ from actors.coordination.pools import Pools, PortionFailedError, VersionLostErro
 from actors.messages import Generation, PortionKey, PortionSummary
 from actors.plan import RunPlan
 from actors.spec import RunSpec
+from actors.training.choosing import GroupChoice
 
 
 class OpenRounds:
@@ -24,6 +25,7 @@ class OpenRounds:
     def __init__(self, spec: RunSpec, plan: RunPlan, pools: Pools, on_failure: Callable[[str, int], None]) -> None:
         """`on_failure` is told what failed, and at which attempt."""
         self._spec, self._plan, self._pools, self._on_failure = spec, plan, pools, on_failure
+        self._choice = GroupChoice.of(spec)
         self._ledger: Ledger | None = None
         self._generations: dict[int, Generation] = {}
         self._scored: dict[PortionKey, tuple[ray.ObjectRef[Any], PortionSummary]] = {}
@@ -115,6 +117,16 @@ class OpenRounds:
             )
         return self._ledger
 
+    def _extend(self, ledger: Ledger, round_index: int) -> None:
+        """Ask more groups where those that have been answered teach too little."""
+        if ledger is not self._ledger or not self._choice.is_dynamic:
+            return
+        teaching = {key.index: 0 for key in ledger.failed(round_index)}
+        for key in ledger.ready(round_index):
+            rows = self._plan.round_portion(key.round, key.index).group_ids, self._scored[key][1].grades
+            teaching[key.index] = self._choice.num_teaching(rows)
+        ledger.extend(round_index, self._choice.portions_needed(self._plan.portion_sizes, teaching))
+
     async def _wait_for(self, ledger: Ledger, round_index: int) -> None:
         """Raises VersionLostError and TimeoutError as `complete` does."""
         patience_s = self._spec.sampling_timeout_s + self._spec.grading.timeout_s
@@ -153,11 +165,14 @@ class OpenRounds:
         except PortionFailedError as error:
             self._last_failure = str(error)
             self._on_failure(str(error), ledger.fail(key) or 0)
+            self._extend(ledger, key.round)
             self._start_portions()
         else:
             for what in scored[1].failures:
                 self._on_failure(what, 1)
             if ledger.finish(key) and ledger is self._ledger:
                 self._scored[key] = scored
+                self._extend(ledger, key.round)
+                self._start_portions()
         async with self._changed:
             self._changed.notify_all()

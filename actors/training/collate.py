@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ from numpy.typing import NDArray
 
 from actors.messages import ScoredPortion
 from actors.plan import MASK_KEY
+from actors.training.choosing import GroupChoice
 from learner.batch import RolloutBatch, pad_rows
 from learner.keys import fold
 from learner.model.deferred import torch
@@ -18,28 +18,18 @@ from rewards import Grade
 from rollout.request import Completion, FinishReason, Request, Writes
 
 
-def trained_rows(group_ids: Sequence[int], grades: Sequence[Grade]) -> list[int]:
-    """The rows that are trained on: those whose grade counts, where their group has a second one to compare with.
-
-    A grade that timed out or failed says nothing about its completion, so it is no zero: the group does without it,
-    unless the recipe wants the zero.
-    """
-    graded = [row for row, grade in enumerate(grades) if grade.counts]
-    of_group = Counter(group_ids[row] for row in graded)
-    return [row for row in graded if of_group[group_ids[row]] > 1]
-
-
 def part_names_of(grades: Sequence[Grade]) -> list[str]:
     """The names of the parts of a round's rewards; a grade that is a zero for want of a better one has none."""
     return list(dict.fromkeys(name for grade in grades for name in grade.parts))
 
 
-def collate(portions: Sequence[ScoredPortion], num_slots: int, eos_id: int) -> RolloutBatch | None:
-    """One round's batch: `trained_rows` in the order of the portions, groups contiguous.
+def collate(portions: Sequence[ScoredPortion], num_slots: int, eos_id: int, choice: GroupChoice) -> RolloutBatch | None:
+    """One round's batch: the rows of its choice in the order of the portions, groups contiguous.
 
     None when no row is left. Completions are as wide as the widest may be, `SamplingParams.most_slots`.
     """
-    rows = [row for portion in portions for row in _graded_rows(portion)]
+    trained = choice.trained_rows([(scored.portion.group_ids, scored.grades) for scored in portions])
+    rows = [row for scored, kept in zip(portions, trained, strict=True) for row in _rows(scored, kept)]
     if not rows:
         return None
     requests = [request for request, _, _, _ in rows]
@@ -85,9 +75,8 @@ def _writes(edited: Sequence[Writes]) -> dict[str, torch.Tensor]:
     }
 
 
-def _graded_rows(scored: ScoredPortion) -> list[tuple[Request, Completion, Grade, int]]:
+def _rows(scored: ScoredPortion, kept: Sequence[int]) -> list[tuple[Request, Completion, Grade, int]]:
     portion = scored.portion
-    kept = trained_rows(portion.group_ids, scored.grades)
     return [
         (portion.requests[row], scored.completions[row], scored.grades[row], portion.group_ids[row]) for row in kept
     ]

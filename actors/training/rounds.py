@@ -11,6 +11,7 @@ from torch import Tensor
 from actors.checkpoints.selection import Position
 from actors.messages import Next, ScoredPortion
 from actors.spec import Phase, sampler_facts
+from actors.training.choosing import GroupChoice
 from actors.training.collate import collate
 from actors.training.context import RunContext
 from actors.training.ending import StopRequestedError
@@ -117,7 +118,8 @@ class Rounds:
             what, portions[:] = context.client.next_batch(round_index, context.publisher.newest)
             sampling, policy = context.spec.rollout.sampling, context.policy.config
             num_slots = sampling.most_slots(is_block_causal=policy.is_block_causal)
-            batch = collate(portions, num_slots, policy.eos_token_id) if what is Next.GO_ON else None
+            choice = GroupChoice.of(context.spec)
+            batch = collate(portions, num_slots, policy.eos_token_id, choice) if what is Next.GO_ON else None
             return what, {} if batch is None else batch.given()
 
         tensors = context.publisher.answered(lambda: context.ranks.shared(ask))

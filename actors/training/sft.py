@@ -1,4 +1,4 @@
-"""SFT on one learner worker: the stage before the rounds, and the steps that the control shares."""
+"""SFT on one learner worker: before the rounds, and as the control, which has the seconds that they took."""
 
 from __future__ import annotations
 
@@ -26,6 +26,24 @@ def run_sft(context: RunContext) -> None:
         context.record("sft_data", **data.facts)
     SftSteps(context, data, Phase.SFT, Limit(num_steps=context.spec.sft.num_steps)).run()
     context.finish(Position(phase=Phase.SFT, round=0, policy_version=1, rl_seconds=0.0))
+
+
+def run_control(context: RunContext) -> None:
+    """More SFT on the same labels from where the rounds began, for the seconds that they took or for given steps."""
+    spec, rounds = context.spec, context.position
+    if not context.resumes(Phase.CONTROL):
+        context.policy.load_full_weights(context.start_weights(Phase.CONTROL))
+    limit = Limit(num_steps=spec.control.num_steps, seconds=0.0 if spec.control.num_steps else rounds.rl_seconds)
+    # Its steps go on counting where SFT's ended: other orders of the labels, other masks.
+    SftSteps(context, labels(context), Phase.CONTROL, limit, spec.sft.num_steps).run()
+    context.finish(
+        Position(
+            phase=Phase.CONTROL,
+            round=rounds.round,
+            policy_version=rounds.policy_version + 1,
+            rl_seconds=rounds.rl_seconds,
+        )
+    )
 
 
 def labels(context: RunContext) -> SftData:

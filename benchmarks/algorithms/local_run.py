@@ -17,6 +17,7 @@ from actors.grader import GraderWorker
 from actors.messages import ScoredPortion
 from actors.plan import RunPlan
 from actors.spec import Phase, sampler_facts
+from actors.training.choosing import GroupChoice
 from actors.training.collate import collate
 from actors.training.sft_data import load_sft_data
 from deploy.recipe.recipe import Recipe, Stages
@@ -90,16 +91,16 @@ class LocalRun:
         spent_s = 0.0
         while True:
             began_s = time.process_time()
-            scored = [self._scored(num_rounds, index) for index in range(self._plan.portions_per_round)]
+            scored = self._round(num_rounds)
             policy = self.policy.config
             num_slots = self._spec.rollout.sampling.most_slots(is_block_causal=policy.is_block_causal)
-            batch = collate(scored, num_slots, policy.eos_token_id)
+            batch = collate(scored, num_slots, policy.eos_token_id, GroupChoice.of(self._spec))
             if batch is None:
                 raise RuntimeError(f"no completion of round {num_rounds} could be graded")
             metrics, self._newest = self._learner.update(batch, num_rounds), batch
             spent_s += time.process_time() - began_s
             num_rounds += 1
-            num_completions += batch.num_rows
+            num_completions += sum(len(portion.grades) for portion in scored)
             yield Trained(
                 num_rounds=num_rounds,
                 num_completions=num_completions,
@@ -115,6 +116,15 @@ class LocalRun:
     def evaluate(self, schedules: Sequence[SamplingParams]) -> dict[str, tuple[Score, float]]:
         """Held-out accuracy at temperature 0, and the mean number of denoise steps, by schedule."""
         return {params.schedule_name: score(self.policy, self._plan, self._grader, params) for params in schedules}
+
+    def _round(self, round_index: int) -> list[ScoredPortion]:
+        """A round's portions, one after another; with those that replace groups, where the recipe says so."""
+        choice, scored, teaching = GroupChoice.of(self._spec), list[ScoredPortion](), dict[int, int]()
+        while len(scored) < choice.portions_needed(self._plan.portion_sizes, teaching):
+            portion = self._scored(round_index, len(scored))
+            teaching[len(scored)] = choice.num_teaching((portion.portion.group_ids, portion.grades))
+            scored.append(portion)
+        return scored
 
     def _scored(self, round_index: int, index: int) -> ScoredPortion:
         portion = self._plan.round_portion(round_index, index)

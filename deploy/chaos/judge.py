@@ -101,10 +101,12 @@ def _groups(terms: JudgedRecipe, history: History) -> Iterator[str]:
     for index, event in sorted(final_rounds(history.events).items()):
         failed, graded = event["num_failed_groups"], event["num_completions"]
         ungraded = sum(event["num_ungraded"].values())
-        admitted = terms.groups_per_round * terms.group_size
+        # Those that replace others are among them.
+        num_groups = event.get("num_sampled_groups", terms.groups_per_round)
+        admitted = num_groups * terms.group_size
         if graded + ungraded + failed * terms.group_size < admitted:
             yield f"round {index} lost groups: {graded} completions and {failed} failed groups of {admitted}"
-        if graded > (terms.groups_per_round - failed) * terms.group_size:
+        if graded > (num_groups - failed) * terms.group_size:
             yield f"round {index} trained groups twice: {graded} completions and {failed} failed groups of {admitted}"
 
 

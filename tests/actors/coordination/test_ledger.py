@@ -142,3 +142,22 @@ def test_every_portion_ends_once_and_no_slot_is_exceeded(data: st.DataObject, st
     assert sorted(ended, key=lambda k: (k.round, k.index)) == [
         PortionKey(round=r, index=i) for r in range(4) for i in range(portions)
     ]
+
+
+def test_a_round_that_is_extended_is_complete_with_all_its_portions() -> None:
+    ledger = _ledger(max_staleness=1)
+    first, second, *later = (key for key, _ in _start_all(ledger))
+    ledger.finish(first)
+    ledger.extend(0, 3)
+    ledger.extend(0, 1)
+    ledger.finish(second)
+    assert not ledger.is_complete(0)
+    third = PortionKey(round=0, index=2)
+    assert _start_all(ledger) == [(third, 10)]
+    for key in later:
+        ledger.finish(key)
+    assert ledger.is_complete(1), "each round has its own"
+    ledger.finish(third)
+    assert ledger.is_complete(0)
+    ledger.publish(0, 11)
+    assert [key for key, _ in _start_all(ledger)] == [PortionKey(round=2, index=index) for index in range(2)]

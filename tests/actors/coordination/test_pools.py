@@ -9,7 +9,7 @@ import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 
 from actors.coordination.pools import Pools, PortionFailedError, Work
-from actors.messages import Generation, Portion, PortionKey
+from actors.messages import EVALUATION_ROUND, Generation, Portion, PortionKey
 from rewards import RewardUnavailableError
 
 
@@ -274,3 +274,52 @@ def test_a_turn_ends_when_all_samplers_sleep_and_who_does_not_is_restarted(monke
             await pools.end_turn()
 
     asyncio.run(asyncio.wait_for(turns(), 10))
+
+
+def test_what_the_learner_waits_for_is_served_first() -> None:
+    async def scores() -> None:
+        sampler, grader = _Actor(is_instant=False), _Actor(is_instant=True)
+        pools = Pools([sampler], [grader], sampling_timeout_s=10, grading_timeout_s=10, on_pause=print)
+        keys = [(4, 0), (5, 1), (5, 0), (4, 7), (EVALUATION_ROUND, 3)]
+        tasks, given_up = [], (5, 1)
+        for round_index, index in keys:
+            key = PortionKey(round=round_index, index=index)
+            portion = Portion(key=key, problems=(), group_ids=(), requests=())
+            tasks.append(asyncio.create_task(pools.score(Generation(version=0, digest=""), portion)))
+            await asyncio.sleep(0)
+        tasks[keys.index(given_up)].cancel()
+        served = []
+        for _ in range(4):
+            for _ in range(10):
+                await asyncio.sleep(0)
+            (work,) = pools.assignments()
+            served.append((work.key.round, work.key.index))
+            sampler.generate.answers[-1].set_result(1)
+        assert served == [(4, 0), (EVALUATION_ROUND, 3), (4, 7), (5, 0)]
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert pools.assignments() == []
+
+    asyncio.run(asyncio.wait_for(scores(), 10))
+
+
+def test_who_is_given_up_as_it_is_served_leaves_the_actor_to_the_next() -> None:
+    async def scores() -> None:
+        sampler, grader = _Actor(is_instant=False), _Actor(is_instant=True)
+        pools = Pools([sampler], [grader], sampling_timeout_s=10, grading_timeout_s=10, on_pause=print)
+        first, second, third = (
+            asyncio.create_task(pools.score(Generation(version=0, digest=""), portion)) for portion in _portions(3)
+        )
+        for _ in range(10):
+            await asyncio.sleep(0)
+        sampler.generate.answers[0].set_result(1)
+        # In the turn in which the first gives the sampler back, the second is told and not yet awake.
+        while len(pools._samplers._waiting) > 1:
+            await asyncio.sleep(0)
+        second.cancel()
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert [work.key.index for work in pools.assignments()] == [2]
+        sampler.generate.answers[-1].set_result(1)
+        await asyncio.gather(first, second, third, return_exceptions=True)
+
+    asyncio.run(asyncio.wait_for(scores(), 10))

@@ -16,12 +16,23 @@ ROOT = Path(__file__).parents[3]
 D1 = str(Path(sys.executable).with_name("d1"))
 
 
-def test_killed_samplers_graders_and_learners_change_no_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("oversampling", [1, 2])
+def test_killed_samplers_graders_and_learners_change_no_bit(tmp_path: Path, oversampling: int) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     environment |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
     only = [word for role in ("sampler", "grader", "learner") for word in ("--only", role)]
     words = [D1, "chaos", str(ROOT / "recipes" / "chaos.yaml"), "learner.num_rounds=60", "evaluation.num_problems=20"]
-    words += ["--kills", "5", "--seed", "1", "--out", str(tmp_path / "session"), "--json", *only]
+    words += [
+        f"rollout.max_oversampling={oversampling}",
+        "--kills",
+        "5",
+        "--seed",
+        "1",
+        "--out",
+        str(tmp_path / "session"),
+        "--json",
+        *only,
+    ]
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=580, check=False)
     assert done.returncode in (0, 1), done.stderr
     found = json.loads(done.stdout)

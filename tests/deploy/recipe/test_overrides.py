@@ -196,6 +196,10 @@ REFUSED_OVERRIDES = {
     "sft.max_tokens=64": ("sft: max_tokens is 64 and data is missing",),
     "sft={num_steps: 3}": ("sft: num_labels is missing; without data it is needed",),
     "learner.groups_per_round=50": ("learner.groups_per_round 50 exceeds num_train_problems 40",),
+    "rollout.max_oversampling=0.5": ("rollout.max_oversampling is 0.5; it should be at least 1\n",),
+    "rollout.max_oversampling=30": (
+        "rollout.max_oversampling 30 exceeds num_train_problems 40: a round asks each problem once",
+    ),
     "learner.algorithm=ppo": (
         "override learner.algorithm=ppo: learner: there is no algorithm 'ppo'; there are diffu-",
     ),

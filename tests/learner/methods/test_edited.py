@@ -5,6 +5,7 @@ import torch
 
 from actors.messages import Portion, PortionKey, PortionSummary, ScoredPortion
 from actors.spec import sampler_facts
+from actors.training.choosing import EVERY_GROUP
 from actors.training.collate import collate
 from learner.algorithms import with_algorithm
 from learner.batch import GroupedBatch, RolloutBatch
@@ -52,7 +53,7 @@ def batch(sampled: tuple[list[Request], list[Completion]], config: TransformerCo
     grades = [Grade(reward=(i % 3) / 2, parts={}, correct=i % 3 == 2) for i in range(8)]
     summary = PortionSummary.of(completions, grades, [""] * 8, {})
     scored = ScoredPortion(portion=portion, completions=tuple(completions), summary=summary)
-    found = collate([scored], PARAMS.most_slots(is_block_causal=True), config.eos_token_id)
+    found = collate([scored], PARAMS.most_slots(is_block_causal=True), config.eos_token_id, EVERY_GROUP)
     assert found is not None
     return found
 

@@ -1,0 +1,1 @@
+"""What the pipeline of samplers, graders and learner brings, and what it costs."""

@@ -1,0 +1,271 @@
+"""What samplers that run ahead of the learner bring, and what a round costs beside its work.
+
+    python -m benchmarks.pipeline.overlap [--seconds 0 0.2 0.5] [--rounds 20] [--repeats 2] [--recipe FILE] [--out FILE]
+
+Simulated: the run's own coordinator, pools and client on Ray, with samplers and a learner that sleep instead of
+computing, so that two cores are enough for both: a round of both phases at staleness 0 and 1, compared with the sum of
+the phases and the longer of them. What is above the sum at staleness 0 is what a round costs beside its work: with
+phases of 0 s there is nothing else. `taken` is the share of the possible overlap, (sum - round) / (sum - longer).
+
+With `--recipe` also a run of it by `d1 train`, at staleness 0 and 1 in turn: seconds of a round by the run log. There
+both compute, and share the cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from rich.console import Console
+from rich.table import Table
+
+from actors.cluster import watched
+from actors.coordination.coordinator import Coordinator
+from actors.messages import Generation, Portion, PortionSummary, ScoredPortion
+from actors.run_log import read_events
+from actors.spec import RunSpec
+from actors.training.run_client import RunClient
+from actors.weights.store import WeightStore
+from deploy.ray_session import ray_session
+from deploy.recipe.overrides import load_recipe
+from deploy.recipe.recipe import Stages
+from deploy.runs.run_directory import create_run_dir, make_spec
+from rewards import Grade
+
+_ROOT = Path(__file__).parents[2]
+_D1 = str(Path(sys.executable).with_name("d1"))
+_NO_REGISTRY = "redis://127.0.0.1:1/0"
+_NUM_SAMPLERS, _PORTIONS = 2, 4
+_FIRST = 2
+"""Rounds that are not counted: the pipeline fills."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """Rounds of one setting."""
+
+    sampling_s: float
+    """Of a round's portions on all samplers."""
+    learning_s: float
+    staleness: int
+    round_s: float
+    """Median."""
+    taken: float | None
+    """Share of the possible overlap."""
+
+
+class SleepingSampler:
+    """Takes its time for a portion."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def ready(self) -> int:
+        """As a sampler's."""
+        return 0
+
+    def generate(self, generation: Generation, portion: Portion) -> tuple[int, int]:
+        """The version instead of completions."""
+        time.sleep(self._seconds)
+        return generation.version, len(portion.requests)
+
+
+class InstantGrader:
+    """Grades what a `SleepingSampler` gives."""
+
+    def ready(self) -> int:
+        """As a grader's."""
+        return 0
+
+    def grade(self, portion: Portion, version: int) -> tuple[ScoredPortion, PortionSummary]:
+        """Every second completion is right."""
+        size = len(portion.requests)
+        summary = PortionSummary(
+            grades=tuple(Grade(reward=float(row % 2), parts={}, correct=row % 2 == 1) for row in range(size)),
+            texts=("",) * size,
+            num_tokens=(1,) * size,
+            step_maps=((0,),) * size,
+            policy_versions=(version,) * size,
+            failures=(),
+            costs={},
+        )
+        return ScoredPortion(portion=portion, completions=(), summary=summary), summary
+
+
+def simulated_rounds(spec: RunSpec, sampling_s: float, learning_s: float) -> list[float]:
+    """Seconds of each round that counts."""
+    of_portion = sampling_s * _NUM_SAMPLERS / spec.portions_per_round
+    sampler, grader = watched(SleepingSampler).options(num_cpus=0), watched(InstantGrader).options(num_cpus=0)
+    samplers: list[Any] = [sampler.remote(of_portion) for _ in range(_NUM_SAMPLERS)]
+    graders: list[Any] = [grader.remote()]
+    store: Any = watched(WeightStore).options(num_cpus=0).remote(1)
+    coordinator: Any = (
+        ray.remote(Coordinator)
+        .options(num_cpus=0)
+        .remote(spec, samplers, graders, store, registry_url=_NO_REGISTRY, store_name="none", driver="benchmark")
+    )
+    ray.get([actor.ready.remote() for actor in (*samplers, *graders)])
+    client = RunClient(coordinator, store)
+    generation, taken = Generation(version=1, digest="1"), []
+    ends = [time.perf_counter()]
+    for index in range(spec.learner.num_rounds):
+        began = time.perf_counter()
+        _, portions = client.next_batch(index, generation)
+        sampled = time.perf_counter()
+        time.sleep(learning_s)
+        generation = Generation(version=index + 2, digest=str(index + 2))
+        seconds = {"sampling_s": sampled - began, "training_s": learning_s, "publish_s": 0.0}
+        client.published(index, generation, seconds, portions)
+        ends.append(time.perf_counter())
+        taken.append(ends[-1] - ends[-2])
+    for actor in (*samplers, *graders, store, coordinator):
+        ray.kill(actor)
+    return taken[_FIRST:]
+
+
+def simulated(phases: Sequence[tuple[float, float]], num_rounds: int, repeats: int) -> Iterator[Row]:
+    """Every pair of phases at both bounds, in turn."""
+    taken: dict[tuple[float, float, int], list[float]] = {}
+    with tempfile.TemporaryDirectory() as directory:
+        specs = {staleness: _spec(Path(directory), num_rounds, staleness) for staleness in (0, 1)}
+        for _ in range(repeats):
+            for sampling_s, learning_s in phases:
+                for staleness, spec in specs.items():
+                    rounds = simulated_rounds(spec, sampling_s, learning_s)
+                    taken.setdefault((sampling_s, learning_s, staleness), []).extend(rounds)
+    for (sampling_s, learning_s, staleness), rounds in taken.items():
+        round_s = statistics.median(rounds)
+        possible = min(sampling_s, learning_s)
+        yield Row(
+            sampling_s=sampling_s,
+            learning_s=learning_s,
+            staleness=staleness,
+            round_s=round_s,
+            taken=(sampling_s + learning_s - round_s) / possible if possible and staleness else None,
+        )
+
+
+def _spec(directory: Path, num_rounds: int, staleness: int) -> RunSpec:
+    overrides = [
+        f"runs_dir={directory}",
+        f"name=staleness-{staleness}",
+        f"learner.num_rounds={num_rounds + _FIRST}",
+        "learner.num_workers=1",
+        f"learner.max_staleness={staleness}",
+        "learner.algorithm=tba",
+        "learner.group_size=4",
+        f"learner.groups_per_round={4 * _PORTIONS}",
+        "rollout.batch_size=16",
+    ]
+    recipe = load_recipe(_ROOT / "recipes" / "chaos.yaml", overrides)
+    spec = make_spec(recipe, Stages.RL)
+    create_run_dir(recipe, spec, start_from=None).close()
+    return spec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RealRow:
+    """Rounds of a recipe by its run log, medians."""
+
+    staleness: int
+    round_s: float
+    waiting_s: float
+    training_s: float
+    publish_s: float
+    beside_s: float
+    """What is none of the three: the log, and the calls between."""
+
+
+def real(recipe: Path, num_rounds: int, repeats: int) -> Iterator[RealRow]:
+    """Runs of a recipe at both bounds, in turn."""
+    events: dict[int, list[tuple[float, dict[str, Any]]]] = {0: [], 1: []}
+    with tempfile.TemporaryDirectory() as directory:
+        for repeat in range(repeats):
+            for staleness, rounds in events.items():
+                name = f"staleness-{staleness}-{repeat}"
+                words = [f"runs_dir={directory}", f"name={name}", f"learner.max_staleness={staleness}"]
+                words += [f"learner.num_rounds={num_rounds}", "control.enabled=false"]
+                words += ["evaluation.every_rounds=0", "evaluation.num_problems=100", "evaluation.schedules=null"]
+                subprocess.run([_D1, "train", str(recipe), *words], check=True, stdout=subprocess.DEVNULL)
+                found = [event for event in read_events(Path(directory) / name) if event["event"] == "round"]
+                pairs = zip(found[_FIRST - 1 :], found[_FIRST:], strict=False)
+                rounds += [(after["time_s"] - before["time_s"], after) for before, after in pairs]
+    for staleness, rounds in events.items():
+        parts = {
+            name: statistics.median(event[name] for _, event in rounds)
+            for name in ("sampling_s", "training_s", "publish_s")
+        }
+        beside = [seconds - sum(event[name] for name in parts) for seconds, event in rounds]
+        yield RealRow(
+            staleness=staleness,
+            round_s=statistics.median(seconds for seconds, _ in rounds),
+            waiting_s=parts["sampling_s"],
+            training_s=parts["training_s"],
+            publish_s=parts["publish_s"],
+            beside_s=statistics.median(beside),
+        )
+
+
+def main() -> None:
+    """Measure, print, and write where `--out` says."""
+    args = _arguments()
+    console = Console(width=120)
+    phases = [(sampling_s, learning_s) for sampling_s in args.seconds for learning_s in args.seconds]
+    with ray_session(dashboard=False):
+        rows = list(simulated(phases, args.rounds, args.repeats))
+    console.print(_table(rows))
+    real_rows = [] if args.recipe is None else list(real(args.recipe, args.rounds, args.repeats))
+    if real_rows:
+        console.print(_real_table(real_rows))
+    if args.out is not None:
+        found = {"simulated": [asdict(row) for row in rows], "real": [asdict(row) for row in real_rows]}
+        args.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def _table(rows: Sequence[Row]) -> Table:
+    table = Table("sampling, s", "learning, s", "staleness", "a round, s", "sum", "longer", "beside, ms", "taken")
+    for row in rows:
+        both, longer = row.sampling_s + row.learning_s, max(row.sampling_s, row.learning_s)
+        table.add_row(
+            f"{row.sampling_s:g}",
+            f"{row.learning_s:g}",
+            str(row.staleness),
+            f"{row.round_s:.3f}",
+            f"{both:g}",
+            f"{longer:g}",
+            f"{1e3 * (row.round_s - (longer if row.staleness else both)):.0f}",
+            "" if row.taken is None else f"{100 * row.taken:.0f} %",
+        )
+    return table
+
+
+def _real_table(rows: Sequence[RealRow]) -> Table:
+    table = Table("staleness", "a round, s", "waiting", "training", "publishing", "beside, ms")
+    for row in rows:
+        seconds = (row.round_s, row.waiting_s, row.training_s, row.publish_s)
+        table.add_row(str(row.staleness), *(f"{value:.3f}" for value in seconds), f"{1e3 * row.beside_s:.0f}")
+    return table
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, nargs="+", default=[0.0, 0.2, 0.5], help="of the two phases")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--recipe", type=Path)
+    parser.add_argument("--out", type=Path)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

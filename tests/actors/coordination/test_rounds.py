@@ -1,0 +1,123 @@
+"""Rounds that replace groups: the same groups are trained on, whatever order samplers answer in, fail and restart."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import pytest
+
+from actors.coordination.pools import PortionFailedError
+from actors.coordination.rounds import OpenRounds
+from actors.messages import Generation, Portion, PortionSummary
+from actors.plan import RunPlan
+from actors.spec import RunSpec
+from actors.training.choosing import GroupChoice
+from learner.keys import fold, key_of
+from learner.model.tokenizer import ChatTokenizer
+from rewards import Grade
+
+
+class _Pools:
+    """Answers in an order of its own. Six of ten groups teach something: which, the problem says."""
+
+    is_paused = False
+
+    def __init__(self, seed: int, failures: float = 0.0) -> None:
+        self._draw, self._failures = random.Random(seed), failures
+        self.num_asked = 0
+
+    async def score(self, generation: Generation, portion: Portion) -> tuple[Any, PortionSummary]:
+        self.num_asked += 1
+        for _ in range(self._draw.randrange(12)):
+            await asyncio.sleep(0)
+        if self._draw.random() < self._failures:
+            raise PortionFailedError("a sampler died")
+        teaches = [fold(key_of(problem.problem_id)) % 10 < 6 for problem in portion.problems]
+        size = len(portion.requests)
+        summary = PortionSummary(
+            grades=tuple(Grade(reward=row % 2 * teaches[row], parts={}, correct=False) for row in range(size)),
+            texts=("",) * size,
+            num_tokens=(1,) * size,
+            step_maps=((0,),) * size,
+            policy_versions=(generation.version,) * size,
+            failures=(),
+            costs={},
+        )
+        return portion, summary
+
+
+@pytest.fixture
+def dynamic(spec: RunSpec) -> RunSpec:
+    """Rounds of 5 groups out of up to 12."""
+    rollout = spec.rollout.model_copy(update={"max_oversampling": 2.4, "max_attempts": 50})
+    learner = spec.learner.model_copy(update={"num_rounds": 6})
+    return spec.model_copy(update={"rollout": rollout, "learner": learner})
+
+
+def _trained(spec: RunSpec, pools: _Pools, num_rounds: int, restarts: bool = False) -> list[list[str]]:
+    """The problems that are trained on, round after round."""
+    plan = RunPlan(spec, ChatTokenizer(spec.initial_checkpoint))
+
+    async def run() -> list[list[str]]:
+        rounds, trained = OpenRounds(spec, plan, pools, lambda *_: None), []
+        for index in range(num_rounds):
+            portions = await rounds.complete(index, Generation(version=index, digest=""))
+            if restarts:
+                rounds = OpenRounds(spec, plan, pools, lambda *_: None)
+                portions = await rounds.complete(index, Generation(version=index, digest=""))
+            summaries = list(rounds.summaries(index).values())
+            rows = [(portion.group_ids, summary.grades) for portion, summary in zip(portions, summaries, strict=True)]
+            chosen = GroupChoice.of(spec).trained_rows(rows)
+            trained.append(
+                [
+                    portion.problems[row].problem_id
+                    for portion, kept in zip(portions, chosen, strict=True)
+                    for row in kept
+                ]
+            )
+            rounds.publish(index, Generation(version=index + 1, digest=""))
+        return trained
+
+    return asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_the_groups_of_a_round_do_not_depend_on_who_answers_when(dynamic: RunSpec) -> None:
+    num_rounds = dynamic.learner.num_rounds
+    first = _trained(dynamic, _Pools(0), num_rounds)
+    sizes = [len(asked) // dynamic.learner.group_size for asked in first]
+    assert sizes.count(dynamic.learner.groups_per_round) > 3
+    for seed in range(1, 6):
+        assert _trained(dynamic, _Pools(seed, failures=0.3), num_rounds) == first
+        assert _trained(dynamic, _Pools(seed, failures=0.3), num_rounds, restarts=True) == first
+        stale = dynamic.model_copy(update={"learner": dynamic.learner.model_copy(update={"max_staleness": 2})})
+        assert _trained(stale, _Pools(seed), num_rounds) == first
+
+
+def test_a_round_is_full_where_it_can_be_and_has_no_group_twice(dynamic: RunSpec) -> None:
+    plan = RunPlan(dynamic, ChatTokenizer(dynamic.initial_checkpoint))
+    for index, trained in enumerate(_trained(dynamic, _Pools(0), dynamic.learner.num_rounds)):
+        candidates = [
+            problem.problem_id
+            for place in range(len(plan.portion_sizes))
+            for problem in plan.round_portion(index, place).problems[:: dynamic.learner.group_size]
+        ]
+        assert len(candidates) == 12
+        teaching = [name for name in candidates if fold(key_of(name)) % 10 < 6]
+        assert list(dict.fromkeys(trained)) == teaching[: dynamic.learner.groups_per_round]
+
+
+def test_a_portion_that_fails_for_good_is_replaced_too(dynamic: RunSpec) -> None:
+    rollout = dynamic.rollout.model_copy(update={"max_attempts": 1})
+    fragile = dynamic.model_copy(update={"rollout": rollout})
+    pools = _Pools(3, failures=0.3)
+    sizes = [len(asked) // fragile.learner.group_size for asked in _trained(fragile, pools, 6)]
+    assert pools.num_asked > 6 * fragile.portions_per_round
+    assert sizes.count(fragile.learner.groups_per_round) > 1
+
+
+def test_where_no_group_is_replaced_no_more_is_asked(spec: RunSpec) -> None:
+    pools = _Pools(0)
+    _trained(spec, pools, 2)
+    assert pools.num_asked == 2 * spec.portions_per_round

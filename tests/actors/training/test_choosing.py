@@ -1,0 +1,81 @@
+"""Which groups are trained on, and how many are asked: a function of the rewards, whoever answers first."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from actors.training.choosing import EVERY_GROUP, GroupChoice, graded_rows
+from rewards import Grade, Outcome
+
+SIZE = 4
+
+
+def _grades(*rewards: float, outcome: Outcome = Outcome.GRADED) -> list[Grade]:
+    return [Grade(reward=reward, parts={}, correct=reward == 1.0, outcome=outcome) for reward in rewards]
+
+
+def _rows(*groups: list[Grade], first: int = 0) -> tuple[list[int], list[Grade]]:
+    ids = [first + index for index, group in enumerate(groups) for _ in group]
+    return ids, [grade for group in groups for grade in group]
+
+
+TEACHES, ALL_RIGHT, ALL_WRONG = _grades(0.0, 0.5, 0.0, 1.0), _grades(*[1.0] * SIZE), _grades(*[0.0] * SIZE)
+
+
+def test_groups_that_teach_nothing_are_left_out_and_the_first_that_teach_taken() -> None:
+    choice = GroupChoice(num_groups=2, most_groups=4)
+    portions = [_rows(ALL_RIGHT, TEACHES), _rows(TEACHES, TEACHES, first=2)]
+    assert choice.trained_rows(portions) == [[4, 5, 6, 7], [0, 1, 2, 3]]
+
+
+def test_where_no_group_is_replaced_all_are_trained_on() -> None:
+    portions = [_rows(ALL_RIGHT, TEACHES), _rows(ALL_WRONG, first=2)]
+    for choice in (EVERY_GROUP, GroupChoice(num_groups=3, most_groups=3)):
+        assert choice.trained_rows(portions) == [list(range(8)), list(range(4))]
+        assert choice.portions_needed([2, 1], {0: 0, 1: 0}) == 2
+
+
+def test_a_group_of_which_too_few_are_graded_teaches_nothing() -> None:
+    failed = _grades(0.0, 1.0, outcome=Outcome.ERROR)
+    rows = _rows([*_grades(0.5), *failed], [*_grades(0.5, 1.0), *failed])
+    assert graded_rows(*rows) == [3, 4]
+    assert GroupChoice(num_groups=1, most_groups=2).num_teaching(rows) == 1
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "num"), [(0.0, 1.0, 3), (0.3, 1.0, 2), (0.0, 0.6, 2), (0.25, 0.75, 3), (0.5, 0.5, 1)]
+)
+def test_what_the_accuracies_leave_out_teaches_nothing(low: float, high: float, num: int) -> None:
+    """Of groups of which a quarter, a half and three quarters are right."""
+    groups = [_grades(*[1.0] * count, *[0.0] * (SIZE - count)) for count in (1, 2, 3)]
+    choice = GroupChoice(num_groups=3, most_groups=6, min_accuracy=low, max_accuracy=high)
+    assert choice.num_teaching(_rows(*groups)) == num
+
+
+@given(
+    st.lists(st.lists(st.booleans(), min_size=1, max_size=3), min_size=1, max_size=8),
+    st.integers(1, 8),
+    st.randoms(use_true_random=False),
+)
+@settings(max_examples=300, deadline=None)
+def test_the_portions_asked_do_not_depend_on_who_answers_first(
+    portions: list[list[bool]], num_groups: int, order: random.Random
+) -> None:
+    """Always the shortest beginning with enough groups that teach, or all; and never one of them in vain."""
+    sizes, teaching = [len(portion) for portion in portions], [sum(portion) for portion in portions]
+    choice = GroupChoice(num_groups=num_groups, most_groups=sum(sizes))
+    enough = (count for count in range(len(portions) + 1) if sum(teaching[:count]) >= num_groups)
+    expected = next(enough, len(portions))
+    known: dict[int, int] = {}
+    asked = choice.portions_needed(sizes, known)
+    while open_ := [index for index in range(asked) if index not in known]:
+        index = order.choice(open_)
+        known[index] = teaching[index]
+        now = choice.portions_needed(sizes, known)
+        assert now >= asked
+        asked = now
+    assert asked == expected
