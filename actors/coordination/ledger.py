@@ -6,7 +6,13 @@ The learner pulls and is the only clock. Groups live in portions (see `PortionKe
 
 and so each group ends trained or failed-and-counted. A portion of round r may run once round r - S - 1 has been
 published, S being the staleness bound: B = (S + 1) * P groups bound what is in flight, and a slot is held from
-admission until the round that used it has published. S = 0 is exactly synchronous. There is no second queue. A round
+admission until the round that used it has published. S = 0 is exactly synchronous. There is no second queue.
+
+So no completion is trained on that is more than S versions old: let version v be what round v trains. A portion of
+round r first runs after round r - S - 1 has published version r - S, so the version that it is pinned to, the newest
+then, is at least r - S, and at most r, for round r has not been trained. What takes a portion back pins it anew, to a
+newer version; what makes the ledger anew (a restart at round n) begins at version n, and its portions are of rounds n
+to n + S. A round
 that replaces groups (`actors/training/choosing.py`) is extended while it is sampled, and has that many more in flight.
 """
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -121,6 +123,7 @@ def test_rounds_publish_in_order() -> None:
 @given(st.data(), st.integers(0, 2), st.integers(1, 3))
 @settings(max_examples=200, deadline=None)
 def test_every_portion_ends_once_and_no_slot_is_exceeded(data: st.DataObject, staleness: int, portions: int) -> None:
+    """With slow workers, deaths and versions that are lost."""
     ledger = _ledger(max_staleness=staleness, num_rounds=4, portions=portions)
     running: list[tuple[PortionKey, int]] = []
     ended: list[PortionKey] = []
@@ -161,3 +164,39 @@ def test_a_round_that_is_extended_is_complete_with_all_its_portions() -> None:
     assert ledger.is_complete(0)
     ledger.publish(0, 11)
     assert [key for key, _ in _start_all(ledger)] == [PortionKey(round=2, index=index) for index in range(2)]
+
+
+@given(st.integers(0), st.integers(0, 3), st.integers(1, 3))
+@settings(max_examples=300, deadline=None)
+def test_nothing_is_trained_on_that_is_older_than_the_bound(seed: int, staleness: int, portions: int) -> None:
+    """Whatever comes back late, fails, loses its version, is lost after it was ready, is added or starts anew."""
+    draw, ledger, round_index = random.Random(seed), _ledger(staleness, 6, portions), 0
+    versions, running = dict[PortionKey, int](), list[PortionKey]()
+    kinds = ["finish"] * 6 + ["fail", "release", "redo", "extend", "restart"]
+    while round_index < 6:
+        started = _start_all(ledger)
+        versions.update(started)
+        running += [key for key, _ in started]
+        what = draw.choice(kinds)
+        if what == "restart":
+            # From a checkpoint: the learner makes the versions of the rounds after it again.
+            round_index, running = draw.randint(max(0, round_index - 1), round_index), []
+            ledger = Ledger(
+                num_rounds=6,
+                portions_per_round=portions,
+                max_staleness=staleness,
+                max_attempts=2,
+                next_round=round_index,
+                version=10 + round_index,
+            )
+        elif what == "redo":
+            ledger.redo(round_index)
+        elif what == "extend":
+            ledger.extend(round_index, portions + draw.randrange(3))
+        elif running:
+            getattr(ledger, what)(running.pop(draw.randrange(len(running))))
+        if ledger.is_complete(round_index):
+            ages = [round_index - (versions[key] - 10) for key in ledger.ready(round_index)]
+            assert all(0 <= age <= staleness for age in ages), ages
+            round_index += 1
+            ledger.publish(round_index - 1, 10 + round_index)
