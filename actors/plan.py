@@ -56,25 +56,30 @@ class RunPlan:
 
     def round_portion(self, round_index: int, index: int) -> Portion:
         """A portion of a round. Problems come in a new order in every epoch; every draw has its own seed."""
-        spec = self._spec
+        spec, group_ids = self._spec, self.group_ids(index)
         # A round has problems of its own for those that it may replace: which ones it asks depends on no other round.
-        first, most = index * spec.portion_groups, spec.most_groups_per_round
-        last = min(first + spec.portion_groups, most)
-        problems, group_ids, requests = [], [], []
-        for group in range(first, last):
+        most = spec.most_groups_per_round
+        problems, requests = [], []
+        for group in dict.fromkeys(group_ids):
             problem, epoch = self._problem_at(round_index * most + group)
             asked = key_of(problem.problem_id), epoch
             params = self._params[fold(spec.seed, _SCHEDULE_KEY, *asked) % len(self._params)]
             for sample in range(spec.learner.group_size):
                 problems.append(problem)
-                group_ids.append(group)
                 requests.append(self._request(problem, params, fold(spec.seed, _SAMPLE_KEY, *asked, sample)))
         return Portion(
             key=PortionKey(round=round_index, index=index),
             problems=tuple(problems),
-            group_ids=tuple(group_ids),
+            group_ids=group_ids,
             requests=tuple(requests),
         )
+
+    def group_ids(self, index: int) -> tuple[int, ...]:
+        """The group, counted in the round, of each request of a round's portion."""
+        spec = self._spec
+        first = index * spec.portion_groups
+        last = min(first + spec.portion_groups, spec.most_groups_per_round)
+        return tuple(group for group in range(first, last) for _ in range(spec.learner.group_size))
 
     def evaluation_portions(
         self, params: SamplingParams, first_index: int = 0, asked: Sequence[Problem] | None = None

@@ -324,9 +324,8 @@ class Coordinator:
     def _log_round(
         self, round_index: int, version: int, values: dict[str, Any], by_key: Mapping[PortionKey, PortionSummary]
     ) -> None:
-        portions = [self._plan.round_portion(key.round, key.index) for key in by_key]
-        summaries = list(by_key.values())
-        stats = round_stats(portions, summaries, GroupChoice.of(self._spec))
+        plan, summaries = self._plan, list(by_key.values())
+        stats = round_stats([plan.group_ids(key.index) for key in by_key], summaries, GroupChoice.of(self._spec))
         seconds = values["sampling_s"] + values["training_s"] + values["publish_s"]
         event = self._log.append(
             "round",
@@ -339,8 +338,11 @@ class Coordinator:
             **values,
             tokens_per_s=round(stats["mean_tokens"] * stats["num_completions"] / seconds, 1),
         )
-        samples = readable_samples(portions, summaries, self._plan.prompt_text)
-        self._log.append_samples(samples[:: max(1, len(samples) // _SAMPLES_PER_ROUND)][:_SAMPLES_PER_ROUND])
+        self._log.append_samples(
+            readable_samples(
+                by_key, _SAMPLES_PER_ROUND, lambda key: plan.round_portion(key.round, key.index), plan.prompt_text
+            )
+        )
         self._gauges.show(event)
 
     @asynccontextmanager

@@ -63,7 +63,7 @@ class VersionEvaluator:
     async def _with_retries(self, generation: Generation, portion: Portion) -> PortionSummary:
         for attempt in range(1, self._max_attempts + 1):
             try:
-                _, summary = await self._pools.score(generation, portion)
+                _, summary = await self._pools.score(generation, portion.key, lambda: portion)
                 if summary.failures:
                     raise PortionFailedError(summary.failures[0])
             except PortionFailedError as error:

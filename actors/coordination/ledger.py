@@ -18,7 +18,9 @@ that replaces groups (`actors/training/choosing.py`) is extended while it is sam
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 
 from actors.messages import PortionKey
 
@@ -51,11 +53,15 @@ class Ledger:
     num_retries: int = 0
     """Tries beyond the first, since the learner group last started."""
     _waiting: dict[PortionKey, _Progress] = field(default_factory=dict)
+    _order: list[tuple[int, int]] = field(default_factory=list)
+    """A heap of what is waiting: there may be thousands."""
     _running: dict[PortionKey, _Progress] = field(default_factory=dict)
     _ready: set[PortionKey] = field(default_factory=set)
     _failed: set[PortionKey] = field(default_factory=set)
     _sizes: dict[int, int] = field(default_factory=dict)
     """Portions of each admitted round."""
+    _num_done: Counter[int] = field(default_factory=Counter)
+    """Those of them that are ready or failed."""
     _admitted: int = 0
 
     def __post_init__(self) -> None:
@@ -66,7 +72,8 @@ class Ledger:
         """Take the next portion to run, oldest round first, and the policy version it is sampled from."""
         if not self._waiting:
             return None
-        key = min(self._waiting, key=lambda key: (key.round, key.index))
+        round_index, index = heappop(self._order)
+        key = PortionKey(round=round_index, index=index)
         progress = self._waiting.pop(key)
         progress.attempts += 1
         if progress.version is None:
@@ -79,6 +86,7 @@ class Ledger:
         if self._running.pop(key, None) is None:
             return False
         self._ready.add(key)
+        self._num_done[key.round] += 1
         return True
 
     def fail(self, key: PortionKey) -> int | None:
@@ -87,34 +95,35 @@ class Ledger:
         if progress is None:
             return None
         if progress.attempts < self.max_attempts:
-            self._waiting[key] = progress
+            self._wait(key, progress)
             self.num_retries += 1
         else:
             self._failed.add(key)
+            self._num_done[key.round] += 1
         return progress.attempts
 
     def release(self, key: PortionKey) -> None:
         """A try ended through no fault of the portion: its version is lost. The next one is of the newest version."""
         progress = self._running.pop(key, None)
         if progress is not None:
-            self._waiting[key] = _Progress(attempts=progress.attempts - 1)
+            self._wait(key, _Progress(attempts=progress.attempts - 1))
 
     def redo(self, round_index: int) -> None:
         """What was ready of a round is lost: it is waiting again."""
         for key in self.ready(round_index):
             self._ready.remove(key)
-            self._waiting[key] = _Progress()
+            self._num_done[round_index] -= 1
+            self._wait(key, _Progress())
 
     def extend(self, round_index: int, num_portions: int) -> None:
         """A round turns out to need so many portions; it keeps those that it has."""
         for index in range(self._sizes[round_index], num_portions):
-            self._waiting[PortionKey(round=round_index, index=index)] = _Progress()
+            self._wait(PortionKey(round=round_index, index=index), _Progress())
         self._sizes[round_index] = max(self._sizes[round_index], num_portions)
 
     def is_complete(self, round_index: int) -> bool:
         """Whether every portion of a round is ready or failed."""
-        done = self._ready | self._failed
-        return sum(key.round == round_index for key in done) == self._sizes.get(round_index)
+        return self._num_done[round_index] == self._sizes.get(round_index)
 
     def ready(self, round_index: int) -> list[PortionKey]:
         """The ready portions of a round, in their order."""
@@ -145,8 +154,13 @@ class Ledger:
         self._ready = {key for key in self._ready if key.round != round_index}
         self._failed = {key for key in self._failed if key.round != round_index}
         self._sizes.pop(round_index)
+        self._num_done.pop(round_index)
         self.next_round, self.version = round_index + 1, version
         self._admit()
+
+    def _wait(self, key: PortionKey, progress: _Progress) -> None:
+        self._waiting[key] = progress
+        heappush(self._order, (key.round, key.index))
 
     def _admit(self) -> None:
         end = min(self.next_round + self.max_staleness + 1, self.num_rounds)

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from heapq import heappop, heappush
 from typing import Any
 
@@ -289,23 +290,33 @@ class Pools:
         """What the actors of both did since the last call."""
         return [*self._samplers.take_works(), *self._graders.take_works()]
 
-    async def score(self, generation: Generation, portion: Portion) -> tuple[ray.ObjectRef[Any], PortionSummary]:
-        """Sample and grade a portion with the weights of one generation.
+    async def score(
+        self, generation: Generation, key: PortionKey, make: Callable[[], Portion]
+    ) -> tuple[ray.ObjectRef[Any], PortionSummary]:
+        """Sample and grade a portion with the weights of one generation; it is made when a sampler is free, for
+        thousands may wait.
 
         Returns the reference of the scored portion, which travels to the learner past this process, and its summary.
         Raises PortionFailedError, and VersionLostError where the weights are nowhere.
         """
-        completions = await _call(self._samplers, portion.key, _generate, generation, portion)
-        graded = await self._graded(portion, completions[0])
+        made: list[Portion] = []
+
+        def generate(sampler: Any) -> Any:
+            made.append(make())
+            return sampler.generate.options(num_returns=2).remote(generation, made[0])
+
+        completions, _ = await _call(self._samplers, key, generate)
+        graded = await self._graded(made[0], completions)
         return graded[0], graded[1]
 
     async def _graded(self, portion: Portion, completions: Any) -> tuple[Any, Any]:
         """Grade, once what a reward depends on answers, however long that takes: it is no failure of the portion."""
         pause_s, is_waiting = _FIRST_PAUSE_S, False
+        grade = partial(_grade, portion, completions)
         try:
             while True:
                 try:
-                    return await _call(self._graders, portion.key, _grade, portion, completions)
+                    return await _call(self._graders, portion.key, grade)
                 except RewardUnavailableError as error:
                     if not is_waiting:
                         is_waiting = True
@@ -327,20 +338,16 @@ class Pools:
             self._on_pause(None)
 
 
-def _generate(sampler: Any, generation: Generation, portion: Portion) -> Any:
-    return sampler.generate.options(num_returns=2).remote(generation, portion)
-
-
-def _grade(grader: Any, portion: Portion, completions: Any) -> Any:
+def _grade(portion: Portion, completions: Any, grader: Any) -> Any:
     return grader.grade.options(num_returns=2).remote(portion, completions)
 
 
-async def _call(pool: _Pool, key: PortionKey, method: Any, *arguments: Any) -> tuple[Any, Any]:
-    """Call a free actor; returns the reference of its first return and the value of its second."""
+async def _call(pool: _Pool, key: PortionKey, ask: Callable[[Any], Any]) -> tuple[Any, Any]:
+    """Ask a free actor; returns the reference of its first return and the value of its second."""
     member = await pool.take(key)
     is_healthy = False
     try:
-        payload, small = method(member.actor, *arguments)
+        payload, small = ask(member.actor)
         value = await asyncio.wait_for(small, pool.timeout_s)
         is_healthy = True
     except RayTaskError as error:

@@ -4,31 +4,38 @@ from __future__ import annotations
 
 import math
 import re
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from statistics import fmean
 from typing import Any
 
-from actors.messages import Portion, PortionSummary
+from actors.messages import Portion, PortionKey, PortionSummary
 from actors.training.choosing import GroupChoice, graded_rows
 from actors.training.collate import part_names_of
 from rewards import Grade, Outcome, Problem
 
 
 def round_stats(
-    portions: Sequence[Portion], summaries: Sequence[PortionSummary], choice: GroupChoice
+    group_ids: Sequence[Sequence[int]], summaries: Sequence[PortionSummary], choice: GroupChoice
 ) -> dict[str, Any]:
     """Means over the completions of a round that could be trained on, and how many of its groups could not.
 
     `num_ungraded` has a count for each outcome that is no grade: completions of which nobody knows what they are worth.
     What the rewards are like is said of the groups that are asked whatever comes of them: those that replace others are
     asked because of rewards.
+
+    Args:
+        group_ids: the group of each row of each portion.
+        summaries: of the portions.
+        choice: which groups are trained on.
     """
     outcomes = Counter(grade.outcome for summary in summaries for grade in summary.grades)
-    rows = [row for portion, summary in zip(portions, summaries, strict=True) for row in _graded(portion, summary)]
+    rows = [row for ids, summary in zip(group_ids, summaries, strict=True) for row in _graded(ids, summary)]
     grades = [grade for group, grade, _ in rows if group < choice.num_groups]
-    asked = max([choice.num_groups, *(1 + portion.group_ids[-1] for portion in portions)])
-    chosen = choice.trained_rows([(p.group_ids, s.grades) for p, s in zip(portions, summaries, strict=True)])
+    asked = max([choice.num_groups, *(1 + ids[-1] for ids in group_ids)])
+    chosen = choice.trained_rows([(ids, summary.grades) for ids, summary in zip(group_ids, summaries, strict=True)])
     costs = Counter[str]()
     for summary in summaries:
         costs.update(summary.costs)
@@ -42,7 +49,7 @@ def round_stats(
         "num_ungraded": {outcome: outcomes[outcome] for outcome in Outcome if outcome is not Outcome.GRADED},
         "num_failed_groups": asked - len({group for group, _, _ in rows}),
         "num_sampled_groups": asked,
-        "num_chosen_groups": len({p.group_ids[row] for p, kept in zip(portions, chosen, strict=True) for row in kept}),
+        "num_chosen_groups": len({ids[row] for ids, kept in zip(group_ids, chosen, strict=True) for row in kept}),
         "mean_tokens": fmean(count for _, _, count in rows) if rows else 0.0,
     }
 
@@ -58,29 +65,39 @@ def _effective_number(counts: Counter[str]) -> float:
     return math.exp(-sum(n / total * math.log(n / total) for n in counts.values())) if total else 0.0
 
 
-def _graded(portion: Portion, summary: PortionSummary) -> list[tuple[int, Grade, int]]:
+def _graded(group_ids: Sequence[int], summary: PortionSummary) -> list[tuple[int, Grade, int]]:
     """Group, grade and tokens of each completion that can be trained on."""
-    kept = graded_rows(portion.group_ids, summary.grades)
-    return [(portion.group_ids[row], summary.grades[row], summary.num_tokens[row]) for row in kept]
+    kept = graded_rows(group_ids, summary.grades)
+    return [(group_ids[row], summary.grades[row], summary.num_tokens[row]) for row in kept]
 
 
 def readable_samples(
-    portions: Sequence[Portion], summaries: Sequence[PortionSummary], prompt_text: Callable[[Problem], str]
+    summaries: Mapping[PortionKey, PortionSummary],
+    most: int,
+    portion_of: Callable[[PortionKey], Portion],
+    prompt_text: Callable[[Problem], str],
 ) -> list[dict[str, Any]]:
-    """Every completion of a round as a JSON object that a person can read."""
-    return [
-        {
-            "round": portion.key.round,
-            "policy_version": summary.policy_versions[row],
-            "problem_id": problem.problem_id,
-            "prompt": prompt_text(problem),
-            "completion": summary.texts[row],
-            "reward": grade.reward,
-            "reward_parts": dict(grade.parts),
-            "correct": grade.correct,
-            "outcome": grade.outcome,
-            "step_map": list(summary.step_maps[row]),
-        }
-        for portion, summary in zip(portions, summaries, strict=True)
-        for row, (problem, grade) in enumerate(zip(portion.problems, summary.grades, strict=True))
-    ]
+    """Some completions of a round, evenly over it, as JSON objects that a person can read."""
+    ends = list(accumulate(len(summary.grades) for summary in summaries.values()))
+    keys, every = list(summaries), max(1, ends[-1] // most)
+    chosen = [(bisect_right(ends, at), at) for at in range(0, ends[-1], every)[:most]]
+    places = [(keys[index], at - (ends[index - 1] if index else 0)) for index, at in chosen]
+    return [_readable(portion_of(key), summaries[key], row, prompt_text) for key, row in places]
+
+
+def _readable(
+    portion: Portion, summary: PortionSummary, row: int, prompt_text: Callable[[Problem], str]
+) -> dict[str, Any]:
+    problem, grade = portion.problems[row], summary.grades[row]
+    return {
+        "round": portion.key.round,
+        "policy_version": summary.policy_versions[row],
+        "problem_id": problem.problem_id,
+        "prompt": prompt_text(problem),
+        "completion": summary.texts[row],
+        "reward": grade.reward,
+        "reward_parts": dict(grade.parts),
+        "correct": grade.correct,
+        "outcome": grade.outcome,
+        "step_map": list(summary.step_maps[row]),
+    }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import ray
@@ -29,6 +30,7 @@ class OpenRounds:
         self._ledger: Ledger | None = None
         self._generations: dict[int, Generation] = {}
         self._scored: dict[PortionKey, tuple[ray.ObjectRef[Any], PortionSummary]] = {}
+        self._teaching: dict[PortionKey, int] = {}
         self._tries: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Condition()
         self._is_lost = False
@@ -62,6 +64,7 @@ class OpenRounds:
         for attempt in self._tries:
             attempt.cancel()
         self._scored.clear()
+        self._teaching.clear()
         self._ledger = None
 
     def redo(self, round_index: int) -> None:
@@ -100,6 +103,7 @@ class OpenRounds:
         if self._ledger is not None:
             for key in self._ledger.ready(round_index):
                 del self._scored[key]
+                del self._teaching[key]
             self._ledger.publish(round_index, generation.version)
 
     def _ledger_at(self, round_index: int, generation: Generation) -> Ledger:
@@ -107,6 +111,7 @@ class OpenRounds:
         self._generations[generation.version] = generation
         if self._ledger is None or self._ledger.next_round != round_index:
             self._scored.clear()
+            self._teaching.clear()
             self._ledger = Ledger(
                 num_rounds=self._spec.learner.num_rounds,
                 portions_per_round=self._plan.portions_per_round,
@@ -122,9 +127,7 @@ class OpenRounds:
         if ledger is not self._ledger or not self._choice.is_dynamic:
             return
         teaching = {key.index: 0 for key in ledger.failed(round_index)}
-        for key in ledger.ready(round_index):
-            rows = self._plan.round_portion(key.round, key.index).group_ids, self._scored[key][1].grades
-            teaching[key.index] = self._choice.num_teaching(rows)
+        teaching |= {key.index: self._teaching[key] for key in ledger.ready(round_index)}
         ledger.extend(round_index, self._choice.portions_needed(self._plan.portion_sizes, teaching))
 
     async def _wait_for(self, ledger: Ledger, round_index: int) -> None:
@@ -155,8 +158,8 @@ class OpenRounds:
     async def _run(self, ledger: Ledger, key: PortionKey, version: int) -> None:
         """One try of one portion."""
         try:
-            portion = self._plan.round_portion(key.round, key.index)
-            scored = await self._pools.score(self._generations[version], portion)
+            make = partial(self._plan.round_portion, key.round, key.index)
+            scored = await self._pools.score(self._generations[version], key, make)
         except VersionLostError as error:
             if not self._is_lost:
                 self._on_failure(f"{error}; the learner publishes again", 1)
@@ -172,6 +175,7 @@ class OpenRounds:
                 self._on_failure(what, 1)
             if ledger.finish(key) and ledger is self._ledger:
                 self._scored[key] = scored
+                self._teaching[key] = self._choice.num_teaching((self._plan.group_ids(key.index), scored[1].grades))
                 self._extend(ledger, key.round)
                 self._start_portions()
         async with self._changed:

@@ -64,8 +64,8 @@ class GroupChoice:
         return chosen
 
     def num_teaching(self, rows: Rows) -> int:
-        """Groups of a portion that teach something."""
-        return len(self._teaching(*rows))
+        """Groups of a portion that teach something; where none is replaced, all of them."""
+        return len(self._teaching(*rows)) if self.is_dynamic else len(set(rows[0]))
 
     def portions_needed(self, sizes: Sequence[int], teaching: Mapping[int, int]) -> int:
         """How many portions a round needs for all that is known.

@@ -324,10 +324,10 @@ def test_a_sampler_that_hangs_or_dies_is_restarted_and_gives_the_same_text(
         pools, said = Pools([moody], [grader], 4.0, 60.0, print), []
         for _ in range(2):
             with pytest.raises(PortionFailedError) as failure:
-                await pools.score(_generation(spec, 1), portion)
+                await pools.score(_generation(spec, 1), portion.key, lambda: portion)
             said.append(str(failure.value))
         # Each next try begins when the actor is back, since it is not free before.
-        return said, await pools.score(_generation(spec, 1), portion)
+        return said, await pools.score(_generation(spec, 1), portion.key, lambda: portion)
 
     (of_death, of_silence), (reference, summary) = _run(tries())
     assert of_death.startswith("a sampler failed")
@@ -412,7 +412,7 @@ def test_a_request_that_no_sampler_can_answer_says_why(
     long = replace(portion, requests=tuple(replace(r, prompt_ids=(5,) * 60) for r in portion.requests))
 
     async def once() -> None:
-        await Pools([shared_sampler], [], 60.0, 60.0, print).score(_generation(spec, 1), long)
+        await Pools([shared_sampler], [], 60.0, 60.0, print).score(_generation(spec, 1), long.key, lambda: long)
 
     with pytest.raises(PortionFailedError, match="make 68 tokens; the policy takes at most 32"):
         _run(once())

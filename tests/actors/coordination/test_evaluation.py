@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from actors.checkpoints.best import best_version, validated_best
 from actors.coordination.evaluation import VersionEvaluator
 from actors.coordination.pools import PortionFailedError
-from actors.messages import Generation, Portion, PortionSummary
+from actors.messages import Generation, Portion, PortionKey, PortionSummary
 from actors.plan import RunPlan
 from actors.spec import RunSpec
 from learner.model.tokenizer import ChatTokenizer
@@ -58,7 +59,10 @@ class _Pools:
         self.asked: list[Portion] = []
         self._num_failing = num_failing
 
-    async def score(self, generation: Generation, portion: Portion) -> tuple[None, PortionSummary]:
+    async def score(
+        self, generation: Generation, key: PortionKey, make: Callable[[], Portion]
+    ) -> tuple[None, PortionSummary]:
+        portion = make()
         self.asked.append(portion)
         if portion.key.index < self._num_failing and self.asked.count(portion) == 1:
             raise PortionFailedError("no luck")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
 from typing import Any
 
 import pytest
@@ -80,6 +81,10 @@ def _portions(count: int) -> list[Portion]:
     ]
 
 
+def _score(pools: Pools, portion: Portion) -> Coroutine[Any, Any, tuple[Any, Any]]:
+    return pools.score(Generation(version=0, digest=""), portion.key, lambda: portion)
+
+
 def test_a_reward_that_is_unavailable_is_waited_for_and_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("actors.coordination.pools._FIRST_PAUSE_S", 0.01)
     monkeypatch.setattr("actors.coordination.pools._LONGEST_PAUSE_S", 0.02)
@@ -87,8 +92,7 @@ def test_a_reward_that_is_unavailable_is_waited_for_and_told_once(monkeypatch: p
     async def scores() -> None:
         sampler, grader, told = _Actor(is_instant=True), _Judged(num_failures=12), []
         pools = Pools([sampler], [grader], sampling_timeout_s=10, grading_timeout_s=10, on_pause=told.append)
-        generation = Generation(version=0, digest="")
-        tasks = [asyncio.create_task(pools.score(generation, portion)) for portion in _portions(3)]
+        tasks = [asyncio.create_task(_score(pools, portion)) for portion in _portions(3)]
         while not told:
             await asyncio.sleep(0)
         assert pools.is_paused
@@ -106,8 +110,7 @@ def test_a_slow_grader_does_not_keep_the_samplers_waiting() -> None:
     async def scores() -> None:
         sampler, grader = _Actor(is_instant=True), _Actor(is_instant=False)
         pools = Pools([sampler], [grader], sampling_timeout_s=10, grading_timeout_s=10, on_pause=print)
-        generation = Generation(version=0, digest="")
-        tasks = [asyncio.create_task(pools.score(generation, portion)) for portion in _portions(5)]
+        tasks = [asyncio.create_task(_score(pools, portion)) for portion in _portions(5)]
         for _ in range(100):
             await asyncio.sleep(0)
         # One grader sits on the first portion, and all five are sampled.
@@ -131,7 +134,7 @@ def test_use_says_how_much_a_pool_worked_since_it_was_last_asked(monkeypatch: py
         samplers = [_Actor(is_instant=False), _Actor(is_instant=False)]
         grader = _Actor(is_instant=True)
         pools = Pools(samplers, [grader], sampling_timeout_s=10, grading_timeout_s=10, on_pause=print)
-        task = asyncio.create_task(pools.score(Generation(version=0, digest=""), _portions(1)[0]))
+        task = asyncio.create_task(_score(pools, _portions(1)[0]))
         await asyncio.sleep(0)
         clock[0] += 3
         samplers[0].generate.answers[0].set_result(1)
@@ -149,7 +152,7 @@ def test_an_actor_that_died_is_away_until_it_answers() -> None:
     async def scores() -> None:
         sampler, grader = _Actor(is_instant=False), _Actor(is_instant=True)
         pools = Pools([sampler], [grader], sampling_timeout_s=10, grading_timeout_s=10, on_pause=print)
-        task = asyncio.create_task(pools.score(Generation(version=0, digest=""), _portions(1)[0]))
+        task = asyncio.create_task(_score(pools, _portions(1)[0]))
         await asyncio.sleep(0)
         sampler.ready.is_up.clear()
         sampler.generate.answers[0].set_exception(ActorDiedError())
@@ -179,7 +182,7 @@ def test_an_actor_that_died_while_it_was_free_costs_no_try() -> None:
         dead.ready = Dead()
         dead.ready.is_up.clear()
         pools = Pools([dead, alive], [grader], sampling_timeout_s=10, grading_timeout_s=10, on_pause=print)
-        await pools.score(Generation(version=0, digest=""), _portions(1)[0])
+        await _score(pools, _portions(1)[0])
         assert len(alive.generate.answers) == 1
         assert dead.generate.answers == []
         assert pools.use()["samplers"]["away"] == 1
@@ -194,7 +197,7 @@ def test_a_timeout_that_an_actor_raises_is_not_its_own(monkeypatch: pytest.Monke
     async def scores() -> None:
         sampler, grader = _Actor(is_instant=False), _Actor(is_instant=True)
         pools = Pools([sampler], [grader], sampling_timeout_s=10, grading_timeout_s=10, on_pause=print)
-        task = asyncio.create_task(pools.score(Generation(version=0, digest=""), _portions(1)[0]))
+        task = asyncio.create_task(_score(pools, _portions(1)[0]))
         while not sampler.generate.answers:
             await asyncio.sleep(0)
         cause = TimeoutError("policy version 3 did not arrive within 120 s")
@@ -216,7 +219,7 @@ def test_what_each_actor_did_and_for_how_long_it_was_away_is_told_once(monkeypat
         sampler, grader = _Actor(is_instant=False), _Actor(is_instant=True)
         pools = Pools([sampler], [grader], sampling_timeout_s=10, grading_timeout_s=10, on_pause=print)
         (portion,) = _portions(1)
-        task = asyncio.create_task(pools.score(Generation(version=0, digest=""), portion))
+        task = asyncio.create_task(_score(pools, portion))
         while not sampler.generate.answers:
             await asyncio.sleep(0)
         clock[0] += 3
@@ -285,7 +288,7 @@ def test_what_the_learner_waits_for_is_served_first() -> None:
         for round_index, index in keys:
             key = PortionKey(round=round_index, index=index)
             portion = Portion(key=key, problems=(), group_ids=(), requests=())
-            tasks.append(asyncio.create_task(pools.score(Generation(version=0, digest=""), portion)))
+            tasks.append(asyncio.create_task(_score(pools, portion)))
             await asyncio.sleep(0)
         tasks[keys.index(given_up)].cancel()
         served = []
@@ -306,9 +309,7 @@ def test_who_is_given_up_as_it_is_served_leaves_the_actor_to_the_next() -> None:
     async def scores() -> None:
         sampler, grader = _Actor(is_instant=False), _Actor(is_instant=True)
         pools = Pools([sampler], [grader], sampling_timeout_s=10, grading_timeout_s=10, on_pause=print)
-        first, second, third = (
-            asyncio.create_task(pools.score(Generation(version=0, digest=""), portion)) for portion in _portions(3)
-        )
+        first, second, third = (asyncio.create_task(_score(pools, portion)) for portion in _portions(3))
         for _ in range(10):
             await asyncio.sleep(0)
         sampler.generate.answers[0].set_result(1)

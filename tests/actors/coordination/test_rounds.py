@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from actors.coordination.pools import PortionFailedError
 from actors.coordination.rounds import OpenRounds
-from actors.messages import Generation, Portion, PortionSummary
+from actors.messages import Generation, Portion, PortionKey, PortionSummary
 from actors.plan import RunPlan
 from actors.spec import RunSpec
 from actors.training.choosing import GroupChoice
@@ -28,8 +29,12 @@ class _Pools:
         self._draw, self._failures = random.Random(seed), failures
         self.num_asked = 0
 
-    async def score(self, generation: Generation, portion: Portion) -> tuple[Any, PortionSummary]:
+    async def score(
+        self, generation: Generation, key: PortionKey, make: Callable[[], Portion]
+    ) -> tuple[Any, PortionSummary]:
         self.num_asked += 1
+        portion = make()
+        assert portion.key == key
         for _ in range(self._draw.randrange(12)):
             await asyncio.sleep(0)
         if self._draw.random() < self._failures:

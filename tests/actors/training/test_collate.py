@@ -102,7 +102,7 @@ def test_ungraded_completions_are_counted_and_in_no_mean(plan: RunPlan) -> None:
     portion = plan.round_portion(0, 0)
     outcomes = [Outcome.GRADED] * 6 + [Outcome.TIMEOUT, Outcome.ERROR]
     grades = tuple(Grade(reward=1.0, parts={"x": 1.0}, correct=True, outcome=outcome) for outcome in outcomes)
-    stats = round_stats([portion], [_summary(grades)], GroupChoice(num_groups=2, most_groups=2))
+    stats = round_stats([portion.group_ids], [_summary(grades)], GroupChoice(num_groups=2, most_groups=2))
     assert stats["num_completions"] == 6
     assert stats["num_ungraded"] == {"timeout": 1, "error": 1}
     assert stats["num_failed_groups"] == 0
@@ -115,7 +115,7 @@ def test_a_failed_grade_that_the_recipe_makes_a_zero_is_trained_on_and_still_cou
     batch = collate([_regraded(scored, grades)], num_slots=8, eos_id=1, choice=EVERY_GROUP)
     assert batch.rewards[:2].tolist() == pytest.approx([0.0, 0.1])
     assert batch.reward_parts[:2, 0].tolist() == pytest.approx([0.0, 0.1])
-    stats = round_stats([scored.portion], [_summary(grades)], GroupChoice(num_groups=2, most_groups=2))
+    stats = round_stats([scored.portion.group_ids], [_summary(grades)], GroupChoice(num_groups=2, most_groups=2))
     assert stats["num_completions"] == 8
     assert stats["reward_parts"] == {"digits": pytest.approx(0.35)}
     assert stats["num_ungraded"] == {"timeout": 1, "error": 0}
@@ -126,18 +126,21 @@ def test_the_shapes_of_correct_answers_are_counted_by_how_common_they_are(plan: 
     answers = ["1*2+3", "12*3+4", "3*3+3", "1*1+10", "2-1", "30-11", "7", "1/2/3"]
     portion = plan.round_portion(0, 0)
     grades = [Grade(reward=1.0, parts={}, correct=answer != "1/2/3", answer=answer) for answer in answers]
-    stats = round_stats([portion], [_summary(tuple(grades))], GroupChoice(num_groups=2, most_groups=2))
+    stats = round_stats([portion.group_ids], [_summary(tuple(grades))], GroupChoice(num_groups=2, most_groups=2))
     entropy = -(4 / 7 * math.log(4 / 7) + 2 / 7 * math.log(2 / 7) + 1 / 7 * math.log(1 / 7))
     assert stats["answer_shapes"] == pytest.approx(math.exp(entropy))
     wrong = tuple(replace(grade, correct=False) for grade in grades)
-    assert round_stats([portion], [_summary(wrong)], GroupChoice(num_groups=2, most_groups=2))["answer_shapes"] == 0
+    assert (
+        round_stats([portion.group_ids], [_summary(wrong)], GroupChoice(num_groups=2, most_groups=2))["answer_shapes"]
+        == 0
+    )
 
 
 def test_costs_of_the_terms_add_up_over_a_round(plan: RunPlan) -> None:
     scored = _scored(plan.round_portion(0, 0))
     costs: list[dict[str, float]] = [{"polite/num_requests": 3}, {}, {"polite/num_requests": 2, "x/num_cached": 1}]
     summaries = [_summary(scored.grades, spent) for spent in costs]
-    stats = round_stats([scored.portion] * 3, summaries, GroupChoice(num_groups=2, most_groups=2))
+    stats = round_stats([scored.portion.group_ids] * 3, summaries, GroupChoice(num_groups=2, most_groups=2))
     assert stats["reward_costs"] == {"polite/num_requests": 5, "x/num_cached": 1}
 
 
@@ -151,10 +154,10 @@ def test_graders_see_the_text_up_to_its_end_and_report_it(spec: RunSpec, plan: R
     scored, summary = grader.grade(portion, [completion] * 8)
     assert all(grade.correct for grade in scored.grades)
     assert set(summary.texts) == {plan.train[0].demonstration}
-    stats = round_stats([portion], [summary], GroupChoice(num_groups=5, most_groups=5))
+    stats = round_stats([portion.group_ids], [summary], GroupChoice(num_groups=5, most_groups=5))
     assert (stats["reward"], stats["correct"], stats["num_completions"]) == (1, 1, 8)
     assert stats["num_failed_groups"] == 3
-    (sample, *_) = readable_samples([portion], [summary], plan.prompt_text)
+    (sample, *_) = readable_samples({portion.key: summary}, 4, lambda _: portion, plan.prompt_text)
     assert sample["completion"] == plan.train[0].demonstration
     assert sample["prompt"] == plan.train[0].messages[0].content
 

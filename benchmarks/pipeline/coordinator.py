@@ -1,0 +1,277 @@
+"""How many samplers one coordinator can serve.
+
+    python -m benchmarks.pipeline.coordinator [--samplers 10 100 1000 4000] [--portion-s 1] [--rounds 3] [--out FILE]
+
+The run's own coordinator in this process, with its ledger, pools, run log and files; samplers, graders and learner are
+simulated: a sampler answers after `--portion-s`, a grader and the learner at once. A round has four portions for each
+sampler, of two groups of eight. What Ray adds to a call is not in it (`benchmarks.pipeline.overlap` has that).
+
+- dispatch: from where a sampler is free and a portion waits for one to where it is asked, 50th and 99th percentile.
+- at work: share of the samplers' time; 1 less this is what the coordinator costs them.
+- CPU a portion: of this process, simulation and all; one divided by it bounds the portions per second.
+- memory: what the process grew by over the rounds, for 100,000 groups.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import resource
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from rich.console import Console
+from rich.table import Table
+
+from actors.coordination.coordinator import Coordinator
+from actors.messages import Generation, Portion, PortionSummary
+from actors.spec import RunSpec
+from deploy.recipe.overrides import load_recipe
+from deploy.recipe.recipe import Stages
+from deploy.runs.run_directory import create_run_dir, make_spec
+from rewards import Grade
+
+_ROOT = Path(__file__).parents[2]
+_NO_REGISTRY = "redis://127.0.0.1:1/0"
+_PORTIONS_OF_SAMPLER, _GROUPS_OF_PORTION, _GROUP_SIZE = 4, 2, 8
+_SECONDS = {"sampling_s": 0.1, "training_s": 0.1, "publish_s": 0.1}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One number of samplers."""
+
+    num_samplers: int
+    round_s: float
+    """Median."""
+    at_work: float
+    """Share of the samplers' time."""
+    dispatch_s: tuple[float, float]
+    """Median and 99th percentile."""
+    cpu_of_portion_s: float
+    groups_per_s: float
+    longest_turn_s: float
+    """The longest that the event loop was held up, in CPU seconds of its thread."""
+    bytes_of_100_000_groups: float
+
+
+class Answers:
+    """A method of a simulated actor, or the actor itself."""
+
+    def __init__(self, answer: Any) -> None:
+        self._answer = answer
+
+    def options(self, **_: Any) -> Answers:
+        """As Ray's."""
+        return self
+
+    def remote(self, *arguments: Any) -> Any:
+        """As Ray's."""
+        return self._answer(*arguments)
+
+
+class Sampler:
+    """Takes its time for a portion, and notes when it was free and when asked."""
+
+    def __init__(self, portion_s: float, waits: list[float]) -> None:
+        self._portion_s, self._waits = portion_s, waits
+        self._free_since: float | None = None
+        self.busy_s = 0.0
+        self.ready, self.generate = Answers(_yes), Answers(self._generate)
+
+    def begin_round(self) -> None:
+        """What was waited for before is the learner's."""
+        self._free_since = None
+
+    def _generate(self, _: Generation, __: Portion) -> tuple[str, asyncio.Future[int]]:
+        now = time.perf_counter()
+        if self._free_since is not None:
+            self._waits.append(now - self._free_since)
+        answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        asyncio.get_running_loop().call_later(self._portion_s, self._end, answer)
+        return "completions", answer
+
+    def _end(self, answer: asyncio.Future[int]) -> None:
+        self._free_since = time.perf_counter()
+        self.busy_s += self._portion_s
+        answer.set_result(1)
+
+
+class Grader:
+    """Answers at once."""
+
+    def __init__(self) -> None:
+        self.ready, self.grade = Answers(_yes), Answers(_grade)
+
+
+async def _yes() -> bool:
+    return True
+
+
+def _grade(portion: Portion, _: str) -> tuple[str, asyncio.Future[PortionSummary]]:
+    size = len(portion.requests)
+    answer: asyncio.Future[PortionSummary] = asyncio.get_running_loop().create_future()
+    answer.set_result(
+        PortionSummary(
+            grades=tuple(Grade(reward=float(row % 2), parts={}, correct=row % 2 == 1) for row in range(size)),
+            texts=("7",) * size,
+            num_tokens=(2,) * size,
+            step_maps=((0, 1),) * size,
+            policy_versions=(1,) * size,
+            failures=(),
+            costs={},
+        )
+    )
+    return "scored", answer
+
+
+class NoGauges:
+    """There is no Ray to show them."""
+
+    def __init__(self, run: str) -> None:
+        """Begin."""
+
+    def show(self, event: Any) -> None:
+        """Nothing."""
+
+
+async def measured(num_samplers: int, portion_s: float, num_rounds: int) -> Row:
+    """Rounds with so many samplers. The first is not counted."""
+    with tempfile.TemporaryDirectory() as directory:
+        spec = _spec(Path(directory), num_samplers, num_rounds + 1)
+        waits: list[float] = []
+        samplers = [Sampler(portion_s, waits) for _ in range(num_samplers)]
+        coordinator = Coordinator(
+            spec,
+            samplers,
+            [Grader() for _ in range(max(1, num_samplers // 10))],
+            Grader(),
+            registry_url=_NO_REGISTRY,
+            store_name="none",
+            driver="benchmark",
+        )
+        turns: list[float] = []
+        watching = asyncio.create_task(_watch_turns(turns))
+        rounds, cpu, memory = [], 0.0, 0
+        for index in range(num_rounds + 1):
+            if index == 1:
+                cpu, memory = time.process_time(), _memory()
+                waits.clear()
+                turns.clear()
+            for sampler in samplers:
+                sampler.begin_round()
+                sampler.busy_s = 0.0
+            began = time.perf_counter()
+            await coordinator.next_batch(index, Generation(version=index + 1, digest="x"))
+            ended = time.perf_counter()
+            at_work = sum(sampler.busy_s for sampler in samplers) / ((ended - began) * num_samplers)
+            await coordinator.published(index, Generation(version=index + 2, digest="x"), dict(_SECONDS), None)
+            if index:
+                rounds.append((ended - began, at_work))
+        watching.cancel()
+        num_portions = num_rounds * spec.portions_per_round
+        num_groups = num_rounds * spec.learner.groups_per_round
+        cpu_s = time.process_time() - cpu
+        await coordinator.finish()
+    cuts = statistics.quantiles(waits, n=100) if len(waits) > 1 else [0.0] * 99
+    round_s = statistics.median(seconds for seconds, _ in rounds)
+    return Row(
+        num_samplers=num_samplers,
+        round_s=round_s,
+        at_work=statistics.median(share for _, share in rounds),
+        dispatch_s=(cuts[49], cuts[98]),
+        cpu_of_portion_s=cpu_s / num_portions,
+        groups_per_s=spec.learner.groups_per_round / round_s,
+        longest_turn_s=max(turns),
+        bytes_of_100_000_groups=(_memory() - memory) / num_groups * 1e5,
+    )
+
+
+async def _watch_turns(turns: list[float]) -> None:
+    """CPU seconds of the loop's thread between two looks a millisecond apart: what other processes do is not in it."""
+    last = time.thread_time()
+    while True:
+        await asyncio.sleep(0.001)
+        now = time.thread_time()
+        turns.append(now - last)
+        last = now
+
+
+def _memory() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _spec(directory: Path, num_samplers: int, num_rounds: int) -> RunSpec:
+    groups = num_samplers * _PORTIONS_OF_SAMPLER * _GROUPS_OF_PORTION
+    overrides = [
+        f"runs_dir={directory}",
+        "name=coordinator",
+        "task={name: sudoku, prompt: compact, min_empty: 4, max_empty: 9}",
+        f"num_train_problems={max(1000, groups)}",
+        f"learner.num_rounds={num_rounds}",
+        "learner.num_workers=1",
+        f"learner.group_size={_GROUP_SIZE}",
+        f"learner.groups_per_round={groups}",
+        f"rollout.batch_size={_GROUPS_OF_PORTION * _GROUP_SIZE}",
+        "rollout.max_prompt_tokens=18",
+    ]
+    recipe = load_recipe(_ROOT / "recipes" / "chaos.yaml", overrides)
+    spec = make_spec(recipe, Stages.RL)
+    create_run_dir(recipe, spec, start_from=None).close()
+    return spec
+
+
+def main() -> None:
+    """Measure, print, and write where `--out` says."""
+    args = _arguments()
+    with patch("actors.coordination.coordinator.RunGauges", NoGauges):
+        rows = [asyncio.run(measured(number, args.portion_s, args.rounds)) for number in args.samplers]
+    Console(width=120).print(_table(rows))
+    if args.out is not None:
+        args.out.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+
+
+def _table(rows: Sequence[Row]) -> Table:
+    table = Table(
+        "samplers",
+        "a round, s",
+        "at work",
+        "dispatch, ms",
+        "p99",
+        "CPU a portion, ms",
+        "groups/s",
+        "longest turn, ms",
+        "MB",
+    )
+    for row in rows:
+        table.add_row(
+            f"{row.num_samplers:,}",
+            f"{row.round_s:.2f}",
+            f"{100 * row.at_work:.1f} %",
+            *(f"{1e3 * seconds:.1f}" for seconds in row.dispatch_s),
+            f"{1e3 * row.cpu_of_portion_s:.2f}",
+            f"{row.groups_per_s:,.0f}",
+            f"{1e3 * row.longest_turn_s:.0f}",
+            f"{row.bytes_of_100_000_groups / 1e6:.0f}",
+        )
+    return table
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--samplers", type=int, nargs="+", default=[10, 100, 1000, 4000])
+    parser.add_argument("--portion-s", type=float, default=1.0, help="of a sampler for a portion")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
