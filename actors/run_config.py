@@ -179,7 +179,12 @@ class RunConfig(BaseModel):
     @property
     def portion_groups(self) -> int:
         """Groups of a portion."""
-        return max(1, self.rollout.batch_size // self.learner.group_size)
+        return self.portion_groups_for(self.rollout.num_samplers)
+
+    def portion_groups_for(self, num_samplers: int) -> int:
+        """With so many samplers: as many as one is given at once, and few enough that each has its share of a round."""
+        at_once = self.rollout.batch_size // self.learner.group_size
+        return max(1, min(at_once, -(-self.learner.groups_per_round // num_samplers)))
 
     @property
     def most_groups_per_round(self) -> int:

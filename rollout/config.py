@@ -49,8 +49,8 @@ class RolloutConfig(BaseModel):
     num_samplers: PositiveInt = 2
     """Sampler actors. Each holds a whole policy and computes on a GPU of its own, or on one thread of a CPU."""
     batch_size: PositiveInt = 64
-    """Completions that a sampler is given at once, rounded down to whole groups and at least one group.
-    Part of what a run's numbers depend on: the last bits of a logit change with the batch."""
+    """Completions that a sampler is given at once, at most: whole groups, and no more than share a round out among
+    `num_samplers`. Both are part of what a run's numbers depend on: the last bits of a logit change with the batch."""
     engine: EngineConfig = EngineConfig()
     """How a sampler computes."""
     sampling: SamplingParams = SamplingParams()

@@ -58,8 +58,8 @@ class Plan:
     """Of a round."""
     learning_flops: float
     """Of a round."""
-    is_short_of_portions: bool
-    """Whether more samplers would do no more, as a round has no more portions."""
+    is_short_of_groups: bool
+    """Whether more samplers would do no more, as a round has no more groups."""
     is_colocated: bool
     """Whether the recipe has samplers and learner workers take turns on the same GPUs."""
     splits: tuple[Split, ...]
@@ -89,7 +89,7 @@ def make_plan(recipe: RunConfig, num_gpus: int, kind: GpuKind) -> Plan:
         kind=kind,
         sampling_flops=flops[0],
         learning_flops=flops[1],
-        is_short_of_portions=_most_samplers(recipe) < num_gpus - (not is_colocated),
+        is_short_of_groups=_most_samplers(recipe) < num_gpus - (not is_colocated),
         is_colocated=is_colocated,
         splits=tuple(splits),
         if_colocated=others[0] if others and others[0].limit is None else None,
@@ -101,7 +101,7 @@ def _splits(
     recipe: RunConfig, shape: TransformerConfig, num_gpus: int, kind: GpuKind, flops: tuple[float, float]
 ) -> Iterator[Split]:
     where = f"one {kind.name}"
-    portions, learner = recipe.portions_per_round, recipe.learner
+    learner = recipe.learner
     # What cannot be shared out further: more workers would wait in every round.
     units = learner.groups_per_round * (1 if learner.objective.compares_groups else learner.group_size)
     sampler = why_too_large(sampler_memory(recipe, shape), kind.memory_bytes, where)
@@ -109,7 +109,7 @@ def _splits(
         too_large = why_too_large(learner_memory(recipe, shape, num_workers), kind.memory_bytes, where)
         is_ahead = learner.max_staleness > 0 and num_gpus > 1
         # The busiest ends the round. Samplers that run ahead go on with the next one.
-        of_busiest = 1 / num_samplers if is_ahead else _of_busiest(portions, num_samplers)
+        of_busiest = 1 / num_samplers if is_ahead else _of_busiest_sampler(recipe, num_samplers)
         sampling_s = flops[0] * of_busiest / (SAMPLING_SHARE * kind.flop_per_s)
         learning_s = flops[1] * _of_busiest(units, num_workers) / (LEARNING_SHARE * kind.flop_per_s)
         yield Split(
@@ -142,7 +142,14 @@ def _fastest_first(splits: Iterable[Split]) -> list[Split]:
 
 def _most_samplers(recipe: RunConfig) -> int:
     """Samplers that can be at work at a time."""
-    return recipe.portions_per_round * (recipe.learner.max_staleness + 1)
+    return recipe.learner.groups_per_round * (recipe.learner.max_staleness + 1)
+
+
+def _of_busiest_sampler(recipe: RunConfig, num_samplers: int) -> float:
+    """The share of a round's groups that the busiest sampler has, in whole portions."""
+    groups, of_portion = recipe.learner.groups_per_round, recipe.portion_groups_for(num_samplers)
+    num_portions = -(-groups // of_portion)
+    return min(1.0, -(-num_portions // num_samplers) * of_portion / groups)
 
 
 def _of_busiest(num_units: int, num_processes: int) -> float:

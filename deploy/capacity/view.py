@@ -67,8 +67,8 @@ def _words(plan: Plan) -> list[Text]:
     if (other := plan.if_colocated) is not None and (best is None or other.round_s < best.round_s):
         words_of_other = f"{_numbers(other)} gpus.colocate=true"
         more.append(Text(f"Taking turns on the same GPUs, a round takes {other.round_s:.3g} s: {words_of_other}"))
-    if plan.is_short_of_portions:
-        more.append(Text("More samplers would wait for portions: a smaller rollout.batch_size makes more of them."))
+    if plan.is_short_of_groups:
+        more.append(Text("More samplers would wait: a round has no more groups (learner.groups_per_round)."))
     return [*more, Text(words, style="bold red" if best is None else "bold"), Text(derived, style="dim")]
 
 

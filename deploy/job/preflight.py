@@ -118,13 +118,12 @@ def _pool_problems(recipe: Recipe) -> Iterator[str]:
     portions = recipe.portions_per_round * at_a_time
     if recipe.device == "cpu" or not learner.num_rounds or portions >= rollout.num_samplers:
         return
-    fitting = learner.groups_per_round * at_a_time // rollout.num_samplers * learner.group_size
-    smaller = f"rollout.batch_size={fitting} or " if fitting else ""
+    more = -(-rollout.num_samplers // at_a_time)
     also = f" learner.num_workers={portions}" if recipe.gpus.colocate else ""
     yield (
         f"rollout.num_samplers is {rollout.num_samplers}, and only {counted(portions, 'portion')} of "
         f"{recipe.portion_groups * learner.group_size} completions can be sampled at a time: the other GPUs would "
-        f"wait; take {smaller}rollout.num_samplers={portions}{also}"
+        f"wait; take learner.groups_per_round={more} or rollout.num_samplers={portions}{also}"
     )
 
 

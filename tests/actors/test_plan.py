@@ -18,6 +18,41 @@ def test_portions_hold_whole_groups_and_every_group_once(plan: RunPlan) -> None:
     assert [len(portion.requests) for portion in portions] == [8, 8, 4]
 
 
+@pytest.mark.parametrize(
+    ("num_samplers", "batch_size", "sizes"),
+    [
+        (1, 8, [2, 2, 1]),
+        (1, 64, [5]),
+        (2, 64, [3, 2]),
+        (3, 64, [2, 2, 1]),
+        (4, 64, [2, 2, 1]),
+        (5, 64, [1] * 5),
+        (9, 64, [1] * 5),
+    ],
+)
+def test_a_round_is_shared_out_among_all_samplers(
+    spec: RunSpec, num_samplers: int, batch_size: int, sizes: list[int]
+) -> None:
+    rollout = spec.rollout.model_copy(update={"num_samplers": num_samplers, "batch_size": batch_size})
+    plan = RunPlan(spec.model_copy(update={"rollout": rollout}), ChatTokenizer(spec.initial_checkpoint))
+    portions = [plan.round_portion(0, index) for index in range(plan.portions_per_round)]
+    assert [len(portion.requests) // 4 for portion in portions] == sizes == plan.portion_sizes
+    assert [group for index in range(len(sizes)) for group in plan.group_ids(index)[::4]] == list(range(5))
+
+
+def test_a_round_that_may_replace_groups_has_problems_of_its_own_for_them(spec: RunSpec) -> None:
+    rollout = spec.rollout.model_copy(update={"max_oversampling": 2.0})
+    plan = RunPlan(spec.model_copy(update={"rollout": rollout}), ChatTokenizer(spec.initial_checkpoint))
+    assert (plan.portions_per_round, plan.portion_sizes) == (3, [2] * 5)
+    asked = [
+        problem.problem_id
+        for round_index in range(5)
+        for index in range(5)
+        for problem in plan.round_portion(round_index, index).problems[::4]
+    ]
+    assert sorted(asked) == sorted(problem.problem_id for problem in plan.train)
+
+
 def test_an_epoch_asks_every_problem_once_and_in_another_order_than_the_next(plan: RunPlan) -> None:
     def asked(rounds: range) -> list[str]:
         portions = [plan.round_portion(r, index) for r in rounds for index in range(plan.portions_per_round)]

@@ -66,31 +66,35 @@ def test_it_says_which_gpus_cpus_and_memory_are_missing(recipe_file: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("overrides", "helps"),
+    ("overrides", "found_s"),
     [
-        ((), "take rollout.batch_size=12 or rollout.num_samplers=2"),
-        (("rollout.num_samplers=20",), "take rollout.num_samplers=2"),
-        (("learner.max_staleness=1",), None),
-        (("rollout.batch_size=12",), None),
+        ((), None),
+        (("rollout.num_samplers=20",), (20, 8, 1, "learner.groups_per_round=20 or rollout.num_samplers=8")),
+        (("rollout.num_samplers=6",), (6, 4, 2, "learner.groups_per_round=6 or rollout.num_samplers=4")),
+        (
+            ("rollout.num_samplers=20", "learner.max_staleness=1"),
+            (20, 16, 1, "learner.groups_per_round=10 or rollout.num_samplers=16"),
+        ),
+        (("rollout.num_samplers=16", "learner.max_staleness=1"), None),
         (("device=cpu",), None),
     ],
 )
 def test_gpus_that_would_wait_in_every_round_are_refused(
-    recipe_file: Path, overrides: tuple[str, ...], helps: str | None
+    recipe_file: Path, overrides: tuple[str, ...], found_s: tuple[int, int, int, str] | None
 ) -> None:
-    """Eight groups of six in portions of 48 // 6 = 4 groups: two for four samplers."""
+    """Eight groups of six, of which four could be sampled at once: in portions of two for four samplers."""
     exact = "estimator: {name: trajectory, steps_per_segment: 1, law: sampler}"
     old = "objective: {name: clipped_ratio, old: sampler}"
     learner = f"{{num_rounds: 1, groups_per_round: 8, group_size: 6, {exact}, {old}}}"
     given = ("device=cuda", "rollout.num_samplers=4", "rollout.batch_size=24", f"learner={learner}", *overrides)
     found = [problem for problem in _problems(recipe_file, *given) if "can be sampled at a time" in problem]
-    if helps is None:
+    if found_s is None:
         assert found == []
     else:
-        number = 20 if "num_samplers=20" in str(overrides) else 4
+        number, portions, groups, take = found_s
         assert found == [
-            f"rollout.num_samplers is {number}, and only 2 portions of 24 completions can be sampled at a time: the "
-            f"other GPUs would wait; {helps}"
+            f"rollout.num_samplers is {number}, and only {portions} portions of {6 * groups} completions can be "
+            f"sampled at a time: the other GPUs would wait; take {take}"
         ]
 
 
