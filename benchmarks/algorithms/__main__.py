@@ -7,7 +7,8 @@ on as many completions a round as all others. Its learning rate is the recipe's 
 optimizer steps a round; a row that ends no better than SFT is tried again at each further one of `--rates`, which are
 multiples of that, and the best rate counts. `recipe` is the recipe's own method. A run is evaluated when its
 completions, and when its CPU seconds, are those that all get. What is done is kept in `--results`, and a second call
-goes on from there; the default has what the tables of docs/results.md were made of.
+goes on from there; the default has what the tables of docs/results.md were made of. With `--set task.shaping=0` the
+recipes are changed ones, and have results of their own.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from benchmarks.algorithms.report import markdown, write_between_marks, write_co
 from benchmarks.algorithms.trial import RECIPE_ROW, Budget, Trial, begin, start, try_row
 from learner.algorithms import ALGORITHMS
 
+_RESULTS, _OUT = Path(__file__).parent / "results", Path("runs/algorithms")
 TASKS = {"sudoku": Path("recipes/tiny.yaml"), "countdown": Path("recipes/countdown.yaml")}
 
 
@@ -35,7 +37,14 @@ def main() -> None:
     args = _arguments()
     console = Console(width=180)
     trials = [
-        Trial(task=task, recipe=str(TASKS[task]), row=row, seed=seed, out=str(args.out.resolve()))
+        Trial(
+            task=task,
+            recipe=str(TASKS[task]),
+            row=row,
+            seed=seed,
+            out=str(args.out.resolve()),
+            overrides=tuple(args.set),
+        )
         for task in args.tasks
         for seed in args.seeds
         for row in args.rows
@@ -74,10 +83,16 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=240.0, help="of CPU that every row trains for")
     parser.add_argument("--round", type=int, default=256, help="completions of a round")
     parser.add_argument("--jobs", type=int, default=2, help="processes, of one thread each")
-    parser.add_argument("--out", type=Path, default=Path("runs/algorithms"), help="where the SFT checkpoints go")
-    parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--out", type=Path, default=_OUT, help="where the SFT checkpoints go")
+    parser.add_argument("--results", type=Path, default=_RESULTS)
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="changes to the recipes")
     parser.add_argument("--docs", type=Path, help="the folder whose results.md and algorithms.md to write them into")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.set and (args.results == _RESULTS or args.out == _OUT):
+        parser.error(
+            "changed recipes have --results and --out of their own: those of the tables are of the recipes as they are"
+        )
+    return args
 
 
 def _carry_out(

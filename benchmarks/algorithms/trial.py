@@ -41,6 +41,8 @@ class Trial:
     """Where checkpoints lie."""
     rate: float = 1.0
     """What the learning rate is multiplied by."""
+    overrides: tuple[str, ...] = ()
+    """Changes to the recipe."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,7 +113,8 @@ def try_row(trial: Trial, budget: Budget) -> Result:
 def base_recipe(trial: Trial) -> Recipe:
     """The recipe of the trial's task, with its seed."""
     name = f"{trial.task}-{trial.seed}"
-    return load_recipe(Path(trial.recipe), [f"runs_dir={trial.out}", f"name={name}", f"seed={trial.seed}"])
+    words = [f"runs_dir={trial.out}", f"name={name}", f"seed={trial.seed}", *trial.overrides]
+    return load_recipe(Path(trial.recipe), words)
 
 
 def _before(base: Recipe) -> Path:
