@@ -114,9 +114,10 @@ def start_actors(spec: RunSpec, num_graders: int, registry_url: str, driver: str
 
 
 def watched(actor_class: type) -> Any:
-    """An actor class whose `ready` is answered while another call is at work, as `Pools` and `Watch` ask it."""
+    """An actor class whose `ready` is answered while another call is at work, as `Pools` and `Watch` ask it; and a
+    sampler's `stage`."""
     remote: Any = ray.remote  # Its types do not know of the groups.
-    return remote(concurrency_groups={"liveness": 1})(actor_class)
+    return remote(concurrency_groups={"liveness": 1, "weights": 1})(actor_class)
 
 
 def wait_until_ready(actors: RunActors) -> None:

@@ -34,7 +34,7 @@ class SamplerWorker:
         # Here and not above: whoever gets this actor's handle imports its class, the coordinator too.
         import torch
 
-        from actors.weights.fetching import BaseAtHand, PolicyLoader, StoreReader
+        from actors.weights.fetching import BaseAtHand, PolicyLoader, StagingReader, StoreReader
         from learner.hardware import limit_memory
         from learner.model.checkpoint import empty_policy
         from rollout.sampler import Sampler
@@ -45,12 +45,18 @@ class SamplerWorker:
         self._policy = empty_policy(checkpoint, engine.torch_dtype, "meta" if is_asleep else device)
         self._sampler = partial(Sampler, self._policy, engine=engine)
         reader = StoreReader(store, _FETCH_TIMEOUT_S)
-        self._loader = PolicyLoader(self._policy, BaseAtHand(reader) if is_asleep else reader)
+        self._reader = StagingReader(BaseAtHand(reader) if is_asleep else reader)
+        self._loader = PolicyLoader(self._policy, self._reader)
         self._generation: Generation | None = None
 
     def ready(self) -> int:
         """Answers once the actor is up, with its process id: another one is a restart."""
         return os.getpid()
+
+    def stage(self, generation: Generation) -> None:
+        """Fetch and verify weights that will be sampled from, while others are: on a thread of its own."""
+        if generation != self._generation:
+            self._reader.stage(generation)
 
     def generate(self, generation: Generation, portion: Portion) -> tuple[Completions, int]:
         """Completions of a portion by exactly those weights, fetched and verified where they are not held.

@@ -366,7 +366,9 @@ class Coordinator:
     # Versions and their scores.
 
     async def announce(self, generation: Generation, phase: Phase, round_index: int) -> None:
-        """Tell the registry, and so the service, that the store has a new version."""
+        """The store has a new version: the samplers fetch it, and the registry, and so the service, hears of it."""
+        if phase is Phase.RL and round_index < self._spec.learner.num_rounds:
+            self._pools.stage(generation)
         await self._announcer.announce(generation, phase, round_index)
 
     async def evaluate(self, generation: Generation, label: str, round_index: int, is_new: bool) -> tuple[Next, bool]:

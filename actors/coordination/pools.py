@@ -282,6 +282,12 @@ class Pools:
         """Who of both does not answer, and for how many seconds."""
         return self._samplers.away() | self._graders.away()
 
+    def stage(self, generation: Generation) -> None:
+        """Have the samplers fetch weights beside what they are at: what they start next is likely to be of these."""
+        for member in self._samplers.members:
+            # Nobody waits for it: one that has not fetched them does so when it is asked for a portion.
+            member.actor.stage.options(concurrency_group="weights").remote(generation)
+
     async def end_turn(self) -> list[str]:
         """Have the samplers sleep, who share GPUs with the learner. Returns and raises as `_Pool.sleep` does."""
         return await self._samplers.sleep()

@@ -7,6 +7,7 @@ the same memory. Under LoRA a version is its adapter, and what that stands on is
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from typing import Any, Protocol
 
 import ray
@@ -118,6 +119,42 @@ class BaseAtHand:
             self._held = None  # The store cannot give up what is read.
             self._held = digest, self._reader.base(digest)
         return self._held[1]
+
+
+class StagingReader:
+    """A reader that fetches and verifies a version on another thread, before it is asked for.
+
+    What is left to do then is to copy it.
+    """
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+        self._staged: tuple[Generation, Future[tuple[Manifest, Mapping[str, Tensor]]]] | None = None
+
+    def stage(self, generation: Generation) -> None:
+        """Fetch it, unless that is done or under way. What was staged before and not asked for is let go."""
+        if (staged := self._staged) is not None and staged[0] == generation:
+            return
+        fetched: Future[tuple[Manifest, Mapping[str, Tensor]]] = Future()
+        self._staged = generation, fetched
+        try:
+            fetched.set_result(self._reader.version(generation.version, generation.digest))
+        except Exception as error:
+            # Who asks for it fetches it again, and says what is wrong.
+            fetched.set_exception(error)
+
+    def version(self, version: int, digest: str | None = None) -> tuple[Manifest, Mapping[str, Tensor]]:
+        """As the reader's; what is staged is handed over, and held no longer."""
+        staged = self._staged
+        if staged is not None and (staged[0].version, staged[0].digest) == (version, digest):
+            self._staged = None
+            if staged[1].exception() is None:
+                return staged[1].result()
+        return self._reader.version(version, digest)
+
+    def base(self, digest: str) -> Mapping[str, Tensor]:
+        """As the reader's."""
+        return self._reader.base(digest)
 
 
 class PolicyLoader:

@@ -5,8 +5,9 @@
 A policy of random float32 weights is sharded over two ranks, published as `d1 train` does it, and loaded in place by
 every sampler: by shards, from each rank its rows, to samplers in float32 and in bfloat16; and as an adapter. `gathered`
 is what shards are compared with: whole on rank 0, put, and put again by the store. Seconds are from the ranks' call to
-the last sampler's answer, the median of some rounds, each beside one plain copy of all weights in memory. What does not
-fit this machine's memory is left out, with a sentence.
+the last sampler's answer, the median of some rounds, each beside one plain copy of all weights in memory. The pause is
+what a sampler does not sample for: to fetch, verify and copy a version, or only to copy it where it was fetched beside
+the portion before (`staged`). What does not fit this machine's memory is left out, with a sentence.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from actors.spec import Phase
 from actors.training.publication import Publisher
 from actors.training.run_client import RunClient
 from actors.training.shards import Travel
-from actors.weights.fetching import PolicyLoader, StoreReader
+from actors.weights.fetching import PolicyLoader, StagingReader, StoreReader
 from actors.weights.store import WeightStore
 from actors.weights.tensors import make_manifest
 from benchmarks.models import Shape, empty_policy
@@ -77,6 +78,10 @@ class Row:
     """Of the first version, with which an adapter's base goes."""
     copy_s: float
     """Of a plain copy of all weights in memory, median."""
+    pause_s: float
+    """Of the slowest sampler, median."""
+    staged_pause_s: float
+    """The same where the version had been fetched before."""
 
 
 class Client(RunClient):
@@ -132,14 +137,21 @@ class Receiver:
     def __init__(self, shape: Shape, form: Form, store: Any) -> None:
         torch.set_num_threads(1)
         policy = empty_policy(shape, _TOKENS).to(form.samplers_dtype)
-        self._loader = PolicyLoader(policy, StoreReader(store, _TIMEOUT_S))
+        self._reader = StagingReader(StoreReader(store, _TIMEOUT_S))
+        self._loader = PolicyLoader(policy, self._reader)
 
     def ready(self) -> None:
         """Answers once it is there."""
 
-    def load(self, generation: Generation) -> None:
-        """Make the policy that version."""
+    def stage(self, generation: Generation) -> None:
+        """Fetch that version."""
+        self._reader.stage(generation)
+
+    def load(self, generation: Generation) -> float:
+        """Make the policy that version; how long it took."""
+        began = time.perf_counter()
         self._loader.load(generation)
+        return time.perf_counter() - began
 
 
 class Line:
@@ -156,13 +168,15 @@ class Line:
         ray.get([one.ready.remote() for one in self._actors], timeout=_TIMEOUT_S)
         self._version = 0
 
-    def send(self) -> float:
-        """Seconds that a version takes to all samplers."""
+    def send(self, *, is_staged: bool = False) -> tuple[float, float]:
+        """Seconds that a version takes to all samplers, and the pause of the slowest."""
         self._version += 1
         began = time.perf_counter()
         said = ray.get([rank.publish.remote(self._version) for rank in self._ranks], timeout=_TIMEOUT_S)
-        ray.get([receiver.load.remote(said[0]) for receiver in self._receivers], timeout=_TIMEOUT_S)
-        return time.perf_counter() - began
+        if is_staged:
+            ray.get([receiver.stage.remote(said[0]) for receiver in self._receivers], timeout=_TIMEOUT_S)
+        pauses = ray.get([receiver.load.remote(said[0]) for receiver in self._receivers], timeout=_TIMEOUT_S)
+        return time.perf_counter() - began, max(pauses)
 
     def num_bytes(self) -> int:
         """Of the newest version."""
@@ -179,7 +193,7 @@ def main() -> None:
     """Measure, print, and write where `--out` says."""
     args = _arguments()
     torch.set_num_threads(1)
-    console = Console(width=120)
+    console = Console(width=140)
     rows: list[Row] = []
     with ray_session(dashboard=False):
         for gigabytes in args.gigabytes:
@@ -210,10 +224,11 @@ def measured(gigabytes: float, num_samplers: int, rank: int, rounds: int) -> Ite
         with tempfile.TemporaryDirectory() as directory:
             line = Line(shape, form, num_samplers, f"{directory}/ranks")
             whole = [torch.ones_like(parameter) for parameter in empty_policy(shape, _TOKENS).parameters()]
-            first_s = line.send()
-            taken, copies = [], []
+            first_s, _ = line.send()
+            taken, staged_pauses, copies = [], [], []
             for _ in range(rounds):
                 taken.append(line.send())
+                staged_pauses.append(line.send(is_staged=True)[1])
                 copies.append(_copy_s(whole))
             num_bytes = line.num_bytes()
             line.end()
@@ -223,9 +238,11 @@ def measured(gigabytes: float, num_samplers: int, rank: int, rounds: int) -> Ite
             form=form.name,
             megabytes=num_bytes / 1e6,
             share=num_bytes / sum(tensor.nbytes for tensor in whole),
-            seconds=statistics.median(taken),
+            seconds=statistics.median(seconds for seconds, _ in taken),
             first_s=first_s,
             copy_s=statistics.median(copies),
+            pause_s=statistics.median(pause for _, pause in taken),
+            staged_pause_s=statistics.median(staged_pauses),
         )
 
 
@@ -246,7 +263,19 @@ def _shape(gigabytes: float) -> Shape:
 
 
 def _table(rows: Sequence[Row]) -> Table:
-    table = Table("weights", "samplers", "form", "MB a version", "share", "s", "copies", "first, s", "a copy, s")
+    table = Table(
+        "weights",
+        "samplers",
+        "form",
+        "MB a version",
+        "share",
+        "s",
+        "copies",
+        "first, s",
+        "a copy, s",
+        "pause, s",
+        "staged",
+    )
     for row in rows:
         table.add_row(
             f"{row.gigabytes:g} GB",
@@ -258,6 +287,8 @@ def _table(rows: Sequence[Row]) -> Table:
             f"{row.seconds / row.copy_s:.1f}",
             f"{row.first_s:.2f}",
             f"{row.copy_s:.2f}",
+            f"{row.pause_s:.3f}",
+            f"{row.staged_pause_s:.3f}",
         )
     return table
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -10,8 +13,8 @@ from ray.exceptions import GetTimeoutError
 from torch import Tensor
 
 from actors.messages import Generation
-from actors.weights.fetching import PolicyLoader, StoreReader, load_in_place, whole_version
-from actors.weights.store import Base, Manifest
+from actors.weights.fetching import PolicyLoader, StagingReader, StoreReader, load_in_place, whole_version
+from actors.weights.store import Base, Manifest, VersionMissingError
 from actors.weights.tensors import Arrived, make_manifest
 from learner.model.config import TransformerConfig
 from learner.model.lora import merged
@@ -190,3 +193,81 @@ def test_tensors_are_waited_for_as_long_as_their_bytes_take(monkeypatch: pytest.
     with pytest.raises(TimeoutError, match="policy version 3 did not arrive within 190 s"):
         StoreReader(LateStore(wide), 30.0).version(3)
     assert waited == [30.0, 190.0]
+
+
+class SlowShelf(Shelf):
+    """Counts what it is asked for, and answers when it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[int] = []
+        self.may_answer = threading.Event()
+        self.may_answer.set()
+
+    def version(self, version: int, digest: str | None = None) -> Version:
+        self.asked.append(version)
+        assert self.may_answer.wait(20)
+        if version not in self.versions:
+            raise VersionMissingError(f"policy version {version} is not in the store")
+        return super().version(version, digest)
+
+
+@pytest.fixture
+def staged() -> tuple[SlowShelf, list[Generation], StagingReader]:
+    shelf = SlowShelf()
+    made = [shelf.put(version, {"a": torch.full((3,), float(version))}) for version in (0, 1)]
+    return shelf, made, StagingReader(shelf)
+
+
+def test_what_is_staged_is_handed_over_once_and_held_no_longer(
+    staged: tuple[SlowShelf, list[Generation], StagingReader],
+) -> None:
+    shelf, (first, second), reader = staged
+    reader.stage(second)
+    reader.stage(second)
+    assert reader.version(first.version, first.digest)[1]["a"].tolist() == [0.0] * 3
+    assert shelf.asked == [1, 0], "another one is fetched as ever"
+    assert reader.version(second.version, second.digest)[1]["a"].tolist() == [1.0] * 3
+    assert shelf.asked == [1, 0]
+    reader.version(second.version, second.digest)
+    assert shelf.asked == [1, 0, 1]
+
+
+def test_other_weights_of_the_same_number_are_not_what_was_staged(
+    staged: tuple[SlowShelf, list[Generation], StagingReader],
+) -> None:
+    shelf, (first, _), reader = staged
+    reader.stage(first)
+    reader.version(first.version, "another digest")
+    assert shelf.asked == [0, 0]
+
+
+def test_who_asks_while_it_is_fetched_waits_for_that(
+    staged: tuple[SlowShelf, list[Generation], StagingReader],
+) -> None:
+    shelf, (first, _), reader = staged
+    shelf.may_answer.clear()
+    with ThreadPoolExecutor(2) as pool:
+        staging = pool.submit(reader.stage, first)
+        while not shelf.asked:
+            time.sleep(0.001)
+        asking = pool.submit(reader.version, first.version, first.digest)
+        time.sleep(0.05)
+        assert not asking.done()
+        shelf.may_answer.set()
+        assert asking.result(20)[0].version == 0
+        staging.result(20)
+    assert shelf.asked == [0]
+
+
+def test_what_could_not_be_staged_is_fetched_again_by_who_asks(
+    staged: tuple[SlowShelf, list[Generation], StagingReader],
+) -> None:
+    shelf, (_, second), reader = staged
+    gone = shelf.versions.pop(1)
+    reader.stage(second)
+    with pytest.raises(VersionMissingError, match="policy version 1 is not in the store"):
+        reader.version(second.version, second.digest)
+    reader.stage(second)
+    shelf.versions[1] = gone
+    assert reader.version(second.version, second.digest)[0].version == 1

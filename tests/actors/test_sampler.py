@@ -65,3 +65,23 @@ def test_a_sampler_that_sleeps_holds_nothing_and_samples_the_same(
         expected = [_sampled(awake, generation, portion) for generation in (first, second)]
         assert found == [*expected, expected[1]]
         assert expected[0] != expected[1]
+
+
+def test_weights_that_were_staged_are_sampled_from_as_if_they_had_been_fetched(
+    spec: RunSpec, plan: RunPlan, generations: tuple[Shelf, list[Generation]]
+) -> None:
+    _, (first, second) = generations
+    portion, engine = plan.round_portion(0, 0), spec.rollout.engine
+    expected = [
+        _sampled(SamplerWorker(spec.initial_checkpoint, None, "cpu", engine), one, portion) for one in (first, second)
+    ]
+    worker = SamplerWorker(spec.initial_checkpoint, None, "cpu", engine)
+    worker.stage(first)
+    found = [_sampled(worker, first, portion)]
+    worker.stage(first)
+    worker.stage(second)
+    # A portion that is tried again is of its own version, whatever comes next.
+    assert _sampled(worker, first, portion) == expected[0]
+    found.append(_sampled(worker, second, portion))
+    assert found == expected
+    assert expected[0] != expected[1]

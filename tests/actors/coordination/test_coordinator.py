@@ -24,11 +24,26 @@ NOWHERE = "redis://127.0.0.1:1/0"
 VALUES = {"sampling_s": 0.1, "training_s": 0.1, "publish_s": 0.1}
 
 
+class _Stage:
+    """Notes what a sampler is to fetch."""
+
+    def __init__(self) -> None:
+        self.staged: list[int] = []
+
+    def options(self, concurrency_group: str) -> _Stage:
+        assert concurrency_group == "weights"
+        return self
+
+    def remote(self, generation: Generation) -> None:
+        self.staged.append(generation.version)
+
+
 class _Pool:
     """A sampler or a grader: answers at once, never, or that the version is lost."""
 
     def __init__(self) -> None:
         self.generate = self.grade = self.ready = self
+        self.stage = _Stage()
         self.mood = "well"
         self.asked: list[tuple[Generation, PortionKey]] = []
         self.num_calls = 0
@@ -435,5 +450,16 @@ def test_a_controller_that_is_silent_is_ended_unless_it_may_be_starting_ranks(
         said = [event["what"] for event in case.events("failure") if "controller" in event["what"]]
         assert len(said) == beating
         assert all(what.startswith("Ray Train's controller was silent for 91 s and is ended") for what in said)
+
+    _run(scene())
+
+
+def test_samplers_fetch_what_is_published_while_they_are_at_work(case: _Case) -> None:
+    async def scene() -> None:
+        coordinator = case.coordinator()
+        num_rounds = case.spec.learner.num_rounds
+        for phase, round_index in ((Phase.SFT, 0), (Phase.RL, 1), (Phase.RL, num_rounds), (Phase.CONTROL, num_rounds)):
+            await coordinator.announce(_generation(len(case.sampler.stage.staged) + 1), phase, round_index)
+        assert case.sampler.stage.staged == [1], "not after the last round"
 
     _run(scene())
