@@ -5,7 +5,8 @@
 Simulated: the run's own coordinator, pools and client on Ray, with samplers and a learner that sleep instead of
 computing, so that two cores are enough for both: a round of both phases at staleness 0 and 1, compared with the sum of
 the phases and the longer of them. What is above the sum at staleness 0 is what a round costs beside its work: with
-phases of 0 s there is nothing else. `taken` is the share of the possible overlap, (sum - round) / (sum - longer).
+phases of 0 s there is nothing else. `taken` is the share of the possible overlap, (sum - round) / (sum - longer). CPU a
+portion is what the coordinator's process takes for one, Ray's share of it too.
 
 With `--recipe` also a run of it by `d1 train`, at staleness 0 and 1 in turn: seconds of a round by the run log. There
 both compute, and share the cores.
@@ -15,12 +16,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -62,6 +65,8 @@ class Row:
     """Median."""
     taken: float | None
     """Share of the possible overlap."""
+    cpu_of_portion_s: float
+    """Of the coordinator's process."""
 
 
 class SleepingSampler:
@@ -102,8 +107,8 @@ class InstantGrader:
         return ScoredPortion(portion=portion, completions=(), summary=summary), summary
 
 
-def simulated_rounds(spec: RunSpec, sampling_s: float, learning_s: float) -> list[float]:
-    """Seconds of each round that counts."""
+def simulated_rounds(spec: RunSpec, sampling_s: float, learning_s: float) -> tuple[list[float], float]:
+    """Seconds of each round that counts, and CPU seconds of the coordinator for a portion of theirs."""
     of_portion = sampling_s * _NUM_SAMPLERS / spec.portions_per_round
     sampler, grader = watched(SleepingSampler).options(num_cpus=0), watched(InstantGrader).options(num_cpus=0)
     samplers: list[Any] = [sampler.remote(of_portion) for _ in range(_NUM_SAMPLERS)]
@@ -117,8 +122,10 @@ def simulated_rounds(spec: RunSpec, sampling_s: float, learning_s: float) -> lis
     ray.get([actor.ready.remote() for actor in (*samplers, *graders)])
     client = RunClient(coordinator, store)
     generation, taken = Generation(version=1, digest="1"), []
-    ends = [time.perf_counter()]
+    ends, cpu_s = [time.perf_counter()], 0.0
     for index in range(spec.learner.num_rounds):
+        if index == _FIRST:
+            cpu_s = _cpu_s_of("ray::Coordinator")
         began = time.perf_counter()
         _, portions = client.next_batch(index, generation)
         sampled = time.perf_counter()
@@ -128,21 +135,35 @@ def simulated_rounds(spec: RunSpec, sampling_s: float, learning_s: float) -> lis
         client.published(index, generation, seconds, portions)
         ends.append(time.perf_counter())
         taken.append(ends[-1] - ends[-2])
+    cpu_s = _cpu_s_of("ray::Coordinator") - cpu_s
     for actor in (*samplers, *graders, store, coordinator):
         ray.kill(actor)
-    return taken[_FIRST:]
+    return taken[_FIRST:], cpu_s / ((spec.learner.num_rounds - _FIRST) * spec.portions_per_round)
+
+
+def _cpu_s_of(title: str) -> float:
+    """CPU seconds of the processes of this machine whose title begins so."""
+    ticks = 0
+    for directory in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if (directory / "cmdline").read_bytes().startswith(title.encode()):
+                fields = (directory / "stat").read_text().rpartition(")")[2].split()
+                ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def simulated(phases: Sequence[tuple[float, float]], num_rounds: int, repeats: int) -> Iterator[Row]:
     """Every pair of phases at both bounds, in turn."""
     taken: dict[tuple[float, float, int], list[float]] = {}
+    cpu_s: dict[tuple[float, float, int], list[float]] = {}
     with tempfile.TemporaryDirectory() as directory:
         specs = {staleness: _spec(Path(directory), num_rounds, staleness) for staleness in (0, 1)}
         for _ in range(repeats):
             for sampling_s, learning_s in phases:
                 for staleness, spec in specs.items():
-                    rounds = simulated_rounds(spec, sampling_s, learning_s)
+                    rounds, of_portion = simulated_rounds(spec, sampling_s, learning_s)
                     taken.setdefault((sampling_s, learning_s, staleness), []).extend(rounds)
+                    cpu_s.setdefault((sampling_s, learning_s, staleness), []).append(of_portion)
     for (sampling_s, learning_s, staleness), rounds in taken.items():
         round_s = statistics.median(rounds)
         possible = min(sampling_s, learning_s)
@@ -152,6 +173,7 @@ def simulated(phases: Sequence[tuple[float, float]], num_rounds: int, repeats: i
             staleness=staleness,
             round_s=round_s,
             taken=(sampling_s + learning_s - round_s) / possible if possible and staleness else None,
+            cpu_of_portion_s=statistics.median(cpu_s[sampling_s, learning_s, staleness]),
         )
 
 
@@ -233,7 +255,9 @@ def main() -> None:
 
 
 def _table(rows: Sequence[Row]) -> Table:
-    table = Table("sampling, s", "learning, s", "staleness", "a round, s", "sum", "longer", "beside, ms", "taken")
+    table = Table(
+        "sampling, s", "learning, s", "staleness", "a round, s", "sum", "longer", "beside, ms", "taken", "CPU, ms"
+    )
     for row in rows:
         both, longer = row.sampling_s + row.learning_s, max(row.sampling_s, row.learning_s)
         table.add_row(
@@ -245,6 +269,7 @@ def _table(rows: Sequence[Row]) -> Table:
             f"{longer:g}",
             f"{1e3 * (row.round_s - (longer if row.staleness else both)):.0f}",
             "" if row.taken is None else f"{100 * row.taken:.0f} %",
+            f"{1e3 * row.cpu_of_portion_s:.1f}",
         )
     return table
 
