@@ -48,6 +48,7 @@ class SamplerWorker:
         self._reader = StagingReader(BaseAtHand(reader) if is_asleep else reader)
         self._loader = PolicyLoader(self._policy, self._reader)
         self._generation: Generation | None = None
+        self._asked: Generation | None = None
 
     def ready(self) -> int:
         """Answers once the actor is up, with its process id: another one is a restart."""
@@ -55,7 +56,8 @@ class SamplerWorker:
 
     def stage(self, generation: Generation) -> None:
         """Fetch and verify weights that will be sampled from, while others are: on a thread of its own."""
-        if generation != self._generation:
+        # Else it is here, or is being fetched as it is asked for.
+        if generation != self._asked:
             self._reader.stage(generation)
 
     def generate(self, generation: Generation, portion: Portion) -> tuple[Completions, int]:
@@ -63,6 +65,7 @@ class SamplerWorker:
 
         Returns them and their number: a caller that only needs to know that they are there waits for the number.
         """
+        self._asked = generation
         if generation != self._generation:
             self._generation = None
             self._wake()

@@ -12,8 +12,10 @@ So no completion is trained on that is more than S versions old: let version v b
 round r first runs after round r - S - 1 has published version r - S, so the version that it is pinned to, the newest
 then, is at least r - S, and at most r, for round r has not been trained. What takes a portion back pins it anew, to a
 newer version; what makes the ledger anew (a restart at round n) begins at version n, and its portions are of rounds n
-to n + S. A round
-that replaces groups (`actors/training/choosing.py`) is extended while it is sampled, and has that many more in flight.
+to n + S.
+
+A round that replaces groups (`actors/training/choosing.py`) is extended while it is sampled, and has that many more in
+flight.
 """
 
 from __future__ import annotations

@@ -85,3 +85,21 @@ def test_weights_that_were_staged_are_sampled_from_as_if_they_had_been_fetched(
     found.append(_sampled(worker, second, portion))
     assert found == expected
     assert expected[0] != expected[1]
+
+
+def test_what_is_being_fetched_as_it_is_asked_for_is_not_staged_beside_that(
+    spec: RunSpec, plan: RunPlan, generations: tuple[Shelf, list[Generation]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shelf, (first, _) = generations
+    worker = SamplerWorker(spec.initial_checkpoint, None, "cpu", spec.rollout.engine)
+    asked, version = [], shelf.version
+
+    def fetch(number: int, digest: str | None = None) -> Any:
+        asked.append(number)
+        worker.stage(first)
+        return version(number, digest)
+
+    monkeypatch.setattr(shelf, "version", fetch)
+    worker.generate(first, plan.round_portion(0, 0))
+    worker.stage(first)
+    assert asked == [0]
