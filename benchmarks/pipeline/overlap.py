@@ -1,6 +1,6 @@
 """What samplers that run ahead of the learner bring, and what a round costs beside its work.
 
-    python -m benchmarks.pipeline.overlap [--seconds 0 0.2 0.5] [--rounds 20] [--repeats 2] [--recipe FILE] [--out FILE]
+    python -m benchmarks.pipeline.overlap [--seconds 0 0.3] [--rounds 15] [--repeats 2] [--recipe FILE] [--out FILE]
 
 Simulated: the run's own coordinator, pools and client on Ray, with samplers and a learner that sleep instead of
 computing, so that two cores are enough for both: a round of both phases at staleness 0 and 1, compared with the sum of
@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -152,8 +152,10 @@ def _cpu_s_of(title: str) -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def simulated(phases: Sequence[tuple[float, float]], num_rounds: int, repeats: int) -> Iterator[Row]:
-    """Every pair of phases at both bounds, in turn."""
+def simulated(
+    phases: Sequence[tuple[float, float]], num_rounds: int, repeats: int, tell: Callable[[str], None]
+) -> Iterator[Row]:
+    """Every pair of phases at both bounds, in turn; `tell` hears of each."""
     taken: dict[tuple[float, float, int], list[float]] = {}
     cpu_s: dict[tuple[float, float, int], list[float]] = {}
     with tempfile.TemporaryDirectory() as directory:
@@ -162,6 +164,9 @@ def simulated(phases: Sequence[tuple[float, float]], num_rounds: int, repeats: i
             for sampling_s, learning_s in phases:
                 for staleness, spec in specs.items():
                     rounds, of_portion = simulated_rounds(spec, sampling_s, learning_s)
+                    tell(
+                        f"{sampling_s:g} s and {learning_s:g} s at staleness {staleness}: {statistics.median(rounds):.3f} s"
+                    )
                     taken.setdefault((sampling_s, learning_s, staleness), []).extend(rounds)
                     cpu_s.setdefault((sampling_s, learning_s, staleness), []).append(of_portion)
     for (sampling_s, learning_s, staleness), rounds in taken.items():
@@ -244,7 +249,7 @@ def main() -> None:
     console = Console(width=120)
     phases = [(sampling_s, learning_s) for sampling_s in args.seconds for learning_s in args.seconds]
     with ray_session(dashboard=False):
-        rows = list(simulated(phases, args.rounds, args.repeats))
+        rows = list(simulated(phases, args.rounds, args.repeats, console.print))
     console.print(_table(rows))
     real_rows = [] if args.recipe is None else list(real(args.recipe, args.rounds, args.repeats))
     if real_rows:
@@ -284,8 +289,8 @@ def _real_table(rows: Sequence[RealRow]) -> Table:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, nargs="+", default=[0.0, 0.2, 0.5], help="of the two phases")
-    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--seconds", type=float, nargs="+", default=[0.0, 0.3], help="of the two phases")
+    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--recipe", type=Path)
     parser.add_argument("--out", type=Path)

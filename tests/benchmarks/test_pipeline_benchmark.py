@@ -30,7 +30,7 @@ def test_what_is_taken_is_the_share_of_what_could_overlap(monkeypatch: pytest.Mo
         return [9.0, both + 0.01 if not spec.learner.max_staleness else longer + 0.05, 0.0], 0.002
 
     monkeypatch.setattr(overlap, "simulated_rounds", rounds)
-    found = list(overlap.simulated([(0.2, 0.4), (0.0, 0.0)], num_rounds=3, repeats=1))
+    found = list(overlap.simulated([(0.2, 0.4), (0.0, 0.0)], num_rounds=3, repeats=1, tell=str))
     assert [(row.staleness, row.round_s, row.taken) for row in found] == [
         (0, pytest.approx(0.61), None),
         (1, pytest.approx(0.45), pytest.approx(0.75)),
