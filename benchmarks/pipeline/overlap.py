@@ -164,9 +164,8 @@ def simulated(
             for sampling_s, learning_s in phases:
                 for staleness, spec in specs.items():
                     rounds, of_portion = simulated_rounds(spec, sampling_s, learning_s)
-                    tell(
-                        f"{sampling_s:g} s and {learning_s:g} s at staleness {staleness}: {statistics.median(rounds):.3f} s"
-                    )
+                    round_s = statistics.median(rounds)
+                    tell(f"{sampling_s:g} s and {learning_s:g} s, staleness {staleness}: {round_s:.3f} s a round")
                     taken.setdefault((sampling_s, learning_s, staleness), []).extend(rounds)
                     cpu_s.setdefault((sampling_s, learning_s, staleness), []).append(of_portion)
     for (sampling_s, learning_s, staleness), rounds in taken.items():
