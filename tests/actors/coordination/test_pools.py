@@ -324,3 +324,38 @@ def test_who_is_given_up_as_it_is_served_leaves_the_actor_to_the_next() -> None:
         await asyncio.gather(first, second, third, return_exceptions=True)
 
     asyncio.run(asyncio.wait_for(scores(), 10))
+
+
+def test_who_has_just_answered_is_not_asked_whether_it_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, asked = [100.0], []
+    monkeypatch.setattr("actors.coordination.pools.time.monotonic", lambda: clock[0])
+
+    class Counting(_Ready):
+        async def remote(self) -> bool:
+            asked.append(clock[0])
+            return await super().remote()
+
+    async def scores() -> None:
+        sampler, grader = _Actor(is_instant=True), _Actor(is_instant=True)
+        sampler.ready = Counting()
+        pools = Pools([sampler], [grader], sampling_timeout_s=10, grading_timeout_s=10, on_pause=print)
+        for seconds in (0.0, 0.5, 0.9, 1.1, 0.2):
+            clock[0] += seconds
+            await _score(pools, _portions(1)[0])
+        assert asked == [100.0, pytest.approx(102.5)]
+        # After a failure it is asked again, however short ago it answered.
+        sampler.generate = _Method(is_instant=False)
+        task = asyncio.create_task(_score(pools, _portions(1)[0]))
+        while not sampler.generate.answers:
+            await asyncio.sleep(0)
+        sampler.generate.answers[0].set_exception(ActorDiedError())
+        with pytest.raises(PortionFailedError, match="a sampler failed"):
+            await task
+        while pools.away():
+            await asyncio.sleep(0)
+        asked.clear()
+        sampler.generate = _Method(is_instant=True)
+        await _score(pools, _portions(1)[0])
+        assert len(asked) == 1
+
+    asyncio.run(asyncio.wait_for(scores(), 10))
