@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from functools import cached_property, partial
 
 from actors.messages import EVALUATION_ROUND, Portion, PortionKey
 from actors.spec import RunSpec
@@ -48,7 +48,7 @@ class RunPlan:
         """Portions that a round consists of, before any group is replaced."""
         return self._spec.portions_per_round
 
-    @property
+    @cached_property
     def portion_sizes(self) -> list[int]:
         """Groups of each portion that a round may ask."""
         most, size = self._spec.most_groups_per_round, self._spec.portion_groups

@@ -21,6 +21,7 @@ flight.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
@@ -129,11 +130,7 @@ class Ledger:
 
     def ready(self, round_index: int) -> list[PortionKey]:
         """The ready portions of a round, in their order."""
-        return sorted((key for key in self._ready if key.round == round_index), key=lambda key: key.index)
-
-    def failed(self, round_index: int) -> list[PortionKey]:
-        """The failed portions of a round, in their order."""
-        return sorted((key for key in self._failed if key.round == round_index), key=lambda key: key.index)
+        return _of_round(self._ready, round_index)
 
     def counts(self) -> dict[str, int]:
         """Portions by state."""
@@ -146,8 +143,7 @@ class Ledger:
 
     def unfinished(self, round_index: int) -> list[PortionKey]:
         """The portions of a round that are neither ready nor failed, in their order."""
-        keys = [key for key in (*self._waiting, *self._running) if key.round == round_index]
-        return sorted(keys, key=lambda key: key.index)
+        return _of_round((*self._waiting, *self._running), round_index)
 
     def publish(self, round_index: int, version: int) -> None:
         """The learner trained on a round and published: its slots are free. Only the next round can publish."""
@@ -170,3 +166,7 @@ class Ledger:
             self._sizes[round_index] = 0
             self.extend(round_index, self.portions_per_round)
         self._admitted = max(self._admitted, end)
+
+
+def _of_round(keys: Iterable[PortionKey], round_index: int) -> list[PortionKey]:
+    return sorted((key for key in keys if key.round == round_index), key=lambda key: key.index)

@@ -30,7 +30,7 @@ class OpenRounds:
         self._ledger: Ledger | None = None
         self._generations: dict[int, Generation] = {}
         self._scored: dict[PortionKey, tuple[ray.ObjectRef[Any], PortionSummary]] = {}
-        self._teaching: dict[PortionKey, int] = {}
+        self._teaching: dict[int, dict[int, int]] = {}
         self._tries: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Condition()
         self._is_lost = False
@@ -70,6 +70,8 @@ class OpenRounds:
     def redo(self, round_index: int) -> None:
         """The portions of a round cannot be fetched any more: they are sampled again."""
         if self._ledger is not None:
+            for key in self._ledger.ready(round_index):
+                del self._teaching[round_index][key.index]
             self._ledger.redo(round_index)
 
     async def complete(self, round_index: int, generation: Generation) -> list[ray.ObjectRef[Any]]:
@@ -103,7 +105,7 @@ class OpenRounds:
         if self._ledger is not None:
             for key in self._ledger.ready(round_index):
                 del self._scored[key]
-                del self._teaching[key]
+            self._teaching.pop(round_index, None)
             self._ledger.publish(round_index, generation.version)
 
     def _ledger_at(self, round_index: int, generation: Generation) -> Ledger:
@@ -122,13 +124,12 @@ class OpenRounds:
             )
         return self._ledger
 
-    def _extend(self, ledger: Ledger, round_index: int) -> None:
-        """Ask more groups where those that have been answered teach too little."""
-        if ledger is not self._ledger or not self._choice.is_dynamic:
-            return
-        teaching = {key.index: 0 for key in ledger.failed(round_index)}
-        teaching |= {key.index: self._teaching[key] for key in ledger.ready(round_index)}
-        ledger.extend(round_index, self._choice.portions_needed(self._plan.portion_sizes, teaching))
+    def _note_teaching(self, ledger: Ledger, key: PortionKey, num_groups: int) -> None:
+        """So many groups of a portion teach something: ask more where that is too little."""
+        teaching = self._teaching.setdefault(key.round, {})
+        teaching[key.index] = num_groups
+        if self._choice.is_dynamic:
+            ledger.extend(key.round, self._choice.portions_needed(self._plan.portion_sizes, teaching))
 
     async def _wait_for(self, ledger: Ledger, round_index: int) -> None:
         """Raises VersionLostError and TimeoutError as `complete` does."""
@@ -167,16 +168,18 @@ class OpenRounds:
             ledger.release(key)
         except PortionFailedError as error:
             self._last_failure = str(error)
-            self._on_failure(str(error), ledger.fail(key) or 0)
-            self._extend(ledger, key.round)
+            attempt = ledger.fail(key) or 0
+            self._on_failure(str(error), attempt)
+            if attempt == ledger.max_attempts and ledger is self._ledger:
+                self._note_teaching(ledger, key, 0)
             self._start_portions()
         else:
             for what in scored[1].failures:
                 self._on_failure(what, 1)
             if ledger.finish(key) and ledger is self._ledger:
                 self._scored[key] = scored
-                self._teaching[key] = self._choice.num_teaching((self._plan.group_ids(key.index), scored[1].grades))
-                self._extend(ledger, key.round)
+                rows = self._plan.group_ids(key.index), scored[1].grades
+                self._note_teaching(ledger, key, self._choice.num_teaching(rows))
                 self._start_portions()
         async with self._changed:
             self._changed.notify_all()

@@ -57,7 +57,7 @@ class GroupChoice:
         for group_ids, grades in portions:
             kept = graded_rows(group_ids, grades)
             if self.is_dynamic:
-                teaching = self._teaching(group_ids, grades)[:room]
+                teaching = self._teaching(kept, group_ids, grades)[:room]
                 room -= len(teaching)
                 kept = [row for row in kept if group_ids[row] in teaching]
             chosen.append(kept)
@@ -65,7 +65,7 @@ class GroupChoice:
 
     def num_teaching(self, rows: Rows) -> int:
         """Groups of a portion that teach something; where none is replaced, all of them."""
-        return len(self._teaching(*rows)) if self.is_dynamic else len(set(rows[0]))
+        return len(self._teaching(graded_rows(*rows), *rows)) if self.is_dynamic else len(set(rows[0]))
 
     def portions_needed(self, sizes: Sequence[int], teaching: Mapping[int, int]) -> int:
         """How many portions a round needs for all that is known.
@@ -81,9 +81,9 @@ class GroupChoice:
             hoped += teaching.get(index, size)
         return len(sizes)
 
-    def _teaching(self, group_ids: Sequence[int], grades: Sequence[Grade]) -> list[int]:
+    def _teaching(self, rows: Sequence[int], group_ids: Sequence[int], grades: Sequence[Grade]) -> list[int]:
         of_group: dict[int, list[Grade]] = {}
-        for row in graded_rows(group_ids, grades):
+        for row in rows:
             of_group.setdefault(group_ids[row], []).append(grades[row])
         return [group for group, its_grades in of_group.items() if self._teaches(its_grades)]
 

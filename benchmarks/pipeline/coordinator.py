@@ -33,13 +33,8 @@ from rich.table import Table
 from actors.coordination.coordinator import Coordinator
 from actors.messages import Generation, Portion, PortionSummary
 from actors.spec import RunSpec
-from deploy.recipe.overrides import load_recipe
-from deploy.recipe.recipe import Stages
-from deploy.runs.run_directory import create_run_dir, make_spec
-from rewards import Grade
+from benchmarks.pipeline.simulated import NO_REGISTRY, graded, make_run
 
-_ROOT = Path(__file__).parents[2]
-_NO_REGISTRY = "redis://127.0.0.1:1/0"
 _PORTIONS_OF_SAMPLER, _GROUPS_OF_PORTION, _GROUP_SIZE = 4, 2, 8
 _SECONDS = {"sampling_s": 0.1, "training_s": 0.1, "publish_s": 0.1}
 
@@ -116,19 +111,8 @@ async def _yes() -> bool:
 
 
 def _grade(portion: Portion, _: str) -> tuple[str, asyncio.Future[PortionSummary]]:
-    size = len(portion.requests)
     answer: asyncio.Future[PortionSummary] = asyncio.get_running_loop().create_future()
-    answer.set_result(
-        PortionSummary(
-            grades=tuple(Grade(reward=float(row % 2), parts={}, correct=row % 2 == 1) for row in range(size)),
-            texts=("7",) * size,
-            num_tokens=(2,) * size,
-            step_maps=((0, 1),) * size,
-            policy_versions=(1,) * size,
-            failures=(),
-            costs={},
-        )
-    )
+    answer.set_result(graded(portion, version=1))
     return "scored", answer
 
 
@@ -153,7 +137,7 @@ async def measured(num_samplers: int, portion_s: float, num_rounds: int) -> Row:
             samplers,
             [Grader() for _ in range(max(1, num_samplers // 10))],
             Grader(),
-            registry_url=_NO_REGISTRY,
+            registry_url=NO_REGISTRY,
             store_name="none",
             driver="benchmark",
         )
@@ -210,22 +194,17 @@ def _memory() -> int:
 
 def _spec(directory: Path, num_samplers: int, num_rounds: int) -> RunSpec:
     groups = num_samplers * _PORTIONS_OF_SAMPLER * _GROUPS_OF_PORTION
-    overrides = [
-        f"runs_dir={directory}",
+    return make_run(
+        directory,
         "name=coordinator",
         "task={name: sudoku, prompt: compact, min_empty: 4, max_empty: 9}",
         f"num_train_problems={max(1000, groups)}",
         f"learner.num_rounds={num_rounds}",
-        "learner.num_workers=1",
         f"learner.group_size={_GROUP_SIZE}",
         f"learner.groups_per_round={groups}",
         f"rollout.batch_size={_GROUPS_OF_PORTION * _GROUP_SIZE}",
         "rollout.max_prompt_tokens=18",
-    ]
-    recipe = load_recipe(_ROOT / "recipes" / "chaos.yaml", overrides)
-    spec = make_spec(recipe, Stages.RL)
-    create_run_dir(recipe, spec, start_from=None).close()
-    return spec
+    )
 
 
 def main() -> None:

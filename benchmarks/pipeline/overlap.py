@@ -39,15 +39,10 @@ from actors.run_log import read_events
 from actors.spec import RunSpec
 from actors.training.run_client import RunClient
 from actors.weights.store import WeightStore
+from benchmarks.pipeline.simulated import NO_REGISTRY, graded, make_run
 from deploy.ray_session import ray_session
-from deploy.recipe.overrides import load_recipe
-from deploy.recipe.recipe import Stages
-from deploy.runs.run_directory import create_run_dir, make_spec
-from rewards import Grade
 
-_ROOT = Path(__file__).parents[2]
 _D1 = str(Path(sys.executable).with_name("d1"))
-_NO_REGISTRY = "redis://127.0.0.1:1/0"
 _NUM_SAMPLERS, _PORTIONS = 2, 4
 _FIRST = 2
 """Rounds that are not counted: the pipeline fills."""
@@ -94,16 +89,7 @@ class InstantGrader:
 
     def grade(self, portion: Portion, version: int) -> tuple[ScoredPortion, PortionSummary]:
         """Every second completion is right."""
-        size = len(portion.requests)
-        summary = PortionSummary(
-            grades=tuple(Grade(reward=float(row % 2), parts={}, correct=row % 2 == 1) for row in range(size)),
-            texts=("",) * size,
-            num_tokens=(1,) * size,
-            step_maps=((0,),) * size,
-            policy_versions=(version,) * size,
-            failures=(),
-            costs={},
-        )
+        summary = graded(portion, version)
         return ScoredPortion(portion=portion, completions=(), summary=summary), summary
 
 
@@ -117,7 +103,7 @@ def simulated_rounds(spec: RunSpec, sampling_s: float, learning_s: float) -> tup
     coordinator: Any = (
         ray.remote(Coordinator)
         .options(num_cpus=0)
-        .remote(spec, samplers, graders, store, registry_url=_NO_REGISTRY, store_name="none", driver="benchmark")
+        .remote(spec, samplers, graders, store, registry_url=NO_REGISTRY, store_name="none", driver="benchmark")
     )
     ray.get([actor.ready.remote() for actor in (*samplers, *graders)])
     client = RunClient(coordinator, store)
@@ -182,21 +168,16 @@ def simulated(
 
 
 def _spec(directory: Path, num_rounds: int, staleness: int) -> RunSpec:
-    overrides = [
-        f"runs_dir={directory}",
+    return make_run(
+        directory,
         f"name=staleness-{staleness}",
         f"learner.num_rounds={num_rounds + _FIRST}",
-        "learner.num_workers=1",
         f"learner.max_staleness={staleness}",
         "learner.algorithm=tba",
         "learner.group_size=4",
         f"learner.groups_per_round={4 * _PORTIONS}",
         "rollout.batch_size=16",
-    ]
-    recipe = load_recipe(_ROOT / "recipes" / "chaos.yaml", overrides)
-    spec = make_spec(recipe, Stages.RL)
-    create_run_dir(recipe, spec, start_from=None).close()
-    return spec
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

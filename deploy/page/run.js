@@ -78,8 +78,8 @@ export class RunView {
     // What it says of the phase, the history says too, sooner.
     this.#run ??= await get("v1/run");
     const [samples, pools] = await Promise.all([get(`v1/run/samples?limit=${NUM_SAMPLES}`), get("v1/run/pools")]);
-    for (let had = null; had !== this.#history.next; ) {
-      had = this.#history.next;
+    for (let had = null; had === null || had !== this.#history.newest.next; ) {
+      had = this.#history.newest?.next ?? "";
       const part = await get(`v1/run/history${had && `?after=${had}`}`);
       if (turn !== this.#turn) {
         return;
@@ -93,21 +93,21 @@ export class RunView {
   }
 
   #showRun() {
-    const history = this.#history;
+    const { newest, evaluations } = this.#history;
     const run = this.#run;
-    const planned = history.numPlannedRounds || run.num_rounds;
-    const last = history.newestRound;
+    const planned = newest.num_planned_rounds || run.num_rounds;
+    const last = newest.newest_round;
     setText(byId("run-title"), visible(run.name));
-    const name = history.phase ?? run.phase ?? "";
-    const phase = history.isFinished ? "complete" : (PHASES[name] ?? visible(name));
+    const name = newest.phase ?? run.phase ?? "";
+    const phase = newest.is_finished ? "complete" : (PHASES[name] ?? visible(name));
     setText(byId("run-phase"), phase);
-    byId("run-phase").classList.toggle("is-live", !history.isFinished);
-    const evaluation = history.evaluations.findLast((item) => item.line === "policy");
+    byId("run-phase").classList.toggle("is-live", !newest.is_finished);
+    const evaluation = evaluations.findLast((item) => item.line === "policy");
     setFacts(byId("run-facts"), [
       ["Round", last ? `${number(last.round + 1)}${planned ? ` of ${number(planned)}` : ""}` : "–"],
       ["Reward", last ? number(last.reward) : "–"],
       ["Held-out accuracy", evaluation ? percent(evaluation.accuracy) : "–"],
-      ["Time", duration(history.seconds)],
+      ["Time", duration(newest.seconds)],
     ]);
   }
 
@@ -135,15 +135,16 @@ export class RunView {
     );
     const none = make("tr", {}, make("td", { colspan: "5" }, "No replica is up."));
     byId("replicas").tBodies[0].replaceChildren(...(rows.length > 0 ? rows : [none]));
-    const last = this.#history.newestRound ?? {};
+    const { newest } = this.#history;
+    const last = newest.newest_round ?? {};
     const ungraded = typeof last.num_ungraded === "object" ? sum(Object.values(last.num_ungraded ?? {})) : last.num_ungraded;
     setFacts(byId("pool-facts"), [
       ["Samplers, last round", poolWords(last.pools?.samplers)],
       ["Graders, last round", poolWords(last.pools?.graders)],
       ["Completions, last round", `${number(last.num_completions)} graded, ${number(ungraded ?? 0)} not, ${number(last.num_failed_groups ?? 0)} groups lost`],
       ["Portions tried again", number(last.num_retries)],
-      ["Failures the run survived", number(this.#history.numFailures)],
-      ...(this.#history.numUnreadable > 0 ? [["Events that could not be read", number(this.#history.numUnreadable)]] : []),
+      ["Failures the run survived", number(newest.num_failures)],
+      ...(newest.num_unreadable > 0 ? [["Events that could not be read", number(newest.num_unreadable)]] : []),
       ["Registry", followerWords(follower)],
     ]);
   }

@@ -1,0 +1,38 @@
+"""A run that is simulated: its directory, and the grades of completions that nobody sampled."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from actors.messages import Portion, PortionSummary
+from actors.spec import RunSpec
+from deploy.recipe.overrides import load_recipe
+from deploy.recipe.recipe import Stages
+from deploy.runs.run_directory import create_run_dir, make_spec
+from rewards import Grade
+
+NO_REGISTRY = "redis://127.0.0.1:1/0"
+"""Where none answers."""
+_RECIPE = Path(__file__).parents[2] / "recipes" / "chaos.yaml"
+
+
+def make_run(directory: Path, *overrides: str) -> RunSpec:
+    """A run of the smallest recipe, with its directory below `directory`."""
+    recipe = load_recipe(_RECIPE, [f"runs_dir={directory}", "learner.num_workers=1", *overrides])
+    spec = make_spec(recipe, Stages.RL)
+    create_run_dir(recipe, spec, start_from=None).close()
+    return spec
+
+
+def graded(portion: Portion, version: int) -> PortionSummary:
+    """Every second completion is right."""
+    size = len(portion.requests)
+    return PortionSummary(
+        grades=tuple(Grade(reward=float(row % 2), parts={}, correct=row % 2 == 1) for row in range(size)),
+        texts=("7",) * size,
+        num_tokens=(2,) * size,
+        step_maps=((0, 1),) * size,
+        policy_versions=(version,) * size,
+        failures=(),
+        costs={},
+    )
