@@ -10,7 +10,7 @@ import ray
 from ray.exceptions import ActorDiedError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from actors import NAMESPACE
+from actors import NAMESPACE, actor_name
 from actors.coordination.coordinator import Coordinator
 from actors.grader import GraderWorker
 from actors.resources import (
@@ -77,10 +77,29 @@ def start_actors(spec: RunSpec, num_graders: int, registry_url: str, driver: str
         .remote(spec.learner.max_staleness + 2)
     )
     store.keep.remote(spec.learner.max_staleness + 2)
-    samplers: list[Any] = [
+    samplers = dict(start_sampler(spec, store, index) for index in range(spec.rollout.num_samplers))
+    graders = dict(start_grader(spec, index) for index in range(num_graders))
+    # The run directory is written where the driver made it.
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    coordinator: Any = (
+        ray.remote(Coordinator)
+        .options(
+            name=actor_name(spec.name, "coordinator"), scheduling_strategy=here, **restarted, **coordinator_resources()
+        )
+        .remote(
+            spec, samplers, graders, store, registry_url=registry_url, store_name=store_name(spec.name), driver=driver
+        )
+    )
+    return RunActors(coordinator=coordinator, store=store, pools=(*samplers.values(), *graders.values()))
+
+
+def start_sampler(spec: RunSpec, store: Any, index: int) -> tuple[str, Any]:
+    """Ask Ray for the run's sampler `index`: its name among the run's actors, and its handle."""
+    name = f"sampler {index}"
+    sampler: Any = (
         watched(SamplerWorker)
         .options(
-            name=f"{spec.name}-sampler-{index}",
+            name=actor_name(spec.name, name),
             max_restarts=-1,
             scheduling_strategy=spec.placement.samplers,
             **sampler_resources(spec.device, spec.gpus.asked_for_sampler),
@@ -93,24 +112,19 @@ def start_actors(spec: RunSpec, num_graders: int, registry_url: str, driver: str
             spec.gpus.sampler,
             is_asleep=spec.gpus.colocate,
         )
-        for index in range(spec.rollout.num_samplers)
-    ]
-    graders: list[Any] = [
-        watched(GraderWorker)
-        .options(name=f"{spec.name}-grader-{index}", max_restarts=-1, **grader_resources())
-        .remote(spec.task, spec.reward, spec.initial_checkpoint)
-        for index in range(num_graders)
-    ]
-    # The run directory is written where the driver made it.
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    coordinator: Any = (
-        ray.remote(Coordinator)
-        .options(name=f"{spec.name}-coordinator", scheduling_strategy=here, **restarted, **coordinator_resources())
-        .remote(
-            spec, samplers, graders, store, registry_url=registry_url, store_name=store_name(spec.name), driver=driver
-        )
     )
-    return RunActors(coordinator=coordinator, store=store, pools=(*samplers, *graders))
+    return name, sampler
+
+
+def start_grader(spec: RunSpec, index: int) -> tuple[str, Any]:
+    """The same for the run's grader `index`."""
+    name = f"grader {index}"
+    grader: Any = (
+        watched(GraderWorker)
+        .options(name=actor_name(spec.name, name), max_restarts=-1, **grader_resources())
+        .remote(spec.task, spec.reward, spec.initial_checkpoint)
+    )
+    return name, grader
 
 
 def watched(actor_class: type) -> Any:

@@ -17,6 +17,7 @@ Everything else that shows numbers (TensorBoard, W&B, the table, the curves) is 
 | phase_end | phase, seconds (evaluation and checkpoints not counted), num_steps |
 | failure | what, attempt (0: nothing was tried again) |
 | pause | what: who does not answer; pause_end: seconds |
+| scale | pool: samplers or graders; before, after |
 | done | seconds |
 """
 

@@ -25,14 +25,15 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Collection, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from statistics import fmean
 from typing import Any, TypeVar
 
 import ray
 
+from actors import NAMESPACE, actor_name
 from actors.checkpoints.best import best_version
 from actors.coordination.evaluation import VersionEvaluator
 from actors.coordination.liveness import Watch
@@ -75,8 +76,8 @@ class Coordinator:
     def __init__(
         self,
         spec: RunSpec,
-        samplers: Sequence[Any],
-        graders: Sequence[Any],
+        samplers: Mapping[str, Any],
+        graders: Mapping[str, Any],
         store: Any,
         *,
         registry_url: str,
@@ -85,12 +86,21 @@ class Coordinator:
     ) -> None:
         """Begin, or go on with what the coordinator of the same `driver` had begun.
 
+        Samplers and graders are those that the run begins with, by name.
+
         Raises ValueError when the task cannot give the problems that the recipe asks for.
         """
         self._spec = spec
         self._plan = RunPlan(spec, ChatTokenizer(spec.initial_checkpoint))
-        self._pools = Pools(samplers, graders, spec.sampling_timeout_s, spec.grading.timeout_s, self._note_pause)
         session = Session.read(spec.run_dir, driver)
+        self._pools = Pools(
+            _members(spec.name, samplers, session.pools.get("sampler")),
+            _members(spec.name, graders, session.pools.get("grader")),
+            spec.sampling_timeout_s,
+            spec.grading.timeout_s,
+            on_pause=self._note_pause,
+            on_left=self._note_left,
+        )
         self._log = RunLog(spec.run_dir, spec.wandb_project, is_going_on=session.num_coordinator_starts > 0)
         self._gauges = RunGauges(spec.name)
         self._announcer = Announcer(Registry(registry_url, spec.name), self._log, spec.run_dir, store_name)
@@ -121,7 +131,10 @@ class Coordinator:
                 self._timeline.add_since(COORDINATOR, "away", SpanKind.AWAY, last.at)
         elif self._plan.num_overlong:
             self._note_failure(f"{self._plan.num_overlong} prompts are too long", 0)
-        self._keep(session, num_coordinator_starts=session.num_coordinator_starts + 1)
+        self._keep(session, num_coordinator_starts=session.num_coordinator_starts + 1, leaving=[])
+        for actor in _members(self._spec.name, {}, session.leaving).values():
+            # What it was at is sampled again.
+            ray.kill(actor)
         if session.is_stopping:
             self._stopping.set()
 
@@ -257,6 +270,27 @@ class Coordinator:
         self._stopping.set()
         # After a restart of this process the first heartbeat has not come yet.
         return bool(self._doing) or self._session.num_coordinator_starts > 1
+
+    # The pools.
+
+    async def scale(self, kind: str, size: int, added: Mapping[str, Any]) -> None:
+        """Have `size` samplers or graders, `added` among them by name; who is too many leaves when it is free."""
+        before = len(self._pools.staying()[kind])
+        self._pools.scale(kind, size, added)
+        if self._watching is not None:
+            for name, actor in added.items():
+                if not self._watch.is_watched(name):
+                    self._watch.ask(name, actor)
+        self._keep_members()
+        if size != before:
+            self._log.append("scale", pool=f"{kind}s", before=before, after=size)
+
+    def _note_left(self, name: str) -> None:
+        self._watch.forget(name)
+        self._keep_members()
+
+    def _keep_members(self) -> None:
+        self._keep(self._session, pools=self._pools.staying(), leaving=self._pools.leaving())
 
     def _keep(self, session: Session, **changes: Any) -> None:
         self._session = replace(session, **changes).write(self._spec.run_dir)
@@ -446,7 +480,7 @@ class Coordinator:
 
     def _waits(self) -> list[str]:
         assignments = self._pools.assignments()
-        texts = silence_texts(self._watch.silent(), assignments)
+        texts = silence_texts(self._watch.silent(), self._watch.starting(), assignments)
         if self._waiting_since is not None:
             what, since = self._waiting_since
             who = f"round {self._rounds.next_round}" if what is _ROUND else what
@@ -473,6 +507,7 @@ class Coordinator:
     async def _keep_watch(self) -> None:
         while True:
             self._watch.sweep()
+            self._pools.look_for_outages()
             await self._write_status()
             await asyncio.sleep(_STATUS_EVERY_S)
 
@@ -512,6 +547,19 @@ class Coordinator:
             self._asked.discard(task)
             task.cancel()
             stop.cancel()
+
+
+def _members(run: str, begun_with: Mapping[str, Any], names: Collection[str] | None) -> dict[str, Any]:
+    """The actors of a pool by name: those that a run began with, or where it was scaled those of `names` that are
+    there."""
+    if names is None:
+        return dict(begun_with)
+    found = {}
+    for name in names:
+        # Whoever cannot be found has ended for good.
+        with suppress(ValueError):
+            found[name] = begun_with.get(name) or ray.get_actor(actor_name(run, name), namespace=NAMESPACE)
+    return found
 
 
 async def _controller_answers(controller: Any) -> None:

@@ -38,6 +38,8 @@ class _Pulse:
     heard_at: float
     is_up: bool
     """It has answered since it (re)started: who is still loading a policy is not hung."""
+    has_answered: bool = False
+    """Whether it ever has: else there may be no place for it."""
     process: int | None = None
     """The process that answered last."""
     num_restarts: int = 0
@@ -65,7 +67,7 @@ class Watch:
 
     def heard(self, name: str, actor: Any) -> None:
         """A heartbeat came."""
-        self._pulses[name] = _Pulse(actor=actor, heard_at=self._now(), is_up=True)
+        self._pulses[name] = _Pulse(actor=actor, heard_at=self._now(), is_up=True, has_answered=True)
 
     def is_watched(self, name: str) -> bool:
         """Whether an actor of that name is."""
@@ -79,6 +81,10 @@ class Watch:
     def silent(self) -> dict[str, float]:
         """Seconds of silence of each actor that has been silent for more than `SILENT_S`."""
         return {name: age for name in self._pulses if (age := self._age(name)) > SILENT_S}
+
+    def starting(self) -> set[str]:
+        """Who of those that are asked has not answered yet."""
+        return {name for name, pulse in self._pulses.items() if not pulse.has_answered}
 
     def num_restarts(self) -> dict[str, int]:
         """How often each actor that is asked has answered from another process than before, where that is not 0."""
@@ -115,7 +121,7 @@ class Watch:
                 # It died: it is new when it answers again.
                 pulse.is_up = False
             else:
-                pulse.heard_at, pulse.is_up = self._now(), True
+                pulse.heard_at, pulse.is_up, pulse.has_answered = self._now(), True, True
                 pulse.num_restarts += pulse.process not in (None, process)
                 pulse.process = process
             await asyncio.sleep(PROBE_EVERY_S)

@@ -3,31 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from functools import partial
-from heapq import heappop, heappush
 from typing import Any
 
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from actors.coordination.liveness import START_S
+from actors.coordination.pool import ActorPool, Assignment, Work
+from actors.coordination.status import SILENT_S
 from actors.messages import Generation, Portion, PortionKey, PortionSummary
 from actors.weights.store import VersionMissingError
 from rewards import RewardUnavailableError
 
-_RESTART_POLL_S = 0.5
-# An actor that is free gives its memory back in much less.
-_SLEEP_TIMEOUT_S = 10.0
-# Who has just answered is not asked whether it is up: that is half of all calls, and of what a short round costs beside
-# its work. If it died meanwhile, the portion loses a try.
-_FRESH_S = 1.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
-# The coordinator asks for them every two seconds.
-_MAX_WORKS = 2000
 
 
 class PortionFailedError(Exception):
@@ -38,249 +28,70 @@ class VersionLostError(Exception):
     """The weight store does not have the version that a portion is sampled from; says which."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Assignment:
-    """What an actor of a pool is at work on."""
-
-    actor: str
-    """Its name: `sampler 1`."""
-    key: PortionKey
-    """The portion."""
-    seconds: float
-    """For how long."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Work:
-    """What an actor of a pool did, from when to when."""
-
-    actor: str
-    """Its name: `sampler 1`."""
-    key: PortionKey | None
-    """The portion that it had; None where it was away."""
-    began: float
-    """By `time.monotonic`."""
-    ended: float
-    """By the same."""
-    is_done: bool
-    """Whether it answered; else the try failed or was given up, or it was away."""
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class _Member:
-    name: str
-    actor: Any
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PoolUse:
-    """How a pool has fared since it was last asked."""
-
-    size: int
-    """Its actors."""
-    away: int
-    """Those of them that do not answer now: they are restarting, or still at a call that was given up."""
-    busy: float
-    """Share of the actors' time that they were at work, 0 to 1."""
-
-
-class _Pool:
-    """Actors of one kind, and who of them is free.
-
-    What the learner waits for is served first: an evaluation, then the older round, in which there may be portions that
-    are tried again or that replace others.
-    """
-
-    def __init__(self, kind: str, actors: Sequence[Any], timeout_s: float) -> None:
-        self.kind, self.timeout_s, self._size = kind, timeout_s, len(actors)
-        self.members = [_Member(f"{kind} {index}", actor) for index, actor in enumerate(actors)]
-        self._free = deque(self.members)
-        self._waiting: list[tuple[int, int, int, asyncio.Future[_Member]]] = []
-        self._num_waited = 0
-        self._assigned: dict[_Member, tuple[PortionKey, float]] = {}
-        self._away: dict[_Member, float] = {}
-        self._works: deque[Work] = deque(maxlen=_MAX_WORKS)
-        self._answered: dict[_Member, float] = {}
-        self._num_busy = 0
-        self._busy_s, self._counted_at = 0.0, time.monotonic()
-        self._asked_at = self._counted_at
-        self._returning: set[asyncio.Task[None]] = set()
-
-    async def take(self, key: PortionKey) -> _Member:
-        """A free actor, which is at work on the portion from now on."""
-        while True:
-            member = await self._next_free(key)
-            self._count(1)
-            self._assigned[member] = key, time.monotonic()
-            if time.monotonic() - self._answered.get(member, -_FRESH_S) < _FRESH_S:
-                return member
-            is_up = False
-            try:
-                await member.actor.ready.options(concurrency_group="liveness").remote()
-                is_up = True
-            except RayError:
-                # It died while it was free, or is still starting: no try of the portion.
-                continue
-            finally:
-                if not is_up:
-                    self.give_back(member, is_healthy=False)
-            return member
-
-    async def _next_free(self, key: PortionKey) -> _Member:
-        if self._free:
-            return self._free.popleft()
-        self._num_waited += 1
-        free: asyncio.Future[_Member] = asyncio.get_running_loop().create_future()
-        heappush(self._waiting, (key.round, key.index, self._num_waited, free))
-        try:
-            return await free
-        except asyncio.CancelledError:
-            # It may have been served in the same turn.
-            if free.done() and not free.cancelled():
-                self._set_free(free.result())
-            raise
-
-    def _set_free(self, member: _Member) -> None:
-        while self._waiting:
-            *_, free = heappop(self._waiting)
-            if not free.done():
-                free.set_result(member)
-                return
-        self._free.append(member)
-
-    def assignments(self) -> list[Assignment]:
-        """Who is at work on what."""
-        now = time.monotonic()
-        return [
-            Assignment(actor=member.name, key=key, seconds=now - since)
-            for member, (key, since) in self._assigned.items()
-        ]
-
-    def give_back(self, member: _Member, *, is_healthy: bool) -> None:
-        """An actor is at work no more; one that is not healthy is free once it answers."""
-        self._count(-1)
-        key, began = self._assigned.pop(member)
-        self._note(member, key, began, is_done=is_healthy)
-        if is_healthy:
-            self._answered[member] = time.monotonic()
-            self._set_free(member)
-            return
-        self._answered.pop(member, None)
-        # The event loop itself does not hold a task until it is done.
-        task = asyncio.create_task(self._await_return(member))
-        self._returning.add(task)
-        task.add_done_callback(self._returning.discard)
-
-    def use(self) -> PoolUse:
-        """Since the last call."""
-        self._count(0)
-        seconds = self._counted_at - self._asked_at
-        busy = self._busy_s / (self._size * seconds) if seconds else 0.0
-        self._busy_s, self._asked_at = 0.0, self._counted_at
-        return PoolUse(size=self._size, away=len(self._away), busy=round(min(busy, 1.0), 3))
-
-    def away(self) -> dict[str, float]:
-        """Who does not answer, and for how many seconds."""
-        now = time.monotonic()
-        return {member.name: now - since for member, since in self._away.items()}
-
-    def take_works(self) -> list[Work]:
-        """What was done since the last call."""
-        works = list(self._works)
-        self._works.clear()
-        return works
-
-    async def sleep(self) -> list[str]:
-        """Have all actors give the memory of their devices back. Returns who had to be restarted for it, in sentences.
-
-        Raises TimeoutError where one is not up again in time.
-        """
-        said = await asyncio.gather(*map(self._put_to_sleep, self.members))
-        return [what for what in said if what]
-
-    async def _put_to_sleep(self, member: _Member) -> str:
-        said = ""
-        try:
-            async with asyncio.timeout(START_S):
-                while True:
-                    try:
-                        # One that restarts begins asleep.
-                        await member.actor.ready.options(concurrency_group="liveness").remote()
-                        await asyncio.wait_for(member.actor.sleep.remote(), _SLEEP_TIMEOUT_S)
-                    except (TimeoutError, RayTaskError):
-                        said = f"{member.name} did not go to sleep at its turn's end and was restarted"
-                        ray.kill(member.actor, no_restart=False)
-                    except RayError:
-                        pass  # It died, or is starting.
-                    else:
-                        return said
-                    await asyncio.sleep(_RESTART_POLL_S)
-        except TimeoutError as error:
-            raise TimeoutError(
-                f"{member.name} was not up again within {START_S:.0f} s, and may hold its GPU"
-            ) from error
-
-    def _note(self, member: _Member, key: PortionKey | None, began: float, *, is_done: bool) -> None:
-        ended = time.monotonic()
-        self._works.append(Work(actor=member.name, key=key, began=began, ended=ended, is_done=is_done))
-
-    def _count(self, more: int) -> None:
-        now = time.monotonic()
-        self._busy_s += self._num_busy * (now - self._counted_at)
-        self._counted_at = now
-        self._num_busy += more
-
-    async def _await_return(self, member: _Member) -> None:
-        """After a restart, or after the call that nobody waits for any more.
-
-        A call to an actor that is restarting fails at once; were it free, it would use up the tries of every portion.
-        """
-        self._away[member] = time.monotonic()
-        while True:
-            try:
-                await asyncio.wait_for(member.actor.ready.remote(), max(self.timeout_s, START_S))
-            except RayError:
-                await asyncio.sleep(_RESTART_POLL_S)
-            except TimeoutError:
-                # It answers whether it lives, and hangs at the call that was given up.
-                ray.kill(member.actor, no_restart=False)
-            else:
-                self._note(member, None, self._away.pop(member), is_done=False)
-                return self._set_free(member)
-
-
 class Pools:
     """The samplers and the graders."""
 
     def __init__(
         self,
-        samplers: Sequence[Any],
-        graders: Sequence[Any],
+        samplers: Mapping[str, Any],
+        graders: Mapping[str, Any],
         sampling_timeout_s: float,
         grading_timeout_s: float,
+        *,
         on_pause: Callable[[str | None], None],
+        on_left: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """Take over actor handles; a call that takes longer than its timeout kills (and so restarts) its actor.
+        """Take over actor handles, by name; a call that takes longer than its timeout kills and so restarts its actor.
 
-        `on_pause` is told why grading pauses, once, and None when it goes on.
+        `on_pause` is told why the work pauses, once, and None when it goes on; `on_left` who has left a pool.
         """
-        self._samplers = _Pool("sampler", samplers, sampling_timeout_s)
-        self._graders = _Pool("grader", graders, grading_timeout_s)
+        self._samplers = ActorPool("sampler", samplers, sampling_timeout_s, on_left)
+        self._graders = ActorPool("grader", graders, grading_timeout_s, on_left)
         self._on_pause = on_pause
         self._num_paused = 0
+        self._out: set[ActorPool] = set()
 
     @property
     def is_paused(self) -> bool:
-        """Whether grading waits for something that does not answer: a judge, an endpoint."""
+        """Whether the work waits for something that does not answer: a judge, an endpoint, all actors of a pool."""
         return self._num_paused > 0
+
+    def scale(self, kind: str, size: int, added: Mapping[str, Any]) -> None:
+        """Have `size` actors in the pool of a kind, `added` among them; who is too many leaves when it is free."""
+        (pool,) = (pool for pool in self._both if pool.kind == kind)
+        pool.grow(added)
+        pool.shrink(size)
+
+    def staying(self) -> dict[str, list[str]]:
+        """The names of each kind's actors that are to stay."""
+        return {pool.kind: pool.staying for pool in self._both}
+
+    def leaving(self) -> list[str]:
+        """The names of the actors of both that leave as soon as they are free."""
+        return [*self._samplers.leaving, *self._graders.leaving]
+
+    def look_for_outages(self) -> None:
+        """Pause where nobody of a pool has been up for a while, and go on where somebody is. To be called again and
+        again."""
+        for pool in self._both:
+            if pool.out_s() > SILENT_S and pool not in self._out:
+                self._out.add(pool)
+                self._pause(f"no {pool.kind} is up; the work waits until one is")
+            elif not pool.out_s() and pool in self._out:
+                self._out.remove(pool)
+                self._go_on()
+
+    @property
+    def _both(self) -> tuple[ActorPool, ActorPool]:
+        return self._samplers, self._graders
 
     def use(self) -> dict[str, dict[str, float]]:
         """How each pool has fared since the last call: the fields of `PoolUse`."""
-        return {f"{pool.kind}s": asdict(pool.use()) for pool in (self._samplers, self._graders)}
+        return {f"{pool.kind}s": asdict(pool.use()) for pool in self._both}
 
     def members(self) -> dict[str, Any]:
         """The actors of both pools by name."""
-        return {member.name: member.actor for pool in (self._samplers, self._graders) for member in pool.members}
+        return {member.name: member.actor for pool in self._both for member in pool.members}
 
     def assignments(self) -> list[Assignment]:
         """Who of both is at work on what."""
@@ -297,7 +108,7 @@ class Pools:
             member.actor.stage.options(concurrency_group="weights").remote(generation)
 
     async def end_turn(self) -> list[str]:
-        """Have the samplers sleep, who share GPUs with the learner. Returns and raises as `_Pool.sleep` does."""
+        """Have the samplers sleep, who share GPUs with the learner. Returns and raises as `ActorPool.sleep` does."""
         return await self._samplers.sleep()
 
     def take_works(self) -> list[Work]:
@@ -356,7 +167,7 @@ def _grade(portion: Portion, completions: Any, grader: Any) -> Any:
     return grader.grade.options(num_returns=2).remote(portion, completions)
 
 
-async def _call(pool: _Pool, key: PortionKey, ask: Callable[[Any], Any]) -> tuple[Any, Any]:
+async def _call(pool: ActorPool, key: PortionKey, ask: Callable[[Any], Any]) -> tuple[Any, Any]:
     """Ask a free actor; returns the reference of its first return and the value of its second."""
     member = await pool.take(key)
     is_healthy = False

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Self
 
@@ -42,6 +43,10 @@ class Session:
     """Whether they were since it last started: then the next start is no repetition."""
     is_stopping: bool = False
     """Somebody wants the run to stop."""
+    pools: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """The names of the samplers and of the graders, by kind, once their number was changed."""
+    leaving: Sequence[str] = field(default_factory=list)
+    """The names of those that leave as soon as they are free."""
 
     @classmethod
     def read(cls, directory: Path, driver: str) -> Self:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -14,7 +14,7 @@ from actors.whole_file import write_whole
 
 if TYPE_CHECKING:
     # `d1 status` reads what is written here, and does not wait for torch and Ray.
-    from actors.coordination.pools import Assignment
+    from actors.coordination.pool import Assignment
     from actors.messages import PortionKey
 
 STATUS = "status.json"
@@ -125,11 +125,16 @@ def restarts_by_kind(num_restarts: Mapping[str, int]) -> dict[str, int]:
     return dict(kinds)
 
 
-def silence_texts(silent: Mapping[str, float], assignments: Iterable[Assignment]) -> list[str]:
-    """A sentence for each actor that is silent: for how long, and what waits for it."""
+def silence_texts(
+    silent: Mapping[str, float], starting: Collection[str], assignments: Iterable[Assignment]
+) -> list[str]:
+    """A sentence for each actor that is silent: for how long, and what waits for it. Who has not been up yet, of
+    `starting`, may have no place to be."""
     waiting = {assignment.actor: portion_name(assignment.key) for assignment in assignments}
     return [
-        f"{name} silent for {seconds:.0f} s" + (f"; {waiting[name]} waits for it" if name in waiting else "")
+        f"{name} not up after {seconds:.0f} s; has the cluster room for it? `ray status` says"
+        if name in starting
+        else f"{name} silent for {seconds:.0f} s" + (f"; {waiting[name]} waits for it" if name in waiting else "")
         for name, seconds in silent.items()
     ]
 

@@ -23,7 +23,7 @@ from actors.coordination.status import portion_name
 from actors.whole_file import write_whole
 
 if TYPE_CHECKING:
-    from actors.coordination.pools import Work
+    from actors.coordination.pool import Work
 
 TIMELINE = "timeline.json"
 LEARNER, COORDINATOR, STAGE, CHECKPOINTS = "learner rank 0", "coordinator", "stage", "checkpoints"

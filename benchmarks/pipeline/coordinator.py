@@ -134,8 +134,8 @@ async def measured(num_samplers: int, portion_s: float, num_rounds: int) -> Row:
         samplers = [Sampler(portion_s, waits) for _ in range(num_samplers)]
         coordinator = Coordinator(
             spec,
-            samplers,
-            [Grader() for _ in range(max(1, num_samplers // 10))],
+            {f"sampler {index}": sampler for index, sampler in enumerate(samplers)},
+            {f"grader {index}": Grader() for index in range(max(1, num_samplers // 10))},
             Grader(),
             registry_url=NO_REGISTRY,
             store_name="none",

@@ -43,15 +43,7 @@ def cluster_resources(address: str | None) -> Resources:
     Raises UserError when nothing answers at the address.
     """
     if address is None:
-        return Resources(
-            where="this machine",
-            cpus=machine.num_cpus(),
-            gpus=machine.num_gpus(),
-            memory_bytes=machine.memory_bytes(),
-            object_store_bytes=int(_OBJECT_STORE_SHARE * machine.memory_bytes()),
-            gpu_memory_bytes=machine.gpu_memory_bytes(),
-            is_ours=True,
-        )
+        return _this_machine()
     _check_address(address)
     import ray
 
@@ -61,9 +53,19 @@ def cluster_resources(address: str | None) -> Resources:
         first_line = str(error).partition("\n")[0]
         raise UserError(f"no Ray cluster answers at RAY_ADDRESS {address}: {first_line}") from error
     try:
-        total = ray.cluster_resources()
+        return resources_of(address)
     finally:
         ray.shutdown()
+
+
+def resources_of(address: str | None) -> Resources:
+    """What the connected cluster has, or with an autoscaler may come to have; this machine without an address."""
+    if address is None:
+        return _this_machine()
+    import ray
+
+    now, most = ray.cluster_resources(), _most_by_autoscaler()
+    total = {name: max(now.get(name, 0.0), most.get(name, 0.0)) for name in (*now, *most)}
     store = int(total.get("object_store_memory", 0))
     memory = total.get("memory", 0) + store
     return Resources(
@@ -74,6 +76,25 @@ def cluster_resources(address: str | None) -> Resources:
         object_store_bytes=store,
         gpu_memory_bytes=smallest_memory(total),
         is_ours=False,
+    )
+
+
+def _most_by_autoscaler() -> dict[str, float]:
+    """What the cluster has once its autoscaler has started all machines that it may; empty without one."""
+    from ray._private.state import state
+
+    return {name: float(most) for name, most in (state.get_max_resources_from_cluster_config() or {}).items()}
+
+
+def _this_machine() -> Resources:
+    return Resources(
+        where="this machine",
+        cpus=machine.num_cpus(),
+        gpus=machine.num_gpus(),
+        memory_bytes=machine.memory_bytes(),
+        object_store_bytes=int(_OBJECT_STORE_SHARE * machine.memory_bytes()),
+        gpu_memory_bytes=machine.gpu_memory_bytes(),
+        is_ours=True,
     )
 
 

@@ -37,5 +37,6 @@ ALLOWED: dict[Target, frozenset[FaultOutcome]] = {
     Target.CLOCK: _GOES_ON,
     # A learner is killed too.
     Target.BYTES: _GOES_ON,
+    Target.POOL: _GOES_ON,
 }
 """What each target's loss may lead to. Tighter is better: whoever makes a role restartable takes its RESUMED away."""

@@ -31,6 +31,8 @@ class Target(StrEnum):
     CLOCK = "clock"
     BYTES = "bytes"
     """Of the newest checkpoint."""
+    POOL = "pool"
+    """The number of samplers."""
 
 
 class Harm(StrEnum):
@@ -43,6 +45,8 @@ class Harm(StrEnum):
     JUMP = "jump"
     FLIP = "flip"
     """One byte; then a learner is killed, so that the checkpoint must be read."""
+    SCALE = "scaled"
+    """As `d1 scale` does it, to one sampler or one more, and back."""
 
 
 class Moment(StrEnum):
@@ -95,7 +99,7 @@ class Fault:
 
     def __str__(self) -> str:
         lasts = ""
-        if self.harm in (Harm.STOP, Harm.FILL):
+        if self.harm in (Harm.STOP, Harm.FILL, Harm.SCALE):
             lasts = " for ever" if self.seconds is None else f" for {self.seconds:.1f} s"
         elif self.harm is Harm.JUMP:
             lasts = f" by {self.seconds:+.0f} s"

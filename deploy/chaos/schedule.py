@@ -9,7 +9,7 @@ from random import Random
 from deploy.chaos.faults import Fault, Harm, Moment, Setting, Target
 
 _SIGNALS = (Harm.KILL, Harm.STOP, Harm.TERM)
-_MACHINE = {Target.DISK: Harm.FILL, Target.CLOCK: Harm.JUMP, Target.BYTES: Harm.FLIP}
+_MACHINE = {Target.DISK: Harm.FILL, Target.CLOCK: Harm.JUMP, Target.BYTES: Harm.FLIP, Target.POOL: Harm.SCALE}
 _AT_NAMED_POINTS = (
     (Moment.PUBLISHED, (Target.LEARNER, Target.COORDINATOR, Target.STORE, Target.DRIVER)),
     (Moment.CHECKPOINT, (Target.LEARNER, Target.DRIVER, Target.COORDINATOR)),
@@ -18,6 +18,8 @@ _AT_NAMED_POINTS = (
 # Somebody has to replace these when they hang. The others nobody supervises but their user, or Ray's.
 _REPLACED = {Target.SAMPLER, Target.GRADER, Target.LEARNER, Target.CONTROLLER, Target.COORDINATOR, Target.STORE}
 _DELAY_S, _STOP_S, _FULL_S, _DOWN_S = (0.2, 4.0), (1.0, 10.0), (1.0, 6.0), (0.5, 8.0)
+# One that comes takes some seconds to be up.
+_SCALED_S = (0.5, 15.0)
 _JUMPS_S = (-7200.0, -60.0, 60.0, 7200.0)
 
 Kind = tuple[Target, Harm, Moment]
@@ -67,6 +69,8 @@ def _fault(kind: Kind, draw: Random) -> Fault:
     if harm is Harm.STOP:
         is_for_ever = draw.random() < 0.5 and target in _REPLACED
         seconds = None if is_for_ever else draw.uniform(*_STOP_S)
+    elif harm is Harm.SCALE:
+        seconds = draw.uniform(*_SCALED_S)
     elif harm is Harm.FILL:
         seconds = draw.uniform(*_FULL_S)
     elif harm is Harm.JUMP:

@@ -6,6 +6,7 @@ import re
 import signal
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,10 +18,15 @@ from deploy.chaos.faults import Fault, Harm, Moment, Target
 from deploy.chaos.places import Cluster, SmallDisk
 from deploy.chaos.record import WEIGHTS
 from deploy.chaos.targets import Family, Process
+from deploy.errors import UserError
+from deploy.runs.scale_request import ask
 from learner.model.checkpoint_files import ADAPTER, lent_weights
 
 _COLLECTIVE_S = 1.0
 _TERM_S = 5.0
+# Whose processes tell that a part of the run is whole again.
+_STOOD_FOR = {Target.BYTES: Target.LEARNER, Target.POOL: Target.SAMPLER}
+_SCALED_WITHIN_S, _FEWER = 60.0, 0.5
 _NUMBERS = {Harm.KILL: signal.SIGKILL, Harm.STOP: signal.SIGSTOP, Harm.TERM: signal.SIGTERM}
 
 
@@ -57,7 +63,7 @@ class Strike:
         self._process: Process | None = None
         if fault.target is Target.BYTES:
             self._process = self._choose(Target.LEARNER)
-        elif fault.target not in (Target.DISK, Target.CLOCK, Target.DRIVER):
+        elif fault.target not in (Target.DISK, Target.CLOCK, Target.DRIVER, Target.POOL):
             self._process = self._choose(fault.target)
 
     def carry_out(self) -> None:
@@ -80,7 +86,7 @@ class Strike:
         fault = self._fault
         if fault.target is Target.DRIVER:
             return driver is not self._driver or (fault.harm is not Harm.KILL and self._has_had_time())
-        role = Target.LEARNER if fault.target is Target.BYTES else fault.target
+        role = _STOOD_FOR.get(fault.target, fault.target)
         if role in (Target.DISK, Target.CLOCK):
             return True
         if fault.harm is Harm.TERM and not self._has_had_time():
@@ -115,6 +121,8 @@ class Strike:
             case Target.BYTES:
                 self.victim = _flip_newest(scene.run_dir / CHECKPOINTS, fault.choice)
                 self._victim_of(Target.LEARNER).strike(signal.SIGKILL)
+            case Target.POOL:
+                self.victim = self._scale_away()
             case Target.DRIVER:
                 self.victim = f"process {self._driver.pid}"
                 self._driver.signal(_NUMBERS[fault.harm])
@@ -135,8 +143,30 @@ class Strike:
         self.at_s = time.monotonic()
         process.strike(_NUMBERS[fault.harm])
 
+    def _scale_away(self) -> str:
+        """To one sampler or to one more, where there is room for that."""
+        if self._fault.choice >= _FEWER:
+            with suppress(NotPossibleError):
+                return self._scale(self._scene.sizes[Target.SAMPLER] + 1)
+        return self._scale(1)
+
+    def _scale(self, size: int) -> str:
+        """Have so many samplers; what was done, in words."""
+        try:
+            answer = ask(self._scene.run_dir, {"samplers": size}, _SCALED_WITHIN_S)
+        except UserError as error:
+            raise NotPossibleError(str(error)) from error
+        if answer.refusal:
+            raise NotPossibleError(answer.refusal)
+        before, after = answer.changes["samplers"]
+        return f"samplers: {before}, then {after}"
+
     def _undo(self) -> None:
         fault, scene = self._fault, self._scene
+        if fault.target is Target.POOL:
+            # A run that has ended meanwhile begins again with as many as the recipe says.
+            with suppress(NotPossibleError):
+                self._scale(scene.sizes[Target.SAMPLER])
         if fault.target is Target.DISK and scene.disk is not None:
             scene.disk.empty()
         elif fault.harm is Harm.STOP and fault.target is Target.DRIVER:

@@ -192,6 +192,8 @@ def _run(recipe: Recipe, order: _Order) -> None:
                 for table in result_tables(read_events(recipe.run_dir)):
                     console.print(table)
                 console.print(Text(f"run directory: {recipe.run_dir}"), soft_wrap=True)
+                if not order.serve:
+                    display.wait_for_end()
 
         try:
             job.run(

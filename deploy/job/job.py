@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import closing, nullcontext
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ from deploy.job.judges import judge_servers
 from deploy.job.mirroring import mirrored
 from deploy.job.node_watch import node_processes, watching
 from deploy.job.quiet import native_words_in
+from deploy.job.scaling import scaling
 from deploy.job.watchdog import last_words, watchdog
 from deploy.orphans import adopt_orphans, kill_descendants
 from deploy.printing import counted
@@ -35,6 +37,7 @@ from deploy.runs.listing import point_latest_at
 from deploy.runs.lock import RunLock
 from deploy.runs.mirror import Mirror, mirror_for
 from deploy.runs.run_directory import check_resumable, create_run_dir, make_spec
+from deploy.service.source import Source
 
 if TYPE_CHECKING:
     from actors.cluster import RunActors
@@ -148,6 +151,7 @@ def _run_on_ray(
         with (
             mirrored(mirror, spec.run_dir, on_event, note_failure) as heard,
             following(actors.coordinator, num_seen, heard),
+            scaling(recipe, spec, actors, on_event, partial(_scale_engines, _source(recipe, url)) if serve else None),
             stopping_in_order(fitted, actors.coordinator, on_event, checkpoint_bytes(recipe)),
         ):
             wait_until_ready(actors)
@@ -288,9 +292,18 @@ def _call(reference: Any) -> Any:
 def _start_service(recipe: Recipe, registry: str, say: Callable[[str], None]) -> str:
     """Put the service up, saying what that waits for; what to tell the user about it."""
     from deploy.service.on_ray.launch import banner, deploy_source
-    from deploy.service.source import Source
 
-    service, source = recipe.service, Source(directory=str(recipe.run_dir), is_run=True, registry_url=registry)
+    service, source = recipe.service, _source(recipe, registry)
     replicas, share = service.num_replicas, recipe.gpus.engine
     url = deploy_source(source, service.host, service.port, replicas, num_gpus=share, say=say)
     return banner(recipe.run_dir, url, source.admin_address())
+
+
+def _scale_engines(source: Source, num_replicas: int) -> None:
+    from deploy.service.on_ray.launch import scale_engines
+
+    scale_engines(source, num_replicas)
+
+
+def _source(recipe: Recipe, registry: str) -> Source:
+    return Source(directory=str(recipe.run_dir), is_run=True, registry_url=registry)

@@ -20,7 +20,7 @@ _LONGEST_FAILURE = 200
 # A step that takes so many times as long as the one before it is worth a line.
 _UNUSUAL = 2.0
 # They come at any time, and what was waited for is waited for still.
-_BESIDE_THE_WORK = ("run", "status", "failure", "pause", "pause_end")
+_BESIDE_THE_WORK = ("run", "status", "failure", "pause", "pause_end", "scale")
 # How the failures begin after which the learner group starts again.
 _OF_LEARNERS = ("a learner worker failed", "the learner group restarted")
 _BETWEEN_PHASES = {
@@ -64,6 +64,10 @@ class ProgressDisplay:
         self._waiting.end()
         if self._bar is not None:
             self._bar.stop()
+
+    def wait_for_end(self) -> None:
+        """All is done but to end the run's processes: say so where that takes long, as on a busy machine."""
+        self._waiting.begin("ending the run's processes")
 
     def __call__(self, event: Event) -> None:
         """Show one event."""
@@ -243,6 +247,7 @@ _SENTENCES: dict[str, Callable[[Event], str]] = {
     "checkpoint": lambda event: f"checkpoint {event['path']}",
     "failure": _failure,
     "pause": _pause,
+    "scale": lambda event: f"{event['pool']}: {event['before']} before, {event['after']} from now on",
     "pause_end": lambda event: f"the run goes on after {duration(event['seconds'])}",
     "done": lambda event: f"done in {duration(event['seconds'])}",
 }

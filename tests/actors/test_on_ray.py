@@ -321,7 +321,7 @@ def test_a_sampler_that_hangs_or_dies_is_restarted_and_gives_the_same_text(
     portion = plan.round_portion(0, 0)
 
     async def tries() -> tuple[list[str], Any]:
-        pools, said = Pools([moody], [grader], 4.0, 60.0, print), []
+        pools, said = Pools({"sampler 0": moody}, {"grader 0": grader}, 4.0, 60.0, on_pause=print), []
         for _ in range(2):
             with pytest.raises(PortionFailedError) as failure:
                 await pools.score(_generation(spec, 1), portion.key, lambda: portion)
@@ -341,7 +341,7 @@ def test_a_sampler_that_hangs_or_dies_is_restarted_and_gives_the_same_text(
 def test_a_sampler_that_is_at_work_when_its_turn_ends_is_restarted_and_wakes_to_the_same_text(
     store: Any, spec: RunSpec, plan: RunPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("actors.coordination.pools._SLEEP_TIMEOUT_S", 2.0)
+    monkeypatch.setattr("actors.coordination.pool._SLEEP_TIMEOUT_S", 2.0)
     _publish(store, 1, _weights(spec, 1.0))
     moody = watched(_Moody).options(num_cpus=0, max_restarts=-1).remote(spec, store, tmp_path / "mark", "hangs")
     portion = plan.round_portion(0, 0)
@@ -351,7 +351,7 @@ def test_a_sampler_that_is_at_work_when_its_turn_ends_is_restarted_and_wakes_to_
         return moody.generate.remote(_generation(spec, 1), portion)
 
     async def turns() -> None:
-        pools = Pools([moody], [], 60.0, 60.0, print)
+        pools = Pools({"sampler 0": moody}, {}, 60.0, 60.0, on_pause=print)
         hung = sampled()
         while not (tmp_path / "mark").exists():
             await asyncio.sleep(0.1)
@@ -412,7 +412,9 @@ def test_a_request_that_no_sampler_can_answer_says_why(
     long = replace(portion, requests=tuple(replace(r, prompt_ids=(5,) * 60) for r in portion.requests))
 
     async def once() -> None:
-        await Pools([shared_sampler], [], 60.0, 60.0, print).score(_generation(spec, 1), long.key, lambda: long)
+        await Pools({"sampler 0": shared_sampler}, {}, 60.0, 60.0, on_pause=print).score(
+            _generation(spec, 1), long.key, lambda: long
+        )
 
     with pytest.raises(PortionFailedError, match="make 68 tokens; the policy takes at most 32"):
         _run(once())

@@ -10,8 +10,16 @@ import pytest
 from ray.exceptions import ActorUnavailableError
 
 from actors.coordination.liveness import Watch
-from actors.coordination.pools import Assignment
-from actors.coordination.status import STATUS, ActorState, ActorStatus, RunStatus, actor_statuses, restarts_by_kind
+from actors.coordination.pool import Assignment
+from actors.coordination.status import (
+    STATUS,
+    ActorState,
+    ActorStatus,
+    RunStatus,
+    actor_statuses,
+    restarts_by_kind,
+    silence_texts,
+)
 from actors.messages import PortionKey
 
 STATUS_OF_A_RUN = RunStatus(
@@ -99,3 +107,14 @@ def test_an_answer_from_another_process_is_a_restart(monkeypatch: pytest.MonkeyP
         return counts
 
     assert asyncio.run(asyncio.wait_for(watch(), 10)) == {"sampler 0": 1}
+
+
+def test_who_is_silent_is_named_with_what_waits_and_who_has_no_place_yet_with_where_to_look() -> None:
+    key = PortionKey(round=12, index=1)
+    assignments = [Assignment(actor="sampler 1", key=key, seconds=40.0)]
+    silent = {"sampler 1": 45.2, "grader 0": 16.0, "sampler 3": 61.0}
+    assert silence_texts(silent, {"sampler 3"}, assignments) == [
+        "sampler 1 silent for 45 s; portion 12:1 waits for it",
+        "grader 0 silent for 16 s",
+        "sampler 3 not up after 61 s; has the cluster room for it? `ray status` says",
+    ]

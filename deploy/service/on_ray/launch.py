@@ -35,6 +35,7 @@ from deploy.waiting import saying
 _READY_TIMEOUT_S = 180.0
 _DRAIN_TIMEOUT_S = 30.0
 _CALL_TIMEOUT_S = 5.0
+_SCALE_TIMEOUT_S = 30.0
 _POLL_S = 0.2
 _ENGINE, _INGRESS = "EngineReplica", "Ingress"
 
@@ -211,9 +212,23 @@ def deploy_source(
     if admin is not None and name not in running:
         _check_port(admin)
     # Nothing here waits without limit, as serve.run does.
-    serve.run_many([serve.RunTarget(application, name=name, route_prefix=None)], wait_for_applications_running=False)
+    target = serve.RunTarget(application, name=name, route_prefix=None, external_scaler_enabled=True)
+    serve.run_many([target], wait_for_applications_running=False)
     _wait_until_running(name, {_ENGINE: f"the engines to load {source.name}", _INGRESS: f"port {port}"}, say)
     return address.url
+
+
+def scale_engines(source: Source, num_replicas: int) -> None:
+    """Have so many engines in the service of a source, which is up. Those that are there answer on; who has to go ends
+    what it is at."""
+    import ray
+    from ray.serve._private.common import DeploymentID
+    from ray.serve.context import _get_global_client
+
+    # What Serve's REST interface calls, which listens on the head node alone.
+    client: Any = _get_global_client()
+    engines = DeploymentID(name=_ENGINE, app_name=f"d1-{source.name}")
+    ray.get(client._controller.update_deployment_replicas.remote(engines, num_replicas), timeout=_SCALE_TIMEOUT_S)
 
 
 def bound_application(

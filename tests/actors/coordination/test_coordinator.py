@@ -93,8 +93,8 @@ class _Case:
     def coordinator(self, driver: str = "one") -> Coordinator:
         return Coordinator(
             self.spec,
-            [self.sampler],
-            [self.grader],
+            {"sampler 0": self.sampler},
+            {"grader 0": self.grader},
             self.store,
             registry_url=NOWHERE,
             store_name="store",
@@ -461,5 +461,72 @@ def test_samplers_fetch_what_is_published_while_they_are_at_work(case: _Case) ->
         for phase, round_index in ((Phase.SFT, 0), (Phase.RL, 1), (Phase.RL, num_rounds), (Phase.CONTROL, num_rounds)):
             await coordinator.announce(_generation(len(case.sampler.stage.staged) + 1), phase, round_index)
         assert case.sampler.stage.staged == [1], "not after the last round"
+
+    _run(scene())
+
+
+def test_a_pool_that_was_scaled_is_whole_again_after_a_restart(case: _Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[Any] = []
+    monkeypatch.setattr(module.ray, "kill", ended.append)
+    case.sampler.mood = "silent"
+    more = {"sampler 1": _Pool(), "sampler 2": _Pool()}
+
+    def found(name: str, namespace: str) -> Any:
+        assert namespace == "d1"
+        return {f"{case.spec.name}-sampler-1": more["sampler 1"]}[name]
+
+    monkeypatch.setattr(module.ray, "get_actor", found)
+
+    async def scene() -> None:
+        first = case.coordinator()
+        await first.learner_starting("group")
+        waiting = asyncio.create_task(first.next_batch(0, _generation(1)))
+        await asyncio.sleep(0.01)
+        await first.scale("sampler", 3, more)
+        await first.scale("sampler", 3, more)
+        await asyncio.sleep(0.01)
+        assert [actor.name for actor in (await first.status()).pools] == [
+            *("sampler 0", "sampler 1", "sampler 2"),
+            "grader 0",
+        ]
+        # The newest are at nothing, and leave at once.
+        await first.scale("sampler", 1, {})
+        assert ended == [more["sampler 2"], more["sampler 1"]]
+        ended.clear()
+        await first.scale("sampler", 2, {"sampler 1": more["sampler 1"]})
+        waiting.cancel()
+        assert [(event["before"], event["after"]) for event in case.events("scale")] == [(1, 3), (3, 1), (1, 2)]
+
+        second = case.coordinator()
+        assert list(second._pools.members()) == ["sampler 0", "sampler 1", "grader 0"]
+        assert second._pools.members()["sampler 1"] is more["sampler 1"]
+        assert ended == []
+        case.sampler.mood = "well"
+        what, references = await second.next_batch(0, _generation(1))
+        assert (what, len(references)) == (Next.GO_ON, second._plan.portions_per_round)
+
+    _run(scene())
+
+
+def test_who_was_to_leave_is_ended_after_a_restart(case: _Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[Any] = []
+    monkeypatch.setattr(module.ray, "kill", ended.append)
+    monkeypatch.setattr(module.ray, "get_actor", lambda name, namespace: name)
+    case.sampler.mood = "silent"
+
+    async def scene() -> None:
+        first = case.coordinator()
+        await first.learner_starting("group")
+        await first.scale("grader", 2, {"grader 1": _Pool()})
+        waiting = asyncio.create_task(first.next_batch(0, _generation(1)))
+        await asyncio.sleep(0.01)
+        await first.scale("sampler", 0, {})
+        assert ended == []
+        case.coordinator()
+        assert ended == [f"{case.spec.name}-sampler-0"]
+        # It is not ended a second time.
+        assert list(case.coordinator()._pools.members()) == ["grader 0", "grader 1"]
+        assert len(ended) == 1
+        waiting.cancel()
 
     _run(scene())

@@ -52,8 +52,10 @@ def test_silence_is_told_and_then_ended_once() -> None:
         case, actor = _Case(), _Actor()
         case.watch.ask("sampler 1", actor)
         await _turn()
+        assert case.watch.starting() == {"sampler 1"}
         actor.answers[0].set_result(True)
         await _turn()
+        assert case.watch.starting() == set()
         assert case.after(SILENT_S) == {}
         assert case.after(1) == {"sampler 1": SILENT_S + 1}
         assert case.hung == []

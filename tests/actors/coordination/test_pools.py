@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 
-from actors.coordination.pools import Pools, PortionFailedError, Work
+from actors.coordination.pool import Work
+from actors.coordination.pools import Pools, PortionFailedError
 from actors.messages import EVALUATION_ROUND, Generation, Portion, PortionKey
 from rewards import RewardUnavailableError
 
@@ -75,6 +76,10 @@ class _Actor:
         self.ready = _Ready()
 
 
+def _named(kind: str, actors: Sequence[Any]) -> dict[str, Any]:
+    return {f"{kind} {index}": actor for index, actor in enumerate(actors)}
+
+
 def _portions(count: int) -> list[Portion]:
     return [
         Portion(key=PortionKey(round=0, index=index), problems=(), group_ids=(), requests=()) for index in range(count)
@@ -91,7 +96,13 @@ def test_a_reward_that_is_unavailable_is_waited_for_and_told_once(monkeypatch: p
 
     async def scores() -> None:
         sampler, grader, told = _Actor(is_instant=True), _Judged(num_failures=12), []
-        pools = Pools([sampler], [grader], sampling_timeout_s=10, grading_timeout_s=10, on_pause=told.append)
+        pools = Pools(
+            {"sampler 0": sampler},
+            {"grader 0": grader},
+            sampling_timeout_s=10,
+            grading_timeout_s=10,
+            on_pause=told.append,
+        )
         tasks = [asyncio.create_task(_score(pools, portion)) for portion in _portions(3)]
         while not told:
             await asyncio.sleep(0)
@@ -109,7 +120,9 @@ def test_a_reward_that_is_unavailable_is_waited_for_and_told_once(monkeypatch: p
 def test_a_slow_grader_does_not_keep_the_samplers_waiting() -> None:
     async def scores() -> None:
         sampler, grader = _Actor(is_instant=True), _Actor(is_instant=False)
-        pools = Pools([sampler], [grader], sampling_timeout_s=10, grading_timeout_s=10, on_pause=print)
+        pools = Pools(
+            {"sampler 0": sampler}, {"grader 0": grader}, sampling_timeout_s=10, grading_timeout_s=10, on_pause=print
+        )
         tasks = [asyncio.create_task(_score(pools, portion)) for portion in _portions(5)]
         for _ in range(100):
             await asyncio.sleep(0)
@@ -128,12 +141,18 @@ def test_a_slow_grader_does_not_keep_the_samplers_waiting() -> None:
 
 def test_use_says_how_much_a_pool_worked_since_it_was_last_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
-    monkeypatch.setattr("actors.coordination.pools.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("actors.coordination.pool.time.monotonic", lambda: clock[0])
 
     async def scores() -> None:
         samplers = [_Actor(is_instant=False), _Actor(is_instant=False)]
         grader = _Actor(is_instant=True)
-        pools = Pools(samplers, [grader], sampling_timeout_s=10, grading_timeout_s=10, on_pause=print)
+        pools = Pools(
+            _named("sampler", samplers),
+            {"grader 0": grader},
+            sampling_timeout_s=10,
+            grading_timeout_s=10,
+            on_pause=print,
+        )
         task = asyncio.create_task(_score(pools, _portions(1)[0]))
         await asyncio.sleep(0)
         clock[0] += 3
@@ -151,7 +170,9 @@ def test_use_says_how_much_a_pool_worked_since_it_was_last_asked(monkeypatch: py
 def test_an_actor_that_died_is_away_until_it_answers() -> None:
     async def scores() -> None:
         sampler, grader = _Actor(is_instant=False), _Actor(is_instant=True)
-        pools = Pools([sampler], [grader], sampling_timeout_s=10, grading_timeout_s=10, on_pause=print)
+        pools = Pools(
+            {"sampler 0": sampler}, {"grader 0": grader}, sampling_timeout_s=10, grading_timeout_s=10, on_pause=print
+        )
         task = asyncio.create_task(_score(pools, _portions(1)[0]))
         await asyncio.sleep(0)
         sampler.ready.is_up.clear()
@@ -181,7 +202,13 @@ def test_an_actor_that_died_while_it_was_free_costs_no_try() -> None:
 
         dead.ready = Dead()
         dead.ready.is_up.clear()
-        pools = Pools([dead, alive], [grader], sampling_timeout_s=10, grading_timeout_s=10, on_pause=print)
+        pools = Pools(
+            _named("sampler", [dead, alive]),
+            {"grader 0": grader},
+            sampling_timeout_s=10,
+            grading_timeout_s=10,
+            on_pause=print,
+        )
         await _score(pools, _portions(1)[0])
         assert len(alive.generate.answers) == 1
         assert dead.generate.answers == []
@@ -196,7 +223,9 @@ def test_a_timeout_that_an_actor_raises_is_not_its_own(monkeypatch: pytest.Monke
 
     async def scores() -> None:
         sampler, grader = _Actor(is_instant=False), _Actor(is_instant=True)
-        pools = Pools([sampler], [grader], sampling_timeout_s=10, grading_timeout_s=10, on_pause=print)
+        pools = Pools(
+            {"sampler 0": sampler}, {"grader 0": grader}, sampling_timeout_s=10, grading_timeout_s=10, on_pause=print
+        )
         task = asyncio.create_task(_score(pools, _portions(1)[0]))
         while not sampler.generate.answers:
             await asyncio.sleep(0)
@@ -213,11 +242,13 @@ def test_a_timeout_that_an_actor_raises_is_not_its_own(monkeypatch: pytest.Monke
 
 def test_what_each_actor_did_and_for_how_long_it_was_away_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
-    monkeypatch.setattr("actors.coordination.pools.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("actors.coordination.pool.time.monotonic", lambda: clock[0])
 
     async def scores() -> None:
         sampler, grader = _Actor(is_instant=False), _Actor(is_instant=True)
-        pools = Pools([sampler], [grader], sampling_timeout_s=10, grading_timeout_s=10, on_pause=print)
+        pools = Pools(
+            {"sampler 0": sampler}, {"grader 0": grader}, sampling_timeout_s=10, grading_timeout_s=10, on_pause=print
+        )
         (portion,) = _portions(1)
         task = asyncio.create_task(_score(pools, portion))
         while not sampler.generate.answers:
@@ -261,14 +292,14 @@ class _Sleeper(_Actor):
 
 
 def test_a_turn_ends_when_all_samplers_sleep_and_who_does_not_is_restarted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("actors.coordination.pools.ray.kill", lambda actor, **how: actor.kill(**how))
-    monkeypatch.setattr("actors.coordination.pools._SLEEP_TIMEOUT_S", 0.1)
-    monkeypatch.setattr("actors.coordination.pools._RESTART_POLL_S", 0.01)
-    monkeypatch.setattr("actors.coordination.pools.START_S", 0.5)
+    monkeypatch.setattr("actors.coordination.pool.ray.kill", lambda actor, **how: actor.kill(**how))
+    monkeypatch.setattr("actors.coordination.pool._SLEEP_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("actors.coordination.pool.RESTART_POLL_S", 0.01)
+    monkeypatch.setattr("actors.coordination.pool.START_S", 0.5)
 
     async def turns() -> None:
         samplers = [_Sleeper(), _Sleeper(hangs=True)]
-        pools = Pools(samplers, [], sampling_timeout_s=10, grading_timeout_s=10, on_pause=print)
+        pools = Pools(_named("sampler", samplers), {}, sampling_timeout_s=10, grading_timeout_s=10, on_pause=print)
         assert await pools.end_turn() == ["sampler 1 did not go to sleep at its turn's end and was restarted"]
         assert [sampler.num_sleeps for sampler in samplers] == [1, 1]
         assert await pools.end_turn() == []
@@ -282,7 +313,9 @@ def test_a_turn_ends_when_all_samplers_sleep_and_who_does_not_is_restarted(monke
 def test_what_the_learner_waits_for_is_served_first() -> None:
     async def scores() -> None:
         sampler, grader = _Actor(is_instant=False), _Actor(is_instant=True)
-        pools = Pools([sampler], [grader], sampling_timeout_s=10, grading_timeout_s=10, on_pause=print)
+        pools = Pools(
+            {"sampler 0": sampler}, {"grader 0": grader}, sampling_timeout_s=10, grading_timeout_s=10, on_pause=print
+        )
         keys = [(4, 0), (5, 1), (5, 0), (4, 7), (EVALUATION_ROUND, 3)]
         tasks, given_up = [], (5, 1)
         for round_index, index in keys:
@@ -308,7 +341,9 @@ def test_what_the_learner_waits_for_is_served_first() -> None:
 def test_who_is_given_up_as_it_is_served_leaves_the_actor_to_the_next() -> None:
     async def scores() -> None:
         sampler, grader = _Actor(is_instant=False), _Actor(is_instant=True)
-        pools = Pools([sampler], [grader], sampling_timeout_s=10, grading_timeout_s=10, on_pause=print)
+        pools = Pools(
+            {"sampler 0": sampler}, {"grader 0": grader}, sampling_timeout_s=10, grading_timeout_s=10, on_pause=print
+        )
         first, second, third = (asyncio.create_task(_score(pools, portion)) for portion in _portions(3))
         for _ in range(10):
             await asyncio.sleep(0)
@@ -328,7 +363,7 @@ def test_who_is_given_up_as_it_is_served_leaves_the_actor_to_the_next() -> None:
 
 def test_who_has_just_answered_is_not_asked_whether_it_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, asked = [100.0], []
-    monkeypatch.setattr("actors.coordination.pools.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("actors.coordination.pool.time.monotonic", lambda: clock[0])
 
     class Counting(_Ready):
         async def remote(self) -> bool:
@@ -338,7 +373,9 @@ def test_who_has_just_answered_is_not_asked_whether_it_is_up(monkeypatch: pytest
     async def scores() -> None:
         sampler, grader = _Actor(is_instant=True), _Actor(is_instant=True)
         sampler.ready = Counting()
-        pools = Pools([sampler], [grader], sampling_timeout_s=10, grading_timeout_s=10, on_pause=print)
+        pools = Pools(
+            {"sampler 0": sampler}, {"grader 0": grader}, sampling_timeout_s=10, grading_timeout_s=10, on_pause=print
+        )
         for seconds in (0.0, 0.5, 0.9, 1.1, 0.2):
             clock[0] += seconds
             await _score(pools, _portions(1)[0])
@@ -359,3 +396,157 @@ def test_who_has_just_answered_is_not_asked_whether_it_is_up(monkeypatch: pytest
         assert len(asked) == 1
 
     asyncio.run(asyncio.wait_for(scores(), 10))
+
+
+class _Killable(_Actor):
+    """An actor that can be ended, and told apart from those that were not."""
+
+    def __init__(self, *, is_instant: bool = False, is_up: bool = True) -> None:
+        super().__init__(is_instant)
+        self.is_ended = False
+        if not is_up:
+            self.ready.is_up.clear()
+
+    def kill(self) -> None:
+        self.is_ended = True
+
+
+async def _settle() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+def test_who_comes_works_once_it_is_up_and_who_is_too_many_leaves_when_its_portion_is_done(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("actors.coordination.pool.ray.kill", lambda actor: actor.kill())
+    left: list[str] = []
+
+    async def scores() -> None:
+        actors = [_Killable(is_up=index != 2) for index in range(4)]
+        named, graders = _named("sampler", actors), {"grader 0": _Actor(is_instant=True)}
+        first = {"sampler 0": actors[0]}
+        pools = Pools(first, graders, sampling_timeout_s=10, grading_timeout_s=10, on_pause=print, on_left=left.append)
+        tasks = [asyncio.create_task(_score(pools, portion)) for portion in _portions(3)]
+        await _settle()
+        pools.scale("sampler", 3, {name: named[name] for name in ("sampler 1", "sampler 2")})
+        await _settle()
+        # One is at work on the first portion, one has come and has the second, one is not up yet and has none.
+        assert [work.key.index for work in pools.assignments()] == [0, 1]
+        assert set(pools.away()) == {"sampler 2"}
+        # Asked again, as Ray asks again where the coordinator died: nothing more.
+        pools.scale("sampler", 3, {name: named[name] for name in ("sampler 1", "sampler 2")})
+        assert list(pools.members()) == ["sampler 0", "sampler 1", "sampler 2", "grader 0"]
+        # Of three one stays: who is away leaves at once, who works when that is done, and takes nothing new.
+        pools.scale("sampler", 1, {})
+        assert (left, actors[2].is_ended, pools.leaving()) == (["sampler 2"], True, ["sampler 1"])
+        assert pools.staying() == {"sampler": ["sampler 0"], "grader": ["grader 0"]}
+        actors[1].generate.answers[0].set_result(1)
+        await _settle()
+        assert (left, actors[1].is_ended, pools.leaving()) == (["sampler 2", "sampler 1"], True, [])
+        # Another may come while the last of the portions waits.
+        pools.scale("sampler", 2, {"sampler 3": actors[3]})
+        await _settle()
+        actors[3].generate.answers[0].set_result(1)
+        actors[0].generate.answers[0].set_result(1)
+        await asyncio.gather(*tasks)
+        assert [len(actor.generate.answers) for actor in actors] == [1, 1, 0, 1]
+        assert not actors[0].is_ended
+        assert pools.use()["samplers"]["size"] == 2
+
+    asyncio.run(asyncio.wait_for(scores(), 10))
+
+
+def test_who_leaves_does_so_whatever_becomes_of_its_portion(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("actors.coordination.pool.ray.kill", lambda actor: actor.kill())
+
+    async def scores() -> None:
+        actors = [_Killable(), _Killable()]
+        pools = Pools(_named("sampler", actors), {}, sampling_timeout_s=10, grading_timeout_s=10, on_pause=print)
+        tasks = [asyncio.create_task(_score(pools, portion)) for portion in _portions(2)]
+        await _settle()
+        pools.scale("sampler", 1, {})
+        actors[1].generate.answers[0].set_exception(ActorDiedError())
+        with pytest.raises(PortionFailedError):
+            await tasks[1]
+        assert actors[1].is_ended
+        assert list(pools.members()) == ["sampler 0"]
+        assert pools.away() == {}
+        tasks[0].cancel()
+
+    asyncio.run(asyncio.wait_for(scores(), 10))
+
+
+def test_the_share_at_work_is_of_the_time_that_each_was_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [100.0]
+    monkeypatch.setattr("actors.coordination.pool.time.monotonic", lambda: clock[0])
+
+    async def scores() -> None:
+        actors = [_Killable(), _Killable()]
+        pools = Pools({"sampler 0": actors[0]}, {}, sampling_timeout_s=10, grading_timeout_s=10, on_pause=print)
+        tasks = [asyncio.create_task(_score(pools, portion)) for portion in _portions(2)]
+        await _settle()
+        clock[0] += 6
+        pools.scale("sampler", 2, {"sampler 1": actors[1]})
+        # It is not up yet: for two seconds, of the ten that both were there together.
+        clock[0] += 2
+        await _settle()
+        assert pools.use()["samplers"] == {"size": 2, "away": 0, "busy": 0.8}
+        for task in tasks:
+            task.cancel()
+
+    asyncio.run(asyncio.wait_for(scores(), 10))
+
+
+def test_a_free_actor_that_does_not_say_whether_it_is_up_leaves_its_portion_to_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("actors.coordination.pool.SILENT_S", 0.05)
+
+    async def scores() -> None:
+        hung, well, grader = _Killable(is_up=False), _Killable(is_instant=True), _Actor(is_instant=True)
+        samplers = _named("sampler", [hung, well])
+        pools = Pools(samplers, {"grader 0": grader}, sampling_timeout_s=10, grading_timeout_s=10, on_pause=print)
+        await _score(pools, _portions(1)[0])
+        assert len(well.generate.answers) == 1
+        assert set(pools.away()) == {"sampler 0"}
+
+    asyncio.run(asyncio.wait_for(scores(), 10))
+
+
+def test_without_any_sampler_that_is_up_the_run_pauses_until_one_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, told = [100.0], []
+    monkeypatch.setattr("actors.coordination.pool.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("actors.coordination.pool.RESTART_POLL_S", 0.0)
+
+    async def scores() -> None:
+        actors = [_Killable(), _Killable()]
+        pools = Pools(
+            _named("sampler", actors),
+            {"grader 0": _Actor(is_instant=True)},
+            sampling_timeout_s=10,
+            grading_timeout_s=10,
+            on_pause=told.append,
+        )
+        tasks = [asyncio.create_task(_score(pools, portion)) for portion in _portions(2)]
+        await _settle()
+        for seconds, actor in zip((0, 30), actors, strict=True):
+            clock[0] += seconds
+            actor.ready.is_up.clear()
+            actor.generate.answers[0].set_exception(ActorDiedError())
+            await _settle()
+            pools.look_for_outages()
+            assert not pools.is_paused
+        # Since fifteen seconds and more nobody is up. It is said once.
+        clock[0] += 16
+        pools.look_for_outages()
+        pools.look_for_outages()
+        assert (pools.is_paused, told) == (True, ["no sampler is up; the work waits until one is"])
+        actors[1].ready.is_up.set()
+        await _settle()
+        pools.look_for_outages()
+        assert (pools.is_paused, told[1:]) == (False, [None])
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # By the clock of the test.
+    asyncio.run(asyncio.wait_for(scores(), 1000))

@@ -9,7 +9,10 @@ from actors.coordination.session import SESSION, Session
 
 
 def test_a_session_is_its_drivers(tmp_path: Path) -> None:
-    kept = Session(driver="one", num_coordinator_starts=2, is_stopping=True).write(tmp_path)
+    names = {"sampler": ["sampler 0", "sampler 2"], "grader": ["grader 0"]}
+    kept = Session(driver="one", num_coordinator_starts=2, is_stopping=True, pools=names, leaving=["sampler 1"]).write(
+        tmp_path
+    )
     assert Session.read(tmp_path, "one") == kept
     assert Session.read(tmp_path, "two") == Session(driver="two"), "a resumed run begins anew, and does not stop again"
     (tmp_path / SESSION).write_text('{"driver": "one", "num_cooo')

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.coordination.pools import Work
+from actors.coordination.pool import Work
 from actors.coordination.timeline import (
     CHECKPOINTS,
     COORDINATOR,

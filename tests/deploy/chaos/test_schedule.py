@@ -29,7 +29,7 @@ def test_30_faults_reach_every_target_and_every_named_point() -> None:
 
 
 def test_60_faults_send_every_signal_to_every_role() -> None:
-    machine = {Target.DISK, Target.CLOCK, Target.BYTES}
+    machine = {Target.DISK, Target.CLOCK, Target.BYTES, Target.POOL}
     for seed in range(20):
         sent = {(fault.target, fault.harm) for fault in schedule(60, seed) if fault.target not in machine}
         assert len(sent) == 3 * (len(Target) - len(machine))

@@ -126,6 +126,9 @@ def _waited_for(events: Events, monkeypatch: pytest.MonkeyPatch) -> str:
     for event in events:
         display(event)
     monkeypatch.setattr(Waiting, "_print", heard)
+    if events[-1]["event"] == "done":
+        display.stop()
+        display.wait_for_end()
     assert said.wait(60)
     display.stop()
     return file.getvalue().splitlines()[-1].strip().partition(": ")[0]
@@ -144,6 +147,15 @@ def test_a_silence_has_a_reason(events: Events, monkeypatch: pytest.MonkeyPatch,
     first = next(index for index, event in enumerate(events) if event["event"] == kind)
     monkeypatch.setattr(progress, "_UNUSUAL", 0.0)
     assert _waited_for(events[: first + 1], monkeypatch) == said
+
+
+def test_an_end_that_takes_long_says_so(events: Events, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _waited_for(events, monkeypatch) == "ending the run's processes"
+
+
+def test_a_pool_of_another_size_is_one_line(recorder: Any) -> None:
+    recorder.add("scale", pool="samplers", before=2, after=4)
+    assert _shown(recorder.events, is_terminal=False).endswith("samplers: 2 before, 4 from now on\n")
 
 
 @pytest.mark.parametrize("what", ["a learner worker failed: OSError", "the learner group restarted from checkpoint x"])

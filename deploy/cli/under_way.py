@@ -1,18 +1,24 @@
-"""`d1 status`: how a run stands at this moment."""
+"""`d1 status` and `d1 scale`: how a run stands that is under way, and how many actors it has."""
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from deploy.cli.options import RunsDir
+from deploy.cli.options import RunName, RunsDir
 from deploy.errors import UserError, reason
 
+if TYPE_CHECKING:
+    from deploy.runs.scale_request import Kind
+
 _EVERY_S = 2.0
+# The driver may be at an earlier request, whose calls have a minute.
+_ANSWERED_WITHIN_S = 90.0
 
 
 def status(
@@ -45,6 +51,53 @@ def status(
         _watch(run_dir)
     else:
         _print(run_dir, as_json=as_json)
+
+
+def scale(
+    name: RunName,
+    sizes: Annotated[
+        list[str], typer.Argument(metavar="POOL=NUMBER", help="samplers=4, graders=2 or engines=3; several at once.")
+    ],
+    *,
+    runs_dir: RunsDir = Path("runs"),
+) -> None:
+    """Have more or fewer samplers, graders or engines in a run while it is under way.
+
+    Who has to go ends its portion first. What a run with learner.max_staleness 0 learns does not depend on it.
+    """
+    from deploy.runs.references import find_run
+    from deploy.runs.scale_request import ask
+    from deploy.runs.status import read_standing
+    from deploy.waiting import saying
+
+    wanted = _sizes(sizes)
+    run_dir = find_run(name, runs_dir)
+    if not read_standing(run_dir).is_running:
+        raise UserError(f"the run {run_dir.name} is not under way, and only then it can be scaled")
+    with saying(f"waiting for {run_dir.name} to answer"):
+        answer = ask(run_dir, wanted, _ANSWERED_WITHIN_S)
+    if answer.refusal:
+        raise UserError(answer.refusal)
+    for kind, (before, after) in answer.changes.items():
+        typer.echo(f"{kind}: {before} now, {after} to be" if before != after else f"{kind}: {after} already")
+    for note in answer.notes:
+        typer.echo(f"note: {note}")
+
+
+def _sizes(words: list[str]) -> dict[Kind, int]:
+    from deploy.runs.scale_request import KINDS, MOST
+
+    sizes: dict[Kind, int] = {}
+    for word in words:
+        kind, _, number = word.partition("=")
+        if kind not in KINDS:
+            raise UserError(f"{word}: a run has {', '.join(KINDS)}; write samplers=4")
+        if kind in sizes:
+            raise UserError(f"{word}: {kind} is there twice; say once how many there shall be")
+        if not re.fullmatch(r"[0-9]{1,9}", number) or not 1 <= int(number) <= MOST:
+            raise UserError(f"{word}: {number or 'nothing'} is no number of {kind}: 1 at least, {MOST} at most")
+        sizes[kind] = int(number)
+    return sizes
 
 
 def _print(run_dir: Path, *, as_json: bool) -> None:

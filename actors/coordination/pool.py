@@ -1,0 +1,297 @@
+"""One pool of actors, samplers or graders: who of them is free, who works, who is away, who comes and who leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from typing import Any
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+
+from actors.coordination.liveness import START_S
+from actors.coordination.status import SILENT_S
+from actors.messages import PortionKey
+
+RESTART_POLL_S = 0.5
+# An actor that is free gives its memory back in much less.
+_SLEEP_TIMEOUT_S = 10.0
+# Who has just answered is not asked whether it is up: that is half of all calls, and of what a short round costs beside
+# its work. If it died meanwhile, the portion loses a try.
+_FRESH_S = 1.0
+# The coordinator asks for them every two seconds.
+_MAX_WORKS = 2000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Assignment:
+    """What an actor of a pool is at work on."""
+
+    actor: str
+    """Its name: `sampler 1`."""
+    key: PortionKey
+    """The portion."""
+    seconds: float
+    """For how long."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """What an actor of a pool did, from when to when."""
+
+    actor: str
+    """Its name: `sampler 1`."""
+    key: PortionKey | None
+    """The portion that it had; None where it was away."""
+    began: float
+    """By `time.monotonic`."""
+    ended: float
+    """By the same."""
+    is_done: bool
+    """Whether it answered; else the try failed or was given up, or it was away."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Member:
+    """An actor of a pool."""
+
+    name: str
+    """`sampler 1`."""
+    actor: Any
+    """Its handle."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PoolUse:
+    """How a pool has fared since it was last asked."""
+
+    size: int
+    """Its actors."""
+    away: int
+    """Those of them that do not answer now: they are restarting, or still at a call that was given up."""
+    busy: float
+    """Share of the actors' time that they were at work, 0 to 1."""
+
+
+class ActorPool:
+    """Actors of one kind, and who of them is free.
+
+    What the learner waits for is served first: an evaluation, then the older round, in which there may be portions that
+    are tried again or that replace others.
+    """
+
+    def __init__(self, kind: str, actors: Mapping[str, Any], timeout_s: float, on_left: Callable[[str], None]) -> None:
+        """Take over actor handles, by name. `on_left` is told who has left: its process is ended."""
+        self.kind, self.timeout_s, self._on_left = kind, timeout_s, on_left
+        self.members = [Member(name, actor) for name, actor in actors.items()]
+        self._free = deque(self.members)
+        self._leaving: set[Member] = set()
+        self._waiting: list[tuple[int, int, int, asyncio.Future[Member]]] = []
+        self._num_waited = 0
+        self._assigned: dict[Member, tuple[PortionKey, float]] = {}
+        self._away: dict[Member, float] = {}
+        self._works: deque[Work] = deque(maxlen=_MAX_WORKS)
+        self._answered: dict[Member, float] = {}
+        self._num_busy = 0
+        self._busy_s, self._offered_s, self._counted_at = 0.0, 0.0, time.monotonic()
+        self._returning: set[asyncio.Task[None]] = set()
+
+    @property
+    def staying(self) -> list[str]:
+        """The names of those who are not about to leave."""
+        return [member.name for member in self.members if member not in self._leaving]
+
+    @property
+    def leaving(self) -> list[str]:
+        """The names of those who leave as soon as they are free."""
+        return [member.name for member in self._leaving]
+
+    def out_s(self) -> float:
+        """For how many seconds nobody of the pool has been up; 0 where somebody is."""
+        if len(self._away) < len(self.members):
+            return 0.0
+        return time.monotonic() - max(self._away.values(), default=time.monotonic())
+
+    def grow(self, actors: Mapping[str, Any]) -> None:
+        """Take in actors, by name, each of which is free once it answers: there may be no place for it yet."""
+        known = {member.name for member in self.members}
+        for name, actor in actors.items():
+            if name not in known:
+                self._count(0)
+                self.members.append(member := Member(name, actor))
+                self._await_return(member)
+
+    def shrink(self, size: int) -> None:
+        """Have so many stay. Those leave who are away, then the newest, each when its work is done."""
+        staying = [member for member in self.members if member not in self._leaving]
+        by_use = staying[::-1]
+        by_use.sort(key=lambda member: member not in self._away)
+        for member in by_use[: max(0, len(staying) - size)]:
+            self._leaving.add(member)
+            if member in self._away or member in self._free:
+                self._leave(member)
+
+    def _leave(self, member: Member) -> None:
+        self._count(0)
+        self.members.remove(member)
+        self._leaving.discard(member)
+        self._away.pop(member, None)
+        self._answered.pop(member, None)
+        if member in self._free:
+            self._free.remove(member)
+        ray.kill(member.actor)
+        self._on_left(member.name)
+
+    async def take(self, key: PortionKey) -> Member:
+        """A free actor, which is at work on the portion from now on."""
+        while True:
+            member = await self._next_free(key)
+            self._count(1)
+            self._assigned[member] = key, time.monotonic()
+            if time.monotonic() - self._answered.get(member, -_FRESH_S) < _FRESH_S:
+                return member
+            is_up = False
+            try:
+                async with asyncio.timeout(SILENT_S):
+                    await member.actor.ready.options(concurrency_group="liveness").remote()
+                is_up = True
+            except (RayError, TimeoutError):
+                # It died while it was free, or is still starting: no try of the portion.
+                continue
+            finally:
+                if not is_up:
+                    self.give_back(member, is_healthy=False)
+            return member
+
+    async def _next_free(self, key: PortionKey) -> Member:
+        if self._free:
+            return self._free.popleft()
+        self._num_waited += 1
+        free: asyncio.Future[Member] = asyncio.get_running_loop().create_future()
+        heappush(self._waiting, (key.round, key.index, self._num_waited, free))
+        try:
+            return await free
+        except asyncio.CancelledError:
+            # It may have been served in the same turn.
+            if free.done() and not free.cancelled():
+                self._set_free(free.result())
+            raise
+
+    def _set_free(self, member: Member) -> None:
+        if member in self._leaving:
+            return self._leave(member)
+        while self._waiting:
+            *_, free = heappop(self._waiting)
+            if not free.done():
+                return free.set_result(member)
+        return self._free.append(member)
+
+    def assignments(self) -> list[Assignment]:
+        """Who is at work on what."""
+        now = time.monotonic()
+        return [
+            Assignment(actor=member.name, key=key, seconds=now - since)
+            for member, (key, since) in self._assigned.items()
+        ]
+
+    def give_back(self, member: Member, *, is_healthy: bool) -> None:
+        """An actor is at work no more; one that is not healthy is free once it answers."""
+        self._count(-1)
+        key, began = self._assigned.pop(member)
+        self._note(member, key, began, is_done=is_healthy)
+        if is_healthy:
+            self._answered[member] = time.monotonic()
+            self._set_free(member)
+            return None
+        self._answered.pop(member, None)
+        if member in self._leaving:
+            return self._leave(member)
+        return self._await_return(member)
+
+    def use(self) -> PoolUse:
+        """Since the last call."""
+        self._count(0)
+        busy = self._busy_s / self._offered_s if self._offered_s else 0.0
+        self._busy_s = self._offered_s = 0.0
+        return PoolUse(size=len(self.members), away=len(self._away), busy=round(min(busy, 1.0), 3))
+
+    def away(self) -> dict[str, float]:
+        """Who does not answer, and for how many seconds."""
+        now = time.monotonic()
+        return {member.name: now - since for member, since in self._away.items()}
+
+    def take_works(self) -> list[Work]:
+        """What was done since the last call."""
+        works = list(self._works)
+        self._works.clear()
+        return works
+
+    async def sleep(self) -> list[str]:
+        """Have all actors give the memory of their devices back. Returns who had to be restarted for it, in sentences.
+
+        Raises TimeoutError where one is not up again in time.
+        """
+        said = await asyncio.gather(*map(self._put_to_sleep, self.members))
+        return [what for what in said if what]
+
+    async def _put_to_sleep(self, member: Member) -> str:
+        said = ""
+        try:
+            async with asyncio.timeout(START_S):
+                while True:
+                    try:
+                        # One that restarts begins asleep.
+                        await member.actor.ready.options(concurrency_group="liveness").remote()
+                        await asyncio.wait_for(member.actor.sleep.remote(), _SLEEP_TIMEOUT_S)
+                    except (TimeoutError, RayTaskError):
+                        said = f"{member.name} did not go to sleep at its turn's end and was restarted"
+                        ray.kill(member.actor, no_restart=False)
+                    except RayError:
+                        pass  # It died, or is starting.
+                    else:
+                        return said
+                    await asyncio.sleep(RESTART_POLL_S)
+        except TimeoutError as error:
+            raise TimeoutError(
+                f"{member.name} was not up again within {START_S:.0f} s, and may hold its GPU"
+            ) from error
+
+    def _note(self, member: Member, key: PortionKey | None, began: float, *, is_done: bool) -> None:
+        ended = time.monotonic()
+        self._works.append(Work(actor=member.name, key=key, began=began, ended=ended, is_done=is_done))
+
+    def _count(self, more: int) -> None:
+        now = time.monotonic()
+        self._busy_s += self._num_busy * (now - self._counted_at)
+        self._offered_s += len(self.members) * (now - self._counted_at)
+        self._counted_at = now
+        self._num_busy += more
+
+    def _await_return(self, member: Member) -> None:
+        """Have an actor free again once it answers, after a start or the call that nobody waits for any more."""
+        self._away[member] = time.monotonic()
+        # The event loop itself does not hold a task until it is done.
+        task = asyncio.create_task(self._return(member))
+        self._returning.add(task)
+        task.add_done_callback(self._returning.discard)
+
+    async def _return(self, member: Member) -> None:
+        """A call to one that is starting fails at once: were it free, it would use up the tries of all portions."""
+        while member in self._away:
+            try:
+                await asyncio.wait_for(member.actor.ready.remote(), max(self.timeout_s, START_S))
+            except RayError:
+                await asyncio.sleep(RESTART_POLL_S)
+            except TimeoutError:
+                # It answers whether it lives, and hangs at the call that was given up.
+                ray.kill(member.actor, no_restart=False)
+            else:
+                # It may have left meanwhile.
+                if (since := self._away.pop(member, None)) is not None:
+                    self._note(member, None, since, is_done=False)
+                    self._set_free(member)
+                return

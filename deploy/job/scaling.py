@@ -1,0 +1,188 @@
+"""Elasticity: samplers, graders and engines that come and go while a run is under way, as `d1 scale` asks.
+
+The driver owns the actors of a run, so it starts those that are to come. The coordinator takes them in, and lets go who
+is too many when its portion is done. Where there is no place for an actor yet, Ray's autoscaler sees what it asks for.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from actors.run_log import Event
+from actors.spec import RunSpec
+from deploy.capacity.available import Resources, resources_of
+from deploy.capacity.needs import needs_of
+from deploy.errors import reason
+from deploy.printing import counted, gigabytes
+from deploy.program import program
+from deploy.recipe.recipe import Recipe
+from deploy.runs.scale_request import KINDS, Kind, ScaleAnswer, ScaleRequest, answer, asked, forget
+
+if TYPE_CHECKING:
+    from actors.cluster import RunActors
+
+_POLL_S = 0.5
+_CALL_TIMEOUT_S = 60.0
+# Sums of decimal fractions.
+_CPU_TOLERANCE = 1e-6
+
+
+class Scaler:
+    """How many actors of each kind a run has, and what it takes to have others."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        spec: RunSpec,
+        actors: RunActors,
+        available: Callable[[], Resources],
+        scale_engines: Callable[[int], None] | None,
+    ) -> None:
+        """`available` says what there is to run on; `scale_engines` is None where the run has no service."""
+        self._recipe, self._spec, self._actors = recipe, spec, actors
+        self._available, self._scale_engines = available, scale_engines
+        self.sizes: dict[Kind, int] = {
+            "samplers": spec.rollout.num_samplers,
+            "graders": recipe.grading.num_graders,
+            "engines": recipe.service.num_replicas if scale_engines else 0,
+        }
+        self._next_index = dict(self.sizes)
+        self._started: list[Any] = []
+
+    def carry_out(self, request: ScaleRequest) -> ScaleAnswer:
+        """Do what is asked, or nothing of it."""
+        wanted = self.sizes | request.sizes
+        if refusal := self._why_not(request, wanted):
+            return ScaleAnswer(id=request.id, refusal=refusal)
+        changes = {kind: (self.sizes[kind], wanted[kind]) for kind in KINDS if kind in request.sizes}
+        for kind, (before, after) in changes.items():
+            if before != after:
+                self._scale(kind, after)
+        return ScaleAnswer(id=request.id, changes=changes, notes=tuple(self._notes(changes)))
+
+    def end_started(self) -> None:
+        """End what was started here; who has left already is gone."""
+        import ray
+
+        for actor in self._started:
+            ray.kill(actor)
+
+    def _scale(self, kind: Kind, size: int) -> None:
+        if kind == "engines":
+            assert self._scale_engines is not None, "a run without a service is refused"
+            self._scale_engines(size)
+        else:
+            self._scale_pool(kind, size)
+        self.sizes[kind] = size
+
+    def _scale_pool(self, kind: Kind, size: int) -> None:
+        import ray
+
+        from actors.cluster import start_grader, start_sampler
+
+        # A name is never used again: who had it may still be leaving.
+        indices = range(self._next_index[kind], self._next_index[kind] + max(0, size - self.sizes[kind]))
+        self._next_index[kind] += len(indices)
+        if kind == "samplers":
+            added = dict(start_sampler(self._spec, self._actors.store, index) for index in indices)
+        else:
+            added = dict(start_grader(self._spec, index) for index in indices)
+        self._started += added.values()
+        scale = self._actors.coordinator.scale.remote(kind.removesuffix("s"), size, added)
+        ray.get(scale, timeout=_CALL_TIMEOUT_S)
+
+    def _why_not(self, request: ScaleRequest, wanted: dict[Kind, int]) -> str:
+        if "engines" in request.sizes and self._scale_engines is None:
+            return f"engines: this run has no service; `{program()} train --serve` starts one with it"
+        if "samplers" in request.sizes and self._spec.gpus.colocate:
+            return (
+                "samplers: each shares a GPU with a learner worker (gpus.colocate), and so there are as many as those"
+            )
+        if all(wanted[kind] <= self.sizes[kind] for kind in KINDS):
+            return ""
+        return _beyond(self._with(wanted), self._available(), serves=self._scale_engines is not None)
+
+    def _with(self, sizes: dict[Kind, int]) -> Recipe:
+        """The recipe of so many actors, for what it needs."""
+        recipe = self._recipe
+        return recipe.model_copy(
+            update={
+                "rollout": recipe.rollout.model_copy(update={"num_samplers": sizes["samplers"]}),
+                "grading": recipe.grading.model_copy(update={"num_graders": sizes["graders"]}),
+                "service": recipe.service.model_copy(update={"num_replicas": max(1, sizes["engines"])}),
+            }
+        )
+
+    def _notes(self, changes: dict[Kind, tuple[int, int]]) -> Iterator[str]:
+        _, samplers = changes.get("samplers", (0, 0))
+        portions = self._recipe.portions_per_round * (self._recipe.learner.max_staleness + 1)
+        if samplers > portions:
+            yield (
+                f"the rounds of this recipe have {counted(portions, 'portion')} at a time, so that "
+                f"{counted(samplers - portions, 'sampler')} will have nothing to do but evaluations; a recipe with "
+                "a smaller rollout.batch_size has more"
+            )
+
+
+def _beyond(recipe: Recipe, available: Resources, *, serves: bool) -> str:
+    """Why so many actors do not fit; empty where they do."""
+    needs = needs_of(recipe, serve=serves)
+    shortages = [
+        (f"{needs.cpus:g} CPUs", f"{available.cpus:g}", needs.cpus > available.cpus + _CPU_TOLERANCE),
+        (counted(needs.gpus, "GPU"), f"{available.gpus}", needs.gpus > available.gpus),
+        (
+            f"{gigabytes(needs.memory_bytes)} of memory",
+            gigabytes(available.memory_bytes),
+            needs.memory_bytes > available.memory_bytes,
+        ),
+    ]
+    sizes = f"{counted(recipe.rollout.num_samplers, 'sampler')} and {counted(recipe.grading.num_graders, 'grader')}"
+    for needed, has, is_short in shortages:
+        if is_short:
+            return f"with {sizes} the run would need {needed}, and {available.where} has {has}"
+    return ""
+
+
+@contextmanager
+def scaling(
+    recipe: Recipe,
+    spec: RunSpec,
+    actors: RunActors,
+    on_event: Callable[[Event], None],
+    scale_engines: Callable[[int], None] | None,
+) -> Iterator[None]:
+    """Carry out from a thread what `d1 scale` asks of the run, until the block ends; then end what that started."""
+    forget(spec.run_dir)
+    scaler = Scaler(recipe, spec, actors, lambda: resources_of(os.environ.get("RAY_ADDRESS")), scale_engines)
+    ended = threading.Event()
+
+    def follow() -> None:
+        while not ended.wait(_POLL_S):
+            if (request := asked(spec.run_dir)) is not None:
+                _answer(scaler, request, spec, on_event)
+
+    thread = threading.Thread(target=follow, name="d1-scale", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join(timeout=2 * _CALL_TIMEOUT_S)
+        scaler.end_started()
+
+
+def _answer(scaler: Scaler, request: ScaleRequest, spec: RunSpec, on_event: Callable[[Event], None]) -> None:
+    try:
+        said = scaler.carry_out(request)
+    except Exception as error:  # The run itself goes on, whatever Ray says to this.
+        what = str(error).strip().splitlines() or [type(error).__name__]
+        said = ScaleAnswer(id=request.id, refusal=f"the run could not be scaled: {what[-1]}")
+    try:
+        answer(spec.run_dir, said)
+    except OSError as error:
+        on_event({"event": "status", "what": f"`d1 scale` was not answered: {reason(error)}"})
+        forget(spec.run_dir)

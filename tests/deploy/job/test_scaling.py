@@ -1,0 +1,178 @@
+"""`d1 scale`, from the command line to what the coordinator and Ray are asked for; Ray itself is told from."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import deploy.cli.under_way
+import deploy.job.scaling
+from actors import cluster
+from actors.cluster import RunActors
+from actors.run_log import Event
+from deploy.capacity.available import Resources
+from deploy.job.scaling import scaling
+from deploy.recipe.overrides import load_recipe
+from deploy.recipe.recipe import Stages
+from deploy.runs.run_directory import make_spec
+from deploy.runs.scale_request import ScaleAnswer, answer, asked
+
+ROOM = Resources(
+    where="the cluster at 10.0.0.1:6379",
+    cpus=4.0,
+    gpus=3,
+    memory_bytes=10**12,
+    object_store_bytes=10**12,
+    gpu_memory_bytes=None,
+    is_ours=False,
+)
+
+
+@dataclass
+class _Ray:
+    """What was asked of the coordinator and of Ray."""
+
+    scaled: list[tuple[str, int, list[str]]] = field(default_factory=list)
+    killed: list[str] = field(default_factory=list)
+    engines: list[int] = field(default_factory=list)
+    shown: list[Event] = field(default_factory=list)
+    failure: str = ""
+
+    @property
+    def scale(self) -> _Ray:
+        return self
+
+    def remote(self, kind: str, size: int, added: dict[str, Any]) -> None:
+        self.scaled.append((kind, size, list(added)))
+
+    def get(self, _: None, timeout: float) -> None:
+        assert timeout
+        if self.failure:
+            raise RuntimeError(self.failure)
+
+
+@pytest.fixture
+def ray(monkeypatch: pytest.MonkeyPatch) -> _Ray:
+    made = _Ray()
+    monkeypatch.setattr("ray.get", made.get)
+    monkeypatch.setattr("ray.kill", made.killed.append)
+    monkeypatch.setattr(cluster, "start_sampler", lambda spec, store, index: (f"sampler {index}", f"sampler {index}"))
+    monkeypatch.setattr(cluster, "start_grader", lambda spec, index: (f"grader {index}", f"grader {index}"))
+    monkeypatch.setattr(deploy.job.scaling, "resources_of", lambda _: ROOM)
+    monkeypatch.setattr(deploy.job.scaling, "_POLL_S", 0.01)
+    return made
+
+
+@pytest.fixture
+def under_way(recipe_file: Path, make_run: Callable, events: list[Event], ray: _Ray) -> Callable:
+    """A run that may be scaled in a block, with changes to its recipe."""
+
+    @contextmanager
+    def begin(*overrides: str, serves: bool = False) -> Iterator[Path]:
+        recipe = load_recipe(recipe_file, ["rollout.batch_size=4", "learner.group_size=4", *overrides])
+        spec = make_spec(recipe, Stages.ALL).model_copy(update={"run_dir": Path("runs/tiny").resolve()})
+        actors = RunActors(coordinator=ray, store=None, pools=())
+        with scaling(recipe, spec, actors, ray.shown.append, ray.engines.append if serves else None):
+            yield spec.run_dir
+
+    make_run("tiny", events[:20])
+    return begin
+
+
+def test_pools_grow_and_shrink_and_a_name_is_never_used_again(under_way: Callable, ray: _Ray, d1: Callable) -> None:
+    with under_way(serves=True):
+        assert d1("scale", "tiny", "samplers=4", "graders=2", "engines=3").out.splitlines() == [
+            *("samplers: 2 now, 4 to be", "graders: 1 now, 2 to be", "engines: 1 now, 3 to be"),
+            "note: the rounds of this recipe have 2 portions at a time, so that 2 samplers will have nothing to do but "
+            "evaluations; a recipe with a smaller rollout.batch_size has more",
+        ]
+        assert d1("scale", "tiny", "samplers=1").out == "samplers: 4 now, 1 to be\n"
+        assert d1("scale", "runs/tiny", "samplers=2", "graders=2").out.splitlines() == [
+            *("samplers: 1 now, 2 to be", "graders: 2 already"),
+        ]
+        assert ray.killed == []
+    assert ray.scaled == [
+        ("sampler", 4, ["sampler 2", "sampler 3"]),
+        ("grader", 2, ["grader 1"]),
+        ("sampler", 1, []),
+        ("sampler", 2, ["sampler 4"]),
+    ]
+    assert ray.engines == [3]
+    # What was started for it ends with the run.
+    assert ray.killed == ["sampler 2", "sampler 3", "grader 1", "sampler 4"]
+
+
+def test_what_cannot_be_is_refused_in_a_sentence_and_nothing_is_done(
+    under_way: Callable, ray: _Ray, d1: Callable
+) -> None:
+    with under_way():
+        d1("scale", "tiny", "graders=2", "samplers=8").assert_refused(
+            "with 8 samplers and 2 graders the run would need 4.4 CPUs, and the cluster at 10.0.0.1:6379 has 4"
+        )
+        d1("scale", "tiny", "engines=2").assert_refused("engines: this run has no service", "train --serve")
+        for word in (
+            "samplers=0",
+            "samplers=-1",
+            "samplers=",
+            "samplers=1.5",
+            "samplers=100001",
+            "samplers=99999999999",
+        ):
+            d1("scale", "tiny", word).assert_refused(
+                f"{word}: ", "is no number of samplers: 1 at least, 100000 at most"
+            )
+        d1("scale", "tiny", "learners=2").assert_refused("learners=2: a run has samplers, graders, engines; write")
+        d1("scale", "tiny", "4").assert_refused("4: a run has samplers")
+        d1("scale", "tiny", "samplers=1", "samplers=2").assert_refused("samplers is there twice")
+        d1("scale", "tini", "samplers=2").assert_refused("there is no run tini", "did you mean tiny?")
+    assert (ray.scaled, ray.engines, ray.killed) == ([], [], [])
+
+
+def test_gpus_that_are_shared_in_turns_have_as_many_samplers_as_learners(under_way: Callable, d1: Callable) -> None:
+    turns = "device=cuda", "gpus.colocate=true", "rollout.num_samplers=2", "learner.num_workers=2"
+    with under_way(*turns):
+        d1("scale", "tiny", "samplers=1").assert_refused("samplers: each shares a GPU with a learner worker")
+
+
+def test_what_ray_says_to_it_is_an_answer_and_the_next_is_carried_out(
+    under_way: Callable, ray: _Ray, d1: Callable
+) -> None:
+    with under_way() as run_dir:
+        ray.failure = "ray::Coordinator: a long way\nActorDiedError: it is gone"
+        d1("scale", "tiny", "samplers=3").assert_refused("the run could not be scaled: ActorDiedError: it is gone")
+        ray.failure = ""
+        assert d1("scale", "tiny", "samplers=3").out.startswith("samplers: 2 now, 3 to be")
+        # What is no request is none, and keeps nothing from working.
+        (run_dir / ".scale.json").write_text('{"id": "x", "sizes": {"samplers": 0}}')
+        time.sleep(0.1)
+        assert d1("scale", "tiny", "samplers=2").out.startswith("samplers: 3 now, 2 to be")
+    assert [scaled[:2] for scaled in ray.scaled] == [("sampler", 3), ("sampler", 3), ("sampler", 2)]
+    assert len(set(ray.killed)) == len(ray.killed) == 2
+
+
+def test_a_run_that_is_not_under_way_or_does_not_answer_is_not_asked_any_more(
+    make_run: Callable, events: list[Event], d1: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deploy.cli.under_way, "_ANSWERED_WITHIN_S", 0.2)
+    run_dir = make_run("tiny", events[:20])
+    answer(run_dir, ScaleAnswer(id="of another"))
+    d1("scale", "tiny", "samplers=2").assert_refused(
+        "did not answer within 0 s, and is not asked any more", "status tiny"
+    )
+    assert asked(run_dir) is None
+    make_run("old", events)
+    d1("scale", "old", "samplers=2").assert_refused("the run old is not under way, and only then it can be scaled")
+
+
+def test_a_request_from_before_the_run_was_started_is_not_carried_out(under_way: Callable, ray: _Ray) -> None:
+    Path("runs/tiny/.scale.json").write_text('{"id": "x", "sizes": {"samplers": 3}}')
+    with under_way() as run_dir:
+        time.sleep(0.1)
+        assert asked(run_dir) is None
+    assert ray.scaled == []
