@@ -1,11 +1,13 @@
 """The stages of a run in one process and on one thread, without Ray: what its actors do, one after the other.
 
-Synchronous: every round trains on completions of the policy that it updates.
+Synchronous: every round trains on completions of the policy that it updates, or of one so many versions older.
 """
 
 from __future__ import annotations
 
+import copy
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -72,8 +74,11 @@ def make_sft_checkpoint(recipe: Recipe) -> Path:
 class LocalRun:
     """The rounds of a recipe from a checkpoint."""
 
-    def __init__(self, recipe: Recipe, checkpoint: Path) -> None:
-        """Raises ValueError where the recipe's algorithm cannot learn from completions that are sampled like that."""
+    def __init__(self, recipe: Recipe, checkpoint: Path, staleness: int = 0) -> None:
+        """Every round is sampled by the policy as it was `staleness` rounds before, where there were so many.
+
+        Raises ValueError where the recipe's algorithm cannot learn from completions that are sampled like that.
+        """
         self._spec = make_spec(recipe, Stages.RL)
         self._plan = RunPlan(self._spec, ChatTokenizer(checkpoint))
         self._grader = GraderWorker(self._spec.task, self._spec.reward, checkpoint)
@@ -81,6 +86,8 @@ class LocalRun:
         self._facts = sampler_facts(self._spec.rollout.params[0])
         self._learner = Learner(ShardedPolicy(self.policy, None), self._spec.learner, self._facts)
         self._newest: RolloutBatch | None = None
+        self._is_stale = staleness > 0
+        self._versions = deque([self._version()], maxlen=staleness + 1)
 
     def rounds(self) -> Iterator[Trained]:
         """Round after round, as long as more are asked for.
@@ -98,6 +105,7 @@ class LocalRun:
             if batch is None:
                 raise RuntimeError(f"no completion of round {num_rounds} could be graded")
             metrics, self._newest = self._learner.update(batch, num_rounds), batch
+            self._versions.append(self._version())
             spent_s += time.process_time() - began_s
             num_rounds += 1
             num_completions += sum(len(portion.grades) for portion in scored)
@@ -117,6 +125,10 @@ class LocalRun:
         """Held-out accuracy at temperature 0, and the mean number of denoise steps, by schedule."""
         return {params.schedule_name: score(self.policy, self._plan, self._grader, params) for params in schedules}
 
+    def _version(self) -> Transformer:
+        """The policy as it is now, whatever it learns later; itself where nothing older samples."""
+        return copy.deepcopy(self.policy) if self._is_stale else self.policy
+
     def _round(self, round_index: int) -> list[ScoredPortion]:
         """A round's portions, one after another; with those that replace groups, where the recipe says so."""
         choice, scored, teaching = GroupChoice.of(self._spec), list[ScoredPortion](), dict[int, int]()
@@ -128,7 +140,7 @@ class LocalRun:
 
     def _scored(self, round_index: int, index: int) -> ScoredPortion:
         portion = self._plan.round_portion(round_index, index)
-        completions = Sampler(self.policy, round_index, self._spec.rollout.engine).generate(portion.requests)
+        completions = Sampler(self._versions[0], round_index, self._spec.rollout.engine).generate(portion.requests)
         return self._grader.grade(portion, completions)[0]
 
 

@@ -103,7 +103,15 @@ def simulated_rounds(spec: RunSpec, sampling_s: float, learning_s: float) -> tup
     coordinator: Any = (
         ray.remote(Coordinator)
         .options(num_cpus=0)
-        .remote(spec, samplers, graders, store, registry_url=NO_REGISTRY, store_name="none", driver="benchmark")
+        .remote(
+            spec,
+            {f"sampler {index}": sampler for index, sampler in enumerate(samplers)},
+            {f"grader {index}": grader for index, grader in enumerate(graders)},
+            store,
+            registry_url=NO_REGISTRY,
+            store_name="none",
+            driver="benchmark",
+        )
     )
     ray.get([actor.ready.remote() for actor in (*samplers, *graders)])
     client = RunClient(coordinator, store)
