@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -127,14 +128,23 @@ def _percent(trials: Sequence[Result] | None) -> str:
 
 
 def _by_row(results: Sequence[Result]) -> list[tuple[str, list[Result]]]:
-    """The trials of each row at its best learning rate, the best row first."""
-    by_rate: dict[tuple[str, float], list[Result]] = {}
+    """The trials of each row at its best learning rate, the best row first.
+
+    Which rate is best is said by the seeds that were tried at all of the row's rates: others may be harder.
+    """
+    by_rate: dict[str, dict[float, list[Result]]] = {}
     for result in results:
-        by_rate.setdefault((result.row, result.lr), []).append(result)
-    best: dict[str, list[Result]] = {}
-    for (row, _), trials in sorted(by_rate.items(), key=lambda item: -_accuracy([one.at_seconds for one in item[1]])):
-        best.setdefault(row, trials)
-    return list(best.items())
+        by_rate.setdefault(result.row, {}).setdefault(result.lr, []).append(result)
+    best = {row: max(rates.values(), key=partial(_on_seeds, _common_seeds(rates))) for row, rates in by_rate.items()}
+    return sorted(best.items(), key=lambda item: -_accuracy([one.at_seconds for one in item[1]]))
+
+
+def _common_seeds(rates: Mapping[float, Sequence[Result]]) -> set[int]:
+    return set.intersection(*({trial.seed for trial in trials} for trials in rates.values()))
+
+
+def _on_seeds(seeds: Collection[int], trials: Sequence[Result]) -> float:
+    return _accuracy([trial.at_seconds for trial in trials if not seeds or trial.seed in seeds])
 
 
 def _line(row: str, trials: Sequence[Result], cpu_s: float) -> str:

@@ -109,6 +109,12 @@ def test_the_best_rate_of_a_row_counts() -> None:
         assert line.startswith("| `spg` | 1 | 1 x 4 | 1.0e-03 | 20.0 %")
 
 
+def test_which_rate_is_best_is_said_by_the_seeds_that_were_tried_at_both() -> None:
+    slow = [replace(_result("spg", seed, correct), lr=1e-4) for seed, correct in ((0, 40), (1, 10))]
+    (line,) = [line for line in markdown([_result("spg", 0, 30), *slow], 1000, 30.0).splitlines() if "x 4" in line]
+    assert line.startswith("| `spg` | 2 | 1 x 4 | 1.0e-04 | 25.0 %")
+
+
 def _benchmark(small: Path, results: Path, *rates: str) -> None:
     """The command, of two rows and twelve completions, at some rates."""
     command = "algorithms --tasks sudoku --rows cj-grpo wd1 --jobs 1 --completions 12 --round 12 --seconds 0.01"
