@@ -1,10 +1,11 @@
-"""Who is asked what, and when: a pure function of the run's seed."""
+"""Who is asked what, and when: a pure function of the run's seed, and under a curriculum of the rewards so far."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property, partial
 
+from actors.curriculum import Outcomes, SolveRates, chosen
 from actors.messages import EVALUATION_ROUND, Portion, PortionKey
 from actors.spec import RunSpec
 from learner.keys import fold, key_of
@@ -29,6 +30,8 @@ class RunPlan:
         self._tokenizer = tokenizer
         self._prompts: dict[str, tuple[int, ...]] = {}
         self._orders: dict[int, list[int]] = {}
+        self._chosen: dict[int, list[tuple[Problem, int]]] = {}
+        self.solve_rates = SolveRates()
         self.num_overlong = 0
         # The split is by solution and not by seed, so neither set depends on which run asks.
         self.train = self._fitting(task.problems(Split.TRAIN, spec.num_train_problems, spec.seed))
@@ -57,11 +60,9 @@ class RunPlan:
     def round_portion(self, round_index: int, index: int) -> Portion:
         """A portion of a round. Problems come in a new order in every epoch; every draw has its own seed."""
         spec, group_ids = self._spec, self.group_ids(index)
-        # A round has problems of its own for those that it may replace: which ones it asks depends on no other round.
-        most = spec.most_groups_per_round
         problems, requests = [], []
         for group in dict.fromkeys(group_ids):
-            problem, epoch = self._problem_at(round_index * most + group)
+            problem, epoch = self._problem_of(round_index, group)
             asked = key_of(problem.problem_id), epoch
             params = self._params[fold(spec.seed, _SCHEDULE_KEY, *asked) % len(self._params)]
             for sample in range(spec.learner.group_size):
@@ -80,6 +81,12 @@ class RunPlan:
         first = index * spec.portion_groups
         last = min(first + spec.portion_groups, spec.most_groups_per_round)
         return tuple(group for group in range(first, last) for _ in range(spec.learner.group_size))
+
+    def portion_problems(self, key: PortionKey) -> list[Problem]:
+        """The problem of each request of a round's portion."""
+        group_ids = self.group_ids(key.index)
+        of_group = {group: self._problem_of(key.round, group)[0] for group in dict.fromkeys(group_ids)}
+        return [of_group[group] for group in group_ids]
 
     def evaluation_portions(
         self, params: SamplingParams, first_index: int = 0, asked: Sequence[Problem] | None = None
@@ -109,6 +116,25 @@ class RunPlan:
     def prompt_text(self, problem: Problem) -> str:
         """What a person reads as the prompt."""
         return "\n".join(message.content for message in problem.messages)
+
+    def note_solved(self, round_index: int, outcomes: Outcomes) -> None:
+        """A round was graded: what it says of its problems counts for those that come after."""
+        self.solve_rates.note(round_index, outcomes)
+        self._chosen = {index: asked for index, asked in self._chosen.items() if index <= round_index}
+
+    def _problem_of(self, round_index: int, group: int) -> tuple[Problem, int]:
+        """The problem of a group of a round, and its epoch."""
+        # A round has problems of its own for those that it may replace: which it asks depends on no other's groups.
+        most, of = self._spec.most_groups_per_round, self._spec.rollout.curriculum
+        if of == 1:
+            return self._problem_at(round_index * most + group)
+        if round_index not in self._chosen:
+            first = round_index * most * of
+            candidates = [self._problem_at(first + place) for place in range(most * of)]
+            # What is certain to be graded before the round begins.
+            known = self.solve_rates.before(round_index - self._spec.learner.max_staleness)
+            self._chosen[round_index] = chosen(candidates, most, known, self._spec.seed, round_index)
+        return self._chosen[round_index][group]
 
     def _problem_at(self, position: int) -> tuple[Problem, int]:
         epoch, place = divmod(position, len(self.train))

@@ -34,9 +34,10 @@ from typing import Any, Protocol
 
 Event = dict[str, Any]
 
-METRICS, SAMPLES, TENSORBOARD, CHECKPOINTS, RECIPE, FAILED_BATCHES, DRIVER_LOG = (
+METRICS, SAMPLES, SOLVE_RATES, TENSORBOARD, CHECKPOINTS, RECIPE, FAILED_BATCHES, DRIVER_LOG = (
     "metrics.jsonl",
     "samples.jsonl",
+    "solve_rates.jsonl",
     "tensorboard",
     "checkpoints",
     "recipe.yaml",
@@ -64,6 +65,7 @@ class RunLog:
         directory.mkdir(parents=True, exist_ok=True)
         self._metrics = LineFile(directory / METRICS)
         self._samples = LineFile(directory / SAMPLES, is_synced=False)
+        self._solve_rates = LineFile(directory / SOLVE_RATES, is_synced=False)
         self._boards: list[Board] = [TensorBoard(directory / TENSORBOARD)]
         if wandb_project is not None:
             self._boards.append(WandB(directory, wandb_project))
@@ -76,7 +78,8 @@ class RunLog:
     def append(self, event: str, **values: Any) -> Event:
         """Record one event; it is on disk when this returns, or waits in memory for room on the disk."""
         record = self._keep(event, values)
-        tries = (self._try(self._metrics.write_out), self._try(self._samples.write_out), self._to_boards(event, values))
+        writes = self._metrics.write_out, self._samples.write_out, self._solve_rates.write_out
+        tries = (*map(self._try, writes), self._to_boards(event, values))
         self._note(next((failed for failed in tries if failed is not None), None))
         return record
 
@@ -85,6 +88,11 @@ class RunLog:
         for sample in samples:
             self._samples.add(json.dumps(dict(sample), ensure_ascii=False))
         self._note(self._try(self._samples.write_out))
+
+    def append_solve_rates(self, line: str) -> None:
+        """Record how often the problems of a round were solved."""
+        self._solve_rates.add(line)
+        self._note(self._try(self._solve_rates.write_out))
 
     def events_since(self, count: int) -> list[Event]:
         """The events after the first `count`: what a follower has not seen."""
@@ -99,6 +107,7 @@ class RunLog:
         for board in self._boards:
             self._try(board.close)
         self._try(self._samples.close)
+        self._try(self._solve_rates.close)
         self._metrics.close()
 
     def _keep(self, event: str, values: Mapping[str, Any]) -> Event:
@@ -122,7 +131,8 @@ class RunLog:
             what = "the disk is full" if failed.errno == errno.ENOSPC else f"the run directory: {failed}"
             waiting = f"{self._metrics.num_waiting} events and {self._samples.num_waiting} samples wait in memory"
             self._keep("failure", {"what": f"{what}: {waiting} until there is room", "attempt": 1})
-        self._is_failing = failed is not None or bool(self._metrics.num_waiting or self._samples.num_waiting)
+        files = self._metrics, self._samples, self._solve_rates
+        self._is_failing = failed is not None or any(file.num_waiting for file in files)
 
     def _seconds_so_far(self) -> float:
         """Of a run that has only been announced, the time since; of a resumed one, the time it had run."""

@@ -63,6 +63,10 @@ class RolloutConfig(BaseModel):
     """Above 1, a round replaces groups that teach nothing by others, and asks up to so many times its groups (DAPO's
     dynamic sampling; `docs/algorithms.md`). Those are groups whose rewards are all equal, that `learner.filters`'
     accuracies leave out, or that failed. 1: none is replaced."""
+    curriculum: Annotated[int, Field(ge=1, le=64)] = 1
+    """Above 1, a round chooses its problems among so many times as many: by chance, in proportion to p (1 - p) if p is
+    how often one was solved so far, and those that were never asked before all others (`docs/algorithms.md`). 1: they
+    come in their order."""
     overlong_prompts: Literal["drop", "truncate_left"] = "drop"
     """Prompts above `max_prompt_tokens`: `drop` leaves them out and counts them; `truncate_left` keeps the last
     tokens, as d1 does, which cuts off the instruction."""

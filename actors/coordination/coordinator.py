@@ -44,6 +44,7 @@ from actors.coordination.rounds import OpenRounds
 from actors.coordination.session import Session
 from actors.coordination.status import SILENT_S, RunStatus, actor_statuses, restarts_by_kind, silence_texts, wait_text
 from actors.coordination.timeline import COORDINATOR, LEARNER, SpanKind, Timeline
+from actors.curriculum import line_of, outcomes_of, read_solve_rates
 from actors.messages import Generation, Next, PortionKey, PortionSummary
 from actors.plan import RunPlan
 from actors.registry.announcer import Announcer
@@ -92,6 +93,7 @@ class Coordinator:
         """
         self._spec = spec
         self._plan = RunPlan(spec, ChatTokenizer(spec.initial_checkpoint))
+        self._plan.solve_rates = read_solve_rates(spec.run_dir)
         session = Session.read(spec.run_dir, driver)
         self._pools = Pools(
             _members(spec.name, samplers, session.pools.get("sampler")),
@@ -340,6 +342,7 @@ class Coordinator:
         summaries = summaries or self._rounds.summaries(round_index)
         if summaries is None:
             return False
+        self._note_solved(round_index, summaries)
         self._log_round(round_index, generation.version, values, summaries)
         self._timeline.add_round(round_index, values)
         self._rounds.publish(round_index, generation)
@@ -354,6 +357,12 @@ class Coordinator:
         """Whether the newest round of the log is this one: it was recorded by a coordinator that died as it did so."""
         rounds = [event for event in self._log.events_since(0) if event["event"] == "round"]
         return bool(rounds) and (rounds[-1]["round"], rounds[-1]["policy_version"]) == (round_index, version)
+
+    def _note_solved(self, round_index: int, by_key: Mapping[PortionKey, PortionSummary]) -> None:
+        outcomes = outcomes_of((self._plan.portion_problems(key), summary.grades) for key, summary in by_key.items())
+        # Before the round is in the log: a coordinator that dies between the two does both again.
+        self._log.append_solve_rates(line_of(round_index, outcomes))
+        self._plan.note_solved(round_index, outcomes)
 
     def _log_round(
         self, round_index: int, version: int, values: dict[str, Any], by_key: Mapping[PortionKey, PortionSummary]

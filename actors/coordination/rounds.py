@@ -166,10 +166,11 @@ class OpenRounds:
                 self._on_failure(f"{error}; the learner publishes again", 1)
             self._is_lost = True
             ledger.release(key)
-        except PortionFailedError as error:
-            self._last_failure = str(error)
+        except Exception as error:  # Else nobody would hear of it, and the round would wait for this portion.
+            what = str(error) if isinstance(error, PortionFailedError) else f"{type(error).__name__}: {error}"
+            self._last_failure = what
             attempt = ledger.fail(key) or 0
-            self._on_failure(str(error), attempt)
+            self._on_failure(what, attempt)
             if attempt == ledger.max_attempts and ledger is self._ledger:
                 self._note_teaching(ledger, key, 0)
             self._start_portions()

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from actors.checkpoints.selection import Position
+from actors.curriculum import outcomes_of
 from actors.grader import GraderWorker
 from actors.messages import ScoredPortion
 from actors.plan import RunPlan
@@ -104,6 +105,8 @@ class LocalRun:
             batch = collate(scored, num_slots, policy.eos_token_id, GroupChoice.of(self._spec))
             if batch is None:
                 raise RuntimeError(f"no completion of round {num_rounds} could be graded")
+            solved = outcomes_of((portion.portion.problems, portion.grades) for portion in scored)
+            self._plan.note_solved(num_rounds, solved)
             metrics, self._newest = self._learner.update(batch, num_rounds), batch
             self._versions.append(self._version())
             spent_s += time.process_time() - began_s

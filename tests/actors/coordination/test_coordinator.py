@@ -530,3 +530,25 @@ def test_who_was_to_leave_is_ended_after_a_restart(case: _Case, monkeypatch: pyt
         waiting.cancel()
 
     _run(scene())
+
+
+def test_a_coordinator_that_restarts_draws_the_same_problems_by_what_was_solved_before(case: _Case) -> None:
+    rollout = case.spec.rollout.model_copy(update={"curriculum": 4})
+    case.spec = case.spec.model_copy(update={"rollout": rollout})
+
+    def asked(coordinator: Coordinator, round_index: int) -> list[str]:
+        return [problem.problem_id for problem in coordinator._plan.round_portion(round_index, 0).problems]
+
+    async def scene() -> None:
+        first = case.coordinator()
+        await first.learner_starting("group")
+        for index in range(case.spec.learner.num_rounds):
+            await first.next_batch(index, _generation(index + 1))
+            assert await first.published(index, _generation(index + 2), VALUES, None)
+        second = case.coordinator()
+        assert [asked(second, index) for index in range(12)] == [asked(first, index) for index in range(12)]
+        (case.spec.run_dir / "solve_rates.jsonl").unlink()
+        third = case.coordinator()
+        assert [asked(third, index) for index in range(12)] != [asked(first, index) for index in range(12)]
+
+    _run(scene())

@@ -11,6 +11,7 @@ import pytest
 
 from actors.coordination.pools import PortionFailedError
 from actors.coordination.rounds import OpenRounds
+from actors.curriculum import outcomes_of
 from actors.messages import Generation, Portion, PortionKey, PortionSummary
 from actors.plan import RunPlan
 from actors.spec import RunSpec
@@ -82,6 +83,8 @@ def _trained(spec: RunSpec, pools: _Pools, num_rounds: int, restarts: bool = Fal
                     for row in kept
                 ]
             )
+            graded = ((portion.problems, summary.grades) for portion, summary in zip(portions, summaries, strict=True))
+            plan.note_solved(index, outcomes_of(graded))
             rounds.publish(index, Generation(version=index + 1, digest=""))
         return trained
 
@@ -98,6 +101,36 @@ def test_the_groups_of_a_round_do_not_depend_on_who_answers_when(dynamic: RunSpe
         assert _trained(dynamic, _Pools(seed, failures=0.3), num_rounds, restarts=True) == first
         stale = dynamic.model_copy(update={"learner": dynamic.learner.model_copy(update={"max_staleness": 2})})
         assert _trained(stale, _Pools(seed), num_rounds) == first
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_nor_do_they_under_a_curriculum(dynamic: RunSpec, staleness: int) -> None:
+    spec = dynamic.model_copy(
+        update={
+            "rollout": dynamic.rollout.model_copy(update={"curriculum": 3}),
+            "learner": dynamic.learner.model_copy(update={"max_staleness": staleness, "num_rounds": 12}),
+        }
+    )
+    # Rounds enough that problems come again, of which is known how often they were solved.
+    first = _trained(spec, _Pools(0), 12)
+    for seed in range(1, 4):
+        assert _trained(spec, _Pools(seed, failures=0.3), 12) == first
+    if not staleness:
+        # Redone rounds of a larger bound may be of other versions, and so of other rewards.
+        assert _trained(spec, _Pools(5, failures=0.3), 12, restarts=True) == first
+
+
+def test_what_nobody_foresaw_costs_a_try_and_is_named(spec: RunSpec) -> None:
+    class Broken(_Pools):
+        async def score(self, *_: Any) -> tuple[Any, PortionSummary]:
+            raise IndexError("a fault of ours")
+
+    said: list[str] = []
+    plan = RunPlan(spec, ChatTokenizer(spec.initial_checkpoint))
+    rounds = OpenRounds(spec, plan, Broken(0), lambda what, attempt: said.append(f"{what}, {attempt}"))
+    with pytest.raises(RuntimeError, match=r"round 0 has no completions: .* IndexError: a fault of ours"):
+        asyncio.run(asyncio.wait_for(rounds.complete(0, Generation(version=0, digest="")), 60))
+    assert said.count("IndexError: a fault of ours, 1") == spec.portions_per_round
 
 
 def test_a_round_is_full_where_it_can_be_and_has_no_group_twice(dynamic: RunSpec) -> None:
