@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property, partial
+from dataclasses import dataclass
+from functools import partial
 
 from actors.curriculum import Outcomes, SolveRates, chosen
 from actors.messages import EVALUATION_ROUND, Portion, PortionKey
+from actors.portioning import portioned
 from actors.spec import RunSpec
 from learner.keys import fold, key_of
 from learner.model.tokenizer import ChatTokenizer
@@ -15,6 +17,18 @@ from rewards.problem import chat
 from rollout.request import Request, SamplingParams
 
 _ORDER_KEY, _SAMPLE_KEY, MASK_KEY, _SCHEDULE_KEY = 11, 12, 13, 14
+# Rounds whose plan is at hand.
+_MOST_KEPT = 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Asked:
+    """What a round may ask."""
+
+    problems: list[tuple[Problem, int]]
+    """The problem of each group, and its epoch."""
+    portions: list[tuple[int, ...]]
+    """The groups of each portion."""
 
 
 class RunPlan:
@@ -30,7 +44,7 @@ class RunPlan:
         self._tokenizer = tokenizer
         self._prompts: dict[str, tuple[int, ...]] = {}
         self._orders: dict[int, list[int]] = {}
-        self._chosen: dict[int, list[tuple[Problem, int]]] = {}
+        self._asked: dict[int, _Asked] = {}
         self.solve_rates = SolveRates()
         self.num_overlong = 0
         # The split is by solution and not by seed, so neither set depends on which run asks.
@@ -51,18 +65,16 @@ class RunPlan:
         """Portions that a round consists of, before any group is replaced."""
         return self._spec.portions_per_round
 
-    @cached_property
-    def portion_sizes(self) -> list[int]:
+    def portion_sizes(self, round_index: int) -> list[int]:
         """Groups of each portion that a round may ask."""
-        most, size = self._spec.most_groups_per_round, self._spec.portion_groups
-        return [min(size, most - first) for first in range(0, most, size)]
+        return [len(groups) for groups in self._asked_in(round_index).portions]
 
     def round_portion(self, round_index: int, index: int) -> Portion:
         """A portion of a round. Problems come in a new order in every epoch; every draw has its own seed."""
-        spec, group_ids = self._spec, self.group_ids(index)
+        spec, asked_in = self._spec, self._asked_in(round_index)
         problems, requests = [], []
-        for group in dict.fromkeys(group_ids):
-            problem, epoch = self._problem_of(round_index, group)
+        for group in asked_in.portions[index]:
+            problem, epoch = asked_in.problems[group]
             asked = key_of(problem.problem_id), epoch
             params = self._params[fold(spec.seed, _SCHEDULE_KEY, *asked) % len(self._params)]
             for sample in range(spec.learner.group_size):
@@ -71,22 +83,19 @@ class RunPlan:
         return Portion(
             key=PortionKey(round=round_index, index=index),
             problems=tuple(problems),
-            group_ids=group_ids,
+            group_ids=self.group_ids(PortionKey(round=round_index, index=index)),
             requests=tuple(requests),
         )
 
-    def group_ids(self, index: int) -> tuple[int, ...]:
+    def group_ids(self, key: PortionKey) -> tuple[int, ...]:
         """The group, counted in the round, of each request of a round's portion."""
-        spec = self._spec
-        first = index * spec.portion_groups
-        last = min(first + spec.portion_groups, spec.most_groups_per_round)
-        return tuple(group for group in range(first, last) for _ in range(spec.learner.group_size))
+        groups = self._asked_in(key.round).portions[key.index]
+        return tuple(group for group in groups for _ in range(self._spec.learner.group_size))
 
     def portion_problems(self, key: PortionKey) -> list[Problem]:
         """The problem of each request of a round's portion."""
-        group_ids = self.group_ids(key.index)
-        of_group = {group: self._problem_of(key.round, group)[0] for group in dict.fromkeys(group_ids)}
-        return [of_group[group] for group in group_ids]
+        problems = self._asked_in(key.round).problems
+        return [problems[group][0] for group in self.group_ids(key)]
 
     def evaluation_portions(
         self, params: SamplingParams, first_index: int = 0, asked: Sequence[Problem] | None = None
@@ -120,21 +129,31 @@ class RunPlan:
     def note_solved(self, round_index: int, outcomes: Outcomes) -> None:
         """A round was graded: what it says of its problems counts for those that come after."""
         self.solve_rates.note(round_index, outcomes)
-        self._chosen = {index: asked for index, asked in self._chosen.items() if index <= round_index}
+        if self._spec.rollout.curriculum > 1:
+            self._asked = {index: asked for index, asked in self._asked.items() if index <= round_index}
 
-    def _problem_of(self, round_index: int, group: int) -> tuple[Problem, int]:
-        """The problem of a group of a round, and its epoch."""
+    def _asked_in(self, round_index: int) -> _Asked:
+        if round_index not in self._asked:
+            if len(self._asked) > _MOST_KEPT:
+                del self._asked[min(self._asked)]
+            self._asked[round_index] = self._asks(round_index)
+        return self._asked[round_index]
+
+    def _asks(self, round_index: int) -> _Asked:
         # A round has problems of its own for those that it may replace: which it asks depends on no other's groups.
-        most, of = self._spec.most_groups_per_round, self._spec.rollout.curriculum
-        if of == 1:
-            return self._problem_at(round_index * most + group)
-        if round_index not in self._chosen:
-            first = round_index * most * of
-            candidates = [self._problem_at(first + place) for place in range(most * of)]
+        spec, most, times = self._spec, self._spec.most_groups_per_round, self._spec.rollout.curriculum
+        first = round_index * most * times
+        problems = [self._problem_at(first + place) for place in range(most * times)]
+        if times > 1:
             # What is certain to be graded before the round begins.
-            known = self.solve_rates.before(round_index - self._spec.learner.max_staleness)
-            self._chosen[round_index] = chosen(candidates, most, known, self._spec.seed, round_index)
-        return self._chosen[round_index][group]
+            known = self.solve_rates.before(round_index - spec.learner.max_staleness)
+            problems = chosen(problems, most, known, spec.seed, round_index)
+        whole, size = spec.learner.groups_per_round, spec.portion_groups
+        lengths = [len(self._prompts[problem.problem_id]) + spec.rollout.sampling.gen_length for problem, _ in problems]
+        at_first = portioned(lengths[:whole], size, spec.most_portion_groups)
+        # Those that replace others are asked in their order: short ones have no advantage.
+        later = [tuple(range(group, min(group + size, most))) for group in range(whole, most, size)]
+        return _Asked(problems=problems, portions=[*at_first, *later])
 
     def _problem_at(self, position: int) -> tuple[Problem, int]:
         epoch, place = divmod(position, len(self.train))

@@ -183,8 +183,12 @@ class RunConfig(BaseModel):
 
     def portion_groups_for(self, num_samplers: int) -> int:
         """With so many samplers: as many as one is given at once, and few enough that each has its share of a round."""
-        at_once = self.rollout.batch_size // self.learner.group_size
-        return max(1, min(at_once, -(-self.learner.groups_per_round // num_samplers)))
+        return min(self.most_portion_groups, -(-self.learner.groups_per_round // num_samplers))
+
+    @property
+    def most_portion_groups(self) -> int:
+        """As many as a sampler is given at once."""
+        return max(1, self.rollout.batch_size // self.learner.group_size)
 
     @property
     def most_groups_per_round(self) -> int:

@@ -368,7 +368,7 @@ class Coordinator:
         self, round_index: int, version: int, values: dict[str, Any], by_key: Mapping[PortionKey, PortionSummary]
     ) -> None:
         plan, summaries = self._plan, list(by_key.values())
-        stats = round_stats([plan.group_ids(key.index) for key in by_key], summaries, GroupChoice.of(self._spec))
+        stats = round_stats([plan.group_ids(key) for key in by_key], summaries, GroupChoice.of(self._spec))
         seconds = values["sampling_s"] + values["training_s"] + values["publish_s"]
         event = self._log.append(
             "round",

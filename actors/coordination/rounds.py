@@ -129,7 +129,7 @@ class OpenRounds:
         teaching = self._teaching.setdefault(key.round, {})
         teaching[key.index] = num_groups
         if self._choice.is_dynamic:
-            ledger.extend(key.round, self._choice.portions_needed(self._plan.portion_sizes, teaching))
+            ledger.extend(key.round, self._choice.portions_needed(self._plan.portion_sizes(key.round), teaching))
 
     async def _wait_for(self, ledger: Ledger, round_index: int) -> None:
         """Raises VersionLostError and TimeoutError as `complete` does."""
@@ -179,7 +179,7 @@ class OpenRounds:
                 self._on_failure(what, 1)
             if ledger.finish(key) and ledger is self._ledger:
                 self._scored[key] = scored
-                rows = self._plan.group_ids(key.index), scored[1].grades
+                rows = self._plan.group_ids(key), scored[1].grades
                 self._note_teaching(ledger, key, self._choice.num_teaching(rows))
                 self._start_portions()
         async with self._changed:

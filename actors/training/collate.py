@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ def part_names_of(grades: Sequence[Grade]) -> list[str]:
 
 
 def collate(portions: Sequence[ScoredPortion], num_slots: int, eos_id: int, choice: GroupChoice) -> RolloutBatch | None:
-    """One round's batch: the rows of its choice in the order of the portions, groups contiguous.
+    """One round's batch: the rows of its choice in the order of their groups, whichever portions these were in.
 
     None when no row is left. Completions are as wide as the widest may be, `SamplingParams.most_slots`.
     """
@@ -32,6 +33,8 @@ def collate(portions: Sequence[ScoredPortion], num_slots: int, eos_id: int, choi
     rows = [row for scored, kept in zip(portions, trained, strict=True) for row in _rows(scored, kept)]
     if not rows:
         return None
+    # Portions are of like lengths, and minibatches are contiguous shares.
+    rows.sort(key=itemgetter(3))
     requests = [request for request, _, _, _ in rows]
     completions = [completion for _, completion, _, _ in rows]
     grades = [grade for _, _, grade, _ in rows]

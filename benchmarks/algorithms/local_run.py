@@ -135,7 +135,7 @@ class LocalRun:
     def _round(self, round_index: int) -> list[ScoredPortion]:
         """A round's portions, one after another; with those that replace groups, where the recipe says so."""
         choice, scored, teaching = GroupChoice.of(self._spec), list[ScoredPortion](), dict[int, int]()
-        while len(scored) < choice.portions_needed(self._plan.portion_sizes, teaching):
+        while len(scored) < choice.portions_needed(self._plan.portion_sizes(round_index), teaching):
             portion = self._scored(round_index, len(scored))
             teaching[len(scored)] = choice.num_teaching((portion.portion.group_ids, portion.grades))
             scored.append(portion)

@@ -36,18 +36,19 @@ def test_a_round_is_shared_out_among_all_samplers(
     rollout = spec.rollout.model_copy(update={"num_samplers": num_samplers, "batch_size": batch_size})
     plan = RunPlan(spec.model_copy(update={"rollout": rollout}), ChatTokenizer(spec.initial_checkpoint))
     portions = [plan.round_portion(0, index) for index in range(plan.portions_per_round)]
-    assert [len(portion.requests) // 4 for portion in portions] == sizes == plan.portion_sizes
-    assert [group for index in range(len(sizes)) for group in plan.group_ids(index)[::4]] == list(range(5))
+    assert [len(portion.requests) // 4 for portion in portions] == sizes == plan.portion_sizes(0)
+    assert [group for portion in portions for group in portion.group_ids[::4]] == list(range(5))
 
 
 def test_a_round_that_may_replace_groups_has_problems_of_its_own_for_them(spec: RunSpec) -> None:
     rollout = spec.rollout.model_copy(update={"max_oversampling": 2.0})
     plan = RunPlan(spec.model_copy(update={"rollout": rollout}), ChatTokenizer(spec.initial_checkpoint))
-    assert (plan.portions_per_round, plan.portion_sizes) == (3, [2] * 5)
+    # What is asked at first is a round without any replacement.
+    assert (plan.portions_per_round, plan.portion_sizes(0)) == (3, [2, 2, 1, 2, 2, 1])
     asked = [
         problem.problem_id
         for round_index in range(5)
-        for index in range(5)
+        for index in range(6)
         for problem in plan.round_portion(round_index, index).problems[::4]
     ]
     assert sorted(asked) == sorted(problem.problem_id for problem in plan.train)

@@ -30,7 +30,7 @@ def _plan(spec: RunSpec, times: int = TIMES, staleness: int = 0, oversampling: f
 
 def _asked(plan: RunPlan, round_index: int) -> list[str]:
     """The problem of each group of a round, in their order."""
-    portions = [plan.round_portion(round_index, index) for index in range(len(plan.portion_sizes))]
+    portions = [plan.round_portion(round_index, index) for index in range(len(plan.portion_sizes(round_index)))]
     return list(dict.fromkeys(problem.problem_id for portion in portions for problem in portion.problems))
 
 

@@ -138,7 +138,7 @@ def test_a_round_is_full_where_it_can_be_and_has_no_group_twice(dynamic: RunSpec
     for index, trained in enumerate(_trained(dynamic, _Pools(0), dynamic.learner.num_rounds)):
         candidates = [
             problem.problem_id
-            for place in range(len(plan.portion_sizes))
+            for place in range(len(plan.portion_sizes(index)))
             for problem in plan.round_portion(index, place).problems[:: dynamic.learner.group_size]
         ]
         assert len(candidates) == 12

@@ -173,3 +173,13 @@ def test_terms_see_the_completion_that_was_sampled_and_only_in_the_rounds(spec: 
     evaluated = replace(portion, key=PortionKey(round=EVALUATION_ROUND, index=0))
     (grade, *_) = grader.grade(evaluated, [completion] * 8)[0].grades
     assert list(grade.parts) == ["digits"]
+
+
+def test_rows_are_in_the_order_of_their_groups_whichever_portions_these_were_in(plan: RunPlan) -> None:
+    portions = [_scored(plan.round_portion(0, index)) for index in range(plan.portions_per_round)]
+    in_order = collate(portions, num_slots=8, eos_id=1, choice=EVERY_GROUP)
+    turned = collate(portions[::-1], num_slots=8, eos_id=1, choice=EVERY_GROUP)
+    assert in_order is not None
+    assert turned is not None
+    torch.testing.assert_close(turned.given(), in_order.given())
+    assert turned.group_ids.tolist() == sorted(turned.group_ids.tolist())
