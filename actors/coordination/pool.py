@@ -110,6 +110,10 @@ class ActorPool:
         """The names of those who leave as soon as they are free."""
         return [member.name for member in self._leaving]
 
+    def up(self) -> list[Member]:
+        """Those who are not away: who has no place yet would come to what it was asked meanwhile one by one."""
+        return [member for member in self.members if member not in self._away]
+
     def out_s(self) -> float:
         """For how many seconds nobody of the pool has been up; 0 where somebody is."""
         if len(self._away) < len(self.members):

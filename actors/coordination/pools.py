@@ -103,7 +103,7 @@ class Pools:
 
     def stage(self, generation: Generation) -> None:
         """Have the samplers fetch weights beside what they are at: what they start next is likely to be of these."""
-        for member in self._samplers.members:
+        for member in self._samplers.up():
             # Nobody waits for it: one that has not fetched them does so when it is asked for a portion.
             member.actor.stage.options(concurrency_group="weights").remote(generation)
 

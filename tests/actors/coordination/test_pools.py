@@ -398,12 +398,27 @@ def test_who_has_just_answered_is_not_asked_whether_it_is_up(monkeypatch: pytest
     asyncio.run(asyncio.wait_for(scores(), 10))
 
 
+class _Staging:
+    """Counts the weights that it is to fetch."""
+
+    def __init__(self) -> None:
+        self.num_asked = 0
+
+    def options(self, concurrency_group: str) -> _Staging:
+        assert concurrency_group == "weights"
+        return self
+
+    def remote(self, generation: Generation) -> None:
+        self.num_asked += 1
+
+
 class _Killable(_Actor):
     """An actor that can be ended, and told apart from those that were not."""
 
     def __init__(self, *, is_instant: bool = False, is_up: bool = True) -> None:
         super().__init__(is_instant)
         self.is_ended = False
+        self.stage = _Staging()
         if not is_up:
             self.ready.is_up.clear()
 
@@ -434,6 +449,8 @@ def test_who_comes_works_once_it_is_up_and_who_is_too_many_leaves_when_its_porti
         # One is at work on the first portion, one has come and has the second, one is not up yet and has none.
         assert [work.key.index for work in pools.assignments()] == [0, 1]
         assert set(pools.away()) == {"sampler 2"}
+        pools.stage(Generation(version=1, digest=""))
+        assert [actor.stage.num_asked for actor in actors] == [1, 1, 0, 0]
         # Asked again, as Ray asks again where the coordinator died: nothing more.
         pools.scale("sampler", 3, {name: named[name] for name in ("sampler 1", "sampler 2")})
         assert list(pools.members()) == ["sampler 0", "sampler 1", "sampler 2", "grader 0"]
