@@ -28,7 +28,7 @@ from benchmarks.service.load import Judge
 from deploy.errors import UserError
 from deploy.orphans import descendants
 from deploy.requests.body import CompletionRequest
-from deploy.service.on_ray.launch import deploy_source
+from deploy.service.on_ray.launch import deploy_source, scale_engines
 from deploy.service.source import Source
 from tests.deploy.service.asking import ASK, TOKEN, Asker, call, is_up, wait_until
 from tests.ray_processes import shut_down_ray
@@ -128,11 +128,30 @@ def test_no_request_is_dropped_while_versions_change(
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UserError, match="cannot listen on 127"):
         deploy_source(source, "127.0.0.1", taken.getsockname()[1], 1)
 
-    # Nothing stays, but what Python keeps for whoever has used multiprocessing in this process before.
-    processes = descendants(os.getpid()) - {resource_tracker._resource_tracker._pid}
-    assert len(processes) > 5
+    assert statuses_while_engines_come_and_go(url, source) == {200}
+
+    assert_nothing_stays()
+
+
+def assert_nothing_stays():
+    """But what Python keeps for whoever has used multiprocessing in this process before."""
+    started = descendants(os.getpid()) - {resource_tracker._resource_tracker._pid}
+    assert len(started) > 5
     shut_down_ray()
-    wait_until(lambda: not alive(processes), "the processes to end", 30)
+    wait_until(lambda: not alive(started), "the processes to end", 30)
+
+
+def statuses_while_engines_come_and_go(url, source):
+    """From one to two and back, while clients ask."""
+    asker = Asker(url, 2)
+    scale_engines(source, 2)
+    wait_until(lambda: len(processes(ENGINE)) == 2, "another engine")
+    num_before = len(asker.answers)
+    wait_until(lambda: len(asker.answers) > num_before + 10, "answers of both")
+    scale_engines(source, 1)
+    wait_until(lambda: len(processes(ENGINE)) == 1, "one engine to go")
+    asker.stop()
+    return {status for status, _ in asker.answers}
 
 
 def check_answers(answers, service, make_sampler):
