@@ -36,7 +36,6 @@ class Asked:
     path: str
     headers: dict[str, str]
     body: Any
-    time_s: float
 
 
 class Server:
@@ -82,7 +81,7 @@ class Server:
     def _reply(self, handler: BaseHTTPRequestHandler, body: Any) -> Reply:
         with self._lock:
             headers = {name.lower(): value for name, value in handler.headers.items()}
-            self.asked.append(Asked(path=handler.path, headers=headers, body=body, time_s=time.monotonic()))
+            self.asked.append(Asked(path=handler.path, headers=headers, body=body))
             self._at_once += 1
             self.most_at_once = max(self.most_at_once, self._at_once)
             return self.replies.pop(0) if self.replies else self.answer(body)
