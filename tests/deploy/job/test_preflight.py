@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.capacity.available import Resources, cluster_resources
+from deploy.capacity.available import Resources, cluster_resources, resources_of
 from deploy.capacity.needs import checkpoint_bytes, needs_of
 from deploy.errors import UserError
 from deploy.job.preflight import preflight
@@ -387,6 +387,19 @@ def test_without_an_address_it_is_this_machine() -> None:
     assert here.is_ours
     assert here.cpus >= 1
     assert here.memory_bytes > 10**8
+
+
+def test_what_an_autoscaler_may_start_counts_as_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = {"CPU": 8.0, "memory": 4e9, "object_store_memory": 2e9, "accelerator_type:H100": 1.0, "GPU": 1.0}
+    monkeypatch.setattr("ray.cluster_resources", lambda: now)
+    monkeypatch.setattr("ray._private.state.state.get_max_resources_from_cluster_config", lambda: None)
+    fixed = resources_of("10.0.0.1:6379")
+    assert (fixed.cpus, fixed.gpus, fixed.memory_bytes, fixed.is_ours) == (8.0, 1, 6 * 10**9, False)
+    most = {"CPU": 4, "GPU": 16, "memory": 64 * 10**9}
+    monkeypatch.setattr("ray._private.state.state.get_max_resources_from_cluster_config", lambda: most)
+    elastic = resources_of("10.0.0.1:6379")
+    assert (elastic.cpus, elastic.gpus, elastic.memory_bytes) == (8.0, 16, 66 * 10**9)
+    assert elastic.where == "the cluster at 10.0.0.1:6379"
 
 
 @pytest.mark.parametrize(
