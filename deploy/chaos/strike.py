@@ -26,7 +26,7 @@ _COLLECTIVE_S = 1.0
 _TERM_S = 5.0
 # Whose processes tell that a part of the run is whole again.
 _STOOD_FOR = {Target.BYTES: Target.LEARNER, Target.POOL: Target.SAMPLER}
-_SCALED_WITHIN_S, _FEWER = 60.0, 0.5
+_SCALED_WITHIN_S, _FEWER = 15.0, 0.5
 _NUMBERS = {Harm.KILL: signal.SIGKILL, Harm.STOP: signal.SIGSTOP, Harm.TERM: signal.SIGTERM}
 
 
@@ -152,7 +152,10 @@ class Strike:
 
     def _scale(self, size: int) -> str:
         """Have so many samplers; what was done, in words."""
+        if self._driver.status is not None:
+            raise NotPossibleError("the run has ended")
         try:
+            # Nobody reads what the run prints meanwhile, so no longer than a promise of it may take.
             answer = ask(self._scene.run_dir, {"samplers": size}, _SCALED_WITHIN_S)
         except UserError as error:
             raise NotPossibleError(str(error)) from error
