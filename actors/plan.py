@@ -8,7 +8,7 @@ from functools import partial
 
 from actors.curriculum import Outcomes, SolveRates, chosen
 from actors.messages import EVALUATION_ROUND, Portion, PortionKey
-from actors.portioning import portioned
+from actors.portioning import in_order, portioned
 from actors.spec import RunSpec
 from learner.keys import fold, key_of
 from learner.model.tokenizer import ChatTokenizer
@@ -152,8 +152,7 @@ class RunPlan:
         lengths = [len(self._prompts[problem.problem_id]) + spec.rollout.sampling.gen_length for problem, _ in problems]
         at_first = portioned(lengths[:whole], size, spec.most_portion_groups)
         # Those that replace others are asked in their order: short ones have no advantage.
-        later = [tuple(range(group, min(group + size, most))) for group in range(whole, most, size)]
-        return _Asked(problems=problems, portions=[*at_first, *later])
+        return _Asked(problems=problems, portions=[*at_first, *in_order(range(whole, most), size)])
 
     def _problem_at(self, position: int) -> tuple[Problem, int]:
         epoch, place = divmod(position, len(self.train))

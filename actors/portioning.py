@@ -21,7 +21,7 @@ def portioned(lengths: Sequence[int], size: int, most: int) -> list[tuple[int, .
         most: groups of a portion, at most; no less than `size`.
     """
     if len(set(lengths)) == 1:
-        return [tuple(range(first, min(first + size, len(lengths)))) for first in range(0, len(lengths), size)]
+        return in_order(range(len(lengths)), size)
     count, most = -(-len(lengths) // size), min(most, len(lengths))
     order = sorted(range(len(lengths)), key=lambda group: (-lengths[group], group))
     limits = sorted({size * length for size in range(1, most + 1) for length in set(lengths)})
@@ -34,6 +34,11 @@ def portioned(lengths: Sequence[int], size: int, most: int) -> list[tuple[int, .
         portions[index : index + 1] = [whole[: len(whole) // 2], whole[len(whole) // 2 :]]
     portions.sort(key=lambda portion: -_cost(portion, lengths))
     return [tuple(sorted(portion)) for portion in portions]
+
+
+def in_order(groups: range, size: int) -> list[tuple[int, ...]]:
+    """The groups of each portion where they stay in their order, `size` in a portion."""
+    return [tuple(groups[first : first + size]) for first in range(0, len(groups), size)]
 
 
 def _filled(order: Sequence[int], lengths: Sequence[int], limit: int, most: int) -> list[list[int]]:

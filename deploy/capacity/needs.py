@@ -17,6 +17,8 @@ from deploy.capacity.shape import ParameterCounts, policy_shape
 from deploy.recipe.recipe import Recipe
 from rewards import make_task
 
+CPU_TOLERANCE = 1e-6
+"""Sums of decimal fractions, 0.4 + 0.4 + 0.1 + ..., against a whole number of CPUs."""
 _FLOAT_BYTES = 4
 # Measured: a process with torch and Ray in it has 310 MB, one without torch 165 MB, Ray's own processes and the driver
 # have 1.5 GB together.

@@ -13,7 +13,7 @@ from actors.spec import sampler_facts
 from deploy import machine
 from deploy.capacity.available import Resources
 from deploy.capacity.memory import learner_memory, sampler_memory, why_too_large
-from deploy.capacity.needs import Needs, needs_of
+from deploy.capacity.needs import CPU_TOLERANCE, Needs, needs_of
 from deploy.capacity.shape import policy_shape
 from deploy.errors import reason
 from deploy.job.judges import wanted_servers
@@ -30,8 +30,6 @@ from rollout.request import check_params
 MOST_LOOKED_AT = 20_000
 """Problems of a split that are made before a run starts, to see that they can be."""
 _PROBE_BYTES = 4096
-# Sums of decimal fractions: 0.4 + 0.4 + 0.1 + ... against a whole number of CPUs.
-_CPU_TOLERANCE = 1e-6
 
 
 def preflight(recipe: Recipe, available: Resources, *, resume: bool = False, serve: bool = False) -> list[str]:
@@ -70,7 +68,7 @@ def _resource_problems(recipe: Recipe, needs: Needs, available: Resources) -> It
             "take device=cpu, fewer rollout.num_samplers and learner.num_workers, or share GPUs (gpus.colocate, "
             "gpus.sampler)"
         )
-    if needs.cpus > available.cpus + _CPU_TOLERANCE:
+    if needs.cpus > available.cpus + CPU_TOLERANCE:
         yield (
             f"the recipe needs {needs.cpus:g} CPUs ({pools}, {counted(recipe.grading.num_graders, 'grader')}, 2 more) "
             f"and {where} has {available.cpus:g}; take fewer rollout.num_samplers or learner.num_workers"

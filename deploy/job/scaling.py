@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from actors.run_log import Event
 from actors.spec import RunSpec
 from deploy.capacity.available import Resources, resources_of
-from deploy.capacity.needs import needs_of
+from deploy.capacity.needs import CPU_TOLERANCE, needs_of
 from deploy.errors import reason
 from deploy.printing import counted, gigabytes
 from deploy.program import program
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
 _POLL_S = 0.5
 _CALL_TIMEOUT_S = 60.0
-# Sums of decimal fractions.
-_CPU_TOLERANCE = 1e-6
 
 
 class Scaler:
@@ -132,7 +130,7 @@ def _beyond(recipe: Recipe, available: Resources, *, serves: bool) -> str:
     """Why so many actors do not fit; empty where they do."""
     needs = needs_of(recipe, serve=serves)
     shortages = [
-        (f"{needs.cpus:g} CPUs", f"{available.cpus:g}", needs.cpus > available.cpus + _CPU_TOLERANCE),
+        (f"{needs.cpus:g} CPUs", f"{available.cpus:g}", needs.cpus > available.cpus + CPU_TOLERANCE),
         (counted(needs.gpus, "GPU"), f"{available.gpus}", needs.gpus > available.gpus),
         (
             f"{gigabytes(needs.memory_bytes)} of memory",
