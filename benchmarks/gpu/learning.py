@@ -21,7 +21,8 @@ from learner.model.transformer import Transformer
 from learner.parallel.sharding import ShardedPolicy
 from learner.parallel.sharding_config import ShardingConfig
 
-_GROUP = 4
+_NUM_GROUPS, _GROUP = 4, 8
+"""A group is a micro-batch: 4,096 slots of LLaDA's canvases."""
 
 
 def learner(setting: Setting) -> Iterator[Row]:
@@ -38,7 +39,7 @@ def learner(setting: Setting) -> Iterator[Row]:
 def _ragged(setting: Setting) -> Iterator[Row]:
     """Forward and backward of canvases with prompts as long as GSM8K's, every weight trained."""
     model = random_policy(setting, torch.bfloat16)
-    of_round = rounds.Setting(shape=setting.shape, gen_length=setting.gen_length, num_groups=4, group_size=_GROUP)
+    of_round = rounds.Setting(shape=setting.shape, gen_length=setting.gen_length, num_groups=2, group_size=_GROUP)
     terms = rounds.ragged_terms(of_round, model.config)
     lengths = terms.views.lengths
     for spares_padding, name in ((False, "padded"), (True, "back to back")):
@@ -85,6 +86,7 @@ def _update(setting: Setting, lora: LoraConfig, *, is_compiled: bool) -> Row:
         shape=setting.shape,
         prompt_tokens=setting.prompt_tokens,
         gen_length=setting.gen_length,
+        num_groups=_NUM_GROUPS,
         group_size=_GROUP,
         num_updates=2,
         device=setting.device,

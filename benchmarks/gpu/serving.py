@@ -45,7 +45,9 @@ class _Served:
         nothing: dict[str, None] = dict.fromkeys(
             ("num_correct", "num_problems", "checkpoint", "weight_store", "manifest_digest")
         )
-        self._setting = setting
+        # A prompt for each client: rows with equal canvases share one forward.
+        self._setting = setting.of_two_blocks()
+        self._requests = self._setting.requests(max(setting.concurrency))
         self._policy = PolicyVersion(version=0, round=0, phase="rl", **nothing)
         sampler = self._loaded(self._policy)
         self._versions = Versions(sampler, self._policy, load=self._loaded, locate=lambda _: None, most_live=2)
@@ -59,8 +61,8 @@ class _Served:
         """End the engine."""
         self._engine.close()
 
-    def answer(self, seed: int) -> float:
-        """Seconds of one request. Raises RuntimeError where it is not answered."""
+    def answer(self, client: int) -> float:
+        """Seconds of a request of this client. Raises RuntimeError where it is not answered."""
         ended, failures = threading.Event(), list[str]()
 
         def tell(event: Event) -> None:
@@ -70,8 +72,7 @@ class _Served:
                 ended.set()
 
         began = time.perf_counter()
-        (request,) = self._setting.requests(1)
-        job = Job(requests=(replace(request, seed=seed),), wanted=POLICY, timeout_s=_TIMEOUT_S)
+        job = Job(requests=(self._requests[client],), wanted=POLICY, timeout_s=_TIMEOUT_S)
         self._engine.submit(job, self._versions.acquire(POLICY), tell)
         if not ended.wait(_TIMEOUT_S) or failures:
             raise RuntimeError(f"a request was not answered: {failures or 'in time'}")

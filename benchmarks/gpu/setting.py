@@ -63,6 +63,17 @@ class Setting:
         params = self.params(**changes)
         return [Request(prompt_ids=tuple(ids), params=params, seed=seed) for seed, ids in enumerate(prompts)]
 
+    def of_two_blocks(self) -> Setting:
+        """The same canvas and the same tokens in each step, of which a completion has two blocks: a step costs as much,
+        and there are fewer."""
+        gen_length = 2 * self.block_length
+        return replace(
+            self,
+            prompt_tokens=self.canvas_tokens - gen_length,
+            gen_length=gen_length,
+            num_steps=self.num_steps * gen_length // self.gen_length,
+        )
+
     def with_layers(self, num_layers: int) -> Setting:
         """The same with so many blocks."""
         return replace(self, shape=replace(self.shape, num_layers=num_layers))
@@ -77,8 +88,8 @@ def full(device: str) -> Setting:
         gen_length=256,
         block_length=32,
         num_steps=128,
-        slots=(1, 8, 24, 48),
-        concurrency=(1, 8, 32),
+        slots=(1, 8, 32),
+        concurrency=(1, 8),
         rank=128,
         few_layers=8,
         product=8192,

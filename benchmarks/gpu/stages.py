@@ -39,13 +39,13 @@ def gpu_tests(_: Setting) -> Iterator[Row]:
 
 
 STAGES: Mapping[str, Stage] = {
-    "ceilings": Stage(ceilings, 45),
-    "gpu_tests": Stage(gpu_tests, 90),
-    "precision": Stage(precision, 75),
-    "sampler": Stage(sampler, 150),
-    "learner": Stage(learner, 120),
-    "publishing": Stage(publishing, 30),
-    "engine": Stage(engine, 60),
+    "ceilings": Stage(ceilings, 30),
+    "gpu_tests": Stage(gpu_tests, 150),
+    "precision": Stage(precision, 60),
+    "sampler": Stage(sampler, 120),
+    "learner": Stage(learner, 100),
+    "publishing": Stage(publishing, 25),
+    "engine": Stage(engine, 45),
 }
 """In the order of their turn; none may take longer than its seconds."""
 

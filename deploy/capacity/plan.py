@@ -1,7 +1,7 @@
 """A capacity plan: how a recipe's samplers and learner workers share so many GPUs best, and what stands in the way.
 
-Seconds are the counted arithmetic over the GPU's stated rate, times the share of it that is hoped for; nothing of them
-is measured. They leave out grading, publishing and evaluation.
+Seconds are the counted arithmetic over the GPU's stated rate, times the share of it that one GPU reached. They leave
+out grading, publishing and evaluation.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from deploy.capacity.memory import ProcessMemory, learner_memory, sampler_memory
 from deploy.capacity.shape import policy_shape
 from learner.model.config import TransformerConfig
 
-SAMPLING_SHARE, LEARNING_SHARE = 0.64, 0.5
-"""Of a GPU's stated rate: 80 % of the 80 % that products alone reach, and half. Goals, and not measurements."""
+SAMPLING_SHARE, LEARNING_SHARE = 0.56, 0.47
+"""Of a GPU's stated rate, as LLaDA-8B's shape reached on one H200 (docs/benchmarks.md): eager, 8 rows and more, and
+updates of an adapter."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

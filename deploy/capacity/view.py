@@ -54,10 +54,10 @@ def _words(plan: Plan) -> list[Text]:
     left_out = len(plan.splits) - _MOST_SPLITS
     more = [] if left_out <= 0 else [Text(f"{counted(left_out, 'slower split')} not shown.", style="dim")]
     derived = (
-        f"All of it is derived, nothing measured: {plan.sampling_flops / 1e15:.3g} PFLOP of sampling at "
+        f"All of it is derived: {plan.sampling_flops / 1e15:.3g} PFLOP of sampling at "
         f"{SAMPLING_SHARE:.0%} and {plan.learning_flops / 1e15:.3g} PFLOP of learning at {LEARNING_SHARE:.0%} of the "
-        f"{plan.kind.flop_per_s / 1e12:g} TFLOP/s that one {plan.kind.name} states; canvases that are full; "
-        "without grading, publishing and evaluation."
+        f"{plan.kind.flop_per_s / 1e12:g} TFLOP/s that one {plan.kind.name} states, the shares that an H200 "
+        "reached; canvases that are full; without grading, publishing and evaluation."
     )
     if best is not None and best.num_gpus < plan.num_gpus:
         idle = plan.num_gpus - best.num_gpus

@@ -162,10 +162,9 @@ class ShardedPolicy:
         """Whether rows of unequal length go through it back to back: where attention is bidirectional and one kernel
         attends within them all (`has_kernel`, of what it computes on and in). Elsewhere they are padded: row after row
         a GPU would launch as many kernels, and on a CPU the bits of a loss would be others."""
-        in_half = self._sharding.compute_dtype == "bfloat16"
-        dtype = torch.bfloat16 if in_half else next(self.module.parameters()).dtype
         is_eager = not self._sharding.compile
-        return is_eager and not self.config.is_block_causal and has_kernel(self.device, dtype, self.config.head_dim)
+        may_look_anywhere = not self.config.is_block_causal
+        return is_eager and may_look_anywhere and has_kernel(self.device, self._computes_in, self.config.head_dim)
 
     @property
     def trained_parameters(self) -> dict[str, nn.Parameter]:
@@ -242,9 +241,7 @@ class ShardedPolicy:
 
         It is held in the precision that it computes in: what FSDP gathers of it is rounded to that in any case.
         """
-        model = make_on_meta(self.config).requires_grad_(False)
-        if self._sharding.compute_dtype == "bfloat16":
-            model.to(torch.bfloat16)
+        model = make_on_meta(self.config).requires_grad_(False).to(self._computes_in)
         copy = ShardedPolicy(model, self.mesh, self._sharding, device=self.device)
         copy.take(self)
         return copy
@@ -304,6 +301,12 @@ class ShardedPolicy:
         greatest = values.to(self.device)
         dist.all_reduce(greatest, op=dist.ReduceOp.MAX)
         return greatest.to(values.device)
+
+    @property
+    def _computes_in(self) -> torch.dtype:
+        """What FSDP gathers its weights in, or what they are held in."""
+        in_half = self._sharding.compute_dtype == "bfloat16"
+        return torch.bfloat16 if in_half else next(self.module.parameters()).dtype
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         return {plain_name(name): parameter for name, parameter in self.module.named_parameters()}

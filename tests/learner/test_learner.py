@@ -56,6 +56,16 @@ def test_equal_rewards_leave_the_policy_alone(policy: Transformer, rollouts: Rol
     assert all(torch.equal(tensor, before[name]) for name, tensor in policy.state_dict().items())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_reference_is_in_its_policys_precision(policy: Transformer, dtype: torch.dtype) -> None:
+    """Or each forward of the reference of a policy in half precision would take a GPU some ten times as long."""
+    held = ShardedPolicy(copy.deepcopy(policy).to(dtype), None)
+    reference = held.frozen_copy()
+    assert reference.dtypes == held.dtypes == dict.fromkeys(held.shapes, dtype)
+    for name, weight in reference.full_weights().items():
+        assert torch.equal(weight, policy.get_parameter(name).detach().to(dtype))
+
+
 def test_the_reference_moves_only_when_the_recipe_says_so(policy: Transformer, rollouts: RolloutBatch) -> None:
     for every, expected_round in ((0, None), (2, 2)):
         learner = Learner(ShardedPolicy(policy, None), _config(reference_sync_rounds=every))

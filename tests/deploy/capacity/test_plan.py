@@ -48,7 +48,7 @@ def test_eight_gpus_are_split_by_what_a_round_waits_for(llada: Callable[..., Rec
     assert _plan(llada(), 64).is_short_of_groups
     # docs/scaling.md has these from the FLOP of one forward.
     assert plan.learning_flops == pytest.approx(35.3e15, rel=0.01)
-    assert plan.best.sampling_s == pytest.approx(35, rel=0.02)
+    assert plan.best.sampling_s == pytest.approx(39.6, rel=0.01)
     assert plan.best.round_s == plan.best.sampling_s + plan.best.learning_s
 
 
@@ -170,7 +170,7 @@ def test_the_command_prints_tables_and_what_to_add_to_train(
     assert ended.status == 0
     assert "A sampler on one H100" in ended.out
     assert "Best: device=cuda rollout.num_samplers=4 learner.num_workers=4\n" in ended.out
-    assert "nothing measured" in ended.out
+    assert "All of it is derived" in ended.out
     assert "Taking turns on the same GPUs, a round takes 26.2 s: rollout.num_samplers=8 learner.num" in ended.out
     ended = d1(*words, "--gpus", "8", "--gpu", "L4")
     assert ended.status == 2

@@ -278,8 +278,8 @@ def test_a_variant_comes_back_as_it_was(variant: Path, tmp_path: Path) -> None:
 def test_a_policy_stays_of_its_family(variant: Path) -> None:
     policy = load_policy(variant)
     assert type(policy) is {"llada": Transformer, "dream": Dream}[policy.config.family]
-    copy = ShardedPolicy(policy, None).frozen_copy()
-    assert type(copy.module) is type(policy)
+    reference = ShardedPolicy(policy, None).frozen_copy()
+    assert type(reference.module) is type(policy)
 
 
 def _directory(path: Path, raw: dict[str, Any]) -> Path:
