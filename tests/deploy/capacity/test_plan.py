@@ -171,7 +171,7 @@ def test_the_command_prints_tables_and_what_to_add_to_train(
     assert "A sampler on one H100" in ended.out
     assert "Best: device=cuda rollout.num_samplers=4 learner.num_workers=4\n" in ended.out
     assert "All of it is derived" in ended.out
-    assert "Taking turns on the same GPUs, a round takes 26.2 s: rollout.num_samplers=8 learner.num" in ended.out
+    assert "Taking turns on the same GPUs, a round takes 29.3 s: rollout.num_samplers=8 learner.num" in ended.out
     ended = d1(*words, "--gpus", "8", "--gpu", "L4")
     assert ended.status == 2
     assert "Does not fit: a sampler takes at least 35.1 GB" in ended.out
