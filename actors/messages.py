@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Self
+from typing import Any, Self
 
 from rewards import Grade, Outcome, Problem
 from rollout.request import Completion, Request
@@ -37,6 +37,20 @@ class Next(StrEnum):
     """The weight store has lost the newest version: publish it again, and ask again."""
     STOP = "stop"
     """Somebody wants the run to stop: write a checkpoint, and end."""
+    TELL = "tell"
+    """The coordinator has restarted and does not know what was trained on: tell it all of that, and ask again."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainedRound:
+    """A round that the learner has trained on."""
+
+    round: int
+    """The round."""
+    generation: Generation
+    """What it gave, which is published."""
+    values: Mapping[str, Any]
+    """What the learner measured."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -26,6 +26,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -74,25 +75,39 @@ class RunLog:
         # A clock that nobody sets: an event is never earlier than the one before it.
         self._began = time.monotonic() - self._seconds_so_far() - away_s
         self._is_failing = False
+        self._for_boards: list[tuple[str, Mapping[str, Any]]] = []
+        # A thread that writes may find that it cannot, and say so.
+        self._writing, self._keeping = threading.Lock(), threading.Lock()
 
     def append(self, event: str, **values: Any) -> Event:
         """Record one event; it is on disk when this returns, or waits in memory for room on the disk."""
-        record = self._keep(event, values)
-        writes = self._metrics.write_out, self._samples.write_out, self._solve_rates.write_out
-        tries = (*map(self._try, writes), self._to_boards(event, values))
-        self._note(next((failed for failed in tries if failed is not None), None))
+        record = self.add(event, **values)
+        self.write_out()
         return record
 
-    def append_samples(self, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Record readable completions."""
+    def add(self, event: str, **values: Any) -> Event:
+        """Record one event, which waits in memory for `write_out`."""
+        record = self._keep(event, values)
+        self._for_boards.append((event, values))
+        return record
+
+    def add_samples(self, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Record readable completions, which wait for `write_out`."""
         for sample in samples:
             self._samples.add(json.dumps(dict(sample), ensure_ascii=False))
-        self._note(self._try(self._samples.write_out))
 
-    def append_solve_rates(self, line: str) -> None:
-        """Record how often the problems of a round were solved."""
+    def add_solve_rates(self, line: str) -> None:
+        """Record how often the problems of a round were solved; it waits for `write_out`."""
         self._solve_rates.add(line)
-        self._note(self._try(self._solve_rates.write_out))
+
+    def write_out(self) -> None:
+        """Write what waits, and have the event of a round behind what it is about: a process that dies between the two
+        does both again. Any thread may."""
+        with self._writing:
+            writes = self._samples.write_out, self._solve_rates.write_out, self._metrics.write_out
+            shown, self._for_boards = self._for_boards, []
+            tries = (*map(self._try, writes), *(self._to_boards(event, values) for event, values in shown))
+            self._note(next((failed for failed in tries if failed is not None), None))
 
     def events_since(self, count: int) -> list[Event]:
         """The events after the first `count`: what a follower has not seen."""
@@ -112,10 +127,11 @@ class RunLog:
 
     def _keep(self, event: str, values: Mapping[str, Any]) -> Event:
         """Followers see it at once; the file has it once it is written out."""
-        line = json.dumps({"event": event, "time_s": self.seconds(), **values})
-        record: Event = json.loads(line)
-        self._metrics.add(line)
-        self._events.append(record)
+        with self._keeping:
+            line = json.dumps({"event": event, "time_s": self.seconds(), **values})
+            record: Event = json.loads(line)
+            self._metrics.add(line)
+            self._events.append(record)
         return record
 
     def _try(self, write: Callable[[], None]) -> OSError | None:

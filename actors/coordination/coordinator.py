@@ -45,7 +45,7 @@ from actors.coordination.session import Session
 from actors.coordination.status import SILENT_S, RunStatus, actor_statuses, restarts_by_kind, silence_texts, wait_text
 from actors.coordination.timeline import COORDINATOR, LEARNER, SpanKind, Timeline
 from actors.curriculum import line_of, outcomes_of, read_solve_rates
-from actors.messages import Generation, Next, PortionKey, PortionSummary
+from actors.messages import Generation, Next, PortionKey, PortionSummary, TrainedRound
 from actors.plan import RunPlan
 from actors.registry.announcer import Announcer
 from actors.registry.registry import Registry
@@ -308,12 +308,29 @@ class Coordinator:
 
     # The rounds.
 
-    async def next_batch(self, round_index: int, generation: Generation) -> tuple[Next, list[ray.ObjectRef[Any]]]:
-        """References of a round's scored portions, or what else to do first. Raises as `Rounds.complete` does."""
+    async def next_batch(
+        self, round_index: int, generation: Generation, trained: TrainedRound | None = None
+    ) -> tuple[Next, list[ray.ObjectRef[Any]]]:
+        """References of a round's scored portions, or what else to do first. Raises as `OpenRounds.complete` does.
+
+        `trained` is the round before, where the learner has not told of it yet: as `published`, and it is on disk when
+        this returns. The samplers do not wait for that.
+        """
+        summaries = None
+        if trained is not None and not self._is_published(trained):
+            if (summaries := self._rounds.summaries(trained.round)) is None:
+                return Next.TELL, []
+            self._free(trained, summaries)
         self._waiting_since = _ROUND, time.monotonic()
         try:
             async with self._samplers_turn():
-                return Next.GO_ON, await self._unless_stopped(self._rounds.complete(round_index, generation))
+                self._rounds.begin(round_index, generation)
+                if trained is not None and summaries is not None:
+                    # The samplers are at work before this process sums up the round before, and waits for a disk.
+                    await asyncio.sleep(0)
+                    self._note_round(trained, summaries)
+                    await asyncio.to_thread(self._log.write_out)
+                return Next.GO_ON, await self._unless_stopped(self._rounds.complete(round_index))
         except StoppedError:
             return Next.STOP, []
         except VersionLostError:
@@ -325,54 +342,49 @@ class Coordinator:
         """The portions of a round cannot be fetched any more: they are sampled again."""
         self._rounds.redo(round_index)
 
-    async def published(
-        self,
-        round_index: int,
-        generation: Generation,
-        values: dict[str, Any],
-        summaries: Mapping[PortionKey, PortionSummary] | None,
-    ) -> bool:
-        """The learner trained on a round and published `generation`; `values` is what it measured.
+    async def published(self, trained: TrainedRound, summaries: Mapping[PortionKey, PortionSummary] | None) -> bool:
+        """The learner trained on a round and published what it gave; it is on disk when this returns.
 
         False when the round's portions are not known here, for they were gathered before a restart: then `summaries`
         have to be given.
         """
-        if self._is_published(round_index, generation.version):
+        if self._is_published(trained):
             return True  # Asked before.
-        summaries = summaries or self._rounds.summaries(round_index)
+        summaries = summaries or self._rounds.summaries(trained.round)
         if summaries is None:
             return False
-        self._note_solved(round_index, summaries)
-        self._log_round(round_index, generation.version, values, summaries)
-        self._timeline.add_round(round_index, values)
-        self._rounds.publish(round_index, generation)
+        self._free(trained, summaries)
+        self._note_round(trained, summaries)
+        await asyncio.to_thread(self._log.write_out)
         return True
 
-    def _is_published(self, round_index: int, version: int) -> bool:
+    def _is_published(self, trained: TrainedRound) -> bool:
         next_round = self._rounds.next_round
         # Else the log has it, where it was a coordinator that died as it answered.
-        return self._has_round(round_index, version) if next_round is None else next_round > round_index
+        return self._has_round(trained) if next_round is None else next_round > trained.round
 
-    def _has_round(self, round_index: int, version: int) -> bool:
+    def _has_round(self, trained: TrainedRound) -> bool:
         """Whether the newest round of the log is this one: it was recorded by a coordinator that died as it did so."""
         rounds = [event for event in self._log.events_since(0) if event["event"] == "round"]
-        return bool(rounds) and (rounds[-1]["round"], rounds[-1]["policy_version"]) == (round_index, version)
+        asked = trained.round, trained.generation.version
+        return bool(rounds) and (rounds[-1]["round"], rounds[-1]["policy_version"]) == asked
 
-    def _note_solved(self, round_index: int, by_key: Mapping[PortionKey, PortionSummary]) -> None:
+    def _free(self, trained: TrainedRound, by_key: Mapping[PortionKey, PortionSummary]) -> None:
+        """What follows a round may begin: its slots are free, and it is known which of its problems were solved."""
         outcomes = outcomes_of((self._plan.portion_problems(key), summary.grades) for key, summary in by_key.items())
-        # Before the round is in the log: a coordinator that dies between the two does both again.
-        self._log.append_solve_rates(line_of(round_index, outcomes))
-        self._plan.note_solved(round_index, outcomes)
+        self._log.add_solve_rates(line_of(trained.round, outcomes))
+        self._plan.note_solved(trained.round, outcomes)
+        self._rounds.publish(trained.round, trained.generation)
 
-    def _log_round(
-        self, round_index: int, version: int, values: dict[str, Any], by_key: Mapping[PortionKey, PortionSummary]
-    ) -> None:
-        plan, summaries = self._plan, list(by_key.values())
+    def _note_round(self, trained: TrainedRound, by_key: Mapping[PortionKey, PortionSummary]) -> None:
+        """To the run log, which is not written out yet, and to whatever shows rounds."""
+        plan, summaries, values = self._plan, list(by_key.values()), trained.values
+        version = trained.generation.version
         stats = round_stats([plan.group_ids(key) for key in by_key], summaries, GroupChoice.of(self._spec))
         seconds = values["sampling_s"] + values["training_s"] + values["publish_s"]
-        event = self._log.append(
+        event = self._log.add(
             "round",
-            round=round_index,
+            round=trained.round,
             policy_version=version,
             **stats,
             num_retries=self._rounds.num_retries,
@@ -381,12 +393,13 @@ class Coordinator:
             **values,
             tokens_per_s=round(stats["mean_tokens"] * stats["num_completions"] / seconds, 1),
         )
-        self._log.append_samples(
+        self._log.add_samples(
             readable_samples(
                 by_key, _SAMPLES_PER_ROUND, lambda key: plan.round_portion(key.round, key.index), plan.prompt_text
             )
         )
         self._gauges.show(event)
+        self._timeline.add_round(trained.round, values)
 
     @asynccontextmanager
     async def _samplers_turn(self) -> AsyncIterator[None]:

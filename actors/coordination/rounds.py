@@ -74,19 +74,26 @@ class OpenRounds:
                 del self._teaching[round_index][key.index]
             self._ledger.redo(round_index)
 
-    async def complete(self, round_index: int, generation: Generation) -> list[ray.ObjectRef[Any]]:
-        """References of a round's scored portions, once all are in, sampled from `generation` or up to S before it.
-
-        Raises:
-            VersionLostError: the learner has to publish first.
-            TimeoutError: nothing came back for longer than a portion's tries may take, and nothing is waited for.
-            RuntimeError: every portion of the round failed.
-        """
-        ledger = self._ledger_at(round_index, generation)
+    def begin(self, round_index: int, generation: Generation) -> None:
+        """Start what may be started of a round, and of those after it, from `generation`."""
+        self._ledger = self._ledger_at(round_index, generation)
         self._is_lost = False
         # Now and not when the last round was published: what the learner did in between, an evaluation or a
         # checkpoint, is not a part of this round, and its sampling is.
         self._start_portions()
+
+    async def complete(self, round_index: int) -> list[ray.ObjectRef[Any]]:
+        """References of the scored portions of a round that has begun, once all are in, sampled from the generation
+        that it began with or up to S before it.
+
+        Raises:
+            VersionLostError: the learner has to publish first.
+            TimeoutError: nothing came back for longer than a portion's tries may take, and nothing is waited for.
+            RuntimeError: every portion of the round failed, or the learner has begun again.
+        """
+        ledger = self._ledger
+        if ledger is None or ledger.next_round != round_index:
+            raise RuntimeError(f"the learner has begun again, and nobody waits for round {round_index} any more")
         await self._wait_for(ledger, round_index)
         ready = ledger.ready(round_index)
         if not ready:

@@ -38,6 +38,7 @@ class Client(publication.PublicationClient, evaluation.EvaluationClient, writing
     def published(
         self, round_index: int, generation: Generation, values: Mapping[str, Any], portions: list[ScoredPortion]
     ) -> None: ...
+    def tell(self) -> None: ...
 
 
 class RunContext:

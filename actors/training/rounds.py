@@ -71,7 +71,11 @@ def _go_on(context: RunContext) -> None:
     """
     decision = context.decide(lambda: context.position.rl_seconds)
     every = context.spec.checkpoint_every_rounds
-    if decision.must_save or (every and context.position.round % every == 0):
+    must_save = decision.must_save or (every and context.position.round % every == 0)
+    if (must_save or decision.must_stop) and context.ranks.rank == 0:
+        # It may take long: whoever looks at the run, and samplers that may go ahead, do not wait for it.
+        context.client.tell()
+    if must_save:
         context.save()
     if decision.must_stop:
         raise StopRequestedError

@@ -15,7 +15,7 @@ import ray
 from ray.exceptions import ActorDiedError, GetTimeoutError, ObjectLostError, RayError
 from torch import Tensor
 
-from actors.messages import Generation, Next, ScoredPortion
+from actors.messages import Generation, Next, ScoredPortion, TrainedRound
 from actors.resources import OBJECT_STORE
 from actors.spec import Phase
 from actors.training.ending import OutOfGpuMemoryError
@@ -35,6 +35,10 @@ class RunClient:
         """Take over the handles; `transport` of weights that are all trained is the object store, or has a name of Ray
         Direct Transport's."""
         self._coordinator, self._store, self._transport = coordinator, store, transport
+        self._untold: tuple[TrainedRound, list[ScoredPortion]] | None = None
+        self._announced: Any = None
+        # A checkpoint is recorded by the thread that writes it.
+        self._telling = threading.Lock()
 
     def starting(self) -> int | None:
         """The learner group begins, or begins again: how many tokens its micro-batches may have. None where it has
@@ -50,7 +54,8 @@ class RunClient:
         self._call(self._coordinator.learner_started.remote(checkpoint, dict(position)))
 
     def record(self, event: str, values: Mapping[str, Any]) -> None:
-        """Append to the run log."""
+        """Append to the run log, behind the round that was trained on last."""
+        self.tell()
         self._call(self._coordinator.record.remote(event, dict(values)))
 
     def offer(self, key: str, rank: int, shards: Mapping[str, Tensor]) -> None:
@@ -83,14 +88,28 @@ class RunClient:
         self._call(handed_over, manifest.travel_s(_CALL_TIMEOUT_S))
 
     def announce(self, generation: Generation, phase: Phase, round_index: int) -> None:
-        """Tell the service that the store has a version."""
-        self._call(self._coordinator.announce.remote(generation, phase, round_index))
+        """Tell the service that the store has a version. Nobody waits for the registry: the next call finds out whether
+        it was told."""
+        self._hear()
+        self._announced = self._coordinator.announce.remote(generation, phase, round_index)
 
     def next_batch(self, round_index: int, generation: Generation) -> tuple[Next, list[ScoredPortion]]:
-        """A round's scored portions, once all are in; none where there is something else to do first."""
+        """A round's scored portions, once all are in; none where there is something else to do first.
+
+        Also tells of the round before: one call, so that samplers are at work while that is written down.
+        """
         while True:
+            with self._telling:
+                told, self._untold = self._untold, None
+                trained = None if told is None else told[0]
+                asked = self._coordinator.next_batch.remote(round_index, generation, trained)
+                self._hear()
             # Without a limit of its own: the coordinator bounds every try of every portion.
-            what, references = ray.get(self._coordinator.next_batch.remote(round_index, generation))
+            what, references = ray.get(asked)
+            if what is Next.TELL:
+                self._untold = told
+                self.tell()
+                continue
             try:
                 return what, ray.get(references, timeout=_CALL_TIMEOUT_S)
             except (ObjectLostError, GetTimeoutError):
@@ -100,15 +119,31 @@ class RunClient:
     def published(
         self, round_index: int, generation: Generation, values: Mapping[str, Any], portions: list[ScoredPortion]
     ) -> None:
-        """A round of `portions` was trained on, and gave a version."""
-        published = self._coordinator.published
-        if not self._call(published.remote(round_index, generation, dict(values), None)):
-            # It has restarted since it gave us the portions.
-            summaries = {scored.portion.key: scored.summary for scored in portions}
-            self._call(published.remote(round_index, generation, dict(values), summaries))
+        """A round of `portions` was trained on, and gave a version: the coordinator hears of it by the next call."""
+        self._untold = TrainedRound(round=round_index, generation=generation, values=dict(values)), portions
+
+    def tell(self) -> None:
+        """Tell of the round that was trained on last, unless that is done."""
+        with self._telling:
+            self._hear()
+            if self._untold is None:
+                return
+            trained, portions = self._untold
+            if not self._call(self._coordinator.published.remote(trained, None)):
+                # It has restarted since it gave us the portions.
+                summaries = {scored.portion.key: scored.summary for scored in portions}
+                self._call(self._coordinator.published.remote(trained, summaries))
+            self._untold = None
+
+    def _hear(self) -> None:
+        """Wait for what was announced last to be known."""
+        announced, self._announced = self._announced, None
+        if announced is not None:
+            self._call(announced)
 
     def evaluate(self, generation: Generation, label: str, round_index: int, *, is_new: bool) -> tuple[Next, bool]:
         """Evaluate a version. Also says whether it is the best so far."""
+        self.tell()
         what, is_best = ray.get(self._coordinator.evaluate.remote(generation, label, round_index, is_new))
         return what, is_best
 

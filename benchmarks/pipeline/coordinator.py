@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from actors.coordination.coordinator import Coordinator
-from actors.messages import Generation, Portion, PortionSummary
+from actors.messages import Generation, Portion, PortionSummary, TrainedRound
 from actors.spec import RunSpec
 from benchmarks.pipeline.simulated import NO_REGISTRY, graded, make_run
 
@@ -156,7 +156,8 @@ async def measured(num_samplers: int, portion_s: float, num_rounds: int) -> Row:
             await coordinator.next_batch(index, Generation(version=index + 1, digest="x"))
             ended = time.perf_counter()
             at_work = sum(sampler.busy_s for sampler in samplers) / ((ended - began) * num_samplers)
-            await coordinator.published(index, Generation(version=index + 2, digest="x"), dict(_SECONDS), None)
+            generation = Generation(version=index + 2, digest="x")
+            await coordinator.published(TrainedRound(round=index, generation=generation, values=_SECONDS), None)
             if index:
                 rounds.append((ended - began, at_work))
         watching.cancel()

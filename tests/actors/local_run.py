@@ -91,6 +91,9 @@ class LocalRun:
         rewards = [grade.reward for scored in portions for grade in scored.summary.grades]
         self.record("round", {"round": round_index, "policy_version": generation.version, "rewards": rewards, **values})
 
+    def tell(self) -> None:
+        pass
+
     def evaluate(self, generation: Generation, label: str, round_index: int, *, is_new: bool) -> tuple[Next, bool]:
         if self._has_lost():
             return Next.PUBLISH, False

@@ -135,11 +135,11 @@ def test_what_a_full_disk_does_not_take_waits_and_is_written_once_and_in_order(s
     # Events of more than a page, so that the disk takes the beginning of one.
     long = {"text": "x" * 3000, "reward": 0.5}
     log.append("round", round=0, **long)
-    log.append_samples([{"round": 0, "completion": "y" * 3000}])
+    log.add_samples([{"round": 0, "completion": "y" * 3000}])
     filler = _fill(small_disk)
     for index in range(1, 8):
         log.append("round", round=index, **long)
-        log.append_samples([{"round": index, "completion": "y" * 3000}])
+        log.add_samples([{"round": index, "completion": "y" * 3000}])
     told = log.events_since(0)
     (failure,) = [event for event in told if event["event"] == "failure"]
     assert "the disk is full" in failure["what"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,9 @@ from ray.exceptions import RayTaskError
 from actors.coordination import coordinator as module
 from actors.coordination.coordinator import Coordinator
 from actors.coordination.status import RunStatus
-from actors.messages import Generation, Next, Portion, PortionKey, PortionSummary
+from actors.messages import Generation, Next, Portion, PortionKey, PortionSummary, TrainedRound
 from actors.resources import GpuSection
-from actors.run_log import read_events
+from actors.run_log import RunLog, read_events
 from actors.spec import Phase, RunSpec
 from actors.weights.store import VersionMissingError
 from rewards import Grade
@@ -115,6 +116,10 @@ def _generation(version: int) -> Generation:
     return Generation(version=version, digest=f"digest {version}")
 
 
+def _trained(round_index: int) -> TrainedRound:
+    return TrainedRound(round=round_index, generation=_generation(round_index + 2), values=VALUES)
+
+
 def _run(work: Coroutine[Any, Any, Any]) -> Any:
     return asyncio.run(asyncio.wait_for(work, 60))
 
@@ -145,20 +150,99 @@ def test_a_round_that_was_trained_on_is_recorded_once_whenever_the_coordinator_d
         summaries = {key: _summary(plan.round_portion(0, key.index)) for key in keys}
         # It dies before it is told: its successor knows no portions, and gets them from the learner.
         second = case.coordinator()
-        assert not await second.published(0, _generation(2), VALUES, None)
+        assert not await second.published(_trained(0), None)
         assert case.events("round") == []
-        assert await second.published(0, _generation(2), VALUES, summaries)
+        assert await second.published(_trained(0), summaries)
         # It dies as it answers: Ray asks again, and asks its successor.
         third = case.coordinator()
-        assert await third.published(0, _generation(2), VALUES, None)
+        assert await third.published(_trained(0), None)
         (event,) = case.events("round")
         assert (event["num_completions"], event["num_failed_groups"]) == (20, 0)
         # The next one is asked for as if nothing had been.
         what, _ = await third.next_batch(1, _generation(2))
         assert what is Next.GO_ON
-        assert await third.published(1, _generation(3), VALUES, None)
-        assert await third.published(1, _generation(3), VALUES, None), "asked twice"
+        assert await third.published(_trained(1), None)
+        assert await third.published(_trained(1), None), "asked twice"
         assert [event["round"] for event in case.events("round")] == [0, 1]
+
+    _run(scene())
+
+
+def test_a_round_that_is_told_of_with_the_next_ask_is_recorded_once_whenever_the_coordinator_dies(case: _Case) -> None:
+    async def scene() -> None:
+        first = case.coordinator()
+        await first.next_batch(0, _generation(1))
+        keys = [PortionKey(round=0, index=index) for index in range(first._plan.portions_per_round)]
+        summaries = {key: _summary(first._plan.round_portion(0, key.index)) for key in keys}
+        # It dies before it is told: its successor knows no portions, and begins nothing before it has them.
+        second = case.coordinator()
+        num_asked = len(case.sampler.asked)
+        assert await second.next_batch(1, _generation(2), _trained(0)) == (Next.TELL, [])
+        assert (len(case.sampler.asked), case.events("round")) == (num_asked, [])
+        assert await second.published(_trained(0), summaries)
+        what, _ = await second.next_batch(1, _generation(2), _trained(0))
+        assert what is Next.GO_ON
+        # It dies as it answers: Ray asks its successor.
+        third = case.coordinator()
+        what, _ = await third.next_batch(1, _generation(2), _trained(0))
+        assert what is Next.GO_ON
+        assert [event["round"] for event in case.events("round")] == [0]
+
+    _run(scene())
+
+
+def test_a_round_that_is_told_of_with_the_next_ask_is_on_disk_when_that_is_answered(case: _Case) -> None:
+    async def scene() -> None:
+        coordinator = case.coordinator()
+        await coordinator.next_batch(0, _generation(1))
+        what, references = await coordinator.next_batch(1, _generation(2), _trained(0))
+        assert (what, len(references)) == (Next.GO_ON, coordinator._plan.portions_per_round)
+        assert [event["round"] for event in case.events("round")] == [0]
+
+    _run(scene())
+
+
+def test_samplers_are_at_work_while_the_disk_is_waited_for(case: _Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    written, write_out = threading.Event(), RunLog.write_out
+
+    def slow(log: RunLog) -> None:
+        assert written.wait(60)
+        write_out(log)
+
+    async def scene() -> None:
+        coordinator = case.coordinator()
+        await coordinator.next_batch(0, _generation(1))
+        num_asked = len(case.sampler.asked)
+        monkeypatch.setattr(RunLog, "write_out", slow)
+        waiting = asyncio.create_task(coordinator.next_batch(1, _generation(2), _trained(0)))
+        while len(case.sampler.asked) < num_asked + coordinator._plan.portions_per_round:
+            await asyncio.sleep(0.001)
+        assert await coordinator.heartbeat(0, "round 1: waiting", "handle") is False, "it answers others"
+        assert not waiting.done()
+        assert case.events("round") == []
+        written.set()
+        what, _ = await waiting
+        assert what is Next.GO_ON
+        assert [event["round"] for event in case.events("round")] == [0]
+
+    _run(scene())
+
+
+def test_a_learner_that_begins_again_meanwhile_ends_the_old_ones_ask(
+    case: _Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written, write_out = threading.Event(), RunLog.write_out
+
+    async def scene() -> None:
+        coordinator = case.coordinator()
+        await coordinator.next_batch(0, _generation(1))
+        monkeypatch.setattr(RunLog, "write_out", lambda log: (written.wait(60), write_out(log)))
+        waiting = asyncio.create_task(coordinator.next_batch(1, _generation(2), _trained(0)))
+        await asyncio.sleep(0.01)
+        await coordinator.learner_starting("another")
+        written.set()
+        with pytest.raises(RuntimeError, match="begun again"):
+            await waiting
 
     _run(scene())
 
@@ -355,7 +439,7 @@ def test_what_a_resumed_run_does_again_is_said(case: _Case) -> None:
     async def scene() -> None:
         coordinator = case.coordinator()
         await coordinator.next_batch(0, _generation(1))
-        await coordinator.published(0, _generation(2), VALUES, None)
+        await coordinator.published(_trained(0), None)
         await coordinator.learner_starting("one")
         await coordinator.learner_started("sft", {"round": 0, "policy_version": 1, "step": None})
         (event,) = case.events("resume")
@@ -544,7 +628,7 @@ def test_a_coordinator_that_restarts_draws_the_same_problems_by_what_was_solved_
         await first.learner_starting("group")
         for index in range(case.spec.learner.num_rounds):
             await first.next_batch(index, _generation(index + 1))
-            assert await first.published(index, _generation(index + 2), VALUES, None)
+            assert await first.published(_trained(index), None)
         second = case.coordinator()
         assert [asked(second, index) for index in range(12)] == [asked(first, index) for index in range(12)]
         (case.spec.run_dir / "solve_rates.jsonl").unlink()

@@ -111,7 +111,7 @@ def test_the_file_says_what_was_known(spec: RunSpec, tmp_path: Path) -> None:
     for index in range(4):
         solved = dict.fromkeys(_asked(plan, index), (index % 2, 2))
         plan.note_solved(index, solved)
-        log.append_solve_rates(line_of(index, solved))
+        log.add_solve_rates(line_of(index, solved))
     log.close()
     with (tmp_path / SOLVE_RATES).open("a") as file:
         file.write('{"round": 9, "solved": {"x": 1}}\nnot a line\n{"round": 4, "sol')

@@ -62,6 +62,11 @@ def dynamic(spec: RunSpec) -> RunSpec:
     return spec.model_copy(update={"rollout": rollout, "learner": learner})
 
 
+async def _complete(rounds: OpenRounds, index: int) -> list[Any]:
+    rounds.begin(index, Generation(version=index, digest=""))
+    return await rounds.complete(index)
+
+
 def _trained(spec: RunSpec, pools: _Pools, num_rounds: int, restarts: bool = False) -> list[list[str]]:
     """The problems that are trained on, round after round."""
     plan = RunPlan(spec, ChatTokenizer(spec.initial_checkpoint))
@@ -69,10 +74,10 @@ def _trained(spec: RunSpec, pools: _Pools, num_rounds: int, restarts: bool = Fal
     async def run() -> list[list[str]]:
         rounds, trained = OpenRounds(spec, plan, pools, lambda *_: None), []
         for index in range(num_rounds):
-            portions = await rounds.complete(index, Generation(version=index, digest=""))
+            portions = await _complete(rounds, index)
             if restarts:
                 rounds = OpenRounds(spec, plan, pools, lambda *_: None)
-                portions = await rounds.complete(index, Generation(version=index, digest=""))
+                portions = await _complete(rounds, index)
             summaries = list(rounds.summaries(index).values())
             rows = [(portion.group_ids, summary.grades) for portion, summary in zip(portions, summaries, strict=True)]
             chosen = GroupChoice.of(spec).trained_rows(rows)
@@ -129,7 +134,7 @@ def test_what_nobody_foresaw_costs_a_try_and_is_named(spec: RunSpec) -> None:
     plan = RunPlan(spec, ChatTokenizer(spec.initial_checkpoint))
     rounds = OpenRounds(spec, plan, Broken(0), lambda what, attempt: said.append(f"{what}, {attempt}"))
     with pytest.raises(RuntimeError, match=r"round 0 has no completions: .* IndexError: a fault of ours"):
-        asyncio.run(asyncio.wait_for(rounds.complete(0, Generation(version=0, digest="")), 60))
+        asyncio.run(asyncio.wait_for(_complete(rounds, 0), 60))
     assert said.count("IndexError: a fault of ours, 1") == spec.portions_per_round
 
 

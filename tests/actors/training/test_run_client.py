@@ -1,0 +1,109 @@
+"""What rank 0 of a learner says to its run's coordinator, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from actors.messages import Generation, Next, TrainedRound
+from actors.spec import Phase
+from actors.training import run_client
+from actors.training.run_client import RunClient
+
+SECOND = Generation(version=2, digest="2")
+TRAINED = TrainedRound(round=0, generation=SECOND, values={"loss": 1.0})
+
+
+class _Coordinator:
+    """Notes what it is asked, and answers when it is waited for."""
+
+    def __init__(self, **answers: Any) -> None:
+        self.asked: list[tuple[Any, ...]] = []
+        self.heard: list[str] = []
+        self._answers = answers
+
+    def __getattr__(self, name: str) -> Any:
+        def remote(*arguments: Any) -> Callable[[], Any]:
+            self.asked.append((name, *arguments))
+            answers = self._answers.get(name)
+            answer = answers.pop(0) if answers else (Next.GO_ON, []) if name in ("next_batch", "evaluate") else True
+
+            def waited_for() -> Any:
+                self.heard.append(name)
+                return answer
+
+            return waited_for
+
+        return type("Method", (), {"remote": staticmethod(remote)})
+
+
+@pytest.fixture
+def client(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[RunClient, _Coordinator]]:
+    monkeypatch.setattr(run_client.ray, "get", lambda asked, timeout=None: asked() if callable(asked) else asked)
+
+    def make(**answers: Any) -> tuple[RunClient, _Coordinator]:
+        coordinator = _Coordinator(**answers)
+        return RunClient(coordinator, None), coordinator
+
+    return make
+
+
+def _publish(client: RunClient) -> None:
+    client.announce(SECOND, Phase.RL, 1)
+    client.published(0, SECOND, {"loss": 1.0}, [])
+
+
+def test_a_round_is_told_of_by_the_ask_for_the_next(client: Callable[..., Any]) -> None:
+    run, coordinator = client()
+    _publish(run)
+    assert coordinator.heard == [], "nobody waits for the registry"
+    assert run.next_batch(1, SECOND) == (Next.GO_ON, [])
+    assert coordinator.asked == [("announce", SECOND, Phase.RL, 1), ("next_batch", 1, SECOND, TRAINED)]
+    assert coordinator.heard == ["announce", "next_batch"]
+    run.next_batch(1, SECOND)
+    run.tell()
+    assert coordinator.asked[2:] == [("next_batch", 1, SECOND, None)], "once"
+
+
+@pytest.mark.parametrize("name", ["record", "evaluate", "tell"])
+def test_before_whatever_else_is_asked(client: Callable[..., Any], name: str) -> None:
+    run, coordinator = client()
+    _publish(run)
+    if name == "record":
+        run.record("checkpoint", {})
+    elif name == "evaluate":
+        run.evaluate(SECOND, "round", 1, is_new=True)
+    else:
+        run.tell()
+    assert coordinator.asked[1] == ("published", TRAINED, None)
+    assert [asked[0] for asked in coordinator.asked[2:]] == ([] if name == "tell" else [name])
+    assert coordinator.heard[:2] == ["announce", "published"]
+
+
+def test_a_coordinator_that_does_not_know_the_round_is_told_all_of_it(client: Callable[..., Any]) -> None:
+    run, coordinator = client(next_batch=[(Next.TELL, []), (Next.GO_ON, [])], published=[False, True])
+    _publish(run)
+    assert run.next_batch(1, SECOND) == (Next.GO_ON, [])
+    assert coordinator.asked[1:] == [
+        ("next_batch", 1, SECOND, TRAINED),
+        ("published", TRAINED, None),
+        ("published", TRAINED, {}),
+        ("next_batch", 1, SECOND, None),
+    ]
+
+
+def test_what_could_not_be_announced_is_raised_by_the_next_call(client: Callable[..., Any]) -> None:
+    run, coordinator = client()
+
+    def fail(*_: Any) -> Callable[[], Any]:
+        def waited_for() -> Any:
+            raise TimeoutError("no answer")
+
+        return waited_for
+
+    coordinator.announce = type("Method", (), {"remote": staticmethod(fail)})
+    _publish(run)
+    with pytest.raises(TimeoutError, match="no answer"):
+        run.next_batch(1, SECOND)
