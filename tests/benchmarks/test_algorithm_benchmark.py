@@ -140,6 +140,7 @@ def benchmark(small: Path, done: Path, tmp_path: Path) -> Callable[..., None]:
     return lambda *rates: _benchmark(small, tmp_path, *rates)
 
 
+@pytest.mark.nightly
 def test_a_row_that_has_learned_is_not_tried_at_a_further_rate(
     benchmark: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
