@@ -10,9 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from learner.model.config import TransformerConfig
 from learner.model.transformer import Transformer, init_weights
+
+# How long an example takes is the machine's business: a busy one takes half a second for what it does in a millisecond.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 SHARED = Path(__file__).parents[1].parent / "shared"
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from threading import Thread
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rewards import Outcome
@@ -343,7 +343,6 @@ def test_spelled_alike(a: str, b: str, alike: bool) -> None:
 
 
 @given(st.lists(st.sampled_from(["\\left", "(", "1", "23", "x", ",", " ", "\\frac", "{", "}", ".", "\\!", "$"])))
-@settings(deadline=None)
 def test_a_spelling_is_its_own_spelling(pieces: list[str]) -> None:
     spelling = respelled("".join(pieces))
     assert respelled(spelling) == spelling

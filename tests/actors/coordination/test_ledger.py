@@ -121,7 +121,7 @@ def test_rounds_publish_in_order() -> None:
 
 
 @given(st.data(), st.integers(0, 2), st.integers(1, 3))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_every_portion_ends_once_and_no_slot_is_exceeded(data: st.DataObject, staleness: int, portions: int) -> None:
     """With slow workers, deaths and versions that are lost."""
     ledger = _ledger(max_staleness=staleness, num_rounds=4, portions=portions)
@@ -167,7 +167,7 @@ def test_a_round_that_is_extended_is_complete_with_all_its_portions() -> None:
 
 
 @given(st.integers(0), st.integers(0, 3), st.integers(1, 3))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_nothing_is_trained_on_that_is_older_than_the_bound(seed: int, staleness: int, portions: int) -> None:
     """Whatever comes back late, fails, loses its version, is lost after it was ready, is added or starts anew."""
     draw, ledger, round_index = random.Random(seed), _ledger(staleness, 6, portions), 0

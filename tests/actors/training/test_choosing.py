@@ -61,7 +61,7 @@ def test_what_the_accuracies_leave_out_teaches_nothing(low: float, high: float, 
     st.integers(1, 8),
     st.randoms(use_true_random=False),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_the_portions_asked_do_not_depend_on_who_answers_first(
     portions: list[list[bool]], num_groups: int, order: random.Random
 ) -> None:

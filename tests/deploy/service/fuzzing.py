@@ -10,9 +10,7 @@ SEED = int(os.environ.get("D1_FUZZ_SEED", "0"))
 
 
 def settings(num_cases):
-    return hypothesis.settings(
-        max_examples=num_cases, deadline=None, database=None, suppress_health_check=list(HealthCheck)
-    )
+    return hypothesis.settings(max_examples=num_cases, database=None, suppress_health_check=list(HealthCheck))
 
 
 def each_case(operation, mode, num_cases, seed, ask):

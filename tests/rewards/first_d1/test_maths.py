@@ -52,7 +52,7 @@ def _published_number(text: str) -> float | None:
 
 
 @given(st.one_of(_NUMBERS, _ANSWERS))
-@settings(deadline=None, max_examples=400)
+@settings(max_examples=400)
 @example("\\boxed{\\boxed{3}")
 @example("\\boxed{\n}\\boxed{....}<answer>1,000</answer>")
 @example("\\boxed{1,000}")
@@ -71,7 +71,6 @@ def _published_math_answer(text: str) -> str | None:
     return answer
 
 
-@settings(deadline=None)
 @given(_texts("\\boxed{", "\\boxed{}", "\\boxed ", "}", "$", "<answer>", "</answer>", "1", "\n"))
 @example("")
 @example("\\boxed{<answer>1</answer>")
@@ -135,7 +134,7 @@ def _published_equivalence(a: str, b: str) -> bool:
 
 
 @given(_LATEX, st.one_of(st.none(), _LATEX))
-@settings(deadline=None, max_examples=1000)
+@settings(max_examples=1000)
 @example("1/x", None)
 @example("\\sqrt", "\\sqrt")
 @example("\\frac", "\\frac")
@@ -188,7 +187,7 @@ _STRICT = "<reasoning>\nx\n</reasoning>\n<answer>\n4\n</answer>\n"
 
 
 @given(_TAGS)
-@settings(deadline=None, max_examples=1000)
+@settings(max_examples=1000)
 @example(_STRICT)
 @example(_STRICT + "\n")
 @example(_STRICT + "\n\n")

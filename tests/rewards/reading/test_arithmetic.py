@@ -115,7 +115,7 @@ def test_what_is_no_expression_is_refused(text: str) -> None:
 
 
 @given(_EXPRESSIONS)
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 def test_value_numbers_and_operators_equal_pythons(text: str) -> None:
     evaluation = evaluate(text)
     try:
@@ -130,7 +130,7 @@ def test_value_numbers_and_operators_equal_pythons(text: str) -> None:
 
 
 @given(st.text(alphabet="0123456789+-*/() .\t\n", max_size=30))
-@settings(deadline=None, max_examples=500)
+@settings(max_examples=500)
 def test_every_text_that_is_accepted_is_also_a_python_expression(text: str) -> None:
     evaluation = evaluate(text)
     if evaluation is not None:

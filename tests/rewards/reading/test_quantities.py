@@ -6,7 +6,7 @@ import time
 from fractions import Fraction
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rewards.reading.quantities import MAX_QUANTITY_CHARS, read_quantity
@@ -89,14 +89,12 @@ def test_a_quantity_is_the_one_number_of_a_text(text: str, value: str | None) ->
     assert read_quantity(text) == (None if value is None else Fraction(value))
 
 
-@settings(deadline=None)
 @given(st.fractions(), st.sampled_from(["{}", "${}", " {} dollars.", "x = {}", "\\text{{{}}}"]))
 def test_what_is_written_is_read_exactly(value: Fraction, form: str) -> None:
     text = form.format(value)
     assert len(text) > MAX_QUANTITY_CHARS or read_quantity(text) == value
 
 
-@settings(deadline=None)
 @given(st.text(), st.text(alphabet="0123456789.,/-$%^:{}\\ =\n"))
 def test_no_text_makes_it_raise(text: str, numeric: str) -> None:
     for hostile in (text, numeric):

@@ -88,13 +88,13 @@ tokens_or_masks = st.lists(st.none() | st.integers(0, NUM_TOKENS - 1), min_size=
 
 
 @given(grammar=grammars(), canvas=tokens_or_masks)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_a_slot_may_take_what_some_text_has_there_and_nothing_else(grammar: Grammar, canvas: list[int | None]) -> None:
     expect_all_that_texts_have(look(grammar, canvas), grammar, canvas)
 
 
 @given(grammar=grammars(), length=st.integers(1, 5), data=st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_slots_are_committed_in_any_order_and_some_text_is_always_left(
     grammar: Grammar, length: int, data: st.DataObject
 ) -> None:
@@ -120,7 +120,7 @@ def test_slots_are_committed_in_any_order_and_some_text_is_always_left(
 
 
 @given(grammar=grammars())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_the_shortest_text_is_counted(grammar: Grammar) -> None:
     classes = range(grammar.next_state.shape[1])
     lengths = [length for length in range(5) for text in product(classes, repeat=length) if _accepts(grammar, text)]

@@ -305,7 +305,7 @@ def test_sets_come_back_as_they_were(first: set[object], second: frozenset[objec
     st.binary(max_size=200)
     | _PLAIN.map(wire.encode).flatmap(lambda d: st.integers(0, 255).map(lambda b: d[:-1] + bytes([b])))
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_no_bytes_make_the_reader_do_more_than_refuse(data: bytes) -> None:
     with contextlib.suppress(ArithmeticError, TypeError, ValueError):
         wire.decode(data)
