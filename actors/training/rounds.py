@@ -72,9 +72,9 @@ def _go_on(context: RunContext) -> None:
     decision = context.decide(lambda: context.position.rl_seconds)
     every = context.spec.checkpoint_every_rounds
     must_save = decision.must_save or (every and context.position.round % every == 0)
-    if (must_save or decision.must_stop) and context.ranks.rank == 0:
-        # It may take long: whoever looks at the run, and samplers that may go ahead, do not wait for it.
-        context.client.tell()
+    if must_save or decision.must_stop:
+        # What follows may take long: whoever looks at the run, and samplers that may go ahead, do not wait for it.
+        context.ranks.on_rank_0(context.client.tell)
     if must_save:
         context.save()
     if decision.must_stop:
