@@ -87,9 +87,7 @@ class RunLog:
 
     def add(self, event: str, **values: Any) -> Event:
         """Record one event, which waits in memory for `write_out`."""
-        record = self._keep(event, values)
-        self._for_boards.append((event, values))
-        return record
+        return self._keep(event, values)
 
     def add_samples(self, samples: Sequence[Mapping[str, Any]]) -> None:
         """Record readable completions, which wait for `write_out`."""
@@ -105,7 +103,8 @@ class RunLog:
         does both again. Any thread may."""
         with self._writing:
             writes = self._samples.write_out, self._solve_rates.write_out, self._metrics.write_out
-            shown, self._for_boards = self._for_boards, []
+            with self._keeping:
+                shown, self._for_boards = self._for_boards, []
             tries = (*map(self._try, writes), *(self._to_boards(event, values) for event, values in shown))
             self._note(next((failed for failed in tries if failed is not None), None))
 
@@ -132,6 +131,7 @@ class RunLog:
             record: Event = json.loads(line)
             self._metrics.add(line)
             self._events.append(record)
+            self._for_boards.append((event, values))
         return record
 
     def _try(self, write: Callable[[], None]) -> OSError | None:
@@ -147,8 +147,7 @@ class RunLog:
             what = "the disk is full" if failed.errno == errno.ENOSPC else f"the run directory: {failed}"
             waiting = f"{self._metrics.num_waiting} events and {self._samples.num_waiting} samples wait in memory"
             self._keep("failure", {"what": f"{what}: {waiting} until there is room", "attempt": 1})
-        files = self._metrics, self._samples, self._solve_rates
-        self._is_failing = failed is not None or any(file.num_waiting for file in files)
+        self._is_failing = failed is not None
 
     def _seconds_so_far(self) -> float:
         """Of a run that has only been announced, the time since; of a resumed one, the time it had run."""

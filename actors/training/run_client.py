@@ -15,7 +15,7 @@ import ray
 from ray.exceptions import ActorDiedError, GetTimeoutError, ObjectLostError, RayError
 from torch import Tensor
 
-from actors.messages import Generation, Next, ScoredPortion, TrainedRound
+from actors.messages import Generation, Next, PortionKey, PortionSummary, ScoredPortion, TrainedRound
 from actors.resources import OBJECT_STORE
 from actors.spec import Phase
 from actors.training.ending import OutOfGpuMemoryError
@@ -35,7 +35,7 @@ class RunClient:
         """Take over the handles; `transport` of weights that are all trained is the object store, or has a name of Ray
         Direct Transport's."""
         self._coordinator, self._store, self._transport = coordinator, store, transport
-        self._untold: tuple[TrainedRound, list[ScoredPortion]] | None = None
+        self._untold: tuple[TrainedRound, Mapping[PortionKey, PortionSummary]] | None = None
         self._announced: Any = None
         # A checkpoint is recorded by the thread that writes it.
         self._telling = threading.Lock()
@@ -120,7 +120,9 @@ class RunClient:
         self, round_index: int, generation: Generation, values: Mapping[str, Any], portions: list[ScoredPortion]
     ) -> None:
         """A round of `portions` was trained on, and gave a version: the coordinator hears of it by the next call."""
-        self._untold = TrainedRound(round=round_index, generation=generation, values=dict(values)), portions
+        trained = TrainedRound(round=round_index, generation=generation, values=dict(values))
+        # Not the portions: the object store would have two rounds of them.
+        self._untold = trained, {scored.portion.key: scored.summary for scored in portions}
 
     def tell(self) -> None:
         """Tell of the round that was trained on last, unless that is done."""
@@ -128,10 +130,9 @@ class RunClient:
             self._hear()
             if self._untold is None:
                 return
-            trained, portions = self._untold
+            trained, summaries = self._untold
             if not self._call(self._coordinator.published.remote(trained, None)):
                 # It has restarted since it gave us the portions.
-                summaries = {scored.portion.key: scored.summary for scored in portions}
                 self._call(self._coordinator.published.remote(trained, summaries))
             self._untold = None
 

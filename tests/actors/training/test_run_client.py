@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from actors.messages import Generation, Next, TrainedRound
+from actors.messages import Generation, Next, PortionKey, TrainedRound
 from actors.spec import Phase
 from actors.training import run_client
 from actors.training.run_client import RunClient
@@ -52,7 +53,9 @@ def client(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[RunClient, _C
 
 def _publish(client: RunClient) -> None:
     client.announce(SECOND, Phase.RL, 1)
-    client.published(0, SECOND, {"loss": 1.0}, [])
+    key = PortionKey(round=0, index=0)
+    scored: Any = SimpleNamespace(portion=SimpleNamespace(key=key), summary="summary", completions="tensors")
+    client.published(0, SECOND, {"loss": 1.0}, [scored])
 
 
 def test_a_round_is_told_of_by_the_ask_for_the_next(client: Callable[..., Any]) -> None:
@@ -89,7 +92,7 @@ def test_a_coordinator_that_does_not_know_the_round_is_told_all_of_it(client: Ca
     assert coordinator.asked[1:] == [
         ("next_batch", 1, SECOND, TRAINED),
         ("published", TRAINED, None),
-        ("published", TRAINED, {}),
+        ("published", TRAINED, {PortionKey(round=0, index=0): "summary"}),
         ("next_batch", 1, SECOND, None),
     ]
 
