@@ -328,8 +328,7 @@ class Coordinator:
                 if trained is not None and summaries is not None:
                     # The samplers are at work before this process sums up the round before, and waits for a disk.
                     await asyncio.sleep(0)
-                    self._note_round(trained, summaries)
-                    await asyncio.to_thread(self._log.write_out)
+                    await self._record_round(trained, summaries)
                 return Next.GO_ON, await self._unless_stopped(self._rounds.complete(round_index))
         except StoppedError:
             return Next.STOP, []
@@ -354,8 +353,7 @@ class Coordinator:
         if summaries is None:
             return False
         self._free(trained, summaries)
-        self._note_round(trained, summaries)
-        await asyncio.to_thread(self._log.write_out)
+        await self._record_round(trained, summaries)
         return True
 
     def _is_published(self, trained: TrainedRound) -> bool:
@@ -376,8 +374,8 @@ class Coordinator:
         self._plan.note_solved(trained.round, outcomes)
         self._rounds.publish(trained.round, trained.generation)
 
-    def _note_round(self, trained: TrainedRound, by_key: Mapping[PortionKey, PortionSummary]) -> None:
-        """To the run log, which is not written out yet, and to whatever shows rounds."""
+    async def _record_round(self, trained: TrainedRound, by_key: Mapping[PortionKey, PortionSummary]) -> None:
+        """In the run log, on disk when this returns, and wherever rounds are shown."""
         plan, summaries, values = self._plan, list(by_key.values()), trained.values
         version = trained.generation.version
         stats = round_stats([plan.group_ids(key) for key in by_key], summaries, GroupChoice.of(self._spec))
@@ -400,6 +398,7 @@ class Coordinator:
         )
         self._gauges.show(event)
         self._timeline.add_round(trained.round, values)
+        await asyncio.to_thread(self._log.write_out)
 
     @asynccontextmanager
     async def _samplers_turn(self) -> AsyncIterator[None]:

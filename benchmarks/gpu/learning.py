@@ -13,7 +13,7 @@ from torch import Tensor
 from benchmarks import rounds
 from benchmarks.gpu.setting import Row, Setting, random_policy, taken_s
 from learner.estimators import SamplerFacts, Views, token_logps
-from learner.hardware import forget_peak_memory, peak_flop_per_s, peak_memory_bytes
+from learner.hardware import forget_peak_memory, free_unused_memory, peak_flop_per_s, peak_memory_bytes
 from learner.learner import Learner
 from learner.model.lora import merge_into
 from learner.model.lora_config import WHOLE, LoraConfig
@@ -95,6 +95,8 @@ def _update(setting: Setting, lora: LoraConfig, *, is_compiled: bool) -> Row:
     policy = ShardedPolicy(model, None, ShardingConfig(compile=is_compiled), lora=lora)
     trained = Learner(policy, rounds.learner_config(of_round), SamplerFacts(records_law=False))
     batch = rounds.make_round(of_round)
+    # The row before may have left a policy in a cycle, which would count.
+    free_unused_memory(device)
     forget_peak_memory(device)
     seconds = taken_s(setting, lambda: trained.update(batch, 0), rounds=1)
     stated = peak_flop_per_s(device)
