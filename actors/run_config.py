@@ -153,7 +153,8 @@ class RunConfig(BaseModel):
     control: ControlSection = ControlSection()
     """What else the same seconds could have bought."""
     checkpoint_every_rounds: NonNegativeInt = 0
-    """Write a checkpoint to resume from after every so many rounds; 0: only by time, and at the ends of the stages."""
+    """Write a checkpoint to resume from after every so many rounds; 0: only by time, where the rounds are evaluated,
+    and at the ends of the stages."""
     checkpoint_every_s: NonNegativeFloat = 120.0
     """Write one after so many seconds too, in SFT, the rounds and the control: what a crash costs at most. It takes at
     most a twentieth of the time: where one takes long to write, they are further apart. 0: none by time."""

@@ -101,7 +101,8 @@ class EvaluationConfig(BaseModel):
     the choice of the best checkpoint are on these, and the held-out problems are asked only at the ends of the stages.
     0: there are none, the evaluations between the rounds ask the held-out problems, and no checkpoint is `best`."""
     every_rounds: NonNegativeInt = 0
-    """Evaluate also after every so many rounds; 0 does so only at the ends of the stages."""
+    """Evaluate also after every so many rounds, beside the next one, and write a checkpoint there; 0 does so only at
+    the ends of the stages."""
     schedules: tuple[ScheduleConfig, ...] | None = None
     """Schedules in place of that of `rollout.sampling`, each a section as in `rollout.schedules`. The accuracy at the
     first is what a policy is compared and announced by, and what the service answers at; what SFT, the rounds and the

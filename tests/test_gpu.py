@@ -171,6 +171,7 @@ def test_who_goes_on_from_an_earlier_batch_enters_without_a_wait(policy: Transfo
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.filterwarnings("ignore")
 def test_a_compiled_policy_in_bfloat16_samples_what_it_samples_eagerly(policy: Transformer) -> None:
     half = copy.deepcopy(policy).to("cuda", torch.bfloat16)
     params = SamplingParams(gen_length=16, block_length=8, num_denoise_steps=8, temperature=0.0)

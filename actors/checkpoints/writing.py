@@ -1,4 +1,4 @@
-"""Writing a run's checkpoints: where a stage ends, by rounds, by time, at the best accuracy, and when a run stops.
+"""Writing a run's checkpoints: where a stage ends, by rounds, by time, where it is evaluated, and when a run stops.
 
 What is in one is gathered while training stands still. A large one that the run can do without is then written beside
 the training that goes on: what was gathered are copies, which no update changes.
@@ -48,9 +48,7 @@ class Checkpointer:
         self._written_at, self._write_s = clock(), 0.0
         self.newest: Position | None = None
         """Where the run stood at the newest one that this process wrote."""
-        self.newest_is_whole = False
-        """Whether that has weights of its own."""
-        self._pending: tuple[Position, bool] | None = None
+        self._pending: Position | None = None
         """The same of one that is being written beside training, or was: what became of it is not known here yet."""
         self._beside = Beside()
         """Writes that one, on rank 0."""
@@ -106,9 +104,9 @@ class Checkpointer:
 
         is_written = self._ranks.agreed(begin)
         if is_written is None:
-            self._pending = position, is_whole
+            self._pending = position
         elif is_written:
-            self.newest, self.newest_is_whole = position, is_whole
+            self.newest = position
         self._written_at = self._clock()
         self._write_s = self._written_at - began
 
@@ -121,7 +119,7 @@ class Checkpointer:
             return
         pending, self._pending = self._pending, None
         if self._ranks.agreed(self._beside.outcome):
-            self.newest, self.newest_is_whole = pending
+            self.newest = pending
 
     def wait(self) -> None:
         """The same on one rank alone, whatever becomes of it: the process is about to end, and its thread with it."""

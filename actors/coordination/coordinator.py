@@ -8,7 +8,7 @@
 |---------------|----------------------|------------------------|--------------------|----------------------|
 | `Rounds._run` | an admitted portion  | a free sampler, grader | a ready portion    | `published`, a retry |
 | `next_batch`  | a round's portions   | the round is complete  | references         | `Rounds._run`, `stop`|
-| `evaluate`    | held-out portions    | all of them            | a Score            | `Pools.score`, `stop`|
+| `evaluate`    | held-out portions    | all of them            | a score            | `Pools.score`, `stop`|
 | `_keep_watch` |                      | an actor that is silent| a failure, a kill  |                      |
 
 Where samplers and learner share GPUs and take turns (`gpus.colocate`), the samplers' turn is as long as `next_batch` or
@@ -64,6 +64,8 @@ _CONTROLLER = "Ray Train's controller"
 # It is not to be asked while it starts a group, or ends one.
 _CONTROLLER_HUNG_S = 90.0
 _ROUND, _EVALUATION = "the round", "the evaluation"
+# What an evaluation is due before, where the learner waits for nothing else.
+_AT_ONCE = -1.0
 T = TypeVar("T")
 
 
@@ -119,6 +121,8 @@ class Coordinator:
         self._learner_starting_at = time.monotonic()
         self._stopping = asyncio.Event()
         self._asked: set[asyncio.Task[Any]] = set()
+        self._beside: tuple[tuple[Generation, str], asyncio.Task[dict[str, Any]]] | None = None
+        """What is evaluated beside the round under way, by version and label."""
         self._store = store
         self._watching: asyncio.Task[None] | None = None
         self._begin(session)
@@ -301,6 +305,7 @@ class Coordinator:
         self._rounds.forget()
         for asked in self._asked:
             asked.cancel()
+        self._end_beside()
         # The controller starts another group, and answers when that is up.
         self._watch.forget(_CONTROLLER, *(f"{_RANK}{rank}" for rank in self._doing))
         self._doing.clear()
@@ -309,12 +314,14 @@ class Coordinator:
     # The rounds.
 
     async def next_batch(
-        self, round_index: int, generation: Generation, trained: TrainedRound | None = None
+        self, round_index: int, generation: Generation, trained: TrainedRound | None = None, label: str = ""
     ) -> tuple[Next, list[ray.ObjectRef[Any]]]:
         """References of a round's scored portions, or what else to do first. Raises as `OpenRounds.complete` does.
 
         `trained` is the round before, where the learner has not told of it yet: as `published`, and it is on disk when
-        this returns. The samplers do not wait for that.
+        this returns. The samplers do not wait for that. `label` is of an evaluation of `generation` that the learner
+        will ask for when it has trained on the round: it begins now, behind the round's portions and before those of
+        the next.
         """
         summaries = None
         if trained is not None and not self._is_published(trained):
@@ -325,12 +332,16 @@ class Coordinator:
         try:
             async with self._samplers_turn():
                 self._rounds.begin(round_index, generation)
+                # The samplers are at work before there is an evaluation, and before this process sums up the round
+                # before, and waits for a disk.
+                await asyncio.sleep(0)
+                if label:
+                    self._begin_beside(generation, label, round_index)
                 if trained is not None and summaries is not None:
-                    # The samplers are at work before this process sums up the round before, and waits for a disk.
-                    await asyncio.sleep(0)
                     await self._record_round(trained, summaries)
                 return Next.GO_ON, await self._unless_stopped(self._rounds.complete(round_index))
         except StoppedError:
+            self._end_beside()
             return Next.STOP, []
         except VersionLostError:
             return Next.PUBLISH, []
@@ -426,35 +437,56 @@ class Coordinator:
             self._pools.stage(generation)
         await self._announcer.announce(generation, phase, round_index)
 
-    async def evaluate(self, generation: Generation, label: str, round_index: int, is_new: bool) -> tuple[Next, bool]:
+    async def evaluate(self, generation: Generation, label: str, round_index: int, is_new: bool) -> Next:
         """Accuracy of a version that the store has, on the problems of a label; recorded, and announced if the version
-        is public.
+        is public. One that has begun beside a round is waited for.
 
-        Of a version that is not new, an evaluation that the log has is not repeated. Also says whether the version is
-        the best of the rounds so far.
+        Of a version that is not new, an evaluation that the log has is not repeated.
         Raises RuntimeError when a portion cannot be scored: an accuracy over fewer problems would be another number.
         """
         version = generation.version
-        if not self._is_evaluated(version, label, is_new=is_new):
-            began = time.monotonic()
-            self._waiting_since = _EVALUATION, began
-            try:
-                async with self._samplers_turn():
-                    scored = await self._unless_stopped(self._evaluation.score(generation, label))
-            except StoppedError:
-                return Next.STOP, False
-            except VersionLostError as error:
-                self._note_failure(f"{error}; the learner publishes again", 1)
-                return Next.PUBLISH, False
-            finally:
-                self._waiting_since = None
-                self._timeline.add(LEARNER, f"evaluation of version {version}", SpanKind.WAIT, began)
-            self._log.append("evaluation", label=label, policy_version=version, round=round_index, **scored)
-            if label != Phase.CONTROL:
-                await self._announcer.score(version, scored["num_correct"], scored["num_problems"])
-            if label == VALIDATION:
-                await self._announcer.best()
-        return Next.GO_ON, best_version(self._log.events_since(0)) == version
+        if self._is_evaluated(version, label, is_new=is_new):
+            return Next.GO_ON
+        began = time.monotonic()
+        self._waiting_since = _EVALUATION, began
+        try:
+            async with self._samplers_turn():
+                scored = await self._unless_stopped(self._scored(generation, label))
+        except StoppedError:
+            return Next.STOP
+        except VersionLostError as error:
+            self._note_failure(str(error), 1)
+            return Next.PUBLISH
+        finally:
+            self._end_beside()
+            self._waiting_since = None
+            self._timeline.add(LEARNER, f"evaluation of version {version}", SpanKind.WAIT, began)
+        self._log.append("evaluation", label=label, policy_version=version, round=round_index, **scored)
+        if label != Phase.CONTROL:
+            await self._announcer.score(version, scored["num_correct"], scored["num_problems"])
+        if label == VALIDATION:
+            await self._announcer.best()
+        return Next.GO_ON
+
+    async def _scored(self, generation: Generation, label: str) -> dict[str, Any]:
+        if self._beside is not None and self._beside[0] == (generation, label):
+            # Where the store had lost the version, the learner has published it again for the round.
+            with suppress(VersionLostError):
+                return await self._beside[1]
+        return await self._evaluation.score(generation, label, _AT_ONCE)
+
+    def _begin_beside(self, generation: Generation, label: str, round_index: int) -> None:
+        """Have a version evaluated before the portions of the round after this one, unless that has begun."""
+        if self._beside is None and not self._is_evaluated(generation.version, label, is_new=True):
+            scoring = self._evaluation.score(generation, label, round_index + 0.5)
+            self._beside = (generation, label), asyncio.create_task(scoring)
+
+    def _end_beside(self) -> None:
+        if self._beside is not None:
+            # What it raised was heard, or is asked for again.
+            self._beside[1].add_done_callback(lambda task: task.cancelled() or task.exception())
+            self._beside[1].cancel()
+            self._beside = None
 
     async def versions_to_keep(self) -> list[int]:
         """The versions whose checkpoints must stay: the best, and one that an operator has pinned."""

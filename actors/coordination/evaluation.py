@@ -39,9 +39,9 @@ class VersionEvaluator:
         self._validation = {first.schedule_name: plan.evaluation_portions(first, count, plan.validation)}
         self._pools, self._max_attempts, self._on_failure = pools, max_attempts, on_failure
 
-    async def score(self, generation: Generation, label: str) -> dict[str, Any]:
+    async def score(self, generation: Generation, label: str, due: float) -> dict[str, Any]:
         """What the `evaluation` event of a label says of the completions: of those at the first schedule, and, at the
-        end of a stage, of those at each under `schedules`.
+        end of a stage, of those at each under `schedules`. They are sampled before what is due later, as of rounds.
 
         Raises:
             VersionLostError: the weights are nowhere.
@@ -50,7 +50,9 @@ class VersionEvaluator:
         portions = self._validation if label == VALIDATION else self._heldout
         names = list(portions)[:1] if label in _ONE_SCHEDULE else list(portions)
         tries = [
-            asyncio.create_task(self._with_retries(generation, portion)) for name in names for portion in portions[name]
+            asyncio.create_task(self._with_retries(generation, portion, due))
+            for name in names
+            for portion in portions[name]
         ]
         try:
             summaries = iter(await asyncio.gather(*tries))
@@ -60,10 +62,10 @@ class VersionEvaluator:
         found = {name: _counts([next(summaries) for _ in portions[name]]) for name in names}
         return {"schedule": names[0], **found[names[0]], "schedules": found}
 
-    async def _with_retries(self, generation: Generation, portion: Portion) -> PortionSummary:
+    async def _with_retries(self, generation: Generation, portion: Portion, due: float) -> PortionSummary:
         for attempt in range(1, self._max_attempts + 1):
             try:
-                _, summary = await self._pools.score(generation, portion.key, lambda: portion)
+                _, summary = await self._pools.score(generation, portion.key, lambda: portion, due)
                 if summary.failures:
                     raise PortionFailedError(summary.failures[0])
             except PortionFailedError as error:

@@ -80,8 +80,8 @@ class PoolUse:
 class ActorPool:
     """Actors of one kind, and who of them is free.
 
-    What the learner waits for is served first: an evaluation, then the older round, in which there may be portions that
-    are tried again or that replace others.
+    What is due first is served first. Of two rounds that is the older one, in which there may be portions that are
+    tried again or that replace others.
     """
 
     def __init__(self, kind: str, actors: Mapping[str, Any], timeout_s: float, on_left: Callable[[str], None]) -> None:
@@ -90,7 +90,7 @@ class ActorPool:
         self.members = [Member(name, actor) for name, actor in actors.items()]
         self._free = deque(self.members)
         self._leaving: set[Member] = set()
-        self._waiting: list[tuple[int, int, int, asyncio.Future[Member]]] = []
+        self._waiting: list[tuple[float, int, int, asyncio.Future[Member]]] = []
         self._num_waited = 0
         self._assigned: dict[Member, tuple[PortionKey, float]] = {}
         self._away: dict[Member, float] = {}
@@ -150,10 +150,10 @@ class ActorPool:
         ray.kill(member.actor)
         self._on_left(member.name)
 
-    async def take(self, key: PortionKey) -> Member:
-        """A free actor, which is at work on the portion from now on."""
+    async def take(self, key: PortionKey, due: float) -> Member:
+        """A free actor, which is at work on the portion from now on; `due` is the round that it is wanted for."""
         while True:
-            member = await self._next_free(key)
+            member = await self._next_free(key, due)
             self._count(1)
             self._assigned[member] = key, time.monotonic()
             if time.monotonic() - self._answered.get(member, -_FRESH_S) < _FRESH_S:
@@ -171,12 +171,12 @@ class ActorPool:
                     self.give_back(member, is_healthy=False)
             return member
 
-    async def _next_free(self, key: PortionKey) -> Member:
+    async def _next_free(self, key: PortionKey, due: float) -> Member:
         if self._free:
             return self._free.popleft()
         self._num_waited += 1
         free: asyncio.Future[Member] = asyncio.get_running_loop().create_future()
-        heappush(self._waiting, (key.round, key.index, self._num_waited, free))
+        heappush(self._waiting, (due, key.index, self._num_waited, free))
         try:
             return await free
         except asyncio.CancelledError:

@@ -116,10 +116,10 @@ class Pools:
         return [*self._samplers.take_works(), *self._graders.take_works()]
 
     async def score(
-        self, generation: Generation, key: PortionKey, make: Callable[[], Portion]
+        self, generation: Generation, key: PortionKey, make: Callable[[], Portion], due: float
     ) -> tuple[ray.ObjectRef[Any], PortionSummary]:
         """Sample and grade a portion with the weights of one generation; it is made when a sampler is free, for
-        thousands may wait.
+        thousands may wait. `due` is the round that it is wanted for: what is due first is served first.
 
         Returns the reference of the scored portion, which travels to the learner past this process, and its summary.
         Raises PortionFailedError, and VersionLostError where the weights are nowhere.
@@ -130,18 +130,18 @@ class Pools:
             made.append(make())
             return sampler.generate.options(num_returns=2).remote(generation, made[0])
 
-        completions, _ = await _call(self._samplers, key, generate)
-        graded = await self._graded(made[0], completions)
+        completions, _ = await _call(self._samplers, key, due, generate)
+        graded = await self._graded(made[0], due, completions)
         return graded[0], graded[1]
 
-    async def _graded(self, portion: Portion, completions: Any) -> tuple[Any, Any]:
+    async def _graded(self, portion: Portion, due: float, completions: Any) -> tuple[Any, Any]:
         """Grade, once what a reward depends on answers, however long that takes: it is no failure of the portion."""
         pause_s, is_waiting = _FIRST_PAUSE_S, False
         grade = partial(_grade, portion, completions)
         try:
             while True:
                 try:
-                    return await _call(self._graders, portion.key, grade)
+                    return await _call(self._graders, portion.key, due, grade)
                 except RewardUnavailableError as error:
                     if not is_waiting:
                         is_waiting = True
@@ -167,9 +167,9 @@ def _grade(portion: Portion, completions: Any, grader: Any) -> Any:
     return grader.grade.options(num_returns=2).remote(portion, completions)
 
 
-async def _call(pool: ActorPool, key: PortionKey, ask: Callable[[Any], Any]) -> tuple[Any, Any]:
+async def _call(pool: ActorPool, key: PortionKey, due: float, ask: Callable[[Any], Any]) -> tuple[Any, Any]:
     """Ask a free actor; returns the reference of its first return and the value of its second."""
-    member = await pool.take(key)
+    member = await pool.take(key, due)
     is_healthy = False
     try:
         payload, small = ask(member.actor)

@@ -167,7 +167,7 @@ class OpenRounds:
         """One try of one portion."""
         try:
             make = partial(self._plan.round_portion, key.round, key.index)
-            scored = await self._pools.score(self._generations[version], key, make)
+            scored = await self._pools.score(self._generations[version], key, make, key.round)
         except VersionLostError as error:
             if not self._is_lost:
                 self._on_failure(f"{error}; the learner publishes again", 1)

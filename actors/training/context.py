@@ -34,7 +34,7 @@ class Client(publication.PublicationClient, evaluation.EvaluationClient, writing
     """What rank 0 asks of the rest of the run: `actors/training/run_client.py`."""
 
     def learner_started(self, checkpoint: str, position: Mapping[str, Any]) -> None: ...
-    def next_batch(self, round_index: int, generation: Generation) -> tuple[Next, list[ScoredPortion]]: ...
+    def next_batch(self, round_index: int, generation: Generation, label: str) -> tuple[Next, list[ScoredPortion]]: ...
     def published(
         self, round_index: int, generation: Generation, values: Mapping[str, Any], portions: list[ScoredPortion]
     ) -> None: ...
@@ -84,17 +84,30 @@ class RunContext:
         position = self.position
         self.publisher.publish(position.policy_version, position.phase, position.round, known_as)
 
-    def evaluate(self, *, is_new: bool = True) -> bool:
+    def evaluate(self, *, is_new: bool = True) -> None:
         """Held-out accuracy of what was published last; see `Evaluator.evaluate`."""
         self.pulse.doing = f"waiting for the evaluation of version {self.position.policy_version}"
-        return self.evaluator.evaluate(self.position, is_new=is_new)
+        self.evaluator.evaluate(self.position, is_new=is_new)
 
-    def save(self, *, is_best: bool = False) -> None:
+    def evaluate_beside(self) -> None:
+        """The same, of which a checkpoint is written, beside the next round; where samplers and learner take turns,
+        now."""
+        if self.spec.gpus.colocate:
+            self.evaluate()
+        else:
+            self.evaluator.begin(self.position)
+
+    def hear_evaluation(self) -> None:
+        """Wait for what is evaluated beside, if anything is."""
+        if (begun := self.evaluator.begun) is not None:
+            self.pulse.doing = f"waiting for the evaluation of version {begun.position.policy_version}"
+            self.evaluator.hear()
+
+    def save(self) -> None:
         """Write a checkpoint of where the run stands.
 
         Under LoRA one of a stage under way holds the adapter and not the policy, which anyone can make of that and of
-        what the stage began with; but the best is whole, as the ends of stages are. So is one in 4 bits: another
-        machine may round what the stage began with otherwise.
+        what the stage began with. Not in 4 bits: another machine may round what the stage began with otherwise.
         """
         self.pulse.doing = "writing a checkpoint"
         position = self.position
@@ -102,16 +115,10 @@ class RunContext:
         is_under_way = self.learner_state is not None and position.round != self.spec.learner.num_rounds
         may_fail = is_under_way or not position.is_published
         lora = self.spec.model.lora
-        is_whole = is_best or not may_fail or not lora.rank or lora.base_weights == "nf4"
+        is_whole = not may_fail or not lora.rank or lora.base_weights == "nf4"
         self.checkpointer.write(
             position, digest, self.learner_state, self._adapter(), may_fail=may_fail, is_whole=is_whole
         )
-
-    def save_best(self) -> None:
-        """Write a whole checkpoint of where the run stands, unless there is one."""
-        self.checkpointer.settle()
-        if self.checkpointer.newest != self.position or not self.checkpointer.newest_is_whole:
-            self.save(is_best=True)
 
     def finish(self, position: Position) -> None:
         """End a stage at a position: publish, checkpoint and evaluate it."""

@@ -31,6 +31,7 @@ def run_rounds(context: RunContext) -> None:
     for round_index in range(context.position.round, num_rounds):
         rounds.run(round_index)
         context.learner_state = learner.full_state
+        context.hear_evaluation()
         if round_index + 1 < num_rounds:
             _go_on(context)
     context.record("phase_end", phase=Phase.RL, seconds=context.position.rl_seconds, num_steps=num_rounds)
@@ -70,8 +71,8 @@ def _go_on(context: RunContext) -> None:
     Raises StopRequestedError where the run is to stop. What follows the last round is the end of the stage.
     """
     decision = context.decide(lambda: context.position.rl_seconds)
-    every = context.spec.checkpoint_every_rounds
-    must_save = decision.must_save or (every and context.position.round % every == 0)
+    every, must_evaluate = context.spec.checkpoint_every_rounds, context.evaluator.is_due(context.position)
+    must_save = must_evaluate or decision.must_save or (every and context.position.round % every == 0)
     if must_save or decision.must_stop:
         # What follows may take long: whoever looks at the run, and samplers that may go ahead, do not wait for it.
         context.ranks.on_rank_0(context.client.tell)
@@ -79,8 +80,8 @@ def _go_on(context: RunContext) -> None:
         context.save()
     if decision.must_stop:
         raise StopRequestedError
-    if context.evaluator.is_due(context.position) and context.evaluate():
-        context.save_best()
+    if must_evaluate:
+        context.evaluate_beside()
 
 
 class Rounds:
@@ -119,7 +120,9 @@ class Rounds:
         context, portions = self._context, list[ScoredPortion]()
 
         def ask() -> tuple[Next, Mapping[str, Tensor]]:
-            what, portions[:] = context.client.next_batch(round_index, context.publisher.newest)
+            begun = context.evaluator.begun
+            label = "" if begun is None else begun.label
+            what, portions[:] = context.client.next_batch(round_index, context.publisher.newest, label)
             sampling, policy = context.spec.rollout.sampling, context.policy.config
             num_slots = sampling.most_slots(is_block_causal=policy.is_block_causal)
             choice = GroupChoice.of(context.spec)

@@ -93,16 +93,17 @@ class RunClient:
         self._hear()
         self._announced = self._coordinator.announce.remote(generation, phase, round_index)
 
-    def next_batch(self, round_index: int, generation: Generation) -> tuple[Next, list[ScoredPortion]]:
+    def next_batch(self, round_index: int, generation: Generation, label: str = "") -> tuple[Next, list[ScoredPortion]]:
         """A round's scored portions, once all are in; none where there is something else to do first.
 
-        Also tells of the round before: one call, so that samplers are at work while that is written down.
+        Also tells of the round before: one call, so that samplers are at work while that is written down. `label` is
+        of an evaluation of the generation that begins meanwhile, and that `evaluate` waits for.
         """
         while True:
             with self._telling:
                 told, self._untold = self._untold, None
                 trained = None if told is None else told[0]
-                asked = self._coordinator.next_batch.remote(round_index, generation, trained)
+                asked = self._coordinator.next_batch.remote(round_index, generation, trained, label)
                 self._hear()
             # Without a limit of its own: the coordinator bounds every try of every portion.
             what, references = ray.get(asked)
@@ -142,11 +143,11 @@ class RunClient:
         if announced is not None:
             self._call(announced)
 
-    def evaluate(self, generation: Generation, label: str, round_index: int, *, is_new: bool) -> tuple[Next, bool]:
-        """Evaluate a version. Also says whether it is the best so far."""
+    def evaluate(self, generation: Generation, label: str, round_index: int, *, is_new: bool) -> Next:
+        """Evaluate a version, or wait for the evaluation that has begun beside a round."""
         self.tell()
-        what, is_best = ray.get(self._coordinator.evaluate.remote(generation, label, round_index, is_new))
-        return what, is_best
+        what: Next = ray.get(self._coordinator.evaluate.remote(generation, label, round_index, is_new))
+        return what
 
     def versions_to_keep(self) -> list[int]:
         """The versions whose checkpoints must stay: the best, and one that an operator has pinned."""

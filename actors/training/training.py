@@ -76,8 +76,11 @@ class TrainingRun:
         context = self._context
         context.pulse.doing = "stopping"
         context.checkpointer.settle()
-        known = (context.found.position, context.checkpointer.newest)
-        if context.learner_state is not None and context.position not in known:
+        known, begun = (context.found.position, context.checkpointer.newest), context.evaluator.begun
+        if begun is not None and begun.position in known:
+            # Whoever went on from the round since would not hear what it is worth: that round is done again.
+            context.position = begun.position
+        elif context.learner_state is not None and context.position not in known:
             context.save()
             context.checkpointer.settle()
         position = context.position

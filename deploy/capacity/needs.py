@@ -99,12 +99,13 @@ def _published_copies(recipe: Recipe) -> int:
 def _disk_bytes(recipe: Recipe) -> int:
     """Of the checkpoints at a time: the newest, the ends of the stages, the best, and one that is being written.
 
-    Each has what is trained, with AdamW's moments. Under LoRA the newest have no weights beside it, but in 4 bits.
+    Each has what is trained, with AdamW's moments. Under LoRA the newest and the best have no weights beside it, but in
+    4 bits.
     """
     ends = (recipe.sft.num_steps > 0) + (recipe.learner.num_rounds > 0) + recipe.control.enabled
     has_weights_beside = recipe.model.lora.rank and recipe.model.lora.base_weights == "full"
     whole = checkpoint_bytes(recipe) + (_weight_bytes(recipe) if has_weights_beside else 0)
-    return recipe.num_checkpoints_kept * checkpoint_bytes(recipe) + (ends + 2) * whole
+    return (recipe.num_checkpoints_kept + 1) * checkpoint_bytes(recipe) + (ends + 1) * whole
 
 
 def checkpoint_bytes(recipe: Recipe) -> int:

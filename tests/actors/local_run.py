@@ -38,6 +38,7 @@ class LocalRun:
         self._store = _Store()
         self._loader = PolicyLoader(self._policy, self._store)
         self._offers: Offers | None = None
+        self._beside: tuple[Generation | None, str, dict[str, int]] = None, "", {}
         self.sent: list[tuple[str, int]] = []
         """What was published, `version` or `base`, and its bytes."""
 
@@ -79,9 +80,11 @@ class LocalRun:
     def announce(self, generation: Generation, phase: Phase, round_index: int) -> None:
         assert (generation.version, generation.digest) == self.published_digests[-1]
 
-    def next_batch(self, round_index: int, generation: Generation) -> tuple[Next, list[ScoredPortion]]:
+    def next_batch(self, round_index: int, generation: Generation, label: str = "") -> tuple[Next, list[ScoredPortion]]:
         if self._has_lost():
             return Next.PUBLISH, []
+        if label:
+            self._beside = generation, label, self._evaluated(generation, label)
         count = range(self._plan.portions_per_round)
         return Next.GO_ON, [self._score(self._plan.round_portion(round_index, index), generation) for index in count]
 
@@ -94,16 +97,19 @@ class LocalRun:
     def tell(self) -> None:
         pass
 
-    def evaluate(self, generation: Generation, label: str, round_index: int, *, is_new: bool) -> tuple[Next, bool]:
+    def evaluate(self, generation: Generation, label: str, round_index: int, *, is_new: bool) -> Next:
         if self._has_lost():
-            return Next.PUBLISH, False
+            return Next.PUBLISH
+        counts = self._beside[2] if self._beside[:2] == (generation, label) else self._evaluated(generation, label)
+        self.record("evaluation", {"label": label, "policy_version": generation.version, "round": round_index} | counts)
+        return Next.GO_ON
+
+    def _evaluated(self, generation: Generation, label: str) -> dict[str, int]:
         asked = self._plan.validation if label == VALIDATION else self._plan.heldout
         params = self._spec.evaluation.params(self._spec.rollout.sampling)[0]
         portions = self._plan.evaluation_portions(params, asked=asked)
         grades = [grade for portion in portions for grade in self._score(portion, generation).summary.grades]
-        counts = {"num_correct": sum(grade.correct for grade in grades), "num_problems": len(grades)}
-        self.record("evaluation", {"label": label, "policy_version": generation.version, "round": round_index} | counts)
-        return Next.GO_ON, best_version(self.events) == generation.version
+        return {"num_correct": sum(grade.correct for grade in grades), "num_problems": len(grades)}
 
     def versions_to_keep(self) -> list[int]:
         best = best_version(self.events)
@@ -141,14 +147,18 @@ class Pulse:
     """A heartbeat that nobody listens to, and that may ask for a stop."""
 
     def __init__(self, stop_when: str = "") -> None:
-        self.doing = ""
-        self._stop_when, self._was_there = stop_when, False
+        self._doing, self._stop_when = "", stop_when
+        self.must_stop = False
+        """From when the rank was at something on."""
 
     @property
-    def must_stop(self) -> bool:
-        """From when the rank was at something on."""
-        self._was_there = self._was_there or (bool(self._stop_when) and self.doing.startswith(self._stop_when))
-        return self._was_there
+    def doing(self) -> str:
+        return self._doing
+
+    @doing.setter
+    def doing(self, doing: str) -> None:
+        self._doing = doing
+        self.must_stop = self.must_stop or (bool(self._stop_when) and doing.startswith(self._stop_when))
 
 
 def facts(spec: RunSpec) -> dict[str, Any]:

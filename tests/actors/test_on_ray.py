@@ -324,10 +324,10 @@ def test_a_sampler_that_hangs_or_dies_is_restarted_and_gives_the_same_text(
         pools, said = Pools({"sampler 0": moody}, {"grader 0": grader}, 4.0, 60.0, on_pause=print), []
         for _ in range(2):
             with pytest.raises(PortionFailedError) as failure:
-                await pools.score(_generation(spec, 1), portion.key, lambda: portion)
+                await pools.score(_generation(spec, 1), portion.key, lambda: portion, 0)
             said.append(str(failure.value))
         # Each next try begins when the actor is back, since it is not free before.
-        return said, await pools.score(_generation(spec, 1), portion.key, lambda: portion)
+        return said, await pools.score(_generation(spec, 1), portion.key, lambda: portion, 0)
 
     (of_death, of_silence), (reference, summary) = _run(tries())
     assert of_death.startswith("a sampler failed")
@@ -413,7 +413,7 @@ def test_a_request_that_no_sampler_can_answer_says_why(
 
     async def once() -> None:
         await Pools({"sampler 0": shared_sampler}, {}, 60.0, 60.0, on_pause=print).score(
-            _generation(spec, 1), long.key, lambda: long
+            _generation(spec, 1), long.key, lambda: long, 0
         )
 
     with pytest.raises(PortionFailedError, match="make 68 tokens; the policy takes at most 32"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 from collections.abc import Coroutine
 from pathlib import Path
@@ -267,11 +268,11 @@ def test_a_lost_version_is_asked_of_the_learner_and_costs_no_try(case: _Case) ->
         case.sampler.mood = "lost"
         for _ in range(case.spec.rollout.max_attempts + 2):
             assert await coordinator.next_batch(0, _generation(1)) == (Next.PUBLISH, [])
-        assert await coordinator.evaluate(_generation(1), "sft", 0, True) == (Next.PUBLISH, False)
+        assert await coordinator.evaluate(_generation(1), "sft", 0, True) is Next.PUBLISH
         case.sampler.mood = "well"
         what, references = await coordinator.next_batch(0, _generation(1))
         assert (what, len(references)) == (Next.GO_ON, coordinator._plan.portions_per_round)
-        what, _ = await coordinator.evaluate(_generation(1), "sft", 0, True)
+        what = await coordinator.evaluate(_generation(1), "sft", 0, True)
         assert what is Next.GO_ON
 
     _run(scene())
@@ -289,7 +290,7 @@ def test_a_stop_reaches_whoever_waits_and_outlives_the_coordinator_but_not_the_d
         assert await coordinator.stop()
         successor = case.coordinator()
         assert await successor.heartbeat(0, "round 0: training", "handle")
-        assert await successor.evaluate(_generation(1), "sft", 0, True) == (Next.STOP, False)
+        assert await successor.evaluate(_generation(1), "sft", 0, True) is Next.STOP
         assert not await case.coordinator("two").heartbeat(0, "starting", "handle")
 
     _run(scene())
@@ -319,7 +320,7 @@ def test_who_shares_its_gpu_with_the_learner_sleeps_before_that_goes_on(case: _C
         num_evaluated = len(case.sampler.asked)
         await coordinator.next_batch(0, _generation(1))
         case.sampler.mood = "lost"
-        assert await coordinator.evaluate(_generation(2), "rl", 1, True) == (Next.PUBLISH, False)
+        assert await coordinator.evaluate(_generation(2), "rl", 1, True) is Next.PUBLISH
         asked = len(case.sampler.asked)
         assert asked > num_evaluated + per_round
         assert sleep.at == ([0, num_evaluated, num_evaluated + per_round, asked] if colocate else [])
@@ -365,7 +366,8 @@ def test_the_status_says_who_waits_for_whom(case: _Case, monkeypatch: pytest.Mon
             ("sampler 0", "portion 0:0"),
             ("grader 0", ""),
         ]
-        assert status.waits[0].startswith("round 0 waits for 0 s: portion 0:0 (sampler 0, 0 s), portion 0:1 (nobody is")
+        said = r"round 0 waits for \d+ s: portion 0:0 \(sampler 0, \d+ s\), portion 0:1 \(nobody is free\)"
+        assert re.match(said, status.waits[0])
         status.write(case.spec.run_dir)
         assert RunStatus.read(case.spec.run_dir) == status
         waiting.cancel()
@@ -470,7 +472,7 @@ def test_an_evaluation_ends_with_the_learner_that_asked_for_it(case: _Case) -> N
         orphan = asyncio.create_task(coordinator.evaluate(_generation(1), "sft", 0, True))
         await asyncio.sleep(0.05)
         await coordinator.learner_starting("the next group")
-        assert (await orphan)[0] is Next.STOP
+        assert await orphan is Next.STOP
         assert case.events("evaluation") == []
 
     _run(scene())
@@ -480,12 +482,80 @@ def test_an_evaluation_whose_answer_was_lost_is_not_recorded_twice(case: _Case) 
     async def scene() -> None:
         await case.coordinator().evaluate(_generation(1), "sft", 0, True)
         successor = case.coordinator()
-        assert (await successor.evaluate(_generation(1), "sft", 0, True))[0] is Next.GO_ON
+        assert await successor.evaluate(_generation(1), "sft", 0, True) is Next.GO_ON
         assert len(case.events("evaluation")) == 1
         await successor.learner_starting("the next group")
         await successor.learner_started("initial", {"round": 0, "policy_version": 1, "step": None})
         await successor.evaluate(_generation(1), "sft", 0, True)
         assert len(case.events("evaluation")) == 2, "of a version that was made again"
+
+    _run(scene())
+
+
+def _asked_in_turn(case: _Case) -> list[str]:
+    """The rounds of the portions that the sampler had, runs of one kind together."""
+    named = ["evaluation" if key.is_of_evaluation else f"round {key.round}" for _, key in case.sampler.asked]
+    return [name for name, before in zip(named, ["", *named], strict=False) if name != before]
+
+
+def test_an_evaluation_beside_a_round_is_behind_its_portions_and_before_those_of_the_next(case: _Case) -> None:
+    case.spec = case.spec.model_copy(update={"learner": case.spec.learner.model_copy(update={"max_staleness": 1})})
+
+    async def scene() -> None:
+        coordinator = case.coordinator()
+        await coordinator.next_batch(0, _generation(1), None, "round")
+        await coordinator.next_batch(0, _generation(1), None, "round")
+        await coordinator.published(_trained(0), None)
+        assert case.events("evaluation") == [], "the learner has not asked yet"
+        assert await coordinator.evaluate(_generation(1), "round", 0, True) is Next.GO_ON
+        assert _asked_in_turn(case) == ["round 0", "evaluation", "round 1"]
+        keys = [key for _, key in case.sampler.asked if key.is_of_evaluation]
+        assert len(keys) == len(set(keys)) > 1, "once"
+        assert {generation.version for generation, key in case.sampler.asked if key in keys} == {1}
+        (event,) = case.events("evaluation")
+        assert (event["policy_version"], event["round"], event["num_correct"]) == (1, 0, event["num_problems"])
+        # What is asked for later is another.
+        await coordinator.evaluate(_generation(2), "rl", 1, True)
+        assert [event["policy_version"] for event in case.events("evaluation")] == [1, 2]
+
+    _run(scene())
+
+
+def test_an_evaluation_beside_a_round_outlives_a_coordinator_and_a_lost_version(case: _Case) -> None:
+    async def scene() -> None:
+        first = case.coordinator()
+        await first.next_batch(0, _generation(1), None, "round")
+        second = case.coordinator()
+        assert await second.evaluate(_generation(1), "round", 0, True) is Next.GO_ON
+        # One that the log has does not begin again, as where the call is repeated that asked for it.
+        asked = len(case.sampler.asked)
+        await second.next_batch(0, _generation(1), None, "round")
+        assert len([key for _, key in case.sampler.asked[asked:] if key.is_of_evaluation]) == 0
+        case.sampler.mood = "lost"
+        assert await second.next_batch(1, _generation(2), None, "round") == (Next.PUBLISH, [])
+        case.sampler.mood = "well"
+        await second.next_batch(1, _generation(2), None, "round")
+        assert await second.evaluate(_generation(2), "round", 1, True) is Next.GO_ON
+        assert [event["policy_version"] for event in case.events("evaluation")] == [1, 2]
+
+    _run(scene())
+
+
+@pytest.mark.parametrize("ends", ["learner", "stop"])
+def test_an_evaluation_beside_a_round_ends_with_the_learner_and_with_the_run(case: _Case, ends: str) -> None:
+    async def scene() -> None:
+        coordinator = case.coordinator()
+        case.sampler.mood = "silent"
+        waiting = asyncio.create_task(coordinator.next_batch(0, _generation(1), None, "round"))
+        await asyncio.sleep(0.05)
+        assert coordinator._beside is not None
+        scoring = coordinator._beside[1]
+        await (coordinator.learner_starting("the next group") if ends == "learner" else coordinator.stop())
+        assert (await waiting)[0] is Next.STOP
+        with pytest.raises(asyncio.CancelledError):
+            await scoring
+        assert coordinator._beside is None
+        assert case.events("evaluation") == []
 
     _run(scene())
 

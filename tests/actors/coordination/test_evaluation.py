@@ -60,7 +60,7 @@ class _Pools:
         self._num_failing = num_failing
 
     async def score(
-        self, generation: Generation, key: PortionKey, make: Callable[[], Portion]
+        self, generation: Generation, key: PortionKey, make: Callable[[], Portion], due: float
     ) -> tuple[None, PortionSummary]:
         portion = make()
         self.asked.append(portion)
@@ -78,7 +78,7 @@ def _scored(spec: RunSpec, plan: RunPlan, pools: _Pools, label: str) -> dict[str
     steps = [ScheduleConfig(num_denoise_steps=count) for count in (4, 1, 8)]
     schedules = [schedule.of(spec.rollout.sampling) for schedule in steps]
     evaluation = VersionEvaluator(plan, schedules, pools, 2, lambda *_: None)  # type: ignore[arg-type]
-    return asyncio.run(evaluation.score(Generation(version=1, digest=""), label))
+    return asyncio.run(evaluation.score(Generation(version=1, digest=""), label, due=0))
 
 
 @pytest.mark.parametrize("num_failing", [0, 3])

@@ -87,7 +87,7 @@ def _portions(count: int) -> list[Portion]:
 
 
 def _score(pools: Pools, portion: Portion) -> Coroutine[Any, Any, tuple[Any, Any]]:
-    return pools.score(Generation(version=0, digest=""), portion.key, lambda: portion)
+    return pools.score(Generation(version=0, digest=""), portion.key, lambda: portion, portion.key.round)
 
 
 def test_a_reward_that_is_unavailable_is_waited_for_and_told_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ class _Pools:
         self.num_asked = 0
 
     async def score(
-        self, generation: Generation, key: PortionKey, make: Callable[[], Portion]
+        self, generation: Generation, key: PortionKey, make: Callable[[], Portion], due: float
     ) -> tuple[Any, PortionSummary]:
         self.num_asked += 1
         portion = make()

@@ -63,11 +63,11 @@ def test_a_round_is_told_of_by_the_ask_for_the_next(client: Callable[..., Any]) 
     _publish(run)
     assert coordinator.heard == [], "nobody waits for the registry"
     assert run.next_batch(1, SECOND) == (Next.GO_ON, [])
-    assert coordinator.asked == [("announce", SECOND, Phase.RL, 1), ("next_batch", 1, SECOND, TRAINED)]
+    assert coordinator.asked == [("announce", SECOND, Phase.RL, 1), ("next_batch", 1, SECOND, TRAINED, "")]
     assert coordinator.heard == ["announce", "next_batch"]
     run.next_batch(1, SECOND)
     run.tell()
-    assert coordinator.asked[2:] == [("next_batch", 1, SECOND, None)], "once"
+    assert coordinator.asked[2:] == [("next_batch", 1, SECOND, None, "")], "once"
 
 
 @pytest.mark.parametrize("name", ["record", "evaluate", "tell"])
@@ -90,10 +90,10 @@ def test_a_coordinator_that_does_not_know_the_round_is_told_all_of_it(client: Ca
     _publish(run)
     assert run.next_batch(1, SECOND) == (Next.GO_ON, [])
     assert coordinator.asked[1:] == [
-        ("next_batch", 1, SECOND, TRAINED),
+        ("next_batch", 1, SECOND, TRAINED, ""),
         ("published", TRAINED, None),
         ("published", TRAINED, {PortionKey(round=0, index=0): "summary"}),
-        ("next_batch", 1, SECOND, None),
+        ("next_batch", 1, SECOND, None, ""),
     ]
 
 

@@ -517,8 +517,8 @@ def test_what_does_not_fit_its_share_of_a_gpu_is_refused(recipe_file: Path) -> N
     assert _problems(recipe_file, "device=cpu", available=small) == []
 
 
-@pytest.mark.parametrize(("base_weights", "num_newest"), [("full", 3), ("nf4", 0)])
-def test_under_lora_the_newest_checkpoints_take_the_disk_of_the_adapter(
+@pytest.mark.parametrize(("base_weights", "num_newest"), [("full", 4), ("nf4", 0)])
+def test_under_lora_the_newest_checkpoints_and_the_best_take_the_disk_of_the_adapter(
     recipe_file: Path, base_weights: str, num_newest: int
 ) -> None:
     lora = f"model.lora={{rank: 2, base_weights: {base_weights}}}"

@@ -1,0 +1,83 @@
+"""Evaluations beside the rounds: what is known by when, and that a stop or a loss leaves none out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from actors.messages import Generation, Next
+from actors.spec import RunSpec
+from actors.training.training import TrainingRun
+from learner.parallel.ranks import Ranks
+from tests.actors.local_run import LocalRun, Pulse, facts
+from tests.actors.training.test_training import _files, _run, _spec, _ticking
+
+
+class _Answering(LocalRun):
+    """Answers the evaluation of one version otherwise."""
+
+    def __init__(self, spec: RunSpec, version: int, answer: Next) -> None:
+        super().__init__(spec)
+        self._version, self._answer = version, answer
+
+    def evaluate(self, generation: Generation, label: str, round_index: int, *, is_new: bool) -> Next:
+        if generation.version == self._version:
+            return self._answer
+        return super().evaluate(generation, label, round_index, is_new=is_new)
+
+
+def _course(run: LocalRun) -> list[str]:
+    """What of a run's rounds is known when."""
+    words = {
+        "round": lambda event: f"round {event['round']}",
+        "evaluation": lambda event: f"{event['label']} {event['round']}",
+        "checkpoint": lambda event: Path(event["path"]).name,
+    }
+    named = [words[event["event"]](event) for event in run.events if event["event"] in words]
+    return named[named.index("sft 0") + 1 :]
+
+
+def _by_version(events: list[dict[str, Any]], kind: str, what: str) -> list[tuple[int, Any]]:
+    """What the events of a kind say, each version once."""
+    return list({event["policy_version"]: event[what] for event in events if event["event"] == kind}.items())
+
+
+def test_an_evaluation_is_heard_after_the_next_round_and_before_any_later_checkpoint(
+    spec: RunSpec, tmp_path: Path
+) -> None:
+    run = _run(_spec(spec, tmp_path / "run"))
+    expected = ["round 0", "rl-000001", "round 1", "round 1", "rl-000002", "round 2", "round 2", "rl-000003", "rl 3"]
+    assert _course(run)[: len(expected)] == expected
+    versions = [event["policy_version"] for event in run.events if event["event"] == "evaluation"]
+    assert versions == [0, 1, 2, 3, 4, 5], "of the policy before the round that it is beside"
+
+
+def test_a_stop_before_it_is_heard_has_the_round_since_done_again_and_leaves_none_out(
+    spec: RunSpec, tmp_path: Path
+) -> None:
+    whole, halved = (_spec(spec, tmp_path / name) for name in ("whole", "halved"))
+    expected = _run(whole)
+    first = _Answering(halved, 2, Next.STOP)
+    TrainingRun(halved, first, Pulse(), Ranks(), _ticking(0.01)).run()
+    assert first.events[-1] == {"event": "stopped", "phase": "rl", "round": 1, "step": None}
+    assert [event["round"] for event in first.events if event["event"] == "round"] == [0, 1]
+    assert "rl-000002" not in facts(halved)
+    rest = _run(halved)
+    assert rest.events[0]["checkpoint"] == "rl-000001"
+    for kind, what in (("evaluation", "num_correct"), ("round", "rewards")):
+        told, uninterrupted = (
+            _by_version(events, kind, what) for events in (first.events + rest.events, expected.events)
+        )
+        assert told == uninterrupted
+    for name in ("rl-000003", "control"):
+        assert _files(whole, name) == _files(halved, name), name
+
+
+def test_a_version_that_is_lost_meanwhile_is_told_of_and_the_run_goes_on(spec: RunSpec, tmp_path: Path) -> None:
+    run = _spec(spec, tmp_path / "run")
+    lost = _Answering(run, 2, Next.PUBLISH)
+    TrainingRun(run, lost, Pulse(), Ranks(), _ticking(0.01)).run()
+    (failure,) = [event["what"] for event in lost.events if event["event"] == "failure"]
+    assert failure == "version 2 was lost with the weight store, and is not evaluated"
+    versions = [event["policy_version"] for event in lost.events if event["event"] == "evaluation"]
+    assert versions == [0, 1, 3, 4, 5]
