@@ -27,7 +27,7 @@ from torch import Tensor
 
 from learner.batch import uploaded
 from learner.model.attention.rows import RaggedRows
-from learner.model.memory import Memory
+from learner.model.memory import Held, Memory
 from learner.model.transformer import Transformer
 from rollout.request import Cache, Request
 from rollout.slots import Slots, on_device
@@ -143,7 +143,7 @@ class Forwards:
         self.model, self._forward, self.counts = model, forward, counts
         self._slots, self._is_static, self._is_compiled = slots, is_static, is_compiled
         self._spares_padding = spares_padding
-        self._memory: tuple[Tensor, Tensor] | None = None
+        self._memory: list[Held] = []
 
     def logits(self, active: Sequence[ActiveRow], columns_AK: Tensor, open_AK: Tensor) -> SlotLogits:
         """Logits of the open slots of all active rows, which are sorted by kind.
@@ -322,16 +322,15 @@ class Forwards:
 
     def _remembered(self, rows: list[int], width: int) -> Memory:
         config, slots = self.model.config, self._slots
-        if self._memory is None or self._memory[0].shape[2] <= width:
-            weight = self.model.embed.weight
-            shape = (config.num_layers, slots.num_slots, slots.width + 1, config.num_kv_heads, config.head_dim)
-            grown = weight.new_zeros(shape), weight.new_zeros(shape)
-            if self._memory is not None:
-                held = self._memory[0].shape[2]
-                for wider, narrower in zip(grown, self._memory, strict=True):
-                    wider[:, :, :held] = narrower
+        if not self._memory or self._memory[0][0].shape[1] <= width:
+            shape = (slots.num_slots, slots.width + 1, config.num_kv_heads, config.head_dim)
+            embedding = self.model.embed.weight
+            grown = [(embedding.new_zeros(shape), embedding.new_zeros(shape)) for _ in range(config.num_layers)]
+            for wider, narrower in zip(grown, self._memory, strict=bool(self._memory)):
+                for wide, narrow in zip(wider, narrower, strict=True):
+                    wide[:, : narrow.shape[1]] = narrow
             self._memory = grown
-        return Memory(*self._memory, self._tensor(rows), width, are_first=rows == list(range(len(rows))))
+        return Memory(self._memory, self._tensor(rows), width, are_first=rows == list(range(len(rows))))
 
     def _width(self, lengths: list[int]) -> int:
         return min(self._rounded(lengths, are_many=True), self._slots.width, self.model.config.max_sequence_length)

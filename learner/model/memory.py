@@ -5,6 +5,7 @@ Shape letters: S slots, B rows, L queried columns, W width of a canvas, K key-va
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -39,17 +40,21 @@ class LayerMemory:
         return self.keys[rows, : self.width].transpose(1, 2), self.values[rows, : self.width].transpose(1, 2)
 
 
+Held = tuple[Tensor, Tensor]
+"""Keys and values of one block: [S, W + 1, K, E] each."""
+
+
 class Memory:
     """Keys and values of a batch of canvases, of every block of a network."""
 
-    def __init__(self, keys: Tensor, values: Tensor, rows_B: Tensor, width: int, *, are_first: bool) -> None:
-        """Look at `rows_B` of [layers, S, W + 1, K, E] keys and values, at canvases of `width` columns.
+    def __init__(self, held: Sequence[Held], rows_B: Tensor, width: int, *, are_first: bool) -> None:
+        """Look at `rows_B` of what each block holds, at canvases of `width` columns.
 
+        No two of the tensors share their storage: of one that is written into, a compiler copies all that does.
         `are_first` says that these are rows 0, 1, ... B - 1: they are then read without a copy.
         """
-        self._keys, self._values, self._rows_B, self.width = keys, values, rows_B, width
-        self._are_first = are_first
+        self._held, self._rows_B, self.width, self._are_first = held, rows_B, width, are_first
 
     def layer(self, index: int) -> LayerMemory:
         """The part of one block."""
-        return LayerMemory(self._keys[index], self._values[index], self._rows_B, self._are_first, self.width)
+        return LayerMemory(*self._held[index], self._rows_B, self._are_first, self.width)

@@ -143,3 +143,16 @@ def test_a_cached_step_runs_less(policy: Transformer) -> None:
         tokens[cache] = sampler.counts.num_tokens
     # 8 steps over 9 + 16 columns; 2 whole forwards and 6 of a block of 8, or of all from the block on.
     assert tokens == {"none": 8 * 25, "prefix": 2 * 25 + 3 * 16 + 3 * 8, "dual": 2 * 25 + 6 * 8}
+
+
+def test_what_each_block_remembers_has_a_storage_of_its_own(policy: Transformer) -> None:
+    """Of a tensor that is written into, a compiler copies all that shares its storage: every block, for every block."""
+    params = SamplingParams(**BASE, cache=Cache.DUAL)
+    batch = Sampler(policy, 0).open([Request(prompt_ids=(3, 4), params=params, seed=0)])
+    for _ in range(3):
+        batch.step()
+    # And when it has grown.
+    batch.submit(Request(prompt_ids=(3,) * 9, params=params, seed=1))
+    batch.step()
+    held = [tensor for of_block in batch._forwards._memory for tensor in of_block]
+    assert len({tensor.untyped_storage().data_ptr() for tensor in held}) == len(held) == 2 * policy.config.num_layers
