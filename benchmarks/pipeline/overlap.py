@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ from deploy.ray_session import ray_session
 
 _D1 = str(Path(sys.executable).with_name("d1"))
 _NUM_SAMPLERS, _PORTIONS = 2, 4
-_FIRST = 2
+FIRST = 2
 """Rounds that are not counted: the pipeline fills."""
 
 
@@ -93,8 +93,9 @@ class InstantGrader:
         return ScoredPortion(portion=portion, completions=(), summary=summary), summary
 
 
-def simulated_rounds(spec: RunSpec, sampling_s: float, learning_s: float) -> tuple[list[float], float]:
-    """Seconds of each round that counts, and CPU seconds of the coordinator for a portion of theirs."""
+@contextmanager
+def simulated_run(spec: RunSpec, sampling_s: float) -> Iterator[RunClient]:
+    """What a learner asks of a run whose samplers sleep: so long for all portions of a round."""
     of_portion = sampling_s * _NUM_SAMPLERS / spec.portions_per_round
     sampler, grader = watched(SleepingSampler).options(num_cpus=0), watched(InstantGrader).options(num_cpus=0)
     samplers: list[Any] = [sampler.remote(of_portion) for _ in range(_NUM_SAMPLERS)]
@@ -114,25 +115,41 @@ def simulated_rounds(spec: RunSpec, sampling_s: float, learning_s: float) -> tup
         )
     )
     ray.get([actor.ready.remote() for actor in (*samplers, *graders)])
-    client = RunClient(coordinator, store)
-    generation, taken = Generation(version=1, digest="1"), []
-    ends, cpu_s = [time.perf_counter()], 0.0
-    for index in range(spec.learner.num_rounds):
-        if index == _FIRST:
-            cpu_s = _cpu_s_of("ray::Coordinator")
-        began = time.perf_counter()
-        _, portions = client.next_batch(index, generation)
-        sampled = time.perf_counter()
-        time.sleep(learning_s)
-        generation = Generation(version=index + 2, digest=str(index + 2))
-        seconds = {"sampling_s": sampled - began, "training_s": learning_s, "publish_s": 0.0}
-        client.published(index, generation, seconds, portions)
-        ends.append(time.perf_counter())
-        taken.append(ends[-1] - ends[-2])
-    cpu_s = _cpu_s_of("ray::Coordinator") - cpu_s
-    for actor in (*samplers, *graders, store, coordinator):
-        ray.kill(actor)
-    return taken[_FIRST:], cpu_s / ((spec.learner.num_rounds - _FIRST) * spec.portions_per_round)
+    try:
+        yield RunClient(coordinator, store)
+    finally:
+        for actor in (*samplers, *graders, store, coordinator):
+            ray.kill(actor)
+
+
+def simulated_rounds(spec: RunSpec, sampling_s: float, learning_s: float) -> tuple[list[float], float]:
+    """Seconds of each round that counts, and CPU seconds of the coordinator for a portion of theirs."""
+    taken, cpu_s = [], 0.0
+    with simulated_run(spec, sampling_s) as client:
+        for index in range(spec.learner.num_rounds):
+            if index == FIRST:
+                cpu_s = _cpu_s_of("ray::Coordinator")
+            began = time.perf_counter()
+            take_round(client, index, learning_s)
+            taken.append(time.perf_counter() - began)
+        cpu_s = _cpu_s_of("ray::Coordinator") - cpu_s
+    return taken[FIRST:], cpu_s / ((spec.learner.num_rounds - FIRST) * spec.portions_per_round)
+
+
+def take_round(client: RunClient, index: int, learning_s: float, label: str = "") -> Generation:
+    """What a learner does with a round, sleeping. Returns what it was sampled from, which is evaluated beside it where
+    there is a label."""
+    began, generation = time.perf_counter(), _generation(index + 1)
+    _, portions = client.next_batch(index, generation, label)
+    sampled = time.perf_counter()
+    time.sleep(learning_s)
+    seconds = {"sampling_s": sampled - began, "training_s": learning_s, "publish_s": 0.0}
+    client.published(index, _generation(index + 2), seconds, portions)
+    return generation
+
+
+def _generation(version: int) -> Generation:
+    return Generation(version=version, digest=str(version))
 
 
 def _cpu_s_of(title: str) -> float:
@@ -153,7 +170,7 @@ def simulated(
     taken: dict[tuple[float, float, int], list[float]] = {}
     cpu_s: dict[tuple[float, float, int], list[float]] = {}
     with tempfile.TemporaryDirectory() as directory:
-        specs = {staleness: _spec(Path(directory), num_rounds, staleness) for staleness in (0, 1)}
+        specs = {staleness: spec_of(Path(directory), num_rounds, staleness) for staleness in (0, 1)}
         for _ in range(repeats):
             for sampling_s, learning_s in phases:
                 for staleness, spec in specs.items():
@@ -175,11 +192,12 @@ def simulated(
         )
 
 
-def _spec(directory: Path, num_rounds: int, staleness: int) -> RunSpec:
+def spec_of(directory: Path, num_rounds: int, staleness: int) -> RunSpec:
+    """A run of so many rounds that count, with four portions each and four of an evaluation."""
     return make_run(
         directory,
         f"name=staleness-{staleness}",
-        f"learner.num_rounds={num_rounds + _FIRST}",
+        f"learner.num_rounds={num_rounds + FIRST}",
         f"learner.max_staleness={staleness}",
         "learner.algorithm=tba",
         "learner.group_size=4",
@@ -213,7 +231,7 @@ def real(recipe: Path, num_rounds: int, repeats: int) -> Iterator[RealRow]:
                 words += ["evaluation.every_rounds=0", "evaluation.num_problems=100", "evaluation.schedules=null"]
                 subprocess.run([_D1, "train", str(recipe), *words], check=True, stdout=subprocess.DEVNULL)
                 found = [event for event in read_events(Path(directory) / name) if event["event"] == "round"]
-                pairs = zip(found[_FIRST - 1 :], found[_FIRST:], strict=False)
+                pairs = zip(found[FIRST - 1 :], found[FIRST:], strict=False)
                 rounds += [(after["time_s"] - before["time_s"], after) for before, after in pairs]
     for staleness, rounds in events.items():
         parts = {

@@ -7,8 +7,10 @@ from unittest.mock import patch
 
 import pytest
 
+from actors.messages import Generation, Next
 from actors.spec import RunSpec
-from benchmarks.pipeline import coordinator, overlap
+from benchmarks.pipeline import coordinator, evaluation, overlap
+from benchmarks.pipeline.evaluation import Row, Way
 
 
 def test_simulated_samplers_go_through_every_round() -> None:
@@ -37,3 +39,43 @@ def test_what_is_taken_is_the_share_of_what_could_overlap(monkeypatch: pytest.Mo
         (0, pytest.approx(0.01), None),
         (1, pytest.approx(0.05), None),
     ]
+
+
+class _Client:
+    """Notes what the learner asks for."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[object, ...]] = []
+
+    def next_batch(self, index: int, generation: Generation, label: str) -> tuple[Next, list[object]]:
+        self.asked.append(("next", index, generation.version, label))
+        return Next.GO_ON, []
+
+    def published(self, *_: object) -> None:
+        self.asked.append(("published",))
+
+    def evaluate(self, generation: Generation, label: str, index: int, *, is_new: bool) -> Next:
+        self.asked.append(("evaluate", generation.version, label, is_new))
+        return Next.GO_ON
+
+
+@pytest.mark.parametrize(
+    ("way", "label", "evaluated"),
+    [(Way.NONE, "", []), (Way.WAITED, "", ["evaluate"]), (Way.BESIDE, "round", ["evaluate"])],
+)
+def test_an_evaluation_is_asked_for_with_its_round_or_by_itself(way: Way, label: str, evaluated: list[str]) -> None:
+    client = _Client()
+    evaluation._round(client, 3, 0.0, way)  # type: ignore[arg-type]
+    assert client.asked[0] == ("next", 3, 4, label)
+    assert [asked[0] for asked in client.asked[1:]] == ["published", *evaluated]
+
+
+@pytest.mark.parametrize(
+    ("staleness", "learning_s", "limits"),
+    [(0, 0.3, [0.6, 0.9, 0.6]), (1, 0.3, [0.3, 0.6, 0.6]), (1, 0.6, [0.6, 0.9, 0.6])],
+)
+def test_the_limit_of_a_round_is_what_its_learner_or_its_samplers_have_to_do(
+    staleness: int, learning_s: float, limits: list[float]
+) -> None:
+    rows = [Row(sampling_s=0.3, learning_s=learning_s, staleness=staleness, way=way, round_s=1.0) for way in Way]
+    assert [row.limit_s for row in rows] == pytest.approx(limits)
