@@ -1,6 +1,6 @@
-"""What one GPU makes of a policy of LLaDA-8B's shape: no Ray, no download, nine minutes.
+"""What one GPU makes of a policy of LLaDA-8B's shape: no Ray, no download, ten minutes.
 
-    python -m benchmarks.gpu [--device cuda] [--tiny] [--stages ceilings ...] [--seconds 540] [--out FILE]
+    python -m benchmarks.gpu [--device cuda] [--tiny] [--stages ceilings ...] [--seconds 600] [--out FILE]
 
 Each stage is a process of its own with a limit: one that runs out of memory or of time costs that stage alone, and its
 rows until then are kept. `--out` gets each row, a line of JSON, when it is measured. `--device cpu --tiny` runs all of
@@ -108,7 +108,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a toy instead of LLaDA-8B's shape")
     parser.add_argument("--stages", nargs="+", choices=list(STAGES), default=list(STAGES), metavar="NAME")
-    parser.add_argument("--seconds", type=float, default=540.0, help="that all stages may take")
+    parser.add_argument("--seconds", type=float, default=600.0, help="that all stages may take")
     parser.add_argument("--out", type=Path, help="gets a line of JSON for each row, after what it has")
     return parser.parse_args()
 

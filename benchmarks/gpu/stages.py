@@ -41,9 +41,9 @@ def gpu_tests(_: Setting) -> Iterator[Row]:
 STAGES: Mapping[str, Stage] = {
     "ceilings": Stage(ceilings, 30),
     "gpu_tests": Stage(gpu_tests, 150),
-    "precision": Stage(precision, 60),
+    "precision": Stage(precision, 85),
     "sampler": Stage(sampler, 120),
-    "learner": Stage(learner, 100),
+    "learner": Stage(learner, 145),
     "publishing": Stage(publishing, 25),
     "engine": Stage(engine, 45),
 }

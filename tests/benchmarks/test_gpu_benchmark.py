@@ -57,7 +57,7 @@ def test_every_stage_measures(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(rollout_sampler, "_compiled", lambda model: model)
     monkeypatch.setattr(sharding, "compile_blocks", lambda model: None)
     rows = list(STAGES[name].rows(tiny("cpu")))
-    assert len(rows) == {"ceilings": 10, "precision": 4, "sampler": 8, "learner": 5, "publishing": 3, "engine": 3}[name]
+    assert len(rows) == {"ceilings": 10, "precision": 4, "sampler": 8, "learner": 6, "publishing": 3, "engine": 3}[name]
     for row in rows:
         numbers = {key: value for key, value in row.items() if key not in ("what", "of_stated", "of_limit", "mfu")}
         assert numbers
@@ -113,7 +113,7 @@ def test_the_full_setting_is_llada_8b_and_its_stages_fit_their_time() -> None:
     with torch.device("meta"):
         model = Transformer(setting.shape.config(setting.canvas_tokens))
     assert sum(parameter.numel() for parameter in model.parameters()) == pytest.approx(8.0e9, rel=0.01)
-    assert sum(stage.limit_s for stage in STAGES.values()) <= 540
+    assert sum(stage.limit_s for stage in STAGES.values()) <= 600
 
 
 def test_a_step_needs_no_mask_whether_rows_are_of_one_length_or_not() -> None:
