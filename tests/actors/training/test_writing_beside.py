@@ -160,9 +160,10 @@ def test_one_that_could_not_be_written_beside_is_told_and_written_again_by_a_sto
 def test_one_that_is_never_written_is_waited_for_no_longer_than_its_bytes_may_take(
     spec: RunSpec, tmp_path: Path, disk: SlowDisk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("actors.checkpoints.beside._WRITING_S", 0.2)
     run, whole = (_spec(spec, tmp_path / name) for name in ("run", "whole"))
-    with pytest.raises(TimeoutError, match=r"^checkpoint rl-000001 is not written after 0 s; does its disk answer\?$"):
+    said = r"^checkpoint rl-000001 is not written after 0 s; does its disk answer\?$"
+    with monkeypatch.context() as patch, pytest.raises(TimeoutError, match=said):
+        patch.setattr("actors.checkpoints.beside._WRITING_S", 0.2)
         _run(run)
     assert list(facts(run)) == ["initial"], "what there was is what there is"
     monkeypatch.setattr("actors.checkpoints.writing.save_checkpoint", save_checkpoint)
