@@ -49,7 +49,7 @@ from actors.messages import Generation, Next, PortionKey, PortionSummary, Traine
 from actors.plan import RunPlan
 from actors.registry.announcer import Announcer
 from actors.registry.registry import Registry
-from actors.run_log import LEARNER_FAILED, RESTARTED, VALIDATION, Event, RunLog, is_done
+from actors.run_log import LEARNER_FAILED, RESTARTED, Event, RunLog, is_done
 from actors.spec import Phase, RunSpec
 from actors.training.choosing import GroupChoice
 from learner.model.tokenizer import ChatTokenizer
@@ -163,6 +163,7 @@ class Coordinator:
         """Record that the run is done, and how long it took; the files are complete then."""
         if self._watching is not None:
             self._watching.cancel()
+        await self._announcer.settled()
         if not is_done(self._log.events_since(0)):
             self._log.append("done", seconds=self._log.seconds())
         self._log.close()
@@ -463,9 +464,7 @@ class Coordinator:
             self._timeline.add(LEARNER, f"evaluation of version {version}", SpanKind.WAIT, began)
         self._log.append("evaluation", label=label, policy_version=version, round=round_index, **scored)
         if label != Phase.CONTROL:
-            await self._announcer.score(version, scored["num_correct"], scored["num_problems"])
-        if label == VALIDATION:
-            await self._announcer.best()
+            self._announcer.evaluated(version, label, scored["num_correct"], scored["num_problems"])
         return Next.GO_ON
 
     async def _scored(self, generation: Generation, label: str) -> dict[str, Any]:

@@ -541,6 +541,28 @@ def test_an_evaluation_beside_a_round_outlives_a_coordinator_and_a_lost_version(
     _run(scene())
 
 
+def test_nobody_waits_for_the_registry_to_hear_of_an_evaluation(case: _Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    heard, may_answer = [], threading.Event()
+
+    def score(_: object, version: int, *counts: int) -> bool:
+        may_answer.wait(60)
+        heard.append(version)
+        return True
+
+    monkeypatch.setattr("actors.registry.registry.Registry.score", score)
+
+    async def scene() -> None:
+        coordinator = case.coordinator()
+        for version in (1, 2):
+            assert await coordinator.evaluate(_generation(version), "sft", 0, True) is Next.GO_ON
+        assert heard == []
+        may_answer.set()
+        await coordinator.finish()
+        assert heard == [1, 2]
+
+    _run(scene())
+
+
 @pytest.mark.parametrize("ends", ["learner", "stop"])
 def test_an_evaluation_beside_a_round_ends_with_the_learner_and_with_the_run(case: _Case, ends: str) -> None:
     async def scene() -> None:

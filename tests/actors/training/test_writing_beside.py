@@ -162,9 +162,10 @@ def test_one_that_is_never_written_is_waited_for_no_longer_than_its_bytes_may_ta
 ) -> None:
     run, whole = (_spec(spec, tmp_path / name) for name in ("run", "whole"))
     said = r"^checkpoint rl-000001 is not written after 0 s; does its disk answer\?$"
-    with monkeypatch.context() as patch, pytest.raises(TimeoutError, match=said):
+    with monkeypatch.context() as patch:
         patch.setattr("actors.checkpoints.beside._WRITING_S", 0.2)
-        _run(run)
+        with pytest.raises(TimeoutError, match=said):
+            _run(run)
     assert list(facts(run)) == ["initial"], "what there was is what there is"
     monkeypatch.setattr("actors.checkpoints.writing.save_checkpoint", save_checkpoint)
     disk.fails_at = ["rl-000001"]
