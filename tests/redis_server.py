@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import redis
 
-_START_TIMEOUT_S = 15.0
+_START_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 10.0
 
 

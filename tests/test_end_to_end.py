@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from itertools import pairwise
@@ -291,9 +291,16 @@ def test_a_run_that_fails_says_so_in_one_sentence(cluster: dict[str, str], folde
     assert len(restarts) == 1, "a third group would raise what two have"
 
 
-def _stopped_by(sent: signal.Signals, folder: Path, run: str, *more: str, after: int = 1) -> tuple[str, int]:
+def _stopped_by(
+    sent: signal.Signals,
+    folder: Path,
+    run: str,
+    *more: str,
+    after: int = 1,
+    may_stop: Callable[[], bool] = lambda: True,
+) -> tuple[str, int]:
     """What a run in its rounds says, and its exit status, when a signal comes to all of its processes `after` so many
-    more rounds."""
+    more rounds, as soon as it may."""
     recipe = str(folder / "recipe.yaml")
     arguments = ["train", recipe, f"name={run}", f"runs_dir={folder}", "learner.num_rounds=5000", *more]
     # Whoever runs the tests in the background of a script has Ctrl-C ignored, by all that they start too.
@@ -309,7 +316,7 @@ def _stopped_by(sent: signal.Signals, folder: Path, run: str, *more: str, after:
         assert process.stdout is not None
         for line in process.stdout:
             output += line
-            if "rounds  reward" in line and len(_rounds(folder / run)) >= wanted:
+            if "rounds  reward" in line and len(_rounds(folder / run)) >= wanted and may_stop():
                 break
         interrupted = time.monotonic()
         if sent is signal.SIGINT:
@@ -353,7 +360,9 @@ def test_a_resumed_run_is_the_uninterrupted_one_whatever_dies_and_ctrl_c_ends_it
     killer = threading.Thread(target=kill, daemon=True)
     killer.start()
     try:
-        output, status = _stopped_by(signal.SIGINT, folder, "resumed", *more, after=2)
+        output, status = _stopped_by(
+            signal.SIGINT, folder, "resumed", *more, after=2, may_stop=lambda: len(killed) == 2
+        )
     finally:
         is_over.set()
         killer.join()

@@ -15,6 +15,8 @@ from pathlib import Path
 _MAX_REPLY_BYTES = 4096
 # Killing takes milliseconds; after this the zygote itself is given up.
 _KILL_S = 5.0
+# What is killed may have to wait for a CPU to end on.
+_REAP_S = 60.0
 # A socket with a timeout of 0 does not wait at all, and raises something else.
 _SHORTEST_S = 1e-3
 
@@ -138,7 +140,7 @@ class _Processes:
                 self.zygote.wait(_KILL_S)
             except subprocess.TimeoutExpired:
                 self.zygote.kill()
-                self.zygote.wait(_KILL_S)
+                self.zygote.wait(_REAP_S)
         self.zygote = self.control = self.worker = None
 
 

@@ -67,7 +67,7 @@ def endpoint(tmp_path: Path) -> Iterator[str]:
     path = tmp_path / "endpoint.py"
     path.write_text(_code("endpoint.py"))
     with subprocess.Popen([sys.executable, path, str(port)], stderr=subprocess.DEVNULL) as process:
-        for _ in range(100):
+        for _ in range(600):
             try:
                 socket.create_connection(("127.0.0.1", port), timeout=1).close()
                 break

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -100,7 +101,9 @@ class SlowDiskRun(LocalRun):
     def published(self, round_index: int, *arguments: Any) -> None:
         super().published(round_index, *arguments)
         if round_index:
-            assert self._disk.begun[-1] == f"rl-00000{round_index}", "it is being written"
+            # Its thread may not have come to it yet.
+            while self._disk.begun[-1:] != [f"rl-00000{round_index}"]:
+                time.sleep(0.001)
             assert f"rl-00000{round_index}" not in facts(self._spec), "the round was trained on beside it"
             self._disk.may_write.set()
 

@@ -31,7 +31,7 @@ def _plan(flaw: str = "none", patience_s: float = 60.0, num_rounds: int = NUM_RO
         sizes={Target.SAMPLER: 2, Target.LEARNER: 2},
         checkpoint_every_rounds=5,
         patience_s=patience_s,
-        leftover_s=2.0,
+        leftover_s=10.0,
         disk_bytes=16 << 20,
     )
 
@@ -93,7 +93,7 @@ def test_a_process_that_outlives_its_run_is_found_and_ended(tmp_path: Path, refe
 
 
 def test_a_run_that_waits_for_ever_is_helped_and_that_is_a_violation(tmp_path: Path, reference: History) -> None:
-    record, _ = _disturbed(tmp_path, _plan("hang", patience_s=3.0), _fault(Target.COORDINATOR, Harm.STOP))
+    record, _ = _disturbed(tmp_path, _plan("hang", patience_s=15.0), _fault(Target.COORDINATOR, Harm.STOP))
     assert [blow.outcome for blow in record.blows] == [FaultOutcome.STUCK]
     assert [drive.was_helped for drive in record.drives] == [True, False]
     (found,) = judge(TERMS, reference, record)

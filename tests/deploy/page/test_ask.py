@@ -590,7 +590,7 @@ def _tab_to(page: Page, selector: str, limit: int = 25) -> None:
 
 
 def _wait_until(page: Page, condition: Callable[[], bool]) -> None:
-    for _ in range(400):
+    for _ in range(6000):
         if condition():
             return
         page.wait_for_timeout(10)

@@ -35,8 +35,8 @@ if (here / f"fails {name}").exists():
     sys.exit("d1: the disk is full")
 if (here / f"waits {name}").exists():
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    (here / "waits").touch()
     try:
+        (here / "waits").touch()
         time.sleep(60)
     except KeyboardInterrupt:
         (here / "kept").touch()

@@ -455,7 +455,7 @@ def _late_rank(rank: int, port_file: str, out: Path) -> None:
             time.sleep(0.05)
         return
     try:
-        policy.wait_for_all("round 7", timeout_s=2)
+        policy.wait_for_all("round 7", timeout_s=8)
     except TimeoutError as error:
         (out / "said").write_text(str(error))
     except RuntimeError:
@@ -479,7 +479,7 @@ def _tiny() -> TransformerConfig:
 
 def test_a_rank_that_lags_is_named(tmp_path: Path) -> None:
     run_ranks(_late_rank, str(tmp_path / "at"), tmp_path, num=3)
-    assert (tmp_path / "said").read_text() == "round 7: rank 2 of the learner did not come within 2 s"
+    assert (tmp_path / "said").read_text() == "round 7: rank 2 of the learner did not come within 8 s"
 
 
 def test_a_frozen_base_in_half_precision_changes_nothing(on_two_ranks: dict[str, Any]) -> None:

@@ -133,25 +133,28 @@ def test_a_wait_that_is_too_long_is_left_to_the_run(server: Server, sample: Call
 
 @pytest.mark.usefixtures("fast_retries")
 @pytest.mark.parametrize(
-    ("reply", "sentence"),
+    ("reply", "timeout_s", "sentence"),
     [
-        (Reply(status=500), "status 500, after 3 tries"),
-        (Reply(delay_s=5.0), "timed out, after 3 tries"),
-        (Reply(body=b" " * 300, drip_s=0.05), r"(timed out|took too long), after 3 tries"),
+        (Reply(status=500), 60.0, "status 500, after 3 tries"),
+        (Reply(delay_s=5.0), 0.3, "timed out, after 3 tries"),
+        (Reply(body=b" " * 300, drip_s=0.05), 0.3, r"(timed out|took too long), after 3 tries"),
         (
             Reply(body=b"x", headers={"Content-Length": "10"}),
+            60.0,
             r"IncompleteRead\(1 bytes read, 9 more expected\), after 3 tries",
         ),
     ],
 )
 def test_a_server_that_never_answers_makes_the_run_wait(
-    reply: Reply, sentence: str, server: Server, sample: Callable[..., Sample]
+    reply: Reply, timeout_s: float, sentence: str, server: Server, sample: Callable[..., Sample]
 ) -> None:
     server.answer = lambda _: reply
-    began = time.monotonic()
     with pytest.raises(RewardUnavailableError, match=sentence):
-        _term(server, timeout_s=0.3).values([sample()])
-    assert time.monotonic() - began < 10
+        _term(server, timeout_s=timeout_s).values([sample()])
+    # A try that was given up may come to the server late.
+    deadline = time.monotonic() + 60
+    while len(server.asked) < 3 and time.monotonic() < deadline:
+        time.sleep(0.01)
     assert len(server.asked) == 3
 
 

@@ -38,6 +38,7 @@ def serve(free_port):
         servers.append(HttpServer(app, Address(host="127.0.0.1", port=free_port), end_within_s=1))
         return lambda: closing(socket.create_connection(("127.0.0.1", free_port), timeout=_WAIT_S))
 
+    serve.servers = servers
     yield serve
     for server in servers:
         server.end(20)
@@ -131,17 +132,22 @@ def test_an_answer_under_way_comes_whole_whatever_follows_the_request(serve):
 
 
 def test_an_answer_that_has_begun_comes_whole_whatever_follows_the_request(serve):
+    is_sent = threading.Event()
+
     async def slow(scope, receive, send):
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"hel", "more_body": True})
+        await asyncio.to_thread(is_sent.wait, _WAIT_S)
         await asyncio.sleep(0.5)
         await send({"type": "http.response.body", "body": b"lo"})
 
     for rest in (GET, b"\x00 no HTTP"):
+        is_sent.clear()
         with serve(slow)() as connection:
             connection.sendall(GET)
             begun = connection.recv(65536)
             connection.sendall(rest)
+            is_sent.set()
             assert (begun + all_of(connection)).endswith(b"3\r\nhel\r\n2\r\nlo\r\n0\r\n\r\n"), rest
 
 
@@ -154,8 +160,7 @@ def test_an_application_that_fails_ends_its_connection(serve):
         assert all_of(connection).startswith(b"HTTP/1.1 500")
 
 
-def test_a_connection_whose_body_came_after_its_answer_is_kept_until_its_time(serve, monkeypatch):
-    monkeypatch.setattr("deploy.service.gateway.http_server._KEEP_ALIVE_S", 0.5)
+def test_a_connection_whose_body_came_after_its_answer_is_kept_until_its_time(serve):
     with serve(hello)() as connection:
         connection.sendall(POST)
         assert connection.recv(65536).endswith(b"hello")
@@ -163,6 +168,8 @@ def test_a_connection_whose_body_came_after_its_answer_is_kept_until_its_time(se
         assert connection.recv(65536).endswith(b"hello")
         connection.sendall(POST)
         assert connection.recv(65536).endswith(b"hello")
+        (protocol,) = serve.servers[-1]._server.server_state.connections
+        protocol._idle_timeout_s = 0.5
         connection.sendall(b"0\r\n\r\n")
         assert all_of(connection) == b""
 
@@ -239,7 +246,6 @@ def is_healthy(server):
 
 
 def test_a_server_whose_loop_hangs_is_not_healthy(free_port, monkeypatch):
-    monkeypatch.setattr("deploy.service.gateway.http_server._HUNG_AFTER_S", 0.5)
     hangs_until = threading.Event()
 
     async def hangs(scope, receive, send):
@@ -248,11 +254,11 @@ def test_a_server_whose_loop_hangs_is_not_healthy(free_port, monkeypatch):
 
     server = HttpServer(hangs, Address(host="127.0.0.1", port=free_port), end_within_s=1)
     server.check()
+    monkeypatch.setattr("deploy.service.gateway.http_server._HUNG_AFTER_S", 0.5)
     with closing(socket.create_connection(("127.0.0.1", free_port), timeout=_WAIT_S)) as connection:
         connection.sendall(GET)
-        wait_until(lambda: not is_healthy(server), "the check to see it")
         with pytest.raises(RuntimeError, match=r"has not turned for \d+ s"):
-            server.check()
+            wait_until(server.check, "the check to see it")
         hangs_until.set()
         assert connection.recv(65536).endswith(b"hello")
     wait_until(lambda: is_healthy(server), "its loop to turn again")
@@ -270,8 +276,9 @@ def test_an_http_server_leaves_the_logs_of_its_process_as_they_are(app, free_por
 
 
 @pytest.mark.parametrize("kept", [False, True])
-def test_a_request_that_is_on_its_way_when_the_server_ends_is_answered(free_port, kept):
-    server = HttpServer(hello, Address(host="127.0.0.1", port=free_port), end_within_s=10)
+def test_a_request_that_is_on_its_way_when_the_server_ends_is_answered(free_port, kept, monkeypatch):
+    monkeypatch.setattr("deploy.service.gateway.http_protocol._LAST_REQUEST_S", 20.0)
+    server = HttpServer(hello, Address(host="127.0.0.1", port=free_port), end_within_s=20)
     with closing(socket.create_connection(("127.0.0.1", free_port), timeout=_WAIT_S)) as connection:
         if kept:
             connection.sendall(GET)

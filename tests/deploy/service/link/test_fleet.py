@@ -28,6 +28,12 @@ FACTS = dict.fromkeys(("num_correct", "num_problems", "checkpoint", "weight_stor
 POLICY = PolicyVersion(version=3, round=2, phase="rl", **FACTS)
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch):
+    """However busy the machine is: an engine that is there is reached."""
+    monkeypatch.setattr(fleet_module, "_CONNECT_TIMEOUT_S", 60.0)
+
+
 def job(*seeds):
     requests = tuple(Request(prompt_ids=(5, 6, 7), params=PARAMS, seed=seed) for seed in seeds or (1,))
     return Job(requests=requests, wanted="policy")
