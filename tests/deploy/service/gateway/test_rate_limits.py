@@ -124,7 +124,7 @@ def test_while_what_is_shared_cannot_be_reached_each_counts_by_itself(monkeypatc
         began_s = time.monotonic()
         first = await asyncio.gather(*(rates.refusal("me") for _ in range(20)))
         assert sum(refusal is None for refusal in first) == 2
-        assert time.monotonic() - began_s < 9.5, "each waited half a second for the one before"
+        assert time.monotonic() - began_s < 5.0, "each waited for the one before"
         num_tried = len(tries)
         # It is not tried for each request.
         assert all([await rates.refusal("me") for _ in range(20)])
