@@ -105,9 +105,11 @@ class Coordinator:
             on_pause=self._note_pause,
             on_left=self._note_left,
         )
-        self._log = RunLog(spec.run_dir, spec.wandb_project, is_going_on=session.num_coordinator_starts > 0)
+        is_going_on = session.num_coordinator_starts > 0
+        self._log = RunLog(spec.run_dir, spec.wandb_project, is_going_on=is_going_on)
         self._gauges = RunGauges(spec.name)
-        self._announcer = Announcer(Registry(registry_url, spec.name), self._log, spec.run_dir, store_name)
+        registry = Registry(registry_url, spec.name)
+        self._announcer = Announcer(registry, self._log, spec.run_dir, store_name, is_going_on=is_going_on)
         schedules = spec.evaluation.params(spec.rollout.sampling)
         self._evaluation = VersionEvaluator(
             self._plan, schedules, self._pools, spec.rollout.max_attempts, self._note_failure
@@ -152,7 +154,7 @@ class Coordinator:
             self._log.append(event, **values)
             self._timeline.add_event(event, values)
         if event == "checkpoint" and values["phase"] != Phase.CONTROL and "step" not in values:
-            await self._announcer.checkpoint(values["policy_version"], self._spec.run_dir / values["path"])
+            self._announcer.checkpoint(values["policy_version"], self._spec.run_dir / values["path"])
 
     async def events_since(self, count: int) -> list[Event]:
         """The events after the first `count`."""

@@ -1,9 +1,12 @@
-"""What the registry, and so the service, is told of a run's versions. It is never the only copy."""
+"""What the registry, and so the service, is told of a run's versions. It is never the only copy, and nobody waits for
+it."""
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +18,26 @@ from actors.registry.registry import Registry
 from actors.run_log import VALIDATION, RunLog, began_at
 from actors.spec import Phase
 
+# The registry answers in a millisecond or two. As long as that a version's publisher waits, and so says it again where
+# this process dies meanwhile.
+_PATIENCE_S = 0.05
+
 
 class Announcer:
-    """Tells the registry of one run, one thing after another; what fails is recorded."""
+    """Tells the registry of one run, one thing after another, in a task of its own.
 
-    def __init__(self, registry: Registry, log: RunLog, run_dir: Path, store_name: str) -> None:
-        """`store_name` is the Ray name of the run's weight store."""
+    While the registry is away, what it is to hear waits; each new thing is a reason to try again. What it refuses is
+    recorded, and an outage is one failure, however long it is.
+    """
+
+    def __init__(self, registry: Registry, log: RunLog, run_dir: Path, store_name: str, *, is_going_on: bool) -> None:
+        """`store_name` is the Ray name of the run's weight store. `is_going_on` says that another process was at this
+        before, and may have left something untold: what the run directory knows is filled in."""
         self._registry, self._log = registry, log
         self._run_dir, self._store_name = run_dir, store_name
-        self._is_away = False
-        self._turn = asyncio.Lock()
-        self._telling: set[asyncio.Task[None]] = set()
-
-    async def settled(self) -> None:
-        """Everything is told that nobody waited for."""
-        await asyncio.gather(*self._telling)
+        self._lacks_history, self._is_away = is_going_on, False
+        self._untold: deque[Callable[[], Any]] = deque()
+        self._telling: asyncio.Task[None] | None = None
 
     async def announce(self, generation: Generation, phase: Phase, round_index: int) -> None:
         """The store has a version."""
@@ -43,30 +51,30 @@ class Announcer:
             weight_store=self._store_name,
             manifest_digest=generation.digest,
         )
-        async with self._turn:
-            knew_any = await self._tell(self._registry.announce, version, began_at(self._log.events_since(0)))
-            if knew_any is False:
-                # New, or Redis has lost its data: the registry gets what the run directory says.
-                await self._tell(rebuild, self._registry, self._run_dir)
+        telling = self._tell(partial(self._announce, version, began_at(self._log.events_since(0))))
+        if not self._is_away:
+            await asyncio.wait((telling,), timeout=_PATIENCE_S)
 
-    async def checkpoint(self, version: int, directory: Path) -> None:
+    def checkpoint(self, version: int, directory: Path) -> None:
         """A version's weights lie in a directory too."""
-        async with self._turn:
-            await self._tell(self._registry.add_checkpoint, version, str(directory))
+        self._tell(partial(self._registry.add_checkpoint, version, str(directory)))
 
     def evaluated(self, version: int, label: str, num_correct: int, num_problems: int) -> None:
-        """A version was evaluated; where validation problems were asked, another may be the best now. Nobody waits for
-        the registry."""
+        """A version was evaluated; where validation problems were asked, another may be the best now."""
+        self._tell(partial(self._registry.score, version, num_correct, num_problems))
         best = validated_best(self._log.events_since(0)) if label == VALIDATION else None
-        telling = asyncio.create_task(self._evaluated(version, num_correct, num_problems, best))
-        self._telling.add(telling)
-        telling.add_done_callback(self._telling.discard)
+        if best is not None:
+            self._tell(partial(self._registry.choose_best, best))
 
-    async def _evaluated(self, version: int, num_correct: int, num_problems: int, best: int | None) -> None:
-        async with self._turn:
-            await self._tell(self._registry.score, version, num_correct, num_problems)
-            if best is not None:
-                await self._tell(self._registry.choose_best, best)
+    async def settled(self) -> None:
+        """Everything is told, or was tried once more; what is left is recorded."""
+        if self._telling is not None:
+            await self._telling
+        if self._untold:
+            await self._begin()
+        if self._untold:
+            what = f"the registry is away, and was not told {len(self._untold)} things that the run directory has"
+            self._log.append("failure", what=what, attempt=1)
 
     def pinned(self) -> int | None:
         """The version that an operator holds on to."""
@@ -76,17 +84,38 @@ class Announcer:
             self._log.append("failure", what=str(error), attempt=1)
             return None
 
-    async def _tell(self, call: Callable[..., Any], *facts: Any) -> Any:
-        """What `call` returns, or None. An outage is one failure, however often it is met."""
-        try:
-            answer = await asyncio.to_thread(call, *facts)
-        except ConnectionError as error:
-            if not self._is_away:
+    def _announce(self, version: PolicyVersion, run_began_at: float | None) -> None:
+        # It knew none where it is new, or where Redis has lost its data.
+        self._lacks_history |= not self._registry.announce(version, run_began_at)
+        if self._lacks_history:
+            try:
+                rebuild(self._registry, self._run_dir)
+            except ValueError:
+                self._lacks_history = False  # All else is filled in.
+                raise
+            self._lacks_history = False
+
+    def _tell(self, call: Callable[[], Any]) -> asyncio.Task[None]:
+        self._untold.append(call)
+        return self._begin()
+
+    def _begin(self) -> asyncio.Task[None]:
+        if self._telling is None or self._telling.done():
+            self._telling = asyncio.create_task(self._tell_all())
+        return self._telling
+
+    async def _tell_all(self) -> None:
+        """Until nothing is left, or the registry is away."""
+        while self._untold:
+            call = self._untold.popleft()
+            try:
+                await asyncio.to_thread(call)
+            except ConnectionError as error:
+                self._untold.appendleft(call)
+                if not self._is_away:
+                    self._log.append("failure", what=str(error), attempt=1)
+                self._is_away = True
+                return
+            except (OSError, ValueError) as error:
                 self._log.append("failure", what=str(error), attempt=1)
-            self._is_away = True
-        except ValueError as error:
-            self._log.append("failure", what=str(error), attempt=1)
-        else:
             self._is_away = False
-            return answer
-        return None

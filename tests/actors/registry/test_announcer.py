@@ -1,0 +1,237 @@
+"""What a run tells its registry: everything, in order, once the registry answers; and nobody waits for that."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import actors.registry.announcer as module
+from actors.messages import Generation
+from actors.registry.announcer import Announcer
+from actors.run_log import VALIDATION, RunLog, read_events
+from actors.spec import Phase
+
+
+class _Registry:
+    """One that answers, that is away, or that is asked and says nothing."""
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+        self.num_tries = 0
+        self.is_away = self.is_new = False
+        self.goes_away_after: int | None = None
+        self.may_answer = threading.Event()
+        self.may_answer.set()
+
+    def _hear(self, *fact: Any) -> None:
+        self.num_tries += 1
+        assert self.may_answer.wait(60)
+        if self.is_away:
+            raise ConnectionError("the registry at nowhere cannot be used")
+        self.told.append(fact)
+        if len(self.told) == self.goes_away_after:
+            self.is_away = True
+
+    def announce(self, policy: Any, began_at: float | None) -> bool:
+        self._hear("version", policy.version)
+        is_new, self.is_new = self.is_new, False
+        return not is_new
+
+    def add_checkpoint(self, version: int, directory: str) -> None:
+        self._hear("checkpoint", version, directory)
+
+    def score(self, version: int, num_correct: int, num_problems: int) -> None:
+        self._hear("score", version, num_correct, num_problems)
+
+    def choose_best(self, version: int) -> None:
+        self._hear("best", version)
+
+    def restore(self, versions: Any, admin: Any, newest: Any, began: Any, best: Any) -> int:
+        self._hear("restored", [policy.version for policy in versions])
+        return 0
+
+
+class _Case:
+    """A run's log, its registry, and what tells it."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir, self.registry = run_dir, _Registry()
+        self.log = RunLog(run_dir)
+
+    def announcer(self, *, is_going_on: bool = False) -> Announcer:
+        registry: Any = self.registry
+        return Announcer(registry, self.log, self.run_dir, "store", is_going_on=is_going_on)
+
+    def failures(self) -> list[str]:
+        self.log.write_out()
+        return [event["what"] for event in read_events(self.run_dir) if event["event"] == "failure"]
+
+
+@pytest.fixture
+def case(tmp_path: Path) -> Iterator[_Case]:
+    case = _Case(tmp_path)
+    yield case
+    case.log.close()
+
+
+def _run(work: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(work, 60))
+
+
+async def _announce(announcer: Announcer, version: int) -> None:
+    await announcer.announce(Generation(version=version, digest=str(version)), Phase.RL, version)
+
+
+async def _tell_of(announcer: Announcer, version: int) -> None:
+    await _announce(announcer, version)
+    announcer.checkpoint(version, Path("rl") / str(version))
+    announcer.evaluated(version, "rl", version, 9)
+
+
+def _facts(*versions: int) -> list[Any]:
+    of_version = [
+        (("version", version), ("checkpoint", version, f"rl/{version}"), ("score", version, version, 9))
+        for version in versions
+    ]
+    return [fact for facts in of_version for fact in facts]
+
+
+def test_it_hears_everything_in_order(case: _Case) -> None:
+    async def scene() -> None:
+        announcer = case.announcer()
+        await _tell_of(announcer, 1)
+        await _tell_of(announcer, 2)
+        await announcer.settled()
+        assert case.registry.told == _facts(1, 2)
+        assert case.failures() == []
+
+    _run(scene())
+
+
+def test_the_best_version_is_named_where_validation_problems_were_asked(case: _Case) -> None:
+    def validated(version: int, num_correct: int) -> None:
+        facts = {"label": VALIDATION, "policy_version": version, "num_correct": num_correct, "num_problems": 9}
+        case.log.append("evaluation", round=version, **facts)
+
+    async def scene() -> None:
+        announcer = case.announcer()
+        for version, num_correct in ((1, 5), (2, 3)):
+            validated(version, num_correct)
+            announcer.evaluated(version, VALIDATION, num_correct, 9)
+        await announcer.settled()
+        assert case.registry.told == [("score", 1, 5, 9), ("best", 1), ("score", 2, 3, 9), ("best", 1)]
+
+    _run(scene())
+
+
+def test_who_announces_goes_on_while_the_registry_is_silent(case: _Case) -> None:
+    async def scene() -> None:
+        announcer = case.announcer()
+        case.registry.may_answer.clear()
+        await _tell_of(announcer, 1)
+        await _tell_of(announcer, 2)
+        assert case.registry.told == []
+        case.registry.may_answer.set()
+        await announcer.settled()
+        assert case.registry.told == _facts(1, 2)
+
+    _run(scene())
+
+
+def test_a_version_is_told_before_its_publisher_goes_on_where_the_registry_answers(
+    case: _Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_PATIENCE_S", 60)
+
+    async def scene() -> None:
+        await _announce(case.announcer(), 1)
+        assert case.registry.told == [("version", 1)]
+
+    _run(scene())
+
+
+def test_an_outage_is_one_failure_and_loses_nothing(case: _Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_PATIENCE_S", 60)
+
+    async def scene() -> None:
+        announcer = case.announcer()
+        await _announce(announcer, 1)
+        case.registry.is_away = True
+        for version in (2, 3):
+            await _tell_of(announcer, version)
+        # Whatever is told is a reason to try again, unless somebody is at it.
+        assert announcer._telling is not None
+        await announcer._telling
+        assert case.registry.told == [("version", 1)]
+        case.registry.is_away = False
+        await _announce(announcer, 4)
+        await announcer.settled()
+        assert case.registry.told == [("version", 1), *_facts(2, 3), ("version", 4)]
+        assert case.failures() == ["the registry at nowhere cannot be used"]
+
+    _run(scene())
+
+
+def test_it_is_not_asked_for_each_thing_that_it_missed(case: _Case) -> None:
+    async def scene() -> None:
+        announcer = case.announcer()
+        case.registry.is_away = True
+        case.registry.may_answer.clear()
+        for version in range(1, 11):
+            await _tell_of(announcer, version)
+        case.registry.may_answer.set()
+        await announcer.settled()
+        assert case.registry.num_tries == 2  # And once more at the end.
+        left = "the registry is away, and was not told 30 things that the run directory has"
+        assert case.failures() == ["the registry at nowhere cannot be used", left]
+
+    _run(scene())
+
+
+@pytest.mark.parametrize("goes_away_between", [False, True])
+def test_a_registry_that_knew_nothing_gets_what_the_run_directory_says(case: _Case, goes_away_between: bool) -> None:
+    async def scene() -> None:
+        announcer = case.announcer()
+        case.log.append("round", round=0, policy_version=2)
+        case.registry.is_new = True
+        case.registry.goes_away_after = 1 if goes_away_between else None
+        await _announce(announcer, 3)
+        assert announcer._telling is not None
+        await announcer._telling
+        case.registry.is_away = False
+        await _announce(announcer, 4)
+        await announcer.settled()
+        again = [("version", 3)] * goes_away_between
+        assert case.registry.told == [("version", 3), *again, ("restored", [2]), ("version", 4)]
+
+    _run(scene())
+
+
+def test_what_a_coordinator_that_died_left_untold_is_filled_in_once(case: _Case) -> None:
+    async def scene() -> None:
+        case.log.append("round", round=0, policy_version=2)
+        announcer = case.announcer(is_going_on=True)
+        await _announce(announcer, 3)
+        await _announce(announcer, 4)
+        await announcer.settled()
+        assert case.registry.told == [("version", 3), ("restored", [2]), ("version", 4)]
+
+    _run(scene())
+
+
+def test_what_an_operator_wanted_is_damaged_is_said_once(case: _Case) -> None:
+    async def scene() -> None:
+        (case.run_dir / "admin.json").write_text("{")
+        announcer = case.announcer(is_going_on=True)
+        await _announce(announcer, 3)
+        await _announce(announcer, 4)
+        await announcer.settled()
+        assert case.registry.told == [("version", 3), ("restored", []), ("version", 4)]
+        assert [what.partition(" is damaged")[0] for what in case.failures()] == [str(case.run_dir / "admin.json")]
+
+    _run(scene())
