@@ -43,7 +43,8 @@ class SamplerWorker:
         limit_memory(torch.device(device), gpu_share)
         self._device, self._is_asleep = torch.device(device), is_asleep
         self._policy = empty_policy(checkpoint, engine.torch_dtype, "meta" if is_asleep else device)
-        self._sampler = partial(Sampler, self._policy, engine=engine)
+        self._make_sampler = partial(Sampler, self._policy, engine=engine)
+        self._sampler: Sampler | None = None
         reader = StoreReader(store, _FETCH_TIMEOUT_S)
         self._reader = StagingReader(BaseAtHand(reader) if is_asleep else reader)
         self._loader = PolicyLoader(self._policy, self._reader)
@@ -71,14 +72,17 @@ class SamplerWorker:
             self._wake()
             self._loader.load(generation)
             self._generation = generation
-        completions = self._sampler(generation.version).generate(portion.requests)
+        if self._sampler is None:
+            self._sampler = self._make_sampler(generation.version)
+        self._sampler.policy_version = generation.version
+        completions = self._sampler.generate(portion.requests)
         return Completions(completions), len(completions)
 
     def sleep(self) -> None:
         """Give the memory of the device back: the next call of `generate` takes it again, and fetches the weights."""
         from learner.hardware import free_unused_memory
 
-        self._generation, self._is_asleep = None, True
+        self._generation, self._sampler, self._is_asleep = None, None, True
         self._loader.let_go()
         self._policy.to_empty(device="meta")
         free_unused_memory(self._device)

@@ -123,6 +123,7 @@ class Forwards:
         slots: Slots,
         counts: ForwardCounts,
         *,
+        memory: list[Held],
         is_static: bool,
         is_compiled: bool,
         spares_padding: bool = False,
@@ -134,6 +135,7 @@ class Forwards:
             forward: its forward, perhaps compiled.
             slots: the rows.
             counts: added to.
+            memory: what rows are remembered in, as a batch before this one left it, or empty; it grows.
             is_static: score every slot of each block instead of the masked ones, so that nothing waits for the device,
                 and round up the width that unequal rows share.
             is_compiled: round up every width: each shape is compiled anew.
@@ -143,7 +145,7 @@ class Forwards:
         self.model, self._forward, self.counts = model, forward, counts
         self._slots, self._is_static, self._is_compiled = slots, is_static, is_compiled
         self._spares_padding = spares_padding
-        self._memory: list[Held] = []
+        self._memory = memory
 
     def logits(self, active: Sequence[ActiveRow], columns_AK: Tensor, open_AK: Tensor) -> SlotLogits:
         """Logits of the open slots of all active rows, which are sorted by kind.
@@ -321,16 +323,25 @@ class Forwards:
         return self._forward(ids_1T, None, queries_1Q, scored_N, ragged=ragged)
 
     def _remembered(self, rows: list[int], width: int) -> Memory:
-        config, slots = self.model.config, self._slots
-        if not self._memory or self._memory[0][0].shape[1] <= width:
-            shape = (slots.num_slots, slots.width + 1, config.num_kv_heads, config.head_dim)
-            embedding = self.model.embed.weight
-            grown = [(embedding.new_zeros(shape), embedding.new_zeros(shape)) for _ in range(config.num_layers)]
-            for wider, narrower in zip(grown, self._memory, strict=bool(self._memory)):
+        slots, held = self._slots, self._memory
+        num_rows, num_columns = held[0][0].shape[:2] if held else (0, 0)
+        if num_rows < slots.num_slots or num_columns <= width:
+            config = self.model.config
+            shape = (max(num_rows, slots.num_slots), max(num_columns, slots.width + 1))
+            grown = [(self._empty_memory(*shape), self._empty_memory(*shape)) for _ in range(config.num_layers)]
+            for wider, narrower in zip(grown, held, strict=bool(held)):
                 for wide, narrow in zip(wider, narrower, strict=True):
-                    wide[:, : narrow.shape[1]] = narrow
-            self._memory = grown
-        return Memory(self._memory, self._tensor(rows), width, are_first=rows == list(range(len(rows))))
+                    wide[:num_rows, :num_columns] = narrow
+            held[:] = grown
+        return Memory(held, self._tensor(rows), width, are_first=rows == list(range(len(rows))))
+
+    def _empty_memory(self, num_rows: int, num_columns: int) -> Tensor:
+        config = self.model.config
+        memory = self.model.embed.weight.new_zeros(num_rows, num_columns, config.num_kv_heads, config.head_dim)
+        if self._is_compiled:
+            # A CUDA graph writes only into what stays where it was recorded.
+            torch._dynamo.mark_static_address(memory, guard=False)
+        return memory
 
     def _width(self, lengths: list[int]) -> int:
         return min(self._rounded(lengths, are_many=True), self._slots.width, self.model.config.max_sequence_length)

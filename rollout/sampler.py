@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from learner.model.attention.within import has_kernel
+from learner.model.memory import Held
 from learner.model.transformer import Transformer
 from rollout.config import EngineConfig
 from rollout.constrained import ConstrainedRows
@@ -37,16 +38,19 @@ from rollout.writes import WriteLog
 
 
 class Sampler:
-    """Samples completions from one policy version."""
+    """Samples completions from a policy, one version of it at a time."""
 
     def __init__(self, model: Transformer, policy_version: int, engine: EngineConfig | None = None) -> None:
-        """Sample from `model`, which stays where it is and as it is."""
-        self.model, self.policy_version = model, policy_version
+        """Sample from `model`, which stays where it is, and as it is while a batch is open."""
+        self.model = model
+        self.policy_version = policy_version
+        """What completions of the next batch are said to be of: to be set with the policy's weights."""
         self._engine = engine or EngineConfig()
         self._forward = partial(
             _compiled(model) if self._engine.compile else model, flex=self._engine.attention == "flex"
         )
         self.counts = ForwardCounts()
+        self._memory: list[Held] = []
 
     def generate(
         self, requests: Sequence[Request], on_completion: Callable[[int, Completion], None] | None = None
@@ -61,7 +65,8 @@ class Sampler:
             ValueError: a request that the policy cannot serve; the sentence has its index and field.
             FloatingPointError: the policy's weights are bad: it predicts what is no number.
         """
-        batch = self.open(most_rows=len(requests))
+        # A compiled policy's CUDA graphs are of one memory: one batch leaves it to the next.
+        batch = self._batch(len(requests), self._memory if self._engine.compile else [])
         for index, request in enumerate(requests):
             try:
                 batch.submit(request)
@@ -82,11 +87,14 @@ class Sampler:
             requests: what to begin with.
             most_rows: rows that it will need at most, where that is less than `num_slots`.
         """
-        num_slots = self._engine.num_slots if most_rows is None else min(self._engine.num_slots, max(1, most_rows))
-        batch = SlotBatch(self, self._forward, self._engine, num_slots)
+        batch = self._batch(most_rows, [])
         for request in requests:
             batch.submit(request)
         return batch
+
+    def _batch(self, most_rows: int | None, memory: list[Held]) -> SlotBatch:
+        num_slots = self._engine.num_slots if most_rows is None else min(self._engine.num_slots, max(1, most_rows))
+        return SlotBatch(self, self._forward, self._engine, num_slots, memory)
 
 
 _Number = TypeVar("_Number", int, Tensor)
@@ -107,7 +115,14 @@ class _Seen(NamedTuple, Generic[_Number]):
 class SlotBatch:
     """Rows that are denoised together, and requests that wait for one."""
 
-    def __init__(self, sampler: Sampler, forward: Callable[..., Tensor], engine: EngineConfig, num_slots: int) -> None:
+    def __init__(
+        self,
+        sampler: Sampler,
+        forward: Callable[..., Tensor],
+        engine: EngineConfig,
+        num_slots: int,
+        memory: list[Held],
+    ) -> None:
         """Make empty slots; `Sampler.open` does."""
         model, config = sampler.model, sampler.model.config
         device = next(model.parameters()).device
@@ -122,6 +137,7 @@ class SlotBatch:
             forward,
             self.slots,
             sampler.counts,
+            memory=memory,
             is_static=self._is_static,
             is_compiled=engine.compile,
             spares_padding=_spares_padding(model, engine),

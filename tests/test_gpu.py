@@ -185,6 +185,21 @@ def test_a_compiled_policy_in_bfloat16_samples_what_it_samples_eagerly(policy: T
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.filterwarnings("ignore")
+def test_cuda_graphs_are_taken_of_steps_that_write_into_a_memory(policy: Transformer) -> None:
+    from torch._dynamo.utils import counters
+
+    params = SamplingParams(gen_length=16, block_length=8, num_denoise_steps=8, temperature=0.0, cache="dual")
+    requests = [Request(prompt_ids=(3, 4, 5), params=params, seed=row) for row in range(4)]
+    sampler = Sampler(copy.deepcopy(policy).to("cuda", torch.bfloat16), 0, EngineConfig(compile=True))
+    counters.clear()
+    first, second = (sampler.generate(requests) for _ in range(2))
+    assert counters["inductor"]["cudagraph_skips"] == 0
+    assert [one.token_ids.tolist() for one in first] == [other.token_ids.tolist() for other in second]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.filterwarnings("ignore")
 def test_a_compiled_update_is_the_eager_step(policy: Transformer) -> None:
     batch, config = make_round(_ROUND), algorithm_config("diffu-grpo", **_OF_ROUND, filters={}, inner_updates=1)
     eager, compiled = (copy.deepcopy(policy).cuda() for _ in range(2))

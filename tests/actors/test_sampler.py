@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from actors.sampler import SamplerWorker
 from actors.spec import RunSpec
 from actors.weights import fetching
 from learner.model.checkpoint import load_policy
+from rollout.config import EngineConfig
+from rollout.request import Cache
 from tests.actors.test_fetching import Shelf
 from tests.stand_in_gpu import bytes_there, stand_in_gpu
 
@@ -41,6 +44,7 @@ def generations(
 def _sampled(worker: SamplerWorker, generation: Generation, portion: Portion) -> list[Any]:
     completions, count = worker.generate(generation, portion)
     assert count == len(portion.requests)
+    assert {each.policy_version for each in completions} == {generation.version}
     return [(each.token_ids.tolist(), each.commit_logp.tolist()) for each in completions]
 
 
@@ -65,6 +69,27 @@ def test_a_sampler_that_sleeps_holds_nothing_and_samples_the_same(
         expected = [_sampled(awake, generation, portion) for generation in (first, second)]
         assert found == [*expected, expected[1]]
         assert expected[0] != expected[1]
+
+
+def test_a_compiled_sampler_that_sleeps_gives_back_what_its_rows_are_remembered_in(
+    spec: RunSpec, plan: RunPlan, generations: tuple[Shelf, list[Generation]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollout.sampler._compiled", lambda model: model)
+    portion = plan.round_portion(0, 0)
+    cached = tuple(
+        replace(request, params=request.params.model_copy(update={"cache": Cache.DUAL})) for request in portion.requests
+    )
+    portion = replace(portion, requests=cached)
+    with stand_in_gpu():
+        before = bytes_there()
+        worker = SamplerWorker(spec.initial_checkpoint, None, "cuda", EngineConfig(compile=True), is_asleep=True)
+        found = []
+        for generation in generations[1]:
+            found.append(_sampled(worker, generation, portion))
+            assert _sampled(worker, generation, portion) == found[-1]
+            worker.sleep()
+            assert bytes_there() == before
+        assert found[0] != found[1]
 
 
 def test_weights_that_were_staged_are_sampled_from_as_if_they_had_been_fetched(

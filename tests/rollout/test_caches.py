@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,10 +12,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.replay import replay
+from learner.model.memory import Held
 from learner.model.networks import make_model
 from learner.model.transformer import Transformer, init_weights
 from rollout.config import EngineConfig
-from rollout.request import Cache, Request, SamplingParams
+from rollout.request import Cache, Completion, Request, SamplingParams
 from rollout.sampler import Sampler
 from tests.rollout.slow import Slow, sample
 
@@ -156,3 +158,44 @@ def test_what_each_block_remembers_has_a_storage_of_its_own(policy: Transformer)
     batch.step()
     held = [tensor for of_block in batch._forwards._memory for tensor in of_block]
     assert len({tensor.untyped_storage().data_ptr() for tensor in held}) == len(held) == 2 * policy.config.num_layers
+
+
+def _drawn(completions: Sequence[Completion]) -> list[Any]:
+    return [(completion.token_ids.tolist(), completion.commit_logp.tolist()) for completion in completions]
+
+
+def _addresses(memory: Sequence[Held]) -> list[int]:
+    return [tensor.data_ptr() for of_block in memory for tensor in of_block]
+
+
+def test_a_compiled_policy_remembers_in_one_place(policy: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CUDA graph writes only into what stays where it was as the graph was recorded: from one batch to the next."""
+    monkeypatch.setattr("rollout.sampler._compiled", lambda model: model)
+    params = SamplingParams(**BASE, cache=Cache.DUAL, stop_ids=())
+    batches = [[(3, 4), (5,) * 9], [(6,)], [(7, 8), (9,)], [(4,) * 9]]
+    requests = [[Request(prompt_ids=ids, params=params, seed=0) for ids in batch] for batch in batches]
+    sampler = Sampler(policy, 0, EngineConfig(compile=True))
+    found, addresses = [], []
+    for batch in requests:
+        found.append(sampler.generate(batch))
+        addresses.append(_addresses(sampler._memory))
+    assert addresses == [addresses[0]] * len(batches)
+    assert addresses[0]
+    assert {getattr(keys, "_dynamo_static_input_type", None) for keys, _ in sampler._memory} == {"unguarded"}
+    # What an earlier batch left is in nobody's way.
+    alone = [Sampler(policy, 0, EngineConfig(compile=True)).generate(batch) for batch in requests]
+    assert list(map(_drawn, found)) == list(map(_drawn, alone))
+    # It grows with the canvas and with the batch, and stays there.
+    wider = [Request(prompt_ids=(3,) * 20, params=params, seed=seed) for seed in range(3)]
+    fresh = Sampler(policy, 0, EngineConfig(compile=True))
+    assert _drawn(sampler.generate(wider)) == _drawn(fresh.generate(wider))
+    grown = _addresses(sampler._memory)
+    assert not set(grown) & set(addresses[0])
+    sampler.generate(requests[0])
+    assert _addresses(sampler._memory) == grown
+
+
+def test_an_eager_policy_keeps_no_memory_between_batches(policy: Transformer) -> None:
+    sampler = Sampler(policy, 0)
+    sampler.generate([Request(prompt_ids=(3, 4), params=SamplingParams(**BASE, cache=Cache.DUAL), seed=0)])
+    assert sampler._memory == []
