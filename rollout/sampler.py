@@ -73,11 +73,16 @@ class Sampler:
             except ValueError as error:
                 raise ValueError(f"request {index}: {error}") from error
         completions: dict[int, Completion] = {}
-        while len(completions) < len(requests):
-            for index, completion in batch.step():
-                completions[index] = completion
-                if on_completion is not None:
-                    on_completion(index, completion)
+        try:
+            while len(completions) < len(requests):
+                for index, completion in batch.step():
+                    completions[index] = completion
+                    if on_completion is not None:
+                        on_completion(index, completion)
+        except FloatingPointError:
+            # What is no number is one in nobody's attention, not even behind a mask.
+            self._memory.clear()
+            raise
         return [completions[index] for index in range(len(requests))]
 
     def open(self, requests: Sequence[Request] = (), most_rows: int | None = None) -> SlotBatch:

@@ -73,7 +73,7 @@ class Announcer:
         if self._untold:
             await self._begin()
         if self._untold:
-            what = f"the registry is away, and was not told {len(self._untold)} things that the run directory has"
+            what = "the registry is still away, and was not told all that the run directory has"
             self._log.append("failure", what=what, attempt=1)
 
     def pinned(self) -> int | None:

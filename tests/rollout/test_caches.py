@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -193,6 +194,26 @@ def test_a_compiled_policy_remembers_in_one_place(policy: Transformer, monkeypat
     assert not set(grown) & set(addresses[0])
     sampler.generate(requests[0])
     assert _addresses(sampler._memory) == grown
+
+
+def test_bad_weights_leave_nothing_behind_for_the_next_version(
+    policy: Transformer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollout.sampler._compiled", lambda model: model)
+    params = SamplingParams(**BASE, cache=Cache.DUAL, stop_ids=())
+    model, engine = copy.deepcopy(policy), EngineConfig(compile=True, num_slots=2)
+    sampler = Sampler(model, 0, engine)
+    with torch.no_grad():
+        model.embed.weight[3] = torch.nan
+    with pytest.raises(FloatingPointError):
+        sampler.generate([Request(prompt_ids=(3,) * 40, params=params, seed=row) for row in range(2)])
+    model.load_state_dict(policy.state_dict())
+    # The third enters when the first is under way, and makes the canvas wider: columns that the first never wrote.
+    short = params.model_copy(update={"num_denoise_steps": 2})
+    asked = ((2, params), (2, short), (40, params))
+    requests = [Request(prompt_ids=(4,) * length, params=steps, seed=0) for length, steps in asked]
+    fresh = Sampler(policy, 0, engine)
+    assert _drawn(sampler.generate(requests)) == _drawn(fresh.generate(requests))
 
 
 def test_an_eager_policy_keeps_no_memory_between_batches(policy: Transformer) -> None:

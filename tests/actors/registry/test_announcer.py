@@ -187,7 +187,7 @@ def test_it_is_not_asked_for_each_thing_that_it_missed(case: _Case) -> None:
         case.registry.may_answer.set()
         await announcer.settled()
         assert case.registry.num_tries == 2  # And once more at the end.
-        left = "the registry is away, and was not told 30 things that the run directory has"
+        left = "the registry is still away, and was not told all that the run directory has"
         assert case.failures() == ["the registry at nowhere cannot be used", left]
 
     _run(scene())
