@@ -3,6 +3,7 @@
 import asyncio
 import json
 import subprocess
+import threading
 import time
 from typing import Literal
 
@@ -219,18 +220,25 @@ def test_openai_python_raises_where_a_stream_breaks(listen, mortal_service):
 
 
 def test_a_client_that_hangs_up_frees_its_slots(url, engine, monkeypatch):
-    step, taken = type(engine)._step, []
+    step, cancel, taken, hung_up = type(engine)._step, type(engine).cancel, [], threading.Event()
 
     def slow(self, live):
         taken.append(live)
-        time.sleep(0.2)
+        # However late its client hangs up, or the service hears of it.
+        time.sleep(0.2) if len(taken) < 4 else hung_up.wait(60)
         step(self, live)
 
+    def heard(self, ticket):
+        cancel(self, ticket)
+        hung_up.set()
+
     monkeypatch.setattr(type(engine), "_step", slow)
+    monkeypatch.setattr(type(engine), "cancel", heard)
     ask = {"prompt": "2 + 3", "n": 4, "stream": True}
     headers = {"Authorization": f"Bearer {TOKEN}"}
     for body in (ask, ask | {"stream": False}):
         taken.clear()
+        hung_up.clear()
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=0.6)
         wait_until(lambda: not (engine.num_running or engine.num_waiting), "free slots")

@@ -119,12 +119,13 @@ def redis_that_says_nothing():
 
 def test_while_what_is_shared_cannot_be_reached_each_counts_by_itself(monkeypatch):
     monkeypatch.setattr("deploy.service.gateway.rate_limits._RETRY_S", 600.0)
+    monkeypatch.setattr("deploy.service.gateway.rate_limits._TIMEOUT_S", 1.0)
 
     async def ask(rates):
         began_s = time.monotonic()
         first = await asyncio.gather(*(rates.refusal("me") for _ in range(20)))
         assert sum(refusal is None for refusal in first) == 2
-        assert time.monotonic() - began_s < 5.0, "each waited for the one before"
+        assert time.monotonic() - began_s < 15.0, "each waited for the one before"
         num_tried = len(tries)
         # It is not tried for each request.
         assert all([await rates.refusal("me") for _ in range(20)])

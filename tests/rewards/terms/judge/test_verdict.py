@@ -105,7 +105,9 @@ def test_a_right_program_that_also_does_mischief_is_right() -> None:
 
 
 @pytest.mark.parametrize("where", ["while True: pass", "def f(x):\n    while True: pass"])
-def test_an_endless_loop_fails_its_tests(where: str) -> None:
+def test_an_endless_loop_fails_its_tests(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # However late the kernel's verdict comes.
+    monkeypatch.setattr("rewards.sandbox.sandbox._GRACE_S", 60.0)
     verdict = _SANDBOX.judge(where, _SUITE)
     assert (verdict.passed, verdict.outcome) == ((False, False), Outcome.GRADED)
     assert "used up its 1 CPU seconds" in verdict.detail
