@@ -80,8 +80,10 @@ class SftSteps:
         """Step until the stage has ended. Evaluations and checkpoints do not count into its seconds."""
         context, began_at = self._context, self._began_at
         context.learner_state = self._learner.full_state
-        resumed = {"from_step": self._step} if self._step else {}
-        context.record("phase", phase=self._phase, num_steps=self._limit.num_steps, **resumed)
+        facts: dict[str, float] = {"from_step": self._step} if self._step else {}
+        if self._limit.seconds:
+            facts |= {"limit_s": self._limit.seconds, "spent_s": round(self._seconds, 3)}
+        context.record("phase", phase=self._phase, num_steps=self._limit.num_steps, **facts)
         if not self._step:
             self._evaluate_loss()
         watch = Stopwatch(context.clock, began_at.stage_seconds)

@@ -48,7 +48,6 @@ class ProgressDisplay:
         self._console = console
         self._bar = _Bar(console) if console.is_terminal else None
         self._phase: Event | None = None
-        self._limit_s = 0.0
         self._last_line_s = float("-inf")
         self._last_step_s = 0.0
         self._waiting = Waiting(console, f"{'':10}  ")
@@ -86,8 +85,6 @@ class ProgressDisplay:
                 self._wait_for_step(event)
             case "phase_end":
                 self._phase = None
-                if event["phase"] == "rl":
-                    self._limit_s = event["seconds"]
         if event["event"] in _SENTENCES:
             self._line(event, _SENTENCES[event["event"]](event))
         if what := self._next(event):
@@ -115,14 +112,14 @@ class ProgressDisplay:
         self._phase, self._last_step_s = event, event["time_s"]
         self._last_line_s = float("-inf")
         name, (total, unit) = _PHASES[event["phase"]], self._total(event)
-        self._line(event, f"{name}: {total:g} {unit}" if total else f"{name}: as many {unit} as the time allows")
+        self._line(event, f"{name}: {total:g} {unit}")
         if self._bar is not None:
             self._bar.begin(name, total or None)
 
     def _total(self, phase: Event) -> tuple[float, str]:
-        """What the phase has to do, and its unit. A control without a number of steps has the rounds' seconds."""
-        if phase["phase"] == "control" and not phase["num_steps"] and self._limit_s:
-            return round(self._limit_s), "seconds"
+        """What the phase has to do, and its unit."""
+        if "limit_s" in phase:
+            return round(phase["limit_s"]), "seconds"
         return phase["num_steps"], "rounds" if phase["phase"] == "rl" else "steps"
 
     def _advance(self, event: Event, phase: Event) -> None:
@@ -130,13 +127,13 @@ class ProgressDisplay:
         done = event["round"] + 1 if event["event"] == "round" else event["step"]
         facts = _facts(event)
         if unit == "seconds":
-            done, facts = min(total, event["time_s"] - phase["time_s"]), f"step {done}  {facts}"
+            spent_s = phase["spent_s"] + event["time_s"] - phase["time_s"]
+            done, facts = min(total, spent_s), f"step {done}  {facts}"
         if self._bar is not None:
             self._bar.advance(done, facts)
         elif event["time_s"] - self._last_line_s >= _LINE_EVERY_S:
             self._last_line_s = event["time_s"]
-            share = f"{round(done)}/{total:g}" if total else str(done)
-            self._line(event, f"{_PHASES[phase['phase']]} {share} {unit}  {facts}")
+            self._line(event, f"{_PHASES[phase['phase']]} {round(done)}/{total:g} {unit}  {facts}")
 
     def _line(self, event: Event, text: str) -> None:
         self._print(f"{event['time_s']:8.1f} s  {text}")

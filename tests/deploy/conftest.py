@@ -122,8 +122,8 @@ class Recorder:
             }
         self.add("evaluation", 10, label=label, policy_version=round_index + 1, round=round_index, **counts)
 
-    def sft_steps(self, phase: str, num_steps: int, planned: int) -> None:
-        self.add("phase", phase=phase, num_steps=planned)
+    def sft_steps(self, phase: str, num_steps: int, planned: int, **limit: float) -> None:
+        self.add("phase", phase=phase, num_steps=planned, **limit)
         self.add("sft_eval", phase=phase, step=0, loss=5.0, loss_at_t=[4.0, 6.0])
         for step in range(10, num_steps + 1, 10):
             loss = 4 * math.exp(-step / 100) + 0.4
@@ -180,7 +180,7 @@ def events(recorder: Recorder) -> list[Event]:
     recorder.add("phase_end", phase="rl", seconds=45.6, num_steps=12)
     recorder.evaluation("rl", 250, 12)
     recorder.add("checkpoint", path="checkpoints/rl-000012", phase="rl", round=12, policy_version=13)
-    recorder.sft_steps("control", 230, planned=0)
+    recorder.sft_steps("control", 230, planned=0, limit_s=46.0, spent_s=0.0)
     recorder.evaluation("control", 140, 12)
     recorder.add("done", 1, seconds=recorder.time_s + 1)
     return recorder.events

@@ -79,11 +79,11 @@ def test_the_control_counts_seconds(events: Events) -> None:
     assert "step 230" in text
 
 
-def test_a_resumed_control_whose_seconds_are_unknown_still_shows_steps(recorder: Any) -> None:
-    recorder.sft_steps("control", 50, planned=0)
+def test_a_resumed_control_goes_on_counting_seconds(recorder: Any) -> None:
+    recorder.sft_steps("control", 50, planned=0, limit_s=60.0, spent_s=40.0)
     text = _shown(recorder.events, is_terminal=False)
-    assert "control: as many steps as the time allows" in text
-    assert "control 10 steps  loss" in text
+    assert "control: 60 seconds" in text
+    assert "control 42/60 seconds  step 10  loss" in text
     assert "step" in _shown(recorder.events, is_terminal=True)
 
 
