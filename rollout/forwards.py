@@ -123,7 +123,7 @@ class Forwards:
         slots: Slots,
         counts: ForwardCounts,
         *,
-        memory: list[Held],
+        memory: list[Held] | None,
         is_static: bool,
         is_compiled: bool,
         spares_padding: bool = False,
@@ -135,7 +135,8 @@ class Forwards:
             forward: its forward, perhaps compiled.
             slots: the rows.
             counts: added to.
-            memory: what rows are remembered in, as a batch before this one left it, or empty; it grows.
+            memory: what rows are remembered in, as a batch before this one left it and the next one finds it; it grows.
+                None: a memory of this batch.
             is_static: score every slot of each block instead of the masked ones, so that nothing waits for the device,
                 and round up the width that unequal rows share.
             is_compiled: round up every width: each shape is compiled anew.
@@ -145,7 +146,8 @@ class Forwards:
         self.model, self._forward, self.counts = model, forward, counts
         self._slots, self._is_static, self._is_compiled = slots, is_static, is_compiled
         self._spares_padding = spares_padding
-        self._memory = memory
+        self._memory: list[Held] = [] if memory is None else memory
+        self._is_memory_kept = memory is not None
 
     def logits(self, active: Sequence[ActiveRow], columns_AK: Tensor, open_AK: Tensor) -> SlotLogits:
         """Logits of the open slots of all active rows, which are sorted by kind.
@@ -323,25 +325,30 @@ class Forwards:
         return self._forward(ids_1T, None, queries_1Q, scored_N, ragged=ragged)
 
     def _remembered(self, rows: list[int], width: int) -> Memory:
-        slots, held = self._slots, self._memory
-        num_rows, num_columns = held[0][0].shape[:2] if held else (0, 0)
-        if num_rows < slots.num_slots or num_columns <= width:
-            config = self.model.config
-            shape = (max(num_rows, slots.num_slots), max(num_columns, slots.width + 1))
-            grown = [(self._empty_memory(*shape), self._empty_memory(*shape)) for _ in range(config.num_layers)]
-            for wider, narrower in zip(grown, held, strict=bool(held)):
-                for wide, narrow in zip(wider, narrower, strict=True):
-                    wide[:num_rows, :num_columns] = narrow
-            held[:] = grown
-        return Memory(held, self._tensor(rows), width, are_first=rows == list(range(len(rows))))
+        num_rows, num_columns = self._memory[0][0].shape[:2] if self._memory else (0, 0)
+        if num_rows < self._slots.num_slots or num_columns <= width:
+            # Kept, it has room for the next batch too.
+            rounded = -(-self._slots.width // _BUCKET) * _BUCKET if self._is_memory_kept else 0
+            wide = max(self._slots.width, min(rounded, self.model.config.max_sequence_length))
+            self._grow_memory(max(num_rows, self._slots.num_slots), max(num_columns, wide + 1))
+        return Memory(self._memory, self._tensor(rows), width, are_first=rows == list(range(len(rows))))
 
-    def _empty_memory(self, num_rows: int, num_columns: int) -> Tensor:
-        config = self.model.config
-        memory = self.model.embed.weight.new_zeros(num_rows, num_columns, config.num_kv_heads, config.head_dim)
-        if self._is_compiled:
+    def _grow_memory(self, num_rows: int, num_columns: int) -> None:
+        """Block after block: there is no second memory meanwhile."""
+        config, weight = self.model.config, self.model.embed.weight
+        shape = (num_rows, num_columns, config.num_kv_heads, config.head_dim)
+        nothing = weight.new_empty(0, 0, *shape[2:])
+        for index in range(config.num_layers):
+            keys, values = self._memory[index] if index < len(self._memory) else (nothing, nothing)
+            self._memory[index : index + 1] = [(self._wider(keys, shape), self._wider(values, shape))]
+
+    def _wider(self, memory: Tensor, shape: tuple[int, ...]) -> Tensor:
+        wider = memory.new_zeros(shape)
+        wider[: memory.shape[0], : memory.shape[1]] = memory
+        if self._is_memory_kept:
             # A CUDA graph writes only into what stays where it was recorded.
-            torch._dynamo.mark_static_address(memory, guard=False)
-        return memory
+            torch._dynamo.mark_static_address(wider, guard=False)
+        return wider
 
     def _width(self, lengths: list[int]) -> int:
         return min(self._rounded(lengths, are_many=True), self._slots.width, self.model.config.max_sequence_length)

@@ -65,24 +65,22 @@ class Sampler:
             ValueError: a request that the policy cannot serve; the sentence has its index and field.
             FloatingPointError: the policy's weights are bad: it predicts what is no number.
         """
-        # A compiled policy's CUDA graphs are of one memory: one batch leaves it to the next.
-        batch = self._batch(len(requests), self._memory if self._engine.compile else [])
+        # A compiled policy's CUDA graphs are of one memory: one batch leaves it to the next, unless it fails. What is
+        # no number is one in anybody's attention, even behind a mask.
+        memory, self._memory = (self._memory if self._engine.compile else None), []
+        batch = self._batch(len(requests), memory)
         for index, request in enumerate(requests):
             try:
                 batch.submit(request)
             except ValueError as error:
                 raise ValueError(f"request {index}: {error}") from error
         completions: dict[int, Completion] = {}
-        try:
-            while len(completions) < len(requests):
-                for index, completion in batch.step():
-                    completions[index] = completion
-                    if on_completion is not None:
-                        on_completion(index, completion)
-        except FloatingPointError:
-            # What is no number is one in nobody's attention, not even behind a mask.
-            self._memory.clear()
-            raise
+        while len(completions) < len(requests):
+            for index, completion in batch.step():
+                completions[index] = completion
+                if on_completion is not None:
+                    on_completion(index, completion)
+        self._memory = memory or []
         return [completions[index] for index in range(len(requests))]
 
     def open(self, requests: Sequence[Request] = (), most_rows: int | None = None) -> SlotBatch:
@@ -92,12 +90,12 @@ class Sampler:
             requests: what to begin with.
             most_rows: rows that it will need at most, where that is less than `num_slots`.
         """
-        batch = self._batch(most_rows, [])
+        batch = self._batch(most_rows, None)
         for request in requests:
             batch.submit(request)
         return batch
 
-    def _batch(self, most_rows: int | None, memory: list[Held]) -> SlotBatch:
+    def _batch(self, most_rows: int | None, memory: list[Held] | None) -> SlotBatch:
         num_slots = self._engine.num_slots if most_rows is None else min(self._engine.num_slots, max(1, most_rows))
         return SlotBatch(self, self._forward, self._engine, num_slots, memory)
 
@@ -126,7 +124,7 @@ class SlotBatch:
         forward: Callable[..., Tensor],
         engine: EngineConfig,
         num_slots: int,
-        memory: list[Held],
+        memory: list[Held] | None,
     ) -> None:
         """Make empty slots; `Sampler.open` does."""
         model, config = sampler.model, sampler.model.config

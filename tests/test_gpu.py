@@ -192,9 +192,10 @@ def test_cuda_graphs_are_taken_of_steps_that_write_into_a_memory(policy: Transfo
     requests = [Request(prompt_ids=(3, 4, 5), params=params, seed=row) for row in range(4)]
     sampler = Sampler(copy.deepcopy(policy).to("cuda", torch.bfloat16), 0, EngineConfig(compile=True))
     counters.clear()
-    first, second = (sampler.generate(requests) for _ in range(2))
+    found = [[one.token_ids.tolist() for one in sampler.generate(requests)] for _ in range(3)]
     assert counters["inductor"]["cudagraph_skips"] == 0
-    assert [one.token_ids.tolist() for one in first] == [other.token_ids.tolist() for other in second]
+    # Recorded, then replayed.
+    assert found[1:] == found[:1] * 2
 
 
 @pytest.mark.gpu

@@ -105,11 +105,9 @@ class Coordinator:
             on_pause=self._note_pause,
             on_left=self._note_left,
         )
-        is_going_on = session.num_coordinator_starts > 0
-        self._log = RunLog(spec.run_dir, spec.wandb_project, is_going_on=is_going_on)
+        self._log = RunLog(spec.run_dir, spec.wandb_project, is_going_on=session.num_coordinator_starts > 0)
         self._gauges = RunGauges(spec.name)
-        registry = Registry(registry_url, spec.name)
-        self._announcer = Announcer(registry, self._log, spec.run_dir, store_name, is_going_on=is_going_on)
+        self._announcer = Announcer(Registry(registry_url, spec.name), self._log, spec.run_dir, store_name)
         schedules = spec.evaluation.params(spec.rollout.sampling)
         self._evaluation = VersionEvaluator(
             self._plan, schedules, self._pools, spec.rollout.max_attempts, self._note_failure
@@ -562,6 +560,7 @@ class Coordinator:
         while True:
             self._watch.sweep()
             self._pools.look_for_outages()
+            self._announcer.go_on()
             await self._write_status()
             await asyncio.sleep(_STATUS_EVERY_S)
 

@@ -1,5 +1,4 @@
-"""What the registry, and so the service, is told of a run's versions. It is never the only copy, and nobody waits for
-it."""
+"""What the registry, and so the service, is told of a run's versions; nobody waits for it."""
 
 from __future__ import annotations
 
@@ -18,24 +17,24 @@ from actors.registry.registry import Registry
 from actors.run_log import VALIDATION, RunLog, began_at
 from actors.spec import Phase
 
-# The registry answers in a millisecond or two. As long as that a version's publisher waits, and so says it again where
-# this process dies meanwhile.
-_PATIENCE_S = 0.05
+# The registry answers in a millisecond or two. Until then a version's publisher waits, and so says it again where this
+# process dies meanwhile.
+_PATIENCE_S = 2.0
 
 
 class Announcer:
-    """Tells the registry of one run, one thing after another, in a task of its own.
+    """Tells the registry of one run, one thing after another, in a task of its own. It is never the only copy.
 
-    While the registry is away, what it is to hear waits; each new thing is a reason to try again. What it refuses is
-    recorded, and an outage is one failure, however long it is.
+    While the registry is away, what it is to hear waits; an outage is one failure, however long it is. What it refuses
+    is recorded, and filled in from the run directory with the next version, as is what a process before this one may
+    have left untold.
     """
 
-    def __init__(self, registry: Registry, log: RunLog, run_dir: Path, store_name: str, *, is_going_on: bool) -> None:
-        """`store_name` is the Ray name of the run's weight store. `is_going_on` says that another process was at this
-        before, and may have left something untold: what the run directory knows is filled in."""
+    def __init__(self, registry: Registry, log: RunLog, run_dir: Path, store_name: str) -> None:
+        """`store_name` is the Ray name of the run's weight store."""
         self._registry, self._log = registry, log
         self._run_dir, self._store_name = run_dir, store_name
-        self._lacks_history, self._is_away = is_going_on, False
+        self._lacks_history, self._is_away = True, False
         self._untold: deque[Callable[[], Any]] = deque()
         self._telling: asyncio.Task[None] | None = None
 
@@ -66,10 +65,17 @@ class Announcer:
         if best is not None:
             self._tell(partial(self._registry.choose_best, best))
 
+    def go_on(self) -> None:
+        """Try again to tell what is untold. To be called again and again."""
+        if self._untold:
+            self._begin()
+
     async def settled(self) -> None:
         """Everything is told, or was tried once more; what is left is recorded."""
         if self._telling is not None:
             await self._telling
+        if self._lacks_history:
+            self._untold.append(self._fill)
         if self._untold:
             await self._begin()
         if self._untold:
@@ -88,12 +94,15 @@ class Announcer:
         # It knew none where it is new, or where Redis has lost its data.
         self._lacks_history |= not self._registry.announce(version, run_began_at)
         if self._lacks_history:
-            try:
-                rebuild(self._registry, self._run_dir)
-            except ValueError:
-                self._lacks_history = False  # All else is filled in.
-                raise
-            self._lacks_history = False
+            self._fill()
+
+    def _fill(self) -> None:
+        try:
+            rebuild(self._registry, self._run_dir)
+        except ValueError:
+            self._lacks_history = False  # All but what the operator wants is filled in.
+            raise
+        self._lacks_history = False
 
     def _tell(self, call: Callable[[], Any]) -> asyncio.Task[None]:
         self._untold.append(call)
@@ -111,11 +120,29 @@ class Announcer:
             try:
                 await asyncio.to_thread(call)
             except ConnectionError as error:
-                self._untold.appendleft(call)
-                if not self._is_away:
-                    self._log.append("failure", what=str(error), attempt=1)
-                self._is_away = True
-                return
-            except (OSError, ValueError) as error:
-                self._log.append("failure", what=str(error), attempt=1)
+                if not await self._is_up():
+                    self._untold.appendleft(call)
+                    self._note_outage(error)
+                    return
+                # It refuses this very thing.
+                self._lacks_history = True
+                self._note_failure(error)
+            except Exception as error:  # Else what comes after it would not be told, and nobody would hear of it.
+                self._note_failure(error)
             self._is_away = False
+
+    async def _is_up(self) -> bool:
+        try:
+            await asyncio.to_thread(self._registry.ping)
+        except ConnectionError:
+            return False
+        return True
+
+    def _note_outage(self, error: ConnectionError) -> None:
+        if not self._is_away:
+            self._note_failure(error)
+        self._is_away = True
+
+    def _note_failure(self, error: Exception) -> None:
+        said = isinstance(error, ConnectionError | ValueError)
+        self._log.append("failure", what=str(error) if said else f"{type(error).__name__}: {error}", attempt=1)

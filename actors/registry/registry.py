@@ -209,10 +209,11 @@ class Registry:
         began_at: float | None = None,
         best: int | None = None,
     ) -> int:
-        """Fill in what is absent, and announce a version if none was announced.
+        """Fill in versions that are absent, and what is not known of others; announce one if none was announced.
 
         What is there stays as it is, unless it is of a run that began before `began_at`, as in `announce`. That version
-        is `newest`, one of `versions`, or else the newest that has a checkpoint. `best` is one of `versions` too.
+        is `newest`, one of `versions`, or else the newest that has a checkpoint. `best` is one of `versions` too, and
+        is pointed to. The newest is announced again where something of it was filled in.
 
         Returns how many versions were absent; 0 when there was nothing to do.
         """

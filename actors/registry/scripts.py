@@ -38,6 +38,17 @@ local function is_of(text, digest)
   return known == cjson.null or digest == '' or known == digest
 end
 
+-- `known` with what it lacks and `text`, of the same weights, says; nothing where it lacks nothing.
+local function fill(known, text)
+  local policy, has_news = cjson.decode(known), false
+  local on_disk = cjson.decode(text)
+  if not is_of(known, on_disk.manifest_digest == cjson.null and '' or on_disk.manifest_digest) then return end
+  for name, value in pairs(on_disk) do
+    if policy[name] == cjson.null and value ~= cjson.null then policy[name], has_news = value, true end
+  end
+  return has_news and cjson.encode(policy)
+end
+
 -- A version and a reason may be empty.
 local function tell(kind, version, why)
   local event = {{kind = kind, version = cjson.null, round = cjson.null, why = cjson.null}}
@@ -167,9 +178,26 @@ RESTORE = (
 local began, newest, base, best, pinned, is_paused = unpack(ARGV)
 begin(began)
 local num_added = 0
-for i = 7, #ARGV, 2 do num_added = num_added + redis.call('HSETNX', facts, ARGV[i], ARGV[i + 1]) end
+for i = 7, #ARGV, 2 do
+  local version, text = ARGV[i], ARGV[i + 1]
+  local known = redis.call('HGET', facts, version)
+  if not known then
+    redis.call('HSET', facts, version, text)
+    num_added = num_added + 1
+  else
+    local filled = fill(known, text)
+    if filled then
+      redis.call('HSET', facts, version, filled)
+      if redis.call('HGET', aliases, 'newest') == version then announce(filled) end
+    end
+  end
+end
 if base ~= '' then redis.call('HSETNX', aliases, 'base', base) end
-if best ~= '' and redis.call('HEXISTS', facts, best) == 1 then redis.call('HSETNX', aliases, 'best', best) end
+if best ~= '' and redis.call('HEXISTS', facts, best) == 1 then
+  local before = redis.call('HGET', aliases, 'best')
+  redis.call('HSET', aliases, 'best', best)
+  if before and before ~= best then tell('moved', best, '') end
+end
 if pinned ~= '' and redis.call('HEXISTS', facts, pinned) == 1 then
   redis.call('HSETNX', aliases, 'pinned', pinned)
 end

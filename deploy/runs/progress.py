@@ -119,7 +119,7 @@ class ProgressDisplay:
     def _total(self, phase: Event) -> tuple[float, str]:
         """What the phase has to do, and its unit."""
         if "limit_s" in phase:
-            return round(phase["limit_s"]), "seconds"
+            return max(1, round(phase["limit_s"])), "seconds"
         return phase["num_steps"], "rounds" if phase["phase"] == "rl" else "steps"
 
     def _advance(self, event: Event, phase: Event) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -169,10 +170,13 @@ def _addresses(memory: Sequence[Held]) -> list[int]:
     return [tensor.data_ptr() for of_block in memory for tensor in of_block]
 
 
-def test_a_compiled_policy_remembers_in_one_place(policy: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("cache", [Cache.PREFIX, Cache.DUAL])
+def test_a_compiled_policy_remembers_in_one_place(
+    policy: Transformer, monkeypatch: pytest.MonkeyPatch, cache: Cache
+) -> None:
     """A CUDA graph writes only into what stays where it was as the graph was recorded: from one batch to the next."""
     monkeypatch.setattr("rollout.sampler._compiled", lambda model: model)
-    params = SamplingParams(**BASE, cache=Cache.DUAL, stop_ids=())
+    params = SamplingParams(**BASE, cache=cache, stop_ids=())
     batches = [[(3, 4), (5,) * 9], [(6,)], [(7, 8), (9,)], [(4,) * 9]]
     requests = [[Request(prompt_ids=ids, params=params, seed=0) for ids in batch] for batch in batches]
     sampler = Sampler(policy, 0, EngineConfig(compile=True))
@@ -186,12 +190,12 @@ def test_a_compiled_policy_remembers_in_one_place(policy: Transformer, monkeypat
     # What an earlier batch left is in nobody's way.
     alone = [Sampler(policy, 0, EngineConfig(compile=True)).generate(batch) for batch in requests]
     assert list(map(_drawn, found)) == list(map(_drawn, alone))
-    # It grows with the canvas and with the batch, and stays there.
+    # It grows with the batch, and stays there.
     wider = [Request(prompt_ids=(3,) * 20, params=params, seed=seed) for seed in range(3)]
     fresh = Sampler(policy, 0, EngineConfig(compile=True))
     assert _drawn(sampler.generate(wider)) == _drawn(fresh.generate(wider))
     grown = _addresses(sampler._memory)
-    assert not set(grown) & set(addresses[0])
+    assert grown != addresses[0]
     sampler.generate(requests[0])
     assert _addresses(sampler._memory) == grown
 
@@ -216,7 +220,42 @@ def test_bad_weights_leave_nothing_behind_for_the_next_version(
     assert _drawn(sampler.generate(requests)) == _drawn(fresh.generate(requests))
 
 
+def test_a_memory_is_one_batch_s_at_a_time(policy: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollout.sampler._compiled", lambda model: model)
+    params = SamplingParams(**BASE, cache=Cache.DUAL, stop_ids=())
+    ours, theirs = (
+        [
+            Request(prompt_ids=ids, params=params.model_copy(update={"num_denoise_steps": steps}), seed=0)
+            for steps in (2, 8)
+        ]
+        for ids in ((3, 4), (5, 6))
+    )
+    sampler, within = Sampler(policy, 0, EngineConfig(compile=True)), []
+    found = sampler.generate(ours, lambda index, _: within.append(sampler.generate(theirs)) if index == 0 else None)
+    assert _drawn(found) == _drawn(Sampler(policy, 0).generate(ours))
+    assert _drawn(within[0]) == _drawn(Sampler(policy, 0).generate(theirs))
+
+
 def test_an_eager_policy_keeps_no_memory_between_batches(policy: Transformer) -> None:
     sampler = Sampler(policy, 0)
     sampler.generate([Request(prompt_ids=(3, 4), params=SamplingParams(**BASE, cache=Cache.DUAL), seed=0)])
     assert sampler._memory == []
+
+
+def test_a_memory_grows_block_after_block(policy: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Never are there two of it."""
+    monkeypatch.setattr("rollout.sampler._compiled", lambda model: model)
+    params = SamplingParams(**BASE, cache=Cache.DUAL, stop_ids=())
+    sampler = Sampler(policy, 0, EngineConfig(compile=True))
+    sampler.generate([Request(prompt_ids=(3, 4), params=params, seed=0)])
+    before = [weakref.ref(keys) for keys, _ in sampler._memory]
+    mark, num_alive = torch._dynamo.mark_static_address, []
+
+    def marked(memory: Tensor, *, guard: bool) -> None:
+        num_alive.append(sum(one() is not None for one in before))
+        mark(memory, guard=guard)
+
+    monkeypatch.setattr(torch._dynamo, "mark_static_address", marked)
+    sampler.generate([Request(prompt_ids=(3, 4), params=params, seed=seed) for seed in range(2)])
+    # Keys and values of each block, of which the old ones go before the next block's are made.
+    assert num_alive == [count for left in range(len(before), 0, -1) for count in (left, left)]

@@ -24,15 +24,22 @@ class _Registry:
         self.told: list[Any] = []
         self.num_tries = 0
         self.is_away = self.is_new = False
+        self.refuses: Any = None
+        self.refusal: Exception = ConnectionError("the registry at nowhere cannot be used: malformed")
         self.goes_away_after: int | None = None
         self.may_answer = threading.Event()
         self.may_answer.set()
 
+    def ping(self) -> None:
+        if self.is_away:
+            raise ConnectionError("the registry at nowhere cannot be used")
+
     def _hear(self, *fact: Any) -> None:
         self.num_tries += 1
         assert self.may_answer.wait(60)
-        if self.is_away:
-            raise ConnectionError("the registry at nowhere cannot be used")
+        self.ping()
+        if fact[:2] == self.refuses:
+            raise self.refusal
         self.told.append(fact)
         if len(self.told) == self.goes_away_after:
             self.is_away = True
@@ -63,9 +70,11 @@ class _Case:
         self.run_dir, self.registry = run_dir, _Registry()
         self.log = RunLog(run_dir)
 
-    def announcer(self, *, is_going_on: bool = False) -> Announcer:
+    def announcer(self, *, lacks_history: bool = False) -> Announcer:
         registry: Any = self.registry
-        return Announcer(registry, self.log, self.run_dir, "store", is_going_on=is_going_on)
+        announcer = Announcer(registry, self.log, self.run_dir, "store")
+        announcer._lacks_history = lacks_history
+        return announcer
 
     def failures(self) -> list[str]:
         self.log.write_out()
@@ -81,6 +90,12 @@ def case(tmp_path: Path) -> Iterator[_Case]:
 
 def _run(work: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(work, 60))
+
+
+@pytest.fixture
+def is_hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who announces waits for a moment only."""
+    monkeypatch.setattr(module, "_PATIENCE_S", 0.01)
 
 
 async def _announce(announcer: Announcer, version: int) -> None:
@@ -129,6 +144,7 @@ def test_the_best_version_is_named_where_validation_problems_were_asked(case: _C
     _run(scene())
 
 
+@pytest.mark.usefixtures("is_hurried")
 def test_who_announces_goes_on_while_the_registry_is_silent(case: _Case) -> None:
     async def scene() -> None:
         announcer = case.announcer()
@@ -177,6 +193,7 @@ def test_an_outage_is_one_failure_and_loses_nothing(case: _Case, monkeypatch: py
     _run(scene())
 
 
+@pytest.mark.usefixtures("is_hurried")
 def test_it_is_not_asked_for_each_thing_that_it_missed(case: _Case) -> None:
     async def scene() -> None:
         announcer = case.announcer()
@@ -212,22 +229,68 @@ def test_a_registry_that_knew_nothing_gets_what_the_run_directory_says(case: _Ca
     _run(scene())
 
 
-def test_what_a_coordinator_that_died_left_untold_is_filled_in_once(case: _Case) -> None:
+def test_after_an_outage_it_is_told_without_anything_new(case: _Case) -> None:
     async def scene() -> None:
-        case.log.append("round", round=0, policy_version=2)
-        announcer = case.announcer(is_going_on=True)
-        await _announce(announcer, 3)
-        await _announce(announcer, 4)
-        await announcer.settled()
-        assert case.registry.told == [("version", 3), ("restored", [2]), ("version", 4)]
+        announcer = case.announcer()
+        case.registry.is_away = True
+        await _tell_of(announcer, 1)
+        assert announcer._telling is not None
+        await announcer._telling
+        case.registry.is_away = False
+        announcer.go_on()
+        await announcer._telling
+        assert case.registry.told == _facts(1)
+        num_tries = case.registry.num_tries
+        announcer.go_on()
+        await announcer._telling
+        assert case.registry.num_tries == num_tries, "there is nothing to tell"
 
     _run(scene())
+
+
+@pytest.mark.parametrize("refusal", [None, KeyError("version")])
+def test_what_it_refuses_is_recorded_and_what_comes_after_is_told(case: _Case, refusal: Exception | None) -> None:
+    async def scene() -> None:
+        announcer = case.announcer()
+        case.registry.refuses = "checkpoint", 1
+        case.registry.refusal = refusal or case.registry.refusal
+        await _tell_of(announcer, 1)
+        await _announce(announcer, 2)
+        await announcer.settled()
+        version, _, score = _facts(1)
+        # What is lost by it the run directory has.
+        filled: list[Any] = [] if refusal else [("restored", [])]
+        assert case.registry.told == [version, score, ("version", 2), *filled]
+        said = "KeyError: 'version'" if refusal else "the registry at nowhere cannot be used: malformed"
+        assert case.failures() == [said]
+
+    _run(scene())
+
+
+@pytest.mark.parametrize("announces", [True, False])
+def test_what_a_coordinator_that_died_left_untold_is_filled_in_once(case: _Case, announces: bool) -> None:
+    async def scene() -> None:
+        case.log.append("round", round=0, policy_version=2)
+        announcer = case.announcer(lacks_history=True)
+        for version in (3, 4) if announces else ():
+            await _announce(announcer, version)
+        await announcer.settled()
+        await announcer.settled()
+        filled = ("restored", [2])
+        assert case.registry.told == ([("version", 3), filled, ("version", 4)] if announces else [filled])
+
+    _run(scene())
+
+
+def test_a_new_one_may_be_of_a_coordinator_that_died(case: _Case) -> None:
+    registry: Any = case.registry
+    assert Announcer(registry, case.log, case.run_dir, "store")._lacks_history
 
 
 def test_what_an_operator_wanted_is_damaged_is_said_once(case: _Case) -> None:
     async def scene() -> None:
         (case.run_dir / "admin.json").write_text("{")
-        announcer = case.announcer(is_going_on=True)
+        announcer = case.announcer(lacks_history=True)
         await _announce(announcer, 3)
         await _announce(announcer, 4)
         await announcer.settled()

@@ -144,6 +144,32 @@ def test_what_a_registry_knows_stays(run_dir: Path, registry: Registry) -> None:
     assert registry.aliases() == {"newest": 4, "base": 1}
 
 
+def test_what_a_registry_does_not_know_of_a_version_is_filled_in(run_dir: Path, registry: Registry) -> None:
+    """A coordinator that died had announced it, and told nothing of checkpoint and score, or that it is the best."""
+    for version, right in ((1, 2), (3, 5)):
+        scored = {"policy_version": version, "round": 0, "num_correct": right, "num_problems": 10}
+        append_event(run_dir, "evaluation", label="validation", **scored)
+    on_disk = _history(run_dir)[3]
+    announced = replace(on_disk, checkpoint=None, num_correct=None, num_problems=None, weight_store="d1-weights-tiny")
+    registry.announce(_history(run_dir)[1])
+    registry.choose_best(1)
+    registry.announce(announced)
+    assert rebuild(registry, run_dir) == 3
+    whole = replace(on_disk, weight_store="d1-weights-tiny")
+    assert (latest(registry), registry.version(3)) == (whole, whole)
+    assert registry.aliases() == {"newest": 3, "base": 1, "best": 3}
+    before = _everything(registry)
+    assert rebuild(registry, run_dir) == 0
+    assert _everything(registry) == before
+
+
+def test_nothing_is_filled_in_of_other_weights(run_dir: Path, registry: Registry) -> None:
+    other = replace(_history(run_dir)[3], checkpoint=None, manifest_digest="of a run that was resumed")
+    registry.announce(other)
+    rebuild(registry, run_dir)
+    assert registry.version(3) == other
+
+
 def test_what_a_service_has_heard_of_is_announced_again(run_dir: Path, registry: Registry) -> None:
     heard = replace(_history(run_dir)[4], weight_store="d1-weights-tiny", manifest_digest="abc")
     assert rebuild(registry, run_dir, heard) == 5

@@ -223,8 +223,8 @@ def test_no_answer_is_lost_while_engines_die_and_versions_change(deployed):
     hit = [one for one in outcome.disturbed if any(one.began_s < killed_s < one.ended_s for killed_s in kills_s)]
     assert hit, "a kill should strike answers under way"
 
-    # A client that goes away frees its slots long before its answer would be done, at one of five tries at least.
-    assert any(2 * slots_taken_s(url, hangs_up=True) < slots_taken_s(url, hangs_up=False) for _ in range(5))
+    # A client that goes away frees its slots long before its answer would be done, at most of five tries.
+    assert sum(2 * slots_taken_s(url, hangs_up=True) < slots_taken_s(url, hangs_up=False) for _ in range(5)) > 2
 
     # The death of the ingress is not: its connections break, and none is taken until there is another.
     asker = Asker(url, 2)
