@@ -291,6 +291,11 @@ def test_a_run_that_fails_says_so_in_one_sentence(cluster: dict[str, str], folde
     assert len(restarts) == 1, "a third group would raise what two have"
 
 
+def _mark(run: str) -> str:
+    """What a run's processes are known by, beside those of another suite on this machine."""
+    return f"{run}-{os.getpid()}"
+
+
 def _stopped_by(
     sent: signal.Signals,
     folder: Path,
@@ -306,7 +311,7 @@ def _stopped_by(
     # Whoever runs the tests in the background of a script has Ctrl-C ignored, by all that they start too.
     command = ["env", "--default-signal=INT", D1, *arguments]
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    environment |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", MARK: run}
+    environment |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", MARK: _mark(run)}
     # What is printed is then as short as can be.
     environment["PATH"] = f"{Path(D1).parent}:{environment['PATH']}"
     wanted, output = len(_rounds(folder / run)) + after, ""
@@ -314,18 +319,22 @@ def _stopped_by(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     ) as process:
         assert process.stdout is not None
-        for line in process.stdout:
-            output += line
-            if "rounds  reward" in line and len(_rounds(folder / run)) >= wanted and may_stop():
-                break
-        interrupted = time.monotonic()
-        if sent is signal.SIGINT:
-            os.killpg(process.pid, sent)
-        else:
-            process.send_signal(sent)
-        output += process.stdout.read()
-        status = process.wait(timeout=20)
-        assert time.monotonic() - interrupted < 40
+        try:
+            for line in process.stdout:
+                output += line
+                if "rounds  reward" in line and len(_rounds(folder / run)) >= wanted and may_stop():
+                    break
+            interrupted = time.monotonic()
+            if sent is signal.SIGINT:
+                os.killpg(process.pid, sent)
+            else:
+                process.send_signal(sent)
+            output += process.stdout.read()
+            status = process.wait(timeout=20)
+            assert time.monotonic() - interrupted < 40
+        finally:
+            # Else a test that fails would wait for all of its rounds.
+            process.kill()
     assert f"stopped; resume with: d1 train {recipe} name={run}" in output
     assert "Traceback" not in output
     assert not _processes_that_mention(str(folder / run)), "no actor is left"
@@ -348,7 +357,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_whatever_dies_and_ctrl_c_ends_it
         shutil.rmtree(resumed / "checkpoints" / name)
     # On a busy machine some more rounds pass before Ctrl-C is heard.
     more = ("--resume", "num_checkpoints_kept=1000")
-    family, killed, is_over = Family("resumed"), list[int](), threading.Event()
+    family, killed, is_over = Family(_mark("resumed")), list[int](), threading.Event()
 
     def kill() -> None:
         while not killed and not is_over.wait(0.01):
