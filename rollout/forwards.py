@@ -328,7 +328,7 @@ class Forwards:
         num_rows, num_columns = self._memory[0][0].shape[:2] if self._memory else (0, 0)
         if num_rows < self._slots.num_slots or num_columns <= width:
             # Kept, it has room for the next batch too.
-            rounded = -(-self._slots.width // _BUCKET) * _BUCKET if self._is_memory_kept else 0
+            rounded = _bucketed(self._slots.width) if self._is_memory_kept else 0
             wide = max(self._slots.width, min(rounded, self.model.config.max_sequence_length))
             self._grow_memory(max(num_rows, self._slots.num_slots), max(num_columns, wide + 1))
         return Memory(self._memory, self._tensor(rows), width, are_first=rows == list(range(len(rows))))
@@ -358,7 +358,11 @@ class Forwards:
         would meet many lengths."""
         longest = max(lengths)
         is_rounded = (self._is_compiled and are_many) or min(lengths) != longest
-        return -(-longest // _BUCKET) * _BUCKET if self._is_static and is_rounded else longest
+        return _bucketed(longest) if self._is_static and is_rounded else longest
 
     def _tensor(self, values: Sequence[int]) -> Tensor:
         return on_device(values, self._slots.device)
+
+
+def _bucketed(width: int) -> int:
+    return -(-width // _BUCKET) * _BUCKET

@@ -65,8 +65,8 @@ class Sampler:
             ValueError: a request that the policy cannot serve; the sentence has its index and field.
             FloatingPointError: the policy's weights are bad: it predicts what is no number.
         """
-        # A compiled policy's CUDA graphs are of one memory: one batch leaves it to the next, unless it fails. What is
-        # no number is one in anybody's attention, even behind a mask.
+        # A compiled policy's CUDA graphs are of one memory: one batch leaves it to the next, unless it fails. A NaN in
+        # it would reach whoever comes after, for a mask gives it weight 0, and 0 times NaN is NaN.
         memory, self._memory = (self._memory if self._engine.compile else None), []
         batch = self._batch(len(requests), memory)
         for index, request in enumerate(requests):

@@ -408,7 +408,7 @@ def test_a_run_that_goes_on_after_ctrl_c_repeats_nothing_and_sigterm_is_as_good(
 @contextmanager
 def _under_way(folder: Path, run: str) -> Iterator[tuple[subprocess.Popen[str], list[str], str]]:
     """A run that trains, on a Ray of its own; what it has printed; and a setting that all its processes inherit."""
-    mark = f"D1_TEST_MARK={run}-{os.getpid()}"
+    mark = f"D1_TEST_MARK={_mark(run)}"
     arguments = [D1, "train", str(folder / "recipe.yaml"), f"name={run}", f"runs_dir={folder}", *SMALL]
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     environment |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
@@ -423,11 +423,15 @@ def _under_way(folder: Path, run: str) -> Iterator[tuple[subprocess.Popen[str], 
         start_new_session=True,
     ) as driver:
         assert driver.stdout is not None
-        for line in driver.stdout:
-            printed.append(line)
-            if "held-out accuracy after no training" in line:
-                break
-        yield driver, printed, mark
+        try:
+            for line in driver.stdout:
+                printed.append(line)
+                if "held-out accuracy after no training" in line:
+                    break
+            yield driver, printed, mark
+        finally:
+            # As above.
+            driver.kill()
 
 
 @pytest.mark.nightly

@@ -87,7 +87,7 @@ class Announcer:
         try:
             return read_admin(self._run_dir).pinned
         except ValueError as error:
-            self._log.append("failure", what=str(error), attempt=1)
+            self._note_failure(error)
             return None
 
     def _announce(self, version: PolicyVersion, run_began_at: float | None) -> None:

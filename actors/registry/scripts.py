@@ -38,12 +38,12 @@ local function is_of(text, digest)
   return known == cjson.null or digest == '' or known == digest
 end
 
--- `known` with what it lacks and `text`, of the same weights, says; nothing where it lacks nothing.
-local function fill(known, text)
-  local policy, has_news = cjson.decode(known), false
-  local on_disk = cjson.decode(text)
-  if not is_of(known, on_disk.manifest_digest == cjson.null and '' or on_disk.manifest_digest) then return end
-  for name, value in pairs(on_disk) do
+-- `text` with what it lacks and `other`, of the same weights, says; nothing where it lacks nothing.
+local function fill(text, other)
+  local policy, has_news = cjson.decode(text), false
+  local said = cjson.decode(other)
+  if not is_of(text, said.manifest_digest == cjson.null and '' or said.manifest_digest) then return end
+  for name, value in pairs(said) do
     if policy[name] == cjson.null and value ~= cjson.null then policy[name], has_news = value, true end
   end
   return has_news and cjson.encode(policy)
@@ -70,13 +70,7 @@ begin(began)
 local known = redis.call('HGET', facts, version)
 local knew_any = redis.call('HEXISTS', aliases, 'newest')
 local same = known and is_of(known, digest)
-if same then
-  local policy = cjson.decode(text)
-  for name, value in pairs(cjson.decode(known)) do
-    if policy[name] == cjson.null then policy[name] = value end
-  end
-  text = cjson.encode(policy)
-end
+if same then text = fill(text, known) or text end
 redis.call('HSET', facts, version, text)
 redis.call('HSET', aliases, 'newest', version)
 if is_base == '1' then redis.call('HSET', aliases, 'base', version) end

@@ -170,12 +170,16 @@ def _addresses(memory: Sequence[Held]) -> list[int]:
     return [tensor.data_ptr() for of_block in memory for tensor in of_block]
 
 
-@pytest.mark.parametrize("cache", [Cache.PREFIX, Cache.DUAL])
-def test_a_compiled_policy_remembers_in_one_place(
-    policy: Transformer, monkeypatch: pytest.MonkeyPatch, cache: Cache
-) -> None:
-    """A CUDA graph writes only into what stays where it was as the graph was recorded: from one batch to the next."""
+@pytest.fixture
+def as_if_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is asked to compile spares itself the minute."""
     monkeypatch.setattr("rollout.sampler._compiled", lambda model: model)
+
+
+@pytest.mark.usefixtures("as_if_compiled")
+@pytest.mark.parametrize("cache", [Cache.PREFIX, Cache.DUAL])
+def test_a_compiled_policy_remembers_in_one_place(policy: Transformer, cache: Cache) -> None:
+    """A CUDA graph writes only into what stays where it was as the graph was recorded: from one batch to the next."""
     params = SamplingParams(**BASE, cache=cache, stop_ids=())
     batches = [[(3, 4), (5,) * 9], [(6,)], [(7, 8), (9,)], [(4,) * 9]]
     requests = [[Request(prompt_ids=ids, params=params, seed=0) for ids in batch] for batch in batches]
@@ -200,10 +204,8 @@ def test_a_compiled_policy_remembers_in_one_place(
     assert _addresses(sampler._memory) == grown
 
 
-def test_bad_weights_leave_nothing_behind_for_the_next_version(
-    policy: Transformer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("rollout.sampler._compiled", lambda model: model)
+@pytest.mark.usefixtures("as_if_compiled")
+def test_bad_weights_leave_nothing_behind_for_the_next_version(policy: Transformer) -> None:
     params = SamplingParams(**BASE, cache=Cache.DUAL, stop_ids=())
     model, engine = copy.deepcopy(policy), EngineConfig(compile=True, num_slots=2)
     sampler = Sampler(model, 0, engine)
@@ -220,8 +222,8 @@ def test_bad_weights_leave_nothing_behind_for_the_next_version(
     assert _drawn(sampler.generate(requests)) == _drawn(fresh.generate(requests))
 
 
-def test_a_memory_is_one_batch_s_at_a_time(policy: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollout.sampler._compiled", lambda model: model)
+@pytest.mark.usefixtures("as_if_compiled")
+def test_a_memory_is_one_batch_s_at_a_time(policy: Transformer) -> None:
     params = SamplingParams(**BASE, cache=Cache.DUAL, stop_ids=())
     ours, theirs = (
         [
@@ -242,9 +244,9 @@ def test_an_eager_policy_keeps_no_memory_between_batches(policy: Transformer) ->
     assert sampler._memory == []
 
 
+@pytest.mark.usefixtures("as_if_compiled")
 def test_a_memory_grows_block_after_block(policy: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Never are there two of it."""
-    monkeypatch.setattr("rollout.sampler._compiled", lambda model: model)
     params = SamplingParams(**BASE, cache=Cache.DUAL, stop_ids=())
     sampler = Sampler(policy, 0, EngineConfig(compile=True))
     sampler.generate([Request(prompt_ids=(3, 4), params=params, seed=0)])
