@@ -238,7 +238,8 @@ class SlotBatch:
                 self._constrained.admit(slot, request)
             self._running |= {slot: (index, request) for slot, index, request in taken}
             self._num_remembered |= dict.fromkeys(slots, 0)
-            self._look(slots)
+            # Of all rows: the twin of one that stays may have had a slot that is another's now.
+            self._look([*self._running])
 
     def _slot_of(self, index: int) -> int | None:
         return next((slot for slot, (running, _) in self._running.items() if running == index), None)

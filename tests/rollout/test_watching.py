@@ -183,3 +183,19 @@ def test_a_cancelled_request_gives_its_slot_to_the_next_at_the_next_step(policy:
     for index, completion in done.items():
         _assert_same(completion, expected[index])
     batch.cancel(1)
+
+
+@pytest.mark.parametrize("fixed", [{}, {3: 7}], ids=["alike", "with a given token"])
+@pytest.mark.parametrize("is_static", [False, True])
+def test_who_gets_the_slot_of_a_twin_is_no_twin(policy: Transformer, is_static: bool, fixed: dict[int, int]) -> None:
+    """Rows with equal canvases share a forward; when one of them goes, the other must not share the next one's."""
+    one, other = (replace(_request(1), prompt_ids=ids) for ids in ((1, 2, 3, 4), (9, 8, 7, 6)))
+    requests = [one, one, replace(other, fixed_tokens=fixed)]
+    expected = Sampler(policy, 1).generate(requests)
+    batch = Sampler(policy, 1, EngineConfig(num_slots=2, static_shapes=is_static)).open(requests)
+    batch.step()
+    batch.cancel(0)
+    done = _run(batch)
+    assert sorted(done) == [1, 2]
+    for index, completion in done.items():
+        _assert_same(completion, expected[index])
