@@ -71,7 +71,8 @@ def views_of_blocks(
     context_V = torch.zeros_like(lengths_V).scatter_reduce_(0, view_D, block_D * block_length, "amax")
     used_V = context_V + torch.zeros_like(lengths_V).index_add_(0, view_D, torch.full_like(view_D, block_length))
     begin_D = context_V[view_D] + number_D * block_length
-    ids_VW, rows = _rows(clean_RS[first_V], context_V, int(used_V.max()), block_length)
+    # Without any slot to score, a slot of nothing: the passes are run all the same, as other ranks wait for them.
+    ids_VW, rows = _rows(clean_RS[first_V], context_V, max(1, int(used_V.max())), block_length)
     where = view_D[:, None], begin_D[:, None] + places_K
     columns_DK = block_D[:, None] * block_length + places_K
     ids_VW[where], rows.columns[where] = states_D[:, 1:], columns_DK

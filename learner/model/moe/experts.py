@@ -35,7 +35,7 @@ class SparseMLP(nn.Module):
         experts_E = torch.arange(self.router.config.num_experts, device=x.device)
         ends_E = torch.searchsorted(sorted_T, experts_E, right=True, out_int32=True)
         y_TD = self.experts(x_ND[order_T // experts_NK.shape[1]], ends_E)
-        y_NKD = y_TD[order_T.argsort()].view(*experts_NK.shape, -1)
+        y_NKD = y_TD[order_T.argsort()].view(*experts_NK.shape, x_ND.shape[1])
         # One product for each token: it adds up in float32, and in the same order every time.
         y_ND = torch.bmm(weights_NK[:, None].to(y_NKD.dtype), y_NKD)[:, 0]
         if self.shared is not None:

@@ -3,7 +3,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from learner.model.transformer import Transformer
+from learner.model.config import TransformerConfig
+from learner.model.networks import make_model
+from learner.model.transformer import Transformer, init_weights
 from learner.parallel.sharding import ShardedPolicy
 from learner.sft.documents import Documents, Example, make_documents
 from learner.sft.learner import EVALUATION_T, SftLearner, evaluation_loss
@@ -154,6 +156,22 @@ def test_packing_takes_fewer_slots(policy: Transformer) -> None:
         masked_logps(policy, masked, packing=True)
     hook.remove()
     assert shapes == [(6, 12), (3, 12)], "12, 7 and 5, three times 4"
+
+
+@pytest.mark.parametrize("family", ["llada", "sdar", "llada2_moe"])
+def test_rows_without_a_masked_slot_are_run_and_give_nothing(
+    config: TransformerConfig, moe_config: TransformerConfig, family: str
+) -> None:
+    """A rank with few documents may have none, and the others wait for its forward and backward passes."""
+    blocks = TransformerConfig(**config.model_dump() | {"family": "sdar", "block_length": 4, "qk_norm": True})
+    policy = make_model({"llada": config, "sdar": blocks, "llada2_moe": moe_config}[family])
+    init_weights(policy, seed=0)
+    masked = mask_documents(_documents().select(slice(0, 2)), MASK_ID, torch.full((2,), 1e-6), (0, 0))
+    assert len(masked.targets) == 0
+    logps = masked_logps(policy, masked)
+    assert logps.shape == (0,)
+    logps.sum().backward()
+    assert all(weight.grad is None or not weight.grad.any() for weight in policy.parameters())
 
 
 def test_evaluation_loss_is_the_mean_over_a_fixed_grid_of_t(policy: Transformer) -> None:
