@@ -14,6 +14,9 @@ from learner.model.renoising.record import DenoisedCanvas
 from rollout.field_error import FieldError
 from rollout.request import Committed, FinishReason, check_ids, check_seed
 
+# Logits divided by much less overflow float32.
+_LEAST_TEMPERATURE = 1e-5
+
 
 class RenoisingParams(BaseModel):
     """How a completion is denoised, canvas after canvas. The defaults are DiffusionGemma's."""
@@ -27,9 +30,9 @@ class RenoisingParams(BaseModel):
     entropy_bound: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.1
     """A step keeps the least uncertain slots, as long as their entropies but the largest sum to at most so many nats
     (arXiv 2505.24857, section 3)."""
-    t_max: Annotated[float, Field(gt=0, le=1000)] = 0.8
+    t_max: Annotated[float, Field(ge=_LEAST_TEMPERATURE, le=1000)] = 0.8
     """Temperature of a canvas' first step..."""
-    t_min: Annotated[float, Field(gt=0, le=1000)] = 0.4
+    t_min: Annotated[float, Field(ge=_LEAST_TEMPERATURE, le=1000)] = 0.4
     """...and what it falls to, evenly over `max_denoise_steps`."""
     stability_threshold: NonNegativeInt = 1
     """A canvas is finished when its most probable tokens were the same for so many steps before..."""

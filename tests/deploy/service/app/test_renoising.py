@@ -196,6 +196,7 @@ REFUSED_OF_DIFFUSION = [
     ({"constraints": {"fixed": {"0": 5}}}, "diffusion.constraints.fixed is not for"),
     ({"t_min": 0.9}, "diffusion.t_min 0.9 is above diffusion.t_max 0.8"),
     ({"t_max": 0.0}, "diffusion.t_max"),
+    ({"t_max": 1e-39, "t_min": 1e-39}, "diffusion.t_max is 1e-39; it should be at least 0.00001"),
 ]
 
 
