@@ -93,7 +93,6 @@ class Learner:
                     for correct_ones in correct[place : place + 1]:
                         self._imitate(correct_ones, index, metrics)
                     metrics.add_step(self._step(metrics, lr))
-            self._sync_reference(round_index)
         self.model_flops = self.policy.sum_over_ranks(torch.tensor([self._flops], dtype=torch.float64)).item()
         return (
             batch_metrics(batch)
@@ -101,6 +100,12 @@ class Learner:
             | metrics.means()
             | {"learning_rate": lr, "num_trained_completions": float(work.num_rows)}
         )
+
+    def sync_reference(self, round_index: int) -> None:
+        """Let the KL reference be the current policy if the recipe says so of this round, trained on or not."""
+        every = self.config.reference_sync_rounds
+        if self.reference is not None and every and (round_index + 1) % every == 0:
+            self.reference.take(self.policy)
 
     def tensors(self) -> Iterator[Tensor]:
         """All that this rank holds between two updates, beside the policy."""
@@ -238,8 +243,3 @@ class Learner:
         # A reference has no adapter, or has it off.
         lora = WHOLE if is_reference else self.policy.lora
         self._flops += forward_flops(self.policy.config, lora, plan.canvases).total
-
-    def _sync_reference(self, round_index: int) -> None:
-        every = self.config.reference_sync_rounds
-        if self.reference is not None and every and (round_index + 1) % every == 0:
-            self.reference.take(self.policy)

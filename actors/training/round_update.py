@@ -32,7 +32,9 @@ class RoundUpdate:
             FloatingPointError: after too many rounds in a row without a finite loss.
             OutOfGpuMemoryError: this rank's GPU has not memory for its micro-batches.
         """
-        return _NOTHING if batch is None else self._updated(batch, round_index)
+        metrics = _NOTHING if batch is None else self._updated(batch, round_index)
+        self._learner.sync_reference(round_index)
+        return metrics
 
     def _updated(self, batch: RolloutBatch, round_index: int) -> dict[str, float]:
         context = self._context

@@ -269,22 +269,23 @@ class ShardedPolicy:
     def wait_for_all(self, what: str, timeout_s: float) -> None:
         """Go on when all ranks are here.
 
-        Raises TimeoutError, on rank 0, that names the ranks that did not come: a collective would wait for them in
-        silence.
+        Raises TimeoutError, on rank 0, that names the ranks that did not come, but the first time: a collective would
+        wait for them in silence.
         """
         if self.mesh is None:
             return
-        if self._lobby is None:
-            # NCCL has no barrier that can say who is missing.
-            self._lobby = dist.new_group(backend="gloo")
+        limit = timedelta(seconds=timeout_s)
         try:
-            dist.monitored_barrier(self._lobby, timedelta(seconds=timeout_s), wait_all_ranks=True)
+            if self._lobby is None:
+                # NCCL has no barrier that can say who is missing. This waits for all ranks too, and names none.
+                self._lobby = dist.new_group(backend="gloo", timeout=limit)
+            dist.monitored_barrier(self._lobby, limit, wait_all_ranks=True)
         except RuntimeError as error:
             if self.rank:
                 raise
             named = re.search(r"Ranks ([\d, ]+) failed", str(error))
-            ranks = named[1] if named else "some"
-            raise TimeoutError(f"{what}: rank {ranks} of the learner did not come within {timeout_s:g} s") from error
+            ranks = f"rank {named[1]}" if named else "some rank"
+            raise TimeoutError(f"{what}: {ranks} of the learner did not come within {timeout_s:g} s") from error
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
         """The sum of a small tensor over all ranks, where the tensor is."""

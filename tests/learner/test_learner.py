@@ -73,6 +73,7 @@ def test_the_reference_moves_only_when_the_recipe_says_so(policy: Transformer, r
         start = learner.reference.full_weights()
         for round_index in range(2):
             learner.update(rollouts, round_index)
+            learner.sync_reference(round_index)
             moved = not torch.equal(learner.reference.full_weights()["head.weight"], start["head.weight"])
             assert moved == (expected_round == round_index + 1)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -23,6 +23,7 @@ from actors.run_config import ControlSection, ModelSection
 from actors.spec import Phase, RunSpec
 from actors.training.context import RunContext
 from actors.training.ending import OutOfGpuMemoryError
+from actors.training.round_update import RoundUpdate
 from actors.training.training import TrainingRun
 from actors.weights.store import Manifest
 from learner.batch import RolloutBatch
@@ -31,8 +32,9 @@ from learner.learner import Learner
 from learner.model.checkpoint import load_policy, save_checkpoint
 from learner.model.checkpoint_files import LEARNER_STATE, verify_checkpoint
 from learner.model.lora_config import LoraConfig
+from learner.model.transformer import Transformer
 from learner.parallel.ranks import Ranks
-from learner.parallel.sharding import local_part
+from learner.parallel.sharding import ShardedPolicy, local_part
 from learner.sft.sft import SftConfig
 from rollout.config import EvaluationConfig
 from tests.actors.local_run import LocalRun, Pulse, facts
@@ -416,3 +418,15 @@ def test_a_learner_that_sleeps_while_samplers_work_trains_as_one_that_does_not(
         ]
     for name in facts(alone):
         assert _files(sharing, name) == _files(alone, name), name
+
+
+def test_the_reference_is_the_policy_of_a_due_round_that_trained_on_nothing_too(policy: Transformer) -> None:
+    learner = Learner(ShardedPolicy(policy, None), _learner(reference_sync_rounds=2))
+    assert learner.reference is not None
+    update = RoundUpdate(cast(RunContext, None), learner)
+    with torch.no_grad():
+        policy.head.weight.add_(1.0)
+    for round_index, is_synced in ((0, False), (1, True)):
+        assert update.run(None, round_index) == {"num_trained_completions": 0.0}
+        now = learner.reference.full_weights()["head.weight"]
+        assert torch.equal(now, policy.head.weight.detach()) == is_synced
