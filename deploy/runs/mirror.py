@@ -13,13 +13,13 @@ from typing import Any
 
 from actors.checkpoints.selection import read_position
 from actors.registry.files import ADMIN
-from actors.run_log import CHECKPOINTS, METRICS, RECIPE, SAMPLES
+from actors.run_log import CHECKPOINTS, METRICS, RECIPE, SAMPLES, SOLVE_RATES
 from deploy.errors import UserError
 from deploy.recipe.recipe import Recipe
 from learner.model.checkpoint_files import MANIFEST
 
 # The recipe comes last: who finds it finds a run with a policy.
-_OF_THE_RUN = (METRICS, SAMPLES, ADMIN, RECIPE)
+_OF_THE_RUN = (METRICS, SAMPLES, SOLVE_RATES, ADMIN, RECIPE)
 
 
 class Mirror:
@@ -43,14 +43,19 @@ class Mirror:
         return bool(self._files.exists(f"{self._root}/{RECIPE}"))
 
     def push(self, run_dir: Path) -> None:
-        """Make it what a run directory is: what is new there comes, then what is no more goes."""
+        """Make it what a run directory is: what is new there comes, then what the run has deleted goes.
+
+        A run always has a checkpoint: where none is, something else has deleted them, and the copy keeps its own.
+        """
         here = dict(_whole_checkpoints(run_dir))
         there = self._manifests()
         for name, manifest in here.items():
             if there.get(name) != manifest:
                 self._put_checkpoint(run_dir / CHECKPOINTS / name)
-        for name in there.keys() - here.keys():
-            self._delete(name)
+        # What is there and damaged may be whole in the copy.
+        for name in there if here else ():
+            if not (run_dir / CHECKPOINTS / name).exists():
+                self._delete(name)
         for name in _OF_THE_RUN:
             if (run_dir / name).is_file():
                 self._put(run_dir / name, name)

@@ -72,7 +72,8 @@ def run_dir(recipe: Recipe, policy: Transformer, tmp_path: Path) -> Path:
         run_dir / "checkpoints" / "initial", policy.config, policy.state_dict(), tmp_path, trainer_state=state
     )
     (run_dir / "recipe.yaml").write_text("name: mirrored\n")
-    (run_dir / "metrics.jsonl").write_text("{}\n")
+    for name in ("metrics.jsonl", "samples.jsonl", "solve_rates.jsonl"):
+        (run_dir / name).write_text("{}\n")
     _save_adapter(run_dir, policy, 1)
     return run_dir
 
@@ -151,6 +152,23 @@ def test_what_was_copied_by_half_is_none_of_its_checkpoints(
     monkeypatch.setattr(Mirror, "_put", put)
     mirror.push(run_dir)
     assert Mirror(str(recipe.checkpoint_url), recipe.name)._manifests()[half.name] is not None
+
+
+def test_a_copy_keeps_what_the_run_has_not_deleted(recipe: Recipe, run_dir: Path, policy: Transformer) -> None:
+    mirror, checkpoints = Mirror(str(recipe.checkpoint_url), recipe.name), run_dir / "checkpoints"
+    for done in (1, 2):
+        _save_adapter(run_dir, policy, done)
+    mirror.push(run_dir)
+    (checkpoints / "rl-000002" / "trainer_state.json").write_text("{")
+    shutil.rmtree(checkpoints / "rl-000001")
+    mirror.push(run_dir)
+    assert mirror._manifests().keys() == {"initial", "rl-000002"}, "one is damaged, the other deleted"
+    whole = mirror._manifests()
+    shutil.rmtree(checkpoints)
+    mirror.push(run_dir)
+    shutil.rmtree(run_dir)
+    mirror.push(run_dir)
+    assert mirror._manifests() == whole
 
 
 def test_a_second_run_of_the_name_is_refused_and_one_that_goes_on_is_not(recipe: Recipe, run_dir: Path) -> None:
