@@ -1,18 +1,24 @@
 """The service as `serve deploy` wants it: an application from the arguments of a YAML file."""
 
 # Without `from __future__ import annotations`: Ray looks at the annotation itself to check the arguments.
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
+import structlog
 from pydantic import BaseModel, ConfigDict, Field
 
+from actors.checkpoints.selection import checkpoints_to_answer
 from actors.registry.server import registry_url
+from actors.run_log import CHECKPOINTS
 from deploy.errors import UserError
 from deploy.runs.reading import read_recipe
 from deploy.service.gateway.address import Address
 from deploy.service.link.contact import LOOPBACK
 from deploy.service.on_ray.launch import bound_application
 from deploy.service.source import Source
+
+_LOOK_EVERY_S, _SAY_EVERY_S = 1.0, 15.0
 
 
 class Arguments(BaseModel):
@@ -29,16 +35,20 @@ class Arguments(BaseModel):
     """Processes that answer HTTP; several on one node share the port."""
     num_engines: Annotated[int, Field(ge=1, le=1000)] | None = None
     """Replicas of the policy; None for `service.num_replicas` of the run's recipe."""
+    wait_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """How long to wait, in seconds, where the run has no checkpoint to answer from yet, or is not there: Ray Serve would
+    not try again."""
 
 
 def application(arguments: Arguments) -> Any:
     """The service of a run, unstarted. Ray calls this on the cluster.
 
-    Raises UserError when there is no such run or the address needs keys that nobody chose, what `registry_url` raises
+    Raises UserError when there is no such run within `wait_s` or the address needs keys that nobody chose, what `registry_url` raises
     when its registry cannot be reached.
     """
     if not arguments.run_dir.is_absolute():
         raise UserError(f"run_dir is {arguments.run_dir}; every node must find it, so it has to be absolute")
+    _wait_for_checkpoint(arguments.run_dir, arguments.wait_s)
     source = Source(directory=str(arguments.run_dir), is_run=True, registry_url=registry_url())
     recipe = read_recipe(arguments.run_dir)
     num_engines = arguments.num_engines or recipe.service.num_replicas
@@ -50,3 +60,13 @@ def application(arguments: Arguments) -> Any:
         admin=source.admin_address(),
         num_ingresses=arguments.num_ingresses,
     )
+
+
+def _wait_for_checkpoint(run_dir: Path, wait_s: float) -> None:
+    """Wait so long at most; whoever reads the run then says what is missing."""
+    began, said = time.monotonic(), 0.0
+    while (waited := time.monotonic() - began) < wait_s and not checkpoints_to_answer(run_dir / CHECKPOINTS):
+        if waited >= said:
+            structlog.get_logger().info("waiting_for_run", run_dir=str(run_dir), waited_s=round(waited))
+            said += _SAY_EVERY_S
+        time.sleep(min(_LOOK_EVERY_S, wait_s - waited))

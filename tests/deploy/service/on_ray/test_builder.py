@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import secrets
+import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -72,3 +74,16 @@ def test_arguments_that_cannot_work_are_refused(tmp_path: Path, registry_url: st
         _build({"run_dir": "runs/tiny"})
     with pytest.raises(UserError, match="is not a run"):
         _build({"run_dir": str(tmp_path)})
+
+
+@pytest.mark.filterwarnings("ignore:Using extra keyword arguments on `Field`:DeprecationWarning")
+def test_a_run_that_begins_after_its_service_is_waited_for(run_dir: Path, registry_url: str, tmp_path: Path) -> None:
+    """Ray Serve would not build it again."""
+    late, made = tmp_path / "late", shutil.copytree(run_dir, tmp_path / "made")
+    begins = threading.Timer(1.5, made.rename, (late,))
+    begins.start()
+    ingress = _build({"run_dir": str(late), "wait_s": 60})._bound_deployment
+    begins.join()
+    assert ingress.init_args[1].directory == str(late)
+    with pytest.raises(UserError, match="is not a run"):
+        _build({"run_dir": str(tmp_path / "never"), "wait_s": 0.1})
