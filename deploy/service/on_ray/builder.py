@@ -36,15 +36,15 @@ class Arguments(BaseModel):
     num_engines: Annotated[int, Field(ge=1, le=1000)] | None = None
     """Replicas of the policy; None for `service.num_replicas` of the run's recipe."""
     wait_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """How long to wait, in seconds, where the run has no checkpoint to answer from yet, or is not there: Ray Serve would
-    not try again."""
+    """Seconds to wait for a run that is not there yet, or has no checkpoint to answer from: Ray Serve would not try
+    again."""
 
 
 def application(arguments: Arguments) -> Any:
     """The service of a run, unstarted. Ray calls this on the cluster.
 
-    Raises UserError when there is no such run within `wait_s` or the address needs keys that nobody chose, what `registry_url` raises
-    when its registry cannot be reached.
+    Raises UserError when there is no such run within `wait_s` or the address needs keys that nobody chose, what
+    `registry_url` raises when its registry cannot be reached.
     """
     if not arguments.run_dir.is_absolute():
         raise UserError(f"run_dir is {arguments.run_dir}; every node must find it, so it has to be absolute")
