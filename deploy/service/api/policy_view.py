@@ -98,12 +98,14 @@ class EngineWatch:
         """Ask `backend`, once somebody asks: an engine that is asked denoises a little later."""
         self._backend = backend
         self._states: list[EngineState] = []
-        self._asked_at = -_STALE_S
+        self._asked_at = self._answered_at = -_STALE_S
         self._asking = asyncio.Lock()
 
     async def states(self) -> list[EngineState]:
         """How the engines stand, at most a moment ago; the last that is known where none answers now."""
         async with self._asking:
+            # Who waited while another asked has its answer, or that there is none: where no engine is left, each
+            # question takes seconds.
             if time.monotonic() - self._asked_at > _FRESH_S:
                 await self._ask()
         return self._states
@@ -111,10 +113,10 @@ class EngineWatch:
     @property
     def is_stale(self) -> bool:
         """Whether no engine has answered for a while."""
-        return time.monotonic() - self._asked_at > _STALE_S
+        return time.monotonic() - self._answered_at > _STALE_S
 
     async def _ask(self) -> None:
         states = await self._backend.states()
-        if not states:
-            return
-        self._states, self._asked_at = states, time.monotonic()
+        self._asked_at = time.monotonic()
+        if states:
+            self._states, self._answered_at = states, self._asked_at

@@ -1,0 +1,36 @@
+"""How the engines stand, for all who ask."""
+
+import asyncio
+from typing import Any, cast
+
+import pytest
+
+from deploy.service.api.policy_view import EngineWatch
+
+
+class NoEngines:
+    """A backend none of whose engines answers."""
+
+    def __init__(self) -> None:
+        self.num_asked = 0
+
+    async def states(self) -> list[Any]:
+        self.num_asked += 1
+        await asyncio.sleep(0.05)
+        return []
+
+
+def test_who_waits_while_another_asks_does_not_ask_engines_that_do_not_answer_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # However slow this machine is.
+    monkeypatch.setattr("deploy.service.api.policy_view._FRESH_S", 5.0)
+    backend = NoEngines()
+    watch = EngineWatch(cast(Any, backend))
+
+    async def ask() -> list[list[Any]]:
+        return await asyncio.gather(*(watch.states() for _ in range(3)))
+
+    assert asyncio.run(ask()) == [[], [], []]
+    assert backend.num_asked == 1
+    assert watch.is_stale
