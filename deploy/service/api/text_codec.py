@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,18 @@ from rollout.grammar.grammar import Grammar
 
 MASKED = "\u2591"
 """A slot without a token, in the text of a canvas."""
+_MOST_BYTES = 4
+"""Of a character."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """Tokens whose text ends in the midst of a character."""
+
+    tokens: Sequence[int] = ()
+    text: str = ""
+    slots: Sequence[int] = ()
+    """For each character of the text, the slot that it begins in."""
 
 
 class TextCodec:
@@ -119,29 +133,36 @@ class TextCodec:
         spelled; without them, the texts of slots that are all committed make the text of `decode`.
         """
         texts: list[str] = []
-        # The tokens that a character is begun in, the first one's slot, and their text.
-        begun: list[int] = []
-        first, known = 0, ""
+        begun = _Begun()
         for index, token in enumerate(slots):
+            texts.append("")
             if token is None:
-                texts.append("")
-                begun, known = [], ""
+                begun = _Begun()
             elif token in self._special_ids:
                 # `decode` passes over it, even inside a character.
-                texts.append(self.token_text(token) if spells_special else "")
+                texts[index] = self.token_text(token) if spells_special else ""
             else:
-                text = self.decode([*begun, token]) if begun else self.token_text(token)
-                if begun:
-                    texts[first] = texts[first][:-1] + text[len(known) - 1]
-                new = text[len(known) :]
-                texts.append(new)
-                if not text.endswith(BROKEN):
-                    begun, known = [], ""
-                elif new:
-                    begun, first, known = [token], index, self.token_text(token)
-                else:
-                    begun, known = [*begun, token], text
+                begun = self._spelled(texts, begun, token)
         return texts
+
+    def _spelled(self, texts: list[str], begun: _Begun, token: int) -> _Begun:
+        """Put what a token adds into the texts of its slot, the last one, and of the slot whose character it goes on
+        with. Returns what is begun then."""
+        tokens = [*begun.tokens, token]
+        text = self.decode(tokens) if begun.tokens else self.token_text(token)
+        num_kept = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(begun.text, text, strict=False)))
+        for slot in begun.slots[num_kept:]:
+            texts[slot] = texts[slot][:-1]
+        # Of byte tokens (Gemma's, Llama's) an unfinished character is as many broken ones as it has tokens so far.
+        slots = [*begun.slots[: num_kept + 1], *[len(texts) - 1] * len(text)][: len(text)]
+        for slot, character in zip(slots[num_kept:], text[num_kept:], strict=True):
+            texts[slot] += character
+        if not text.endswith(BROKEN):
+            return _Begun()
+        num_over = len(self.decode(tokens[:1])) if len(tokens) > _MOST_BYTES else 0
+        if num_over and self.decode(tokens[1:]) == text[num_over:]:
+            return _Begun(tokens[1:], text[num_over:], slots[num_over:])
+        return _Begun(tokens, text, slots)
 
     def _count_special(self, ids: Sequence[int]) -> Counter[int]:
         return Counter(token for token in ids if token in self._special_ids)

@@ -3,6 +3,9 @@
 import random
 from itertools import pairwise
 
+import pytest
+from tokenizers import Tokenizer, decoders, models
+
 TEXT = "5 😀é\n한 <answer>👩‍🚀</answer>"
 
 
@@ -31,3 +34,38 @@ def _slow_texts(codec, ids):
     whole = codec.decode(ids)
     ends = [len(codec.decode(ids[:count])) for count in range(len(ids) + 1)]
     return [whole[begin:end] for begin, end in pairwise(ends)]
+
+
+class ByteTokens:
+    """Of Gemma's and Llama's kind: a token is a byte, and no byte of an unfinished character joins another."""
+
+    STAR = 257
+    """A token that is none."""
+
+    def __init__(self):
+        vocab = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"<unk>": 256, "*": self.STAR}
+        self._tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True))
+        self._tokenizer.decoder = decoders.ByteFallback()
+
+    def decode(self, ids):
+        return self._tokenizer.decode(list(ids))
+
+    def tokens(self, ids):
+        return [self.decode([token]) for token in ids]
+
+
+@pytest.mark.parametrize(
+    ("written", "texts"),
+    [
+        ("5é好😀!", ["5", "é", "", "好", "", "", "😀", "", "", "", "!"]),
+        (b"\xf0\x9f\x98", ["�", "�", "�"]),
+        ([0xF0, 0x9F, 0x98, ByteTokens.STAR, *"é".encode()], ["�", "�", "�", "*", "é", ""]),
+    ],
+    ids=["whole", "begun", "broken off"],
+)
+def test_bytes_join_to_the_character_that_they_are(codec, monkeypatch, written, texts):
+    monkeypatch.setattr(codec, "_tokenizer", ByteTokens())
+    monkeypatch.setattr(codec, "_text_of", {})
+    monkeypatch.setattr(codec, "_special_ids", frozenset())
+    ids = written.encode() if isinstance(written, str) else written
+    assert codec.slot_texts(list(ids)) == texts
