@@ -443,7 +443,7 @@ class Coordinator:
         is public. One that has begun beside a round is waited for.
 
         Of a version that is not new, an evaluation that the log has is not repeated.
-        Raises RuntimeError when a portion cannot be scored: an accuracy over fewer problems would be another number.
+        Raises RuntimeError when no try of a portion came back: an accuracy over fewer problems would be another number.
         """
         version = generation.version
         if self._is_evaluated(version, label, is_new=is_new):

@@ -45,7 +45,7 @@ class VersionEvaluator:
 
         Raises:
             VersionLostError: the weights are nowhere.
-            RuntimeError: a portion cannot be scored: an accuracy over fewer problems would be another number.
+            RuntimeError: no try of a portion came back: an accuracy over fewer problems would be another number.
         """
         portions = self._validation if label == VALIDATION else self._heldout
         names = list(portions)[:1] if label in _ONE_SCHEDULE else list(portions)
@@ -63,17 +63,24 @@ class VersionEvaluator:
         return {"schedule": names[0], **found[names[0]], "schedules": found}
 
     async def _with_retries(self, generation: Generation, portion: Portion, due: float) -> PortionSummary:
+        """The summary of a portion. What no try can grade counts as wrong: at temperature 0 a text comes back the same,
+        and so does what its grader fails on."""
+        summary = None
         for attempt in range(1, self._max_attempts + 1):
             try:
                 _, summary = await self._pools.score(generation, portion.key, lambda: portion, due)
-                if summary.failures:
-                    raise PortionFailedError(summary.failures[0])
             except PortionFailedError as error:
                 self._on_failure(str(error), attempt)
                 last = error
             else:
-                return summary
-        raise RuntimeError(f"the evaluation failed {self._max_attempts} times: {last}") from last
+                if not summary.failures:
+                    return summary
+                self._on_failure(summary.failures[0], attempt)
+        if summary is None:
+            raise RuntimeError(f"the evaluation failed {self._max_attempts} times: {last}") from last
+        for what in summary.failures[1:]:
+            self._on_failure(what, self._max_attempts)
+        return summary
 
 
 def _counts(summaries: Sequence[PortionSummary]) -> dict[str, float]:

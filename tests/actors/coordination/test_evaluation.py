@@ -15,7 +15,7 @@ from actors.messages import Generation, Portion, PortionKey, PortionSummary
 from actors.plan import RunPlan
 from actors.spec import RunSpec
 from learner.model.tokenizer import ChatTokenizer
-from rewards import Grade
+from rewards import Grade, Outcome
 from rollout.schedule_config import ScheduleConfig
 
 
@@ -53,11 +53,13 @@ def test_validation_decides_where_it_was_asked_and_what_the_rounds_began_from_co
 
 
 class _Pools:
-    """Everything is right at more than two steps; the first try of a portion may fail."""
+    """Everything is right at more than two steps; the first try of a portion may fail, and grades may be errors."""
 
-    def __init__(self, num_failing: int = 0) -> None:
+    def __init__(self, num_failing: int = 0, num_ungraded: int = 0, num_tries: int = 99) -> None:
+        """The first try of `num_failing` portions fails. The last answers of a portion cannot be graded, and no try of
+        one comes back after the first `num_tries`."""
         self.asked: list[Portion] = []
-        self._num_failing = num_failing
+        self._num_failing, self._num_ungraded, self._num_tries = num_failing, num_ungraded, num_tries
 
     async def score(
         self, generation: Generation, key: PortionKey, make: Callable[[], Portion], due: float
@@ -66,18 +68,31 @@ class _Pools:
         self.asked.append(portion)
         if portion.key.index < self._num_failing and self.asked.count(portion) == 1:
             raise PortionFailedError("no luck")
+        if self.asked.count(portion) > self._num_tries:
+            raise PortionFailedError("no luck any more")
         count, steps = len(portion.requests), portion.requests[0].params.num_denoise_steps
-        grades = tuple(Grade(reward=0.0, parts={}, correct=steps > 2) for _ in range(count))
+        grades = [Grade(reward=0.0, parts={}, correct=steps > 2) for _ in range(count)]
+        failures = tuple(f"the grader failed on {index}" for index in range(self._num_ungraded))
+        for index, what in enumerate(failures):
+            grades[-1 - index] = Grade(reward=0.0, parts={}, correct=False, outcome=Outcome.ERROR, detail=what)
         step_maps = tuple(tuple(range(steps)) for _ in range(count))
         return None, PortionSummary(
-            grades=grades, texts=(), num_tokens=(), step_maps=step_maps, policy_versions=(), failures=(), costs={}
+            grades=tuple(grades),
+            texts=(),
+            num_tokens=(),
+            step_maps=step_maps,
+            policy_versions=(),
+            failures=failures,
+            costs={},
         )
 
 
-def _scored(spec: RunSpec, plan: RunPlan, pools: _Pools, label: str) -> dict[str, Any]:
+def _scored(
+    spec: RunSpec, plan: RunPlan, pools: _Pools, label: str, on_failure: Callable[..., None] = lambda *_: None
+) -> dict[str, Any]:
     steps = [ScheduleConfig(num_denoise_steps=count) for count in (4, 1, 8)]
     schedules = [schedule.of(spec.rollout.sampling) for schedule in steps]
-    evaluation = VersionEvaluator(plan, schedules, pools, 2, lambda *_: None)  # type: ignore[arg-type]
+    evaluation = VersionEvaluator(plan, schedules, pools, 2, on_failure)  # type: ignore[arg-type]
     return asyncio.run(evaluation.score(Generation(version=1, digest=""), label, due=0))
 
 
@@ -92,6 +107,24 @@ def test_every_problem_is_asked_once_at_each_schedule_and_the_first_counts(
     assert right == {"4 steps": (20, 4), "1 step": (0, 1), "8 steps": (20, 8)}
     assert len(pools.asked) == 9 + num_failing
     assert len({portion.key for portion in pools.asked}) == 9, "each has a name of its own"
+
+
+@pytest.mark.parametrize("num_tries", [1, 2])
+def test_what_cannot_be_graded_at_any_try_counts_as_wrong_and_is_named(
+    spec: RunSpec, plan: RunPlan, num_tries: int
+) -> None:
+    pools, said = _Pools(num_ungraded=2, num_tries=num_tries), []
+    scored = _scored(spec, plan, pools, "round", lambda what, attempt: said.append((attempt, what)))
+    assert (scored["num_problems"], scored["num_ungraded"], scored["num_correct"]) == (20, 6, 14)
+    assert len(pools.asked) == 6, "each portion is tried as often as one that fails"
+    first, other = "the grader failed on 0", "the grader failed on 1"
+    second = first if num_tries == 2 else "no luck any more"
+    assert sorted(said) == sorted([(1, first), (2, second), (2, other)] * 3)
+
+
+def test_an_accuracy_over_fewer_problems_is_none(spec: RunSpec, plan: RunPlan) -> None:
+    with pytest.raises(RuntimeError, match="the evaluation failed 2 times: no luck any more"):
+        _scored(spec, plan, _Pools(num_tries=0), "round")
 
 
 def test_between_the_stages_only_the_first_is_asked(spec: RunSpec, plan: RunPlan) -> None:
