@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
 from rewards.sample import Sample
-from rewards.terms.endpoint import AskingConfig, Endpoint, RefusedError, checked_url
+from rewards.terms.endpoint import AskingConfig, Endpoint, RefusedError, ask_all, checked_url
 from rewards.terms.term import EnvironmentName, NoValue, Value, as_value, secret_of
 
 
@@ -56,8 +55,7 @@ class HttpTerm:
         """
         size = self._config.batch_size
         batches = [samples[start : start + size] for start in range(0, len(samples), size)]
-        with ThreadPoolExecutor(self._config.max_concurrency) as pool:
-            return list(chain.from_iterable(pool.map(self._batch, batches)))
+        return list(chain.from_iterable(ask_all(self._batch, batches, self._config.max_concurrency)))
 
     def take_costs(self) -> Mapping[str, float]:
         """None."""

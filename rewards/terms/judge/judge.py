@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from typing import Any
 
 from rewards.sample import Sample
-from rewards.terms.endpoint import Endpoint, RefusedError
+from rewards.terms.endpoint import Endpoint, RefusedError, ask_all
 from rewards.terms.judge.cache import open_cache
 from rewards.terms.judge.config import JudgeConfig
 from rewards.terms.judge.limits import Costs, RateLimit
@@ -47,11 +46,10 @@ class Judge:
         asked = [self._messages(sample) for sample in samples]
         keys = [self._key(messages) for messages in asked]
         different = dict(zip(keys, asked, strict=True))
-        # One request that finds no server is enough: `map` then cancels those that wait.
-        with ThreadPoolExecutor(self._config.max_concurrency) as pool:
-            verdicts = dict(zip(different, pool.map(self._verdict, different.keys(), different.values()), strict=True))
+        verdicts = ask_all(lambda asked: self._verdict(*asked), different.items(), self._config.max_concurrency)
+        by_key = dict(zip(different, verdicts, strict=True))
         self._costs.add(num_cached=len(keys) - len(different))
-        return [verdicts[key] for key in keys]
+        return [by_key[key] for key in keys]
 
     def take_costs(self) -> Mapping[str, float]:
         """What was spent since the last call: `num_requests` (retries among them), `prompt_tokens`,

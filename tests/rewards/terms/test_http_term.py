@@ -160,6 +160,14 @@ def test_a_server_that_never_answers_makes_the_run_wait(
     assert len(server.asked) == 3
 
 
+def test_no_batch_is_asked_after_one_that_was_given_up(server: Server, sample: Callable[..., Sample]) -> None:
+    server.answer = lambda _: Reply(delay_s=2.0)
+    term = _term(server, timeout_s=0.5, num_tries=1, max_concurrency=2, batch_size=1)
+    with pytest.raises(RewardUnavailableError, match="timed out, after 1 try"):
+        term.values([sample()] * 20)
+    assert len(server.asked) <= 2
+
+
 @pytest.mark.usefixtures("fast_retries")
 def test_a_server_that_is_not_there_makes_the_run_wait(sample: Callable[..., Sample]) -> None:
     with socket.socket() as unused:

@@ -392,6 +392,15 @@ def test_a_judge_that_cannot_be_reached_is_no_bad_grade(server: Server) -> None:
     assert [grade.parts["polite"] for grade in grader.grade([make_sample("0")])] == [1.0]
 
 
+def test_a_judge_that_never_answers_is_given_up_in_the_time_of_one_question(server: Server) -> None:
+    server.answer = lambda _: Reply(delay_s=2.0)
+    judge = _judge(server, timeout_s=0.5, num_tries=1, max_concurrency=2)
+    with pytest.raises(RewardUnavailableError, match="timed out, after 1 try"):
+        judge.values([make_sample(str(n)) for n in range(20)])
+    # Where a call has failed, no question that waited takes its place: that would be another time of a question.
+    assert judge.take_costs()["num_requests"] <= 2
+
+
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
