@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
@@ -49,12 +51,14 @@ class Pools:
         self._graders = ActorPool("grader", graders, grading_timeout_s, on_left)
         self._on_pause = on_pause
         self._num_paused = 0
+        self._went_on = -math.inf
         self._out: set[ActorPool] = set()
 
     @property
-    def is_paused(self) -> bool:
-        """Whether the work waits for something that does not answer: a judge, an endpoint, all actors of a pool."""
-        return self._num_paused > 0
+    def unpaused_s(self) -> float:
+        """For how many seconds the work goes on, since it last paused; 0 while it waits for something that does not
+        answer: a judge, an endpoint, all actors of a pool."""
+        return 0.0 if self._num_paused else time.monotonic() - self._went_on
 
     def scale(self, kind: str, size: int, added: Mapping[str, Any]) -> None:
         """Have `size` actors in the pool of a kind, `added` among them; who is too many leaves when it is free."""
@@ -160,6 +164,7 @@ class Pools:
     def _go_on(self) -> None:
         self._num_paused -= 1
         if not self._num_paused:
+            self._went_on = time.monotonic()
             self._on_pause(None)
 
 

@@ -140,15 +140,18 @@ class OpenRounds:
 
     async def _wait_for(self, ledger: Ledger, round_index: int) -> None:
         """Raises VersionLostError and TimeoutError as `complete` does."""
-        patience_s = self._spec.sampling_timeout_s + self._spec.grading.timeout_s
+        patience_s = left_s = self._spec.sampling_timeout_s + self._spec.grading.timeout_s
         async with self._changed:
             while not ledger.is_complete(round_index):
                 if self._is_lost:
                     raise VersionLostError
                 try:
-                    await asyncio.wait_for(self._changed.wait(), patience_s)
+                    await asyncio.wait_for(self._changed.wait(), left_s)
+                    left_s = patience_s
                 except TimeoutError as error:
-                    if self._pools.is_paused:
+                    # What began again when a pause ended has as long as any other.
+                    left_s = patience_s - self._pools.unpaused_s
+                    if left_s > 0:
                         continue
                     raise TimeoutError(
                         f"round {round_index}: no portion came back for {patience_s:.0f} s "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
@@ -106,9 +107,9 @@ def test_a_reward_that_is_unavailable_is_waited_for_and_told_once(monkeypatch: p
         tasks = [asyncio.create_task(_score(pools, portion)) for portion in _portions(3)]
         while not told:
             await asyncio.sleep(0)
-        assert pools.is_paused
+        assert pools.unpaused_s == 0
         assert [(await task)[1] for task in tasks] == ["graded"] * 3
-        assert not pools.is_paused
+        assert 0 < pools.unpaused_s < 10
         assert told == ["the judge is away", None]
         # What was sampled is kept, and the grader stays in the pool.
         assert len(sampler.generate.answers) == 3
@@ -553,16 +554,17 @@ def test_without_any_sampler_that_is_up_the_run_pauses_until_one_is(monkeypatch:
             actor.generate.answers[0].set_exception(ActorDiedError())
             await _settle()
             pools.look_for_outages()
-            assert not pools.is_paused
+            assert pools.unpaused_s == math.inf
         # Since fifteen seconds and more nobody is up. It is said once.
         clock[0] += 16
         pools.look_for_outages()
         pools.look_for_outages()
-        assert (pools.is_paused, told) == (True, ["no sampler is up; the work waits until one is"])
+        assert (pools.unpaused_s, told) == (0, ["no sampler is up; the work waits until one is"])
         actors[1].ready.is_up.set()
         await _settle()
         pools.look_for_outages()
-        assert (pools.is_paused, told[1:]) == (False, [None])
+        clock[0] += 3
+        assert (pools.unpaused_s, told[1:]) == (3, [None])
         await asyncio.gather(*tasks, return_exceptions=True)
 
     # By the clock of the test.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +25,7 @@ from rewards import Grade
 class _Pools:
     """Answers in an order of its own. Six of ten groups teach something: which, the problem says."""
 
-    is_paused = False
+    unpaused_s = math.inf
 
     def __init__(self, seed: int, failures: float = 0.0) -> None:
         self._draw, self._failures = random.Random(seed), failures
@@ -136,6 +137,47 @@ def test_what_nobody_foresaw_costs_a_try_and_is_named(spec: RunSpec) -> None:
     with pytest.raises(RuntimeError, match=r"round 0 has no completions: .* IndexError: a fault of ours"):
         asyncio.run(asyncio.wait_for(_complete(rounds, 0), 60))
     assert said.count("IndexError: a fault of ours, 1") == spec.portions_per_round
+
+
+class _Paused(_Pools):
+    """Nothing comes back until the pools have been asked so often for how long the work goes on."""
+
+    def __init__(self, unpaused_s: list[float]) -> None:
+        super().__init__(0)
+        self._answers, self._is_over = unpaused_s, asyncio.Event()
+
+    @property
+    def unpaused_s(self) -> float:
+        answer = self._answers.pop(0)
+        if not self._answers:
+            self._is_over.set()
+        return answer
+
+    async def score(self, *asked: Any) -> tuple[Any, PortionSummary]:
+        await self._is_over.wait()
+        return await super().score(*asked)
+
+
+@pytest.mark.parametrize(("unpaused_s", "is_given_up"), [([0, 0, 0.1], False), ([0, 0.3], True), ([math.inf], True)])
+def test_a_round_has_all_of_its_patience_again_when_a_pause_ends(
+    spec: RunSpec, plan: RunPlan, unpaused_s: list[float], is_given_up: bool
+) -> None:
+    impatient = spec.model_copy(
+        update={
+            "rollout": spec.rollout.model_copy(update={"timeout_s": 0.15}),
+            "grading": spec.grading.model_copy(update={"timeout_s": 0.05}),
+        }
+    )
+
+    async def run() -> int:
+        rounds = OpenRounds(impatient, plan, _Paused(unpaused_s), lambda *_: None)
+        return len(await _complete(rounds, 0))
+
+    if is_given_up:
+        with pytest.raises(TimeoutError, match="round 0: no portion came back for 0 s"):
+            asyncio.run(asyncio.wait_for(run(), 60))
+    else:
+        assert asyncio.run(asyncio.wait_for(run(), 60)) == spec.portions_per_round
 
 
 def test_a_round_is_full_where_it_can_be_and_has_no_group_twice(dynamic: RunSpec) -> None:
