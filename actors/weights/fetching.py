@@ -172,14 +172,15 @@ class PolicyLoader:
             self._base = None
             load_in_place(self._policy, weights)
             return
-        is_new = self._base is None or self._base[0] != manifest.base.digest
-        if is_new:
-            self._base = None  # Two of them may be more than there is memory for.
-            device = next(self._policy.parameters()).device
-            base = self._reader.base(manifest.base.digest)
-            self._base = manifest.base.digest, {name: tensor.to(device) for name, tensor in base.items()}
-        assert self._base is not None
-        merge_into(self._policy, self._base[1], weights, manifest.base.scaling, only_adapted=not is_new)
+        if self._base is not None and self._base[0] == manifest.base.digest:
+            merge_into(self._policy, self._base[1], weights, manifest.base.scaling, only_adapted=True)
+            return
+        self._base = None  # Two of them may be more than there is memory for.
+        device = next(self._policy.parameters()).device
+        base = {name: tensor.to(device) for name, tensor in self._reader.base(manifest.base.digest).items()}
+        merge_into(self._policy, base, weights, manifest.base.scaling, only_adapted=False)
+        # Not before: where that fails, what has no adapter is not in the policy yet.
+        self._base = manifest.base.digest, base
 
     def let_go(self) -> None:
         """Forget the base: the policy's weights are to be anything again."""

@@ -128,6 +128,17 @@ def test_another_base_and_whole_weights_take_the_place_of_a_base(config: Transfo
     assert shelf.num_bases_read == 3
 
 
+def test_after_a_first_merge_that_failed_all_of_the_base_is_loaded_again(config: TransformerConfig) -> None:
+    shelf, policy, base = Shelf(), _policy(config, 0), _base(config, 1)
+    loader, digest, broken = PolicyLoader(policy, shelf), shelf.put_base(base), _adapter(base, 1)
+    broken["blocks.1.mlp.down_proj.lora_B.weight"] = torch.zeros(1, 1)
+    with pytest.raises(RuntimeError, match="shape"):
+        loader.load(shelf.put(1, broken, digest))
+    adapter = _adapter(base, 2)
+    loader.load(shelf.put(2, adapter, digest))
+    _assert_is(policy, _merged_first(base, adapter))
+
+
 def test_a_digest_is_of_adapter_base_and_scaling_or_the_one_that_the_weights_had(config: TransformerConfig) -> None:
     base = _base(config, 1)
     adapter = _adapter(base, 1)
