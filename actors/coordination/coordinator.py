@@ -374,8 +374,10 @@ class Coordinator:
         return self._has_round(trained) if next_round is None else next_round > trained.round
 
     def _has_round(self, trained: TrainedRound) -> bool:
-        """Whether the newest round of the log is this one: it was recorded by a coordinator that died as it did so."""
-        rounds = [event for event in self._log.events_since(0) if event["event"] == "round"]
+        """Whether the newest round of this learner group is this one: it was recorded by a coordinator that died as it
+        did so."""
+        events = _since_learner_start(self._log.events_since(0))
+        rounds = [event for event in events if event["event"] == "round"]
         asked = trained.round, trained.generation.version
         return bool(rounds) and (rounds[-1]["round"], rounds[-1]["policy_version"]) == asked
 

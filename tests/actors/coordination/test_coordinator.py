@@ -170,6 +170,22 @@ def test_a_round_that_was_trained_on_is_recorded_once_whenever_the_coordinator_d
     _run(scene())
 
 
+def test_a_round_of_an_earlier_learner_group_is_not_the_one_that_is_told_of(case: _Case) -> None:
+    async def scene() -> None:
+        first = case.coordinator()
+        await first.learner_starting("one")
+        await first.next_batch(0, _generation(1))
+        assert await first.published(_trained(0), None)
+        await first.learner_starting("two")
+        await first.learner_started("sft", {"round": 0, "policy_version": 1, "step": None})
+        await first.next_batch(0, _generation(1))
+        # It dies before it is told of the round that was done again.
+        second = case.coordinator()
+        assert not await second.published(_trained(0), None)
+
+    _run(scene())
+
+
 def test_a_round_that_is_told_of_with_the_next_ask_is_recorded_once_whenever_the_coordinator_dies(case: _Case) -> None:
     async def scene() -> None:
         first = case.coordinator()
