@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 from actors.run_log import VALIDATION, Event
@@ -18,19 +19,29 @@ def best_version(events: Sequence[Event]) -> int | None:
     version, as after a restart, the later counts.
     """
     labels = (VALIDATION,) if has_validation(events) else _HELDOUT
-    found: dict[int, float] = {}
-    for event in events:
-        if event["event"] == "round":
-            # A resumed run does the rounds after its checkpoint again: what was later is gone.
-            found = {version: share for version, share in found.items() if version < event["policy_version"]}
-        elif event["event"] == "evaluation" and event["label"] in labels:
-            found[event["policy_version"]] = event["num_correct"] / event["num_problems"]
+    found = {
+        event["policy_version"]: event["num_correct"] / event["num_problems"]
+        for event in standing_evaluations(events)
+        if event["label"] in labels
+    }
     return max(found, key=lambda version: (found[version], -version), default=None)
 
 
 def validated_best(events: Sequence[Event]) -> int | None:
     """What the alias `best` means: nothing in a run without validation problems, for it would be chosen by the test."""
     return best_version(events) if has_validation(events) else None
+
+
+def standing_evaluations(events: Sequence[Event]) -> list[Event]:
+    """The evaluations of weights that a run still has, in their order: a resumed run does the rounds after its
+    checkpoint again, and what was later is gone."""
+    standing, later = [], math.inf
+    for event in reversed(events):
+        if event["event"] == "round":
+            later = min(later, event["policy_version"])
+        elif event["event"] == "evaluation" and event["policy_version"] < later:
+            standing.append(event)
+    return standing[::-1]
 
 
 def has_validation(events: Iterable[Event]) -> bool:

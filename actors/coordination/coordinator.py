@@ -34,7 +34,7 @@ from typing import Any, TypeVar
 import ray
 
 from actors import NAMESPACE, actor_name
-from actors.checkpoints.best import best_version
+from actors.checkpoints.best import best_version, standing_evaluations
 from actors.coordination.evaluation import VersionEvaluator
 from actors.coordination.liveness import Watch
 from actors.coordination.metrics import RunGauges
@@ -500,7 +500,7 @@ class Coordinator:
         events = self._log.events_since(0)
         if is_new:
             events = _since_learner_start(events) if self._session.num_coordinator_starts > 1 else []
-        evaluations = [event for event in events if event["event"] == "evaluation"]
+        evaluations = standing_evaluations(events)
         return any((event["label"], event["policy_version"]) == (label, version) for event in evaluations)
 
     # Who waits for whom.

@@ -8,7 +8,7 @@ import secrets
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from actors.checkpoints.best import validated_best
+from actors.checkpoints.best import standing_evaluations, validated_best
 from actors.checkpoints.selection import checkpoints_to_answer
 from actors.registry.records import NOTHING_HELD, AdminState, PolicyVersion
 from actors.registry.registry import Registry
@@ -52,8 +52,8 @@ def history_of(run_dir: Path, events: list[Event]) -> list[PolicyVersion]:
         )
     scores = {
         event["policy_version"]: {name: event[name] for name in ("num_correct", "num_problems")}
-        for event in events
-        if event["event"] == "evaluation" and event["label"] != Phase.CONTROL
+        for event in standing_evaluations(events)
+        if event["label"] != Phase.CONTROL
     }
     return [replace(versions[number], **scores.get(number, {})) for number in sorted(versions)]
 

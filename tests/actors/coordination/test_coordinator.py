@@ -512,6 +512,23 @@ def test_an_evaluation_whose_answer_was_lost_is_not_recorded_twice(case: _Case) 
     _run(scene())
 
 
+def test_an_evaluation_of_weights_that_were_made_again_is_not_taken_for_theirs(case: _Case) -> None:
+    async def scene() -> None:
+        coordinator = case.coordinator()
+        await coordinator.next_batch(0, _generation(1))
+        await coordinator.published(_trained(0), None)
+        await coordinator.evaluate(_generation(2), "rl", 1, True)
+        await coordinator.learner_starting("the next group")
+        await coordinator.next_batch(0, _generation(1))
+        await coordinator.published(_trained(0), None)
+        for _ in range(2):
+            # A resumed run asks for what a stage that has ended may lack.
+            assert await coordinator.evaluate(_generation(2), "rl", 1, False) is Next.GO_ON
+        assert len(case.events("evaluation")) == 2
+
+    _run(scene())
+
+
 def _asked_in_turn(case: _Case) -> list[str]:
     """The rounds of the portions that the sampler had, runs of one kind together."""
     named = ["evaluation" if key.is_of_evaluation else f"round {key.round}" for _, key in case.sampler.asked]

@@ -101,6 +101,12 @@ def test_the_run_directory_says_what_was_published(run_dir: Path) -> None:
     assert with_checkpoint == {0: "initial", 1: "sft", 3: "rl-000002"}
 
 
+def test_a_score_of_weights_that_were_made_again_is_not_theirs(run_dir: Path) -> None:
+    events = read_events(run_dir)
+    again = [{"event": "round", "round": 2, "policy_version": 4}]
+    assert {known.version: known.num_correct for known in history_of(run_dir, [*events, *again])}[4] is None
+
+
 def test_a_torn_checkpoint_is_no_place_to_load_from(run_dir: Path) -> None:
     (run_dir / "checkpoints" / "rl-000002" / "trainer_state.json").write_text("{")
     assert {known.version: known.checkpoint is not None for known in _history(run_dir)} == {
