@@ -27,7 +27,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Collection, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from statistics import fmean
 from typing import Any, TypeVar
 
@@ -141,6 +141,9 @@ class Coordinator:
         for actor in _members(self._spec.name, {}, session.leaving).values():
             # What it was at is sampled again.
             ray.kill(actor)
+        if untold := session.untold:
+            generation = Generation(version=untold["version"], digest=untold["digest"])
+            self._announcer.remember(generation, Phase(untold["phase"]), untold["round"])
         if session.is_stopping:
             self._stopping.set()
 
@@ -438,7 +441,10 @@ class Coordinator:
         """The store has a new version: the samplers fetch it, and the registry, and so the service, hears of it."""
         if phase is Phase.RL and round_index < self._spec.learner.num_rounds:
             self._pools.stage(generation)
-        await self._announcer.announce(generation, phase, round_index)
+        is_told = await self._announcer.announce(generation, phase, round_index)
+        untold = {} if is_told else {**asdict(generation), "phase": phase, "round": round_index}
+        if untold != self._session.untold:
+            self._keep(self._session, untold=untold)
 
     async def evaluate(self, generation: Generation, label: str, round_index: int, is_new: bool) -> Next:
         """Accuracy of a version that the store has, on the problems of a label; recorded, and announced if the version

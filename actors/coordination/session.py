@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from actors.whole_file import write_whole
 
@@ -47,6 +47,8 @@ class Session:
     """The names of the samplers and of the graders, by kind, once their number was changed."""
     leaving: Sequence[str] = field(default_factory=list)
     """The names of those that leave as soon as they are free."""
+    untold: Mapping[str, Any] = field(default_factory=dict)
+    """The newest version, as it was announced, where the run went on before the registry was told of it; else empty."""
 
     @classmethod
     def read(cls, directory: Path, driver: str) -> Self:

@@ -38,21 +38,18 @@ class Announcer:
         self._untold: deque[Callable[[], Any]] = deque()
         self._telling: asyncio.Task[None] | None = None
 
-    async def announce(self, generation: Generation, phase: Phase, round_index: int) -> None:
-        """The store has a version."""
-        version = PolicyVersion(
-            version=generation.version,
-            round=round_index,
-            phase=phase,
-            num_correct=None,
-            num_problems=None,
-            checkpoint=None,
-            weight_store=self._store_name,
-            manifest_digest=generation.digest,
-        )
-        telling = self._tell(partial(self._announce, version, began_at(self._log.events_since(0))))
+    async def announce(self, generation: Generation, phase: Phase, round_index: int) -> bool:
+        """The store has a version. Whether the registry was told of it."""
+        call = self._announcement(generation, phase, round_index)
+        telling = self._tell(call)
         if not self._is_away:
             await asyncio.wait((telling,), timeout=_PATIENCE_S)
+        return telling.done() and call not in self._untold
+
+    def remember(self, generation: Generation, phase: Phase, round_index: int) -> None:
+        """A process before this one had not told of the newest version: it is told before all else. A registry that
+        has heard of it meanwhile hears nothing new."""
+        self._untold.append(self._announcement(generation, phase, round_index))
 
     def checkpoint(self, version: int, directory: Path) -> None:
         """A version's weights lie in a directory too."""
@@ -89,6 +86,19 @@ class Announcer:
         except ValueError as error:
             self._note_failure(error)
             return None
+
+    def _announcement(self, generation: Generation, phase: Phase, round_index: int) -> Callable[[], None]:
+        version = PolicyVersion(
+            version=generation.version,
+            round=round_index,
+            phase=phase,
+            num_correct=None,
+            num_problems=None,
+            checkpoint=None,
+            weight_store=self._store_name,
+            manifest_digest=generation.digest,
+        )
+        return partial(self._announce, version, began_at(self._log.events_since(0)))
 
     def _announce(self, version: PolicyVersion, run_began_at: float | None) -> None:
         # It knew none where it is new, or where Redis has lost its data.

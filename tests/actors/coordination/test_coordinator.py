@@ -600,6 +600,41 @@ def test_nobody_waits_for_the_registry_to_hear_of_an_evaluation(case: _Case, mon
     _run(scene())
 
 
+def test_a_version_that_the_registry_has_not_heard_of_outlives_the_coordinator(
+    case: _Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[tuple[int, str, int]] = []
+
+    def away(*_: object) -> None:
+        raise ConnectionError("the registry is away")
+
+    def hear(_: object, policy: Any, began_at: float | None) -> bool:
+        heard.append((policy.version, policy.manifest_digest, policy.round))
+        return True
+
+    async def scene() -> None:
+        for name in ("announce", "ping"):
+            monkeypatch.setattr(f"actors.registry.registry.Registry.{name}", away)
+        first = case.coordinator()
+        for version in (1, 2):
+            await first.announce(_generation(version), Phase.RL, version - 1)
+        assert first._announcer._telling is not None
+        await first._announcer._telling
+        monkeypatch.setattr("actors.registry.registry.Registry.ping", lambda _: None)
+        monkeypatch.setattr("actors.registry.registry.Registry.announce", hear)
+        monkeypatch.setattr("actors.registry.registry.Registry.restore", lambda *_: 0)
+        second = case.coordinator()
+        second._announcer.go_on()
+        await second._announcer.settled()
+        # Those before it are not what the service is to have.
+        assert heard == [(2, "digest 2", 1)]
+        await second.announce(_generation(3), Phase.RL, 2)
+        await case.coordinator()._announcer.settled()
+        assert heard[1:] == [(3, "digest 3", 2)], "it has heard of it"
+
+    _run(scene())
+
+
 @pytest.mark.parametrize("ends", ["learner", "stop"])
 def test_an_evaluation_beside_a_round_ends_with_the_learner_and_with_the_run(case: _Case, ends: str) -> None:
     async def scene() -> None:

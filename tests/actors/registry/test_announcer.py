@@ -193,6 +193,24 @@ def test_an_outage_is_one_failure_and_loses_nothing(case: _Case, monkeypatch: py
     _run(scene())
 
 
+def test_who_announces_hears_whether_it_was_told(case: _Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scene() -> None:
+        announcer, generation = case.announcer(), Generation(version=1, digest="1")
+        assert await announcer.announce(generation, Phase.RL, 1)
+        case.registry.is_away = True
+        assert not await announcer.announce(generation, Phase.RL, 1)
+        assert not await announcer.announce(generation, Phase.RL, 1), "in an outage nobody waits"
+        case.registry.is_away = False
+        await announcer.settled()
+        monkeypatch.setattr(module, "_PATIENCE_S", 0.01)
+        case.registry.may_answer.clear()
+        assert not await announcer.announce(generation, Phase.RL, 1)
+        case.registry.may_answer.set()
+        await announcer.settled()
+
+    _run(scene())
+
+
 @pytest.mark.usefixtures("is_hurried")
 def test_it_is_not_asked_for_each_thing_that_it_missed(case: _Case) -> None:
     async def scene() -> None:
