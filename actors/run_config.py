@@ -98,7 +98,8 @@ class GraderSection(BaseModel):
     num_graders: PositiveInt = 1
     """Grader actors."""
     timeout_s: PositiveFloat = 60.0
-    """Longest time to grade one batch of completions, in seconds; then the batch is tried again."""
+    """Longest time to grade one batch of completions, in seconds; then the batch is tried again. Programs and
+    mathematical comparisons have limits of their own, one by one (`task.sandbox.wall_s`), and that time beside."""
 
 
 class ControlSection(BaseModel):
@@ -190,6 +191,16 @@ class RunConfig(BaseModel):
     def most_portion_groups(self) -> int:
         """As many as a sampler is given at once."""
         return max(1, self.rollout.batch_size // self.learner.group_size)
+
+    @property
+    def most_portion_requests(self) -> int:
+        """Completions of the largest portion, of a round or of an evaluation."""
+        return max(self.rollout.batch_size, self.learner.group_size)
+
+    @property
+    def grading_timeout_s(self) -> float:
+        """Longest time to grade one portion: `grading.timeout_s`, and what each of its completions may use up."""
+        return self.grading.timeout_s + self.most_portion_requests * self.task.longest_grade_s
 
     @property
     def most_groups_per_round(self) -> int:

@@ -101,7 +101,7 @@ class Coordinator:
             _members(spec.name, samplers, session.pools.get("sampler")),
             _members(spec.name, graders, session.pools.get("grader")),
             spec.sampling_timeout_s,
-            spec.grading.timeout_s,
+            spec.grading_timeout_s,
             on_pause=self._note_pause,
             on_left=self._note_left,
         )

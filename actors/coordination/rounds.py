@@ -140,7 +140,7 @@ class OpenRounds:
 
     async def _wait_for(self, ledger: Ledger, round_index: int) -> None:
         """Raises VersionLostError and TimeoutError as `complete` does."""
-        patience_s = left_s = self._spec.sampling_timeout_s + self._spec.grading.timeout_s
+        patience_s = left_s = self._spec.sampling_timeout_s + self._spec.grading_timeout_s
         async with self._changed:
             while not ledger.is_complete(round_index):
                 if self._is_lost:

@@ -23,6 +23,12 @@ class SplitConfig(BaseModel):
     """Fraction of the solutions that are not held out that is for validation (`evaluation.num_validation`) instead of
     training."""
 
+    @property
+    def longest_grade_s(self) -> float:
+        """Seconds that the grading of one completion may take, where its text decides that, as what runs it or compares
+        it is stopped by limits of its own; 0 where grading is reading."""
+        return 0.0
+
 
 def is_heldout(key: str, fraction: float) -> bool:
     """Whether the solution named `key` belongs to the held-out split, into which about `fraction` of all keys fall.

@@ -13,6 +13,7 @@ from rewards.maths.process import KillableWorker, NotStartedError, WorkerEndedEr
 from rewards.maths.spelling import spelled_alike
 from rewards.problem import Outcome
 
+_REPLACING_S = 5.0
 _MARKS = re.compile(r"(?<!\\)\$|\\[()\[\]]|\s+")
 
 
@@ -32,6 +33,11 @@ class Limits:
     """Seconds until what is needed has been imported: one or two on an idle machine."""
     answers_per_worker: int = 2000
     """After so many a worker is replaced: sympy remembers what it has computed."""
+
+    @property
+    def longest_s(self) -> float:
+        """Seconds that one comparison takes at most, until its worker is ended and another is there."""
+        return self.wall_s + _REPLACING_S
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 _MIB = 2**20
+# Until the tests have said what they know, and all processes are gone.
+_ENDING_S = 10.0
 
 
 class SandboxConfig(BaseModel):
@@ -32,3 +34,8 @@ class SandboxConfig(BaseModel):
     """Open files of each process of a program."""
     output_bytes: Annotated[int, Field(ge=0, le=1024 * _MIB)] = _MIB
     """How much of a program's output is read; at more it is killed."""
+
+    @property
+    def longest_s(self) -> float:
+        """Seconds that a program with its tests takes at most, until all of it is ended."""
+        return self.wall_s + _ENDING_S

@@ -13,7 +13,7 @@ from rewards.data.conversation import text_of, turns_of
 from rewards.data.dataset import DataConfig, DataTask, problem_id
 from rewards.data.prompts import D1_FORMAT, demonstration, user_turn
 from rewards.data.rows import HubSplit, Row, shown
-from rewards.maths import MathVerifier, Verdict
+from rewards.maths import Limits, MathVerifier, Verdict
 from rewards.problem import Grade, Message, Problem, Split
 from rewards.reading.answers import final_answer
 from rewards.reading.quantities import read_quantity
@@ -46,6 +46,11 @@ class JsonlConfig(DataConfig):
         if "d1" in (self.reward, self.protocol):
             raise ValueError("the first d1 has no rules for problems of your own; reward and protocol should be fixed")
         return self
+
+    @property
+    def longest_grade_s(self) -> float:
+        """That of a comparison, where Math-Verify compares."""
+        return Limits().longest_s if self.grader == "math" else 0.0
 
 
 class Jsonl(DataTask):

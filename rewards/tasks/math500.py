@@ -41,6 +41,11 @@ class Math500Config(DataConfig):
     prompt: PromptStyle = "d1"
     """`d1` for the words of the d1 code, `compact` for the problem alone."""
 
+    @property
+    def longest_grade_s(self) -> float:
+        """That of a comparison."""
+        return Limits().longest_s
+
 
 class Math500(DataTask):
     """The MATH task."""

@@ -37,6 +37,11 @@ class ProgramsConfig(DataConfig):
             raise ValueError("the first d1 published no evaluation of programs; protocol should be fixed")
         return self
 
+    @property
+    def longest_grade_s(self) -> float:
+        """A program and its tests may run so long."""
+        return self.sandbox.longest_s
+
 
 class ProgramTask(DataTask):
     """What tasks have in common whose completions are programs, graded by their tests."""

@@ -7,10 +7,18 @@ from pathlib import Path
 import pytest
 import torch
 
+from actors.plan import RunPlan
 from actors.spec import RunSpec, sampler_facts
 from learner.model.config import TransformerConfig
 from learner.model.networks import make_model
+from learner.model.tokenizer import ChatTokenizer
 from learner.model.transformer import Transformer, init_weights
+from rewards import TaskConfig
+from rewards.maths import Limits
+from rewards.sandbox import SandboxConfig
+from rewards.tasks.jsonl import JsonlConfig
+from rewards.tasks.kodcode import KodcodeConfig
+from rewards.tasks.math500 import Math500Config
 from rollout.request import Request, SamplingParams
 from rollout.sampler import Sampler
 
@@ -83,3 +91,40 @@ def test_who_waits_for_weights_waits_as_long_as_their_bytes_take(spec: RunSpec, 
             file.truncate(8_000_000_000)
     assert large.sampling_timeout_s == 600 + 640
     assert large.collective_timeout_s == 900 + 1280
+
+
+@pytest.mark.parametrize(
+    ("task", "longest_s"),
+    [
+        (KodcodeConfig(sandbox=SandboxConfig(wall_s=7)), 7),
+        (Math500Config(), Limits().wall_s),
+        (JsonlConfig(train_data=Path("x"), grader="math"), Limits().wall_s),
+        (JsonlConfig(train_data=Path("x"), grader="exact"), None),
+    ],
+    ids=["programs", "maths", "maths of a file", "nothing that runs"],
+)
+def test_a_grader_has_the_time_that_the_completions_of_a_portion_may_use_up(
+    spec: RunSpec, task: TaskConfig, longest_s: float | None
+) -> None:
+    """Programs that loop, and comparisons that do not end, are wrong one by one: their portion does not fail."""
+    run = spec.model_copy(update={"task": task})
+    if longest_s is None:
+        assert run.grading_timeout_s == spec.grading_timeout_s == spec.grading.timeout_s
+    else:
+        assert run.grading_timeout_s > spec.grading.timeout_s + 8 * longest_s
+
+
+@pytest.mark.parametrize(("batch_size", "group_size"), [(8, 4), (7, 3), (2, 5)])
+def test_no_portion_has_more_completions_than_its_grader_has_time_for(
+    spec: RunSpec, batch_size: int, group_size: int
+) -> None:
+    run = spec.model_copy(
+        update={
+            "rollout": spec.rollout.model_copy(update={"batch_size": batch_size}),
+            "learner": spec.learner.model_copy(update={"group_size": group_size}),
+        }
+    )
+    plan = RunPlan(run, ChatTokenizer(spec.initial_checkpoint))
+    portions = [plan.round_portion(0, index) for index in range(plan.portions_per_round)]
+    evaluated = plan.evaluation_portions(run.evaluated_params[0], 0)
+    assert max(len(portion.requests) for portion in (*portions, *evaluated)) <= run.most_portion_requests

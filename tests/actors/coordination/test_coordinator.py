@@ -21,7 +21,7 @@ from actors.resources import GpuSection
 from actors.run_log import RunLog, read_events
 from actors.spec import Phase, RunSpec
 from actors.weights.store import VersionMissingError
-from rewards import Grade
+from rewards import Grade, SumsConfig
 
 NOWHERE = "redis://127.0.0.1:1/0"
 VALUES = {"sampling_s": 0.1, "training_s": 0.1, "publish_s": 0.1}
@@ -700,6 +700,14 @@ def test_a_controller_that_is_silent_is_ended_unless_it_may_be_starting_ranks(
         assert all(what.startswith("Ray Train's controller was silent for 91 s and is ended") for what in said)
 
     _run(scene())
+
+
+def test_a_grader_is_given_up_after_the_time_that_a_portion_may_use_up(
+    case: _Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SumsConfig, "longest_grade_s", 2.5)
+    limit_s = case.coordinator()._pools._graders.timeout_s
+    assert limit_s == case.spec.grading_timeout_s == case.spec.grading.timeout_s + 8 * 2.5
 
 
 def test_samplers_fetch_what_is_published_while_they_are_at_work(case: _Case) -> None:

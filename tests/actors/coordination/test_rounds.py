@@ -15,11 +15,12 @@ from actors.coordination.rounds import OpenRounds
 from actors.curriculum import outcomes_of
 from actors.messages import Generation, Portion, PortionKey, PortionSummary
 from actors.plan import RunPlan
+from actors.run_config import GraderSection
 from actors.spec import RunSpec
 from actors.training.choosing import GroupChoice
 from learner.keys import fold, key_of
 from learner.model.tokenizer import ChatTokenizer
-from rewards import Grade
+from rewards import Grade, SumsConfig
 
 
 class _Pools:
@@ -158,19 +159,26 @@ class _Paused(_Pools):
         return await super().score(*asked)
 
 
+def _impatient(spec: RunSpec) -> RunSpec:
+    rollout = spec.rollout.model_copy(update={"timeout_s": 0.15})
+    return spec.model_copy(update={"rollout": rollout, "grading": GraderSection(timeout_s=0.05)})
+
+
+def test_a_round_waits_for_programs_and_comparisons_too(
+    spec: RunSpec, plan: RunPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SumsConfig, "longest_grade_s", 0.1)
+    rounds = OpenRounds(_impatient(spec), plan, _Paused([math.inf]), lambda *_: None)
+    with pytest.raises(TimeoutError, match="round 0: no portion came back for 1 s"):
+        asyncio.run(asyncio.wait_for(_complete(rounds, 0), 60))
+
+
 @pytest.mark.parametrize(("unpaused_s", "is_given_up"), [([0, 0, 0.1], False), ([0, 0.3], True), ([math.inf], True)])
 def test_a_round_has_all_of_its_patience_again_when_a_pause_ends(
     spec: RunSpec, plan: RunPlan, unpaused_s: list[float], is_given_up: bool
 ) -> None:
-    impatient = spec.model_copy(
-        update={
-            "rollout": spec.rollout.model_copy(update={"timeout_s": 0.15}),
-            "grading": spec.grading.model_copy(update={"timeout_s": 0.05}),
-        }
-    )
-
     async def run() -> int:
-        rounds = OpenRounds(impatient, plan, _Paused(unpaused_s), lambda *_: None)
+        rounds = OpenRounds(_impatient(spec), plan, _Paused(unpaused_s), lambda *_: None)
         return len(await _complete(rounds, 0))
 
     if is_given_up:
