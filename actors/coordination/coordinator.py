@@ -210,11 +210,12 @@ class Coordinator:
     async def learner_started(self, checkpoint: str, position: Mapping[str, Any]) -> None:
         """It goes on from a checkpoint: what is done again is recorded. Every time but the first is a failure's."""
         self._timeline.add(LEARNER, "loading a checkpoint", SpanKind.WORK, self._learner_starting_at)
-        again = _done_again(self._log.events_since(0), position)
+        events = self._log.events_since(0)
+        again = _done_again(events, position)
         if self._session.num_learner_starts > 1:
             what = f"{RESTARTED} from checkpoint {checkpoint}; {again}"
             self._note_failure(what, self._session.num_learner_starts - 1)
-        elif position["policy_version"] or position["step"]:
+        elif any(event["event"] == "phase" for event in events) or position["policy_version"] or position["step"]:
             self._log.append("resume", what=f"going on from checkpoint {checkpoint}; {again}")
 
     async def learner_failed(

@@ -473,6 +473,24 @@ def test_what_a_resumed_run_does_again_is_said(case: _Case) -> None:
     _run(scene())
 
 
+def test_a_run_that_begins_again_from_its_start_says_so_and_a_new_one_does_not(case: _Case) -> None:
+    async def scene() -> None:
+        first, start = case.coordinator(), {"round": 0, "policy_version": 0, "step": None}
+        await first.learner_starting("one")
+        await first.learner_started("initial", start)
+        assert case.events("resume") == []
+        await first.record("phase", {"phase": Phase.RL, "num_steps": 2})
+        await first.next_batch(0, _generation(1))
+        await first.published(_trained(0), None)
+        resumed = case.coordinator("another driver")
+        await resumed.learner_starting("two")
+        await resumed.learner_started("initial", start)
+        (event,) = case.events("resume")
+        assert event["what"] == "going on from checkpoint initial; round 0 is done again"
+
+    _run(scene())
+
+
 def test_a_rank_that_loses_another_reports_an_echo_which_ends_no_run(case: _Case) -> None:
     async def scene() -> None:
         coordinator = case.coordinator()
