@@ -76,9 +76,10 @@ def start_actors(spec: RunSpec, num_graders: int, registry_url: str, driver: str
         )
         .remote(spec.learner.max_staleness + 2)
     )
-    store.keep.remote(spec.learner.max_staleness + 2)
     samplers = dict(start_sampler(spec, store, index) for index in range(spec.rollout.num_samplers))
     graders = dict(start_grader(spec, index) for index in range(num_graders))
+    # A run of the name that is under way has its samplers, and has refused us by now: its store is left as it is.
+    store.keep.remote(spec.learner.max_staleness + 2)
     # The run directory is written where the driver made it.
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     coordinator: Any = (

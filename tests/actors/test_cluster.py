@@ -29,16 +29,29 @@ def test_a_controller_that_died_is_called_by_its_name(spec: RunSpec, monkeypatch
 class _Remote:
     """A class of actors that notes what Ray is asked for."""
 
-    def __init__(self, asked: dict[str, dict[str, Any]]) -> None:
-        self._asked, self._name = asked, ""
-        self.keep = self
+    def __init__(self, asked: dict[str, dict[str, Any]], taken: str = "") -> None:
+        """`taken` is a name that another actor has."""
+        self._asked, self._name, self._taken = asked, "", taken
+        self.keep = SimpleNamespace(remote=lambda size: asked.setdefault("keep", {"size": size}))
 
     def options(self, name: str, **options: Any) -> _Remote:
         self._asked[name], self._name = options, name
         return self
 
     def remote(self, *_: Any, **__: Any) -> _Remote:
+        if self._name == self._taken:
+            raise ValueError(f"the name {self._name} is taken")
         return self
+
+
+def test_a_second_driver_of_a_run_leaves_the_store_of_the_first_as_it_is(
+    spec: RunSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, dict[str, Any]] = {}
+    monkeypatch.setattr(module, "watched", lambda _: _Remote(asked, taken="test-sampler-0"))
+    with pytest.raises(ValueError, match="the name test-sampler-0 is taken"):
+        start_actors(spec, 1, "redis://nowhere", "driver")
+    assert "keep" not in asked
 
 
 @pytest.mark.parametrize("placement", [PlacementSection(), PlacementSection(learner="SPREAD", samplers="SPREAD")])
@@ -52,6 +65,7 @@ def test_machines_are_chosen_as_the_recipe_says(
     monkeypatch.setattr(module, "watched", lambda _: _Remote(asked))
     spec = spec.model_copy(update={"placement": placement})
     start_actors(spec, 1, "redis://nowhere", "driver")
+    assert asked["keep"]["size"] == spec.learner.max_staleness + 2
     assert asked["test-sampler-0"]["scheduling_strategy"] == placement.samplers
     assert "scheduling_strategy" not in asked["test-grader-0"]
     scaling: list[Any] = []
