@@ -215,7 +215,9 @@ class LineFile:
         try:
             self.write_out()
         finally:
-            os.close(self._file)
+            # Another file may have its number from now on, and what comes late must not be written there.
+            file, self._file = self._file, -1
+            os.close(file)
 
 
 def _write_all(file: int, data: bytes) -> None:

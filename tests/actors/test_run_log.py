@@ -29,6 +29,19 @@ def test_events_are_on_disk_at_once_and_followers_see_each_once(tmp_path: Path) 
     log.close()
 
 
+def test_what_comes_after_the_end_is_written_nowhere(tmp_path: Path) -> None:
+    log = RunLog(tmp_path / "run")
+    log.append("done", seconds=1)
+    log.close()
+    # It may have the number that the log's file had.
+    others = [(tmp_path / str(number)).open("w+b") for number in range(9)]
+    log.append("failure", what="too late", attempt=1)
+    for other in others:
+        other.close()
+    assert {path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == {b""}
+    assert [event["event"] for event in read_events(tmp_path / "run")] == ["done"]
+
+
 def test_a_resumed_run_goes_on_in_the_same_files_and_on_the_same_clock(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"event": "phase", "time_s": 100.0}) + "\n")
     log = RunLog(tmp_path)
