@@ -66,7 +66,7 @@ class RunLog:
         directory.mkdir(parents=True, exist_ok=True)
         self._metrics = LineFile(directory / METRICS)
         self._samples = LineFile(directory / SAMPLES, is_synced=False)
-        self._solve_rates = LineFile(directory / SOLVE_RATES, is_synced=False)
+        self._solve_rates = LineFile(directory / SOLVE_RATES)
         self._boards: list[Board] = [TensorBoard(directory / TENSORBOARD)]
         if wandb_project is not None:
             self._boards.append(WandB(directory, wandb_project))

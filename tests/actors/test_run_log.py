@@ -42,6 +42,20 @@ def test_what_comes_after_the_end_is_written_nowhere(tmp_path: Path) -> None:
     assert [event["event"] for event in read_events(tmp_path / "run")] == ["done"]
 
 
+def test_what_a_run_goes_on_from_is_on_disk_before_the_event_of_its_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append(Path(f"/proc/self/fd/{file}").readlink().name))
+    log = RunLog(tmp_path)
+    log.add("round", round=0)
+    log.add_solve_rates("{}")
+    log.add_samples([{"text": "only to be looked at"}])
+    log.write_out()
+    assert synced == ["solve_rates.jsonl", "metrics.jsonl"]
+    log.close()
+
+
 def test_a_resumed_run_goes_on_in_the_same_files_and_on_the_same_clock(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"event": "phase", "time_s": 100.0}) + "\n")
     log = RunLog(tmp_path)
