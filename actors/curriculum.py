@@ -108,7 +108,7 @@ def read_solve_rates(directory: Path) -> SolveRates:
 
 def _lines(path: Path) -> Iterable[tuple[int, Outcomes]]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")
     except OSError:
         return
     for line in lines:

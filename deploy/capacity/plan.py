@@ -15,6 +15,8 @@ from deploy.capacity.arithmetic import learning_flops, sampling_flops
 from deploy.capacity.gpus import GpuKind
 from deploy.capacity.memory import ProcessMemory, learner_memory, sampler_memory, why_too_large
 from deploy.capacity.shape import policy_shape
+from deploy.errors import UserError
+from deploy.printing import counted
 from learner.model.config import TransformerConfig
 
 SAMPLING_SHARE, LEARNING_SHARE = 0.56, 0.47
@@ -69,6 +71,8 @@ class Plan:
     """The fastest that fits where they would; None where they do, or cannot, or none fits."""
     processes: tuple[ProcessMemory, ...]
     """What a sampler and a learner worker of the first split take."""
+    has_other_shares: bool
+    """Whether that is with other shares of a GPU than the recipe's."""
 
     @property
     def best(self) -> Split | None:
@@ -77,11 +81,17 @@ class Plan:
 
 
 def make_plan(recipe: RunConfig, num_gpus: int, kind: GpuKind) -> Plan:
-    """Plan a recipe. Raises ValueError when its checkpoint's config cannot be had."""
+    """Plan a recipe. Raises ValueError when its checkpoint's config cannot be had, UserError when so many GPUs cannot
+    hold a copy of the policy as the recipe shards it."""
     shape = policy_shape(recipe)
     flops = sampling_flops(recipe, shape), learning_flops(recipe, shape)
     shares, is_colocated = _shares(recipe, shape, num_gpus), recipe.gpus.colocate
     splits = _fastest_first(_splits(shares, shape, num_gpus, kind, flops))
+    if not splits:
+        raise UserError(
+            f"sharding.workers_per_copy {recipe.sharding.workers_per_copy} is more learner workers than a round can "
+            f"have on {counted(num_gpus, 'GPU')}; take more GPUs, or smaller copies"
+        )
     others = []
     if not is_colocated and not recipe.learner.max_staleness:
         others = _fastest_first(_splits(_colocated(recipe), shape, num_gpus, kind, flops))
@@ -95,6 +105,7 @@ def make_plan(recipe: RunConfig, num_gpus: int, kind: GpuKind) -> Plan:
         splits=tuple(splits),
         if_colocated=others[0] if others and others[0].limit is None else None,
         processes=(sampler_memory(shares, shape), learner_memory(shares, shape, splits[0].num_workers)),
+        has_other_shares=shares.gpus != recipe.gpus,
     )
 
 
@@ -129,12 +140,13 @@ def _pairs(recipe: RunConfig, num_gpus: int, units: int) -> Iterator[tuple[int, 
     of_copy = recipe.sharding.workers_per_copy or 1
     if recipe.gpus.colocate:
         for number in range(1, 1 + min(num_gpus, units, _most_samplers(recipe))):
-            if number % min(of_copy, number) == 0:
+            if number % of_copy == 0:
                 yield number, number
         return
     for num_samplers in range(1, 1 + min(max(1, num_gpus - 1), _most_samplers(recipe))):
         num_workers = min(max(1, num_gpus - num_samplers), units)
-        yield num_samplers, num_workers - num_workers % min(of_copy, num_workers)
+        if num_workers >= of_copy:
+            yield num_samplers, num_workers - num_workers % of_copy
 
 
 def _fastest_first(splits: Iterable[Split]) -> list[Split]:

@@ -77,7 +77,7 @@ def _override(best: Split, plan: Plan) -> str:
     sampler, learner = plan.processes
     if plan.is_colocated:
         words += " gpus.colocate=true"
-    elif plan.num_gpus == 1:
+    elif plan.has_other_shares:
         words += f" 'gpus={{sampler: {sampler.share:g}, learner: {learner.share:g}}}'"
     return words
 

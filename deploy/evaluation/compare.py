@@ -19,7 +19,8 @@ from deploy.program import program
 
 # What two evaluations may differ in, and still ask the same: which problems there are is looked at by themselves.
 _OF_ITS_OWN = {"checkpoint", "dtype", "batch_size", "num_problems", "num_answers"}
-_OF_ITS_TASK = {"reward", "shaping", "train_data", "heldout_data", "heldout_fraction"}
+_OF_ITS_TASK = {"reward", "shaping", "working", "show_working"}
+_OF_ITS_TASK |= {"train_data", "heldout_data", "heldout_fraction", "validation_fraction"}
 _REAL = 0.05
 
 
@@ -57,8 +58,9 @@ class Compared:
 
     @property
     def is_real(self) -> bool:
-        """Whether chance alone would hardly make it: one in twenty times at most."""
-        return self.p < _REAL
+        """Whether chance alone would hardly make it, one in twenty times at most, and who is ahead is better at more
+        problems."""
+        return self.p < _REAL and (self.only[1] - self.only[0]) * self.difference > 0
 
 
 def find_evaluation(reference: str, runs_dir: Path) -> dict[str, Recorded]:

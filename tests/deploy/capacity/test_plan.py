@@ -14,6 +14,7 @@ from deploy.capacity.memory import learner_memory, sampler_memory
 from deploy.capacity.needs import needs_of
 from deploy.capacity.plan import Plan, make_plan
 from deploy.capacity.shape import ParameterCounts, policy_shape
+from deploy.errors import UserError
 from deploy.recipe.overrides import load_recipe
 from deploy.recipe.recipe import Recipe
 from learner.model.families.llada import write_config
@@ -67,6 +68,15 @@ def test_no_worker_is_planned_that_would_have_no_row(llada: Callable[..., Recipe
     plan = _plan(llada(*small, "rollout.num_samplers=2"), 64)
     assert {split.num_workers for split in plan.splits} == {4}
     assert max(split.num_samplers for split in plan.splits) == 2
+
+
+def test_only_whole_copies_of_the_policy_are_planned(llada: Callable[..., Recipe]) -> None:
+    copies = ("sharding.workers_per_copy=4", "learner.num_workers=4")
+    for more in ((), ("gpus.colocate=true",)):
+        plan = _plan(llada(*copies, *more), 10)
+        assert {split.num_workers for split in plan.splits} == {4, 8}
+        with pytest.raises(UserError, match=r"sharding\.workers_per_copy 4 is more .* on 3 GPUs; take more GPUs"):
+            _plan(llada(*copies, *more), 3)
 
 
 def test_one_gpu_is_shared_by_what_both_take(llada: Callable[..., Recipe]) -> None:
@@ -172,6 +182,8 @@ def test_the_command_prints_tables_and_what_to_add_to_train(
     assert "Best: device=cuda rollout.num_samplers=4 learner.num_workers=4\n" in ended.out
     assert "All of it is derived" in ended.out
     assert "Taking turns on the same GPUs, a round takes 29.3 s: rollout.num_samplers=8 learner.num" in ended.out
+    ended = d1(*words, "gpus={sampler: 0.4, learner: 0.6}", "learner.num_workers=1", "--gpus", "8")
+    assert "Best: device=cuda rollout.num_samplers=4 learner.num_workers=4 'gpus={sampler: 1, learner: 1}'" in ended.out
     ended = d1(*words, "--gpus", "8", "--gpu", "L4")
     assert ended.status == 2
     assert "Does not fit: a sampler takes at least 35.1 GB" in ended.out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from deploy.chaos.driver import OutputLine
 from deploy.chaos.expectations import FaultOutcome
 from deploy.chaos.faults import Fault, Harm, Moment, Setting, Target
 from deploy.chaos.judge import JudgedRecipe, judge
-from deploy.chaos.record import Blow, Drive, History, RunRecord
+from deploy.chaos.record import Blow, Drive, History, RunRecord, read_history
 
 TERMS = JudgedRecipe(
     num_rounds=4, groups_per_round=8, group_size=4, max_staleness=0, phases=("sft", "rl-000004", "control")
@@ -201,3 +202,10 @@ def test_with_staleness_numbers_may_differ_and_older_versions_are_right() -> Non
     record = _instead(3, reward=0.5, max_staleness=1.0)
     older = replace(record.history, samples=({"round": 2, "policy_version": 2},), digests={})
     assert judge(terms, REFERENCE, replace(record, history=older)) == []
+
+
+def test_a_sample_with_other_ends_of_a_line_is_read(tmp_path: Path) -> None:
+    (tmp_path / "samples.jsonl").write_text(
+        '{"round": 0, "completion": "\u2028}"}\n{"round": 1, "comp', encoding="utf-8"
+    )
+    assert read_history(tmp_path).samples == ({"round": 0, "completion": "\u2028}"},)

@@ -124,6 +124,16 @@ def test_a_comparison_is_paired() -> None:
     assert "no difference can be told; b is ahead of a by 8.0 points (-" in sentence(other, ("a", "b"))
 
 
+def test_who_is_better_at_more_problems_and_yet_behind_is_not_said_to_be_worse() -> None:
+    """Twelve problems that the second solves once in eight more often, two that only the first ever solves."""
+    some, more, none, every = ([True] * right + [False] * (8 - right) for right in (3, 4, 0, 8))
+    first, second = _cell([some] * 12 + [every] * 2), _cell([more] * 12 + [none] * 2)
+    (found,) = compare({"sums.8": first}, {"sums.8": second}, ("a", "b"), None)
+    assert (found.only, found.p < 0.05, found.difference < 0) == ((2, 12), True, True)
+    assert not found.is_real
+    assert "no difference can be told; a is ahead of b by " in sentence(found, ("a", "b"))
+
+
 def test_one_problem_proves_nothing_and_equals_are_equal() -> None:
     (one,) = compare({"sums.8": _cell([[False, False]])}, {"sums.8": _cell([[True, False]])}, ("a", "b"), None)
     assert (one.p, one.is_real) == (1, False)
@@ -134,7 +144,8 @@ def test_one_problem_proves_nothing_and_equals_are_equal() -> None:
 
 def test_how_many_were_asked_for_and_what_is_trained_on_is_no_difference() -> None:
     rows = [[True], [False]]
-    first = _cell(rows, num_problems=None, task={"name": "sums", "reward": "d1"}, batch_size=1)
+    other = {"reward": "d1", "validation_fraction": 0.1, "working": 0.5, "show_working": True}
+    first = _cell(rows, num_problems=None, task={"name": "sums"} | other, batch_size=1)
     (found,) = compare({"sums.8": first}, {"sums.8": _cell(rows, num_problems=2)}, ("a", "b"), None)
     assert found.num_problems == 2
 
