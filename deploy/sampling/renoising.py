@@ -14,6 +14,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
 from deploy.errors import UserError
+from deploy.printing import printable
+from deploy.requests.base import is_whole
 from deploy.requests.line import LineMessage, parse_object
 from deploy.requests.parameters import sampler_names, to_renoising_params
 from deploy.requests.refusals import TEMPLATE_ERRORS, RequestError, refusal_of, template_refusal
@@ -78,10 +80,15 @@ class ReadyRenoising:
             return line.prompt_ids
         if self.tokenizer is None:
             raise ValueError(f"the prompt is text, and {self.name} has no tokenizer; give prompt_ids")
+        turns = [message.turn for message in line.messages or ()]
+        texts = [text for turn in turns for text in turn.values()] if line.prompt is None else [line.prompt]
+        if not all(map(is_whole, texts)):
+            name = "messages" if line.prompt is None else "prompt"
+            raise ValueError(f"{name} has half of a surrogate pair or bytes that are not UTF-8, which is no text")
         if line.prompt is not None:
             return self.tokenizer.encode_text(line.prompt, adds_special=True)
         try:
-            return self.tokenizer.encode_chat([message.turn for message in line.messages or ()])
+            return self.tokenizer.encode_chat(turns)
         except TEMPLATE_ERRORS as error:
             raise ValueError(f"the prompt does not fit the chat template: {template_refusal(error)}") from error
 
@@ -145,7 +152,7 @@ def answer_all(ready: ReadyRenoising, items: Sequence[Asked], *, as_json: bool) 
     """Sample and print all that can be served, and say what cannot. Returns how many were refused."""
     refused = [item for item in items if item.request is None]
     for item in refused:
-        sys.stderr.write(f"d1: {item.place}: {item.error}\n")
+        sys.stderr.write(f"d1: {printable(f'{item.place}: {item.error}')}\n")
     for item in items:
         head = {"index": item.index} | ({} if item.id is None else {"id": item.id})
         if item.request is None:
@@ -159,7 +166,7 @@ def answer_all(ready: ReadyRenoising, items: Sequence[Asked], *, as_json: bool) 
             continue
         if len(items) > 1:
             _print(f"--- {item.place}: {work(len(ids), completion.num_forwards)}, {completion.finish_reason}")
-        _print(ready.text(ids))
+        _print(printable(ready.text(ids)))
         if len(items) == 1:
             sys.stderr.write(f"{work(len(ids), completion.num_forwards)}, {completion.finish_reason}\n")
     return len(refused)

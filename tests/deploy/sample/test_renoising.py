@@ -18,7 +18,7 @@ from learner.estimators.renoised import kept_logps
 from learner.model.checkpoint import load_policy
 from learner.model.renoising.policy import load_renoising_policy
 from learner.model.renoising.record import DenoisedCanvas
-from learner.model.tokenizer import make_tokenizer
+from learner.model.tokenizer import ChatTokenizer, make_tokenizer
 from rollout.renoising.request import RenoisingParams
 from tests.tiny_renoising import make_renoising_checkpoint
 
@@ -100,6 +100,36 @@ def test_a_prompt_is_answered_with_text_and_other_options_are_refused(
         assert f"{option} is not for diffusion_gemma policies; they take --seed, --gen-length, --steps" in refused.err
     refused = d1("sample", str(checkpoint), "!", "--gen-length", "800", "--raw")
     assert (refused.status, "the policy takes at most 64" in refused.err) == (2, True)
+
+
+def test_nothing_that_the_policy_or_a_file_says_steers_the_terminal(
+    d1: Callable, tmp_path: Path, workdir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = make_renoising_checkpoint(tmp_path / "spoken")
+    make_tokenizer(["a b"], checkpoint, 280)
+    monkeypatch.setattr(ChatTokenizer, "decode", lambda *_: "a\x1b]0;mine\x07b")
+    (workdir / "r").write_text("\n".join(['{"prompt": "!", "gen_length": 8, "steps": 1}', '{"\x9b2J": 1}']))
+    ended = d1("sample", str(checkpoint), "--requests", "r")
+    assert "a\\u001b]0;mine\\u0007b\n" in ended.out
+    assert "\\u009b2J is no key of a request" in ended.err
+    assert not {"\x1b", "\x07", "\x9b"} & {*ended.out, *ended.err}
+
+
+def test_half_of_a_surrogate_pair_is_refused_and_the_rest_of_the_file_answered(
+    d1: Callable, tmp_path: Path, workdir: Path
+) -> None:
+    checkpoint = make_renoising_checkpoint(tmp_path / "spoken")
+    make_tokenizer(["a b"], checkpoint, 280)
+    halves = [{"prompt": "\ud800"}, {"messages": [{"role": "user", "content": "\udfff"}]}]
+    requests = [*halves, {"prompt": "!", "gen_length": 8, "steps": 1}]
+    (workdir / "r").write_text("\n".join(map(json.dumps, requests)))
+    ended = d1("sample", str(checkpoint), "--requests", "r", "--json")
+    answers = [json.loads(line) for line in ended.out.splitlines()]
+    assert ended.status == 2
+    assert answers[0]["error"].startswith("prompt has half of a surrogate pair")
+    assert answers[1]["error"].startswith("messages has half of a surrogate pair")
+    assert answers[2]["num_tokens"]
+    d1("sample", str(checkpoint), "\udcff").assert_refused("messages has half of a surrogate pair")
 
 
 def test_elsewhere_it_is_refused_by_name(checkpoint: Path, tmp_path: Path) -> None:
