@@ -6,7 +6,6 @@ JSON that the schema forbids: so every keyword is served, known to constrain not
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -240,7 +239,8 @@ def _is_exact(value: Any) -> bool:
     """Whether the library writes it as it is: its whole numbers have 64 bits, and no number is infinite or none."""
     if isinstance(value, Mapping | list):
         return all(map(_is_exact, value.values() if isinstance(value, Mapping) else value))
-    return not isinstance(value, int | float) or (math.isfinite(value) and abs(value) < _LARGEST)
+    # Compared as they are: a long whole number is no float.
+    return not isinstance(value, int | float) or abs(value) < _LARGEST
 
 
 def _bounds(given: Mapping[str, Any], least: str, most: str, place: str) -> tuple[int, int | None]:

@@ -44,6 +44,8 @@ INT = {"type": "integer"}
         ({"enum": [1], "type": [{}]}, "has the type [{}]"),
         ({"type": "object", "properties": {"a": INT}, "required": [["a"]]}, "requires ['a']"),
         ({"enum": [float("nan")]}, "none of JSON's, or too large to be exact"),
+        ({"const": 10**400}, "none of JSON's, or too large to be exact"),
+        ({"enum": [1, {"a": -(10**309)}]}, "none of JSON's, or too large to be exact"),
         ({"const": {"a": [float("inf")]}, "type": "object"}, "none of JSON's, or too large to be exact"),
         ({"enum": [10**30]}, "none of JSON's, or too large to be exact"),
         ({"enum": []}, "has an `enum` that is no list, or empty"),
