@@ -90,7 +90,8 @@ def digest_of(key: str) -> bytes:
 
 def are_explicit(source: KeySource = OF_SERVICE) -> bool:
     """Whether the environment gives the keys, and not a file that was made here."""
-    return source.file_variable in os.environ or source.token_variable in os.environ
+    # A variable that names no file is as none: whoever unsets one in a container leaves it empty.
+    return bool(os.environ.get(source.file_variable)) or source.token_variable in os.environ
 
 
 def own_key(directory: Path) -> str | None:

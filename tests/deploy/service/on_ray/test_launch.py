@@ -12,7 +12,7 @@ from actors.weights.tensors import make_manifest
 from deploy.errors import UserError
 from deploy.service.checkpoints import latest_checkpoint, plain_checkpoint
 from deploy.service.engine.loading import load_sampler
-from deploy.service.gateway.api_keys import ApiKeys, own_key, read_keys
+from deploy.service.gateway.api_keys import OF_ADMIN, OF_SERVICE, ApiKeys, own_key, read_keys
 from deploy.service.on_ray import launch
 from deploy.service.on_ray.launch import banner, banner_of_key, serve_checkpoint, serve_run
 from deploy.service.source import Source
@@ -223,6 +223,15 @@ def test_an_address_that_others_reach_needs_keys_that_somebody_chose(run_dir, ba
     with pytest.raises(UserError, match="choose the keys yourself"):
         serve_checkpoint(run_dir / "checkpoints" / "sft-1", host, 8000)
     assert not (run_dir / "service.token").exists()
+
+
+def test_a_file_of_keys_without_a_name_is_none_that_somebody_chose(run_dir, bare, monkeypatch):
+    for keys in (OF_SERVICE, OF_ADMIN):
+        monkeypatch.setenv(keys.file_variable, "")
+        with pytest.raises(UserError, match="choose the keys yourself"):
+            launch._check_keys("0.0.0.0", keys)
+    read_keys(run_dir)
+    assert own_key(run_dir) == (run_dir / "service.token").read_text().strip()
 
 
 def test_what_is_no_checkpoint_is_refused_in_a_sentence(tmp_path, run_dir, free_port):
