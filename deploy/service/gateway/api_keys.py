@@ -108,12 +108,7 @@ def read_keys(directory: Path, source: KeySource = OF_SERVICE) -> ApiKeys:
     Raises UserError when they cannot be read or protect nothing.
     """
     if path := os.environ.get(source.file_variable):
-        try:
-            return ApiKeys.of(Path(path).read_text(encoding="utf-8"), path)
-        except OSError as error:
-            raise UserError(f"cannot read {source.file_variable} {path}: {reason(error)}") from error
-        except UnicodeDecodeError as error:
-            raise UserError(f"cannot read {source.file_variable} {path}: it is not UTF-8") from error
+        return ApiKeys.of(_text_of(Path(path), f"{source.file_variable} {path}"), path)
     if source.token_variable in os.environ:
         return ApiKeys.of(os.environ[source.token_variable], source.token_variable)
     own = directory / source.token_file
@@ -126,7 +121,17 @@ def read_keys(directory: Path, source: KeySource = OF_SERVICE) -> ApiKeys:
     else:
         with os.fdopen(descriptor, "w") as file:
             file.write(secrets.token_urlsafe(32) + "\n")
-    return ApiKeys.of(own.read_text(encoding="utf-8"), str(own))
+    # A run that several users share has the key of the first of them, whom it belongs to.
+    return ApiKeys.of(_text_of(own, str(own), f"; set {source.token_variable}"), str(own))
+
+
+def _text_of(path: Path, called: str, advice: str = "") -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot read {called}: {reason(error)}{advice}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"cannot read {called}: it is not UTF-8{advice}") from error
 
 
 def read_admin_keys(directory: Path, service: ApiKeys) -> ApiKeys:

@@ -68,13 +68,14 @@ def serve_checkpoint(directory: Path, host: str, port: int, dtype: Literal["floa
 
     directory = directory.resolve()
     source = Source(directory=str(directory), is_run=False, registry_url=None, dtype=dtype)
-    _check_listeners(source, Address(host=host, port=port), None)
     with saying(f"looking at the checkpoint {directory.name}", at_once=True):
         try:
             TextCodec(directory)
             weight_files(directory)
         except ValueError as error:
             raise UserError(f"cannot serve {directory}: {error}") from error
+    # Only now: this writes a key into the directory, which might have been anybody's.
+    _check_listeners(source, Address(host=host, port=port), None)
     with _ray() as ray:
         _serve(source, host, port, 1, is_ours=ray.is_ours)
 

@@ -234,9 +234,25 @@ def test_a_file_of_keys_without_a_name_is_none_that_somebody_chose(run_dir, bare
     assert own_key(run_dir) == (run_dir / "service.token").read_text().strip()
 
 
-def test_what_is_no_checkpoint_is_refused_in_a_sentence(tmp_path, run_dir, free_port):
+def test_what_is_no_checkpoint_is_refused_in_a_sentence_and_left_as_it_was(tmp_path, bare, free_port):
+    (tmp_path / "notes").write_text("mine")
     with pytest.raises(UserError, match="cannot serve"):
-        serve_checkpoint(run_dir, "127.0.0.1", free_port)
+        serve_checkpoint(tmp_path, "127.0.0.1", free_port)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes"]
+
+
+def test_a_key_that_this_user_may_not_read_is_one_sentence(run_dir, bare, monkeypatch):
+    token = run_dir / "service.token"
+    # For root nothing is forbidden, and a directory is read by nobody.
+    token.mkdir()
+    with pytest.raises(UserError, match=f"^cannot read {token}: is a directory; set D1_API_TOKEN$"):
+        read_keys(run_dir)
+    token.rmdir()
+    token.write_bytes(b"\xff" * 20)
+    with pytest.raises(UserError, match=f"^cannot read {token}: it is not UTF-8; set D1_API_TOKEN$"):
+        read_keys(run_dir)
+    monkeypatch.setenv("D1_API_TOKEN", "0123456789abcdef")
+    assert opens(read_keys(run_dir), "0123456789abcdef") == "key1"
 
 
 @pytest.fixture
