@@ -167,7 +167,7 @@ def _embedded_registry() -> Check:
 
 def _redis() -> Iterator[Check]:
     """The server that takes the embedded one's place, if the environment names one. Its URL may hold a password."""
-    from actors.registry.server import URL_VARIABLE
+    from actors.registry.registry import URL_VARIABLE
 
     url = os.environ.get(URL_VARIABLE)
     if url is None:

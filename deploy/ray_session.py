@@ -75,6 +75,21 @@ def ray_session(*, dashboard: bool) -> Iterator[RaySession]:
         ray.shutdown()
 
 
+def registry_of_cluster() -> str:
+    """Where the registry of the connected cluster is, as of `registry_url`.
+
+    Raises UserError where there can be none, RunFailedError where the embedded one does not start.
+    """
+    from actors.registry import server
+
+    try:
+        return server.registry_url()
+    except (ValueError, ConnectionError) as error:
+        raise UserError(str(error)) from error
+    except RuntimeError as error:
+        raise RunFailedError(str(error)) from error
+
+
 def _stay_on_loopback() -> None:
     """Let a Ray that is started here listen on loopback alone, its metrics too, which need no token.
 

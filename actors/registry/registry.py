@@ -9,6 +9,7 @@ copy of anything: weights lie in the weight store and in checkpoints, the rest i
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -32,6 +33,7 @@ from actors.registry.records import (
     RegistrySnapshot,
 )
 
+URL_VARIABLE = "D1_REDIS_URL"
 # Those that only their own methods move.
 _KEPT = frozenset({NEWEST, BASE, BEST, PINNED})
 _ALIAS = re.compile(r"[a-z][a-z0-9_-]{0,63}")
@@ -275,3 +277,26 @@ def _parse(entry: tuple[bytes, dict[bytes, bytes]], parse: Callable[[str, bytes]
 
 def _time(began_at: float | None) -> str:
     return "" if began_at is None else repr(began_at)
+
+
+def check_registry(num_machines: int) -> None:
+    """Raise ValueError or ConnectionError, with a sentence, where so many machines can have no registry."""
+    url = os.environ.get(URL_VARIABLE)
+    if url:
+        advice = f"{URL_VARIABLE} should be redis://[:PASSWORD@]HOST:PORT of a server that runs, or unset"
+        try:
+            registry = Registry(url, "none")
+        except ValueError as error:
+            # What it says of a part of the URL may be the password.
+            raise ValueError(f"{URL_VARIABLE} is no address of a Redis; {advice}") from error
+        try:
+            registry.ping()
+        except ConnectionError as error:
+            raise ConnectionError(f"{error}; {advice}") from error
+        finally:
+            registry.close()
+    elif num_machines > 1:
+        raise ValueError(
+            f"the cluster has {num_machines} machines and the embedded registry serves one: "
+            f"set {URL_VARIABLE} to a Redis that all of them reach"
+        )

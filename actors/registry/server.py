@@ -19,9 +19,8 @@ import ray
 import redis
 
 from actors import NAMESPACE
-from actors.registry.registry import Registry
+from actors.registry.registry import URL_VARIABLE, check_registry
 
-URL_VARIABLE = "D1_REDIS_URL"
 ACTOR_NAME = "d1-registry"
 _START_TIMEOUT_S = 15.0
 _ACTOR_TIMEOUT_S = 60.0
@@ -122,20 +121,13 @@ class RegistryServer:
 def registry_url() -> str:
     """The registry of this cluster: D1_REDIS_URL if set, otherwise the embedded server, started if need be.
 
-    Ray must be connected. Raises ValueError on a cluster of several machines without D1_REDIS_URL, ConnectionError
-    when the server at D1_REDIS_URL does not answer, RuntimeError when the embedded one does not start.
+    Ray must be connected. Raises ValueError and ConnectionError as `check_registry` does, RuntimeError when the
+    embedded one does not start.
     """
     if url := os.environ.get(URL_VARIABLE):
-        registry = Registry(url, "none")
-        registry.ping()
-        registry.close()
+        check_registry(1)
         return url
-    machines = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
-    if len(machines) > 1:
-        raise ValueError(
-            f"the cluster has {len(machines)} machines and the embedded registry serves one: "
-            f"set {URL_VARIABLE} to a Redis that all of them reach"
-        )
+    check_registry(num_machines())
     options: dict[str, Any] = {"name": ACTOR_NAME, "namespace": NAMESPACE, "lifetime": "detached", "num_cpus": 0}
     actor: Any = (
         ray.remote(RegistryServer)
@@ -148,6 +140,11 @@ def registry_url() -> str:
         raise RuntimeError(f"the embedded registry gave no address within {_ACTOR_TIMEOUT_S:.0f} s") from error
     except ray.exceptions.RayActorError as error:
         raise RuntimeError(f"the embedded registry did not start: {error}") from error
+
+
+def num_machines() -> int:
+    """How many machines the connected cluster has."""
+    return len({node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]})
 
 
 def free_port() -> int:

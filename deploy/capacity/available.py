@@ -33,6 +33,8 @@ class Resources:
     """Ray's object store, of all machines together."""
     gpu_memory_bytes: int | None
     """Memory of the smallest GPU; None where there is none, or nobody can say."""
+    num_machines: int
+    """How many machines they are of."""
     is_ours: bool
     """Whether the run would start its own Ray on it."""
 
@@ -64,6 +66,8 @@ def resources_of(address: str | None) -> Resources:
         return _this_machine()
     import ray
 
+    from actors.registry.server import num_machines
+
     now, most = ray.cluster_resources(), _most_by_autoscaler()
     total = {name: max(now.get(name, 0.0), most.get(name, 0.0)) for name in (*now, *most)}
     store = int(total.get("object_store_memory", 0))
@@ -75,6 +79,7 @@ def resources_of(address: str | None) -> Resources:
         memory_bytes=int(memory),
         object_store_bytes=store,
         gpu_memory_bytes=smallest_memory(total),
+        num_machines=num_machines(),
         is_ours=False,
     )
 
@@ -94,6 +99,7 @@ def _this_machine() -> Resources:
         memory_bytes=machine.memory_bytes(),
         object_store_bytes=int(_OBJECT_STORE_SHARE * machine.memory_bytes()),
         gpu_memory_bytes=machine.gpu_memory_bytes(),
+        num_machines=1,
         is_ours=True,
     )
 

@@ -30,7 +30,7 @@ from deploy.job.scaling import scaling
 from deploy.job.watchdog import last_words, watchdog
 from deploy.orphans import adopt_orphans, kill_descendants
 from deploy.printing import counted
-from deploy.ray_session import ray_session
+from deploy.ray_session import ray_session, registry_of_cluster
 from deploy.recipe.recipe import Recipe, Stages
 from deploy.runs.curves import draw_curves
 from deploy.runs.listing import point_latest_at
@@ -130,13 +130,12 @@ def _run_on_ray(
     from ray.train import TrainingFailedError
 
     from actors.cluster import LearnerFailedError, fit, start_actors, stop_actors, wait_until_ready
-    from actors.registry.server import registry_url
 
+    url = registry_of_cluster()
     try:
-        url = registry_url()
         actors = start_actors(spec, recipe.grading.num_graders, url, secrets.token_hex(8))
     except ValueError as error:
-        # A registry that cannot serve this cluster, or the actors of a run of the same name that is under way.
+        # The actors of a run of the same name that is under way.
         raise UserError(str(error)) from error
     try:
         # Before the pools are up: they and the learner group take as long to start, and need not wait in turn.

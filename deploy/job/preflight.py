@@ -8,6 +8,7 @@ from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryFile
 
+from actors.registry.registry import check_registry
 from actors.resources import OBJECT_STORE
 from actors.spec import sampler_facts
 from deploy import machine
@@ -39,6 +40,7 @@ def preflight(recipe: Recipe, available: Resources, *, resume: bool = False, ser
         *_resource_problems(recipe, needs, available),
         *_gpu_memory_problems(recipe, available),
         *_pool_problems(recipe),
+        *_registry_problems(available),
         *(list(_run_dir_problems(recipe, resume)) or _disk_problems(recipe, needs, resume=resume)),
         *_input_problems(recipe),
     ]
@@ -123,6 +125,13 @@ def _pool_problems(recipe: Recipe) -> Iterator[str]:
         f"{recipe.portion_groups * learner.group_size} completions can be sampled at a time: the other GPUs would "
         f"wait; take learner.groups_per_round={more} or rollout.num_samplers={portions}{also}"
     )
+
+
+def _registry_problems(available: Resources) -> Iterator[str]:
+    try:
+        check_registry(available.num_machines)
+    except (ValueError, ConnectionError) as error:
+        yield str(error)
 
 
 def _run_dir_problems(recipe: Recipe, resume: bool) -> Iterator[str]:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from deploy.errors import UserError
 from deploy.interrupts import terminated_by_sigterm, wait_for_interrupt
 from deploy.machine import why_not_bindable
-from deploy.ray_session import RaySession, ray_session
+from deploy.ray_session import RaySession, ray_session, registry_of_cluster
 from deploy.service.example import example_request
 from deploy.service.gateway.address import Address
 from deploy.service.gateway.api_keys import (
@@ -44,10 +44,9 @@ def serve_run(run_dir: Path, host: str, port: int, admin_port: int | None = None
     """Serve a run's newest policy, with an admin listener on `admin_port`, or on the recipe's if that has one.
 
     With RAY_ADDRESS set, on that cluster: returns when the service is up, and it stays. Otherwise on a Ray of its own,
-    until Ctrl-C or SIGTERM; then it finishes what is under way. Raises UserError when there is nothing to serve or the
-    address cannot be used.
+    until Ctrl-C or SIGTERM; then it finishes what is under way. Raises UserError when there is nothing to serve, the
+    address cannot be used or there can be no registry; RunFailedError when it does not come up.
     """
-    from actors.registry.server import registry_url
     from deploy.runs.reading import newest_to_answer, read_recipe
 
     run_dir = run_dir.resolve()
@@ -57,7 +56,7 @@ def serve_run(run_dir: Path, host: str, port: int, admin_port: int | None = None
     with saying(f"checking the newest checkpoint of {run_dir.name}", at_once=True):
         newest_to_answer(run_dir)
     with _ray() as ray:
-        source = replace(source, registry_url=registry_url())
+        source = replace(source, registry_url=registry_of_cluster())
         _serve(source, host, port, num_replicas, is_ours=ray.is_ours, admin_port=admin_port)
 
 

@@ -11,9 +11,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
+from actors.registry.server import ValkeyServer, free_port
 from deploy.capacity.available import Resources, cluster_resources, resources_of
 from deploy.capacity.needs import checkpoint_bytes, needs_of
 from deploy.errors import UserError
@@ -25,7 +27,7 @@ from learner.model.families import llada2
 from learner.model.families.llada import write_config
 from rewards.data.draw import draw_distinct
 
-ROOMY = {"object_store_bytes": 10**11, "gpu_memory_bytes": None}
+ROOMY = {"object_store_bytes": 10**11, "gpu_memory_bytes": None, "num_machines": 1}
 PLENTY = Resources(where="this machine", cpus=64, gpus=8, memory_bytes=10**12, **ROOMY, is_ours=True)
 SMALL = Resources(where="the cluster at x:1", cpus=2, gpus=0, memory_bytes=2 * 10**9, **ROOMY, is_ours=False)
 
@@ -51,6 +53,29 @@ def _problems(recipe_file: Path, *overrides: str, available: Resources = PLENTY,
 
 def test_a_fitting_recipe_has_no_problems_and_leaves_nothing_behind(recipe_file: Path) -> None:
     assert _problems(recipe_file, serve=False) == []
+    assert [path.name for path in recipe_file.parent.iterdir()] == ["tiny.yaml"]
+
+
+def test_a_registry_that_cannot_be_had_is_refused_before_the_run_directory_is_made(
+    recipe_file: Path, d1: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = ValkeyServer(free_port(), "right")
+    port = urlsplit(server.url).port
+    try:
+        monkeypatch.setenv("D1_REDIS_URL", server.url)
+        assert _problems(recipe_file) == []
+        monkeypatch.setenv("D1_REDIS_URL", server.url.replace("right", "wrong"))
+        (refused,) = _problems(recipe_file)
+        assert refused.startswith(f"the registry at 127.0.0.1:{port} refused the password; D1_REDIS_URL should be")
+    finally:
+        server.stop()
+    d1("train", "tiny.yaml").assert_refused(f"the registry at 127.0.0.1:{port} cannot be used", "D1_REDIS_URL")
+    monkeypatch.setenv("D1_REDIS_URL", "redis://ann:s3cret")
+    (refused,) = _problems(recipe_file)
+    assert refused.startswith("D1_REDIS_URL is no address of a Redis; D1_REDIS_URL should be redis://")
+    monkeypatch.delenv("D1_REDIS_URL")
+    (refused,) = _problems(recipe_file, available=replace(PLENTY, num_machines=2, is_ours=False))
+    assert refused.startswith("the cluster has 2 machines and the embedded registry serves one: set D1_REDIS_URL")
     assert [path.name for path in recipe_file.parent.iterdir()] == ["tiny.yaml"]
 
 
@@ -391,10 +416,13 @@ def test_without_an_address_it_is_this_machine() -> None:
 
 def test_what_an_autoscaler_may_start_counts_as_there(monkeypatch: pytest.MonkeyPatch) -> None:
     now = {"CPU": 8.0, "memory": 4e9, "object_store_memory": 2e9, "accelerator_type:H100": 1.0, "GPU": 1.0}
+    nodes = [("10.0.0.1", True), ("10.0.0.1", True), ("10.0.0.2", True), ("10.0.0.3", False)]
+    monkeypatch.setattr("ray.nodes", lambda: [{"NodeManagerAddress": at, "Alive": alive} for at, alive in nodes])
     monkeypatch.setattr("ray.cluster_resources", lambda: now)
     monkeypatch.setattr("ray._private.state.state.get_max_resources_from_cluster_config", lambda: None)
     fixed = resources_of("10.0.0.1:6379")
     assert (fixed.cpus, fixed.gpus, fixed.memory_bytes, fixed.is_ours) == (8.0, 1, 6 * 10**9, False)
+    assert fixed.num_machines == 2, "not the one that left"
     most = {"CPU": 4, "GPU": 16, "memory": 64 * 10**9}
     monkeypatch.setattr("ray._private.state.state.get_max_resources_from_cluster_config", lambda: most)
     elastic = resources_of("10.0.0.1:6379")

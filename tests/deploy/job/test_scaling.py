@@ -30,6 +30,7 @@ ROOM = Resources(
     memory_bytes=10**12,
     object_store_bytes=10**12,
     gpu_memory_bytes=None,
+    num_machines=1,
     is_ours=False,
 )
 

@@ -3,13 +3,16 @@
 import json
 import socket
 import stat
+from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from actors.weights.fetching import fetch
 from actors.weights.tensors import make_manifest
-from deploy.errors import UserError
+from deploy.errors import RunFailedError, UserError
+from deploy.ray_session import RaySession
 from deploy.service.checkpoints import latest_checkpoint, plain_checkpoint
 from deploy.service.engine.loading import load_sampler
 from deploy.service.gateway.api_keys import OF_ADMIN, OF_SERVICE, ApiKeys, own_key, read_keys
@@ -300,6 +303,37 @@ def test_a_checkpoint_whose_weights_are_missing_is_refused_before_ray_starts(run
     (checkpoint / "model.safetensors").unlink()
     with pytest.raises(UserError, match=f"^cannot serve {checkpoint}: "):
         serve_checkpoint(checkpoint, "127.0.0.1", free_port)
+
+
+@pytest.fixture
+def connected_ray(monkeypatch):
+    """A Ray that is there, of two machines."""
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    monkeypatch.setattr(
+        launch, "_ray", lambda: nullcontext(RaySession(is_ours=False, dashboard_url="", logs_dir=Path()))
+    )
+    nodes = [{"NodeManagerAddress": f"10.0.0.{last}", "Alive": True} for last in (1, 2)]
+    monkeypatch.setattr("ray.nodes", lambda: nodes)
+
+
+@pytest.mark.usefixtures("connected_ray")
+def test_a_registry_that_cannot_be_had_is_one_sentence(run_dir, free_port, monkeypatch):
+    monkeypatch.delenv("D1_REDIS_URL", raising=False)
+    with pytest.raises(UserError, match=r"^the cluster has 2 machines .* serves one: set D1_REDIS_URL"):
+        serve_run(run_dir, "127.0.0.1", free_port)
+    monkeypatch.setenv("D1_REDIS_URL", f"redis://:s3cret@127.0.0.1:{free_port}/0")
+    with pytest.raises(UserError, match=rf"^the registry at 127\.0\.0\.1:{free_port} cannot be used: .*D1_REDIS_URL"):
+        serve_run(run_dir, "127.0.0.1", free_port)
+
+
+@pytest.mark.usefixtures("connected_ray")
+def test_an_embedded_registry_that_does_not_start_is_one_sentence(run_dir, free_port, monkeypatch):
+    def fail():
+        raise RuntimeError("the embedded registry gave no address within 60 s")
+
+    monkeypatch.setattr("actors.registry.server.registry_url", fail)
+    with pytest.raises(RunFailedError, match="gave no address within 60 s"):
+        serve_run(run_dir, "127.0.0.1", free_port)
 
 
 def test_a_recipe_that_is_none_is_one_sentence(run_dir):
