@@ -67,7 +67,8 @@ def run(
 
     Raises:
         UserError: the recipe cannot work, or there is nothing to resume.
-        RunFailedError: an actor or the learner group failed for good; the run log says more.
+        RunFailedError: an actor or the learner group failed for good, or the service did not come up; the run log says
+            more.
         KeyboardInterrupt: after the run's actors, and its Ray if it started one, have ended.
     """
     began_at = time.time()
@@ -163,7 +164,7 @@ def _run_on_ray(
             wait_for(fitted)
             _call(actors.coordinator.finish.remote())
         draw_curves(read_events(spec.run_dir), spec.run_dir / "curves.png")
-    except (RayError, TrainingFailedError, LearnerFailedError, TimeoutError) as error:
+    except (RayError, TrainingFailedError, LearnerFailedError, RunFailedError, TimeoutError) as error:
         # A raylet that is sent SIGTERM ends its workers before itself: `watching` is to name what died first.
         time.sleep(_NODE_ENDS_S)
         cause = _dead_actor(actors) or _cause(error)
@@ -225,7 +226,7 @@ def _cause(error: Exception) -> str:
     """What failed first, in a line: Ray wraps it in the tracebacks of every process on the way."""
     from actors.cluster import LearnerFailedError
 
-    if isinstance(error, LearnerFailedError):
+    if isinstance(error, LearnerFailedError | RunFailedError):
         return str(error)
     failures = getattr(error, "worker_failures", {})
     for failure in failures.values():

@@ -13,7 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from deploy.errors import UserError
+from actors.run_log import CHECKPOINTS
+from deploy.errors import RunFailedError, UserError
 from deploy.interrupts import terminated_by_sigterm, wait_for_interrupt
 from deploy.machine import why_not_bindable
 from deploy.ray_session import RaySession, ray_session, registry_of_cluster
@@ -31,6 +32,8 @@ from deploy.service.gateway.api_keys import (
 from deploy.service.gateway.callers import is_loopback
 from deploy.service.source import Source
 from deploy.waiting import saying
+from learner.model.checkpoint_files import lent_weights, most_weight_bytes
+from learner.parallel.patience import patience_s
 
 _READY_TIMEOUT_S = 180.0
 _DRAIN_TIMEOUT_S = 30.0
@@ -195,7 +198,7 @@ def deploy_source(
     Raises:
         UserError: a port that is taken, a cluster that already serves something else, or an address that others can
             reach without keys of the user's own.
-        RuntimeError: the replicas did not come up.
+        RunFailedError: the replicas did not come up.
     """
     from ray import serve
 
@@ -214,7 +217,8 @@ def deploy_source(
     # Nothing here waits without limit, as serve.run does.
     target = serve.RunTarget(application, name=name, route_prefix=None, external_scaler_enabled=True)
     serve.run_many([target], wait_for_applications_running=False)
-    _wait_until_running(name, {_ENGINE: f"the engines to load {source.name}", _INGRESS: f"port {port}"}, say)
+    awaited = {_ENGINE: f"the engines to load {source.name}", _INGRESS: f"port {port}"}
+    _wait_until_running(name, awaited, _ready_within_s(source), say)
     return address.url
 
 
@@ -312,17 +316,26 @@ def _check_port(address: Address, *, shares_port: bool = False) -> None:
         raise UserError(f"cannot listen on {address.host}:{address.port}: {why}; choose another port")
 
 
-def _wait_until_running(name: str, awaited: Mapping[str, str], say: Callable[[str], object]) -> None:
+def _ready_within_s(source: Source) -> float:
+    """Seconds that the service of a source may take to come up: its engines read the weights."""
+    directory = source.path / CHECKPOINTS / "initial" if source.is_run else source.path
+    return patience_s(_READY_TIMEOUT_S, most_weight_bytes(lent_weights(directory) or directory))
+
+
+def _wait_until_running(name: str, awaited: Mapping[str, str], within_s: float, say: Callable[[str], object]) -> None:
     """Wait for an application.
 
     Args:
         name: its name.
         awaited: what is waited for while a deployment, by its name, is not up.
+        within_s: how long.
         say: is told.
+
+    Raises RunFailedError when it is not up by then, or cannot come up.
     """
     from ray import serve
 
-    deadline, said = time.monotonic() + _READY_TIMEOUT_S, ""
+    deadline, said = time.monotonic() + within_s, ""
     while True:
         application = serve.status().applications[name]
         deployments = application.deployments
@@ -335,10 +348,12 @@ def _wait_until_running(name: str, awaited: Mapping[str, str], say: Callable[[st
         if application.status == "RUNNING":
             return
         if application.status == "DEPLOY_FAILED":
-            raise RuntimeError(f"the service did not come up: {application.message}")
+            # Serve tells the traceback of whom it could not start; what it ends with is why.
+            lines = application.message.strip().splitlines() or ["Ray Serve does not say why"]
+            raise RunFailedError(f"the service did not come up: {lines[-1].strip()}")
         if time.monotonic() > deadline:
-            raise RuntimeError(
-                f"the service was not up after {_READY_TIMEOUT_S:.0f} s ({application.status}); "
+            raise RunFailedError(
+                f"the service was not up after {within_s:.0f} s ({application.status}); "
                 "does the cluster have room for another process?"
             )
         time.sleep(_POLL_S)

@@ -6,6 +6,7 @@ import stat
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -334,6 +335,31 @@ def test_an_embedded_registry_that_does_not_start_is_one_sentence(run_dir, free_
     monkeypatch.setattr("actors.registry.server.registry_url", fail)
     with pytest.raises(RunFailedError, match="gave no address within 60 s"):
         serve_run(run_dir, "127.0.0.1", free_port)
+
+
+@pytest.mark.filterwarnings("ignore:Using extra keyword arguments on `Field`:DeprecationWarning")  # Ray Serve's schema
+@pytest.mark.parametrize(
+    ("status", "said"),
+    [
+        ("DEPLOY_FAILED", r"^the service did not come up: no such luck$"),
+        ("DEPLOYING", r"^the service was not up after 0 s \(DEPLOYING\); does the cluster have room"),
+    ],
+)
+def test_a_service_that_does_not_come_up_is_one_sentence(monkeypatch, status, said):
+    application = SimpleNamespace(status=status, deployments={}, message="it failed:\nTraceback ...\nno such luck\n")
+    monkeypatch.setattr("ray.serve.status", lambda: SimpleNamespace(applications={"d1-tiny": application}))
+    with pytest.raises(RunFailedError, match=said):
+        launch._wait_until_running("d1-tiny", {}, 0.0, lambda _: None)
+
+
+def test_a_service_is_waited_for_as_long_as_its_weights_take(run_dir):
+    checkpoint = run_dir / "checkpoints" / "initial"
+    checkpoint.mkdir()
+    with (checkpoint / "model-00001.safetensors").open("wb") as file:
+        file.truncate(5 * 10**9)
+    of_run = Source(directory=str(run_dir), is_run=True, registry_url=None)
+    alone = replace(of_run, directory=str(checkpoint), is_run=False)
+    assert launch._ready_within_s(of_run) == launch._ready_within_s(alone) == 380.0
 
 
 def test_a_recipe_that_is_none_is_one_sentence(run_dir):

@@ -1,0 +1,57 @@
+"""How a run ends whose parts do not start."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from actors.run_log import read_events
+from deploy.errors import RunFailedError
+from deploy.job import job
+from deploy.recipe.overrides import load_recipe
+from deploy.recipe.recipe import Stages
+from deploy.runs.run_directory import make_spec
+
+SAID = "the service was not up after 190 s (DEPLOYING)"
+
+
+@pytest.fixture
+def stopped(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Actors that are up, of which none is dead; those that were stopped."""
+    record = SimpleNamespace(record=SimpleNamespace(remote=lambda *_: None))
+    actors, ended = SimpleNamespace(coordinator=record), list[Any]()
+    monkeypatch.setattr("actors.cluster.start_actors", lambda *_: actors)
+    monkeypatch.setattr("actors.cluster.wait_until_ready", lambda _: None)
+    monkeypatch.setattr("actors.cluster.fit", lambda *_: None)
+    monkeypatch.setattr("actors.cluster.stop_actors", lambda given, **_: ended.append(given))
+    monkeypatch.setattr(job, "registry_of_cluster", lambda: "redis://nowhere")
+    monkeypatch.setattr(job, "_dead_actor", lambda _: None)
+    monkeypatch.setattr(job, "_NODE_ENDS_S", 0.0)
+    for name in ("mirrored", "following", "scaling", "stopping_in_order"):
+        monkeypatch.setattr(job, name, lambda *_: nullcontext(None))
+    return ended
+
+
+def test_a_service_that_does_not_start_ends_the_run_as_any_failure_does(
+    recipe_file: Path, stopped: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = load_recipe(recipe_file, [])
+    recipe.run_dir.mkdir(parents=True)
+
+    def fail(*_: Any) -> str:
+        raise RunFailedError(SAID)
+
+    monkeypatch.setattr(job, "_start_service", fail)
+    spec = make_spec(recipe, Stages.ALL)
+    with pytest.raises(RunFailedError) as failed:
+        job._run_on_ray(recipe, spec, None, num_seen=0, serve=True, keep_store=False, on_event=lambda _: None)
+    where = recipe.run_dir / "metrics.jsonl"
+    assert str(failed.value) == (
+        f"the run failed: {SAID}; the failures are in {where}; --resume goes on from the newest checkpoint"
+    )
+    assert [event["what"] for event in read_events(recipe.run_dir)] == [SAID]
+    assert len(stopped) == 1
