@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import shlex
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from deploy.errors import UserError
+from deploy.errors import RunFailedError, UserError
 from deploy.printing import printable
 from deploy.program import program
 
@@ -23,6 +24,8 @@ _EXCLUDES = ["/runs", "/.venv", "/.git"]
 _ENVIRONMENT = {"RAY_JOB_STOP_WAIT_TIME_S": "3600"}
 _SUCCEEDED, _OVER = "SUCCEEDED", ("FAILED", "STOPPED")
 _POLL_S = 2.0
+# A head that starts again is back by then.
+_AWAY_S = 300.0
 
 
 class JobClient(Protocol):
@@ -108,7 +111,7 @@ def submit(
 
 
 def follow(client: JobClient, job_id: str, write: Callable[[str], None]) -> int:
-    """Write a job's log until it ends; its exit code."""
+    """Write a job's log until it ends; its exit code. Raises RunFailedError when nobody says any more how it stands."""
     import asyncio
 
     return asyncio.run(_follow(client, job_id, write))
@@ -117,20 +120,40 @@ def follow(client: JobClient, job_id: str, write: Callable[[str], None]) -> int:
 async def _follow(client: JobClient, job_id: str, write: Callable[[str], None]) -> int:
     import asyncio
 
+    from aiohttp import ClientError
+
     try:
         async for text in client.tail_job_logs(job_id):
             write(printable(text))
-    except (RuntimeError, OSError) as error:
+    except (RuntimeError, OSError, ClientError) as error:
         # The stream broke; the job need not have.
-        write(f"\nthe log of {job_id} broke off ({error}); waiting for the job\n")
+        write(f"\nthe log of {job_id} broke off ({printable(str(error))}); waiting for the job\n")
     while True:
-        info = await asyncio.to_thread(client.get_job_info, job_id)
+        info = await _info(client, job_id)
         status = str(info.status)
         if status == _SUCCEEDED:
             return 0
         if status in _OVER:
             write(f"\njob {job_id} {status.lower()}: {printable(info.message or '')}\n")
             return int(info.driver_exit_code or 1)
+        await asyncio.sleep(_POLL_S)
+
+
+async def _info(client: JobClient, job_id: str) -> Any:
+    """How a job stands; asked again for a while where nobody answers."""
+    import asyncio
+
+    deadline = time.monotonic() + _AWAY_S
+    while True:
+        try:
+            return await asyncio.to_thread(client.get_job_info, job_id)
+        except (RuntimeError, OSError) as error:
+            if time.monotonic() > deadline:
+                first_line = str(error).partition("\n")[0]
+                raise RunFailedError(
+                    f"nobody has said for {_AWAY_S:.0f} s how job {job_id} stands: {first_line}; it may go on, and the "
+                    "same command follows it again"
+                ) from error
         await asyncio.sleep(_POLL_S)
 
 

@@ -6,11 +6,14 @@ import shlex
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import aiohttp
 import pytest
+import requests
 
-from deploy.errors import UserError
+from deploy.errors import RunFailedError, UserError
 from deploy.job.following import STOP_GRACE_S
 from deploy.job.submit import connect, follow, submit
 from deploy.recipe.overrides import load_recipe
@@ -179,6 +182,43 @@ def test_a_log_that_breaks_off_is_not_the_end_of_the_job(monkeypatch: pytest.Mon
     written: list[str] = []
     assert follow(cluster, "a", written.append) == 0
     assert "the log of a broke off" in "".join(written)
+
+
+class Away(FakeCluster):
+    """A cluster whose dashboard is away for so many questions, and refuses to show a log."""
+
+    num_away = 0
+
+    def get_job_info(self, job_id: str) -> Job:
+        self.num_away -= 1
+        if self.num_away >= 0:
+            raise requests.ConnectionError("Connection refused")
+        return super().get_job_info(job_id)
+
+    async def tail_job_logs(self, job_id: str) -> AsyncIterator[str]:
+        request: Any = SimpleNamespace(real_url="ws://h:8265")
+        raise aiohttp.WSServerHandshakeError(request, (), status=500)
+        yield ""
+
+
+def test_a_dashboard_that_is_away_for_a_while_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deploy.job.submit._POLL_S", 0.01)
+    cluster = Away(jobs={"a": Job("a", "FAILED", driver_exit_code=3)})
+    cluster.num_away = 4
+    written: list[str] = []
+    assert follow(cluster, "a", written.append) == 3
+    assert "the log of a broke off" in "".join(written)
+
+
+def test_a_dashboard_that_stays_away_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deploy.job.submit._POLL_S", 0.01)
+    monkeypatch.setattr("deploy.job.submit._AWAY_S", 0.05)
+    cluster = Away(jobs={"a": Job("a", "RUNNING")})
+    cluster.num_away = 10**6
+    with pytest.raises(
+        RunFailedError, match=r"^nobody has said for 0 s how job a stands: .*Connection refused.* follows it again$"
+    ):
+        follow(cluster, "a", lambda _: None)
 
 
 def test_the_command_submits_and_follows(
