@@ -173,4 +173,8 @@ def _absolute_paths(recipe: Recipe) -> list[str]:
     paths = {"runs_dir": recipe.runs_dir}
     if recipe.model.checkpoint is not None and not is_hub_id(recipe.model.checkpoint):
         paths["model.checkpoint"] = recipe.model.checkpoint
+    url = recipe.checkpoint_url
+    # What begins with ~ is in the home of whom the job runs as, as fsspec reads it.
+    if url is not None and "://" not in url and not url.startswith("~"):
+        paths["checkpoint_url"] = Path(url)
     return [f"{key}={path.resolve()}" for key, path in paths.items() if not path.is_absolute()]

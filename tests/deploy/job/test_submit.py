@@ -99,6 +99,17 @@ def test_relative_paths_are_made_absolute_for_the_job(
     assert shlex.split(cluster.jobs["c"].entrypoint)[-1] == f"runs_dir={workdir}/runs", "a hub id is no path"
 
 
+@pytest.mark.parametrize("url", ["s3://bucket/runs", "/shared/copies", "~/copies"])
+def test_a_copy_is_where_the_user_said_and_not_in_the_jobs_working_copy(
+    url: str, cluster: FakeCluster, submit_tiny: Callable, workdir: Path
+) -> None:
+    submit_tiny("checkpoint_url=../copies")
+    given = shlex.split(cluster.jobs["tiny"].entrypoint)[-2:]
+    assert given == [f"runs_dir={workdir}/runs", f"checkpoint_url={workdir.parent}/copies"]
+    submit_tiny("name=b", f"checkpoint_url={url}")
+    assert shlex.split(cluster.jobs["b"].entrypoint)[-1] == f"runs_dir={workdir}/runs"
+
+
 @pytest.mark.parametrize(
     ("status", "part"),
     [("PENDING", "already pending"), ("RUNNING", "already running"), ("SUCCEEDED", "already succeeded")],
