@@ -29,6 +29,7 @@ _SHARE, _COUNT = re.compile(r"\d{0,9}\.?\d{1,9}"), re.compile(r"\d{1,9}")
 _HALF = "0.5"
 _RENOISING_SCHEDULES = {"steps": _COUNT, "entropy_bound": _SHARE}
 _OPTION_OF = {"gen_length": "--lengths", "block_length": "--block-length"}
+_NAMES = sampler_names({"block_length": "--block-length", "temperature": "--temperature"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,7 +104,7 @@ def _params(asked: Asked, run: Recipe | None, policy: TransformerConfig) -> list
     """Each length at each schedule; a run's own where neither is given."""
     drawn = {"temperature": asked.sampled.temperature}
     if run is not None and (asked.lengths or asked.schedules or asked.block_length) is None:
-        return [params.model_copy(update=drawn) for params in run.evaluated_params]
+        return [_drawn(params, drawn) for params in run.evaluated_params]
     if run is None:
         defaults = Defaults.of_policy(policy.max_sequence_length, policy.block_length)
     else:
@@ -169,9 +170,16 @@ def _schedule(text: str, gen_length: int, block_length: int) -> Values:
     )
 
 
+def _drawn(params: SamplingParams, drawn: Mapping[str, float]) -> SamplingParams:
+    """Of a run, drawn otherwise. A copy that nobody validates could never be read again."""
+    try:
+        return SamplingParams.model_validate(params.model_dump() | drawn)
+    except ValidationError as error:
+        raise UserError(str(refusal_of(error, SamplingParams, _NAMES))) from error
+
+
 def _checked(values: Values, place: str) -> SamplingParams:
     try:
         return to_params(values)
     except ValidationError as error:
-        refusal = refusal_of(error, SamplingParams, sampler_names({"block_length": "--block-length"}))
-        raise UserError(f"{place}: {refusal}") from error
+        raise UserError(f"{place}: {refusal_of(error, SamplingParams, _NAMES)}") from error

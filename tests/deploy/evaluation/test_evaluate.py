@@ -136,6 +136,15 @@ def test_samples_differ_and_are_the_same_again(evaluate: Callable, inline: list[
     assert all(request.params.temperature == 1 for batch in inline for request in batch.requests)
 
 
+@pytest.mark.parametrize("shape", [(), ("--lengths", "8")])
+@pytest.mark.parametrize("temperature", ["2000", "1e-9"])
+def test_a_temperature_that_is_none_is_refused(
+    temperature: str, shape: tuple[str, ...], evaluate: Callable, workdir: Path
+) -> None:
+    evaluate("--temperature", temperature, *shape).assert_refused("--temperature ", f"{float(temperature):g}")
+    assert not list((workdir / "out").glob("*.jsonl"))
+
+
 def test_the_first_d1_is_followed_to_the_letter(
     evaluate: Callable, d1: Callable, inline: list[Batch], runs: Path, workdir: Path, shared: Path
 ) -> None:
