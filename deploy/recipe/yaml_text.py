@@ -11,6 +11,8 @@ from typing import Any
 
 import yaml
 
+from deploy.recipe.refusals import shortened
+
 _BOOL, _INT, _FLOAT, _NULL = (f"tag:yaml.org,2002:{name}" for name in ("bool", "int", "float", "null"))
 # The core schema, YAML 1.2 section 10.3.2, and `_` between digits.
 _RESOLVERS = (
@@ -27,9 +29,23 @@ class _Loader(yaml.SafeLoader):
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 - PyYAML's own form
 
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """What a node says. PyYAML's constructors expect of a scalar with a tag (`!!bool maybe`) that it fits."""
+        if not isinstance(node, yaml.ScalarNode):
+            return super().construct_object(node, deep)
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, LookupError, AttributeError) as error:
+            tag, value = node.tag.replace("tag:yaml.org,2002:", "!!"), shortened(repr(node.value))
+            problem = f"{value} cannot be read as {tag}"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from error
+
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         """A mapping; a key that comes twice is an error, where PyYAML keeps the last."""
         seen: set[Hashable] = set()
+        if not isinstance(node, yaml.MappingNode):
+            # By its tag alone. This says so.
+            return super().construct_mapping(node, deep)
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
             if not isinstance(key, Hashable):

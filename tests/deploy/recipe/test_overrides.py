@@ -233,6 +233,7 @@ REFUSED_OVERRIDES = {
     "seed=[1": ("the value of the override 'seed=[1' is not YAML",),
     "rollout={num_samplers: 1, num_samplers: 2}": ("the key num_samplers comes twice",),
     "seed=!!python/object/apply:os.getcwd []": ("is not YAML: could not determine a constructor",),
+    "learner.lr=!!bool maybe": ("is not YAML: 'maybe' cannot be read as !!bool in line 1",),
     "seed=" + "[" * 2000: ("it is nested too deeply",),
 }
 

@@ -42,3 +42,22 @@ def test_a_key_may_come_twice_in_two_mappings_but_not_in_one() -> None:
     assert parse_yaml("a: {x: 1}\nb: {x: 2}") == {"a": {"x": 1}, "b": {"x": 2}}
     with pytest.raises(ValueError, match="the key x comes twice in line 3"):
         parse_yaml("a:\n  x: 1\n  x: 2")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a:\n  b: !!bool maybe", "'maybe' cannot be read as !!bool in line 2"),
+        ("!!timestamp x", "'x' cannot be read as !!timestamp in line 1"),
+        ("!!float ''", "'' cannot be read as !!float in line 1"),
+        ("!!int x", "'x' cannot be read as !!int in line 1"),
+        ("- !!int " + "9" * 5000, "cannot be read as !!int in line 1"),
+        ("[!!bool maybe]", "'maybe' cannot be read as !!bool in line 1"),
+        ("!!map [1]", "expected a mapping node, but found sequence in line 1"),
+        ("{!!bool maybe: 1}", "'maybe' cannot be read as !!bool in line 1"),
+    ],
+)
+def test_a_tag_that_does_not_fit_is_a_sentence(text: str, said: str) -> None:
+    with pytest.raises(ValueError, match=f"{said}$") as refused:
+        parse_yaml(text)
+    assert len(str(refused.value)) < 200
