@@ -17,7 +17,7 @@ from deploy.chaos.places import Cluster
 from deploy.chaos.record import History, RunRecord, read_history
 from deploy.chaos.run import ChaosPlan, DisturbedRun, Say, undisturbed
 from deploy.chaos.schedule import schedule
-from deploy.errors import RunFailedError, UserError
+from deploy.errors import RunFailedError, UserError, reason
 from deploy.recipe.overrides import load_recipe
 from deploy.recipe.recipe import Recipe
 
@@ -63,14 +63,19 @@ class ChaosVerdict:
 def carry_out(order: Order, say: Say) -> ChaosVerdict:
     """Run a session; of one that Ctrl-C stops, what there is.
 
-    Raises UserError for a recipe whose runs cannot be compared, RunFailedError for one that fails.
+    Raises UserError for a recipe whose runs cannot be compared, a reference that is none and a place that cannot be
+    made, RunFailedError for a run that fails.
     """
     recipe = load_recipe(order.recipe_path, list(order.overrides))
     _check(recipe, order.recipe_path)
     faults = schedule(order.kills, order.seed, order.targets)
-    order.out.mkdir(parents=True)
+    given = None if order.reference is None else _given_reference(order.reference, recipe)
+    try:
+        order.out.mkdir(parents=True)
+    except OSError as error:
+        raise UserError(f"cannot make {order.out}: {reason(error)}; give --out another one") from error
     plan = _plan(recipe, order)
-    reference = _reference(recipe, order, plan, say)
+    reference = _made_reference(order, plan, say) if given is None else given
     terms = _terms(recipe)
     skipped: list[str] = []
     records: list[RunRecord] = []
@@ -155,16 +160,18 @@ def _terms(recipe: Recipe) -> JudgedRecipe:
     )
 
 
-def _reference(recipe: Recipe, order: Order, plan: ChaosPlan, say: Say) -> History:
-    if order.reference is not None:
-        began = load_recipe(order.reference / "recipe.yaml", [])
-        places = {"name": recipe.name, "runs_dir": recipe.runs_dir}
-        if began.model_copy(update=places) != recipe:
-            raise UserError(f"--reference {order.reference} is a run of another recipe; leave it out to make one")
-        history = read_history(order.reference)
-        if not is_done(history.events):
-            raise UserError(f"--reference {order.reference} has not ended; leave it out to make one")
-        return history
+def _given_reference(directory: Path, recipe: Recipe) -> History:
+    began = load_recipe(directory / "recipe.yaml", [])
+    places = {"name": recipe.name, "runs_dir": recipe.runs_dir}
+    if began.model_copy(update=places) != recipe:
+        raise UserError(f"--reference {directory} is a run of another recipe; leave it out to make one")
+    history = read_history(directory)
+    if not is_done(history.events):
+        raise UserError(f"--reference {directory} has not ended; leave it out to make one")
+    return history
+
+
+def _made_reference(order: Order, plan: ChaosPlan, say: Say) -> History:
     say("the undisturbed run, to compare with")
     try:
         events = undisturbed(_REFERENCE, order.out, plan)

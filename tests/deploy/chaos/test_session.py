@@ -53,6 +53,19 @@ def test_a_run_of_another_recipe_is_no_reference(tmp_path: Path) -> None:
     (reference / "recipe.yaml").write_text(RECIPE.read_text().replace("seed: 0", "seed: 1"))
     with pytest.raises(UserError, match="is a run of another recipe"):
         carry_out(_order(tmp_path, reference=reference), print)
+    (reference / "recipe.yaml").write_text(RECIPE.read_text())
+    with pytest.raises(UserError, match="has not ended"):
+        carry_out(_order(tmp_path, reference=reference), print)
+    with pytest.raises(UserError, match="cannot read the recipe"):
+        carry_out(_order(tmp_path, reference=tmp_path / "nowhere"), print)
+    assert not (tmp_path / "out").exists(), "the same command with another reference goes on"
+
+
+def test_a_place_that_cannot_be_made_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    out = tmp_path / "file" / "out"
+    with pytest.raises(UserError, match=f"^cannot make {out}: not a directory; give --out another one$"):
+        carry_out(replace(_order(tmp_path), out=out), print)
 
 
 def test_every_target_has_an_expectation() -> None:
@@ -74,7 +87,7 @@ def test_what_was_done_before_ctrl_c_is_reported(tmp_path: Path, monkeypatch: py
             return RunRecord(name=self.name, setting=self.setting, drives=(), blows=(blow,), history=history)
 
     monkeypatch.setattr(session, "DisturbedRun", Run)
-    monkeypatch.setattr(session, "_reference", lambda *_: history)
+    monkeypatch.setattr(session, "_made_reference", lambda *_: history)
     monkeypatch.setattr(session, "judge", lambda *_: [])
     verdict = carry_out(replace(_order(tmp_path), kills=3, targets=(Target.SAMPLER,)), print)
     assert [len(record.blows) for record in verdict.records] == [1]
