@@ -18,6 +18,7 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from tqdm import tqdm
 
 from deploy.errors import UserError
+from deploy.evaluation.harness_arguments import HarnessArguments
 from deploy.requests.ending import ending_of
 from deploy.requests.line import read_line
 from deploy.requests.planner import RequestPlan
@@ -39,47 +40,23 @@ _BLOCK = 32
 class DiffusionLM(LM):
     """A checkpoint's policy, as the harness asks a model."""
 
-    def __init__(
-        self,
-        checkpoint: str,
-        *,
-        length: int | None = None,
-        block_length: int | None = None,
-        steps: int | None = None,
-        threshold: float | None = None,
-        draws: int = 128,
-        slots: int = 64,
-        device: str | None = None,
-        dtype: Literal["float32", "bfloat16"] = "float32",
-        runs_dir: str = "runs",
-        **_of_the_harness: Any,
-    ) -> None:
+    def __init__(self, checkpoint: str, **given: Any) -> None:
         """Load the policy.
 
         Args:
             checkpoint: a run or checkpoint, as every command of d1 names them.
-            length: slots of a completion; None: as the run has, or of a checkpoint by itself as many as the task asks
-                for, in whole blocks.
-            block_length: slots that are denoised together; None: as the run has, or 32.
-            steps: denoise steps; None: as the run is evaluated, or half as many as slots.
-            threshold: commit what is at least so probable, in place of steps.
-            draws: masks of each likelihood.
-            slots: completions, or canvases of a likelihood, at a time.
-            device: where it computes, as the harness says it: a GPU by default, if there is one.
-            dtype: of the weights.
-            runs_dir: where the runs are.
-            _of_the_harness: its batch sizes, which `slots` takes the place of.
+            given: the other fields of `HarnessArguments`, and what the harness says of its own accord.
 
         Raises:
-            UserError: there is no such checkpoint, or no such device.
+            UserError: there is no such checkpoint, or no such argument.
         """
         super().__init__()
-        engine = EngineConfig(num_slots=slots, dtype=dtype)
+        arguments = HarnessArguments.of({"checkpoint": checkpoint, **given})
+        engine = EngineConfig(num_slots=arguments.slots, dtype=arguments.dtype)
         # It says cuda:0 on machines without a GPU too.
-        self._policy = open_policy(checkpoint, "cpu" if device == "cpu" else None, engine, Path(runs_dir))
-        self._draws, self._slots = draws, slots
-        given = {"gen_length": length, "block_length": block_length, "steps": steps, "threshold": threshold}
-        self._given = {key: value for key, value in given.items() if value is not None}
+        device: Literal["cpu"] | None = "cpu" if arguments.device == "cpu" else None
+        self._policy = open_policy(arguments.checkpoint, device, engine, Path(arguments.runs_dir))
+        self._draws, self._slots, self._given = arguments.draws, arguments.slots, arguments.shape
         if self._policy.tokenizer is None:
             raise UserError(f"{checkpoint} has no tokenizer, and the harness asks in texts")
         self._tokenizer: ChatTokenizer = self._policy.tokenizer

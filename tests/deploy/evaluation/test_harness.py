@@ -204,6 +204,8 @@ def test_a_likelihood_is_the_lower_bound_and_says_so(
         ),
         (("gsm/sft", "--tasks", "pens", "--model_args", "length=4000"), "(a prompt that begins 'Ann has"),
         (("gsm/sft", "--tasks", "pens", "--gen_kwargs", "num_beams=4"), "num_beams"),
+        (("gsm/sft", "--tasks", "pens", "--model_args", "lenght=128"), "lenght is no key of a d1 model; did you mean"),
+        (("gsm/sft", "--tasks", "pens", "--model_args", "dtype=half"), "--model_args: dtype is 'half'; it should be"),
     ],
 )
 def test_what_cannot_be_asked_is_one_sentence(
