@@ -52,8 +52,13 @@ def serve(
         typer.Argument(metavar="RUN", help="A run, by name or path, or a checkpoint; by default the newest run."),
     ] = None,
     *,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8000,
+    host: Annotated[
+        str | None, typer.Option(help="Address to listen on; else the recipe's, or 127.0.0.1 of a checkpoint.")
+    ] = None,
+    port: Annotated[
+        int | None,
+        typer.Option(min=1, max=65535, help="Port to listen on; else the recipe's, or 8000 of a checkpoint."),
+    ] = None,
     admin_port: Annotated[
         int | None,
         typer.Option(min=1, max=65535, help="Port to pin, roll back and pause on; else the recipe's, if any."),
@@ -100,7 +105,7 @@ def _refuse_dtype(dtype: str | None) -> None:
         raise UserError("--dtype is for checkpoints; a run's policy is held as rollout.engine.dtype of its recipe says")
 
 
-def _serve_run(run_dir: Path, host: str, port: int, admin_port: int | None) -> None:
+def _serve_run(run_dir: Path, host: str | None, port: int | None, admin_port: int | None) -> None:
     with saying("loading Ray and the service", at_once=True):
         from deploy.service.on_ray.launch import serve_run
 

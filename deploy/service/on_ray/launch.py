@@ -43,8 +43,9 @@ _POLL_S = 0.2
 _ENGINE, _INGRESS = "EngineReplica", "Ingress"
 
 
-def serve_run(run_dir: Path, host: str, port: int, admin_port: int | None = None) -> None:
-    """Serve a run's newest policy, with an admin listener on `admin_port`, or on the recipe's if that has one.
+def serve_run(run_dir: Path, host: str | None, port: int | None, admin_port: int | None = None) -> None:
+    """Serve a run's newest policy, with an admin listener on `admin_port`, or on the recipe's if that has one. So with
+    `host` and `port`.
 
     With RAY_ADDRESS set, on that cluster: returns when the service is up, and it stays. Otherwise on a Ray of its own,
     until Ctrl-C or SIGTERM; then it finishes what is under way. Raises UserError when there is nothing to serve, the
@@ -53,22 +54,28 @@ def serve_run(run_dir: Path, host: str, port: int, admin_port: int | None = None
     from deploy.runs.reading import newest_to_answer, read_recipe
 
     run_dir = run_dir.resolve()
-    num_replicas = read_recipe(run_dir).service.num_replicas
+    service = read_recipe(run_dir).service
+    address = Address(host=host or service.host, port=port or service.port)
     source = Source(directory=str(run_dir), is_run=True, registry_url=None)
-    _check_listeners(source, Address(host=host, port=port), admin_port)
+    _check_listeners(source, address, admin_port)
     with saying(f"checking the newest checkpoint of {run_dir.name}", at_once=True):
         newest_to_answer(run_dir)
     with _ray() as ray:
         source = replace(source, registry_url=registry_of_cluster())
-        _serve(source, host, port, num_replicas, is_ours=ray.is_ours, admin_port=admin_port)
+        _serve(source, address, service.num_replicas, is_ours=ray.is_ours, admin_port=admin_port)
 
 
-def serve_checkpoint(directory: Path, host: str, port: int, dtype: Literal["float32", "bfloat16"] = "float32") -> None:
-    """Serve a checkpoint that has no run, its weights held in `dtype`. Otherwise as `serve_run`."""
+def serve_checkpoint(
+    directory: Path, host: str | None, port: int | None, dtype: Literal["float32", "bfloat16"] = "float32"
+) -> None:
+    """Serve a checkpoint that has no run, its weights held in `dtype`; without `host` or `port` at a recipe's defaults.
+    Otherwise as `serve_run`."""
+    from deploy.recipe.recipe import ServiceSection
     from deploy.service.api.text_codec import TextCodec
     from learner.model.checkpoint_files import weight_files
 
-    directory = directory.resolve()
+    directory, service = directory.resolve(), ServiceSection()
+    address = Address(host=host or service.host, port=port or service.port)
     source = Source(directory=str(directory), is_run=False, registry_url=None, dtype=dtype)
     with saying(f"looking at the checkpoint {directory.name}", at_once=True):
         try:
@@ -77,9 +84,9 @@ def serve_checkpoint(directory: Path, host: str, port: int, dtype: Literal["floa
         except ValueError as error:
             raise UserError(f"cannot serve {directory}: {error}") from error
     # Only now: this writes a key into the directory, which might have been anybody's.
-    _check_listeners(source, Address(host=host, port=port), None)
+    _check_listeners(source, address, None)
     with _ray() as ray:
-        _serve(source, host, port, 1, is_ours=ray.is_ours)
+        _serve(source, address, 1, is_ours=ray.is_ours)
 
 
 def _check_listeners(source: Source, address: Address, admin_port: int | None) -> None:
@@ -147,7 +154,7 @@ def _whose_key(run_dir: Path, source: KeySource) -> tuple[str, str]:
 
 
 def _serve(
-    source: Source, host: str, port: int, num_replicas: int, *, is_ours: bool, admin_port: int | None = None
+    source: Source, address: Address, num_replicas: int, *, is_ours: bool, admin_port: int | None = None
 ) -> None:
     import ray
     from rich.console import Console
@@ -157,7 +164,13 @@ def _serve(
     with suppress(KeyboardInterrupt), terminated_by_sigterm():
         with saying("starting the service", at_once=True) as waiting:
             url = deploy_source(
-                source, host, port, num_replicas, num_gpus=num_gpus, admin_port=admin_port, say=waiting.change
+                source,
+                address.host,
+                address.port,
+                num_replicas,
+                num_gpus=num_gpus,
+                admin_port=admin_port,
+                say=waiting.change,
             )
         console = Console(highlight=False)
         console.print(banner(source.path, url, source.admin_address(admin_port)), markup=False, soft_wrap=True)

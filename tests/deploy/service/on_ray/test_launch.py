@@ -16,6 +16,7 @@ from deploy.errors import RunFailedError, UserError
 from deploy.ray_session import RaySession
 from deploy.service.checkpoints import latest_checkpoint, plain_checkpoint
 from deploy.service.engine.loading import load_sampler
+from deploy.service.gateway.address import Address
 from deploy.service.gateway.api_keys import OF_ADMIN, OF_SERVICE, ApiKeys, own_key, read_keys
 from deploy.service.on_ray import launch
 from deploy.service.on_ray.launch import banner, banner_of_key, serve_checkpoint, serve_run
@@ -184,7 +185,8 @@ def test_a_terminal_is_shown_the_key_and_a_log_is_not(run_dir, bare, monkeypatch
     monkeypatch.setattr("deploy.service.on_ray.launch.deploy_source", lambda *_, **__: "http://127.0.0.1:8000")
     monkeypatch.setattr("sys.stdout.isatty", lambda: is_terminal)
     monkeypatch.setattr("ray.available_resources", dict)
-    launch._serve(Source(directory=str(run_dir), is_run=True, registry_url=None), "127.0.0.1", 8000, 1, is_ours=False)
+    source = Source(directory=str(run_dir), is_run=True, registry_url=None)
+    launch._serve(source, Address(host="127.0.0.1", port=8000), 1, is_ours=False)
     assert (key in capsys.readouterr().out) == is_terminal
 
 
@@ -285,6 +287,33 @@ def test_a_port_that_is_taken_is_refused_before_ray_starts(run_dir, taken_port, 
         serve_checkpoint(run_dir / "checkpoints" / "sft-1", "127.0.0.1", taken_port)
     with pytest.raises(UserError, match=f"^the admin listener cannot have the service's port {free_port}"):
         serve_run(run_dir, "127.0.0.1", free_port, admin_port=free_port)
+
+
+@pytest.mark.usefixtures("no_ray")
+def test_a_run_listens_where_its_recipe_says_unless_it_is_told(run_dir, bare, taken_port, free_port):
+    with (run_dir / "recipe.yaml").open("a") as recipe:
+        recipe.write(f"\nservice: {{host: 127.0.0.2, port: {taken_port}}}\n")
+    with pytest.raises(UserError, match=rf"^cannot listen on 127\.0\.0\.1:{taken_port}: "):
+        serve_run(run_dir, "127.0.0.1", None)
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.2", free_port))
+        listening.listen()
+        with pytest.raises(UserError, match=rf"^cannot listen on 127\.0\.0\.2:{free_port}: "):
+            serve_run(run_dir, None, free_port)
+
+
+def test_a_checkpoint_by_itself_listens_on_loopback_unless_it_is_told(run_dir, monkeypatch):
+    asked = []
+
+    def note(_source, address, _admin_port):
+        asked.append(address)
+        raise UserError("enough")
+
+    monkeypatch.setattr(launch, "_check_listeners", note)
+    for host, port in ((None, None), ("::1", 9000)):
+        with pytest.raises(UserError, match="enough"):
+            serve_checkpoint(run_dir / "checkpoints" / "sft-1", host, port)
+    assert asked == [Address(host="127.0.0.1", port=8000), Address(host="::1", port=9000)]
 
 
 @pytest.mark.usefixtures("no_ray")
