@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -70,6 +70,8 @@ class Service:
     """Where the run's versions are announced; None of a checkpoint by itself."""
     max_open: int = 256
     """Requests for completions that are under way in this ingress, at most."""
+    max_listeners: int = 256
+    """Streams of the versions' events in this ingress, at most."""
 
 
 def guarded(
@@ -96,11 +98,12 @@ def create_app(service: Service) -> FastAPI:
     app.router.route_class = BoundedRoute
     install_handlers(app)
     inference = _Inference(service)
-    app.state.inference = inference
+    listeners = _Listeners(service.max_listeners)
+    app.state.inference, app.state.listeners = inference, listeners
     _add_inference(app, inference)
     _add_models(app, service, watch)
     _add_tokens(app, service)
-    _add_policy(app, service, watch, inference)
+    _add_policy(app, service, watch, inference, listeners)
     _add_run(app, service, watch)
     _add_health(app, watch, inference)
     app.include_router(page_router())
@@ -189,6 +192,29 @@ class _Inference:
         await events.aclose()
 
 
+class _Listeners:
+    """Who hears what happens to the versions, in bounds: each keeps a connection, and the registry is read for each."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._num = most, 0
+
+    @property
+    def num(self) -> int:
+        """Streams under way."""
+        return self._num
+
+    def hear(self, events: AsyncGenerator[bytes, None]) -> Response:
+        """The stream of `events`. Raises ServiceError where too many listen."""
+        if self._num >= self._most:
+            message = f"{self._num} clients listen to events; try again."
+            raise ServiceError(429, message, "overloaded", retry_after_s=5)
+        self._num += 1
+        return ServerSentEvents(events, self._end)
+
+    async def _end(self) -> None:
+        self._num -= 1
+
+
 def _add_inference(app: FastAPI, inference: _Inference) -> None:
     @app.post("/v1/completions", **described(replies.TextAnswer, *_REFUSALS, events=(replies.TextChunk, ErrorBody)))
     async def completions(ask: CompletionRequest, request: Request) -> Response:
@@ -272,7 +298,9 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
         return replies.Detokenized(prompt=await asyncio.to_thread(codec.decode_any, body.tokens))
 
 
-def _add_policy(app: FastAPI, service: Service, watch: EngineWatch, inference: _Inference) -> None:
+def _add_policy(
+    app: FastAPI, service: Service, watch: EngineWatch, inference: _Inference, listeners: _Listeners
+) -> None:
     def is_over() -> bool:
         return inference.is_draining or inference.is_leaving
 
@@ -289,8 +317,8 @@ def _add_policy(app: FastAPI, service: Service, watch: EngineWatch, inference: _
         inference.check_taking()
         last_id = request.headers.get("last-event-id")
         if service.registry is None:
-            return ServerSentEvents(one_event(newest(await _states(watch)).policy, last_id, is_over))
-        return ServerSentEvents(service.registry.events(last_id, is_over))
+            return listeners.hear(one_event(newest(await _states(watch)).policy, last_id, is_over))
+        return listeners.hear(service.registry.events(last_id, is_over))
 
     @app.get("/v1/policy/{version}", **described(replies.PolicyOfVersion, 400, 404, 503))
     async def one(version: _Number) -> replies.PolicyOfVersion:

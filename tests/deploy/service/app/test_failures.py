@@ -39,6 +39,18 @@ def test_too_much_is_refused_in_openais_words(client, engine, app, service):
     assert app.state.inference.num_open == 0
 
 
+def test_whoever_listens_beyond_the_limit_is_refused(client, app, service):
+    app.state.listeners._num = service.max_listeners
+    refused = client.get("/v1/policy/events")
+    assert_error(refused, 429, "overloaded")
+    assert refused.headers["retry-after"] == "5"
+    app.state.listeners._num = 0
+    # Else its stream has no end.
+    app.state.inference.is_leaving = True
+    assert client.get("/v1/policy/events").status_code == 200
+    assert app.state.listeners.num == 0
+
+
 def test_a_draining_service_says_so(client, app):
     assert client.get("/health/ready").json()["status"] == "ready"
     assert client.get("/-/healthz").text == "success"
