@@ -42,13 +42,14 @@ class ServicePlanner(planner.Planner):
         Args:
             codec: how its policy reads.
             defaults: what requests leave out.
-            name: another name of `policy`.
+            name: the run's; another name of `policy`, unless a version is called so.
             timeout_s: time that a job may take, in seconds.
             served_names: more of them.
         """
         super().__init__(codec, defaults)
         self.name, self._timeout_s = name, timeout_s
-        self.aliases = tuple(dict.fromkeys((LAST, name, *served_names)))
+        # A run may be called `base`: that still means what its rounds began from.
+        self.aliases = tuple(one for one in dict.fromkeys((LAST, name, *served_names)) if one not in (BASE, BEST))
         """All other names of `policy`."""
 
     def wanted(self, model: str | None) -> str | int:

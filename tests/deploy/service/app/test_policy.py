@@ -12,6 +12,7 @@ from actors.run_log import append_event
 from deploy.recipe.recipe import ServiceSection
 from deploy.service.api.app import create_app, guarded
 from deploy.service.api.planner import ServicePlanner
+from deploy.service.errors import ServiceError
 from deploy.service.gateway.api_keys import ApiKeys
 from deploy.service.gateway.rate_limits import RateLimits
 from tests.deploy.service.app.asking import ASK, BEARER, TOKEN, assert_error
@@ -54,6 +55,15 @@ def test_a_model_has_more_names_and_says_when_it_began_and_how_much_it_reads(ser
         client.post("/v1/completions", json={"prompt": [3], "model": "gpt-4"}), 404, "model_not_found"
     )
     assert refused["message"].endswith("policy, base, best, policy@vNNNNNN, tiny, gpt-4o and org/tiny.")
+
+
+@pytest.mark.parametrize("name", ["base", "best"])
+def test_a_run_that_is_called_as_a_version_is_does_not_hide_it(service, codec, name):
+    planner = ServicePlanner(codec, service.planner._defaults, name)
+    assert planner.wanted(name) == name
+    assert planner.aliases == ("last",)
+    with pytest.raises(ServiceError, match=r"the models policy, base, best, policy@vNNNNNN and last\.$"):
+        planner.wanted("other")
 
 
 def test_a_ping_takes_no_key(make_client):
