@@ -173,7 +173,7 @@ def _schedule(text: str, gen_length: int, block_length: int) -> Values:
 def _drawn(params: SamplingParams, drawn: Mapping[str, float]) -> SamplingParams:
     """Of a run, drawn otherwise. A copy that nobody validates could never be read again."""
     try:
-        return SamplingParams.model_validate(params.model_dump() | drawn)
+        return SamplingParams.model_validate({**params.model_dump(), **drawn})
     except ValidationError as error:
         raise UserError(str(refusal_of(error, SamplingParams, _NAMES))) from error
 
