@@ -83,7 +83,7 @@ class Peer:
                     return result
                 case ("gave argument", int(index), tuple(changed)) if 0 <= index < len(args):
                     self._apply(args, changed)
-                    return args[index]
+                    return self._given_back(args, index, changed)
                 case ("raised", type() as kind, tuple(details)) if issubclass(kind, BaseException):
                     raise _made(kind, details) from None
                 case _:
@@ -113,6 +113,10 @@ class Peer:
             raise
         except BaseException as error:
             self.send(("raised", type(error), tuple(_plain(detail) for detail in error.args)))
+
+    def _given_back(self, args: tuple[Any, ...], index: int, changed: tuple[Any, ...]) -> Any:
+        """An argument that is the result: where ours stays as it was, what the function made of it."""
+        return dict(changed).get(index, args[index]) if self.plain_only else args[index]
 
     def _apply(self, args: tuple[Any, ...], changed: tuple[Any, ...]) -> None:
         if self.plain_only:

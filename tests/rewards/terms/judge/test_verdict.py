@@ -198,6 +198,15 @@ def test_arguments_are_changed_in_place_and_results_can_be_arguments() -> None:
     assert _judge(program, *tests).passed == (True, True, True)
 
 
+def test_a_plain_result_that_is_a_changed_argument_is_what_it_was_changed_to() -> None:
+    program = "def f(values):\n    values.sort()\n    return values\n"
+    tests = ("v = [3, 1, 2]\nassert candidate(v) == [1, 2, 3] and v == [3, 1, 2]", "assert candidate([1, 2]) == [1, 2]")
+    plain = Suite(tests=tests, entry_point="f", plain_only=True)
+    assert _SANDBOX.judge(program, plain).passed == (True, True)
+    empties = "def f(values):\n    values.clear()\n    return values\n"
+    assert _SANDBOX.judge(empties, plain).passed == (False, False)
+
+
 def test_functions_and_objects_of_the_tests_can_be_given_but_not_searched() -> None:
     program = (
         "def apply(function, values): return [function(v) for v in values]\n"
