@@ -19,6 +19,9 @@ class Suite:
     """The function under test, `candidate` there. None: the module `solution` is the program."""
     below: bool = False
     """Whether setup and tests see the program's names as if they stood below it."""
+    redefines: tuple[str, ...] = ()
+    """Builtins that the program should define itself. Of all others the tests have Python's own, whatever the program
+    calls by their names: it would decide their comparisons."""
     plain_only: bool = False
     """Whether functions must return plain data and change nothing that they are given: then no object of the program's
     own class has a say in any comparison."""

@@ -10,7 +10,15 @@ from rewards.data.prompts import user_turn
 from rewards.data.rows import HubSplit, Row, shown
 from rewards.problem import Grade, Problem, Split
 from rewards.sandbox import Suite
-from rewards.tasks.programs import ProgramsConfig, ProgramTask, instruction, label, metadata_of, program_in
+from rewards.tasks.programs import (
+    ProgramsConfig,
+    ProgramTask,
+    instruction,
+    label,
+    metadata_of,
+    program_in,
+    redefined_in,
+)
 
 _HUB = {
     Split.TRAIN: HubSplit(repo="google-research-datasets/mbpp", config="full", split="train", num_rows=374),
@@ -59,12 +67,14 @@ class Mbpp(ProgramTask):
         setup = "\n".join([*_statements(row.fields, row, "test_imports"), str(row.fields.get("test_setup_code") or "")])
         # Not all of them, as papers do: then a table of their values would pass.
         task = f"{text.strip()} It should pass this test:\n\n```python\n{tests[0]}\n```"
+        code = row.text("code")
+        suite = Suite(tests=tests, setup=setup, below=True, redefines=redefined_in(code))
         return Problem(
             problem_id=problem_id(self.name, text),
             messages=user_turn(instruction(task)),
-            answer=row.text("code"),
-            demonstration=label(row.text("code")),
-            metadata=metadata_of(Suite(tests=tests, setup=setup, below=True)),
+            answer=code,
+            demonstration=label(code),
+            metadata=metadata_of(suite),
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import json
 import re
 from functools import cache
@@ -20,6 +21,7 @@ LONGEST_PROGRAM = 100_000
 
 _FENCE = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n]*$", re.MULTILINE)
 _LANGUAGES = ("", "python", "python3", "py")
+_DEFINITION = re.compile(r"^(?:async +)?(?:def|class) +(\w+)", re.MULTILINE)
 _INSTRUCTION = "Inside the answer tags write the whole program in one ```python block, without tests or examples."
 _FORMAT, _TESTS = 0.1, 0.9
 _D1_FORMAT, _D1_TESTS = 0.5, 1.0
@@ -113,8 +115,14 @@ def metadata_of(suite: Suite) -> dict[str, str]:
         "setup": suite.setup,
         "entry_point": suite.entry_point or "",
         "below": "yes" if suite.below else "",
+        "redefines": " ".join(suite.redefines),
         "plain_only": "yes" if suite.plain_only else "",
     }
+
+
+def redefined_in(code: str) -> tuple[str, ...]:
+    """The builtins that a right program defines as functions or classes of its own."""
+    return tuple(name for name in _DEFINITION.findall(code) if hasattr(builtins, name))
 
 
 def suite_of(problem: Problem) -> Suite:
@@ -125,6 +133,7 @@ def suite_of(problem: Problem) -> Suite:
         setup=given["setup"],
         entry_point=given["entry_point"] or None,
         below=bool(given["below"]),
+        redefines=tuple(given["redefines"].split()),
         plain_only=bool(given["plain_only"]),
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import os
 import sys
 from types import ModuleType
@@ -73,15 +74,22 @@ def _namespace() -> dict[str, Any]:
 
 
 def _fill(peer: Peer, namespace: dict[str, Any], suite: dict[str, Any], solution: Any, names: tuple[Any, ...]) -> None:
-    """Bring the program's names to the tests: as the module `solution`, or as if the tests stood below the program."""
+    """Bring the program's names to the tests: as the module `solution`, or as if the tests stood below the program.
+
+    A program that defines `set` or `sorted` would decide what the tests compare with it: builtins come only to tests
+    that ask for them by name, or from a program that should define them.
+    """
     if suite["entry_point"]:
         return
     module = ModuleType("solution")
     sys.modules["solution"] = module
     for name in names:
         module.__dict__[name] = getattr(solution, name)
+    given = [name for name in names if name in suite["redefines"] or not hasattr(builtins, name)]
+    # What `from solution import *` brings.
+    module.__dict__["__all__"] = [name for name in given if not name.startswith("_")]
     if suite["below"]:
-        namespace.update({name: value for name, value in vars(module).items() if not name.startswith("__")})
+        namespace.update({name: vars(module)[name] for name in given})
     peer.asked = False
 
 

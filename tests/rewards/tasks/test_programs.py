@@ -206,6 +206,13 @@ def test_mbpp_has_classes_setups_and_challenges(tmp_path: Path) -> None:
         assert not task.grade(problem, wrong).correct
 
 
+def test_a_builtin_is_the_programs_where_the_reference_defines_it(tmp_path: Path) -> None:
+    row = {"text": "Sum.", "code": "def sum(a, b):\n    return a + b", "test_list": ["assert sum(10, 15) == 25"]}
+    task, problem = _one(MbppConfig, tmp_path, row)
+    assert task.grade(problem, problem.demonstration).correct
+    assert not task.grade(problem, problem.demonstration.replace("+", "-")).correct
+
+
 def test_mbpp_sanitized_is_read(tmp_path: Path) -> None:
     row = {
         "prompt": "Write a function to halve.",

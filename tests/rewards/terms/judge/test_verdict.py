@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -205,6 +206,19 @@ def test_a_plain_result_that_is_a_changed_argument_is_what_it_was_changed_to() -
     assert _SANDBOX.judge(program, plain).passed == (True, True)
     empties = "def f(values):\n    values.clear()\n    return values\n"
     assert _SANDBOX.judge(empties, plain).passed == (False, False)
+
+
+@pytest.mark.parametrize("suite", [Suite(tests=(), below=True), Suite(tests=(), setup="from solution import *")])
+def test_builtins_of_the_tests_are_not_the_programs(suite: Suite) -> None:
+    program = (
+        "def f(): return 0\ndef set(x): return 0\ndef sorted(x): return 0\nlen = abs = set\n"
+        "def sum(a, b): return a * b\n"
+    )
+    tests = ("assert set([f()]) == set((4, 5))", "assert sorted([f()]) == sorted((4, 5))", "assert sum(3, 4) == 12")
+    suite = replace(suite, tests=tests)
+    assert _SANDBOX.judge(program, suite).passed == (False, False, False)
+    assert _SANDBOX.judge(program, replace(suite, redefines=("sum",))).passed == (False, False, True)
+    assert _judge(program, "assert sum(3, 4) == 12", setup="from solution import sum").passed == (True,)
 
 
 def test_functions_and_objects_of_the_tests_can_be_given_but_not_searched() -> None:
