@@ -221,6 +221,24 @@ def test_builtins_of_the_tests_are_not_the_programs(suite: Suite) -> None:
     assert _judge(program, "assert sum(3, 4) == 12", setup="from solution import sum").passed == (True,)
 
 
+def test_what_a_program_takes_from_the_standard_library_is_its_own_too() -> None:
+    program = (
+        "import math\nfrom collections import Counter\nfrom decimal import Decimal\nfrom functools import partial\n"
+        "from math import gcd\nfrom operator import itemgetter\n"
+        "lcm = math.lcm\nsecond = itemgetter(1)\ndouble = partial(lambda n, x: n * x, 2)\n"
+        "RATE, VOTES = Decimal('0.5'), Counter('aab')\n"
+    )
+    tests = (
+        "assert gcd(12, 18) == 6 and lcm(4, 6) == 12",
+        "assert second([1, 2]) == 2 and double(4) == 8",
+        "from decimal import Decimal\nassert RATE == Decimal('0.5') and VOTES['a'] == 2",
+        "assert gcd(12, 18) == 5",
+    )
+    for suite in (Suite(tests=tests, below=True), Suite(tests=tests, setup="from solution import *")):
+        assert _SANDBOX.judge(program, suite).passed == (True, True, True, False)
+    assert _judge(program, "assert gcd(4, 6) == 2", setup="from solution import gcd, lcm, RATE").passed == (True,)
+
+
 def test_functions_and_objects_of_the_tests_can_be_given_but_not_searched() -> None:
     program = (
         "def apply(function, values): return [function(v) for v in values]\n"
