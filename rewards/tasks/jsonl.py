@@ -13,7 +13,7 @@ from rewards.data.conversation import text_of, turns_of
 from rewards.data.dataset import DataConfig, DataTask, problem_id
 from rewards.data.prompts import D1_FORMAT, demonstration, user_turn
 from rewards.data.rows import HubSplit, Row, shown
-from rewards.maths import Limits, MathVerifier, Verdict
+from rewards.maths import Limits, MathVerifier, Verdict, answers
 from rewards.problem import Grade, Message, Problem, Split
 from rewards.reading.answers import final_answer
 from rewards.reading.quantities import read_quantity
@@ -69,7 +69,7 @@ class Jsonl(DataTask):
         """1 for a right answer, 0 otherwise; the answer is `final_answer`'s, or the whole text. Never raises."""
         answer = final_answer(text)
         answer = text.strip() if answer is None else answer
-        verdict = self._compare(answer, problem.answer)
+        verdict = self._compare(answer, problem)
         return Grade(
             reward=float(verdict.right),
             parts={"correct": float(verdict.right)},
@@ -124,13 +124,15 @@ def _with_format(messages: tuple[Message, ...]) -> tuple[Message, ...]:
     return (*messages[:first], turn, *messages[first + 1 :])
 
 
-def _comparison(grader: GraderName) -> Callable[[str, str], Verdict]:
-    """What compares an answer with the right one."""
+def _comparison(grader: GraderName) -> Callable[[str, Problem], Verdict]:
+    """What compares an answer with a problem's right one."""
     if grader == "math":
         verifier = MathVerifier()
-        return lambda answer, right: verifier.verify(right, answer)
+        return lambda answer, problem: answers(
+            verifier, question=problem.messages[-1].content, gold=problem.answer, answer=answer
+        )
     is_right = _COMPARISONS[grader]
-    return lambda answer, right: Verdict(right=is_right(answer, right))
+    return lambda answer, problem: Verdict(right=is_right(answer, problem.answer))
 
 
 def _is_same_text(answer: str, right: str) -> bool:

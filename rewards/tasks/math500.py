@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Literal
 
 from rewards.data.dataset import DataConfig, DataTask, problem_id
@@ -11,7 +10,7 @@ from rewards.data.rows import HubSplit, Row, shown
 from rewards.first_d1 import parsers as d1_parsers
 from rewards.first_d1.maths import equivalent, math_answer
 from rewards.first_d1.training_rewards import math_parts
-from rewards.maths import Limits, MathVerifier, Verdict, respelled, spelled_alike
+from rewards.maths import Limits, MathVerifier, Verdict, answers, spelled_alike
 from rewards.problem import Grade, Problem, Split
 from rewards.reading.answers import final_answer, last_answer
 from rewards.reading.boxed import last_boxed
@@ -25,11 +24,6 @@ _EXAMPLE = {
     "solution": "Subtracting $3$ and dividing by $4$, we find $x = \\boxed{\\frac{1}{2}}$.",
 }
 _MAX_GOLD_CHARS = Limits().max_chars
-_NUMBER_BASE = re.compile(r"[0-9]_\{?([0-9]+)\}?$")
-# Something is left to do: a sign between terms, a power, a factorial, or a command that is neither layout nor a name.
-_OPERATION = re.compile(
-    r"[+*^!]|(?<=[\w)}])-|\\(?!(?:frac|dfrac|text|mbox|mathrm|pi|infty|circ|begin|end|left|right)(?![a-zA-Z]))[a-zA-Z]+"
-)
 
 
 class Math500Config(DataConfig):
@@ -67,7 +61,8 @@ class Math500(DataTask):
         answer = final_answer(text)
         verdict = Verdict()
         if answer is not None and "fixed" in (self._config.reward, self._config.protocol):
-            verdict = self._judged(problem, answer)
+            question = problem.messages[-1].content
+            verdict = answers(self._verifier, question=question, gold=problem.answer, answer=answer)
         if self._config.reward == "d1":
             parts = math_parts(text, problem.metadata["d1"])
         else:
@@ -97,15 +92,6 @@ class Math500(DataTask):
             demonstration="",
             metadata={"d1": truth},
         )
-
-    def _judged(self, problem: Problem, answer: str) -> Verdict:
-        gold = problem.answer
-        if _bases(gold, answer) > 1:
-            return Verdict(detail="the number is in another base")
-        verdict = self._verifier.verify(gold, answer)
-        if verdict.right and not equivalent(gold, answer) and _repeats(problem.messages[-1].content, answer):
-            return Verdict(detail="the answer repeats the question")
-        return verdict
 
     def _pose(self, row: Row) -> Problem:
         question, solution = row.text("problem"), row.text("solution")
@@ -137,15 +123,3 @@ def _answers(row: Row, solution: str) -> tuple[str, str]:
     if len(answer) > _MAX_GOLD_CHARS:
         raise ValueError(f"{row.place}: the answer has {len(answer)} characters; {_MAX_GOLD_CHARS} can be compared")
     return answer, published
-
-
-def _bases(gold: str, answer: str) -> int:
-    """How many different bases two numbers say they are written in: Math-Verify reads over them."""
-    found = (_NUMBER_BASE.search(respelled(text)) for text in (gold, answer))
-    return len({base.group(1) for base in found if base})
-
-
-def _repeats(question: str, answer: str) -> bool:
-    """Whether an answer says what the question says, with the work still to do: `\\sqrt{180}`, to be simplified."""
-    asked, said = (respelled(text).replace(" ", "") for text in (question, answer))
-    return said in asked and _OPERATION.search(said) is not None

@@ -64,6 +64,17 @@ def test_graders(tmp_path: Path, grader: GraderName, answer: str, right: list[st
     assert [task.grade(problem, text).correct for text in wrong] == [False] * len(wrong)
 
 
+def test_math_takes_no_answer_that_repeats_the_question_or_is_in_another_base(tmp_path: Path) -> None:
+    root = {"prompt": r"Simplify $\sqrt{180}$.", "answer": r"6\sqrt{5}"}
+    base = {"prompt": "Write $555$ in base $5$.", "answer": "4210_5"}
+    task = _task(tmp_path, root, base, grader="math")
+    problems = {problem.answer: problem for problem in task.problems(Split.TRAIN, 2, seed=0)}
+    texts = (r"<answer>6 \sqrt 5</answer>", r"<answer>\sqrt{180}</answer>")
+    assert [task.grade(problems[root["answer"]], text).correct for text in texts] == [True, False]
+    texts = ("<answer>4210_{5}</answer>", "<answer>4210_{6}</answer>")
+    assert [task.grade(problems[base["answer"]], text).correct for text in texts] == [True, False]
+
+
 def test_without_a_grader_rows_need_no_answer_and_rewards_are_zero(tmp_path: Path) -> None:
     task = _task(tmp_path, {"question": "Write a poem."}, grader="none")
     (problem,) = task.problems(Split.TRAIN, 1, seed=0)
