@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from hashlib import sha256
@@ -87,7 +88,7 @@ class Dataset:
     ) -> None:
         """Take where the problems are. `pose` makes one of a row, or raises ValueError in one sentence with its place.
 
-        A problem's id is its task and its question: `pose` leaves that to `problem_id`.
+        A problem's id is its task, its question and what else it is made of: `pose` leaves that to `problem_id`.
         """
         self._task, self._config, self._pose = task, config, pose
         given = {Split.TRAIN: config.train_data, Split.HELDOUT: config.heldout_data}
@@ -121,12 +122,25 @@ class Dataset:
         return len(self._split(split))
 
     def _split(self, split: Split) -> tuple[Problem, ...]:
-        found = self._all(self._source_of(split))
+        found = self._found(split)
         if not self._is_cut(split):
             return found
         heldout_fraction = 0.0 if len(self._sources) > 1 else self._config.heldout_fraction
         validation_fraction = self._config.validation_fraction
-        return tuple(p for p in found if split_of(p.problem_id, heldout_fraction, validation_fraction) is split)
+        fractions = heldout_fraction, validation_fraction
+        return tuple(p for p in found if split_of(question_of(p.problem_id), *fractions) is split)
+
+    def _found(self, split: Split) -> tuple[Problem, ...]:
+        """The problems of a split's source; of the hub's training problems those that ask what is not held out there.
+
+        Files are taken as they are.
+        """
+        source, heldout = self._source_of(split), self._sources.get(Split.HELDOUT)
+        found = self._all(source)
+        if source is Split.HELDOUT or not isinstance(heldout, HubSplit):
+            return found
+        asked = {question_of(problem.problem_id) for problem in self._all(Split.HELDOUT)}
+        return tuple(problem for problem in found if question_of(problem.problem_id) not in asked)
 
     def _source_of(self, split: Split) -> Split:
         """Which of the sources has the problems of a split, perhaps among others."""
@@ -216,6 +230,16 @@ def unshuffled(problems: Sequence[Problem], *, task: str, split: Split, seed: in
     return [problem for _, problem in sorted(zip(order, problems, strict=True), key=lambda pair: pair[0])]
 
 
-def problem_id(task: str, question: str) -> str:
-    """The id of the problem that asks a question: equal for equal questions, whatever file they are from."""
-    return f"{task}/{sha256(question.strip().encode(errors='surrogatepass')).hexdigest()[:16]}"
+def problem_id(task: str, question: str, *tests: str) -> str:
+    """The id of the problem that asks a question, and is tested so: equal for equal ones, whatever file has them."""
+    asked = f"{task}/{_hash(question.strip())}"
+    return f"{asked}-{_hash(json.dumps(tests))}" if tests else asked
+
+
+def question_of(problem_id: str) -> str:
+    """The same of all problems that ask one question: what splits are made by."""
+    return problem_id.partition("-")[0]
+
+
+def _hash(text: str) -> str:
+    return sha256(text.encode(errors="surrogatepass")).hexdigest()[:16]

@@ -50,7 +50,8 @@ class HubSplit:
     config: str | None = None
     """Which of the dataset's configs, where it has several."""
     num_rows: int | None = None
-    """How many rows it has as published, to be said without fetching it; None where nobody has counted."""
+    """How many problems it has as published, to be said without fetching it: its rows, less those to train on that ask
+    what is held out. None where nobody has counted."""
 
     def __str__(self) -> str:
         return f"{self.repo}, split {self.split}"

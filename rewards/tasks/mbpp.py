@@ -20,8 +20,9 @@ from rewards.tasks.programs import (
     redefined_in,
 )
 
+# Of its 374 rows to train on three ask what three of the test split do.
 _HUB = {
-    Split.TRAIN: HubSplit(repo="google-research-datasets/mbpp", config="full", split="train", num_rows=374),
+    Split.TRAIN: HubSplit(repo="google-research-datasets/mbpp", config="full", split="train", num_rows=371),
     Split.HELDOUT: HubSplit(repo="google-research-datasets/mbpp", config="full", split="test", num_rows=500),
 }
 _EXAMPLE = {
@@ -70,7 +71,7 @@ class Mbpp(ProgramTask):
         code = row.text("code")
         suite = Suite(tests=tests, setup=setup, below=True, redefines=redefined_in(code))
         return Problem(
-            problem_id=problem_id(self.name, text),
+            problem_id=problem_id(self.name, text, *tests),
             messages=user_turn(instruction(task)),
             answer=code,
             demonstration=label(code),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rewards.data.dataset import DataConfig, Dataset, problem_id
+from rewards.data.dataset import DataConfig, Dataset, problem_id, question_of
 from rewards.data.prompts import user_turn
 from rewards.data.rows import HubSplit, Row, rows_of
 from rewards.problem import Problem, Split
@@ -76,6 +76,25 @@ def test_the_hubs_sizes_are_known_without_fetching_unless_they_are_cut() -> None
     whole, cut = (Dataset("quiz", DataConfig(validation_fraction=part), hub, _pose) for part in (0.0, 0.2))
     assert (whole.size(Split.TRAIN), whole.size(Split.HELDOUT)) == (9, 9)
     assert (cut.size(Split.TRAIN), cut.size(Split.VALIDATION), cut.size(Split.HELDOUT)) == (None, None, 9)
+
+
+def test_what_the_hub_also_holds_out_is_not_trained_on(tmp_path: Path) -> None:
+    _write(tmp_path / "train.jsonl", [1, 2, 3, 4])
+    _write(tmp_path / "test.jsonl", [3, 5])
+    hub = {
+        Split.TRAIN: HubSplit(repo=str(tmp_path), split="train", num_rows=3),
+        Split.HELDOUT: HubSplit(repo=str(tmp_path), split="test", num_rows=2),
+    }
+    data = Dataset("quiz", DataConfig(), hub, _pose)
+    assert {p.answer for p in data.problems(Split.TRAIN, 3, seed=0)} == {"2", "3", "5"}
+    assert data.at_most(Split.TRAIN) == data.size(Split.TRAIN) == 3
+    assert data.at_most(Split.HELDOUT) == 2
+
+
+def test_problems_that_ask_the_same_and_test_otherwise_are_two_and_in_one_split() -> None:
+    first, second = (problem_id("quiz", "Sort.", test) for test in ("assert f(1)", "assert f(2)"))
+    assert first != second
+    assert question_of(first) == question_of(second) == problem_id("quiz", "Sort.")
 
 
 def test_fewer_problems_are_a_prefix_of_more_and_seeds_shuffle(tmp_path: Path) -> None:

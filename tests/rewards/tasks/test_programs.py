@@ -213,6 +213,14 @@ def test_a_builtin_is_the_programs_where_the_reference_defines_it(tmp_path: Path
     assert not task.grade(problem, problem.demonstration.replace("+", "-")).correct
 
 
+def test_mbpp_may_ask_the_same_twice_with_other_tests(tmp_path: Path) -> None:
+    row = {"text": "Double.", "code": "def twice(x):\n    return 2 * x", "test_list": ["assert twice(1) == 2"]}
+    other = {**row, "test_list": [*row["test_list"], "assert twice(2) == 4"]}
+    path = _write(tmp_path / "all.jsonl", row, other)
+    task = Mbpp(MbppConfig(train_data=path))
+    assert sorted((task.at_most(Split.TRAIN), task.at_most(Split.HELDOUT))) == [0, 2]
+
+
 def test_mbpp_sanitized_is_read(tmp_path: Path) -> None:
     row = {
         "prompt": "Write a function to halve.",
