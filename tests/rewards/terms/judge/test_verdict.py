@@ -190,13 +190,17 @@ def test_arguments_are_changed_in_place_and_results_can_be_arguments() -> None:
         "def sort(values): values.sort()\n"
         "def fill(table): table['rows'][0].append(1); table['n'] = 1; return table\n"
         "def same(values): return values\n"
+        "def rotate(queue): queue.rotate(1); queue[0].append(9)\n"
     )
     tests = (
         "v = [3, 1, 2]\nsort(v)\nassert v == [1, 2, 3]",
         "row = []\nt = {'rows': [row]}\nassert fill(t) is t and row == [1] and t == {'rows': [[1]], 'n': 1}",
         "v = [1]\nassert same(v) is v",
+        "v = [3, 1, 2]\nsort(values=v)\nassert v == [1, 2, 3]",
+        "v = [1]\nassert same(values=v) is v",
+        "from collections import deque\nrow = [1]\nq = deque([[2], row])\nrotate(q)\nassert q == deque([[1, 9], [2]])",
     )
-    assert _judge(program, *tests).passed == (True, True, True)
+    assert _judge(program, *tests).passed == (True,) * 6
 
 
 def test_a_plain_result_that_is_a_changed_argument_is_what_it_was_changed_to() -> None:
