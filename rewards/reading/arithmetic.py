@@ -82,7 +82,9 @@ def plain(text: str) -> str:
         return text
     for written, meant in _WRITTEN.items():
         text = text.replace(written, meant)
-    text = _FRACTION.sub(r"((\1)/(\2))", text)
+    # From within: each turn makes plain a fraction at least, whose bars hold no other.
+    while (turned := _FRACTION.sub(r"((\1)/(\2))", text)) != text:
+        text = turned
     left, equals, right = text.partition("=")
     return left.strip() if equals and _NUMBER.fullmatch(right.strip()) else text.strip()
 

@@ -21,8 +21,10 @@ from rewards.reading.quantities import read_quantity
 GraderName = Literal["exact", "choice", "number", "math", "none"]
 """How an answer is compared with the right one."""
 
-# `B`, `(B)`, `B.` or `B) Paris`, and not the article of `A dog`.
-_LABEL = re.compile(r"\W*(\w+)\s*(?:[)\]}.:].*)?$", re.DOTALL)
+# `B`, `(B)`, `B.`, `**B**`, `\text{B}` or `B) Paris`, and not the article of `A dog`.
+_LABEL = re.compile(
+    r"\W*(?:(?<=\\)(?:text|textbf|mathrm|mathbf|mbox)\{\W*)?(\w+)[\"'`*]*\s*(?:[)\]}.:].*)?$", re.DOTALL
+)
 _EXAMPLE = {"prompt": "What is 3 + 4?", "answer": "7"}
 _ASKING = ("messages", "prompt", "question")
 

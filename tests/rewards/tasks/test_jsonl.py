@@ -52,6 +52,7 @@ def test_the_format_is_asked_for_where_the_recipe_says_so(tmp_path: Path) -> Non
     [
         ("exact", "New York", ["<answer>new  york</answer>", "NEW\nYORK"], ["York", "New York."]),
         ("choice", "B", ["B", "(b)", "<answer>B) Paris</answer>", r"\boxed{B}", "B."], ["A", "B or C", "Because", ""]),
+        ("choice", "B", [r"\boxed{\text{B}}", r"\boxed{\mathrm{(B)}}", "**B**", '"B"', "**B)** Paris"], ['"B" or "C"']),
         ("choice", "A", ["A"], ["A dog"]),
         ("number", "1,250", ["1250", "<answer>$1250.00 in all</answer>", r"\boxed{1,250}"], ["1", "1250 or 1251", ""]),
         ("math", r"\frac{1}{2}", [r"\boxed{0.5}", "<answer>2/4</answer>"], ["2", ""]),
@@ -110,7 +111,19 @@ def test_a_config_without_data_or_with_d1s_rules_is_refused() -> None:
         JsonlConfig(grader="exact", train_data=Path("x"), protocol="d1")
 
 
-@pytest.mark.parametrize("text", ["(" * 300_000, " " * 300_000, "A" * 300_000, "A" + " " * 300_000, "((A " * 100_000])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "(" * 300_000,
+        " " * 300_000,
+        "A" * 300_000,
+        "A" + " " * 300_000,
+        "((A " * 100_000,
+        "\\text{" * 60_000,
+        "\\text{" + "(" * 300_000,
+        "A" + "*" * 300_000,
+    ],
+)
 def test_hostile_labels_take_linear_time(tmp_path: Path, text: str) -> None:
     task = _task(tmp_path, {"prompt": "?", "answer": "B"}, grader="choice")
     (problem,) = task.problems(Split.TRAIN, 1, seed=0)
