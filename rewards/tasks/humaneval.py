@@ -90,9 +90,9 @@ def _tests(row: Row) -> tuple[str, ...]:
         nodes = list(ast.walk(statement))
         before += ast.unparse(statement) + "\n"
         # `assert True, "..."` is in many of them.
-        if any(isinstance(node, ast.Assert) for node in nodes):
-            if any(isinstance(node, ast.Name) and node.id == "candidate" for node in nodes):
-                tests.append(before)
+        asserts = any(isinstance(node, ast.Assert) for node in nodes)
+        if asserts and any(isinstance(node, ast.Name) and node.id == "candidate" for node in nodes):
+            tests.append(before)
             before = ""
     if not tests:
         raise ValueError(f"{row.place}: check of test asserts nothing about its candidate")

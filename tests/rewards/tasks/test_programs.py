@@ -194,6 +194,15 @@ def test_a_missing_sandbox_is_said_before_anything_starts(monkeypatch: pytest.Mo
                 ask(task)
 
 
+def test_what_stands_before_an_assert_of_something_else_stays_before_the_next_test() -> None:
+    check = (
+        "def check(candidate):\n    expected = 2\n    assert expected > 0\n    assert candidate(1) == expected\n"
+        "    assert candidate(2) == 3\n"
+    )
+    problem = _TASKS[0].posed('def f(x):\n    """More."""\n', {"test": check, "entry_point": "f"})
+    assert _TASKS[0].grade(problem, "```python\ndef f(x): return x + 1\n```").correct
+
+
 def test_mbpp_has_classes_setups_and_challenges(tmp_path: Path) -> None:
     for name, row in (("pairs", _MBPP), ("tree", _TREE)):
         (tmp_path / name).mkdir()
