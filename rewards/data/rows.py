@@ -6,6 +6,7 @@ import csv
 import gzip
 import io
 import json
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,7 +100,7 @@ def _file_rows(path: Path) -> Iterator[Row]:
             case ".json":
                 yield from _numbered(path, _json_list(path), unit="row")
             case ".csv":
-                yield from _numbered(path, csv.DictReader(io.StringIO(_text(path), newline="")), unit="row")
+                yield from _numbered(path, _csv_rows(path), unit="row")
             case ".parquet" if path.suffix != ".gz":
                 yield from _numbered(path, _parquet(path), unit="row")
             case _:
@@ -141,6 +142,18 @@ def _parsed(text: str, place: str) -> Any:
         raise ValueError(f"{place} is not JSON that can be read: {error}") from error
 
 
+def _csv_rows(path: Path) -> Iterator[Any]:
+    reader = csv.DictReader(io.StringIO(_text(path), newline=""))
+    try:
+        for number, fields in enumerate(reader, start=1):
+            if None in fields:
+                columns = len(fields) - 1
+                raise ValueError(f"{path}, row {number} has more cells than the {columns} columns of the first line")
+            yield fields
+    except csv.Error as error:
+        raise ValueError(f"{path} is not CSV that can be read: {error}") from error
+
+
 def _parquet(path: Path) -> list[Any]:
     import pyarrow as pa
     from pyarrow import parquet
@@ -161,5 +174,5 @@ def _text(path: Path) -> str:
         *before, line = data[: error.start].split(b"\n")
         place = f"{path}, line {len(before) + 1}: byte {len(line) + 1}"
         raise ValueError(f"{place} is not UTF-8; save the file as UTF-8") from error
-    except (gzip.BadGzipFile, EOFError) as error:
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ValueError(f"{path} is not gzip: {error}") from error

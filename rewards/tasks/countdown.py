@@ -254,6 +254,9 @@ def _integers(row: Row, column: str) -> list[int]:
     value = row.value(column)
     numbers = value.split(",") if isinstance(value, str) else value if isinstance(value, list) else [value]
     try:
-        return [int(number) for number in numbers if not isinstance(number, float) or number.is_integer()] or [int("")]
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{row.place}: {column} is {shown(value)}; it should be whole numbers") from error
+        whole = [int(number) for number in numbers]
+    except (OverflowError, TypeError, ValueError):
+        whole = []
+    if not whole or any(isinstance(number, float) and not number.is_integer() for number in numbers):
+        raise ValueError(f"{row.place}: {column} is {shown(value)}; it should be whole numbers")
+    return whole

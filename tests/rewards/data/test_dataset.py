@@ -157,6 +157,9 @@ def test_rows_come_from_what_datasets_loads(tmp_path: Path) -> None:
         ("x.json", b"{}", r"x\.json is \{\}; it should be a list"),
         ("x.txt", b"", r"x\.txt is of no kind that can be read; it should be \*\.jsonl"),
         ("x.csv.gz", b"a,b\n", r"x\.csv\.gz is not gzip"),
+        ("x.csv.gz", b"\x1f\x8b\x08" + bytes(7) + b"\xff" * 30, r"x\.csv\.gz is not gzip"),
+        ("x.csv", b"a\n" + b"9" * 200_000, r"x\.csv is not CSV that can be read: field larger than"),
+        ("x.csv", b"a,b\n1,2,3\n", r"x\.csv, row 1 has more cells than the 2 columns of the first line"),
         ("x.parquet", b"PAR", r"x\.parquet is not Parquet"),
     ],
 )

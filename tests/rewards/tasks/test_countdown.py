@@ -342,6 +342,7 @@ def test_problems_come_from_a_file_and_none_of_their_numbers_are_made_beside_it(
         ({"nums": "a,2", "target": 3}, 'line 1: nums is "a,2"; it should be whole numbers'),
         ({"nums": [], "target": 3}, r"line 1: nums is \[\]; it should be whole numbers"),
         ({"nums": [1, 2], "target": 2.5}, "line 1: target is 2.5; it should be whole numbers"),
+        ({"nums": [3, 4.5, 5], "target": 8}, r"line 1: nums is \[3, 4.5, 5\]; it should be whole numbers"),
         ({"nums": [1, 2]}, "line 1 has no column target; its columns are nums"),
     ],
 )
