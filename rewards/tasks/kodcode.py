@@ -22,7 +22,10 @@ from rewards.tasks.programs import (
 
 # What the first d1 trains on (its paper, section 4).
 _HUB = {Split.TRAIN: HubSplit(repo="KodCode/KodCode-Light-RL-10K", split="train")}
-_TEST = re.compile(r"^(?:class +(Test\w*)|( *)def +(test\w*))", re.MULTILINE)
+# A fixture is no test, whatever its name.
+_TEST = re.compile(
+    r"^ *@(?:pytest\.)?fixture\b.*\n(?: *@.*\n)* *def +\w+|^(?:class +(\w+)|( *)def +(test\w*))", re.MULTILINE
+)
 _IMPORT = re.compile(r"^from +solution +import +(.+)$", re.MULTILINE)
 _EXAMPLE = {
     "question": "Write a function that adds two numbers.",
@@ -52,8 +55,8 @@ class Kodcode(ProgramTask):
     def grade(self, problem: Problem, text: str) -> Grade:
         """As `grade_program`. Each test function is a test, also in a class; the program is the module `solution`.
 
-        Of pytest there are `raises`, `approx`, `fail`, `fixture` and `mark.parametrize`; what needs more is an error
-        and no zero. Never raises.
+        Of pytest there are `raises`, `approx`, `fail`, `fixture`, `mark.parametrize` and `setup_method`; what needs
+        more is an error and no zero. Never raises.
         """
         return self.grade_program(problem, text, program_in(text))
 
@@ -83,7 +86,9 @@ def _tests(source: str) -> tuple[str, ...]:
     tests, owner = [], ""
     for found in _TEST.finditer(source):
         if found[1]:
-            owner = found[1]
+            owner = found[1] if found[1].startswith("Test") else ""
+        elif not found[3]:
+            continue
         elif not found[2]:
             tests.append(f"run_test({found[3]})")
         elif owner:

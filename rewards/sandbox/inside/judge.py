@@ -51,6 +51,7 @@ def _judge(peer: Peer, suite: dict[str, Any]) -> tuple[str, tuple[bool, ...], st
     sys.modules["pytest"] = pytest_shim
     try:
         _fill(peer, namespace, suite, solution, names)
+        pytest_shim.refuse(suite["setup"])
         exec(compile(suite["setup"], "tests", "exec"), namespace)
         if suite["entry_point"]:
             name = suite["entry_point"]

@@ -117,6 +117,29 @@ def fixture(function: Any = None, **_: Any) -> Any:
     return function
 
 
+# What would run, and mean something else here: a program is in another process, and classes and modules are not set up.
+_NEEDS = (
+    "unittest.mock",
+    "unittest import mock",
+    "redirect_stdout",
+    "redirect_stderr",
+    "sys.stdout =",
+    "autouse=True",
+    "def setup_class",
+    "def setup_module",
+    "def setup_function",
+    "def setUpClass",
+    "def setUpModule",
+)
+
+
+def refuse(tests: str) -> None:
+    """Raise `Unsupported` for tests that need what there is not and would not fail of it by themselves."""
+    for need in _NEEDS:
+        if need in tests:
+            raise Unsupported(f"the tests have `{need}`, which is not supported here")
+
+
 _IS_GENERATOR = 0x20
 
 
@@ -124,6 +147,14 @@ def _parameters(function: Any) -> tuple[str, ...]:
     """The names of a function's or a bound method's parameters. (`inspect` takes 15 ms to import.)"""
     code = function.__code__
     return code.co_varnames[int(hasattr(function, "__self__")) : code.co_argcount]
+
+
+def _prepare(test: Any) -> None:
+    """Call what sets up the object that a test is a method of."""
+    for name in ("setup_method", "setUp"):
+        method = getattr(getattr(test, "__self__", None), name, None)
+        if method is not None:
+            method(test) if _parameters(method) else method()
 
 
 def runner(namespace: dict[str, Any]) -> Callable[[Any], None]:
@@ -139,6 +170,7 @@ def runner(namespace: dict[str, Any]) -> Callable[[Any], None]:
 
     def run(test: Any) -> None:
         for case in getattr(test, "d1_cases", [{}]):
+            _prepare(test)
             needed = [name for name in _parameters(test) if name not in case]
             test(**{name: value(name) for name in needed}, **case)
 

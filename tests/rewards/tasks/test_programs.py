@@ -250,6 +250,18 @@ def test_kodcode_counts_test_functions(tmp_path: Path) -> None:
     assert "It should define: Ordered" in problem.messages[0].content
 
 
+def test_fixtures_and_methods_of_other_classes_are_no_tests_of_kodcode() -> None:
+    truth = (
+        "import pytest\nfrom solution import one\n"
+        "@pytest.fixture\ndef test_data(): return 1\n"
+        "class TestOne:\n    def test_one(self, test_data): assert one() == test_data\n"
+        "class Helper:\n    def test_help(self): return 1\n"
+    )
+    problem = _TASKS[1].posed("One.", truth)
+    assert json.loads(problem.metadata["tests"]) == ["run_test(TestOne().test_one)"]
+    assert _TASKS[1].grade(problem, "```python\ndef one():\n    return 1\n```").correct
+
+
 @pytest.mark.parametrize(
     ("task", "question", "truth"),
     [

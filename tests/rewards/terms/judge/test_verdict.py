@@ -312,6 +312,38 @@ def test_pytest_is_there_as_far_as_functions_use_it() -> None:
     assert verdict.detail == "run_test(test_bad): AssertionError"
 
 
+def test_what_prepares_a_test_method_is_called_before_each() -> None:
+    setup = (
+        "import unittest\nimport pytest\nfrom solution import Shop\n"
+        "class TestShop:\n    def setup_method(self, method): self.shop, self.name = Shop(), method.__name__\n"
+        "    @pytest.mark.parametrize('item', [1, 2])\n"
+        "    def test_add(self, item):\n        self.shop.add(item)\n        assert self.shop.items == [item]\n"
+        "    def test_name(self): assert self.name == 'test_name'\n"
+        "class TestOld(unittest.TestCase):\n    def setUp(self): self.shop = Shop()\n"
+        "    def test_empty(self): self.assertEqual(self.shop.items, [])\n"
+    )
+    program = "class Shop:\n    def __init__(self): self.items = []\n    def add(self, i): self.items.append(i)\n"
+    names = ("TestShop().test_add", "TestShop().test_name", "TestOld().test_empty")
+    verdict = _judge(program, *(f"run_test({name})" for name in names), setup=setup)
+    assert (verdict.passed, verdict.detail) == ((True, True, True), "")
+
+
+@pytest.mark.parametrize(
+    ("setup", "needs"),
+    [
+        ("from unittest.mock import patch", "unittest.mock"),
+        ("def t():\n    from unittest import mock", "unittest import mock"),
+        ("from contextlib import redirect_stdout", "redirect_stdout"),
+        ("class T:\n    @classmethod\n    def setup_class(cls): cls.x = 1", "def setup_class"),
+        ("import pytest\n@pytest.fixture(autouse=True)\ndef ready(): pass", "autouse=True"),
+    ],
+)
+def test_what_tests_need_more_is_an_error_and_no_zero(setup: str, needs: str) -> None:
+    verdict = _judge("def f(x): pass", "assert False", setup=setup)
+    assert verdict.outcome is Outcome.ERROR
+    assert f"the tests have `{needs}`, which is not supported here" in verdict.detail
+
+
 def test_errors_of_the_program_are_what_they_are() -> None:
     program = (
         "import json\nclass A(Exception): pass\nclass B(A): pass\n"
