@@ -184,9 +184,11 @@ def _error_class(module: str, name: str, bases: tuple[Any, ...]) -> type[BaseExc
     )
     if isinstance(known, type) and issubclass(known, BaseException):
         return known
-    if not bases or not all(isinstance(base, type) and issubclass(base, BaseException) for base in bases):
+    # Of its other bases nothing is here.
+    errors = tuple(base for base in bases if isinstance(base, type) and issubclass(base, BaseException))
+    if not errors:
         raise ValueError("an error without a base")
-    return type(name, bases, {})
+    return type(name, errors, {})
 
 
 def _made(kind: type[BaseException], details: tuple[Any, ...]) -> BaseException:

@@ -349,15 +349,17 @@ def test_errors_of_the_program_are_what_they_are() -> None:
         "import json\nclass A(Exception): pass\nclass B(A): pass\n"
         "def f(kind):\n    raise {'value': ValueError('v'), 'key': KeyError('k'), 'b': B(1)}[kind]\n"
         "def parse(): return json.loads('{')\n"
+        "class Named:\n    pass\nclass C(Named, A): pass\ndef g(): raise C(2)\n"
     )
     tests = (
         "import pytest\nwith pytest.raises(ValueError, match='^v$'): f('value')",
         "with pytest.raises(A) as caught: f('b')\nassert caught.value.args == (1,)",
         "try: f('key')\nexcept (ValueError, KeyError) as e: assert str(e) == \"'k'\"",
         "import json\nwith pytest.raises(json.JSONDecodeError): parse()",
+        "with pytest.raises(A) as caught: g()\nassert caught.value.args == (2,)",
         "with pytest.raises(ValueError): f('key')",
     )
-    assert _judge(program, *tests).passed == (True, True, True, True, False)
+    assert _judge(program, *tests).passed == (True, True, True, True, True, False)
 
 
 _PLAIN = st.recursive(
