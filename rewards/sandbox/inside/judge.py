@@ -12,8 +12,11 @@ from rewards.sandbox.inside.peer import Gone, Peer
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from typing import Any
 
+_ONLY_TREE = 0x400
+"""`ast.PyCF_ONLY_AST`."""
 _LONGEST_DETAIL = 300
 
 
@@ -77,8 +80,9 @@ def _namespace() -> dict[str, Any]:
 def _fill(peer: Peer, namespace: dict[str, Any], suite: dict[str, Any], solution: Any, names: tuple[Any, ...]) -> None:
     """Bring the program's names to the tests: as the module `solution`, or as if the tests stood below the program.
 
-    A program that defines `set` or `sorted` would decide what the tests compare with it: builtins come only to tests
-    that ask for them by name, or from a program that should define them.
+    A program that defines `set`, `sorted` or `pytest` would decide what the tests compare with it: builtins, and what
+    the tests import from elsewhere, come only to tests that ask for them by name, or from a program that should define
+    them.
     """
     if suite["entry_point"]:
         return
@@ -86,12 +90,21 @@ def _fill(peer: Peer, namespace: dict[str, Any], suite: dict[str, Any], solution
     sys.modules["solution"] = module
     for name in names:
         module.__dict__[name] = getattr(solution, name)
-    given = [name for name in names if name in suite["redefines"] or not hasattr(builtins, name)]
+    taken = {*dir(builtins), *_imported(suite["setup"])} - set(suite["redefines"])
+    given = [name for name in names if name not in taken]
     # What `from solution import *` brings.
     module.__dict__["__all__"] = [name for name in given if not name.startswith("_")]
     if suite["below"]:
         namespace.update({name: vars(module)[name] for name in given})
     peer.asked = False
+
+
+def _imported(setup: str) -> Iterator[str]:
+    """The names that tests import from elsewhere than the program, without `ast`, which takes long to load."""
+    for statement in compile(setup, "tests", "exec", _ONLY_TREE).body:
+        if type(statement).__name__ in ("Import", "ImportFrom") and getattr(statement, "module", "") != "solution":
+            for one in statement.names:
+                yield (one.asname or one.name).partition(".")[0]
 
 
 def _lacks_something(error: BaseException, suite: dict[str, Any]) -> bool:

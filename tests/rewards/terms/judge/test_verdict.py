@@ -225,6 +225,20 @@ def test_builtins_of_the_tests_are_not_the_programs(suite: Suite) -> None:
     assert _judge(program, "assert sum(3, 4) == 12", setup="from solution import sum").passed == (True,)
 
 
+def test_what_tests_import_is_not_the_programs() -> None:
+    program = (
+        "def f(): return 1\n"
+        "class math: isclose = staticmethod(lambda *_: True)\n"
+        "class pytest:\n    def raises(_): return pytest()\n"
+        "    def __enter__(self): pass\n    def __exit__(self, *_): return True\n"
+    )
+    setup = "import math\nimport pytest\nfrom solution import *"
+    raises = "with pytest.raises(ValueError): f()"
+    assert _judge(program, "assert math.isclose(f(), 2)", setup=setup).passed == (False,)
+    assert _judge(program, raises, setup=setup).passed == (False,)
+    assert _judge(program, "assert math.isclose(f(), 1)", setup=setup).passed == (True,)
+
+
 def test_what_a_program_takes_from_the_standard_library_is_its_own_too() -> None:
     program = (
         "import math\nfrom collections import Counter\nfrom decimal import Decimal\nfrom functools import partial\n"
