@@ -90,13 +90,13 @@ def _fill(peer: Peer, namespace: dict[str, Any], suite: dict[str, Any], solution
     sys.modules["solution"] = module
     for name in names:
         module.__dict__[name] = getattr(solution, name)
+    peer.asked = False
     taken = {*dir(builtins), *_imported(suite["setup"])} - set(suite["redefines"])
     given = [name for name in names if name not in taken]
     # What `from solution import *` brings.
     module.__dict__["__all__"] = [name for name in given if not name.startswith("_")]
     if suite["below"]:
         namespace.update({name: vars(module)[name] for name in given})
-    peer.asked = False
 
 
 def _imported(setup: str) -> Iterator[str]:
