@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 _ONLY_TREE = 0x400
 """`ast.PyCF_ONLY_AST`."""
+_OURS = ("run_test", "candidate")
+"""What tests are called by."""
 _LONGEST_DETAIL = 300
 
 
@@ -88,23 +90,30 @@ def _fill(peer: Peer, namespace: dict[str, Any], suite: dict[str, Any], solution
         return
     module = ModuleType("solution")
     sys.modules["solution"] = module
-    for name in names:
+    # A program that speaks for itself may name anything: `__builtins__` would be those of the tests.
+    bound = [name for name in names if isinstance(name, str) and not name.startswith("__")]
+    for name in bound:
         module.__dict__[name] = getattr(solution, name)
     peer.asked = False
-    taken = {*dir(builtins), *_imported(suite["setup"])} - set(suite["redefines"])
-    given = [name for name in names if name not in taken]
+    imported = _imported(compile(suite["setup"], "tests", "exec", _ONLY_TREE).body)
+    taken = {*dir(builtins), *_OURS, *imported} - set(suite["redefines"])
+    given = [name for name in bound if name not in taken]
     # What `from solution import *` brings.
     module.__dict__["__all__"] = [name for name in given if not name.startswith("_")]
     if suite["below"]:
         namespace.update({name: vars(module)[name] for name in given})
 
 
-def _imported(setup: str) -> Iterator[str]:
+def _imported(statements: list[Any]) -> Iterator[str]:
     """The names that tests import from elsewhere than the program, without `ast`, which takes long to load."""
-    for statement in compile(setup, "tests", "exec", _ONLY_TREE).body:
-        if type(statement).__name__ in ("Import", "ImportFrom") and getattr(statement, "module", "") != "solution":
-            for one in statement.names:
-                yield (one.asname or one.name).partition(".")[0]
+    for statement in statements:
+        match type(statement).__name__:
+            case "Import" | "ImportFrom" if getattr(statement, "module", "") != "solution":
+                for one in statement.names:
+                    yield (one.asname or one.name).partition(".")[0]
+            case "If" | "Try" | "With" | "ExceptHandler":
+                for part in ("body", "orelse", "handlers", "finalbody"):
+                    yield from _imported(getattr(statement, part, []))
 
 
 def _lacks_something(error: BaseException, suite: dict[str, Any]) -> bool:

@@ -50,7 +50,7 @@ def _operator(name: str) -> Callable[[Any, Any], Any]:
     return getattr(operator, f"{name}_" if name in ("and", "or") else name)
 
 
-def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
+def _call(function: Any, /, *args: Any, **kwargs: Any) -> Any:
     return function(*args, **kwargs)
 
 

@@ -71,10 +71,10 @@ class Peer:
             raise Gone
         return message
 
-    def ask(self, operation: str, *args: Any, **kwargs: Any) -> Any:
+    def ask(self, operation: str, /, *args: Any, **kwargs: Any) -> Any:
         """What an operation gives on the other side. Raises what it raises there, TypeError, `Gone`."""
         self.asked = True
-        given = _by_place(args, kwargs)
+        given = _mutable_by_place(args, kwargs)
         try:
             self.send(("do", operation, args, kwargs))
         except ValueError as error:
@@ -108,7 +108,7 @@ class Peer:
         try:
             if name not in operations.ALL or not self._allows(name, args):
                 raise TypeError(f"{name} is not possible here")
-            given = {place: a for place, a in _by_place(args, kwargs).items() if isinstance(a, _MUTABLE)}
+            given = _mutable_by_place(args, kwargs)
             before = {place: wire.encode(a, self._refer) for place, a in given.items()}
             result = operations.ALL[name](*args, **kwargs)
             changed = tuple((place, a) for place, a in given.items() if wire.encode(a, self._refer) != before[place])
@@ -171,10 +171,10 @@ class NotPlainError(TypeError):
     """A result that is an object, where only plain data is taken."""
 
 
-def _by_place(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int | str, Any]:
-    """What an operation is given, by its number or its name."""
+def _mutable_by_place(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int | str, Any]:
+    """What an operation is given and may change, by its number or its name."""
     places: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
-    return dict(places)
+    return {place: value for place, value in places if isinstance(value, _MUTABLE)}
 
 
 def _error_class(module: str, name: str, bases: tuple[Any, ...]) -> type[BaseException]:

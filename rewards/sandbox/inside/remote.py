@@ -30,7 +30,7 @@ class Remote:
     def __delattr__(self, name: str) -> None:
         self._d1_peer.ask("delattr", self, name)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         return self._d1_peer.ask("call", self, *args, **kwargs)
 
     def __enter__(self) -> Any:

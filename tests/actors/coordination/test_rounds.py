@@ -149,10 +149,10 @@ class _Paused(_Pools):
 
     @property
     def unpaused_s(self) -> float:
-        answer = self._answers.pop(0)
-        if not self._answers:
-            self._is_over.set()
-        return answer
+        if len(self._answers) > 1:
+            return self._answers.pop(0)
+        self._is_over.set()
+        return self._answers[0]
 
     async def score(self, *asked: Any) -> tuple[Any, PortionSummary]:
         await self._is_over.wait()

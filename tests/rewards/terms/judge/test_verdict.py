@@ -239,6 +239,50 @@ def test_what_tests_import_is_not_the_programs() -> None:
     assert _judge(program, "assert math.isclose(f(), 1)", setup=setup).passed == (True,)
 
 
+def test_no_name_of_a_program_is_one_that_tests_are_judged_by() -> None:
+    runs = "def f(): return 1\ndef run_test(*_): pass\ndef candidate(*_): return 2\n"
+    suite = Suite(tests=("run_test(test_f)",), setup="from solution import *\ndef test_f(): assert f() == 2")
+    assert _SANDBOX.judge(runs, suite).passed == (False,)
+    setup = "try:\n    import math\nexcept ImportError:\n    pass\nfrom solution import *"
+    program = "def f(): return 1\nclass math: isclose = staticmethod(lambda *_: True)\n"
+    assert _judge(program, "assert math.isclose(f(), 2)", setup=setup).passed == (False,)
+
+
+def test_a_program_that_speaks_for_itself_brings_no_builtins() -> None:
+    program = (
+        "import sys\n"
+        "peer = sys._getframe(1).f_locals['peer']\n"
+        "class Yes:\n    def __eq__(self, other): return True\n"
+        "yes = lambda *_: Yes()\n"
+        "class Module: pass\n"
+        "Module.f = yes\n"
+        "setattr(Module, '__builtins__', {'set': yes})\n"
+        "peer.send(('loaded', Module, ('f', '__builtins__')))\n"
+        "peer.serve_forever()\n"
+    )
+    suite = Suite(tests=("assert set(f()) == set((4, 5))", "assert f() is not None"), below=True)
+    assert _SANDBOX.judge(program, suite).passed == (False, True), "the second: it is heard at all"
+
+
+def test_a_program_that_speaks_for_itself_gives_no_object_where_plain_data_is_due() -> None:
+    program = (
+        "import sys\n"
+        "peer = sys._getframe(1).f_locals['peer']\n"
+        "class Module: pass\n"
+        "Module.f = lambda *_: 0\n"
+        "peer.send(('loaded', Module, ()))\n"
+        "while True:\n"
+        "    is_call = peer.receive()[1] == 'call'\n"
+        "    peer.send(('gave argument', 0, ()) if is_call else ('gave', Module.f, ()))\n"
+    )
+    assert _SANDBOX.judge(program, replace(_SUITE, tests=("assert candidate(1) is not None",))).passed == (False,)
+
+
+def test_arguments_may_be_called_anything() -> None:
+    program = "def f(operation, function, self): return operation + function + self"
+    assert _judge(program, "assert f(operation=1, function=2, self=3) == 6").passed == (True,)
+
+
 def test_what_a_program_takes_from_the_standard_library_is_its_own_too() -> None:
     program = (
         "import math\nfrom collections import Counter\nfrom decimal import Decimal\nfrom functools import partial\n"
@@ -362,7 +406,7 @@ def test_errors_of_the_program_are_what_they_are() -> None:
     program = (
         "import json\nclass A(Exception): pass\nclass B(A): pass\n"
         "def f(kind):\n    raise {'value': ValueError('v'), 'key': KeyError('k'), 'b': B(1)}[kind]\n"
-        "def parse(): return json.loads('{')\n"
+        "from json import JSONDecodeError\ndef parse(): return json.loads('{')\n"
         "class Named:\n    pass\nclass C(Named, A): pass\ndef g(): raise C(2)\n"
     )
     tests = (
