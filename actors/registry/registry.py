@@ -292,7 +292,7 @@ def check_registry(num_machines: int) -> None:
         try:
             registry.ping()
         except ConnectionError as error:
-            raise ConnectionError(f"{error}; {advice}") from error
+            raise ConnectionError(f"{str(error).rstrip('.')}; {advice}") from error
         finally:
             registry.close()
     elif num_machines > 1:
