@@ -167,7 +167,7 @@ def _embedded_registry() -> Check:
 
 def _redis() -> Iterator[Check]:
     """The server that takes the embedded one's place, if the environment names one. Its URL may hold a password."""
-    from actors.registry.registry import URL_VARIABLE
+    from actors.registry.registry import URL_ADVICE, URL_VARIABLE
 
     url = os.environ.get(URL_VARIABLE)
     if url is None:
@@ -181,7 +181,7 @@ def _redis() -> Iterator[Check]:
             name=URL_VARIABLE,
             found=f"no answer: {type(error).__name__}",
             verdict=CheckOutcome.FAILED,
-            fix=f"{URL_VARIABLE} should be redis://[:PASSWORD@]HOST:PORT of a server that runs, or unset",
+            fix=URL_ADVICE,
         )
     else:
         yield Check(name=URL_VARIABLE, found="answers")

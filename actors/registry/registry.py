@@ -34,6 +34,7 @@ from actors.registry.records import (
 )
 
 URL_VARIABLE = "D1_REDIS_URL"
+URL_ADVICE = f"{URL_VARIABLE} should be redis://[:PASSWORD@]HOST:PORT of a server that runs, or unset"
 # Those that only their own methods move.
 _KEPT = frozenset({NEWEST, BASE, BEST, PINNED})
 _ALIAS = re.compile(r"[a-z][a-z0-9_-]{0,63}")
@@ -283,16 +284,15 @@ def check_registry(num_machines: int) -> None:
     """Raise ValueError or ConnectionError, with a sentence, where so many machines can have no registry."""
     url = os.environ.get(URL_VARIABLE)
     if url:
-        advice = f"{URL_VARIABLE} should be redis://[:PASSWORD@]HOST:PORT of a server that runs, or unset"
         try:
             registry = Registry(url, "none")
         except ValueError as error:
             # What it says of a part of the URL may be the password.
-            raise ValueError(f"{URL_VARIABLE} is no address of a Redis; {advice}") from error
+            raise ValueError(f"{URL_VARIABLE} is no address of a Redis; {URL_ADVICE}") from error
         try:
             registry.ping()
         except ConnectionError as error:
-            raise ConnectionError(f"{str(error).rstrip('.')}; {advice}") from error
+            raise ConnectionError(f"{str(error).rstrip('.')}; {URL_ADVICE}") from error
         finally:
             registry.close()
     elif num_machines > 1:

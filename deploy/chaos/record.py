@@ -94,8 +94,8 @@ def read_history(run_dir: Path) -> History:
         for path in sorted((run_dir / CHECKPOINTS).glob(f"[!.]*/{WEIGHTS}"))
     }
     return History(
-        # Not `splitlines`: the samples are written as they are, and a text may have other ends of a line.
         events=tuple(events),
+        # Not `splitlines`: they are written as they are, and a text may have other ends of a line.
         samples=tuple(json.loads(line) for line in samples.split("\n") if line.endswith("}")),
         digests=digests,
         num_unreadable=len(text.splitlines()) - len(events),

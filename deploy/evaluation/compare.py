@@ -19,8 +19,8 @@ from deploy.program import program
 
 # What two evaluations may differ in, and still ask the same: which problems there are is looked at by themselves.
 _OF_ITS_OWN = {"checkpoint", "dtype", "batch_size", "num_problems", "num_answers"}
-_OF_ITS_TASK = {"reward", "shaping", "working", "show_working"}
-_OF_ITS_TASK |= {"train_data", "heldout_data", "heldout_fraction", "validation_fraction"}
+_OF_REWARD = {"reward", "shaping", "working", "show_working"}
+_OF_DATA = {"train_data", "heldout_data", "heldout_fraction", "validation_fraction"}
 _REAL = 0.05
 
 
@@ -146,7 +146,7 @@ def _compared(name: str, first: Recorded, second: Recorded, names: tuple[str, st
 def _asked(facts: Mapping[str, Any]) -> dict[str, Any]:
     """What was asked, but for what two evaluations may differ in."""
     kept = {key: value for key, value in facts.items() if key not in _OF_ITS_OWN}
-    return {**kept, "task": {key: value for key, value in facts["task"].items() if key not in _OF_ITS_TASK}}
+    return {**kept, "task": {key: value for key, value in facts["task"].items() if key not in _OF_REWARD | _OF_DATA}}
 
 
 def mcnemar(only_first: int, only_second: int) -> float:

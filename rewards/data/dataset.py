@@ -122,25 +122,13 @@ class Dataset:
         return len(self._split(split))
 
     def _split(self, split: Split) -> tuple[Problem, ...]:
-        found = self._found(split)
+        found = self._all(self._source_of(split))
         if not self._is_cut(split):
             return found
         heldout_fraction = 0.0 if len(self._sources) > 1 else self._config.heldout_fraction
         validation_fraction = self._config.validation_fraction
         fractions = heldout_fraction, validation_fraction
         return tuple(p for p in found if split_of(question_of(p.problem_id), *fractions) is split)
-
-    def _found(self, split: Split) -> tuple[Problem, ...]:
-        """The problems of a split's source; of the hub's training problems those that ask what is not held out there.
-
-        Files are taken as they are.
-        """
-        source, heldout = self._source_of(split), self._sources.get(Split.HELDOUT)
-        found = self._all(source)
-        if source is Split.HELDOUT or not isinstance(heldout, HubSplit):
-            return found
-        asked = {question_of(problem.problem_id) for problem in self._all(Split.HELDOUT)}
-        return tuple(problem for problem in found if question_of(problem.problem_id) not in asked)
 
     def _source_of(self, split: Split) -> Split:
         """Which of the sources has the problems of a split, perhaps among others."""
@@ -154,7 +142,15 @@ class Dataset:
         return split is Split.TRAIN and self._config.validation_fraction > 0
 
     def _read(self, split: Split) -> tuple[Problem, ...]:
-        return posed_rows(self._sources[split], self._pose)
+        """The problems of a source; of the hub's training problems those that ask what is not held out there.
+
+        Files are taken as they are.
+        """
+        found = posed_rows(self._sources[split], self._pose)
+        if split is Split.HELDOUT or not isinstance(self._sources.get(Split.HELDOUT), HubSplit):
+            return found
+        asked = {question_of(problem.problem_id) for problem in self._all(Split.HELDOUT)}
+        return tuple(problem for problem in found if question_of(problem.problem_id) not in asked)
 
     def _origin(self, split: Split) -> str:
         return str(self._sources[self._source_of(split)])

@@ -116,6 +116,9 @@ def _numbered(path: Path, rows: Iterable[Any], unit: str = "line") -> Iterator[R
         place = f"{path}, {unit} {number}"
         if not isinstance(fields, dict):
             raise ValueError(f"{place} is {shown(fields)}; it should be an object with a value for each column")
+        if None in fields:
+            # Where `csv` puts them.
+            raise ValueError(f"{place} has more cells than the {len(fields) - 1} columns of the first line")
         yield Row(place=place, fields=fields)
 
 
@@ -143,13 +146,8 @@ def _parsed(text: str, place: str) -> Any:
 
 
 def _csv_rows(path: Path) -> Iterator[Any]:
-    reader = csv.DictReader(io.StringIO(_text(path), newline=""))
     try:
-        for number, fields in enumerate(reader, start=1):
-            if None in fields:
-                columns = len(fields) - 1
-                raise ValueError(f"{path}, row {number} has more cells than the {columns} columns of the first line")
-            yield fields
+        yield from csv.DictReader(io.StringIO(_text(path), newline=""))
     except csv.Error as error:
         raise ValueError(f"{path} is not CSV that can be read: {error}") from error
 

@@ -6,19 +6,10 @@ import re
 from typing import Literal
 
 from rewards.data.dataset import problem_id
-from rewards.data.prompts import user_turn
 from rewards.data.rows import HubSplit, Row, shown
 from rewards.problem import Grade, Problem, Split
 from rewards.sandbox import Suite
-from rewards.tasks.programs import (
-    ProgramsConfig,
-    ProgramTask,
-    instruction,
-    label,
-    metadata_of,
-    program_in,
-    redefined_in,
-)
+from rewards.tasks.programs import ProgramsConfig, ProgramTask, posed, program_in
 
 # What the first d1 trains on (its paper, section 4).
 _HUB = {Split.TRAIN: HubSplit(repo="KodCode/KodCode-Light-RL-10K", split="train")}
@@ -71,14 +62,8 @@ class Kodcode(ProgramTask):
         tests = _tests(test)
         if not tests:
             raise ValueError(f"{row.place}: test is {shown(test)}; it should define functions test_...")
-        solution = row.text("solution")
-        return Problem(
-            problem_id=problem_id(self.name, text),
-            messages=user_turn(instruction(f"{text.strip()}\n\n{_interface(row, test)}".strip())),
-            answer=solution,
-            demonstration=label(solution),
-            metadata=metadata_of(Suite(tests=tests, setup=test, redefines=redefined_in(solution))),
-        )
+        task = f"{text.strip()}\n\n{_interface(row, test)}".strip()
+        return posed(problem_id(self.name, text), task, row.text("solution"), Suite(tests=tests, setup=test))
 
 
 def _tests(source: str) -> tuple[str, ...]:

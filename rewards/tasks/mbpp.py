@@ -6,19 +6,10 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from rewards.data.dataset import problem_id
-from rewards.data.prompts import user_turn
 from rewards.data.rows import HubSplit, Row, shown
 from rewards.problem import Grade, Problem, Split
 from rewards.sandbox import Suite
-from rewards.tasks.programs import (
-    ProgramsConfig,
-    ProgramTask,
-    instruction,
-    label,
-    metadata_of,
-    program_in,
-    redefined_in,
-)
+from rewards.tasks.programs import ProgramsConfig, ProgramTask, posed, program_in
 
 # Of its 374 rows to train on three ask what three of the test split do.
 _HUB = {
@@ -68,15 +59,8 @@ class Mbpp(ProgramTask):
         setup = "\n".join([*_statements(row.fields, row, "test_imports"), str(row.fields.get("test_setup_code") or "")])
         # Not all of them, as papers do: then a table of their values would pass.
         task = f"{text.strip()} It should pass this test:\n\n```python\n{tests[0]}\n```"
-        code = row.text("code")
-        suite = Suite(tests=tests, setup=setup, below=True, redefines=redefined_in(code))
-        return Problem(
-            problem_id=problem_id(self.name, text, *tests),
-            messages=user_turn(instruction(task)),
-            answer=code,
-            demonstration=label(code),
-            metadata=metadata_of(suite),
-        )
+        suite = Suite(tests=tests, setup=setup, below=True)
+        return posed(problem_id(self.name, text, *tests), task, row.text("code"), suite)
 
 
 def _statements(fields: Mapping[str, Any], row: Row, column: str) -> tuple[str, ...]:

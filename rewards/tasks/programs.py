@@ -5,13 +5,14 @@ from __future__ import annotations
 import builtins
 import json
 import re
+from dataclasses import replace
 from functools import cache
 from typing import Self
 
 from pydantic import model_validator
 
 from rewards.data.dataset import DataConfig, DataTask
-from rewards.data.prompts import D1_FORMAT, demonstration
+from rewards.data.prompts import D1_FORMAT, demonstration, user_turn
 from rewards.problem import Grade, Outcome, Problem, Split
 from rewards.reading.answers import last_tagged
 from rewards.sandbox import Sandbox, SandboxConfig, Suite, SuiteVerdict
@@ -120,7 +121,18 @@ def metadata_of(suite: Suite) -> dict[str, str]:
     }
 
 
-def redefined_in(code: str) -> tuple[str, ...]:
+def posed(problem_id: str, task: str, solution: str, suite: Suite) -> Problem:
+    """The problem to write a program as `solution` is one: the tests see the builtins that it defines itself."""
+    return Problem(
+        problem_id=problem_id,
+        messages=user_turn(instruction(task)),
+        answer=solution,
+        demonstration=label(solution),
+        metadata=metadata_of(replace(suite, redefines=_redefined_in(solution))),
+    )
+
+
+def _redefined_in(code: str) -> tuple[str, ...]:
     """The builtins that a right program defines as functions or classes of its own."""
     return tuple(name for name in _DEFINITION.findall(code) if hasattr(builtins, name))
 

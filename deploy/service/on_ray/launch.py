@@ -32,7 +32,7 @@ from deploy.service.gateway.api_keys import (
 from deploy.service.gateway.callers import is_loopback
 from deploy.service.source import Source
 from deploy.waiting import saying
-from learner.model.checkpoint_files import lent_weights, most_weight_bytes
+from learner.model.checkpoint_files import lent_weights, most_weight_bytes, weight_files
 from learner.parallel.patience import patience_s
 
 _READY_TIMEOUT_S = 180.0
@@ -72,7 +72,6 @@ def serve_checkpoint(
     Otherwise as `serve_run`."""
     from deploy.recipe.recipe import ServiceSection
     from deploy.service.api.text_codec import TextCodec
-    from learner.model.checkpoint_files import weight_files
 
     directory, service = directory.resolve(), ServiceSection()
     address = Address(host=host or service.host, port=port or service.port)

@@ -55,9 +55,12 @@ def _judge(peer: Peer, suite: dict[str, Any]) -> tuple[str, tuple[bool, ...], st
     namespace = _namespace()
     sys.modules["pytest"] = pytest_shim
     try:
-        _fill(peer, namespace, suite, solution, names)
+        setup = compile(suite["setup"], "tests", "exec", _ONLY_TREE)
+        if not suite["entry_point"]:
+            _fill(namespace, suite, solution, names, set(_imported(setup.body)))
+            peer.asked = False
         pytest_shim.refuse(suite["setup"])
-        exec(compile(suite["setup"], "tests", "exec"), namespace)
+        exec(compile(setup, "tests", "exec"), namespace)
         if suite["entry_point"]:
             name = suite["entry_point"]
             # HumanEval/33 calls it by its own name.
@@ -79,23 +82,21 @@ def _namespace() -> dict[str, Any]:
     return namespace
 
 
-def _fill(peer: Peer, namespace: dict[str, Any], suite: dict[str, Any], solution: Any, names: tuple[Any, ...]) -> None:
+def _fill(
+    namespace: dict[str, Any], suite: dict[str, Any], solution: Any, names: tuple[Any, ...], imported: set[str]
+) -> None:
     """Bring the program's names to the tests: as the module `solution`, or as if the tests stood below the program.
 
     A program that defines `set`, `sorted` or `pytest` would decide what the tests compare with it: builtins, and what
     the tests import from elsewhere, come only to tests that ask for them by name, or from a program that should define
     them.
     """
-    if suite["entry_point"]:
-        return
     module = ModuleType("solution")
     sys.modules["solution"] = module
     # A program that speaks for itself may name anything: `__builtins__` would be those of the tests.
     bound = [name for name in names if isinstance(name, str) and not name.startswith("__")]
     for name in bound:
         module.__dict__[name] = getattr(solution, name)
-    peer.asked = False
-    imported = _imported(compile(suite["setup"], "tests", "exec", _ONLY_TREE).body)
     taken = {*dir(builtins), *_OURS, *imported} - set(suite["redefines"])
     given = [name for name in bound if name not in taken]
     # What `from solution import *` brings.
