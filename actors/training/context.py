@@ -20,9 +20,10 @@ from actors.training.ending import Decision, Pulse, decided
 from actors.training.evaluation import Evaluator
 from actors.training.publication import Publisher
 from actors.training.shards import Travel
-from actors.training.starting import agreed_checkpoint, load_sharded, start_of, verified_weights
-from learner.model.adapter import Adapter
+from actors.training.starting import agreed_checkpoint, base_of, load_sharded, start_of, verified_weights
+from learner.model.adapter import Adapter, read_chain
 from learner.model.checkpoint import StoredWeights
+from learner.model.checkpoint_files import ADAPTER, verify_checkpoint
 from learner.parallel.asleep import asleep
 from learner.parallel.ranks import Ranks
 
@@ -59,6 +60,7 @@ class RunContext:
         self.policy = load_sharded(spec, self.found.directory)
         travel = Travel(dtype=spec.rollout.engine.torch_dtype, stays_on_device=spec.weight_transport != OBJECT_STORE)
         self.publisher = Publisher(self.policy, ranks, client, self._samplers_turn, travel)
+        self.publisher.base = base_of(self.position.phase, spec, ranks)
         self.evaluator = Evaluator(spec, ranks, self.publisher, client)
         self.checkpointer = Checkpointer(spec, self.policy, ranks, client, clock)
 
@@ -69,6 +71,17 @@ class RunContext:
     def start_weights(self, phase: Phase) -> StoredWeights:
         """The weights that a stage starts from. Raises ValueError when their files are damaged."""
         return verified_weights(start_of(phase, self.spec, self.ranks))
+
+    def begin_adapter(self, phase: Phase) -> None:
+        """Begin the adapter of a stage, beside what the stages before it added. A collective.
+
+        Raises ValueError where the files of what it starts from are damaged.
+        """
+        start = start_of(phase, self.spec, self.ranks)
+        if (start / ADAPTER).is_file():
+            verify_checkpoint(start, [ADAPTER])
+        self.policy.begin_adapter(read_chain(start).together)
+        self.publisher.base = base_of(phase, self.spec, self.ranks)
 
     def decide(self, seconds: Callable[[], float]) -> Decision:
         """What all ranks do next; `seconds` is what the stage has taken by rank 0's clock. A collective."""
@@ -104,21 +117,13 @@ class RunContext:
             self.evaluator.hear()
 
     def save(self) -> None:
-        """Write a checkpoint of where the run stands.
-
-        Under LoRA one of a stage under way holds the adapter and not the policy, which anyone can make of that and of
-        what the stage began with. Not in 4 bits: another machine may round what the stage began with otherwise.
-        """
+        """Write a checkpoint of where the run stands: the policy's weights, or under LoRA its adapter."""
         self.pulse.doing = "writing a checkpoint"
         position = self.position
         digest = self.publisher.digest if position.is_published else None
         is_under_way = self.learner_state is not None and position.round != self.spec.learner.num_rounds
         may_fail = is_under_way or not position.is_published
-        lora = self.spec.model.lora
-        is_whole = not may_fail or not lora.rank or lora.base_weights == "nf4"
-        self.checkpointer.write(
-            position, digest, self.learner_state, self._adapter(), may_fail=may_fail, is_whole=is_whole
-        )
+        self.checkpointer.write(position, digest, self.learner_state, self._adapter(), may_fail=may_fail)
 
     def finish(self, position: Position) -> None:
         """End a stage at a position: publish, checkpoint and evaluate it."""
@@ -142,5 +147,10 @@ class RunContext:
         lora = self.spec.model.lora
         if not lora.rank:
             return None
-        base = start_of(self.position.phase, self.spec, self.ranks)
-        return Adapter(rank=lora.rank, alpha=lora.alpha, base=base.name, matrices=self.policy.adapter_on_rank_0())
+        return Adapter(
+            rank=lora.rank,
+            alpha=lora.alpha,
+            base=start_of(self.position.phase, self.spec, self.ranks).name,
+            matrices=self.policy.adapter_on_rank_0(),
+            base_weights=lora.base_weights,
+        )

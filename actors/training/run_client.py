@@ -77,15 +77,9 @@ class RunClient:
         """Offer nothing any more, and hold nothing of it."""
         offering.withdraw()
 
-    def publish(self, manifest: Manifest, weights: Mapping[str, Tensor]) -> bool:
-        """Hand an adapter to the weight store. False where that does not have its base, and did not take it."""
-        handed_over = self._store.publish.remote(manifest, put(weights))
-        return bool(self._call(handed_over, manifest.travel_s(_CALL_TIMEOUT_S)))
-
-    def publish_base(self, manifest: Manifest, weights: Mapping[str, Tensor]) -> None:
-        """Hand what adapters stand on to the weight store."""
-        handed_over = self._store.publish_base.remote(manifest, put(weights))
-        self._call(handed_over, manifest.travel_s(_CALL_TIMEOUT_S))
+    def publish(self, manifest: Manifest, adapter: Mapping[str, Tensor]) -> None:
+        """Hand an adapter to the weight store."""
+        self._call(self._store.publish.remote(manifest, put(adapter)), manifest.travel_s(_CALL_TIMEOUT_S))
 
     def announce(self, generation: Generation, phase: Phase, round_index: int) -> None:
         """Tell the service that the store has a version. Nobody waits for the registry: the next call finds out whether

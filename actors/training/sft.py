@@ -32,7 +32,10 @@ def run_control(context: RunContext) -> None:
     """More SFT on the same labels from where the rounds began, for the seconds that they took or for given steps."""
     spec, rounds = context.spec, context.position
     if not context.resumes(Phase.CONTROL):
-        context.policy.load_full_weights(context.start_weights(Phase.CONTROL))
+        if spec.model.lora.rank:
+            context.begin_adapter(Phase.CONTROL)
+        else:
+            context.policy.load_full_weights(context.start_weights(Phase.CONTROL))
     limit = Limit(num_steps=spec.control.num_steps, seconds=0.0 if spec.control.num_steps else rounds.rl_seconds)
     # Its steps go on counting where SFT's ended: other orders of the labels, other masks.
     SftSteps(context, labels(context), Phase.CONTROL, limit, spec.sft.num_steps).run()

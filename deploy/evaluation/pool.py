@@ -21,7 +21,7 @@ from deploy.evaluation.problems import Batch
 from deploy.evaluation.worker import Answered, Worker, WorkerConfig
 from deploy.orphans import end_with_parent
 from deploy.sampling.policy import Device, choose_device
-from learner.model.checkpoint_files import lent_weights
+from learner.model.checkpoint_files import checkpoint_chain
 
 _SMALL_BYTES = 200 << 20
 _DIED = "a worker of the evaluation died, killed or out of memory; what was answered is kept"
@@ -108,7 +108,7 @@ def _configs(config: WorkerConfig, wanted: Wanted) -> list[WorkerConfig]:
 
 
 def _num_bytes(checkpoint: Path) -> int:
-    return sum(path.stat().st_size for path in (lent_weights(checkpoint) or checkpoint).glob("*.safetensors"))
+    return sum(path.stat().st_size for path in checkpoint_chain(checkpoint)[-1].glob("*.safetensors"))
 
 
 def _begin(config: WorkerConfig) -> None:

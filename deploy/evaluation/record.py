@@ -16,7 +16,7 @@ from typing import Any
 from deploy.errors import UserError, reason
 from deploy.evaluation.worker import Answer, Answered
 from deploy.runs.lock import RunLock
-from learner.model.checkpoint_files import lent_weights
+from learner.model.checkpoint_files import ADAPTER, adapter_base
 
 _WEIGHTS = ("*.safetensors", "*.bin")
 _SAMPLED_BYTES = 1 << 20
@@ -154,9 +154,8 @@ def fingerprint(checkpoint: Path) -> str:
     Raises OSError where they cannot be read, and ValueError where it stands on weights that are not there.
     """
     digest = sha256((checkpoint / "config.json").read_bytes())
-    base = lent_weights(checkpoint)
-    if base is not None:
-        digest.update(fingerprint(base).encode())
+    if (checkpoint / ADAPTER).is_file():
+        digest.update(fingerprint(adapter_base(checkpoint)).encode())
     for path in sorted(path for pattern in _WEIGHTS for path in checkpoint.glob(pattern)):
         size = path.stat().st_size
         digest.update(f"{path.name} {size}".encode())

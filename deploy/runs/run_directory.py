@@ -194,7 +194,8 @@ def _check_canvas(recipe: Recipe, source: Path) -> None:
 
 def _write_initial(recipe: Recipe, directory: Path, source: Path | None) -> None:
     # These import torch, and those of `_save_initial` Ray: seconds, not to be spent where a recipe is only looked at.
-    from learner.model.checkpoint import load_policy, stored_dtype
+    from learner.model.adapter import read_chain
+    from learner.model.checkpoint import load_merged, load_weights, stored_dtype
     from learner.model.networks import make_model
     from learner.model.transformer import init_weights
 
@@ -202,7 +203,10 @@ def _write_initial(recipe: Recipe, directory: Path, source: Path | None) -> None
         _check_canvas(recipe, source)
         ChatTokenizer(source)
         # As it is: in float32 a checkpoint in bfloat16 would take twice the memory and the disk, and say the same.
-        _save_initial(directory, load_policy(source, stored_dtype(source)), source)
+        has_adapter = read_chain(source).adapter is not None
+        _save_initial(
+            directory, load_merged(source) if has_adapter else load_weights(source, stored_dtype(source)), source
+        )
         return
     tokenizer_dir = directory.parent / ".tokenizer"
     make_tokenizer(_texts(recipe), tokenizer_dir, recipe.model.vocab_size)

@@ -111,7 +111,7 @@ class Source:
         """The versions of an engine, the newest of them loaded."""
         # Here and not above: of a service's processes its engines alone compute, and load torch.
         from deploy.service.engine.canary import HeldoutCanary
-        from deploy.service.engine.loading import load_sampler
+        from deploy.service.engine.loading import VersionLoader
         from deploy.service.engine.versions import Versions
 
         policy = self.newest()
@@ -127,10 +127,11 @@ class Source:
             canary = None
             engine, most_live = EngineConfig(dtype=self.dtype), _MAX_LIVE_OF_CHECKPOINT
             locate = _nothing
+        loader = VersionLoader(checkpoint, engine, device)
         return Versions(
-            load_sampler(policy, checkpoint, engine, device),
+            loader.load(policy),
             policy,
-            load=lambda announced: load_sampler(announced, checkpoint, engine, device),
+            load=loader.load,
             locate=locate,
             most_live=most_live,
             canary=canary,

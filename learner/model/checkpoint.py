@@ -2,9 +2,9 @@
 
 A directory holds `config.json`, the weights and the tokenizer's files, so that the family's original code loads it too.
 The weights are `model.safetensors`, or several shards with `model.safetensors.index.json`. d1 adds `manifest.json` (a
-checksum of every file) and `trainer_state.json`; a checkpoint of the rounds also has `learner.safetensors`, and one of
-an adapter `lora.safetensors`. That one may have no weights: they are those of the checkpoint that the adapter stands
-on, beside it, with the adapter merged. Nothing is pickled, and no code that comes with a checkpoint is run.
+checksum of every file) and `trainer_state.json`; a checkpoint of the rounds also has `learner.safetensors`. One of a
+LoRA run has `lora.safetensors` instead of weights: its policy is that of the checkpoint that the adapter stands on, a
+directory beside it, with the adapter. Nothing is pickled, and no code that comes with a checkpoint is run.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from learner.model.adapter import Adapter, read_adapter, write_adapter
+from learner.model.adapter import Adapter, put_beside, read_chain, write_adapter
 from learner.model.checkpoint_files import (
     INDEX,
     LEARNER_STATE,
     MANIFEST,
     TRAINER_STATE,
+    checkpoint_chain,
     checksum,
-    lent_weights,
     load_config,
     weight_files,
 )
@@ -39,8 +39,9 @@ from learner.model.config import TransformerConfig
 from learner.model.families import FAMILIES
 from learner.model.families.layout import Piece, rows_of, within
 from learner.model.families.raw_config import CONFIG, GENERATION_CONFIG
-from learner.model.lora import adapter_names, merged
+from learner.model.lora import merge_adapters
 from learner.model.networks import held_dtypes, make_on_meta
+from learner.model.quantized import round_blocks
 from learner.model.tokenizer import TOKENIZER_FILES
 from learner.model.transformer import Transformer
 
@@ -52,7 +53,7 @@ _MOST_NAMED = 3
 
 
 def load_policy(directory: Path, dtype: torch.dtype = torch.float32) -> Transformer:
-    """The policy of a checkpoint directory, on the CPU.
+    """The policy of a checkpoint directory, on the CPU; its adapters stay beside its weights.
 
     It is read tensor by tensor: more than the policy itself, no more than one tensor is in memory.
 
@@ -63,6 +64,20 @@ def load_policy(directory: Path, dtype: torch.dtype = torch.float32) -> Transfor
     Raises:
         ValueError: no checkpoint there, another model family, or a tensor missing, extra or of a wrong shape.
     """
+    chain = read_chain(directory)
+    model = load_weights(chain.weights, dtype)
+    if chain.adapter is not None and chain.adapter.base_weights == "nf4":
+        round_blocks(model)
+    if chain.adapter is not None:
+        try:
+            put_beside(model, chain.adapter.matrices, chain.adapter.scaling, chain.start)
+        except ValueError as error:
+            raise ValueError(f"the adapter in {directory} cannot be used: {error}") from error
+    return model
+
+
+def load_weights(directory: Path, dtype: torch.dtype = torch.float32) -> Transformer:
+    """The policy of a checkpoint directory that has the weights itself. Raises as `load_policy`."""
     weights = StoredWeights(directory)
     model, held = make_on_meta(weights.config), held_dtypes(weights.config, dtype)
     # A copy: what is read may be a view of the file, which may change or go.
@@ -71,60 +86,48 @@ def load_policy(directory: Path, dtype: torch.dtype = torch.float32) -> Transfor
     return model
 
 
+def load_merged(directory: Path) -> Transformer:
+    """The policy of a checkpoint directory with its adapters merged into its weights, in float32, on the CPU: for those
+    who have the original code alone. Raises as `load_policy`."""
+    model = load_policy(directory)
+    merge_adapters(model)
+    return model
+
+
 def empty_policy(directory: Path, dtype: torch.dtype, device: str | torch.device) -> Transformer:
     """A policy of a checkpoint's shape whose weights are anything yet. Raises ValueError where its config is none."""
     return make_on_meta(load_config(directory)).to(dtype).to_empty(device=device)
 
 
-class StoredWeights(Mapping[str, "StoredTensor | MergedTensor"]):
-    """The weights of a checkpoint directory by our names; what is read of them is read when it is asked for.
-
-    Of one that holds an adapter and no weights, the adapter is in memory, and merged into what is read.
-    """
+class StoredWeights(Mapping[str, "StoredTensor"]):
+    """The weights of a checkpoint directory by our names; what is read of them is read when it is asked for."""
 
     def __init__(self, directory: Path) -> None:
         """Look at the headers, which are small.
 
-        Raises ValueError if there is no checkpoint, or a tensor is not as the config makes it.
+        Raises ValueError if there are no weights, or a tensor is not as the config makes it.
         """
         self.config = load_config(directory)
         """The policy's shape and family."""
         parameters = dict(make_on_meta(self.config).to(torch.bfloat16).named_parameters())
         layout = FAMILIES[self.config.family].layout({name: held.shape for name, held in parameters.items()})
-        base = lent_weights(directory)
-        holder = base or directory
-        headers = {path: _read_header(path) for path in weight_files(holder)}
+        headers = {path: _read_header(path) for path in weight_files(directory)}
         owners: dict[str, Path] = {}
         for path, header in headers.items():
             for name in header:
                 if owners.setdefault(name, path) != path:
                     raise ValueError(f"{name} is in {owners[name]} and in {path}; one of them is of another checkpoint")
         stored = {name: about for header in headers.values() for name, about in header.items()}
-        _check_shapes(holder, {name: shape for name, (shape, _) in stored.items()}, layout.stored_shapes)
-        self._tensors: dict[str, StoredTensor | MergedTensor] = {
+        _check_shapes(directory, {name: shape for name, (shape, _) in stored.items()}, layout.stored_shapes)
+        self._tensors = {
             name: StoredTensor(held.shape, layout.of_ours[name], owners) for name, held in parameters.items()
         }
         pieces = [layout.of_ours[name] for name, held in parameters.items() if held.dtype is torch.bfloat16]
         kinds = {stored[piece.stored][1] for of_one in pieces for piece in of_one}
-        self.dtype = torch.bfloat16 if kinds == {"BF16"} and base is None else torch.float32
-        """What holds them as they are: bfloat16 where all are in it that it may hold, and no adapter is merged into
-        them; else float32."""
-        if base is not None:
-            self._merge(read_adapter(directory), {name: held.shape for name, held in parameters.items()}, directory)
+        self.dtype = torch.bfloat16 if kinds == {"BF16"} else torch.float32
+        """What holds them as they are: bfloat16 where all are in it that it may hold, else float32."""
 
-    def _merge(self, adapter: Adapter, shapes: Mapping[str, torch.Size], directory: Path) -> None:
-        given = {name: list(matrix.shape) for name, matrix in adapter.matrices.items()}
-        expected: dict[str, list[int]] = {}
-        for name, shape in shapes.items():
-            a, b = adapter_names(name)
-            if a in given or b in given:
-                expected |= {a: [adapter.rank, shape[1]], b: [shape[0], adapter.rank]}
-                weight = self._tensors[name]
-                assert isinstance(weight, StoredTensor)
-                self._tensors[name] = MergedTensor(weight, adapter, name)
-        _check_shapes(directory, given, expected)
-
-    def __getitem__(self, name: str) -> StoredTensor | MergedTensor:
+    def __getitem__(self, name: str) -> StoredTensor:
         return self._tensors[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -162,27 +165,14 @@ class StoredTensor:
             return whole.view(end - begin, *self.shape[1:])
 
 
-@dataclass(frozen=True, slots=True)
-class MergedTensor:
-    """A tensor in a file with its matrices of an adapter merged: as the learner merges them, in their precision."""
-
-    base: StoredTensor
-    adapter: Adapter
-    name: str
-    """Ours."""
-
-    def __getitem__(self, rows: slice) -> Tensor:
-        """Some rows, on the CPU."""
-        a_RI, b_OR = (self.adapter.matrices[name] for name in adapter_names(self.name))
-        return merged(self.base[rows].to(b_OR.dtype), a_RI, b_OR[rows], self.adapter.scaling)
-
-
 def stored_dtype(directory: Path) -> torch.dtype:
     """What holds the weights of a checkpoint as they are: bfloat16 where all of them are in it, else float32.
 
-    A router's bias, which every policy holds in float32, does not count. Raises ValueError as `load_policy` does.
+    A router's bias, which every policy holds in float32, does not count. What adapters make of weights is in float32.
+    Raises ValueError as `load_policy` does.
     """
-    return StoredWeights(directory).dtype
+    *adapted, weights = checkpoint_chain(directory)
+    return torch.float32 if adapted else StoredWeights(weights).dtype
 
 
 def _read_header(path: Path) -> dict[str, tuple[list[int], str]]:
@@ -235,10 +225,9 @@ def save_checkpoint(
         directory: where it will be; an earlier checkpoint of that name is replaced.
         config: the policy's shape and family.
         weights: the whole (not sharded) parameters under our names, all of one type but for routers' biases, which
-            are in float32; an adapter is merged into them. None: they are those of the adapter's base with the adapter
-            merged, and are not written again.
+            are in float32. None: the policy is what the adapter stands on, with the adapter.
         tokenizer_from: a directory whose tokenizer files are copied.
-        adapter: the adapter by itself, which training goes on with.
+        adapter: that of the stage, in a LoRA run.
         learner_state: the learner's other tensors by name, for a checkpoint that the rounds resume from.
         trainer_state: where training stood (JSON).
         shard_bytes: weights that take more than this are written as several files of at most this size.

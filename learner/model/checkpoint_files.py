@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -13,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from learner.model.config import TransformerConfig
 from learner.model.families import read_config
 from learner.model.families.raw_config import CONFIG, GENERATION_CONFIG, RawConfig
+from learner.model.lora_config import BaseWeights
 from learner.model.tokenizer import TOKENIZER_FILES
 
 MANIFEST = "manifest.json"
@@ -89,24 +91,73 @@ def adapter_base(directory: Path) -> Path:
     return base
 
 
-def lent_weights(directory: Path) -> Path | None:
-    """The checkpoint whose weights one stands on that holds an adapter and no weights; None where it has its own.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Base:
+    """What the adapter of a policy version stands on: a checkpoint of the run, which every machine of the run sees."""
 
-    Raises ValueError where it is not there, or has none.
+    checkpoint: str
+    """The name of its directory."""
+    digest: str
+    """Its `chain_digest`."""
+    scaling: float
+    """What B A is multiplied by."""
+    base_weights: BaseWeights = "full"
+    """Whether the weights are rounded to 4 bits before anything stands on them."""
+
+    def directory(self, checkpoints_dir: Path) -> Path:
+        """Where it is. Raises ValueError where there is no such checkpoint, or another one."""
+        directory = checkpoints_dir / self.checkpoint
+        if Path(self.checkpoint).name != self.checkpoint or not directory.is_dir():
+            raise ValueError(f"an adapter stands on the checkpoint {self.checkpoint}, and {checkpoints_dir} has none")
+        if chain_digest(directory) != self.digest:
+            raise ValueError(f"{directory} is not the checkpoint that the adapter was trained on: its manifest differs")
+        return directory
+
+
+def chain_digest(directory: Path) -> str:
+    """Names the policy of a checkpoint: the SHA-256 of its manifest and of those of the checkpoints it stands on.
+
+    Raises ValueError where one of them has no manifest.
     """
-    if not (directory / ADAPTER).is_file() or (directory / WEIGHTS).is_file() or (directory / INDEX).is_file():
-        return None
-    base = adapter_base(directory)
-    weight_files(base)
-    return base
+    digest = hashlib.sha256()
+    for one in checkpoint_chain(directory):
+        try:
+            digest.update((one / MANIFEST).read_bytes())
+        except OSError as error:
+            raise ValueError(f"{one} is not a checkpoint that d1 wrote: it has no {MANIFEST}") from error
+    return digest.hexdigest()
+
+
+def checkpoint_chain(directory: Path) -> list[Path]:
+    """The checkpoints that a policy is made of: itself, what its adapter stands on, and so on, down to the weights.
+
+    Raises ValueError where one is not there, or the last has no weights.
+    """
+    chain = [directory]
+    while (chain[-1] / ADAPTER).is_file():
+        base = adapter_base(chain[-1])
+        if base in chain:
+            raise ValueError(f"the adapter in {chain[-1]} stands on {base.name}, which stands on it")
+        chain.append(base)
+    if len(chain) > 1:
+        weight_files(chain[-1])
+    return chain
 
 
 def verify_checkpoint(directory: Path, names: Collection[str] | None = None) -> None:
     """Check a checkpoint's files against its manifest, all of them or those of `names`; and with all of them, those of
-    the checkpoint whose weights it stands on.
+    the checkpoints that its adapter stands on.
 
     Raises ValueError that names the file which differs, or is not there or not listed.
     """
+    verify_own_files(directory, names)
+    if names is None:
+        for base in checkpoint_chain(directory)[1:]:
+            verify_own_files(base, None)
+
+
+def verify_own_files(directory: Path, names: Collection[str] | None = None) -> None:
+    """The same, without the checkpoints that its adapter stands on."""
     manifest_path = directory / MANIFEST
     if not manifest_path.is_file():
         raise ValueError(f"{directory} is not a checkpoint that d1 wrote: it has no {MANIFEST}")
@@ -118,8 +169,6 @@ def verify_checkpoint(directory: Path, names: Collection[str] | None = None) -> 
         path = directory / name
         if not path.is_file() or checksum(path) != checksums.get(name):
             raise ValueError(f"{path} is damaged: it is not what {MANIFEST} lists")
-    if names is None and (base := lent_weights(directory)) is not None:
-        verify_checkpoint(base)
 
 
 def checksum(path: Path) -> str:

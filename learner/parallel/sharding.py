@@ -20,8 +20,19 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
+from learner.model.adapter import Adapter
 from learner.model.attention.within import has_kernel
-from learner.model.lora import adapter_names, adapters_off, add_adapters, fresh_adapter, is_adapter, merged, plain_name
+from learner.model.lora import (
+    adapted_layers,
+    adapter_names,
+    adapters_off,
+    add_adapters,
+    fresh_adapter,
+    is_adapter,
+    merged,
+    plain_name,
+    set_start,
+)
 from learner.model.lora_config import WHOLE, LoraConfig
 from learner.model.moe.experts import expert_biases
 from learner.model.networks import make_on_meta
@@ -91,8 +102,8 @@ class Rows(Protocol):
 class ShardedPolicy:
     """A transformer whose parameters are sharded over a mesh, block by block; all of them are trained, or an adapter.
 
-    Parameters go by the model's own names, whatever wraps them. With an adapter, `weights` of the whole policy are
-    those with the adapter merged.
+    Parameters go by the model's own names, whatever wraps them. Under LoRA the weights are frozen: beside them are what
+    earlier stages added, frozen too and whole on every rank, and the adapter that is trained.
     """
 
     def __init__(
@@ -131,8 +142,6 @@ class ShardedPolicy:
         self.module = model
         self._lobby: dist.ProcessGroup | None = None
         self.lora = lora
-        self.num_bases = 1
-        """How many bases the adapter has stood on so far: another one travels anew."""
         self._sharding, self._seed = config, seed
         if lora.rank:
             add_adapters(model, lora)
@@ -147,8 +156,7 @@ class ShardedPolicy:
         if device is not None:
             # Shards alone: the whole policy never is anywhere.
             model.to_empty(device="cpu" if config.cpu_offload else device)
-            self.num_bases = 0
-        self._reset_adapter()
+        self.begin_adapter()
 
     @property
     def device(self) -> torch.device:
@@ -180,12 +188,12 @@ class ShardedPolicy:
         yield from self.module.buffers()
 
     def adapters_off(self) -> AbstractContextManager[None]:
-        """Within the block the module is the policy that the adapter stands on: a reference that needs no memory."""
+        """Within the block the module is the policy that the stage began with: a reference that needs no memory."""
         return adapters_off(self.module)
 
     def full_weights(self) -> dict[str, Tensor]:
-        """Every parameter, whole, on the CPU, detached from the live ones; an adapter is merged into them, and all are
-        in its precision."""
+        """Every parameter, whole, on the CPU, detached from the live ones. Adapters are merged into them, in their
+        precision: one set of weights that computes what the policy computes."""
         return {name: on_cpu(weight) for name, weight in self._gathered_weights()}
 
     def weights_on_rank_0(self) -> dict[str, Tensor]:
@@ -193,13 +201,12 @@ class ShardedPolicy:
         return {name: on_cpu(weight) for name, weight in self._gathered_weights() if self.rank == 0}
 
     def load_full_weights(self, weights: Mapping[str, Rows]) -> None:
-        """Take over whole parameters, each rank its rows; `weights` has exactly the policy's names. An adapter begins
-        anew on them; they are rounded where 4 bits hold them."""
+        """Take over whole parameters, each rank its rows; `weights` has exactly the policy's names. They are rounded
+        where 4 bits hold them. An adapter begins anew on them, with nothing of earlier stages beside it."""
         self._load({name: weights[name] for name in self._parameters() if not is_adapter(name)})
         for name, layer in self._quantized().items():
             layer.load(weights[name][:])
-        self._reset_adapter()
-        self.num_bases += 1
+        self.begin_adapter()
 
     def own_shards(self) -> dict[str, Tensor]:
         """What this rank has to hand over of a policy without an adapter: its rows of each parameter, as they are held.
@@ -220,13 +227,6 @@ class ShardedPolicy:
         """What each parameter is held in."""
         return {name: parameter.dtype for name, parameter in self._parameters().items()}
 
-    def base_on_rank_0(self) -> dict[str, Tensor]:
-        """What the adapter stands on: every parameter by name, whole, on rank 0's CPU, empty on the others.
-
-        In bfloat16 where that loses nothing, as with the weights of a checkpoint in bfloat16.
-        """
-        return {name: narrowed(on_cpu(weight)) for name, weight in self._gathered_base() if self.rank == 0}
-
     def adapter_on_rank_0(self) -> dict[str, Tensor]:
         """The adapter's matrices by name, whole, on rank 0's CPU, empty on the others and without LoRA."""
         adapter = {name: parameter for name, parameter in self._parameters().items() if is_adapter(name)}
@@ -235,6 +235,16 @@ class ShardedPolicy:
     def load_adapter(self, adapter: Mapping[str, Tensor]) -> None:
         """Take over what `adapter_on_rank_0` gave."""
         self._load({name: adapter[name] for name in self._parameters() if is_adapter(name)})
+
+    def begin_adapter(self, start: Adapter | None = None) -> None:
+        """Begin with an adapter that changes nothing yet, beside what earlier stages added. Without LoRA, do nothing.
+
+        Raises ValueError where they adapted layers that have no adapter now.
+        """
+        matrices, scaling = ({}, 0.0) if start is None else (start.matrices, start.scaling)
+        set_start(self.module, matrices, scaling, self.device, self._computes_in)
+        shapes = {name: parameter.shape for name, parameter in self._parameters().items() if is_adapter(name)}
+        self._load(fresh_adapter(shapes, self._seed))
 
     def frozen_copy(self) -> ShardedPolicy:
         """Another policy of the same weights, shape and sharding without gradients: a reference.
@@ -325,18 +335,22 @@ class ShardedPolicy:
     def _gathered_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The policy's parameters, one by one, whole and merged, where its shards are."""
         adapter = {name: parameter for name, parameter in self._parameters().items() if is_adapter(name)}
-        # What an adapter stands on may be held in less.
+        # What adapters stand beside may be held in less.
         precision = next((matrix.dtype for matrix in adapter.values()), None)
+        layers = {f"{plain_name(name)}.weight": layer for name, layer in adapted_layers(self.module).items()}
         for name, held in self._gathered_base():
             weight = held if precision is None else held.to(precision)
-            a, b = adapter_names(name)
-            if a in adapter:
-                yield name, merged(weight, gathered(adapter[a]), gathered(adapter[b]), self.lora.scaling)
-            else:
-                yield name, weight
+            if (layer := layers.get(name)) is not None:
+                assert precision is not None
+                if layer.start_A is not None and layer.start_B is not None:
+                    start_A, start_B = layer.start_A.to(weight), layer.start_B.to(weight)
+                    weight = merged(weight, start_A, start_B, layer.start_scaling)
+                a, b = (gathered(adapter[part]) for part in adapter_names(name))
+                weight = merged(weight, a, b, layer.scaling)
+            yield name, weight
 
     def _gathered_base(self) -> Iterator[tuple[str, Tensor]]:
-        """The same without the adapter."""
+        """The same without adapters."""
         for name, parameter in self._parameters().items():
             if not is_adapter(name):
                 yield name, gathered(parameter)
@@ -348,10 +362,6 @@ class ShardedPolicy:
         parameters = self._parameters()
         for name, weight in weights.items():
             local_part(parameters[name]).copy_(weight[own_rows(parameters[name])])
-
-    def _reset_adapter(self) -> None:
-        shapes = {name: parameter.shape for name, parameter in self._parameters().items() if is_adapter(name)}
-        self._load(fresh_adapter(shapes, self._seed))
 
 
 def gather_on_rank_0(rank: int, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -389,12 +399,6 @@ def _all_gathered(sharded: DTensor) -> Tensor:
     whole = local.new_empty(rows_each * sharing.size(), *row)
     dist.all_gather_single(whole, padded, group=sharing)
     return whole[:num_rows]
-
-
-def narrowed(whole: Tensor) -> Tensor:
-    """In bfloat16 if that holds every value as it is, else as it came."""
-    narrow = whole.to(torch.bfloat16)
-    return narrow if torch.equal(narrow.to(whole.dtype), whole) else whole
 
 
 def on_cpu(whole: Tensor) -> Tensor:

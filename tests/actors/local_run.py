@@ -36,11 +36,11 @@ class LocalRun:
         self._grader = GraderWorker(spec.task, spec.reward, spec.initial_checkpoint)
         self._policy = load_policy(spec.initial_checkpoint)
         self._store = _Store()
-        self._loader = PolicyLoader(self._policy, self._store)
+        self._loader = PolicyLoader(self._policy, self._store, spec.checkpoints_dir)
         self._offers: Offers | None = None
         self._beside: tuple[Generation | None, str, dict[str, int]] = None, "", {}
-        self.sent: list[tuple[str, int]] = []
-        """What was published, `version` or `base`, and its bytes."""
+        self.sent_bytes: list[int] = []
+        """The bytes of each version that was published."""
 
     def learner_started(self, checkpoint: str, position: Mapping[str, Any]) -> None:
         self.record("started", {"checkpoint": checkpoint, "position": position})
@@ -55,27 +55,18 @@ class LocalRun:
 
     def take(self, manifest: Manifest, key: str, num_ranks: int) -> bool:
         assert self._offers is not None
-        return self.publish(manifest, self._offers.taken(manifest, key, num_ranks))
+        self.publish(manifest, self._offers.taken(manifest, key, num_ranks))
+        return True
 
     def withdraw(self) -> None:
         self._offers = None
 
-    def publish(self, manifest: Manifest, weights: Mapping[str, torch.Tensor]) -> bool:
-        self._note("version", manifest, weights)
-        if manifest.base is not None and manifest.base.digest not in self._store.bases:
-            return False
+    def publish(self, manifest: Manifest, weights: Mapping[str, torch.Tensor]) -> None:
+        verify(manifest, weights)
+        self.sent_bytes.append(sum(tensor.nbytes for tensor in weights.values()))
         self._store.newest = manifest, dict(weights)
         self._loader.load(Generation(version=manifest.version, digest=manifest.digest))
         self.published_digests.append((manifest.version, manifest.digest))
-        return True
-
-    def publish_base(self, manifest: Manifest, weights: Mapping[str, torch.Tensor]) -> None:
-        self._note("base", manifest, weights)
-        self._store.bases[manifest.digest] = dict(weights)
-
-    def _note(self, what: str, manifest: Manifest, weights: Mapping[str, torch.Tensor]) -> None:
-        verify(manifest, weights)
-        self.sent.append((what, sum(tensor.nbytes for tensor in weights.values())))
 
     def announce(self, generation: Generation, phase: Phase, round_index: int) -> None:
         assert (generation.version, generation.digest) == self.published_digests[-1]
@@ -117,8 +108,6 @@ class LocalRun:
 
     def _has_lost(self) -> bool:
         self.loses_next -= 1
-        if self.loses_next >= 0:
-            self._store.bases.clear()
         return self.loses_next >= 0
 
     def _score(self, portion: Portion, generation: Generation) -> ScoredPortion:
@@ -131,16 +120,12 @@ class _Store:
     """What a weight store has: `actors.weights.fetching.Reader`."""
 
     def __init__(self) -> None:
-        self.bases: dict[str, dict[str, torch.Tensor]] = {}
         self.newest: tuple[Manifest, dict[str, torch.Tensor]] | None = None
 
     def version(self, version: int, digest: str | None = None) -> tuple[Manifest, dict[str, torch.Tensor]]:
         assert self.newest is not None
         assert (self.newest[0].version, self.newest[0].digest) == (version, digest)
         return self.newest
-
-    def base(self, digest: str) -> dict[str, torch.Tensor]:
-        return self.bases[digest]
 
 
 class Pulse:

@@ -9,7 +9,14 @@ from safetensors.torch import load_file, save_file
 
 from learner.model import checkpoint
 from learner.model.adapter import Adapter
-from learner.model.checkpoint import StoredWeights, empty_policy, load_policy, save_checkpoint, stored_dtype
+from learner.model.checkpoint import (
+    StoredWeights,
+    empty_policy,
+    load_merged,
+    load_policy,
+    save_checkpoint,
+    stored_dtype,
+)
 from learner.model.checkpoint_files import load_config, verify_checkpoint
 from learner.model.lora_config import LoraConfig
 from learner.model.tokenizer import ChatTokenizer, make_tokenizer
@@ -302,15 +309,16 @@ def test_an_adapter_alone_is_the_policy_that_the_learner_has(
     _save_adapter(alone, adapted, "base", adapted.adapter_on_rank_0())
     assert sorted(path.name for path in alone.glob("*.safetensors")) == ["lora.safetensors"]
     expected = adapted.full_weights()
-    loaded = load_policy(alone)
-    assert {name: bool(torch.equal(loaded.state_dict()[name], whole)) for name, whole in expected.items()} == (
-        dict.fromkeys(expected, True)
-    )
-    assert (loaded.config, stored_dtype(alone)) == (policy.config, torch.float32)
+    merged = load_merged(alone)
+    assert [name for name, whole in expected.items() if not torch.equal(merged.state_dict()[name], whole)] == []
+    assert (merged.config, stored_dtype(alone)) == (policy.config, torch.float32)
     assert ChatTokenizer(alone).decode(ChatTokenizer(alone).encode_completion("1 + 2")) == "1 + 2"
     verify_checkpoint(alone)
-    half = load_policy(alone, torch.bfloat16).state_dict()
-    assert all(torch.equal(half[name], whole.bfloat16()) for name, whole in expected.items())
+    ids = torch.arange(36).view(3, 12)
+    with torch.no_grad():
+        # To the bit: the same product beside the same weights, in the precision that they are held in.
+        assert torch.equal(load_policy(alone, held)(ids), adapted.module(ids))
+        torch.testing.assert_close(load_policy(alone)(ids), merged(ids), atol=1e-4, rtol=1e-4)
 
 
 def test_an_adapter_that_does_not_fit_its_base_is_refused(policy: Transformer, saved: Path, tmp_path: Path) -> None:
@@ -318,16 +326,17 @@ def test_an_adapter_that_does_not_fit_its_base_is_refused(policy: Transformer, s
     matrices = adapted.adapter_on_rank_0()
     layer = "blocks.1.attn.q_proj"
     wrong = {
-        "there is no " + layer + ".lora_B.weight": {
+        "it lacks " + layer + ".lora_B.weight": {
             name: whole for name, whole in matrices.items() if name != layer + ".lora_B.weight"
         },
-        layer + r".lora_A.weight is \[2, 31\]": matrices | {layer + ".lora_A.weight": torch.ones(2, 31)},
-        r"blocks.9.attn.q_proj.lora_A.weight is \[2, 32\]": matrices
-        | {"blocks.9.attn.q_proj.lora_A.weight": torch.ones(2, 32)},
+        rf"its matrices for {layer} are \[32, 2\] and \[2, 31\], and the weight is \[32, 32\]": matrices
+        | {layer + ".lora_A.weight": torch.ones(2, 31)},
+        r"it has matrices for blocks\.9\.attn\.q_proj, which is no linear layer of this policy": matrices
+        | {f"blocks.9.attn.q_proj.lora_{which}.weight": torch.ones(2, 2) for which in "AB"},
     }
     for sentence, given in wrong.items():
         _save_adapter(tmp_path / "alone", adapted, "saved", given)
-        with pytest.raises(ValueError, match=rf"alone do not fit: {sentence}"):
+        with pytest.raises(ValueError, match=rf"alone cannot be used: {sentence}"):
             load_policy(tmp_path / "alone")
 
 

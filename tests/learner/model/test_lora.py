@@ -19,7 +19,7 @@ from learner.config import LearnerConfig
 from learner.estimators import SamplerFacts, token_logps
 from learner.learner import Learner
 from learner.model.config import TransformerConfig
-from learner.model.lora import is_adapter, plain_name
+from learner.model.lora import AdaptedLinear, is_adapter, plain_name
 from learner.model.lora_config import TARGETS, LoraConfig
 from learner.model.networks import make_model
 from learner.model.transformer import Block, Transformer, init_weights
@@ -105,8 +105,8 @@ def test_the_merged_weights_are_pefts(base: Transformer, rollouts: RolloutBatch)
 
     policy = _with_adapter(base, LoraConfig(rank=3, alpha=7, targets=("v_proj", "down_proj")))
     Learner(policy, RL).update(rollouts, 0)
-    ours = policy.full_weights()
-    layers = {name: module for name, module in policy.module.named_modules() if isinstance(module, LoraLayer)}
+    ours, theirs = policy.full_weights(), _as_peft(policy.module)
+    layers = {name: module for name, module in theirs.named_modules() if isinstance(module, LoraLayer)}
     assert len(layers) == 2 * base.config.num_layers
     for name, layer in layers.items():
         layer.merge()
@@ -219,15 +219,21 @@ def _trained(base: Transformer) -> Block:
 
 
 def _as_peft(module: Any) -> Any:
-    """A copy that computes by peft's own forward."""
-    from peft.tuners.lora import LoraLayer
+    """A copy that computes by peft's layers."""
+    from peft import LoraConfig as PeftConfig
+    from peft.tuners.lora import Linear
 
-    theirs = copy.deepcopy(module)
-    for layer in theirs.modules():
-        if isinstance(layer, LoraLayer):
-            del layer.forward
-            assert type(layer).__module__.startswith("peft.")
-    return theirs
+    theirs = nn.Sequential(copy.deepcopy(module))
+    for name, layer in list(theirs.named_modules()):
+        if isinstance(layer, AdaptedLinear):
+            rank = len(layer.lora_A)
+            alpha = round(layer.scaling * rank)
+            config = PeftConfig(r=rank, lora_alpha=alpha, lora_dropout=0.0)
+            made = Linear(layer.base_layer, "default", config, r=rank, lora_alpha=alpha)
+            assert made.scaling["default"] == layer.scaling
+            made.lora_A["default"].weight, made.lora_B["default"].weight = layer.lora_A, layer.lora_B
+            theirs.set_submodule(name, made)
+    return theirs[0]
 
 
 def _run(layer: nn.Module, x: Tensor, *, autocast: bool) -> list[Tensor]:
@@ -235,7 +241,7 @@ def _run(layer: nn.Module, x: Tensor, *, autocast: bool) -> list[Tensor]:
     with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
         y = layer(x)
     weights = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view(y.shape)
-    adapter = [parameter for name, parameter in layer.named_parameters() if ".default." in name]
+    adapter = [parameter for name, parameter in layer.named_parameters() if ".default." in name or "lora_" in name]
     return [y.detach(), *torch.autograd.grad((y * weights).sum(), [x, *adapter])]
 
 

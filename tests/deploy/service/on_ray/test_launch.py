@@ -10,12 +10,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from actors.weights.fetching import fetch
 from actors.weights.tensors import make_manifest
 from deploy.errors import RunFailedError, UserError
 from deploy.ray_session import RaySession
 from deploy.service.checkpoints import latest_checkpoint, plain_checkpoint
-from deploy.service.engine.loading import load_sampler
+from deploy.service.engine.loading import VersionLoader
 from deploy.service.gateway.address import Address
 from deploy.service.gateway.api_keys import OF_ADMIN, OF_SERVICE, ApiKeys, own_key, read_keys
 from deploy.service.on_ray import launch
@@ -59,36 +58,41 @@ def test_what_is_no_run_is_refused_in_a_sentence(tmp_path, run_dir, free_port):
 
 
 def test_weights_that_the_store_lost_come_from_the_checkpoint(run_dir, make_policy, monkeypatch):
-    def gone(store, version, timeout_s, digest):
-        raise LookupError(f"{store} has no {version}")
+    class Gone:
+        def version(self, version, digest):
+            raise LookupError(f"the store has no {version}")
 
-    assert fetch.__name__ == "fetch"
-    monkeypatch.setattr("actors.weights.fetching.fetch", gone)
+    monkeypatch.setattr("actors.weights.fetching.open_store", lambda store, timeout_s: Gone())
     checkpoint = run_dir / "checkpoints" / "sft-1"
-    with pytest.raises(LookupError, match="d1-weights-tiny has no 2"):
-        load_sampler(make_policy(2, weight_store="d1-weights-tiny"), checkpoint, EngineConfig())
+    with pytest.raises(LookupError, match="the store has no 2"):
+        VersionLoader(checkpoint, EngineConfig()).load(make_policy(2, weight_store="d1-weights-tiny"))
     policy = make_policy(1, weight_store="d1-weights-tiny", checkpoint=str(checkpoint))
-    assert load_sampler(policy, checkpoint, EngineConfig()).policy_version == 1
+    assert VersionLoader(checkpoint, EngineConfig()).load(policy).policy_version == 1
     with pytest.raises(LookupError, match="without a store or a checkpoint"):
-        load_sampler(make_policy(2), checkpoint, EngineConfig())
+        VersionLoader(checkpoint, EngineConfig()).load(make_policy(2))
 
 
 def test_a_checkpoint_that_this_machine_does_not_see_is_out_of_reach_and_not_refused(run_dir, make_policy):
     gone = make_policy(2, checkpoint=str(run_dir / "checkpoints" / "rl-2"))
     with pytest.raises(LookupError, match="this machine has no such folder"):
-        load_sampler(gone, run_dir / "checkpoints" / "sft-1", EngineConfig())
+        VersionLoader(run_dir / "checkpoints" / "sft-1", EngineConfig()).load(gone)
 
 
 def test_weights_of_a_store_become_the_policy(run_dir, make_model, make_policy, monkeypatch):
     weights = make_model(2).state_dict()
     checkpoint = run_dir / "checkpoints" / "sft-1"
-    monkeypatch.setattr("actors.weights.fetching.fetch", lambda store, version, timeout_s, digest: weights)
-    loaded = load_sampler(make_policy(2, weight_store="s"), checkpoint, EngineConfig()).model.state_dict()
+
+    class Store:
+        def version(self, version, digest):
+            return make_manifest(version, weights), weights
+
+    monkeypatch.setattr("actors.weights.fetching.open_store", lambda store, timeout_s: Store())
+    loaded = VersionLoader(checkpoint, EngineConfig()).load(make_policy(2, weight_store="s")).model.state_dict()
     assert loaded.keys() == weights.keys()
     assert all(loaded[name].equal(weights[name]) for name in weights)
     del weights["head.weight"]
     with pytest.raises(RuntimeError, match=r"head\.weight"):
-        load_sampler(make_policy(2, weight_store="s"), checkpoint, EngineConfig())
+        VersionLoader(checkpoint, EngineConfig()).load(make_policy(2, weight_store="s"))
 
 
 @pytest.fixture
@@ -113,12 +117,12 @@ def test_a_checkpoint_of_other_weights_than_were_announced_is_refused(run_dir, m
     directory, version = run_dir / "checkpoints" / name, int(name[-1])
     digest = make_manifest(version, make_model(version).state_dict()).digest
     policy = make_policy(version, checkpoint=str(directory), manifest_digest=digest)
-    assert load_sampler(policy, directory, EngineConfig()).policy_version == version
+    assert VersionLoader(directory, EngineConfig()).load(policy).policy_version == version
     words = (
         f"{name} holds other weights than were announced: their checksum is {digest[:12]}, and that was deaddeaddead"
     )
     with pytest.raises(ValueError, match=words):
-        load_sampler(replace(policy, manifest_digest="dead" * 16), directory, EngineConfig())
+        VersionLoader(directory, EngineConfig()).load(replace(policy, manifest_digest="dead" * 16))
 
 
 def test_a_checkpoint_without_checksums_is_none_that_was_announced(make_policy, digested, capsys):
@@ -127,17 +131,17 @@ def test_a_checkpoint_without_checksums_is_none_that_was_announced(make_policy, 
     announced = make_policy(2, checkpoint=str(directory), manifest_digest=digest)
     for policy in (announced, replace(announced, manifest_digest=None)):
         with pytest.raises(ValueError, match=r"has no manifest\.json"):
-            load_sampler(policy, directory, EngineConfig())
+            VersionLoader(directory, EngineConfig()).load(policy)
     (directory / "trainer_state.json").unlink()
     with pytest.raises(ValueError, match=r"has no manifest\.json"):
-        load_sampler(announced, directory, EngineConfig())
+        VersionLoader(directory, EngineConfig()).load(announced)
     # Of another tool, which writes neither.
     assert capsys.readouterr() == ("", "")
-    assert load_sampler(plain_checkpoint(directory), directory, EngineConfig()).policy_version == 0
+    assert VersionLoader(directory, EngineConfig()).load(plain_checkpoint(directory)).policy_version == 0
     assert "checkpoint_unverified" in "".join(capsys.readouterr())
     # transformers' Trainer has a file of that name.
     (directory / "trainer_state.json").write_text(json.dumps({"global_step": 500, "log_history": []}))
-    assert load_sampler(plain_checkpoint(directory), directory, EngineConfig()).policy_version == 0
+    assert VersionLoader(directory, EngineConfig()).load(plain_checkpoint(directory)).policy_version == 0
     assert "checkpoint_unverified" in "".join(capsys.readouterr())
 
 
