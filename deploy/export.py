@@ -77,9 +77,9 @@ def _find(reference: str, runs_dir: Path) -> Path:
     try:
         directory = find_checkpoint_of(reference, runs_dir)
         load_config(directory)
-        policy_files(checkpoint_chain(directory)[-1])
         if (directory / MANIFEST).is_file():
             verify_checkpoint(directory)
+        policy_files(checkpoint_chain(directory)[-1])
     except ValueError as error:
         raise UserError(str(error)) from error
     except OSError as error:

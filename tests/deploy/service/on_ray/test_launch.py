@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from actors.weights.tensors import make_manifest
 from deploy.errors import RunFailedError, UserError
@@ -20,7 +21,9 @@ from deploy.service.gateway.api_keys import OF_ADMIN, OF_SERVICE, ApiKeys, own_k
 from deploy.service.on_ray import launch
 from deploy.service.on_ray.launch import banner, banner_of_key, serve_checkpoint, serve_run
 from deploy.service.source import Source
-from learner.model.checkpoint import save_checkpoint
+from learner.model.adapter import Adapter
+from learner.model.checkpoint import load_policy, save_checkpoint
+from learner.model.checkpoint_files import Base, chain_digest
 from rollout.config import EngineConfig
 
 
@@ -93,6 +96,49 @@ def test_weights_of_a_store_become_the_policy(run_dir, make_model, make_policy, 
     del weights["head.weight"]
     with pytest.raises(RuntimeError, match=r"head\.weight"):
         VersionLoader(checkpoint, EngineConfig()).load(make_policy(2, weight_store="s"))
+
+
+def _adapter(model, seed):
+    generator = torch.Generator().manual_seed(seed)
+    outputs, inputs = model.blocks[0].attn.q_proj.weight.shape
+    shapes = {"A": (2, inputs), "B": (outputs, 2)}
+    matrices = {
+        f"blocks.0.attn.q_proj.lora_{name}.weight": torch.randn(shape, generator=generator)
+        for name, shape in shapes.items()
+    }
+    return Adapter(rank=2, alpha=4, base="sft-1", matrices=matrices)
+
+
+def test_versions_of_one_stage_share_the_weights_that_their_adapters_stand_on(
+    run_dir, make_model, make_policy, tiny_config, tokenizer_dir, monkeypatch
+):
+    """Whether a version comes from its checkpoint or from the store; each computes what its checkpoint alone would."""
+    checkpoints = run_dir / "checkpoints"
+    adapters = {version: _adapter(make_model(1), version) for version in (2, 3)}
+    for version, adapter in adapters.items():
+        state = {"phase": "rl", "round": version, "policy_version": version, "rl_seconds": 0.0, "manifest_digest": "d"}
+        directory = checkpoints / f"rl-{version}"
+        save_checkpoint(directory, tiny_config, None, tokenizer_dir, adapter=adapter, trainer_state=state)
+
+    class Store:
+        def version(self, version, digest):
+            base = Base(checkpoint="sft-1", digest=chain_digest(checkpoints / "sft-1"), scaling=2.0)
+            return make_manifest(version, adapters[version].matrices, base), adapters[version].matrices
+
+    monkeypatch.setattr("actors.weights.fetching.open_store", lambda store, timeout_s: Store())
+    loader = VersionLoader(checkpoints / "sft-1", EngineConfig())
+    announced = {
+        2: make_policy(2, checkpoint=str(checkpoints / "rl-2"), manifest_digest="d"),
+        3: make_policy(3, weight_store="s"),
+    }
+    models = [loader.load(policy).model for policy in announced.values()]
+    ids = torch.arange(12).view(1, 12)
+    with torch.no_grad():
+        for version, model in zip(announced, models, strict=True):
+            assert torch.equal(model(ids), load_policy(checkpoints / f"rl-{version}")(ids))
+        assert not torch.equal(models[0](ids), models[1](ids))
+    ours, theirs = ({tensor.data_ptr() for tensor in model.parameters()} for model in models)
+    assert len(theirs - ours) == 2, "the two matrices of its adapter"
 
 
 @pytest.fixture
