@@ -13,8 +13,8 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,6 @@ from learner.model.checkpoint_files import (
     LEARNER_STATE,
     MANIFEST,
     TRAINER_STATE,
-    checksum,
     lent_weights,
     load_config,
     weight_files,
@@ -41,32 +40,46 @@ from learner.model.families.layout import Piece, rows_of, within
 from learner.model.families.raw_config import CONFIG, GENERATION_CONFIG
 from learner.model.lora import adapter_names, merged
 from learner.model.networks import held_dtypes, make_on_meta
+from learner.model.storage.hashing import checksums
+from learner.model.storage.reading import Extent, read_extents
+from learner.model.storage.throughput import Say, Throughput
 from learner.model.tokenizer import TOKENIZER_FILES
 from learner.model.transformer import Transformer
 
 # As safetensors names them. Quantised weights mean nothing without their scales.
-_DTYPES = ("BF16", "F16", "F32", "F64")
+_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 _SHARD_BYTES = 5_000_000_000
+# A safetensors file begins with the length of its header.
+_LENGTH_BYTES = 8
 # A wrong config.json makes every tensor wrong: so many are named, the others counted.
 _MOST_NAMED = 3
 
 
-def load_policy(directory: Path, dtype: torch.dtype = torch.float32) -> Transformer:
-    """The policy of a checkpoint directory, on the CPU.
+def load_policy(
+    directory: Path,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    say: Say | None = None,
+) -> Transformer:
+    """The policy of a checkpoint directory.
 
-    It is read tensor by tensor: more than the policy itself, no more than one tensor is in memory.
+    Files are read straight into it: beside the policy itself there are small buffers in memory.
 
     Args:
         directory: where the checkpoint is.
         dtype: what the weights are cast to as they are read; a router's bias stays in float32.
+        device: where they are held.
+        say: is told at which rate they are read.
 
     Raises:
         ValueError: no checkpoint there, another model family, or a tensor missing, extra or of a wrong shape.
     """
     weights = StoredWeights(directory)
     model, held = make_on_meta(weights.config), held_dtypes(weights.config, dtype)
-    # A copy: what is read may be a view of the file, which may change or go.
-    whole = {name: stored[:].to(held[name], copy=True) for name, stored in weights.items()}
+    whole = {
+        name: torch.empty(tuple(stored.shape), dtype=held[name], device=device) for name, stored in weights.items()
+    }
+    weights.read_into(whole, say=say)
     model.load_state_dict(whole, assign=True)
     return model
 
@@ -87,26 +100,29 @@ class StoredWeights(Mapping[str, "StoredTensor | MergedTensor"]):
 
         Raises ValueError if there is no checkpoint, or a tensor is not as the config makes it.
         """
+        self.directory = directory
+        """Where it is."""
         self.config = load_config(directory)
         """The policy's shape and family."""
         parameters = dict(make_on_meta(self.config).to(torch.bfloat16).named_parameters())
         layout = FAMILIES[self.config.family].layout({name: held.shape for name, held in parameters.items()})
         base = lent_weights(directory)
         holder = base or directory
-        headers = {path: _read_header(path) for path in weight_files(holder)}
-        owners: dict[str, Path] = {}
-        for path, header in headers.items():
-            for name in header:
-                if owners.setdefault(name, path) != path:
-                    raise ValueError(f"{name} is in {owners[name]} and in {path}; one of them is of another checkpoint")
-        stored = {name: about for header in headers.values() for name, about in header.items()}
-        _check_shapes(holder, {name: shape for name, (shape, _) in stored.items()}, layout.stored_shapes)
+        stored: dict[str, StoredHeader] = {}
+        for path in weight_files(holder):
+            for name, header in _read_header(path).items():
+                if name in stored:
+                    raise ValueError(
+                        f"{name} is in {stored[name].path} and in {path}; one of them is of another checkpoint"
+                    )
+                stored[name] = header
+        _check_shapes(holder, {name: header.shape for name, header in stored.items()}, layout.stored_shapes)
         self._tensors: dict[str, StoredTensor | MergedTensor] = {
-            name: StoredTensor(held.shape, layout.of_ours[name], owners) for name, held in parameters.items()
+            name: StoredTensor(held.shape, layout.of_ours[name], stored) for name, held in parameters.items()
         }
         pieces = [layout.of_ours[name] for name, held in parameters.items() if held.dtype is torch.bfloat16]
-        kinds = {stored[piece.stored][1] for of_one in pieces for piece in of_one}
-        self.dtype = torch.bfloat16 if kinds == {"BF16"} and base is None else torch.float32
+        kinds = {stored[piece.stored].dtype for of_one in pieces for piece in of_one}
+        self.dtype = torch.bfloat16 if kinds == {torch.bfloat16} and base is None else torch.float32
         """What holds them as they are: bfloat16 where all are in it that it may hold, and no adapter is merged into
         them; else float32."""
         if base is not None:
@@ -124,6 +140,30 @@ class StoredWeights(Mapping[str, "StoredTensor | MergedTensor"]):
                 self._tensors[name] = MergedTensor(weight, adapter, name)
         _check_shapes(directory, given, expected)
 
+    def read_into(
+        self, destinations: Mapping[str, Tensor], rows: Mapping[str, slice] | None = None, say: Say | None = None
+    ) -> None:
+        """Read tensors to where they belong, in their precision and on their device, in several threads.
+
+        Args:
+            destinations: by our names; each in one piece.
+            rows: which rows of a tensor its destination holds; all, where it is not listed.
+            say: is told at which rate they are read.
+
+        Raises ValueError where a file has become shorter, OSError where it cannot be read.
+        """
+        extents, merged_rows = list[Extent](), dict[str, slice]()
+        for name, destination in destinations.items():
+            tensor, part = self._tensors[name], (rows or {}).get(name, slice(None))
+            if isinstance(tensor, StoredTensor):
+                extents += tensor.extents(part, destination.detach())
+            else:
+                merged_rows[name] = part
+        num_bytes = sum(extent.num_bytes for extent in extents)
+        read_extents(extents, Throughput(f"loading {self.directory.name}", num_bytes, say))
+        for name, part in merged_rows.items():
+            destinations[name].detach().copy_(self._tensors[name][part])
+
     def __getitem__(self, name: str) -> StoredTensor | MergedTensor:
         return self._tensors[name]
 
@@ -134,6 +174,20 @@ class StoredWeights(Mapping[str, "StoredTensor | MergedTensor"]):
         return len(self._tensors)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredHeader:
+    """Where one of a checkpoint's tensors is."""
+
+    path: Path
+    """Its file."""
+    begin: int
+    """Its first byte there."""
+    dtype: torch.dtype
+    """What its numbers are."""
+    shape: list[int]
+    """Of the checkpoint's tensor."""
+
+
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
     """One of our tensors in files, of which any rows can be read."""
@@ -142,24 +196,32 @@ class StoredTensor:
     """Ours."""
     pieces: Sequence[Piece]
     """What of the checkpoint's tensors it is made of."""
-    owners: Mapping[str, Path]
-    """The file that has each of the checkpoint's tensors."""
+    stored: Mapping[str, StoredHeader]
+    """The checkpoint's tensors by name."""
 
     def __getitem__(self, rows: slice) -> Tensor:
-        """Some rows, on the CPU. Files are open only meanwhile: what is mapped of them counts as this process's memory,
-        and goes with the rows."""
+        """Some rows, on the CPU."""
         begin, end, _ = rows.indices(self.shape[0])
-        inner = rows_of(self.shape) // self.shape[0]
-        with ExitStack() as stack:
-            files: dict[Path, Any] = {}
-            parts: list[Tensor] = []
-            for name, part in within(self.pieces, begin * inner, end * inner):
-                path = self.owners[name]
-                if path not in files:
-                    files[path] = stack.enter_context(safe_open(path, framework="pt"))
-                parts.append(files[path].get_slice(name)[part])
-            whole = parts[0] if len(parts) == 1 else torch.cat(parts)
-            return whole.view(end - begin, *self.shape[1:])
+        kinds = (self.stored[piece.stored].dtype for piece in self.pieces)
+        found = torch.empty(end - begin, *self.shape[1:], dtype=reduce(torch.promote_types, kinds))
+        read_extents(list(self.extents(rows, found)))
+        return found
+
+    def extents(self, rows: slice, destination: Tensor) -> Iterator[Extent]:
+        """Where some rows are in the files, for a destination of their shape."""
+        begin, end, _ = rows.indices(self.shape[0])
+        inner, width = rows_of(self.shape) // self.shape[0], self.shape[-1] if len(self.shape) > 1 else 1
+        numbers, first = destination.view(-1), 0
+        assert len(numbers) == (end - begin) * inner * width, "a destination has the shape of its rows"
+        for name, part in within(self.pieces, begin * inner, end * inner):
+            held, after = self.stored[name], first + (part.stop - part.start) * width
+            yield Extent(
+                path=held.path,
+                begin=held.begin + part.start * width * held.dtype.itemsize,
+                dtype=held.dtype,
+                destination=numbers[first:after],
+            )
+            first = after
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +232,11 @@ class MergedTensor:
     adapter: Adapter
     name: str
     """Ours."""
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """Ours."""
+        return self.base.shape
 
     def __getitem__(self, rows: slice) -> Tensor:
         """Some rows, on the CPU."""
@@ -185,19 +252,28 @@ def stored_dtype(directory: Path) -> torch.dtype:
     return StoredWeights(directory).dtype
 
 
-def _read_header(path: Path) -> dict[str, tuple[list[int], str]]:
-    """Shape and type of a file's tensors by name. Raises ValueError for what is no whole safetensors file."""
+def _read_header(path: Path) -> dict[str, StoredHeader]:
+    """The tensors of a file by name. Raises ValueError for what is no whole safetensors file."""
     try:
-        with safe_open(path, framework="pt") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
-            kinds = {name: part.get_dtype() for name, part in slices.items()}
-            shapes = {name: list(part.get_shape()) for name, part in slices.items()}
+        # It checks that the header is one, and that the file is as long as that says.
+        with safe_open(path, framework="pt"), path.open("rb") as file:
+            length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+            header = {name: about for name, about in json.loads(file.read(length)).items() if name != "__metadata__"}
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} cannot be read, get it again: {error}") from error
-    for name, kind in kinds.items():
-        if kind not in _DTYPES:
-            raise ValueError(f"{path}: {name} is {kind}; d1 reads {', '.join(_DTYPES)}, not quantised weights")
-    return {name: (shapes[name], kind) for name, kind in kinds.items()}
+    for name, about in header.items():
+        if about["dtype"] not in _DTYPES:
+            kind, readable = about["dtype"], ", ".join(_DTYPES)
+            raise ValueError(f"{path}: {name} is {kind}; d1 reads {readable}, not quantised weights")
+    return {
+        name: StoredHeader(
+            path=path,
+            begin=_LENGTH_BYTES + length + about["data_offsets"][0],
+            dtype=_DTYPES[about["dtype"]],
+            shape=about["shape"],
+        )
+        for name, about in header.items()
+    }
 
 
 def _check_shapes(directory: Path, stored: Mapping[str, list[int]], expected: Mapping[str, list[int]]) -> None:
@@ -296,7 +372,8 @@ def _write_partial(
         save_file({name: tensor.contiguous() for name, tensor in learner_state.items()}, partial / LEARNER_STATE)
     if trainer_state is not None:
         _write_json(partial / TRAINER_STATE, trainer_state)
-    _write_json(partial / MANIFEST, {path.name: checksum(path) for path in sorted(partial.iterdir())})
+    found = checksums(sorted(partial.iterdir()))
+    _write_json(partial / MANIFEST, {path.name: digest for path, digest in found.items()})
     for path in partial.iterdir():
         _fsync(path)
     _fsync(partial)
