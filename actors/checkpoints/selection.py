@@ -170,6 +170,11 @@ def prune(checkpoints_dir: Path, num_kept: int, versions: Collection[int], now: 
     return deleted
 
 
+def is_passing(directory: Path) -> bool:
+    """Whether a directory is a checkpoint of a stage under way, which its run deletes in time."""
+    return _PASSING.fullmatch(directory.name) is not None and (directory / TRAINER_STATE).is_file()
+
+
 def find_position(directory: Path) -> Position | None:
     """As `read_position`; None in a directory of another tool: transformers' Trainer has a file of that name too.
 

@@ -17,6 +17,7 @@ from deploy.errors import UserError, reason
 from deploy.evaluation.worker import Answer, Answered
 from deploy.runs.lock import RunLock
 from learner.model.checkpoint_files import lent_weights
+from learner.model.storage.references import read_references, why_gone
 
 _WEIGHTS = ("*.safetensors", "*.bin")
 _SAMPLED_BYTES = 1 << 20
@@ -157,7 +158,12 @@ def fingerprint(checkpoint: Path) -> str:
     base = lent_weights(checkpoint)
     if base is not None:
         digest.update(fingerprint(base).encode())
-    for path in sorted(path for pattern in _WEIGHTS for path in checkpoint.glob(pattern)):
+    files = {path for pattern in _WEIGHTS for path in checkpoint.glob(pattern)}
+    for reference in read_references(checkpoint).values():
+        if not reference.path.is_file():
+            raise ValueError(why_gone(checkpoint, reference))
+        files.add(reference.path)
+    for path in sorted(files, key=lambda path: path.name):
         size = path.stat().st_size
         digest.update(f"{path.name} {size}".encode())
         with path.open("rb") as file:

@@ -70,6 +70,9 @@ class ProgressDisplay:
 
     def __call__(self, event: Event) -> None:
         """Show one event."""
+        if event["event"] == "waiting" and event.get("goes_on"):
+            self._waiting.change(printable(event["what"]))
+            return
         if event["event"] == "waiting":
             self._wait(printable(event["what"]), at_once=True)
             return

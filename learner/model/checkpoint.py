@@ -4,7 +4,8 @@ A directory holds `config.json`, the weights and the tokenizer's files, so that 
 The weights are `model.safetensors`, or several shards with `model.safetensors.index.json`. d1 adds `manifest.json` (a
 checksum of every file) and `trainer_state.json`; a checkpoint of the rounds also has `learner.safetensors`, and one of
 an adapter `lora.safetensors`. That one may have no weights: they are those of the checkpoint that the adapter stands
-on, beside it, with the adapter merged. Nothing is pickled, and no code that comes with a checkpoint is run.
+on, beside it, with the adapter merged. One with `weights.json` refers to weight files elsewhere. Nothing is pickled,
+and no code that comes with a checkpoint is run.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from learner.model.lora import adapter_names, merged
 from learner.model.networks import held_dtypes, make_on_meta
 from learner.model.storage.hashing import checksums
 from learner.model.storage.reading import Extent, read_extents
+from learner.model.storage.references import write_references
 from learner.model.storage.throughput import Say, Throughput
 from learner.model.tokenizer import TOKENIZER_FILES
 from learner.model.transformer import Transformer
@@ -297,13 +299,14 @@ def _differences(stored: Mapping[str, list[int]], expected: Mapping[str, list[in
 def save_checkpoint(
     directory: Path,
     config: TransformerConfig,
-    weights: Mapping[str, Tensor] | None,
+    weights: Mapping[str, Tensor] | StoredWeights | None,
     tokenizer_from: Path,
     *,
     adapter: Adapter | None = None,
     learner_state: Mapping[str, Tensor] | None = None,
     trainer_state: Mapping[str, Any] | None = None,
     shard_bytes: int = _SHARD_BYTES,
+    say: Say | None = None,
 ) -> None:
     """Write a checkpoint so that `directory` is complete or absent, even if the machine dies in the middle.
 
@@ -311,13 +314,14 @@ def save_checkpoint(
         directory: where it will be; an earlier checkpoint of that name is replaced.
         config: the policy's shape and family.
         weights: the whole (not sharded) parameters under our names, all of one type but for routers' biases, which
-            are in float32; an adapter is merged into them. None: they are those of the adapter's base with the adapter
-            merged, and are not written again.
+            are in float32; an adapter is merged into them. Of a checkpoint: its files are hashed, and referred to where
+            they are. None: they are those of the adapter's base with the adapter merged, and are not written again.
         tokenizer_from: a directory whose tokenizer files are copied.
         adapter: the adapter by itself, which training goes on with.
         learner_state: the learner's other tensors by name, for a checkpoint that the rounds resume from.
         trainer_state: where training stood (JSON).
         shard_bytes: weights that take more than this are written as several files of at most this size.
+        say: is told at which rate files are hashed that are referred to.
 
     Raises OSError when it cannot be written; nothing is left of it then.
     """
@@ -333,6 +337,7 @@ def save_checkpoint(
             learner_state=learner_state,
             trainer_state=trainer_state,
             shard_bytes=shard_bytes,
+            say=say,
         )
     except (OSError, SafetensorError) as error:
         # On a full disk it would be in its own way.
@@ -355,17 +360,22 @@ def _put_in_place(partial: Path, directory: Path) -> None:
 def _write_partial(
     partial: Path,
     config: TransformerConfig,
-    weights: Mapping[str, Tensor] | None,
+    weights: Mapping[str, Tensor] | StoredWeights | None,
     tokenizer_from: Path,
     *,
     adapter: Adapter | None,
     learner_state: Mapping[str, Tensor] | None,
     trainer_state: Mapping[str, Any] | None,
     shard_bytes: int,
+    say: Say | None,
 ) -> None:
     assert weights is not None or adapter is not None, "it has weights, or an adapter to something that has"
     partial.mkdir(parents=True)
-    write_policy(partial, config, weights, tokenizer_from, shard_bytes)
+    if isinstance(weights, StoredWeights):
+        _write_around(partial, config, weights.dtype, tokenizer_from)
+        _refer_to(partial, weights, say)
+    else:
+        write_policy(partial, config, weights, tokenizer_from, shard_bytes)
     if adapter is not None:
         write_adapter(partial, adapter)
     if learner_state is not None:
@@ -388,15 +398,9 @@ def write_policy(
 ) -> None:
     """Write what the family's original code reads into a directory that exists: config, weights under its own names and
     tokenizer; the arguments are `save_checkpoint`'s. Raises OSError or SafetensorError."""
-    for name in TOKENIZER_FILES:
-        if (tokenizer_from / name).is_file():
-            shutil.copyfile(tokenizer_from / name, directory / name)
     # An adapter's precision is float32, and that of what it is merged into.
     family, dtype = FAMILIES[config.family], torch.float32 if weights is None else weights["embed.weight"].dtype
-    raw = family.write_config(config) | {"torch_dtype": str(dtype).removeprefix("torch.")}
-    _write_json(directory / CONFIG, raw)
-    if config.other_stop_ids:
-        _write_json(directory / GENERATION_CONFIG, {"eos_token_id": list(config.stop_ids)})
+    _write_around(directory, config, dtype, tokenizer_from)
     if weights is None:
         return
     assert {name: tensor.dtype for name, tensor in weights.items()} == held_dtypes(config, dtype)
@@ -408,6 +412,25 @@ def write_policy(
         save_file(shard, directory / filename, metadata={"format": "pt"})
     if split.is_sharded:
         _write_json(directory / INDEX, {"metadata": split.metadata, "weight_map": split.tensor_to_filename})
+
+
+def _write_around(directory: Path, config: TransformerConfig, dtype: torch.dtype, tokenizer_from: Path) -> None:
+    """Write what the original code reads beside weights that are held in `dtype`."""
+    for name in TOKENIZER_FILES:
+        if (tokenizer_from / name).is_file():
+            shutil.copyfile(tokenizer_from / name, directory / name)
+    raw = FAMILIES[config.family].write_config(config) | {"torch_dtype": str(dtype).removeprefix("torch.")}
+    _write_json(directory / CONFIG, raw)
+    if config.other_stop_ids:
+        _write_json(directory / GENERATION_CONFIG, {"eos_token_id": list(config.stop_ids)})
+
+
+def _refer_to(directory: Path, weights: StoredWeights, say: Say | None) -> None:
+    """Refer to the files of another checkpoint."""
+    assert lent_weights(weights.directory) is None, "its files hold what it is"
+    write_references(directory, weight_files(weights.directory), say)
+    if (weights.directory / INDEX).is_file():
+        shutil.copyfile(weights.directory / INDEX, directory / INDEX)
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:

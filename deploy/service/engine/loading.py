@@ -61,7 +61,7 @@ def load_sampler(policy: PolicyVersion, config_dir: Path, engine: EngineConfig, 
     _verify(policy, directory)
     if is_renoising(directory):
         return RenoisingSampler(load_renoising_policy(directory, engine.torch_dtype).to(device), policy.version)
-    return Sampler(load_policy(directory, engine.torch_dtype).to(device), policy.version, engine)
+    return Sampler(load_policy(directory, engine.torch_dtype, device), policy.version, engine)
 
 
 def _verify(policy: PolicyVersion, directory: Path) -> None:

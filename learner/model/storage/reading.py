@@ -100,7 +100,7 @@ def _read_chunk(chunk: Extent, file: int, buffers: SimpleQueue[Tensor]) -> None:
 
 
 def _read(chunk: Extent, file: int, into: Tensor) -> None:
-    left, begin = memoryview(into.view(torch.uint8).numpy()), chunk.begin
+    left, begin = into.view(torch.uint8).numpy().data, chunk.begin
     while left:
         num_bytes = os.preadv(file, [left], begin)
         if not num_bytes:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from learner.model.storage.hashing import checksum, checksums
@@ -55,7 +55,7 @@ def write_references(directory: Path, files: Sequence[Path], say: Say | None = N
 
 
 def read_references(directory: Path) -> dict[str, Reference]:
-    """The files that a checkpoint refers to, by name, but for those that it holds itself.
+    """The files that a checkpoint refers to, by name; where it holds one itself, that.
 
     Raises ValueError where its list is not what d1 writes.
     """
@@ -67,7 +67,8 @@ def read_references(directory: Path) -> dict[str, Reference]:
         found = {name: _reference(name, about) for name, about in raw.items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{listed} is damaged: it does not list weight files") from error
-    return {name: reference for name, reference in found.items() if not (directory / name).is_file()}
+    beside = {name: directory / name for name in found if (directory / name).is_file()}
+    return {name: replace(reference, path=beside.get(name, reference.path)) for name, reference in found.items()}
 
 
 def _reference(name: str, about: Mapping[str, object]) -> Reference:
@@ -91,11 +92,13 @@ def why_gone(directory: Path, reference: Reference) -> str:
 
 
 def check_unchanged(directory: Path) -> None:
-    """Raise ValueError, which names it, where a file that a checkpoint refers to is gone or was changed.
+    """Raise ValueError, which names it, where a file elsewhere that a checkpoint refers to is gone or was changed.
 
     One that has its size and time of change is not read.
     """
     for reference in read_references(directory).values():
+        if reference.path.parent == directory:
+            continue
         if not reference.path.is_file():
             raise ValueError(why_gone(directory, reference))
         if not reference.is_as_it_was() and checksum(reference.path) != reference.sha256:
