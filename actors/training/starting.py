@@ -14,16 +14,20 @@ from learner.hardware import limit_memory
 from learner.model.adapter import Adapter, read_adapter
 from learner.model.checkpoint import StoredWeights, load_policy, stored_dtype
 from learner.model.checkpoint_files import ADAPTER, adapter_base, lent_weights, verify_checkpoint
+from learner.model.storage.throughput import Say
 from learner.parallel.loading import load_by_rows
 from learner.parallel.ranks import Ranks
 from learner.parallel.sharding import ShardedPolicy, make_mesh
 
 
-def agreed_checkpoint(spec: RunSpec, ranks: Ranks) -> FoundCheckpoint:
-    """Where to go on, by rank 0's view of the disk. Raises ValueError when there is no checkpoint, or none is whole."""
+def agreed_checkpoint(spec: RunSpec, ranks: Ranks, say: Say | None = None) -> FoundCheckpoint:
+    """Where to go on, by rank 0's view of the disk; `say` is told at which rate that is read.
+
+    Raises ValueError when there is no checkpoint, or none is whole.
+    """
 
     def find() -> dict[str, Any]:
-        found = newest_checkpoint(spec.checkpoints_dir, to_go_on(spec.learner.num_rounds))
+        found = newest_checkpoint(spec.checkpoints_dir, to_go_on(spec.learner.num_rounds), say)
         if found is None:
             raise ValueError(f"{spec.checkpoints_dir} has no checkpoint")
         position = asdict(found.position)
@@ -37,10 +41,11 @@ def agreed_checkpoint(spec: RunSpec, ranks: Ranks) -> FoundCheckpoint:
     )
 
 
-def load_sharded(spec: RunSpec, directory: Path) -> ShardedPolicy:
+def load_sharded(spec: RunSpec, directory: Path, say: Say | None = None) -> ShardedPolicy:
     """A checkpoint's policy, spread over the ranks: whole, or an adapter beside what it stands on.
 
-    Merged, the one in 4 bits would be rounded again, and the one in bfloat16 be rounded.
+    Merged, the one in 4 bits would be rounded again, and the one in bfloat16 be rounded. `say` is told at which rate
+    files are read.
     """
     mesh = make_mesh(spec.device, spec.sharding.workers_per_copy, spec.collective_timeout_s)
     device = torch.device("cuda", torch.cuda.current_device()) if spec.device == "cuda" else torch.device("cpu")
@@ -49,10 +54,10 @@ def load_sharded(spec: RunSpec, directory: Path) -> ShardedPolicy:
     adapter, base = _unmerged(spec, directory)
     if lora.base_weights == "nf4":
         # It may be too large for a GPU: what the 4 bits leave of it goes there block by block.
-        policy = ShardedPolicy(load_policy(base), mesh, spec.sharding, lora=lora, seed=spec.seed)
+        policy = ShardedPolicy(load_policy(base, say=say), mesh, spec.sharding, lora=lora, seed=spec.seed)
     else:
         dtype = torch.bfloat16 if _is_held_in_half(spec) else torch.float32
-        policy = load_by_rows(base, mesh, spec.sharding, device=device, lora=lora, seed=spec.seed, dtype=dtype)
+        policy = load_by_rows(base, mesh, spec.sharding, device=device, lora=lora, seed=spec.seed, dtype=dtype, say=say)
     if adapter is not None:
         policy.load_adapter(adapter.matrices)
     return policy

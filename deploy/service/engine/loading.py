@@ -61,7 +61,11 @@ def load_sampler(policy: PolicyVersion, config_dir: Path, engine: EngineConfig, 
     _verify(policy, directory)
     if is_renoising(directory):
         return RenoisingSampler(load_renoising_policy(directory, engine.torch_dtype).to(device), policy.version)
-    return Sampler(load_policy(directory, engine.torch_dtype, device), policy.version, engine)
+    return Sampler(load_policy(directory, engine.torch_dtype, device, _say), policy.version, engine)
+
+
+def _say(what: str) -> None:
+    structlog.get_logger().info("reading_a_checkpoint", what=what)
 
 
 def _verify(policy: PolicyVersion, directory: Path) -> None:
@@ -70,7 +74,7 @@ def _verify(policy: PolicyVersion, directory: Path) -> None:
     if policy.manifest_digest is None and not has_manifest and find_position(directory) is None:
         structlog.get_logger().warning("checkpoint_unverified", path=str(directory), why=f"it has no {MANIFEST}")
         return
-    verify_checkpoint(directory)
+    verify_checkpoint(directory, say=_say)
     if policy.manifest_digest is None:
         return
     digest = read_position(directory).manifest_digest or _digest_of(directory)
