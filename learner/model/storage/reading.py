@@ -6,6 +6,7 @@ through a small buffer of the thread, from which it is cast or copied to the GPU
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -100,7 +101,8 @@ def _read_chunk(chunk: Extent, file: int, buffers: SimpleQueue[Tensor]) -> None:
 
 
 def _read(chunk: Extent, file: int, into: Tensor) -> None:
-    left, begin = into.view(torch.uint8).numpy().data, chunk.begin
+    # By its address: a tensor that numpy has seen cannot be resized any more, as a learner that sleeps resizes its own.
+    left, begin = memoryview((ctypes.c_ubyte * chunk.num_bytes).from_address(into.data_ptr())), chunk.begin
     while left:
         num_bytes = os.preadv(file, [left], begin)
         if not num_bytes:

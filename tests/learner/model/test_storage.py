@@ -205,3 +205,9 @@ def test_the_list_itself_is_checked(referring: Path) -> None:
     path.write_text(json.dumps(json.loads(path.read_text())))
     with pytest.raises(ValueError, match=r"weights\.json is damaged: it is not what manifest\.json lists"):
         verify_checkpoint(referring)
+
+
+def test_what_is_read_into_can_be_resized(original: Path) -> None:
+    """A learner that sleeps gives up its memory so."""
+    for parameter in load_policy(original).parameters():
+        parameter.detach().untyped_storage().resize_(0)
