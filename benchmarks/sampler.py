@@ -6,9 +6,10 @@
 `exact` and `queue` compare with the reference sampler (benchmarks/reference.py) in one interleaved run: same weights,
 same prompts, one thread. `adapters` measures what LoRA's adapters beside the weights cost a denoise step, at a rank of
 1/32 of the width, as LLaDA-8B has it at rank 128. `caches` measures the approximate speed-ups on a trained toy
-(benchmarks/toy.py) against d1's own exact sampler. `curves` draws the ratio and the peak memory over batch, length and vocabulary. `roofline` states the
-limit of LLaDA-8B on an H200, and on a GPU the share of it that a network of LLaDA's shape reaches. Times are process
-CPU time on a CPU, clock time on a GPU; a ratio is the median of the paired ratios, with the least and the greatest.
+(benchmarks/toy.py) against d1's own exact sampler. `curves` draws the ratio and the peak memory over batch, length and
+vocabulary. `roofline` states the limit of LLaDA-8B on an H200, and on a GPU the share of it that a network of LLaDA's
+shape reaches. Times are process CPU time on a CPU, clock time on a GPU; a ratio is the median of the paired ratios,
+with the least and the greatest.
 Each case has a process of its own, as each sampler has in use: in one that has run others the allocator keeps memory
 that a fresh one gives back, and page faults are up to a third of the reference's time.
 """

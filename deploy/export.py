@@ -19,6 +19,7 @@ from learner.model.checkpoint_files import (
     load_config,
     policy_files,
     verify_checkpoint,
+    weight_files,
 )
 
 
@@ -67,7 +68,9 @@ def export_adapter(reference: str, out: Path, runs_dir: Path = Path("runs")) -> 
     except ValueError as error:
         raise UserError(str(error)) from error
     try:
-        _write(out, lambda partial: write_peft_adapter(partial, adapter, family, str(base.resolve())))
+        # Where its weights are: peft loads the original model from there.
+        original = weight_files(base)[0].parent.resolve()
+        _write(out, lambda partial: write_peft_adapter(partial, adapter, family, str(original)))
     except ValueError as error:
         raise UserError(str(error)) from error
     return directory, base

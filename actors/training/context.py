@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
@@ -14,6 +15,7 @@ from actors.checkpoints.selection import Position
 from actors.checkpoints.writing import Checkpointer
 from actors.messages import Generation, Next, ScoredPortion
 from actors.resources import OBJECT_STORE
+from actors.run_log import CHECKPOINTS
 from actors.spec import Phase, RunSpec
 from actors.training import evaluation, publication
 from actors.training.ending import Decision, Pulse, decided
@@ -23,10 +25,11 @@ from actors.training.shards import Travel
 from actors.training.starting import agreed_checkpoint, base_of, load_sharded, start_of, verified_weights
 from learner.model.adapter import Adapter, read_chain
 from learner.model.checkpoint import StoredWeights
-from learner.model.checkpoint_files import ADAPTER, verify_checkpoint
+from learner.model.checkpoint_files import ADAPTER, checkpoint_chain, verify_checkpoint, weight_bytes
 from learner.parallel.asleep import asleep
 from learner.parallel.ranks import Ranks
 
+_LARGE_BYTES = 1_000_000_000
 LAG_TIMEOUT_S = 600.0
 """Longest wait for ranks that are behind the first of them."""
 
@@ -49,7 +52,8 @@ class RunContext:
         """Load the newest checkpoint of the run directory, which is the initial one in a fresh run."""
         self.spec, self.client, self.pulse, self.ranks, self.clock = spec, client, pulse, ranks, clock
         pulse.doing = "loading a checkpoint"
-        self.found = agreed_checkpoint(spec, ranks)
+        began = time.monotonic()
+        self.found = agreed_checkpoint(spec, ranks, self._say)
         """The checkpoint that the run goes on from."""
         self.position = self.found.position
         """Where the run stands."""
@@ -57,12 +61,25 @@ class RunContext:
         """Gives what the learner of the stage under way goes on with, a collective; None between stages."""
         self.learner_tensors: Callable[[], Iterable[Tensor]] = tuple
         """Gives what the learner of the rounds holds beside the policy."""
-        self.policy = load_sharded(spec, self.found.directory)
+        checked = time.monotonic()
+        self.policy = load_sharded(spec, self.found.directory, self._say)
+        self.loading = {"check_s": checked - began, "load_s": time.monotonic() - checked}
+        """Seconds that it took to check the checkpoint's files, and to load them."""
         travel = Travel(dtype=spec.rollout.engine.torch_dtype, stays_on_device=spec.weight_transport != OBJECT_STORE)
         self.publisher = Publisher(self.policy, ranks, client, self._samplers_turn, travel)
         self.publisher.base = base_of(self.position.phase, spec, ranks)
         self.evaluator = Evaluator(spec, ranks, self.publisher, client)
         self.checkpointer = Checkpointer(spec, self.policy, ranks, client, clock)
+
+    def _say(self, what: str) -> None:
+        self.pulse.doing = what
+
+    def record_loading(self) -> None:
+        """Append to the run log how long a large checkpoint took to load."""
+        directory = self.found.directory
+        num_bytes = weight_bytes(checkpoint_chain(directory)[-1])
+        if num_bytes >= _LARGE_BYTES:
+            self.record("loaded", path=f"{CHECKPOINTS}/{directory.name}", num_bytes=num_bytes, **self.loading)
 
     def resumes(self, phase: Phase) -> bool:
         """Whether the run goes on in the midst of SFT or the control."""

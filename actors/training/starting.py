@@ -14,16 +14,20 @@ from learner.hardware import limit_memory
 from learner.model.adapter import read_chain
 from learner.model.checkpoint import StoredWeights, load_weights, stored_dtype
 from learner.model.checkpoint_files import Base, chain_digest, verify_checkpoint
+from learner.model.storage.throughput import Say
 from learner.parallel.loading import load_by_rows
 from learner.parallel.ranks import Ranks
 from learner.parallel.sharding import ShardedPolicy, make_mesh
 
 
-def agreed_checkpoint(spec: RunSpec, ranks: Ranks) -> FoundCheckpoint:
-    """Where to go on, by rank 0's view of the disk. Raises ValueError when there is no checkpoint, or none is whole."""
+def agreed_checkpoint(spec: RunSpec, ranks: Ranks, say: Say | None = None) -> FoundCheckpoint:
+    """Where to go on, by rank 0's view of the disk; `say` is told at which rate that is read.
+
+    Raises ValueError when there is no checkpoint, or none is whole.
+    """
 
     def find() -> dict[str, Any]:
-        found = newest_checkpoint(spec.checkpoints_dir, to_go_on(spec.learner.num_rounds))
+        found = newest_checkpoint(spec.checkpoints_dir, to_go_on(spec.learner.num_rounds), say)
         if found is None:
             raise ValueError(f"{spec.checkpoints_dir} has no checkpoint")
         position = asdict(found.position)
@@ -37,18 +41,21 @@ def agreed_checkpoint(spec: RunSpec, ranks: Ranks) -> FoundCheckpoint:
     )
 
 
-def load_sharded(spec: RunSpec, directory: Path) -> ShardedPolicy:
-    """A checkpoint's policy, spread over the ranks; its adapters stay beside its weights."""
+def load_sharded(spec: RunSpec, directory: Path, say: Say | None = None) -> ShardedPolicy:
+    """A checkpoint's policy, spread over the ranks; its adapters stay beside its weights. `say` is told at which rate
+    files are read."""
     mesh = make_mesh(spec.device, spec.sharding.workers_per_copy, spec.collective_timeout_s)
     device = torch.device("cuda", torch.cuda.current_device()) if spec.device == "cuda" else torch.device("cpu")
     limit_memory(device, spec.gpus.learner)
     lora, chain = spec.model.lora, read_chain(directory)
     if lora.base_weights == "nf4":
         # It may be too large for a GPU: what the 4 bits leave of it goes there block by block.
-        policy = ShardedPolicy(load_weights(chain.weights), mesh, spec.sharding, lora=lora, seed=spec.seed)
+        policy = ShardedPolicy(load_weights(chain.weights, say=say), mesh, spec.sharding, lora=lora, seed=spec.seed)
     else:
         dtype = torch.bfloat16 if _is_held_in_half(spec) else torch.float32
-        policy = load_by_rows(chain.weights, mesh, spec.sharding, device=device, lora=lora, seed=spec.seed, dtype=dtype)
+        policy = load_by_rows(
+            chain.weights, mesh, spec.sharding, device=device, lora=lora, seed=spec.seed, dtype=dtype, say=say
+        )
     if chain.adapter is not None:
         policy.begin_adapter(chain.start)
         policy.load_adapter(chain.adapter.matrices)

@@ -35,6 +35,7 @@ class TrainingRun:
         context = self._context
         where, position = context.found.directory.name, asdict(context.position)
         context.ranks.on_rank_0(lambda: context.client.learner_started(where, position))
+        context.record_loading()
         for what in context.found.passed_over:
             context.record("failure", what=what, attempt=1)
         try:

@@ -171,25 +171,30 @@ class PolicyLoader:
         if self._weights == wanted:
             return
         self._weights = None
-        load_in_place(self._policy, StoredWeights(directory))
+        StoredWeights(directory).read_into(_weights_of(self._policy))
         if base_weights == "nf4":
             round_blocks(self._policy)
         self._weights = wanted
 
 
 @torch.no_grad()
-def load_in_place(policy: Transformer, weights: Mapping[str, Tensor] | StoredWeights) -> None:
+def load_in_place(policy: Transformer, weights: Mapping[str, Tensor]) -> None:
     """Make `weights` the policy's, in its precision: what came in pieces is copied piece by piece, and never whole.
 
     Raises ValueError where they are not the parameters of such a policy.
     """
-    parameters = ((plain_name(name), parameter) for name, parameter in policy.named_parameters())
-    held = {name: parameter.detach() for name, parameter in parameters if not is_adapter(name)}
+    held = _weights_of(policy)
     if differing := held.keys() ^ weights.keys():
         raise ValueError(f"these are not the weights of this policy, which differs in {min(differing)}")
     for name, whole in held.items():
-        pieces = weights.pieces(name) if isinstance(weights, Arrived) else (weights[name][:],)
+        pieces = weights.pieces(name) if isinstance(weights, Arrived) else (weights[name],)
         if sum(map(len, pieces)) != len(whole) or any(piece.shape[1:] != whole.shape[1:] for piece in pieces):
             raise ValueError(f"these are not the weights of this policy: {name} has another shape")
         for rows, piece in zip(whole.split([len(piece) for piece in pieces]), pieces, strict=True):
             rows.copy_(piece)
+
+
+def _weights_of(policy: Transformer) -> dict[str, Tensor]:
+    """The parameters of a policy by plain name, without adapters."""
+    named = ((plain_name(name), parameter.detach()) for name, parameter in policy.named_parameters())
+    return {name: parameter for name, parameter in named if not is_adapter(name)}

@@ -17,6 +17,7 @@ from deploy.errors import UserError, reason
 from deploy.evaluation.worker import Answer, Answered
 from deploy.runs.lock import RunLock
 from learner.model.checkpoint_files import ADAPTER, adapter_base
+from learner.model.storage.references import read_references, why_gone
 
 _WEIGHTS = ("*.safetensors", "*.bin")
 _SAMPLED_BYTES = 1 << 20
@@ -156,7 +157,12 @@ def fingerprint(checkpoint: Path) -> str:
     digest = sha256((checkpoint / "config.json").read_bytes())
     if (checkpoint / ADAPTER).is_file():
         digest.update(fingerprint(adapter_base(checkpoint)).encode())
-    for path in sorted(path for pattern in _WEIGHTS for path in checkpoint.glob(pattern)):
+    files = {path for pattern in _WEIGHTS for path in checkpoint.glob(pattern)}
+    for reference in read_references(checkpoint).values():
+        if not reference.path.is_file():
+            raise ValueError(why_gone(checkpoint, reference))
+        files.add(reference.path)
+    for path in sorted(files, key=lambda path: path.name):
         size = path.stat().st_size
         digest.update(f"{path.name} {size}".encode())
         with path.open("rb") as file:

@@ -86,7 +86,7 @@ class Worker:
             torch.set_num_threads(self._config.num_threads)
         if is_renoising(directory):
             return RenoisingSampler(load_renoising_policy(directory, engine.torch_dtype).to(device), 0)
-        return Sampler(load_policy(directory, engine.torch_dtype).to(device), 0, engine)
+        return Sampler(load_policy(directory, engine.torch_dtype, device), 0, engine)
 
     @cached_property
     def _tokenizer(self) -> ChatTokenizer:

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from learner.model.adapter import Adapter
 from learner.model.attention.within import has_kernel
+from learner.model.checkpoint import StoredWeights
 from learner.model.lora import (
     adapted_layers,
     adapter_names,
@@ -37,6 +38,7 @@ from learner.model.lora_config import WHOLE, LoraConfig
 from learner.model.moe.experts import expert_biases
 from learner.model.networks import make_on_meta
 from learner.model.quantized import Nf4Linear, quantize_blocks, quantized_layers
+from learner.model.storage.throughput import Say
 from learner.model.transformer import Transformer
 from learner.parallel.compiling import compile_blocks
 from learner.parallel.patience import COLLECTIVE_TIMEOUT_S
@@ -200,10 +202,16 @@ class ShardedPolicy:
         """The same on rank 0 alone, empty on the others: what is written or sent once is held in memory once."""
         return {name: on_cpu(weight) for name, weight in self._gathered_weights() if self.rank == 0}
 
-    def load_full_weights(self, weights: Mapping[str, Rows]) -> None:
+    def load_full_weights(self, weights: Mapping[str, Rows], say: Say | None = None) -> None:
         """Take over whole parameters, each rank its rows; `weights` has exactly the policy's names. They are rounded
-        where 4 bits hold them. An adapter begins anew on them, with nothing of earlier stages beside it."""
-        self._load({name: weights[name] for name in self._parameters() if not is_adapter(name)})
+        where 4 bits hold them. An adapter begins anew on them, with nothing of earlier stages beside it. `say` is told
+        at which rate files are read."""
+        held = {name: parameter for name, parameter in self._parameters().items() if not is_adapter(name)}
+        if isinstance(weights, StoredWeights):
+            rows = {name: own_rows(parameter) for name, parameter in held.items()}
+            weights.read_into({name: local_part(parameter) for name, parameter in held.items()}, rows, say)
+        else:
+            self._load({name: weights[name] for name in held})
         for name, layer in self._quantized().items():
             layer.load(weights[name][:])
         self.begin_adapter()

@@ -20,7 +20,7 @@ from actors.weights.fetching import PolicyLoader, StagingReader, StoreReader, lo
 from actors.weights.store import Manifest, VersionMissingError
 from actors.weights.tensors import Arrived, make_manifest
 from learner.model.adapter import Adapter
-from learner.model.checkpoint import save_checkpoint
+from learner.model.checkpoint import StoredWeights, save_checkpoint
 from learner.model.checkpoint_files import Base, chain_digest
 from learner.model.config import TransformerConfig
 from learner.model.lora import adapter_names, merge_adapters, merged
@@ -125,7 +125,7 @@ def test_the_weights_below_an_adapter_are_read_once(
     config: TransformerConfig, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shelf, loads = Shelf(), []
-    monkeypatch.setattr("actors.weights.fetching.load_in_place", lambda policy, weights: loads.append(len(weights)))
+    monkeypatch.setattr(StoredWeights, "read_into", lambda weights, _: loads.append(weights))
     loader = PolicyLoader(_policy(config, 2), shelf, checkpoints.directory)
     for version, base in enumerate(("initial", "initial", "sft", "sft", "initial")):
         loader.load(shelf.put(version, _adapter(checkpoints.weights, version), checkpoints.base(base)))

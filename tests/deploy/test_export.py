@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from learner.model.adapter import Adapter
-from learner.model.checkpoint import load_policy, save_checkpoint
+from learner.model.checkpoint import StoredWeights, load_policy, save_checkpoint
 from learner.model.checkpoint_files import ADAPTER
 from learner.model.config import TransformerConfig
 from learner.model.families import FAMILIES
@@ -231,3 +232,19 @@ def test_what_cannot_be_exported_is_refused_in_a_sentence(run: Run, d1: Callable
     (workdir / "file").write_text("")
     d1("export", "runs/tiny", "file").assert_refused("exists and is not an empty directory")
     d1("export", "runs/tiny", "file/out").assert_refused("cannot write")
+
+
+def test_the_weights_that_a_run_refers_to_are_exported_and_named_to_peft(run: Run, d1: Callable, workdir: Path) -> None:
+    initial, original = run.checkpoint("initial"), workdir / "original"
+    shutil.copytree(initial, original)
+    stored = StoredWeights(original)
+    save_checkpoint(initial, stored.config, stored, original, trainer_state=_state("untrained", 0))
+    assert d1("export", "runs/tiny/checkpoints/initial", "out").status == 0
+    assert (workdir / "out" / "model.safetensors").read_bytes() == (original / "model.safetensors").read_bytes()
+    assert d1("export", "runs/tiny/checkpoints/sft", "apart", "--lora", "apart").status == 0
+    about = json.loads((workdir / "apart" / "adapter_config.json").read_text())
+    assert about["base_model_name_or_path"] == str(original)
+    (original / "model.safetensors").unlink()
+    d1("export", "runs/tiny/checkpoints/initial", "none").assert_refused("this machine has no such file; put it back")
+    d1("sample", "runs/tiny/checkpoints/initial", "1 + 2").assert_refused("this machine has no such file; put it back")
+    d1("eval", "runs/tiny/checkpoints/initial").assert_refused("this machine has no such file; put it back")

@@ -115,14 +115,18 @@ class VersionLoader:
             # Versions that are in use keep theirs.
             self._newest = None
             directory = base.directory(checkpoints_dir)
-            verify_checkpoint(directory)
+            verify_checkpoint(directory, say=_say)
             chain = read_chain(directory)
-            model = load_weights(chain.weights, self._engine.torch_dtype).to(self._device)
+            model = load_weights(chain.weights, self._engine.torch_dtype, self._device, _say)
             if base.base_weights == "nf4":
                 round_blocks(model)
             put_beside(model, matrices, base.scaling, chain.together)
         self._newest = base, model
         return model
+
+
+def _say(what: str) -> None:
+    structlog.get_logger().info("reading_a_checkpoint", what=what)
 
 
 def _verify(policy: PolicyVersion, directory: Path) -> None:
@@ -131,7 +135,7 @@ def _verify(policy: PolicyVersion, directory: Path) -> None:
     if policy.manifest_digest is None and not has_manifest and find_position(directory) is None:
         structlog.get_logger().warning("checkpoint_unverified", path=str(directory), why=f"it has no {MANIFEST}")
         return
-    verify_own_files(directory)
+    verify_own_files(directory, say=_say)
     if policy.manifest_digest is None:
         return
     digest = read_position(directory).manifest_digest or _digest_of(directory)

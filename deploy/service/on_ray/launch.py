@@ -58,8 +58,8 @@ def serve_run(run_dir: Path, host: str | None, port: int | None, admin_port: int
     address = Address(host=host or service.host, port=port or service.port)
     source = Source(directory=str(run_dir), is_run=True, registry_url=None)
     _check_listeners(source, address, admin_port)
-    with saying(f"checking the newest checkpoint of {run_dir.name}", at_once=True):
-        newest_to_answer(run_dir)
+    with saying(f"checking the newest checkpoint of {run_dir.name}", at_once=True) as waiting:
+        newest_to_answer(run_dir, waiting.change)
     with _ray() as ray:
         source = replace(source, registry_url=registry_of_cluster())
         _serve(source, address, service.num_replicas, is_ours=ray.is_ours, admin_port=admin_port)

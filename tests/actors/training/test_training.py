@@ -31,7 +31,7 @@ from learner.batch import RolloutBatch
 from learner.config import LearnerConfig
 from learner.learner import Learner
 from learner.model.checkpoint import load_merged, save_checkpoint
-from learner.model.checkpoint_files import LEARNER_STATE, verify_checkpoint
+from learner.model.checkpoint_files import LEARNER_STATE, verify_checkpoint, weight_bytes
 from learner.model.lora import merge_adapters
 from learner.model.lora_config import LoraConfig
 from learner.model.transformer import Transformer
@@ -426,3 +426,33 @@ def test_the_reference_is_the_policy_of_a_due_round_that_trained_on_nothing_too(
         assert update.run(None, round_index) == {"num_trained_completions": 0.0}
         now = learner.reference.full_weights()["head.weight"]
         assert torch.equal(now, policy.head.weight.detach()) == is_synced
+
+
+def test_the_log_says_how_long_a_large_checkpoint_took_to_load(spec: RunSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small one takes no time."""
+    begun = spec.model_copy(update={"phases": ()})
+    assert _events(_run(begun), "loaded") == []
+    num_bytes = weight_bytes(spec.initial_checkpoint)
+    monkeypatch.setattr("actors.training.context._LARGE_BYTES", num_bytes)
+    (loaded,) = _events(_run(begun), "loaded")
+    assert (loaded["path"], loaded["num_bytes"]) == ("checkpoints/initial", num_bytes)
+    assert min(loaded["check_s"], loaded["load_s"]) > 0
+
+
+def test_a_learner_says_how_far_the_loading_of_a_checkpoint_is(spec: RunSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = list[str]()
+
+    class Listening(Pulse):
+        @property
+        def doing(self) -> str:
+            return said[-1]
+
+        @doing.setter
+        def doing(self, doing: str) -> None:
+            said.append(doing)
+
+    monkeypatch.setattr("learner.model.storage.throughput._EVERY_S", 0.0)
+    _run(spec.model_copy(update={"phases": ()}), Listening())
+    begun = list(dict.fromkeys(what.partition(":")[0] for what in said))
+    assert begun[:3] == ["loading a checkpoint", "checking initial", "loading initial"]
+    assert any(what.endswith("GB/s") for what in said)

@@ -1,7 +1,6 @@
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,6 +18,8 @@ from learner.model.checkpoint import (
 )
 from learner.model.checkpoint_files import load_config, verify_checkpoint
 from learner.model.lora_config import LoraConfig
+from learner.model.storage.reading import Extent, read_extents
+from learner.model.storage.throughput import Throughput
 from learner.model.tokenizer import ChatTokenizer, make_tokenizer
 from learner.model.transformer import Transformer
 from learner.parallel.sharding import ShardedPolicy
@@ -149,42 +150,15 @@ def test_of_many_wrong_tensors_some_are_named_and_all_are_counted(saved: Path) -
 
 
 def test_no_tensor_is_read_before_all_headers_are_right(sharded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[str] = []
+    read: list[Extent] = []
 
-    class Slice:
-        """A tensor of the file, which notes that rows of it are taken."""
+    def watched(extents: Sequence[Extent], progress: Throughput | None = None) -> None:
+        read.extend(extents)
+        read_extents(extents, progress)
 
-        def __init__(self, name: str, part: Any) -> None:
-            self._name, self._part = name, part
-            self.get_dtype, self.get_shape = part.get_dtype, part.get_shape
-
-        def __getitem__(self, rows: slice) -> torch.Tensor:
-            read.append(self._name)
-            return self._part[rows]
-
-    class Watched:
-        """A safetensors file that notes which tensors are taken out of it."""
-
-        def __init__(self, path: Path, framework: str) -> None:
-            self._file = original(path, framework=framework)
-
-        def __enter__(self) -> "Watched":
-            self._file.__enter__()
-            return self
-
-        def __exit__(self, *error: Any) -> None:
-            self._file.__exit__(*error)
-
-        def keys(self) -> list[str]:
-            return self._file.keys()
-
-        def get_slice(self, name: str) -> Slice:
-            return Slice(name, self._file.get_slice(name))
-
-    original = checkpoint.safe_open
-    monkeypatch.setattr(checkpoint, "safe_open", Watched)
+    monkeypatch.setattr(checkpoint, "read_extents", watched)
     load_policy(sharded)
-    assert len(read) == len(set(read)) == 21
+    assert len({(extent.path, extent.begin) for extent in read}) == len(read) == 21
     read.clear()
     last = max(sharded.glob("model-*.safetensors"))
     save_file(load_file(last) | {"surplus": torch.zeros(2)}, last)
