@@ -434,7 +434,7 @@ def test_a_service_that_does_not_come_up_is_one_sentence(monkeypatch, status, sa
 def test_a_service_is_waited_for_as_long_as_its_weights_take(run_dir):
     checkpoint = run_dir / "checkpoints" / "initial"
     checkpoint.mkdir()
-    with (checkpoint / "model-00001.safetensors").open("wb") as file:
+    with (checkpoint / "model.safetensors").open("wb") as file:
         file.truncate(5 * 10**9)
     of_run = Source(directory=str(run_dir), is_run=True, registry_url=None)
     alone = replace(of_run, directory=str(checkpoint), is_run=False)
