@@ -10,7 +10,7 @@ import torch
 
 from actors.checkpoints.selection import FoundCheckpoint, Position, newest_checkpoint, to_go_on
 from actors.spec import Phase, RunSpec
-from learner.hardware import limit_memory
+from learner.hardware import limit_memory, placed_on
 from learner.model.adapter import Adapter, read_adapter
 from learner.model.checkpoint import StoredWeights, load_policy, stored_dtype
 from learner.model.checkpoint_files import ADAPTER, adapter_base, lent_weights, verify_checkpoint
@@ -43,7 +43,7 @@ def load_sharded(spec: RunSpec, directory: Path) -> ShardedPolicy:
     Merged, the one in 4 bits would be rounded again, and the one in bfloat16 be rounded.
     """
     mesh = make_mesh(spec.device, spec.sharding.workers_per_copy, spec.collective_timeout_s)
-    device = torch.device("cuda", torch.cuda.current_device()) if spec.device == "cuda" else torch.device("cpu")
+    device = placed_on(spec.device)
     limit_memory(device, spec.gpus.learner)
     lora = spec.model.lora
     adapter, base = _unmerged(spec, directory)

@@ -19,6 +19,7 @@ from deploy.recipe.overrides import load_recipe
 from deploy.requests.defaults import Defaults
 from deploy.requests.structured.grammars import Grammars
 from deploy.runs.references import find_checkpoint_of
+from learner.hardware import placed_on
 from learner.model.checkpoint import load_policy
 from learner.model.config import TransformerConfig
 from learner.model.tokenizer import TOKENIZER_FILES, ChatTokenizer
@@ -82,7 +83,7 @@ def find_directory(reference: str, runs_dir: Path) -> Path:
 def load_ready(directory: Path, reference: str, device: Device, engine: EngineConfig) -> ReadyPolicy:
     """Load what was found. Raises UserError where it cannot be read."""
     with as_user_errors(reference):
-        model = load_policy(directory, engine.torch_dtype).to(device)
+        model = load_policy(directory, engine.torch_dtype).to(placed_on(device))
         position = find_position(directory)
     if device == "cpu":
         _choose_threads(model)

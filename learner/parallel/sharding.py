@@ -20,6 +20,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
+from learner.hardware import placed_on
 from learner.model.attention.within import has_kernel
 from learner.model.lora import adapter_names, adapters_off, add_adapters, fresh_adapter, is_adapter, merged, plain_name
 from learner.model.lora_config import WHOLE, LoraConfig
@@ -154,7 +155,7 @@ class ShardedPolicy:
     def device(self) -> torch.device:
         """Where it computes."""
         if self.mesh is not None and self.mesh.device_type == "cuda":
-            return torch.device("cuda", torch.cuda.current_device())
+            return placed_on("cuda")
         return next(self.module.parameters()).device
 
     @property
@@ -387,7 +388,7 @@ def _all_gathered(sharded: DTensor) -> Tensor:
     # The last ranks may have fewer rows, or none.
     padded = torch.cat((local, local.new_zeros(rows_each - local.shape[0], *row)))
     whole = local.new_empty(rows_each * sharing.size(), *row)
-    dist.all_gather_single(whole, padded, group=sharing)
+    dist.all_gather_into_tensor(whole, padded, group=sharing)
     return whole[:num_rows]
 
 

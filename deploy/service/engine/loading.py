@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import structlog
+import torch
 
 from actors.checkpoints.selection import find_position, read_position
 from actors.registry.records import PolicyVersion
@@ -21,7 +22,9 @@ from rollout.sampler import Sampler
 _FETCH_TIMEOUT_S = 120.0
 
 
-def load_sampler(policy: PolicyVersion, config_dir: Path, engine: EngineConfig, device: str = "cpu") -> AnySampler:
+def load_sampler(
+    policy: PolicyVersion, config_dir: Path, engine: EngineConfig, device: str | torch.device = "cpu"
+) -> AnySampler:
     """The sampler of an announced version: from its weight store, or else from its checkpoint.
 
     Args:
