@@ -388,6 +388,7 @@ def _all_gathered(sharded: DTensor) -> Tensor:
     # The last ranks may have fewer rows, or none.
     padded = torch.cat((local, local.new_zeros(rows_each - local.shape[0], *row)))
     whole = local.new_empty(rows_each * sharing.size(), *row)
+    # From torch 2.13 on `all_gather_single` too, which torch 2.11 does not have.
     dist.all_gather_into_tensor(whole, padded, group=sharing)
     return whole[:num_rows]
 
