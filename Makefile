@@ -57,7 +57,7 @@ test-vllm: $(STAMP) $(VLLM)/.installed ## Run the tests against a vLLM server on
 test-clients: $(STAMP) $(CLIENTS)/.installed ## Run the tests with clients that others wrote; the first time takes 1 GB.
 	$(BIN)/pytest -m clients $(ARGS)
 
-test-oldest: $(OLDEST)/.installed ## Run the learner's and samplers' tests on the oldest torch allowed; the first time takes N GB.
+test-oldest: $(OLDEST)/.installed ## Run the learner's and samplers' tests on the oldest torch allowed; the first time takes 6 GB.
 	$(OLDEST)/bin/pytest -m 'not ray and not nightly' tests/learner tests/rollout tests/actors tests/test_gpu.py \
 		tests/test_likelihoods.py $(ARGS)
 

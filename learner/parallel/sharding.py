@@ -33,6 +33,8 @@ from learner.parallel.patience import COLLECTIVE_TIMEOUT_S
 from learner.parallel.sharding_config import ShardingConfig
 
 _PLAIN = ShardingConfig()
+# The name from torch 2.13 on, or else the one that torch 2.14 warns of.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 # Over the ranks of a copy; in each copy, if there are several.
 _BY_ROWS = ((Shard(0),), (Replicate(), Shard(0)))
 
@@ -388,8 +390,7 @@ def _all_gathered(sharded: DTensor) -> Tensor:
     # The last ranks may have fewer rows, or none.
     padded = torch.cat((local, local.new_zeros(rows_each - local.shape[0], *row)))
     whole = local.new_empty(rows_each * sharing.size(), *row)
-    # From torch 2.13 on `all_gather_single` too, which torch 2.11 does not have.
-    dist.all_gather_into_tensor(whole, padded, group=sharing)
+    _all_gather(whole, padded, group=sharing)
     return whole[:num_rows]
 
 
