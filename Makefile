@@ -17,9 +17,11 @@ VLLM := .venv-vllm
 # Clients of the service want other versions too.
 CLIENTS := .venv-clients
 CLIENT_PINS := tests/deploy/service/clients/clients.txt
+# What must work with the oldest torch that pyproject.toml allows.
+OLDEST := .venv-oldest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup tools train serve test test-nightly test-vllm test-clients fuzz gathers chaos check fmt docs up constraints bubblewrap chromium
+.PHONY: help setup tools train serve test test-nightly test-vllm test-clients test-oldest fuzz gathers chaos check fmt docs up constraints bubblewrap chromium
 
 help: ## Say what there is.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -54,6 +56,10 @@ test-vllm: $(STAMP) $(VLLM)/.installed ## Run the tests against a vLLM server on
 
 test-clients: $(STAMP) $(CLIENTS)/.installed ## Run the tests with clients that others wrote; the first time takes 1 GB.
 	$(BIN)/pytest -m clients $(ARGS)
+
+test-oldest: $(OLDEST)/.installed ## Run the learner's and samplers' tests on the oldest torch allowed; the first time takes 6 GB.
+	$(OLDEST)/bin/pytest -m 'not ray and not nightly' tests/learner tests/rollout tests/actors tests/test_gpu.py \
+		tests/test_likelihoods.py $(ARGS)
 
 fuzz: $(STAMP) ## Ask the service 10,000 requests that its schema allows or forbids, new ones each time.
 	D1_FUZZ_CASES=10000 D1_FUZZ_SEED=$(shell date +%s) $(BIN)/pytest -s tests/deploy/service/test_schema.py \
@@ -122,6 +128,13 @@ $(CLIENTS)/.installed: $(CLIENT_PINS) | $(STAMP)
 	@echo 'Installing litellm, langchain-openai and lm-evaluation-harness into $(CLIENTS).'
 	@$(PYTHON) -m venv --clear $(CLIENTS)
 	@$(CLIENTS)/bin/pip install -qq --no-deps --require-hashes -r $(CLIENT_PINS)
+	@touch $@
+
+$(OLDEST)/.installed: pyproject.toml constraints.txt
+	@echo 'Installing d1 with the oldest torch that it allows into $(OLDEST); this takes some minutes.'
+	@$(PYTHON) -m venv --clear $(OLDEST)
+	@sed "s/^torch==.*/torch==$$(sed -n 's/.*"torch>=\([0-9.]*\).*/\1/p' pyproject.toml).*/" constraints.txt > $(OLDEST)/constraints.txt
+	@$(OLDEST)/bin/pip install -qq --constraint $(OLDEST)/constraints.txt --editable '.[dev]'
 	@touch $@
 
 $(BIN)/pip:

@@ -52,14 +52,14 @@ class SamplerWorker:
         import torch
 
         from actors.weights.fetching import PolicyLoader, StagingReader
-        from learner.hardware import limit_memory
+        from learner.hardware import limit_memory, placed_on
         from learner.model.checkpoint import empty_policy
         from rollout.sampler import Sampler
 
         torch.set_num_threads(1)
-        limit_memory(torch.device(device), gpu_share)
-        self._device, self._is_asleep = torch.device(device), is_asleep
-        self._policy = empty_policy(checkpoint, engine.torch_dtype, "meta" if is_asleep else device)
+        self._device, self._is_asleep = placed_on(device), is_asleep
+        limit_memory(self._device, gpu_share)
+        self._policy = empty_policy(checkpoint, engine.torch_dtype, "meta" if is_asleep else self._device)
         self._make_sampler = partial(Sampler, self._policy, engine=engine)
         self._sampler: Sampler | None = None
         self._reader = StagingReader(open_store())

@@ -1,4 +1,4 @@
-"""What a learner worker's device can do, and how much memory it took."""
+"""Which device a process computes on, what it can do, and how much memory it took."""
 
 from __future__ import annotations
 
@@ -20,6 +20,17 @@ _PEAK_FLOP_PER_S = {
     "NVIDIA H200": 989e12,
     "NVIDIA H200 NVL": 835e12,
 }
+
+
+def placed_on(device: str | torch.device) -> torch.device:
+    """The device that tensors name when they are placed on `cpu`, `cuda` or `cuda:1`: a GPU always has an index.
+
+    Some functions of `torch.cuda` refuse a device without one, and `cuda` is not equal to `cuda:0`.
+    """
+    place = torch.device(device)
+    if place.type == "cuda" and place.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return place
 
 
 def peak_flop_per_s(device: torch.device) -> float | None:

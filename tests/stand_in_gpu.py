@@ -1,15 +1,17 @@
 """A stand-in for a GPU: tensors in main memory that say they are on `cuda:0`, and do not mix with those that do not.
 
 What runs on it takes the paths that it takes on a GPU (fused optimizer, static shapes, uploads), computed by the CPU's
-kernels. A tensor of the CPU beside one of the GPU is refused as CUDA refuses it. It says nothing about speed, about
-kernels, or about the order of what a GPU does in its own time.
+kernels. A tensor of the CPU beside one of the GPU is refused as CUDA refuses it, and so is what `torch.cuda` refuses:
+its own code runs, over a driver that knows one device. The stand-in says nothing about speed, memory, kernels, or the
+order of what a GPU does in its own time.
 """
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -25,6 +27,17 @@ DEVICE = torch.device("cuda", 0)
 _aten = torch.ops.aten
 # What takes tensors of both devices: it copies from the one to the other.
 _BETWEEN = {_aten.copy_.default, _aten._to_copy.default, _aten.set_.source_Tensor}
+# What `torch.cuda` asks of the driver once it has checked what it was given.
+_DRIVER: dict[str, Callable[..., Any]] = {
+    "cuda.device_count": lambda: 1,
+    "_utils._get_current_device_index": lambda: 0,
+    "_C._cuda_getDevice": lambda: 0,
+    "_C._cuda_setMemoryFraction": lambda _share, _device: None,
+    "_C._cuda_resetPeakMemoryStats": lambda _device: None,
+    "cuda._get_device_properties": lambda _device: SimpleNamespace(name="a stand-in", major=0, minor=0),
+    "cuda._lazy_init": lambda: None,
+    "cuda.memory._lazy_init": lambda: None,
+}
 _INDEXED = {_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default, _aten._index_put_impl_.default}
 
 
@@ -224,7 +237,11 @@ def stand_in_gpu() -> Iterator[torch.device]:
     # What there was before holds nothing of the stand-in, and need not be looked through for what is there.
     gc.freeze()
     try:
-        with StandInGpu(), patch.object(clip_grad, "_group_tensors_by_device_and_dtype", _grouped):
+        with ExitStack() as stack:
+            for name, answer in _DRIVER.items():
+                stack.enter_context(patch(f"torch.{name}", answer, create=True))
+            stack.enter_context(patch.object(clip_grad, "_group_tensors_by_device_and_dtype", _grouped))
+            stack.enter_context(StandInGpu())
             yield DEVICE
     finally:
         gc.unfreeze()

@@ -17,6 +17,7 @@ from benchmarks.rounds import Setting, make_round
 from learner.algorithms import ALGORITHMS
 from learner.counter import uniform
 from learner.estimators import Views, token_logps
+from learner.hardware import limit_memory, placed_on
 from learner.learner import Learner
 from learner.model.config import TransformerConfig
 from learner.model.lora import merge_into, merged_weights
@@ -371,6 +372,20 @@ def test_tensors_of_two_devices_do_not_mix(placed: Placed) -> None:
         there.numpy()
     assert (there * torch.tensor(2.0)).tolist() == [2.0] * 3, "a number may be anywhere"
     assert there[torch.tensor([0])].is_cuda, "as an index may"
+
+
+def test_a_limit_of_memory_wants_a_device_with_an_index(placed: Placed) -> None:
+    """Which is what tensors there name, and `placed_on` gives."""
+    with pytest.raises(ValueError, match="specified index"):
+        torch.cuda.set_per_process_memory_fraction(0.9, torch.device("cuda"))
+    device = placed_on("cuda")
+    limit_memory(device, 0.9)
+    assert torch.ones(1).cuda().device == device != torch.device("cuda")
+    assert [placed_on(name) for name in ("cuda:0", "cuda:1", "cpu")] == [
+        device,
+        torch.device("cuda:1"),
+        torch.device("cpu"),
+    ]
 
 
 @pytest.mark.gpu

@@ -10,7 +10,7 @@ import torch
 
 from actors.checkpoints.selection import FoundCheckpoint, Position, newest_checkpoint, to_go_on
 from actors.spec import Phase, RunSpec
-from learner.hardware import limit_memory
+from learner.hardware import limit_memory, placed_on
 from learner.model.adapter import read_chain
 from learner.model.checkpoint import StoredWeights, load_weights, stored_dtype
 from learner.model.checkpoint_files import Base, chain_digest, verify_checkpoint
@@ -45,7 +45,7 @@ def load_sharded(spec: RunSpec, directory: Path, say: Say | None = None) -> Shar
     """A checkpoint's policy, spread over the ranks; its adapters stay beside its weights. `say` is told at which rate
     files are read."""
     mesh = make_mesh(spec.device, spec.sharding.workers_per_copy, spec.collective_timeout_s)
-    device = torch.device("cuda", torch.cuda.current_device()) if spec.device == "cuda" else torch.device("cpu")
+    device = placed_on(spec.device)
     limit_memory(device, spec.gpus.learner)
     lora, chain = spec.model.lora, read_chain(directory)
     if lora.base_weights == "nf4":

@@ -19,6 +19,7 @@ from deploy.recipe.overrides import load_recipe
 from deploy.requests.defaults import Defaults
 from deploy.requests.structured.grammars import Grammars
 from deploy.runs.references import find_checkpoint_of
+from learner.hardware import placed_on
 from learner.model.checkpoint import load_policy
 from learner.model.config import TransformerConfig
 from learner.model.storage.throughput import Say
@@ -86,7 +87,7 @@ def load_ready(
 ) -> ReadyPolicy:
     """Load what was found; `say` is told at which rate. Raises UserError where it cannot be read."""
     with as_user_errors(reference):
-        model = load_policy(directory, engine.torch_dtype, device, say)
+        model = load_policy(directory, engine.torch_dtype, placed_on(device), say)
         position = find_position(directory)
     if device == "cpu":
         _choose_threads(model)

@@ -25,6 +25,8 @@ from learner.model.renoising.config import RenoisingConfig
 from rollout.config import EngineConfig
 
 if TYPE_CHECKING:
+    import torch
+
     from deploy.service.engine.versions import Locate, Versions
 
 _NAME = re.compile(r"[^A-Za-z0-9._-]+")
@@ -107,7 +109,7 @@ class Source:
         names = read_recipe(self.path).service.served_names if self.is_run else ()
         return ServicePlanner(codec, defaults, self.name, served_names=names)
 
-    def versions(self, device: str) -> Versions:
+    def versions(self, device: str | torch.device) -> Versions:
         """The versions of an engine, the newest of them loaded."""
         # Here and not above: of a service's processes its engines alone compute, and load torch.
         from deploy.service.engine.canary import HeldoutCanary

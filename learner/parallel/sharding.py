@@ -20,6 +20,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
+from learner.hardware import placed_on
 from learner.model.adapter import Adapter
 from learner.model.attention.within import has_kernel
 from learner.model.checkpoint import StoredWeights
@@ -45,6 +46,8 @@ from learner.parallel.patience import COLLECTIVE_TIMEOUT_S
 from learner.parallel.sharding_config import ShardingConfig
 
 _PLAIN = ShardingConfig()
+# The name from torch 2.13 on, or else the one that torch 2.14 warns of.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 # Over the ranks of a copy; in each copy, if there are several.
 _BY_ROWS = ((Shard(0),), (Replicate(), Shard(0)))
 
@@ -164,7 +167,7 @@ class ShardedPolicy:
     def device(self) -> torch.device:
         """Where it computes."""
         if self.mesh is not None and self.mesh.device_type == "cuda":
-            return torch.device("cuda", torch.cuda.current_device())
+            return placed_on("cuda")
         return next(self.module.parameters()).device
 
     @property
@@ -405,7 +408,7 @@ def _all_gathered(sharded: DTensor) -> Tensor:
     # The last ranks may have fewer rows, or none.
     padded = torch.cat((local, local.new_zeros(rows_each - local.shape[0], *row)))
     whole = local.new_empty(rows_each * sharing.size(), *row)
-    dist.all_gather_single(whole, padded, group=sharing)
+    _all_gather(whole, padded, group=sharing)
     return whole[:num_rows]
 
 

@@ -55,7 +55,7 @@ def test_a_sampler_that_sleeps_holds_nothing_and_samples_the_same(
     portion, engine = plan.round_portion(0, 0), spec.rollout.engine
     with stand_in_gpu():
         before = bytes_there()
-        worker = SamplerWorker(spec.initial_checkpoint, lambda: shelf, "cuda", engine, is_asleep=True)
+        worker = SamplerWorker(spec.initial_checkpoint, lambda: shelf, "cuda", engine, gpu_share=0.3, is_asleep=True)
         assert bytes_there() == before, "it begins asleep"
         found = []
         for generation in (first, second, second):
@@ -63,7 +63,7 @@ def test_a_sampler_that_sleeps_holds_nothing_and_samples_the_same(
             assert bytes_there() > before
             worker.sleep()
             assert bytes_there() == before
-        awake = SamplerWorker(spec.initial_checkpoint, lambda: shelf, "cuda", engine)
+        awake = SamplerWorker(spec.initial_checkpoint, lambda: shelf, "cuda", engine, gpu_share=0.3)
         assert bytes_there() > before
         expected = [_sampled(awake, generation, portion) for generation in (first, second)]
         assert found == [*expected, expected[1]]

@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import structlog
+import torch
 from torch import Tensor
 
 from actors.checkpoints.selection import find_position, read_position
 from actors.registry.records import PolicyVersion
 from deploy.service.engine.loaded_version import AnySampler
+from learner.hardware import placed_on
 from learner.model.adapter import put_beside, read_adapter, read_chain
 from learner.model.checkpoint import load_policy, load_weights
 from learner.model.checkpoint_files import (
@@ -39,7 +41,7 @@ _FETCH_TIMEOUT_S = 120.0
 class VersionLoader:
     """Makes the samplers of announced versions. Those of one LoRA stage share what their adapters stand on."""
 
-    def __init__(self, config_dir: Path, engine: EngineConfig, device: str = "cpu") -> None:
+    def __init__(self, config_dir: Path, engine: EngineConfig, device: str | torch.device = "cpu") -> None:
         """Load nothing yet.
 
         Args:
@@ -47,7 +49,7 @@ class VersionLoader:
             engine: how the run's samplers compute.
             device: where they compute.
         """
-        self._config_dir, self._engine, self._device = config_dir, engine, device
+        self._config_dir, self._engine, self._device = config_dir, engine, placed_on(device)
         self._newest: tuple[Base, Transformer] | None = None
         """The policy with an adapter that was made last, and what that stands on."""
 
