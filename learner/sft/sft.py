@@ -54,6 +54,10 @@ class SftConfig(BaseModel):
     """Optimizer steps; 0 skips the stage."""
     batch_size: PositiveInt = 64
     """Examples of an optimizer step, over all workers."""
+    micro_batch_tokens: PositiveInt | None = None
+    """Most tokens of one forward and backward on one worker, with padding where rows have any; a longer row stands
+    alone. Absent: a worker's examples of the step all at once. The update does not depend on it. Where a GPU's memory
+    runs out, the run halves it by itself."""
     max_tokens: PositiveInt | None = None
     """Longest example of `data`, prompt and completion together (d1: 4096); none is the canvas of the rollout."""
     overlong: Literal["drop", "truncate"] = "drop"
@@ -129,6 +133,8 @@ class MaskedDocuments:
     """[B, S] int64, as they were."""
     lengths: Tensor
     """[B] int64, used slots."""
+    sizes: Tensor
+    """[B] int64, completion slots, masked or not."""
     rows: Tensor
     """[N] int64: the document of each masked slot, ascending."""
     columns: Tensor
@@ -137,6 +143,28 @@ class MaskedDocuments:
     """[N] int64: the token that it held."""
     weights: Tensor
     """[N] float32: 1 / t of its document."""
+
+    def select(self, documents: Tensor, width: int) -> MaskedDocuments:
+        """Some of the documents, given as ascending indices, in `width` slots: what is cut off, none of them uses."""
+        place_B = torch.full_like(self.lengths, -1)
+        place_B[documents] = torch.arange(len(documents))
+        rows_N = place_B[self.rows]
+        inside = rows_N >= 0
+        return MaskedDocuments(
+            ids=self.ids[documents, :width],
+            clean=self.clean[documents, :width],
+            lengths=self.lengths[documents],
+            sizes=self.sizes[documents],
+            rows=rows_N[inside],
+            columns=self.columns[inside],
+            targets=self.targets[inside],
+            weights=self.weights[inside],
+        )
+
+    def weightless(self) -> MaskedDocuments:
+        """The first document alone, worth nothing: what a rank runs while others have more to do."""
+        first = self.select(torch.tensor([0]), int(self.lengths[0]))
+        return replace(first, weights=torch.zeros_like(first.weights))
 
 
 def plan_sft(documents: Documents, mask_id: int, step: int, seed: int, batch_size: int) -> MaskedDocuments:
@@ -162,6 +190,7 @@ def mask_documents(documents: Documents, mask_id: int, t_B: Tensor, keys: tuple[
         ids=torch.where(masked_BS, mask_id, documents.ids),
         clean=documents.ids,
         lengths=documents.lengths,
+        sizes=documents.lengths - documents.prompt_lengths,
         rows=rows_N,
         columns=columns_N,
         targets=documents.ids[rows_N, columns_N],
