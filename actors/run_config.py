@@ -218,6 +218,12 @@ class RunConfig(BaseModel):
         return self.sft.max_tokens or self.canvas_tokens
 
     @property
+    def sft_micro_batch_tokens(self) -> int:
+        """Most tokens of a micro-batch of SFT on one worker: all its examples of a step, or fewer, but one."""
+        whole = -(-self.sft.batch_size // self.learner.num_workers) * self.sft_tokens
+        return min(whole, max(self.sft.micro_batch_tokens or whole, self.sft_tokens))
+
+    @property
     def longest_canvas(self) -> int:
         """The longest canvas of all stages, in tokens."""
         return max(self.canvas_tokens, self.sft_tokens)
@@ -246,6 +252,11 @@ class RunConfig(BaseModel):
             raise ValueError(
                 f"learner.reference_sync_rounds {self.learner.reference_sync_rounds} moves the KL reference, which "
                 "with model.lora.rank is the policy without its adapter and stays; take 0 for one of the two"
+            )
+        if self.sft.lora_alpha is not None and not self.model.lora.rank:
+            raise ValueError(
+                f"sft.lora_alpha is {self.sft.lora_alpha} and model.lora.rank 0, which trains every parameter without "
+                "an adapter; give model.lora.rank (d1: 128), or leave it out"
             )
         if self.learner.num_workers % (self.sharding.workers_per_copy or 1):
             raise ValueError(

@@ -79,6 +79,8 @@ class SftConfig(BaseModel):
     """What the loss is a mean over: `row`, the examples, of each one's mean over its completion slots (LLaDA, d1); or
     `slot`, all completion slots of the batch, so that long answers weigh more. The two differ where examples do: with
     `eos_padding: ignored`."""
+    lora_alpha: PositiveInt | None = None
+    """`model.lora.alpha` of the adapter that SFT and the control train (d1: 256); absent: that of the rounds."""
     lr: PositiveFloat = 1e-5
     """Peak learning rate, reached after `num_warmup_steps`, then falling linearly to a tenth."""
     num_warmup_steps: NonNegativeInt = 20

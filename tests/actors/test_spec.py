@@ -1,4 +1,4 @@
-"""What a learner is told of its sampler is so."""
+"""What a run is told of its recipe: of its sampler, of its micro-batches, of its adapters."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from actors.plan import RunPlan
-from actors.spec import RunSpec, sampler_facts
+from actors.run_config import ModelSection
+from actors.spec import Phase, RunSpec, sampler_facts
 from learner.model.config import TransformerConfig
+from learner.model.lora_config import LoraConfig
 from learner.model.networks import make_model
 from learner.model.tokenizer import ChatTokenizer
 from learner.model.transformer import Transformer, init_weights
@@ -128,3 +130,23 @@ def test_no_portion_has_more_completions_than_its_grader_has_time_for(
     portions = [plan.round_portion(0, index) for index in range(plan.portions_per_round)]
     evaluated = plan.evaluation_portions(run.evaluated_params[0], 0)
     assert max(len(portion.requests) for portion in (*portions, *evaluated)) <= run.most_portion_requests
+
+
+@pytest.mark.parametrize(("given", "found"), [(None, 80), (1000, 80), (50, 50), (7, 20)])
+def test_a_micro_batch_of_sft_has_a_row_at_least_and_a_workers_examples_at_most(
+    spec: RunSpec, given: int | None, found: int
+) -> None:
+    """Eight examples of up to 20 tokens, on two workers."""
+    sft = spec.sft.model_copy(update={"micro_batch_tokens": given})
+    assert spec.model_copy(update={"sft": sft}).sft_micro_batch_tokens == found
+
+
+def test_sft_and_the_control_may_have_an_alpha_of_their_own(spec: RunSpec) -> None:
+    lora = LoraConfig(rank=4, alpha=8)
+    adapted = spec.model_copy(update={"model": ModelSection(lora=lora)})
+    assert {adapted.lora_of(phase) for phase in Phase} == {lora}
+    own = adapted.model_copy(update={"sft": spec.sft.model_copy(update={"lora_alpha": 16})})
+    assert {phase: own.lora_of(phase).alpha for phase in Phase} == {"untrained": 16, "sft": 16, "rl": 8, "control": 16}
+    assert own.lora_of(Phase.SFT) == LoraConfig(rank=4, alpha=16)
+    with pytest.raises(ValueError, match=r"sft\.lora_alpha is 16 and model\.lora\.rank 0, .* give model\.lora\.rank"):
+        RunSpec.model_validate(dict(own) | {"model": ModelSection()})

@@ -35,6 +35,7 @@ from learner.model.lora_config import LoraConfig
 from learner.model.transformer import Transformer
 from learner.parallel.ranks import Ranks
 from learner.parallel.sharding import ShardedPolicy, local_part
+from learner.sft.learner import SftLearner
 from learner.sft.sft import SftConfig
 from rollout.config import EvaluationConfig
 from tests.actors.local_run import LocalRun, Pulse, facts
@@ -359,7 +360,7 @@ def test_a_gpu_without_memory_is_told_from_other_failures_and_halves_change_no_g
     """The next learner group goes on from the checkpoint with smaller micro-batches, to the same policy."""
     runs = [_spec(spec, tmp_path / name, phases=(Phase.RL,)) for name in ("whole", "halves")]
     for run, tokens in zip(runs, (512, 64), strict=True):
-        _run(run.with_micro_batches(tokens))
+        _run(run.with_micro_batches({"learner": tokens}))
     whole, halves = (load_file(run.checkpoints_dir / "rl-000003" / "model.safetensors") for run in runs)
     for name, tensor in whole.items():
         torch.testing.assert_close(halves[name], tensor, atol=2e-4, rtol=1e-3, msg=name)
@@ -371,6 +372,25 @@ def test_a_gpu_without_memory_is_told_from_other_failures_and_halves_change_no_g
     with pytest.raises(OutOfGpuMemoryError) as raised:
         _run(_spec(spec, tmp_path / "full", phases=(Phase.RL,)))
     assert str(raised.value) == "round 0: the memory of rank 0's GPU ran out (CUDA out of memory)"
+    assert raised.value.section == "learner"
+
+
+def test_so_it_is_in_sft_and_the_control(spec: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = [_spec(spec, tmp_path / name, phases=(Phase.SFT,)) for name in ("whole", "halves")]
+    for run, tokens in zip(runs, (160, 40), strict=True):
+        _run(run.with_micro_batches({"sft": tokens}))
+    whole, halves = (load_file(run.checkpoints_dir / "sft" / "model.safetensors") for run in runs)
+    for name, tensor in whole.items():
+        torch.testing.assert_close(halves[name], tensor, atol=2e-4, rtol=1e-3, msg=name)
+
+    def step(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of")
+
+    monkeypatch.setattr(SftLearner, "step", step)
+    with pytest.raises(OutOfGpuMemoryError) as raised:
+        _run(_spec(spec, tmp_path / "full", phases=(Phase.SFT,)))
+    assert str(raised.value) == "sft, step 0: the memory of rank 0's GPU ran out (CUDA out of memory)"
+    assert raised.value.section == "sft"
 
 
 def test_too_many_skipped_rounds_in_a_row_end_the_run(
