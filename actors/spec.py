@@ -75,7 +75,8 @@ def sampler_facts(params: SamplingParams, *, is_block_causal: bool = False) -> S
         block_length=params.block_length,
         most_steps=_most_steps(params, is_block_causal=is_block_causal),
         forbidden_ids=params.forbidden_ids,
-        records_law=is_whole and params.cache is Cache.NONE and params.logp_exact,
+        records_law=is_whole and params.cache is Cache.NONE,
+        draws_law=params.logp_exact,
         # The other schedules have no test, or one that the first slot always passes.
         has_fallback=params.threshold is not None or params.schedule is Schedule.FACTOR,
         has_varying_steps=not params.is_by_shares or params.edits,
