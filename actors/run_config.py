@@ -215,7 +215,8 @@ class RunConfig(BaseModel):
     @property
     def sft_tokens(self) -> int:
         """The longest canvas of SFT, in tokens."""
-        return self.sft.max_tokens or self.canvas_tokens
+        of_data = None if self.sft.data is None else self.sft.max_tokens
+        return of_data or self.canvas_tokens
 
     @property
     def sft_micro_batch_tokens(self) -> int:
@@ -253,6 +254,8 @@ class RunConfig(BaseModel):
                 f"learner.reference_sync_rounds {self.learner.reference_sync_rounds} moves the KL reference, which "
                 "with model.lora.rank is the policy without its adapter and stays; take 0 for one of the two"
             )
+        if self.control.enabled and self.sft.refusal is not None:
+            raise ValueError(f"sft.{self.sft.refusal}; the control trains on them too, unless control.enabled is false")
         if self.sft.lora_alpha is not None and not self.model.lora.rank:
             raise ValueError(
                 f"sft.lora_alpha is {self.sft.lora_alpha} and model.lora.rank 0, which trains every parameter without "

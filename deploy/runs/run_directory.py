@@ -22,7 +22,7 @@ from deploy.recipe.overrides import load_recipe, resolved_yaml
 from deploy.recipe.recipe import Recipe, Stages
 from deploy.runs.lock import LOCK, RunLock
 from learner.model.checkpoint_files import load_config
-from learner.model.hub import find_checkpoint, is_hub_id
+from learner.model.hub import find_checkpoint, find_tokenizer
 from learner.model.tokenizer import EOS, MASK, ChatTokenizer, make_tokenizer
 from rewards import Split, make_task
 from rewards.data.demonstrations import read_demonstrations
@@ -110,8 +110,13 @@ def _fill_run_dir(recipe: Recipe, spec: RunSpec, start_from: Path | None, partia
         for path in [path for path in partial.iterdir() if path.name != LOCK]:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         (partial / RECIPE).write_text(resolved_yaml(recipe))
+        reference = start_from or recipe.model.checkpoint
+        if reference is not None:
+            # Before its weights are fetched and copied.
+            _check_plan(spec, ChatTokenizer(find_tokenizer(reference)))
         _write_initial(recipe, partial / CHECKPOINTS / "initial", _source(recipe, start_from))
-        _check_plan(spec, ChatTokenizer(partial / CHECKPOINTS / "initial"))
+        if reference is None:
+            _check_plan(spec, ChatTokenizer(partial / CHECKPOINTS / "initial"))
         partial.rename(spec.run_dir)
     except (ValueError, OSError) as error:
         if isinstance(error, OSError) and error.errno in (errno.EEXIST, errno.ENOTEMPTY):
@@ -153,7 +158,7 @@ def _source(recipe: Recipe, start_from: Path | None) -> Path | None:
 def check_creatable(recipe: Recipe, spec: RunSpec, start_from: Path | None, max_problems: int) -> None:
     """Raise UserError where `create_run_dir` would for what the recipe says, with nothing written but a scratch file.
 
-    Of a split no more than `max_problems` are looked at, of a model of the hub only its config.
+    Of a split no more than `max_problems` are looked at, of a model of the hub its config and its tokenizer.
     """
     asked = {name: min(getattr(spec.evaluation, name), max_problems) for name in ("num_problems", "num_validation")}
     evaluation = spec.evaluation.model_copy(update=asked)
@@ -166,11 +171,8 @@ def check_creatable(recipe: Recipe, spec: RunSpec, start_from: Path | None, max_
                 make_tokenizer(_texts(recipe), Path(scratch), recipe.model.vocab_size)
                 tokenizer = ChatTokenizer(Path(scratch))
             else:
-                source = find_checkpoint(reference, config_only=True)
-                _check_canvas(recipe, source)
-                if is_hub_id(reference):
-                    return
-                tokenizer = ChatTokenizer(source)
+                _check_canvas(recipe, find_checkpoint(reference, config_only=True))
+                tokenizer = ChatTokenizer(find_tokenizer(reference))
             _check_plan(few, tokenizer)
     except TooFewProblemsError:
         return  # `preflight` says so, with the counts that the recipe has.

@@ -99,15 +99,23 @@ class SftConfig(BaseModel):
                 "packing is true and eos_padding is trained, which leaves no example shorter than its canvas; "
                 "take eos_padding: ignored, or leave packing out"
             )
-        if self.data is None:
-            if self.num_labels is None:
-                raise ValueError("num_labels is missing; without data it is needed: how many problems to train on")
-            if self.max_tokens is not None:
-                raise ValueError(
-                    f"max_tokens is {self.max_tokens} and data is missing; the canvas of the task's demonstrations is "
-                    "set by rollout.max_prompt_tokens and rollout.sampling.gen_length"
-                )
+        if self.num_steps and self.refusal is not None:
+            raise ValueError(self.refusal)
         return self
+
+    @property
+    def refusal(self) -> str | None:
+        """Why there is nothing to train on; None where there is. A stage that is skipped needs nothing."""
+        if self.data is not None:
+            return None
+        if self.num_labels is None:
+            return "num_labels is missing; without data it is needed: how many problems to train on"
+        if self.max_tokens is not None:
+            return (
+                f"max_tokens is {self.max_tokens} and data is missing; the canvas of the task's demonstrations is "
+                "set by rollout.max_prompt_tokens and rollout.sampling.gen_length"
+            )
+        return None
 
     def lr_at(self, step: int, progress: float) -> float:
         """The learning rate of an optimizer step, `progress` (0 to 1) of the stage being done."""

@@ -8,13 +8,14 @@ import pytest
 import torch
 
 from actors.plan import RunPlan
-from actors.run_config import ModelSection
+from actors.run_config import ControlSection, ModelSection
 from actors.spec import Phase, RunSpec, sampler_facts
 from learner.model.config import TransformerConfig
 from learner.model.lora_config import LoraConfig
 from learner.model.networks import make_model
 from learner.model.tokenizer import ChatTokenizer
 from learner.model.transformer import Transformer, init_weights
+from learner.sft.sft import SftConfig
 from rewards import TaskConfig
 from rewards.maths import Limits
 from rewards.sandbox import SandboxConfig
@@ -139,6 +140,16 @@ def test_a_micro_batch_of_sft_has_a_row_at_least_and_a_workers_examples_at_most(
     """Eight examples of up to 20 tokens, on two workers."""
     sft = spec.sft.model_copy(update={"micro_batch_tokens": given})
     assert spec.model_copy(update={"sft": sft}).sft_micro_batch_tokens == found
+
+
+def test_a_control_needs_examples_where_sft_is_skipped(spec: RunSpec) -> None:
+    skipped = dict(spec) | {"sft": SftConfig(num_steps=0, max_tokens=4096)}
+    with pytest.raises(
+        ValueError, match=r"sft\.num_labels is missing; .* the control trains on them too, unless control"
+    ):
+        RunSpec.model_validate(skipped)
+    without = RunSpec.model_validate(skipped | {"control": ControlSection(enabled=False)})
+    assert without.longest_canvas == without.canvas_tokens == 20, "nothing has canvases of 4096"
 
 
 def test_sft_and_the_control_may_have_an_alpha_of_their_own(spec: RunSpec) -> None:
