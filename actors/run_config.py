@@ -256,11 +256,6 @@ class RunConfig(BaseModel):
             )
         if self.control.enabled and self.sft.refusal is not None:
             raise ValueError(f"sft.{self.sft.refusal}; the control trains on them too, unless control.enabled is false")
-        if self.sft.lora_alpha is not None and not self.model.lora.rank:
-            raise ValueError(
-                f"sft.lora_alpha is {self.sft.lora_alpha} and model.lora.rank 0, which trains every parameter without "
-                "an adapter; give model.lora.rank (d1: 128), or leave it out"
-            )
         if self.learner.num_workers % (self.sharding.workers_per_copy or 1):
             raise ValueError(
                 f"sharding.workers_per_copy {self.sharding.workers_per_copy} does not divide learner.num_workers "
