@@ -36,9 +36,10 @@ def micro_batches(
 
 
 def _of_packed_rows(masked: MaskedDocuments, max_tokens: int) -> list[MaskedDocuments]:
-    """Pack the documents to see which share a row.
+    """Cut the packed rows into runs.
 
-    Those of some of the rows are packed into the same rows again: in their order they find the same room.
+    The documents of some rows, packed again by themselves, share the same rows: first fit decreasing places each of them
+    as before.
     """
     width = masked.ids.shape[1]
     rows = first_fit_decreasing(masked.lengths.tolist(), width)

@@ -155,7 +155,7 @@ class MaskedDocuments:
     """[N] float32: 1 / t of its document."""
 
     def select(self, documents: Tensor, width: int) -> MaskedDocuments:
-        """Some of the documents, given as ascending indices, in `width` slots: what is cut off, none of them uses."""
+        """Select documents by ascending indices and cut them to `width` slots, at least the length of the longest."""
         place_B = torch.full_like(self.lengths, -1)
         place_B[documents] = torch.arange(len(documents))
         rows_N = place_B[self.rows]

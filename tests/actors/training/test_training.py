@@ -375,7 +375,9 @@ def test_a_gpu_without_memory_is_told_from_other_failures_and_halves_change_no_g
     assert raised.value.section == "learner"
 
 
-def test_so_it_is_in_sft_and_the_control(spec: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_without_memory_in_sft_is_told_too_and_halves_change_no_gradient(
+    spec: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     runs = [_spec(spec, tmp_path / name, phases=(Phase.SFT,)) for name in ("whole", "halves")]
     for run, tokens in zip(runs, (160, 40), strict=True):
         _run(run.with_micro_batches({"sft": tokens}))

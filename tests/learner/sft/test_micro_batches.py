@@ -95,11 +95,13 @@ def test_they_add_up_to_the_gradient_of_the_whole_batch(
         assert shape.numel() <= max_tokens or shape[0] == 1, "a row that is longer stands alone"
 
 
-def test_so_they_do_under_an_adapter(config: TransformerConfig) -> None:
+def test_they_add_up_under_an_adapter(config: TransformerConfig) -> None:
     _check(config, 20, LoraConfig(rank=4, alpha=8))
 
 
-def test_so_they_do_where_documents_go_back_to_back(config: TransformerConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_they_add_up_where_documents_go_back_to_back(
+    config: TransformerConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Packed or not: tokens are counted without padding then."""
     monkeypatch.setattr(sharding, "has_kernel", lambda *_: True)
     for packing in (False, True):
@@ -109,7 +111,7 @@ def test_so_they_do_where_documents_go_back_to_back(config: TransformerConfig, m
         assert sum(sizes) == sum(LENGTHS)
 
 
-def test_so_they_do_of_a_block_causal_policy(config: TransformerConfig) -> None:
+def test_they_add_up_with_a_block_causal_policy(config: TransformerConfig) -> None:
     blocks = TransformerConfig(**config.model_dump() | {"family": "sdar", "block_length": 4, "qk_norm": True})
     for shape in _check(blocks, 30):
         assert shape.numel() <= 30 or shape[0] == 1
@@ -127,7 +129,7 @@ def test_rows_of_blocks_are_counted_with_their_states(config: TransformerConfig)
         assert [len(part.lengths) for part in parts] == expected, max_tokens
 
 
-def test_one_that_is_worth_nothing_has_no_gradient(config: TransformerConfig) -> None:
+def test_a_weightless_micro_batch_has_no_gradient(config: TransformerConfig) -> None:
     """What a rank runs while another has more to do."""
     model = make_model(config)
     init_weights(model, seed=0)
