@@ -220,7 +220,7 @@ class RunConfig(BaseModel):
 
     @property
     def sft_micro_batch_tokens(self) -> int:
-        """Most tokens of one forward and backward of SFT on one worker: at least a row, at most its share of a batch."""
+        """Most tokens of one forward and backward of SFT on a worker: a row at least, at most its share of a batch."""
         whole = -(-self.sft.batch_size // self.learner.num_workers) * self.sft_tokens
         return min(whole, max(self.sft.micro_batch_tokens or whole, self.sft_tokens))
 

@@ -38,8 +38,8 @@ def micro_batches(
 def _of_packed_rows(masked: MaskedDocuments, max_tokens: int) -> list[MaskedDocuments]:
     """Cut the packed rows into runs.
 
-    The documents of some rows, packed again by themselves, share the same rows: first fit decreasing places each of them
-    as before.
+    The documents of some rows, packed again by themselves, share the same rows: first fit decreasing places each of
+    them as before.
     """
     width = masked.ids.shape[1]
     rows = first_fit_decreasing(masked.lengths.tolist(), width)
