@@ -215,7 +215,14 @@ class RunConfig(BaseModel):
     @property
     def sft_tokens(self) -> int:
         """The longest canvas of SFT, in tokens."""
-        return self.sft.max_tokens or self.canvas_tokens
+        of_data = None if self.sft.data is None else self.sft.max_tokens
+        return of_data or self.canvas_tokens
+
+    @property
+    def sft_micro_batch_tokens(self) -> int:
+        """Most tokens of one forward and backward of SFT on a worker: a row at least, at most its share of a batch."""
+        whole = -(-self.sft.batch_size // self.learner.num_workers) * self.sft_tokens
+        return min(whole, max(self.sft.micro_batch_tokens or whole, self.sft_tokens))
 
     @property
     def longest_canvas(self) -> int:
@@ -247,6 +254,8 @@ class RunConfig(BaseModel):
                 f"learner.reference_sync_rounds {self.learner.reference_sync_rounds} moves the KL reference, which "
                 "with model.lora.rank is the policy without its adapter and stays; take 0 for one of the two"
             )
+        if self.control.enabled and self.sft.refusal is not None:
+            raise ValueError(f"sft.{self.sft.refusal}; the control trains on them too, unless control.enabled is false")
         if self.learner.num_workers % (self.sharding.workers_per_copy or 1):
             raise ValueError(
                 f"sharding.workers_per_copy {self.sharding.workers_per_copy} does not divide learner.num_workers "

@@ -62,7 +62,7 @@ class RunContext:
         self.learner_tensors: Callable[[], Iterable[Tensor]] = tuple
         """Gives what the learner of the rounds holds beside the policy."""
         checked = time.monotonic()
-        self.policy = load_sharded(spec, self.found.directory, self._say)
+        self.policy = load_sharded(spec, self.found.directory, self.position.phase, self._say)
         self.loading = {"check_s": checked - began, "load_s": time.monotonic() - checked}
         """Seconds that it took to check the checkpoint's files, and to load them."""
         travel = Travel(dtype=spec.rollout.engine.torch_dtype, stays_on_device=spec.weight_transport != OBJECT_STORE)
@@ -97,7 +97,7 @@ class RunContext:
         start = start_of(phase, self.spec, self.ranks)
         if (start / ADAPTER).is_file():
             verify_checkpoint(start, [ADAPTER])
-        self.policy.begin_adapter(read_chain(start).together)
+        self.policy.begin_adapter(read_chain(start).together, self.spec.lora_of(phase))
         self.publisher.base = base_of(phase, self.spec, self.ranks)
 
     def decide(self, seconds: Callable[[], float]) -> Decision:
@@ -161,13 +161,13 @@ class RunContext:
 
     def _adapter(self) -> Adapter | None:
         """The adapter of the stage under way; None without LoRA. A collective; its matrices are on rank 0."""
-        lora = self.spec.model.lora
-        if not lora.rank:
+        lora, base = self.policy.lora, self.publisher.base
+        if base is None:
             return None
         return Adapter(
             rank=lora.rank,
             alpha=lora.alpha,
-            base=start_of(self.position.phase, self.spec, self.ranks).name,
+            base=base.checkpoint,
             matrices=self.policy.adapter_on_rank_0(),
             base_weights=lora.base_weights,
         )

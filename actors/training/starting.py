@@ -41,13 +41,13 @@ def agreed_checkpoint(spec: RunSpec, ranks: Ranks, say: Say | None = None) -> Fo
     )
 
 
-def load_sharded(spec: RunSpec, directory: Path, say: Say | None = None) -> ShardedPolicy:
-    """A checkpoint's policy, spread over the ranks; its adapters stay beside its weights. `say` is told at which rate
-    files are read."""
+def load_sharded(spec: RunSpec, directory: Path, phase: Phase, say: Say | None = None) -> ShardedPolicy:
+    """The policy of a checkpoint of a stage, spread over the ranks; its adapters stay beside its weights. `say` is told
+    at which rate files are read."""
     mesh = make_mesh(spec.device, spec.sharding.workers_per_copy, spec.collective_timeout_s)
     device = placed_on(spec.device)
     limit_memory(device, spec.gpus.learner)
-    lora, chain = spec.model.lora, read_chain(directory)
+    lora, chain = spec.lora_of(phase), read_chain(directory)
     if lora.base_weights == "nf4":
         # It may be too large for a GPU: what the 4 bits leave of it goes there block by block.
         policy = ShardedPolicy(load_weights(chain.weights, say=say), mesh, spec.sharding, lora=lora, seed=spec.seed)
@@ -78,7 +78,7 @@ def start_of(phase: Phase, spec: RunSpec, ranks: Ranks) -> Path:
 
 def base_of(phase: Phase, spec: RunSpec, ranks: Ranks) -> Base | None:
     """What the adapter of a stage stands on; None without LoRA. A collective."""
-    lora = spec.model.lora
+    lora = spec.lora_of(phase)
     if not lora.rank:
         return None
     directory = start_of(phase, spec, ranks)

@@ -25,7 +25,7 @@ from deploy.recipe.overrides import load_recipe, resolved_yaml
 from deploy.recipe.recipe import Recipe, Stages
 from deploy.runs.lock import LOCK, RunLock
 from learner.model.checkpoint_files import ADAPTER, load_config
-from learner.model.hub import find_checkpoint, is_hub_id
+from learner.model.hub import find_checkpoint, find_tokenizer, is_hub_id
 from learner.model.storage.references import check_unchanged
 from learner.model.storage.throughput import Say, Throughput, num_threads
 from learner.model.tokenizer import EOS, MASK, ChatTokenizer, make_tokenizer
@@ -119,8 +119,13 @@ def _fill_run_dir(recipe: Recipe, spec: RunSpec, start_from: Path | None, partia
         for path in [path for path in partial.iterdir() if path.name != LOCK]:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         (partial / RECIPE).write_text(resolved_yaml(recipe))
-        _write_initial(recipe, partial / CHECKPOINTS / "initial", start_from or recipe.model.checkpoint, say)
-        _check_plan(spec, ChatTokenizer(partial / CHECKPOINTS / "initial"))
+        reference = start_from or recipe.model.checkpoint
+        if reference is not None:
+            # Before its weights are fetched and hashed.
+            _check_plan(spec, ChatTokenizer(find_tokenizer(reference)))
+        _write_initial(recipe, partial / CHECKPOINTS / "initial", reference, say)
+        if reference is None:
+            _check_plan(spec, ChatTokenizer(partial / CHECKPOINTS / "initial"))
         partial.rename(spec.run_dir)
     except (ValueError, OSError) as error:
         if isinstance(error, OSError) and error.errno in (errno.EEXIST, errno.ENOTEMPTY):
@@ -160,7 +165,7 @@ def _flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def check_creatable(recipe: Recipe, spec: RunSpec, start_from: Path | None, max_problems: int) -> None:
     """Raise UserError where `create_run_dir` would for what the recipe says, with nothing written but a scratch file.
 
-    Of a split no more than `max_problems` are looked at, of a model of the hub only its config.
+    Of a split no more than `max_problems` are looked at, of a model of the hub its config and its tokenizer.
     """
     asked = {name: min(getattr(spec.evaluation, name), max_problems) for name in ("num_problems", "num_validation")}
     evaluation = spec.evaluation.model_copy(update=asked)
@@ -173,11 +178,8 @@ def check_creatable(recipe: Recipe, spec: RunSpec, start_from: Path | None, max_
                 make_tokenizer(_texts(recipe), Path(scratch), recipe.model.vocab_size)
                 tokenizer = ChatTokenizer(Path(scratch))
             else:
-                source = find_checkpoint(reference, config_only=True)
-                _check_canvas(recipe, source)
-                if is_hub_id(reference):
-                    return
-                tokenizer = ChatTokenizer(source)
+                _check_canvas(recipe, find_checkpoint(reference, config_only=True))
+                tokenizer = ChatTokenizer(find_tokenizer(reference))
             _check_plan(few, tokenizer)
     except TooFewProblemsError:
         return  # `preflight` says so, with the counts that the recipe has.

@@ -247,11 +247,15 @@ class ShardedPolicy:
         """Take over what `adapter_on_rank_0` gave."""
         self._load({name: adapter[name] for name in self._parameters() if is_adapter(name)})
 
-    def begin_adapter(self, start: Adapter | None = None) -> None:
+    def begin_adapter(self, start: Adapter | None = None, lora: LoraConfig | None = None) -> None:
         """Begin with an adapter that changes nothing yet, beside what earlier stages added. Without LoRA, do nothing.
 
-        Raises ValueError where they adapted layers that have no adapter now.
+        `lora` may have another alpha than before, and nothing else. Raises ValueError where earlier stages adapted
+        layers that have no adapter now.
         """
+        self.lora = lora or self.lora
+        for layer in adapted_layers(self.module).values():
+            layer.scaling = self.lora.scaling
         matrices, scaling = ({}, 0.0) if start is None else (start.matrices, start.scaling)
         set_start(self.module, matrices, scaling, self.device, self._computes_in)
         shapes = {name: parameter.shape for name, parameter in self._parameters().items() if is_adapter(name)}

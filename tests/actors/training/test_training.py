@@ -30,6 +30,7 @@ from actors.weights.store import Manifest
 from learner.batch import RolloutBatch
 from learner.config import LearnerConfig
 from learner.learner import Learner
+from learner.model.adapter import read_adapter
 from learner.model.checkpoint import load_merged, save_checkpoint
 from learner.model.checkpoint_files import LEARNER_STATE, verify_checkpoint, weight_bytes
 from learner.model.lora import merge_adapters
@@ -37,6 +38,7 @@ from learner.model.lora_config import LoraConfig
 from learner.model.transformer import Transformer
 from learner.parallel.ranks import Ranks
 from learner.parallel.sharding import ShardedPolicy, local_part
+from learner.sft.learner import SftLearner
 from learner.sft.sft import SftConfig
 from rollout.config import EvaluationConfig
 from tests.actors.local_run import LocalRun, Pulse, facts
@@ -197,10 +199,13 @@ class _RememberingRun(LocalRun):
 
 @pytest.mark.parametrize("lora", [name for name in LORAS if name != "whole"])
 def test_a_checkpoint_of_an_adapter_is_the_version_that_was_published(spec: RunSpec, tmp_path: Path, lora: str) -> None:
+    """Also where SFT has an alpha of its own."""
+    sft = SftConfig(num_labels=10, num_steps=6, batch_size=8, lr=3e-3, num_eval=4, eval_every_steps=2, lora_alpha=20)
     run = _spec(
         spec,
         tmp_path / "run",
         model=ModelSection(lora=LORAS[lora]),
+        sft=sft,
         learner=_learner(num_rounds=6),
         control=ControlSection(num_steps=3),
         checkpoint_every_rounds=1,
@@ -218,6 +223,8 @@ def test_a_checkpoint_of_an_adapter_is_the_version_that_was_published(spec: RunS
         assert all(torch.equal(kept[name], published[name]) for name in kept), path.name
     assert [path.name for _, path in found if (path / "model.safetensors").is_file()] == ["initial"]
     verify_checkpoint(run.checkpoints_dir / "rl-000002")
+    alphas = {path.name: read_adapter(path).alpha for _, path in found if path.name != "initial"}
+    assert alphas == {"sft": 20} | {f"rl-00000{done}": 8 for done in range(1, 7)}
 
 
 def test_a_version_keeps_its_name_when_a_resumed_run_publishes_it_again(spec: RunSpec, tmp_path: Path) -> None:
@@ -355,7 +362,7 @@ def test_a_gpu_without_memory_is_told_from_other_failures_and_halves_change_no_g
     """The next learner group goes on from the checkpoint with smaller micro-batches, to the same policy."""
     runs = [_spec(spec, tmp_path / name, phases=(Phase.RL,)) for name in ("whole", "halves")]
     for run, tokens in zip(runs, (512, 64), strict=True):
-        _run(run.with_micro_batches(tokens))
+        _run(run.with_micro_batches({"learner": tokens}))
     whole, halves = (load_file(run.checkpoints_dir / "rl-000003" / "model.safetensors") for run in runs)
     for name, tensor in whole.items():
         torch.testing.assert_close(halves[name], tensor, atol=2e-4, rtol=1e-3, msg=name)
@@ -367,6 +374,27 @@ def test_a_gpu_without_memory_is_told_from_other_failures_and_halves_change_no_g
     with pytest.raises(OutOfGpuMemoryError) as raised:
         _run(_spec(spec, tmp_path / "full", phases=(Phase.RL,)))
     assert str(raised.value) == "round 0: the memory of rank 0's GPU ran out (CUDA out of memory)"
+    assert raised.value.section == "learner"
+
+
+def test_a_gpu_without_memory_in_sft_is_told_too_and_halves_change_no_gradient(
+    spec: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = [_spec(spec, tmp_path / name, phases=(Phase.SFT,)) for name in ("whole", "halves")]
+    for run, tokens in zip(runs, (160, 40), strict=True):
+        _run(run.with_micro_batches({"sft": tokens}))
+    whole, halves = (load_file(run.checkpoints_dir / "sft" / "model.safetensors") for run in runs)
+    for name, tensor in whole.items():
+        torch.testing.assert_close(halves[name], tensor, atol=2e-4, rtol=1e-3, msg=name)
+
+    def step(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of")
+
+    monkeypatch.setattr(SftLearner, "step", step)
+    with pytest.raises(OutOfGpuMemoryError) as raised:
+        _run(_spec(spec, tmp_path / "full", phases=(Phase.SFT,)))
+    assert str(raised.value) == "sft, step 0: the memory of rank 0's GPU ran out (CUDA out of memory)"
+    assert raised.value.section == "sft"
 
 
 def test_too_many_skipped_rounds_in_a_row_end_the_run(

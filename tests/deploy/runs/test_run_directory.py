@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,10 +18,11 @@ from deploy.errors import UserError
 from deploy.recipe.overrides import load_recipe
 from deploy.recipe.recipe import Stages
 from deploy.runs import run_directory
-from deploy.runs.run_directory import check_resumable, create_run_dir, make_spec
+from deploy.runs.run_directory import check_creatable, check_resumable, create_run_dir, make_spec
 from learner.model.checkpoint import load_policy, save_checkpoint, stored_dtype
 from learner.model.checkpoint_files import verify_checkpoint, weight_files
 from learner.model.storage.references import REFERENCES
+from learner.model.tokenizer import TOKENIZER_FILES
 
 
 def _initial(recipe_file: Path, *overrides: str) -> Path:
@@ -76,7 +79,8 @@ def test_what_one_machine_of_a_cluster_has_of_the_hub_is_copied(
     recipe_file: Path, monkeypatch: pytest.MonkeyPatch, *, cluster: bool, is_copied: bool
 ) -> None:
     given = _given(recipe_file, torch.float32)
-    monkeypatch.setattr(run_directory, "find_checkpoint", lambda reference: given)
+    for find in ("find_checkpoint", "find_tokenizer"):
+        monkeypatch.setattr(run_directory, find, lambda reference: given)
     if cluster:
         monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     initial = _initial(recipe_file, "name=of-the-hub", "model.checkpoint=org/name")
@@ -118,3 +122,28 @@ def test_how_fast_a_run_is_made_is_said(recipe_file: Path, monkeypatch: pytest.M
     begun = [line.partition(":")[0] for line in said]
     assert list(dict.fromkeys(begun)) == ["computing the checksum of version 0", "hashing the checkpoint"]
     assert said[-1].endswith("GB/s")
+
+
+def test_examples_that_are_all_too_long_are_refused_before_weights_are_fetched_or_copied(
+    recipe_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a model of the hub by its tokenizer, which is small."""
+    cached = recipe_file.parent / "cache" / "models--org--name"
+    snapshot = cached / "snapshots" / ("0" * 40)
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text("0" * 40)
+    initial = _initial(recipe_file, "name=scratch")
+    shutil.copytree(initial, snapshot, ignore=shutil.ignore_patterns("*.safetensors"))
+    assert {path.name for path in snapshot.iterdir()} & set(TOKENIZER_FILES)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cached.parent))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    data = recipe_file.parent / "data.jsonl"
+    data.write_text(json.dumps({"prompt": "1", "completion": "1 " * 1000}) + "\n")
+    for checkpoint in ("org/name", initial):
+        given = (f"model.checkpoint={checkpoint}", f"sft.data={data}", "sft.num_labels=null", "name=long")
+        recipe = load_recipe(recipe_file, given)
+        spec = make_spec(recipe, Stages.ALL)
+        for refuse in (create_run_dir, partial(check_creatable, max_problems=100)):
+            with pytest.raises(UserError, match=r"sft\.data .* leaves 0 to train on: 1 .* raise sft\.max_tokens, take"):
+                refuse(recipe, spec, start_from=None)
+        assert not spec.run_dir.exists()
