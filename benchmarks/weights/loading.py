@@ -232,7 +232,8 @@ def main() -> None:
         table.add_row(row.way, str(row.num_ranks), *sizes, f"{row.seconds:.1f}")
     Console().print(table)
     if args.out is not None:
-        args.out.write_text("".join(json.dumps(asdict(row)) + "\n" for row in (*measured, *found)))
+        lines = [*(asdict(rate) for rate in measured), *(asdict(row) for row in found)]
+        args.out.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 if __name__ == "__main__":
