@@ -232,8 +232,8 @@ def main() -> None:
         table.add_row(row.way, str(row.num_ranks), *sizes, f"{row.seconds:.1f}")
     Console().print(table)
     if args.out is not None:
-        lines = [json.dumps(asdict(row)) for row in measured] + [json.dumps(asdict(row)) for row in found]
-        args.out.write_text("".join(f"{line}\n" for line in lines))
+        lines = [*(asdict(rate) for rate in measured), *(asdict(row) for row in found)]
+        args.out.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 if __name__ == "__main__":

@@ -75,7 +75,7 @@ _WHERE_A_TERM_ASKS = re.compile(
 _NUM_TOKENIZER_TEXTS = 2000
 _FLOAT_BYTES = 4
 # Numbers of a tensor that are looked at at a time.
-_LOOKED_AT = 4 << 20
+_LOOKED_AT = 1 << 20
 
 
 def make_spec(recipe: Recipe, stages: Stages) -> RunSpec:
