@@ -62,22 +62,36 @@ class AdaptedLinear(nn.Module):
         """Whether the trained adapter is left out: the layer is then what the stage began with."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., I] to [..., O], in the precision of what the frozen layer gives."""
+        """[..., I] to [..., O], in the precision of x."""
         if torch.is_grad_enabled():
             trained = (None, None) if self.is_off else (self.lora_A, self.lora_B)
             product: Tensor = _Adapted.apply(x, *trained, self)
             return product
-        product, x_NI = self.base_layer(x), x.flatten(0, -2)
+        return self.run(x)[0]
+
+    def run(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """What `forward` gives, and [N, R] A x of the trained adapter, without derivatives.
+
+        Products are accumulated smallest first, so that in bfloat16 only sums are rounded. If W x were rounded before an
+        adapter is added, as by peft, an early adapter would be lost: it is smaller than half of the last bit of W x.
+        """
+        x_NI, sum_NO, down_NR = x.flatten(0, -2), None, None
         for a_RI, b_OR, scaling in self.pairs():
-            _add_adapter(product, x_NI, a_RI, b_OR, scaling)
-        return product
+            down = x_NI @ a_RI.to(x.dtype).T
+            sum_NO = _product_onto(sum_NO, down, b_OR.to(x.dtype).T, scaling)
+            down_NR = down if a_RI is self.lora_A else down_NR
+        weight_IO = _weight(self.base_layer, x.dtype).T
+        # No view: autograd lets nobody write into a view of what a function of ours gives.
+        product = x.new_empty(*x.shape[:-1], weight_IO.shape[1])
+        _product_onto(sum_NO, x_NI, weight_IO, out=product.flatten(0, -2))
+        return product if self.base_layer.bias is None else product.add_(self.base_layer.bias), down_NR
 
     def pairs(self) -> Iterator[tuple[Tensor, Tensor, float]]:
-        """A, B and scaling of each adapter that is run."""
-        if self.start_A is not None and self.start_B is not None:
-            yield self.start_A, self.start_B, self.start_scaling
+        """A, B and scaling of each adapter that is run: the trained one first, which begins small."""
         if not self.is_off:
             yield self.lora_A, self.lora_B, self.scaling
+        if self.start_A is not None and self.start_B is not None:
+            yield self.start_A, self.start_B, self.start_scaling
 
     @torch.no_grad()
     def take(self, a_RI: Tensor, b_OR: Tensor, scaling: float) -> None:
@@ -241,33 +255,18 @@ def _submodule(model: nn.Module, name: str) -> nn.Linear | AdaptedLinear:
     return layer
 
 
-def _add_adapter(product: Tensor, x_NI: Tensor, a_RI: Tensor, b_OR: Tensor, scaling: float) -> Tensor:
-    """Add scaling * x A^T B^T to a product in place, by the matrix product that computes it. Returns [N, R] x A^T."""
-    dtype = product.dtype
-    # Autocast, or a base in half precision: the trained adapter is in float32.
-    down_NR = x_NI.to(dtype) @ a_RI.to(dtype).T
-    product.view(-1, product.shape[-1]).addmm_(down_NR, b_OR.to(dtype).T, alpha=scaling)
-    return down_NR
-
-
 class _Adapted(torch.autograd.Function):
     """The forward of `AdaptedLinear` and its derivatives.
 
-    B A x is added to W x by the matrix product that computes it, and in the backward pass the derivatives by x too. So
+    W x is added to B A x by the matrix product that computes it, and in the backward pass the derivatives by x too. So
     an adapter adds no pass over activations. (peft scales and adds in passes of their own.)
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, a_RI: Tensor | None, b_OR: Tensor | None, layer: AdaptedLinear) -> Tensor:
         ctx.base, ctx.scaling, ctx.start_scaling = layer.base_layer, layer.scaling, layer.start_scaling
-        product: Tensor = ctx.base(x)
-        x_NI, down_NR = x.flatten(0, -2), None
-        start_A, start_B = layer.start_A, layer.start_B
-        if start_A is not None and start_B is not None:
-            _add_adapter(product, x_NI, start_A, start_B, ctx.start_scaling)
-        if a_RI is not None and b_OR is not None:
-            down_NR = _add_adapter(product, x_NI, a_RI, b_OR, ctx.scaling)
-        ctx.save_for_backward(x, a_RI, b_OR, down_NR, start_A, start_B)
+        product, down_NR = layer.run(x)
+        ctx.save_for_backward(x, a_RI, b_OR, down_NR, layer.start_A, layer.start_B)
         return product
 
     @staticmethod
@@ -276,24 +275,29 @@ class _Adapted(torch.autograd.Function):
         x, a_RI, b_OR, down_NR, start_A, start_B = ctx.saved_tensors
         grad_NO, grad_a_RI, grad_b_OR, parts = grad.flatten(0, -2), None, None, []
         if a_RI is not None:
-            grad_down_NR = _scaled_product(grad_NO, b_OR.to(grad.dtype), ctx.scaling)
-            grad_a_RI = grad_down_NR.T @ x.flatten(0, -2).to(grad.dtype)
-            grad_b_OR = _scaled_product(grad_NO.T, down_NR, ctx.scaling)
+            grad_down_NR = _product_onto(None, grad_NO, b_OR.to(grad.dtype), ctx.scaling)
+            grad_a_RI = grad_down_NR.T @ x.flatten(0, -2)
+            grad_b_OR = _product_onto(None, grad_NO.T, down_NR, ctx.scaling)
             parts.append((grad_down_NR, a_RI))
         if not ctx.needs_input_grad[0]:
             return None, grad_a_RI, grad_b_OR, None
         if start_A is not None:
-            parts.append((_scaled_product(grad_NO, start_B.to(grad.dtype), ctx.start_scaling), start_A))
+            parts.append((_product_onto(None, grad_NO, start_B.to(grad.dtype), ctx.start_scaling), start_A))
         grad_x_NI = grad_NO @ _weight(ctx.base, grad.dtype)
         for down, matrix_RI in parts:
             grad_x_NI.addmm_(down, matrix_RI.to(grad.dtype))
         return grad_x_NI.view(x.shape), grad_a_RI, grad_b_OR, None
 
 
-def _scaled_product(left: Tensor, right: Tensor, scaling: float) -> Tensor:
-    """The product of two matrices times a number, in one kernel."""
+def _product_onto(
+    sum_NO: Tensor | None, left: Tensor, right: Tensor, scaling: float = 1.0, out: Tensor | None = None
+) -> Tensor:
+    """A sum plus the product of two matrices times a number, in one kernel; no sum is zero."""
+    if sum_NO is None and scaling == 1:
+        return torch.mm(left, right, out=out)
     # With a beta of 0 what is added to is not read.
-    return torch.addmm(left.new_empty(()), left, right, beta=0, alpha=scaling)
+    sum_NO, beta = (left.new_empty(()), 0) if sum_NO is None else (sum_NO, 1)
+    return torch.addmm(sum_NO, left, right, beta=beta, alpha=scaling, out=out)
 
 
 def _weight(base: nn.Linear | Nf4Linear, dtype: torch.dtype) -> Tensor:
