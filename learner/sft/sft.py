@@ -54,6 +54,8 @@ class SftConfig(BaseModel):
     """Optimizer steps; 0 skips the stage."""
     batch_size: PositiveInt = 64
     """Examples of an optimizer step, over all workers."""
+    micro_batch_tokens: PositiveInt | None = None
+    """Most tokens of one forward and backward on one worker, with padding; absent: its whole share of the batch."""
     max_tokens: PositiveInt | None = None
     """Longest example of `data`, prompt and completion together (d1: 4096); none is the canvas of the rollout."""
     overlong: Literal["drop", "truncate"] = "drop"
