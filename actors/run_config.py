@@ -174,9 +174,9 @@ class RunConfig(BaseModel):
     @property
     def may_hold_base_in_half(self) -> bool:
         """Whether frozen weights may be held in bfloat16, if their checkpoint is in it: they are computed with in it,
-        and no stage before the rounds trains what the rounds stand on."""
+        and no stage changes them."""
         lora, is_half = self.model.lora, self.sharding.compute_dtype == "bfloat16"
-        return lora.rank > 0 and lora.base_weights == "full" and is_half and not self.sft.num_steps
+        return lora.rank > 0 and lora.base_weights == "full" and is_half
 
     @property
     def portion_groups(self) -> int:
