@@ -14,6 +14,7 @@ import torch
 
 from actors.run_config import RunConfig
 from actors.spec import sampler_facts
+from deploy.capacity.shape import num_adapters
 from learner.batch import GroupedBatch, RolloutBatch
 from learner.config import LearnerConfig
 from learner.estimators import InnerUpdate, make_terms
@@ -46,10 +47,9 @@ def sampling_flops(recipe: RunConfig, shape: TransformerConfig) -> float:
 def steps_of(recipe: RunConfig, shape: TransformerConfig, params: SamplingParams) -> list[Steps]:
     """The steps of a completion. A schedule that looks at probabilities commits one slot a step at worst, and is
     counted so."""
-    prompt_tokens = recipe.rollout.max_prompt_tokens
     if shape.is_block_causal and recipe.rollout.engine.block_cache:
-        return _block_causal_steps(params, shape, prompt_tokens)
-    return _completion_steps(params, shape, prompt_tokens)
+        return _block_causal_steps(recipe, shape, params)
+    return _completion_steps(recipe, shape, params)
 
 
 def num_steps(params: SamplingParams) -> int:
@@ -117,32 +117,35 @@ def _without_gradient(
     return total
 
 
-def _completion_steps(params: SamplingParams, shape: TransformerConfig, prompt_tokens: int) -> list[Steps]:
-    length, block = prompt_tokens + params.gen_length, params.block_length
+def _completion_steps(recipe: RunConfig, shape: TransformerConfig, params: SamplingParams) -> list[Steps]:
+    length, block = recipe.rollout.max_prompt_tokens + params.gen_length, params.block_length
     steps, blocks = num_steps(params), params.num_blocks
     rows = 2 if params.cfg_scale else 1
-    whole = rows * _step_flops(shape, length, length, block)
+    whole = rows * _step_flops(recipe, shape, length, length, block)
     if params.cache is Cache.NONE:
         return [Steps(count=steps, flops=whole, is_cached=False)]
     per_block = steps / blocks
     num_whole = -(-per_block // params.cache_refresh_steps) if params.cache_refresh_steps else 1
     runs = [block if params.cache is Cache.DUAL else params.gen_length - index * block for index in range(blocks)]
     cached = [
-        Steps(count=per_block - num_whole, flops=rows * _step_flops(shape, run, length, block), is_cached=True)
+        Steps(count=per_block - num_whole, flops=rows * _step_flops(recipe, shape, run, length, block), is_cached=True)
         for run in runs
     ]
     return [Steps(count=blocks * num_whole, flops=whole, is_cached=False), *cached]
 
 
-def _block_causal_steps(params: SamplingParams, shape: TransformerConfig, prompt_tokens: int) -> list[Steps]:
+def _block_causal_steps(recipe: RunConfig, shape: TransformerConfig, params: SamplingParams) -> list[Steps]:
     """The same where finished blocks are remembered: each is run once more, along with the first step of the next."""
-    block, found = params.block_length, []
+    block, prompt_tokens, found = params.block_length, recipe.rollout.max_prompt_tokens, []
     canvas = Canvas(prompt_length=prompt_tokens, gen_length=params.gen_length, block_length=block, is_block_causal=True)
     begin, remembered = canvas.block_end(prompt_tokens) - block, 0
     while begin < canvas.end:
         seen = begin + block
         steps = _steps_for(params, seen - max(begin, prompt_tokens))
-        first, later = _step_flops(shape, seen - remembered, seen, block), _step_flops(shape, block, seen, block)
+        first, later = (
+            _step_flops(recipe, shape, seen - remembered, seen, block),
+            _step_flops(recipe, shape, block, seen, block),
+        )
         found += [Steps(count=1, flops=first, is_cached=True), Steps(count=steps - 1, flops=later, is_cached=True)]
         remembered, begin = begin, seen
     return found
@@ -158,10 +161,11 @@ def _steps_for(params: SamplingParams, num_slots: int) -> int:
     return next(count for count in steps if count * share + min(count, num_larger) >= num_slots)
 
 
-def _step_flops(shape: TransformerConfig, run: int, seen: int, block: int) -> float:
+def _step_flops(recipe: RunConfig, shape: TransformerConfig, run: int, seen: int, block: int) -> float:
     """FLOP of a denoise step that runs so many slots, each of which sees so many, and predicts a block."""
     sums = CanvasSums(tokens=run, pairs=run * seen, asked=block, asked_pairs=block * seen, scored=block)
-    return forward_flops(shape, WHOLE, sums).total
+    forward = forward_flops(shape, recipe.model.lora, sums)
+    return forward.body + forward.head + num_adapters(recipe) * forward.adapter
 
 
 def full_group(recipe: RunConfig) -> RolloutBatch:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from actors.resources import OBJECT_STORE
 from actors.run_config import RunConfig
 from deploy.capacity.activations import FLOAT32, bytes_of, forward_bytes, kept_bytes, logits_bytes
-from deploy.capacity.shape import ParameterCounts
+from deploy.capacity.shape import ParameterCounts, num_adapters
 from learner.model.config import TransformerConfig
 from rollout.request import Cache
 
@@ -121,8 +121,7 @@ def _sampling_parts(recipe: RunConfig, shape: TransformerConfig, num_versions: i
     weights = [Part(name="weights", num_bytes=each * counts.policy, helps=dtype_helps)]
     if lora.rank:
         # Versions share their base, and what SFT added to it.
-        num_adapters = num_versions + (recipe.sft.num_steps > 0)
-        adapters = each * num_adapters * counts.adapter
+        adapters = each * (num_versions - 1 + num_adapters(recipe)) * counts.adapter
         weights.append(Part(name="adapters", num_bytes=adapters, helps="a smaller model.lora.rank"))
     elif num_versions > 1:
         others = each * (num_versions - 1) * counts.policy
@@ -199,8 +198,10 @@ def _in_stage(recipe: RunConfig, shape: TransformerConfig, num_workers: int, sta
     kept_helps = (
         stage.helps if sharding.activation_checkpointing else f"sharding.activation_checkpointing=true or {stage.helps}"
     )
-    # Blocks as they are gathered; of trained ones their gradient too, before it is summed over the workers.
-    blocks = _GATHERED_BLOCKS * (counts.block * (lora.base_weights == "full") + counts.adapter_of_block) + counts.root
+    # Blocks as they are gathered, or a layer of which 4 bits are made whole; of trained ones their gradient too, before
+    # it is summed over the workers.
+    at_a_time = counts.layer if lora.base_weights == "nf4" else _GATHERED_BLOCKS * counts.block
+    blocks = at_a_time + _GATHERED_BLOCKS * counts.adapter_of_block + counts.root
     summed = (each + FLOAT32) * (counts.adapter_of_block if lora.rank else max(counts.block, counts.root))
     compute_helps = "sharding.compute_dtype=bfloat16" if sharding.compute_dtype == "float32" else ""
     parts = [
@@ -225,8 +226,7 @@ def _in_stage(recipe: RunConfig, shape: TransformerConfig, num_workers: int, sta
 
 def sampler_weight_bytes(recipe: RunConfig, counts: ParameterCounts) -> float:
     """What one policy takes as a sampler holds it, with what adapters it has."""
-    num_adapters = 1 + (recipe.sft.num_steps > 0)
-    return bytes_of(recipe.rollout.engine.dtype) * (counts.policy + num_adapters * counts.adapter)
+    return bytes_of(recipe.rollout.engine.dtype) * (counts.policy + num_adapters(recipe) * counts.adapter)
 
 
 def versions_at_a_time(recipe: RunConfig) -> int:

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from deploy.capacity.memory import ProcessMemory
 from deploy.capacity.plan import Plan, Split
-from deploy.printing import counted
+from deploy.printing import counted, duration
 
 _MOST_SPLITS = 6
 
@@ -75,7 +75,7 @@ def _words(plan: Plan) -> list[Text]:
 def _beside_rounds(plan: Plan) -> str:
     """What else takes seconds."""
     phases = {"a step of SFT": plan.sft_step_s, "an evaluation": plan.evaluation_s, "publishing": plan.publishing_s}
-    found = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in phases.items() if seconds is not None)
+    found = ", ".join(f"{name} {duration(seconds)}" for name, seconds in phases.items() if seconds is not None)
     return f"Beside these, with the first split: {found}."
 
 
