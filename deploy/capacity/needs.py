@@ -15,13 +15,8 @@ from actors.resources import (
     store_resources,
 )
 from deploy.capacity.activations import FLOAT32
-from deploy.capacity.memory import (
-    Part,
-    main_memory_of_learner,
-    published_bytes,
-    sampler_weight_bytes,
-    versions_at_a_time,
-)
+from deploy.capacity.learner_memory import main_memory_of_learner
+from deploy.capacity.memory import Part, published_bytes, sampler_weight_bytes, versions_at_a_time
 from deploy.capacity.shape import ParameterCounts, policy_shape
 from deploy.recipe.recipe import Recipe
 from learner.model.config import TransformerConfig

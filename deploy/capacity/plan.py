@@ -12,7 +12,8 @@ from actors.resources import GpuSection
 from actors.run_config import RunConfig
 from deploy.capacity.arithmetic import learning_flops, sampling_flops
 from deploy.capacity.gpus import GpuKind
-from deploy.capacity.memory import ProcessMemory, learner_memory, sampler_memory, why_too_large
+from deploy.capacity.learner_memory import learner_memory
+from deploy.capacity.memory import ProcessMemory, sampler_memory, why_too_large
 from deploy.capacity.seconds import evaluation_s, learning_s, publishing_s, sampling_s, sft_step_s
 from deploy.capacity.shape import policy_shape
 from deploy.errors import UserError

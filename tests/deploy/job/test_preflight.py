@@ -547,12 +547,13 @@ def test_what_does_not_fit_its_share_of_a_gpu_is_refused(recipe_file: Path) -> N
     sampler, learner = _problems(recipe_file, *given, "gpus={sampler: 0.25, learner: 0.3}", available=small)
     assert re.fullmatch(
         r"a sampler takes at least 1\.\d GB of GPU memory \(activations 0\.\d\), and 0\.25 of a GPU of this machine "
-        r"has 1\.0; take a smaller rollout\.engine\.num_slots",
+        r"has 1\.0; take a smaller rollout\.engine\.num_slots, or a larger gpus\.sampler",
         sampler,
     )
     assert re.fullmatch(
         r"a learner worker takes at least \d\.\d GB of GPU memory \(activations \d\.\d\), and 0\.3 of a GPU of this "
-        r"machine has 1\.2; take sharding\.activation_checkpointing=true or a smaller learner\.micro_batch_tokens",
+        r"machine has 1\.2; take sharding\.activation_checkpointing=true or a smaller learner\.micro_batch_tokens, "
+        r"or a larger gpus\.learner",
         learner,
     )
     assert _problems(recipe_file, "device=cpu", available=small) == []
@@ -567,7 +568,7 @@ def test_an_engine_on_a_gpu_must_fit_its_share(recipe_file: Path) -> None:
     (engine,) = _problems(recipe_file, *given, available=small, serve=True)
     assert re.fullmatch(
         r"an engine takes at least 1\.\d GB of GPU memory \(other versions 0\.6\), and 0\.2 of a GPU of this machine "
-        r"has 1\.6; take a smaller service\.max_live_versions",
+        r"has 1\.6; take a smaller service\.max_live_versions, or a larger gpus\.engine",
         engine,
     )
     assert _problems(recipe_file, *given, "service.max_live_versions=2", available=small, serve=True) == []
