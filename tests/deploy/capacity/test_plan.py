@@ -200,6 +200,17 @@ def test_sft_counts_where_it_takes_more_than_the_rounds(llada: Callable[..., Rec
     assert limit.endswith("take a smaller sft.micro_batch_tokens")
 
 
+def test_only_the_stages_of_a_run_count(llada: Callable[..., Recipe]) -> None:
+    """The control is SFT again, beside the adapter of the first SFT."""
+    both = learner_memory(llada(*S1K, "control.enabled=true"), LLADA_8B, 4)
+    assert both.who == "a learner worker in the control"
+    assert "the adapter of SFT" in {part.name for part in both.parts}
+    large = ("learner.micro_batch_tokens=1000000", "sft.micro_batch_tokens=4096")
+    assert learner_memory(llada(*S1K, *large), LLADA_8B, 4).who == "a learner worker"
+    alone = learner_memory(llada(*S1K, *large, "learner.num_rounds=0"), LLADA_8B, 4)
+    assert alone.who == "a learner worker in SFT"
+
+
 def test_what_one_canvas_takes_is_made_smaller_by_a_shorter_one(llada: Callable[..., Recipe]) -> None:
     tight = GpuKind(name="tight", memory_bytes=20 * 10**9, flop_per_s=1e15)
     one = ("sft.micro_batch_tokens=1", "sharding.activation_checkpointing=false", "learner.micro_batch_tokens=1")
@@ -241,6 +252,8 @@ def test_a_learner_holds_the_base_as_the_checkpoint_has_it_in_all_stages(
     # 4.5 bits of each weight of the blocks, whole on every worker.
     in_4_bits = 4.5 / 8 * counts.blocks + counts.root
     assert alone[base] == pytest.approx(2 * counts.policy / 4 if base_weights == "full" else in_4_bits)
+    gathered = alone["gathered blocks, embedding and head"] - 2 * (counts.root + 5 * counts.adapter_of_block)
+    assert gathered == 2 * (2 * counts.block if base_weights == "full" else 4096 * 12288), "4 bits are whole by layers"
     assert "the adapter of SFT" not in alone
     assert after_sft["the adapter of SFT"] == 2 * counts.adapter, "whole on every worker, as it computes"
     assert after_sft["the adapter in float32"] == alone["the adapter in float32"] == counts.adapter

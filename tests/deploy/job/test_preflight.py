@@ -419,6 +419,16 @@ def test_without_an_address_it_is_this_machine() -> None:
     assert here.memory_bytes > 10**8
 
 
+@pytest.mark.parametrize(("shared", "store"), [(None, 60), (1000, 60), (40, 38), (1, 10)])
+def test_a_ray_of_our_own_has_the_store_that_it_gives_itself(
+    monkeypatch: pytest.MonkeyPatch, shared: int | None, store: int
+) -> None:
+    """Of 200 GB: 0.3 of them, but no more than may be shared, or 10 GB."""
+    monkeypatch.setattr("deploy.machine.memory_bytes", lambda: 200 * 10**9)
+    monkeypatch.setattr("deploy.machine.shared_memory_bytes", lambda: None if shared is None else shared * 10**9)
+    assert cluster_resources(None).object_store_bytes == store * 10**9
+
+
 def test_what_an_autoscaler_may_start_counts_as_there(monkeypatch: pytest.MonkeyPatch) -> None:
     now = {"CPU": 8.0, "memory": 4e9, "object_store_memory": 2e9, "accelerator_type:H100": 1.0, "GPU": 1.0}
     nodes = [("10.0.0.1", True, 0.5e9), ("10.0.0.1", True, 0.5e9), ("10.0.0.2", True, 1e9), ("10.0.0.3", False, 9e9)]
@@ -619,6 +629,7 @@ def test_versions_must_fit_one_object_store_and_checkpoints_the_disk(
     assert [each for each in _problems(recipe_file, available=two) if "object store" in each] == []
     one = needs_of(load_recipe(recipe_file, ["learner.num_workers=8"]), num_machines=8).object_store_bytes
     assert one == 4 * WHOLE
+    assert checkpoint_bytes(load_recipe(recipe_file, ["learner.reference_sync_rounds=2"])) == 4 * 4 * WHOLE
     usage = shutil.disk_usage("/")
     monkeypatch.setattr("shutil.disk_usage", lambda _path: usage._replace(free=10**6))
     (problem,) = _problems(recipe_file)
