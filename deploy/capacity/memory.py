@@ -51,8 +51,8 @@ def largest(parts: tuple[Part, ...]) -> Part:
 
 
 def sampler_memory(recipe: RunConfig, shape: TransformerConfig) -> ProcessMemory:
-    """What a sampler takes: one policy, and a forward of all its slots."""
-    parts = _sampling_parts(recipe, shape, 1)
+    """What a sampler takes: one policy, and a forward of all its slots, or of its largest portion."""
+    parts = _sampling_parts(recipe, shape, 1, min(recipe.rollout.engine.num_slots, recipe.most_portion_requests))
     if recipe.gpus.colocate:
         parts.append(Part(name="CUDA and NCCL of a learner asleep", num_bytes=CONTEXT_BYTES + NCCL_BYTES, helps=""))
     return ProcessMemory(who="a sampler", kind="sampler", share=recipe.gpus.sampler, parts=largest_first(parts))
@@ -60,7 +60,7 @@ def sampler_memory(recipe: RunConfig, shape: TransformerConfig) -> ProcessMemory
 
 def engine_memory(recipe: RunConfig, shape: TransformerConfig, most_live: int) -> ProcessMemory:
     """What an engine of the service takes that holds up to `most_live` versions, of which one computes at a time."""
-    parts = _sampling_parts(recipe, shape, most_live)
+    parts = _sampling_parts(recipe, shape, most_live, recipe.rollout.engine.num_slots)
     return ProcessMemory(who="an engine", kind="engine", share=recipe.gpus.engine, parts=largest_first(parts))
 
 
@@ -77,13 +77,13 @@ def why_too_large(process: ProcessMemory, gpu_bytes: float, where: str) -> str |
     )
 
 
-def _sampling_parts(recipe: RunConfig, shape: TransformerConfig, num_versions: int) -> list[Part]:
+def _sampling_parts(recipe: RunConfig, shape: TransformerConfig, num_versions: int, most_rows: int) -> list[Part]:
     counts, lora, engine = ParameterCounts.of(shape, recipe.model.lora), recipe.model.lora, recipe.rollout.engine
     each = bytes_of(engine.dtype)
     dtype_helps = "rollout.engine.dtype=bfloat16" if engine.dtype == "float32" else "a smaller model"
     slots_help = "a smaller rollout.engine.num_slots"
     params = recipe.rollout.params
-    rows = engine.num_slots * (2 if any(param.cfg_scale for param in params) else 1)
+    rows = most_rows * (2 if any(param.cfg_scale for param in params) else 1)
     tokens = rows * recipe.canvas_tokens
     weights = [Part(name="weights", num_bytes=each * counts.policy, helps=dtype_helps)]
     if lora.rank:

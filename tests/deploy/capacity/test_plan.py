@@ -154,8 +154,9 @@ def test_what_does_not_fit_says_by_how_much_and_what_helps(llada: Callable[..., 
 @pytest.mark.parametrize(
     ("overrides", "who", "part", "factor"),
     [
-        (("rollout.engine.num_slots=48",), sampler_memory, "activations", 2.0),
-        (("rollout.engine.num_slots=48",), sampler_memory, "logits of the blocks", 2.0),
+        (("rollout.engine.num_slots=48", "rollout.batch_size=48"), sampler_memory, "activations", 2.0),
+        (("rollout.engine.num_slots=48", "rollout.batch_size=48"), sampler_memory, "logits of the blocks", 2.0),
+        (("rollout.engine.num_slots=48",), sampler_memory, "activations", 1.0),
         (("rollout.engine.dtype=float32",), sampler_memory, "weights", 2.0),
         (("learner.micro_batch_tokens=16384",), learner_memory, "activations", 2.0),
         (("model.lora={rank: 64}",), learner_memory, "gradient and AdamW's moments", 0.5),
