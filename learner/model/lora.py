@@ -72,8 +72,8 @@ class AdaptedLinear(nn.Module):
     def run(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """What `forward` gives, and [N, R] A x of the trained adapter, without derivatives.
 
-        Products are accumulated smallest first, so that in bfloat16 only sums are rounded. If W x were rounded before an
-        adapter is added, as by peft, an early adapter would be lost: it is smaller than half of the last bit of W x.
+        Products are accumulated smallest first, so that in bfloat16 only sums are rounded. If W x were rounded before
+        an adapter is added, as in peft, an early adapter would be lost: it is below half of the last bit of W x.
         """
         x_NI, sum_NO, down_NR = x.flatten(0, -2), None, None
         for a_RI, b_OR, scaling in self.pairs():
