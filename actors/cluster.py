@@ -20,7 +20,7 @@ from actors.resources import (
     sampler_resources,
     store_resources,
 )
-from actors.sampler import SamplerWorker
+from actors.sampler import SamplerWorker, read_from
 from actors.spec import RunSpec
 from actors.training.run_client import Heartbeat, RunClient
 from actors.weights.store import WeightStore, store_name
@@ -107,7 +107,7 @@ def start_sampler(spec: RunSpec, store: Any, index: int) -> tuple[str, Any]:
         )
         .remote(
             spec.initial_checkpoint,
-            store,
+            read_from(store),
             spec.device,
             spec.rollout.engine,
             spec.gpus.sampler,

@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from actors.messages import Generation, Portion
 from actors.packed import Completions
 from rollout.config import EngineConfig
 
+if TYPE_CHECKING:
+    from actors.weights.fetching import Reader
+
 _FETCH_TIMEOUT_S = 120.0
+
+
+def read_from(store: Any) -> Callable[[], Reader]:
+    """A sampler's way to the weight store with this Ray handle, opened in the sampler's process: the driver loads no
+    torch for it."""
+    return partial(_store_reader, store)
+
+
+def _store_reader(store: Any) -> Reader:
+    from actors.weights.fetching import StoreReader
+
+    return StoreReader(store, _FETCH_TIMEOUT_S)
 
 
 class SamplerWorker:
@@ -20,7 +36,7 @@ class SamplerWorker:
     def __init__(
         self,
         checkpoint: Path,
-        store: Any,
+        open_store: Callable[[], Reader],
         device: str,
         engine: EngineConfig,
         gpu_share: float = 1.0,
@@ -29,12 +45,12 @@ class SamplerWorker:
     ) -> None:
         """Make an empty policy of the checkpoint's shape; one that is asleep takes memory as it is first used.
 
-        `store` is the weight store's handle.
+        `open_store` gives what versions are read from: `read_from` a weight store on Ray.
         """
         # Here and not above: whoever gets this actor's handle imports its class, the coordinator too.
         import torch
 
-        from actors.weights.fetching import BaseAtHand, PolicyLoader, StagingReader, StoreReader
+        from actors.weights.fetching import BaseAtHand, PolicyLoader, StagingReader
         from learner.hardware import limit_memory
         from learner.model.checkpoint import empty_policy
         from rollout.sampler import Sampler
@@ -45,7 +61,7 @@ class SamplerWorker:
         self._policy = empty_policy(checkpoint, engine.torch_dtype, "meta" if is_asleep else device)
         self._make_sampler = partial(Sampler, self._policy, engine=engine)
         self._sampler: Sampler | None = None
-        reader = StoreReader(store, _FETCH_TIMEOUT_S)
+        reader = open_store()
         self._reader = StagingReader(BaseAtHand(reader) if is_asleep else reader)
         self._loader = PolicyLoader(self._policy, self._reader)
         self._generation: Generation | None = None

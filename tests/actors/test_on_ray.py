@@ -22,7 +22,7 @@ from actors.grader import GraderWorker
 from actors.messages import Generation
 from actors.plan import RunPlan
 from actors.resources import OBJECT_STORE
-from actors.sampler import SamplerWorker
+from actors.sampler import SamplerWorker, read_from
 from actors.spec import RunSpec
 from actors.training.run_client import RunClient
 from actors.weights.fetching import StoreReader, whole_version
@@ -41,7 +41,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
 
 def _sampler(spec: RunSpec, store: Any) -> Any:
     worker = watched(SamplerWorker).options(num_cpus=0)
-    return worker.remote(spec.initial_checkpoint, store, "cpu", spec.rollout.engine)
+    return worker.remote(spec.initial_checkpoint, read_from(store), "cpu", spec.rollout.engine)
 
 
 def _weights(spec: RunSpec, scale: float) -> dict[str, torch.Tensor]:
@@ -249,7 +249,7 @@ class _DirectSampler(SamplerWorker):
 
     def __init__(self, spec: RunSpec, store: Any, transport: str) -> None:
         register(transport)
-        super().__init__(spec.initial_checkpoint, store, "cpu", spec.rollout.engine)
+        super().__init__(spec.initial_checkpoint, read_from(store), "cpu", spec.rollout.engine)
 
 
 def test_by_direct_transport_samplers_fetch_from_the_ranks_and_a_rank_that_dies_takes_its_rows_along(
@@ -297,7 +297,7 @@ class _Moody(SamplerWorker):
     """A sampler whose first processes misbehave, each in its way; a file remembers which have."""
 
     def __init__(self, spec: RunSpec, store: Any, mark: Path, *moods: str) -> None:
-        super().__init__(spec.initial_checkpoint, store, "cpu", spec.rollout.engine)
+        super().__init__(spec.initial_checkpoint, read_from(store), "cpu", spec.rollout.engine)
         self._mark, self._moods = mark, moods
 
     def generate(self, generation: Any, portion: Any) -> Any:
@@ -377,7 +377,7 @@ def test_an_actor_that_is_stopped_is_silent_and_what_takes_its_place_answers(
     monkeypatch.setattr("actors.coordination.liveness.PROBE_EVERY_S", 0.2)
     monkeypatch.setattr("actors.coordination.liveness.SILENT_S", 2.0)
     sampler = watched(SamplerWorker).options(num_cpus=0, max_restarts=-1)
-    sampler = sampler.remote(spec.initial_checkpoint, store, "cpu", spec.rollout.engine)
+    sampler = sampler.remote(spec.initial_checkpoint, read_from(store), "cpu", spec.rollout.engine)
     first = ray.get(sampler.ready.remote(), timeout=180)
     hung: list[str] = []
     answered: list[int | None] = []

@@ -12,7 +12,6 @@ from actors.messages import Generation, Portion
 from actors.plan import RunPlan
 from actors.sampler import SamplerWorker
 from actors.spec import RunSpec
-from actors.weights import fetching
 from learner.model.checkpoint import load_policy
 from rollout.config import EngineConfig
 from rollout.request import Cache
@@ -23,12 +22,9 @@ LAYER = "blocks.1.mlp.down_proj"
 
 
 @pytest.fixture(params=["whole", "adapter"])
-def generations(
-    request: pytest.FixtureRequest, spec: RunSpec, monkeypatch: pytest.MonkeyPatch
-) -> tuple[Shelf, list[Generation]]:
+def generations(request: pytest.FixtureRequest, spec: RunSpec) -> tuple[Shelf, list[Generation]]:
     """A store with two versions."""
     shelf, made = Shelf(), []
-    monkeypatch.setattr(fetching, "StoreReader", lambda *_: shelf)
     base = {name: tensor.detach() for name, tensor in load_policy(spec.initial_checkpoint).state_dict().items()}
     for version in (0, 1):
         generator = torch.Generator().manual_seed(version)
@@ -55,7 +51,7 @@ def test_a_sampler_that_sleeps_holds_nothing_and_samples_the_same(
     portion, engine = plan.round_portion(0, 0), spec.rollout.engine
     with stand_in_gpu():
         before = bytes_there()
-        worker = SamplerWorker(spec.initial_checkpoint, None, "cuda", engine, is_asleep=True)
+        worker = SamplerWorker(spec.initial_checkpoint, lambda: shelf, "cuda", engine, is_asleep=True)
         assert bytes_there() == before, "it begins asleep"
         found = []
         for generation in (first, second, second):
@@ -64,7 +60,7 @@ def test_a_sampler_that_sleeps_holds_nothing_and_samples_the_same(
             worker.sleep()
             assert bytes_there() == before
         assert shelf.num_bases_read <= 1
-        awake = SamplerWorker(spec.initial_checkpoint, None, "cuda", engine)
+        awake = SamplerWorker(spec.initial_checkpoint, lambda: shelf, "cuda", engine)
         assert bytes_there() > before
         expected = [_sampled(awake, generation, portion) for generation in (first, second)]
         assert found == [*expected, expected[1]]
@@ -74,6 +70,7 @@ def test_a_sampler_that_sleeps_holds_nothing_and_samples_the_same(
 def test_a_compiled_sampler_that_sleeps_gives_back_what_its_rows_are_remembered_in(
     spec: RunSpec, plan: RunPlan, generations: tuple[Shelf, list[Generation]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    shelf, made = generations
     monkeypatch.setattr("rollout.sampler._compiled", lambda model: model)
     portion = plan.round_portion(0, 0)
     cached = tuple(
@@ -82,9 +79,11 @@ def test_a_compiled_sampler_that_sleeps_gives_back_what_its_rows_are_remembered_
     portion = replace(portion, requests=cached)
     with stand_in_gpu():
         before = bytes_there()
-        worker = SamplerWorker(spec.initial_checkpoint, None, "cuda", EngineConfig(compile=True), is_asleep=True)
+        worker = SamplerWorker(
+            spec.initial_checkpoint, lambda: shelf, "cuda", EngineConfig(compile=True), is_asleep=True
+        )
         found = []
-        for generation in generations[1]:
+        for generation in made:
             found.append(_sampled(worker, generation, portion))
             assert _sampled(worker, generation, portion) == found[-1]
             worker.sleep()
@@ -95,12 +94,13 @@ def test_a_compiled_sampler_that_sleeps_gives_back_what_its_rows_are_remembered_
 def test_weights_that_were_staged_are_sampled_from_as_if_they_had_been_fetched(
     spec: RunSpec, plan: RunPlan, generations: tuple[Shelf, list[Generation]]
 ) -> None:
-    _, (first, second) = generations
+    shelf, (first, second) = generations
     portion, engine = plan.round_portion(0, 0), spec.rollout.engine
     expected = [
-        _sampled(SamplerWorker(spec.initial_checkpoint, None, "cpu", engine), one, portion) for one in (first, second)
+        _sampled(SamplerWorker(spec.initial_checkpoint, lambda: shelf, "cpu", engine), one, portion)
+        for one in (first, second)
     ]
-    worker = SamplerWorker(spec.initial_checkpoint, None, "cpu", engine)
+    worker = SamplerWorker(spec.initial_checkpoint, lambda: shelf, "cpu", engine)
     worker.stage(first)
     found = [_sampled(worker, first, portion)]
     worker.stage(first)
@@ -116,7 +116,7 @@ def test_what_is_being_fetched_as_it_is_asked_for_is_not_staged_beside_that(
     spec: RunSpec, plan: RunPlan, generations: tuple[Shelf, list[Generation]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shelf, (first, _) = generations
-    worker = SamplerWorker(spec.initial_checkpoint, None, "cpu", spec.rollout.engine)
+    worker = SamplerWorker(spec.initial_checkpoint, lambda: shelf, "cpu", spec.rollout.engine)
     asked, version = [], shelf.version
 
     def fetch(number: int, digest: str | None = None) -> Any:
