@@ -25,6 +25,7 @@ from actors.training.context import RunContext
 from actors.training.ending import OutOfGpuMemoryError
 from actors.training.round_update import RoundUpdate
 from actors.training.training import TrainingRun
+from actors.weights.fetching import whole_version
 from actors.weights.store import Manifest
 from learner.batch import RolloutBatch
 from learner.config import LearnerConfig
@@ -188,9 +189,8 @@ class _RememberingRun(LocalRun):
 
     def publish(self, manifest: Manifest, weights: Mapping[str, torch.Tensor]) -> bool:
         is_there = super().publish(manifest, weights)
-        self.versions[manifest.version] = {
-            name: tensor.clone() for name, tensor in self._policy.state_dict().items() if is_there
-        }
+        if is_there:
+            self.versions[manifest.version] = whole_version(self.reader(), manifest.version)
         return is_there
 
 
