@@ -387,7 +387,9 @@ def _all_gathered(sharded: DTensor) -> Tensor:
     # The last ranks may have fewer rows, or none.
     padded = torch.cat((local, local.new_zeros(rows_each - local.shape[0], *row)))
     whole = local.new_empty(rows_each * sharing.size(), *row)
-    dist.all_gather_single(whole, padded, group=sharing)
+    # Torch before 2.13 has it under the other name, which is deprecated since.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(whole, padded, group=sharing)
     return whole[:num_rows]
 
 

@@ -40,7 +40,7 @@ class LocalRun:
         self._store = WeightStore(spec.learner.max_staleness + 2)
         self.store = Handle(lambda: self._store)
         """Of the weight store, which may be another since it was lost."""
-        self._samplers = cycle(self._sampler() for _ in range(spec.rollout.num_samplers))
+        self._samplers = cycle([self._sampler() for _ in range(spec.rollout.num_samplers)])
         self._offers: Offers | None = None
         self._beside: tuple[Generation | None, str, dict[str, int]] = None, "", {}
         self.sent: list[tuple[str, int]] = []
