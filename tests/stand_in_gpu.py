@@ -261,6 +261,7 @@ class Placement:
             "set_per_process_memory_fraction": self._limit,
             "empty_cache": self._free,
             "mem_get_info": lambda device=None: (self.TOTAL_BYTES - bytes_there(), self.TOTAL_BYTES),
+            "memory_allocated": lambda device=None: bytes_there(),
             "max_memory_allocated": lambda device=None: bytes_there(),
             "reset_peak_memory_stats": lambda device=None: None,
         }

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import aclosing, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -150,12 +151,14 @@ class Walk:
         create_run_dir(recipe, spec, None).close()
         self.events: list[dict[str, Any]] = []
         self.served: list[tuple[int, bool]] = []
-        versions = Source(directory=str(spec.run_dir), is_run=True, registry_url=None).versions(given_device())
+        self.taken: dict[str, int] = {}
+        source = Source(directory=str(spec.run_dir), is_run=True, registry_url=None)
+        versions = self._made("engine", lambda: source.versions(given_device()))
         engine = Engine(versions)
         try:
             for pulse in (Pulse("round 0"), Pulse()):
-                run = Served(spec, EngineHost(versions, engine))
-                training = TrainingRun(spec, run, pulse, Ranks())
+                run = self._made("samplers", lambda: Served(spec, EngineHost(versions, engine)))
+                training = self._made("learner", partial(TrainingRun, spec, run, pulse, Ranks()))
                 run.watch(training._context)
                 training.run()
                 self.events += run.events
@@ -163,7 +166,14 @@ class Walk:
         finally:
             engine.close()
         self.num_swaps = versions.num_swaps
-        self.evaluated = self._evaluated(spec.checkpoints_dir / "rl-000003")
+        self.evaluated = self._made("evaluation", lambda: self._evaluated(spec.checkpoints_dir / "rl-000003"))
+
+    def _made(self, what: str, make: Callable[[], Any]) -> Any:
+        """Something, of which is noted what it takes of the GPU's memory."""
+        before = torch.cuda.memory_allocated()
+        made = make()
+        self.taken[what] = torch.cuda.memory_allocated() - before
+        return made
 
     def of(self, event: str, *keys: str) -> list[Any]:
         """What the run log says in its events of that name."""
@@ -173,8 +183,8 @@ class Walk:
         """Those of the last checkpoint."""
         return load_policy(self._spec.checkpoints_dir / "rl-000003").state_dict()
 
-    def _evaluated(self, checkpoint: Path) -> list[str]:
-        """What the pool's worker reads in the answers to the held-out problems."""
+    def _evaluated(self, checkpoint: Path) -> tuple[Worker, list[str]]:
+        """A worker of the pool, and what it reads in its answers to the held-out problems."""
         plan = RunPlan(self._spec, ChatTokenizer(checkpoint))
         (portion,) = plan.evaluation_portions(self._spec.rollout.sampling)
         batch = Batch(
@@ -188,7 +198,8 @@ class Walk:
         config = WorkerConfig(checkpoint=checkpoint, engine=self._spec.rollout.engine, device="", num_threads=1)
         wanted = Wanted(num_workers=1, device=self._spec.device)
         (placed,) = worker_configs(config, wanted)
-        return [answer.generation for answer in Worker(placed).answer(batch).answers]
+        worker = Worker(placed)
+        return worker, [answer.generation for answer in worker.answer(batch).answers]
 
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # To its C++ what the stand-in returns is a view.
@@ -221,9 +232,14 @@ def test_a_run_on_a_gpu_is_the_run_on_the_cpu(
         for event in ("sft", "round")[key == "kl" :]:
             assert there.of(event, key) == pytest.approx(here.of(event, key), rel=1e-3, abs=1e-5)
     assert there.of("evaluation", "num_correct") == here.of("evaluation", "num_correct")
-    assert there.evaluated == here.evaluated
+    assert there.evaluated[1] == here.evaluated[1]
     assert there.num_swaps == here.num_swaps == 4
     assert {version for version, _ in there.served} == set(range(5))
     assert all(is_same for _, is_same in there.served)
-    for name, tensor in here.weights().items():
+    weights = here.weights()
+    policy_bytes = sum(tensor.nbytes for tensor in weights.values())
+    assert not any(here.taken.values())
+    for what, num_bytes in there.taken.items():
+        assert num_bytes >= policy_bytes or (what == "samplers" and gpus.colocate and not num_bytes), what
+    for name, tensor in weights.items():
         torch.testing.assert_close(there.weights()[name], tensor, atol=1e-4, rtol=1e-3, msg=name)
