@@ -26,6 +26,8 @@ from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 DEVICE = torch.device("cuda", 0)
+# Where what is copied to the CPU goes. To torch's C++ all is on the CPU, which it says without an index.
+_HOST = torch.device("cpu", 0)
 _aten = torch.ops.aten
 # What takes tensors of both devices: it copies from the one to the other.
 _BETWEEN = {_aten.copy_.default, _aten._to_copy.default, _aten.set_.source_Tensor}
@@ -77,8 +79,8 @@ class StandIn(Tensor):
         kwargs = dict(kwargs or {})
         if func not in _BETWEEN:
             _refuse_mixture(func, args, kwargs)
-        if func is _aten._to_copy.default and _is_cpu(kwargs.get("device")):
-            return func(args[0].host, **kwargs)
+        if func is _aten._to_copy.default and kwargs.get("device") == _HOST:
+            return func(args[0].host, **{**kwargs, "device": None})
         # Where torch's C++ asks for a tensor of the CPU it means one that is where this one is.
         result = func(*_mapped(_host, args), **_mapped(_host, kwargs))
         # What comes of a tensor that was made outside of inference mode is of its kind: views share its version.
@@ -135,7 +137,7 @@ class StandInGpu(TorchFunctionMode):
         if func in (Tensor.__len__, Tensor.untyped_storage) and isinstance(args[0], StandIn):
             return func(args[0].host)
         if func in (Tensor.tolist, Tensor.__bool__, Tensor.item) and isinstance(args[0], StandIn):
-            return func(_aten._to_copy.default(args[0].detach(), device=torch.device("cpu")))
+            return func(_aten._to_copy.default(args[0].detach(), device=_HOST))
         if func is Tensor.numpy and isinstance(args[0], StandIn):
             raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy it first")
         if func is Tensor.backward:
@@ -191,7 +193,7 @@ class _Move(torch.autograd.Function):
 def _moved(tensor: Tensor, to_gpu: bool, non_blocking: bool) -> Tensor:
     """A copy on the other device, by the operations that a counter of operations would see."""
     if not to_gpu:
-        return _aten._to_copy.default(tensor, device=torch.device("cpu"), non_blocking=non_blocking)
+        return _aten._to_copy.default(tensor, device=_HOST, non_blocking=non_blocking)
     return _aten.copy_.default(StandIn(torch.empty_like(tensor)), tensor, non_blocking)
 
 
@@ -207,10 +209,6 @@ def _made_there(made: Any) -> Any:
 
 def _is_gpu(value: Any) -> bool:
     return isinstance(value, str | torch.device) and torch.device(value).type == "cuda"
-
-
-def _is_cpu(value: Any) -> bool:
-    return value is not None and torch.device(value).type == "cpu"
 
 
 def _is_place(value: Any) -> bool:
