@@ -11,8 +11,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
+from urllib.error import HTTPError
+
+from benchmarks.gpu.end_to_end.visit import StageError
 
 _TIMEOUT_S = 120.0
+_TOO_MANY, _SERVER_ERRORS = 429, 500
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,9 +37,15 @@ class Client:
     prompt: str
 
     def is_up(self) -> bool:
-        """Whether it answers."""
+        """Whether it answers. Raises StageError where it refuses the question itself."""
         try:
             self.ask()
+        except HTTPError as error:
+            if error.code < _SERVER_ERRORS and error.code != _TOO_MANY:
+                raise StageError(
+                    f"the service answers {error.code}: {error.read().decode(errors='replace')}"
+                ) from error
+            return False
         except (OSError, ValueError):
             return False
         return True

@@ -21,7 +21,7 @@ from deploy.capacity.plan import Plan, make_plan
 from deploy.recipe.overrides import load_recipe
 
 _NAME, _CHECKPOINT = "llada", "llada-8b"
-_RECIPE = ROOT / "recipes" / "llada-gsm8k.yaml"
+RECIPE = ROOT / "recipes" / "llada-gsm8k.yaml"
 _SHORT = (
     "task={name: countdown}",
     "model.lora={rank: 128, alpha: 64}",
@@ -43,7 +43,7 @@ _SHORT = (
 _ON_GPU = ("device=cuda", "gpus={sampler: 0.3, learner: 0.4, engine: 0.3}")
 _REHEARSED = (
     "device=cpu",
-    "rollout.sampling={gen_length: 16, block_length: 8, num_denoise_steps: 4, temperature: 0.9}",
+    "rollout.sampling={gen_length: 64, block_length: 16, num_denoise_steps: 8, temperature: 0.9}",
     "model.lora={rank: 4, alpha: 2}",
     "learner.group_size=3",
 )
@@ -57,10 +57,10 @@ def made(visit: Visit) -> None:
 
 def trained(visit: Visit) -> None:
     """Three rounds under Ray, with an engine that answers, beside what `d1 plan` says of them."""
-    overrides, port = _overrides(visit), free_port()
-    plan = make_plan(load_recipe(_RECIPE, [*overrides, "device=cuda"]), 1, _kind(visit))
+    overrides, port = overrides_of(visit), free_port()
+    plan = make_plan(load_recipe(RECIPE, [*overrides, "device=cuda"]), 1, _kind(visit))
     client = Client(port=port, token_path=visit.out / _NAME / "service.token", prompt="Using 1, 2 and 3, make 6.")
-    with started(visit, "train", str(_RECIPE), *overrides, f"service.port={port}", "--serve") as command:
+    with started(visit, "train", str(RECIPE), *overrides, f"service.port={port}", "--serve") as command:
         events = partial(_events, visit)
         ready_s = command.wait_until(lambda: bool(_of(events(), "phase")), "the rounds to begin")
         visit.row("seconds until the rounds began", f"{ready_s:.1f} s")
@@ -80,7 +80,8 @@ def offloaded(visit: Visit) -> None:
         visit.row(row["what"], row["measured"])
 
 
-def _overrides(visit: Visit) -> list[str]:
+def overrides_of(visit: Visit) -> list[str]:
+    """What the run changes of its recipe."""
     return [
         f"name={_NAME}",
         f"runs_dir={visit.out}",

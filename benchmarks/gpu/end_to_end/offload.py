@@ -9,7 +9,6 @@ import time
 import torch
 
 from benchmarks.gpu.setting import full, random_policy, tiny
-from benchmarks.measure import synchronize
 from learner.model.lora_config import LoraConfig
 from learner.parallel.asleep import asleep
 from learner.parallel.sharding import ShardedPolicy
@@ -27,13 +26,19 @@ def main() -> None:
     )
     num_bytes = sum(tensor.nbytes for tensor in policy.tensors())
     for turn in range(2):
-        synchronize(args.device)
+        _finish(args.device)
         began = time.monotonic()
         with asleep(policy.tensors(), policy.device):
             slept = time.monotonic()
-        synchronize(args.device)
+        _finish(args.device)
         seconds = f"{slept - began:.2f} s to give back, {time.monotonic() - slept:.2f} s to take again"
         print(json.dumps({"what": f"turn {turn} of {num_bytes / 1e9:.2f} GB", "measured": seconds}), flush=True)
+
+
+def _finish(device: str) -> None:
+    """Wait for what the GPU was asked for."""
+    if device == "cuda":
+        torch.cuda.synchronize()
 
 
 if __name__ == "__main__":

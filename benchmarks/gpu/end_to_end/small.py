@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 from signal import Signals
+from statistics import median
 from typing import Any
 
 from actors.registry.server import free_port
@@ -16,10 +17,12 @@ from benchmarks.gpu.end_to_end.memory import MemoryWatch
 from benchmarks.gpu.end_to_end.visit import StageError, Visit
 from deploy.chaos.faults import Target
 
-_RECIPE = str(ROOT / "recipes" / "tiny.yaml")
-_PROMPT = "12.. .... 34.. ..21"
+RECIPE = str(ROOT / "recipes" / "tiny.yaml")
+_PROMPT = "2001104002144103"
 _NUM_PROBLEMS = 100
 _ROUNDS, _REHEARSED_ROUNDS = 6, 2
+# So many that the service is up before they are over.
+_AHEAD_ROUNDS, _MORE_ROUNDS = 60, 2
 # Losses of the same steps, by other kernels; and what so few problems tell of an accuracy.
 _SAME_LOSS, _SAME_ACCURACY = 0.02, 0.1
 _SHORT = (
@@ -61,15 +64,16 @@ def taking_turns(visit: Visit) -> None:
 def ahead(visit: Visit) -> None:
     """Two samplers a round ahead, an engine that answers meanwhile, and a learner worker that is killed."""
     port = free_port()
-    words = _words(visit, _SERVED, *_gpus(visit, "sampler: 0.2, learner: 0.3, engine: 0.2"), *_ahead(), "--serve")
+    words = words_of(
+        visit, _SERVED, *_gpus(visit, "sampler: 0.2, learner: 0.3, engine: 0.2"), *_ahead(_AHEAD_ROUNDS), "--serve"
+    )
     client = _client(visit, port)
     with started(visit, *words, f"service.port={port}") as command:
         visit.row("seconds until the service answers", f"{command.wait_until(client.is_up, 'the service'):.1f} s")
         with under_load(client, 4) as load:
-            command.wait_until(lambda: len(_of(visit, "round")) > 0, "the first round")
             _kill_learner(visit, command)
             command.wait_until(lambda: bool(_of(visit, "done")), "the run's end")
-        visit.row("requests while versions were swapped and a learner was killed", load.in_words())
+        visit.row("requests while versions were swapped and a learner was killed", load.inwords_of())
         tell_memory(visit, command.memory)
         command.interrupt()
     _tell(visit, read_events(visit.out / _SERVED), {})
@@ -77,6 +81,7 @@ def ahead(visit: Visit) -> None:
 
 def _kill_learner(visit: Visit, command: Started) -> None:
     """Kill it, and wait for the round that its successor publishes."""
+    command.wait_until(lambda: bool(_of(visit, "round")), "the first round")
     before = len(_of(visit, "round"))
     workers = command.family.of_role(Target.LEARNER)
     if not workers:
@@ -88,11 +93,11 @@ def _kill_learner(visit: Visit, command: Started) -> None:
 
 def resumed(visit: Visit) -> None:
     """That run again, for two rounds more."""
-    more = f"learner.num_rounds={_num_rounds(visit) + 2}"
-    words = _words(visit, _SERVED, *_gpus(visit, "sampler: 0.2, learner: 0.3, engine: 0.2"), *_ahead(), more)
+    gpus = _gpus(visit, "sampler: 0.2, learner: 0.3, engine: 0.2")
+    words = words_of(visit, _SERVED, *gpus, *_ahead(_AHEAD_ROUNDS + _MORE_ROUNDS))
     before = len(_of(visit, "round"))
     carried_out(visit, *words, "--resume")
-    visit.row("rounds after --resume", str(len(_of(visit, "round")) - before), "2")
+    visit.row("rounds after --resume", str(len(_of(visit, "round")) - before), str(_MORE_ROUNDS))
 
 
 def evaluated(visit: Visit) -> None:
@@ -137,22 +142,23 @@ def _num_rounds(visit: Visit) -> int:
     return _REHEARSED_ROUNDS if visit.is_rehearsal else _ROUNDS
 
 
-def _ahead() -> tuple[str, ...]:
-    return "learner.max_staleness=1", "rollout.num_samplers=2"
+def _ahead(num_rounds: int) -> tuple[str, ...]:
+    return "learner.max_staleness=1", "rollout.num_samplers=2", f"learner.num_rounds={num_rounds}"
 
 
 def _gpus(visit: Visit, shares: str) -> tuple[str, ...]:
     return ("device=cpu",) if visit.is_rehearsal else ("device=cuda", f"gpus={{{shares}}}")
 
 
-def _words(visit: Visit, name: str, *more: str) -> list[str]:
+def words_of(visit: Visit, name: str, *more: str) -> list[str]:
+    """The command of a run of that name: `train`, the recipe, and what is changed of it."""
     rehearsed = _REHEARSED if visit.is_rehearsal else ()
     rounds = f"learner.num_rounds={_num_rounds(visit)}"
-    return ["train", _RECIPE, f"name={name}", f"runs_dir={visit.out}", *_SHORT, *rehearsed, rounds, *more]
+    return ["train", RECIPE, f"name={name}", f"runs_dir={visit.out}", *_SHORT, *rehearsed, rounds, *more]
 
 
 def _trained(visit: Visit, name: str, *overrides: str) -> list[Event]:
-    command = carried_out(visit, *_words(visit, name, *overrides))
+    command = carried_out(visit, *words_of(visit, name, *overrides))
     tell_memory(visit, command.memory)
     return read_events(visit.out / name)
 
@@ -191,7 +197,7 @@ def _tell(visit: Visit, events: Sequence[Event], on_cpu: dict[str, float]) -> No
     """The rows of a run. Raises StageError where it is not the CPU's."""
     rounds = [event for event in events if event["event"] == "round"]
     for name in ("sampling_s", "training_s", "publish_s"):
-        visit.row(f"{name} of the rounds", ", ".join(f"{event[name]:.3f}" for event in rounds))
+        visit.row(f"{name}, median of {len(rounds)} rounds", f"{median(event[name] for event in rounds):.3f} s")
     visit.row("seconds of the run", f"{events[-1]['time_s']:.1f} s")
     facts = _facts(events)
     for what, value in facts.items():
