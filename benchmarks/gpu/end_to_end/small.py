@@ -73,7 +73,7 @@ def ahead(visit: Visit) -> None:
         with under_load(client, 4) as load:
             _kill_learner(visit, command)
             command.wait_until(lambda: bool(_of(visit, "done")), "the run's end")
-        visit.row("requests while versions were swapped and a learner was killed", load.inwords_of())
+        visit.row("requests while versions were swapped and a learner was killed", load.in_words())
         tell_memory(visit, command.memory)
         command.interrupt()
     _tell(visit, read_events(visit.out / _SERVED), {})
