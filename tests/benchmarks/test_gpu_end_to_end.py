@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -96,3 +97,26 @@ def test_the_recipes_of_the_stages_are_recipes(visit: Visit, device: str) -> Non
     changed = large.overrides_of(visit)
     assert load_recipe(large.RECIPE, changed).model.lora.rank
     assert load_recipe(large.RECIPE, changed).device == device
+
+
+def _events(sft_loss: float) -> list[dict[str, Any]]:
+    evaluated = {"event": "evaluation", "num_correct": 55, "num_problems": 100, "time_s": 9.0}
+    seconds = {"sampling_s": 0.25, "training_s": 0.5, "publish_s": 0.125}
+    return [
+        {"event": "sft", "loss": sft_loss},
+        {**evaluated, "label": "sft"},
+        {"event": "round", "reward": 0.5, "token_logp": -1.0, **seconds},
+        {**evaluated, "label": "rl"},
+    ]
+
+
+def test_a_run_that_is_not_the_cpu_s_is_a_failure_with_both_numbers(visit: Visit) -> None:
+    visit.stage = "shares"
+    on_cpu = small.facts_of(_events(0.05))
+    small.tell_run(visit, _events(0.06), on_cpu)
+    text = visit.table.path.read_text()
+    assert "| shares | sampling_s, median of 1 rounds | 0.250 s |  |\n" in text
+    assert "| shares | loss at the end of SFT | 0.0600 | cpu 0.0500 |\n" in text
+    assert "| shares | accuracy at the end | 0.5500 | cpu 0.5500 |\n" in text
+    with pytest.raises(StageError, match=r"^loss at the end of SFT is 0\.0900, and on the CPU it was 0\.0500$"):
+        small.tell_run(visit, _events(0.09), on_cpu)

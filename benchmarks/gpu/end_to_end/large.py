@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
 from functools import partial
-
-import torch
 
 from actors.registry.server import free_port
 from actors.run_log import Event, read_events
@@ -93,11 +92,12 @@ def overrides_of(visit: Visit) -> list[str]:
 
 def _kind(visit: Visit) -> GpuKind:
     """The GPU that is here, as `d1 plan` knows it."""
-    name = GPU_KINDS[DEFAULT_KIND].name if visit.is_rehearsal else torch.cuda.get_device_name()
+    if visit.is_rehearsal:
+        return GPU_KINDS[DEFAULT_KIND]
     for kind in GPU_KINDS.values():
-        if kind.name.partition("-")[0] in name:
+        if kind.name.partition("-")[0] in re.split(r"[\s-]", visit.gpu):
             return kind
-    raise StageError(f"d1 plan does not know a GPU called {name}")
+    raise StageError(f"d1 plan does not know a GPU called {visit.gpu}")
 
 
 def _events(visit: Visit) -> list[Event]:

@@ -48,8 +48,8 @@ class MemoryWatch:
                 who = next((name for title, name in _NAMES.items() if re.match(title, titles.get(pid, ""))), None)
                 if who is not None:
                     self._note(who, num_bytes)
-            if self._device == "cuda":
-                self._note(ALL, sum(num_bytes for _, num_bytes in _on_gpu("gpu=index,memory.used")))
+            if self._device == "cuda" and (whole := _on_gpu("gpu=index,memory.used")):
+                self._note(ALL, sum(num_bytes for _, num_bytes in whole))
 
     def _note(self, who: str, num_bytes: int) -> None:
         self.most[who] = max(num_bytes, self.most.get(who, 0))

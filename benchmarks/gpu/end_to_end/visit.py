@@ -26,6 +26,8 @@ class Visit:
     out: Path
     """Where runs and checkpoints are made."""
     table: Table
+    gpu: str = ""
+    """The GPU's name; empty in a rehearsal."""
     stage: str = ""
     """The stage under way."""
     ends_at: float = 0.0
