@@ -21,7 +21,7 @@ CLIENT_PINS := tests/deploy/service/clients/clients.txt
 OLDEST := .venv-oldest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup tools train serve test test-nightly test-vllm test-clients test-oldest fuzz gathers chaos check fmt docs up constraints bubblewrap chromium
+.PHONY: help setup tools train serve test test-nightly test-vllm test-clients test-oldest test-gpu fuzz gathers chaos check fmt docs up constraints bubblewrap chromium
 
 help: ## Say what there is.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -60,6 +60,10 @@ test-clients: $(STAMP) $(CLIENTS)/.installed ## Run the tests with clients that 
 test-oldest: $(OLDEST)/.installed ## Run the learner's and samplers' tests on the oldest torch allowed; the first time takes 6 GB.
 	$(OLDEST)/bin/pytest -m 'not ray and not nightly' tests/learner tests/rollout tests/actors tests/test_gpu.py \
 		tests/test_likelihoods.py $(ARGS)
+
+# A machine that brings its own torch and has no package index runs the module itself.
+test-gpu: $(STAMP) ## Run d1's commands on this machine's GPU, eight minutes: ARGS=--rehearse for toys on the CPU.
+	$(BIN)/python -m benchmarks.gpu.end_to_end $(ARGS)
 
 fuzz: $(STAMP) ## Ask the service 10,000 requests that its schema allows or forbids, new ones each time.
 	D1_FUZZ_CASES=10000 D1_FUZZ_SEED=$(shell date +%s) $(BIN)/pytest -s tests/deploy/service/test_schema.py \

@@ -9,6 +9,7 @@ order of what a GPU does in its own time.
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
@@ -18,12 +19,16 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 from torch.autograd.graph import _engine_run_backward
+from torch.cuda._utils import _get_device_index
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad
 from torch.overrides import TorchFunctionMode
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 DEVICE = torch.device("cuda", 0)
+# Where what is copied to the CPU goes. To torch's C++ all is on the CPU, which it says without an index.
+_HOST = torch.device("cpu", 0)
 _aten = torch.ops.aten
 # What takes tensors of both devices: it copies from the one to the other.
 _BETWEEN = {_aten.copy_.default, _aten._to_copy.default, _aten.set_.source_Tensor}
@@ -86,8 +91,8 @@ class StandIn(Tensor):
         kwargs = dict(kwargs or {})
         if func not in _BETWEEN:
             _refuse_mixture(func, args, kwargs)
-        if func is _aten._to_copy.default and _is_cpu(kwargs.get("device")):
-            return func(args[0].host, **kwargs)
+        if func is _aten._to_copy.default and kwargs.get("device") == _HOST:
+            return func(args[0].host, **{**kwargs, "device": None})
         # Where torch's C++ asks for a tensor of the CPU it means one that is where this one is.
         result = func(*_mapped(_host, args), **_mapped(_host, kwargs))
         # What comes of a tensor that was made outside of inference mode is of its kind: views share its version.
@@ -144,7 +149,7 @@ class StandInGpu(TorchFunctionMode):
         if func in (Tensor.__len__, Tensor.untyped_storage) and isinstance(args[0], StandIn):
             return func(args[0].host)
         if func in (Tensor.tolist, Tensor.__bool__, Tensor.item) and isinstance(args[0], StandIn):
-            return func(_aten._to_copy.default(args[0].detach(), device=torch.device("cpu")))
+            return func(_aten._to_copy.default(args[0].detach(), device=_HOST))
         if func is Tensor.numpy and isinstance(args[0], StandIn):
             raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy it first")
         if func is Tensor.backward:
@@ -165,17 +170,19 @@ class StandInGpu(TorchFunctionMode):
             return func(*args, **kwargs)
         # What makes tensors, from nothing or like another one.
         made = func(*_mapped(_host, args), **{**kwargs, "device": "cpu" if _is_gpu(place) else place})
-        return StandIn(made) if type(made) is Tensor and _is_gpu(place) else made
+        return _made_there(made) if _is_gpu(place) else made
 
     def _moved(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensor, others = args[0], [*args[1:], *kwargs.values()]
         if func is not Tensor.cpu and not any(_is_place(other) for other in others):
             return func(*args, **kwargs)
-        is_gpu = any(_is_gpu(other) or isinstance(other, StandIn) for other in others)
-        if is_gpu == isinstance(tensor, StandIn) and func is Tensor.cpu:
+        is_gpu = any(other.is_cuda if isinstance(other, Tensor) else _is_gpu(other) for other in others)
+        if is_gpu == tensor.is_cuda and func is Tensor.cpu:
             return tensor
+        if not is_gpu and not tensor.is_cuda:
+            return func(*args, **kwargs)
         dtypes = [other for other in others if isinstance(other, torch.dtype)]
-        is_moving, is_patient = is_gpu != isinstance(tensor, StandIn), bool(kwargs.get("non_blocking"))
+        is_moving, is_patient = is_gpu != tensor.is_cuda, bool(kwargs.get("non_blocking"))
         moved = _Move.apply(tensor, is_gpu, is_patient) if is_moving else tensor
         if kwargs.get("copy") and moved is tensor:
             moved = tensor.clone()
@@ -198,16 +205,22 @@ class _Move(torch.autograd.Function):
 def _moved(tensor: Tensor, to_gpu: bool, non_blocking: bool) -> Tensor:
     """A copy on the other device, by the operations that a counter of operations would see."""
     if not to_gpu:
-        return _aten._to_copy.default(tensor, device=torch.device("cpu"), non_blocking=non_blocking)
+        return _aten._to_copy.default(tensor, device=_HOST, non_blocking=non_blocking)
     return _aten.copy_.default(StandIn(torch.empty_like(tensor)), tensor, non_blocking)
+
+
+def _made_there(made: Any) -> Any:
+    """What was just made in main memory, on the stand-in."""
+    if isinstance(made, DTensor):
+        local = _made_there(made.to_local())
+        return DTensor.from_local(
+            local, made.device_mesh, made.placements, run_check=False, shape=made.shape, stride=made.stride()
+        )
+    return StandIn(made) if type(made) is Tensor else made
 
 
 def _is_gpu(value: Any) -> bool:
     return isinstance(value, str | torch.device) and torch.device(value).type == "cuda"
-
-
-def _is_cpu(value: Any) -> bool:
-    return value is not None and torch.device(value).type == "cpu"
 
 
 def _is_place(value: Any) -> bool:
@@ -224,8 +237,76 @@ def bytes_there() -> int:
 def _grouped(tensors: Any, *args: Any, **kwargs: Any) -> Any:
     """What torch's C++ tells of where tensors are, which to it is the CPU."""
     groups = _group_tensors_by_device_and_dtype(tensors, *args, **kwargs)
-    where = DEVICE if any(isinstance(tensor, StandIn) for tensor in tensors[0]) else None
+    where = DEVICE if any(tensor.is_cuda for tensor in tensors[0]) else None
     return {(where or device, dtype): group for (device, dtype), group in groups.items()}
+
+
+class Placement:
+    """What `torch.cuda` answers of the stand-in, and what it was told of memory."""
+
+    TOTAL_BYTES = 80 << 30
+
+    def __init__(self) -> None:
+        self.shares: list[float] = []
+        """Of its memory, as processes were limited to them."""
+        self.num_freed = 0
+        """How often what is unused was given back."""
+
+    def answers(self) -> dict[str, Callable[..., Any]]:
+        """By the names of `torch.cuda`."""
+        properties = SimpleNamespace(major=7, minor=0, total_memory=self.TOTAL_BYTES, name="stand-in")
+        return {
+            "is_available": lambda: True,
+            "device_count": lambda: 1,
+            "is_initialized": lambda: True,
+            "current_device": lambda: 0,
+            "set_device": lambda device: None,
+            # The CPU's have the methods, and nothing to wait for.
+            "current_stream": lambda device=None: torch.cpu.current_stream(),
+            "stream": torch.cpu.stream,
+            "Stream": lambda priority=0: torch.cpu.Stream(),
+            "Event": lambda enable_timing=False: torch.cpu.Event(),
+            "get_device_name": lambda device=None: "stand-in",
+            "get_device_properties": lambda device=None: properties,
+            "set_per_process_memory_fraction": self._limit,
+            "empty_cache": self._free,
+            "mem_get_info": lambda device=None: (self.TOTAL_BYTES - bytes_there(), self.TOTAL_BYTES),
+            "memory_allocated": lambda device=None: bytes_there(),
+            "max_memory_allocated": lambda device=None: bytes_there(),
+            "reset_peak_memory_stats": lambda device=None: None,
+        }
+
+    def _limit(self, fraction: float, device: Any = None) -> None:
+        """CUDA's refuses a device without an index."""
+        assert device is None or _get_device_index(device) == DEVICE.index
+        self.shares.append(fraction)
+
+    def _free(self) -> None:
+        self.num_freed += 1
+
+
+def _with_stand_in(run: Callable[[threading.Thread], None]) -> Callable[[threading.Thread], None]:
+    """A mode is of one thread; a GPU is there for all."""
+
+    def run_with_it(thread: threading.Thread) -> None:
+        with StandInGpu():
+            run(thread)
+
+    return run_with_it
+
+
+@contextmanager
+def stand_in_machine() -> Iterator[Placement]:
+    """The stand-in for all threads that begin in the block, and `torch.cuda` that knows of it."""
+    placement = Placement()
+    with stand_in_gpu(), ExitStack() as patches:
+        patches.enter_context(patch.object(threading.Thread, "run", _with_stand_in(threading.Thread.run)))
+        # A sharded tensor is where its shard is.
+        patches.enter_context(patch.object(DTensor, "device", property(lambda sharded: sharded.to_local().device)))
+        patches.enter_context(patch.object(DTensor, "is_cuda", property(lambda sharded: sharded.to_local().is_cuda)))
+        for name, answer in placement.answers().items():
+            patches.enter_context(patch.object(torch.cuda, name, answer))
+        yield placement
 
 
 @contextmanager

@@ -64,7 +64,7 @@ def _on_this_machine(config: WorkerConfig, wanted: Wanted, batches: Sequence[Bat
     context = multiprocessing.get_context("spawn")
     # A pool for each worker: one of several starts them one by one, and a death among them breaks the thread that
     # should tell of it (its dictionary "changed size during iteration").
-    pools = [ProcessPoolExecutor(1, context, _begin, (one,)) for one in _configs(config, wanted)[: len(batches)]]
+    pools = [ProcessPoolExecutor(1, context, _begin, (one,)) for one in worker_configs(config, wanted)[: len(batches)]]
     left = iter(batches)
     try:
         with _interrupt_held_back():
@@ -95,7 +95,7 @@ def _interrupt_held_back() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _configs(config: WorkerConfig, wanted: Wanted) -> list[WorkerConfig]:
+def worker_configs(config: WorkerConfig, wanted: Wanted) -> list[WorkerConfig]:
     """One for each worker of this machine: a GPU each, or else all cores."""
     if choose_device(wanted.device) == "cuda":
         num_gpus = torch.cuda.device_count()

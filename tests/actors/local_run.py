@@ -1,9 +1,10 @@
-"""The rest of a run in one process: what rank 0 asks of coordinator and weight store, answered without Ray."""
+"""The rest of a run in one process: coordinator, samplers and weight store, as rank 0 asks them, without Ray."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -13,18 +14,20 @@ from actors.grader import GraderWorker
 from actors.messages import Generation, Next, Portion, ScoredPortion
 from actors.plan import RunPlan
 from actors.run_log import VALIDATION
+from actors.sampler import SamplerWorker
 from actors.spec import Phase, RunSpec
-from actors.weights.fetching import PolicyLoader
-from actors.weights.store import Manifest
-from actors.weights.tensors import verify
-from learner.model.checkpoint import load_policy
+from actors.weights.fetching import Reader, StoreReader
+from actors.weights.store import Manifest, WeightStore
+from actors.weights.tensors import put, verify
 from learner.model.tokenizer import ChatTokenizer
-from rollout.sampler import Sampler
+from tests.actors.in_process import Handle, in_process
 from tests.actors.offered import Offers
+
+_TIMEOUT_S = 60.0
 
 
 class LocalRun:
-    """A sampler, a grader, a store of one version, and a log."""
+    """The run's samplers in turn, a grader, a weight store, and a log."""
 
     def __init__(self, spec: RunSpec) -> None:
         self.events: list[dict[str, Any]] = []
@@ -34,13 +37,25 @@ class LocalRun:
         self._spec = spec
         self._plan = RunPlan(spec, ChatTokenizer(spec.initial_checkpoint))
         self._grader = GraderWorker(spec.task, spec.reward, spec.initial_checkpoint)
-        self._policy = load_policy(spec.initial_checkpoint)
-        self._store = _Store()
-        self._loader = PolicyLoader(self._policy, self._store, spec.checkpoints_dir)
+        self._store = WeightStore(spec.learner.max_staleness + 2)
+        self.store = Handle(lambda: self._store)
+        """Of the weight store, which may be another since it was lost."""
+        self._samplers = cycle([self._sampler() for _ in range(spec.rollout.num_samplers)])
         self._offers: Offers | None = None
         self._beside: tuple[Generation | None, str, dict[str, int]] = None, "", {}
         self.sent_bytes: list[int] = []
         """The bytes of each version that was published."""
+
+    def _sampler(self) -> SamplerWorker:
+        spec = self._spec
+        device, engine, gpus = spec.device, spec.rollout.engine, spec.gpus
+        return SamplerWorker(
+            spec.initial_checkpoint, self.reader, device, engine, gpus.sampler, is_asleep=gpus.colocate
+        )
+
+    def reader(self) -> Reader:
+        """What samplers read from the store by."""
+        return _LocalReader(StoreReader(self.store, _TIMEOUT_S))
 
     def learner_started(self, checkpoint: str, position: Mapping[str, Any]) -> None:
         self.record("started", {"checkpoint": checkpoint, "position": position})
@@ -64,8 +79,8 @@ class LocalRun:
     def publish(self, manifest: Manifest, weights: Mapping[str, torch.Tensor]) -> None:
         verify(manifest, weights)
         self.sent_bytes.append(sum(tensor.nbytes for tensor in weights.values()))
-        self._store.newest = manifest, dict(weights)
-        self._loader.load(Generation(version=manifest.version, digest=manifest.digest))
+        with in_process():
+            self._store.publish(manifest, put(weights))
         self.published_digests.append((manifest.version, manifest.digest))
 
     def announce(self, generation: Generation, phase: Phase, round_index: int) -> None:
@@ -108,24 +123,31 @@ class LocalRun:
 
     def _has_lost(self) -> bool:
         self.loses_next -= 1
+        if self.loses_next >= 0:
+            self._store = WeightStore(self._spec.learner.max_staleness + 2)
         return self.loses_next >= 0
 
     def _score(self, portion: Portion, generation: Generation) -> ScoredPortion:
         assert (generation.version, generation.digest) == self.published_digests[-1]
-        completions = Sampler(self._policy, generation.version, self._spec.rollout.engine).generate(portion.requests)
-        return self._grader.grade(portion, completions)[0]
+        sampler = next(self._samplers)
+        completions, _ = sampler.generate(generation, portion)
+        if self._spec.gpus.colocate:
+            sampler.sleep()
+        return self._grader.grade(portion, list(completions))[0]
 
 
-class _Store:
-    """What a weight store has: `actors.weights.fetching.Reader`."""
+class _LocalReader:
+    """Reads from a weight store in this process."""
 
-    def __init__(self) -> None:
-        self.newest: tuple[Manifest, dict[str, torch.Tensor]] | None = None
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
 
-    def version(self, version: int, digest: str | None = None) -> tuple[Manifest, dict[str, torch.Tensor]]:
-        assert self.newest is not None
-        assert (self.newest[0].version, self.newest[0].digest) == (version, digest)
-        return self.newest
+    def __getattr__(self, name: str) -> Any:
+        def read(*arguments: Any) -> Any:
+            with in_process():
+                return getattr(self._reader, name)(*arguments)
+
+        return read
 
 
 class Pulse:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import shutil
 from collections.abc import Callable, Mapping
@@ -26,12 +25,13 @@ from actors.training.context import RunContext
 from actors.training.ending import OutOfGpuMemoryError
 from actors.training.round_update import RoundUpdate
 from actors.training.training import TrainingRun
+from actors.weights.fetching import PolicyLoader
 from actors.weights.store import Manifest
 from learner.batch import RolloutBatch
 from learner.config import LearnerConfig
 from learner.learner import Learner
 from learner.model.adapter import read_adapter
-from learner.model.checkpoint import load_merged, save_checkpoint
+from learner.model.checkpoint import load_merged, load_policy, save_checkpoint
 from learner.model.checkpoint_files import LEARNER_STATE, verify_checkpoint, weight_bytes
 from learner.model.lora import merge_adapters
 from learner.model.lora_config import LoraConfig
@@ -192,9 +192,11 @@ class _RememberingRun(LocalRun):
 
     def publish(self, manifest: Manifest, weights: Mapping[str, torch.Tensor]) -> None:
         super().publish(manifest, weights)
-        merged = copy.deepcopy(self._policy)
-        merge_adapters(merged)
-        self.versions[manifest.version] = merged.state_dict()
+        policy = load_policy(self._spec.initial_checkpoint)
+        loader = PolicyLoader(policy, self.reader(), self._spec.checkpoints_dir)
+        loader.load(Generation(version=manifest.version, digest=manifest.digest))
+        merge_adapters(policy)
+        self.versions[manifest.version] = policy.state_dict()
 
 
 @pytest.mark.parametrize("lora", [name for name in LORAS if name != "whole"])

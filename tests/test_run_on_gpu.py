@@ -1,0 +1,266 @@
+"""A whole run on a GPU, or on a stand-in for one, in one process: all that a device is given to, without Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Iterator
+from contextlib import aclosing, contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import ray
+import torch
+import torch.distributed as dist
+
+from actors.messages import Generation, Portion, ScoredPortion
+from actors.plan import RunPlan
+from actors.registry.records import PolicyVersion
+from actors.resources import GpuSection
+from actors.spec import Phase, RunSpec
+from actors.training.context import RunContext
+from actors.training.training import TrainingRun
+from deploy.evaluation.pool import Wanted, worker_configs
+from deploy.evaluation.problems import Batch
+from deploy.evaluation.worker import Worker, WorkerConfig
+from deploy.recipe.recipe import Recipe, Stages
+from deploy.runs.run_directory import create_run_dir, make_spec
+from deploy.service.contract import Done, Job
+from deploy.service.engine.engine import Engine
+from deploy.service.engine.engine_host import EngineHost
+from deploy.service.on_ray.given_device import given_device
+from deploy.service.source import Source
+from learner.model.checkpoint import load_policy
+from learner.model.lora_config import LoraConfig
+from learner.model.tokenizer import ChatTokenizer
+from learner.parallel.ranks import Ranks
+from learner.parallel.sharding import local_part
+from tests.actors.in_process import in_process
+from tests.actors.local_run import LocalRun, Pulse
+from tests.stand_in_gpu import Placement, stand_in_machine
+
+_RECIPE: dict[str, Any] = {
+    "name": "walk",
+    "task": {"name": "sums"},
+    "num_train_problems": 40,
+    # A random policy solves nothing, and differs in how long it goes on.
+    "reward": {"terms": {"brief": {"kind": "length_penalty", "buffer_tokens": 8}}},
+    "model": {"d_model": 32, "num_layers": 2, "num_heads": 2, "mlp_hidden_size": 32},
+    "sft": {"num_labels": 8, "num_steps": 6, "batch_size": 8, "lr": 2e-2},
+    "rollout": {
+        "num_samplers": 1,
+        "batch_size": 16,
+        "sampling": {"gen_length": 8, "block_length": 8, "num_denoise_steps": 4},
+    },
+    "learner": {
+        "num_workers": 1,
+        "num_rounds": 3,
+        "groups_per_round": 2,
+        "group_size": 4,
+        "inner_updates": 1,
+        "lr": 1e-3,
+    },
+    "evaluation": {"num_problems": 8, "every_rounds": 1},
+    "control": {"enabled": False},
+    "checkpoint_every_rounds": 1,
+}
+_APART = GpuSection(sampler=0.3, learner=0.4, engine=0.2)
+_TURNS = GpuSection(sampler=0.5, learner=0.75, engine=0.2, colocate=True)
+_ADAPTER = LoraConfig(rank=4, alpha=8.0)
+# To its C++ what the stand-in returns is a view.
+_of_the_stand_in = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+
+
+class Served(LocalRun):
+    """A run whose engine takes over each version that is announced, and answers by it."""
+
+    def __init__(self, spec: RunSpec, engine: EngineHost) -> None:
+        super().__init__(spec)
+        self.served: list[tuple[int, bool]] = []
+        """The versions that answered, and whether by the samplers' tokens."""
+        self._engine = engine
+
+    def watch(self, context: RunContext) -> None:
+        """Let samplers have their turn only while nothing of this learner is on the GPU that they share."""
+        self._learner = context
+
+    def announce(self, generation: Generation, phase: Phase, round_index: int) -> None:
+        super().announce(generation, phase, round_index)
+        announced = PolicyVersion(
+            version=generation.version,
+            round=round_index,
+            phase=phase,
+            num_correct=None,
+            num_problems=None,
+            checkpoint=None,
+            weight_store="store",
+            manifest_digest=generation.digest,
+        )
+        with in_process(store=self.store):
+            self._engine.versions.adopt(announced)
+
+    def _score(self, portion: Portion, generation: Generation) -> ScoredPortion:
+        if self._spec.gpus.colocate:
+            held = [*self._learner.policy.tensors(), *self._learner.learner_tensors()]
+            assert {local_part(tensor).untyped_storage().nbytes() for tensor in held} == {0}
+        scored = super()._score(portion, generation)
+        if generation.version == self._engine.versions.policy.version:
+            answered = asyncio.run(_answers(self._engine, Job(requests=portion.requests, wanted="policy")))
+            sampled = [completion.token_ids.tolist() for completion in scored.completions]
+            self.served.append((generation.version, answered == sampled))
+        return scored
+
+
+async def _answers(host: EngineHost, job: Job) -> list[list[int]]:
+    found: dict[int, list[int]] = {}
+    async with aclosing(host.stream(job)) as stream:
+        async for events in stream:
+            found |= {event.choice: event.completion.token_ids.tolist() for event in events if isinstance(event, Done)}
+    return [found[choice] for choice in range(len(job.requests))]
+
+
+@contextmanager
+def _machine(device: str, meeting: Path) -> Iterator[Placement | None]:
+    """A learner group of one rank, as Ray Train makes it, and what Ray gives an engine. The GPU is a stand-in where
+    there is no other."""
+    given = SimpleNamespace(
+        get_accelerator_ids=lambda: {"GPU": ["0"] if device == "cuda" else []},
+        get_assigned_resources=lambda: {"GPU": 0.2},
+    )
+    is_there = torch.cuda.is_available()
+    backend = "cpu:gloo,cuda:nccl" if is_there else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{meeting}", rank=0, world_size=1)
+    try:
+        with (
+            nullcontext() if device == "cpu" or is_there else stand_in_machine() as placement,
+            patch.object(ray, "get_runtime_context", lambda: given),
+        ):
+            yield placement
+    finally:
+        dist.destroy_process_group()
+
+
+class Walk:
+    """A run that is stopped after its first round and resumed, with an engine and an evaluation of its end."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._spec = spec = make_spec(recipe, Stages.ALL)
+        create_run_dir(recipe, spec, None).close()
+        self.events: list[dict[str, Any]] = []
+        self.served: list[tuple[int, bool]] = []
+        self.taken: dict[str, int] = {}
+        source = Source(directory=str(spec.run_dir), is_run=True, registry_url=None)
+        versions = self._made("engine", lambda: source.versions(given_device()))
+        engine = Engine(versions)
+        try:
+            for pulse in (Pulse("round 0"), Pulse()):
+                run = self._made("samplers", lambda: Served(spec, EngineHost(versions, engine)))
+                training = self._made("learner", partial(TrainingRun, spec, run, pulse, Ranks()))
+                run.watch(training._context)
+                training.run()
+                self.events += run.events
+                self.served += run.served
+        finally:
+            engine.close()
+        self.num_swaps = versions.num_swaps
+        self.evaluated = self._made("evaluation", lambda: self._evaluated(spec.checkpoints_dir / "rl-000003"))
+
+    def _made(self, what: str, make: Callable[[], Any]) -> Any:
+        """Something, of which is noted what it takes of the GPU's memory."""
+        before = torch.cuda.memory_allocated()
+        made = make()
+        self.taken[what] = torch.cuda.memory_allocated() - before
+        return made
+
+    def of(self, event: str, *keys: str) -> list[Any]:
+        """What the run log says in its events of that name."""
+        return [one[key] for one in self.events if one["event"] == event for key in keys]
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Those of the last checkpoint."""
+        return load_policy(self._spec.checkpoints_dir / "rl-000003").state_dict()
+
+    def _evaluated(self, checkpoint: Path) -> tuple[Worker, list[str]]:
+        """A worker of the pool, and what it reads in its answers to the held-out problems."""
+        plan = RunPlan(self._spec, ChatTokenizer(checkpoint))
+        (portion,) = plan.evaluation_portions(self._spec.rollout.sampling)
+        batch = Batch(
+            index=0,
+            task=self._spec.task,
+            keeps_all=False,
+            problems=portion.problems,
+            samples=(0,) * len(portion.problems),
+            requests=portion.requests,
+        )
+        config = WorkerConfig(checkpoint=checkpoint, engine=self._spec.rollout.engine, device="", num_threads=1)
+        wanted = Wanted(num_workers=1, device=self._spec.device)
+        (placed,) = worker_configs(config, wanted)
+        worker = Worker(placed)
+        return worker, [answer.generation for answer in worker.answer(batch).answers]
+
+
+@pytest.fixture(autouse=True)
+def _as_in_torch_2_11(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks gather by the name that every supported torch has."""
+    gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+    monkeypatch.setattr(dist, "all_gather_into_tensor", gather)
+    monkeypatch.delattr(dist, "all_gather_single", raising=False)
+
+
+def _walked(device: str, directory: Path, **changes: Any) -> tuple[Walk, Placement | None]:
+    directory.mkdir()
+    recipe = Recipe.model_validate(_RECIPE | {"runs_dir": directory / "runs", "device": device} | changes)
+    with _machine(device, directory / "meeting") as placement:
+        return Walk(recipe), placement
+
+
+def _assert_placed(walk: Walk, gpus: GpuSection, placement: Placement | None, least_bytes: int) -> None:
+    """Everything had its share of the GPU and was there, and every version was served as it was sampled."""
+    if placement is not None:
+        assert placement.shares == [gpus.engine, gpus.sampler, gpus.learner, gpus.sampler, gpus.learner]
+    for what, num_bytes in walk.taken.items():
+        is_asleep = what == "samplers" and gpus.colocate
+        assert num_bytes == 0 if is_asleep else num_bytes >= least_bytes, what
+    assert walk.num_swaps == 4
+    assert {version for version, _ in walk.served} == set(range(5))
+    assert all(is_same for _, is_same in walk.served)
+
+
+@_of_the_stand_in
+@pytest.mark.parametrize(("gpus", "lora"), [(_APART, LoraConfig()), (_TURNS, _ADAPTER)], ids=["apart", "taking turns"])
+def test_a_run_on_a_gpu_is_the_run_on_the_cpu(gpus: GpuSection, lora: LoraConfig, tmp_path: Path) -> None:
+    model = {**_RECIPE["model"], "lora": lora}
+    here, _ = _walked("cpu", tmp_path / "cpu", model=model)
+    there, placement = _walked("cuda", tmp_path / "cuda", model=model, gpus=gpus)
+    assert not any(here.taken.values())
+    weights = here.weights()
+    _assert_placed(there, gpus, placement, sum(tensor.nbytes for tensor in weights.values()))
+    assert there.of("checkpoint", "path") == here.of("checkpoint", "path")
+    assert there.of("round", "rewards") == here.of("round", "rewards")
+    assert len({reward for rewards in here.of("round", "rewards") for reward in rewards}) > 1, "there is an advantage"
+    for event, keys in {"sft": ("loss", "grad_norm"), "round": ("loss", "grad_norm", "kl")}.items():
+        assert there.of(event, *keys) == pytest.approx(here.of(event, *keys), rel=1e-3, abs=1e-5)
+    assert there.of("evaluation", "num_correct") == here.of("evaluation", "num_correct")
+    assert there.evaluated[1] == here.evaluated[1]
+    for name, tensor in weights.items():
+        torch.testing.assert_close(there.weights()[name], tensor, atol=1e-4, rtol=1e-3, msg=name)
+
+
+@_of_the_stand_in
+def test_a_run_in_half_precision_goes_through_all_of_it(tmp_path: Path) -> None:
+    """As an adapter of a large model is trained; to which bits hangs on the kernels."""
+    walk, placement = _walked(
+        "cuda",
+        tmp_path / "cuda",
+        gpus=_APART,
+        model={**_RECIPE["model"], "lora": _ADAPTER},
+        sharding={"compute_dtype": "bfloat16", "activation_checkpointing": True},
+        rollout={**_RECIPE["rollout"], "engine": {"dtype": "bfloat16"}},
+    )
+    _assert_placed(walk, _APART, placement, 2 * sum(tensor.numel() for tensor in walk.weights().values()))
+    assert all(map(math.isfinite, walk.of("round", "loss")))
+    assert walk.of("checkpoint", "path")[-1] == "checkpoints/rl-000003"
