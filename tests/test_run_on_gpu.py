@@ -184,6 +184,11 @@ class Walk:
         """Those of the last checkpoint."""
         return load_policy(self._spec.checkpoints_dir / "rl-000003").state_dict()
 
+    @property
+    def num_weights(self) -> int:
+        """Those of the policy, without adapters."""
+        return sum(tensor.numel() for tensor in load_policy(self._spec.initial_checkpoint).parameters())
+
     def _evaluated(self, checkpoint: Path) -> tuple[Worker, list[str]]:
         """A worker of the pool, and what it reads in its answers to the held-out problems."""
         plan = RunPlan(self._spec, ChatTokenizer(checkpoint))
@@ -238,7 +243,7 @@ def test_a_run_on_a_gpu_is_the_run_on_the_cpu(gpus: GpuSection, lora: LoraConfig
     there, placement = _walked("cuda", tmp_path / "cuda", model=model, gpus=gpus)
     assert not any(here.taken.values())
     weights = here.weights()
-    _assert_placed(there, gpus, placement, sum(tensor.nbytes for tensor in weights.values()))
+    _assert_placed(there, gpus, placement, 4 * there.num_weights)
     assert there.of("checkpoint", "path") == here.of("checkpoint", "path")
     assert there.of("round", "rewards") == here.of("round", "rewards")
     assert len({reward for rewards in here.of("round", "rewards") for reward in rewards}) > 1, "there is an advantage"
@@ -261,6 +266,6 @@ def test_a_run_in_half_precision_goes_through_all_of_it(tmp_path: Path) -> None:
         sharding={"compute_dtype": "bfloat16", "activation_checkpointing": True},
         rollout={**_RECIPE["rollout"], "engine": {"dtype": "bfloat16"}},
     )
-    _assert_placed(walk, _APART, placement, 2 * sum(tensor.numel() for tensor in walk.weights().values()))
+    _assert_placed(walk, _APART, placement, 2 * walk.num_weights)
     assert all(map(math.isfinite, walk.of("round", "loss")))
     assert walk.of("checkpoint", "path")[-1] == "checkpoints/rl-000003"
