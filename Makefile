@@ -17,9 +17,11 @@ VLLM := .venv-vllm
 # Clients of the service want other versions too.
 CLIENTS := .venv-clients
 CLIENT_PINS := tests/deploy/service/clients/clients.txt
+# What must work with the oldest torch that pyproject.toml allows.
+OLDEST := .venv-oldest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup tools train serve test test-nightly test-vllm test-clients test-gpu fuzz gathers chaos check fmt docs up constraints bubblewrap chromium
+.PHONY: help setup tools train serve test test-nightly test-vllm test-clients test-oldest test-gpu fuzz gathers chaos check fmt docs up constraints bubblewrap chromium
 
 help: ## Say what there is.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -54,6 +56,10 @@ test-vllm: $(STAMP) $(VLLM)/.installed ## Run the tests against a vLLM server on
 
 test-clients: $(STAMP) $(CLIENTS)/.installed ## Run the tests with clients that others wrote; the first time takes 1 GB.
 	$(BIN)/pytest -m clients $(ARGS)
+
+test-oldest: $(OLDEST)/.installed ## Run the learner's and samplers' tests on the oldest torch allowed; the first time takes 6 GB.
+	$(OLDEST)/bin/pytest -m 'not ray and not nightly' tests/learner tests/rollout tests/actors tests/test_gpu.py \
+		tests/test_likelihoods.py $(ARGS)
 
 # A machine that brings its own torch and has no package index runs the module itself.
 test-gpu: $(STAMP) ## Run d1's commands on this machine's GPU, eight minutes: ARGS=--rehearse for toys on the CPU.
@@ -126,6 +132,13 @@ $(CLIENTS)/.installed: $(CLIENT_PINS) | $(STAMP)
 	@echo 'Installing litellm, langchain-openai and lm-evaluation-harness into $(CLIENTS).'
 	@$(PYTHON) -m venv --clear $(CLIENTS)
 	@$(CLIENTS)/bin/pip install -qq --no-deps --require-hashes -r $(CLIENT_PINS)
+	@touch $@
+
+$(OLDEST)/.installed: pyproject.toml constraints.txt
+	@echo 'Installing d1 with the oldest torch that it allows into $(OLDEST); this takes some minutes.'
+	@$(PYTHON) -m venv --clear $(OLDEST)
+	@sed "s/^torch==.*/torch==$$(sed -n 's/.*"torch>=\([0-9.]*\).*/\1/p' pyproject.toml).*/" constraints.txt > $(OLDEST)/constraints.txt
+	@$(OLDEST)/bin/pip install -qq --constraint $(OLDEST)/constraints.txt --editable '.[dev]'
 	@touch $@
 
 $(BIN)/pip:

@@ -41,7 +41,8 @@ class ModelSection(BaseModel):
 
     checkpoint: Path | None = None
     """The Hugging Face checkpoint to start from: a directory, or a hub id `org/name[@revision]`; then the shape below
-    is the checkpoint's."""
+    is the checkpoint's. The run refers to its weight files and does not copy them: they must stay where they are, and
+    every machine of the run must see them."""
     d_model: PositiveInt = 128
     """Width of the residual stream."""
     num_layers: PositiveInt = 4
@@ -173,10 +174,9 @@ class RunConfig(BaseModel):
 
     @property
     def may_hold_base_in_half(self) -> bool:
-        """Whether frozen weights may be held in bfloat16, if their checkpoint is in it: they are computed with in it,
-        and no stage before the rounds trains what the rounds stand on."""
-        lora, is_half = self.model.lora, self.sharding.compute_dtype == "bfloat16"
-        return lora.rank > 0 and lora.base_weights == "full" and is_half and not self.sft.num_steps
+        """Whether the learner may hold frozen weights in bfloat16, if their checkpoint is in it: it computes in it."""
+        lora = self.model.lora
+        return lora.rank > 0 and lora.base_weights == "full" and self.sharding.compute_dtype == "bfloat16"
 
     @property
     def portion_groups(self) -> int:
@@ -215,7 +215,14 @@ class RunConfig(BaseModel):
     @property
     def sft_tokens(self) -> int:
         """The longest canvas of SFT, in tokens."""
-        return self.sft.max_tokens or self.canvas_tokens
+        of_data = None if self.sft.data is None else self.sft.max_tokens
+        return of_data or self.canvas_tokens
+
+    @property
+    def sft_micro_batch_tokens(self) -> int:
+        """Most tokens of one forward and backward of SFT on a worker: a row at least, at most its share of a batch."""
+        whole = -(-self.sft.batch_size // self.learner.num_workers) * self.sft_tokens
+        return min(whole, max(self.sft.micro_batch_tokens or whole, self.sft_tokens))
 
     @property
     def longest_canvas(self) -> int:
@@ -247,6 +254,8 @@ class RunConfig(BaseModel):
                 f"learner.reference_sync_rounds {self.learner.reference_sync_rounds} moves the KL reference, which "
                 "with model.lora.rank is the policy without its adapter and stays; take 0 for one of the two"
             )
+        if self.control.enabled and self.sft.refusal is not None:
+            raise ValueError(f"sft.{self.sft.refusal}; the control trains on them too, unless control.enabled is false")
         if self.learner.num_workers % (self.sharding.workers_per_copy or 1):
             raise ValueError(
                 f"sharding.workers_per_copy {self.sharding.workers_per_copy} does not divide learner.num_workers "

@@ -18,6 +18,7 @@ Everything else that shows numbers (TensorBoard, W&B, the table, the curves) is 
 | failure | what, attempt (0: nothing was tried again) |
 | pause | what: who does not answer; pause_end: seconds |
 | scale | pool: samplers or graders; before, after |
+| loaded | path, num_bytes, check_s, load_s: the learner has loaded a large checkpoint |
 | done | seconds |
 """
 

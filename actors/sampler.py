@@ -43,27 +43,27 @@ class SamplerWorker:
         *,
         is_asleep: bool = False,
     ) -> None:
-        """Make an empty policy of the checkpoint's shape; one that is asleep takes memory as it is first used.
+        """Make an empty policy of a checkpoint's shape; one that is asleep takes memory as it is first used.
 
-        `open_store` gives what versions are read from: `read_from` a weight store on Ray.
+        What adapters stand on lies beside `checkpoint`. `open_store` gives what versions are read from: `read_from` a
+        weight store on Ray.
         """
         # Here and not above: whoever gets this actor's handle imports its class, the coordinator too.
         import torch
 
-        from actors.weights.fetching import BaseAtHand, PolicyLoader, StagingReader
-        from learner.hardware import limit_memory
+        from actors.weights.fetching import PolicyLoader, StagingReader
+        from learner.hardware import limit_memory, placed_on
         from learner.model.checkpoint import empty_policy
         from rollout.sampler import Sampler
 
         torch.set_num_threads(1)
-        limit_memory(torch.device(device), gpu_share)
-        self._device, self._is_asleep = torch.device(device), is_asleep
-        self._policy = empty_policy(checkpoint, engine.torch_dtype, "meta" if is_asleep else device)
+        self._device, self._is_asleep = placed_on(device), is_asleep
+        limit_memory(self._device, gpu_share)
+        self._policy = empty_policy(checkpoint, engine.torch_dtype, "meta" if is_asleep else self._device)
         self._make_sampler = partial(Sampler, self._policy, engine=engine)
         self._sampler: Sampler | None = None
-        reader = open_store()
-        self._reader = StagingReader(BaseAtHand(reader) if is_asleep else reader)
-        self._loader = PolicyLoader(self._policy, self._reader)
+        self._reader = StagingReader(open_store())
+        self._loader = PolicyLoader(self._policy, self._reader, checkpoint.parent)
         self._generation: Generation | None = None
         self._asked: Generation | None = None
 

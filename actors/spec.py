@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from actors.run_config import RunConfig
 from actors.run_log import CHECKPOINTS
 from learner.estimators import SamplerFacts
 from learner.model.checkpoint_files import most_weight_bytes
+from learner.model.lora_config import LoraConfig
 from learner.parallel.patience import COLLECTIVE_TIMEOUT_S, patience_s
 from rollout.request import Cache, SamplingParams, Schedule
 
@@ -51,10 +53,18 @@ class RunSpec(RunConfig):
         """Longest time for one portion: `rollout.timeout_s`, and what weights take that have to arrive first."""
         return patience_s(self.rollout.timeout_s, most_weight_bytes(self.initial_checkpoint))
 
-    def with_micro_batches(self, tokens: int) -> RunSpec:
-        """The same with other micro-batches in the rounds: of another size, and of the same gradient."""
-        learner = self.learner.model_copy(update={"micro_batch_tokens": tokens})
-        return self.model_copy(update={"learner": learner})
+    def with_micro_batches(self, tokens: Mapping[str, int]) -> RunSpec:
+        """The same with micro-batches of other sizes, by the section that has them (`sft`, `learner`): each of the same
+        gradient."""
+        sections = {
+            name: getattr(self, name).model_copy(update={"micro_batch_tokens": size}) for name, size in tokens.items()
+        }
+        return self.model_copy(update=sections)
+
+    def lora_of(self, phase: Phase) -> LoraConfig:
+        """The adapter that a stage trains: SFT and the control, which is more of it, may have their own alpha."""
+        alpha = None if phase is Phase.RL else self.sft.lora_alpha
+        return self.model.lora if alpha is None else self.model.lora.model_copy(update={"alpha": alpha})
 
 
 def sampler_facts(params: SamplingParams, *, is_block_causal: bool = False) -> SamplerFacts:
@@ -65,7 +75,8 @@ def sampler_facts(params: SamplingParams, *, is_block_causal: bool = False) -> S
         block_length=params.block_length,
         most_steps=_most_steps(params, is_block_causal=is_block_causal),
         forbidden_ids=params.forbidden_ids,
-        records_law=is_whole and params.cache is Cache.NONE and params.logp_exact,
+        records_law=is_whole and params.cache is Cache.NONE,
+        draws_law=params.logp_exact,
         # The other schedules have no test, or one that the first slot always passes.
         has_fallback=params.threshold is not None or params.schedule is Schedule.FACTOR,
         has_varying_steps=not params.is_by_shares or params.edits,

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from benchmarks.measure import peak_bytes
 from benchmarks.reference import ReferenceNet, generate
+from learner.model.adapter import Adapter
 from learner.model.config import TransformerConfig
 from learner.model.transformer import Transformer, init_weights
 from rollout.request import Request, SamplingParams
@@ -97,3 +98,13 @@ def _one_step(is_warm_up: bool, which: str, shape: Shape, batch: int, gen_length
         batch_of_slots = Sampler(model, 0).open(requests)
         batch_of_slots.step()
         batch_of_slots.step()
+
+
+def random_adapter(model: Transformer, rank: int) -> Adapter:
+    """An adapter of every linear layer of the blocks, on the CPU."""
+    matrices = {}
+    for name, layer in model.blocks.named_modules():
+        if isinstance(layer, torch.nn.Linear):
+            matrices[f"blocks.{name}.lora_A.weight"] = 0.01 * torch.randn(rank, layer.in_features)
+            matrices[f"blocks.{name}.lora_B.weight"] = 0.01 * torch.randn(layer.out_features, rank)
+    return Adapter(rank=rank, alpha=rank, base="", matrices=matrices)

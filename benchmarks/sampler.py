@@ -1,12 +1,15 @@
 """How fast the sampler is, against the field's, and what its approximations cost.
 
-    python -m benchmarks.sampler [exact queue caches curves roofline] [--rounds 3] [--device cpu] [--out DIR]
+    python -m benchmarks.sampler [exact adapters queue caches curves roofline] [--rounds 3] [--device cpu]
+        [--out DIR]
 
 `exact` and `queue` compare with the reference sampler (benchmarks/reference.py) in one interleaved run: same weights,
-same prompts, one thread. `caches` measures the approximate speed-ups on a trained toy (benchmarks/toy.py) against d1's
-own exact sampler. `curves` draws the ratio and the peak memory over batch, length and vocabulary. `roofline` states the
-limit of LLaDA-8B on an H200, and on a GPU the share of it that a network of LLaDA's shape reaches. Times are process
-CPU time on a CPU, clock time on a GPU; a ratio is the median of the paired ratios, with the least and the greatest.
+same prompts, one thread. `adapters` measures what LoRA's adapters beside the weights cost a denoise step, at a rank of
+1/32 of the width, as LLaDA-8B has it at rank 128. `caches` measures the approximate speed-ups on a trained toy
+(benchmarks/toy.py) against d1's own exact sampler. `curves` draws the ratio and the peak memory over batch, length and
+vocabulary. `roofline` states the limit of LLaDA-8B on an H200, and on a GPU the share of it that a network of LLaDA's
+shape reaches. Times are process CPU time on a CPU, clock time on a GPU; a ratio is the median of the paired ratios,
+with the least and the greatest.
 Each case has a process of its own, as each sampler has in use: in one that has run others the allocator keeps memory
 that a fresh one gives back, and page faults are up to a third of the reference's time.
 """
@@ -14,10 +17,12 @@ that a fresh one gives back, and page faults are up to a third of the reference'
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +33,10 @@ from rich.table import Table
 
 from benchmarks import curves, roofline, toy
 from benchmarks.measure import Ratio, in_fresh_process, in_turn, ratio
-from benchmarks.models import CASES, make_policy, make_prompts, peak_of_step
+from benchmarks.models import CASES, make_policy, make_prompts, peak_of_step, random_adapter
 from benchmarks.reference import Net, ReferenceNet, Work, generate, generate_lockstep
 from benchmarks.replay import replay
+from learner.model.adapter import put_beside
 from learner.model.transformer import Transformer
 from rollout.config import EngineConfig
 from rollout.request import Completion, Request, SamplingParams
@@ -105,6 +111,35 @@ def _against_reference(
             }
         )
     return rows
+
+
+def adapters(rounds: int, device: str) -> list[Row]:
+    """A denoise step without an adapter, with that of the first stage, and with that of a stage after SFT."""
+    return [row for name in CASES for row in in_fresh_process(_adapters_case, name, rounds, device)]
+
+
+def _adapters_case(name: str, rounds: int, device: str) -> list[Row]:
+    shape = CASES[name]
+    plain = make_policy(shape, PROMPT_TOKENS + SCHEDULE["gen_length"], device)
+    requests = requests_of(
+        make_prompts(BATCH, PROMPT_TOKENS, shape.vocab_size, device), SamplingParams(**SCHEDULE, stop_ids=())
+    )
+    adapter = random_adapter(plain, shape.d_model // 32)
+    one, two = copy.deepcopy(plain), copy.deepcopy(plain)
+    put_beside(one, adapter.matrices, adapter.scaling, None)
+    put_beside(two, adapter.matrices, adapter.scaling, adapter)
+    policies = {"no adapter": plain, "one adapter": one, "two adapters": two}
+    works = {which: partial(Sampler(model, 0).generate, requests) for which, model in policies.items()}
+    taken = in_turn(works, rounds, device)
+    return [
+        {
+            "case": name,
+            "sampler": which,
+            "ms_per_step": 1e3 * float(np.median(times)) / SCHEDULE["num_denoise_steps"],
+            "ratio": ratio(taken, "no adapter", which),
+        }
+        for which, times in taken.items()
+    ]
 
 
 def _plain_net(model: Transformer) -> Net:
@@ -285,6 +320,7 @@ SPEED = {
     "ratio": "times as fast",
     "agreement": "tokens equal",
 }
+STEP = {"case": "case", "sampler": "sampler", "ms_per_step": "ms a step", "ratio": "times as fast"}
 COST = {
     "case": "case",
     "sampler": "sampler",
@@ -303,7 +339,7 @@ COST = {
 def main() -> None:
     """Run the parts that are asked for; print tables, and write JSON and pictures with `--out`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parts = ("exact", "queue", "caches", "curves", "roofline")
+    parts = ("exact", "adapters", "queue", "caches", "curves", "roofline")
     parser.add_argument("parts", nargs="*", default=list(parts), help=f"some of {', '.join(parts)}")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--device", default="cpu")
@@ -316,6 +352,9 @@ def main() -> None:
     if "exact" in args.parts:
         results["exact"] = exact(args.rounds, args.device)
         console.print(table("against the reference: batch 8, prompt 64, 128 tokens, 64 steps", results["exact"], SPEED))
+    if "adapters" in args.parts:
+        results["adapters"] = adapters(args.rounds, args.device)
+        console.print(table("adapters beside the weights: batch 8, 192 slots", results["adapters"], STEP))
     with tempfile.TemporaryDirectory() as directory:
         weights = Path(directory) / "toy.safetensors"
         if {"queue", "caches"} & set(args.parts):

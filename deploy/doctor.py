@@ -7,9 +7,10 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -53,29 +54,37 @@ class Check:
 
 
 def run_checks(runs_dir: Path) -> Iterator[Check]:
-    """All checks, each as it is done. None leaves anything behind."""
-    yield _at_least("cores", machine.num_cpus(), least=1, enough=2, unit="", fix="use a machine with 2 or more cores")
-    yield _at_least(
-        "memory", machine.memory_bytes() / _GIB, least=3, enough=6, unit=" GiB", fix="fewer samplers and workers"
-    )
-    yield _shared_memory()
-    yield _at_least(
-        "disk for runs",
-        machine.free_bytes(runs_dir) / _GIB,
-        least=0.5,
-        enough=5,
-        unit=" GiB free",
-        fix="free some space, or choose another runs_dir",
-    )
-    for port, use in _PORTS.items():
-        yield _port(port, use)
-    yield _python()
-    for package in _PACKAGES:
-        yield _package(package)
-    yield _gpu()
-    yield _embedded_registry()
-    yield from _redis()
-    yield _sandbox()
+    """All checks, each as it is done. None leaves anything behind, and one that raises has failed."""
+    for name, look in _looks(runs_dir).items():
+        try:
+            check = look(name)
+        except Exception as error:  # The other checks are still worth something.
+            found = f"{type(error).__name__}: {error}".partition("\n")[0]
+            check = Check(
+                name=name,
+                found=found,
+                verdict=CheckOutcome.FAILED,
+                fix="the check itself failed; the others still hold",
+            )
+        if check is not None:
+            yield check
+
+
+def _looks(runs_dir: Path) -> dict[str, Callable[[str], Check | None]]:
+    """What makes each check, by its name; None of what there is nothing to say of."""
+    return {
+        "cores": _cores,
+        "memory": _memory,
+        str(machine.SHARED_MEMORY): _shared_memory,
+        "disk for runs": partial(_disk, runs_dir=runs_dir),
+        **{f"port {port}": partial(_port, port=port, use=use) for port, use in _PORTS.items()},
+        "Python": _python,
+        **dict.fromkeys(_PACKAGES, _package),
+        "GPUs": _gpu,
+        "embedded registry": _embedded_registry,
+        "D1_REDIS_URL": _redis,
+        "code sandbox": _sandbox,
+    }
 
 
 def checks_table(checks: list[Check]) -> Table:
@@ -101,16 +110,29 @@ def _at_least(name: str, value: float, *, least: float, enough: float, unit: str
     return Check(name=name, found=f"{round(value, 1):g}{unit}", verdict=verdict, fix=fix)
 
 
-def _shared_memory() -> Check:
-    name, size = str(machine.SHARED_MEMORY), machine.shared_memory_bytes()
+def _cores(name: str) -> Check:
+    return _at_least(name, machine.num_cpus(), least=1, enough=2, unit="", fix="use a machine with 2 or more cores")
+
+
+def _memory(name: str) -> Check:
+    size = machine.memory_bytes() / _GIB
+    return _at_least(name, size, least=3, enough=6, unit=" GiB", fix="fewer samplers and workers")
+
+
+def _disk(name: str, runs_dir: Path) -> Check:
+    fix = "free some space, or choose another runs_dir"
+    return _at_least(name, machine.free_bytes(runs_dir) / _GIB, least=0.5, enough=5, unit=" GiB free", fix=fix)
+
+
+def _shared_memory(name: str) -> Check:
+    size = machine.shared_memory_bytes()
     if size is None:
         return Check(name=name, found="none; Ray uses /tmp", verdict=CheckOutcome.NOTE)
     fix = "in a container: docker run --shm-size=4g; Ray uses slow /tmp else"
     return _at_least(name, size / _GIB, least=0, enough=2, unit=" GiB", fix=fix)
 
 
-def _port(port: int, use: str) -> Check:
-    name = f"port {port}"
+def _port(name: str, port: int, use: str) -> Check:
     reason = machine.why_not_bindable("127.0.0.1", port)
     if reason is None:
         return Check(name=name, found=f"free, for {use}")
@@ -118,43 +140,54 @@ def _port(port: int, use: str) -> Check:
     return Check(name=name, found=f"{reason}, wanted for {use}", verdict=CheckOutcome.WARNING, fix=fix)
 
 
-def _python() -> Check:
-    from importlib.metadata import metadata
-
-    return _version("Python", platform.python_version(), str(metadata("d1")["Requires-Python"]))
+def _python(name: str) -> Check:
+    return _version(name, platform.python_version(), "".join(_said_of_d1("Requires-Python")))
 
 
 def _package(name: str) -> Check:
-    from importlib.metadata import PackageNotFoundError, requires, version
+    from importlib.metadata import PackageNotFoundError, version
 
     from packaging.requirements import Requirement
 
-    wanted = next(item for item in map(Requirement, requires("d1") or []) if item.name == name)
+    wanted = [item for item in map(Requirement, _said_of_d1("Requires-Dist")) if item.name == name]
     try:
-        return _version(name, version(name), str(wanted.specifier))
+        return _version(name, version(name), "".join(str(item.specifier) for item in wanted))
     except PackageNotFoundError:
-        return Check(name=name, found="not installed", verdict=CheckOutcome.FAILED, fix=f"pip install '{wanted}'")
+        fix = f"pip install '{wanted[0] if wanted else name}'"
+        return Check(name=name, found="not installed", verdict=CheckOutcome.FAILED, fix=fix)
+
+
+def _said_of_d1(field: str) -> list[str]:
+    """What d1's package metadata says; nothing where d1 is only on the `PYTHONPATH`."""
+    from importlib.metadata import PackageNotFoundError, metadata
+
+    try:
+        return metadata("d1").get_all(field) or []
+    except PackageNotFoundError:
+        return []
 
 
 def _version(name: str, found: str, wanted: str) -> Check:
     from packaging.specifiers import SpecifierSet
 
+    if not wanted:
+        fix = "none if d1 works; its package metadata, by which versions are judged, comes with pip install"
+        return Check(name=name, found=found, verdict=CheckOutcome.WARNING, fix=fix)
     if SpecifierSet(wanted).contains(found, prereleases=True):
         return Check(name=name, found=found)
     return Check(name=name, found=found, verdict=CheckOutcome.FAILED, fix=f"d1 needs {name} {wanted}")
 
 
-def _gpu() -> Check:
+def _gpu(name: str) -> Check:
     count = machine.num_gpus()
     if not count:
-        return Check(name="GPUs", found="none", verdict=CheckOutcome.NOTE, fix="none needed for device: cpu")
+        return Check(name=name, found="none", verdict=CheckOutcome.NOTE, fix="none needed for device: cpu")
     import torch
 
-    return Check(name="GPUs", found=f"{count} x {torch.cuda.get_device_name(0)}")
+    return Check(name=name, found=f"{count} x {torch.cuda.get_device_name(0)}")
 
 
-def _embedded_registry() -> Check:
-    name = "embedded registry"
+def _embedded_registry(name: str) -> Check:
     # In a process of its own: the server writes to the terminal that it is given.
     ended = subprocess.run(  # noqa: S603 - this Python, and a constant
         [sys.executable, "-c", _TRY_REGISTRY], capture_output=True, text=True, timeout=_REGISTRY_TIMEOUT_S, check=False
@@ -165,31 +198,26 @@ def _embedded_registry() -> Check:
     return Check(name=name, found="Valkey starts and answers")
 
 
-def _redis() -> Iterator[Check]:
+def _redis(name: str) -> Check | None:
     """The server that takes the embedded one's place, if the environment names one. Its URL may hold a password."""
-    from actors.registry.registry import URL_ADVICE, URL_VARIABLE
-
-    url = os.environ.get(URL_VARIABLE)
+    url = os.environ.get(name)
     if url is None:
-        return
+        return None
     import redis
+
+    from actors.registry.registry import URL_ADVICE
 
     try:
         redis.Redis.from_url(url, socket_timeout=_REDIS_TIMEOUT_S, socket_connect_timeout=_REDIS_TIMEOUT_S).ping()
-    except (redis.RedisError, ValueError) as error:
-        yield Check(
-            name=URL_VARIABLE,
-            found=f"no answer: {type(error).__name__}",
-            verdict=CheckOutcome.FAILED,
-            fix=URL_ADVICE,
-        )
-    else:
-        yield Check(name=URL_VARIABLE, found="answers")
+    except Exception as error:  # Whatever it is, its message may hold the URL.
+        found = f"no answer: {type(error).__name__}"
+        return Check(name=name, found=found, verdict=CheckOutcome.FAILED, fix=URL_ADVICE)
+    return Check(name=name, found="answers")
 
 
-def _sandbox() -> Check:
+def _sandbox(name: str) -> Check:
     path = shutil.which("bwrap")
     if path:
-        return Check(name="code sandbox", found=path)
+        return Check(name=name, found=path)
     fix = "none needed: only tasks that run code will want bubblewrap (apt install bubblewrap)"
-    return Check(name="code sandbox", found="no bwrap", verdict=CheckOutcome.NOTE, fix=fix)
+    return Check(name=name, found="no bwrap", verdict=CheckOutcome.NOTE, fix=fix)

@@ -10,23 +10,23 @@ from safetensors import SafetensorError
 
 from deploy.errors import UserError, reason
 from deploy.runs.references import find_checkpoint_of
-from learner.model.adapter import Adapter, read_adapter, stacked, write_peft_adapter
-from learner.model.checkpoint import load_policy, write_policy
+from learner.model.adapter import Adapter, read_chain, write_peft_adapter
+from learner.model.checkpoint import load_merged, write_policy
 from learner.model.checkpoint_files import (
     ADAPTER,
     MANIFEST,
-    adapter_base,
-    lent_weights,
+    checkpoint_chain,
     load_config,
     policy_files,
     verify_checkpoint,
+    weight_files,
 )
 
 
 def export_policy(reference: str, out: Path, runs_dir: Path = Path("runs")) -> Path:
     """Write a Hugging Face directory that the original code of the policy's family loads.
 
-    Its weights are the checkpoint's, to the bit; an adapter is merged into them.
+    Its weights are the checkpoint's, to the bit; adapters are merged into them, in float32.
 
     Args:
         reference: a checkpoint or a run (its newest checkpoint), named as for `deploy.runs.references.find`.
@@ -68,7 +68,9 @@ def export_adapter(reference: str, out: Path, runs_dir: Path = Path("runs")) -> 
     except ValueError as error:
         raise UserError(str(error)) from error
     try:
-        _write(out, lambda partial: write_peft_adapter(partial, adapter, family, str(base.resolve())))
+        # Where its weights are: peft loads the original model from there.
+        original = weight_files(base)[0].parent.resolve()
+        _write(out, lambda partial: write_peft_adapter(partial, adapter, family, str(original)))
     except ValueError as error:
         raise UserError(str(error)) from error
     return directory, base
@@ -78,10 +80,9 @@ def _find(reference: str, runs_dir: Path) -> Path:
     try:
         directory = find_checkpoint_of(reference, runs_dir)
         load_config(directory)
-        if lent_weights(directory) is None:
-            policy_files(directory)
         if (directory / MANIFEST).is_file():
             verify_checkpoint(directory)
+        policy_files(checkpoint_chain(directory)[-1])
     except ValueError as error:
         raise UserError(str(error)) from error
     except OSError as error:
@@ -90,12 +91,12 @@ def _find(reference: str, runs_dir: Path) -> Path:
 
 
 def _write_policy_of(directory: Path, out: Path) -> None:
-    """A checkpoint's own files; or, where it holds an adapter alone, the policy that its base is with that merged."""
-    if lent_weights(directory) is None:
+    """A checkpoint's own files; or, where it holds an adapter, weights that compute what it computes."""
+    if not (directory / ADAPTER).is_file():
         for path in policy_files(directory):
             shutil.copyfile(path, out / path.name)
         return
-    policy = load_policy(directory)
+    policy = load_merged(directory)
     write_policy(out, policy.config, policy.state_dict(), directory)
 
 
@@ -104,17 +105,12 @@ def _whole_adapter(directory: Path) -> tuple[Adapter, Path]:
 
     Each stage trains an adapter of its own, on the policy that the one before it ended with. Raises ValueError.
     """
-    adapters: dict[Path, Adapter] = {}
-    base = directory
-    while base not in adapters and (base / ADAPTER).is_file():
-        verify_checkpoint(base, [ADAPTER])
-        adapters[base] = read_adapter(base)
-        base = adapter_base(base)
-        if base in adapters:
-            raise ValueError(f"the adapter in {directory} stands on {base.name}, which stands on it")
-    if not adapters:
+    for adapted in checkpoint_chain(directory)[:-1]:
+        verify_checkpoint(adapted, [ADAPTER])
+    chain = read_chain(directory)
+    if (adapter := chain.together) is None:
         raise ValueError(f"{directory} was trained whole: it has no {ADAPTER}; leave out --lora apart")
-    return stacked(list(adapters.values())), base
+    return adapter, chain.weights
 
 
 def _write(out: Path, write: Callable[[Path], object]) -> None:

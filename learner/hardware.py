@@ -1,4 +1,4 @@
-"""What a learner worker's device can do, and how much memory it took."""
+"""Which device a process computes on, what it can do, and how much memory it took."""
 
 from __future__ import annotations
 
@@ -22,6 +22,17 @@ _PEAK_FLOP_PER_S = {
 }
 
 
+def placed_on(device: str | torch.device) -> torch.device:
+    """The device that tensors name when they are placed on `cpu`, `cuda` or `cuda:1`: a GPU always has an index.
+
+    Some functions of `torch.cuda` refuse a device without one, and `cuda` is not equal to `cuda:0`.
+    """
+    place = torch.device(device)
+    if place.type == "cuda" and place.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return place
+
+
 def peak_flop_per_s(device: torch.device) -> float | None:
     """The stated rate of a device's dense bfloat16 products; None for CPUs and for devices that are not known here."""
     return _PEAK_FLOP_PER_S.get(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
@@ -30,8 +41,7 @@ def peak_flop_per_s(device: torch.device) -> float | None:
 def limit_memory(device: torch.device, share: float) -> None:
     """Let this process take so much of a GPU's memory: who shares the GPU with others must leave them theirs."""
     if device.type == "cuda" and share < 1:
-        index = torch.cuda.current_device() if device.index is None else device.index
-        torch.cuda.set_per_process_memory_fraction(share, index)
+        torch.cuda.set_per_process_memory_fraction(share, device)
 
 
 def free_unused_memory(device: torch.device) -> None:

@@ -32,8 +32,9 @@ def sampling_gap(
 ) -> dict[str, float]:
     """How far the sampler's recorded log-probabilities are from this policy's, at two steps of a few completions.
 
-    Over an exact sampler with the same weights it is rounding; it shows stale weights and other precision. Empty where
-    the sampler's record does not replay. A collective.
+    Over an exact sampler with the same weights it is rounding; it shows stale weights and other precision. Under LoRA
+    also which share of what the adapter has changed since the stage began has reached the sampler. Empty where the
+    sampler's record does not replay. A collective.
     """
     if not sampler.records_law or sampler.temperature == 0:
         return {}
@@ -41,14 +42,29 @@ def sampling_gap(
     probe = Round(policy, exact, sampler, _some(batch, _NUM_PROBED))
     plan = probe.plan(0)
     ours_N = scored_logps(policy, plan)
-    gap_N = (ours_N - probe.logps(plan.terms, ours_N, ours_N, None).sampled).abs()
+    sampled_N = probe.logps(plan.terms, ours_N, ours_N, None).sampled
+    gap_N = (ours_N - sampled_N).abs()
     # Importance is each token's share of all tokens, on all ranks; 0 for a rank without any.
     mean = policy.sum_over_ranks((gap_N * plan.terms.importance).sum()[None]).item()
     most = policy.max_over_ranks((gap_N * (plan.terms.importance > 0)).max()[None]).item()
-    return {
-        "sampling/sampling_logp_difference/mean": mean,
-        "sampling/sampling_logp_difference/max": most,
-    }
+    gap = {"sampling/sampling_logp_difference/mean": mean, "sampling/sampling_logp_difference/max": most}
+    return gap | _delivered_share(policy, plan, ours_N, sampled_N)
+
+
+def _delivered_share(policy: ShardedPolicy, plan: Plan, ours_N: Tensor, sampled_N: Tensor) -> dict[str, float]:
+    """`sampling/adapter_share`: the slope of the sampler's change in log-probability over ours, since the stage began.
+
+    1 where the sampler has the adapter, 0 where it has lost it. Absent without an adapter, and where it has changed
+    nothing yet. It is as exact as the change is large beside rounding. A collective.
+    """
+    if not policy.lora.rank:
+        return {}
+    with policy.adapters_off():
+        start_N = scored_logps(policy, plan)
+    ours, theirs, weight_N = ours_N - start_N, sampled_N - start_N, plan.terms.importance
+    sums = torch.stack(((weight_N * theirs * ours).sum(), (weight_N * ours * ours).sum()))
+    shared, total = policy.sum_over_ranks(sums).tolist()
+    return {"sampling/adapter_share": shared / total} if total else {}
 
 
 def mask_variance(

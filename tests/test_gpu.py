@@ -12,14 +12,16 @@ import pytest
 import torch
 
 from benchmarks.gpu.counting import OpCounter
-from benchmarks.models import Shape
+from benchmarks.models import Shape, random_adapter
 from benchmarks.rounds import Setting, make_round
 from learner.algorithms import ALGORITHMS
 from learner.counter import uniform
 from learner.estimators import Views, token_logps
+from learner.hardware import limit_memory, placed_on
 from learner.learner import Learner
+from learner.model.adapter import put_beside
 from learner.model.config import TransformerConfig
-from learner.model.lora import merge_into, merged_weights
+from learner.model.lora import set_adapter, sharing_base
 from learner.model.networks import make_model
 from learner.model.scoring import wanted_logps
 from learner.model.transformer import Transformer, init_weights
@@ -348,16 +350,19 @@ def test_the_host_waits_once_for_a_step_of_sft(policy: Transformer, placed: Plac
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
-def test_a_version_is_merged_where_the_policy_is(policy: Transformer, placed: Placed) -> None:
-    base = {name: tensor.detach().clone() for name, tensor in policy.named_parameters()}
-    name = "blocks.1.mlp.up_proj"
-    outputs, inputs = base[f"{name}.weight"].shape
-    adapter = {f"{name}.lora_A.weight": torch.randn(4, inputs), f"{name}.lora_B.weight": torch.randn(outputs, 4)}
-    on_gpu = placed(policy)
-    there = {name: tensor.to(on_gpu.head.weight.device) for name, tensor in base.items()}
-    merge_into(on_gpu, there, adapter, 0.5, only_adapted=False)
-    for parameter_name, tensor in merged_weights(base, adapter, 0.5).items():
-        torch.testing.assert_close(on_gpu.get_parameter(parameter_name).cpu(), tensor, msg=parameter_name)
+def test_adapters_are_run_where_the_policy_is(policy: Transformer, placed: Placed) -> None:
+    """Those of a version come from the CPU, and so does what earlier stages added."""
+    start, adapter, other = (random_adapter(policy, rank) for rank in (3, 4, 4))
+    on_gpu, ids = placed(policy), torch.arange(12).view(1, 12)
+    for model in (policy, on_gpu):
+        put_beside(model, adapter.matrices, 0.5, start)
+    sharing = sharing_base(on_gpu)
+    set_adapter(sharing, other.matrices, 0.5)
+    with torch.no_grad():
+        expected = policy(ids)
+        torch.testing.assert_close(on_gpu(ids.cuda()).cpu(), expected, atol=1e-4, rtol=1e-3)
+        assert not torch.allclose(sharing(ids.cuda()).cpu(), expected, atol=1e-3)
+    assert all(matrix.is_cuda for matrix in (*on_gpu.parameters(), *on_gpu.buffers(), *sharing.parameters()))
 
 
 def test_tensors_of_two_devices_do_not_mix(placed: Placed) -> None:
@@ -371,6 +376,20 @@ def test_tensors_of_two_devices_do_not_mix(placed: Placed) -> None:
         there.numpy()
     assert (there * torch.tensor(2.0)).tolist() == [2.0] * 3, "a number may be anywhere"
     assert there[torch.tensor([0])].is_cuda, "as an index may"
+
+
+def test_a_limit_of_memory_wants_a_device_with_an_index(placed: Placed) -> None:
+    """Which is what tensors there name, and `placed_on` gives."""
+    with pytest.raises(ValueError, match="specified index"):
+        torch.cuda.set_per_process_memory_fraction(0.9, torch.device("cuda"))
+    device = placed_on("cuda")
+    limit_memory(device, 0.9)
+    assert torch.ones(1).cuda().device == device != torch.device("cuda")
+    assert [placed_on(name) for name in ("cuda:0", "cuda:1", "cpu")] == [
+        device,
+        torch.device("cuda:1"),
+        torch.device("cpu"),
+    ]
 
 
 @pytest.mark.gpu

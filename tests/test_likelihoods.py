@@ -23,6 +23,7 @@ SCHEDULES: dict[str, dict[str, object]] = {
     "threshold": {"num_denoise_steps": 12, "threshold": 0.2},
     "blocks of one": {"block_length": 1, "num_denoise_steps": 12},
     "forbidden ids": {"num_denoise_steps": 6, "forbidden_ids": tuple(range(5, 25))},
+    "drawn first": {"num_denoise_steps": 6, "drawing": "sample_then_select"},
 }
 
 
@@ -95,5 +96,8 @@ def test_a_block_causal_policys_come_back_from_one_row_for_each_completion(polic
 
 
 def test_a_sampler_that_does_not_record_its_law_is_told_apart() -> None:
-    for settings in ({"cache": "dual"}, {"top_p": 0.9}, {"drawing": "sample_then_select"}, {"cfg_scale": 1.0}):
+    for settings in ({"cache": "dual"}, {"top_p": 0.9}, {"cfg_scale": 1.0}):
         assert not sampler_facts(SamplingParams.model_validate(settings)).records_law
+    drawn_first = sampler_facts(SamplingParams.model_validate({"drawing": "sample_then_select"}))
+    assert drawn_first.records_law
+    assert not drawn_first.draws_law

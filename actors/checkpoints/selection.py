@@ -13,6 +13,7 @@ from typing import Any, Self
 
 from actors.spec import Phase
 from learner.model.checkpoint_files import MANIFEST, TRAINER_STATE, verify_checkpoint
+from learner.model.storage.throughput import Say
 
 # Those of a stage that was under way.
 _PASSING = re.compile(r"(sft|rl|control)-\d+")
@@ -85,8 +86,9 @@ def to_answer(position: Position) -> bool:
     return position.phase is not Phase.CONTROL and position.is_published
 
 
-def newest_checkpoint(checkpoints_dir: Path, rule: Rule) -> FoundCheckpoint | None:
-    """The checkpoint that is furthest of those that count and whose files are what was written.
+def newest_checkpoint(checkpoints_dir: Path, rule: Rule, say: Say | None = None) -> FoundCheckpoint | None:
+    """The checkpoint that is furthest of those that count and whose files are what was written; `say` is told at which
+    rate they are read.
 
     None where there is none that counts. Raises ValueError, which names them, when all that count are damaged.
     """
@@ -105,7 +107,7 @@ def newest_checkpoint(checkpoints_dir: Path, rule: Rule) -> FoundCheckpoint | No
             found.append((directory, position))
     for directory, position in sorted(found, reverse=True, key=lambda item: item[1].order):
         try:
-            verify_checkpoint(directory)
+            verify_checkpoint(directory, say=say)
         except ValueError as error:
             damaged.append(str(error))
         else:
@@ -168,6 +170,11 @@ def prune(checkpoints_dir: Path, num_kept: int, versions: Collection[int], now: 
         shutil.rmtree(going)
         deleted.append(directory)
     return deleted
+
+
+def is_passing(directory: Path) -> bool:
+    """Whether a directory is a checkpoint of a stage under way, which its run deletes in time."""
+    return _PASSING.fullmatch(directory.name) is not None and (directory / TRAINER_STATE).is_file()
 
 
 def find_position(directory: Path) -> Position | None:

@@ -69,7 +69,6 @@ class Checkpointer:
         adapter: Adapter | None,
         *,
         may_fail: bool,
-        is_whole: bool,
     ) -> None:
         """A checkpoint of the policy as it is, and away with those that are not kept. A collective.
 
@@ -78,10 +77,9 @@ class Checkpointer:
             digest: the policy's weights', where they were published.
             state: gives what the learner of a stage under way goes on with; a collective. None where SFT or the control
                 has ended.
-            adapter: that of the stage, whole on rank 0; None without LoRA.
+            adapter: that of the stage, whole on rank 0, which is written instead of weights; None without LoRA.
             may_fail: the run can do without this one: that it cannot be written, as on a full disk, is recorded. It may
                 still be being written when this returns. Else it is on disk then, and tried again for `_PATIENCE_S`.
-            is_whole: it has the policy's weights, and not the adapter and what that stands on alone.
 
         Raises OSError on rank 0, and LeaderFailedError on the others, when it cannot be written and may not fail; and
         as `settle`.
@@ -90,7 +88,7 @@ class Checkpointer:
         began = self._clock()
         contents = _Contents(
             position=replace(position, manifest_digest=digest),
-            weights=self._policy.weights_on_rank_0() if is_whole else None,
+            weights=self._policy.weights_on_rank_0() if adapter is None else None,
             adapter=adapter,
             learner_state=None if state is None else state(),
         )

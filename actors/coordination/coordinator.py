@@ -198,14 +198,14 @@ class Coordinator:
 
     # The learner group.
 
-    async def learner_starting(self, learner: str) -> int | None:
-        """The learner group `learner` begins: how many tokens its micro-batches may have. None where it is not to, for
-        groups have done so in vain too often."""
+    async def learner_starting(self, learner: str) -> dict[str, int] | None:
+        """The learner group `learner` begins: how many tokens its micro-batches have, by the section of the recipe,
+        where they were halved. None where it is not to begin, for groups have done so in vain too often."""
         self._forget_learner()
         self._learner_starting_at = time.monotonic()
         self._keep(self._session.with_learner_start(learner, self._num_checkpoints()))
         await self._end_samplers_turn()
-        return None if self._session.gave_up else self._micro_batch_tokens
+        return None if self._session.gave_up else dict(self._session.micro_batch_tokens)
 
     async def learner_started(self, checkpoint: str, position: Mapping[str, Any]) -> None:
         """It goes on from a checkpoint: what is done again is recorded. Every time but the first is a failure's."""
@@ -218,36 +218,33 @@ class Coordinator:
         elif any(event["event"] == "phase" for event in events) or position["policy_version"] or position["step"]:
             self._log.append("resume", what=f"going on from checkpoint {checkpoint}; {again}")
 
-    async def learner_failed(
-        self, what: str, is_echo: bool, is_transient: bool, is_out_of_memory: bool = False
-    ) -> bool:
+    async def learner_failed(self, what: str, is_echo: bool, is_transient: bool, too_large: str | None = None) -> bool:
         """A rank raised. What it raises because another has died, or has raised, is no failure of its own.
 
         False where the group is not to start again: another would raise what two have, unless it came from outside, or
-        a GPU's memory ran out in a round, which the next tries in smaller pieces.
+        the micro-batches of a section of the recipe are `too_large` for a GPU: the next group has smaller ones.
         """
         if not self._session.error and not (is_echo and self._has_echoed):
             self._has_echoed = is_echo
-            if is_out_of_memory:
-                what = self._smaller(what)
+            if too_large is not None:
+                what = self._smaller(too_large, what)
             elif not is_echo:
                 self._keep(self._session.with_error(what, self._num_checkpoints(), is_transient=is_transient))
             self._note_failure(f"{LEARNER_FAILED}: {what}", 1)
         return not self._session.gave_up
 
-    @property
-    def _micro_batch_tokens(self) -> int:
-        return self._spec.learner.micro_batch_tokens >> self._session.num_halvings
-
-    def _smaller(self, what: str) -> str:
-        """Halve the micro-batches of the next learner group, unless they hold one canvas; what becomes of it."""
-        tokens = self._micro_batch_tokens
-        if tokens // 2 >= self._spec.canvas_tokens:
+    def _smaller(self, section: str, what: str) -> str:
+        """Halve a section's micro-batches for the next learner group, unless they hold one row; what becomes of it."""
+        spec = self._spec.with_micro_batches(self._session.micro_batch_tokens)
+        tokens, row = spec.learner.micro_batch_tokens, spec.canvas_tokens
+        if section == "sft":
+            tokens, row = spec.sft_micro_batch_tokens, spec.sft_tokens
+        if tokens // 2 >= row:
             what = f"{what}; it is tried again with micro-batches of {tokens // 2} tokens instead of {tokens}"
-            self._keep(self._session.with_halved_micro_batches(what))
+            self._keep(self._session.with_micro_batches(section, tokens // 2, what))
             return what
         what = (
-            f"{what}; micro-batches of {tokens} tokens cannot be halved, a canvas has {self._spec.canvas_tokens}: take "
+            f"{what}; micro-batches of {tokens} tokens cannot be halved, a canvas has {row}: take "
             "sharding.activation_checkpointing=true or more learner.num_workers"
         )
         self._keep(self._session.with_error(what, self._num_checkpoints(), is_transient=False))

@@ -37,10 +37,11 @@ class Session:
     """What the one before it raised."""
     gave_up: str = ""
     """Why it is not started again; empty while it may be."""
-    num_halvings: int = 0
-    """How often the learner's micro-batches were halved, each time after a GPU's memory had run out."""
+    micro_batch_tokens: Mapping[str, int] = field(default_factory=dict)
+    """What micro-batches were halved to after a GPU's memory had run out, by the section of the recipe: `sft` or
+    `learner`."""
     was_halved: bool = False
-    """Whether they were since it last started: then the next start is no repetition."""
+    """Whether any were since it last started: then the next start is no repetition."""
     is_stopping: bool = False
     """Somebody wants the run to stop."""
     pools: Mapping[str, Sequence[str]] = field(default_factory=dict)
@@ -87,9 +88,10 @@ class Session:
             was_halved=False,
         )
 
-    def with_halved_micro_batches(self, what: str) -> Self:
+    def with_micro_batches(self, section: str, tokens: int, what: str) -> Self:
         """A GPU's memory ran out, and the next learner group will need less."""
-        return replace(self, error=what, num_halvings=self.num_halvings + 1, was_halved=True)
+        sizes = {**self.micro_batch_tokens, section: tokens}
+        return replace(self, error=what, micro_batch_tokens=sizes, was_halved=True)
 
     def with_error(self, what: str, num_checkpoints: int, *, is_transient: bool) -> Self:
         """The learner group raised. A third would raise what two have, if they came no further and it did not pass."""

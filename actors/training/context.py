@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
@@ -14,18 +15,21 @@ from actors.checkpoints.selection import Position
 from actors.checkpoints.writing import Checkpointer
 from actors.messages import Generation, Next, ScoredPortion
 from actors.resources import OBJECT_STORE
+from actors.run_log import CHECKPOINTS
 from actors.spec import Phase, RunSpec
 from actors.training import evaluation, publication
 from actors.training.ending import Decision, Pulse, decided
 from actors.training.evaluation import Evaluator
 from actors.training.publication import Publisher
 from actors.training.shards import Travel
-from actors.training.starting import agreed_checkpoint, load_sharded, start_of, verified_weights
-from learner.model.adapter import Adapter
+from actors.training.starting import agreed_checkpoint, base_of, load_sharded, start_of, verified_weights
+from learner.model.adapter import Adapter, read_chain
 from learner.model.checkpoint import StoredWeights
+from learner.model.checkpoint_files import ADAPTER, checkpoint_chain, verify_checkpoint, weight_bytes
 from learner.parallel.asleep import asleep
 from learner.parallel.ranks import Ranks
 
+_LARGE_BYTES = 1_000_000_000
 LAG_TIMEOUT_S = 600.0
 """Longest wait for ranks that are behind the first of them."""
 
@@ -48,7 +52,8 @@ class RunContext:
         """Load the newest checkpoint of the run directory, which is the initial one in a fresh run."""
         self.spec, self.client, self.pulse, self.ranks, self.clock = spec, client, pulse, ranks, clock
         pulse.doing = "loading a checkpoint"
-        self.found = agreed_checkpoint(spec, ranks)
+        began = time.monotonic()
+        self.found = agreed_checkpoint(spec, ranks, self._say)
         """The checkpoint that the run goes on from."""
         self.position = self.found.position
         """Where the run stands."""
@@ -56,11 +61,25 @@ class RunContext:
         """Gives what the learner of the stage under way goes on with, a collective; None between stages."""
         self.learner_tensors: Callable[[], Iterable[Tensor]] = tuple
         """Gives what the learner of the rounds holds beside the policy."""
-        self.policy = load_sharded(spec, self.found.directory)
+        checked = time.monotonic()
+        self.policy = load_sharded(spec, self.found.directory, self.position.phase, self._say)
+        self.loading = {"check_s": checked - began, "load_s": time.monotonic() - checked}
+        """Seconds that it took to check the checkpoint's files, and to load them."""
         travel = Travel(dtype=spec.rollout.engine.torch_dtype, stays_on_device=spec.weight_transport != OBJECT_STORE)
         self.publisher = Publisher(self.policy, ranks, client, self._samplers_turn, travel)
+        self.publisher.base = base_of(self.position.phase, spec, ranks)
         self.evaluator = Evaluator(spec, ranks, self.publisher, client)
         self.checkpointer = Checkpointer(spec, self.policy, ranks, client, clock)
+
+    def _say(self, what: str) -> None:
+        self.pulse.doing = what
+
+    def record_loading(self) -> None:
+        """Append to the run log how long a large checkpoint took to load."""
+        directory = self.found.directory
+        num_bytes = weight_bytes(checkpoint_chain(directory)[-1])
+        if num_bytes >= _LARGE_BYTES:
+            self.record("loaded", path=f"{CHECKPOINTS}/{directory.name}", num_bytes=num_bytes, **self.loading)
 
     def resumes(self, phase: Phase) -> bool:
         """Whether the run goes on in the midst of SFT or the control."""
@@ -69,6 +88,17 @@ class RunContext:
     def start_weights(self, phase: Phase) -> StoredWeights:
         """The weights that a stage starts from. Raises ValueError when their files are damaged."""
         return verified_weights(start_of(phase, self.spec, self.ranks))
+
+    def begin_adapter(self, phase: Phase) -> None:
+        """Begin the adapter of a stage, beside what the stages before it added. A collective.
+
+        Raises ValueError where the files of what it starts from are damaged.
+        """
+        start = start_of(phase, self.spec, self.ranks)
+        if (start / ADAPTER).is_file():
+            verify_checkpoint(start, [ADAPTER])
+        self.policy.begin_adapter(read_chain(start).together, self.spec.lora_of(phase))
+        self.publisher.base = base_of(phase, self.spec, self.ranks)
 
     def decide(self, seconds: Callable[[], float]) -> Decision:
         """What all ranks do next; `seconds` is what the stage has taken by rank 0's clock. A collective."""
@@ -104,21 +134,13 @@ class RunContext:
             self.evaluator.hear()
 
     def save(self) -> None:
-        """Write a checkpoint of where the run stands.
-
-        Under LoRA one of a stage under way holds the adapter and not the policy, which anyone can make of that and of
-        what the stage began with. Not in 4 bits: another machine may round what the stage began with otherwise.
-        """
+        """Write a checkpoint of where the run stands: the policy's weights, or under LoRA its adapter."""
         self.pulse.doing = "writing a checkpoint"
         position = self.position
         digest = self.publisher.digest if position.is_published else None
         is_under_way = self.learner_state is not None and position.round != self.spec.learner.num_rounds
         may_fail = is_under_way or not position.is_published
-        lora = self.spec.model.lora
-        is_whole = not may_fail or not lora.rank or lora.base_weights == "nf4"
-        self.checkpointer.write(
-            position, digest, self.learner_state, self._adapter(), may_fail=may_fail, is_whole=is_whole
-        )
+        self.checkpointer.write(position, digest, self.learner_state, self._adapter(), may_fail=may_fail)
 
     def finish(self, position: Position) -> None:
         """End a stage at a position: publish, checkpoint and evaluate it."""
@@ -139,8 +161,13 @@ class RunContext:
 
     def _adapter(self) -> Adapter | None:
         """The adapter of the stage under way; None without LoRA. A collective; its matrices are on rank 0."""
-        lora = self.spec.model.lora
-        if not lora.rank:
+        lora, base = self.policy.lora, self.publisher.base
+        if base is None:
             return None
-        base = start_of(self.position.phase, self.spec, self.ranks)
-        return Adapter(rank=lora.rank, alpha=lora.alpha, base=base.name, matrices=self.policy.adapter_on_rank_0())
+        return Adapter(
+            rank=lora.rank,
+            alpha=lora.alpha,
+            base=base.checkpoint,
+            matrices=self.policy.adapter_on_rank_0(),
+            base_weights=lora.base_weights,
+        )

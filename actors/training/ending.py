@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
+from learner.model.deferred import torch
 from learner.parallel.ranks import Ranks
 
 
@@ -22,7 +23,27 @@ class StopRequestedError(Exception):
 
 
 class OutOfGpuMemoryError(RuntimeError):
-    """A GPU's memory ran out in the update of a round; smaller micro-batches need less, and give the same gradient."""
+    """A GPU's memory ran out in an update; smaller micro-batches need less, and give the same gradient."""
+
+    def __init__(self, section: str, what: str) -> None:
+        """Take the section of the recipe that has these micro-batches, `sft` or `learner`, and what happened."""
+        super().__init__(what)
+        self.section = section
+
+
+@contextmanager
+def updating(section: str, what: str, rank: int) -> Iterator[None]:
+    """Raise OutOfGpuMemoryError where the GPU of this rank has too little memory for what the block does.
+
+    The other ranks wait in a collective that this one does not come to: all begin again.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        first_sentence = str(error).partition(". ")[0]
+        raise OutOfGpuMemoryError(
+            section, f"{what}: the memory of rank {rank}'s GPU ran out ({first_sentence})"
+        ) from error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

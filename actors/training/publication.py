@@ -1,8 +1,8 @@
 """Publishing policy versions to the weight store, again where that has lost them.
 
 Of weights that are all trained each rank offers its rows, in the samplers' precision, and the store takes them from
-each. Under LoRA a version is its adapter, which rank 0 gathers and hands over; what that stands on is handed over once,
-and again where the store has lost it.
+each. Under LoRA a version is its adapter, which rank 0 gathers and hands over, with the name of the checkpoint that it
+stands on.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from actors.messages import Generation, Next
 from actors.spec import Phase
 from actors.training.ending import StopRequestedError
 from actors.training.shards import Shipping, Travel
-from actors.weights.store import Base, Manifest
+from actors.weights.store import Manifest
 from actors.weights.tensors import make_manifest
+from learner.model.checkpoint_files import Base
 from learner.parallel.ranks import Ranks
 from learner.parallel.sharding import ShardedPolicy
 
@@ -32,8 +33,7 @@ class PublicationClient(Protocol):
     def offer(self, key: str, rank: int, shards: Mapping[str, Tensor]) -> None: ...
     def take(self, manifest: Manifest, key: str, num_ranks: int) -> bool: ...
     def withdraw(self) -> None: ...
-    def publish(self, manifest: Manifest, weights: Mapping[str, Tensor]) -> bool: ...
-    def publish_base(self, manifest: Manifest, weights: Mapping[str, Tensor]) -> None: ...
+    def publish(self, manifest: Manifest, adapter: Mapping[str, Tensor]) -> None: ...
     def announce(self, generation: Generation, phase: Phase, round_index: int) -> None: ...
 
 
@@ -61,8 +61,8 @@ class Publisher:
         self._shipping = None if policy.lora.rank else Shipping(policy, travel)
         self._num_offers = 0
         self._generation: Generation | None = None
-        self._base: tuple[int, str] | None = None
-        """On rank 0: the base that was handed over last, by its number in the policy, and its digest."""
+        self.base: Base | None = None
+        """On rank 0: what the adapter of the stage stands on; None without LoRA."""
 
     @property
     def newest(self) -> Generation:
@@ -78,7 +78,7 @@ class Publisher:
     def publish(self, version: int, phase: Phase, round_index: int, known_as: str | None = None) -> None:
         """Hand the policy to the store; the service hears of all versions but the control's. A collective.
 
-        `known_as` is the digest that its weights have already, in whatever form they were published before.
+        Under LoRA `known_as` is the digest that the checkpoint of this policy has: the initial one has no adapter yet.
         """
         self._send(version, known_as)
         if phase is not Phase.CONTROL:
@@ -111,8 +111,7 @@ class Publisher:
                 pass
             return
         adapter = self._policy.adapter_on_rank_0()
-        while not self._ranks.agreed(lambda: self._put_adapter(version, adapter, known_as)):
-            self._send_base()
+        self._ranks.on_rank_0(lambda: self._put_adapter(version, adapter, known_as))
 
     def _send_shards(self, version: int, shipping: Shipping) -> bool:
         """Offer all rows, and let the store take them. False where it has to be done again."""
@@ -128,28 +127,13 @@ class Publisher:
             self._client.withdraw()
 
     def _take(self, manifest: Manifest, key: str) -> bool:
-        return self._is_there(manifest, self._client.take(manifest, key, self._ranks.size))
-
-    def _send_base(self) -> None:
-        weights = self._policy.base_on_rank_0()
-        self._ranks.on_rank_0(lambda: self._put_base(weights))
-
-    def _put_adapter(self, version: int, adapter: Mapping[str, Tensor], known_as: str | None) -> bool:
-        """False where its base has to be handed over first."""
-        if self._base is None or self._base[0] != self._policy.num_bases:
-            return False
-        base = Base(digest=self._base[1], scaling=self._policy.lora.scaling)
-        return self._put(make_manifest(version, adapter, base, known_as), adapter)
-
-    def _put_base(self, weights: Mapping[str, Tensor]) -> None:
-        manifest = make_manifest(self._policy.num_bases, weights)
-        self._client.publish_base(manifest, weights)
-        self._base = self._policy.num_bases, manifest.digest
-
-    def _put(self, manifest: Manifest, weights: Mapping[str, Tensor]) -> bool:
-        return self._is_there(manifest, self._client.publish(manifest, weights))
-
-    def _is_there(self, manifest: Manifest, is_there: bool) -> bool:
-        if is_there:
+        is_taken = self._client.take(manifest, key, self._ranks.size)
+        if is_taken:
             self._generation = Generation(version=manifest.version, digest=manifest.digest)
-        return is_there
+        return is_taken
+
+    def _put_adapter(self, version: int, adapter: Mapping[str, Tensor], known_as: str | None) -> None:
+        assert self.base is not None, "a stage says what its adapter stands on"
+        manifest = make_manifest(version, adapter, self.base, known_as)
+        self._client.publish(manifest, adapter)
+        self._generation = Generation(version=version, digest=manifest.digest)

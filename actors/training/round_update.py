@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 
 from actors.run_log import FAILED_BATCHES
 from actors.training.context import LAG_TIMEOUT_S, RunContext
-from actors.training.ending import OutOfGpuMemoryError
+from actors.training.ending import updating
 from learner.batch import RolloutBatch
 from learner.hardware import forget_peak_memory, peak_flop_per_s, peak_memory_bytes
 from learner.learner import Learner
@@ -42,16 +42,11 @@ class RoundUpdate:
         forget_peak_memory(context.policy.device)
         began = context.clock()
         try:
-            metrics = self._learner.update(batch, round_index)
+            with updating("learner", f"round {round_index}", context.ranks.rank):
+                metrics = self._learner.update(batch, round_index)
         except FloatingPointError as error:
             self._skip(batch, round_index, error)
             return _NOTHING
-        except torch.OutOfMemoryError as error:
-            # The other ranks wait in a collective that this one does not come to: all begin again.
-            first_sentence = str(error).partition(". ")[0]
-            raise OutOfGpuMemoryError(
-                f"round {round_index}: the memory of rank {context.ranks.rank}'s GPU ran out ({first_sentence})"
-            ) from error
         self._num_skipped = 0
         return metrics | self._use_of_devices(self._learner.model_flops / (context.clock() - began))
 

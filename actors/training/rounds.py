@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 from safetensors.torch import load_file
 from torch import Tensor
@@ -46,11 +45,7 @@ def _begun(context: RunContext) -> Learner:
     spec, has_begun = context.spec, context.position.phase is Phase.RL
     if spec.model.lora.rank and not has_begun:
         # An adapter of its own: without it the policy is the KL reference.
-        context.policy.load_full_weights(context.start_weights(Phase.RL))
-    if spec.model.lora.base_weights == "nf4" and context.position.phase is Phase.SFT:
-        # What SFT published is not rounded yet: the rounds are of completions of the policy that they start from.
-        context.position = replace(context.position, policy_version=context.position.policy_version + 1)
-        context.publish()
+        context.begin_adapter(Phase.RL)
     facts = sampler_facts(spec.rollout.params[0], is_block_causal=context.policy.config.is_block_causal)
     learner = Learner(context.policy, spec.learner, facts)
     if has_begun:

@@ -40,11 +40,11 @@ class RunClient:
         # A checkpoint is recorded by the thread that writes it.
         self._telling = threading.Lock()
 
-    def starting(self) -> int | None:
-        """The learner group begins, or begins again: how many tokens its micro-batches may have. None where it has
-        done so in vain too often, or is of no use."""
+    def starting(self) -> dict[str, int] | None:
+        """The learner group begins, or begins again: how many tokens its micro-batches have, by the section of the
+        recipe, where that is not what the recipe says. None where it has begun in vain too often, or is of no use."""
         try:
-            tokens: int | None = self._call(self._coordinator.learner_starting.remote(secrets.token_hex(8)))
+            tokens: dict[str, int] | None = self._call(self._coordinator.learner_starting.remote(secrets.token_hex(8)))
             return tokens
         except ActorDiedError:
             return None  # The coordinator is gone for good: `fit` finds that out and says so.
@@ -77,15 +77,9 @@ class RunClient:
         """Offer nothing any more, and hold nothing of it."""
         offering.withdraw()
 
-    def publish(self, manifest: Manifest, weights: Mapping[str, Tensor]) -> bool:
-        """Hand an adapter to the weight store. False where that does not have its base, and did not take it."""
-        handed_over = self._store.publish.remote(manifest, put(weights))
-        return bool(self._call(handed_over, manifest.travel_s(_CALL_TIMEOUT_S)))
-
-    def publish_base(self, manifest: Manifest, weights: Mapping[str, Tensor]) -> None:
-        """Hand what adapters stand on to the weight store."""
-        handed_over = self._store.publish_base.remote(manifest, put(weights))
-        self._call(handed_over, manifest.travel_s(_CALL_TIMEOUT_S))
+    def publish(self, manifest: Manifest, adapter: Mapping[str, Tensor]) -> None:
+        """Hand an adapter to the weight store."""
+        self._call(self._store.publish.remote(manifest, put(adapter)), manifest.travel_s(_CALL_TIMEOUT_S))
 
     def announce(self, generation: Generation, phase: Phase, round_index: int) -> None:
         """Tell the service that the store has a version. Nobody waits for the registry: the next call finds out whether
@@ -192,10 +186,11 @@ class Heartbeat:
         An echo is the failure of a collective whose other end has died; what the transport says of it is in Ray's logs.
         """
         what = f"rank {self._rank} lost another" if is_echo else f"{type(error).__name__}: {error}"
-        if is_out_of_memory := isinstance(error, OutOfGpuMemoryError):
-            what = str(error)
+        too_large: str | None = None
+        if isinstance(error, OutOfGpuMemoryError):
+            what, too_large = str(error), error.section
         is_transient = isinstance(error, (RayError, OSError))
-        failed = self._coordinator.learner_failed.remote(what, is_echo, is_transient, is_out_of_memory)
+        failed = self._coordinator.learner_failed.remote(what, is_echo, is_transient, too_large)
         return bool(self._say(failed, otherwise=True))
 
     def _beat(self) -> None:

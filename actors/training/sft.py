@@ -10,7 +10,7 @@ from actors.checkpoints.selection import Position
 from actors.plan import RunPlan
 from actors.spec import Phase
 from actors.training.context import RunContext
-from actors.training.ending import Limit, StopRequestedError, Stopwatch
+from actors.training.ending import Limit, StopRequestedError, Stopwatch, updating
 from actors.training.sft_data import SftData, load_sft_data
 from learner.model.checkpoint_files import LEARNER_STATE
 from learner.model.tokenizer import ChatTokenizer
@@ -32,7 +32,10 @@ def run_control(context: RunContext) -> None:
     """More SFT on the same labels from where the rounds began, for the seconds that they took or for given steps."""
     spec, rounds = context.spec, context.position
     if not context.resumes(Phase.CONTROL):
-        context.policy.load_full_weights(context.start_weights(Phase.CONTROL))
+        if spec.model.lora.rank:
+            context.begin_adapter(Phase.CONTROL)
+        else:
+            context.policy.load_full_weights(context.start_weights(Phase.CONTROL))
     limit = Limit(num_steps=spec.control.num_steps, seconds=0.0 if spec.control.num_steps else rounds.rl_seconds)
     # Its steps go on counting where SFT's ended: other orders of the labels, other masks.
     SftSteps(context, labels(context), Phase.CONTROL, limit, spec.sft.num_steps).run()
@@ -124,7 +127,8 @@ class SftSteps:
 
     def _take_step(self, progress: float) -> None:
         rate = self._context.spec.sft.lr_at(self._step, progress)
-        metrics = self._learner.step(self._first_step + self._step, rate)
+        with updating("sft", f"{self._phase}, step {self._step}", self._context.ranks.rank):
+            metrics = self._learner.step(self._first_step + self._step, rate)
         self._step += 1
         if self._step == self._limit.num_steps or self._context.clock() - self._logged_at > _LOG_EVERY_S:
             self._log(metrics)

@@ -95,9 +95,11 @@ def _of_file(spec: RunSpec, tokenizer: ChatTokenizer) -> tuple[list[Example], li
     train, held_out = _hold_out(kept, sft.num_eval)
     if not train or (sft.num_labels is not None and sft.num_labels > len(train)):
         asked = "" if sft.num_labels is None else f"sft.num_labels is {sft.num_labels} and "
+        default = "" if sft.max_tokens else " (its default, the canvas of the rollout)"
         raise ValueError(
-            f"{asked}{sft.data} leaves {len(train)} to train on: {num_overlong} are longer than {limit} tokens, "
-            f"{len(held_out)} are held out; raise sft.max_tokens, or ask for fewer"
+            f"{asked}sft.data {sft.data} leaves {len(train)} to train on: {num_overlong} are longer than "
+            f"sft.max_tokens {limit}{default}, {len(held_out)} are held out; raise sft.max_tokens, take "
+            "sft.overlong=truncate, or ask for fewer"
         )
     return train[: sft.num_labels], held_out, num_overlong
 

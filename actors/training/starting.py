@@ -10,20 +10,24 @@ import torch
 
 from actors.checkpoints.selection import FoundCheckpoint, Position, newest_checkpoint, to_go_on
 from actors.spec import Phase, RunSpec
-from learner.hardware import limit_memory
-from learner.model.adapter import Adapter, read_adapter
-from learner.model.checkpoint import StoredWeights, load_policy, stored_dtype
-from learner.model.checkpoint_files import ADAPTER, adapter_base, lent_weights, verify_checkpoint
+from learner.hardware import limit_memory, placed_on
+from learner.model.adapter import read_chain
+from learner.model.checkpoint import StoredWeights, load_weights, stored_dtype
+from learner.model.checkpoint_files import Base, chain_digest, verify_checkpoint
+from learner.model.storage.throughput import Say
 from learner.parallel.loading import load_by_rows
 from learner.parallel.ranks import Ranks
 from learner.parallel.sharding import ShardedPolicy, make_mesh
 
 
-def agreed_checkpoint(spec: RunSpec, ranks: Ranks) -> FoundCheckpoint:
-    """Where to go on, by rank 0's view of the disk. Raises ValueError when there is no checkpoint, or none is whole."""
+def agreed_checkpoint(spec: RunSpec, ranks: Ranks, say: Say | None = None) -> FoundCheckpoint:
+    """Where to go on, by rank 0's view of the disk; `say` is told at which rate that is read.
+
+    Raises ValueError when there is no checkpoint, or none is whole.
+    """
 
     def find() -> dict[str, Any]:
-        found = newest_checkpoint(spec.checkpoints_dir, to_go_on(spec.learner.num_rounds))
+        found = newest_checkpoint(spec.checkpoints_dir, to_go_on(spec.learner.num_rounds), say)
         if found is None:
             raise ValueError(f"{spec.checkpoints_dir} has no checkpoint")
         position = asdict(found.position)
@@ -37,50 +41,49 @@ def agreed_checkpoint(spec: RunSpec, ranks: Ranks) -> FoundCheckpoint:
     )
 
 
-def load_sharded(spec: RunSpec, directory: Path) -> ShardedPolicy:
-    """A checkpoint's policy, spread over the ranks: whole, or an adapter beside what it stands on.
-
-    Merged, the one in 4 bits would be rounded again, and the one in bfloat16 be rounded.
-    """
+def load_sharded(spec: RunSpec, directory: Path, phase: Phase, say: Say | None = None) -> ShardedPolicy:
+    """The policy of a checkpoint of a stage, spread over the ranks; its adapters stay beside its weights. `say` is told
+    at which rate files are read."""
     mesh = make_mesh(spec.device, spec.sharding.workers_per_copy, spec.collective_timeout_s)
-    device = torch.device("cuda", torch.cuda.current_device()) if spec.device == "cuda" else torch.device("cpu")
+    device = placed_on(spec.device)
     limit_memory(device, spec.gpus.learner)
-    lora = spec.model.lora
-    adapter, base = _unmerged(spec, directory)
+    lora, chain = spec.lora_of(phase), read_chain(directory)
     if lora.base_weights == "nf4":
         # It may be too large for a GPU: what the 4 bits leave of it goes there block by block.
-        policy = ShardedPolicy(load_policy(base), mesh, spec.sharding, lora=lora, seed=spec.seed)
+        policy = ShardedPolicy(load_weights(chain.weights, say=say), mesh, spec.sharding, lora=lora, seed=spec.seed)
     else:
         dtype = torch.bfloat16 if _is_held_in_half(spec) else torch.float32
-        policy = load_by_rows(base, mesh, spec.sharding, device=device, lora=lora, seed=spec.seed, dtype=dtype)
-    if adapter is not None:
-        policy.load_adapter(adapter.matrices)
+        policy = load_by_rows(
+            chain.weights, mesh, spec.sharding, device=device, lora=lora, seed=spec.seed, dtype=dtype, say=say
+        )
+    if chain.adapter is not None:
+        policy.begin_adapter(chain.start)
+        policy.load_adapter(chain.adapter.matrices)
     return policy
 
 
-def _unmerged(spec: RunSpec, directory: Path) -> tuple[Adapter | None, Path]:
-    """A checkpoint's adapter, where it has one, and the checkpoint that it stands on; else itself."""
-    if not spec.model.lora.rank or not (directory / ADAPTER).is_file():
-        return None, directory
-    base = adapter_base(directory)
-    if lent_weights(directory) is None:
-        # Else it was verified with the checkpoint that it lends its weights to.
-        verify_checkpoint(base)
-    return read_adapter(directory), base
-
-
 def _is_held_in_half(spec: RunSpec) -> bool:
-    """Whether frozen weights are held in bfloat16 and lose nothing: all stages stand on the first checkpoint, which is
+    """Whether frozen weights are held in bfloat16 and lose nothing: the first checkpoint, on which all stages stand, is
     in it, and FSDP rounds what it gathers to it in any case."""
     return spec.may_hold_base_in_half and stored_dtype(spec.initial_checkpoint) is torch.bfloat16
 
 
 def start_of(phase: Phase, spec: RunSpec, ranks: Ranks) -> Path:
-    """The checkpoint that a stage starts from: SFT from the initial one, the others from SFT's where there is one."""
-    if phase is Phase.SFT:
-        return spec.initial_checkpoint
+    """The checkpoint that a stage starts from: that of SFT, where there is one, for those that come after it; else the
+    initial one."""
     after_sft = spec.checkpoints_dir / str(Phase.SFT)
-    return after_sft if ranks.agreed(after_sft.is_dir) else spec.initial_checkpoint
+    is_after = phase not in (Phase.UNTRAINED, Phase.SFT)
+    return after_sft if is_after and ranks.agreed(after_sft.is_dir) else spec.initial_checkpoint
+
+
+def base_of(phase: Phase, spec: RunSpec, ranks: Ranks) -> Base | None:
+    """What the adapter of a stage stands on; None without LoRA. A collective."""
+    lora = spec.lora_of(phase)
+    if not lora.rank:
+        return None
+    directory = start_of(phase, spec, ranks)
+    digest = ranks.agreed(lambda: chain_digest(directory))
+    return Base(checkpoint=directory.name, digest=digest, scaling=lora.scaling, base_weights=lora.base_weights)
 
 
 def verified_weights(directory: Path) -> StoredWeights:

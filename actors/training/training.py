@@ -35,6 +35,7 @@ class TrainingRun:
         context = self._context
         where, position = context.found.directory.name, asdict(context.position)
         context.ranks.on_rank_0(lambda: context.client.learner_started(where, position))
+        context.record_loading()
         for what in context.found.passed_over:
             context.record("failure", what=what, attempt=1)
         try:
@@ -55,7 +56,7 @@ class TrainingRun:
             )
         if context.position.is_published:
             # Samplers and service may be new: the store must have what they will be asked for.
-            context.publish(self._known_as())
+            context.publish(context.position.manifest_digest)
             if context.evaluator.is_due(context.position):
                 context.evaluate(is_new=False)
         if Phase.SFT in phases and (context.position.phase is Phase.UNTRAINED or context.resumes(Phase.SFT)):
@@ -64,12 +65,6 @@ class TrainingRun:
             run_rounds(context)
         if Phase.CONTROL in phases and (context.position.phase is not Phase.CONTROL or context.resumes(Phase.CONTROL)):
             run_control(context)
-
-    def _known_as(self) -> str | None:
-        """The digest that the checkpoint's weights had when they were published: under LoRA as an adapter on what the
-        stage before began with, and now on themselves. None in 4 bits, which round them."""
-        is_rounded = self._context.spec.model.lora.base_weights == "nf4"
-        return None if is_rounded else self._context.position.manifest_digest
 
     def _stop(self) -> None:
         """Keep what there is of the stage under way."""

@@ -1,13 +1,14 @@
 """Fetching policy versions: what a weight store has, verified, for samplers and the service.
 
 The store owns them in Ray's object store, so that they outlive the learner that made them; readers on one machine share
-the same memory. Under LoRA a version is its adapter, and what that stands on is fetched once.
+the same memory. Under LoRA a version is its adapter. What that stands on is read from the run directory, once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any, Protocol
 
 import ray
@@ -18,15 +19,19 @@ from actors import NAMESPACE
 from actors.messages import Generation
 from actors.weights.store import Manifest, VersionMissingError
 from actors.weights.tensors import Arrived, Rows, as_verified
-from learner.model.lora import merge_into, merged_weights
+from learner.model.adapter import put_beside, read_chain
+from learner.model.checkpoint import StoredWeights
+from learner.model.checkpoint_files import Base, chain_digest, checkpoint_chain, verify_own_files
+from learner.model.lora import is_adapter, plain_name, set_adapter
+from learner.model.lora_config import BaseWeights
+from learner.model.quantized import round_blocks
 from learner.model.transformer import Transformer
 
 
 class Reader(Protocol):
-    """What has versions and bases."""
+    """What has versions."""
 
     def version(self, version: int, digest: str | None = None) -> tuple[Manifest, Mapping[str, Tensor]]: ...
-    def base(self, digest: str) -> Mapping[str, Tensor]: ...
 
 
 class StoreReader:
@@ -57,12 +62,6 @@ class StoreReader:
             )
         return manifest, as_verified(manifest, parts)
 
-    def base(self, digest: str) -> Arrived:
-        """What adapters stand on, for reading only. Raises as `version`."""
-        what = f"base {digest[:12]}"
-        manifest, parts = self._fetched(what, lambda: self._store.base.remote(digest))
-        return as_verified(manifest, parts, what)
-
     def _fetched(self, what: str, ask: Callable[[], Any]) -> tuple[Manifest, list[Rows]]:
         within_s = self._timeout_s
         try:
@@ -81,44 +80,13 @@ class StoreReader:
             ) from error
 
 
-def fetch(store: str, version: int, timeout_s: float, digest: str | None = None) -> dict[str, Tensor]:
-    """Every parameter of a version from the store with that Ray name, for reading only.
-
-    Raises as `StoreReader.version`; VersionMissingError too when there is no such store.
-    """
+def open_store(store: str, timeout_s: float) -> StoreReader:
+    """Reads from the store with that Ray name. Raises VersionMissingError when there is no such store."""
     try:
         actor = ray.get_actor(store, namespace=NAMESPACE)
     except ValueError as error:
         raise VersionMissingError(f"there is no weight store {store} on this cluster") from error
-    return whole_version(StoreReader(actor, timeout_s), version, digest)
-
-
-def whole_version(reader: Reader, version: int, digest: str | None = None) -> dict[str, Tensor]:
-    """Every parameter of a version, an adapter merged, for reading only. Raises as `StoreReader.version`."""
-    manifest, weights = reader.version(version, digest)
-    if manifest.base is None:
-        return dict(weights)
-    return merged_weights(reader.base(manifest.base.digest), weights, manifest.base.scaling)
-
-
-class BaseAtHand:
-    """A reader that holds on to the base that it read last. A sampler that sleeps loads it again and again: from the
-    object store of its machine, not fetched and verified anew."""
-
-    def __init__(self, reader: Reader) -> None:
-        self._reader = reader
-        self._held: tuple[str, Mapping[str, Tensor]] | None = None
-
-    def version(self, version: int, digest: str | None = None) -> tuple[Manifest, Mapping[str, Tensor]]:
-        """As the reader's."""
-        return self._reader.version(version, digest)
-
-    def base(self, digest: str) -> Mapping[str, Tensor]:
-        """As the reader's."""
-        if self._held is None or self._held[0] != digest:
-            self._held = None  # The store cannot give up what is read.
-            self._held = digest, self._reader.base(digest)
-        return self._held[1]
+    return StoreReader(actor, timeout_s)
 
 
 class StagingReader:
@@ -152,39 +120,61 @@ class StagingReader:
                 return staged[1].result()
         return self._reader.version(version, digest)
 
-    def base(self, digest: str) -> Mapping[str, Tensor]:
-        """As the reader's."""
-        return self._reader.base(digest)
-
 
 class PolicyLoader:
-    """Loads versions into one policy, in place. Under LoRA their base stays beside it, on the policy's device."""
+    """Loads versions into one policy, in place: whole weights, or an adapter beside those of a checkpoint."""
 
-    def __init__(self, policy: Transformer, reader: Reader) -> None:
-        """`policy` holds anything yet."""
-        self._policy, self._reader = policy, reader
-        self._base: tuple[str, dict[str, Tensor]] | None = None
+    def __init__(self, policy: Transformer, reader: Reader, checkpoints_dir: Path) -> None:
+        """`policy` holds anything yet; `checkpoints_dir` has what adapters stand on."""
+        self._policy, self._reader, self._checkpoints_dir = policy, reader, checkpoints_dir
+        self._base: Base | None = None
+        self._weights: tuple[str, BaseWeights] | None = None
+        self._verified: set[str] = set()
 
     def load(self, generation: Generation) -> None:
-        """Make the policy those weights. Raises as `StoreReader.version`; the policy may then be of no version."""
+        """Make the policy those weights.
+
+        Raises as `StoreReader.version`, and ValueError where the checkpoint that an adapter stands on is damaged or
+        another one. The policy may then be of no version.
+        """
         manifest, weights = self._reader.version(generation.version, generation.digest)
-        if manifest.base is None:
-            self._base = None
+        base = manifest.base
+        if base is None:
+            self.let_go()
             load_in_place(self._policy, weights)
-            return
-        if self._base is not None and self._base[0] == manifest.base.digest:
-            merge_into(self._policy, self._base[1], weights, manifest.base.scaling, only_adapted=True)
-            return
-        self._base = None  # Two of them may be more than there is memory for.
-        device = next(self._policy.parameters()).device
-        base = {name: tensor.to(device) for name, tensor in self._reader.base(manifest.base.digest).items()}
-        merge_into(self._policy, base, weights, manifest.base.scaling, only_adapted=False)
-        # Not before: where that fails, what has no adapter is not in the policy yet.
-        self._base = manifest.base.digest, base
+        elif base == self._base:
+            set_adapter(self._policy, weights, base.scaling)
+        else:
+            # Where that fails, the policy stands on nothing.
+            self._base = None
+            directory = base.directory(self._checkpoints_dir)
+            self._verify(directory)
+            chain = read_chain(directory)
+            self._load_weights(chain.weights, base.base_weights)
+            put_beside(self._policy, weights, base.scaling, chain.together)
+            self._base = base
 
     def let_go(self) -> None:
-        """Forget the base: the policy's weights are to be anything again."""
-        self._base = None
+        """Forget what the policy stands on: its weights are to be anything again."""
+        self._base = self._weights = None
+
+    def _verify(self, directory: Path) -> None:
+        """Verify a checkpoint and those below it, each once: the weights of a large policy take seconds."""
+        for checkpoint in checkpoint_chain(directory):
+            if (digest := chain_digest(checkpoint)) not in self._verified:
+                verify_own_files(checkpoint)
+                self._verified.add(digest)
+
+    def _load_weights(self, directory: Path, base_weights: BaseWeights) -> None:
+        """Those of a checkpoint, unless they are there."""
+        wanted = chain_digest(directory), base_weights
+        if self._weights == wanted:
+            return
+        self._weights = None
+        StoredWeights(directory).read_into(_weights_of(self._policy))
+        if base_weights == "nf4":
+            round_blocks(self._policy)
+        self._weights = wanted
 
 
 @torch.no_grad()
@@ -193,7 +183,7 @@ def load_in_place(policy: Transformer, weights: Mapping[str, Tensor]) -> None:
 
     Raises ValueError where they are not the parameters of such a policy.
     """
-    held = policy.state_dict()
+    held = _weights_of(policy)
     if differing := held.keys() ^ weights.keys():
         raise ValueError(f"these are not the weights of this policy, which differs in {min(differing)}")
     for name, whole in held.items():
@@ -202,3 +192,9 @@ def load_in_place(policy: Transformer, weights: Mapping[str, Tensor]) -> None:
             raise ValueError(f"these are not the weights of this policy: {name} has another shape")
         for rows, piece in zip(whole.split([len(piece) for piece in pieces]), pieces, strict=True):
             rows.copy_(piece)
+
+
+def _weights_of(policy: Transformer) -> dict[str, Tensor]:
+    """The parameters of a policy by plain name, without adapters."""
+    named = ((plain_name(name), parameter.detach()) for name, parameter in policy.named_parameters())
+    return {name: parameter for name, parameter in named if not is_adapter(name)}

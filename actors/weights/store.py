@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from actors import NAMESPACE
 from actors.weights.offering import taken
+from learner.model.checkpoint_files import Base
 from learner.parallel.patience import patience_s
 
 
@@ -46,16 +47,6 @@ class TensorEntry:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Base:
-    """What the matrices of an adapter are added to."""
-
-    digest: str
-    """Of the base's manifest."""
-    scaling: float
-    """What B A is multiplied by."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
     """What a policy version consists of."""
 
@@ -64,7 +55,7 @@ class Manifest:
     tensors: tuple[TensorEntry, ...]
     """Every parameter; the matrices of the adapter where there is a base."""
     base: Base | None = None
-    """Under LoRA, what the version is beside its adapter: that travels once, and stays where it arrived."""
+    """Under LoRA, what the adapter stands on. It does not travel."""
     known_as: str | None = None
     """The digest that these weights have already, if they were published before in another form."""
 
@@ -91,13 +82,12 @@ _RANK_ANSWERS_S = 60.0
 
 
 class WeightStore:
-    """Owns the newest policy versions, and the bases that they stand on."""
+    """Owns the newest policy versions."""
 
     def __init__(self, num_kept: int) -> None:
         """Keep `num_kept` versions; older ones are dropped when newer arrive."""
         self._num_kept = num_kept
         self._versions: dict[int, Held] = {}
-        self._bases: dict[str, Held] = {}
         self._offers: dict[int, tuple[str, Any]] = {}
 
     def ready(self) -> int:
@@ -108,15 +98,9 @@ class WeightStore:
         """Keep `num_kept` versions from now on: a store that was taken over may have kept fewer."""
         self._num_kept = num_kept
 
-    def publish(self, manifest: Manifest, weights: Mapping[str, NDArray[np.uint8]]) -> bool:
-        """Take over a version that was `put`. Put again, so that this actor owns it and not the learner that may die.
-
-        False, and nothing is taken over, where the version's base is not here.
-        """
-        if manifest.base is not None and manifest.base.digest not in self._bases:
-            return False
+    def publish(self, manifest: Manifest, weights: Mapping[str, NDArray[np.uint8]]) -> None:
+        """Take over a version that was `put`. Put again, this actor owns it, and not the learner that may die."""
         self._hold(manifest, [ray.put(weights)])
-        return True
 
     def offered(self, key: str, rank: int, offer: Any) -> None:
         """A rank offers its rows, until they are taken: its actor, which is called for them (`offering.taken`); or, in
@@ -142,18 +126,11 @@ class WeightStore:
         return True
 
     def _hold(self, manifest: Manifest, parts: list[ray.ObjectRef[Any]]) -> None:
-        """Hold a version. Higher ones are of a future that a resumed run has given up: they go, and so do old ones, and
-        bases that no version stands on."""
+        """Hold a version. Higher ones are of a future that a resumed run has given up: they go, and so do old ones."""
         self._versions = {version: held for version, held in self._versions.items() if version < manifest.version}
         self._versions[manifest.version] = (manifest, parts)
         for version in sorted(self._versions)[: -self._num_kept]:
             del self._versions[version]
-        used = {held.base.digest for held, _ in self._versions.values() if held.base is not None}
-        self._bases = {digest: held for digest, held in self._bases.items() if digest in used}
-
-    def publish_base(self, manifest: Manifest, weights: Mapping[str, NDArray[np.uint8]]) -> None:
-        """Take over what the adapters of the next versions stand on."""
-        self._bases[manifest.digest] = (manifest, [ray.put(weights)])
 
     def get(self, version: int) -> tuple[Manifest, list[ray.ObjectRef[Any]]]:
         """A version's manifest, and its weights in parts. Raises VersionMissingError when it is not here (any more)."""
@@ -161,14 +138,6 @@ class WeightStore:
             raise VersionMissingError(f"policy version {version} is not in the store; it has {sorted(self._versions)}")
         # In a list: a bare reference would be resolved on the way and copied through this actor.
         return self._versions[version]
-
-    def base(self, digest: str) -> tuple[Manifest, list[ray.ObjectRef[Any]]]:
-        """A base, as `get` gives a version. Raises VersionMissingError when it is not here (any more)."""
-        if digest not in self._bases:
-            raise VersionMissingError(
-                f"base {digest[:12]} is not in the store; it has versions {sorted(self._versions)}"
-            )
-        return self._bases[digest]
 
     def held(self) -> list[int]:
         """The versions that are here."""

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from actors.weights.checksums import Checked, checked, joined
-from actors.weights.store import Base, Manifest, TensorEntry
+from actors.weights.store import Manifest, TensorEntry
+from learner.model.checkpoint_files import Base
 
 Rows = Mapping[str, NDArray[np.uint8] | Tensor]
 """One rank's rows of tensors, or all of them: their bytes, or as they were in its memory, also a GPU's."""

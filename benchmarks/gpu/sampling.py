@@ -12,9 +12,10 @@ from torch import Tensor
 
 from benchmarks.gpu.setting import Row, Setting, random_policy
 from benchmarks.measure import seconds
-from benchmarks.models import LLADA_8B
+from benchmarks.models import LLADA_8B, random_adapter
 from benchmarks.replay import replay
 from benchmarks.roofline import limit
+from learner.model.lora import set_adapter, sharing_base
 from learner.model.transformer import Transformer
 from rollout.config import EngineConfig
 from rollout.request import Completion, Request
@@ -61,15 +62,23 @@ def sampler(setting: Setting) -> Iterator[Row]:
     model, short = random_policy(setting, torch.bfloat16), setting.of_two_blocks()
     whole = limit(masked_head=True, restricted=True)
     # Compiling takes longest, and may be cut short.
+    cached = {"cache": "dual"}
     ways: dict[str, tuple[bool, dict[str, Any]]] = {
         "eager": (False, {}),
-        "dual cache": (False, {"cache": "dual"}),
-        "dual cache, compiled": (True, {"cache": "dual"}),
+        "dual cache": (False, cached),
+        "dual cache, compiled": (True, cached),
+        "eager, an adapter": (False, {}),
+        "dual cache, an adapter": (False, cached),
+        "dual cache, compiled, an adapter": (True, cached),
+        "compiled, an adapter": (True, {}),
         "compiled": (True, {}),
     }
+    adapted, adapter = sharing_base(model), random_adapter(model, setting.rank)
+    set_adapter(adapted, adapter.matrices, adapter.scaling)
     for name, (is_compiled, changes) in ways.items():
         for slots in setting.slots:
-            policy = Sampler(model, 0, EngineConfig(num_slots=slots, dtype="bfloat16", compile=is_compiled))
+            sampled = adapted if "an adapter" in name else model
+            policy = Sampler(sampled, 0, EngineConfig(num_slots=slots, dtype="bfloat16", compile=is_compiled))
             # Of the same shapes, all of which a compiler meets.
             policy.generate(short.requests(slots, num_denoise_steps=4, **changes))
             spent = seconds(partial(policy.generate, short.requests(slots, **changes)), setting.device)

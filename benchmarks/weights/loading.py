@@ -1,9 +1,12 @@
-"""What memory a learner's ranks take to start from a checkpoint: each by its own rows, and each by the whole, then cut.
+"""How fast a checkpoint is checked and loaded, and what memory a learner's ranks take for it.
 
-    python -m benchmarks.weights.loading [--gigabytes 1] [--ranks 2] [--out FILE]
+    python -m benchmarks.weights.loading [--checkpoint DIR] [--device cuda] [--gigabytes 1] [--ranks 2] [--out FILE]
 
-A checkpoint of float32 weights is loaded by gloo ranks on CPUs. Counted is a rank's largest resident size above
-what it had before, files that are mapped included, against the limit: its shard.
+Rates are of one process, from the page cache. The limits beside them are what the same threads reach that read into
+memory which they hold already, and that write to memory which is new.
+
+For memory a checkpoint of float32 weights is loaded by gloo ranks on CPUs. Counted is a rank's largest resident size
+above what it had before, files that are mapped included, against the limit: its shard.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import re
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -25,13 +29,91 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.multiprocessing.spawn import spawn
 
 from benchmarks.models import Shape, empty_policy
-from learner.model.checkpoint import load_policy, save_checkpoint
+from learner.model.checkpoint import load_policy, save_checkpoint, stored_dtype
+from learner.model.checkpoint_files import weight_files
+from learner.model.storage import hashing
+from learner.model.storage.hashing import checksums
+from learner.model.storage.throughput import num_threads
 from learner.parallel.loading import load_by_rows
 from learner.parallel.sharding import ShardedPolicy, make_mesh
 from learner.parallel.sharding_config import ShardingConfig
 
 _D_MODEL, _VOCABULARY, _TOKENS = 2048, 8192, 128
+_BUFFER_BYTES, _REPEATS = 16 << 20, 3
 _CPU, _PLAIN = torch.device("cpu"), ShardingConfig()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rate:
+    """How fast one thing is done with a checkpoint's weights, in the fastest of several tries."""
+
+    what: str
+    num_bytes: int
+    """On disk."""
+    seconds: float
+    cpu_seconds: float
+    """Of all threads of the process."""
+    slowest_seconds: float
+    """Of all tries."""
+
+
+def rates(directory: Path, device: str = "cpu") -> list[Rate]:
+    """Of a checkpoint, on a device."""
+    files = weight_files(directory)
+    num_bytes, dtype = sum(path.stat().st_size for path in files), stored_dtype(directory)
+
+    def check() -> None:
+        hashing._known.clear()
+        checksums(files)
+
+    ways: dict[str, Callable[[], object]] = {
+        "read, into memory that is there (limit)": lambda: _read(files),
+        "write, to memory that is new (limit)": lambda: _touch(num_bytes),
+        "check": check,
+        f"load, on {device}": lambda: load_policy(directory, dtype, device),
+    }
+    _read(files)  # Into the page cache.
+    found = []
+    for what, do in ways.items():
+        tries = sorted(_timed(do) for _ in range(_REPEATS))
+        seconds, cpu_seconds = tries[0]
+        rate = Rate(
+            what=what, num_bytes=num_bytes, seconds=seconds, cpu_seconds=cpu_seconds, slowest_seconds=tries[-1][0]
+        )
+        found.append(rate)
+    return found
+
+
+def _timed(do: Callable[[], object]) -> tuple[float, float]:
+    """Seconds by the clock and of the CPU."""
+    cpu, began = time.process_time(), time.monotonic()
+    kept = do()
+    seconds = time.monotonic() - began, time.process_time() - cpu
+    del kept  # What it takes to give the memory back is no part of it.
+    return seconds
+
+
+def _read(files: Sequence[Path]) -> None:
+    """In equal shares of all bytes, as `load_policy` does."""
+    spans = [(path, begin) for path in files for begin in range(0, path.stat().st_size, _BUFFER_BYTES)]
+    count = num_threads()
+
+    def read(thread: int) -> None:
+        buffer = bytearray(_BUFFER_BYTES)
+        for path, begin in spans[thread::count]:
+            with path.open("rb", buffering=0) as file:
+                file.seek(begin)
+                file.readinto(buffer)
+
+    with ThreadPoolExecutor(count) as threads:
+        list(threads.map(read, range(count)))
+
+
+def _touch(num_bytes: int) -> torch.Tensor:
+    memory, count = torch.empty(num_bytes, dtype=torch.uint8), num_threads()
+    with ThreadPoolExecutor(count) as threads:
+        list(threads.map(lambda part: part.zero_(), memory.chunk(count)))
+    return memory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,12 +207,24 @@ def _resident(what: str) -> int:
 
 
 def main() -> None:
-    """Measure, and print a table."""
+    """Measure, and print two tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gigabytes", type=float, default=1.0)
+    parser.add_argument("--checkpoint", type=Path, help="a directory to measure rates of, and not one that is made")
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--out", type=Path, help="write the rows here too, a JSON object each")
     args = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as name:
+        if args.checkpoint is None:
+            _checkpoint(Path(name) / "checkpoint", args.gigabytes)
+        measured = rates(args.checkpoint or Path(name) / "checkpoint", args.device)
+    table = Table("what", "GB", "seconds", "slowest", "CPU seconds", "GB/s")
+    for rate in measured:
+        numbers = rate.num_bytes / 1e9, rate.seconds, rate.slowest_seconds, rate.cpu_seconds
+        table.add_row(rate.what, *(f"{number:.2f}" for number in (*numbers, rate.num_bytes / 1e9 / rate.seconds)))
+    Console().print(table)
     found = rows(args.gigabytes, args.ranks)
     table = Table("way", "ranks", "shard, MB", "peak, MB", "of the shard", "seconds")
     for row in found:
@@ -138,7 +232,8 @@ def main() -> None:
         table.add_row(row.way, str(row.num_ranks), *sizes, f"{row.seconds:.1f}")
     Console().print(table)
     if args.out is not None:
-        args.out.write_text("".join(json.dumps(asdict(row)) + "\n" for row in found))
+        lines = [*(asdict(rate) for rate in measured), *(asdict(row) for row in found)]
+        args.out.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 if __name__ == "__main__":

@@ -41,7 +41,10 @@ from actors.weights.tensors import make_manifest
 from benchmarks.models import Shape, empty_policy
 from deploy import machine
 from deploy.ray_session import ray_session
+from learner.model.checkpoint import save_checkpoint
+from learner.model.checkpoint_files import Base, chain_digest
 from learner.model.lora_config import WHOLE, LoraConfig
+from learner.model.transformer import Transformer
 from learner.parallel.ranks import Ranks
 from learner.parallel.sharding import ShardedPolicy, make_mesh
 
@@ -103,11 +106,13 @@ class LearnerRank:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.normal_()
+        base = _written(model, form.lora, Path(meeting).parent) if form.lora.rank and rank == 0 else None
         self._policy = ShardedPolicy(model, make_mesh("cpu"), lora=form.lora)
         self._store, self._ranks, self._is_gathered = store, Ranks(), form.is_gathered
         self._publisher = Publisher(
             self._policy, self._ranks, Client(None, store), travel=Travel(dtype=form.samplers_dtype)
         )
+        self._publisher.base = base
 
     def ready(self) -> None:
         """Answers once it is there."""
@@ -131,14 +136,21 @@ class LearnerRank:
         return Generation(version=version, digest=manifest.digest)
 
 
+def _written(model: Transformer, lora: LoraConfig, checkpoints_dir: Path) -> Base:
+    """Write what adapters stand on where samplers read it."""
+    directory = checkpoints_dir / "initial"
+    save_checkpoint(directory, model.config, dict(model.named_parameters()), checkpoints_dir)
+    return Base(checkpoint=directory.name, digest=chain_digest(directory), scaling=lora.scaling)
+
+
 class Receiver:
     """A sampler that only loads."""
 
-    def __init__(self, shape: Shape, form: Form, store: Any) -> None:
+    def __init__(self, shape: Shape, form: Form, store: Any, checkpoints_dir: Path) -> None:
         torch.set_num_threads(1)
         policy = empty_policy(shape, _TOKENS).to(form.samplers_dtype)
         self._reader = StagingReader(StoreReader(store, _TIMEOUT_S))
-        self._loader = PolicyLoader(policy, self._reader)
+        self._loader = PolicyLoader(policy, self._reader, checkpoints_dir)
 
     def ready(self) -> None:
         """Answers once it is there."""
@@ -163,7 +175,8 @@ class Line:
         rank = ray.remote(LearnerRank).options(num_cpus=0, max_concurrency=2)
         self._ranks: list[Any] = [rank.remote(shape, form, self.store, index, meeting) for index in range(_RANKS)]
         receiver = ray.remote(Receiver).options(num_cpus=0)
-        self._receivers: list[Any] = [receiver.remote(shape, form, self.store) for _ in range(num_samplers)]
+        arguments = shape, form, self.store, Path(meeting).parent
+        self._receivers: list[Any] = [receiver.remote(*arguments) for _ in range(num_samplers)]
         self._actors = [self.store, *self._ranks, *self._receivers]
         ray.get([one.ready.remote() for one in self._actors], timeout=_TIMEOUT_S)
         self._version = 0

@@ -8,10 +8,13 @@ Shape letters: B completions, P prompt, L completion slots.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from actors.run_config import RunConfig
 from actors.spec import sampler_facts
+from deploy.capacity.shape import num_adapters
 from learner.batch import GroupedBatch, RolloutBatch
 from learner.config import LearnerConfig
 from learner.estimators import InnerUpdate, make_terms
@@ -23,13 +26,30 @@ from rollout.canvas import Canvas
 from rollout.request import Cache, SamplingParams
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Steps:
+    """Denoise steps of a completion that are alike."""
+
+    count: float
+    """How many, at most."""
+    flops: float
+    """FLOP of each, of one completion."""
+    is_cached: bool
+    """Whether they run a few slots, and read keys and values of the others."""
+
+
 def sampling_flops(recipe: RunConfig, shape: TransformerConfig) -> float:
-    """FLOP of denoising a round's completions. A schedule that looks at probabilities commits one slot a step at worst,
-    and is counted so; of several schedules the mean is taken."""
-    params = recipe.rollout.params
-    of = _block_causal_flops if shape.is_block_causal and recipe.rollout.engine.block_cache else _completion_flops
-    each = [of(param, shape, recipe.rollout.max_prompt_tokens) for param in params]
-    return recipe.learner.groups_per_round * recipe.learner.group_size * sum(each) / len(each)
+    """FLOP of denoising a round's completions; of several schedules the mean is taken."""
+    each = [steps.count * steps.flops for params in recipe.rollout.params for steps in steps_of(recipe, shape, params)]
+    return recipe.learner.groups_per_round * recipe.learner.group_size * sum(each) / len(recipe.rollout.params)
+
+
+def steps_of(recipe: RunConfig, shape: TransformerConfig, params: SamplingParams) -> list[Steps]:
+    """The steps of a completion. A schedule that looks at probabilities commits one slot a step at worst, and is
+    counted so."""
+    if shape.is_block_causal and recipe.rollout.engine.block_cache:
+        return _block_causal_steps(recipe, shape, params)
+    return _completion_steps(recipe, shape, params)
 
 
 def num_steps(params: SamplingParams) -> int:
@@ -37,8 +57,11 @@ def num_steps(params: SamplingParams) -> int:
     return sampler_facts(params).most_steps
 
 
-def learning_flops(recipe: RunConfig, shape: TransformerConfig) -> float:
-    """FLOP of a round's updates, with old and reference likelihoods: those of one group, times the groups."""
+def learning_flops(recipe: RunConfig, shape: TransformerConfig, *, counts_twice: bool = False) -> float:
+    """FLOP of a round's updates, with old and reference likelihoods: those of one group, times the groups.
+
+    `counts_twice` says whether what activation checkpointing computes again counts as well.
+    """
     learner, lora = recipe.learner, recipe.model.lora
     facts = sampler_facts(recipe.rollout.params[0], is_block_causal=shape.is_block_causal)
     batch = GroupedBatch.of(full_group(recipe))
@@ -50,12 +73,34 @@ def learning_flops(recipe: RunConfig, shape: TransformerConfig) -> float:
     updates = [InnerUpdate(index, learner.inner_updates) for index in range(learner.inner_updates)]
     keys = [learner.estimator.mask_key(update) for update in updates]
     of_key = {key: canvases(update) for key, update in reversed(list(zip(keys, updates, strict=True)))}
-    total = sum(update_flops(shape, lora, of_key[key]) for key in keys)
+    is_twice = counts_twice and recipe.sharding.activation_checkpointing
+    total = sum(_update_flops(shape, lora, of_key[key], is_twice=is_twice) for key in keys)
     total += _without_gradient(learner, shape, lora, of_key, keys[0])
     if learner.objective.weighs_rows:
         weighed = canvases(InnerUpdate(WEIGHING, learner.inner_updates))
         total += forward_flops(shape, lora, weighed).total + forward_flops(shape, WHOLE, weighed).total
     return learner.groups_per_round * total
+
+
+def sft_flops(recipe: RunConfig, shape: TransformerConfig, num_documents: int) -> float:
+    """FLOP of an update of SFT on so many documents that are as long as may be, half of what they train on masked."""
+    length = recipe.sft_tokens
+    trained = length if recipe.sft.data is not None else recipe.rollout.sampling.gen_length
+    asked = num_documents * trained // 2
+    sums = CanvasSums(
+        tokens=num_documents * length,
+        pairs=num_documents * length**2,
+        asked=asked,
+        asked_pairs=asked * length,
+        scored=asked,
+    )
+    return _update_flops(shape, recipe.model.lora, sums, is_twice=recipe.sharding.activation_checkpointing)
+
+
+def _update_flops(shape: TransformerConfig, lora: LoraConfig, canvases: CanvasSums, *, is_twice: bool) -> float:
+    """FLOP of a forward and a backward; the blocks' forward once more where it `is_twice`."""
+    forward = forward_flops(shape, lora, canvases)
+    return update_flops(shape, lora, canvases) + is_twice * (forward.body + forward.adapter)
 
 
 def _without_gradient(
@@ -72,33 +117,38 @@ def _without_gradient(
     return total
 
 
-def _completion_flops(params: SamplingParams, shape: TransformerConfig, prompt_tokens: int) -> float:
-    length, block = prompt_tokens + params.gen_length, params.block_length
+def _completion_steps(recipe: RunConfig, shape: TransformerConfig, params: SamplingParams) -> list[Steps]:
+    length, block = recipe.rollout.max_prompt_tokens + params.gen_length, params.block_length
     steps, blocks = num_steps(params), params.num_blocks
+    rows = 2 if params.cfg_scale else 1
+    whole = rows * _step_flops(recipe, shape, length, length, block)
     if params.cache is Cache.NONE:
-        rows = 2 if params.cfg_scale else 1
-        return rows * steps * _step_flops(shape, length, length, block)
+        return [Steps(count=steps, flops=whole, is_cached=False)]
     per_block = steps / blocks
-    whole = blocks * (-(-per_block // params.cache_refresh_steps) if params.cache_refresh_steps else 1)
-    total = whole * _step_flops(shape, length, length, block)
-    for index in range(blocks):
-        run = block if params.cache is Cache.DUAL else params.gen_length - index * block
-        total += (per_block - whole / blocks) * _step_flops(shape, run, length, block)
-    return total
+    num_whole = -(-per_block // params.cache_refresh_steps) if params.cache_refresh_steps else 1
+    runs = [block if params.cache is Cache.DUAL else params.gen_length - index * block for index in range(blocks)]
+    cached = [
+        Steps(count=per_block - num_whole, flops=rows * _step_flops(recipe, shape, run, length, block), is_cached=True)
+        for run in runs
+    ]
+    return [Steps(count=blocks * num_whole, flops=whole, is_cached=False), *cached]
 
 
-def _block_causal_flops(params: SamplingParams, shape: TransformerConfig, prompt_tokens: int) -> float:
+def _block_causal_steps(recipe: RunConfig, shape: TransformerConfig, params: SamplingParams) -> list[Steps]:
     """The same where finished blocks are remembered: each is run once more, along with the first step of the next."""
-    block, total = params.block_length, 0.0
+    block, prompt_tokens, found = params.block_length, recipe.rollout.max_prompt_tokens, []
     canvas = Canvas(prompt_length=prompt_tokens, gen_length=params.gen_length, block_length=block, is_block_causal=True)
     begin, remembered = canvas.block_end(prompt_tokens) - block, 0
     while begin < canvas.end:
         seen = begin + block
         steps = _steps_for(params, seen - max(begin, prompt_tokens))
-        total += _step_flops(shape, seen - remembered, seen, block)
-        total += (steps - 1) * _step_flops(shape, block, seen, block)
+        first, later = (
+            _step_flops(recipe, shape, seen - remembered, seen, block),
+            _step_flops(recipe, shape, block, seen, block),
+        )
+        found += [Steps(count=1, flops=first, is_cached=True), Steps(count=steps - 1, flops=later, is_cached=True)]
         remembered, begin = begin, seen
-    return total
+    return found
 
 
 def _steps_for(params: SamplingParams, num_slots: int) -> int:
@@ -111,10 +161,11 @@ def _steps_for(params: SamplingParams, num_slots: int) -> int:
     return next(count for count in steps if count * share + min(count, num_larger) >= num_slots)
 
 
-def _step_flops(shape: TransformerConfig, run: int, seen: int, block: int) -> float:
+def _step_flops(recipe: RunConfig, shape: TransformerConfig, run: int, seen: int, block: int) -> float:
     """FLOP of a denoise step that runs so many slots, each of which sees so many, and predicts a block."""
     sums = CanvasSums(tokens=run, pairs=run * seen, asked=block, asked_pairs=block * seen, scored=block)
-    return forward_flops(shape, WHOLE, sums).total
+    forward = forward_flops(shape, recipe.model.lora, sums)
+    return forward.body + forward.head + num_adapters(recipe) * forward.adapter
 
 
 def full_group(recipe: RunConfig) -> RolloutBatch:

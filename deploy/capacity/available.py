@@ -11,8 +11,8 @@ from deploy.capacity.gpus import smallest_memory
 from deploy.errors import UserError, reason
 from deploy.program import program
 
-# Ray's own default: of main memory.
-_OBJECT_STORE_SHARE = 0.3
+# Ray's own defaults: of main memory, of what may be shared of it but no less than this, and in all.
+_OBJECT_STORE_SHARE, _SHARED_SHARE, _LEAST_SHARED, _MOST_STORE = 0.3, 0.95, 10**10, 200 * 10**9
 _CONNECT_TIMEOUT_S = 5.0
 _LAST_PORT = 65535
 
@@ -30,7 +30,7 @@ class Resources:
     memory_bytes: int
     """Main memory."""
     object_store_bytes: int
-    """Ray's object store, of all machines together."""
+    """Ray's object store on the machine that has the largest: what one process puts there lies on one machine."""
     gpu_memory_bytes: int | None
     """Memory of the smallest GPU; None where there is none, or nobody can say."""
     num_machines: int
@@ -70,18 +70,25 @@ def resources_of(address: str | None) -> Resources:
 
     now, most = ray.cluster_resources(), _most_by_autoscaler()
     total = {name: max(now.get(name, 0.0), most.get(name, 0.0)) for name in (*now, *most)}
-    store = int(total.get("object_store_memory", 0))
-    memory = total.get("memory", 0) + store
+    memory = total.get("memory", 0) + total.get("object_store_memory", 0)
     return Resources(
         where=f"the cluster at {address}",
         cpus=total.get("CPU", 0),
         gpus=int(total.get("GPU", 0)),
         memory_bytes=int(memory),
-        object_store_bytes=store,
+        object_store_bytes=_largest_store(total.get("object_store_memory", 0) - now.get("object_store_memory", 0)),
         gpu_memory_bytes=smallest_memory(total),
         num_machines=num_machines(),
         is_ours=False,
     )
+
+
+def _largest_store(to_come: float) -> int:
+    """The largest object store of a machine; of machines that are `to_come`, nobody knows how many share theirs."""
+    import ray
+
+    stores = (node["Resources"].get("object_store_memory", 0) for node in ray.nodes() if node["Alive"])
+    return int(max(to_come, *stores))
 
 
 def _most_by_autoscaler() -> dict[str, float]:
@@ -92,12 +99,14 @@ def _most_by_autoscaler() -> dict[str, float]:
 
 
 def _this_machine() -> Resources:
+    memory, shared = machine.memory_bytes(), machine.shared_memory_bytes()
+    most = _MOST_STORE if shared is None else min(_MOST_STORE, max(_LEAST_SHARED, _SHARED_SHARE * shared))
     return Resources(
         where="this machine",
         cpus=machine.num_cpus(),
         gpus=machine.num_gpus(),
-        memory_bytes=machine.memory_bytes(),
-        object_store_bytes=int(_OBJECT_STORE_SHARE * machine.memory_bytes()),
+        memory_bytes=memory,
+        object_store_bytes=int(min(_OBJECT_STORE_SHARE * memory, most)),
         gpu_memory_bytes=machine.gpu_memory_bytes(),
         num_machines=1,
         is_ours=True,

@@ -30,7 +30,9 @@ def print_dry_run(recipe: Recipe, needs: Needs, available: Resources, problems: 
     table.add_row("CPUs", f"{needs.cpus:g}", f"{available.cpus:g}")
     table.add_row("GPUs", str(needs.gpus), str(available.gpus))
     table.add_row("memory", f"{gigabytes(needs.memory_bytes)} or more", gigabytes(available.memory_bytes))
-    table.add_row("object store", gigabytes(needs.object_store_bytes), gigabytes(available.object_store_bytes))
+    table.add_row(
+        "object store of one machine", gigabytes(needs.object_store_bytes), gigabytes(available.object_store_bytes)
+    )
     table.add_row(
         "disk for checkpoints", f"up to {gigabytes(needs.disk_bytes)}", gigabytes(free_bytes(recipe.run_dir.parent))
     )

@@ -1,7 +1,6 @@
 """A capacity plan: how a recipe's samplers and learner workers share so many GPUs best, and what stands in the way.
 
-Seconds are the counted arithmetic over the GPU's stated rate, times the share of it that one GPU reached. They leave
-out grading, publishing and evaluation.
+Seconds leave out grading, and the loading of checkpoints.
 """
 
 from __future__ import annotations
@@ -13,15 +12,13 @@ from actors.resources import GpuSection
 from actors.run_config import RunConfig
 from deploy.capacity.arithmetic import learning_flops, sampling_flops
 from deploy.capacity.gpus import GpuKind
-from deploy.capacity.memory import ProcessMemory, learner_memory, sampler_memory, why_too_large
+from deploy.capacity.learner_memory import learner_memory
+from deploy.capacity.memory import ProcessMemory, sampler_memory, why_too_large
+from deploy.capacity.seconds import evaluation_s, learning_s, publishing_s, sampling_s, sft_step_s
 from deploy.capacity.shape import policy_shape
 from deploy.errors import UserError
 from deploy.printing import counted
 from learner.model.config import TransformerConfig
-
-SAMPLING_SHARE, LEARNING_SHARE = 0.56, 0.47
-"""Of a GPU's stated rate, as LLaDA-8B's shape reached on one H200 (docs/benchmarks.md): eager, 8 rows and more, and
-updates of an adapter."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,6 +70,12 @@ class Plan:
     """What a sampler and a learner worker of the first split take."""
     has_other_shares: bool
     """Whether that is with other shares of a GPU than the recipe's."""
+    sft_step_s: float | None
+    """Seconds of a step of SFT with the first split; None without SFT."""
+    evaluation_s: float
+    """Seconds of an evaluation with the first split, at one schedule."""
+    publishing_s: float | None
+    """Seconds to publish a version; None of whole weights, of which it is not known."""
 
     @property
     def best(self) -> Split | None:
@@ -84,9 +87,8 @@ def make_plan(recipe: RunConfig, num_gpus: int, kind: GpuKind) -> Plan:
     """Plan a recipe. Raises ValueError when its checkpoint's config cannot be had, UserError when so many GPUs cannot
     hold a copy of the policy as the recipe shards it."""
     shape = policy_shape(recipe)
-    flops = sampling_flops(recipe, shape), learning_flops(recipe, shape)
     shares, is_colocated = _shares(recipe, shape, num_gpus), recipe.gpus.colocate
-    splits = _fastest_first(_splits(shares, shape, num_gpus, kind, flops))
+    splits = _fastest_first(_splits(shares, shape, num_gpus, kind))
     if not splits:
         raise UserError(
             f"sharding.workers_per_copy {recipe.sharding.workers_per_copy} is more learner workers than a round can "
@@ -94,43 +96,45 @@ def make_plan(recipe: RunConfig, num_gpus: int, kind: GpuKind) -> Plan:
         )
     others = []
     if not is_colocated and not recipe.learner.max_staleness:
-        others = _fastest_first(_splits(_colocated(recipe), shape, num_gpus, kind, flops))
+        others = _fastest_first(_splits(_colocated(recipe), shape, num_gpus, kind))
     return Plan(
         num_gpus=num_gpus,
         kind=kind,
-        sampling_flops=flops[0],
-        learning_flops=flops[1],
+        sampling_flops=sampling_flops(recipe, shape),
+        learning_flops=learning_flops(recipe, shape),
         is_short_of_groups=_most_samplers(recipe) < num_gpus - (not is_colocated),
         is_colocated=is_colocated,
         splits=tuple(splits),
         if_colocated=others[0] if others and others[0].limit is None else None,
         processes=(sampler_memory(shares, shape), learner_memory(shares, shape, splits[0].num_workers)),
         has_other_shares=shares.gpus != recipe.gpus,
+        sft_step_s=sft_step_s(recipe, shape, kind, splits[0].num_workers) if recipe.sft.num_steps else None,
+        evaluation_s=evaluation_s(recipe, shape, kind, splits[0].num_samplers),
+        publishing_s=publishing_s(recipe, shape),
     )
 
 
-def _splits(
-    recipe: RunConfig, shape: TransformerConfig, num_gpus: int, kind: GpuKind, flops: tuple[float, float]
-) -> Iterator[Split]:
+def _splits(recipe: RunConfig, shape: TransformerConfig, num_gpus: int, kind: GpuKind) -> Iterator[Split]:
     where = f"one {kind.name}"
     learner = recipe.learner
     # What cannot be shared out further: more workers would wait in every round.
     units = learner.groups_per_round * (1 if learner.objective.compares_groups else learner.group_size)
+    learning_alone_s = learning_s(recipe, shape, kind)
     sampler = why_too_large(sampler_memory(recipe, shape), kind.memory_bytes, where)
     for num_samplers, num_workers in _pairs(recipe, num_gpus, units):
         too_large = why_too_large(learner_memory(recipe, shape, num_workers), kind.memory_bytes, where)
         is_ahead = learner.max_staleness > 0 and num_gpus > 1
         # The busiest ends the round. Samplers that run ahead go on with the next one.
         of_busiest = 1 / num_samplers if is_ahead else _of_busiest_sampler(recipe, num_samplers)
-        sampling_s = flops[0] * of_busiest / (SAMPLING_SHARE * kind.flop_per_s)
-        learning_s = flops[1] * _of_busiest(units, num_workers) / (LEARNING_SHARE * kind.flop_per_s)
+        sampled_s = sampling_s(recipe, shape, kind, num_samplers) * of_busiest
+        learned_s = learning_alone_s * _of_busiest(units, num_workers)
         yield Split(
             num_samplers=num_samplers,
             num_workers=num_workers,
             num_gpus=min(num_gpus, num_workers if recipe.gpus.colocate else num_samplers + num_workers),
-            sampling_s=sampling_s,
-            learning_s=learning_s,
-            round_s=max(sampling_s, learning_s) if is_ahead else sampling_s + learning_s,
+            sampling_s=sampled_s,
+            learning_s=learned_s,
+            round_s=max(sampled_s, learned_s) if is_ahead else sampled_s + learned_s,
             limit=sampler or too_large,
         )
 

@@ -22,6 +22,11 @@ def policy_shape(recipe: RunConfig) -> TransformerConfig:
     return model.shape(model.vocab_size, recipe.longest_canvas, mask_token_id=0, eos_token_id=1)
 
 
+def num_adapters(recipe: RunConfig) -> int:
+    """Adapters beside the base where a policy samples: that of its stage, and before it SFT's; none without LoRA."""
+    return 1 + (recipe.sft.num_steps > 0) if recipe.model.lora.rank else 0
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParameterCounts:
     """Numbers of a policy's parameters, by where they are."""
@@ -38,6 +43,8 @@ class ParameterCounts:
     """Of LoRA's matrices, over all blocks; 0 without."""
     adapter_of_block: int
     """Of LoRA's matrices in one block, the most."""
+    layer: int
+    """Of the largest linear layer of a block."""
 
     @property
     def policy(self) -> int:
@@ -67,6 +74,7 @@ class ParameterCounts:
             frozen=sum(frozen),
             adapter=sum(adapters),
             adapter_of_block=max(adapters),
+            layer=max(inputs * outputs for layer in layers for inputs, outputs in shape.linear_layers(layer).values()),
         )
 
 

@@ -7,8 +7,8 @@ from rich.table import Table
 from rich.text import Text
 
 from deploy.capacity.memory import ProcessMemory
-from deploy.capacity.plan import LEARNING_SHARE, SAMPLING_SHARE, Plan, Split
-from deploy.printing import counted
+from deploy.capacity.plan import Plan, Split
+from deploy.printing import counted, duration
 
 _MOST_SPLITS = 6
 
@@ -54,11 +54,11 @@ def _words(plan: Plan) -> list[Text]:
     left_out = len(plan.splits) - _MOST_SPLITS
     more = [] if left_out <= 0 else [Text(f"{counted(left_out, 'slower split')} not shown.", style="dim")]
     derived = (
-        f"All of it is derived: {plan.sampling_flops / 1e15:.3g} PFLOP of sampling at "
-        f"{SAMPLING_SHARE:.0%} and {plan.learning_flops / 1e15:.3g} PFLOP of learning at {LEARNING_SHARE:.0%} of the "
-        f"{plan.kind.flop_per_s / 1e12:g} TFLOP/s that one {plan.kind.name} states, the shares that an H200 "
-        "reached; canvases that are full; without grading, publishing and evaluation."
+        f"All of it is derived: {plan.sampling_flops / 1e15:.3g} PFLOP of sampling and "
+        f"{plan.learning_flops / 1e15:.3g} PFLOP of learning a round, at the shares of a stated rate that an H200 "
+        f"reached, here of {plan.kind.flop_per_s / 1e12:g} TFLOP/s; full canvases; no grading and no loading."
     )
+    more.append(Text(_beside_rounds(plan)))
     if best is not None and best.num_gpus < plan.num_gpus:
         idle = plan.num_gpus - best.num_gpus
         more.append(
@@ -70,6 +70,13 @@ def _words(plan: Plan) -> list[Text]:
     if plan.is_short_of_groups:
         more.append(Text("More samplers would wait: a round has no more groups (learner.groups_per_round)."))
     return [*more, Text(words, style="bold red" if best is None else "bold"), Text(derived, style="dim")]
+
+
+def _beside_rounds(plan: Plan) -> str:
+    """What else takes seconds."""
+    phases = {"a step of SFT": plan.sft_step_s, "an evaluation": plan.evaluation_s, "publishing": plan.publishing_s}
+    found = ", ".join(f"{name} {duration(seconds)}" for name, seconds in phases.items() if seconds is not None)
+    return f"Beside these, with the first split: {found}."
 
 
 def _override(best: Split, plan: Plan) -> str:

@@ -20,7 +20,7 @@ from deploy.chaos.record import WEIGHTS
 from deploy.chaos.targets import Family, Process
 from deploy.errors import UserError
 from deploy.runs.scale_request import ask
-from learner.model.checkpoint_files import ADAPTER, lent_weights
+from learner.model.checkpoint_files import ADAPTER
 
 _COLLECTIVE_S = 1.0
 _TERM_S = 5.0
@@ -203,7 +203,7 @@ def _flip_newest(checkpoints: Path, choice: float) -> str:
     version, directory = max(found, default=(0, checkpoints))
     if not version:
         raise NotPossibleError("there is no checkpoint beside the initial one yet")
-    path = directory / (WEIGHTS if lent_weights(directory) is None else ADAPTER)
+    path = directory / (ADAPTER if (directory / ADAPTER).is_file() else WEIGHTS)
     place = int(choice * path.stat().st_size)
     with path.open("r+b") as file:
         file.seek(place)

@@ -97,8 +97,8 @@ def evaluate(
         sampled=Sampled(num_samples=samples, temperature=temperature or 0.0, seed=seed),
     )
     computing = Computing(num_slots=slots, dtype=dtype, wanted=Wanted(num_workers=workers, device=device))
-    with saying(f"looking at {checkpoint}"):
-        subject = find_subject(checkpoint, runs_dir)
+    with saying(f"looking at {checkpoint}") as waiting:
+        subject = find_subject(checkpoint, runs_dir, waiting.change)
         place = out or default_out(subject, runs_dir)
     with closing(take_lock(place)):
         with saying("making the problems"):

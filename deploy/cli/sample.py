@@ -131,16 +131,16 @@ def sample(
     asked: dict[str, Any] = {"prompt": prompt} if raw else {"messages": [{"role": "user", "content": prompt}]}
     place, engine = choose_device(device), EngineConfig(num_slots=slots, dtype=dtype)
     loading = f"loading the policy of {checkpoint}"
-    with saying(loading):
-        directory = find_directory(checkpoint, runs_dir)
+    with saying(loading) as waiting:
+        directory = find_directory(checkpoint, runs_dir, waiting.change)
     if is_renoising(directory):
         check_renoising_options(options.values)
         with saying(loading):
             renoising = open_renoising(directory, checkpoint, place, engine.torch_dtype)
         _sample_renoising(renoising, lines, asked, options, as_json=as_json)
         return
-    with saying(loading):
-        policy = load_ready(directory, checkpoint, place, engine)
+    with saying(loading) as waiting:
+        policy = load_ready(directory, checkpoint, place, engine, waiting.change)
     with _failures_as_sentences(checkpoint):
         if lines is not None:
             _sample_file(policy, lines, options, colour, as_json=as_json)

@@ -140,7 +140,8 @@ def _carry_out(recipe: Recipe, order: _Order, dry_run: bool) -> None:
         from deploy.capacity.needs import needs_of
 
         problems += [more for more in _refusals(recipe, order) if not any(more in problem for problem in problems)]
-        print_dry_run(recipe, needs_of(recipe, serve=order.serve), available, problems)
+        needs = needs_of(recipe, serve=order.serve, num_machines=available.num_machines)
+        print_dry_run(recipe, needs, available, problems)
         if problems:
             raise UserError(f"{recipe.name} cannot run: {counted(len(problems), 'problem')}, listed above")
         return

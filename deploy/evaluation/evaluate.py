@@ -24,6 +24,7 @@ from deploy.runs.references import find_checkpoint_of
 from deploy.sampling.policy import read_tokenizer
 from learner.model.checkpoint_files import load_config
 from learner.model.renoising.config import is_renoising, read_renoising_config
+from learner.model.storage.throughput import Say
 from rollout.config import EngineConfig
 
 RESULTS = "results.json"
@@ -79,14 +80,14 @@ class Ready:
         return [batch for batch in self.batches if batch.index not in self.record.done]
 
 
-def find_subject(reference: str, runs_dir: Path) -> Subject:
-    """The checkpoint that a user names: a run's newest, or one by itself.
+def find_subject(reference: str, runs_dir: Path, say: Say | None = None) -> Subject:
+    """The checkpoint that a user names: a run's newest, or one by itself; `say` is told at which rate it is read.
 
     Raises UserError where there is none or it cannot be read.
     """
     try:
         # A link is a name for today.
-        directory = find_checkpoint_of(reference, runs_dir).resolve()
+        directory = find_checkpoint_of(reference, runs_dir, say).resolve()
         position = find_position(directory)
         facts = {"path": str(directory), "fingerprint": fingerprint(directory)}
     except ValueError as error:

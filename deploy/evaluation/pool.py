@@ -21,7 +21,7 @@ from deploy.evaluation.problems import Batch
 from deploy.evaluation.worker import Answered, Worker, WorkerConfig
 from deploy.orphans import end_with_parent
 from deploy.sampling.policy import Device, choose_device
-from learner.model.checkpoint_files import lent_weights
+from learner.model.checkpoint_files import checkpoint_chain, weight_bytes
 
 _SMALL_BYTES = 200 << 20
 _DIED = "a worker of the evaluation died, killed or out of memory; what was answered is kept"
@@ -103,12 +103,12 @@ def worker_configs(config: WorkerConfig, wanted: Wanted) -> list[WorkerConfig]:
         return [replace(config, device=f"cuda:{index % num_gpus}") for index in range(num_workers)]
     num_cores = len(os.sched_getaffinity(0))
     # A small policy's steps are too short to share among threads; of a large one, one copy is enough.
-    num_workers = wanted.num_workers or (num_cores if _num_bytes(config.checkpoint) < _SMALL_BYTES else 1)
+    num_workers = wanted.num_workers or (num_cores if _weight_bytes(config.checkpoint) < _SMALL_BYTES else 1)
     return [replace(config, device="cpu", num_threads=max(1, num_cores // num_workers))] * num_workers
 
 
-def _num_bytes(checkpoint: Path) -> int:
-    return sum(path.stat().st_size for path in (lent_weights(checkpoint) or checkpoint).glob("*.safetensors"))
+def _weight_bytes(checkpoint: Path) -> int:
+    return weight_bytes(checkpoint_chain(checkpoint)[-1])
 
 
 def _begin(config: WorkerConfig) -> None:

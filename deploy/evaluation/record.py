@@ -16,7 +16,8 @@ from typing import Any
 from deploy.errors import UserError, reason
 from deploy.evaluation.worker import Answer, Answered
 from deploy.runs.lock import RunLock
-from learner.model.checkpoint_files import lent_weights
+from learner.model.checkpoint_files import ADAPTER, adapter_base
+from learner.model.storage.references import read_references, why_gone
 
 _WEIGHTS = ("*.safetensors", "*.bin")
 _SAMPLED_BYTES = 1 << 20
@@ -154,10 +155,14 @@ def fingerprint(checkpoint: Path) -> str:
     Raises OSError where they cannot be read, and ValueError where it stands on weights that are not there.
     """
     digest = sha256((checkpoint / "config.json").read_bytes())
-    base = lent_weights(checkpoint)
-    if base is not None:
-        digest.update(fingerprint(base).encode())
-    for path in sorted(path for pattern in _WEIGHTS for path in checkpoint.glob(pattern)):
+    if (checkpoint / ADAPTER).is_file():
+        digest.update(fingerprint(adapter_base(checkpoint)).encode())
+    files = {path for pattern in _WEIGHTS for path in checkpoint.glob(pattern)}
+    for reference in read_references(checkpoint).values():
+        if not reference.path.is_file():
+            raise ValueError(why_gone(checkpoint, reference))
+        files.add(reference.path)
+    for path in sorted(files, key=lambda path: path.name):
         size = path.stat().st_size
         digest.update(f"{path.name} {size}".encode())
         with path.open("rb") as file:

@@ -12,6 +12,7 @@ import torch
 
 from actors.grader import sample_of
 from deploy.evaluation.problems import Batch
+from learner.hardware import placed_on
 from learner.model.checkpoint import load_policy
 from learner.model.renoising.config import is_renoising
 from learner.model.renoising.policy import load_renoising_policy
@@ -81,12 +82,12 @@ class Worker:
     @cached_property
     def _sampler(self) -> Any:
         """A `Sampler` or a `RenoisingSampler`: each takes requests of its own."""
-        directory, engine, device = self._config.checkpoint, self._config.engine, self._config.device
-        if device == "cpu":
+        directory, engine, device = self._config.checkpoint, self._config.engine, placed_on(self._config.device)
+        if device.type == "cpu":
             torch.set_num_threads(self._config.num_threads)
         if is_renoising(directory):
             return RenoisingSampler(load_renoising_policy(directory, engine.torch_dtype).to(device), 0)
-        return Sampler(load_policy(directory, engine.torch_dtype).to(device), 0, engine)
+        return Sampler(load_policy(directory, engine.torch_dtype, device), 0, engine)
 
     @cached_property
     def _tokenizer(self) -> ChatTokenizer:

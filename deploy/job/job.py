@@ -77,7 +77,11 @@ def run(
     on_event(_waiting("reading the run directory" if resume else "making the run directory"))
     if resume:
         check_resumable(recipe, spec)
-    with closing(RunLock.take(spec.run_dir) if resume else create_run_dir(recipe, spec, start_from)) as lock:
+
+    def say(what: str) -> None:
+        on_event(_waiting(what) | {"goes_on": True})
+
+    with closing(RunLock.take(spec.run_dir) if resume else create_run_dir(recipe, spec, start_from, say)) as lock:
         if not lock.is_exclusive:
             what = f"the file system of {spec.run_dir} has no locks: let nothing else train this run meanwhile"
             on_event({"event": "status", "what": what})

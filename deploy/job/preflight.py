@@ -13,7 +13,8 @@ from actors.resources import OBJECT_STORE
 from actors.spec import sampler_facts
 from deploy import machine
 from deploy.capacity.available import Resources
-from deploy.capacity.memory import learner_memory, sampler_memory, why_too_large
+from deploy.capacity.learner_memory import learner_memory
+from deploy.capacity.memory import engine_memory, largest, sampler_memory, why_too_large
 from deploy.capacity.needs import CPU_TOLERANCE, Needs, needs_of
 from deploy.capacity.shape import policy_shape
 from deploy.errors import reason
@@ -35,10 +36,10 @@ _PROBE_BYTES = 4096
 
 def preflight(recipe: Recipe, available: Resources, *, resume: bool = False, serve: bool = False) -> list[str]:
     """Why the recipe cannot run, in sentences that say what would help; empty when it can."""
-    needs = needs_of(recipe, serve=serve)
+    needs = needs_of(recipe, serve=serve, num_machines=available.num_machines)
     problems = [
         *_resource_problems(recipe, needs, available),
-        *_gpu_memory_problems(recipe, available),
+        *_gpu_memory_problems(recipe, available, serve=serve),
         *_pool_problems(recipe),
         *_registry_problems(available),
         *(list(_run_dir_problems(recipe, resume)) or _disk_problems(recipe, needs, resume=resume)),
@@ -76,19 +77,31 @@ def _resource_problems(recipe: Recipe, needs: Needs, available: Resources) -> It
             f"and {where} has {available.cpus:g}; take fewer rollout.num_samplers or learner.num_workers"
         )
     if needs.memory_bytes > available.memory_bytes:
+        most = largest(needs.memory)
         yield (
-            f"the recipe needs at least {gigabytes(needs.memory_bytes)} of memory ({pools}) and {where} has "
-            f"{gigabytes(available.memory_bytes)}; take fewer of them or a smaller model"
+            f"the recipe needs at least {gigabytes(needs.memory_bytes)} of memory ({most.name} "
+            f"{gigabytes(most.num_bytes)}) and {where} has {gigabytes(available.memory_bytes)}; take {most.helps}, or "
+            "a smaller model"
         )
     if needs.object_store_bytes > available.object_store_bytes:
+        largest_store = "that" if available.num_machines == 1 else "the largest"
         yield (
-            f"the policy versions of the recipe take {gigabytes(needs.object_store_bytes)} of Ray's object store and "
-            f"that of {where} has {gigabytes(available.object_store_bytes)}; take model.lora.rank, a smaller "
-            "learner.max_staleness or a smaller model, or start Ray with a larger --object-store-memory"
+            f"policy versions take {gigabytes(needs.object_store_bytes)} of Ray's object store on one machine, and "
+            f"{largest_store} of {where} has {gigabytes(available.object_store_bytes)}; take "
+            f"{_fewer_published(recipe)}, or start Ray with a larger --object-store-memory"
         )
 
 
-def _gpu_memory_problems(recipe: Recipe, available: Resources) -> Iterator[str]:
+def _fewer_published(recipe: Recipe) -> str:
+    """What makes the policy versions in the object store smaller, or fewer."""
+    lora, engine = recipe.model.lora, recipe.rollout.engine
+    ways = ["a smaller model.lora.rank" if lora.rank else "LoRA (model.lora.rank)"]
+    ways += ["rollout.engine.dtype=bfloat16"] if engine.dtype == "float32" and not lora.rank else []
+    ways += ["a smaller learner.max_staleness"] if recipe.learner.max_staleness else []
+    return ", ".join(ways)
+
+
+def _gpu_memory_problems(recipe: Recipe, available: Resources, *, serve: bool) -> Iterator[str]:
     """What does not fit its share of a GPU. A checkpoint whose config cannot be had is refused as such."""
     if recipe.device == "cpu" or available.gpu_memory_bytes is None:
         return
@@ -96,7 +109,10 @@ def _gpu_memory_problems(recipe: Recipe, available: Resources) -> Iterator[str]:
         shape = policy_shape(recipe)
     except ValueError:
         return
-    for process in (sampler_memory(recipe, shape), learner_memory(recipe, shape, recipe.learner.num_workers)):
+    processes = [sampler_memory(recipe, shape), learner_memory(recipe, shape, recipe.learner.num_workers)]
+    if serve and recipe.gpus.engine:
+        processes.append(engine_memory(recipe, shape, recipe.service.max_live_versions))
+    for process in processes:
         if refusal := why_too_large(process, available.gpu_memory_bytes, f"a GPU of {available.where}"):
             yield refusal
 
@@ -107,7 +123,8 @@ def _disk_problems(recipe: Recipe, needs: Needs, *, resume: bool) -> Iterator[st
     if needs.disk_bytes > free and not resume:
         yield (
             f"the checkpoints of the recipe take up to {gigabytes(needs.disk_bytes)} and the disk of runs_dir "
-            f"{recipe.runs_dir} has {gigabytes(free)} free; take another runs_dir or a smaller num_checkpoints_kept"
+            f"{recipe.runs_dir} has {gigabytes(free)} free; take another runs_dir, a smaller num_checkpoints_kept or "
+            f"{'a smaller model.lora.rank' if recipe.model.lora.rank else 'LoRA (model.lora.rank)'}"
         )
 
 

@@ -17,6 +17,7 @@ from actors.run_log import CHECKPOINTS, METRICS, RECIPE, SAMPLES, SOLVE_RATES
 from deploy.errors import UserError
 from deploy.recipe.recipe import Recipe
 from learner.model.checkpoint_files import MANIFEST
+from learner.model.storage.references import read_references
 
 # The recipe comes last: who finds it finds a run with a policy.
 _OF_THE_RUN = (METRICS, SAMPLES, SOLVE_RATES, ADMIN, RECIPE)
@@ -90,7 +91,9 @@ class Mirror:
         where = f"{CHECKPOINTS}/{directory.name}"
         self._delete(directory.name)
         try:
-            for path in sorted(directory.iterdir(), key=lambda path: path.name == MANIFEST):
+            # What a checkpoint refers to is on this machine: its copy has the files themselves.
+            files = {*directory.iterdir(), *(reference.path for reference in read_references(directory).values())}
+            for path in sorted(files, key=lambda path: path.name == MANIFEST):
                 self._put(path, f"{where}/{path.name}")
         except FileNotFoundError:
             # The run has deleted it meanwhile, or written it anew: the next push sees what there is.

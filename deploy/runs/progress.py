@@ -20,7 +20,7 @@ _LONGEST_FAILURE = 200
 # A step that takes so many times as long as the one before it is worth a line.
 _UNUSUAL = 2.0
 # They come at any time, and what was waited for is waited for still.
-_BESIDE_THE_WORK = ("run", "status", "failure", "pause", "pause_end", "scale")
+_BESIDE_THE_WORK = ("run", "status", "failure", "pause", "pause_end", "scale", "loaded")
 # How the failures begin after which the learner group starts again.
 _OF_LEARNERS = ("a learner worker failed", "the learner group restarted")
 _BETWEEN_PHASES = {
@@ -70,6 +70,9 @@ class ProgressDisplay:
 
     def __call__(self, event: Event) -> None:
         """Show one event."""
+        if event["event"] == "waiting" and event.get("goes_on"):
+            self._waiting.change(printable(event["what"]))
+            return
         if event["event"] == "waiting":
             self._wait(printable(event["what"]), at_once=True)
             return
@@ -202,6 +205,13 @@ def _evaluation(event: Event) -> str:
     return f"{what} accuracy {_place(event)}{at}: {score_text(score)}"
 
 
+def _loaded(event: Event) -> str:
+    """At which rate a checkpoint was read, twice."""
+    gigabytes = event["num_bytes"] / 1e9
+    checked, loaded = (f"in {event[key]:.1f} s, {gigabytes / event[key]:.1f} GB/s" for key in ("check_s", "load_s"))
+    return f"{event['path']}: {gigabytes:.1f} GB checked {checked}; loaded {loaded}"
+
+
 def _failure(event: Event) -> str:
     return f"failure, attempt {event['attempt']}: {_what(event)}"
 
@@ -243,6 +253,7 @@ _SENTENCES: dict[str, Callable[[Event], str]] = {
     "resume": lambda event: printable(event["what"]),
     "checkpoint": lambda event: f"checkpoint {event['path']}",
     "failure": _failure,
+    "loaded": _loaded,
     "pause": _pause,
     "scale": lambda event: f"{event['pool']}: {event['before']} before, {event['after']} from now on",
     "pause_end": lambda event: f"the run goes on after {duration(event['seconds'])}",

@@ -15,6 +15,7 @@ from deploy.printing import printable
 from deploy.recipe.recipe import Recipe
 from deploy.recipe.refusals import first_refusal
 from deploy.recipe.yaml_text import parse_yaml
+from learner.model.storage.throughput import Say
 
 
 def read_recipe(run_dir: Path) -> Recipe:
@@ -31,13 +32,14 @@ def read_recipe(run_dir: Path) -> Recipe:
         raise UserError(f"{path} is not a recipe of this d1: {error}") from error
 
 
-def newest_to_answer(run_dir: Path) -> FoundCheckpoint:
-    """The newest whole checkpoint that a run's service answers from; what is damaged is said on stderr.
+def newest_to_answer(run_dir: Path, say: Say | None = None) -> FoundCheckpoint:
+    """The newest whole checkpoint that a run's service answers from; what is damaged is said on stderr. `say` is told
+    at which rate it is read.
 
     Raises UserError when there is none.
     """
     try:
-        found = newest_checkpoint(run_dir / CHECKPOINTS, to_answer)
+        found = newest_checkpoint(run_dir / CHECKPOINTS, to_answer, say)
     except ValueError as error:
         raise UserError(str(error)) from error
     if found is None:

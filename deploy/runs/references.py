@@ -11,6 +11,7 @@ from actors.run_log import CHECKPOINTS, METRICS, RECIPE
 from deploy.errors import UserError
 from deploy.program import program
 from deploy.runs.listing import run_names
+from learner.model.storage.throughput import Say
 
 _CONFIG = "config.json"
 _BEST, _LAST = "best", "last"
@@ -67,14 +68,15 @@ def find_run(reference: str, runs_dir: Path) -> Path:
     raise UserError(f"{reference} is a checkpoint by itself, not one of a run; name a run: `{program()} runs ls`")
 
 
-def find_checkpoint_of(reference: str, runs_dir: Path) -> Path:
-    """The directory of a checkpoint; of a run, its newest that is whole. Raises as `find`."""
+def find_checkpoint_of(reference: str, runs_dir: Path, say: Say | None = None) -> Path:
+    """The directory of a checkpoint; of a run, its newest that is whole, and `say` is told at which rate that is read.
+    Raises as `find`."""
     found = find(reference, runs_dir)
     if not found.is_run:
         return found.directory
     from deploy.runs.reading import newest_to_answer
 
-    return newest_to_answer(found.directory).directory
+    return newest_to_answer(found.directory, say).directory
 
 
 def _find_here(reference: str, runs_dir: Path) -> Found | None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import errno
+import math
+import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from actors.checkpoints.selection import Position
+from actors.checkpoints.selection import Position, is_passing
 from actors.plan import RunPlan
 from actors.run_config import RunConfig
 from actors.run_log import CHECKPOINTS, RECIPE
@@ -21,8 +24,10 @@ from deploy.errors import UserError
 from deploy.recipe.overrides import load_recipe, resolved_yaml
 from deploy.recipe.recipe import Recipe, Stages
 from deploy.runs.lock import LOCK, RunLock
-from learner.model.checkpoint_files import load_config
-from learner.model.hub import find_checkpoint, is_hub_id
+from learner.model.checkpoint_files import ADAPTER, load_config
+from learner.model.hub import find_checkpoint, find_tokenizer, is_hub_id
+from learner.model.storage.references import check_unchanged
+from learner.model.storage.throughput import Say, Throughput, num_threads
 from learner.model.tokenizer import EOS, MASK, ChatTokenizer, make_tokenizer
 from rewards import Split, make_task
 from rewards.data.demonstrations import read_demonstrations
@@ -31,7 +36,7 @@ from rewards.data.draw import TooFewProblemsError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from learner.model.transformer import Transformer
+    from learner.model.checkpoint import StoredWeights
 
 _PHASES = {
     Stages.ALL: (Phase.SFT, Phase.RL),
@@ -68,6 +73,9 @@ _WHERE_A_TERM_ASKS = re.compile(
     r"|max_response_bytes|requests_per_minute|cache_path|cache_redis_env|vllm.*)"
 )
 _NUM_TOKENIZER_TEXTS = 2000
+_FLOAT_BYTES = 4
+# Numbers of a tensor that are looked at at a time.
+_LOOKED_AT = 1 << 20
 
 
 def make_spec(recipe: Recipe, stages: Stages) -> RunSpec:
@@ -81,8 +89,9 @@ def make_spec(recipe: Recipe, stages: Stages) -> RunSpec:
     return RunSpec(**config, run_dir=recipe.run_dir, phases=phases)
 
 
-def create_run_dir(recipe: Recipe, spec: RunSpec, start_from: Path | None) -> RunLock:
-    """Make the run directory, with policy version 0 made from scratch or copied from `start_from`; returns its lock.
+def create_run_dir(recipe: Recipe, spec: RunSpec, start_from: Path | None, say: Say | None = None) -> RunLock:
+    """Make the run directory, with policy version 0 made from scratch or that of a checkpoint, `start_from` or the
+    recipe's; returns its lock. `say` is told what takes long.
 
     Raises UserError when the recipe cannot work: a bad checkpoint, too few problems, a canvas that is too short; and
     when another process makes or has made the run.
@@ -95,7 +104,7 @@ def create_run_dir(recipe: Recipe, spec: RunSpec, start_from: Path | None) -> Ru
     # It moves with the directory: there is no moment at which the run is there and nobody has its lock.
     lock = RunLock.take(partial)
     try:
-        _fill_run_dir(recipe, spec, start_from, partial)
+        _fill_run_dir(recipe, spec, start_from, partial, say)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         lock.close()
@@ -103,15 +112,20 @@ def create_run_dir(recipe: Recipe, spec: RunSpec, start_from: Path | None) -> Ru
     return lock
 
 
-def _fill_run_dir(recipe: Recipe, spec: RunSpec, start_from: Path | None, partial: Path) -> None:
+def _fill_run_dir(recipe: Recipe, spec: RunSpec, start_from: Path | None, partial: Path, say: Say | None) -> None:
     """Write into `partial`, and give it its name."""
     try:
         # Of a try that was killed.
         for path in [path for path in partial.iterdir() if path.name != LOCK]:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         (partial / RECIPE).write_text(resolved_yaml(recipe))
-        _write_initial(recipe, partial / CHECKPOINTS / "initial", _source(recipe, start_from))
-        _check_plan(spec, ChatTokenizer(partial / CHECKPOINTS / "initial"))
+        reference = start_from or recipe.model.checkpoint
+        if reference is not None:
+            # Before its weights are fetched and hashed.
+            _check_plan(spec, ChatTokenizer(find_tokenizer(reference)))
+        _write_initial(recipe, partial / CHECKPOINTS / "initial", reference, say)
+        if reference is None:
+            _check_plan(spec, ChatTokenizer(partial / CHECKPOINTS / "initial"))
         partial.rename(spec.run_dir)
     except (ValueError, OSError) as error:
         if isinstance(error, OSError) and error.errno in (errno.EEXIST, errno.ENOTEMPTY):
@@ -122,9 +136,13 @@ def _fill_run_dir(recipe: Recipe, spec: RunSpec, start_from: Path | None, partia
 
 
 def check_resumable(recipe: Recipe, spec: RunSpec) -> None:
-    """Raise UserError unless `recipe` goes on with the run that the directory began."""
+    """Raise UserError unless `recipe` goes on with the run that the directory began, and its weights are there."""
     if not spec.initial_checkpoint.is_dir():
         raise UserError(f"there is no run to resume in {spec.run_dir}; start it without --resume")
+    try:
+        check_unchanged(spec.initial_checkpoint)
+    except ValueError as error:
+        raise UserError(str(error)) from error
     began = _flat(load_recipe(spec.run_dir / RECIPE, []).model_dump(mode="json"))
     now = _flat(recipe.model_dump(mode="json"))
     for key in {**now, **began}:
@@ -144,16 +162,10 @@ def _flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _source(recipe: Recipe, start_from: Path | None) -> Path | None:
-    """The checkpoint to start from; None to start from scratch."""
-    source = start_from or recipe.model.checkpoint
-    return None if source is None else find_checkpoint(source)
-
-
 def check_creatable(recipe: Recipe, spec: RunSpec, start_from: Path | None, max_problems: int) -> None:
     """Raise UserError where `create_run_dir` would for what the recipe says, with nothing written but a scratch file.
 
-    Of a split no more than `max_problems` are looked at, of a model of the hub only its config.
+    Of a split no more than `max_problems` are looked at, of a model of the hub its config and its tokenizer.
     """
     asked = {name: min(getattr(spec.evaluation, name), max_problems) for name in ("num_problems", "num_validation")}
     evaluation = spec.evaluation.model_copy(update=asked)
@@ -166,11 +178,8 @@ def check_creatable(recipe: Recipe, spec: RunSpec, start_from: Path | None, max_
                 make_tokenizer(_texts(recipe), Path(scratch), recipe.model.vocab_size)
                 tokenizer = ChatTokenizer(Path(scratch))
             else:
-                source = find_checkpoint(reference, config_only=True)
-                _check_canvas(recipe, source)
-                if is_hub_id(reference):
-                    return
-                tokenizer = ChatTokenizer(source)
+                _check_canvas(recipe, find_checkpoint(reference, config_only=True))
+                tokenizer = ChatTokenizer(find_tokenizer(reference))
             _check_plan(few, tokenizer)
     except TooFewProblemsError:
         return  # `preflight` says so, with the counts that the recipe has.
@@ -192,17 +201,30 @@ def _check_canvas(recipe: Recipe, source: Path) -> None:
             raise ValueError(f"{source} takes canvases of {most} tokens; {field} is {tokens}")
 
 
-def _write_initial(recipe: Recipe, directory: Path, source: Path | None) -> None:
-    # These import torch, and those of `_save_initial` Ray: seconds, not to be spent where a recipe is only looked at.
-    from learner.model.checkpoint import load_policy, stored_dtype
+def _write_initial(recipe: Recipe, directory: Path, reference: str | Path | None, say: Say | None) -> None:
+    # These import torch, and those of `_digest` Ray: seconds, not to be spent where a recipe is only looked at.
+    from learner.model.checkpoint import StoredWeights, load_merged, load_weights, save_checkpoint
     from learner.model.networks import make_model
     from learner.model.transformer import init_weights
 
-    if source is not None:
+    if reference is not None:
+        source = find_checkpoint(reference)
         _check_canvas(recipe, source)
         ChatTokenizer(source)
-        # As it is: in float32 a checkpoint in bfloat16 would take twice the memory and the disk, and say the same.
-        _save_initial(directory, load_policy(source, stored_dtype(source)), source)
+        if (source / ADAPTER).is_file():
+            merged = load_merged(source, say)
+            weights = {name: parameter.detach() for name, parameter in merged.named_parameters()}
+            state = asdict(_at_the_start(_digest(weights, say)))
+            save_checkpoint(directory, merged.config, weights, source, trainer_state=state)
+            return
+        stored = StoredWeights(source)
+        state = asdict(_at_the_start(_digest(stored, say)))
+        if _stays(reference, source):
+            save_checkpoint(directory, stored.config, stored, source, trainer_state=state, say=say)
+        else:
+            # As it is: in float32 one in bfloat16 would take twice the memory and the disk, and say the same.
+            whole = dict(load_weights(source, stored.dtype, say=say).named_parameters())
+            save_checkpoint(directory, stored.config, whole, source, trainer_state=state)
         return
     tokenizer_dir = directory.parent / ".tokenizer"
     make_tokenizer(_texts(recipe), tokenizer_dir, recipe.model.vocab_size)
@@ -210,34 +232,51 @@ def _write_initial(recipe: Recipe, directory: Path, source: Path | None) -> None
     ids = {"mask_token_id": tokenizer.token_id(MASK), "eos_token_id": tokenizer.token_id(EOS)}
     model = make_model(recipe.model.shape(len(tokenizer), recipe.longest_canvas, **ids))
     init_weights(model, recipe.seed, recipe.model.init_scale)
-    _save_initial(directory, model, tokenizer_dir)
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    state = asdict(_at_the_start(_digest(weights, say)))
+    save_checkpoint(directory, model.config, weights, tokenizer_dir, trainer_state=state)
     shutil.rmtree(tokenizer_dir)
 
 
-def _save_initial(directory: Path, model: Transformer, tokenizer_from: Path) -> None:
-    from actors.weights.tensors import make_manifest
-    from learner.model.checkpoint import save_checkpoint
+def _stays(reference: str | Path, source: Path) -> bool:
+    """Whether the weight files of a checkpoint can be referred to where they are, for as long as the run is.
 
-    weights = dict(model.named_parameters())
-    digest = make_manifest(0, _InFloat32(weights)).digest
-    position = Position(phase=Phase.UNTRAINED, round=0, policy_version=0, rl_seconds=0.0, manifest_digest=digest)
-    save_checkpoint(directory, model.config, weights, tokenizer_from, trainer_state=asdict(position))
+    Not where a run may delete them. What is fetched from the hub is on this
+    machine alone, and a cluster may have others.
+    """
+    if is_passing(source):
+        return False
+    return not (is_hub_id(reference) and "RAY_ADDRESS" in os.environ)
 
 
-class _InFloat32(Mapping[str, "Tensor"]):
-    """Weights as the learner, which computes in float32, will publish them: one at a time."""
+def _at_the_start(digest: str) -> Position:
+    return Position(phase=Phase.UNTRAINED, round=0, policy_version=0, rl_seconds=0.0, manifest_digest=digest)
 
-    def __init__(self, weights: Mapping[str, Tensor]) -> None:
-        self._weights = weights
 
-    def __getitem__(self, name: str) -> Tensor:
-        return self._weights[name].detach().float()
+def _digest(weights: Mapping[str, Tensor] | StoredWeights, say: Say | None) -> str:
+    """The digest of weights as the learner, which computes in float32, will publish them."""
+    import torch
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._weights)
+    from actors.weights.checksums import Checked, checked, joined
+    from actors.weights.tensors import as_bytes, manifest_of_shards
 
-    def __len__(self) -> int:
-        return len(self._weights)
+    shapes = {name: tuple(weights[name].shape) for name in weights}
+    num_bytes = _FLOAT_BYTES * sum(map(math.prod, shapes.values()))
+    progress = Throughput("computing the checksum of version 0", num_bytes, say)
+
+    def check(name: str) -> Checked:
+        shape, tensor = shapes[name], weights[name]
+        step = max(1, _LOOKED_AT // math.prod(shape[1:]))
+        found = []
+        for begin in range(0, shape[0], step):
+            rows = as_bytes(tensor[begin : begin + step].float())
+            found.append(checked([rows]))
+            progress.add(rows.nbytes)
+        return joined(found)
+
+    with ThreadPoolExecutor(num_threads()) as threads:
+        found = dict(zip(shapes, threads.map(check, shapes), strict=True))
+    return manifest_of_shards(0, shapes, dict.fromkeys(shapes, torch.float32), [found]).digest
 
 
 def _texts(recipe: Recipe) -> list[str]:

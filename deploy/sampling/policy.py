@@ -19,8 +19,10 @@ from deploy.recipe.overrides import load_recipe
 from deploy.requests.defaults import Defaults
 from deploy.requests.structured.grammars import Grammars
 from deploy.runs.references import find_checkpoint_of
+from learner.hardware import placed_on
 from learner.model.checkpoint import load_policy
 from learner.model.config import TransformerConfig
+from learner.model.storage.throughput import Say
 from learner.model.tokenizer import TOKENIZER_FILES, ChatTokenizer
 from learner.model.transformer import Transformer
 from rollout.config import EngineConfig
@@ -73,16 +75,19 @@ def open_policy(
     return load_ready(find_directory(reference, runs_dir), reference, device, engine)
 
 
-def find_directory(reference: str, runs_dir: Path) -> Path:
-    """Where a checkpoint is: of a run, its newest that is whole, which is read for that. Raises UserError."""
+def find_directory(reference: str, runs_dir: Path, say: Say | None = None) -> Path:
+    """Where a checkpoint is: of a run, its newest that is whole, which is read for that, and `say` is told at which
+    rate. Raises UserError."""
     with as_user_errors(reference):
-        return find_checkpoint_of(reference, runs_dir)
+        return find_checkpoint_of(reference, runs_dir, say)
 
 
-def load_ready(directory: Path, reference: str, device: Device, engine: EngineConfig) -> ReadyPolicy:
-    """Load what was found. Raises UserError where it cannot be read."""
+def load_ready(
+    directory: Path, reference: str, device: Device, engine: EngineConfig, say: Say | None = None
+) -> ReadyPolicy:
+    """Load what was found; `say` is told at which rate. Raises UserError where it cannot be read."""
     with as_user_errors(reference):
-        model = load_policy(directory, engine.torch_dtype).to(device)
+        model = load_policy(directory, engine.torch_dtype, placed_on(device), say)
         position = find_position(directory)
     if device == "cpu":
         _choose_threads(model)

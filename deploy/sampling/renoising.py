@@ -22,6 +22,7 @@ from deploy.requests.refusals import TEMPLATE_ERRORS, RequestError, refusal_of, 
 from deploy.requests.renoising import RenoisingDefaults, check_keys
 from deploy.sampling.answers import floats, work
 from deploy.sampling.policy import Device, as_user_errors, read_tokenizer
+from learner.hardware import placed_on
 from learner.model.renoising.policy import load_renoising_policy
 from learner.model.tokenizer import ChatTokenizer
 from rollout.field_error import FieldError
@@ -100,7 +101,7 @@ class ReadyRenoising:
 def open_renoising(directory: Path, reference: str, device: Device, dtype: torch.dtype) -> ReadyRenoising:
     """Load a checkpoint of this family. Raises UserError where that cannot be done."""
     with as_user_errors(reference):
-        policy = load_renoising_policy(directory, dtype).to(device)
+        policy = load_renoising_policy(directory, dtype).to(placed_on(device))
     sampler = RenoisingSampler(policy, policy_version=0)
     return ReadyRenoising(name=reference, sampler=sampler, tokenizer=read_tokenizer(directory))
 

@@ -25,6 +25,8 @@ from learner.model.renoising.config import RenoisingConfig
 from rollout.config import EngineConfig
 
 if TYPE_CHECKING:
+    import torch
+
     from deploy.service.engine.versions import Locate, Versions
 
 _NAME = re.compile(r"[^A-Za-z0-9._-]+")
@@ -107,11 +109,11 @@ class Source:
         names = read_recipe(self.path).service.served_names if self.is_run else ()
         return ServicePlanner(codec, defaults, self.name, served_names=names)
 
-    def versions(self, device: str) -> Versions:
+    def versions(self, device: str | torch.device) -> Versions:
         """The versions of an engine, the newest of them loaded."""
         # Here and not above: of a service's processes its engines alone compute, and load torch.
         from deploy.service.engine.canary import HeldoutCanary
-        from deploy.service.engine.loading import load_sampler
+        from deploy.service.engine.loading import VersionLoader
         from deploy.service.engine.versions import Versions
 
         policy = self.newest()
@@ -127,10 +129,11 @@ class Source:
             canary = None
             engine, most_live = EngineConfig(dtype=self.dtype), _MAX_LIVE_OF_CHECKPOINT
             locate = _nothing
+        loader = VersionLoader(checkpoint, engine, device)
         return Versions(
-            load_sampler(policy, checkpoint, engine, device),
+            loader.load(policy),
             policy,
-            load=lambda announced: load_sampler(announced, checkpoint, engine, device),
+            load=loader.load,
             locate=locate,
             most_live=most_live,
             canary=canary,

@@ -35,8 +35,9 @@ class SamplerFacts:
     forbidden_ids: tuple[int, ...] = ()
     """Ids that are never drawn, besides the mask id."""
     records_law: bool = True
-    """Whether the recorded log-probabilities are the law of the draws, and replay: no cache, no guidance, positions
-    selected before they are sampled, the whole vocabulary."""
+    """Whether the recorded log-probabilities replay: no cache, no guidance, the whole vocabulary."""
+    draws_law: bool = True
+    """Whether they are the law of the draws too: positions are selected before they are sampled."""
     has_fallback: bool = False
     """Whether its schedule can fail to find a slot, and says so when it then commits one all the same."""
     has_varying_steps: bool = False

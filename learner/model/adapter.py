@@ -1,8 +1,7 @@
-"""A trained adapter on disk: d1's own file in a checkpoint, and the directory that peft reads.
+"""Trained adapters on disk: d1's own file in a checkpoint, and the directory that peft reads.
 
-In a checkpoint it is `lora.safetensors`, and not peft's files: beside weights that it is merged into already, those
-would make transformers apply it twice. A checkpoint of a stage under way has no such weights: they are those of its
-base with the adapter merged.
+A checkpoint of a LoRA run is `lora.safetensors` and the name of the checkpoint that it stands on, which may have an
+adapter itself: each stage of a run trains one. The last of the chain has the weights.
 """
 
 from __future__ import annotations
@@ -19,10 +18,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from learner.model.checkpoint_files import ABOUT_ADAPTER, ADAPTER
+from learner.model.checkpoint_files import ABOUT_ADAPTER, ADAPTER, checkpoint_chain
 from learner.model.config import Family
 from learner.model.families import FAMILIES, FamilyFormat
-from learner.model.lora import adapter_names
+from learner.model.lora import adapter_names, set_adapter, set_start
+from learner.model.lora_config import BaseWeights
+from learner.model.transformer import Transformer
 
 _PEFT_WEIGHTS = "adapter_model.safetensors"
 
@@ -39,6 +40,8 @@ class Adapter:
     """The checkpoint that it stands on: the name of a directory beside its own."""
     matrices: Mapping[str, Tensor]
     """By plain name: `.lora_A.weight` [rank, inputs] and `.lora_B.weight` [outputs, rank] of each layer."""
+    base_weights: BaseWeights = "full"
+    """How the weights that it was trained beside were held: those of `nf4` are what the 4 bits stand for."""
 
     @property
     def scaling(self) -> float:
@@ -49,7 +52,8 @@ class Adapter:
 def write_adapter(directory: Path, adapter: Adapter) -> None:
     """Write `lora.safetensors` into a checkpoint's directory."""
     # One key: safetensors writes several in any order, and equal adapters are to be equal files.
-    metadata = {ABOUT_ADAPTER: json.dumps({"rank": adapter.rank, "alpha": adapter.alpha, "base": adapter.base})}
+    about = {name: getattr(adapter, name) for name in ("rank", "alpha", "base", "base_weights")}
+    metadata = {ABOUT_ADAPTER: json.dumps(about)}
     save_file({name: tensor.contiguous() for name, tensor in adapter.matrices.items()}, directory / ADAPTER, metadata)
 
 
@@ -62,23 +66,63 @@ def read_adapter(directory: Path) -> Adapter:
         with safe_open(path, framework="pt") as file:
             about = json.loads(file.metadata()[ABOUT_ADAPTER])
             matrices = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (no mapping)
-        return Adapter(rank=about["rank"], alpha=about["alpha"], base=about["base"], matrices=matrices)
+        return Adapter(matrices=matrices, **about)
     except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is no adapter that d1 wrote: {error}") from error
 
 
-def stacked(adapters: Sequence[Adapter]) -> Adapter:
-    """One adapter that adds what several of one run add, the first standing on the second and so on.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chain:
+    """What a checkpoint's policy is made of: weights, and the adapters of the stages that trained beside them."""
 
-    B1 A1 + B2 A2 is [B1 B2] [A1; A2]: the ranks add up, and alpha with them, so that the factor stays.
+    weights: Path
+    """The checkpoint that has the weights."""
+    start: Adapter | None
+    """What all adapters but the last add; None where there are none."""
+    adapter: Adapter | None
+    """The last stage's; None for a policy without adapters."""
+
+    @property
+    def together(self) -> Adapter | None:
+        """What all adapters add up to; None where there are none."""
+        return stacked([one for one in (self.adapter, self.start) if one is not None])
+
+
+def put_beside(model: Transformer, matrices: Mapping[str, Tensor], scaling: float, start: Adapter | None) -> None:
+    """Put an adapter, and what earlier stages added, beside the weights of a policy that is sampled from.
+
+    In place, on its device and in its precision. Raises ValueError where they do not fit it.
     """
-    first = adapters[0]
-    matrices = {
-        name: torch.cat([adapter.matrices[name] for adapter in adapters], dim=0 if ".lora_A." in name else 1)
-        for name in first.matrices
-    }
-    count = len(adapters)
-    return replace(first, rank=count * first.rank, alpha=count * first.alpha, base=adapters[-1].base, matrices=matrices)
+    set_adapter(model, matrices, scaling)
+    frozen, weight = (({}, 0.0) if start is None else (start.matrices, start.scaling)), model.embed.weight
+    set_start(model, *frozen, weight.device, weight.dtype)
+
+
+def read_chain(directory: Path) -> Chain:
+    """What a checkpoint's policy is made of. Raises ValueError where a part of it is missing or damaged."""
+    *adapted, weights = checkpoint_chain(directory)
+    adapters = [read_adapter(one) for one in adapted]
+    return Chain(weights=weights, start=stacked(adapters[1:]), adapter=adapters[0] if adapters else None)
+
+
+def stacked(adapters: Sequence[Adapter]) -> Adapter | None:
+    """One adapter that adds what several of one run add, the first standing on the second and so on; None of none.
+
+    B1 A1 + B2 A2 is [B1 B2] [A1; A2]: the ranks add up. What differs in scale goes into B.
+    """
+    if len(adapters) < 2:
+        return adapters[0] if adapters else None
+    first, rank = adapters[0], sum(adapter.rank for adapter in adapters)
+    alpha = first.scaling * rank
+    scaling = first.scaling if alpha.is_integer() else 1.0
+    matrices = {}
+    for name in first.matrices:
+        parts = [
+            adapter.matrices[name] if ".lora_A." in name else adapter.matrices[name] * (adapter.scaling / scaling)
+            for adapter in adapters
+        ]
+        matrices[name] = torch.cat(parts, dim=0 if ".lora_A." in name else 1)
+    return replace(first, rank=rank, alpha=round(scaling * rank), base=adapters[-1].base, matrices=matrices)
 
 
 def _check_layers(layers: Sequence[str], names: FamilyFormat) -> None:

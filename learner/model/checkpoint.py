@@ -2,9 +2,10 @@
 
 A directory holds `config.json`, the weights and the tokenizer's files, so that the family's original code loads it too.
 The weights are `model.safetensors`, or several shards with `model.safetensors.index.json`. d1 adds `manifest.json` (a
-checksum of every file) and `trainer_state.json`; a checkpoint of the rounds also has `learner.safetensors`, and one of
-an adapter `lora.safetensors`. That one may have no weights: they are those of the checkpoint that the adapter stands
-on, beside it, with the adapter merged. Nothing is pickled, and no code that comes with a checkpoint is run.
+checksum of every file) and `trainer_state.json`; a checkpoint of the rounds also has `learner.safetensors`. One of a
+LoRA run has `lora.safetensors` instead of weights: its policy is that of the checkpoint that the adapter stands on, a
+directory beside it, with the adapter. One with `weights.json` refers to weight files elsewhere. Nothing is pickled, and
+no code that comes with a checkpoint is run.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +25,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from learner.model.adapter import Adapter, read_adapter, write_adapter
+from learner.model.adapter import Adapter, put_beside, read_chain, write_adapter
 from learner.model.checkpoint_files import (
     INDEX,
     LEARNER_STATE,
     MANIFEST,
     TRAINER_STATE,
-    checksum,
-    lent_weights,
+    checkpoint_chain,
     load_config,
     weight_files,
 )
@@ -39,35 +39,78 @@ from learner.model.config import TransformerConfig
 from learner.model.families import FAMILIES
 from learner.model.families.layout import Piece, rows_of, within
 from learner.model.families.raw_config import CONFIG, GENERATION_CONFIG
-from learner.model.lora import adapter_names, merged
+from learner.model.lora import merge_adapters
 from learner.model.networks import held_dtypes, make_on_meta
+from learner.model.quantized import round_blocks
+from learner.model.storage.hashing import checksums
+from learner.model.storage.reading import Extent, read_extents
+from learner.model.storage.references import write_references
+from learner.model.storage.throughput import Say, Throughput
 from learner.model.tokenizer import TOKENIZER_FILES
 from learner.model.transformer import Transformer
 
 # As safetensors names them. Quantised weights mean nothing without their scales.
-_DTYPES = ("BF16", "F16", "F32", "F64")
+_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 _SHARD_BYTES = 5_000_000_000
+# A safetensors file begins with the length of its header.
+_LENGTH_BYTES = 8
 # A wrong config.json makes every tensor wrong: so many are named, the others counted.
 _MOST_NAMED = 3
 
 
-def load_policy(directory: Path, dtype: torch.dtype = torch.float32) -> Transformer:
-    """The policy of a checkpoint directory, on the CPU.
+def load_policy(
+    directory: Path,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    say: Say | None = None,
+) -> Transformer:
+    """The policy of a checkpoint directory; its adapters stay beside its weights.
 
-    It is read tensor by tensor: more than the policy itself, no more than one tensor is in memory.
+    Files are read straight into it: beside the policy itself there are small buffers in memory.
 
     Args:
         directory: where the checkpoint is.
         dtype: what the weights are cast to as they are read; a router's bias stays in float32.
+        device: where they are held.
+        say: is told at which rate they are read.
 
     Raises:
         ValueError: no checkpoint there, another model family, or a tensor missing, extra or of a wrong shape.
     """
+    chain = read_chain(directory)
+    model = load_weights(chain.weights, dtype, device, say)
+    if chain.adapter is not None and chain.adapter.base_weights == "nf4":
+        round_blocks(model)
+    if chain.adapter is not None:
+        try:
+            put_beside(model, chain.adapter.matrices, chain.adapter.scaling, chain.start)
+        except ValueError as error:
+            raise ValueError(f"the adapter in {directory} cannot be used: {error}") from error
+    return model
+
+
+def load_weights(
+    directory: Path,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    say: Say | None = None,
+) -> Transformer:
+    """The policy of a checkpoint directory that has weights itself; arguments and errors are `load_policy`'s."""
     weights = StoredWeights(directory)
     model, held = make_on_meta(weights.config), held_dtypes(weights.config, dtype)
-    # A copy: what is read may be a view of the file, which may change or go.
-    whole = {name: stored[:].to(held[name], copy=True) for name, stored in weights.items()}
+    whole = {
+        name: torch.empty(tuple(stored.shape), dtype=held[name], device=device) for name, stored in weights.items()
+    }
+    weights.read_into(whole, say=say)
     model.load_state_dict(whole, assign=True)
+    return model
+
+
+def load_merged(directory: Path, say: Say | None = None) -> Transformer:
+    """The policy of a checkpoint directory with its adapters merged into its weights, in float32, on the CPU: for those
+    who have the original code alone. Raises as `load_policy`."""
+    model = load_policy(directory, say=say)
+    merge_adapters(model)
     return model
 
 
@@ -76,55 +119,58 @@ def empty_policy(directory: Path, dtype: torch.dtype, device: str | torch.device
     return make_on_meta(load_config(directory)).to(dtype).to_empty(device=device)
 
 
-class StoredWeights(Mapping[str, "StoredTensor | MergedTensor"]):
-    """The weights of a checkpoint directory by our names; what is read of them is read when it is asked for.
-
-    Of one that holds an adapter and no weights, the adapter is in memory, and merged into what is read.
-    """
+class StoredWeights(Mapping[str, "StoredTensor"]):
+    """The weights of a checkpoint directory by our names; what is read of them is read when it is asked for."""
 
     def __init__(self, directory: Path) -> None:
         """Look at the headers, which are small.
 
-        Raises ValueError if there is no checkpoint, or a tensor is not as the config makes it.
+        Raises ValueError if there are no weights, or a tensor is not as the config makes it.
         """
+        self.directory = directory
+        """Where it is."""
         self.config = load_config(directory)
         """The policy's shape and family."""
         parameters = dict(make_on_meta(self.config).to(torch.bfloat16).named_parameters())
         layout = FAMILIES[self.config.family].layout({name: held.shape for name, held in parameters.items()})
-        base = lent_weights(directory)
-        holder = base or directory
-        headers = {path: _read_header(path) for path in weight_files(holder)}
-        owners: dict[str, Path] = {}
-        for path, header in headers.items():
-            for name in header:
-                if owners.setdefault(name, path) != path:
-                    raise ValueError(f"{name} is in {owners[name]} and in {path}; one of them is of another checkpoint")
-        stored = {name: about for header in headers.values() for name, about in header.items()}
-        _check_shapes(holder, {name: shape for name, (shape, _) in stored.items()}, layout.stored_shapes)
-        self._tensors: dict[str, StoredTensor | MergedTensor] = {
-            name: StoredTensor(held.shape, layout.of_ours[name], owners) for name, held in parameters.items()
+        stored: dict[str, StoredHeader] = {}
+        for path in weight_files(directory):
+            for name, header in _read_header(path).items():
+                if name in stored:
+                    raise ValueError(
+                        f"{name} is in {stored[name].path} and in {path}; one of them is of another checkpoint"
+                    )
+                stored[name] = header
+        _check_shapes(directory, {name: header.shape for name, header in stored.items()}, layout.stored_shapes)
+        self._tensors = {
+            name: StoredTensor(held.shape, layout.of_ours[name], stored) for name, held in parameters.items()
         }
         pieces = [layout.of_ours[name] for name, held in parameters.items() if held.dtype is torch.bfloat16]
-        kinds = {stored[piece.stored][1] for of_one in pieces for piece in of_one}
-        self.dtype = torch.bfloat16 if kinds == {"BF16"} and base is None else torch.float32
-        """What holds them as they are: bfloat16 where all are in it that it may hold, and no adapter is merged into
-        them; else float32."""
-        if base is not None:
-            self._merge(read_adapter(directory), {name: held.shape for name, held in parameters.items()}, directory)
+        kinds = {stored[piece.stored].dtype for of_one in pieces for piece in of_one}
+        self.dtype = torch.bfloat16 if kinds == {torch.bfloat16} else torch.float32
+        """What holds them as they are: bfloat16 where all are in it that it may hold, else float32."""
 
-    def _merge(self, adapter: Adapter, shapes: Mapping[str, torch.Size], directory: Path) -> None:
-        given = {name: list(matrix.shape) for name, matrix in adapter.matrices.items()}
-        expected: dict[str, list[int]] = {}
-        for name, shape in shapes.items():
-            a, b = adapter_names(name)
-            if a in given or b in given:
-                expected |= {a: [adapter.rank, shape[1]], b: [shape[0], adapter.rank]}
-                weight = self._tensors[name]
-                assert isinstance(weight, StoredTensor)
-                self._tensors[name] = MergedTensor(weight, adapter, name)
-        _check_shapes(directory, given, expected)
+    def read_into(
+        self, destinations: Mapping[str, Tensor], rows: Mapping[str, slice] | None = None, say: Say | None = None
+    ) -> None:
+        """Read tensors to where they belong, in their precision and on their device, in several threads.
 
-    def __getitem__(self, name: str) -> StoredTensor | MergedTensor:
+        Args:
+            destinations: by our names; each in one piece.
+            rows: which rows of a tensor its destination holds; all, where it is not listed.
+            say: is told at which rate they are read.
+
+        Raises ValueError where a file has become shorter, OSError where it cannot be read.
+        """
+        extents = [
+            extent
+            for name, destination in destinations.items()
+            for extent in self._tensors[name].extents((rows or {}).get(name, slice(None)), destination.detach())
+        ]
+        num_bytes = sum(extent.num_bytes for extent in extents)
+        read_extents(extents, Throughput(f"loading {self.directory.name}", num_bytes, say))
+
+    def __getitem__(self, name: str) -> StoredTensor:
         return self._tensors[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -132,6 +178,20 @@ class StoredWeights(Mapping[str, "StoredTensor | MergedTensor"]):
 
     def __len__(self) -> int:
         return len(self._tensors)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredHeader:
+    """Where one of a checkpoint's tensors is."""
+
+    path: Path
+    """Its file."""
+    begin: int
+    """Its first byte there."""
+    dtype: torch.dtype
+    """What its numbers are."""
+    shape: list[int]
+    """Of the checkpoint's tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,62 +202,66 @@ class StoredTensor:
     """Ours."""
     pieces: Sequence[Piece]
     """What of the checkpoint's tensors it is made of."""
-    owners: Mapping[str, Path]
-    """The file that has each of the checkpoint's tensors."""
-
-    def __getitem__(self, rows: slice) -> Tensor:
-        """Some rows, on the CPU. Files are open only meanwhile: what is mapped of them counts as this process's memory,
-        and goes with the rows."""
-        begin, end, _ = rows.indices(self.shape[0])
-        inner = rows_of(self.shape) // self.shape[0]
-        with ExitStack() as stack:
-            files: dict[Path, Any] = {}
-            parts: list[Tensor] = []
-            for name, part in within(self.pieces, begin * inner, end * inner):
-                path = self.owners[name]
-                if path not in files:
-                    files[path] = stack.enter_context(safe_open(path, framework="pt"))
-                parts.append(files[path].get_slice(name)[part])
-            whole = parts[0] if len(parts) == 1 else torch.cat(parts)
-            return whole.view(end - begin, *self.shape[1:])
-
-
-@dataclass(frozen=True, slots=True)
-class MergedTensor:
-    """A tensor in a file with its matrices of an adapter merged: as the learner merges them, in their precision."""
-
-    base: StoredTensor
-    adapter: Adapter
-    name: str
-    """Ours."""
+    stored: Mapping[str, StoredHeader]
+    """The checkpoint's tensors by name."""
 
     def __getitem__(self, rows: slice) -> Tensor:
         """Some rows, on the CPU."""
-        a_RI, b_OR = (self.adapter.matrices[name] for name in adapter_names(self.name))
-        return merged(self.base[rows].to(b_OR.dtype), a_RI, b_OR[rows], self.adapter.scaling)
+        begin, end, _ = rows.indices(self.shape[0])
+        kinds = (self.stored[piece.stored].dtype for piece in self.pieces)
+        found = torch.empty(end - begin, *self.shape[1:], dtype=reduce(torch.promote_types, kinds))
+        read_extents(list(self.extents(rows, found)))
+        return found
+
+    def extents(self, rows: slice, destination: Tensor) -> Iterator[Extent]:
+        """Where some rows are in the files, for a destination of their shape."""
+        begin, end, _ = rows.indices(self.shape[0])
+        inner, width = rows_of(self.shape) // self.shape[0], self.shape[-1] if len(self.shape) > 1 else 1
+        numbers, first = destination.view(-1), 0
+        assert len(numbers) == (end - begin) * inner * width, "a destination has the shape of its rows"
+        for name, part in within(self.pieces, begin * inner, end * inner):
+            held, after = self.stored[name], first + (part.stop - part.start) * width
+            yield Extent(
+                path=held.path,
+                begin=held.begin + part.start * width * held.dtype.itemsize,
+                dtype=held.dtype,
+                destination=numbers[first:after],
+            )
+            first = after
 
 
 def stored_dtype(directory: Path) -> torch.dtype:
     """What holds the weights of a checkpoint as they are: bfloat16 where all of them are in it, else float32.
 
-    A router's bias, which every policy holds in float32, does not count. Raises ValueError as `load_policy` does.
+    A router's bias, which every policy holds in float32, does not count. What adapters make of weights is in float32.
+    Raises ValueError as `load_policy` does.
     """
-    return StoredWeights(directory).dtype
+    *adapted, weights = checkpoint_chain(directory)
+    return torch.float32 if adapted else StoredWeights(weights).dtype
 
 
-def _read_header(path: Path) -> dict[str, tuple[list[int], str]]:
-    """Shape and type of a file's tensors by name. Raises ValueError for what is no whole safetensors file."""
+def _read_header(path: Path) -> dict[str, StoredHeader]:
+    """The tensors of a file by name. Raises ValueError for what is no whole safetensors file."""
     try:
-        with safe_open(path, framework="pt") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
-            kinds = {name: part.get_dtype() for name, part in slices.items()}
-            shapes = {name: list(part.get_shape()) for name, part in slices.items()}
+        # It checks that the header is one, and that the file is as long as that says.
+        with safe_open(path, framework="pt"), path.open("rb") as file:
+            length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+            header = {name: about for name, about in json.loads(file.read(length)).items() if name != "__metadata__"}
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} cannot be read, get it again: {error}") from error
-    for name, kind in kinds.items():
-        if kind not in _DTYPES:
-            raise ValueError(f"{path}: {name} is {kind}; d1 reads {', '.join(_DTYPES)}, not quantised weights")
-    return {name: (shapes[name], kind) for name, kind in kinds.items()}
+    for name, about in header.items():
+        if about["dtype"] not in _DTYPES:
+            kind, readable = about["dtype"], ", ".join(_DTYPES)
+            raise ValueError(f"{path}: {name} is {kind}; d1 reads {readable}, not quantised weights")
+    return {
+        name: StoredHeader(
+            path=path,
+            begin=_LENGTH_BYTES + length + about["data_offsets"][0],
+            dtype=_DTYPES[about["dtype"]],
+            shape=about["shape"],
+        )
+        for name, about in header.items()
+    }
 
 
 def _check_shapes(directory: Path, stored: Mapping[str, list[int]], expected: Mapping[str, list[int]]) -> None:
@@ -221,13 +285,14 @@ def _differences(stored: Mapping[str, list[int]], expected: Mapping[str, list[in
 def save_checkpoint(
     directory: Path,
     config: TransformerConfig,
-    weights: Mapping[str, Tensor] | None,
+    weights: Mapping[str, Tensor] | StoredWeights | None,
     tokenizer_from: Path,
     *,
     adapter: Adapter | None = None,
     learner_state: Mapping[str, Tensor] | None = None,
     trainer_state: Mapping[str, Any] | None = None,
     shard_bytes: int = _SHARD_BYTES,
+    say: Say | None = None,
 ) -> None:
     """Write a checkpoint so that `directory` is complete or absent, even if the machine dies in the middle.
 
@@ -235,13 +300,14 @@ def save_checkpoint(
         directory: where it will be; an earlier checkpoint of that name is replaced.
         config: the policy's shape and family.
         weights: the whole (not sharded) parameters under our names, all of one type but for routers' biases, which
-            are in float32; an adapter is merged into them. None: they are those of the adapter's base with the adapter
-            merged, and are not written again.
+            are in float32. Of a checkpoint: its files are hashed, and referred to where they are. None: the policy is
+            what the adapter stands on, with the adapter.
         tokenizer_from: a directory whose tokenizer files are copied.
-        adapter: the adapter by itself, which training goes on with.
+        adapter: that of the stage, in a LoRA run.
         learner_state: the learner's other tensors by name, for a checkpoint that the rounds resume from.
         trainer_state: where training stood (JSON).
         shard_bytes: weights that take more than this are written as several files of at most this size.
+        say: is told at which rate files are hashed that are referred to.
 
     Raises OSError when it cannot be written; nothing is left of it then.
     """
@@ -257,6 +323,7 @@ def save_checkpoint(
             learner_state=learner_state,
             trainer_state=trainer_state,
             shard_bytes=shard_bytes,
+            say=say,
         )
     except (OSError, SafetensorError) as error:
         # On a full disk it would be in its own way.
@@ -279,24 +346,30 @@ def _put_in_place(partial: Path, directory: Path) -> None:
 def _write_partial(
     partial: Path,
     config: TransformerConfig,
-    weights: Mapping[str, Tensor] | None,
+    weights: Mapping[str, Tensor] | StoredWeights | None,
     tokenizer_from: Path,
     *,
     adapter: Adapter | None,
     learner_state: Mapping[str, Tensor] | None,
     trainer_state: Mapping[str, Any] | None,
     shard_bytes: int,
+    say: Say | None,
 ) -> None:
     assert weights is not None or adapter is not None, "it has weights, or an adapter to something that has"
     partial.mkdir(parents=True)
-    write_policy(partial, config, weights, tokenizer_from, shard_bytes)
+    if isinstance(weights, StoredWeights):
+        _write_around(partial, config, weights.dtype, tokenizer_from)
+        _refer_to(partial, weights, say)
+    else:
+        write_policy(partial, config, weights, tokenizer_from, shard_bytes)
     if adapter is not None:
         write_adapter(partial, adapter)
     if learner_state is not None:
         save_file({name: tensor.contiguous() for name, tensor in learner_state.items()}, partial / LEARNER_STATE)
     if trainer_state is not None:
         _write_json(partial / TRAINER_STATE, trainer_state)
-    _write_json(partial / MANIFEST, {path.name: checksum(path) for path in sorted(partial.iterdir())})
+    found = checksums(sorted(partial.iterdir()))
+    _write_json(partial / MANIFEST, {path.name: digest for path, digest in found.items()})
     for path in partial.iterdir():
         _fsync(path)
     _fsync(partial)
@@ -311,15 +384,9 @@ def write_policy(
 ) -> None:
     """Write what the family's original code reads into a directory that exists: config, weights under its own names and
     tokenizer; the arguments are `save_checkpoint`'s. Raises OSError or SafetensorError."""
-    for name in TOKENIZER_FILES:
-        if (tokenizer_from / name).is_file():
-            shutil.copyfile(tokenizer_from / name, directory / name)
     # An adapter's precision is float32, and that of what it is merged into.
     family, dtype = FAMILIES[config.family], torch.float32 if weights is None else weights["embed.weight"].dtype
-    raw = family.write_config(config) | {"torch_dtype": str(dtype).removeprefix("torch.")}
-    _write_json(directory / CONFIG, raw)
-    if config.other_stop_ids:
-        _write_json(directory / GENERATION_CONFIG, {"eos_token_id": list(config.stop_ids)})
+    _write_around(directory, config, dtype, tokenizer_from)
     if weights is None:
         return
     assert {name: tensor.dtype for name, tensor in weights.items()} == held_dtypes(config, dtype)
@@ -331,6 +398,24 @@ def write_policy(
         save_file(shard, directory / filename, metadata={"format": "pt"})
     if split.is_sharded:
         _write_json(directory / INDEX, {"metadata": split.metadata, "weight_map": split.tensor_to_filename})
+
+
+def _write_around(directory: Path, config: TransformerConfig, dtype: torch.dtype, tokenizer_from: Path) -> None:
+    """Write what the original code reads beside weights that are held in `dtype`."""
+    for name in TOKENIZER_FILES:
+        if (tokenizer_from / name).is_file():
+            shutil.copyfile(tokenizer_from / name, directory / name)
+    raw = FAMILIES[config.family].write_config(config) | {"torch_dtype": str(dtype).removeprefix("torch.")}
+    _write_json(directory / CONFIG, raw)
+    if config.other_stop_ids:
+        _write_json(directory / GENERATION_CONFIG, {"eos_token_id": list(config.stop_ids)})
+
+
+def _refer_to(directory: Path, weights: StoredWeights, say: Say | None) -> None:
+    """Refer to the files of another checkpoint."""
+    write_references(directory, weight_files(weights.directory), say)
+    if (weights.directory / INDEX).is_file():
+        shutil.copyfile(weights.directory / INDEX, directory / INDEX)
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -13,6 +14,10 @@ from safetensors import SafetensorError, safe_open
 from learner.model.config import TransformerConfig
 from learner.model.families import read_config
 from learner.model.families.raw_config import CONFIG, GENERATION_CONFIG, RawConfig
+from learner.model.lora_config import BaseWeights
+from learner.model.storage.hashing import checksums
+from learner.model.storage.references import read_references, why_changed, why_gone
+from learner.model.storage.throughput import Say, Throughput
 from learner.model.tokenizer import TOKENIZER_FILES
 
 MANIFEST = "manifest.json"
@@ -49,29 +54,47 @@ def policy_files(directory: Path) -> list[Path]:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The files that hold a checkpoint's tensors. Raises ValueError when there are none, or the index is no index."""
-    if (directory / WEIGHTS).is_file():
-        return [directory / WEIGHTS]
+    """The files that hold a checkpoint's tensors, in its directory or where that refers to.
+
+    Raises ValueError when there are none, one is not there, or the index is no index.
+    """
+    elsewhere = read_references(directory)
     index = directory / INDEX
-    if not index.is_file():
+    if (directory / WEIGHTS).is_file() or WEIGHTS in elsewhere:
+        names = [WEIGHTS]
+    elif not index.is_file():
         raise ValueError(f"{directory} is not a checkpoint: it has no {WEIGHTS} and no {INDEX}")
-    try:
-        files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{index} is not an index of shards: it should be JSON with a weight_map") from error
-    for name in files:
-        # An index may come from anywhere; what it lists lies beside it.
-        if Path(name).name != name or not (directory / name).is_file():
+    else:
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"{index} is not an index of shards: it should be JSON with a weight_map") from error
+    files = []
+    for name in names:
+        # An index may come from anywhere; what it lists lies beside it, or where d1 found it when it made the run.
+        path = elsewhere[name].path if name in elsewhere else directory / name
+        if name in elsewhere and not path.is_file():
+            raise ValueError(why_gone(directory, elsewhere[name]))
+        if Path(name).name != name or not path.is_file():
             raise ValueError(
                 f"{index} lists {name}, and there is no such file in {directory}; get the checkpoint again"
             )
-    return [directory / name for name in files]
+        files.append(path)
+    return files
+
+
+def weight_bytes(directory: Path) -> int:
+    """What the weights of a checkpoint take on disk; 0 where it has none."""
+    try:
+        return sum(path.stat().st_size for path in weight_files(directory))
+    except (ValueError, OSError):
+        return 0
 
 
 def most_weight_bytes(directory: Path) -> int:
     """What a policy's weights take in float32, at most: twice what a checkpoint has of them, which may be in bfloat16.
     0 where it has none."""
-    return 2 * sum(path.stat().st_size for path in directory.glob("model*.safetensors"))
+    return 2 * weight_bytes(directory)
 
 
 def adapter_base(directory: Path) -> Path:
@@ -89,40 +112,104 @@ def adapter_base(directory: Path) -> Path:
     return base
 
 
-def lent_weights(directory: Path) -> Path | None:
-    """The checkpoint whose weights one stands on that holds an adapter and no weights; None where it has its own.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Base:
+    """What the adapter of a policy version stands on: a checkpoint of the run, which every machine of the run sees."""
 
-    Raises ValueError where it is not there, or has none.
+    checkpoint: str
+    """The name of its directory."""
+    digest: str
+    """Its `chain_digest`."""
+    scaling: float
+    """What B A is multiplied by."""
+    base_weights: BaseWeights = "full"
+    """Whether the weights are rounded to 4 bits before anything stands on them."""
+
+    def directory(self, checkpoints_dir: Path) -> Path:
+        """Where it is. Raises ValueError where there is no such checkpoint, or another one."""
+        directory = checkpoints_dir / self.checkpoint
+        if Path(self.checkpoint).name != self.checkpoint or not directory.is_dir():
+            raise ValueError(f"an adapter stands on the checkpoint {self.checkpoint}, and {checkpoints_dir} has none")
+        if chain_digest(directory) != self.digest:
+            raise ValueError(f"{directory} is not the checkpoint that the adapter was trained on: its manifest differs")
+        return directory
+
+
+def chain_digest(directory: Path) -> str:
+    """Names the policy of a checkpoint: the SHA-256 of its manifest and of those of the checkpoints it stands on.
+
+    Raises ValueError where one of them has no manifest.
     """
-    if not (directory / ADAPTER).is_file() or (directory / WEIGHTS).is_file() or (directory / INDEX).is_file():
-        return None
-    base = adapter_base(directory)
-    weight_files(base)
-    return base
+    digest = hashlib.sha256()
+    for one in checkpoint_chain(directory):
+        try:
+            digest.update((one / MANIFEST).read_bytes())
+        except OSError as error:
+            raise ValueError(f"{one} is not a checkpoint that d1 wrote: it has no {MANIFEST}") from error
+    return digest.hexdigest()
 
 
-def verify_checkpoint(directory: Path, names: Collection[str] | None = None) -> None:
-    """Check a checkpoint's files against its manifest, all of them or those of `names`; and with all of them, those of
-    the checkpoint whose weights it stands on.
+def checkpoint_chain(directory: Path) -> list[Path]:
+    """The checkpoints that a policy is made of: itself, what its adapter stands on, and so on, down to the weights.
+
+    Raises ValueError where one is not there, or the last has no weights.
+    """
+    chain = [directory]
+    while (chain[-1] / ADAPTER).is_file():
+        base = adapter_base(chain[-1])
+        if base in chain:
+            raise ValueError(f"the adapter in {chain[-1]} stands on {base.name}, which stands on it")
+        chain.append(base)
+    if len(chain) > 1:
+        weight_files(chain[-1])
+    return chain
+
+
+def verify_checkpoint(directory: Path, names: Collection[str] | None = None, say: Say | None = None) -> None:
+    """Check a checkpoint's files against its manifest, all of them or those of `names`; and with all of them, what it
+    refers to, and the checkpoints that its adapter stands on.
+
+    Files are read in several threads; `say` is told at which rate.
 
     Raises ValueError that names the file which differs, or is not there or not listed.
     """
-    manifest_path = directory / MANIFEST
-    if not manifest_path.is_file():
+    verify_own_files(directory, names, say)
+    if names is None:
+        for base in checkpoint_chain(directory)[1:]:
+            verify_own_files(base, say=say)
+
+
+def verify_own_files(directory: Path, names: Collection[str] | None = None, say: Say | None = None) -> None:
+    """The same, without the checkpoints that its adapter stands on."""
+    listed = _listed(directory)
+    expected = {directory / name: listed.get(name) for name in (listed if names is None else names)}
+    elsewhere = read_references(directory) if names is None else {}
+    for path, digest in expected.items():
+        if digest is None or not path.is_file():
+            raise ValueError(_why_damaged(path))
+    for reference in elsewhere.values():
+        if not reference.path.is_file():
+            raise ValueError(why_gone(directory, reference))
+    paths = [*expected, *(reference.path for reference in elsewhere.values())]
+    found = checksums(paths, Throughput(f"checking {directory.name}", sum(path.stat().st_size for path in paths), say))
+    for path, digest in expected.items():
+        if found[path] != digest:
+            raise ValueError(_why_damaged(path))
+    for reference in elsewhere.values():
+        if found[reference.path] != reference.sha256:
+            raise ValueError(why_changed(directory, reference))
+
+
+def _listed(directory: Path) -> dict[str, str]:
+    """The checksums of a checkpoint's files by name. Raises ValueError where it has no list of them."""
+    path = directory / MANIFEST
+    if not path.is_file():
         raise ValueError(f"{directory} is not a checkpoint that d1 wrote: it has no {MANIFEST}")
     try:
-        checksums = dict(json.loads(manifest_path.read_text(encoding="utf-8")))
+        return dict(json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, TypeError) as error:
-        raise ValueError(f"{manifest_path} is damaged: it lists no checksums") from error
-    for name in checksums if names is None else names:
-        path = directory / name
-        if not path.is_file() or checksum(path) != checksums.get(name):
-            raise ValueError(f"{path} is damaged: it is not what {MANIFEST} lists")
-    if names is None and (base := lent_weights(directory)) is not None:
-        verify_checkpoint(base)
+        raise ValueError(f"{path} is damaged: it lists no checksums") from error
 
 
-def checksum(path: Path) -> str:
-    """The SHA-256 of a file, in hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _why_damaged(path: Path) -> str:
+    return f"{path} is damaged: it is not what {MANIFEST} lists"

@@ -38,6 +38,14 @@ def find_checkpoint(reference: str | Path, *, config_only: bool = False) -> Path
     return _fetch(match["repo"], match["revision"], CONFIG_FILES if config_only else _ALL_FILES)
 
 
+def find_tokenizer(reference: str | Path) -> Path:
+    """The same with the tokenizer's files alone, which are small. Raises as `find_checkpoint`."""
+    match = None if Path(reference).is_dir() else _HUB_ID.fullmatch(str(reference))
+    if match is None:
+        return find_checkpoint(reference)
+    return _fetch(match["repo"], match["revision"], TOKENIZER_FILES)
+
+
 def _fetch(repo: str, revision: str | None, patterns: tuple[str, ...]) -> Path:
     from huggingface_hub import errors, snapshot_download
 

@@ -1,23 +1,24 @@
-"""LoRA through peft: small matrices beside frozen ones, W x + alpha / rank * B A x (arXiv 2106.09685).
+"""LoRA: low-rank adapters beside frozen linear layers, W x + alpha / rank * B A x (arXiv 2106.09685).
 
 The targets are the linear layers of the blocks and nothing else: in LLaDA's own names `ff_out` is a layer of every
 block and also the head, so they are ours, anchored to the blocks. Experts have none, but for the shared one.
 
-There is no dropout, on purpose. The ratio of a policy gradient compares the likelihood that the learner computes with
-the one that the sampler had, so both must be the same function of the weights; the sampler has the adapter merged.
+Nothing is merged while a policy is trained, sampled from or served. In bfloat16, merging rounds most of an early
+adapter away: a weight of 0.02 has a spacing of 1e-4, and the first rounds move it by 1e-6. The importance ratio
+compares the learner's likelihood with the sampler's, so both must compute the same function: the base, with the same
+adapters beside it. There is no dropout for the same reason.
 
-How adapters are made, named, switched off and saved is peft's; the product is ours. B A x is added to W x by the
-matrix product that computes it, and in the backward pass the two derivatives by x likewise: peft scales and adds them
-in passes of their own over activations, which cost memory traffic and no arithmetic.
+A layer has up to two adapters: `start`, frozen, holds what earlier stages of the run added; the other one is trained.
 
 Shape letters: N tokens, I inputs and O outputs of a layer, R rank.
 """
 
 from __future__ import annotations
 
+import copy
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from types import MethodType
 from typing import Any
 
 import torch
@@ -31,21 +32,148 @@ from learner.model.transformer import Transformer
 _A, _B = ".lora_A.weight", ".lora_B.weight"
 
 
+class AdaptedLinear(nn.Module):
+    """A frozen linear layer with its adapters beside it."""
+
+    start_A: Tensor | None  # noqa: N815 - peft's names of the two matrices
+    """[R', I] of the frozen adapter; None without one."""
+    start_B: Tensor | None  # noqa: N815
+    """[O, R'] likewise."""
+
+    def __init__(self, base_layer: nn.Linear, rank: int, scaling: float, dtype: torch.dtype = torch.float32) -> None:
+        """Put an adapter that holds anything yet beside a layer, on its device.
+
+        Args:
+            base_layer: the frozen layer.
+            rank: R.
+            scaling: what B A is multiplied by.
+            dtype: of the adapter: float32 where it is trained.
+        """
+        super().__init__()
+        device = base_layer.weight.device
+        self.base_layer: nn.Linear | Nf4Linear = base_layer
+        self.lora_A = nn.Parameter(torch.empty(rank, base_layer.in_features, dtype=dtype, device=device))
+        self.lora_B = nn.Parameter(torch.empty(base_layer.out_features, rank, dtype=dtype, device=device))
+        # Buffers: FSDP leaves them alone, so every worker holds them whole. They are not part of any checkpoint.
+        self.register_buffer("start_A", None, persistent=False)
+        self.register_buffer("start_B", None, persistent=False)
+        self.scaling, self.start_scaling = scaling, 0.0
+        self.is_off = False
+        """Whether the trained adapter is left out: the layer is then what the stage began with."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., I] to [..., O], in the precision of x."""
+        if torch.is_grad_enabled():
+            trained = (None, None) if self.is_off else (self.lora_A, self.lora_B)
+            product: Tensor = _Adapted.apply(x, *trained, self)
+            return product
+        return self.run(x)[0]
+
+    def run(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """What `forward` gives, and [N, R] A x of the trained adapter, without derivatives.
+
+        Products are accumulated smallest first, so that in bfloat16 only sums are rounded. If W x were rounded before
+        an adapter is added, as in peft, an early adapter would be lost: it is below half of the last bit of W x.
+        """
+        x_NI, sum_NO, down_NR = x.flatten(0, -2), None, None
+        for a_RI, b_OR, scaling in self.pairs():
+            down = x_NI @ a_RI.to(x.dtype).T
+            sum_NO = _product_onto(sum_NO, down, b_OR.to(x.dtype).T, scaling)
+            down_NR = down if a_RI is self.lora_A else down_NR
+        weight_IO = _weight(self.base_layer, x.dtype).T
+        # No view: autograd lets nobody write into a view of what a function of ours gives.
+        product = x.new_empty(*x.shape[:-1], weight_IO.shape[1])
+        _product_onto(sum_NO, x_NI, weight_IO, out=product.flatten(0, -2))
+        return product if self.base_layer.bias is None else product.add_(self.base_layer.bias), down_NR
+
+    def pairs(self) -> Iterator[tuple[Tensor, Tensor, float]]:
+        """A, B and scaling of each adapter that is run: the trained one first, which begins small."""
+        if not self.is_off:
+            yield self.lora_A, self.lora_B, self.scaling
+        if self.start_A is not None and self.start_B is not None:
+            yield self.start_A, self.start_B, self.start_scaling
+
+    @torch.no_grad()
+    def take(self, a_RI: Tensor, b_OR: Tensor, scaling: float) -> None:
+        """Overwrite the adapter where it lies: what a compiler has recorded of its memory stays true.
+
+        Raises ValueError where the shapes differ.
+        """
+        if a_RI.shape != self.lora_A.shape or b_OR.shape != self.lora_B.shape:
+            raise ValueError(
+                f"an adapter of shapes {list(a_RI.shape)} and {list(b_OR.shape)} does not fit one of "
+                f"{list(self.lora_A.shape)} and {list(self.lora_B.shape)}"
+            )
+        self.lora_A.copy_(a_RI)
+        self.lora_B.copy_(b_OR)
+        self.scaling = scaling
+
+    def start_from(self, a_RI: Tensor | None, b_OR: Tensor | None, scaling: float) -> None:
+        """Put the frozen adapter beside the layer, or nothing; the tensors are taken over."""
+        self.start_A, self.start_B, self.start_scaling = a_RI, b_OR, scaling
+
+
 def add_adapters(model: Transformer, config: LoraConfig) -> None:
     """Freeze a policy and put an adapter beside each target of each block, in place; `fresh_adapter` fills them."""
-    # Here and not above: it takes seconds, and a run that trains every parameter needs none of it.
-    from peft import LoraConfig as PeftConfig
-    from peft import inject_adapter_in_model
+    model.requires_grad_(False)
+    pattern = re.compile(rf"blocks\.\d+\.(attn|mlp|mlp\.shared)\.({'|'.join(config.targets)})")
+    for name in [name for name, _ in model.named_modules() if pattern.fullmatch(name)]:
+        linear = model.get_submodule(name)
+        assert isinstance(linear, nn.Linear), "no adapter has been put there yet"
+        # What is trained is in float32, whatever it stands beside.
+        model.set_submodule(name, AdaptedLinear(linear, config.rank, config.scaling))
 
-    pattern = rf"blocks\.\d+\.(attn|mlp|mlp\.shared)\.({'|'.join(config.targets)})"
-    peft_config = PeftConfig(r=config.rank, lora_alpha=config.alpha, lora_dropout=0.0, target_modules=pattern)
-    inject_adapter_in_model(peft_config, model)
-    for name, parameter in model.named_parameters():
-        if is_adapter(plain_name(name)):
-            # peft takes the precision of what it stands beside; what is trained is in float32.
-            parameter.data = parameter.data.float()
-    for layer in _adapted_layers(model):
-        layer.forward = MethodType(_forward, layer)
+
+def set_adapter(model: Transformer, matrices: Mapping[str, Tensor], scaling: float) -> None:
+    """Put an adapter beside the layers of a policy that is sampled from, in place and in its precision.
+
+    Raises ValueError where it does not fit the policy, or the adapter that is there.
+    """
+    for name, (a_RI, b_OR) in _by_layer(matrices).items():
+        layer = _submodule(model, name)
+        if isinstance(layer, nn.Linear):
+            if (layer.out_features, layer.in_features) != (b_OR.shape[0], a_RI.shape[1]):
+                raise ValueError(
+                    f"its matrices for {name} are {list(b_OR.shape)} and {list(a_RI.shape)}, and the weight is "
+                    f"{list(layer.weight.shape)}"
+                )
+            layer = AdaptedLinear(layer, a_RI.shape[0], scaling, layer.weight.dtype).requires_grad_(False)
+            model.set_submodule(name, layer)
+        layer.take(a_RI, b_OR, scaling)
+
+
+def set_start(
+    model: Transformer, matrices: Mapping[str, Tensor], scaling: float, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Put what earlier stages added beside the layers of a policy, whole and frozen; no matrices take it away.
+
+    Args:
+        model: has an adapter at each of these layers.
+        matrices: by plain name.
+        scaling: what B A is multiplied by.
+        device: where the policy computes.
+        dtype: what it computes in.
+
+    Raises ValueError where a layer has no adapter.
+    """
+    layers, found = adapted_layers(model), _by_layer(matrices)
+    if unknown := found.keys() - layers.keys():
+        raise ValueError(f"an earlier stage adapted {min(unknown)}, which has no adapter now: keep model.lora.targets")
+    for name, layer in layers.items():
+        pair = found.get(name)
+        a_RI, b_OR = (None, None) if pair is None else (matrix.to(device, dtype, copy=True) for matrix in pair)
+        layer.start_from(a_RI, b_OR, scaling)
+
+
+def sharing_base(model: Transformer) -> Transformer:
+    """A copy of a policy that shares its base and its `start` adapter, with a trained adapter of its own."""
+    shared = [*model.buffers(), *(part for name, part in model.named_parameters() if not is_adapter(plain_name(name)))]
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
+
+
+def adapted_layers(model: nn.Module) -> dict[str, AdaptedLinear]:
+    """The layers that have an adapter, by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, AdaptedLinear)}
 
 
 def fresh_adapter(shapes: Mapping[str, torch.Size], seed: int) -> dict[str, Tensor]:
@@ -62,8 +190,10 @@ def fresh_adapter(shapes: Mapping[str, torch.Size], seed: int) -> dict[str, Tens
 
 
 def plain_name(name: str) -> str:
-    """A parameter's name as it is without peft's wrapping; an adapter's is its layer's, `.lora_A` or `.lora_B`."""
-    return name.replace(".base_layer.", ".").replace(".default.", ".")
+    """A parameter's name without what wraps its layer; an adapter's is that of its layer, `.lora_A.weight` or
+    `.lora_B.weight`, as peft's files have it."""
+    name = name.replace(".base_layer.", ".")
+    return f"{name}.weight" if name.endswith((".lora_A", ".lora_B")) else name
 
 
 def is_adapter(name: str) -> bool:
@@ -82,102 +212,92 @@ def merged(weight_OI: Tensor, a_RI: Tensor, b_OR: Tensor, scaling: float) -> Ten
     return torch.addmm(weight_OI, b_OR, a_RI, alpha=scaling)
 
 
-def merged_weights(base: Mapping[str, Tensor], adapter: Mapping[str, Tensor], scaling: float) -> dict[str, Tensor]:
-    """Every weight with its adapter merged, if it has one; the others as they came."""
-    return {name: _with_adapter(name, weight, adapter, scaling) for name, weight in base.items()}
-
-
 @torch.no_grad()
-def merge_into(
-    model: Transformer,
-    base: Mapping[str, Tensor],
-    adapter: Mapping[str, Tensor],
-    scaling: float,
-    *,
-    only_adapted: bool,
-) -> None:
-    """The same into a policy in place, a weight at a time, on its device; in its precision when that is done.
-
-    `only_adapted` leaves what has no adapter as it is.
-    """
-    for name, parameter in model.named_parameters():
-        if not only_adapted or adapter_names(name)[0] in adapter:
-            parameter.copy_(_with_adapter(name, base[name], adapter, scaling))
-
-
-def _with_adapter(name: str, weight: Tensor, adapter: Mapping[str, Tensor], scaling: float) -> Tensor:
-    a, b = adapter_names(name)
-    if a not in adapter:
-        return weight
-    # In the precision of the adapter, which is the learner's, whatever the base travelled in.
-    device, dtype = weight.device, adapter[a].dtype
-    return merged(weight.to(dtype), adapter[a].to(device), adapter[b].to(device), scaling)
+def merge_adapters(model: Transformer) -> None:
+    """Merge all adapters of a policy into its weights, in place and in their precision: for exports, in float32."""
+    for name, layer in adapted_layers(model).items():
+        linear = layer.base_layer
+        assert isinstance(linear, nn.Linear), "what holds 4 bits is trained, and not exported"
+        for a_RI, b_OR, scaling in layer.pairs():
+            linear.weight.copy_(merged(linear.weight, a_RI, b_OR, scaling))
+        model.set_submodule(name, linear)
 
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Within the block the policy computes what it did before it had adapters: exactly, they are not run."""
-    layers = _adapted_layers(model)
+    """Within the block the policy is what the stage began with, exactly: its trained adapters are not run."""
+    layers = adapted_layers(model).values()
     for layer in layers:
-        # peft's own switch also sets `requires_grad`, which FSDP reads when it first gathers a parameter, and keeps.
-        layer._disable_adapters = True
+        layer.is_off = True
     try:
         yield
     finally:
         for layer in layers:
-            layer._disable_adapters = False
+            layer.is_off = False
 
 
-def _adapted_layers(model: nn.Module) -> list[Any]:
-    """The layers that peft has put around those with an adapter."""
-    from peft.tuners.lora import LoraLayer
+def _by_layer(matrices: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+    """The A and the B of each layer. Raises ValueError where one is missing."""
+    layers = sorted({name.rpartition(".lora_")[0] for name in matrices})
+    if missing := [name for layer in layers for name in adapter_names(layer) if name not in matrices]:
+        raise ValueError(f"it lacks {missing[0]}")
+    return {layer: (matrices[layer + _A], matrices[layer + _B]) for layer in layers}
 
-    return [module for module in model.modules() if isinstance(module, LoraLayer)]
 
-
-def _forward(layer: Any, x: Tensor) -> Tensor:
-    """[..., I] to [..., O]: what peft's own forward computes."""
-    if layer.disable_adapters:
-        off: Tensor = layer.base_layer(x)
-        return off
-    a_RI, b_OR = layer.lora_A["default"].weight, layer.lora_B["default"].weight
-    product: Tensor = _Adapted.apply(x, a_RI, b_OR, layer)
-    return product
+def _submodule(model: nn.Module, name: str) -> nn.Linear | AdaptedLinear:
+    """A layer that may have an adapter. Raises ValueError where there is none."""
+    try:
+        layer = model.get_submodule(name)
+    except AttributeError:
+        layer = None
+    if not isinstance(layer, nn.Linear | AdaptedLinear):
+        raise ValueError(f"it has matrices for {name}, which is no linear layer of this policy")
+    return layer
 
 
 class _Adapted(torch.autograd.Function):
-    """x W^T + scaling * x A^T B^T beside a frozen layer, computed in the precision of what that layer gives."""
+    """The forward of `AdaptedLinear` and its derivatives.
+
+    W x is added to B A x by the matrix product that computes it, and in the backward pass the derivatives by x too. So
+    an adapter adds no pass over activations. (peft scales and adds in passes of their own.)
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, a_RI: Tensor, b_OR: Tensor, layer: Any) -> Tensor:
-        ctx.base, ctx.scaling = layer.base_layer, layer.scaling["default"]
-        product: Tensor = ctx.base(x)
-        product_NO = product.view(-1, product.shape[-1])
-        # Autocast, or a base in half precision: peft's adapter is in float32.
-        down_NR = x.flatten(0, -2).to(product.dtype) @ a_RI.to(product.dtype).T
-        torch.addmm(product_NO, down_NR, b_OR.to(product.dtype).T, alpha=ctx.scaling, out=product_NO)
-        ctx.save_for_backward(x, a_RI, b_OR, down_NR)
+    def forward(ctx: Any, x: Tensor, a_RI: Tensor | None, b_OR: Tensor | None, layer: AdaptedLinear) -> Tensor:
+        ctx.base, ctx.scaling, ctx.start_scaling = layer.base_layer, layer.scaling, layer.start_scaling
+        product, down_NR = layer.run(x)
+        ctx.save_for_backward(x, a_RI, b_OR, down_NR, layer.start_A, layer.start_B)
         return product
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor, Tensor, None]:
-        x, a_RI, b_OR, down_NR = ctx.saved_tensors
-        grad_NO, x_NI = grad.flatten(0, -2), x.flatten(0, -2).to(grad.dtype)
-        grad_down_NR = _scaled_product(grad_NO, b_OR.to(grad.dtype), ctx.scaling)
-        grad_a_RI = grad_down_NR.T @ x_NI
-        grad_b_OR = _scaled_product(grad_NO.T, down_NR, ctx.scaling)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        x, a_RI, b_OR, down_NR, start_A, start_B = ctx.saved_tensors
+        grad_NO, grad_a_RI, grad_b_OR, parts = grad.flatten(0, -2), None, None, []
+        if a_RI is not None:
+            grad_down_NR = _product_onto(None, grad_NO, b_OR.to(grad.dtype), ctx.scaling)
+            grad_a_RI = grad_down_NR.T @ x.flatten(0, -2)
+            grad_b_OR = _product_onto(None, grad_NO.T, down_NR, ctx.scaling)
+            parts.append((grad_down_NR, a_RI))
         if not ctx.needs_input_grad[0]:
             return None, grad_a_RI, grad_b_OR, None
+        if start_A is not None:
+            parts.append((_product_onto(None, grad_NO, start_B.to(grad.dtype), ctx.start_scaling), start_A))
         grad_x_NI = grad_NO @ _weight(ctx.base, grad.dtype)
-        torch.addmm(grad_x_NI, grad_down_NR, a_RI.to(grad.dtype), out=grad_x_NI)
+        for down, matrix_RI in parts:
+            grad_x_NI.addmm_(down, matrix_RI.to(grad.dtype))
         return grad_x_NI.view(x.shape), grad_a_RI, grad_b_OR, None
 
 
-def _scaled_product(left: Tensor, right: Tensor, scaling: float) -> Tensor:
-    """The product of two matrices times a number, in one kernel."""
+def _product_onto(
+    sum_NO: Tensor | None, left: Tensor, right: Tensor, scaling: float = 1.0, out: Tensor | None = None
+) -> Tensor:
+    """A sum plus the product of two matrices times a number, in one kernel; no sum is zero."""
+    if sum_NO is None and scaling == 1:
+        return torch.mm(left, right, out=out)
     # With a beta of 0 what is added to is not read.
-    return torch.addmm(left.new_empty(()), left, right, beta=0, alpha=scaling)
+    sum_NO, beta = (left.new_empty(()), 0) if sum_NO is None else (sum_NO, 1)
+    return torch.addmm(sum_NO, left, right, beta=beta, alpha=scaling, out=out)
 
 
 def _weight(base: nn.Linear | Nf4Linear, dtype: torch.dtype) -> Tensor:

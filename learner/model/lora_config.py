@@ -12,6 +12,10 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "out_proj", "gate_proj", "up_proj", "do
 """The linear layers of a block."""
 
 
+BaseWeights = Literal["full", "nf4"]
+"""How the frozen weights beside an adapter are held."""
+
+
 class LoraConfig(BaseModel):
     """What of the policy is trained: everything, or an adapter of low rank.
 
@@ -28,10 +32,11 @@ class LoraConfig(BaseModel):
     """Which linear layers of each block have one; of experts the shared one's. (d1 lists seven by other models' names,
     and so adapts `q_proj`, `k_proj`, `v_proj` and `up_proj`.)"""
 
-    base_weights: Literal["full", "nf4"] = "full"
-    """How the frozen linear layers of the blocks are held: as they are, or in 4 bits (QLoRA, arXiv 2305.14314; needs
-    the extra `d1[quantized]`), a seventh of the memory, whole on every worker. What a stage starts from is rounded to
-    4 bits: the rounded policy with its adapter is what is trained, published and saved."""
+    base_weights: BaseWeights = "full"
+    """How the learner holds the frozen linear layers of the blocks: as they are, or in 4 bits (QLoRA, arXiv 2305.14314;
+    needs the extra `d1[quantized]`), a seventh of the memory, whole on every worker. The policy is then the rounded
+    weights with the adapters beside them, for samplers and service too: they round what they load, and hold it in
+    `rollout.engine.dtype`."""
 
     @field_validator("targets")
     @classmethod

@@ -91,6 +91,16 @@ def quantize_blocks(model: Transformer, device: torch.device) -> None:
                 block.set_submodule(name, Nf4Linear(module, device))
 
 
+@torch.no_grad()
+def round_blocks(model: Transformer) -> None:
+    """Round the weights of all linear layers of the blocks to what 4 bits stand for, in place and in their precision:
+    the weights that a learner with `base_weights: nf4` computes with."""
+    for block in model.blocks:
+        for module in list(block.modules()):
+            if isinstance(module, nn.Linear):
+                module.weight.copy_(Nf4Linear(module, module.weight.device).weight_as(module.weight.dtype))
+
+
 def quantized_layers(model: nn.Module) -> Iterator[tuple[str, Nf4Linear]]:
     """The layers that are held in 4 bits, by their names in the module."""
     return ((name, module) for name, module in model.named_modules() if isinstance(module, Nf4Linear))

@@ -146,7 +146,7 @@ class ClippedRatioConfig(BaseModel):
 
     def sampler_refusal(self, sampler: SamplerFacts) -> str | None:
         """What the sampler recorded must be the law of its draws."""
-        if self.old == "sampler" and not sampler.records_law:
+        if self.old == "sampler" and not (sampler.records_law and sampler.draws_law):
             return (
                 "objective.old is sampler; a sampler with a cache, guidance, top_p, top_k or sample_then_select "
                 "does not record the likelihoods that replay"

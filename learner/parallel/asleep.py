@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from learner.hardware import free_unused_memory
+from learner.hardware import free_unused_memory, placed_on
 from learner.parallel.sharding import local_part
 
 
@@ -23,6 +23,7 @@ def asleep(tensors: Iterable[Tensor], device: torch.device) -> Iterator[None]:
 
     What shares memory with them must be among them, or hold nothing that is needed. Those on other devices stay.
     """
+    device = placed_on(device)
     here = [local for tensor in tensors if (local := local_part(tensor.detach())).device == device and local.nbytes]
     storages = {storage.data_ptr(): storage for storage in (local.untyped_storage() for local in here)}
     sizes = [(storage, storage.nbytes()) for storage in storages.values()]

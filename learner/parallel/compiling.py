@@ -27,9 +27,8 @@ def compile_blocks(model: Transformer) -> None:
     What wraps a block, as checkpointing and FSDP do, does so afterwards and stays as it is. Nothing is compiled before
     it is first run.
     """
-    # One function for all blocks and policies of the process: of a block its graphs hold nothing. The limit is not in
-    # torch's overloads.
-    compiled = torch.compile(Block.forward, fullgraph=True, recompile_limit=_MOST_GRAPHS)  # type: ignore[call-overload]
+    # One function for all blocks and policies of the process: of a block its graphs hold nothing.
+    compiled = torch.compile(Block.forward, fullgraph=True)
     for block in model.blocks:
         block.forward = MethodType(_of_any_size(compiled), block)
 
@@ -38,6 +37,8 @@ def _of_any_size(compiled: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """`Block.forward`, without a memory, whose sizes are symbols from the first batch on."""
 
     def forward(block: Block, x_BLD: Tensor, places: Places, asked: Asked | None, _memory: None) -> Tensor:
+        # At each call: torch 2.11 has no limit of one function, and in torch 2.13 each thread has one, autograd's too.
+        torch._dynamo.config.recompile_limit = _MOST_GRAPHS
         for tensor in (x_BLD, *_tensors(places, asked)):
             # The last axis of what is real is a width of the network.
             sizes = range(tensor.ndim - tensor.is_floating_point())

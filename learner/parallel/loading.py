@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from learner.model.checkpoint import StoredWeights
 from learner.model.lora_config import WHOLE, LoraConfig
 from learner.model.networks import make_on_meta
+from learner.model.storage.throughput import Say
 from learner.parallel.sharding import ShardedPolicy
 from learner.parallel.sharding_config import ShardingConfig
 
@@ -23,15 +24,16 @@ def load_by_rows(
     lora: LoraConfig = WHOLE,
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
+    say: Say | None = None,
 ) -> ShardedPolicy:
     """A checkpoint's policy, sharded over `mesh` on `device`; the arguments are `ShardedPolicy`'s.
 
     Its weights are held in `dtype`; under LoRA that may be bfloat16, and the adapter is in float32 all the same.
-    A rank takes memory for its shard and for its rows of one tensor more.
+    `say` is told at which rate they are read. A rank takes memory for its shard, and for small buffers.
     Raises ValueError where there is no checkpoint, or its weights do not fit its config.
     """
     weights = StoredWeights(directory)
     model = make_on_meta(weights.config).to(dtype)
     policy = ShardedPolicy(model, mesh, config, lora=lora, seed=seed, device=device)
-    policy.load_full_weights(weights)
+    policy.load_full_weights(weights, say)
     return policy

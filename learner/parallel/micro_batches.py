@@ -40,19 +40,30 @@ def cut(terms: Terms, unit_N: Tensor, max_tokens: int, *, spares_padding: bool =
     num_views, width = terms.views.ids.shape
     view_N = terms.views.slots[terms.views.scored] // width
     is_seam = _seams(view_N, unit_N, num_views).tolist()
-    lengths = terms.views.lengths.tolist()
-    ends: list[int] = []
+    parts, is_split = runs(terms.views.lengths.tolist(), max_tokens, is_seam, spares_padding=spares_padding)
+    return MicroBatches(terms=tuple(terms.of_views(part.start, part.stop) for part in parts), is_split=is_split)
+
+
+def runs(
+    lengths: list[int], max_tokens: int, is_seam: list[bool] | None = None, *, spares_padding: bool = False
+) -> tuple[list[slice], bool]:
+    """Cut rows into runs of at most `max_tokens` tokens, and say whether one ends elsewhere than at a seam.
+
+    Args:
+        lengths: tokens of each row.
+        max_tokens: as for `cut`.
+        is_seam: before which rows, and whether after the last, a run had better end; None: before any.
+        spares_padding: as for `cut`.
+    """
+    seams = [True] * (len(lengths) + 1) if is_seam is None else is_seam
+    parts: list[slice] = []
     is_split, begin = False, 0
-    while begin < num_views:
-        end, is_whole = _end_of(begin, lengths, is_seam, max_tokens, spares_padding=spares_padding)
+    while begin < len(lengths):
+        end, is_whole = _end_of(begin, lengths, seams, max_tokens, spares_padding=spares_padding)
         is_split |= not is_whole
-        ends.append(end)
+        parts.append(slice(begin, end))
         begin = end
-    begins = [0, *ends[:-1]]
-    return MicroBatches(
-        terms=tuple(terms.of_views(begin, end) for begin, end in zip(begins, ends, strict=True)),
-        is_split=is_split,
-    )
+    return parts, is_split
 
 
 def _seams(view_N: Tensor, unit_N: Tensor, num_views: int) -> Tensor:

@@ -20,18 +20,34 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
+from learner.hardware import placed_on
+from learner.model.adapter import Adapter
 from learner.model.attention.within import has_kernel
-from learner.model.lora import adapter_names, adapters_off, add_adapters, fresh_adapter, is_adapter, merged, plain_name
+from learner.model.checkpoint import StoredWeights
+from learner.model.lora import (
+    adapted_layers,
+    adapter_names,
+    adapters_off,
+    add_adapters,
+    fresh_adapter,
+    is_adapter,
+    merged,
+    plain_name,
+    set_start,
+)
 from learner.model.lora_config import WHOLE, LoraConfig
 from learner.model.moe.experts import expert_biases
 from learner.model.networks import make_on_meta
 from learner.model.quantized import Nf4Linear, quantize_blocks, quantized_layers
+from learner.model.storage.throughput import Say
 from learner.model.transformer import Transformer
 from learner.parallel.compiling import compile_blocks
 from learner.parallel.patience import COLLECTIVE_TIMEOUT_S
 from learner.parallel.sharding_config import ShardingConfig
 
 _PLAIN = ShardingConfig()
+# The name from torch 2.13 on, or else the one that torch 2.14 warns of.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 # Over the ranks of a copy; in each copy, if there are several.
 _BY_ROWS = ((Shard(0),), (Replicate(), Shard(0)))
 
@@ -91,8 +107,8 @@ class Rows(Protocol):
 class ShardedPolicy:
     """A transformer whose parameters are sharded over a mesh, block by block; all of them are trained, or an adapter.
 
-    Parameters go by the model's own names, whatever wraps them. With an adapter, `weights` of the whole policy are
-    those with the adapter merged.
+    Parameters go by the model's own names, whatever wraps them. Under LoRA the weights are frozen: beside them are what
+    earlier stages added, frozen too and whole on every rank, and the adapter that is trained.
     """
 
     def __init__(
@@ -131,8 +147,6 @@ class ShardedPolicy:
         self.module = model
         self._lobby: dist.ProcessGroup | None = None
         self.lora = lora
-        self.num_bases = 1
-        """How many bases the adapter has stood on so far: another one travels anew."""
         self._sharding, self._seed = config, seed
         if lora.rank:
             add_adapters(model, lora)
@@ -147,14 +161,13 @@ class ShardedPolicy:
         if device is not None:
             # Shards alone: the whole policy never is anywhere.
             model.to_empty(device="cpu" if config.cpu_offload else device)
-            self.num_bases = 0
-        self._reset_adapter()
+        self.begin_adapter()
 
     @property
     def device(self) -> torch.device:
         """Where it computes."""
         if self.mesh is not None and self.mesh.device_type == "cuda":
-            return torch.device("cuda", torch.cuda.current_device())
+            return placed_on("cuda")
         return next(self.module.parameters()).device
 
     @property
@@ -180,26 +193,31 @@ class ShardedPolicy:
         yield from self.module.buffers()
 
     def adapters_off(self) -> AbstractContextManager[None]:
-        """Within the block the module is the policy that the adapter stands on: a reference that needs no memory."""
+        """Within the block the module is the policy that the stage began with: a reference that needs no memory."""
         return adapters_off(self.module)
 
     def full_weights(self) -> dict[str, Tensor]:
-        """Every parameter, whole, on the CPU, detached from the live ones; an adapter is merged into them, and all are
-        in its precision."""
+        """Every parameter, whole, on the CPU, detached from the live ones. Adapters are merged into them, in their
+        precision: one set of weights that computes what the policy computes."""
         return {name: on_cpu(weight) for name, weight in self._gathered_weights()}
 
     def weights_on_rank_0(self) -> dict[str, Tensor]:
         """The same on rank 0 alone, empty on the others: what is written or sent once is held in memory once."""
         return {name: on_cpu(weight) for name, weight in self._gathered_weights() if self.rank == 0}
 
-    def load_full_weights(self, weights: Mapping[str, Rows]) -> None:
-        """Take over whole parameters, each rank its rows; `weights` has exactly the policy's names. An adapter begins
-        anew on them; they are rounded where 4 bits hold them."""
-        self._load({name: weights[name] for name in self._parameters() if not is_adapter(name)})
+    def load_full_weights(self, weights: Mapping[str, Rows], say: Say | None = None) -> None:
+        """Take over whole parameters, each rank its rows; `weights` has exactly the policy's names. They are rounded
+        where 4 bits hold them. An adapter begins anew on them, with nothing of earlier stages beside it. `say` is told
+        at which rate files are read."""
+        held = {name: parameter for name, parameter in self._parameters().items() if not is_adapter(name)}
+        if isinstance(weights, StoredWeights):
+            rows = {name: own_rows(parameter) for name, parameter in held.items()}
+            weights.read_into({name: local_part(parameter) for name, parameter in held.items()}, rows, say)
+        else:
+            self._load({name: weights[name] for name in held})
         for name, layer in self._quantized().items():
             layer.load(weights[name][:])
-        self._reset_adapter()
-        self.num_bases += 1
+        self.begin_adapter()
 
     def own_shards(self) -> dict[str, Tensor]:
         """What this rank has to hand over of a policy without an adapter: its rows of each parameter, as they are held.
@@ -220,13 +238,6 @@ class ShardedPolicy:
         """What each parameter is held in."""
         return {name: parameter.dtype for name, parameter in self._parameters().items()}
 
-    def base_on_rank_0(self) -> dict[str, Tensor]:
-        """What the adapter stands on: every parameter by name, whole, on rank 0's CPU, empty on the others.
-
-        In bfloat16 where that loses nothing, as with the weights of a checkpoint in bfloat16.
-        """
-        return {name: narrowed(on_cpu(weight)) for name, weight in self._gathered_base() if self.rank == 0}
-
     def adapter_on_rank_0(self) -> dict[str, Tensor]:
         """The adapter's matrices by name, whole, on rank 0's CPU, empty on the others and without LoRA."""
         adapter = {name: parameter for name, parameter in self._parameters().items() if is_adapter(name)}
@@ -235,6 +246,20 @@ class ShardedPolicy:
     def load_adapter(self, adapter: Mapping[str, Tensor]) -> None:
         """Take over what `adapter_on_rank_0` gave."""
         self._load({name: adapter[name] for name in self._parameters() if is_adapter(name)})
+
+    def begin_adapter(self, start: Adapter | None = None, lora: LoraConfig | None = None) -> None:
+        """Begin with an adapter that changes nothing yet, beside what earlier stages added. Without LoRA, do nothing.
+
+        `lora` may have another alpha than before, and nothing else. Raises ValueError where earlier stages adapted
+        layers that have no adapter now.
+        """
+        self.lora = lora or self.lora
+        for layer in adapted_layers(self.module).values():
+            layer.scaling = self.lora.scaling
+        matrices, scaling = ({}, 0.0) if start is None else (start.matrices, start.scaling)
+        set_start(self.module, matrices, scaling, self.device, self._computes_in)
+        shapes = {name: parameter.shape for name, parameter in self._parameters().items() if is_adapter(name)}
+        self._load(fresh_adapter(shapes, self._seed))
 
     def frozen_copy(self) -> ShardedPolicy:
         """Another policy of the same weights, shape and sharding without gradients: a reference.
@@ -325,18 +350,22 @@ class ShardedPolicy:
     def _gathered_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The policy's parameters, one by one, whole and merged, where its shards are."""
         adapter = {name: parameter for name, parameter in self._parameters().items() if is_adapter(name)}
-        # What an adapter stands on may be held in less.
+        # What adapters stand beside may be held in less.
         precision = next((matrix.dtype for matrix in adapter.values()), None)
+        layers = {f"{plain_name(name)}.weight": layer for name, layer in adapted_layers(self.module).items()}
         for name, held in self._gathered_base():
             weight = held if precision is None else held.to(precision)
-            a, b = adapter_names(name)
-            if a in adapter:
-                yield name, merged(weight, gathered(adapter[a]), gathered(adapter[b]), self.lora.scaling)
-            else:
-                yield name, weight
+            if (layer := layers.get(name)) is not None:
+                assert precision is not None
+                if layer.start_A is not None and layer.start_B is not None:
+                    start_A, start_B = layer.start_A.to(weight), layer.start_B.to(weight)
+                    weight = merged(weight, start_A, start_B, layer.start_scaling)
+                a, b = (gathered(adapter[part]) for part in adapter_names(name))
+                weight = merged(weight, a, b, layer.scaling)
+            yield name, weight
 
     def _gathered_base(self) -> Iterator[tuple[str, Tensor]]:
-        """The same without the adapter."""
+        """The same without adapters."""
         for name, parameter in self._parameters().items():
             if not is_adapter(name):
                 yield name, gathered(parameter)
@@ -348,10 +377,6 @@ class ShardedPolicy:
         parameters = self._parameters()
         for name, weight in weights.items():
             local_part(parameters[name]).copy_(weight[own_rows(parameters[name])])
-
-    def _reset_adapter(self) -> None:
-        shapes = {name: parameter.shape for name, parameter in self._parameters().items() if is_adapter(name)}
-        self._load(fresh_adapter(shapes, self._seed))
 
 
 def gather_on_rank_0(rank: int, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -387,16 +412,8 @@ def _all_gathered(sharded: DTensor) -> Tensor:
     # The last ranks may have fewer rows, or none.
     padded = torch.cat((local, local.new_zeros(rows_each - local.shape[0], *row)))
     whole = local.new_empty(rows_each * sharing.size(), *row)
-    # Torch before 2.13 has it under the other name, which is deprecated since.
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(whole, padded, group=sharing)
+    _all_gather(whole, padded, group=sharing)
     return whole[:num_rows]
-
-
-def narrowed(whole: Tensor) -> Tensor:
-    """In bfloat16 if that holds every value as it is, else as it came."""
-    narrow = whole.to(torch.bfloat16)
-    return narrow if torch.equal(narrow.to(whole.dtype), whole) else whole
 
 
 def on_cpu(whole: Tensor) -> Tensor:

@@ -12,7 +12,8 @@ from learner.batch import uploaded
 from learner.optimizer import PolicyOptimizer
 from learner.parallel.sharding import ShardedPolicy
 from learner.sft.documents import Documents
-from learner.sft.sft import SftConfig, mask_documents, masked_logps, plan_sft, sft_rows
+from learner.sft.micro_batches import micro_batches
+from learner.sft.sft import MaskedDocuments, SftConfig, mask_documents, masked_logps, plan_sft, sft_rows
 
 Metrics = dict[str, float]
 
@@ -46,23 +47,42 @@ class SftLearner:
         keys = torch.arange(step * batch_size, (step + 1) * batch_size)
         batch = replace(self._documents.select(rows), sample_keys=keys)
         # Masked on the CPU, where it is seen at once how much is: the host waits for the device once, as it steps.
-        device, shard = self.policy.device, batch.shard(self.policy.rank, self.policy.world_size)
+        shard = batch.shard(self.policy.rank, self.policy.world_size)
         masked = plan_sft(shard, self.policy.config.mask_token_id, step, self._seed, batch_size)
-        spares_padding = self.policy.spares_padding
-        logps_N = masked_logps(
-            self.policy.module, masked, packing=self.config.packing, spares_padding=spares_padding, device=device
-        )
-        losses_N = -logps_N * uploaded(masked.weights, device)
-        if self.config.normalize_by == "row":
-            sizes_B = shard.lengths - shard.prompt_lengths
-            loss = (losses_N / uploaded(sizes_B[masked.rows], device)).sum() / batch_size
-        else:
-            loss = losses_N.sum() / batch.num_trained
-        # FSDP averages over ranks; the loss is a sum over them.
-        (loss * self.policy.world_size).backward()
-        stepped = self.optimizer.step(lr, self.config.max_grad_norm, self.policy.sum_over_ranks(loss.detach()))
+        num_units = batch_size if self.config.normalize_by == "row" else batch.num_trained
+        losses = []
+        for micro in self._micro_batches(masked):
+            loss = self._loss(micro) / num_units
+            # FSDP averages over ranks; the loss is a sum over them.
+            (loss * self.policy.world_size).backward()
+            losses.append(loss.detach())
+        loss = self.policy.sum_over_ranks(torch.stack(losses).sum())
+        stepped = self.optimizer.step(lr, self.config.max_grad_norm, loss)
         self.num_trained += batch.num_trained
         return {"loss": stepped.loss, "grad_norm": stepped.grad_norm, "lr": lr}
+
+    def _micro_batches(self, masked: MaskedDocuments) -> list[MaskedDocuments]:
+        """This rank's documents of a step in micro-batches, as many as any rank has. A collective."""
+        config = self.config
+        if config.micro_batch_tokens is None:
+            return [masked]
+        spares_padding, block_length = self.policy.spares_padding, self.policy.config.block_length
+        parts = micro_batches(
+            masked, config.micro_batch_tokens, block_length, packing=config.packing, spares_padding=spares_padding
+        )
+        count = int(self.policy.max_over_ranks(torch.tensor(len(parts))))
+        return parts + [masked.weightless()] * (count - len(parts))
+
+    def _loss(self, micro: MaskedDocuments) -> Tensor:
+        """What a micro-batch adds to the sum that the loss is a mean of."""
+        device, spares_padding = self.policy.device, self.policy.spares_padding
+        logps_N = masked_logps(
+            self.policy.module, micro, packing=self.config.packing, spares_padding=spares_padding, device=device
+        )
+        losses_N = -logps_N * uploaded(micro.weights, device)
+        if self.config.normalize_by == "row":
+            losses_N = losses_N / uploaded(micro.sizes[micro.rows], device)
+        return losses_N.sum()
 
     def full_state(self) -> dict[str, Tensor]:
         """What a resumed stage needs besides the weights. A collective; whole on rank 0, empty on the others."""

@@ -54,6 +54,10 @@ class SftConfig(BaseModel):
     """Optimizer steps; 0 skips the stage."""
     batch_size: PositiveInt = 64
     """Examples of an optimizer step, over all workers."""
+    micro_batch_tokens: PositiveInt | None = None
+    """Most tokens of one forward and backward on one worker, with padding where rows have any; a longer row stands
+    alone. Absent: a worker's examples of the step all at once. The update does not depend on it. Where a GPU's memory
+    runs out, the run halves it by itself."""
     max_tokens: PositiveInt | None = None
     """Longest example of `data`, prompt and completion together (d1: 4096); none is the canvas of the rollout."""
     overlong: Literal["drop", "truncate"] = "drop"
@@ -75,6 +79,8 @@ class SftConfig(BaseModel):
     """What the loss is a mean over: `row`, the examples, of each one's mean over its completion slots (LLaDA, d1); or
     `slot`, all completion slots of the batch, so that long answers weigh more. The two differ where examples do: with
     `eos_padding: ignored`."""
+    lora_alpha: PositiveInt | None = None
+    """`model.lora.alpha` of the adapter that SFT and the control train (d1: 256); absent: that of the rounds."""
     lr: PositiveFloat = 1e-5
     """Peak learning rate, reached after `num_warmup_steps`, then falling linearly to a tenth."""
     num_warmup_steps: NonNegativeInt = 20
@@ -93,15 +99,23 @@ class SftConfig(BaseModel):
                 "packing is true and eos_padding is trained, which leaves no example shorter than its canvas; "
                 "take eos_padding: ignored, or leave packing out"
             )
-        if self.data is None:
-            if self.num_labels is None:
-                raise ValueError("num_labels is missing; without data it is needed: how many problems to train on")
-            if self.max_tokens is not None:
-                raise ValueError(
-                    f"max_tokens is {self.max_tokens} and data is missing; the canvas of the task's demonstrations is "
-                    "set by rollout.max_prompt_tokens and rollout.sampling.gen_length"
-                )
+        if self.num_steps and self.refusal is not None:
+            raise ValueError(self.refusal)
         return self
+
+    @property
+    def refusal(self) -> str | None:
+        """Why there is nothing to train on; None where there is. A stage that is skipped needs nothing."""
+        if self.data is not None:
+            return None
+        if self.num_labels is None:
+            return "num_labels is missing; without data it is needed: how many problems to train on"
+        if self.max_tokens is not None:
+            return (
+                f"max_tokens is {self.max_tokens} and data is missing; the canvas of the task's demonstrations is "
+                "set by rollout.max_prompt_tokens and rollout.sampling.gen_length"
+            )
+        return None
 
     def lr_at(self, step: int, progress: float) -> float:
         """The learning rate of an optimizer step, `progress` (0 to 1) of the stage being done."""
@@ -129,6 +143,8 @@ class MaskedDocuments:
     """[B, S] int64, as they were."""
     lengths: Tensor
     """[B] int64, used slots."""
+    sizes: Tensor
+    """[B] int64, completion slots, masked or not."""
     rows: Tensor
     """[N] int64: the document of each masked slot, ascending."""
     columns: Tensor
@@ -137,6 +153,28 @@ class MaskedDocuments:
     """[N] int64: the token that it held."""
     weights: Tensor
     """[N] float32: 1 / t of its document."""
+
+    def select(self, documents: Tensor, width: int) -> MaskedDocuments:
+        """Select documents by ascending indices and cut them to `width` slots, at least the length of the longest."""
+        place_B = torch.full_like(self.lengths, -1)
+        place_B[documents] = torch.arange(len(documents))
+        rows_N = place_B[self.rows]
+        inside = rows_N >= 0
+        return MaskedDocuments(
+            ids=self.ids[documents, :width],
+            clean=self.clean[documents, :width],
+            lengths=self.lengths[documents],
+            sizes=self.sizes[documents],
+            rows=rows_N[inside],
+            columns=self.columns[inside],
+            targets=self.targets[inside],
+            weights=self.weights[inside],
+        )
+
+    def weightless(self) -> MaskedDocuments:
+        """The first document alone, worth nothing: what a rank runs while others have more to do."""
+        first = self.select(torch.tensor([0]), int(self.lengths[0]))
+        return replace(first, weights=torch.zeros_like(first.weights))
 
 
 def plan_sft(documents: Documents, mask_id: int, step: int, seed: int, batch_size: int) -> MaskedDocuments:
@@ -162,6 +200,7 @@ def mask_documents(documents: Documents, mask_id: int, t_B: Tensor, keys: tuple[
         ids=torch.where(masked_BS, mask_id, documents.ids),
         clean=documents.ids,
         lengths=documents.lengths,
+        sizes=documents.lengths - documents.prompt_lengths,
         rows=rows_N,
         columns=columns_N,
         targets=documents.ids[rows_N, columns_N],

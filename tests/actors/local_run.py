@@ -43,8 +43,8 @@ class LocalRun:
         self._samplers = cycle([self._sampler() for _ in range(spec.rollout.num_samplers)])
         self._offers: Offers | None = None
         self._beside: tuple[Generation | None, str, dict[str, int]] = None, "", {}
-        self.sent: list[tuple[str, int]] = []
-        """What was published, `version` or `base`, and its bytes."""
+        self.sent_bytes: list[int] = []
+        """The bytes of each version that was published."""
 
     def _sampler(self) -> SamplerWorker:
         spec = self._spec
@@ -70,27 +70,18 @@ class LocalRun:
 
     def take(self, manifest: Manifest, key: str, num_ranks: int) -> bool:
         assert self._offers is not None
-        return self.publish(manifest, self._offers.taken(manifest, key, num_ranks))
+        self.publish(manifest, self._offers.taken(manifest, key, num_ranks))
+        return True
 
     def withdraw(self) -> None:
         self._offers = None
 
-    def publish(self, manifest: Manifest, weights: Mapping[str, torch.Tensor]) -> bool:
-        self._note("version", manifest, weights)
-        with in_process():
-            is_there = self._store.publish(manifest, put(weights))
-        if is_there:
-            self.published_digests.append((manifest.version, manifest.digest))
-        return is_there
-
-    def publish_base(self, manifest: Manifest, weights: Mapping[str, torch.Tensor]) -> None:
-        self._note("base", manifest, weights)
-        with in_process():
-            self._store.publish_base(manifest, put(weights))
-
-    def _note(self, what: str, manifest: Manifest, weights: Mapping[str, torch.Tensor]) -> None:
+    def publish(self, manifest: Manifest, weights: Mapping[str, torch.Tensor]) -> None:
         verify(manifest, weights)
-        self.sent.append((what, sum(tensor.nbytes for tensor in weights.values())))
+        self.sent_bytes.append(sum(tensor.nbytes for tensor in weights.values()))
+        with in_process():
+            self._store.publish(manifest, put(weights))
+        self.published_digests.append((manifest.version, manifest.digest))
 
     def announce(self, generation: Generation, phase: Phase, round_index: int) -> None:
         assert (generation.version, generation.digest) == self.published_digests[-1]

@@ -1,11 +1,14 @@
-"""Policy versions as they arrive: whole, or as an adapter on a base that stays."""
+"""Policy versions as they arrive: whole, or as an adapter on a checkpoint of the run."""
 
 from __future__ import annotations
 
+import copy
+import shutil
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,13 +16,15 @@ from ray.exceptions import GetTimeoutError
 from torch import Tensor
 
 from actors.messages import Generation
-from actors.weights.fetching import PolicyLoader, StagingReader, StoreReader, load_in_place, whole_version
-from actors.weights.store import Base, Manifest, VersionMissingError
+from actors.weights.fetching import PolicyLoader, StagingReader, StoreReader, load_in_place
+from actors.weights.store import Manifest, VersionMissingError
 from actors.weights.tensors import Arrived, make_manifest
+from learner.model.adapter import Adapter
+from learner.model.checkpoint import StoredWeights, save_checkpoint
+from learner.model.checkpoint_files import Base, chain_digest
 from learner.model.config import TransformerConfig
-from learner.model.lora import merged
+from learner.model.lora import adapter_names, merge_adapters, merged
 from learner.model.transformer import Transformer, init_weights
-from learner.parallel.sharding import narrowed
 
 SCALING = 0.37
 ADAPTED = ("blocks.0.attn.q_proj.weight", "blocks.1.mlp.down_proj.weight")
@@ -31,24 +36,12 @@ class Shelf:
 
     def __init__(self) -> None:
         self.versions: dict[int, Version] = {}
-        self.bases: dict[str, dict[str, Tensor]] = {}
-        self.num_bases_read = 0
 
     def version(self, version: int, digest: str | None = None) -> Version:
         return self.versions[version]
 
-    def base(self, digest: str) -> dict[str, Tensor]:
-        self.num_bases_read += 1
-        return self.bases[digest]
-
-    def put_base(self, weights: dict[str, Tensor]) -> str:
-        digest = make_manifest(0, weights).digest
-        self.bases[digest] = weights
-        return digest
-
-    def put(self, version: int, weights: dict[str, Tensor], base: str | None = None) -> Generation:
-        on = None if base is None else Base(digest=base, scaling=SCALING)
-        manifest = make_manifest(version, weights, on)
+    def put(self, version: int, weights: dict[str, Tensor], base: Base | None = None) -> Generation:
+        manifest = make_manifest(version, weights, base)
         self.versions[version] = manifest, weights
         return Generation(version=version, digest=manifest.digest)
 
@@ -73,14 +66,127 @@ def _adapter(base: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
     return adapter
 
 
-def _merged_first(base: dict[str, Tensor], adapter: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What the learner would have gathered and sent."""
-    whole = dict(base)
-    for name in ADAPTED:
-        layer = name.removesuffix(".weight")
-        matrices = (adapter[f"{layer}.lora_{which}.weight"] for which in "AB")
-        whole[name] = merged(base[name], *matrices, SCALING)  # type: ignore[call-arg]
-    return whole
+class Checkpoints:
+    """A run's checkpoints: the initial one, and that of an SFT that trained an adapter on it."""
+
+    def __init__(self, directory: Path, config: TransformerConfig, dtype: torch.dtype) -> None:
+        self.directory = directory
+        weights = {name: tensor.to(dtype) for name, tensor in _base(config, 1).items()}
+        save_checkpoint(directory / "initial", config, weights, directory)
+        self.weights = {name: tensor.float() for name, tensor in weights.items()}
+        self.sft = Adapter(rank=4, alpha=2, base="initial", matrices=_adapter(self.weights, 11))
+        save_checkpoint(directory / "sft", config, None, directory, adapter=self.sft)
+
+    def base(self, name: str) -> Base:
+        return Base(checkpoint=name, digest=chain_digest(self.directory / name), scaling=SCALING)
+
+
+def _assert_computes(
+    policy: Transformer, weights: dict[str, Tensor], *adapters: tuple[dict[str, Tensor], float]
+) -> None:
+    """Its weights are those, and its adapters add what these add."""
+    atol = 1e-5 if policy.embed.weight.dtype == torch.float32 else 0.05
+    merged_policy = copy.deepcopy(policy).float()
+    merge_adapters(merged_policy)
+    for name, tensor in merged_policy.state_dict().items():
+        expected = weights[name].to(policy.embed.weight.dtype).float()
+        for matrices, scaling in adapters:
+            a, b = adapter_names(name)
+            if a in matrices:
+                expected = merged(expected, matrices[a], matrices[b], scaling)
+        torch.testing.assert_close(tensor, expected, atol=atol, rtol=0)
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=str)
+def checkpoints(request: pytest.FixtureRequest, tmp_path: Path, config: TransformerConfig) -> Checkpoints:
+    """Also one in bfloat16."""
+    return Checkpoints(tmp_path, config, request.param)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_version_is_its_adapter_beside_the_weights_and_what_earlier_stages_added(
+    config: TransformerConfig, dtype: torch.dtype, checkpoints: Checkpoints
+) -> None:
+    shelf, policy = Shelf(), _policy(config, 2, dtype)
+    loader, whole = PolicyLoader(policy, shelf, checkpoints.directory), checkpoints.weights
+    for version, base in enumerate(("initial", "initial", "sft", "sft", "initial")):
+        adapter = _adapter(whole, version)
+        loader.load(shelf.put(version, adapter, checkpoints.base(base)))
+        before = [(checkpoints.sft.matrices, checkpoints.sft.scaling)] if base == "sft" else []
+        _assert_computes(policy, whole, *before, (adapter, SCALING))
+    # In the policy's precision, each where it lies.
+    held = {name: tensor.data_ptr() for name, tensor in policy.named_parameters()}
+    loader.load(shelf.put(9, _adapter(whole, 9), checkpoints.base("initial")))
+    assert {name: tensor.data_ptr() for name, tensor in policy.named_parameters()} == held
+    assert {tensor.dtype for tensor in policy.parameters()} == {dtype}
+
+
+def test_the_weights_below_an_adapter_are_read_once(
+    config: TransformerConfig, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shelf, loads = Shelf(), []
+    monkeypatch.setattr(StoredWeights, "read_into", lambda weights, _: loads.append(weights))
+    loader = PolicyLoader(_policy(config, 2), shelf, checkpoints.directory)
+    for version, base in enumerate(("initial", "initial", "sft", "sft", "initial")):
+        loader.load(shelf.put(version, _adapter(checkpoints.weights, version), checkpoints.base(base)))
+    assert len(loads) == 1
+    loader.let_go()
+    loader.load(shelf.put(9, _adapter(checkpoints.weights, 9), checkpoints.base("sft")))
+    assert len(loads) == 2
+
+
+def test_after_a_load_that_failed_everything_is_loaded_again(
+    config: TransformerConfig, checkpoints: Checkpoints
+) -> None:
+    shelf, policy, whole = Shelf(), _policy(config, 0), checkpoints.weights
+    loader, broken = PolicyLoader(policy, shelf, checkpoints.directory), _adapter(whole, 1)
+    broken["blocks.1.mlp.down_proj.lora_B.weight"] = torch.zeros(1, 1)
+    with pytest.raises(ValueError, match=r"its matrices for blocks\.1\.mlp\.down_proj are \[1, 1\]"):
+        loader.load(shelf.put(1, broken, checkpoints.base("sft")))
+    adapter = _adapter(whole, 2)
+    loader.load(shelf.put(2, adapter, checkpoints.base("sft")))
+    sft = checkpoints.sft.matrices, checkpoints.sft.scaling
+    _assert_computes(policy, whole, sft, (adapter, SCALING))
+
+
+@pytest.mark.parametrize("hurt", ["weights", "adapter", "manifest", "gone"])
+def test_what_an_adapter_stands_on_is_verified_before_it_is_used(
+    config: TransformerConfig, checkpoints: Checkpoints, hurt: str
+) -> None:
+    shelf, base = Shelf(), checkpoints.base("sft")
+    directory = checkpoints.directory
+    if hurt == "gone":
+        shutil.rmtree(directory / "sft")
+    else:
+        path = {
+            "weights": directory / "initial" / "model.safetensors",
+            "adapter": directory / "sft" / "lora.safetensors",
+            "manifest": directory / "initial" / "manifest.json",
+        }[hurt]
+        content = bytearray(path.read_bytes())
+        content[-5] ^= 1
+        path.write_bytes(content)
+    loader = PolicyLoader(_policy(config, 0), shelf, directory)
+    words = {
+        "weights": r"model\.safetensors is damaged",
+        "adapter": r"lora\.safetensors is damaged",
+        "manifest": "is not the checkpoint that the adapter was trained on",
+        "gone": "an adapter stands on the checkpoint sft, and .* has none",
+    }
+    with pytest.raises(ValueError, match=words[hurt]):
+        loader.load(shelf.put(1, _adapter(checkpoints.weights, 1), base))
+
+
+def test_whole_weights_take_the_place_of_an_adapter_and_another_policy_is_not_adapted(
+    config: TransformerConfig, checkpoints: Checkpoints
+) -> None:
+    shelf, policy, other = Shelf(), _policy(config, 0), _base(config, 5)
+    loader = PolicyLoader(policy, shelf, checkpoints.directory)
+    loader.load(shelf.put(1, other))
+    _assert_is(policy, other)
+    unknown = {name.replace("down_proj", "side_proj"): matrix for name, matrix in _adapter(other, 1).items()}
+    with pytest.raises(ValueError, match="which is no linear layer of this policy"):
+        loader.load(shelf.put(2, unknown, checkpoints.base("initial")))
 
 
 def _assert_is(policy: Transformer, weights: dict[str, Tensor]) -> None:
@@ -90,63 +196,14 @@ def _assert_is(policy: Transformer, weights: dict[str, Tensor]) -> None:
     assert different == []
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("of_base", [torch.float32, torch.bfloat16])
-def test_an_adapter_that_is_merged_on_arrival_gives_the_bits_of_one_that_was_merged_first(
-    config: TransformerConfig, dtype: torch.dtype, of_base: torch.dtype
-) -> None:
-    """Also where the base was a checkpoint in bfloat16, and travelled so."""
-    base = {name: tensor.to(of_base).float() for name, tensor in _base(config, 1).items()}
-    travelled = {name: narrowed(tensor) for name, tensor in base.items()}
-    # Norms begin as ones, which are ones in bfloat16 too.
-    assert travelled[ADAPTED[0]].dtype == of_base
-    shelf, policy = Shelf(), _policy(config, 2, dtype)
-    digest, loader = shelf.put_base(travelled), PolicyLoader(policy, shelf)
-    for version in (1, 2, 3):
-        adapter = _adapter(base, version)
-        loader.load(shelf.put(version, adapter, digest))
-        expected = _merged_first(base, adapter)
-        _assert_is(policy, expected)
-        whole = whole_version(shelf, version)
-        assert [name for name, tensor in expected.items() if not torch.equal(whole[name].float(), tensor)] == []
-    assert shelf.num_bases_read == 1 + 3, "once by the loader"
-
-
-def test_another_base_and_whole_weights_take_the_place_of_a_base(config: TransformerConfig) -> None:
-    shelf, policy = Shelf(), _policy(config, 0)
-    loader = PolicyLoader(policy, shelf)
-    bases = [_base(config, seed) for seed in (1, 2)]
-    digests = [shelf.put_base(base) for base in bases]
-    for version, (base, digest) in enumerate(zip(bases, digests, strict=True)):
-        adapter = _adapter(base, version)
-        loader.load(shelf.put(version, adapter, digest))
-        _assert_is(policy, _merged_first(base, adapter))
-    loader.load(shelf.put(7, bases[0]))
-    _assert_is(policy, bases[0])
-    loader.load(shelf.put(8, adapter, digests[1]))
-    _assert_is(policy, _merged_first(bases[1], adapter))
-    assert shelf.num_bases_read == 3
-
-
-def test_after_a_first_merge_that_failed_all_of_the_base_is_loaded_again(config: TransformerConfig) -> None:
-    shelf, policy, base = Shelf(), _policy(config, 0), _base(config, 1)
-    loader, digest, broken = PolicyLoader(policy, shelf), shelf.put_base(base), _adapter(base, 1)
-    broken["blocks.1.mlp.down_proj.lora_B.weight"] = torch.zeros(1, 1)
-    with pytest.raises(RuntimeError, match="shape"):
-        loader.load(shelf.put(1, broken, digest))
-    adapter = _adapter(base, 2)
-    loader.load(shelf.put(2, adapter, digest))
-    _assert_is(policy, _merged_first(base, adapter))
-
-
 def test_a_digest_is_of_adapter_base_and_scaling_or_the_one_that_the_weights_had(config: TransformerConfig) -> None:
     base = _base(config, 1)
     adapter = _adapter(base, 1)
-    on = Base(digest="a" * 64, scaling=SCALING)
+    on = Base(checkpoint="initial", digest="a" * 64, scaling=SCALING)
     digest = make_manifest(1, adapter, on).digest
     assert make_manifest(2, adapter, on).digest == digest
-    others = (replace(on, digest="b" * 64), replace(on, scaling=1.0), None)
-    assert len({digest, *(make_manifest(1, adapter, other).digest for other in others)}) == 4
+    others = (replace(on, digest="b" * 64), replace(on, scaling=1.0), replace(on, base_weights="nf4"), None)
+    assert len({digest, *(make_manifest(1, adapter, other).digest for other in others)}) == 5
     assert make_manifest(1, adapter, on, known_as="c" * 64).digest == "c" * 64
 
 
@@ -169,13 +226,6 @@ def test_weights_of_another_policy_are_refused(config: TransformerConfig, change
         weights["norm.weight"] = (norm[1:],) if change == "rows" else (norm[:, None],)
     with pytest.raises(ValueError, match=r"^these are not the weights of this policy.* norm\."):
         load_in_place(policy, Arrived(weights))
-
-
-def test_weights_are_narrowed_only_where_nothing_is_lost() -> None:
-    exact, inexact = torch.tensor([1.0, -2.5, 0.0]), torch.tensor([1.0, 0.1])
-    assert narrowed(exact).dtype == torch.bfloat16
-    assert narrowed(inexact) is inexact
-    assert narrowed(torch.tensor([float("nan")])).dtype == torch.float32, "a NaN's bits may say something"
 
 
 class LateStore:

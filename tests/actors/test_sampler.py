@@ -13,6 +13,7 @@ from actors.plan import RunPlan
 from actors.sampler import SamplerWorker
 from actors.spec import RunSpec
 from learner.model.checkpoint import load_policy
+from learner.model.checkpoint_files import Base, chain_digest
 from rollout.config import EngineConfig
 from rollout.request import Cache
 from tests.actors.test_fetching import Shelf
@@ -33,7 +34,10 @@ def generations(request: pytest.FixtureRequest, spec: RunSpec) -> tuple[Shelf, l
             outputs, inputs = base[f"{LAYER}.weight"].shape
             shapes = {f"{LAYER}.lora_A.weight": (4, inputs), f"{LAYER}.lora_B.weight": (outputs, 4)}
         weights = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-        made.append(shelf.put(version, weights, shelf.put_base(base) if request.param == "adapter" else None))
+        on = None
+        if request.param == "adapter":
+            on = Base(checkpoint="initial", digest=chain_digest(spec.initial_checkpoint), scaling=0.37)
+        made.append(shelf.put(version, weights, on))
     return shelf, made
 
 
@@ -51,7 +55,7 @@ def test_a_sampler_that_sleeps_holds_nothing_and_samples_the_same(
     portion, engine = plan.round_portion(0, 0), spec.rollout.engine
     with stand_in_gpu():
         before = bytes_there()
-        worker = SamplerWorker(spec.initial_checkpoint, lambda: shelf, "cuda", engine, is_asleep=True)
+        worker = SamplerWorker(spec.initial_checkpoint, lambda: shelf, "cuda", engine, gpu_share=0.3, is_asleep=True)
         assert bytes_there() == before, "it begins asleep"
         found = []
         for generation in (first, second, second):
@@ -59,8 +63,7 @@ def test_a_sampler_that_sleeps_holds_nothing_and_samples_the_same(
             assert bytes_there() > before
             worker.sleep()
             assert bytes_there() == before
-        assert shelf.num_bases_read <= 1
-        awake = SamplerWorker(spec.initial_checkpoint, lambda: shelf, "cuda", engine)
+        awake = SamplerWorker(spec.initial_checkpoint, lambda: shelf, "cuda", engine, gpu_share=0.3)
         assert bytes_there() > before
         expected = [_sampled(awake, generation, portion) for generation in (first, second)]
         assert found == [*expected, expected[1]]

@@ -1,18 +1,22 @@
-"""What a learner is told of its sampler is so."""
+"""What a run is told of its recipe: of its sampler, of its micro-batches, of its adapters."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 
 from actors.plan import RunPlan
-from actors.spec import RunSpec, sampler_facts
+from actors.run_config import ControlSection, ModelSection
+from actors.spec import Phase, RunSpec, sampler_facts
 from learner.model.config import TransformerConfig
+from learner.model.lora_config import LoraConfig
 from learner.model.networks import make_model
 from learner.model.tokenizer import ChatTokenizer
 from learner.model.transformer import Transformer, init_weights
+from learner.sft.sft import SftConfig
 from rewards import TaskConfig
 from rewards.maths import Limits
 from rewards.sandbox import SandboxConfig
@@ -86,8 +90,12 @@ def test_who_waits_for_weights_waits_as_long_as_their_bytes_take(spec: RunSpec, 
     assert spec.collective_timeout_s == pytest.approx(900, abs=0.1)
     large = spec.model_copy(update={"run_dir": tmp_path})
     large.initial_checkpoint.mkdir(parents=True)
-    for part in (1, 2):
-        with (large.initial_checkpoint / f"model-0000{part}-of-00002.safetensors").open("wb") as file:
+    files = [f"model-0000{part}-of-00002.safetensors" for part in (1, 2)]
+    (large.initial_checkpoint / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {str(index): name for index, name in enumerate(files)}})
+    )
+    for name in files:
+        with (large.initial_checkpoint / name).open("wb") as file:
             file.truncate(8_000_000_000)
     assert large.sampling_timeout_s == 600 + 640
     assert large.collective_timeout_s == 900 + 1280
@@ -128,3 +136,31 @@ def test_no_portion_has_more_completions_than_its_grader_has_time_for(
     portions = [plan.round_portion(0, index) for index in range(plan.portions_per_round)]
     evaluated = plan.evaluation_portions(run.evaluated_params[0], 0)
     assert max(len(portion.requests) for portion in (*portions, *evaluated)) <= run.most_portion_requests
+
+
+@pytest.mark.parametrize(("given", "found"), [(None, 80), (1000, 80), (50, 50), (7, 20)])
+def test_a_micro_batch_of_sft_has_a_row_at_least_and_a_workers_examples_at_most(
+    spec: RunSpec, given: int | None, found: int
+) -> None:
+    """Eight examples of up to 20 tokens, on two workers."""
+    sft = spec.sft.model_copy(update={"micro_batch_tokens": given})
+    assert spec.model_copy(update={"sft": sft}).sft_micro_batch_tokens == found
+
+
+def test_a_control_needs_examples_where_sft_is_skipped(spec: RunSpec) -> None:
+    skipped = dict(spec) | {"sft": SftConfig(num_steps=0, max_tokens=4096)}
+    with pytest.raises(
+        ValueError, match=r"sft\.num_labels is missing; .* the control trains on them too, unless control"
+    ):
+        RunSpec.model_validate(skipped)
+    without = RunSpec.model_validate(skipped | {"control": ControlSection(enabled=False)})
+    assert without.longest_canvas == without.canvas_tokens == 20, "nothing has canvases of 4096"
+
+
+def test_sft_and_the_control_may_have_an_alpha_of_their_own(spec: RunSpec) -> None:
+    lora = LoraConfig(rank=4, alpha=8)
+    adapted = spec.model_copy(update={"model": ModelSection(lora=lora)})
+    assert {adapted.lora_of(phase) for phase in Phase} == {lora}
+    own = adapted.model_copy(update={"sft": spec.sft.model_copy(update={"lora_alpha": 16})})
+    assert {phase: own.lora_of(phase).alpha for phase in Phase} == {"untrained": 16, "sft": 16, "rl": 8, "control": 16}
+    assert own.lora_of(Phase.SFT) == LoraConfig(rank=4, alpha=16)

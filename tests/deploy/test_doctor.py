@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import socket
+import tomllib
 from collections.abc import Callable
+from email.message import Message
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from deploy import doctor
 from deploy.doctor import Check, CheckOutcome
@@ -18,7 +22,7 @@ def _named(name: str) -> Check:
 
 @pytest.fixture(autouse=True)
 def _without_slow_checks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_embedded_registry", lambda: Check(name="embedded registry", found=""))
+    monkeypatch.setattr(doctor, "_embedded_registry", lambda name: Check(name=name, found=""))
 
 
 def test_this_machine_can_run_its_own_tests(workdir: Path, d1: Callable) -> None:
@@ -36,6 +40,54 @@ def test_a_failed_check_is_exit_status_1(d1: Callable, monkeypatch: pytest.Monke
     assert ended.status == 1
     assert "d1 needs ray" in ended.out
     assert "3 failed" in ended.out
+
+
+def test_what_is_said_of_torch_is_what_pyproject_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["dependencies"]
+    torch = next(Requirement(item).specifier for item in wanted if item.startswith("torch"))
+    oldest = next(item.version for item in torch if item.operator == ">=")
+    for version, verdict in {oldest: CheckOutcome.OK, "2.10.9": CheckOutcome.FAILED}.items():
+        monkeypatch.setattr("importlib.metadata.version", lambda _name, version=version: version)
+        assert _named("torch").verdict is verdict
+    assert _named("torch").fix == f"d1 needs torch {torch}"
+
+
+@pytest.mark.parametrize("said", [None, ""], ids=["no distribution", "a distribution that says nothing"])
+def test_versions_that_nothing_is_said_of_are_told_and_are_no_failure(
+    said: str | None, d1: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where d1 is only on the PYTHONPATH, or packed by hand."""
+
+    def metadata(name: str) -> Message:
+        if said is None:
+            raise PackageNotFoundError(name)
+        return Message()
+
+    monkeypatch.setattr("importlib.metadata.metadata", metadata)
+    ended = d1("doctor")
+    assert ended.status == 0
+    for name in ("Python", "ray", "torch", "transformers"):
+        check = _named(name)
+        assert (check.verdict, check.found[0].isdigit()) == (CheckOutcome.WARNING, True)
+        assert "package metadata" in check.fix
+
+
+def test_a_check_that_raises_has_failed_and_the_others_are_made(d1: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = {check.name for check in doctor.run_checks(Path("runs"))}
+
+    def refuses(*_: object) -> None:
+        raise PermissionError("not for you\nat all")
+
+    for source in (doctor.machine, doctor, doctor.shutil):
+        for name in ("num_cpus", "memory_bytes", "free_bytes", "num_gpus", "_version", "_embedded_registry", "which"):
+            if hasattr(source, name):
+                monkeypatch.setattr(source, name, refuses)
+    ended = d1("doctor")
+    assert ended.status == 1
+    assert "10 failed" in ended.out
+    checks = list(doctor.run_checks(Path("runs")))
+    assert {check.name for check in checks} == whole
+    assert {check.found for check in checks if check.verdict is CheckOutcome.FAILED} == {"PermissionError: not for you"}
 
 
 def test_a_warning_is_none(d1: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,7 +118,7 @@ def test_a_port_in_use_is_a_warning() -> None:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         server.listen()
-        check = doctor._port(server.getsockname()[1], "the service")
+        check = doctor._port("port", port=server.getsockname()[1], use="the service")
     assert check.verdict is CheckOutcome.WARNING
     assert check.found == "address already in use, wanted for the service"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +14,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from learner.model.adapter import Adapter
-from learner.model.checkpoint import load_policy, save_checkpoint
+from learner.model.checkpoint import StoredWeights, load_policy, save_checkpoint
 from learner.model.checkpoint_files import ADAPTER
 from learner.model.config import TransformerConfig
+from learner.model.families import FAMILIES
 from learner.model.lora_config import TARGETS, LoraConfig
 from learner.model.networks import make_model
 from learner.model.tokenizer import make_tokenizer
@@ -30,6 +32,8 @@ class Run:
     """A run directory whose policy had two stages under LoRA."""
 
     directory: Path
+    merged: dict[str, dict[str, Tensor]]
+    """What the weights of each checkpoint are with its adapters, by our names."""
 
     def checkpoint(self, name: str) -> Path:
         return self.directory / "checkpoints" / name
@@ -48,11 +52,12 @@ def _train(policy: ShardedPolicy, seed: int) -> None:
     )
 
 
-def _save(run: Run, name: str, policy: ShardedPolicy, base: str, version: int, *, is_whole: bool = True) -> None:
+def _save(run: Run, name: str, policy: ShardedPolicy, base: str, version: int) -> Adapter:
     adapter = Adapter(rank=LORA.rank, alpha=LORA.alpha, base=base, matrices=policy.adapter_on_rank_0())
     state, source = _state("sft" if version == 1 else "rl", version), run.checkpoint("initial")
-    weights = policy.full_weights() if is_whole else None
-    save_checkpoint(run.checkpoint(name), policy.config, weights, source, adapter=adapter, trainer_state=state)
+    save_checkpoint(run.checkpoint(name), policy.config, None, source, adapter=adapter, trainer_state=state)
+    run.merged[name] = policy.full_weights()
+    return adapter
 
 
 @pytest.fixture(params=["llada", "dream"])
@@ -61,20 +66,23 @@ def run(request: pytest.FixtureRequest, config: TransformerConfig, workdir: Path
     model = make_model(shape)
     init_weights(model, seed=0)
     make_tokenizer(["3 7 9 = 24"], workdir / "tokenizer", 300)
-    run = Run(directory=workdir / "runs" / "tiny")
+    run = Run(directory=workdir / "runs" / "tiny", merged={})
     initial = run.checkpoint("initial")
     state = _state("untrained", 0)
     save_checkpoint(initial, shape, model.state_dict(), workdir / "tokenizer", trainer_state=state)
     (run.directory / "recipe.yaml").write_text("name: tiny\n")
     policy = ShardedPolicy(model, None, lora=LORA)
     _train(policy, seed=1)
-    _save(run, "sft", policy, "initial", 1)
-    policy.load_full_weights(policy.full_weights())
+    policy.begin_adapter(_save(run, "sft", policy, "initial", 1))
     _train(policy, seed=2)
     _save(run, "rl-000001", policy, "sft", 2)
-    # The same as it is in the midst of the rounds.
-    _save(run, "adapter", policy, "sft", 0, is_whole=False)
     return run
+
+
+def _in_original_names(run: Run, name: str) -> dict[str, Tensor]:
+    config = load_policy(run.checkpoint("initial")).config
+    layout = FAMILIES[config.family].layout({ours: tensor.shape for ours, tensor in run.merged[name].items()})
+    return {theirs: layout.stored(theirs, run.merged[name]) for theirs in layout.stored_shapes}
 
 
 def test_the_original_code_finds_its_files_and_none_of_ours(run: Run, d1: Callable, workdir: Path) -> None:
@@ -86,31 +94,33 @@ def test_the_original_code_finds_its_files_and_none_of_ours(run: Run, d1: Callab
     assert names.isdisjoint({"manifest.json", "trainer_state.json", "learner.safetensors", ADAPTER})
     # transformers would apply it to weights that have it already.
     assert not any("adapter" in name for name in names | {path.name for path in newest.iterdir()})
-    for name in names:
+    for name in names - {"model.safetensors"}:
         assert (workdir / "out" / name).read_bytes() == (newest / name).read_bytes(), name
+    written = load_file(workdir / "out" / "model.safetensors")
+    assert {tensor.dtype for tensor in written.values()} == {torch.float32}
+    for name, tensor in _in_original_names(run, "rl-000001").items():
+        assert torch.equal(written[name], tensor), name
     assert not list(workdir.glob(".out*"))
 
 
-def test_an_adapter_alone_is_exported_as_the_policy_that_it_makes_of_its_base(
-    run: Run, d1: Callable, workdir: Path
-) -> None:
-    assert not (run.checkpoint("adapter") / "model.safetensors").exists()
-    for name in ("adapter", "rl-000001"):
-        assert d1("export", f"runs/tiny/checkpoints/{name}", name).status == 0
-    files = {path.name: path.read_bytes() for path in (workdir / "rl-000001").iterdir()}
-    assert {path.name: path.read_bytes() for path in (workdir / "adapter").iterdir()} == files
+def test_a_policy_without_an_adapter_is_exported_byte_for_byte(run: Run, d1: Callable, workdir: Path) -> None:
+    assert d1("export", "runs/tiny/checkpoints/initial", "out").status == 0
+    written = {path.name: path.read_bytes() for path in (workdir / "out").iterdir()}
+    assert "model.safetensors" in written
+    assert written == {name: (run.checkpoint("initial") / name).read_bytes() for name in written}
 
 
-def test_an_adapter_alone_whose_base_is_damaged_or_away_is_refused(run: Run, d1: Callable) -> None:
-    weights = run.checkpoint("sft") / "model.safetensors"
+def test_an_adapter_whose_base_is_damaged_or_away_is_refused(run: Run, d1: Callable) -> None:
+    weights = run.checkpoint("initial") / "model.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    d1("export", "runs/tiny/checkpoints/adapter", "out").assert_refused("sft/model.safetensors is damaged")
+    last = "runs/tiny/checkpoints/rl-000001"
+    d1("export", last, "out").assert_refused("initial/model.safetensors is damaged")
     weights.unlink()
-    d1("export", "runs/tiny/checkpoints/adapter", "out").assert_refused("sft is not a checkpoint: it has no model.saf")
+    d1("export", last, "out").assert_refused("initial is not a checkpoint: it has no model.saf")
     run.checkpoint("sft").rename(run.checkpoint("away"))
-    d1("export", "runs/tiny/checkpoints/adapter", "out").assert_refused(
-        "the adapter in runs/tiny/checkpoints/adapter stands on sft, which is no checkpoint beside it"
+    d1("export", last, "out").assert_refused(
+        "the adapter in runs/tiny/checkpoints/rl-000001 stands on sft, which is no checkpoint beside it"
     )
 
 
@@ -136,7 +146,7 @@ class Original(nn.Module):
         return module._modules.get(path[-1], nn.Module())
 
 
-@pytest.mark.parametrize(("name", "num_stages"), [("sft", 1), ("rl-000001", 2), ("adapter", 2)])
+@pytest.mark.parametrize(("name", "num_stages"), [("sft", 1), ("rl-000001", 2)])
 def test_peft_makes_the_merged_weights_of_the_original_model_and_the_adapter(
     run: Run, d1: Callable, workdir: Path, name: str, num_stages: int
 ) -> None:
@@ -154,8 +164,7 @@ def test_peft_makes_the_merged_weights_of_the_original_model_and_the_adapter(
     # The blocks' layers, and not LLaDA's head, whose name is one of theirs.
     assert len(adapted) == len(TARGETS) * load_policy(run.checkpoint(name)).config.num_layers
     merged = dict(model.merge_and_unload().named_parameters())
-    whole = "rl-000001" if name == "adapter" else name
-    expected = load_file(run.checkpoint(whole) / "model.safetensors")
+    expected = _in_original_names(run, name)
     compared = [tensor for tensor in expected if tensor in merged]
     assert len(compared) >= len(adapted) + 1
     for tensor in compared:
@@ -168,7 +177,7 @@ def test_an_adapter_of_a_policy_of_experts_is_exported_but_for_what_is_a_part(
     """LLaDA2 has query, key and value in one matrix, which peft would adapt as a whole."""
     make_tokenizer(["3 7 9 = 24"], workdir / "tokenizer", 300)
     for name, targets in (("whole", TARGETS), ("others", ("out_proj", "up_proj"))):
-        run = Run(directory=workdir / "runs" / name)
+        run = Run(directory=workdir / "runs" / name, merged={})
         model = make_model(moe_config)
         init_weights(model, seed=0)
         initial = run.checkpoint("initial")
@@ -188,19 +197,19 @@ def test_an_adapter_of_a_policy_of_experts_is_exported_but_for_what_is_a_part(
     peft = PeftModel.from_pretrained(Original(initial), workdir / "out")
     assert len([module for module, part in peft.named_modules() if hasattr(part, "lora_A")]) == 4
     merged = dict(peft.merge_and_unload().named_parameters())
-    for tensor, expected in load_file(run.checkpoint("sft") / "model.safetensors").items():
+    for tensor, expected in _in_original_names(run, "sft").items():
         if tensor in merged:
             torch.testing.assert_close(merged[tensor].detach(), expected, msg=tensor)
 
 
 def test_the_newest_that_is_whole_is_exported_and_the_damaged_one_is_named(run: Run, d1: Callable) -> None:
-    path = run.checkpoint("rl-000001") / "model.safetensors"
+    path = run.checkpoint("rl-000001") / ADAPTER
     path.write_bytes(path.read_bytes()[:-1])
     ended = d1("export", "runs/tiny", "out")
     assert ended.out == "out is the policy of runs/tiny/checkpoints/sft\n"
-    assert ended.err.startswith("d1: runs/tiny/checkpoints/rl-000001/model.safetensors is damaged")
+    assert ended.err.startswith(f"d1: runs/tiny/checkpoints/rl-000001/{ADAPTER} is damaged")
     assert ended.err.endswith("; going on with checkpoint sft\n")
-    d1("export", "runs/tiny/checkpoints/rl-000001", "other").assert_refused("model.safetensors is damaged")
+    d1("export", "runs/tiny/checkpoints/rl-000001", "other").assert_refused(f"{ADAPTER} is damaged")
 
 
 def test_what_cannot_be_exported_is_refused_in_a_sentence(run: Run, d1: Callable, workdir: Path) -> None:
@@ -213,6 +222,7 @@ def test_what_cannot_be_exported_is_refused_in_a_sentence(run: Run, d1: Callable
     d1("export", "runs/tiny/checkpoints/rl-000001", "out", "--lora", "apart").assert_refused(
         "stands on sft, which is no checkpoint beside it"
     )
+    (workdir / "away").rename(run.checkpoint("sft"))
     assert not (workdir / "out").exists()
     (workdir / "out").mkdir()
     assert d1("export", "runs/tiny", "out").status == 0
@@ -222,3 +232,19 @@ def test_what_cannot_be_exported_is_refused_in_a_sentence(run: Run, d1: Callable
     (workdir / "file").write_text("")
     d1("export", "runs/tiny", "file").assert_refused("exists and is not an empty directory")
     d1("export", "runs/tiny", "file/out").assert_refused("cannot write")
+
+
+def test_the_weights_that_a_run_refers_to_are_exported_and_named_to_peft(run: Run, d1: Callable, workdir: Path) -> None:
+    initial, original = run.checkpoint("initial"), workdir / "original"
+    shutil.copytree(initial, original)
+    stored = StoredWeights(original)
+    save_checkpoint(initial, stored.config, stored, original, trainer_state=_state("untrained", 0))
+    assert d1("export", "runs/tiny/checkpoints/initial", "out").status == 0
+    assert (workdir / "out" / "model.safetensors").read_bytes() == (original / "model.safetensors").read_bytes()
+    assert d1("export", "runs/tiny/checkpoints/sft", "apart", "--lora", "apart").status == 0
+    about = json.loads((workdir / "apart" / "adapter_config.json").read_text())
+    assert about["base_model_name_or_path"] == str(original)
+    (original / "model.safetensors").unlink()
+    d1("export", "runs/tiny/checkpoints/initial", "none").assert_refused("this machine has no such file; put it back")
+    d1("sample", "runs/tiny/checkpoints/initial", "1 + 2").assert_refused("this machine has no such file; put it back")
+    d1("eval", "runs/tiny/checkpoints/initial").assert_refused("this machine has no such file; put it back")

@@ -9,9 +9,12 @@ from learner.batch import GroupedBatch, RolloutBatch
 from learner.config import LearnerConfig
 from learner.estimators import InnerUpdate, OneStepConfig, SamplerFacts, TrajectoryConfig, make_terms, token_logps
 from learner.learner import Learner
+from learner.model.lora import set_adapter
+from learner.model.lora_config import LoraConfig
 from learner.model.transformer import Transformer
 from learner.objectives import ClippedRatioConfig
 from learner.parallel.sharding import ShardedPolicy
+from learner.probes import sampling_gap
 from learner.round import Round
 
 
@@ -113,15 +116,44 @@ def test_the_gap_to_an_exact_sampler_is_rounding_and_to_another_policy_is_not(
     policy: Transformer, rollouts: RolloutBatch
 ) -> None:
     sampler = SamplerFacts(temperature=0.8)
-    exact, grouped = TrajectoryConfig(steps_per_segment=1, law="sampler"), GroupedBatch.of(rollouts)
-    terms = make_terms(grouped, policy.config, exact.corrupt(grouped, InnerUpdate(0, 1), sampler))
-    recorded = torch.zeros_like(rollouts.commit_logp)
-    with torch.no_grad():
-        recorded[terms.rows, terms.slots] = token_logps(policy, terms.views, terms.law)
-    batch = replace(rollouts, commit_logp=recorded)
+    batch = _recorded_by(policy, rollouts, sampler)
     learner = Learner(ShardedPolicy(policy, None), _config(inner_updates=1), sampler)
     assert learner.update(batch, 0)["sampling/sampling_logp_difference/max"] < 1e-5
     assert learner.update(batch, 1)["sampling/sampling_logp_difference/mean"] > 1e-3
+
+
+def _recorded_by(model: Transformer, batch: RolloutBatch, sampler: SamplerFacts) -> RolloutBatch:
+    """The completions, as if this policy had sampled them."""
+    exact, grouped = TrajectoryConfig(steps_per_segment=1, law="sampler"), GroupedBatch.of(batch)
+    terms = make_terms(grouped, model.config, exact.corrupt(grouped, InnerUpdate(0, 1), sampler))
+    recorded = torch.zeros_like(batch.commit_logp)
+    with torch.no_grad():
+        recorded[terms.rows, terms.slots] = token_logps(model, terms.views, terms.law)
+    return replace(batch, commit_logp=recorded)
+
+
+def test_the_share_of_an_adapter_that_has_reached_the_sampler_is_measured(
+    policy: Transformer, rollouts: RolloutBatch
+) -> None:
+    """All of it, nothing, and part; and nothing is said of an adapter that has changed nothing."""
+    sampler, lora, share = SamplerFacts(temperature=0.8), LoraConfig(rank=4, alpha=8), "sampling/adapter_share"
+    start = copy.deepcopy(policy)
+    learned = ShardedPolicy(policy, None, lora=lora)
+    learner = Learner(learned, _config(inner_updates=1, lr=1e-3), sampler)
+    batch = _recorded_by(learned.module, rollouts, sampler)
+    assert share not in learner.update(batch, 0)
+    adapter = learned.adapter_on_rank_0()
+    half = {name: matrix / 2 if ".lora_B." in name else matrix for name, matrix in adapter.items()}
+    found = {}
+    for name, matrices in (("all", adapter), ("half", half), ("nothing", {})):
+        sampled = copy.deepcopy(start)
+        set_adapter(sampled, matrices, lora.scaling)
+        found[name] = sampling_gap(learned, learner.config, sampler, _recorded_by(sampled, rollouts, sampler))[share]
+    assert found["all"] == pytest.approx(1, abs=1e-3)
+    assert found["half"] == pytest.approx(0.5, abs=0.1)
+    assert found["nothing"] == pytest.approx(0, abs=1e-3)
+    whole = ShardedPolicy(start, None)
+    assert share not in sampling_gap(whole, learner.config, sampler, _recorded_by(start, rollouts, sampler))
 
 
 def test_a_round_of_which_nothing_is_left_changes_nothing_and_says_so(

@@ -137,13 +137,19 @@ def test_only_a_gpu_in_half_precision_has_the_kernel(policy: Transformer, monkey
     assert not any(within.has_kernel(*one) for one in unfit)
 
 
+@pytest.mark.parametrize("asks_about_groups", [True, False], ids=["torch 2.13", "torch 2.11"])
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2)], ids=["as many", "grouped"])
-def test_the_kernel_is_told_what_it_asks_for(heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernel_is_told_what_it_asks_for(
+    heads: tuple[int, int], asks_about_groups: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As flash_api.cpp of torch checks it; computed here by its ends alone, in float32."""
 
-    def kernel(q: Tensor, k: Tensor, v: Tensor, *rest: Any, enable_gqa: bool) -> Tensor:
-        ends_q, ends_k, most_q, most_k = rest
+    def asking(q: Tensor, k: Tensor, v: Tensor, *rest: Any, enable_gqa: bool = False) -> Tensor:
         assert enable_gqa == (q.shape[1] != k.shape[1])
+        return kernel(q, k, v, *rest)
+
+    def kernel(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
+        ends_q, ends_k, most_q, most_k = rest
         for x, ends, most in ((q, ends_q, most_q), (k, ends_k, most_k), (v, ends_k, most_k)):
             assert x.stride(-1) == 1
             assert ends.dtype is torch.int32
@@ -169,7 +175,7 @@ def test_the_kernel_is_told_what_it_asks_for(heads: tuple[int, int], monkeypatch
     k, v = (torch.randn(1, 12, kv_heads, 8, generator=generator).transpose(1, 2) for _ in range(2))
     rows = within.WithinRows(queries=lengths(4, 0, 1), keys=lengths(6, 1, 5))
     expected = rows.attend(q, k, v)
-    monkeypatch.setattr(varlen, "varlen_attn", kernel)
+    monkeypatch.setattr(varlen, "varlen_attn", asking if asks_about_groups else kernel)
     monkeypatch.setattr(within, "has_kernel", lambda *_: True)
     found = rows.attend(q, k, v)
     assert found.shape == q.shape

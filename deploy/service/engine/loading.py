@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import structlog
+import torch
+from torch import Tensor
 
 from actors.checkpoints.selection import find_position, read_position
 from actors.registry.records import PolicyVersion
 from deploy.service.engine.loaded_version import AnySampler
-from learner.model.checkpoint import load_policy
-from learner.model.checkpoint_files import MANIFEST, load_config, verify_checkpoint
+from learner.hardware import placed_on
+from learner.model.adapter import put_beside, read_adapter, read_chain
+from learner.model.checkpoint import load_policy, load_weights
+from learner.model.checkpoint_files import (
+    ADAPTER,
+    MANIFEST,
+    Base,
+    adapter_base,
+    chain_digest,
+    load_config,
+    verify_checkpoint,
+    verify_own_files,
+)
+from learner.model.lora import set_adapter, sharing_base
 from learner.model.networks import held_dtypes, make_on_meta
+from learner.model.quantized import round_blocks
 from learner.model.renoising.config import is_renoising
 from learner.model.renoising.policy import load_renoising_policy
+from learner.model.transformer import Transformer
 from rollout.config import EngineConfig
 from rollout.renoising.sampler import RenoisingSampler
 from rollout.sampler import Sampler
@@ -21,56 +38,106 @@ from rollout.sampler import Sampler
 _FETCH_TIMEOUT_S = 120.0
 
 
-def load_sampler(policy: PolicyVersion, config_dir: Path, engine: EngineConfig, device: str = "cpu") -> AnySampler:
-    """The sampler of an announced version: from its weight store, or else from its checkpoint.
+class VersionLoader:
+    """Makes the samplers of announced versions. Those of one LoRA stage share what their adapters stand on."""
 
-    Args:
-        policy: the version.
-        config_dir: a checkpoint directory of the same run, for the policy's shape: a store holds tensors only.
-        engine: how the run's samplers compute.
-        device: where it computes.
+    def __init__(self, config_dir: Path, engine: EngineConfig, device: str | torch.device = "cpu") -> None:
+        """Load nothing yet.
 
-    Raises:
-        LookupError: neither the store nor a checkpoint has it. The store may have moved on to newer versions.
-        TimeoutError: the store did not answer.
-        ValueError: what came is damaged, of another shape, or not the weights that were announced.
-    """
-    if policy.weight_store is not None:
-        # Ray is not imported where only checkpoints are served.
-        from actors.weights.fetching import fetch
+        Args:
+            config_dir: a checkpoint directory of the run, for the policy's shape: a store holds tensors only.
+            engine: how the run's samplers compute.
+            device: where they compute.
+        """
+        self._config_dir, self._engine, self._device = config_dir, engine, placed_on(device)
+        self._newest: tuple[Base, Transformer] | None = None
+        """The policy with an adapter that was made last, and what that stands on."""
 
-        try:
-            weights = fetch(policy.weight_store, policy.version, _FETCH_TIMEOUT_S, policy.manifest_digest)
-        except LookupError:
-            if policy.checkpoint is None:
-                raise
-        else:
-            config = load_config(config_dir)
-            model, held = make_on_meta(config), held_dtypes(config, engine.torch_dtype)
-            model.load_state_dict(
-                {name: tensor.to(held.get(name, engine.torch_dtype)) for name, tensor in weights.items()}, assign=True
+    def load(self, policy: PolicyVersion) -> AnySampler:
+        """The sampler of a version: from its weight store, or else from its checkpoint.
+
+        Raises:
+            LookupError: neither the store nor a checkpoint has it. The store may have moved on to newer versions.
+            TimeoutError: the store did not answer.
+            ValueError: what came is damaged, of another shape, or not the weights that were announced.
+        """
+        if policy.weight_store is not None:
+            try:
+                return self._sampler(self._from_store(policy.weight_store, policy), policy)
+            except LookupError:
+                if policy.checkpoint is None:
+                    raise
+        if policy.checkpoint is None:
+            raise LookupError(f"policy version {policy.version} was announced without a store or a checkpoint")
+        directory = Path(policy.checkpoint)
+        if not directory.is_dir():
+            raise LookupError(
+                f"policy version {policy.version} should be in {directory}, and this machine has no such folder"
             )
-            return Sampler(model.to(device), policy.version, engine)
-    if policy.checkpoint is None:
-        raise LookupError(f"policy version {policy.version} was announced without a store or a checkpoint")
-    directory = Path(policy.checkpoint)
-    if not directory.is_dir():
-        raise LookupError(
-            f"policy version {policy.version} should be in {directory}, and this machine has no such folder"
+        return self._from_checkpoint(directory, policy)
+
+    def _sampler(self, model: Transformer, policy: PolicyVersion) -> Sampler:
+        return Sampler(model, policy.version, self._engine)
+
+    def _from_store(self, store: str, policy: PolicyVersion) -> Transformer:
+        # Ray is not imported where only checkpoints are served.
+        from actors.weights.fetching import open_store
+
+        manifest, weights = open_store(store, _FETCH_TIMEOUT_S).version(policy.version, policy.manifest_digest)
+        if manifest.base is not None:
+            return self._beside(manifest.base, self._config_dir.parent, weights)
+        config, dtype = load_config(self._config_dir), self._engine.torch_dtype
+        model, held = make_on_meta(config), held_dtypes(config, dtype)
+        cast = {name: tensor.to(held.get(name, dtype)) for name, tensor in weights.items()}
+        model.load_state_dict(cast, assign=True)
+        return model.to(self._device)
+
+    def _from_checkpoint(self, directory: Path, policy: PolicyVersion) -> AnySampler:
+        _verify(policy, directory)
+        dtype = self._engine.torch_dtype
+        if is_renoising(directory):
+            return RenoisingSampler(load_renoising_policy(directory, dtype).to(self._device), policy.version)
+        if not (directory / ADAPTER).is_file():
+            return self._sampler(load_policy(directory, dtype).to(self._device), policy)
+        adapter, below = read_adapter(directory), adapter_base(directory)
+        base = Base(
+            checkpoint=below.name,
+            digest=chain_digest(below),
+            scaling=adapter.scaling,
+            base_weights=adapter.base_weights,
         )
-    _verify(policy, directory)
-    if is_renoising(directory):
-        return RenoisingSampler(load_renoising_policy(directory, engine.torch_dtype).to(device), policy.version)
-    return Sampler(load_policy(directory, engine.torch_dtype).to(device), policy.version, engine)
+        return self._sampler(self._beside(base, below.parent, adapter.matrices), policy)
+
+    def _beside(self, base: Base, checkpoints_dir: Path, matrices: Mapping[str, Tensor]) -> Transformer:
+        """A policy with an adapter; what it stands on is shared with the one before where that stands on the same."""
+        if self._newest is not None and self._newest[0] == base:
+            model = sharing_base(self._newest[1])
+            set_adapter(model, matrices, base.scaling)
+        else:
+            # Versions that are in use keep theirs.
+            self._newest = None
+            directory = base.directory(checkpoints_dir)
+            verify_checkpoint(directory, say=_say)
+            chain = read_chain(directory)
+            model = load_weights(chain.weights, self._engine.torch_dtype, self._device, _say)
+            if base.base_weights == "nf4":
+                round_blocks(model)
+            put_beside(model, matrices, base.scaling, chain.together)
+        self._newest = base, model
+        return model
+
+
+def _say(what: str) -> None:
+    structlog.get_logger().info("reading_a_checkpoint", what=what)
 
 
 def _verify(policy: PolicyVersion, directory: Path) -> None:
-    """Raise ValueError where a checkpoint is damaged, or holds other weights than those that were announced."""
+    """Raise ValueError where a checkpoint's own files are damaged, or it holds other weights than were announced."""
     has_manifest = (directory / MANIFEST).is_file()
     if policy.manifest_digest is None and not has_manifest and find_position(directory) is None:
         structlog.get_logger().warning("checkpoint_unverified", path=str(directory), why=f"it has no {MANIFEST}")
         return
-    verify_checkpoint(directory)
+    verify_own_files(directory, say=_say)
     if policy.manifest_digest is None:
         return
     digest = read_position(directory).manifest_digest or _digest_of(directory)

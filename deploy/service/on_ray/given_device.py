@@ -5,14 +5,15 @@ from __future__ import annotations
 import ray
 import torch
 
-from learner.hardware import limit_memory
+from learner.hardware import limit_memory, placed_on
 
 
-def given_device() -> str:
+def given_device() -> torch.device:
     """The device, its memory limited to the share of it. A GPU that is seen without having been given is somebody
     else's, a sampler's say: Ray does not hide it."""
     context = ray.get_runtime_context()
     if not context.get_accelerator_ids().get("GPU"):
-        return "cpu"
-    limit_memory(torch.device("cuda", 0), context.get_assigned_resources().get("GPU", 1.0))
-    return "cuda"
+        return placed_on("cpu")
+    device = placed_on("cuda")
+    limit_memory(device, context.get_assigned_resources().get("GPU", 1.0))
+    return device

@@ -32,7 +32,7 @@ from deploy.service.gateway.api_keys import (
 from deploy.service.gateway.callers import is_loopback
 from deploy.service.source import Source
 from deploy.waiting import saying
-from learner.model.checkpoint_files import lent_weights, most_weight_bytes, weight_files
+from learner.model.checkpoint_files import checkpoint_chain, most_weight_bytes, weight_files
 from learner.parallel.patience import patience_s
 
 _READY_TIMEOUT_S = 180.0
@@ -58,8 +58,8 @@ def serve_run(run_dir: Path, host: str | None, port: int | None, admin_port: int
     address = Address(host=host or service.host, port=port or service.port)
     source = Source(directory=str(run_dir), is_run=True, registry_url=None)
     _check_listeners(source, address, admin_port)
-    with saying(f"checking the newest checkpoint of {run_dir.name}", at_once=True):
-        newest_to_answer(run_dir)
+    with saying(f"checking the newest checkpoint of {run_dir.name}", at_once=True) as waiting:
+        newest_to_answer(run_dir, waiting.change)
     with _ray() as ray:
         source = replace(source, registry_url=registry_of_cluster())
         _serve(source, address, service.num_replicas, is_ours=ray.is_ours, admin_port=admin_port)
@@ -331,7 +331,7 @@ def _check_port(address: Address, *, shares_port: bool = False) -> None:
 def _ready_within_s(source: Source) -> float:
     """Seconds that the service of a source may take to come up: its engines read the weights."""
     directory = source.path / CHECKPOINTS / "initial" if source.is_run else source.path
-    return patience_s(_READY_TIMEOUT_S, most_weight_bytes(lent_weights(directory) or directory))
+    return patience_s(_READY_TIMEOUT_S, most_weight_bytes(checkpoint_chain(directory)[-1]))
 
 
 def _wait_until_running(name: str, awaited: Mapping[str, str], within_s: float, say: Callable[[str], object]) -> None:

@@ -10,7 +10,11 @@ the one row that all are in.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from inspect import signature
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +27,8 @@ _HALF = (torch.bfloat16, torch.float16)
 
 def has_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     """Whether one kernel attends within all rows: on CUDA from compute capability 8 on (Ampere), in half precision,
-    with heads of at most 256 numbers, a multiple of 8. So it is in torch 2.13, which has none for a CPU or for float32.
+    with heads of at most 256 numbers, a multiple of 8. So it is in torch 2.11 to 2.13, which have none for a CPU or for
+    float32.
     """
     if device.type != "cuda" or dtype not in _HALF or head_dim % 8 or head_dim > 256:
         return False
@@ -49,6 +54,8 @@ class WithinRows:
         # Here and not above: it imports torch's compiler, a second for every process that loads a policy.
         from torch.nn.attention.varlen import varlen_attn
 
+        is_told = _is_grouped(q_1HQE, k_1KTE) and _is_told_of_groups(varlen_attn)
+        groups: dict[str, Any] = {"enable_gqa": True} if is_told else {}
         mixed_QHE = varlen_attn(
             q_1HQE.squeeze(0).transpose(0, 1),
             k_1KTE.squeeze(0).transpose(0, 1),
@@ -57,7 +64,7 @@ class WithinRows:
             self.keys.ends,
             self.queries.bound,
             self.keys.bound,
-            enable_gqa=_is_grouped(q_1HQE, k_1KTE),
+            **groups,
         )
         assert isinstance(mixed_QHE, Tensor), "without statistics it is the output alone"
         return mixed_QHE.transpose(0, 1)[None]
@@ -75,3 +82,10 @@ class WithinRows:
 
 def _is_grouped(q_1HQE: Tensor, k_1KTE: Tensor) -> bool:
     return q_1HQE.shape[1] != k_1KTE.shape[1]
+
+
+@cache
+def _is_told_of_groups(varlen_attn: Callable[..., Any]) -> bool:
+    """Whether it wants to know that key-value heads are shared. In torch 2.11 it does not ask, and its kernel, which is
+    the same, shares them."""
+    return "enable_gqa" in signature(varlen_attn).parameters

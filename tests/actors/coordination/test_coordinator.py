@@ -399,7 +399,7 @@ def test_a_learner_that_fails_again_and_again_is_given_up_and_its_own_error_is_n
     async def scene() -> None:
         coordinator = case.coordinator()
         for attempt in range(3):
-            assert await coordinator.learner_starting(f"group {attempt}")
+            assert await coordinator.learner_starting(f"group {attempt}") == {}
             await coordinator.learner_started("sft", {"round": 0, "policy_version": 1, "step": None})
             assert await coordinator.learner_failed("OSError: no space", is_echo=False, is_transient=True)
             assert await coordinator.learner_failed("RuntimeError: gloo", is_echo=True, is_transient=False)
@@ -417,7 +417,7 @@ def test_what_two_learner_groups_have_raised_from_one_place_a_third_need_not(cas
         coordinator = case.coordinator()
         nan, bad = "FloatingPointError: round 0: nan", "ValueError: bad"
         for attempt, (what, may_go_on) in enumerate([(nan, True), (bad, True), (nan, True), (nan, False)]):
-            assert await coordinator.learner_starting(f"group {attempt}")
+            assert await coordinator.learner_starting(f"group {attempt}") == {}
             if attempt in (0, 2):
                 await coordinator.record("checkpoint", {"phase": "sft", "path": "sft", "step": attempt, "seconds": 0.0})
             assert await coordinator.learner_failed(what, is_echo=False, is_transient=False) is may_go_on
@@ -429,25 +429,32 @@ def test_what_two_learner_groups_have_raised_from_one_place_a_third_need_not(cas
     _run(scene())
 
 
-def test_a_learner_whose_gpu_has_too_little_memory_starts_again_with_half_its_micro_batches(case: _Case) -> None:
+@pytest.mark.parametrize("section", ["learner", "sft"])
+def test_a_learner_whose_gpu_has_too_little_memory_starts_again_with_half_its_micro_batches(
+    case: _Case, section: str
+) -> None:
+    """In SFT from all that a worker has of a step."""
     tokens, canvas = case.spec.learner.micro_batch_tokens, case.spec.canvas_tokens
+    if section == "sft":
+        tokens, canvas = case.spec.sft.batch_size // case.spec.learner.num_workers * canvas, case.spec.sft_tokens
     what, said = "round 3: the memory of rank 1's GPU ran out (CUDA out of memory)", []
 
     async def scene() -> None:
         coordinator = case.coordinator()
-        expected = tokens
+        expected, found = tokens, await coordinator.learner_starting("first")
+        assert found == {}
         while expected >= canvas:
-            assert await coordinator.learner_starting(f"group {expected}") == expected
-            assert await coordinator.learner_failed(what, is_echo=False, is_transient=False, is_out_of_memory=True)
+            assert await coordinator.learner_failed(what, is_echo=False, is_transient=False, too_large=section)
             await coordinator.learner_failed("rank 0 lost another", is_echo=True, is_transient=False)
             said.append(f"it is tried again with micro-batches of {expected // 2} tokens instead of {expected}")
             expected //= 2
             # It is remembered where the coordinator dies, too.
             coordinator = case.coordinator()
+            found = await coordinator.learner_starting(f"group {expected}")
+            assert found == {section: expected if expected >= canvas else 2 * expected}
         last = [event["what"] for event in case.events("failure") if what in event["what"]][-1]
         assert f"micro-batches of {expected * 2} tokens cannot be halved, a canvas has {canvas}: take sharding." in last
-        assert await coordinator.learner_starting("again") == expected * 2
-        may_go_on = await coordinator.learner_failed(what, is_echo=False, is_transient=False, is_out_of_memory=True)
+        may_go_on = await coordinator.learner_failed(what, is_echo=False, is_transient=False, too_large=section)
         assert not may_go_on
         assert await coordinator.learner_starting("in vain") is None
         assert (await coordinator.gave_up()).startswith(f"{what}; micro-batches of {expected * 2} tokens cannot")
@@ -495,7 +502,7 @@ def test_a_rank_that_loses_another_reports_an_echo_which_ends_no_run(case: _Case
     async def scene() -> None:
         coordinator = case.coordinator()
         for attempt in range(8):
-            assert await coordinator.learner_starting(f"group {attempt}")
+            assert await coordinator.learner_starting(f"group {attempt}") == {}
             for _ in range(3):
                 await coordinator.learner_failed("rank 0 lost another", is_echo=True, is_transient=False)
         assert len(case.events("failure")) == 8, "once for each start"

@@ -51,6 +51,6 @@ def test_a_try_with_smaller_micro_batches_is_no_repetition() -> None:
     for group in range(9):
         session = session.with_learner_start(str(group), 0)
         assert not session.gave_up
-        session = session.with_halved_micro_batches("out of memory")
-    assert session.num_halvings == 9
+        session = session.with_micro_batches("learner", 1000 - group, "out of memory")
+    assert session.micro_batch_tokens == {"learner": 992}
     assert _starts(session, 0, 0, 0, 0, error="ValueError: bad") == [False, False, False, True], "others still are"

@@ -18,8 +18,9 @@ from actors.training.publication import Publisher
 from actors.training.shards import Travel
 from actors.weights.store import Manifest
 from actors.weights.tensors import make_manifest, verify
+from learner.model.checkpoint_files import Base
 from learner.model.config import TransformerConfig
-from learner.model.lora import merged_weights
+from learner.model.lora import adapter_names, merged
 from learner.model.lora_config import WHOLE, LoraConfig
 from learner.model.networks import make_model
 from learner.model.transformer import init_weights
@@ -38,7 +39,8 @@ class Store:
         self.said: list[str] = []
         self.weights: list[dict[str, Tensor]] = []
         self.digests: list[str] = []
-        self.bases: dict[str, dict[str, Tensor]] = {}
+        self.base: dict[str, Tensor] = {}
+        """What adapters stand on."""
         self.forgets = 0
         """So many offers are not known when they are to be taken."""
         self._offers = Offers()
@@ -50,29 +52,26 @@ class Store:
         if self.forgets:
             self.forgets -= 1
             return False
-        return self.publish(manifest, self._offers.taken(manifest, key, num_ranks))
+        self.publish(manifest, self._offers.taken(manifest, key, num_ranks))
+        return True
 
     def withdraw(self) -> None:
         self._offers = Offers()
 
-    def publish(self, manifest: Manifest, weights: Mapping[str, Tensor]) -> bool:
+    def publish(self, manifest: Manifest, weights: Mapping[str, Tensor]) -> None:
         verify(manifest, weights)
         if manifest.base is None:
             self.weights.append(dict(weights))
-        elif manifest.base.digest not in self.bases:
-            self.said.append(f"{manifest.version} without its base")
-            return False
         else:
-            base = {name: tensor.float() for name, tensor in self.bases[manifest.base.digest].items()}
-            self.weights.append(merged_weights(base, weights, manifest.base.scaling))
-        self.said.append(f"version {manifest.version}")
+            assert manifest.base.scaling == ADAPTER.scaling
+            whole = dict(self.base)
+            for name in self.base:
+                a, b = adapter_names(name)
+                if a in weights:
+                    whole[name] = merged(self.base[name], weights[a], weights[b], manifest.base.scaling)
+            self.weights.append(whole)
+        self.said.append(f"version {manifest.version} {manifest.base.checkpoint if manifest.base else ''}".strip())
         self.digests.append(manifest.digest)
-        return True
-
-    def publish_base(self, manifest: Manifest, weights: Mapping[str, Tensor]) -> None:
-        verify(manifest, weights)
-        self.said.append("base")
-        self.bases[manifest.digest] = dict(weights)
 
     def announce(self, generation: Generation, phase: Phase, round_index: int) -> None:
         self.said.append(f"announced {generation.version}")
@@ -93,15 +92,16 @@ def _train(policy: ShardedPolicy) -> None:
 def _go_through(policy: ShardedPolicy, store: Store, ranks: Ranks) -> list[dict[str, Tensor]]:
     """Two versions, a stage that begins anew, and a store that loses what it has; what the policy was each time."""
     publisher, was = Publisher(policy, ranks, store), []
-    for version in (1, 2):
-        _train(policy)
-        publisher.publish(version, Phase.SFT, 0)
-        was.append(policy.full_weights())
-    policy.load_full_weights(policy.full_weights())
-    _train(policy)
-    publisher.publish(3, Phase.RL, 1)
-    was.append(policy.full_weights())
-    store.bases.clear()
+    for stage in ("initial", "sft"):
+        weights = policy.full_weights()
+        policy.load_full_weights(weights)
+        store.base = weights
+        if policy.lora.rank:
+            publisher.base = Base(checkpoint=stage, digest="of it", scaling=policy.lora.scaling)
+        for version in (1, 2) if stage == "initial" else (3,):
+            _train(policy)
+            publisher.publish(version, Phase.SFT, 0)
+            was.append(policy.full_weights())
     answers = iter(((Next.PUBLISH, 0), (Next.GO_ON, 7)))
     assert publisher.answered(lambda: next(answers)) == 7
     was.append(was[-1])
@@ -118,15 +118,11 @@ def test_what_is_published_is_the_policy_to_the_bit(config: TransformerConfig, l
     assert store.digests[2] == store.digests[3]
 
 
-def test_a_base_goes_once_for_each_stage_and_again_where_it_was_lost(config: TransformerConfig) -> None:
+def test_an_adapter_is_published_with_the_name_of_what_it_stands_on(config: TransformerConfig) -> None:
     store = Store()
     _go_through(_policy(config, ADAPTER), store, Ranks())
-    first = ["base", "version 1", "announced 1", "version 2", "announced 2"]
-    assert store.said == [
-        *first,
-        *("base", "version 3", "announced 3"),
-        *("3 without its base", "base", "version 3"),
-    ]
+    first = ["version 1 initial", "announced 1", "version 2 initial", "announced 2"]
+    assert store.said == [*first, "version 3 sft", "announced 3", "version 3 sft"]
 
 
 def test_what_the_store_forgot_to_have_been_offered_is_offered_again(config: TransformerConfig) -> None:

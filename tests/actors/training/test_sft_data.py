@@ -123,9 +123,11 @@ def test_examples_of_one_prompt_are_held_out_together(spec: RunSpec, file_of: Ca
 
 def test_too_few_examples_are_refused(spec: RunSpec, file_of: Callable[..., Path]) -> None:
     path = file_of([*_rows(4), {"prompt": "1 2 3 4 5 6 7 8 9 10 11 12", "completion": "0"}])
-    with pytest.raises(ValueError, match=r"sft.num_labels is 4 and .* leaves 3 to train on: 1 are longer than 20"):
+    with pytest.raises(ValueError, match=r"sft.num_labels is 4 and .* leaves 3 to train on: 1 .* 20 \(its default"):
         _load(spec, data=path, num_labels=4, num_eval=1)
-    with pytest.raises(ValueError, match=r"data.jsonl leaves 0 to train on: 5 are longer than 3 tokens"):
+    with pytest.raises(
+        ValueError, match=r"sft.data .*data.jsonl leaves 0 to train on: 5 are longer than sft.max_tokens 3,"
+    ):
         _load(spec, data=path, num_labels=None, max_tokens=3)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from collections.abc import Callable, Mapping
@@ -25,17 +26,20 @@ from actors.training.context import RunContext
 from actors.training.ending import OutOfGpuMemoryError
 from actors.training.round_update import RoundUpdate
 from actors.training.training import TrainingRun
-from actors.weights.fetching import whole_version
+from actors.weights.fetching import PolicyLoader
 from actors.weights.store import Manifest
 from learner.batch import RolloutBatch
 from learner.config import LearnerConfig
 from learner.learner import Learner
-from learner.model.checkpoint import load_policy, save_checkpoint
-from learner.model.checkpoint_files import LEARNER_STATE, verify_checkpoint
+from learner.model.adapter import read_adapter
+from learner.model.checkpoint import load_merged, load_policy, save_checkpoint
+from learner.model.checkpoint_files import LEARNER_STATE, verify_checkpoint, weight_bytes
+from learner.model.lora import merge_adapters
 from learner.model.lora_config import LoraConfig
 from learner.model.transformer import Transformer
 from learner.parallel.ranks import Ranks
 from learner.parallel.sharding import ShardedPolicy, local_part
+from learner.sft.learner import SftLearner
 from learner.sft.sft import SftConfig
 from rollout.config import EvaluationConfig
 from tests.actors.local_run import LocalRun, Pulse, facts
@@ -171,7 +175,7 @@ def test_a_run_that_is_stopped_anywhere_goes_on_there_to_the_same_bits(
     assert first.events[-1] == {"event": "stopped", **again}
     assert (halved.checkpoints_dir / checkpoint / LEARNER_STATE).is_file()
     has_weights = (halved.checkpoints_dir / checkpoint / "model.safetensors").is_file()
-    assert has_weights == (lora != "adapter")
+    assert has_weights == (lora == "whole")
     rest = _run(halved)
     assert rest.events[0]["checkpoint"] == checkpoint
     rounds = _events(first, "round") + _events(rest, "round")
@@ -186,21 +190,26 @@ class _RememberingRun(LocalRun):
     def __init__(self, spec: RunSpec) -> None:
         super().__init__(spec)
         self.versions: dict[int, dict[str, torch.Tensor]] = {}
+        self._policy = load_policy(spec.initial_checkpoint)
+        self._loader = PolicyLoader(self._policy, self.reader(), spec.checkpoints_dir)
 
-    def publish(self, manifest: Manifest, weights: Mapping[str, torch.Tensor]) -> bool:
-        is_there = super().publish(manifest, weights)
-        if is_there:
-            self.versions[manifest.version] = whole_version(self.reader(), manifest.version)
-        return is_there
+    def publish(self, manifest: Manifest, weights: Mapping[str, torch.Tensor]) -> None:
+        super().publish(manifest, weights)
+        self._loader.load(Generation(version=manifest.version, digest=manifest.digest))
+        merged = copy.deepcopy(self._policy)
+        merge_adapters(merged)
+        self.versions[manifest.version] = merged.state_dict()
 
 
-def test_an_adapter_alone_is_the_version_that_was_published_and_the_ends_are_whole(
-    spec: RunSpec, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("lora", [name for name in LORAS if name != "whole"])
+def test_a_checkpoint_of_an_adapter_is_the_version_that_was_published(spec: RunSpec, tmp_path: Path, lora: str) -> None:
+    """Also where SFT has an alpha of its own."""
+    sft = SftConfig(num_labels=10, num_steps=6, batch_size=8, lr=3e-3, num_eval=4, eval_every_steps=2, lora_alpha=20)
     run = _spec(
         spec,
         tmp_path / "run",
-        model=ModelSection(lora=LORAS["adapter"]),
+        model=ModelSection(lora=LORAS[lora]),
+        sft=sft,
         learner=_learner(num_rounds=6),
         control=ControlSection(num_steps=3),
         checkpoint_every_rounds=1,
@@ -211,20 +220,19 @@ def test_an_adapter_alone_is_the_version_that_was_published_and_the_ends_are_who
     found = checkpoints_to_answer(run.checkpoints_dir)
     assert [path.name for _, path in found] == ["initial", "sft", *(f"rl-00000{done}" for done in range(1, 7))]
     for position, path in found:
-        kept = load_policy(path).state_dict()
+        if path.name == "initial" and "4 bits" in lora:
+            continue  # Nothing is rounded there yet.
+        kept = load_merged(path).state_dict()
         published = remembering.versions[position.policy_version]
         assert all(torch.equal(kept[name], published[name]) for name in kept), path.name
-    whole = {position.policy_version for position, path in found if (path / "model.safetensors").is_file()}
-    # Version 7 is the last round's.
-    assert whole == {0, 1, 7}
+    assert [path.name for _, path in found if (path / "model.safetensors").is_file()] == ["initial"]
     verify_checkpoint(run.checkpoints_dir / "rl-000002")
+    alphas = {path.name: read_adapter(path).alpha for _, path in found if path.name != "initial"}
+    assert alphas == {"sft": 20} | {f"rl-00000{done}": 8 for done in range(1, 7)}
 
 
-def test_a_version_keeps_its_name_when_a_resumed_run_publishes_it_in_another_form(
-    spec: RunSpec, tmp_path: Path
-) -> None:
-    """Under LoRA SFT's last version goes out as an adapter on the initial weights, and after a resume as SFT's weights:
-    the service, which finds the checkpoint by its name, must take it for what it is."""
+def test_a_version_keeps_its_name_when_a_resumed_run_publishes_it_again(spec: RunSpec, tmp_path: Path) -> None:
+    """The service, which finds the checkpoint by its name, must take it for what it is."""
     changes = {"model": ModelSection(lora=LORAS["adapter"]), "phases": (Phase.SFT, Phase.RL)}
     whole, halved = (_spec(spec, tmp_path / name, **changes) for name in ("whole", "halved"))
     expected = dict(_run(whole).published_digests)
@@ -234,9 +242,8 @@ def test_a_version_keeps_its_name_when_a_resumed_run_publishes_it_in_another_for
     assert dict(first.published_digests) | dict(rest.published_digests) == expected
     for position in (facts(halved)[name] for name in ("sft", "rl-000003")):
         assert position["manifest_digest"] == expected[position["policy_version"]]
-    assert [what for what, _ in first.sent] == ["base", "version", "version"]
-    # A base for what the run goes on from, and one for the rounds.
-    assert [what for what, _ in rest.sent] == ["base", "version", "base", "version", "version", "version"]
+    # What is sent is the adapter and nothing else, in every stage.
+    assert len({*first.sent_bytes, *rest.sent_bytes}) == 1
 
 
 def test_a_stop_before_anything_was_done_writes_nothing(spec: RunSpec, tmp_path: Path) -> None:
@@ -359,7 +366,7 @@ def test_a_gpu_without_memory_is_told_from_other_failures_and_halves_change_no_g
     """The next learner group goes on from the checkpoint with smaller micro-batches, to the same policy."""
     runs = [_spec(spec, tmp_path / name, phases=(Phase.RL,)) for name in ("whole", "halves")]
     for run, tokens in zip(runs, (512, 64), strict=True):
-        _run(run.with_micro_batches(tokens))
+        _run(run.with_micro_batches({"learner": tokens}))
     whole, halves = (load_file(run.checkpoints_dir / "rl-000003" / "model.safetensors") for run in runs)
     for name, tensor in whole.items():
         torch.testing.assert_close(halves[name], tensor, atol=2e-4, rtol=1e-3, msg=name)
@@ -371,6 +378,27 @@ def test_a_gpu_without_memory_is_told_from_other_failures_and_halves_change_no_g
     with pytest.raises(OutOfGpuMemoryError) as raised:
         _run(_spec(spec, tmp_path / "full", phases=(Phase.RL,)))
     assert str(raised.value) == "round 0: the memory of rank 0's GPU ran out (CUDA out of memory)"
+    assert raised.value.section == "learner"
+
+
+def test_a_gpu_without_memory_in_sft_is_told_too_and_halves_change_no_gradient(
+    spec: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = [_spec(spec, tmp_path / name, phases=(Phase.SFT,)) for name in ("whole", "halves")]
+    for run, tokens in zip(runs, (160, 40), strict=True):
+        _run(run.with_micro_batches({"sft": tokens}))
+    whole, halves = (load_file(run.checkpoints_dir / "sft" / "model.safetensors") for run in runs)
+    for name, tensor in whole.items():
+        torch.testing.assert_close(halves[name], tensor, atol=2e-4, rtol=1e-3, msg=name)
+
+    def step(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of")
+
+    monkeypatch.setattr(SftLearner, "step", step)
+    with pytest.raises(OutOfGpuMemoryError) as raised:
+        _run(_spec(spec, tmp_path / "full", phases=(Phase.SFT,)))
+    assert str(raised.value) == "sft, step 0: the memory of rank 0's GPU ran out (CUDA out of memory)"
+    assert raised.value.section == "sft"
 
 
 def test_too_many_skipped_rounds_in_a_row_end_the_run(
@@ -430,3 +458,33 @@ def test_the_reference_is_the_policy_of_a_due_round_that_trained_on_nothing_too(
         assert update.run(None, round_index) == {"num_trained_completions": 0.0}
         now = learner.reference.full_weights()["head.weight"]
         assert torch.equal(now, policy.head.weight.detach()) == is_synced
+
+
+def test_the_log_says_how_long_a_large_checkpoint_took_to_load(spec: RunSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small one takes no time."""
+    begun = spec.model_copy(update={"phases": ()})
+    assert _events(_run(begun), "loaded") == []
+    num_bytes = weight_bytes(spec.initial_checkpoint)
+    monkeypatch.setattr("actors.training.context._LARGE_BYTES", num_bytes)
+    (loaded,) = _events(_run(begun), "loaded")
+    assert (loaded["path"], loaded["num_bytes"]) == ("checkpoints/initial", num_bytes)
+    assert min(loaded["check_s"], loaded["load_s"]) > 0
+
+
+def test_a_learner_says_how_far_the_loading_of_a_checkpoint_is(spec: RunSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = list[str]()
+
+    class Listening(Pulse):
+        @property
+        def doing(self) -> str:
+            return said[-1]
+
+        @doing.setter
+        def doing(self, doing: str) -> None:
+            said.append(doing)
+
+    monkeypatch.setattr("learner.model.storage.throughput._EVERY_S", 0.0)
+    _run(spec.model_copy(update={"phases": ()}), Listening())
+    begun = list(dict.fromkeys(what.partition(":")[0] for what in said))
+    assert begun[:3] == ["loading a checkpoint", "checking initial", "loading initial"]
+    assert any(what.endswith("GB/s") for what in said)

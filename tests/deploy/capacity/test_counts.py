@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from actors.spec import sampler_facts
+from deploy.capacity.activations import kept_bytes, saved_bytes_of_token
 from deploy.capacity.arithmetic import full_group, learning_flops, sampling_flops
-from deploy.capacity.memory import saved_bytes_of_token
 from deploy.capacity.shape import ParameterCounts, policy_shape
 from deploy.recipe.overrides import load_recipe
 from deploy.recipe.recipe import Recipe
@@ -24,6 +29,7 @@ from learner.model.moe.config import MoEConfig
 from learner.model.networks import make_model
 from learner.model.transformer import init_weights
 from learner.parallel.sharding import ShardedPolicy
+from learner.parallel.sharding_config import ShardingConfig
 from rollout.config import EngineConfig
 from rollout.request import Request
 from rollout.sampler import Sampler
@@ -108,38 +114,82 @@ EXPERTS = MoEConfig(num_experts=16, experts_per_token=3, expert_width=48, router
 SHARED = EXPERTS.model_copy(update={"router": "sigmoid", "shared_width": 96})
 
 
+EVERYWHERE = LoraConfig(rank=16)
+FIRST_D1S = LoraConfig(rank=16, targets=("q_proj", "k_proj", "v_proj", "up_proj"))
+
+
+class Live(TorchDispatchMode):
+    """Counts the bytes of the tensors that are made within its block, as long as anybody holds them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._given: set[int] = set()
+        self.most = 0
+        """Bytes at the peak."""
+
+    def leave_out(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Do not count what there was before."""
+        self._given |= {tensor.untyped_storage()._cdata for tensor in tensors}
+
+    def num_bytes(self) -> int:
+        """Bytes that are held now."""
+        self._storages = {key: held for key, held in self._storages.items() if not held[0].expired()}
+        return sum(size for _, size in self._storages.values())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for made in tree_leaves(result):
+            if isinstance(made, torch.Tensor) and (key := made.untyped_storage()._cdata) not in self._given:
+                self._storages[key] = StorageWeakRef(made.untyped_storage()), made.untyped_storage().nbytes()
+        self.most = max(self.most, self.num_bytes())
+        return result
+
+
+def _kept_and_most(shape: TransformerConfig, lora: LoraConfig, *, checkpointed: bool, tokens: int) -> tuple[int, int]:
+    """Bytes after a forward of so many tokens, and the most until its backward is done."""
+    model = make_model(shape)
+    init_weights(model, 0)
+    policy = ShardedPolicy(model, None, ShardingConfig(activation_checkpointing=checkpointed), lora=lora)
+    live = Live()
+    live.leave_out(policy.tensors())
+    with live:
+        logits = model(torch.zeros(tokens // 64, 64, dtype=torch.int64))
+        kept = live.num_bytes()
+        logits.sum().backward()
+    return kept, live.most
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("lora", [WHOLE, EVERYWHERE, FIRST_D1S], ids=["whole", "everywhere", "first d1's"])
 @pytest.mark.parametrize(
     "family", [{}, SDAR, SDAR | {"family": "sdar_moe", "moe": EXPERTS}, SDAR | {"family": "llada2_moe", "moe": SHARED}]
 )
 def test_what_a_block_keeps_of_a_token_is_what_autograd_keeps(
-    config: TransformerConfig, family: dict[str, object]
+    config: TransformerConfig, family: dict[str, object], lora: LoraConfig, checkpointed: bool
 ) -> None:
     """Within a hundredth: of a norm it keeps a number for each token too, and attention its normaliser and mask."""
     changes = {"d_model": 128, "num_layers": 1, "num_kv_heads": 4, "mlp_hidden_size": 320}
-    shape = config.model_copy(update=changes | family)
+    shape, tokens = config.model_copy(update=changes | family), 256
     wide = shape.model_copy(update={"num_layers": 3})
-    kept = []
-    for one in (shape, wide):
-        model = make_model(one)
-        init_weights(model, 0)
-        weights = {parameter.data_ptr() for parameter in model.parameters()}
-        storages: dict[int, int] = {}
-
-        def keep(
-            tensor: torch.Tensor, weights: set[int] = weights, storages: dict[int, int] = storages
-        ) -> torch.Tensor:
-            # Held, so that no storage takes the place of another.
-            if tensor.untyped_storage().data_ptr() not in weights:
-                storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            logits = model(torch.zeros(4, 64, dtype=torch.int64))
-        kept.append(sum(storages.values()))
-        del logits
+    thin_kept, wide_kept = (
+        _kept_and_most(one, lora, checkpointed=checkpointed, tokens=tokens)[0] for one in (shape, wide)
+    )
+    counted = 4 * shape.d_model
+    if not checkpointed:
+        # A CPU's norm also keeps what it divided, for the gradient of its weight.
+        normed = 2 * shape.d_model + shape.qk_norm * (shape.attention_width + 4 * shape.head_dim)
+        counted = saved_bytes_of_token(shape, lora, 4) + 4 * normed * (not lora.rank) + 4 * 64 * shape.is_block_causal
     # The last block keeps otherwise; the two before it are like all others.
-    of_mask = 4 * 64 * shape.is_block_causal
-    assert (kept[1] - kept[0]) / (2 * 4 * 64) == pytest.approx(saved_bytes_of_token(shape, 4) + of_mask, rel=0.01)
+    assert (wide_kept - thin_kept) / (2 * tokens) == pytest.approx(counted, rel=0.01)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_the_most_that_an_update_has_is_what_is_counted(config: TransformerConfig, checkpointed: bool) -> None:
+    changes = {"d_model": 128, "num_layers": 12, "mlp_hidden_size": 384, "vocab_size": 16}
+    shape, tokens = config.model_copy(update=changes), 2048
+    _, most = _kept_and_most(shape, EVERYWHERE, checkpointed=checkpointed, tokens=tokens)
+    assert most == pytest.approx(kept_bytes(shape, EVERYWHERE, tokens, 4, checkpointed=checkpointed), rel=0.1)
 
 
 @pytest.mark.parametrize("lora", [WHOLE, LoraConfig(rank=4, targets=("q_proj", "v_proj", "down_proj"))])

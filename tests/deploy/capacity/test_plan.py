@@ -10,7 +10,8 @@ import pytest
 
 from benchmarks import models
 from deploy.capacity.gpus import GPU_KINDS, GpuKind, smallest_memory
-from deploy.capacity.memory import learner_memory, sampler_memory
+from deploy.capacity.learner_memory import learner_memory
+from deploy.capacity.memory import ProcessMemory, engine_memory, sampler_memory
 from deploy.capacity.needs import needs_of
 from deploy.capacity.plan import Plan, make_plan
 from deploy.capacity.shape import ParameterCounts, policy_shape
@@ -49,8 +50,24 @@ def test_eight_gpus_are_split_by_what_a_round_waits_for(llada: Callable[..., Rec
     assert _plan(llada(), 64).is_short_of_groups
     # docs/scaling.md has these from the FLOP of one forward.
     assert plan.learning_flops == pytest.approx(35.3e15, rel=0.01)
-    assert plan.best.sampling_s == pytest.approx(39.6, rel=0.01)
+    assert plan.best.sampling_s == pytest.approx(43.0, rel=0.01)
+    assert plan.best.learning_s == pytest.approx(23.7, rel=0.01)
     assert plan.best.round_s == plan.best.sampling_s + plan.best.learning_s
+
+
+def test_what_is_computed_twice_takes_its_time(llada: Callable[..., Recipe]) -> None:
+    """By activation checkpointing, in the rounds and in SFT: of every update with gradient the blocks' forward."""
+    seconds = [
+        (plan.splits[0].learning_s, plan.sft_step_s)
+        for way in ("true", "false")
+        for plan in [_plan(llada(f"sharding.activation_checkpointing={way}", *S1K), 1, "H200")]
+    ]
+    (learning, sft), (learning_once, sft_once) = seconds
+    assert sft is not None
+    assert sft_once is not None
+    # Beside frozen weights a backward is a forward more: 12 more of 47, and one more of two, but for the head.
+    assert learning / learning_once == pytest.approx(1.25, abs=0.02)
+    assert sft / sft_once == pytest.approx(1.45, abs=0.03)
 
 
 def test_samplers_that_run_ahead_hide_the_shorter_phase(llada: Callable[..., Recipe]) -> None:
@@ -121,10 +138,11 @@ def test_a_learner_asleep_takes_main_memory(llada: Callable[..., Recipe]) -> Non
 
 
 def test_what_does_not_fit_says_by_how_much_and_what_helps(llada: Callable[..., Recipe]) -> None:
-    plan = _plan(llada(), 8, "L4")
+    plan = _plan(llada("rollout.engine.dtype=float32"), 8, "L4")
     assert plan.best is None
     assert plan.splits[0].limit == (
-        "a sampler takes at least 35.1 GB of GPU memory (weights 16.0), and one L4 has 24.0; take a smaller model"
+        "a sampler takes at least 37.2 GB of GPU memory (weights 32.1), and one L4 has 24.0; take "
+        "rollout.engine.dtype=bfloat16"
     )
     fitting = llada("rollout.engine.num_slots=1", "model.lora={rank: 0}", "learner.num_workers=1")
     learner = _plan(fitting, 2).splits[0].limit
@@ -136,11 +154,12 @@ def test_what_does_not_fit_says_by_how_much_and_what_helps(llada: Callable[..., 
 @pytest.mark.parametrize(
     ("overrides", "who", "part", "factor"),
     [
-        (("rollout.engine.num_slots=48",), sampler_memory, "activations", 2.0),
-        (("rollout.engine.num_slots=48",), sampler_memory, "logits of the blocks", 2.0),
+        (("rollout.engine.num_slots=48", "rollout.batch_size=48"), sampler_memory, "activations", 2.0),
+        (("rollout.engine.num_slots=48", "rollout.batch_size=48"), sampler_memory, "logits of the blocks", 2.0),
+        (("rollout.engine.num_slots=48",), sampler_memory, "activations", 1.0),
         (("rollout.engine.dtype=float32",), sampler_memory, "weights", 2.0),
         (("learner.micro_batch_tokens=16384",), learner_memory, "activations", 2.0),
-        (("model.lora={rank: 64}",), learner_memory, "gradient and AdamW's moments", 0.5),
+        (("model.lora.rank=64",), learner_memory, "gradient and AdamW's moments", 0.5),
     ],
 )
 def test_each_part_follows_its_field(
@@ -153,6 +172,103 @@ def test_each_part_follows_its_field(
         process = who(recipe, policy_shape(recipe), *more)
         sizes.append({each.name: each.num_bytes for each in process.parts}[part])
     assert sizes[1] == pytest.approx(factor * sizes[0])
+
+
+S1K = ("sft.data=s1k.jsonl", "sft.num_steps=10", "sft.max_tokens=4096", "sft.batch_size=64")
+
+
+def _parts(recipe: Recipe, num_workers: int = 4) -> dict[str, float]:
+    return {part.name: part.num_bytes for part in learner_memory(recipe, LLADA_8B, num_workers).parts}
+
+
+def test_sft_counts_where_it_takes_more_than_the_rounds(llada: Callable[..., Recipe]) -> None:
+    """A worker has its share of a batch at once, or a micro-batch of that."""
+    rounds, sft = learner_memory(llada(), LLADA_8B, 4), learner_memory(llada(*S1K), LLADA_8B, 4)
+    assert (rounds.who, sft.who) == ("a learner worker", "a learner worker in SFT")
+    # 16 documents of 4,096 tokens, eight times the micro-batch of the rounds.
+    assert _parts(llada(*S1K))["activations"] == 8 * _parts(llada())["activations"]
+    micro = llada(*S1K, "sft.micro_batch_tokens=8192")
+    assert _parts(micro)["activations"] == _parts(llada())["activations"]
+    assert learner_memory(micro, LLADA_8B, 4).who == "a learner worker", "which then has SFT's adapter too"
+    # No less than one document.
+    assert _parts(llada(*S1K, "sft.micro_batch_tokens=1", "learner.micro_batch_tokens=1"))["activations"] == (
+        _parts(llada())["activations"] / 2
+    )
+    small = GpuKind(name="small", memory_bytes=40 * 10**9, flop_per_s=1e15)
+    limit = make_plan(llada(*S1K), 2, small).splits[0].limit
+    assert limit is not None
+    assert limit.startswith("a learner worker in SFT takes at least ")
+    assert limit.endswith("take a smaller sft.micro_batch_tokens")
+
+
+def test_only_the_stages_of_a_run_count(llada: Callable[..., Recipe]) -> None:
+    """The control is SFT again, beside the adapter of the first SFT."""
+    both = learner_memory(llada(*S1K, "control.enabled=true"), LLADA_8B, 4)
+    assert both.who == "a learner worker in the control"
+    assert "the adapter of SFT" in {part.name for part in both.parts}
+    large = ("learner.micro_batch_tokens=1000000", "sft.micro_batch_tokens=4096")
+    assert learner_memory(llada(*S1K, *large), LLADA_8B, 4).who == "a learner worker"
+    alone = learner_memory(llada(*S1K, *large, "learner.num_rounds=0"), LLADA_8B, 4)
+    assert alone.who == "a learner worker in SFT"
+
+
+def test_what_one_canvas_takes_is_made_smaller_by_a_shorter_one(llada: Callable[..., Recipe]) -> None:
+    tight = GpuKind(name="tight", memory_bytes=20 * 10**9, flop_per_s=1e15)
+    one = ("sft.micro_batch_tokens=1", "sharding.activation_checkpointing=false", "learner.micro_batch_tokens=1")
+    limits = [
+        make_plan(llada(*given, *one, "rollout.engine.num_slots=1"), 8, tight).splits[0].limit for given in ((), S1K)
+    ]
+    assert limits[0] is None
+    assert limits[1] is not None
+    assert limits[1].endswith("take sharding.activation_checkpointing=true or a smaller sft.max_tokens")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_sampler_holds_one_base_and_what_each_stage_adds(llada: Callable[..., Recipe], dtype: str) -> None:
+    counts, each = ParameterCounts.of(LLADA_8B, llada().model.lora), 2 if dtype == "bfloat16" else 4
+
+    def held(process: ProcessMemory) -> float:
+        parts = {part.name: part.num_bytes for part in process.parts}
+        return (parts["weights"] + parts.get("adapters", 0) + parts.get("other versions", 0)) / each
+
+    one, after_sft = (llada(f"rollout.engine.dtype={dtype}", *more) for more in ((), S1K))
+    assert held(sampler_memory(one, LLADA_8B)) == counts.policy + counts.adapter
+    assert held(sampler_memory(after_sft, LLADA_8B)) == counts.policy + 2 * counts.adapter
+    # Versions of an engine share the base, and what SFT added to it.
+    assert held(engine_memory(after_sft, LLADA_8B, 4)) == counts.policy + 5 * counts.adapter
+    whole = llada(f"rollout.engine.dtype={dtype}", "model.lora={rank: 0, base_weights: full}")
+    assert held(sampler_memory(whole, LLADA_8B)) == counts.policy
+    assert held(engine_memory(whole, LLADA_8B, 4)) == 4 * counts.policy
+
+
+@pytest.mark.parametrize("base_weights", ["full", "nf4"])
+def test_a_learner_holds_the_base_as_the_checkpoint_has_it_in_all_stages(
+    llada: Callable[..., Recipe], base_weights: str
+) -> None:
+    lora = f"model.lora={{rank: 128, base_weights: {base_weights}}}"
+    counts = ParameterCounts.of(LLADA_8B, llada().model.lora)
+    alone, after_sft = (_parts(llada(lora, *more)) for more in ((), (*S1K, "sft.micro_batch_tokens=8192")))
+    base = "weights in bfloat16" if base_weights == "full" else "weights, of blocks in 4 bits"
+    assert alone[base] == after_sft[base]
+    # 4.5 bits of each weight of the blocks, whole on every worker.
+    in_4_bits = 4.5 / 8 * counts.blocks + counts.root
+    assert alone[base] == pytest.approx(2 * counts.policy / 4 if base_weights == "full" else in_4_bits)
+    gathered = alone["gathered blocks, embedding and head"] - 2 * (counts.root + 5 * counts.adapter_of_block)
+    assert gathered == 2 * (2 * counts.block if base_weights == "full" else 4096 * 12288), "4 bits are whole by layers"
+    assert "the adapter of SFT" not in alone
+    assert after_sft["the adapter of SFT"] == 2 * counts.adapter, "whole on every worker, as it computes"
+    assert after_sft["the adapter in float32"] == alone["the adapter in float32"] == counts.adapter
+
+
+def test_what_samplers_fetch_from_the_learners_gpus_counts_there(llada: Callable[..., Recipe]) -> None:
+    whole = ("model.lora={rank: 0, base_weights: full}",)
+    apart, there = llada(*whole), llada(*whole, "weight_transport=nixl")
+    counts = ParameterCounts.of(LLADA_8B, apart.model.lora)
+    # Two that the store keeps, and one that arrives, in bfloat16 as samplers compute.
+    assert _parts(there)["versions that samplers fetch"] == 3 * 2 * counts.policy / 4
+    assert "versions that samplers fetch" not in _parts(apart)
+    assert needs_of(apart).object_store_bytes == 3 * 2 * counts.policy
+    assert needs_of(there).object_store_bytes == 0
 
 
 def test_the_state_of_a_policy_that_is_trained_whole_is_four_floats_a_parameter(llada: Callable[..., Recipe]) -> None:
@@ -181,12 +297,14 @@ def test_the_command_prints_tables_and_what_to_add_to_train(
     assert "A sampler on one H100" in ended.out
     assert "Best: device=cuda rollout.num_samplers=4 learner.num_workers=4\n" in ended.out
     assert "All of it is derived" in ended.out
-    assert "Taking turns on the same GPUs, a round takes 29.3 s: rollout.num_samplers=8 learner.num" in ended.out
+    assert "Beside these, with the first split: an evaluation 10 min" in ended.out
+    assert "publishing 1.4 s." in ended.out
+    assert "Taking turns on the same GPUs, a round takes 33.3 s: rollout.num_samplers=8 learner.num" in ended.out
     ended = d1(*words, "gpus={sampler: 0.4, learner: 0.6}", "learner.num_workers=1", "--gpus", "8")
     assert "Best: device=cuda rollout.num_samplers=4 learner.num_workers=4 'gpus={sampler: 1, learner: 1}'" in ended.out
-    ended = d1(*words, "--gpus", "8", "--gpu", "L4")
+    ended = d1(*words, "rollout.engine.dtype=float32", "--gpus", "8", "--gpu", "L4")
     assert ended.status == 2
-    assert "Does not fit: a sampler takes at least 35.1 GB" in ended.out
+    assert "Does not fit: a sampler takes at least 37.2 GB" in ended.out
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,15 @@ import pytest
 from actors.grader import GraderWorker
 from actors.plan import RunPlan
 from deploy.evaluation.problems import Batch
-from deploy.evaluation.worker import Answered, Worker
+from deploy.evaluation.worker import Answered, Worker, WorkerConfig
 from deploy.recipe.recipe import Stages
 from deploy.runs.reading import read_recipe
 from deploy.runs.run_directory import make_spec
 from learner.model.checkpoint import load_policy
 from learner.model.tokenizer import EOS, ChatTokenizer
+from rollout.config import EngineConfig
 from rollout.sampler import Sampler
+from tests.stand_in_gpu import DEVICE, stand_in_gpu
 
 Rows = list[dict[str, Any]]
 D1 = str(Path(sys.executable).with_name("d1"))
@@ -106,6 +109,19 @@ def test_it_goes_on_where_it_was_stopped(evaluate: Callable, inline: list[Batch]
     asked_before = len(inline)
     evaluate("--json")
     assert len(inline) == asked_before, "nothing is asked twice"
+
+
+def test_a_worker_on_a_gpu_gives_the_answers_of_one_on_a_cpu(
+    evaluate: Callable, inline: list[Batch], runs: Path
+) -> None:
+    evaluate("--json")
+    checkpoint, batch = runs / "tiny" / "checkpoints" / "rl-000003", inline[0]
+    config = WorkerConfig(checkpoint=checkpoint, engine=EngineConfig(), device="cpu", num_threads=1)
+    expected = Worker(config).answer(batch).answers
+    with stand_in_gpu():
+        worker = Worker(replace(config, device="cuda"))
+        assert worker.answer(batch).answers == expected
+        assert {weight.device for weight in worker._sampler.model.parameters()} == {DEVICE}
 
 
 def _answer(row: dict[str, Any]) -> str:

@@ -132,8 +132,8 @@ def test_an_adapter_needs_less_memory_than_training_every_parameter(recipe_file:
     assert whole - adapter > 4 * 4 * 2 * 1_000_000 * 128 * 0.99
 
 
-def test_versions_of_an_adapter_take_no_memory_of_their_own(recipe_file: Path) -> None:
-    """Their base is held once, however far samplers are ahead of the learner."""
+def test_each_version_that_samplers_are_ahead_takes_what_travels_of_it(recipe_file: Path) -> None:
+    """All weights, or the adapter alone."""
 
     def needed(max_staleness: int, *overrides: str) -> int:
         exact = "learner.estimator={name: trajectory, steps_per_segment: 1, law: sampler}"
@@ -141,7 +141,11 @@ def test_versions_of_an_adapter_take_no_memory_of_their_own(recipe_file: Path) -
         return needs_of(load_recipe(recipe_file, ["model.vocab_size=1000000", *stale, *overrides])).memory_bytes
 
     assert needed(2) - needed(1) == pytest.approx(4 * 2 * 1_000_000 * 128, rel=0.01), "a copy of the weights"
-    assert needed(2, "model.lora.rank=8") == needed(1, "model.lora.rank=8")
+    assert needed(2, "model.lora.rank=8") - needed(1, "model.lora.rank=8") == 4 * _adapter_numbers(rank=8)
+
+
+def _adapter_numbers(rank: int) -> int:
+    return rank * 4 * (4 * (128 + 128) + 3 * (128 + 384))
 
 
 def test_four_bits_need_their_package(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -371,9 +375,10 @@ def test_of_a_checkpoint_the_config_alone_says_what_a_run_needs(
     wide = config.model_copy(update={"vocab_size": 10_000_000})
     (snapshot / "config.json").write_text(json.dumps(write_config(wide)))
     assert _problems(recipe_file, "model.checkpoint=org/name") == []
-    scratch, copies = needs_of(load_recipe(recipe_file, [])).memory_bytes, 5
+    # Weights, gradient, moments and reference; two samplers; three versions; a checkpoint with its moments.
+    scratch, copies = needs_of(load_recipe(recipe_file, [])).memory_bytes, 5 + 2 + 3 + 3
     needs = needs_of(load_recipe(recipe_file, ["model.checkpoint=org/name"])).memory_bytes
-    assert needs - scratch > copies * 4 * 2 * wide.vocab_size * wide.d_model
+    assert needs - scratch == pytest.approx(copies * 4 * 2 * wide.vocab_size * wide.d_model, rel=0.01)
 
 
 def test_what_a_policy_of_experts_cannot_is_refused(
@@ -414,19 +419,37 @@ def test_without_an_address_it_is_this_machine() -> None:
     assert here.memory_bytes > 10**8
 
 
+@pytest.mark.parametrize(("shared", "store"), [(None, 60), (1000, 60), (40, 38), (1, 10)])
+def test_a_ray_of_our_own_has_the_store_that_it_gives_itself(
+    monkeypatch: pytest.MonkeyPatch, shared: int | None, store: int
+) -> None:
+    """Of 200 GB: 0.3 of them, but no more than may be shared, or 10 GB."""
+    monkeypatch.setattr("deploy.machine.memory_bytes", lambda: 200 * 10**9)
+    monkeypatch.setattr("deploy.machine.shared_memory_bytes", lambda: None if shared is None else shared * 10**9)
+    assert cluster_resources(None).object_store_bytes == store * 10**9
+
+
 def test_what_an_autoscaler_may_start_counts_as_there(monkeypatch: pytest.MonkeyPatch) -> None:
     now = {"CPU": 8.0, "memory": 4e9, "object_store_memory": 2e9, "accelerator_type:H100": 1.0, "GPU": 1.0}
-    nodes = [("10.0.0.1", True), ("10.0.0.1", True), ("10.0.0.2", True), ("10.0.0.3", False)]
-    monkeypatch.setattr("ray.nodes", lambda: [{"NodeManagerAddress": at, "Alive": alive} for at, alive in nodes])
+    nodes = [("10.0.0.1", True, 0.5e9), ("10.0.0.1", True, 0.5e9), ("10.0.0.2", True, 1e9), ("10.0.0.3", False, 9e9)]
+    monkeypatch.setattr(
+        "ray.nodes",
+        lambda: [
+            {"NodeManagerAddress": at, "Alive": alive, "Resources": {"object_store_memory": store}}
+            for at, alive, store in nodes
+        ],
+    )
     monkeypatch.setattr("ray.cluster_resources", lambda: now)
     monkeypatch.setattr("ray._private.state.state.get_max_resources_from_cluster_config", lambda: None)
     fixed = resources_of("10.0.0.1:6379")
     assert (fixed.cpus, fixed.gpus, fixed.memory_bytes, fixed.is_ours) == (8.0, 1, 6 * 10**9, False)
     assert fixed.num_machines == 2, "not the one that left"
-    most = {"CPU": 4, "GPU": 16, "memory": 64 * 10**9}
+    assert fixed.object_store_bytes == 10**9, "of one machine"
+    most = {"CPU": 4, "GPU": 16, "memory": 64 * 10**9, "object_store_memory": 8 * 10**9}
     monkeypatch.setattr("ray._private.state.state.get_max_resources_from_cluster_config", lambda: most)
     elastic = resources_of("10.0.0.1:6379")
-    assert (elastic.cpus, elastic.gpus, elastic.memory_bytes) == (8.0, 16, 66 * 10**9)
+    assert (elastic.cpus, elastic.gpus, elastic.memory_bytes) == (8.0, 16, 72 * 10**9)
+    assert elastic.object_store_bytes == 6 * 10**9, "one machine that is to come may have all that is to come"
     assert elastic.where == "the cluster at 10.0.0.1:6379"
 
 
@@ -534,42 +557,101 @@ def test_what_does_not_fit_its_share_of_a_gpu_is_refused(recipe_file: Path) -> N
     sampler, learner = _problems(recipe_file, *given, "gpus={sampler: 0.25, learner: 0.3}", available=small)
     assert re.fullmatch(
         r"a sampler takes at least 1\.\d GB of GPU memory \(activations 0\.\d\), and 0\.25 of a GPU of this machine "
-        r"has 1\.0; take a smaller rollout\.engine\.num_slots",
+        r"has 1\.0; take a smaller rollout\.engine\.num_slots, or a larger gpus\.sampler",
         sampler,
     )
     assert re.fullmatch(
         r"a learner worker takes at least \d\.\d GB of GPU memory \(activations \d\.\d\), and 0\.3 of a GPU of this "
-        r"machine has 1\.2; take sharding\.activation_checkpointing=true or a smaller learner\.micro_batch_tokens",
+        r"machine has 1\.2; take sharding\.activation_checkpointing=true or a smaller learner\.micro_batch_tokens, "
+        r"or a larger gpus\.learner",
         learner,
     )
     assert _problems(recipe_file, "device=cpu", available=small) == []
 
 
-@pytest.mark.parametrize(("base_weights", "num_newest"), [("full", 4), ("nf4", 0)])
-def test_under_lora_the_newest_checkpoints_and_the_best_take_the_disk_of_the_adapter(
-    recipe_file: Path, base_weights: str, num_newest: int
-) -> None:
+def test_an_engine_on_a_gpu_must_fit_its_share(recipe_file: Path) -> None:
+    """With all versions that it may hold, where the service is asked for."""
+    small = replace(PLENTY, gpu_memory_bytes=8 * 10**9)
+    one = ("device=cuda", "rollout.num_samplers=1", "learner.num_workers=1", "model.vocab_size=200000")
+    given = (*one, "rollout.engine.num_slots=1", "gpus={sampler: 0.4, learner: 1, engine: 0.2}")
+    assert _problems(recipe_file, *given, available=small) == []
+    (engine,) = _problems(recipe_file, *given, available=small, serve=True)
+    assert re.fullmatch(
+        r"an engine takes at least 1\.\d GB of GPU memory \(other versions 0\.6\), and 0\.2 of a GPU of this machine "
+        r"has 1\.6; take a smaller service\.max_live_versions, or a larger gpus\.engine",
+        engine,
+    )
+    assert _problems(recipe_file, *given, "service.max_live_versions=2", available=small, serve=True) == []
+
+
+WHOLE = 2 * 320 * 128 + 4 * (4 * 128**2 + 3 * 128 * 384 + 2 * 128) + 128
+
+
+@pytest.mark.parametrize("base_weights", ["full", "nf4"])
+def test_under_lora_checkpoints_and_versions_are_adapters(recipe_file: Path, base_weights: str) -> None:
     lora = f"model.lora={{rank: 2, base_weights: {base_weights}}}"
     needs = needs_of(load_recipe(recipe_file, ["learner.num_rounds=1", lora]))
-    whole = 4 * (2 * 320 * 128 + 4 * (4 * 128**2 + 3 * 128 * 384 + 2 * 128) + 128)
-    adapter = 4 * 4 * 2 * (4 * (128 + 128) + 3 * (128 + 384))
-    assert needs.disk_bytes == (8 - num_newest) * whole + 8 * 3 * adapter
-    under_way = checkpoint_bytes(load_recipe(recipe_file, [lora]))
-    assert under_way == 3 * adapter + (whole if base_weights == "nf4" else 0)
+    adapter = 4 * _adapter_numbers(rank=2)
+    # Three that are kept, the last round's, the best, one under way; ends of SFT and control; the first policy.
+    assert needs.disk_bytes == 6 * 3 * adapter + 2 * adapter + 4 * WHOLE
+    assert checkpoint_bytes(load_recipe(recipe_file, [lora])) == 3 * adapter
+    # Two that are kept, one that arrives, and what it is put from.
+    assert needs.object_store_bytes == 4 * adapter
 
 
-def test_versions_must_fit_the_object_store_and_checkpoints_the_disk(
+def test_a_checkpoint_that_a_run_starts_from_takes_no_disk(
+    recipe_file: Path, config: TransformerConfig, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(write_config(config)))
+    given = [f"model.checkpoint={tmp_path}", "model.lora.rank=2", "control.enabled=false", "sft.num_steps=0"]
+    recipe = load_recipe(recipe_file, given)
+    # Three that are kept, the best, one under way.
+    assert needs_of(recipe).disk_bytes == 5 * checkpoint_bytes(recipe)
+
+
+def test_versions_must_fit_one_object_store_and_checkpoints_the_disk(
     recipe_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     needs = needs_of(load_recipe(recipe_file, ["learner.num_rounds=1"]))
-    whole = 4 * (2 * 320 * 128 + 4 * (4 * 128**2 + 3 * 128 * 384 + 2 * 128) + 128)
-    assert needs.object_store_bytes == 2 * whole
-    # Three that are kept, the ends of SFT, rounds and control, the best, one under way: weights and two moments.
-    assert needs.disk_bytes == 8 * 3 * whole
-    (problem,) = _problems(recipe_file, available=replace(PLENTY, object_store_bytes=10**6))
-    assert "of Ray's object store and that of this machine has 0.0 GB; take model.lora.rank" in problem
+    assert needs.object_store_bytes == 3 * 4 * WHOLE
+    assert needs.disk_bytes == 4 * (6 * 3 + 2 + 1) * WHOLE
+    few = replace(PLENTY, object_store_bytes=2 * 4 * WHOLE)
+    (problem,) = _problems(recipe_file, available=few)
+    assert problem == (
+        "policy versions take 0.0 GB of Ray's object store on one machine, and that of this machine has 0.0 GB; take "
+        "LoRA (model.lora.rank), rollout.engine.dtype=bfloat16, or start Ray with a larger --object-store-memory"
+    )
+    half = "rollout.engine.dtype=bfloat16"
+    assert needs_of(load_recipe(recipe_file, [half])).object_store_bytes == 3 * 2 * WHOLE, "what travels is narrower"
+    # Each of two machines has one of two workers, and their rows; and a whole version where it is read.
+    assert needs_of(load_recipe(recipe_file, []), num_machines=2).object_store_bytes == 3 * 4 * WHOLE / 2
+    two = replace(few, num_machines=2, is_ours=False, where="the cluster at x:1")
+    assert [each for each in _problems(recipe_file, available=two) if "object store" in each] == []
+    one = needs_of(load_recipe(recipe_file, ["learner.num_workers=8"]), num_machines=8).object_store_bytes
+    assert one == 4 * WHOLE
+    assert checkpoint_bytes(load_recipe(recipe_file, ["learner.reference_sync_rounds=2"])) == 4 * 4 * WHOLE
     usage = shutil.disk_usage("/")
     monkeypatch.setattr("shutil.disk_usage", lambda _path: usage._replace(free=10**6))
     (problem,) = _problems(recipe_file)
     assert problem.startswith("the checkpoints of the recipe take up to 0.1 GB and the disk of runs_dir runs has 0.0")
-    assert problem.endswith("take another runs_dir or a smaller num_checkpoints_kept")
+    assert problem.endswith("take another runs_dir, a smaller num_checkpoints_kept or LoRA (model.lora.rank)")
+
+
+def test_main_memory_that_is_missing_says_what_takes_most_of_it(recipe_file: Path) -> None:
+    wide = ("model.vocab_size=1000000", "learner.num_rounds=1")
+    (problem,) = _problems(recipe_file, *wide, available=replace(PLENTY, memory_bytes=10**10))
+    assert re.fullmatch(
+        r"the recipe needs at least \d+\.\d GB of memory \(weights and moments of the learner \d\.\d GB\) and this "
+        r"machine has 10\.0 GB; take LoRA \(model\.lora\.rank\), or a smaller model",
+        problem,
+    )
+
+
+def test_what_a_learner_on_gpus_keeps_in_main_memory_counts(recipe_file: Path) -> None:
+    """The whole of what is trained, with gradient, moments and reference, where it is offloaded."""
+    given = ("device=cuda", "learner.num_workers=2", "model.vocab_size=1000000")
+    apart, offloaded = (
+        needs_of(load_recipe(recipe_file, [*given, f"sharding.cpu_offload={way}"])).memory_bytes
+        for way in (False, True)
+    )
+    assert offloaded - apart == pytest.approx(5 * 4 * 2 * 1_000_000 * 128, rel=0.01)

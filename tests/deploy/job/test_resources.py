@@ -16,6 +16,7 @@ from deploy.errors import UserError
 from deploy.recipe.overrides import load_recipe
 from deploy.service.on_ray import given_device
 from learner.hardware import limit_memory
+from tests.stand_in_gpu import stand_in_gpu
 
 
 def test_two_cores_place_the_default_pools(recipe_file: Path) -> None:
@@ -112,18 +113,19 @@ def test_no_process_takes_more_of_a_gpu_than_its_share(monkeypatch: pytest.Monke
     assert limits == [(0.3, gpu)]
 
 
-@pytest.mark.parametrize(("given", "device"), [({}, "cpu"), ({"GPU": []}, "cpu"), ({"GPU": ["1"]}, "cuda")])
+@pytest.mark.parametrize(("given", "device"), [({}, "cpu"), ({"GPU": []}, "cpu"), ({"GPU": ["1"]}, "cuda:0")])
 def test_an_engine_takes_no_gpu_that_ray_has_not_given_it(
     given: dict[str, list[str]], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ray does not hide the GPUs of others from who has asked for none."""
-    shares: list[float] = []
+    limits: list[tuple[torch.device, float]] = []
     context = SimpleNamespace(get_accelerator_ids=lambda: given, get_assigned_resources=lambda: {"GPU": 0.2})
     monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
-    monkeypatch.setattr(given_device, "limit_memory", lambda _device, share: shares.append(share))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert given_device.given_device() == device
-    assert shares == ([0.2] if device == "cuda" else [])
+    monkeypatch.setattr(given_device, "limit_memory", lambda *limit: limits.append(limit))
+    with stand_in_gpu():
+        found = given_device.given_device()
+    assert found == torch.device(device)
+    assert limits == ([(found, 0.2)] if found.type == "cuda" else [])
 
 
 def test_another_actor_of_a_pool_adds_what_it_asks_for(recipe_file: Path) -> None:

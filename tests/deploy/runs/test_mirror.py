@@ -21,7 +21,8 @@ from deploy.recipe.overrides import load_recipe
 from deploy.recipe.recipe import Recipe
 from deploy.runs.mirror import Mirror, fetch_run, mirror_for
 from learner.model.adapter import Adapter
-from learner.model.checkpoint import save_checkpoint
+from learner.model.checkpoint import StoredWeights, load_policy, save_checkpoint
+from learner.model.checkpoint_files import verify_checkpoint, weight_files
 from learner.model.transformer import Transformer
 
 HAS_S3 = find_spec("s3fs") is not None and find_spec("moto") is not None
@@ -235,3 +236,20 @@ def test_a_resume_without_a_copy_and_a_url_that_nothing_reads_are_refused(
     d1(*train, "checkpoint_url=nothing://x/y").assert_refused("checkpoint_url nothing://x/y cannot be used: Protocol")
     (workdir / "elsewhere").write_text("")
     d1(*train, "checkpoint_url=elsewhere").assert_refused("there is no run tiny in", "to resume")
+
+
+def test_a_copy_has_the_weights_that_the_run_refers_to(
+    recipe: Recipe, run_dir: Path, policy: Transformer, tmp_path: Path
+) -> None:
+    original, initial = tmp_path / "original", run_dir / "checkpoints" / "initial"
+    save_checkpoint(original, policy.config, policy.state_dict(), tmp_path, shard_bytes=32_000)
+    stored = StoredWeights(original)
+    save_checkpoint(initial, policy.config, stored, original, trainer_state=asdict(_position(0)))
+    Mirror(str(recipe.checkpoint_url), recipe.name).push(run_dir)
+    for directory in (run_dir, original):
+        shutil.rmtree(directory)
+    fetch_run(recipe)
+    verify_checkpoint(initial)
+    loaded = load_policy(initial).state_dict()
+    assert [name for name, tensor in policy.state_dict().items() if not torch.equal(loaded[name], tensor)] == []
+    assert {path.parent for path in weight_files(initial)} == {initial}

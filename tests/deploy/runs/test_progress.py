@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import threading
+import time
 from itertools import pairwise
 from typing import Any
 
@@ -179,3 +180,24 @@ def test_stopping_twice_is_no_error(events: Events) -> None:
         display(events[2])
         display.stop()
     display.stop()
+
+
+def test_what_goes_on_is_said_with_the_seconds_of_what_it_is_a_part_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "EVERY_S", 0.01)
+    shown = io.StringIO()
+    with ProgressDisplay(Console(file=shown, width=140)) as display:
+        display({"event": "waiting", "what": "making the run directory"})
+        display({"event": "waiting", "what": "hashing the checkpoint: 8.0 of 16.0 GB, 2.0 GB/s", "goes_on": True})
+        until = time.monotonic() + 10
+        while "hashing" not in shown.getvalue() and time.monotonic() < until:
+            time.sleep(0.01)
+    lines = [line.strip() for line in shown.getvalue().splitlines()]
+    assert lines[0] == "making the run directory"
+    assert "hashing the checkpoint: 8.0 of 16.0 GB, 2.0 GB/s: 0 s" in lines
+    assert "hashing the checkpoint: 8.0 of 16.0 GB, 2.0 GB/s" not in lines, "once a second it would be a line each"
+
+
+def test_a_log_says_how_fast_a_checkpoint_was_loaded(recorder: Any) -> None:
+    recorder.add("loaded", path="checkpoints/sft", num_bytes=16_000_000_000, check_s=5.0, load_s=4.0)
+    (line,) = _shown(recorder.events, is_terminal=False).splitlines()
+    assert line.endswith("checkpoints/sft: 16.0 GB checked in 5.0 s, 3.2 GB/s; loaded in 4.0 s, 4.0 GB/s")

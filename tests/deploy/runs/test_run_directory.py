@@ -1,19 +1,28 @@
-"""What a run starts from: policy version 0, as it is."""
+"""What a run starts from: policy version 0, as it is and where it is."""
 
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from actors.checkpoints.selection import read_position
+from actors.checkpoints.selection import Position, read_position
+from actors.spec import Phase
 from actors.weights.tensors import make_manifest
+from deploy.errors import UserError
 from deploy.recipe.overrides import load_recipe
 from deploy.recipe.recipe import Stages
-from deploy.runs.run_directory import create_run_dir, make_spec
+from deploy.runs import run_directory
+from deploy.runs.run_directory import check_creatable, check_resumable, create_run_dir, make_spec
 from learner.model.checkpoint import load_policy, save_checkpoint, stored_dtype
+from learner.model.checkpoint_files import verify_checkpoint, weight_files
+from learner.model.storage.references import REFERENCES
+from learner.model.tokenizer import TOKENIZER_FILES
 
 
 def _initial(recipe_file: Path, *overrides: str) -> Path:
@@ -23,20 +32,118 @@ def _initial(recipe_file: Path, *overrides: str) -> Path:
     return spec.initial_checkpoint
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
-def test_the_copy_of_a_checkpoint_is_as_large_as_it_and_says_the_same(recipe_file: Path, dtype: torch.dtype) -> None:
-    """In bfloat16 where that is all of it; anything else needs float32 to be what it is."""
+def _given(recipe_file: Path, dtype: torch.dtype, name: str = "given") -> Path:
+    """A checkpoint that a run can start from."""
     scratch = _initial(recipe_file, "name=scratch")
-    given = recipe_file.parent / "given"
-    policy = load_policy(scratch, dtype)
-    save_checkpoint(given, policy.config, policy.state_dict(), scratch)
-    copied = _initial(recipe_file, "name=copied", f"model.checkpoint={given}")
-    expected = torch.bfloat16 if dtype is torch.bfloat16 else torch.float32
-    assert stored_dtype(copied) is expected
-    assert json.loads((copied / "config.json").read_text())["torch_dtype"] == str(expected).removeprefix("torch.")
-    ours, theirs = ((one / "model.safetensors").stat().st_size for one in (copied, scratch))
-    assert ours / theirs == pytest.approx(expected.itemsize / 4, rel=0.05)
+    policy, given = load_policy(scratch, dtype), recipe_file.parent / name
+    position = Position(phase=Phase.RL, round=1, policy_version=1, rl_seconds=0.0)
+    save_checkpoint(given, policy.config, policy.state_dict(), scratch, trainer_state=asdict(position))
+    return given
+
+
+def _check_the_same(initial: Path, given: Path) -> None:
     weights = dict(load_policy(given).named_parameters())
-    assert [name for name, tensor in load_policy(copied).named_parameters() if not tensor.equal(weights[name])] == []
+    assert [name for name, tensor in load_policy(initial).named_parameters() if not tensor.equal(weights[name])] == []
     # The learner publishes them in float32, under the same digest.
-    assert read_position(copied).manifest_digest == make_manifest(0, weights).digest
+    assert read_position(initial).manifest_digest == make_manifest(0, weights).digest
+    verify_checkpoint(initial)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+def test_a_run_refers_to_the_checkpoint_that_it_starts_from(recipe_file: Path, dtype: torch.dtype) -> None:
+    given = _given(recipe_file, dtype)
+    initial = _initial(recipe_file, "name=referring", f"model.checkpoint={given}")
+    assert list(initial.glob("*.safetensors")) == []
+    assert weight_files(initial) == [given / "model.safetensors"]
+    expected = torch.bfloat16 if dtype is torch.bfloat16 else torch.float32
+    assert stored_dtype(initial) is expected
+    assert json.loads((initial / "config.json").read_text())["torch_dtype"] == str(expected).removeprefix("torch.")
+    _check_the_same(initial, given)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+def test_what_its_run_may_delete_is_copied_and_the_copy_says_the_same(recipe_file: Path, dtype: torch.dtype) -> None:
+    """In bfloat16 where that is all of it; anything else needs float32 to be what it is."""
+    given = _given(recipe_file, dtype, "rl-000001")
+    initial = _initial(recipe_file, "name=copied", f"model.checkpoint={given}")
+    assert not (initial / REFERENCES).exists()
+    expected = torch.bfloat16 if dtype is torch.bfloat16 else torch.float32
+    assert stored_dtype(initial) is expected
+    ours, theirs = ((one / "model.safetensors").stat().st_size for one in (initial, given))
+    assert ours / theirs == pytest.approx(expected.itemsize / dtype.itemsize, rel=0.05)
+    _check_the_same(initial, given)
+
+
+@pytest.mark.parametrize(("cluster", "is_copied"), [(True, True), (False, False)])
+def test_what_one_machine_of_a_cluster_has_of_the_hub_is_copied(
+    recipe_file: Path, monkeypatch: pytest.MonkeyPatch, *, cluster: bool, is_copied: bool
+) -> None:
+    given = _given(recipe_file, torch.float32)
+    for find in ("find_checkpoint", "find_tokenizer"):
+        monkeypatch.setattr(run_directory, find, lambda reference: given)
+    if cluster:
+        monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    initial = _initial(recipe_file, "name=of-the-hub", "model.checkpoint=org/name")
+    assert (initial / "model.safetensors").exists() == is_copied
+    _check_the_same(initial, given)
+
+
+def test_a_link_of_the_hub_s_cache_keeps_its_name(recipe_file: Path) -> None:
+    """What it points to has the name of its content there."""
+    given = _given(recipe_file, torch.float32)
+    blob, snapshot = given.parent / "blob", given.parent / "snapshot"
+    (given / "model.safetensors").rename(blob)
+    (given / "model.safetensors").symlink_to(blob)
+    snapshot.symlink_to(given)
+    initial = _initial(recipe_file, "name=linked", f"model.checkpoint={snapshot}")
+    assert weight_files(initial) == [given / "model.safetensors"]
+
+
+@pytest.mark.parametrize("harm", ["gone", "changed"])
+def test_a_run_whose_weights_are_not_what_they_were_is_not_resumed(recipe_file: Path, harm: str) -> None:
+    given = _given(recipe_file, torch.float32)
+    recipe = load_recipe(recipe_file, ["name=referring", f"model.checkpoint={given}"])
+    spec = make_spec(recipe, Stages.ALL)
+    create_run_dir(recipe, spec, start_from=None).close()
+    check_resumable(recipe, spec)
+    path = given / "model.safetensors"
+    whole = path.read_bytes()
+    path.unlink() if harm == "gone" else path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(UserError, match=str(path)) as refused:
+        check_resumable(recipe, spec)
+    assert str(refused.value).endswith(("put it back, or start a new run", "file back, or start a new run"))
+
+
+def test_how_fast_a_run_is_made_is_said(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given, said = _given(recipe_file, torch.float32), list[str]()
+    monkeypatch.setattr("learner.model.storage.throughput._EVERY_S", 0.0)
+    recipe = load_recipe(recipe_file, ["name=said", f"model.checkpoint={given}"])
+    create_run_dir(recipe, make_spec(recipe, Stages.ALL), None, said.append).close()
+    begun = [line.partition(":")[0] for line in said]
+    assert list(dict.fromkeys(begun)) == ["computing the checksum of version 0", "hashing the checkpoint"]
+    assert said[-1].endswith("GB/s")
+
+
+def test_examples_that_are_all_too_long_are_refused_before_weights_are_fetched_or_copied(
+    recipe_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a model of the hub by its tokenizer, which is small."""
+    cached = recipe_file.parent / "cache" / "models--org--name"
+    snapshot = cached / "snapshots" / ("0" * 40)
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text("0" * 40)
+    initial = _initial(recipe_file, "name=scratch")
+    shutil.copytree(initial, snapshot, ignore=shutil.ignore_patterns("*.safetensors"))
+    assert {path.name for path in snapshot.iterdir()} & set(TOKENIZER_FILES)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cached.parent))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    data = recipe_file.parent / "data.jsonl"
+    data.write_text(json.dumps({"prompt": "1", "completion": "1 " * 1000}) + "\n")
+    for checkpoint in ("org/name", initial):
+        given = (f"model.checkpoint={checkpoint}", f"sft.data={data}", "sft.num_labels=null", "name=long")
+        recipe = load_recipe(recipe_file, given)
+        spec = make_spec(recipe, Stages.ALL)
+        for refuse in (create_run_dir, partial(check_creatable, max_problems=100)):
+            with pytest.raises(UserError, match=r"sft\.data .* leaves 0 to train on: 1 .* raise sft\.max_tokens, take"):
+                refuse(recipe, spec, start_from=None)
+        assert not spec.run_dir.exists()

@@ -79,7 +79,7 @@ def stop_soon(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     """Makes a token of the tiny policy's own texts its end of text, so that texts end early. Returns its id."""
 
     def stop(token: int) -> None:
-        def load(directory: Path, dtype: torch.dtype = torch.float32) -> Transformer:
+        def load(directory: Path, dtype: torch.dtype, *place: Any) -> Transformer:
             policy = load_policy(directory, dtype)
             object.__setattr__(policy, "config", policy.config.model_copy(update={"eos_token_id": token}))
             return policy

@@ -30,7 +30,7 @@ from deploy.service.checkpoints import Checkpoints, latest_checkpoint
 from deploy.service.contract import BlocksDone, EngineLostError
 from deploy.service.engine.engine import Engine
 from deploy.service.engine.engine_host import EngineHost
-from deploy.service.engine.loading import load_sampler
+from deploy.service.engine.loading import VersionLoader
 from deploy.service.engine.versions import Versions
 from deploy.service.gateway.api_keys import ApiKeys
 from deploy.service.gateway.rate_limits import RateLimits
@@ -115,7 +115,7 @@ def versions(run_dir, make_sampler):
     policy = latest_checkpoint(run_dir)
     checkpoint = run_dir / "checkpoints" / "sft-1"
     return Versions(
-        load_sampler(policy, checkpoint, EngineConfig()),
+        VersionLoader(checkpoint, EngineConfig()).load(policy),
         policy,
         load=lambda policy: make_sampler(policy.version),
         locate=Checkpoints(run_dir).locate,

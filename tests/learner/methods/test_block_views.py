@@ -208,6 +208,7 @@ def test_masked_sft_scores_each_block_behind_clean_ones(policy: Transformer) -> 
         ids=torch.where(is_masked, MASK, clean),
         clean=clean,
         lengths=lengths,
+        sizes=lengths - 6,
         rows=rows,
         columns=columns,
         targets=clean[rows, columns],

@@ -71,6 +71,7 @@ def test_a_ratio_to_recorded_likelihoods_takes_stale_completions_and_needs_state
     ("sampler", "why"),
     [
         (SamplerFacts(records_law=False), "does not record the likelihoods that replay"),
+        (SamplerFacts(draws_law=False), "does not record the likelihoods that replay"),
         (SamplerFacts(temperature=0), "at rollout.sampling.temperature 0 nothing is drawn"),
     ],
 )

@@ -1,7 +1,6 @@
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -9,9 +8,18 @@ from safetensors.torch import load_file, save_file
 
 from learner.model import checkpoint
 from learner.model.adapter import Adapter
-from learner.model.checkpoint import StoredWeights, empty_policy, load_policy, save_checkpoint, stored_dtype
+from learner.model.checkpoint import (
+    StoredWeights,
+    empty_policy,
+    load_merged,
+    load_policy,
+    save_checkpoint,
+    stored_dtype,
+)
 from learner.model.checkpoint_files import load_config, verify_checkpoint
 from learner.model.lora_config import LoraConfig
+from learner.model.storage.reading import Extent, read_extents
+from learner.model.storage.throughput import Throughput
 from learner.model.tokenizer import ChatTokenizer, make_tokenizer
 from learner.model.transformer import Transformer
 from learner.parallel.sharding import ShardedPolicy
@@ -142,42 +150,15 @@ def test_of_many_wrong_tensors_some_are_named_and_all_are_counted(saved: Path) -
 
 
 def test_no_tensor_is_read_before_all_headers_are_right(sharded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[str] = []
+    read: list[Extent] = []
 
-    class Slice:
-        """A tensor of the file, which notes that rows of it are taken."""
+    def watched(extents: Sequence[Extent], progress: Throughput | None = None) -> None:
+        read.extend(extents)
+        read_extents(extents, progress)
 
-        def __init__(self, name: str, part: Any) -> None:
-            self._name, self._part = name, part
-            self.get_dtype, self.get_shape = part.get_dtype, part.get_shape
-
-        def __getitem__(self, rows: slice) -> torch.Tensor:
-            read.append(self._name)
-            return self._part[rows]
-
-    class Watched:
-        """A safetensors file that notes which tensors are taken out of it."""
-
-        def __init__(self, path: Path, framework: str) -> None:
-            self._file = original(path, framework=framework)
-
-        def __enter__(self) -> "Watched":
-            self._file.__enter__()
-            return self
-
-        def __exit__(self, *error: Any) -> None:
-            self._file.__exit__(*error)
-
-        def keys(self) -> list[str]:
-            return self._file.keys()
-
-        def get_slice(self, name: str) -> Slice:
-            return Slice(name, self._file.get_slice(name))
-
-    original = checkpoint.safe_open
-    monkeypatch.setattr(checkpoint, "safe_open", Watched)
+    monkeypatch.setattr(checkpoint, "read_extents", watched)
     load_policy(sharded)
-    assert len(read) == len(set(read)) == 21
+    assert len({(extent.path, extent.begin) for extent in read}) == len(read) == 21
     read.clear()
     last = max(sharded.glob("model-*.safetensors"))
     save_file(load_file(last) | {"surplus": torch.zeros(2)}, last)
@@ -302,15 +283,16 @@ def test_an_adapter_alone_is_the_policy_that_the_learner_has(
     _save_adapter(alone, adapted, "base", adapted.adapter_on_rank_0())
     assert sorted(path.name for path in alone.glob("*.safetensors")) == ["lora.safetensors"]
     expected = adapted.full_weights()
-    loaded = load_policy(alone)
-    assert {name: bool(torch.equal(loaded.state_dict()[name], whole)) for name, whole in expected.items()} == (
-        dict.fromkeys(expected, True)
-    )
-    assert (loaded.config, stored_dtype(alone)) == (policy.config, torch.float32)
+    merged = load_merged(alone)
+    assert [name for name, whole in expected.items() if not torch.equal(merged.state_dict()[name], whole)] == []
+    assert (merged.config, stored_dtype(alone)) == (policy.config, torch.float32)
     assert ChatTokenizer(alone).decode(ChatTokenizer(alone).encode_completion("1 + 2")) == "1 + 2"
     verify_checkpoint(alone)
-    half = load_policy(alone, torch.bfloat16).state_dict()
-    assert all(torch.equal(half[name], whole.bfloat16()) for name, whole in expected.items())
+    ids = torch.arange(36).view(3, 12)
+    with torch.no_grad():
+        # To the bit: the same product beside the same weights, in the precision that they are held in.
+        assert torch.equal(load_policy(alone, held)(ids), adapted.module(ids))
+        torch.testing.assert_close(load_policy(alone)(ids), merged(ids), atol=1e-4, rtol=1e-4)
 
 
 def test_an_adapter_that_does_not_fit_its_base_is_refused(policy: Transformer, saved: Path, tmp_path: Path) -> None:
@@ -318,16 +300,17 @@ def test_an_adapter_that_does_not_fit_its_base_is_refused(policy: Transformer, s
     matrices = adapted.adapter_on_rank_0()
     layer = "blocks.1.attn.q_proj"
     wrong = {
-        "there is no " + layer + ".lora_B.weight": {
+        "it lacks " + layer + ".lora_B.weight": {
             name: whole for name, whole in matrices.items() if name != layer + ".lora_B.weight"
         },
-        layer + r".lora_A.weight is \[2, 31\]": matrices | {layer + ".lora_A.weight": torch.ones(2, 31)},
-        r"blocks.9.attn.q_proj.lora_A.weight is \[2, 32\]": matrices
-        | {"blocks.9.attn.q_proj.lora_A.weight": torch.ones(2, 32)},
+        rf"its matrices for {layer} are \[32, 2\] and \[2, 31\], and the weight is \[32, 32\]": matrices
+        | {layer + ".lora_A.weight": torch.ones(2, 31)},
+        r"it has matrices for blocks\.9\.attn\.q_proj, which is no linear layer of this policy": matrices
+        | {f"blocks.9.attn.q_proj.lora_{which}.weight": torch.ones(2, 2) for which in "AB"},
     }
     for sentence, given in wrong.items():
         _save_adapter(tmp_path / "alone", adapted, "saved", given)
-        with pytest.raises(ValueError, match=rf"alone do not fit: {sentence}"):
+        with pytest.raises(ValueError, match=rf"alone cannot be used: {sentence}"):
             load_policy(tmp_path / "alone")
 
 

@@ -13,7 +13,7 @@ from urllib.parse import urlparse
 import pytest
 from huggingface_hub import constants
 
-from learner.model.hub import find_checkpoint
+from learner.model.hub import find_checkpoint, find_tokenizer
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 FILES = {
@@ -153,6 +153,12 @@ def test_of_a_model_on_the_hub_only_data_is_fetched(hub: FakeHub, monkeypatch: p
     assert set(hub.asked) == {"config.json"}
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert find_checkpoint("org/name", config_only=True) == directory
+    with pytest.raises(ValueError, match="only in part in the cache"):
+        find_tokenizer("org/name")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    assert find_tokenizer("org/name") == directory
+    assert "model-00001-of-00001.safetensors" not in hub.asked
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert "org/name is only in part in the cache" in _refusal("org/name")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     assert find_checkpoint("org/name@v1") == directory

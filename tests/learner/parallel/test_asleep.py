@@ -68,6 +68,15 @@ def test_nothing_of_a_sleeping_learner_is_on_its_gpu(policy: Transformer, lora: 
         _assert_equal(found, list(_updates(other, is_sleeping=False)))
 
 
+def test_a_gpu_without_an_index_is_the_one_that_tensors_name(policy: Transformer) -> None:
+    with stand_in_gpu():
+        before = bytes_there()
+        on_gpu = copy.deepcopy(policy).cuda()
+        with asleep(on_gpu.parameters(), torch.device("cuda")):
+            assert bytes_there() == before
+        assert torch.equal(on_gpu.head.weight.cpu(), policy.head.weight)
+
+
 def _rank(rank: int, policy: Transformer, lora: LoraConfig, folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/port", rank=rank, world_size=2)

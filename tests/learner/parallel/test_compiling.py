@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._dynamo.exc import FailOnRecompileLimitHit
 
 from learner.batch import RolloutBatch
 from learner.learner import Learner
@@ -22,6 +24,7 @@ from learner.model.lora_config import WHOLE, LoraConfig
 from learner.model.networks import make_model
 from learner.model.transformer import init_weights
 from learner.model.wanted import Wanted
+from learner.parallel import compiling
 from learner.parallel.sharding import ShardedPolicy, gathered, make_mesh, on_cpu
 from learner.parallel.sharding_config import ShardingConfig
 from tests.learner.methods.test_algorithms import Recorder, algorithm_config, algorithm_sampler, moved
@@ -148,6 +151,20 @@ def test_adapters_are_compiled_on_and_off(config: TransformerConfig, counted: li
             torch.testing.assert_close(_logps(compiled, 3, 10, 4), expected, atol=1e-6, rtol=0)
     assert not torch.allclose(adapted, expected)
     assert len(counted) == 4
+
+
+def test_a_graph_too_many_is_an_error_in_every_thread(
+    config: TransformerConfig, counted: list[torch.fx.GraphModule], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A backward pass that runs a block again is in another, and from torch 2.13 on each has a limit of its own."""
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)  # Torch's own, which is restored.
+    monkeypatch.setattr(compiling, "_MOST_GRAPHS", 2)
+    policy = _policy(config, compile=True)
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(_logps, policy, 3, 10, 4).result()
+        assert len(counted) == 2
+        with pytest.raises(FailOnRecompileLimitHit):
+            thread.submit(_logps, policy, 1, 10, 4).result()
 
 
 def _update(policy: ShardedPolicy, algorithm: str, batch: RolloutBatch) -> tuple[dict[str, float], Recorder]:

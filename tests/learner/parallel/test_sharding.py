@@ -40,6 +40,13 @@ RL = LearnerConfig(
     reference_sync_rounds=1,
 )
 SFT = SftConfig(num_labels=12, num_steps=3, batch_size=5, lr=1e-3, num_warmup_steps=0)
+# In micro-batches of 20 tokens one rank has more of them than the other.
+SFTS: tuple[dict[str, object], ...] = (
+    {},
+    {"packing": True},
+    {"micro_batch_tokens": 20},
+    {"micro_batch_tokens": 20, "packing": True, "normalize_by": "slot"},
+)
 LORAS = {"whole": LoraConfig(), "adapter": LoraConfig(rank=4, alpha=8)}
 PLAIN = ShardingConfig()
 CHECKPOINTING = ShardingConfig(activation_checkpointing=True)
@@ -56,8 +63,8 @@ def _train(
         sample_keys=batch.sample_keys,
     )
     metrics: list[dict[str, float]] = []
-    for packing in (False, True):
-        sft = SftLearner(policy, SFT.model_copy(update={"packing": packing}), documents, seed=0)
+    for changes in SFTS:
+        sft = SftLearner(policy, SFT.model_copy(update=changes), documents, seed=0)
         metrics += [sft.step(step, 1e-3) for step in range(2)]
     evaluated = evaluation_loss(policy, documents, batch_size=4)
     metrics.append({"evaluation_loss": evaluated.loss, "at_large_t": evaluated.loss_at_t[-1]})

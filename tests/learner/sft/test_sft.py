@@ -216,3 +216,5 @@ REFUSED = {
 def test_fields_that_do_not_go_together_are_refused(sentence: str, fields: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=sentence):
         SftConfig(num_steps=1, **fields)  # type: ignore[arg-type]
+    if "data" in sentence:
+        assert SftConfig(num_steps=0, **fields).refusal is not None, "a stage that is skipped needs no examples"  # type: ignore[arg-type]

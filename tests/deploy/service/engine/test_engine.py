@@ -15,7 +15,7 @@ from deploy.service.contract import Began, BlocksDone, CanvasSeen, Done, EngineL
 from deploy.service.engine.engine import BusyError, Engine
 from deploy.service.engine.engine_host import EngineHost, Mailbox
 from deploy.service.engine.loaded_version import NoRoomError, NoSuchVersionError, RefusedVersionError
-from deploy.service.engine.loading import load_sampler
+from deploy.service.engine.loading import VersionLoader
 from deploy.service.engine.versions import Versions
 from deploy.service.link.failover import MAX_LOST, with_failover
 from rollout.config import EngineConfig
@@ -460,7 +460,7 @@ def test_a_damaged_checkpoint_is_found_out_when_it_is_loaded_and_not_each_time_i
     versions = Versions(
         make_sampler(5),
         make_policy(5),
-        load=lambda policy: load_sampler(policy, run_dir / "checkpoints" / "rl-5", EngineConfig()),
+        load=lambda policy: VersionLoader(run_dir / "checkpoints" / "rl-5", EngineConfig()).load(policy),
         locate=Checkpoints(run_dir).locate,
     )
     weights = run_dir / "checkpoints" / "sft-1" / "model.safetensors"

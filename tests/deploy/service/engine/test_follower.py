@@ -10,7 +10,7 @@ from actors.registry.records import NOTHING_HELD, AdminState, EventKind
 from actors.registry.registry import Registry
 from deploy.service.checkpoints import Checkpoints, latest_checkpoint
 from deploy.service.engine.follower import VersionFollower
-from deploy.service.engine.loading import load_sampler
+from deploy.service.engine.loading import VersionLoader
 from deploy.service.engine.versions import Versions
 from rollout.config import EngineConfig
 from rollout.sampler import Sampler
@@ -166,7 +166,7 @@ def test_a_version_with_another_checksum_than_was_announced_stays_out_and_says_s
     versions, follow, registry, run_dir, add_checkpoint, make_policy
 ):
     directory = add_checkpoint(run_dir, 2)
-    versions._load = lambda policy: load_sampler(policy, directory, EngineConfig())
+    versions._load = lambda policy: VersionLoader(directory, EngineConfig()).load(policy)
     follower = follow(make_policy(2, checkpoint=str(directory), manifest_digest="dead" * 16))
     assert not follower.follow_once(0)
     assert versions.policy.version == 1

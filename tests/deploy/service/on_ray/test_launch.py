@@ -9,19 +9,21 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from actors.weights.fetching import fetch
 from actors.weights.tensors import make_manifest
 from deploy.errors import RunFailedError, UserError
 from deploy.ray_session import RaySession
 from deploy.service.checkpoints import latest_checkpoint, plain_checkpoint
-from deploy.service.engine.loading import load_sampler
+from deploy.service.engine.loading import VersionLoader
 from deploy.service.gateway.address import Address
 from deploy.service.gateway.api_keys import OF_ADMIN, OF_SERVICE, ApiKeys, own_key, read_keys
 from deploy.service.on_ray import launch
 from deploy.service.on_ray.launch import banner, banner_of_key, serve_checkpoint, serve_run
 from deploy.service.source import Source
-from learner.model.checkpoint import save_checkpoint
+from learner.model.adapter import Adapter
+from learner.model.checkpoint import load_policy, save_checkpoint
+from learner.model.checkpoint_files import Base, chain_digest
 from rollout.config import EngineConfig
 
 
@@ -59,36 +61,84 @@ def test_what_is_no_run_is_refused_in_a_sentence(tmp_path, run_dir, free_port):
 
 
 def test_weights_that_the_store_lost_come_from_the_checkpoint(run_dir, make_policy, monkeypatch):
-    def gone(store, version, timeout_s, digest):
-        raise LookupError(f"{store} has no {version}")
+    class Gone:
+        def version(self, version, digest):
+            raise LookupError(f"the store has no {version}")
 
-    assert fetch.__name__ == "fetch"
-    monkeypatch.setattr("actors.weights.fetching.fetch", gone)
+    monkeypatch.setattr("actors.weights.fetching.open_store", lambda store, timeout_s: Gone())
     checkpoint = run_dir / "checkpoints" / "sft-1"
-    with pytest.raises(LookupError, match="d1-weights-tiny has no 2"):
-        load_sampler(make_policy(2, weight_store="d1-weights-tiny"), checkpoint, EngineConfig())
+    with pytest.raises(LookupError, match="the store has no 2"):
+        VersionLoader(checkpoint, EngineConfig()).load(make_policy(2, weight_store="d1-weights-tiny"))
     policy = make_policy(1, weight_store="d1-weights-tiny", checkpoint=str(checkpoint))
-    assert load_sampler(policy, checkpoint, EngineConfig()).policy_version == 1
+    assert VersionLoader(checkpoint, EngineConfig()).load(policy).policy_version == 1
     with pytest.raises(LookupError, match="without a store or a checkpoint"):
-        load_sampler(make_policy(2), checkpoint, EngineConfig())
+        VersionLoader(checkpoint, EngineConfig()).load(make_policy(2))
 
 
 def test_a_checkpoint_that_this_machine_does_not_see_is_out_of_reach_and_not_refused(run_dir, make_policy):
     gone = make_policy(2, checkpoint=str(run_dir / "checkpoints" / "rl-2"))
     with pytest.raises(LookupError, match="this machine has no such folder"):
-        load_sampler(gone, run_dir / "checkpoints" / "sft-1", EngineConfig())
+        VersionLoader(run_dir / "checkpoints" / "sft-1", EngineConfig()).load(gone)
 
 
 def test_weights_of_a_store_become_the_policy(run_dir, make_model, make_policy, monkeypatch):
     weights = make_model(2).state_dict()
     checkpoint = run_dir / "checkpoints" / "sft-1"
-    monkeypatch.setattr("actors.weights.fetching.fetch", lambda store, version, timeout_s, digest: weights)
-    loaded = load_sampler(make_policy(2, weight_store="s"), checkpoint, EngineConfig()).model.state_dict()
+
+    class Store:
+        def version(self, version, digest):
+            return make_manifest(version, weights), weights
+
+    monkeypatch.setattr("actors.weights.fetching.open_store", lambda store, timeout_s: Store())
+    loaded = VersionLoader(checkpoint, EngineConfig()).load(make_policy(2, weight_store="s")).model.state_dict()
     assert loaded.keys() == weights.keys()
     assert all(loaded[name].equal(weights[name]) for name in weights)
     del weights["head.weight"]
     with pytest.raises(RuntimeError, match=r"head\.weight"):
-        load_sampler(make_policy(2, weight_store="s"), checkpoint, EngineConfig())
+        VersionLoader(checkpoint, EngineConfig()).load(make_policy(2, weight_store="s"))
+
+
+def _adapter(model, seed):
+    generator = torch.Generator().manual_seed(seed)
+    outputs, inputs = model.blocks[0].attn.q_proj.weight.shape
+    shapes = {"A": (2, inputs), "B": (outputs, 2)}
+    matrices = {
+        f"blocks.0.attn.q_proj.lora_{name}.weight": torch.randn(shape, generator=generator)
+        for name, shape in shapes.items()
+    }
+    return Adapter(rank=2, alpha=4, base="sft-1", matrices=matrices)
+
+
+def test_versions_of_one_stage_share_the_weights_that_their_adapters_stand_on(
+    run_dir, make_model, make_policy, tiny_config, tokenizer_dir, monkeypatch
+):
+    """Whether a version comes from its checkpoint or from the store; each computes what its checkpoint alone would."""
+    checkpoints = run_dir / "checkpoints"
+    adapters = {version: _adapter(make_model(1), version) for version in (2, 3)}
+    for version, adapter in adapters.items():
+        state = {"phase": "rl", "round": version, "policy_version": version, "rl_seconds": 0.0, "manifest_digest": "d"}
+        directory = checkpoints / f"rl-{version}"
+        save_checkpoint(directory, tiny_config, None, tokenizer_dir, adapter=adapter, trainer_state=state)
+
+    class Store:
+        def version(self, version, digest):
+            base = Base(checkpoint="sft-1", digest=chain_digest(checkpoints / "sft-1"), scaling=2.0)
+            return make_manifest(version, adapters[version].matrices, base), adapters[version].matrices
+
+    monkeypatch.setattr("actors.weights.fetching.open_store", lambda store, timeout_s: Store())
+    loader = VersionLoader(checkpoints / "sft-1", EngineConfig())
+    announced = {
+        2: make_policy(2, checkpoint=str(checkpoints / "rl-2"), manifest_digest="d"),
+        3: make_policy(3, weight_store="s"),
+    }
+    models = [loader.load(policy).model for policy in announced.values()]
+    ids = torch.arange(12).view(1, 12)
+    with torch.no_grad():
+        for version, model in zip(announced, models, strict=True):
+            assert torch.equal(model(ids), load_policy(checkpoints / f"rl-{version}")(ids))
+        assert not torch.equal(models[0](ids), models[1](ids))
+    ours, theirs = ({tensor.data_ptr() for tensor in model.parameters()} for model in models)
+    assert len(theirs - ours) == 2, "the two matrices of its adapter"
 
 
 @pytest.fixture
@@ -113,12 +163,12 @@ def test_a_checkpoint_of_other_weights_than_were_announced_is_refused(run_dir, m
     directory, version = run_dir / "checkpoints" / name, int(name[-1])
     digest = make_manifest(version, make_model(version).state_dict()).digest
     policy = make_policy(version, checkpoint=str(directory), manifest_digest=digest)
-    assert load_sampler(policy, directory, EngineConfig()).policy_version == version
+    assert VersionLoader(directory, EngineConfig()).load(policy).policy_version == version
     words = (
         f"{name} holds other weights than were announced: their checksum is {digest[:12]}, and that was deaddeaddead"
     )
     with pytest.raises(ValueError, match=words):
-        load_sampler(replace(policy, manifest_digest="dead" * 16), directory, EngineConfig())
+        VersionLoader(directory, EngineConfig()).load(replace(policy, manifest_digest="dead" * 16))
 
 
 def test_a_checkpoint_without_checksums_is_none_that_was_announced(make_policy, digested, capsys):
@@ -127,17 +177,17 @@ def test_a_checkpoint_without_checksums_is_none_that_was_announced(make_policy, 
     announced = make_policy(2, checkpoint=str(directory), manifest_digest=digest)
     for policy in (announced, replace(announced, manifest_digest=None)):
         with pytest.raises(ValueError, match=r"has no manifest\.json"):
-            load_sampler(policy, directory, EngineConfig())
+            VersionLoader(directory, EngineConfig()).load(policy)
     (directory / "trainer_state.json").unlink()
     with pytest.raises(ValueError, match=r"has no manifest\.json"):
-        load_sampler(announced, directory, EngineConfig())
+        VersionLoader(directory, EngineConfig()).load(announced)
     # Of another tool, which writes neither.
     assert capsys.readouterr() == ("", "")
-    assert load_sampler(plain_checkpoint(directory), directory, EngineConfig()).policy_version == 0
+    assert VersionLoader(directory, EngineConfig()).load(plain_checkpoint(directory)).policy_version == 0
     assert "checkpoint_unverified" in "".join(capsys.readouterr())
     # transformers' Trainer has a file of that name.
     (directory / "trainer_state.json").write_text(json.dumps({"global_step": 500, "log_history": []}))
-    assert load_sampler(plain_checkpoint(directory), directory, EngineConfig()).policy_version == 0
+    assert VersionLoader(directory, EngineConfig()).load(plain_checkpoint(directory)).policy_version == 0
     assert "checkpoint_unverified" in "".join(capsys.readouterr())
 
 
@@ -384,7 +434,7 @@ def test_a_service_that_does_not_come_up_is_one_sentence(monkeypatch, status, sa
 def test_a_service_is_waited_for_as_long_as_its_weights_take(run_dir):
     checkpoint = run_dir / "checkpoints" / "initial"
     checkpoint.mkdir()
-    with (checkpoint / "model-00001.safetensors").open("wb") as file:
+    with (checkpoint / "model.safetensors").open("wb") as file:
         file.truncate(5 * 10**9)
     of_run = Source(directory=str(run_dir), is_run=True, registry_url=None)
     alone = replace(of_run, directory=str(checkpoint), is_run=False)

@@ -1,0 +1,166 @@
+"""Memory of a learner worker, counted from the recipe: what it holds in each stage, and what passes through."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from actors.resources import OBJECT_STORE
+from actors.run_config import RunConfig
+from deploy.capacity.activations import FLOAT32, bytes_of, kept_bytes, logits_bytes
+from deploy.capacity.memory import (
+    CONTEXT_BYTES,
+    NCCL_BYTES,
+    Part,
+    ProcessMemory,
+    largest_first,
+    published_bytes,
+    versions_at_a_time,
+)
+from deploy.capacity.shape import ParameterCounts
+from learner.model.config import TransformerConfig
+
+_MOMENTS = 2
+# NF4: half a byte, and a float32 scale for each 64 weights.
+_NF4_BYTES = 0.5 + 4 / 64
+# FSDP gathers the next block while one computes.
+_GATHERED_BLOCKS = 2
+_MORE_WORKERS = "more learner.num_workers"
+_FEWER_TRAINED = f"{_MORE_WORKERS} or LoRA (model.lora.rank)"
+
+
+def learner_memory(recipe: RunConfig, shape: TransformerConfig, num_workers: int) -> ProcessMemory:
+    """What one of so many learner workers takes, in the stage that takes most. A copy of the policy may have fewer."""
+    stages = [_in_stage(recipe, shape, num_workers, stage) for stage in _stages(recipe, num_workers)]
+    return max(stages, key=lambda process: process.num_bytes)
+
+
+def main_memory_of_learner(recipe: RunConfig, shape: TransformerConfig) -> float:
+    """What all learner workers together have in main memory, of weights and moments: all of it on CPUs and with
+    `cpu_offload`; of GPUs that they share with samplers, what sleeps."""
+    counts, num_workers = ParameterCounts.of(shape, recipe.model.lora), recipe.learner.num_workers
+    sleeps = recipe.device == "cuda" and not recipe.sharding.cpu_offload
+    if sleeps and not recipe.gpus.colocate:
+        return 0.0
+    num_sharing = _num_sharing(recipe, num_workers)
+    # Nobody sleeps between a backward pass and its step.
+    state = FLOAT32 * (_MOMENTS + (not sleeps)) * counts.trained / num_sharing
+    held = (_held(recipe, counts, num_sharing, stage) for stage in _stages(recipe, num_workers))
+    return num_workers * (state + max(sum(part.num_bytes for part in parts) for parts in held))
+
+
+def sft_tokens_at_a_time(recipe: RunConfig, num_workers: int) -> int:
+    """Tokens of a forward of SFT on one worker, at most: its share of a batch, or a micro-batch of that."""
+    of_batch = -(-recipe.sft.batch_size // num_workers) * recipe.sft_tokens
+    if recipe.sft.micro_batch_tokens is None:
+        return of_batch
+    return min(of_batch, max(recipe.sft.micro_batch_tokens, recipe.sft_tokens))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Stage:
+    """What differs from stage to stage."""
+
+    who: str
+    """The learner in it."""
+    tokens: int
+    """Of a forward, at most."""
+    helps: str
+    """What makes these fewer."""
+    has_start: bool
+    """Whether SFT's adapter is beside the base."""
+    has_reference: bool = False
+    """Whether a copy of the policy is held."""
+
+
+def _stages(recipe: RunConfig, num_workers: int) -> Iterator[_Stage]:
+    """Those of the run: SFT, the rounds, and the control, which is SFT again."""
+    lora, learner, canvas = recipe.model.lora, recipe.learner, recipe.canvas_tokens
+    has_sft = recipe.sft.num_steps > 0
+    after_sft = has_sft and lora.rank > 0
+    of_sft = sft_tokens_at_a_time(recipe, num_workers)
+    sft_helps = "a smaller sft.micro_batch_tokens" if of_sft > recipe.sft_tokens else _shorter(recipe.sft.max_tokens)
+    if has_sft:
+        yield _Stage(who="a learner worker in SFT", tokens=of_sft, helps=sft_helps, has_start=False)
+    if learner.num_rounds or not has_sft:
+        is_longer = learner.micro_batch_tokens > canvas
+        yield _Stage(
+            who="a learner worker",
+            tokens=max(learner.micro_batch_tokens, canvas),
+            helps="a smaller learner.micro_batch_tokens" if is_longer else _shorter(None),
+            has_start=after_sft,
+            has_reference=learner.objective.needs_reference and not lora.rank,
+        )
+    if recipe.control.enabled:
+        yield _Stage(who="a learner worker in the control", tokens=of_sft, helps=sft_helps, has_start=after_sft)
+
+
+def _shorter(sft_tokens: int | None) -> str:
+    """What makes a canvas shorter."""
+    canvas = "rollout.max_prompt_tokens or rollout.sampling.gen_length"
+    return f"a smaller {'sft.max_tokens' if sft_tokens else canvas}"
+
+
+def _in_stage(recipe: RunConfig, shape: TransformerConfig, num_workers: int, stage: _Stage) -> ProcessMemory:
+    lora, sharding = recipe.model.lora, recipe.sharding
+    counts, each = ParameterCounts.of(shape, lora), bytes_of(sharding.compute_dtype)
+    num_sharing = _num_sharing(recipe, num_workers)
+    kept = kept_bytes(shape, lora, stage.tokens, each, checkpointed=sharding.activation_checkpointing)
+    less_kept = "" if sharding.activation_checkpointing else "sharding.activation_checkpointing=true or "
+    # Blocks as they are gathered, or a layer of which 4 bits are made whole; of trained ones their gradient too, before
+    # it is summed over the workers.
+    at_a_time = counts.layer if lora.base_weights == "nf4" else _GATHERED_BLOCKS * counts.block
+    blocks = at_a_time + _GATHERED_BLOCKS * counts.adapter_of_block + counts.root
+    summed = (each + FLOAT32) * (counts.adapter_of_block if lora.rank else max(counts.block, counts.root))
+    compute_helps = "sharding.compute_dtype=bfloat16" if sharding.compute_dtype == "float32" else ""
+    parts = [
+        Part(name="activations", num_bytes=kept, helps=less_kept + stage.helps),
+        Part(name="logits", num_bytes=logits_bytes(shape, stage.tokens, each), helps=""),
+        Part(name="gathered blocks, embedding and head", num_bytes=each * blocks + summed, helps=compute_helps),
+        Part(name="CUDA and NCCL", num_bytes=CONTEXT_BYTES + NCCL_BYTES * (num_workers > 1), helps=""),
+    ]
+    if not sharding.cpu_offload:
+        state = FLOAT32 * (1 + _MOMENTS) * counts.trained / num_sharing
+        parts += _held(recipe, counts, num_sharing, stage)
+        parts.append(
+            Part(
+                name="gradient and AdamW's moments",
+                num_bytes=state,
+                helps=_MORE_WORKERS if lora.rank else _FEWER_TRAINED,
+            )
+        )
+    if recipe.weight_transport != OBJECT_STORE:
+        offered = versions_at_a_time(recipe) * published_bytes(recipe, counts) / num_workers
+        parts.append(
+            Part(name="versions that samplers fetch", num_bytes=offered, helps="weight_transport=object_store")
+        )
+    if recipe.gpus.colocate:
+        parts.append(Part(name="CUDA of a sampler asleep", num_bytes=CONTEXT_BYTES, helps=""))
+    return ProcessMemory(who=stage.who, kind="learner", share=recipe.gpus.learner, parts=largest_first(parts))
+
+
+def _held(recipe: RunConfig, counts: ParameterCounts, num_sharing: int, stage: _Stage) -> list[Part]:
+    """Weights, which stay for the whole stage."""
+    lora, each = recipe.model.lora, bytes_of(recipe.sharding.compute_dtype)
+    if not lora.rank:
+        helps, weights = _FEWER_TRAINED, counts.policy / num_sharing
+        parts = [Part(name="weights in float32", num_bytes=FLOAT32 * weights, helps=helps)]
+        # Held as it computes.
+        return parts + [Part(name="the reference", num_bytes=each * weights, helps=helps)] * stage.has_reference
+    if lora.base_weights == "nf4":
+        # The blocks whole on every worker; the rest sharded.
+        quantized = _NF4_BYTES * counts.blocks + FLOAT32 * counts.root / num_sharing
+        base = Part(name="weights, of blocks in 4 bits", num_bytes=quantized, helps="a smaller model")
+    else:
+        in_half = recipe.may_hold_base_in_half and recipe.model.checkpoint is not None
+        dtype, helps = "bfloat16" if in_half else "float32", f"{_MORE_WORKERS} or model.lora.base_weights=nf4"
+        base = Part(name=f"weights in {dtype}", num_bytes=bytes_of(dtype) * counts.policy / num_sharing, helps=helps)
+    adapter = Part(name="the adapter in float32", num_bytes=FLOAT32 * counts.adapter / num_sharing, helps=_MORE_WORKERS)
+    # Whole on every worker, as it computes.
+    start = Part(name="the adapter of SFT", num_bytes=each * counts.adapter, helps="a smaller model.lora.rank")
+    return [base, adapter, *[start] * stage.has_start]
+
+
+def _num_sharing(recipe: RunConfig, num_workers: int) -> int:
+    """Workers that hold one copy of the policy between them."""
+    return min(recipe.sharding.workers_per_copy or num_workers, num_workers)

@@ -1,0 +1,81 @@
+"""Seconds of a run's phases on GPUs: counted arithmetic over the share of the stated rate that one GPU reached.
+
+Shares and times of a layer are fitted to what LLaDA-8B's shape took on one H200 (docs/benchmarks.md, one GPU);
+`tests/deploy/capacity/test_measured.py` compares. Tokens a second of other kinds of GPU follow their stated rate.
+"""
+
+from __future__ import annotations
+
+from actors.run_config import RunConfig
+from deploy.capacity.arithmetic import learning_flops, sft_flops, steps_of
+from deploy.capacity.gpus import GpuKind
+from deploy.capacity.memory import published_bytes
+from deploy.capacity.shape import ParameterCounts
+from learner.model.config import TransformerConfig
+from rollout.request import SamplingParams
+
+# An adapter of 1,342 MB: 1.02 s from the GPU to the host, 0.40 s for its checksums.
+_PUBLISHED_BYTES_PER_S = 1.342e9 / 1.42
+
+
+# Of the stated rate, by whether the network is compiled.
+_SAMPLING_SHARE, _LEARNING_SHARE = {False: 0.54, True: 0.63}, {False: 0.47, True: 0.54}
+# An eager step waits for the host, which takes so long for the launches of a layer. One by CUDA graphs does not, but
+# small kernels keep it from its rate: those that read a cache most of all.
+_LAUNCHES_OF_LAYER_S, _SMALL_OF_LAYER_S, _SMALL_OF_CACHED_LAYER_S = 0.6e-3, 0.1e-3, 0.3e-3
+
+
+def completion_s(
+    recipe: RunConfig, shape: TransformerConfig, kind: GpuKind, params: SamplingParams, num_rows: int
+) -> float:
+    """Seconds of a completion that is denoised beside others, as many at a time."""
+    seconds, layers, is_compiled = 0.0, shape.num_layers, recipe.rollout.engine.compile
+    rate = _SAMPLING_SHARE[is_compiled] * kind.flop_per_s
+    for steps in steps_of(recipe, shape, params):
+        computing_s = num_rows * steps.flops / rate
+        if is_compiled:
+            of_layer_s = _SMALL_OF_CACHED_LAYER_S if steps.is_cached else _SMALL_OF_LAYER_S
+            seconds += steps.count * (computing_s + layers * of_layer_s)
+        else:
+            seconds += steps.count * max(computing_s, layers * _LAUNCHES_OF_LAYER_S)
+    return seconds / num_rows
+
+
+def sampling_s(recipe: RunConfig, shape: TransformerConfig, kind: GpuKind, num_samplers: int) -> float:
+    """Seconds of a round's completions on one GPU, in the portions that so many samplers are given."""
+    completions = recipe.learner.groups_per_round * recipe.learner.group_size
+    portion = recipe.portion_groups_for(num_samplers) * recipe.learner.group_size
+    num_rows = min(recipe.rollout.engine.num_slots, portion)
+    each = [completion_s(recipe, shape, kind, params, num_rows) for params in recipe.rollout.params]
+    return completions * sum(each) / len(each)
+
+
+def learning_s(recipe: RunConfig, shape: TransformerConfig, kind: GpuKind) -> float:
+    """Seconds of a round's updates on one GPU."""
+    return learning_flops(recipe, shape, counts_twice=True) / _learning_rate(recipe, kind)
+
+
+def sft_step_s(recipe: RunConfig, shape: TransformerConfig, kind: GpuKind, num_workers: int) -> float:
+    """Seconds of an optimizer step of SFT, of documents that are as long as may be."""
+    of_worker = -(-recipe.sft.batch_size // num_workers)
+    return sft_flops(recipe, shape, of_worker) / _learning_rate(recipe, kind)
+
+
+def evaluation_s(recipe: RunConfig, shape: TransformerConfig, kind: GpuKind, num_samplers: int) -> float:
+    """Seconds of an evaluation between the rounds, or the like: at the first of its schedules alone."""
+    _, _, num_problems = recipe.evaluation.to_choose_by
+    portion = min(recipe.rollout.batch_size, num_problems)
+    num_portions = -(-num_problems // portion)
+    of_busiest = min(num_problems, -(-num_portions // num_samplers) * portion)
+    num_rows = min(recipe.rollout.engine.num_slots, portion)
+    return of_busiest * completion_s(recipe, shape, kind, recipe.evaluated_params[0], num_rows)
+
+
+def publishing_s(recipe: RunConfig, shape: TransformerConfig) -> float | None:
+    """Seconds from the learner's GPU to the weight store; None of whole weights, which nobody has measured."""
+    lora = recipe.model.lora
+    return published_bytes(recipe, ParameterCounts.of(shape, lora)) / _PUBLISHED_BYTES_PER_S if lora.rank else None
+
+
+def _learning_rate(recipe: RunConfig, kind: GpuKind) -> float:
+    return _LEARNING_SHARE[recipe.sharding.compile] * kind.flop_per_s

@@ -1,0 +1,49 @@
+"""How fast bytes are read or hashed: counted over threads, and said once a second."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+
+Say = Callable[[str], object]
+"""Is told what is going on, such as `loading sft: 4.1 of 16.0 GB, 2.1 GB/s`."""
+
+MOST_THREADS = 8
+"""More read no faster from one disk, and several processes of a machine read at a time."""
+_EVERY_S = 1.0
+
+
+def num_threads() -> int:
+    """How many threads read or hash files in this process."""
+    return min(MOST_THREADS, len(os.sched_getaffinity(0)))
+
+
+class Throughput:
+    """Counts bytes from any thread. Says nothing in the first second, and then once a second."""
+
+    def __init__(self, what: str, num_bytes: int, say: Say | None = None) -> None:
+        """Begin to do `what` with `num_bytes`; without `say` it only counts."""
+        self._what, self._all, self._say = what, num_bytes, say
+        self._began = self._said_at = time.monotonic()
+        self._lock = threading.Lock()
+        self.num_bytes = 0
+        """Done so far."""
+
+    @property
+    def seconds(self) -> float:
+        """Since it began."""
+        return time.monotonic() - self._began
+
+    def add(self, num_bytes: int) -> None:
+        """So many more are done."""
+        with self._lock:
+            self.num_bytes += num_bytes
+            if self._say is not None and time.monotonic() - self._said_at >= _EVERY_S:
+                self._said_at = time.monotonic()
+                self._say(str(self))
+
+    def __str__(self) -> str:
+        done, whole, rate = (number / 1e9 for number in (self.num_bytes, self._all, self.num_bytes / self.seconds))
+        return f"{self._what}: {done:.1f} of {whole:.1f} GB, {rate:.1f} GB/s"

@@ -1,0 +1,58 @@
+"""A rank's documents of an SFT step in micro-batches of whole rows.
+
+Shape letters: B documents, N masked slots.
+"""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import TYPE_CHECKING
+
+from learner.model.deferred import torch
+from learner.parallel.micro_batches import runs
+from learner.sft.packing import first_fit_decreasing
+from learner.sft.sft import MaskedDocuments
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def micro_batches(
+    masked: MaskedDocuments, max_tokens: int, block_length: int | None, *, packing: bool, spares_padding: bool
+) -> list[MaskedDocuments]:
+    """Cut a rank's documents into micro-batches of whole rows.
+
+    Args:
+        masked: at least one document.
+        max_tokens: of a micro-batch, with the padding that it has; a longer row stands alone.
+        block_length: of a block-causal policy; None of any other.
+        packing: several short documents share a row.
+        spares_padding: all documents go back to back, packed or not.
+    """
+    if packing and not spares_padding:
+        return _of_packed_rows(masked, max_tokens)
+    parts, _ = runs(_row_lengths(masked, block_length).tolist(), max_tokens, spares_padding=spares_padding)
+    return [masked.select(torch.arange(part.start, part.stop), int(masked.lengths[part].max())) for part in parts]
+
+
+def _of_packed_rows(masked: MaskedDocuments, max_tokens: int) -> list[MaskedDocuments]:
+    """Cut the packed rows into runs.
+
+    The documents of some rows, packed again by themselves, share the same rows: first fit decreasing places each of
+    them as before.
+    """
+    width = masked.ids.shape[1]
+    rows = first_fit_decreasing(masked.lengths.tolist(), width)
+    parts, _ = runs([int(masked.lengths[row].sum()) for row in rows], max_tokens)
+    return [masked.select(torch.tensor(sorted(chain(*rows[part]))), width) for part in parts]
+
+
+def _row_lengths(masked: MaskedDocuments, block_length: int | None) -> Tensor:
+    """[B] int64: slots of each document's row. A block-causal policy's has every block that is asked about, behind what
+    is clean before the last of them (`learner/estimators/block_views.py`)."""
+    if block_length is None:
+        return masked.lengths
+    blocks_N, num_blocks = masked.columns // block_length, -(-masked.ids.shape[1] // block_length)
+    asked_B = ((masked.rows * num_blocks + blocks_N).unique() // num_blocks).bincount(minlength=len(masked.lengths))
+    context_B = torch.zeros_like(masked.lengths).scatter_reduce_(0, masked.rows, blocks_N, "amax")
+    return (context_B + asked_B) * block_length
