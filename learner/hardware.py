@@ -41,8 +41,7 @@ def peak_flop_per_s(device: torch.device) -> float | None:
 def limit_memory(device: torch.device, share: float) -> None:
     """Let this process take so much of a GPU's memory: who shares the GPU with others must leave them theirs."""
     if device.type == "cuda" and share < 1:
-        index = torch.cuda.current_device() if device.index is None else device.index
-        torch.cuda.set_per_process_memory_fraction(share, index)
+        torch.cuda.set_per_process_memory_fraction(share, device)
 
 
 def free_unused_memory(device: torch.device) -> None:

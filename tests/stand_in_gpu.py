@@ -19,7 +19,6 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 from torch.autograd.graph import _engine_run_backward
-from torch.cuda._utils import _get_device_index
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad
 from torch.overrides import TorchFunctionMode
@@ -241,48 +240,20 @@ def _grouped(tensors: Any, *args: Any, **kwargs: Any) -> Any:
     return {(where or device, dtype): group for (device, dtype), group in groups.items()}
 
 
-class Placement:
-    """What `torch.cuda` answers of the stand-in, and what it was told of memory."""
-
-    TOTAL_BYTES = 80 << 30
-
-    def __init__(self) -> None:
-        self.shares: list[float] = []
-        """Of its memory, as processes were limited to them."""
-        self.num_freed = 0
-        """How often what is unused was given back."""
-
-    def answers(self) -> dict[str, Callable[..., Any]]:
-        """By the names of `torch.cuda`."""
-        properties = SimpleNamespace(major=7, minor=0, total_memory=self.TOTAL_BYTES, name="stand-in")
-        return {
-            "is_available": lambda: True,
-            "device_count": lambda: 1,
-            "is_initialized": lambda: True,
-            "current_device": lambda: 0,
-            "set_device": lambda device: None,
-            # The CPU's have the methods, and nothing to wait for.
-            "current_stream": lambda device=None: torch.cpu.current_stream(),
-            "stream": torch.cpu.stream,
-            "Stream": lambda priority=0: torch.cpu.Stream(),
-            "Event": lambda enable_timing=False: torch.cpu.Event(),
-            "get_device_name": lambda device=None: "stand-in",
-            "get_device_properties": lambda device=None: properties,
-            "set_per_process_memory_fraction": self._limit,
-            "empty_cache": self._free,
-            "mem_get_info": lambda device=None: (self.TOTAL_BYTES - bytes_there(), self.TOTAL_BYTES),
-            "memory_allocated": lambda device=None: bytes_there(),
-            "max_memory_allocated": lambda device=None: bytes_there(),
-            "reset_peak_memory_stats": lambda device=None: None,
-        }
-
-    def _limit(self, fraction: float, device: Any = None) -> None:
-        """CUDA's refuses a device without an index."""
-        assert device is None or _get_device_index(device) == DEVICE.index
-        self.shares.append(fraction)
-
-    def _free(self) -> None:
-        self.num_freed += 1
+# What is asked of a GPU beside tensors where processes are placed on it.
+_PLACING: dict[str, Callable[..., Any]] = {
+    "cuda.is_available": lambda: True,
+    "cuda.is_initialized": lambda: True,
+    "cuda.set_device": lambda _device: None,
+    # The CPU's have the methods, and nothing to wait for.
+    "cuda.current_stream": lambda _device=None: torch.cpu.current_stream(),
+    "cuda.stream": torch.cpu.stream,
+    "cuda.Stream": lambda priority=0: torch.cpu.Stream(),
+    "cuda.Event": lambda enable_timing=False: torch.cpu.Event(),
+    "cuda.empty_cache": lambda: None,
+    "cuda.memory_allocated": lambda _device=None: bytes_there(),
+    "cuda.max_memory_allocated": lambda _device=None: bytes_there(),
+}
 
 
 def _with_stand_in(run: Callable[[threading.Thread], None]) -> Callable[[threading.Thread], None]:
@@ -296,17 +267,19 @@ def _with_stand_in(run: Callable[[threading.Thread], None]) -> Callable[[threadi
 
 
 @contextmanager
-def stand_in_machine() -> Iterator[Placement]:
-    """The stand-in for all threads that begin in the block, and `torch.cuda` that knows of it."""
-    placement = Placement()
-    with stand_in_gpu(), ExitStack() as patches:
-        patches.enter_context(patch.object(threading.Thread, "run", _with_stand_in(threading.Thread.run)))
+def stand_in_machine() -> Iterator[list[float]]:
+    """The stand-in for all threads that begin in the block, and for FSDP; gives the shares of its memory that
+    processes were limited to."""
+    shares: list[float] = []
+    placing = {**_PLACING, "_C._cuda_setMemoryFraction": lambda share, _device: shares.append(share)}
+    with stand_in_gpu(), ExitStack() as stack:
+        stack.enter_context(patch.object(threading.Thread, "run", _with_stand_in(threading.Thread.run)))
         # A sharded tensor is where its shard is.
-        patches.enter_context(patch.object(DTensor, "device", property(lambda sharded: sharded.to_local().device)))
-        patches.enter_context(patch.object(DTensor, "is_cuda", property(lambda sharded: sharded.to_local().is_cuda)))
-        for name, answer in placement.answers().items():
-            patches.enter_context(patch.object(torch.cuda, name, answer))
-        yield placement
+        stack.enter_context(patch.object(DTensor, "device", property(lambda sharded: sharded.to_local().device)))
+        stack.enter_context(patch.object(DTensor, "is_cuda", property(lambda sharded: sharded.to_local().is_cuda)))
+        for name, answer in placing.items():
+            stack.enter_context(patch(f"torch.{name}", answer, create=True))
+        yield shares
 
 
 @contextmanager

@@ -41,7 +41,7 @@ from learner.parallel.ranks import Ranks
 from learner.parallel.sharding import local_part
 from tests.actors.in_process import in_process
 from tests.actors.local_run import LocalRun, Pulse
-from tests.stand_in_gpu import Placement, stand_in_machine
+from tests.stand_in_gpu import stand_in_machine
 
 _RECIPE: dict[str, Any] = {
     "name": "walk",
@@ -124,7 +124,7 @@ async def _answers(host: EngineHost, job: Job) -> list[list[int]]:
 
 
 @contextmanager
-def _machine(device: str, meeting: Path) -> Iterator[Placement | None]:
+def _machine(device: str, meeting: Path) -> Iterator[list[float] | None]:
     """A learner group of one rank, as Ray Train makes it, and what Ray gives an engine. The GPU is a stand-in where
     there is no other."""
     given = SimpleNamespace(
@@ -136,10 +136,10 @@ def _machine(device: str, meeting: Path) -> Iterator[Placement | None]:
     dist.init_process_group(backend, init_method=f"file://{meeting}", rank=0, world_size=1)
     try:
         with (
-            nullcontext() if device == "cpu" or is_there else stand_in_machine() as placement,
+            nullcontext() if device == "cpu" or is_there else stand_in_machine() as shares,
             patch.object(ray, "get_runtime_context", lambda: given),
         ):
-            yield placement
+            yield shares
     finally:
         dist.destroy_process_group()
 
@@ -180,14 +180,14 @@ class Walk:
         """What the run log says in its events of that name."""
         return [one[key] for one in self.events if one["event"] == event for key in keys]
 
+    @property
+    def num_parameters(self) -> int:
+        """Of the policy, without adapters."""
+        return sum(tensor.numel() for tensor in load_policy(self._spec.initial_checkpoint).parameters())
+
     def weights(self) -> dict[str, torch.Tensor]:
         """Those of the last checkpoint."""
         return load_policy(self._spec.checkpoints_dir / "rl-000003").state_dict()
-
-    @property
-    def num_weights(self) -> int:
-        """Those of the policy, without adapters."""
-        return sum(tensor.numel() for tensor in load_policy(self._spec.initial_checkpoint).parameters())
 
     def _evaluated(self, checkpoint: Path) -> tuple[Worker, list[str]]:
         """A worker of the pool, and what it reads in its answers to the held-out problems."""
@@ -216,17 +216,17 @@ def _as_in_torch_2_11(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(dist, "all_gather_single", raising=False)
 
 
-def _walked(device: str, directory: Path, **changes: Any) -> tuple[Walk, Placement | None]:
+def _walked(device: str, directory: Path, **changes: Any) -> tuple[Walk, list[float] | None]:
     directory.mkdir()
     recipe = Recipe.model_validate(_RECIPE | {"runs_dir": directory / "runs", "device": device} | changes)
-    with _machine(device, directory / "meeting") as placement:
-        return Walk(recipe), placement
+    with _machine(device, directory / "meeting") as shares:
+        return Walk(recipe), shares
 
 
-def _assert_placed(walk: Walk, gpus: GpuSection, placement: Placement | None, least_bytes: int) -> None:
+def _assert_placed(walk: Walk, gpus: GpuSection, shares: list[float] | None, least_bytes: int) -> None:
     """Everything had its share of the GPU and was there, and every version was served as it was sampled."""
-    if placement is not None:
-        assert placement.shares == [gpus.engine, gpus.sampler, gpus.learner, gpus.sampler, gpus.learner]
+    if shares is not None:
+        assert shares == [gpus.engine, gpus.sampler, gpus.learner, gpus.sampler, gpus.learner]
     for what, num_bytes in walk.taken.items():
         is_asleep = what == "samplers" and gpus.colocate
         assert num_bytes == 0 if is_asleep else num_bytes >= least_bytes, what
@@ -240,10 +240,9 @@ def _assert_placed(walk: Walk, gpus: GpuSection, placement: Placement | None, le
 def test_a_run_on_a_gpu_is_the_run_on_the_cpu(gpus: GpuSection, lora: LoraConfig, tmp_path: Path) -> None:
     model = {**_RECIPE["model"], "lora": lora}
     here, _ = _walked("cpu", tmp_path / "cpu", model=model)
-    there, placement = _walked("cuda", tmp_path / "cuda", model=model, gpus=gpus)
+    there, shares = _walked("cuda", tmp_path / "cuda", model=model, gpus=gpus)
     assert not any(here.taken.values())
-    weights = here.weights()
-    _assert_placed(there, gpus, placement, 4 * there.num_weights)
+    _assert_placed(there, gpus, shares, 4 * here.num_parameters)
     assert there.of("checkpoint", "path") == here.of("checkpoint", "path")
     assert there.of("round", "rewards") == here.of("round", "rewards")
     assert len({reward for rewards in here.of("round", "rewards") for reward in rewards}) > 1, "there is an advantage"
@@ -253,14 +252,14 @@ def test_a_run_on_a_gpu_is_the_run_on_the_cpu(gpus: GpuSection, lora: LoraConfig
         assert there.of(event, *keys)[-count:] == pytest.approx(here.of(event, *keys)[-count:], rel=1e-3, abs=1e-5)
     assert there.of("evaluation", "num_correct") == here.of("evaluation", "num_correct")
     assert there.evaluated[1] == here.evaluated[1]
-    for name, tensor in weights.items():
+    for name, tensor in here.weights().items():
         torch.testing.assert_close(there.weights()[name], tensor, atol=1e-4, rtol=1e-3, msg=name)
 
 
 @_of_the_stand_in
 def test_a_run_in_half_precision_goes_through_all_of_it(tmp_path: Path) -> None:
     """As an adapter of a large model is trained; to which bits hangs on the kernels."""
-    walk, placement = _walked(
+    walk, shares = _walked(
         "cuda",
         tmp_path / "cuda",
         gpus=_APART,
@@ -268,6 +267,6 @@ def test_a_run_in_half_precision_goes_through_all_of_it(tmp_path: Path) -> None:
         sharding={"compute_dtype": "bfloat16", "activation_checkpointing": True},
         rollout={**_RECIPE["rollout"], "engine": {"dtype": "bfloat16"}},
     )
-    _assert_placed(walk, _APART, placement, 2 * walk.num_weights)
+    _assert_placed(walk, _APART, shares, 2 * walk.num_parameters)
     assert all(map(math.isfinite, walk.of("round", "loss")))
     assert walk.of("checkpoint", "path")[-1] == "checkpoints/rl-000003"

@@ -78,11 +78,11 @@ class Load:
     def in_words(self) -> str:
         """For the table."""
         times = [answer.seconds for answer in self.answers]
-        versions = sorted({answer.policy_version for answer in self.answers})
-        spread = (
-            f"median {median(times):.2f} s, slowest {max(times):.2f} s, of versions {versions}" if times else "none"
-        )
-        return f"{len(times)} answers, {self.num_failed} failed: {spread}"
+        if not times:
+            return f"no answer, {self.num_failed} failed"
+        versions = len({answer.policy_version for answer in self.answers})
+        spread = f"median {median(times):.2f} s, slowest {max(times):.2f} s"
+        return f"{len(times)} answers of {versions} versions, {self.num_failed} failed: {spread}"
 
 
 @contextmanager

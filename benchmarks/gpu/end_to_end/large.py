@@ -111,9 +111,9 @@ def _of(events: Sequence[Event], name: str) -> list[Event]:
 
 def _tell_round(visit: Visit, event: Event, plan: Plan) -> None:
     split, number = plan.splits[0], event["round"]
-    planned = {"sampling_s": split.sampling_s, "training_s": split.learning_s}
-    for name in ("sampling_s", "training_s", "publish_s"):
-        beside = f"plan {planned[name]:.2f} s" if name in planned else ""
+    planned = {"sampling_s": split.sampling_s, "training_s": split.learning_s, "publish_s": plan.publishing_s}
+    for name, seconds in planned.items():
+        beside = "" if seconds is None else f"plan {seconds:.2f} s"
         visit.row(f"{name} of round {number}", f"{event[name]:.2f} s", beside)
     if (peak := event.get("peak_memory_bytes")) is not None:
         visit.row(f"learner's allocated memory, round {number}", f"{peak / 1e9:.2f} GB")

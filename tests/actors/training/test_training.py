@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from collections.abc import Callable, Mapping
@@ -189,14 +190,15 @@ class _RememberingRun(LocalRun):
     def __init__(self, spec: RunSpec) -> None:
         super().__init__(spec)
         self.versions: dict[int, dict[str, torch.Tensor]] = {}
+        self._policy = load_policy(spec.initial_checkpoint)
+        self._loader = PolicyLoader(self._policy, self.reader(), spec.checkpoints_dir)
 
     def publish(self, manifest: Manifest, weights: Mapping[str, torch.Tensor]) -> None:
         super().publish(manifest, weights)
-        policy = load_policy(self._spec.initial_checkpoint)
-        loader = PolicyLoader(policy, self.reader(), self._spec.checkpoints_dir)
-        loader.load(Generation(version=manifest.version, digest=manifest.digest))
-        merge_adapters(policy)
-        self.versions[manifest.version] = policy.state_dict()
+        self._loader.load(Generation(version=manifest.version, digest=manifest.digest))
+        merged = copy.deepcopy(self._policy)
+        merge_adapters(merged)
+        self.versions[manifest.version] = merged.state_dict()
 
 
 @pytest.mark.parametrize("lora", [name for name in LORAS if name != "whole"])
