@@ -215,12 +215,18 @@ def merged(weight_OI: Tensor, a_RI: Tensor, b_OR: Tensor, scaling: float) -> Ten
 @torch.no_grad()
 def merge_adapters(model: Transformer) -> None:
     """Merge all adapters of a policy into its weights, in place and in their precision: for exports, in float32."""
-    for name, layer in adapted_layers(model).items():
+    for layer in adapted_layers(model).values():
         linear = layer.base_layer
         assert isinstance(linear, nn.Linear), "what holds 4 bits is trained, and not exported"
         for a_RI, b_OR, scaling in layer.pairs():
             linear.weight.copy_(merged(linear.weight, a_RI, b_OR, scaling))
-        model.set_submodule(name, linear)
+    remove_adapters(model)
+
+
+def remove_adapters(model: Transformer) -> None:
+    """Leave the frozen weights alone, in place."""
+    for name, layer in adapted_layers(model).items():
+        model.set_submodule(name, layer.base_layer)
 
 
 @contextmanager

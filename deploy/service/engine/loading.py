@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
@@ -21,11 +22,12 @@ from learner.model.checkpoint_files import (
     Base,
     adapter_base,
     chain_digest,
+    checkpoint_chain,
     load_config,
-    verify_checkpoint,
     verify_own_files,
 )
-from learner.model.lora import set_adapter, sharing_base
+from learner.model.lora import remove_adapters, set_adapter, sharing_base
+from learner.model.lora_config import BaseWeights
 from learner.model.networks import held_dtypes, make_on_meta
 from learner.model.quantized import round_blocks
 from learner.model.renoising.config import is_renoising
@@ -36,10 +38,12 @@ from rollout.renoising.sampler import RenoisingSampler
 from rollout.sampler import Sampler
 
 _FETCH_TIMEOUT_S = 120.0
+Weights = tuple[str, BaseWeights]
+"""Names frozen weights: the digest of the checkpoint that has them, and whether they are rounded to 4 bits."""
 
 
 class VersionLoader:
-    """Makes the samplers of announced versions. Those of one LoRA stage share what their adapters stand on."""
+    """Makes the samplers of announced versions. Under LoRA they share the weights that their adapters stand on."""
 
     def __init__(self, config_dir: Path, engine: EngineConfig, device: str | torch.device = "cpu") -> None:
         """Load nothing yet.
@@ -50,8 +54,7 @@ class VersionLoader:
             device: where they compute.
         """
         self._config_dir, self._engine, self._device = config_dir, engine, placed_on(device)
-        self._newest: tuple[Base, Transformer] | None = None
-        """The policy with an adapter that was made last, and what that stands on."""
+        self._newest: _Loaded | None = None
 
     def load(self, policy: PolicyVersion) -> AnySampler:
         """The sampler of a version: from its weight store, or else from its checkpoint.
@@ -98,7 +101,7 @@ class VersionLoader:
         if is_renoising(directory):
             return RenoisingSampler(load_renoising_policy(directory, dtype).to(self._device), policy.version)
         if not (directory / ADAPTER).is_file():
-            return self._sampler(load_policy(directory, dtype).to(self._device), policy)
+            return self._sampler(self._whole(directory), policy)
         adapter, below = read_adapter(directory), adapter_base(directory)
         base = Base(
             checkpoint=below.name,
@@ -108,23 +111,56 @@ class VersionLoader:
         )
         return self._sampler(self._beside(base, below.parent, adapter.matrices), policy)
 
-    def _beside(self, base: Base, checkpoints_dir: Path, matrices: Mapping[str, Tensor]) -> Transformer:
-        """A policy with an adapter; what it stands on is shared with the one before where that stands on the same."""
-        if self._newest is not None and self._newest[0] == base:
-            model = sharing_base(self._newest[1])
-            set_adapter(model, matrices, base.scaling)
+    def _whole(self, directory: Path) -> Transformer:
+        """The policy of a checkpoint without an adapter: what later versions of a LoRA run stand on."""
+        weights: Weights | None = (chain_digest(directory), "full") if (directory / MANIFEST).is_file() else None
+        model = None if weights is None else self._sharing(weights)
+        if model is None:
+            model = load_weights(directory, self._engine.torch_dtype, self._device, _say)
         else:
+            remove_adapters(model)
+        self._newest = None if weights is None else _Loaded(weights=weights, base=None, model=model)
+        return model
+
+    def _beside(self, base: Base, checkpoints_dir: Path, matrices: Mapping[str, Tensor]) -> Transformer:
+        """A policy with an adapter."""
+        directory = base.directory(checkpoints_dir)
+        *adapted, below = checkpoint_chain(directory)
+        weights = chain_digest(below), base.base_weights
+        is_of_stage = self._newest is not None and self._newest.base == base
+        model = self._sharing(weights)
+        if model is None:
             # Versions that are in use keep theirs.
             self._newest = None
-            directory = base.directory(checkpoints_dir)
-            verify_checkpoint(directory, say=_say)
-            chain = read_chain(directory)
-            model = load_weights(chain.weights, self._engine.torch_dtype, self._device, _say)
+            verify_own_files(below, say=_say)
+            model = load_weights(below, self._engine.torch_dtype, self._device, _say)
             if base.base_weights == "nf4":
                 round_blocks(model)
-            put_beside(model, matrices, base.scaling, chain.together)
-        self._newest = base, model
+        if is_of_stage:
+            set_adapter(model, matrices, base.scaling)
+        else:
+            for one in adapted:
+                verify_own_files(one)
+            put_beside(model, matrices, base.scaling, read_chain(directory).together)
+        self._newest = _Loaded(weights=weights, base=base, model=model)
         return model
+
+    def _sharing(self, weights: Weights) -> Transformer | None:
+        """A policy that shares its weights with the one that was made last, if that has these."""
+        newest = self._newest
+        return sharing_base(newest.model) if newest is not None and newest.weights == weights else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Loaded:
+    """The policy that was made last."""
+
+    weights: Weights
+    """Its frozen weights."""
+    base: Base | None
+    """What its adapter stands on; None without one."""
+    model: Transformer
+    """It."""
 
 
 def _say(what: str) -> None:

@@ -109,12 +109,13 @@ def _adapter(model, seed):
     return Adapter(rank=2, alpha=4, base="sft-1", matrices=matrices)
 
 
-def test_versions_of_one_stage_share_the_weights_that_their_adapters_stand_on(
+def test_versions_of_a_lora_run_share_the_weights_that_their_adapters_stand_on(
     run_dir, make_model, make_policy, tiny_config, tokenizer_dir, monkeypatch
 ):
-    """Whether a version comes from its checkpoint or from the store; each computes what its checkpoint alone would."""
+    """Of all stages, from checkpoints and from the store; each computes what its checkpoint alone would."""
     checkpoints = run_dir / "checkpoints"
-    adapters = {version: _adapter(make_model(1), version) for version in (2, 3)}
+    stands_on = {2: "sft-1", 3: "sft-1", 4: "rl-3"}
+    adapters = {version: replace(_adapter(make_model(1), version), base=base) for version, base in stands_on.items()}
     for version, adapter in adapters.items():
         state = {"phase": "rl", "round": version, "policy_version": version, "rl_seconds": 0.0, "manifest_digest": "d"}
         directory = checkpoints / f"rl-{version}"
@@ -122,23 +123,29 @@ def test_versions_of_one_stage_share_the_weights_that_their_adapters_stand_on(
 
     class Store:
         def version(self, version, digest):
-            base = Base(checkpoint="sft-1", digest=chain_digest(checkpoints / "sft-1"), scaling=2.0)
+            name = stands_on[version]
+            base = Base(checkpoint=name, digest=chain_digest(checkpoints / name), scaling=2.0)
             return make_manifest(version, adapters[version].matrices, base), adapters[version].matrices
 
     monkeypatch.setattr("actors.weights.fetching.open_store", lambda store, timeout_s: Store())
     loader = VersionLoader(checkpoints / "sft-1", EngineConfig())
-    announced = {
-        2: make_policy(2, checkpoint=str(checkpoints / "rl-2"), manifest_digest="d"),
-        3: make_policy(3, weight_store="s"),
-    }
-    models = [loader.load(policy).model for policy in announced.values()]
+    directories = [checkpoints / name for name in ("sft-1", "rl-2", "rl-3", "rl-4", "rl-2", "sft-1")]
+    from_store = make_policy(3, weight_store="s")
+    announced = [
+        from_store if path.name == "rl-3" else replace(plain_checkpoint(path), weight_store=None)
+        for path in directories
+    ]
+    models = [loader.load(policy).model for policy in announced]
     ids = torch.arange(12).view(1, 12)
     with torch.no_grad():
-        for version, model in zip(announced, models, strict=True):
-            assert torch.equal(model(ids), load_policy(checkpoints / f"rl-{version}")(ids))
-        assert not torch.equal(models[0](ids), models[1](ids))
-    ours, theirs = ({tensor.data_ptr() for tensor in model.parameters()} for model in models)
-    assert len(theirs - ours) == 2, "the two matrices of its adapter"
+        outputs = [model(ids) for model in models]
+        for path, output in zip(directories, outputs, strict=True):
+            assert torch.equal(output, load_policy(path)(ids)), path.name
+    assert not torch.equal(outputs[1], outputs[2])
+    weights = {model.embed.weight.data_ptr() for model in models}
+    held = {parameter.data_ptr() for model in models for parameter in model.parameters()}
+    num_adapted = len(models) - 2
+    assert (len(weights), len(held)) == (1, len(list(models[0].parameters())) + 2 * num_adapted)
 
 
 @pytest.fixture
