@@ -221,7 +221,11 @@ class RunConfig(BaseModel):
     @property
     def sft_micro_batch_tokens(self) -> int:
         """Most tokens of one forward and backward of SFT on a worker: a row at least, at most its share of a batch."""
-        whole = -(-self.sft.batch_size // self.learner.num_workers) * self.sft_tokens
+        return self.sft_micro_batch_tokens_for(self.learner.num_workers)
+
+    def sft_micro_batch_tokens_for(self, num_workers: int) -> int:
+        """The same with so many learner workers."""
+        whole = -(-self.sft.batch_size // num_workers) * self.sft_tokens
         return min(whole, max(self.sft.micro_batch_tokens or whole, self.sft_tokens))
 
     @property

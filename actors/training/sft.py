@@ -143,5 +143,8 @@ class SftSteps:
         """The loss on the held-out examples, recorded."""
         self._evaluated_step = self._step
         if self._data.held_out is not None:
-            evaluated = evaluation_loss(self._context.policy, self._data.held_out, self._context.spec.sft.batch_size)
+            sft = self._context.spec.sft
+            evaluated = evaluation_loss(
+                self._context.policy, self._data.held_out, sft.batch_size, sft.micro_batch_tokens
+            )
             self._context.record("sft_eval", phase=self._phase, step=self._step, **asdict(evaluated))

@@ -49,14 +49,6 @@ def main_memory_of_learner(recipe: RunConfig, shape: TransformerConfig) -> float
     return num_workers * (state + max(sum(part.num_bytes for part in parts) for parts in held))
 
 
-def sft_tokens_at_a_time(recipe: RunConfig, num_workers: int) -> int:
-    """Tokens of a forward of SFT on one worker, at most: its share of a batch, or a micro-batch of that."""
-    of_batch = -(-recipe.sft.batch_size // num_workers) * recipe.sft_tokens
-    if recipe.sft.micro_batch_tokens is None:
-        return of_batch
-    return min(of_batch, max(recipe.sft.micro_batch_tokens, recipe.sft_tokens))
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Stage:
     """What differs from stage to stage."""
@@ -78,7 +70,7 @@ def _stages(recipe: RunConfig, num_workers: int) -> Iterator[_Stage]:
     lora, learner, canvas = recipe.model.lora, recipe.learner, recipe.canvas_tokens
     has_sft = recipe.sft.num_steps > 0
     after_sft = has_sft and lora.rank > 0
-    of_sft = sft_tokens_at_a_time(recipe, num_workers)
+    of_sft = recipe.sft_micro_batch_tokens_for(num_workers)
     sft_helps = "a smaller sft.micro_batch_tokens" if of_sft > recipe.sft_tokens else _shorter(recipe.sft.max_tokens)
     if has_sft:
         yield _Stage(who="a learner worker in SFT", tokens=of_sft, helps=sft_helps, has_start=False)

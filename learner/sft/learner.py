@@ -51,7 +51,9 @@ class SftLearner:
         masked = plan_sft(shard, self.policy.config.mask_token_id, step, self._seed, batch_size)
         num_units = batch_size if self.config.normalize_by == "row" else batch.num_trained
         losses = []
-        for micro in self._micro_batches(masked):
+        for micro in _in_micro_batches(
+            self.policy, masked, self.config.micro_batch_tokens, packing=self.config.packing
+        ):
             loss = self._loss(micro) / num_units
             # FSDP averages over ranks; the loss is a sum over them.
             (loss * self.policy.world_size).backward()
@@ -60,18 +62,6 @@ class SftLearner:
         stepped = self.optimizer.step(lr, self.config.max_grad_norm, loss)
         self.num_trained += batch.num_trained
         return {"loss": stepped.loss, "grad_norm": stepped.grad_norm, "lr": lr}
-
-    def _micro_batches(self, masked: MaskedDocuments) -> list[MaskedDocuments]:
-        """This rank's documents of a step in micro-batches, as many as any rank has. A collective."""
-        config = self.config
-        if config.micro_batch_tokens is None:
-            return [masked]
-        spares_padding, block_length = self.policy.spares_padding, self.policy.config.block_length
-        parts = micro_batches(
-            masked, config.micro_batch_tokens, block_length, packing=config.packing, spares_padding=spares_padding
-        )
-        count = int(self.policy.max_over_ranks(torch.tensor(len(parts))))
-        return parts + [masked.weightless()] * (count - len(parts))
 
     def _loss(self, micro: MaskedDocuments) -> Tensor:
         """What a micro-batch adds to the sum that the loss is a mean of."""
@@ -104,7 +94,9 @@ class EvaluationLoss:
     """CE / t per completion slot at each of `EVALUATION_T`."""
 
 
-def evaluation_loss(policy: ShardedPolicy, documents: Documents, batch_size: int) -> EvaluationLoss:
+def evaluation_loss(
+    policy: ShardedPolicy, documents: Documents, batch_size: int, micro_batch_tokens: int | None = None
+) -> EvaluationLoss:
     """The loss of SFT at fixed mask ratios and under fixed masks. A collective; all ranks get the same.
 
     Never by `packing`: so it is the same bits with and without it.
@@ -113,6 +105,7 @@ def evaluation_loss(policy: ShardedPolicy, documents: Documents, batch_size: int
         policy: is asked.
         documents: of all ranks.
         batch_size: of them are asked about at once, over all ranks.
+        micro_batch_tokens: the most of one forward, as `SftConfig` has it.
     """
     device, shard = policy.device, documents.shard(policy.rank, policy.world_size)
     size = -(-batch_size // policy.world_size)
@@ -124,7 +117,20 @@ def evaluation_loss(policy: ShardedPolicy, documents: Documents, batch_size: int
                 masked = mask_documents(
                     some, policy.config.mask_token_id, torch.full((some.num_rows,), t), (_EVALUATION_SEED, index)
                 )
-                logps_N = masked_logps(policy.module, masked, spares_padding=policy.spares_padding, device=device)
-                sums[index] -= (logps_N * uploaded(masked.weights, device)).sum()
+                for micro in _in_micro_batches(policy, masked, micro_batch_tokens):
+                    logps_N = masked_logps(policy.module, micro, spares_padding=policy.spares_padding, device=device)
+                    sums[index] -= (logps_N * uploaded(micro.weights, device)).sum()
     losses = (policy.sum_over_ranks(sums) / documents.num_trained).tolist()
     return EvaluationLoss(loss=sum(losses) / len(losses), loss_at_t=tuple(losses))
+
+
+def _in_micro_batches(
+    policy: ShardedPolicy, masked: MaskedDocuments, max_tokens: int | None, *, packing: bool = False
+) -> list[MaskedDocuments]:
+    """This rank's documents in micro-batches, as many as any rank has. A collective; without a limit all at once."""
+    if max_tokens is None:
+        return [masked]
+    spares_padding, block_length = policy.spares_padding, policy.config.block_length
+    parts = micro_batches(masked, max_tokens, block_length, packing=packing, spares_padding=spares_padding)
+    count = int(policy.max_over_ranks(torch.tensor(len(parts))))
+    return parts + [masked.weightless()] * (count - len(parts))

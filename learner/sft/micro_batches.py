@@ -31,6 +31,9 @@ def micro_batches(
     """
     if packing and not spares_padding:
         return _of_packed_rows(masked, max_tokens)
+    if block_length is None and masked.ids.numel() <= max_tokens:
+        # With the padding that it has: the same bits as without a limit.
+        return [masked]
     parts, _ = runs(_row_lengths(masked, block_length).tolist(), max_tokens, spares_padding=spares_padding)
     return [masked.select(torch.arange(part.start, part.stop), int(masked.lengths[part].max())) for part in parts]
 

@@ -9,8 +9,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
+from benchmarks.models import LLADA_8B
+from deploy import machine
+from deploy.capacity.available import cluster_resources
+from deploy.job.preflight import preflight
 from deploy.recipe.overrides import load_recipe
 from deploy.recipe.recipe import Recipe, Stages
 from deploy.runs.run_directory import check_creatable, make_spec
@@ -165,10 +170,9 @@ def test_its_line_for_sft_keeps_examples_as_long_as_those_of_s1k(config: Transfo
         {"question": f"{row} + 1", "thinking_trajectories": ["1 " * (400 + 200 * row)], "attempt": "2"}
         for row in range(20)
     ]
-    gsm8k = [{"question": f"{row} + 1?", "answer": f"#### {row + 1}"} for row in range(20)]
-    for name, rows in (("s1k", s1k), ("gsm8k", gsm8k)):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "s1k.jsonl").write_text("".join(json.dumps(row) + "\n" for row in s1k))
     problems = tmp_path / "gsm8k.jsonl"
+    _write_gsm8k(problems, 20)
     recipe = _with_sft(
         f"sft.data={tmp_path / 's1k.jsonl'}",
         f"model.checkpoint={tmp_path}",
@@ -179,6 +183,31 @@ def test_its_line_for_sft_keeps_examples_as_long_as_those_of_s1k(config: Transfo
     )
     check_creatable(recipe, make_spec(recipe, Stages.ALL), None, 100)
     assert recipe.sft_micro_batch_tokens == 2 * recipe.sft_tokens == 2 * 4096
+
+
+@pytest.mark.parametrize("has_sft", [False, True])
+def test_its_line_for_one_gpu_is_accepted_on_a_machine_with_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_sft: bool
+) -> None:
+    """140 GB of GPU memory, 125 GiB of main memory, 64 GB of disk."""
+    (tmp_path / CONFIG).write_text(json.dumps(write_config(LLADA_8B.config(4096))))
+    _write_gsm8k(tmp_path / "train.jsonl", 7473)
+    _write_gsm8k(tmp_path / "heldout.jsonl", 1319)
+    (tmp_path / "s1k.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b"}) + "\n")
+    files = (f"model.checkpoint={tmp_path}", f"task.train_data={tmp_path / 'train.jsonl'}")
+    given = (*_line("# On one GPU"), *files, f"task.heldout_data={tmp_path / 'heldout.jsonl'}", f"runs_dir={tmp_path}")
+    has = {"num_cpus": 16, "num_gpus": 1, "gpu_memory_bytes": 140 * 10**9, "memory_bytes": 125 * 2**30}
+    for name, value in has.items():
+        monkeypatch.setattr(machine, name, lambda value=value: value)
+    monkeypatch.setattr(machine, "shared_memory_bytes", lambda: 62 * 2**30)
+    monkeypatch.setattr(machine, "free_bytes", lambda _path: 64 * 10**9)
+    recipe = _with_sft(*given, f"sft.data={tmp_path / 's1k.jsonl'}") if has_sft else load_recipe(PATH, given)
+    assert preflight(recipe, cluster_resources(None)) == []
+
+
+def _write_gsm8k(path: Path, count: int) -> None:
+    rows = ({"question": f"{row} + 1?", "answer": f"#### {row + 1}"} for row in range(count))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def test_what_its_lines_say_can_be_read() -> None:

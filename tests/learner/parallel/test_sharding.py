@@ -68,6 +68,9 @@ def _train(
         metrics += [sft.step(step, 1e-3) for step in range(2)]
     evaluated = evaluation_loss(policy, documents, batch_size=4)
     metrics.append({"evaluation_loss": evaluated.loss, "at_large_t": evaluated.loss_at_t[-1]})
+    # So small that ranks have unequally many micro-batches.
+    cut = evaluation_loss(policy, documents, batch_size=4, micro_batch_tokens=30)
+    assert cut.loss == pytest.approx(evaluated.loss, rel=1e-4)
     learner = Learner(policy, RL)
     if resume_from is not None:
         learner.load_full_state(resume_from)

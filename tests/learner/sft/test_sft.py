@@ -194,6 +194,27 @@ def test_evaluation_loss_is_the_same_every_time_and_leaves_no_gradient(policy: T
     assert all(weight.grad is None for weight in policy.parameters())
 
 
+@pytest.mark.parametrize("family", ["llada", "sdar"])
+def test_evaluation_loss_runs_no_more_tokens_at_once_than_a_micro_batch(config: TransformerConfig, family: str) -> None:
+    """Documents of 5 to 14 slots. A limit that cuts nothing leaves the bits alone."""
+    blocks = config.model_dump() | {"family": "sdar", "block_length": 4, "qk_norm": True}
+    model = make_model(config if family == "llada" else TransformerConfig(**blocks))
+    init_weights(model, seed=0)
+    policy, documents, sizes = ShardedPolicy(model, None), _documents(trains_padding=False), []
+    model.register_forward_pre_hook(lambda _module, arguments: sizes.append(arguments[0].shape))
+    whole = evaluation_loss(policy, documents, batch_size=12)
+    assert len(sizes) == 8
+    largest = max(size.numel() for size in sizes)
+    assert evaluation_loss(policy, documents, batch_size=12, micro_batch_tokens=largest) == whole
+    sizes.clear()
+    for limit in (30, 12):
+        cut = evaluation_loss(policy, documents, batch_size=12, micro_batch_tokens=limit)
+        assert cut.loss_at_t == pytest.approx(whole.loss_at_t, rel=1e-5)
+        assert all(size.numel() <= limit or size[0] == 1 for size in sizes)
+        assert len(sizes) > 3 * 8
+        sizes.clear()
+
+
 def test_sft_learns_its_labels_and_the_evaluation_loss_shows_it(policy: Transformer) -> None:
     config = SftConfig(num_labels=12, num_steps=120, batch_size=12, lr=1e-2)
     sharded, documents = ShardedPolicy(policy, None), _documents()
