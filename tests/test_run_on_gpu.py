@@ -39,8 +39,7 @@ from learner.model.lora_config import LoraConfig
 from learner.model.tokenizer import ChatTokenizer
 from learner.parallel.ranks import Ranks
 from learner.parallel.sharding import local_part
-from tests.actors.in_process import in_process
-from tests.actors.local_run import LocalRun, Pulse
+from tests.actors.local_run import LocalRun, Pulse, in_process
 from tests.stand_in_gpu import stand_in_machine
 
 _RECIPE: dict[str, Any] = {

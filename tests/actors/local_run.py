@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import cycle
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
+import ray
 import torch
 
 from actors.checkpoints.best import best_version
@@ -20,10 +24,31 @@ from actors.weights.fetching import Reader, StoreReader
 from actors.weights.store import Manifest, WeightStore
 from actors.weights.tensors import put, verify
 from learner.model.tokenizer import ChatTokenizer
-from tests.actors.in_process import Handle, in_process
 from tests.actors.offered import Offers
 
 _TIMEOUT_S = 60.0
+
+
+class Handle:
+    """The handle of an actor in this process."""
+
+    def __init__(self, actor: Callable[[], Any]) -> None:
+        """`actor` gives who answers: after a restart it may be another object."""
+        self._actor = actor
+
+    def __getattr__(self, name: str) -> Any:
+        return SimpleNamespace(remote=getattr(self._actor(), name))
+
+
+@contextmanager
+def in_process(**actors: Handle) -> Iterator[None]:
+    """Ray's calls within one process: what is put is the object itself, and a call has answered when it returns."""
+    with (
+        patch.object(ray, "put", lambda value: value),
+        patch.object(ray, "get", lambda reference, timeout=None: reference),
+        patch.object(ray, "get_actor", lambda name, namespace: actors[name]),
+    ):
+        yield
 
 
 class LocalRun:
