@@ -57,7 +57,9 @@ def test_every_stage_measures(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(rollout_sampler, "_compiled", lambda model: model)
     monkeypatch.setattr(sharding, "compile_blocks", lambda model: None)
     rows = list(STAGES[name].rows(tiny("cpu")))
-    assert len(rows) == {"ceilings": 10, "precision": 4, "sampler": 16, "learner": 6, "publishing": 3, "engine": 3}[name]
+    assert (
+        len(rows) == {"ceilings": 10, "precision": 4, "sampler": 16, "learner": 6, "publishing": 3, "engine": 3}[name]
+    )
     for row in rows:
         numbers = {key: value for key, value in row.items() if key not in ("what", "of_stated", "of_limit", "mfu")}
         assert numbers
