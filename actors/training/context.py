@@ -90,7 +90,7 @@ class RunContext:
         return verified_weights(start_of(phase, self.spec, self.ranks))
 
     def begin_adapter(self, phase: Phase) -> None:
-        """Begin the adapter of a stage, beside what the stages before it added. A collective.
+        """Begin a stage with a fresh adapter, beside the adapters of earlier stages. A collective.
 
         Raises ValueError where the files of what it starts from are damaged.
         """

@@ -62,7 +62,7 @@ class Publisher:
         self._num_offers = 0
         self._generation: Generation | None = None
         self.base: Base | None = None
-        """On rank 0: what the adapter of the stage stands on; None without LoRA."""
+        """The base checkpoint of the stage's adapter; None without LoRA."""
 
     @property
     def newest(self) -> Generation:

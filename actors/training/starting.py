@@ -77,7 +77,7 @@ def start_of(phase: Phase, spec: RunSpec, ranks: Ranks) -> Path:
 
 
 def base_of(phase: Phase, spec: RunSpec, ranks: Ranks) -> Base | None:
-    """What the adapter of a stage stands on; None without LoRA. A collective."""
+    """The base checkpoint of a stage's adapter; None without LoRA. A collective."""
     lora = spec.lora_of(phase)
     if not lora.rank:
         return None

@@ -1,7 +1,7 @@
 """Fetching policy versions: what a weight store has, verified, for samplers and the service.
 
 The store owns them in Ray's object store, so that they outlive the learner that made them; readers on one machine share
-the same memory. Under LoRA a version is its adapter. What that stands on is read from the run directory, once.
+the same memory. Under LoRA a version is an adapter. Its base checkpoint is read from the run directory, once.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from learner.model.transformer import Transformer
 
 
 class Reader(Protocol):
-    """What has versions."""
+    """A source of policy versions."""
 
     def version(self, version: int, digest: str | None = None) -> tuple[Manifest, Mapping[str, Tensor]]: ...
 
@@ -81,7 +81,7 @@ class StoreReader:
 
 
 def open_store(store: str, timeout_s: float) -> StoreReader:
-    """Reads from the store with that Ray name. Raises VersionMissingError when there is no such store."""
+    """A reader of the weight store with that Ray name. Raises VersionMissingError when there is none."""
     try:
         actor = ray.get_actor(store, namespace=NAMESPACE)
     except ValueError as error:
@@ -122,20 +122,20 @@ class StagingReader:
 
 
 class PolicyLoader:
-    """Loads versions into one policy, in place: whole weights, or an adapter beside those of a checkpoint."""
+    """Loads policy versions in place: all weights, or an adapter beside the weights of its base checkpoint."""
 
     def __init__(self, policy: Transformer, reader: Reader, checkpoints_dir: Path) -> None:
-        """`policy` holds anything yet; `checkpoints_dir` has what adapters stand on."""
+        """Load nothing yet. `policy` may be uninitialized; `checkpoints_dir` has the base checkpoints of adapters."""
         self._policy, self._reader, self._checkpoints_dir = policy, reader, checkpoints_dir
         self._base: Base | None = None
         self._weights: tuple[str, BaseWeights] | None = None
         self._verified: set[str] = set()
 
     def load(self, generation: Generation) -> None:
-        """Make the policy those weights.
+        """Load a version into the policy.
 
-        Raises as `StoreReader.version`, and ValueError where the checkpoint that an adapter stands on is damaged or
-        another one. The policy may then be of no version.
+        Raises as `StoreReader.version`, and ValueError where the base checkpoint of an adapter is damaged or is not the
+        one that the adapter was trained on. The policy may then be a mixture of versions.
         """
         manifest, weights = self._reader.version(generation.version, generation.digest)
         base = manifest.base
@@ -145,7 +145,7 @@ class PolicyLoader:
         elif base == self._base:
             set_adapter(self._policy, weights, base.scaling)
         else:
-            # Where that fails, the policy stands on nothing.
+            # If any of this fails, the next load starts from the beginning.
             self._base = None
             directory = base.directory(self._checkpoints_dir)
             self._verify(directory)
@@ -155,18 +155,18 @@ class PolicyLoader:
             self._base = base
 
     def let_go(self) -> None:
-        """Forget what the policy stands on: its weights are to be anything again."""
+        """Forget which base is loaded: the policy's memory is about to be released or overwritten."""
         self._base = self._weights = None
 
     def _verify(self, directory: Path) -> None:
-        """Verify a checkpoint and those below it, each once: the weights of a large policy take seconds."""
+        """Verify a checkpoint and its base checkpoints, each once: hashing a large policy takes seconds."""
         for checkpoint in checkpoint_chain(directory):
             if (digest := chain_digest(checkpoint)) not in self._verified:
                 verify_own_files(checkpoint)
                 self._verified.add(digest)
 
     def _load_weights(self, directory: Path, base_weights: BaseWeights) -> None:
-        """Those of a checkpoint, unless they are there."""
+        """Load the weights of a checkpoint, unless the policy has them already."""
         wanted = chain_digest(directory), base_weights
         if self._weights == wanted:
             return

@@ -41,7 +41,7 @@ class Adapter:
     matrices: Mapping[str, Tensor]
     """By plain name: `.lora_A.weight` [rank, inputs] and `.lora_B.weight` [outputs, rank] of each layer."""
     base_weights: BaseWeights = "full"
-    """How the weights that it was trained beside were held: those of `nf4` are what the 4 bits stand for."""
+    """How the frozen weights were held in training: `nf4` means rounded to 4 bits."""
 
     @property
     def scaling(self) -> float:
@@ -73,23 +73,23 @@ def read_adapter(directory: Path) -> Adapter:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chain:
-    """What a checkpoint's policy is made of: weights, and the adapters of the stages that trained beside them."""
+    """The parts of a checkpoint's policy: frozen weights, and the adapters of the stages that trained beside them."""
 
     weights: Path
     """The checkpoint that has the weights."""
     start: Adapter | None
-    """What all adapters but the last add; None where there are none."""
+    """The sum of all adapters but the last; None if there are none."""
     adapter: Adapter | None
     """The last stage's; None for a policy without adapters."""
 
     @property
     def together(self) -> Adapter | None:
-        """What all adapters add up to; None where there are none."""
+        """The sum of all adapters; None if there are none."""
         return stacked([one for one in (self.adapter, self.start) if one is not None])
 
 
 def put_beside(model: Transformer, matrices: Mapping[str, Tensor], scaling: float, start: Adapter | None) -> None:
-    """Put an adapter, and what earlier stages added, beside the weights of a policy that is sampled from.
+    """Set the adapter and the `start` adapter of a policy for inference.
 
     In place, on its device and in its precision. Raises ValueError where they do not fit it.
     """
@@ -99,16 +99,16 @@ def put_beside(model: Transformer, matrices: Mapping[str, Tensor], scaling: floa
 
 
 def read_chain(directory: Path) -> Chain:
-    """What a checkpoint's policy is made of. Raises ValueError where a part of it is missing or damaged."""
+    """Read the adapters of a checkpoint and find its weights. Raises ValueError if a part is missing or damaged."""
     *adapted, weights = checkpoint_chain(directory)
     adapters = [read_adapter(one) for one in adapted]
     return Chain(weights=weights, start=stacked(adapters[1:]), adapter=adapters[0] if adapters else None)
 
 
 def stacked(adapters: Sequence[Adapter]) -> Adapter | None:
-    """One adapter that adds what several of one run add, the first standing on the second and so on; None of none.
+    """Combine the adapters of several stages into one, the latest first; None for an empty sequence.
 
-    B1 A1 + B2 A2 is [B1 B2] [A1; A2]: the ranks add up. What differs in scale goes into B.
+    B1 A1 + B2 A2 is [B1 B2] [A1; A2]: the ranks add up. Differences in scaling go into B.
     """
     if len(adapters) < 2:
         return adapters[0] if adapters else None

@@ -114,29 +114,29 @@ def adapter_base(directory: Path) -> Path:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Base:
-    """What the adapter of a policy version stands on: a checkpoint of the run, which every machine of the run sees."""
+    """The base checkpoint of an adapter: one of the same run, which every machine of the run can read."""
 
     checkpoint: str
     """The name of its directory."""
     digest: str
-    """Its `chain_digest`."""
+    """The `chain_digest` of that directory."""
     scaling: float
     """What B A is multiplied by."""
     base_weights: BaseWeights = "full"
-    """Whether the weights are rounded to 4 bits before anything stands on them."""
+    """How the frozen weights are held: `nf4` rounds them to 4 bits."""
 
     def directory(self, checkpoints_dir: Path) -> Path:
-        """Where it is. Raises ValueError where there is no such checkpoint, or another one."""
+        """The base checkpoint's directory. Raises ValueError if it is missing, or not the one that was trained on."""
         directory = checkpoints_dir / self.checkpoint
         if Path(self.checkpoint).name != self.checkpoint or not directory.is_dir():
-            raise ValueError(f"an adapter stands on the checkpoint {self.checkpoint}, and {checkpoints_dir} has none")
+            raise ValueError(f"the base checkpoint {self.checkpoint} of an adapter is not in {checkpoints_dir}")
         if chain_digest(directory) != self.digest:
             raise ValueError(f"{directory} is not the checkpoint that the adapter was trained on: its manifest differs")
         return directory
 
 
 def chain_digest(directory: Path) -> str:
-    """Names the policy of a checkpoint: the SHA-256 of its manifest and of those of the checkpoints it stands on.
+    """Identify the policy of a checkpoint: the SHA-256 of its manifest and those of its base checkpoints.
 
     Raises ValueError where one of them has no manifest.
     """
@@ -150,9 +150,9 @@ def chain_digest(directory: Path) -> str:
 
 
 def checkpoint_chain(directory: Path) -> list[Path]:
-    """The checkpoints that a policy is made of: itself, what its adapter stands on, and so on, down to the weights.
+    """A checkpoint and its base checkpoints, down to the one that has the weights.
 
-    Raises ValueError where one is not there, or the last has no weights.
+    Raises ValueError if one is missing, or the last has no weights.
     """
     chain = [directory]
     while (chain[-1] / ADAPTER).is_file():
@@ -167,7 +167,7 @@ def checkpoint_chain(directory: Path) -> list[Path]:
 
 def verify_checkpoint(directory: Path, names: Collection[str] | None = None, say: Say | None = None) -> None:
     """Check a checkpoint's files against its manifest, all of them or those of `names`; and with all of them, what it
-    refers to, and the checkpoints that its adapter stands on.
+    refers to, and its base checkpoints.
 
     Files are read in several threads; `say` is told at which rate.
 
@@ -180,7 +180,7 @@ def verify_checkpoint(directory: Path, names: Collection[str] | None = None, say
 
 
 def verify_own_files(directory: Path, names: Collection[str] | None = None, say: Say | None = None) -> None:
-    """The same, without the checkpoints that its adapter stands on."""
+    """The same, without its base checkpoints."""
     listed = _listed(directory)
     expected = {directory / name: listed.get(name) for name in (listed if names is None else names)}
     elsewhere = read_references(directory) if names is None else {}

@@ -41,7 +41,7 @@ class AdaptedLinear(nn.Module):
     """[O, R'] likewise."""
 
     def __init__(self, base_layer: nn.Linear, rank: int, scaling: float, dtype: torch.dtype = torch.float32) -> None:
-        """Put an adapter that holds anything yet beside a layer, on its device.
+        """Put an uninitialized adapter beside a layer, on its device.
 
         Args:
             base_layer: the frozen layer.
@@ -59,7 +59,7 @@ class AdaptedLinear(nn.Module):
         self.register_buffer("start_B", None, persistent=False)
         self.scaling, self.start_scaling = scaling, 0.0
         self.is_off = False
-        """Whether the trained adapter is left out: the layer is then what the stage began with."""
+        """Whether the trained adapter is skipped, which gives the policy that the stage began with."""
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., I] to [..., O], in the precision of x."""
@@ -81,13 +81,13 @@ class AdaptedLinear(nn.Module):
             sum_NO = _product_onto(sum_NO, down, b_OR.to(x.dtype).T, scaling)
             down_NR = down if a_RI is self.lora_A else down_NR
         weight_IO = _weight(self.base_layer, x.dtype).T
-        # No view: autograd lets nobody write into a view of what a function of ours gives.
+        # Not a view: autograd forbids in-place writes to a view that a custom function returns.
         product = x.new_empty(*x.shape[:-1], weight_IO.shape[1])
         _product_onto(sum_NO, x_NI, weight_IO, out=product.flatten(0, -2))
         return product if self.base_layer.bias is None else product.add_(self.base_layer.bias), down_NR
 
     def pairs(self) -> Iterator[tuple[Tensor, Tensor, float]]:
-        """A, B and scaling of each adapter that is run: the trained one first, which begins small."""
+        """A, B and scaling of each active adapter. The trained one comes first: it starts small."""
         if not self.is_off:
             yield self.lora_A, self.lora_B, self.scaling
         if self.start_A is not None and self.start_B is not None:
@@ -95,7 +95,7 @@ class AdaptedLinear(nn.Module):
 
     @torch.no_grad()
     def take(self, a_RI: Tensor, b_OR: Tensor, scaling: float) -> None:
-        """Overwrite the adapter where it lies: what a compiler has recorded of its memory stays true.
+        """Overwrite the adapter in place, so that recorded CUDA graphs stay valid.
 
         Raises ValueError where the shapes differ.
         """
@@ -109,7 +109,7 @@ class AdaptedLinear(nn.Module):
         self.scaling = scaling
 
     def start_from(self, a_RI: Tensor | None, b_OR: Tensor | None, scaling: float) -> None:
-        """Put the frozen adapter beside the layer, or nothing; the tensors are taken over."""
+        """Set the frozen adapter, or None for none. The tensors are not copied."""
         self.start_A, self.start_B, self.start_scaling = a_RI, b_OR, scaling
 
 
@@ -120,12 +120,12 @@ def add_adapters(model: Transformer, config: LoraConfig) -> None:
     for name in [name for name, _ in model.named_modules() if pattern.fullmatch(name)]:
         linear = model.get_submodule(name)
         assert isinstance(linear, nn.Linear), "no adapter has been put there yet"
-        # What is trained is in float32, whatever it stands beside.
+        # Trained parameters are in float32, whatever the precision of the frozen weight.
         model.set_submodule(name, AdaptedLinear(linear, config.rank, config.scaling))
 
 
 def set_adapter(model: Transformer, matrices: Mapping[str, Tensor], scaling: float) -> None:
-    """Put an adapter beside the layers of a policy that is sampled from, in place and in its precision.
+    """Set the adapter of a policy for inference, in place and in its precision.
 
     Raises ValueError where it does not fit the policy, or the adapter that is there.
     """
@@ -145,7 +145,7 @@ def set_adapter(model: Transformer, matrices: Mapping[str, Tensor], scaling: flo
 def set_start(
     model: Transformer, matrices: Mapping[str, Tensor], scaling: float, device: torch.device, dtype: torch.dtype
 ) -> None:
-    """Put what earlier stages added beside the layers of a policy, whole and frozen; no matrices take it away.
+    """Set the frozen `start` adapter, unsharded. Without matrices there is none.
 
     Args:
         model: has an adapter at each of these layers.
@@ -190,8 +190,8 @@ def fresh_adapter(shapes: Mapping[str, torch.Size], seed: int) -> dict[str, Tens
 
 
 def plain_name(name: str) -> str:
-    """A parameter's name without what wraps its layer; an adapter's is that of its layer, `.lora_A.weight` or
-    `.lora_B.weight`, as peft's files have it."""
+    """A parameter's name without wrappers. Adapter matrices end in `.lora_A.weight` and `.lora_B.weight`, as in peft's
+    files."""
     name = name.replace(".base_layer.", ".")
     return f"{name}.weight" if name.endswith((".lora_A", ".lora_B")) else name
 
@@ -214,7 +214,7 @@ def merged(weight_OI: Tensor, a_RI: Tensor, b_OR: Tensor, scaling: float) -> Ten
 
 @torch.no_grad()
 def merge_adapters(model: Transformer) -> None:
-    """Merge all adapters of a policy into its weights, in place and in their precision: for exports, in float32."""
+    """Merge all adapters into the weights, in place and in their precision. Exports do so in float32."""
     for layer in adapted_layers(model).values():
         linear = layer.base_layer
         assert isinstance(linear, nn.Linear), "what holds 4 bits is trained, and not exported"
@@ -224,14 +224,14 @@ def merge_adapters(model: Transformer) -> None:
 
 
 def remove_adapters(model: Transformer) -> None:
-    """Leave the frozen weights alone, in place."""
+    """Remove all adapters, in place. The frozen weights stay."""
     for name, layer in adapted_layers(model).items():
         model.set_submodule(name, layer.base_layer)
 
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Within the block the policy is what the stage began with, exactly: its trained adapters are not run."""
+    """Skip the trained adapters within the block: the policy is exactly what the stage began with."""
     layers = adapted_layers(model).values()
     for layer in layers:
         layer.is_off = True
@@ -251,7 +251,7 @@ def _by_layer(matrices: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]
 
 
 def _submodule(model: nn.Module, name: str) -> nn.Linear | AdaptedLinear:
-    """A layer that may have an adapter. Raises ValueError where there is none."""
+    """The linear layer of that name, adapted or not. Raises ValueError if there is none."""
     try:
         layer = model.get_submodule(name)
     except AttributeError:

@@ -248,7 +248,7 @@ class ShardedPolicy:
         self._load({name: adapter[name] for name in self._parameters() if is_adapter(name)})
 
     def begin_adapter(self, start: Adapter | None = None, lora: LoraConfig | None = None) -> None:
-        """Begin with an adapter that changes nothing yet, beside what earlier stages added. Without LoRA, do nothing.
+        """Reset the adapter to zero effect, and set the frozen `start` adapter. Without LoRA, do nothing.
 
         `lora` may have another alpha than before, and nothing else. Raises ValueError where earlier stages adapted
         layers that have no adapter now.

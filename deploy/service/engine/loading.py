@@ -43,7 +43,7 @@ Weights = tuple[str, BaseWeights]
 
 
 class VersionLoader:
-    """Makes the samplers of announced versions. Under LoRA they share the weights that their adapters stand on."""
+    """Creates samplers for announced versions. Under LoRA all versions share the frozen weights."""
 
     def __init__(self, config_dir: Path, engine: EngineConfig, device: str | torch.device = "cpu") -> None:
         """Load nothing yet.
@@ -112,7 +112,7 @@ class VersionLoader:
         return self._sampler(self._beside(base, below.parent, adapter.matrices), policy)
 
     def _whole(self, directory: Path) -> Transformer:
-        """The policy of a checkpoint without an adapter: what later versions of a LoRA run stand on."""
+        """The policy of a checkpoint without an adapter: the base of later versions in a LoRA run."""
         weights: Weights | None = (chain_digest(directory), "full") if (directory / MANIFEST).is_file() else None
         model = None if weights is None else self._sharing(weights)
         if model is None:
@@ -123,14 +123,14 @@ class VersionLoader:
         return model
 
     def _beside(self, base: Base, checkpoints_dir: Path, matrices: Mapping[str, Tensor]) -> Transformer:
-        """A policy with an adapter."""
+        """A policy with an adapter beside its base checkpoint."""
         directory = base.directory(checkpoints_dir)
         *adapted, below = checkpoint_chain(directory)
         weights = chain_digest(below), base.base_weights
         is_of_stage = self._newest is not None and self._newest.base == base
         model = self._sharing(weights)
         if model is None:
-            # Versions that are in use keep theirs.
+            # Drop the reference first: two sets of weights may not fit. Versions in use keep theirs.
             self._newest = None
             verify_own_files(below, say=_say)
             model = load_weights(below, self._engine.torch_dtype, self._device, _say)
@@ -146,21 +146,21 @@ class VersionLoader:
         return model
 
     def _sharing(self, weights: Weights) -> Transformer | None:
-        """A policy that shares its weights with the one that was made last, if that has these."""
+        """A policy that shares the frozen weights of the last loaded one, if they are the same."""
         newest = self._newest
         return sharing_base(newest.model) if newest is not None and newest.weights == weights else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Loaded:
-    """The policy that was made last."""
+    """The last loaded policy, of which the next one may share the weights."""
 
     weights: Weights
     """Its frozen weights."""
     base: Base | None
-    """What its adapter stands on; None without one."""
+    """The base of its adapter; None without one."""
     model: Transformer
-    """It."""
+    """The network."""
 
 
 def _say(what: str) -> None:
