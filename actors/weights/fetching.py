@@ -6,6 +6,7 @@ the same memory. Under LoRA a version is an adapter. Its base checkpoint is read
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
@@ -26,6 +27,9 @@ from learner.model.lora import is_adapter, plain_name, set_adapter
 from learner.model.lora_config import BaseWeights
 from learner.model.quantized import round_blocks
 from learner.model.transformer import Transformer
+
+
+_VISIBLE_WITHIN_S, _POLL_S = 60.0, 0.5
 
 
 class Reader(Protocol):
@@ -147,6 +151,7 @@ class PolicyLoader:
         else:
             # If any of this fails, the next load starts from the beginning.
             self._base = None
+            _wait_for(self._checkpoints_dir / base.checkpoint)
             directory = base.directory(self._checkpoints_dir)
             self._verify(directory)
             chain = read_chain(directory)
@@ -175,6 +180,13 @@ class PolicyLoader:
         if base_weights == "nf4":
             round_blocks(self._policy)
         self._weights = wanted
+
+
+def _wait_for(directory: Path) -> None:
+    """Wait until a new checkpoint is visible: a network file system may take seconds to show it to other machines."""
+    deadline = time.monotonic() + _VISIBLE_WITHIN_S
+    while not directory.is_dir() and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
 
 
 @torch.no_grad()

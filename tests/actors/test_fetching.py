@@ -151,8 +151,9 @@ def test_after_a_load_that_failed_everything_is_loaded_again(
 
 @pytest.mark.parametrize("hurt", ["weights", "adapter", "manifest", "gone"])
 def test_what_an_adapter_stands_on_is_verified_before_it_is_used(
-    config: TransformerConfig, checkpoints: Checkpoints, hurt: str
+    config: TransformerConfig, checkpoints: Checkpoints, hurt: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("actors.weights.fetching._VISIBLE_WITHIN_S", 0.0)
     shelf, base = Shelf(), checkpoints.base("sft")
     directory = checkpoints.directory
     if hurt == "gone":
@@ -175,6 +176,19 @@ def test_what_an_adapter_stands_on_is_verified_before_it_is_used(
     }
     with pytest.raises(ValueError, match=words[hurt]):
         loader.load(shelf.put(1, _adapter(checkpoints.weights, 1), base))
+
+
+def test_a_base_checkpoint_that_is_not_visible_yet_is_waited_for(
+    config: TransformerConfig, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a network file system, which shows a rename to other machines late."""
+    shelf, base, sft = Shelf(), checkpoints.base("sft"), checkpoints.directory / "sft"
+    sft.rename(checkpoints.directory / "away")
+    monkeypatch.setattr("time.sleep", lambda _: (checkpoints.directory / "away").rename(sft))
+    policy, adapter = _policy(config, 0), _adapter(checkpoints.weights, 1)
+    PolicyLoader(policy, shelf, checkpoints.directory).load(shelf.put(1, adapter, base))
+    before = checkpoints.sft.matrices, checkpoints.sft.scaling
+    _assert_computes(policy, checkpoints.weights, before, (adapter, SCALING))
 
 
 def test_whole_weights_take_the_place_of_an_adapter_and_another_policy_is_not_adapted(
