@@ -28,7 +28,6 @@ from learner.model.lora_config import BaseWeights
 from learner.model.quantized import round_blocks
 from learner.model.transformer import Transformer
 
-
 _VISIBLE_WITHIN_S, _POLL_S = 60.0, 0.5
 
 
