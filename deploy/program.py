@@ -1,4 +1,4 @@
-"""How this user calls this program: a command that it prints runs as it is printed."""
+"""What this program is: how this user calls it, so that a command it prints runs as printed, and its version."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import shlex
 import shutil
 import sys
 import sysconfig
+from importlib import metadata
 from pathlib import Path
 
 _NAME = "d1"
@@ -23,6 +24,14 @@ def program() -> str:
     # Without a slash a shell would look for it on the PATH.
     from_here = from_here if os.sep in from_here else os.path.join(os.curdir, from_here)
     return shlex.quote(min(from_here, os.path.abspath(script), key=len))
+
+
+def version_of(package: str) -> str:
+    """The version of an installed package; `unknown` of one without metadata, as d1 is on a bare `PYTHONPATH`."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "unknown"
 
 
 def command(*words: str) -> str:

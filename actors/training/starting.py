@@ -12,7 +12,7 @@ from actors.checkpoints.selection import FoundCheckpoint, Position, newest_check
 from actors.spec import Phase, RunSpec
 from learner.hardware import limit_memory, placed_on
 from learner.model.adapter import read_chain
-from learner.model.checkpoint import StoredWeights, load_weights, stored_dtype
+from learner.model.checkpoint import StoredWeights, stored_dtype
 from learner.model.checkpoint_files import Base, chain_digest, verify_checkpoint
 from learner.model.storage.throughput import Say
 from learner.parallel.loading import load_by_rows
@@ -48,14 +48,10 @@ def load_sharded(spec: RunSpec, directory: Path, phase: Phase, say: Say | None =
     device = placed_on(spec.device)
     limit_memory(device, spec.gpus.learner)
     lora, chain = spec.lora_of(phase), read_chain(directory)
-    if lora.base_weights == "nf4":
-        # It may be too large for a GPU: what the 4 bits leave of it goes there block by block.
-        policy = ShardedPolicy(load_weights(chain.weights, say=say), mesh, spec.sharding, lora=lora, seed=spec.seed)
-    else:
-        dtype = torch.bfloat16 if _is_held_in_half(spec) else torch.float32
-        policy = load_by_rows(
-            chain.weights, mesh, spec.sharding, device=device, lora=lora, seed=spec.seed, dtype=dtype, say=say
-        )
+    dtype = torch.bfloat16 if _is_held_in_half(spec) else torch.float32
+    policy = load_by_rows(
+        chain.weights, mesh, spec.sharding, device=device, lora=lora, seed=spec.seed, dtype=dtype, say=say
+    )
     if chain.adapter is not None:
         policy.begin_adapter(chain.start)
         policy.load_adapter(chain.adapter.matrices)

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import closing, nullcontext
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +29,7 @@ from deploy.job.scaling import scaling
 from deploy.job.watchdog import last_words, watchdog
 from deploy.orphans import adopt_orphans, kill_descendants
 from deploy.printing import counted
+from deploy.program import version_of
 from deploy.ray_session import ray_session, registry_of_cluster
 from deploy.recipe.recipe import Recipe, Stages
 from deploy.runs.curves import draw_curves
@@ -241,7 +241,7 @@ def _cause(error: Exception) -> str:
 
 def _record_start(recipe: Recipe, began_at: float) -> None:
     log = RunLog(recipe.run_dir)
-    versions = {name: version(name) for name in ("d1", "ray", "torch", "transformers")}
+    versions = {name: version_of(name) for name in ("d1", "ray", "torch", "transformers")}
     log.append(
         "run",
         name=recipe.name,

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
@@ -169,6 +169,20 @@ class StoredWeights(Mapping[str, "StoredTensor"]):
         ]
         num_bytes = sum(extent.num_bytes for extent in extents)
         read_extents(extents, Throughput(f"loading {self.directory.name}", num_bytes, say))
+
+    def whole_ones(self, names: Iterable[str], say: Say | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Tensors by our names, whole, in float32 on the CPU: read one after the other, and not kept here.
+
+        `say` is told at which rate they are read. Raises as `read_into` does.
+        """
+        everything, tensors = slice(None), {name: self._tensors[name] for name in names}
+        on_meta = (tensor.extents(everything, torch.empty(*tensor.shape, device="meta")) for tensor in tensors.values())
+        num_bytes = sum(extent.num_bytes for extents in on_meta for extent in extents)
+        progress = Throughput(f"loading {self.directory.name}", num_bytes, say)
+        for name, tensor in tensors.items():
+            whole = torch.empty(*tensor.shape)
+            read_extents(list(tensor.extents(everything, whole)), progress)
+            yield name, whole
 
     def __getitem__(self, name: str) -> StoredTensor:
         return self._tensors[name]

@@ -35,11 +35,14 @@ class Nf4Linear(nn.Module):
     """[16] float32, from -1 to 1: what the numbers stand for, times the scale."""
 
     def __init__(self, linear: nn.Linear, device: torch.device) -> None:
-        """Hold the weight of `linear` in 4 bits on a device; a bias stays where it is."""
+        """Hold the weight of `linear` in 4 bits on a device; a bias stays where it is. Of a weight on the meta device
+        nothing is held until `load`."""
         super().__init__()
-        self.shape = linear.weight.shape
+        weight_OI = linear.weight
+        self.shape = weight_OI.shape
         self.bias = linear.bias
-        for name, tensor in zip(("packed", "scales", "values"), _rounded(linear.weight, device), strict=True):
+        parts = (weight_OI.new_empty(0),) * 3 if weight_OI.is_meta else _rounded(weight_OI, device)
+        for name, tensor in zip(("packed", "scales", "values"), parts, strict=True):
             # Checkpoints have the policy's weights, not how they are held.
             self.register_buffer(name, tensor, persistent=False)
 
@@ -58,11 +61,9 @@ class Nf4Linear(nn.Module):
         whole: Tensor = dequantize_4bit(self.packed, state)
         return whole
 
-    def load(self, weight_OI: Tensor) -> None:
-        """Hold another weight."""
-        packed, scales, _ = _rounded(weight_OI, self.packed.device)
-        self.packed.copy_(packed)
-        self.scales.copy_(scales)
+    def load(self, weight_OI: Tensor, device: torch.device) -> None:
+        """Hold another weight, on a device."""
+        self.packed, self.scales, self.values = _rounded(weight_OI, device)
 
 
 class _Product(torch.autograd.Function):
@@ -86,8 +87,7 @@ def quantize_blocks(model: Transformer, device: torch.device) -> None:
     """
     for block in model.blocks:
         for name, module in list(block.named_modules()):
-            # An adapter's layers are children of peft's, of which the frozen one is `base_layer`.
-            if isinstance(module, nn.Linear) and ".lora_" not in name:
+            if isinstance(module, nn.Linear):
                 block.set_submodule(name, Nf4Linear(module, device))
 
 

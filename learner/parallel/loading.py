@@ -29,7 +29,8 @@ def load_by_rows(
     """A checkpoint's policy, sharded over `mesh` on `device`; the arguments are `ShardedPolicy`'s.
 
     Its weights are held in `dtype`; under LoRA that may be bfloat16, and the adapter is in float32 all the same.
-    `say` is told at which rate they are read. A rank takes memory for its shard, and for small buffers.
+    `say` is told at which rate they are read. A rank takes memory for its shard, and for small buffers; of layers that
+    it holds in 4 bits, for these and for a whole tensor or two.
     Raises ValueError where there is no checkpoint, or its weights do not fit its config.
     """
     weights = StoredWeights(directory)

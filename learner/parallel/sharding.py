@@ -210,13 +210,16 @@ class ShardedPolicy:
         where 4 bits hold them. An adapter begins anew on them, with nothing of earlier stages beside it. `say` is told
         at which rate files are read."""
         held = {name: parameter for name, parameter in self._parameters().items() if not is_adapter(name)}
+        quantized = self._quantized()
         if isinstance(weights, StoredWeights):
             rows = {name: own_rows(parameter) for name, parameter in held.items()}
             weights.read_into({name: local_part(parameter) for name, parameter in held.items()}, rows, say)
+            to_round = weights.whole_ones(quantized, say)
         else:
             self._load({name: weights[name] for name in held})
-        for name, layer in self._quantized().items():
-            layer.load(weights[name][:])
+            to_round = ((name, weights[name][:]) for name in quantized)
+        for name, weight in to_round:
+            quantized[name].load(weight, self.device)
         self.begin_adapter()
 
     def own_shards(self) -> dict[str, Tensor]:

@@ -8,7 +8,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from importlib.metadata import version as version_of
 from typing import Annotated, Any, TypeVar
 
 from fastapi import FastAPI, Path, Query
@@ -18,6 +17,7 @@ from starlette.types import ASGIApp
 
 from actors.registry.records import POLICY, PolicyVersion
 from deploy.page.routes import page_router
+from deploy.program import version_of
 from deploy.requests.body import Ask, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from deploy.requests.planner import RequestPlan
 from deploy.requests.responses import ResponsesRequest

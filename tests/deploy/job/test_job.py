@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -55,3 +56,21 @@ def test_a_service_that_does_not_start_ends_the_run_as_any_failure_does(
     )
     assert [event["what"] for event in read_events(recipe.run_dir)] == [SAID]
     assert len(stopped) == 1
+
+
+def test_a_run_begins_where_d1_has_no_package_metadata(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where it is only on the PYTHONPATH."""
+    found = metadata.version
+
+    def version(name: str) -> str:
+        if name == "d1":
+            raise metadata.PackageNotFoundError(name)
+        return found(name)
+
+    monkeypatch.setattr(metadata, "version", version)
+    recipe = load_recipe(recipe_file, [])
+    recipe.run_dir.mkdir(parents=True)
+    job._record_start(recipe, began_at=0.0)
+    (begun,) = (event for event in read_events(recipe.run_dir) if event["event"] == "run")
+    assert begun["versions"]["d1"] == "unknown"
+    assert begun["versions"]["torch"] == found("torch")

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from deploy.errors import UserError
+from deploy.recipe.overrides import load_recipe
 from deploy.reproduce.plan import Evaluation, Step, Texts, Training, plan, rows
 from deploy.reproduce.scale import read_scale, scale_names
 from deploy.reproduce.texts import unlabelled
@@ -15,6 +16,7 @@ from learner.estimators import OneStepConfig, TrajectoryConfig
 from rewards import Split, make_task
 
 OUT = Path("/out")
+RECIPES = Path(__file__).parents[3] / "recipes"
 
 
 def _plan(name: str, *algorithms: str, seeds: Sequence[int] | None = None) -> list[Step]:
@@ -113,6 +115,21 @@ def test_the_8b_scale_has_one_sft_for_all_tasks_and_the_first_d1s_numbers() -> N
         assert (learner.groups_per_round * learner.group_size, learner.lr, learner.max_grad_norm) == (96, 3e-6, 0.2)
     words = [step.words for step in _plan("8b") if isinstance(step, Evaluation)]
     assert all(one[one.index("--protocol") :][:2] == ("--protocol", "d1") for one in words)
+
+
+def test_the_8b_scale_trains_on_gsm8k_as_the_recipe_of_the_first_d1_does() -> None:
+    """But for the method, which a row names, and the draws, which not every method could learn from."""
+    recipe = load_recipe(RECIPES / "llada-gsm8k.yaml", ["sft.data=s1k.jsonl", "sft.num_steps=1240"])
+    trainings = [step for step in _plan("8b", "diffu-grpo-parity", seeds=[42]) if isinstance(step, Training)]
+    of_row = {step.row: step.recipe for step in trainings if step.task in (None, "gsm8k")}
+    sft, rounds = of_row["+ SFT"], of_row["+ diffu-grpo-parity"]
+    assert sft.sft.model_dump(exclude={"data"}) == recipe.sft.model_dump(exclude={"data"})
+    assert rounds.learner == recipe.learner
+    for section in ("model", "sharding", "num_train_problems", "seed"):
+        assert getattr(rounds, section) == getattr(recipe, section), section
+    drawing = {"drawing": recipe.rollout.sampling.drawing}
+    assert rounds.rollout.sampling.model_copy(update=drawing) == recipe.rollout.sampling
+    assert rounds.task.model_copy(update={"protocol": "fixed"}) == recipe.task
 
 
 @pytest.mark.parametrize(

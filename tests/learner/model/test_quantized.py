@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,15 @@ from torch import Tensor
 from learner.batch import RolloutBatch
 from learner.config import LearnerConfig
 from learner.learner import Learner
+from learner.model.checkpoint import save_checkpoint
 from learner.model.config import TransformerConfig
 from learner.model.lora_config import LoraConfig
 from learner.model.networks import make_model
 from learner.model.quantized import Nf4Linear, quantized_layers
+from learner.model.storage import throughput
+from learner.model.tokenizer import make_tokenizer
 from learner.model.transformer import Transformer, init_weights
+from learner.parallel.loading import load_by_rows
 from learner.parallel.sharding import ShardedPolicy, make_mesh
 from learner.parallel.sharding_config import ShardingConfig
 from tests.ranks import run_ranks
@@ -55,6 +60,11 @@ def _base(config: TransformerConfig) -> Transformer:
 def _policy(base: Transformer, *, on_ranks: bool = False, sharding: ShardingConfig | None = None) -> ShardedPolicy:
     mesh = make_mesh("cpu") if on_ranks else None
     return ShardedPolicy(copy.deepcopy(base), mesh, sharding or ShardingConfig(), lora=LORA, seed=7)
+
+
+def _save(base: Transformer, directory: Path) -> None:
+    make_tokenizer(["1 2 3"], directory.parent, 300)
+    save_checkpoint(directory, base.config, dict(base.named_parameters()), directory.parent)
 
 
 def _plain(policy: ShardedPolicy) -> Transformer:
@@ -119,6 +129,34 @@ def test_other_weights_are_rounded_as_they_go_in(base: Transformer) -> None:
     assert [name for name, weight in policy.full_weights().items() if not torch.equal(weight, expected[name])] == []
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_checkpoint_is_rounded_tensor_by_tensor_as_it_is_read(
+    base: Transformer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    """To the bits of a policy that is whole before; beside that tensor only the 4 bits grow."""
+    _save(base.to(dtype), tmp_path / "it")
+    expected = _policy(base.float()).full_weights()
+    held, load = [], Nf4Linear.load
+
+    def counting(layer: Nf4Linear, weight_OI: Tensor, device: torch.device) -> None:
+        tensors = (found for found in gc.get_objects() if isinstance(found, Tensor) and not found.is_meta)
+        sizes = {found.untyped_storage().data_ptr(): found.untyped_storage().nbytes() for found in tensors}
+        held.append(sum(sizes.values()) - weight_OI.nbytes)
+        load(layer, weight_OI, device)
+
+    monkeypatch.setattr(Nf4Linear, "load", counting)
+    said: list[str] = []
+    monkeypatch.setattr(throughput, "_EVERY_S", 0.0)
+    policy = load_by_rows(tmp_path / "it", None, ShardingConfig(), device=CPU, lora=LORA, seed=7, say=said.append)
+    assert len(held) == 2 * 7
+    assert held[-1] - held[0] <= _bytes_of_blocks(policy) + 14 * 16 * 4, "the 4 bits of all but one, and their values"
+    assert {line.split(":")[0] for line in said} == {"loading it"}
+    assert len(said) > 2 * 7
+    loaded = policy.full_weights()
+    assert loaded.keys() == expected.keys()
+    assert [name for name, weight in loaded.items() if not torch.equal(weight, expected[name])] == []
+
+
 def test_the_linear_layers_of_the_blocks_are_rounded_and_nothing_else(base: Transformer) -> None:
     policy, whole = _policy(base), base.state_dict()
     rounded = {name for name, weight in policy.full_weights().items() if not torch.equal(weight, whole[name])}
@@ -154,10 +192,13 @@ def test_without_lora_there_is_nothing_to_train() -> None:
         LoraConfig(base_weights="nf4")
 
 
-def _rank(rank: int, port_file: str, config: TransformerConfig, batch: RolloutBatch, out: Path) -> None:
+def _rank(
+    rank: int, port_file: str, config: TransformerConfig, checkpoint: Path, batch: RolloutBatch, out: Path
+) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{port_file}", rank=rank, world_size=2)
-    found = _trained(_policy(_base(config), on_ranks=True), batch)
+    read = load_by_rows(checkpoint, make_mesh("cpu"), ShardingConfig(), device=CPU, lora=LORA, seed=7)
+    found = _trained(read, batch)
     half = _policy(_base(config), on_ranks=True, sharding=ShardingConfig(compute_dtype="bfloat16"))
     found["half"] = Learner(half, RL).update(batch, 0)
     if rank == 0:
@@ -172,7 +213,8 @@ def _trained(policy: ShardedPolicy, batch: RolloutBatch) -> dict[str, Any]:
 
 def test_two_ranks_are_one(config: TransformerConfig, rollouts: RolloutBatch, tmp_path: Path) -> None:
     out = tmp_path / "out.pt"
-    run_ranks(_rank, str(tmp_path / "at"), config, rollouts, out, num=2)
+    _save(_base(config), tmp_path / "it")
+    run_ranks(_rank, str(tmp_path / "at"), config, tmp_path / "it", rollouts, out, num=2)
     sharded, single = torch.load(out, weights_only=True), _trained(_policy(_base(config)), rollouts)
     assert sharded["metrics"] == pytest.approx(single["metrics"], rel=1e-3, abs=1e-5)
     for part in ("weights", "adapter"):
