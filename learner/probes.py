@@ -57,7 +57,7 @@ def _delivered_share(policy: ShardedPolicy, plan: Plan, ours_N: Tensor, sampled_
     1 where the sampler has the adapter, 0 where it has lost it. Absent without an adapter, and where it has changed
     nothing yet. It is as exact as the change is large beside rounding. A collective.
     """
-    if not policy.lora.rank:
+    if not policy.lora.rank or not policy.has_learned:
         return {}
     with policy.adapters_off():
         start_N = scored_logps(policy, plan)

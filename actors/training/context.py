@@ -168,6 +168,7 @@ class RunContext:
             rank=lora.rank,
             alpha=lora.alpha,
             base=base.checkpoint,
+            base_digest=base.digest,
             matrices=self.policy.adapter_on_rank_0(),
             base_weights=lora.base_weights,
         )

@@ -56,7 +56,7 @@ class TrainingRun:
             )
         if context.position.is_published:
             # Samplers and service may be new: the store must have what they will be asked for.
-            context.publish(context.position.manifest_digest)
+            context.publish(self._known_as())
             if context.evaluator.is_due(context.position):
                 context.evaluate(is_new=False)
         if Phase.SFT in phases and (context.position.phase is Phase.UNTRAINED or context.resumes(Phase.SFT)):
@@ -65,6 +65,12 @@ class TrainingRun:
             run_rounds(context)
         if Phase.CONTROL in phases and (context.position.phase is not Phase.CONTROL or context.resumes(Phase.CONTROL)):
             run_control(context)
+
+    def _known_as(self) -> str | None:
+        """The digest of the checkpoint's policy. With 4 bits the initial policy is the rounded one: not its file's."""
+        position = self._context.position
+        is_rounded = position.phase is Phase.UNTRAINED and self._context.spec.model.lora.base_weights == "nf4"
+        return None if is_rounded else position.manifest_digest
 
     def _stop(self) -> None:
         """Keep what there is of the stage under way."""

@@ -21,11 +21,10 @@ from actors.messages import Generation
 from actors.weights.store import Manifest, VersionMissingError
 from actors.weights.tensors import Arrived, Rows, as_verified
 from learner.model.adapter import put_beside, read_chain
-from learner.model.checkpoint import StoredWeights
+from learner.model.checkpoint import StoredWeights, round_weights
 from learner.model.checkpoint_files import Base, chain_digest, checkpoint_chain, verify_own_files
 from learner.model.lora import is_adapter, plain_name, set_adapter
 from learner.model.lora_config import BaseWeights
-from learner.model.quantized import round_blocks
 from learner.model.transformer import Transformer
 
 _VISIBLE_WITHIN_S, _POLL_S = 60.0, 0.5
@@ -177,7 +176,7 @@ class PolicyLoader:
         self._weights = None
         StoredWeights(directory).read_into(_weights_of(self._policy))
         if base_weights == "nf4":
-            round_blocks(self._policy)
+            round_weights(self._policy, directory)
         self._weights = wanted
 
 

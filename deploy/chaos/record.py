@@ -12,8 +12,7 @@ from actors.run_log import CHECKPOINTS, METRICS, SAMPLES, Event, read_events
 from deploy.chaos.driver import OutputLine
 from deploy.chaos.expectations import FaultOutcome
 from deploy.chaos.faults import Fault, Setting
-
-WEIGHTS = "model.safetensors"
+from learner.model.checkpoint_files import ADAPTER, WEIGHTS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,7 +90,8 @@ def read_history(run_dir: Path) -> History:
     samples = (run_dir / SAMPLES).read_text(encoding="utf-8") if (run_dir / SAMPLES).is_file() else ""
     digests = {
         path.parent.name: hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted((run_dir / CHECKPOINTS).glob(f"[!.]*/{WEIGHTS}"))
+        for name in (WEIGHTS, ADAPTER)
+        for path in sorted((run_dir / CHECKPOINTS).glob(f"[!.]*/{name}"))
     }
     return History(
         events=tuple(events),

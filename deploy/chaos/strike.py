@@ -16,11 +16,10 @@ from deploy.chaos.clock import MovableClock
 from deploy.chaos.driver import Driver
 from deploy.chaos.faults import Fault, Harm, Moment, Target
 from deploy.chaos.places import Cluster, SmallDisk
-from deploy.chaos.record import WEIGHTS
 from deploy.chaos.targets import Family, Process
 from deploy.errors import UserError
 from deploy.runs.scale_request import ask
-from learner.model.checkpoint_files import ADAPTER
+from learner.model.checkpoint_files import ADAPTER, WEIGHTS
 
 _COLLECTIVE_S = 1.0
 _TERM_S = 5.0

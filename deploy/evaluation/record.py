@@ -16,7 +16,7 @@ from typing import Any
 from deploy.errors import UserError, reason
 from deploy.evaluation.worker import Answer, Answered
 from deploy.runs.lock import RunLock
-from learner.model.checkpoint_files import ADAPTER, adapter_base
+from learner.model.checkpoint_files import checkpoint_chain
 from learner.model.storage.references import read_references, why_gone
 
 _WEIGHTS = ("*.safetensors", "*.bin")
@@ -154,9 +154,16 @@ def fingerprint(checkpoint: Path) -> str:
 
     Raises OSError where they cannot be read, and ValueError where it stands on weights that are not there.
     """
+    *adapted, _ = checkpoint_chain(checkpoint)
+    if adapted:
+        digest = sha256(b"".join(_fingerprint(one).encode() for one in checkpoint_chain(checkpoint)))
+        return digest.hexdigest()[:16]
+    return _fingerprint(checkpoint)
+
+
+def _fingerprint(checkpoint: Path) -> str:
+    """Of one directory alone."""
     digest = sha256((checkpoint / "config.json").read_bytes())
-    if (checkpoint / ADAPTER).is_file():
-        digest.update(fingerprint(adapter_base(checkpoint)).encode())
     files = {path for pattern in _WEIGHTS for path in checkpoint.glob(pattern)}
     for reference in read_references(checkpoint).values():
         if not reference.path.is_file():

@@ -120,6 +120,9 @@ class Source:
         assert policy.checkpoint is not None, "it was found as a checkpoint"
         checkpoint = Path(policy.checkpoint)
         if self.is_run:
+            # Checkpoints of a stage under way are deleted in time.
+            initial = self.path / CHECKPOINTS / "initial"
+            checkpoint = initial if initial.is_dir() else checkpoint
             recipe = read_recipe(self.path)
             engine, most_live = recipe.rollout.engine, recipe.service.max_live_versions
             locate: Locate = Checkpoints(self.path).locate

@@ -40,6 +40,8 @@ class Adapter:
     """The checkpoint that it stands on: the name of a directory beside its own."""
     matrices: Mapping[str, Tensor]
     """By plain name: `.lora_A.weight` [rank, inputs] and `.lora_B.weight` [outputs, rank] of each layer."""
+    base_digest: str | None = None
+    """The `chain_digest` of that checkpoint when the adapter was trained; None in files of an earlier d1."""
     base_weights: BaseWeights = "full"
     """How the frozen weights were held in training: `nf4` means rounded to 4 bits."""
 
@@ -52,7 +54,7 @@ class Adapter:
 def write_adapter(directory: Path, adapter: Adapter) -> None:
     """Write `lora.safetensors` into a checkpoint's directory."""
     # One key: safetensors writes several in any order, and equal adapters are to be equal files.
-    about = {name: getattr(adapter, name) for name in ("rank", "alpha", "base", "base_weights")}
+    about = {name: getattr(adapter, name) for name in ("rank", "alpha", "base", "base_digest", "base_weights")}
     metadata = {ABOUT_ADAPTER: json.dumps(about)}
     save_file({name: tensor.contiguous() for name, tensor in adapter.matrices.items()}, directory / ADAPTER, metadata)
 

@@ -41,7 +41,7 @@ from learner.model.families.layout import Piece, rows_of, within
 from learner.model.families.raw_config import CONFIG, GENERATION_CONFIG
 from learner.model.lora import merge_adapters
 from learner.model.networks import held_dtypes, make_on_meta
-from learner.model.quantized import round_blocks
+from learner.model.quantized import linear_layers, set_rounded
 from learner.model.storage.hashing import checksums
 from learner.model.storage.reading import Extent, read_extents
 from learner.model.storage.references import write_references
@@ -80,7 +80,7 @@ def load_policy(
     chain = read_chain(directory)
     model = load_weights(chain.weights, dtype, device, say)
     if chain.adapter is not None and chain.adapter.base_weights == "nf4":
-        round_blocks(model)
+        round_weights(model, chain.weights, say)
     if chain.adapter is not None:
         try:
             put_beside(model, chain.adapter.matrices, chain.adapter.scaling, chain.start)
@@ -104,6 +104,14 @@ def load_weights(
     weights.read_into(whole, say=say)
     model.load_state_dict(whole, assign=True)
     return model
+
+
+def round_weights(model: Transformer, directory: Path, say: Say | None = None) -> None:
+    """Round the linear layers of the blocks to 4 bits, in place, from the weights of the checkpoint that it was loaded
+    from: those of a learner with `base_weights: nf4`. Raises ValueError where bitsandbytes is missing."""
+    layers = linear_layers(model)
+    for name, weight in StoredWeights(directory).whole_ones([f"{name}.weight" for name in layers], say):
+        set_rounded(layers[name.removesuffix(".weight")], weight)
 
 
 def load_merged(directory: Path, say: Say | None = None) -> Transformer:

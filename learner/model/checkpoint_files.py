@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
@@ -98,18 +99,31 @@ def most_weight_bytes(directory: Path) -> int:
 
 
 def adapter_base(directory: Path) -> Path:
-    """The checkpoint that the adapter in a checkpoint's directory stands on. Raises ValueError when there is none."""
+    """The base checkpoint of the adapter in a checkpoint's directory. Raises ValueError when there is none."""
+    name = str(_about_adapter(directory)["base"])
+    base = directory.parent / name
+    if not _is_plain(name) or base == directory or not base.is_dir():
+        raise ValueError(f"the adapter in {directory} stands on {name}, which is no checkpoint beside it")
+    return base
+
+
+def _about_adapter(directory: Path) -> dict[str, Any]:
+    """What an adapter's file says of it. Raises ValueError where it is not one of ours."""
     path = directory / ADAPTER
     try:
         # Nobody needs torch for a name.
         with safe_open(path, framework="numpy") as file:
-            name = str(json.loads(file.metadata()[ABOUT_ADAPTER])["base"])
+            about = dict(json.loads(file.metadata()[ABOUT_ADAPTER]))
     except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is no adapter that d1 wrote: {error}") from error
-    base = directory.parent / name
-    if Path(name).name != name or base == directory or not base.is_dir():
-        raise ValueError(f"the adapter in {directory} stands on {name}, which is no checkpoint beside it")
-    return base
+    if "base" not in about:
+        raise ValueError(f"{path} is no adapter that d1 wrote: it names no base checkpoint")
+    return about
+
+
+def _is_plain(name: str) -> bool:
+    """Whether a name is that of something in the directory, and not a path."""
+    return Path(name).name == name and name not in ("", ".", "..")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,7 +142,7 @@ class Base:
     def directory(self, checkpoints_dir: Path) -> Path:
         """The base checkpoint's directory. Raises ValueError if it is missing, or not the one that was trained on."""
         directory = checkpoints_dir / self.checkpoint
-        if Path(self.checkpoint).name != self.checkpoint or not directory.is_dir():
+        if not _is_plain(self.checkpoint) or not directory.is_dir():
             raise ValueError(f"the base checkpoint {self.checkpoint} of an adapter is not in {checkpoints_dir}")
         if chain_digest(directory) != self.digest:
             raise ValueError(f"{directory} is not the checkpoint that the adapter was trained on: its manifest differs")
@@ -140,8 +154,12 @@ def chain_digest(directory: Path) -> str:
 
     Raises ValueError where one of them has no manifest.
     """
+    return _digest_of(checkpoint_chain(directory))
+
+
+def _digest_of(chain: Sequence[Path]) -> str:
     digest = hashlib.sha256()
-    for one in checkpoint_chain(directory):
+    for one in chain:
         try:
             digest.update((one / MANIFEST).read_bytes())
         except OSError as error:
@@ -152,14 +170,21 @@ def chain_digest(directory: Path) -> str:
 def checkpoint_chain(directory: Path) -> list[Path]:
     """A checkpoint and its base checkpoints, down to the one that has the weights.
 
-    Raises ValueError if one is missing, or the last has no weights.
+    Raises ValueError if one is missing or not the one that an adapter was trained on, or the last has no weights.
     """
-    chain = [directory]
+    chain, expected = [directory], list[str | None]()
     while (chain[-1] / ADAPTER).is_file():
         base = adapter_base(chain[-1])
         if base in chain:
             raise ValueError(f"the adapter in {chain[-1]} stands on {base.name}, which stands on it")
+        expected.append(_about_adapter(chain[-1]).get("base_digest"))
         chain.append(base)
+    for index, digest in enumerate(expected, start=1):
+        if digest is not None and digest != _digest_of(chain[index:]):
+            raise ValueError(
+                f"the adapter in {chain[index - 1]} was trained on another {chain[index].name} than {chain[index]}, "
+                "whose manifest differs"
+            )
     if len(chain) > 1:
         weight_files(chain[-1])
     return chain

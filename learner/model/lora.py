@@ -291,7 +291,7 @@ class _Adapted(torch.autograd.Function):
             parts.append((_product_onto(None, grad_NO, start_B.to(grad.dtype), ctx.start_scaling), start_A))
         grad_x_NI = grad_NO @ _weight(ctx.base, grad.dtype)
         for down, matrix_RI in parts:
-            grad_x_NI.addmm_(down, matrix_RI.to(grad.dtype))
+            torch.addmm(grad_x_NI, down, matrix_RI.to(grad.dtype), out=grad_x_NI)
         return grad_x_NI.view(x.shape), grad_a_RI, grad_b_OR, None
 
 

@@ -53,13 +53,7 @@ class Nf4Linear(nn.Module):
 
     def weight_as(self, dtype: torch.dtype) -> Tensor:
         """[O, I] the weight that the 4 bits stand for."""
-        from bitsandbytes.functional import QuantState, dequantize_4bit
-
-        state = QuantState(
-            absmax=self.scales, shape=self.shape, code=self.values, blocksize=_BLOCK, quant_type="nf4", dtype=dtype
-        )
-        whole: Tensor = dequantize_4bit(self.packed, state)
-        return whole
+        return _dequantized((self.packed, self.scales, self.values), self.shape, dtype)
 
     def load(self, weight_OI: Tensor, device: torch.device) -> None:
         """Hold another weight, on a device."""
@@ -91,14 +85,18 @@ def quantize_blocks(model: Transformer, device: torch.device) -> None:
                 block.set_submodule(name, Nf4Linear(module, device))
 
 
+def linear_layers(model: Transformer) -> dict[str, nn.Linear]:
+    """The linear layers of the blocks by plain name: those that 4 bits hold."""
+    layers = ((name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear))
+    return {name.removesuffix(".base_layer"): layer for name, layer in layers if name.startswith("blocks.")}
+
+
 @torch.no_grad()
-def round_blocks(model: Transformer) -> None:
-    """Round the weights of all linear layers of the blocks to what 4 bits stand for, in place and in their precision:
-    the weights that a learner with `base_weights: nf4` computes with."""
-    for block in model.blocks:
-        for module in list(block.modules()):
-            if isinstance(module, nn.Linear):
-                module.weight.copy_(Nf4Linear(module, module.weight.device).weight_as(module.weight.dtype))
+def set_rounded(linear: nn.Linear, weight_OI: Tensor) -> None:
+    """Set a weight to what 4 bits stand for, in place and in its precision: the weight that a learner with
+    `base_weights: nf4` computes with. It is rounded from the precision that it is stored in, as there."""
+    device, dtype = linear.weight.device, linear.weight.dtype
+    linear.weight.copy_(_dequantized(_rounded(weight_OI, device), weight_OI.shape, dtype))
 
 
 def quantized_layers(model: nn.Module) -> Iterator[tuple[str, Nf4Linear]]:
@@ -109,7 +107,27 @@ def quantized_layers(model: nn.Module) -> Iterator[tuple[str, Nf4Linear]]:
 def _rounded(weight_OI: Tensor, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Two of its 4-bit numbers in each byte, the scales, and the sixteen values, rounded on the device that holds them:
     others may round a tie the other way."""
-    from bitsandbytes.functional import quantize_4bit
-
-    packed, state = quantize_4bit(weight_OI.detach().to(device).contiguous(), blocksize=_BLOCK, quant_type="nf4")
+    whole = weight_OI.detach().to(device).contiguous()
+    packed, state = _bitsandbytes().quantize_4bit(whole, blocksize=_BLOCK, quant_type="nf4")
     return packed, state.absmax, state.code
+
+
+def _dequantized(parts: tuple[Tensor, Tensor, Tensor], shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """[O, I] what `_rounded` gave stands for."""
+    functional, (packed, scales, values) = _bitsandbytes(), parts
+    state = functional.QuantState(
+        absmax=scales, shape=shape, code=values, blocksize=_BLOCK, quant_type="nf4", dtype=dtype
+    )
+    whole: Tensor = functional.dequantize_4bit(packed, state)
+    return whole
+
+
+def _bitsandbytes() -> Any:
+    """Its functions. Raises ValueError where the package is missing."""
+    try:
+        from bitsandbytes import functional
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            "a policy with model.lora.base_weights nf4 needs the package bitsandbytes; pip install 'd1[quantized]'"
+        ) from error
+    return functional

@@ -192,6 +192,15 @@ class ShardedPolicy:
                 yield parameter.grad
         yield from self.module.buffers()
 
+    @property
+    def has_learned(self) -> bool:
+        """Whether the adapter changes anything yet: a B that is not zero. A collective."""
+        matrices = (
+            local_part(one.detach()) for name, one in self._parameters().items() if name.endswith(".lora_B.weight")
+        )
+        any_nonzero = torch.stack([matrix.any() for matrix in matrices]).any()
+        return bool(self.max_over_ranks(any_nonzero.float()[None]).item())
+
     def adapters_off(self) -> AbstractContextManager[None]:
         """Within the block the module is the policy that the stage began with: a reference that needs no memory."""
         return adapters_off(self.module)
@@ -360,11 +369,11 @@ class ShardedPolicy:
             weight = held if precision is None else held.to(precision)
             if (layer := layers.get(name)) is not None:
                 assert precision is not None
+                a, b = (gathered(adapter[part]) for part in adapter_names(name))
+                weight = merged(weight, a, b, layer.scaling)
                 if layer.start_A is not None and layer.start_B is not None:
                     start_A, start_B = layer.start_A.to(weight), layer.start_B.to(weight)
                     weight = merged(weight, start_A, start_B, layer.start_scaling)
-                a, b = (gathered(adapter[part]) for part in adapter_names(name))
-                weight = merged(weight, a, b, layer.scaling)
             yield name, weight
 
     def _gathered_base(self) -> Iterator[tuple[str, Tensor]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from weakref import ref
 
 import structlog
 import torch
@@ -15,7 +16,7 @@ from actors.registry.records import PolicyVersion
 from deploy.service.engine.loaded_version import AnySampler
 from learner.hardware import placed_on
 from learner.model.adapter import put_beside, read_adapter, read_chain
-from learner.model.checkpoint import load_policy, load_weights
+from learner.model.checkpoint import load_policy, load_weights, round_weights
 from learner.model.checkpoint_files import (
     ADAPTER,
     MANIFEST,
@@ -29,9 +30,9 @@ from learner.model.checkpoint_files import (
 from learner.model.lora import remove_adapters, set_adapter, sharing_base
 from learner.model.lora_config import BaseWeights
 from learner.model.networks import held_dtypes, make_on_meta
-from learner.model.quantized import round_blocks
 from learner.model.renoising.config import is_renoising
 from learner.model.renoising.policy import load_renoising_policy
+from learner.model.storage.references import read_references, why_gone
 from learner.model.transformer import Transformer
 from rollout.config import EngineConfig
 from rollout.renoising.sampler import RenoisingSampler
@@ -54,7 +55,7 @@ class VersionLoader:
             device: where they compute.
         """
         self._config_dir, self._engine, self._device = config_dir, engine, placed_on(device)
-        self._newest: _Loaded | None = None
+        self._loaded: list[_Loaded] = []
 
     def load(self, policy: PolicyVersion) -> AnySampler:
         """The sampler of a version: from its weight store, or else from its checkpoint.
@@ -113,54 +114,68 @@ class VersionLoader:
 
     def _whole(self, directory: Path) -> Transformer:
         """The policy of a checkpoint without an adapter: the base of later versions in a LoRA run."""
-        weights: Weights | None = (chain_digest(directory), "full") if (directory / MANIFEST).is_file() else None
-        model = None if weights is None else self._sharing(weights)
+        if not (directory / MANIFEST).is_file():
+            return load_weights(directory, self._engine.torch_dtype, self._device, _say)
+        weights: Weights = chain_digest(directory), "full"
+        model, _ = self._sharing(weights, None)
         if model is None:
+            _check_reachable(directory)
             model = load_weights(directory, self._engine.torch_dtype, self._device, _say)
         else:
             remove_adapters(model)
-        self._newest = None if weights is None else _Loaded(weights=weights, base=None, model=model)
+        self._loaded.append(_Loaded(weights=weights, base=None, model=ref(model)))
         return model
 
     def _beside(self, base: Base, checkpoints_dir: Path, matrices: Mapping[str, Tensor]) -> Transformer:
         """A policy with an adapter beside its base checkpoint."""
+        if not (checkpoints_dir / base.checkpoint).is_dir():
+            raise LookupError(f"the base checkpoint {base.checkpoint} is not in {checkpoints_dir} on this machine")
         directory = base.directory(checkpoints_dir)
         *adapted, below = checkpoint_chain(directory)
         weights = chain_digest(below), base.base_weights
-        is_of_stage = self._newest is not None and self._newest.base == base
-        model = self._sharing(weights)
+        model, has_start = self._sharing(weights, base)
         if model is None:
-            # Drop the reference first: two sets of weights may not fit. Versions in use keep theirs.
-            self._newest = None
+            _check_reachable(below)
             verify_own_files(below, say=_say)
             model = load_weights(below, self._engine.torch_dtype, self._device, _say)
             if base.base_weights == "nf4":
-                round_blocks(model)
-        if is_of_stage:
+                round_weights(model, below, _say)
+        if has_start:
             set_adapter(model, matrices, base.scaling)
         else:
             for one in adapted:
                 verify_own_files(one)
             put_beside(model, matrices, base.scaling, read_chain(directory).together)
-        self._newest = _Loaded(weights=weights, base=base, model=model)
+        self._loaded.append(_Loaded(weights=weights, base=base, model=ref(model)))
         return model
 
-    def _sharing(self, weights: Weights) -> Transformer | None:
-        """A policy that shares the frozen weights of the last loaded one, if they are the same."""
-        newest = self._newest
-        return sharing_base(newest.model) if newest is not None and newest.weights == weights else None
+    def _sharing(self, weights: Weights, base: Base | None) -> tuple[Transformer | None, bool]:
+        """A policy that shares its frozen weights with one in memory, and whether it has the `start` of `base` too."""
+        self._loaded = [one for one in self._loaded if one.model() is not None]
+        alike = [one for one in self._loaded if one.weights == weights]
+        for one in sorted(alike, key=lambda one: one.base != base):
+            if (model := one.model()) is not None:
+                return sharing_base(model), base is not None and one.base == base
+        return None, False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Loaded:
-    """The last loaded policy, of which the next one may share the weights."""
+    """A policy that was loaded, of which others may share the weights as long as a version uses it."""
 
     weights: Weights
     """Its frozen weights."""
     base: Base | None
     """The base of its adapter; None without one."""
-    model: Transformer
+    model: ref[Transformer]
     """The network."""
+
+
+def _check_reachable(directory: Path) -> None:
+    """Raise LookupError where this machine does not see the weight files that a checkpoint refers to."""
+    for reference in read_references(directory).values():
+        if not reference.path.is_file():
+            raise LookupError(why_gone(directory, reference))
 
 
 def _say(what: str) -> None:

@@ -79,7 +79,7 @@ def serve_checkpoint(
     with saying(f"looking at the checkpoint {directory.name}", at_once=True):
         try:
             TextCodec(directory)
-            weight_files(directory)
+            weight_files(checkpoint_chain(directory)[-1])
         except ValueError as error:
             raise UserError(f"cannot serve {directory}: {error}") from error
     # Only now: this writes a key into the directory, which might have been anybody's.

@@ -1,4 +1,5 @@
 import json
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -7,16 +8,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from learner.model import checkpoint
-from learner.model.adapter import Adapter
+from learner.model.adapter import Adapter, read_adapter
 from learner.model.checkpoint import (
     StoredWeights,
     empty_policy,
     load_merged,
     load_policy,
+    load_weights,
     save_checkpoint,
     stored_dtype,
 )
-from learner.model.checkpoint_files import load_config, verify_checkpoint
+from learner.model.checkpoint_files import chain_digest, load_config, verify_checkpoint
 from learner.model.lora_config import LoraConfig
 from learner.model.storage.reading import Extent, read_extents
 from learner.model.storage.throughput import Throughput
@@ -314,14 +316,33 @@ def test_an_adapter_that_does_not_fit_its_base_is_refused(policy: Transformer, s
             load_policy(tmp_path / "alone")
 
 
-@pytest.mark.parametrize("base", ["nothing", "../saved", "alone"])
+def test_an_adapter_does_not_go_with_another_base_of_the_same_name(
+    policy: Transformer, saved: Path, tmp_path: Path
+) -> None:
+    """As where a stage was done again, on other numbers of workers."""
+    adapted = _trained(policy)
+    digest = chain_digest(saved)
+    adapter = Adapter(
+        rank=LORA.rank, alpha=LORA.alpha, base="saved", base_digest=digest, matrices=adapted.adapter_on_rank_0()
+    )
+    save_checkpoint(tmp_path / "alone", adapted.config, None, saved, adapter=adapter)
+    verify_checkpoint(tmp_path / "alone")
+    assert read_adapter(tmp_path / "alone").base_digest == digest
+    other = {name: tensor + 1 for name, tensor in load_weights(saved).state_dict().items()}
+    save_checkpoint(saved, adapted.config, other, saved)
+    for look in (load_policy, load_merged, verify_checkpoint):
+        with pytest.raises(ValueError, match=r"alone was trained on another saved than .*, whose manifest differs"):
+            look(tmp_path / "alone")
+
+
+@pytest.mark.parametrize("base", ["nothing", "../saved", "alone", "..", "."])
 def test_an_adapter_without_its_base_is_no_checkpoint(
     policy: Transformer, saved: Path, tmp_path: Path, base: str
 ) -> None:
     adapted = _trained(policy)
     _save_adapter(tmp_path / "alone", adapted, base, adapted.adapter_on_rank_0())
     for look in (load_policy, verify_checkpoint):
-        with pytest.raises(ValueError, match=rf"alone stands on {base}, which is no checkpoint beside it"):
+        with pytest.raises(ValueError, match=rf"alone stands on {re.escape(base)}, which is no checkpoint beside it"):
             look(tmp_path / "alone")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,10 @@ from torch import Tensor
 from learner.batch import RolloutBatch
 from learner.config import LearnerConfig
 from learner.learner import Learner
-from learner.model.checkpoint import save_checkpoint
+from learner.model.adapter import Adapter
+from learner.model.checkpoint import load_policy, load_weights, save_checkpoint
 from learner.model.config import TransformerConfig
+from learner.model.lora import plain_name
 from learner.model.lora_config import LoraConfig
 from learner.model.networks import make_model
 from learner.model.quantized import Nf4Linear, quantized_layers
@@ -105,6 +108,31 @@ def test_a_weight_is_its_nearest_of_sixteen_values_times_the_largest_of_its_bloc
     for row, rounded in zip(linear.weight.tolist(), found.tolist(), strict=True):
         scale = max(map(abs, row))
         assert rounded == pytest.approx([scale * min(values, key=lambda v: abs(v - w / scale)) for w in row], abs=1e-5)
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_who_samples_in_another_precision_has_the_learners_weights(
+    base: Transformer, tmp_path: Path, stored: torch.dtype, dtype: torch.dtype
+) -> None:
+    """They are rounded to 4 bits from what the checkpoint has, and then cast."""
+    save_checkpoint(tmp_path / "initial", base.config, base.to(stored).state_dict(), tmp_path)
+    learner = ShardedPolicy(load_weights(tmp_path / "initial"), None, lora=LORA, seed=7)
+    matrices = learner.adapter_on_rank_0()
+    adapter = Adapter(rank=4, alpha=8, base="initial", base_weights="nf4", matrices=matrices)
+    save_checkpoint(tmp_path / "sft", base.config, None, tmp_path, adapter=adapter)
+    sampled = load_policy(tmp_path / "sft", dtype)
+    held = {plain_name(name): parameter for name, parameter in sampled.named_parameters()}
+    for name, layer in quantized_layers(learner.module):
+        assert torch.equal(held[plain_name(f"{name}.weight")], layer.weight_as(dtype)), name
+
+
+def test_without_bitsandbytes_4_bits_are_refused_in_a_sentence(
+    base: Transformer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    with pytest.raises(ValueError, match=r"nf4 needs the package bitsandbytes; pip install 'd1\[quantized\]'"):
+        _policy(base)
 
 
 def test_what_is_rounded_stays_what_it_is_when_it_is_rounded_again(base: Transformer) -> None:

@@ -1,5 +1,6 @@
 """What the service takes from a run directory before anything is started."""
 
+import gc
 import json
 import socket
 import stat
@@ -7,6 +8,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from weakref import ref
 
 import pytest
 import torch
@@ -21,7 +23,7 @@ from deploy.service.gateway.api_keys import OF_ADMIN, OF_SERVICE, ApiKeys, own_k
 from deploy.service.on_ray import launch
 from deploy.service.on_ray.launch import banner, banner_of_key, serve_checkpoint, serve_run
 from deploy.service.source import Source
-from learner.model.adapter import Adapter
+from learner.model.adapter import Adapter, read_adapter
 from learner.model.checkpoint import load_policy, save_checkpoint
 from learner.model.checkpoint_files import Base, chain_digest
 from rollout.config import EngineConfig
@@ -146,6 +148,57 @@ def test_versions_of_a_lora_run_share_the_weights_that_their_adapters_stand_on(
     held = {parameter.data_ptr() for model in models for parameter in model.parameters()}
     num_adapted = len(models) - 2
     assert (len(weights), len(held)) == (1, len(list(models[0].parameters())) + 2 * num_adapted)
+
+
+@pytest.fixture
+def adapted(run_dir, make_model, tiny_config, tokenizer_dir):
+    """A checkpoint of an adapter on `sft-1`."""
+    directory = run_dir / "checkpoints" / "rl-2"
+    state = {"phase": "rl", "round": 2, "policy_version": 2, "rl_seconds": 0.0}
+    adapter = _adapter(make_model(1), 2)
+    save_checkpoint(directory, tiny_config, None, tokenizer_dir, adapter=adapter, trainer_state=state)
+    return directory
+
+
+def test_weights_that_no_version_uses_are_let_go(run_dir, make_model, make_policy, adapted, monkeypatch):
+    """Of full fine-tuning the first checkpoint's, when the store has the next version; under LoRA all, at the end."""
+
+    class Store:
+        def version(self, version, digest):
+            weights = make_model(version).state_dict()
+            return make_manifest(version, weights), weights
+
+    monkeypatch.setattr("actors.weights.fetching.open_store", lambda store, timeout_s: Store())
+    loader = VersionLoader(run_dir / "checkpoints" / "sft-1", EngineConfig())
+    for directory in (run_dir / "checkpoints" / "sft-1", adapted):
+        weights = ref(loader.load(plain_checkpoint(directory)).model.embed.weight)
+        assert loader.load(make_policy(7, weight_store="s")).policy_version == 7
+        gc.collect()
+        assert weights() is None
+
+
+def test_a_base_that_this_machine_does_not_see_is_out_of_reach_and_not_refused(run_dir, adapted, monkeypatch):
+    """An engine refuses what is damaged, for all engines; another may see it."""
+
+    class Store:
+        def version(self, version, digest):
+            adapter = read_adapter(adapted)
+            base = Base(checkpoint="sft-9", digest="not looked at", scaling=adapter.scaling)
+            return make_manifest(version, adapter.matrices, base), adapter.matrices
+
+    monkeypatch.setattr("actors.weights.fetching.open_store", lambda store, timeout_s: Store())
+    policy = replace(plain_checkpoint(adapted), weight_store="s", checkpoint=None, manifest_digest=None)
+    with pytest.raises(LookupError, match=r"the base checkpoint sft-9 is not in .* on this machine"):
+        VersionLoader(adapted, EngineConfig()).load(policy)
+
+
+def test_a_checkpoint_of_an_adapter_can_be_served(adapted, monkeypatch):
+    def reached(*_):
+        raise UserError("the port is taken")
+
+    monkeypatch.setattr(launch, "_check_listeners", reached)
+    with pytest.raises(UserError, match="the port is taken"):
+        serve_checkpoint(adapted, None, None, "float32")
 
 
 @pytest.fixture
