@@ -17,7 +17,7 @@ from deploy.capacity.memory import (
     published_bytes,
     versions_at_a_time,
 )
-from deploy.capacity.shape import ParameterCounts
+from deploy.capacity.shape import ParameterCounts, begins_merged
 from learner.model.config import TransformerConfig
 
 _MOMENTS = 2
@@ -144,7 +144,8 @@ def _held(recipe: RunConfig, counts: ParameterCounts, num_sharing: int, stage: _
         quantized = _NF4_BYTES * counts.blocks + FLOAT32 * counts.root / num_sharing
         base = Part(name="weights, of blocks in 4 bits", num_bytes=quantized, helps="a smaller model")
     else:
-        in_half = recipe.may_hold_base_in_half and recipe.model.checkpoint is not None
+        is_stored_in_half = recipe.model.checkpoint is not None and not begins_merged(recipe)
+        in_half = recipe.may_hold_base_in_half and is_stored_in_half
         dtype, helps = "bfloat16" if in_half else "float32", f"{_MORE_WORKERS} or model.lora.base_weights=nf4"
         base = Part(name=f"weights in {dtype}", num_bytes=bytes_of(dtype) * counts.policy / num_sharing, helps=helps)
     adapter = Part(name="the adapter in float32", num_bytes=FLOAT32 * counts.adapter / num_sharing, helps=_MORE_WORKERS)

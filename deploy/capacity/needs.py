@@ -17,7 +17,7 @@ from actors.resources import (
 from deploy.capacity.activations import FLOAT32
 from deploy.capacity.learner_memory import main_memory_of_learner
 from deploy.capacity.memory import Part, published_bytes, sampler_weight_bytes, versions_at_a_time
-from deploy.capacity.shape import ParameterCounts, policy_shape
+from deploy.capacity.shape import ParameterCounts, begins_merged, policy_shape
 from deploy.recipe.recipe import Recipe
 from learner.model.config import TransformerConfig
 from rewards import make_task
@@ -138,12 +138,13 @@ def _object_store_bytes(recipe: Recipe, shape: TransformerConfig, num_machines: 
 
 def _disk_bytes(recipe: Recipe, shape: TransformerConfig) -> int:
     """Of the checkpoints at a time: the newest, the last round's beside the control's, the best, and one that is being
-    written; what SFT and the control end with, without moments; and a policy that is made from scratch. A checkpoint
-    that a run starts from stays where it is."""
+    written; what SFT and the control end with, without moments; and a policy that is made from scratch or merged from
+    a LoRA checkpoint. Another checkpoint that a run starts from stays where it is."""
     counts = ParameterCounts.of(shape, recipe.model.lora)
     num_passing = recipe.num_checkpoints_kept + 2 + recipe.control.enabled
     num_ends = (recipe.sft.num_steps > 0) + recipe.control.enabled
-    initial = FLOAT32 * counts.policy if recipe.model.checkpoint is None else 0
+    is_written = recipe.model.checkpoint is None or begins_merged(recipe)
+    initial = FLOAT32 * counts.policy if is_written else 0
     return num_passing * _checkpoint_bytes(recipe, counts) + num_ends * FLOAT32 * _saved(counts) + initial
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from actors.run_config import RunConfig
-from learner.model.checkpoint_files import load_config
+from learner.model.checkpoint_files import ADAPTER, load_config
 from learner.model.config import TransformerConfig
 from learner.model.hub import find_checkpoint
 from learner.model.lora_config import LoraConfig
@@ -25,6 +25,15 @@ def policy_shape(recipe: RunConfig) -> TransformerConfig:
 def num_adapters(recipe: RunConfig) -> int:
     """Adapters beside the base where a policy samples: that of its stage, and before it SFT's; none without LoRA."""
     return 1 + (recipe.sft.num_steps > 0) if recipe.model.lora.rank else 0
+
+
+def begins_merged(recipe: RunConfig) -> bool:
+    """Whether a run starts from a LoRA checkpoint: its adapters are merged into float32 weights, which are written.
+
+    Raises ValueError when the checkpoint's config cannot be had.
+    """
+    checkpoint = recipe.model.checkpoint
+    return checkpoint is not None and (find_checkpoint(checkpoint, config_only=True) / ADAPTER).is_file()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

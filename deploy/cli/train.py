@@ -127,6 +127,11 @@ def _not_through_link(recipe: Recipe) -> tuple[Recipe, list[str]]:
     return recipe.model_copy(update={"name": target.name}), [f"name={target.name}"]
 
 
+def _starting_from(recipe: Recipe, checkpoint: Path) -> Recipe:
+    """The recipe, of which the needs are counted, with another checkpoint."""
+    return recipe.model_copy(update={"model": recipe.model.model_copy(update={"checkpoint": str(checkpoint)})})
+
+
 def _carry_out(recipe: Recipe, order: _Order, dry_run: bool) -> None:
     with saying("checking whether the recipe can run here"):
         from deploy.capacity.available import cluster_resources
@@ -134,13 +139,14 @@ def _carry_out(recipe: Recipe, order: _Order, dry_run: bool) -> None:
         from deploy.printing import counted
 
         available = cluster_resources(os.environ.get("RAY_ADDRESS"))
-        problems = preflight(recipe, available, resume=order.resume, serve=order.serve)
+        counted_as = recipe if order.start_from is None else _starting_from(recipe, order.start_from)
+        problems = preflight(counted_as, available, resume=order.resume, serve=order.serve)
     if dry_run:
         from deploy.capacity.dry_run import print_dry_run
         from deploy.capacity.needs import needs_of
 
         problems += [more for more in _refusals(recipe, order) if not any(more in problem for problem in problems)]
-        needs = needs_of(recipe, serve=order.serve, num_machines=available.num_machines)
+        needs = needs_of(counted_as, serve=order.serve, num_machines=available.num_machines)
         print_dry_run(recipe, needs, available, problems)
         if problems:
             raise UserError(f"{recipe.name} cannot run: {counted(len(problems), 'problem')}, listed above")

@@ -266,6 +266,18 @@ def test_a_learner_holds_the_base_as_the_checkpoint_has_it_in_all_stages(
     assert after_sft["the adapter in float32"] == alone["the adapter in float32"] == counts.adapter
 
 
+def test_a_run_from_a_lora_checkpoint_begins_with_merged_weights_in_float32(
+    llada: Callable[..., Recipe], tmp_path: Path
+) -> None:
+    recipe = llada()
+    counts = ParameterCounts.of(policy_shape(recipe), recipe.model.lora)
+    before = learner_memory(recipe, policy_shape(recipe), 1).num_bytes, needs_of(recipe).disk_bytes
+    (tmp_path / "lora.safetensors").touch()
+    after = learner_memory(recipe, policy_shape(recipe), 1).num_bytes, needs_of(recipe).disk_bytes
+    assert after[0] - before[0] == 2 * counts.policy
+    assert after[1] - before[1] == 4 * counts.policy
+
+
 def test_what_samplers_fetch_from_the_learners_gpus_counts_there(llada: Callable[..., Recipe]) -> None:
     whole = ("model.lora={rank: 0, base_weights: full}",)
     apart, there = llada(*whole), llada(*whole, "weight_transport=nixl")
