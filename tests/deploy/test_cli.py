@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 
 from deploy.recipe.recipe import Stages
+from learner.model.config import TransformerConfig
+from learner.model.families.llada import write_config
 
 Events = list[dict[str, Any]]
 _ROOT = Path(__file__).parents[2]
@@ -105,15 +107,13 @@ def test_sft_runs_stage_1(recipe_file: Path, d1: Callable, install_job: Callable
     d1("sft", "tiny.yaml", "sft.num_steps=0").assert_refused("sft.num_steps is 0")
 
 
-def test_from_skips_sft(
-    recipe_file: Path, d1: Callable, install_job: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_from_skips_sft(recipe_file: Path, d1: Callable, install_job: Callable, config: TransformerConfig) -> None:
     job = install_job(FakeJob([]))
     refused = d1("train", "tiny.yaml", "--from", "nowhere")
     refused.assert_refused("--from nowhere: ", "is no directory, and no hub id either")
     assert job.calls == []
-    monkeypatch.setattr("learner.model.checkpoint_files.load_config", lambda directory: None)
     (recipe_file.parent / "somewhere").mkdir()
+    (recipe_file.parent / "somewhere" / "config.json").write_text(json.dumps(write_config(config)))
     assert d1("train", "tiny.yaml", "--from", "somewhere").status == 0
     assert job.calls == [(Stages.RL, Path("somewhere"), False, False)]
 

@@ -167,8 +167,10 @@ def test_a_checkpoint_is_rounded_tensor_by_tensor_as_it_is_read(
     held, load = [], Nf4Linear.load
 
     def counting(layer: Nf4Linear, weight_OI: Tensor, device: torch.device) -> None:
-        # By type: asking some objects of torch for their class warns.
-        tensors = (found for found in gc.get_objects() if issubclass(type(found), Tensor) and not found.is_meta)
+        # By type: torch has objects that warn when they are asked for their class, and tensors without memory.
+        tensors = (
+            found for found in gc.get_objects() if type(found) in (Tensor, torch.nn.Parameter) and not found.is_meta
+        )
         sizes = {found.untyped_storage().data_ptr(): found.untyped_storage().nbytes() for found in tensors}
         held.append(sum(sizes.values()) - weight_OI.nbytes)
         load(layer, weight_OI, device)
