@@ -40,6 +40,7 @@ from learner.model.families import FAMILIES
 from learner.model.families.layout import Piece, rows_of, within
 from learner.model.families.raw_config import CONFIG, GENERATION_CONFIG
 from learner.model.lora import merge_adapters
+from learner.model.lora_config import BaseWeights
 from learner.model.networks import held_dtypes, make_on_meta
 from learner.model.quantized import linear_layers, set_rounded
 from learner.model.storage.hashing import checksums
@@ -78,9 +79,8 @@ def load_policy(
         ValueError: no checkpoint there, another model family, or a tensor missing, extra or of a wrong shape.
     """
     chain = read_chain(directory)
-    model = load_weights(chain.weights, dtype, device, say)
-    if chain.adapter is not None and chain.adapter.base_weights == "nf4":
-        round_weights(model, chain.weights, say)
+    base_weights = "full" if chain.adapter is None else chain.adapter.base_weights
+    model = load_weights(chain.weights, dtype, device, say, base_weights=base_weights)
     if chain.adapter is not None:
         try:
             put_beside(model, chain.adapter.matrices, chain.adapter.scaling, chain.start)
@@ -94,8 +94,13 @@ def load_weights(
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
     say: Say | None = None,
+    *,
+    base_weights: BaseWeights = "full",
 ) -> Transformer:
-    """The policy of a checkpoint directory that has weights itself; arguments and errors are `load_policy`'s."""
+    """The policy of a checkpoint directory that has weights itself, rounded to 4 bits where `base_weights` is `nf4`.
+
+    The other arguments and the errors are `load_policy`'s.
+    """
     weights = StoredWeights(directory)
     model, held = make_on_meta(weights.config), held_dtypes(weights.config, dtype)
     whole = {
@@ -103,6 +108,8 @@ def load_weights(
     }
     weights.read_into(whole, say=say)
     model.load_state_dict(whole, assign=True)
+    if base_weights == "nf4":
+        round_weights(model, directory, say)
     return model
 
 

@@ -16,7 +16,7 @@ from actors.registry.records import PolicyVersion
 from deploy.service.engine.loaded_version import AnySampler
 from learner.hardware import placed_on
 from learner.model.adapter import put_beside, read_adapter, read_chain
-from learner.model.checkpoint import load_policy, load_weights, round_weights
+from learner.model.checkpoint import load_policy, load_weights
 from learner.model.checkpoint_files import (
     ADAPTER,
     MANIFEST,
@@ -137,9 +137,8 @@ class VersionLoader:
         if model is None:
             _check_reachable(below)
             verify_own_files(below, say=_say)
-            model = load_weights(below, self._engine.torch_dtype, self._device, _say)
-            if base.base_weights == "nf4":
-                round_weights(model, below, _say)
+            dtype = self._engine.torch_dtype
+            model = load_weights(below, dtype, self._device, _say, base_weights=base.base_weights)
         if has_start:
             set_adapter(model, matrices, base.scaling)
         else:
