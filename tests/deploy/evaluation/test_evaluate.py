@@ -60,7 +60,7 @@ def test_a_run_is_evaluated_as_it_evaluates_itself(evaluate: Callable, runs: Pat
     sampler = Sampler(load_policy(checkpoint), 0, spec.rollout.engine)
     for params, cell in zip(recipe.evaluated_params, cells, strict=True):
         texts, num_forwards = [], 0
-        for portion in plan.evaluation_portions(params):
+        for portion in plan.evaluation_portions(params, sampler.model.config):
             completions = sampler.generate(portion.requests)
             texts += grader.grade(portion, completions)[1].texts
             num_forwards += sum(completion.num_forwards for completion in completions)
@@ -166,7 +166,7 @@ def test_the_first_d1_is_followed_to_the_letter(
 ) -> None:
     data = shared / "data" / "d1-eval" / "4x4_test_sudoku.csv"
     words = ("--tasks", "sudoku", "--protocol", "d1", f"sudoku.heldout_data={data}", "--problems", "2", "--json")
-    evaluate(*words, "--lengths", "32").assert_refused("sudoku at 32 slots: its longest prompt has", "takes 64 in all")
+    evaluate(*words, "--lengths", "32").assert_refused("sudoku at 32 slots: its shortest prompt has", "takes 64 in all")
     _copy(runs / "tiny" / "checkpoints" / "rl-000003", workdir / "wide", max_sequence_length=2048)
     (cell,) = _cells(d1("eval", "wide", "--out", str(workdir / "out"), *words, "--lengths", "32"))
     assert (cell["schedule"], cell["num_problems"]) == ("16 steps", 2)
@@ -203,7 +203,7 @@ REFUSALS = [
     (("--schedules", "1.5"), "--schedules 1.5 is no schedule"),
     (("--schedules", "threshold=2"), "threshold"),
     (("--tasks", "chess"), "there is no task chess"),
-    (("--lengths", "64"), "sums at 64 slots: its longest prompt has", "take a length of at most"),
+    (("--lengths", "64"), "sums at 64 slots: its shortest prompt has", "take a length of at most"),
     (("sudoku.prompt=compact",), "sudoku.prompt=compact is a field of none of the tasks sums"),
     (("--samples", "3"), "--samples 3 of the likeliest tokens are all alike"),
     (("--tasks", "jsonl", "jsonl.grader=exact", "jsonl.train_data=nowhere.jsonl"), "nowhere.jsonl"),
