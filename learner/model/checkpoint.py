@@ -311,8 +311,9 @@ def _are_equal(one: StoredHeader, other: StoredHeader) -> bool:
     if one.shape != other.shape:
         return False
     step = max(1, _COMPARED * one.shape[0] // math.prod(one.shape))
-    parts = (slice(begin, begin + step) for begin in range(0, one.shape[0], step))
-    return all(torch.equal(_whole(one)[part].double(), _whole(other)[part].double()) for part in parts)
+    parts, wider = range(0, one.shape[0], step), torch.promote_types(one.dtype, other.dtype)
+    pairs = (tuple(_whole(each)[slice(begin, begin + step)].to(wider) for each in (one, other)) for begin in parts)
+    return all(torch.equal(*pair) for pair in pairs)
 
 
 def _are_frequencies(header: StoredHeader, expected: Tensor) -> bool:

@@ -155,6 +155,14 @@ def test_settings_that_are_missing_or_wrong_or_contradict_are_named(
     assert _refusal(tmp_path, _raw(config, family) | settings).startswith(sentence)
 
 
+@families
+def test_layers_of_another_kind_are_refused(config: TransformerConfig, tmp_path: Path, family: str) -> None:
+    raw = _raw(config, family) | {"rope_theta": 1e6}
+    assert _load(tmp_path, raw | {"layer_types": ["full_attention"] * 2}) == _shape(config, family)
+    said = _refusal(tmp_path, raw | {"layer_types": ["full_attention", "sliding_attention"]})
+    assert said == "config.json has 'sliding_attention' in layer_types; d1 computes 'full_attention' only"
+
+
 @pytest.mark.parametrize("family", ["llada", "dream", "sdar", "sdar_moe"])
 def test_a_family_that_rotates_whole_heads_refuses_a_part(
     config: TransformerConfig, tmp_path: Path, family: str

@@ -67,7 +67,10 @@ def test_a_tied_head_may_be_stored_again_if_it_is_the_embedding(
     weights = _change(directory, lambda tensors: tensors | {head: tensors[embed].clone()})
     assert _same(directory, weights)
     assert stored_dtype(directory) is torch.float32
-    # It may be stored as the head alone.
+    # In another type, and as the head alone.
+    _change(directory, lambda tensors: tensors | {head: tensors[embed].double()})
+    assert _same(directory, weights)
+    _change(directory, lambda tensors: tensors | {head: tensors[embed].clone()})
     _change(directory, lambda tensors: {name: held for name, held in tensors.items() if name != embed})
     assert _same(directory, weights)
     export_policy(str(directory), tmp_path / "out")
