@@ -84,6 +84,8 @@ class Portion:
     """The group, counted in the round, of each request."""
     requests: tuple[Request, ...]
     """What the sampler is asked for."""
+    is_long: bool = False
+    """Whether its prompts are longer than those of the rounds, as those of an evaluation may be."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

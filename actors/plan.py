@@ -8,13 +8,14 @@ from functools import partial
 
 from actors.curriculum import Outcomes, SolveRates, chosen
 from actors.messages import EVALUATION_ROUND, Portion, PortionKey
-from actors.portioning import in_order, portioned
+from actors.portioning import evaluated_together, in_order, portioned
 from actors.spec import RunSpec
 from learner.keys import fold, key_of
+from learner.model.config import TransformerConfig
 from learner.model.tokenizer import ChatTokenizer
 from rewards import Problem, Split, make_task
 from rewards.problem import chat
-from rollout.request import Request, SamplingParams
+from rollout.request import Request, SamplingParams, canvas_of
 
 _ORDER_KEY, _SAMPLE_KEY, MASK_KEY, _SCHEDULE_KEY = 11, 12, 13, 14
 # Rounds whose plan is at hand.
@@ -37,7 +38,10 @@ class RunPlan:
     def __init__(self, spec: RunSpec, tokenizer: ChatTokenizer) -> None:
         """Make the problems and encode their prompts.
 
-        Raises ValueError when the task has too few problems or every prompt is longer than allowed.
+        Training problems with prompts that are too long are left out or cut, as the recipe says. The others are all
+        there: their prompts are whole, unless the recipe has prompts cut.
+
+        Raises ValueError when the task has too few problems or every training prompt is longer than allowed.
         """
         task = make_task(spec.task)
         self._spec, self._params = spec, spec.rollout.params
@@ -49,16 +53,21 @@ class RunPlan:
         self.num_overlong = 0
         # The split is by solution and not by seed, so neither set depends on which run asks.
         self.train = self._fitting(task.problems(Split.TRAIN, spec.num_train_problems, spec.seed))
-        self.heldout = self._fitting(task.problems(Split.HELDOUT, spec.evaluation.num_problems, seed=0))
+        self.heldout = self._encoded(task.problems(Split.HELDOUT, spec.evaluation.num_problems, seed=0))
         num_validation = spec.evaluation.num_validation
         self.validation = (
-            self._fitting(task.problems(Split.VALIDATION, num_validation, seed=0)) if num_validation else []
+            self._encoded(task.problems(Split.VALIDATION, num_validation, seed=0)) if num_validation else []
         )
 
     @property
     def to_choose_by(self) -> list[Problem]:
         """What may be looked at before a run's end: the validation problems, or without any the held-out ones."""
         return self.validation or self.heldout
+
+    @property
+    def to_test_loss_by(self) -> list[Problem]:
+        """Those of them whose prompts fit the canvases of training."""
+        return [problem for problem in self.to_choose_by if not self._is_overlong(problem)]
 
     @property
     def portions_per_round(self) -> int:
@@ -98,25 +107,57 @@ class RunPlan:
         return [problems[group][0] for group in self.group_ids(key)]
 
     def evaluation_portions(
-        self, params: SamplingParams, first_index: int = 0, asked: Sequence[Problem] | None = None
+        self,
+        params: SamplingParams,
+        policy: TransformerConfig,
+        first_index: int = 0,
+        asked: Sequence[Problem] | None = None,
     ) -> list[Portion]:
-        """Every held-out problem, or those of the plan's that are `asked`, once at temperature 0; the portions count
-        from `first_index`."""
+        """Every problem that has room in the policy's longest canvas, once at temperature 0.
+
+        Args:
+            params: how they are denoised otherwise.
+            policy: the shape of what answers.
+            first_index: what the portions count from.
+            asked: which of the plan's problems; None: the held-out ones.
+
+        Raises ValueError where none of them has room.
+        """
         asked = self.heldout if asked is None else asked
-        params = params.model_copy(update={"temperature": 0.0})
-        size = self._spec.rollout.batch_size
-        portions = []
-        for index, start in enumerate(range(0, len(asked), size), first_index):
-            problems = tuple(asked[start : start + size])
-            portions.append(
-                Portion(
-                    key=PortionKey(round=EVALUATION_ROUND, index=index),
-                    problems=problems,
-                    group_ids=tuple(range(start, start + len(problems))),
-                    requests=tuple(self._request(problem, params, seed=0) for problem in problems),
-                )
+        has_no_room = {problem.problem_id for problem in self.without_room(params, policy, asked)}
+        if has_no_room and len(has_no_room) == len(asked):
+            raise ValueError(
+                f"every evaluation prompt of task {self._spec.task.name} is too long: with {params.gen_length} slots "
+                f"of a completion it exceeds the policy's {policy.max_sequence_length} tokens"
             )
-        return portions
+        answered = [problem for problem in asked if problem.problem_id not in has_no_room]
+        params = params.model_copy(update={"temperature": 0.0})
+        lengths = [len(self._prompts[problem.problem_id]) for problem in answered]
+        rollout = self._spec.rollout
+        batches = evaluated_together(lengths, rollout.batch_size, rollout.max_prompt_tokens, params.gen_length)
+        return [
+            Portion(
+                key=PortionKey(round=EVALUATION_ROUND, index=index),
+                problems=tuple(answered[place] for place in places),
+                group_ids=places,
+                requests=tuple(self._request(answered[place], params, seed=0) for place in places),
+                is_long=self._is_overlong(answered[places[0]]),
+            )
+            for index, places in enumerate(batches, first_index)
+        ]
+
+    def without_room(
+        self, params: SamplingParams, policy: TransformerConfig, asked: Sequence[Problem] | None = None
+    ) -> list[Problem]:
+        """The problems whose prompts leave no room for a completion in the policy's longest canvas.
+
+        The arguments are those of `evaluation_portions`.
+        """
+        return [
+            problem
+            for problem in (self.heldout if asked is None else asked)
+            if canvas_of(self._request(problem, params, seed=0), policy).end > policy.max_sequence_length
+        ]
 
     def prompt_ids(self, problem: Problem) -> tuple[int, ...]:
         """The encoded prompt of one of the plan's problems."""
@@ -165,19 +206,26 @@ class RunPlan:
         return Request(prompt_ids=self._prompts[problem.problem_id], params=params, seed=seed)
 
     def _fitting(self, problems: list[Problem]) -> list[Problem]:
-        """Encode prompts; drop or cut those that are too long, as the recipe says."""
-        limit, kept = self._spec.rollout.max_prompt_tokens, []
-        for problem in problems:
-            prompt = self._tokenizer.encode_chat(chat(problem.messages))
-            if len(prompt) > limit:
-                self.num_overlong += 1
-                if self._spec.rollout.overlong_prompts == "drop":
-                    continue
-            self._prompts[problem.problem_id] = tuple(prompt[-limit:])
-            kept.append(problem)
+        """Encode prompts, and leave out those that are too long, unless they are cut."""
+        kept = [problem for problem in self._encoded(problems) if not self._is_overlong(problem)]
+        self.num_overlong += len(problems) - len(kept)
         if not kept:
             raise ValueError(
                 f"every prompt of task {self._spec.task.name} is longer than "
-                f"rollout.max_prompt_tokens {limit}; raise it"
+                f"rollout.max_prompt_tokens {self._spec.rollout.max_prompt_tokens}; raise it"
             )
         return kept
+
+    def _encoded(self, problems: list[Problem]) -> list[Problem]:
+        """Encode prompts; cut those that are too long, if the recipe says so."""
+        rollout = self._spec.rollout
+        for problem in problems:
+            prompt = self._tokenizer.encode_chat(chat(problem.messages))
+            if len(prompt) > rollout.max_prompt_tokens and rollout.overlong_prompts == "truncate_left":
+                self.num_overlong += 1
+                prompt = prompt[-rollout.max_prompt_tokens :]
+            self._prompts[problem.problem_id] = tuple(prompt)
+        return problems
+
+    def _is_overlong(self, problem: Problem) -> bool:
+        return len(self._prompts[problem.problem_id]) > self._spec.rollout.max_prompt_tokens

@@ -38,7 +38,29 @@ def portioned(lengths: Sequence[int], size: int, most: int) -> list[tuple[int, .
 
 def in_order(groups: range, size: int) -> list[tuple[int, ...]]:
     """The groups of each portion where they stay in their order, `size` in a portion."""
-    return [tuple(groups[first : first + size]) for first in range(0, len(groups), size)]
+    return _in_batches(groups, size)
+
+
+def evaluated_together(prompts: Sequence[int], size: int, usual: int, num_slots: int) -> list[tuple[int, ...]]:
+    """The requests of each batch of an evaluation, by their place.
+
+    They stay in their order, `size` in a batch. Those with longer prompts than usual come after the others, in batches
+    that take no more tokens, of one request at least.
+
+    Args:
+        prompts: tokens of each prompt.
+        size: requests of a batch.
+        usual: tokens of the longest prompt that batches of that size are made for.
+        num_slots: tokens of a completion.
+    """
+    short = [place for place, length in enumerate(prompts) if length <= usual]
+    long = [place for place, length in enumerate(prompts) if length > usual]
+    fewer = max(1, size * (usual + num_slots) // (max(prompts, default=0) + num_slots))
+    return [*_in_batches(short, size), *_in_batches(long, fewer)]
+
+
+def _in_batches(places: Sequence[int], size: int) -> list[tuple[int, ...]]:
+    return [tuple(places[first : first + size]) for first in range(0, len(places), size)]
 
 
 def _filled(order: Sequence[int], lengths: Sequence[int], limit: int, most: int) -> list[list[int]]:

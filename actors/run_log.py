@@ -12,7 +12,7 @@ Everything else that shows numbers (TensorBoard, W&B, the table, the curves) is 
 | sft_eval | phase, step, loss, loss_at_t |
 | round | round, policy_version, reward, correct, loss, ...: all of them are in docs/run_directory.md |
 | evaluation | label: untrained or start, sft, round, rl, control; policy_version, round, num_correct, |
-|       | num_problems, num_ungraded, items_right, num_items |
+|       | num_problems, num_ungraded, items_right, num_items; without_room: problems that could not be asked |
 | checkpoint | path (below the run directory), phase, round, policy_version, seconds; step in the midst of a stage |
 | phase_end | phase, seconds (evaluation and checkpoints not counted), num_steps |
 | failure | what, attempt (0: nothing was tried again) |

@@ -60,7 +60,8 @@ class SamplerWorker:
         self._device, self._is_asleep = placed_on(device), is_asleep
         limit_memory(self._device, gpu_share)
         self._policy = empty_policy(checkpoint, engine.torch_dtype, "meta" if is_asleep else self._device)
-        self._make_sampler = partial(Sampler, self._policy, engine=engine)
+        self._make_sampler = partial(Sampler, self._policy)
+        self._engine = engine
         self._sampler: Sampler | None = None
         self._reader = StagingReader(open_store())
         self._loader = PolicyLoader(self._policy, self._reader, checkpoint.parent)
@@ -89,9 +90,14 @@ class SamplerWorker:
             self._loader.load(generation)
             self._generation = generation
         if self._sampler is None:
-            self._sampler = self._make_sampler(generation.version)
+            self._sampler = self._make_sampler(generation.version, engine=self._engine)
         self._sampler.policy_version = generation.version
-        completions = self._sampler.generate(portion.requests)
+        sampler = self._sampler
+        if portion.is_long and self._engine.compile:
+            # Each length would take minutes to compile, and memory of its width for good.
+            not_compiled = self._engine.model_copy(update={"compile": False})
+            sampler = self._make_sampler(generation.version, engine=not_compiled)
+        completions = sampler.generate(portion.requests)
         return Completions(completions), len(completions)
 
     def sleep(self) -> None:

@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from deploy.errors import UserError, reason
 from deploy.runs.references import find_checkpoint_of
 from learner.model.adapter import Adapter, read_chain, write_peft_adapter
-from learner.model.checkpoint import load_merged, write_policy
+from learner.model.checkpoint import StoredWeights, load_merged, load_policy, write_policy
 from learner.model.checkpoint_files import (
     ADAPTER,
     MANIFEST,
@@ -82,7 +82,7 @@ def _find(reference: str, runs_dir: Path) -> Path:
         load_config(directory)
         if (directory / MANIFEST).is_file():
             verify_checkpoint(directory)
-        policy_files(checkpoint_chain(directory)[-1])
+        StoredWeights(checkpoint_chain(directory)[-1])
     except ValueError as error:
         raise UserError(str(error)) from error
     except OSError as error:
@@ -91,12 +91,15 @@ def _find(reference: str, runs_dir: Path) -> Path:
 
 
 def _write_policy_of(directory: Path, out: Path) -> None:
-    """A checkpoint's own files; or, where it holds an adapter, weights that compute what it computes."""
-    if not (directory / ADAPTER).is_file():
+    """A checkpoint's own files; or, where it holds an adapter, weights that compute what it computes. Weights that have
+    other names than the original code's are written under its names."""
+    has_adapter = (directory / ADAPTER).is_file()
+    stored = None if has_adapter else StoredWeights(directory)
+    if stored is not None and not stored.is_renamed:
         for path in policy_files(directory):
             shutil.copyfile(path, out / path.name)
         return
-    policy = load_merged(directory)
+    policy = load_merged(directory) if stored is None else load_policy(directory, stored.dtype)
     write_policy(out, policy.config, policy.state_dict(), directory)
 
 

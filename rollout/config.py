@@ -68,10 +68,10 @@ class RolloutConfig(BaseModel):
     how often one was solved so far, and those that were never asked before all others (`docs/algorithms.md`). 1: they
     come in their order."""
     overlong_prompts: Literal["drop", "truncate_left"] = "drop"
-    """Prompts above `max_prompt_tokens`: `drop` leaves them out and counts them; `truncate_left` keeps the last
-    tokens, as d1 does, which cuts off the instruction."""
+    """Prompts above `max_prompt_tokens`: `drop` trains on none of them and counts them, and evaluations ask them whole;
+    `truncate_left` keeps the last tokens everywhere, as d1 does, which cuts off the instruction."""
     max_prompt_tokens: PositiveInt = 200
-    """Longest prompt (d1: 200)."""
+    """Longest prompt of training (d1: 200)."""
     timeout_s: PositiveFloat = 600.0
     """Longest time for one batch of completions, in seconds, beside what new weights take to arrive at 50 MB/s; then it
     is tried on another sampler."""
@@ -95,7 +95,7 @@ class EvaluationConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     num_problems: PositiveInt = 500
-    """Held-out problems asked in each evaluation."""
+    """Held-out problems of each evaluation. Those whose prompts leave no room for a completion count as wrong."""
     num_validation: NonNegativeInt = 0
     """Validation problems, of `task.validation_fraction`: with them the evaluations between the rounds, SFT's loss and
     the choice of the best checkpoint are on these, and the held-out problems are asked only at the ends of the stages.

@@ -35,6 +35,7 @@ from deploy.service.engine.engine_host import EngineHost
 from deploy.service.on_ray.given_device import given_device
 from deploy.service.source import Source
 from learner.model.checkpoint import load_policy
+from learner.model.checkpoint_files import load_config
 from learner.model.lora_config import LoraConfig
 from learner.model.tokenizer import ChatTokenizer
 from learner.parallel.ranks import Ranks
@@ -191,7 +192,7 @@ class Walk:
     def _evaluated(self, checkpoint: Path) -> tuple[Worker, list[str]]:
         """A worker of the pool, and what it reads in its answers to the held-out problems."""
         plan = RunPlan(self._spec, ChatTokenizer(checkpoint))
-        (portion,) = plan.evaluation_portions(self._spec.rollout.sampling)
+        (portion,) = plan.evaluation_portions(self._spec.rollout.sampling, load_config(checkpoint))
         batch = Batch(
             index=0,
             task=self._spec.task,

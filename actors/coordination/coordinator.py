@@ -52,12 +52,15 @@ from actors.registry.registry import Registry
 from actors.run_log import LEARNER_FAILED, RESTARTED, Event, RunLog, is_done
 from actors.spec import Phase, RunSpec
 from actors.training.choosing import GroupChoice
+from learner.model.checkpoint_files import load_config
 from learner.model.tokenizer import ChatTokenizer
 
 _SAMPLES_PER_ROUND = 4
 _STATUS_EVERY_S = 2.0
 # Events among which one that is recorded a second time would be.
 _NEWEST = 20
+# Problems that a sentence names; the log's evaluations name all.
+_MOST_NAMED = 20
 _RANK = "learner rank "
 _STORE = "the weight store"
 _CONTROLLER = "Ray Train's controller"
@@ -109,8 +112,14 @@ class Coordinator:
         self._gauges = RunGauges(spec.name)
         self._announcer = Announcer(Registry(registry_url, spec.name), self._log, spec.run_dir, store_name)
         schedules = spec.evaluation.params(spec.rollout.sampling)
+        self._policy = load_config(spec.initial_checkpoint)
         self._evaluation = VersionEvaluator(
-            self._plan, schedules, self._pools, spec.rollout.max_attempts, self._note_failure
+            self._plan,
+            schedules,
+            self._pools,
+            spec.rollout.max_attempts,
+            self._note_failure,
+            policy=self._policy,
         )
         self._rounds = OpenRounds(spec, self._plan, self._pools, self._note_failure)
         self._watch = Watch(self._end_hung)
@@ -135,8 +144,8 @@ class Coordinator:
             self._timeline = Timeline.read(self._spec.run_dir)
             if (last := RunStatus.read(self._spec.run_dir)) is not None:
                 self._timeline.add_since(COORDINATOR, "away", SpanKind.AWAY, last.at)
-        elif self._plan.num_overlong:
-            self._note_failure(f"{self._plan.num_overlong} prompts are too long", 0)
+        else:
+            self._note_overlong()
         self._keep(session, num_coordinator_starts=session.num_coordinator_starts + 1, leaving=[])
         for actor in _members(self._spec.name, {}, session.leaving).values():
             # What it was at is sampled again.
@@ -146,6 +155,23 @@ class Coordinator:
             self._announcer.remember(generation, Phase(untold["phase"]), untold["round"])
         if session.is_stopping:
             self._stopping.set()
+
+    def _note_overlong(self) -> None:
+        """Record which prompts are too long, and what becomes of them."""
+        rollout = self._spec.rollout
+        if self._plan.num_overlong:
+            is_cut = rollout.overlong_prompts == "truncate_left"
+            fate = "cut to their last tokens" if is_cut else "not trained on"
+            limit = f"rollout.max_prompt_tokens {rollout.max_prompt_tokens}"
+            self._note_failure(f"{self._plan.num_overlong} prompts are longer than {limit} and {fate}", 0)
+        if names := [problem.problem_id for problem in self._evaluation.without_room]:
+            more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+            self._note_failure(
+                f"{len(names)} evaluation problems count as wrong, as their prompts leave no room for "
+                f"{rollout.sampling.gen_length} slots in the policy's {self._policy.max_sequence_length} tokens: "
+                f"{', '.join(names[:_MOST_NAMED])}{more}",
+                0,
+            )
 
     # The log.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from actors.coordination.pools import Pools, PortionFailedError
@@ -11,11 +12,22 @@ from actors.messages import Generation, Portion, PortionSummary
 from actors.plan import RunPlan
 from actors.run_log import VALIDATION
 from actors.spec import Phase
-from rewards import Outcome
+from learner.model.config import TransformerConfig
+from rewards import Outcome, Problem
 from rollout.request import SamplingParams
 
 # Evaluations that are no end of a stage that a result is told of.
 _ONE_SCHEDULE = ("round", VALIDATION, Phase.UNTRAINED)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Asked:
+    """What an evaluation asks at one schedule."""
+
+    portions: list[Portion]
+    """The problems that are answered."""
+    without_room: list[Problem]
+    """Those that cannot be, and count as wrong."""
 
 
 class VersionEvaluator:
@@ -28,16 +40,28 @@ class VersionEvaluator:
         pools: Pools,
         max_attempts: int,
         on_failure: Callable[..., None],
+        *,
+        policy: TransformerConfig,
     ) -> None:
-        """At `schedules`, of which the first counts. `on_failure` is told what failed, and at which attempt."""
-        self._heldout: dict[str, list[Portion]] = {}
+        """At `schedules`, of which the first counts, of a `policy` of this shape. `on_failure` is told what failed, and
+        at which attempt.
+
+        Raises ValueError where no prompt leaves room for a completion.
+        """
+        self._heldout: dict[str, _Asked] = {}
         count = 0
         for params in schedules:
-            self._heldout[params.schedule_name] = plan.evaluation_portions(params, count)
-            count += len(self._heldout[params.schedule_name])
+            self._heldout[params.schedule_name] = _asked(plan, params, policy, count, plan.heldout)
+            count += len(self._heldout[params.schedule_name].portions)
         first = schedules[0]
-        self._validation = {first.schedule_name: plan.evaluation_portions(first, count, plan.validation)}
+        self._validation = {first.schedule_name: _asked(plan, first, policy, count, plan.validation)}
         self._pools, self._max_attempts, self._on_failure = pools, max_attempts, on_failure
+
+    @property
+    def without_room(self) -> list[Problem]:
+        """The problems that no version is asked at the first schedule, as their prompts leave no room."""
+        of_each = (next(iter(asked.values())) for asked in (self._heldout, self._validation))
+        return [problem for asked in of_each for problem in asked.without_room]
 
     async def score(self, generation: Generation, label: str, due: float) -> dict[str, Any]:
         """What the `evaluation` event of a label says of the completions: of those at the first schedule, and, at the
@@ -47,19 +71,21 @@ class VersionEvaluator:
             VersionLostError: the weights are nowhere.
             RuntimeError: no try of a portion came back: an accuracy over fewer problems would be another number.
         """
-        portions = self._validation if label == VALIDATION else self._heldout
-        names = list(portions)[:1] if label in _ONE_SCHEDULE else list(portions)
+        asked = self._validation if label == VALIDATION else self._heldout
+        names = list(asked)[:1] if label in _ONE_SCHEDULE else list(asked)
         tries = [
             asyncio.create_task(self._with_retries(generation, portion, due))
             for name in names
-            for portion in portions[name]
+            for portion in asked[name].portions
         ]
         try:
             summaries = iter(await asyncio.gather(*tries))
         finally:
             for attempt in tries:
                 attempt.cancel()
-        found = {name: _counts([next(summaries) for _ in portions[name]]) for name in names}
+        found = {
+            name: _counts([next(summaries) for _ in asked[name].portions], asked[name].without_room) for name in names
+        }
         return {"schedule": names[0], **found[names[0]], "schedules": found}
 
     async def _with_retries(self, generation: Generation, portion: Portion, due: float) -> PortionSummary:
@@ -83,14 +109,26 @@ class VersionEvaluator:
         return summary
 
 
-def _counts(summaries: Sequence[PortionSummary]) -> dict[str, float]:
+def _asked(
+    plan: RunPlan, params: SamplingParams, policy: TransformerConfig, first_index: int, problems: Sequence[Problem]
+) -> _Asked:
+    return _Asked(
+        portions=plan.evaluation_portions(params, policy, first_index, problems),
+        without_room=plan.without_room(params, policy, problems),
+    )
+
+
+def _counts(summaries: Sequence[PortionSummary], without_room: Sequence[Problem]) -> dict[str, Any]:
+    """Numbers of an evaluation. Problems that could not be asked count as wrong, and are named."""
+    names = [problem.problem_id for problem in without_room]
     grades = [grade for summary in summaries for grade in summary.grades]
     steps = [max(step_map) + 1 for summary in summaries for step_map in summary.step_maps]
     return {
         "num_correct": sum(grade.correct for grade in grades),
-        "num_problems": len(grades),
+        "num_problems": len(grades) + len(names),
         "num_ungraded": sum(grade.outcome is not Outcome.GRADED for grade in grades),
         "items_right": sum(grade.score[0] for grade in grades),
-        "num_items": sum(grade.score[1] for grade in grades),
+        "num_items": sum(grade.score[1] for grade in grades) + len(names),
         "mean_steps": round(sum(steps) / len(steps), 2),
+        **({"without_room": names} if names else {}),
     }

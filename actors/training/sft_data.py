@@ -64,7 +64,7 @@ def _of_task(spec: RunSpec, plan: RunPlan, tokenizer: ChatTokenizer) -> tuple[li
     def encoded(problems: Sequence[Problem]) -> list[Example]:
         return [_of_problem(spec, plan, tokenizer, problem) for problem in problems]
 
-    return encoded(plan.train[: spec.sft.num_labels]), encoded(plan.to_choose_by[: spec.sft.num_eval])
+    return encoded(plan.train[: spec.sft.num_labels]), encoded(plan.to_test_loss_by[: spec.sft.num_eval])
 
 
 def _of_problem(spec: RunSpec, plan: RunPlan, tokenizer: ChatTokenizer, problem: Problem) -> Example:

@@ -151,7 +151,7 @@ class LocalRun:
 def score(policy: Transformer, plan: RunPlan, grader: GraderWorker, params: SamplingParams) -> tuple[Score, float]:
     """Held-out accuracy at temperature 0 under `params`, and the mean number of denoise steps that it took."""
     num_correct = num_problems = num_steps = 0
-    for portion in plan.evaluation_portions(params):
+    for portion in plan.evaluation_portions(params, policy.config):
         completions = Sampler(policy, 0).generate(portion.requests)
         _, summary = grader.grade(portion, completions)
         num_correct += sum(grade.correct for grade in summary.grades)

@@ -133,7 +133,8 @@ def prepare(subject: Subject, asked: Asked, computing: Computing, out: Path) -> 
     cells = cells_of(asked, subject.run, config)
     size = computing.batch_size(subject.run)
     problems = {cell.task.name: problems_of(cell) for cell in cells}
-    batches = [batches_of(cell, problems[cell.task.name], tokenizer, size, config) for cell in cells]
+    usual = None if subject.run is None else subject.run.rollout.max_prompt_tokens
+    batches = [batches_of(cell, problems[cell.task.name], tokenizer, size, config, usual=usual) for cell in cells]
     return [_ready(subject, cell, some, computing, out) for cell, some in zip(cells, batches, strict=True)]
 
 

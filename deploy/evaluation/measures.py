@@ -32,6 +32,7 @@ def measures(cell: Recorded) -> dict[str, Any]:
         by_problem.setdefault(answer.problem_id, []).append(answer)
     groups = list(by_problem.values())
     num_samples = max(map(len, groups))
+    generated = [answer for answer in answers if answer.has_room] or answers
     num_tokens, num_forwards = (sum(getattr(one, name) for one in answers) for name in ("num_tokens", "num_forwards"))
     outcomes = Counter(answer.outcome for answer in answers)
     found: dict[str, Any] = {
@@ -40,13 +41,15 @@ def measures(cell: Recorded) -> dict[str, Any]:
         "num_correct": sum(answer.correct for answer in answers),
         "accuracy": _mean([answer.correct for answer in answers]),
         "accuracy_interval": _accuracy_interval(groups),
-        "mean_tokens": num_tokens / len(answers),
-        "truncated": _mean([answer.is_truncated for answer in answers]),
-        "mean_forwards": num_forwards / len(answers),
+        "mean_tokens": num_tokens / len(generated),
+        "truncated": _mean([answer.is_truncated for answer in generated]),
+        "mean_forwards": num_forwards / len(generated),
         "tokens_per_forward": num_tokens / num_forwards if num_forwards else None,
         "ungraded": sum(count for outcome, count in outcomes.items() if outcome != Outcome.GRADED),
         "worker_seconds": cell.seconds,
     }
+    if without_room := list(dict.fromkeys(answer.problem_id for answer in answers if not answer.has_room)):
+        found["without_room"] = without_room
     if any(answer.num_items > 1 for answer in answers):
         found |= _items(groups)
     for k in _PASS_AT:

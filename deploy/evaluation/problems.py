@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from actors.portioning import evaluated_together
 from deploy.errors import UserError
 from deploy.evaluation.cells import Cell
 from deploy.evaluation.schedules import Params
@@ -19,7 +20,7 @@ from rewards.data.prompts import user_turn
 from rewards.first_d1 import evaluation as first_d1
 from rewards.problem import chat
 from rollout.renoising.request import RenoisingRequest
-from rollout.request import Request, SamplingParams
+from rollout.request import Request, SamplingParams, canvas_of
 
 _MADE = 500
 _SAMPLE_KEY = 31
@@ -41,6 +42,8 @@ class Batch:
     """Which of the problem's samples each is."""
     requests: tuple[Request, ...] | tuple[RenoisingRequest, ...]
     """What the sampler is asked for."""
+    has_room: bool = True
+    """Whether it can be asked: else the prompts leave no room for a completion, and the answers count as wrong."""
 
 
 def problems_of(cell: Cell) -> list[Problem]:
@@ -59,34 +62,58 @@ def batches_of(
     tokenizer: ChatTokenizer,
     batch_size: int,
     policy: TransformerConfig | RenoisingConfig,
+    *,
+    usual: int | None = None,
 ) -> list[Batch]:
     """The batches of a cell: problem by problem, all samples of one beside each other.
 
-    Raises UserError where a prompt leaves no room for the length.
+    Those whose prompts have more than `usual` tokens follow as in the evaluations of a run with such a
+    `rollout.max_prompt_tokens`, and those that leave no room for the length are the last.
+
+    Raises UserError where no prompt leaves room.
     """
     prompts = [_prompt(cell, problem, tokenizer) for problem in problems]
-    longest, length = max(map(len, prompts)), cell.params.gen_length
-    # Without a mask token whole canvases are denoised, whatever of them is asked for.
-    canvas = policy.canvas_length if isinstance(policy, RenoisingConfig) else 1
-    if longest + -(-length // canvas) * canvas > policy.max_sequence_length:
-        room = (policy.max_sequence_length - longest) // canvas * canvas
-        rest = f"take a length of at most {room}" if room > 0 else "there is no room for any completion"
-        raise UserError(
-            f"{cell.task.name} at {length} slots: its longest prompt has {longest} tokens, and the policy takes "
-            f"{policy.max_sequence_length} in all; {rest}"
-        )
+    _check_room(cell, min(map(len, prompts)), policy)
     asked = [
         (problem, prompt, sample)
         for problem, prompt in zip(problems, prompts, strict=True)
         for sample in range(cell.sampled.num_samples)
     ]
-    return [
-        _batch(cell, index, asked[start : start + batch_size])
-        for index, start in enumerate(range(0, len(asked), batch_size))
-    ]
+    fitting = [one for one in asked if _room(cell, len(one[1]), policy) >= 0]
+    others = [one for one in asked if _room(cell, len(one[1]), policy) < 0]
+    lengths = [len(prompt) for _, prompt, _ in fitting]
+    places = evaluated_together(lengths, batch_size, max(lengths) if usual is None else usual, cell.params.gen_length)
+    together = [[fitting[place] for place in some] for some in places]
+    batches = [_batch(cell, index, some) for index, some in enumerate(together)]
+    return [*batches, *([_batch(cell, len(batches), others, has_room=False)] if others else [])]
 
 
-def _batch(cell: Cell, index: int, asked: Sequence[tuple[Problem, tuple[int, ...], int]]) -> Batch:
+def _room(cell: Cell, prompt_length: int, policy: TransformerConfig | RenoisingConfig) -> int:
+    """Tokens that the policy's context has beyond a prompt and its completion; below 0 they do not fit."""
+    params = cell.params
+    if isinstance(policy, RenoisingConfig) or not isinstance(params, SamplingParams):
+        # Without a mask token whole canvases are denoised, whatever of them is asked for.
+        canvas = policy.canvas_length if isinstance(policy, RenoisingConfig) else 1
+        return policy.max_sequence_length - prompt_length - -(-params.gen_length // canvas) * canvas
+    request = Request(prompt_ids=(0,) * prompt_length, params=params, seed=0)
+    return policy.max_sequence_length - canvas_of(request, policy).end
+
+
+def _check_room(cell: Cell, shortest: int, policy: TransformerConfig | RenoisingConfig) -> None:
+    if _room(cell, shortest, policy) >= 0:
+        return
+    canvas = policy.canvas_length if isinstance(policy, RenoisingConfig) else 1
+    room = (policy.max_sequence_length - shortest) // canvas * canvas
+    rest = f"take a length of at most {room}" if room > 0 else "there is no room for any completion"
+    raise UserError(
+        f"{cell.task.name} at {cell.params.gen_length} slots: its shortest prompt has {shortest} tokens, and the "
+        f"policy takes {policy.max_sequence_length} in all; {rest}"
+    )
+
+
+def _batch(
+    cell: Cell, index: int, asked: Sequence[tuple[Problem, tuple[int, ...], int]], *, has_room: bool = True
+) -> Batch:
     problems, prompts, samples = zip(*asked, strict=True)
     seeds = [fold(cell.sampled.seed, _SAMPLE_KEY, key_of(problem.problem_id), sample) for problem, _, sample in asked]
     return Batch(
@@ -96,6 +123,7 @@ def _batch(cell: Cell, index: int, asked: Sequence[tuple[Problem, tuple[int, ...
         problems=problems,
         samples=samples,
         requests=_requests(cell.params, prompts, seeds),
+        has_room=has_room,
     )
 
 

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 _NAMES = {"items": "parts, %"}
 # The last are the first that a narrow terminal has no room for.
 _NUMBERS = ("tokens", "a forward", "cut", "worker time")
+# Problems that a caption names; `results.json` names all.
+_MOST_NAMED = 20
 
 
 @dataclass(slots=True)
@@ -107,10 +109,11 @@ def _table(title: str, cells: Sequence[Mapping[str, Any]], width: int) -> Table:
 
 
 def _drawn_table(title: str, cells: Sequence[Mapping[str, Any]], numbers: Sequence[str]) -> Table:
+    from rich.markup import escape
     from rich.table import Table
     from rich.text import Text
 
-    table, extras = Table(title=Text(printable(title)), caption=_caption(cells)), _extras(cells)
+    table, extras = Table(title=Text(printable(title)), caption=escape(_caption(cells))), _extras(cells)
     table.add_column("slots", justify="right")
     table.add_column("denoising", no_wrap=True)
     for name in ("solved, %", *(_NAMES.get(key, f"{key}, %") for key in extras), *numbers):
@@ -142,6 +145,10 @@ def _caption(cells: Sequence[Mapping[str, Any]]) -> str:
         said.append(f"{samples} samples of each{at}")
     if num_ungraded := sum(cell["ungraded"] for cell in cells):
         said.append(f"{counted(num_ungraded, 'answer')} could not be graded and count as wrong")
+    if names := list(dict.fromkeys(name for cell in cells for name in cell.get("without_room", ()))):
+        more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+        what = f"{counted(len(names), 'prompt')} without room for a completion count as wrong"
+        said.append(f"{what}: {', '.join(map(printable, names[:_MOST_NAMED]))}{more}")
     return "; ".join(said)
 
 

@@ -17,7 +17,7 @@ from learner.model.checkpoint import load_policy
 from learner.model.renoising.config import is_renoising
 from learner.model.renoising.policy import load_renoising_policy
 from learner.model.tokenizer import ChatTokenizer
-from rewards import Grader, RewardConfig, Sample, TaskConfig
+from rewards import Grader, Outcome, RewardConfig, Sample, TaskConfig
 from rollout.config import EngineConfig
 from rollout.renoising.request import RenoisedCompletion
 from rollout.renoising.sampler import RenoisingSampler
@@ -57,6 +57,8 @@ class Answer:
     num_tokens: int
     num_forwards: int
     is_truncated: bool
+    has_room: bool = True
+    """Whether the prompt left room for a completion; where it did not, the policy was not asked."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,6 +100,8 @@ class Worker:
 
         Raises ValueError or OSError as `load_policy`, FloatingPointError where the policy's weights are bad.
         """
+        if not batch.has_room:
+            return _unanswered(batch)
         sampler = self._sampler
         began = time.perf_counter()
         completions = sampler.generate(batch.requests)
@@ -139,3 +143,29 @@ class Worker:
         if key not in self._graders:
             self._graders[key] = Grader(task, RewardConfig())
         return self._graders[key]
+
+
+def _unanswered(batch: Batch) -> Answered:
+    """What counts for problems whose prompts leave no room for a completion."""
+    lengths = [len(request.prompt_ids) for request in batch.requests]
+    answers = tuple(
+        Answer(
+            problem_id=problem.problem_id,
+            sample=sample,
+            question=problem.messages[-1].content,
+            generation="",
+            ground_truth=problem.answer,
+            answer=None,
+            correct=False,
+            num_right=0,
+            num_items=1,
+            outcome=Outcome.GRADED.value,
+            detail=f"a prompt of {length} tokens leaves no room for a completion",
+            num_tokens=0,
+            num_forwards=0,
+            is_truncated=False,
+            has_room=False,
+        )
+        for problem, sample, length in zip(batch.problems, batch.samples, lengths, strict=True)
+    )
+    return Answered(index=batch.index, answers=answers, seconds=0.0)

@@ -17,6 +17,7 @@ from deploy.printing import printable
 from deploy.recipe.recipe import Recipe, Stages
 from deploy.runs.run_directory import make_spec
 from learner.model.checkpoint import load_policy
+from learner.model.checkpoint_files import load_config
 from learner.model.tokenizer import ChatTokenizer
 from rollout.request import Completion
 from rollout.sampler import Sampler
@@ -87,7 +88,7 @@ def _answered(checkpoints: Mapping[str, Path], recipe: Recipe, count: int) -> li
     tokenizer = ChatTokenizer(directory)
     plan = RunPlan(spec, tokenizer)
     grader = GraderWorker(spec.task, spec.reward, directory)
-    asked = _head(plan.evaluation_portions(recipe.evaluated_params[0]), count)
+    asked = _head(plan.evaluation_portions(recipe.evaluated_params[0], load_config(directory)), count)
     by_policy: list[list[Answered]] = []
     for name, path in checkpoints.items():
         completions = Sampler(load_policy(path), 0).generate(asked.requests)

@@ -25,6 +25,7 @@ from deploy.recipe.overrides import load_recipe, resolved_yaml
 from deploy.recipe.recipe import Recipe, Stages
 from deploy.runs.lock import LOCK, RunLock
 from learner.model.checkpoint_files import ADAPTER, load_config
+from learner.model.config import TransformerConfig
 from learner.model.hub import find_checkpoint, find_tokenizer, is_hub_id
 from learner.model.storage.references import check_unchanged
 from learner.model.storage.throughput import Say, Throughput, num_threads
@@ -122,10 +123,12 @@ def _fill_run_dir(recipe: Recipe, spec: RunSpec, start_from: Path | None, partia
         reference = start_from or recipe.model.checkpoint
         if reference is not None:
             # Before its weights are fetched and hashed.
-            _check_plan(spec, ChatTokenizer(find_tokenizer(reference)))
+            policy = _check_canvas(recipe, find_checkpoint(reference, config_only=True))
+            _check_plan(spec, ChatTokenizer(find_tokenizer(reference)), policy)
         _write_initial(recipe, partial / CHECKPOINTS / "initial", reference, say)
         if reference is None:
-            _check_plan(spec, ChatTokenizer(partial / CHECKPOINTS / "initial"))
+            initial = partial / CHECKPOINTS / "initial"
+            _check_plan(spec, ChatTokenizer(initial), load_config(initial))
         partial.rename(spec.run_dir)
     except (ValueError, OSError) as error:
         if isinstance(error, OSError) and error.errno in (errno.EEXIST, errno.ENOTEMPTY):
@@ -177,18 +180,19 @@ def check_creatable(recipe: Recipe, spec: RunSpec, start_from: Path | None, max_
             if reference is None:
                 make_tokenizer(_texts(recipe), Path(scratch), recipe.model.vocab_size)
                 tokenizer = ChatTokenizer(Path(scratch))
+                policy = _shape_of(recipe, tokenizer)
             else:
-                _check_canvas(recipe, find_checkpoint(reference, config_only=True))
+                policy = _check_canvas(recipe, find_checkpoint(reference, config_only=True))
                 tokenizer = ChatTokenizer(find_tokenizer(reference))
-            _check_plan(few, tokenizer)
+            _check_plan(few, tokenizer, policy)
     except TooFewProblemsError:
         return  # `preflight` says so, with the counts that the recipe has.
     except ValueError as error:
         raise UserError(str(error)) from error
 
 
-def _check_canvas(recipe: Recipe, source: Path) -> None:
-    """Raise ValueError unless a checkpoint takes the recipe's canvases."""
+def _check_canvas(recipe: Recipe, source: Path) -> TransformerConfig:
+    """The shape of a checkpoint. Raises ValueError unless it takes the recipe's canvases."""
     config, rollout = load_config(source), recipe.rollout
     most = config.max_sequence_length
     num_slots = rollout.sampling.most_slots(is_block_causal=config.is_block_causal)
@@ -199,6 +203,7 @@ def _check_canvas(recipe: Recipe, source: Path) -> None:
     for field, tokens in wanted.items():
         if most < tokens:
             raise ValueError(f"{source} takes canvases of {most} tokens; {field} is {tokens}")
+    return config
 
 
 def _write_initial(recipe: Recipe, directory: Path, reference: str | Path | None, say: Say | None) -> None:
@@ -229,13 +234,18 @@ def _write_initial(recipe: Recipe, directory: Path, reference: str | Path | None
     tokenizer_dir = directory.parent / ".tokenizer"
     make_tokenizer(_texts(recipe), tokenizer_dir, recipe.model.vocab_size)
     tokenizer = ChatTokenizer(tokenizer_dir)
-    ids = {"mask_token_id": tokenizer.token_id(MASK), "eos_token_id": tokenizer.token_id(EOS)}
-    model = make_model(recipe.model.shape(len(tokenizer), recipe.longest_canvas, **ids))
+    model = make_model(_shape_of(recipe, tokenizer))
     init_weights(model, recipe.seed, recipe.model.init_scale)
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
     state = asdict(_at_the_start(_digest(weights, say)))
     save_checkpoint(directory, model.config, weights, tokenizer_dir, trainer_state=state)
     shutil.rmtree(tokenizer_dir)
+
+
+def _shape_of(recipe: Recipe, tokenizer: ChatTokenizer) -> TransformerConfig:
+    """The shape of a policy that begins from scratch."""
+    ids = {"mask_token_id": tokenizer.token_id(MASK), "eos_token_id": tokenizer.token_id(EOS)}
+    return recipe.model.shape(len(tokenizer), recipe.longest_canvas, **ids)
 
 
 def _stays(reference: str | Path, source: Path) -> bool:
@@ -290,7 +300,10 @@ def _texts(recipe: Recipe) -> list[str]:
     return texts
 
 
-def _check_plan(spec: RunSpec, tokenizer: ChatTokenizer) -> None:
+def _check_plan(spec: RunSpec, tokenizer: ChatTokenizer, policy: TransformerConfig) -> None:
     plan = RunPlan(spec, tokenizer)
+    for params in spec.evaluation.params(spec.rollout.sampling):
+        plan.evaluation_portions(params, policy)
+    plan.evaluation_portions(spec.evaluation.params(spec.rollout.sampling)[0], policy, asked=plan.validation)
     if Phase.SFT in spec.phases:
         load_sft_data(spec, plan, tokenizer)

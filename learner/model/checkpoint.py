@@ -11,6 +11,7 @@ no code that comes with a checkpoint is run.
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -39,6 +40,7 @@ from learner.model.config import TransformerConfig
 from learner.model.families import FAMILIES
 from learner.model.families.layout import Piece, rows_of, within
 from learner.model.families.raw_config import CONFIG, GENERATION_CONFIG
+from learner.model.families.stored_names import is_rotary_buffer, plain_names
 from learner.model.lora import merge_adapters
 from learner.model.lora_config import BaseWeights
 from learner.model.networks import held_dtypes, make_on_meta
@@ -48,7 +50,7 @@ from learner.model.storage.reading import Extent, read_extents
 from learner.model.storage.references import write_references
 from learner.model.storage.throughput import Say, Throughput
 from learner.model.tokenizer import TOKENIZER_FILES
-from learner.model.transformer import Transformer
+from learner.model.transformer import Transformer, rope_frequencies
 
 # As safetensors names them. Quantised weights mean nothing without their scales.
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
@@ -57,6 +59,8 @@ _SHARD_BYTES = 5_000_000_000
 _LENGTH_BYTES = 8
 # A wrong config.json makes every tensor wrong: so many are named, the others counted.
 _MOST_NAMED = 3
+# Numbers of a tensor that are compared at a time.
+_COMPARED = 2**24
 
 
 def load_policy(
@@ -147,16 +151,15 @@ class StoredWeights(Mapping[str, "StoredTensor"]):
         self.config = load_config(directory)
         """The policy's shape and family."""
         parameters = dict(make_on_meta(self.config).to(torch.bfloat16).named_parameters())
-        layout = FAMILIES[self.config.family].layout({name: held.shape for name, held in parameters.items()})
-        stored: dict[str, StoredHeader] = {}
-        for path in weight_files(directory):
-            for name, header in _read_header(path).items():
-                if name in stored:
-                    raise ValueError(
-                        f"{name} is in {stored[name].path} and in {path}; one of them is of another checkpoint"
-                    )
-                stored[name] = header
-        _check_shapes(directory, {name: header.shape for name, header in stored.items()}, layout.stored_shapes)
+        family = FAMILIES[self.config.family]
+        layout = family.layout({name: held.shape for name, held in parameters.items()})
+        found = _read_headers(weight_files(directory))
+        stored, self.is_renamed = self._in_our_names(found)
+        """Whether its tensors have other names than the family's original code gives them."""
+        surplus = {name for name in stored.keys() - layout.stored_shapes.keys() if self._is_known_surplus(name)}
+        shapes = {name: header.shape for name, header in stored.items() if name not in surplus}
+        _check_shapes(directory, shapes, layout.stored_shapes)
+        self._check_surplus({name: stored[name] for name in surplus}, stored[family.outer_names["embed.weight"]])
         self._tensors = {
             name: StoredTensor(held.shape, layout.of_ours[name], stored) for name, held in parameters.items()
         }
@@ -164,6 +167,44 @@ class StoredWeights(Mapping[str, "StoredTensor"]):
         kinds = {stored[piece.stored].dtype for of_one in pieces for piece in of_one}
         self.dtype = torch.bfloat16 if kinds == {torch.bfloat16} else torch.float32
         """What holds them as they are: bfloat16 where all are in it that it may hold, else float32."""
+
+    def _in_our_names(self, found: Mapping[str, StoredHeader]) -> tuple[dict[str, StoredHeader], bool]:
+        """The tensors by the family's names, and whether they were stored under others."""
+        names = FAMILIES[self.config.family].outer_names
+        plain = plain_names(found, names["norm.weight"])
+        if self.config.tied_embeddings and names["embed.weight"] not in plain.values():
+            # The one matrix may be stored under either name.
+            plain = {
+                name: names["embed.weight"] if ours == names["head.weight"] else ours for name, ours in plain.items()
+            }
+        stored: dict[str, StoredHeader] = {}
+        for name, ours in plain.items():
+            if ours in stored:
+                raise ValueError(
+                    f"{ours} is in {stored[ours].path} and, as {name}, in {found[name].path}; one of them is of "
+                    "another checkpoint"
+                )
+            stored[ours] = found[name]
+        return stored, any(name != ours for name, ours in plain.items())
+
+    def _is_known_surplus(self, name: str) -> bool:
+        is_head = name == FAMILIES[self.config.family].outer_names["head.weight"]
+        return is_rotary_buffer(name) or (is_head and self.config.tied_embeddings)
+
+    def _check_surplus(self, surplus: Mapping[str, StoredHeader], embedding: StoredHeader) -> None:
+        """Raise ValueError where a tensor that is stored beside ours is not what ours make of it."""
+        for name, header in surplus.items():
+            if is_rotary_buffer(name):
+                if not _are_frequencies(header, rope_frequencies(self.config, torch.device("cpu"))):
+                    raise ValueError(
+                        f"{name} in {header.path} holds other rotary frequencies than those that config.json makes; "
+                        "correct its rotary settings, or remove the tensor"
+                    )
+            elif not _are_equal(header, embedding):
+                raise ValueError(
+                    f"{name} in {header.path} is not {FAMILIES[self.config.family].outer_names['embed.weight']}, and "
+                    "config.json says that they are one tensor; untie them there, or remove the one that is wrong"
+                )
 
     def read_into(
         self, destinations: Mapping[str, Tensor], rows: Mapping[str, slice] | None = None, say: Say | None = None
@@ -259,6 +300,31 @@ class StoredTensor:
             first = after
 
 
+def _whole(header: StoredHeader) -> StoredTensor:
+    """A tensor of a checkpoint as it stands there."""
+    piece = Piece(ours="", our_begin=0, stored="", stored_begin=0, num_rows=rows_of(header.shape))
+    return StoredTensor(header.shape, [piece], {"": header})
+
+
+def _are_equal(one: StoredHeader, other: StoredHeader) -> bool:
+    """Whether two tensors hold the same numbers."""
+    if one.shape != other.shape:
+        return False
+    step = max(1, _COMPARED * one.shape[0] // math.prod(one.shape))
+    parts, wider = range(0, one.shape[0], step), torch.promote_types(one.dtype, other.dtype)
+    pairs = (tuple(_whole(each)[slice(begin, begin + step)].to(wider) for each in (one, other)) for begin in parts)
+    return all(torch.equal(*pair) for pair in pairs)
+
+
+def _are_frequencies(header: StoredHeader, expected: Tensor) -> bool:
+    """Whether a tensor holds these frequencies, as far as its precision goes."""
+    if header.shape != list(expected.shape):
+        return False
+    # Half precision has 8 bits or more, and steps of 6e-8 near 0.
+    relative, absolute = (2**-8, 6e-8) if header.dtype.itemsize == 2 else (1e-4, 0.0)
+    return torch.allclose(_whole(header)[slice(None)].float(), expected, rtol=relative, atol=absolute)
+
+
 def stored_dtype(directory: Path) -> torch.dtype:
     """What holds the weights of a checkpoint as they are: bfloat16 where all of them are in it, else float32.
 
@@ -267,6 +333,17 @@ def stored_dtype(directory: Path) -> torch.dtype:
     """
     *adapted, weights = checkpoint_chain(directory)
     return torch.float32 if adapted else StoredWeights(weights).dtype
+
+
+def _read_headers(paths: Iterable[Path]) -> dict[str, StoredHeader]:
+    """The tensors of several files by name. Raises ValueError where two files have one name."""
+    found: dict[str, StoredHeader] = {}
+    for path in paths:
+        for name, header in _read_header(path).items():
+            if name in found:
+                raise ValueError(f"{name} is in {found[name].path} and in {path}; one of them is of another checkpoint")
+            found[name] = header
+    return found
 
 
 def _read_header(path: Path) -> dict[str, StoredHeader]:

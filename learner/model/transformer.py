@@ -443,11 +443,16 @@ def rope_tables(length: int, config: TransformerConfig, device: torch.device) ->
     E is what is rotated of a head's width, and the frequencies are over that. The sines of the first half are negated:
     `rotate` then needs no sign of its own.
     """
-    exponents = torch.arange(0, config.rotary_dim, 2, device=device, dtype=torch.float32) / config.rotary_dim
-    frequencies = 1.0 / config.rope_theta**exponents
-    angles = torch.outer(torch.arange(length, device=device, dtype=torch.float32), frequencies)
+    positions = torch.arange(length, device=device, dtype=torch.float32)
+    angles = torch.outer(positions, rope_frequencies(config, device))
     cos, sin = angles.cos(), angles.sin()
     return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+
+
+def rope_frequencies(config: TransformerConfig, device: torch.device) -> Tensor:
+    """Angles [E / 2] that the rotary embedding turns each pair by from one position to the next."""
+    exponents = torch.arange(0, config.rotary_dim, 2, device=device, dtype=torch.float32) / config.rotary_dim
+    return 1.0 / config.rope_theta**exponents
 
 
 def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:

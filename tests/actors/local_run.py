@@ -23,6 +23,7 @@ from actors.spec import Phase, RunSpec
 from actors.weights.fetching import Reader, StoreReader
 from actors.weights.store import Manifest, WeightStore
 from actors.weights.tensors import put, verify
+from learner.model.checkpoint_files import load_config
 from learner.model.tokenizer import ChatTokenizer
 from tests.actors.offered import Offers
 
@@ -138,7 +139,7 @@ class LocalRun:
     def _evaluated(self, generation: Generation, label: str) -> dict[str, int]:
         asked = self._plan.validation if label == VALIDATION else self._plan.heldout
         params = self._spec.evaluation.params(self._spec.rollout.sampling)[0]
-        portions = self._plan.evaluation_portions(params, asked=asked)
+        portions = self._plan.evaluation_portions(params, load_config(self._spec.initial_checkpoint), asked=asked)
         grades = [grade for portion in portions for grade in self._score(portion, generation).summary.grades]
         return {"num_correct": sum(grade.correct for grade in grades), "num_problems": len(grades)}
 

@@ -2,6 +2,7 @@ import pytest
 
 from actors.plan import RunPlan
 from actors.spec import RunSpec
+from learner.model.checkpoint_files import load_config
 from learner.model.tokenizer import ChatTokenizer
 from rollout.config import RolloutConfig
 
@@ -93,7 +94,7 @@ def test_each_group_is_denoised_at_a_schedule_that_the_seed_draws(spec: RunSpec)
 def test_evaluation_asks_every_held_out_problem_once_and_greedily(
     spec: RunSpec, plan: RunPlan, other_seed: RunPlan
 ) -> None:
-    portions = plan.evaluation_portions(spec.rollout.sampling)
+    portions = plan.evaluation_portions(spec.rollout.sampling, load_config(spec.initial_checkpoint))
     problems = [problem.problem_id for portion in portions for problem in portion.problems]
     assert problems == [problem.problem_id for problem in plan.heldout]
     assert len(set(problems)) == 20

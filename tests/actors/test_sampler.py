@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from actors.sampler import SamplerWorker
 from actors.spec import RunSpec
 from learner.model.checkpoint import load_policy
 from learner.model.checkpoint_files import Base, chain_digest
+from learner.model.transformer import Transformer
 from rollout.config import EngineConfig
 from rollout.request import Cache
 from tests.actors.test_fetching import Shelf
@@ -92,6 +94,31 @@ def test_a_compiled_sampler_that_sleeps_gives_back_what_its_rows_are_remembered_
             worker.sleep()
             assert bytes_there() == before
         assert found[0] != found[1]
+
+
+def test_a_compiled_sampler_answers_long_prompts_without_compiling_their_lengths(
+    spec: RunSpec, plan: RunPlan, generations: tuple[Shelf, list[Generation]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shelf, (first, _) = generations
+    compiled: list[int] = []
+
+    def compiling(model: Transformer) -> Callable[..., torch.Tensor]:
+        def forward(ids: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
+            compiled.append(ids.shape[1])
+            return model(ids, *arguments, **options)
+
+        return forward
+
+    monkeypatch.setattr("rollout.sampler._compiled", compiling)
+    worker = SamplerWorker(spec.initial_checkpoint, lambda: shelf, "cpu", EngineConfig(compile=True))
+    portion = plan.round_portion(0, 0)
+    expected = _sampled(worker, first, portion)
+    num_compiled = len(compiled)
+    assert num_compiled > 0
+    assert [ids for ids, _ in _sampled(worker, first, replace(portion, is_long=True))] == [ids for ids, _ in expected]
+    assert len(compiled) == num_compiled
+    assert _sampled(worker, first, portion) == expected
+    assert len(compiled) > num_compiled
 
 
 def test_weights_that_were_staged_are_sampled_from_as_if_they_had_been_fetched(

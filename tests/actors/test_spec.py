@@ -11,6 +11,7 @@ import torch
 from actors.plan import RunPlan
 from actors.run_config import ControlSection, ModelSection
 from actors.spec import Phase, RunSpec, sampler_facts
+from learner.model.checkpoint_files import load_config
 from learner.model.config import TransformerConfig
 from learner.model.lora_config import LoraConfig
 from learner.model.networks import make_model
@@ -134,7 +135,7 @@ def test_no_portion_has_more_completions_than_its_grader_has_time_for(
     )
     plan = RunPlan(run, ChatTokenizer(spec.initial_checkpoint))
     portions = [plan.round_portion(0, index) for index in range(plan.portions_per_round)]
-    evaluated = plan.evaluation_portions(run.evaluated_params[0], 0)
+    evaluated = plan.evaluation_portions(run.evaluated_params[0], load_config(spec.initial_checkpoint))
     assert max(len(portion.requests) for portion in (*portions, *evaluated)) <= run.most_portion_requests
 
 

@@ -12,6 +12,7 @@ from actors.plan import RunPlan
 from deploy.recipe.recipe import CanarySection, Recipe, Stages
 from deploy.runs.run_directory import make_spec
 from deploy.service.engine.loaded_version import CanaryError, NoLongerWantedError, StillWanted
+from learner.model.checkpoint_files import load_config
 from learner.model.tokenizer import ChatTokenizer
 from rewards import Outcome, RewardConfig
 from rollout.config import EngineConfig
@@ -71,8 +72,9 @@ class HeldoutCanary:
         """The grader, and the problems beside it. Raises ValueError, OSError."""
         if self._grader is None:
             plan = RunPlan(make_spec(self._recipe, Stages.ALL), ChatTokenizer(self._checkpoint))
+            params, policy = self._recipe.evaluated_params[0], load_config(self._checkpoint)
             problems = plan.to_choose_by[: self._config.num_problems]
-            self._portions = plan.evaluation_portions(self._recipe.evaluated_params[0], asked=problems)
+            self._portions = plan.evaluation_portions(params, policy, asked=problems)
             # An evaluation asks no term of the reward.
             self._grader = GraderWorker(self._recipe.task, RewardConfig(), self._checkpoint)
         return self._grader

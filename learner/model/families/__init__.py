@@ -111,6 +111,8 @@ def read_config(raw: RawConfig) -> TransformerConfig:
         ValueError: another family, or what the family's `read_config` refuses.
     """
     raw.check({"quantization_config": None}, may_lack=True)
+    if others := [kind for kind in raw.get("layer_types", []) if kind != "full_attention"]:
+        raise ValueError(f"{raw.path} has {others[0]!r} in layer_types; d1 computes 'full_attention' only")
     model_type = raw["model_type"]
     for family in FAMILIES.values():
         if family.model_type == model_type:

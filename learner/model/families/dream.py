@@ -10,7 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 from learner.model.config import TransformerConfig
+from learner.model.families.ids import read_ids
 from learner.model.families.raw_config import RawConfig
+from learner.model.families.rotary import read_rotary, write_rotary
 
 MODEL_TYPE = "Dream"
 
@@ -37,7 +39,6 @@ _FIXED_DEFAULTS: dict[str, Any] = {
     "architectures": ["DreamModel"],
     "attention_dropout": 0.0,
     "hidden_act": "silu",
-    "rope_scaling": None,
     "use_mrope": False,
     "use_sliding_window": False,
 }
@@ -50,9 +51,10 @@ def read_config(raw: RawConfig) -> TransformerConfig:
         ValueError: a key is missing, or asks for a variant that our transformer does not compute.
     """
     raw.check(_FIXED_DEFAULTS, may_lack=True)
+    vocab_size = raw["vocab_size"]
     return TransformerConfig(
         family="dream",
-        vocab_size=raw["vocab_size"],
+        vocab_size=vocab_size,
         d_model=raw["hidden_size"],
         num_layers=raw["num_hidden_layers"],
         num_heads=raw["num_attention_heads"],
@@ -61,11 +63,9 @@ def read_config(raw: RawConfig) -> TransformerConfig:
         max_sequence_length=raw["max_position_embeddings"],
         qkv_bias=True,
         tied_embeddings=raw.get("tie_word_embeddings", False),
-        rope_theta=raw["rope_theta"],
+        rope_theta=read_rotary(raw).theta,
         rms_norm_eps=raw["rms_norm_eps"],
-        mask_token_id=raw["mask_token_id"],
-        eos_token_id=raw.get("eos_token_id", raw["pad_token_id"]),
-        pad_token_id=raw["pad_token_id"],
+        **read_ids(raw, vocab_size, may_end_by_padding=True),
     )
 
 
@@ -74,6 +74,7 @@ def write_config(config: TransformerConfig) -> dict[str, Any]:
     return {
         "model_type": MODEL_TYPE,
         **_FIXED_DEFAULTS,
+        **write_rotary(config),
         "eos_token_id": config.eos_token_id,
         "hidden_size": config.d_model,
         "initializer_range": 0.02,
@@ -85,7 +86,6 @@ def write_config(config: TransformerConfig) -> dict[str, Any]:
         "num_key_value_heads": config.num_kv_heads,
         "pad_token_id": config.pad_token_id,
         "rms_norm_eps": config.rms_norm_eps,
-        "rope_theta": config.rope_theta,
         "sliding_window": None,
         "tie_word_embeddings": config.tied_embeddings,
         "use_cache": False,

@@ -9,7 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 from learner.model.config import TransformerConfig
+from learner.model.families.ids import read_ids
 from learner.model.families.raw_config import RawConfig
+from learner.model.families.rotary import read_rotary, write_rotary
 
 MODEL_TYPE = "llada"
 
@@ -56,7 +58,6 @@ _FIXED_DEFAULTS: dict[str, Any] = {
     "layer_norm_with_affine": True,
     "multi_query_attention": False,
     "rope_full_precision": True,
-    "rope_scaling": None,
     "scale_logits": False,
 }
 
@@ -69,9 +70,10 @@ def read_config(raw: RawConfig) -> TransformerConfig:
     """
     raw.check(_FIXED, may_lack=False)
     raw.check(_FIXED_DEFAULTS, may_lack=True)
+    vocab_size = raw.get("embedding_size") or raw["vocab_size"]
     return TransformerConfig(
         family="llada",
-        vocab_size=raw.get("embedding_size") or raw["vocab_size"],
+        vocab_size=vocab_size,
         d_model=raw["d_model"],
         num_layers=raw["n_layers"],
         num_heads=raw["n_heads"],
@@ -80,11 +82,9 @@ def read_config(raw: RawConfig) -> TransformerConfig:
         max_sequence_length=raw["max_sequence_length"],
         qkv_bias=raw.get("include_qkv_bias", False),
         tied_embeddings=raw["weight_tying"],
-        rope_theta=raw["rope_theta"],
+        rope_theta=read_rotary(raw).theta,
         rms_norm_eps=raw["rms_norm_eps"],
-        mask_token_id=raw["mask_token_id"],
-        eos_token_id=raw["eos_token_id"],
-        pad_token_id=raw["pad_token_id"],
+        **read_ids(raw, vocab_size),
     )
 
 
@@ -94,6 +94,7 @@ def write_config(config: TransformerConfig) -> dict[str, Any]:
         "model_type": MODEL_TYPE,
         **_FIXED,
         **_FIXED_DEFAULTS,
+        **write_rotary(config),
         # Null leaves it to n_kv_heads; the original code refuses `false` beside grouped heads.
         "multi_query_attention": None,
         "attention_layer_norm_with_affine": True,
@@ -111,7 +112,6 @@ def write_config(config: TransformerConfig) -> dict[str, Any]:
         "n_layers": config.num_layers,
         "pad_token_id": config.pad_token_id,
         "rms_norm_eps": config.rms_norm_eps,
-        "rope_theta": config.rope_theta,
         "use_cache": False,
         "vocab_size": config.vocab_size,
         "weight_tying": config.tied_embeddings,

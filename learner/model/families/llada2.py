@@ -9,7 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 from learner.model.config import TransformerConfig
+from learner.model.families.ids import read_ids
 from learner.model.families.raw_config import RawConfig
+from learner.model.families.rotary import read_rotary, write_rotary
 from learner.model.moe.config import MoEConfig
 
 MODEL_TYPE = "llada2_moe"
@@ -51,7 +53,6 @@ _FIXED_DEFAULTS: dict[str, Any] = {
     "norm_head": False,
     "norm_softmax": False,
     "output_dropout": 0.0,
-    "rope_scaling": None,
     "score_function": "sigmoid",
     "use_bias": False,
     "use_qk_norm": True,
@@ -75,10 +76,10 @@ def read_config(raw: RawConfig) -> TransformerConfig:
     for key in _OF_LLADA2_2:
         if raw.get(key) is not None:
             raise ValueError(f"{raw.path} has {key} = {raw[key]!r}, so it is LLaDA2.2's; d1 computes 2.0 and 2.1 only")
-    eos_token_id = raw.get("eos_token_id", raw["pad_token_id"])
+    vocab_size, rotary = raw["vocab_size"], read_rotary(raw, partial_of=raw["head_dim"])
     return TransformerConfig(
         family="llada2_moe",
-        vocab_size=raw["vocab_size"],
+        vocab_size=vocab_size,
         d_model=raw["hidden_size"],
         num_layers=raw["num_hidden_layers"],
         num_heads=raw["num_attention_heads"],
@@ -87,16 +88,13 @@ def read_config(raw: RawConfig) -> TransformerConfig:
         mlp_hidden_size=raw["intermediate_size"],
         moe=_read_moe(raw),
         max_sequence_length=raw["max_position_embeddings"],
-        rotary_width=round(raw["head_dim"] * raw.get("partial_rotary_factor", 1.0)),
+        rotary_width=rotary.width,
         qk_norm=True,
         block_length=raw.get("block_size", _BLOCK_LENGTH),
         tied_embeddings=raw.get("tie_word_embeddings", False),
-        rope_theta=raw["rope_theta"],
+        rope_theta=rotary.theta,
         rms_norm_eps=raw["rms_norm_eps"],
-        mask_token_id=raw.mask_token_id(_MASK),
-        eos_token_id=eos_token_id,
-        other_stop_ids=raw.other_stop_ids(eos_token_id),
-        pad_token_id=raw["pad_token_id"],
+        **read_ids(raw, vocab_size, mask_token=_MASK, may_end_by_padding=True),
     )
 
 
@@ -121,6 +119,7 @@ def write_config(config: TransformerConfig) -> dict[str, Any]:
     return {
         "model_type": MODEL_TYPE,
         **_FIXED_DEFAULTS,
+        **write_rotary(config),
         "block_size": config.block_length,
         "eos_token_id": config.eos_token_id,
         "first_k_dense_replace": len(moe.dense_layers),
@@ -143,7 +142,6 @@ def write_config(config: TransformerConfig) -> dict[str, Any]:
         "pad_token_id": config.pad_token_id,
         "partial_rotary_factor": config.rotary_dim / config.head_dim,
         "rms_norm_eps": config.rms_norm_eps,
-        "rope_theta": config.rope_theta,
         "rotary_dim": config.rotary_dim,
         "routed_scaling_factor": moe.scale,
         "router_dtype": "fp32",

@@ -67,10 +67,10 @@ class RawConfig:
                 return found
         raise ValueError(f"{self.path} has no mask_token_id, and the tokenizer beside it has no token {token}")
 
-    def other_stop_ids(self, eos_token_id: int) -> tuple[int, ...]:
-        """The ids but this one that end a text, by the `generation_config.json` beside the config, if it says any."""
-        ids = self._beside(GENERATION_CONFIG).get("eos_token_id")
-        return tuple(token for token in (ids if isinstance(ids, list) else [ids]) if token not in (None, eos_token_id))
+    @property
+    def generation(self) -> Mapping[str, Any]:
+        """What the `generation_config.json` beside the config says; nothing where there is none."""
+        return self._beside(GENERATION_CONFIG)
 
     def _beside(self, name: str) -> Mapping[str, Any]:
         path = self.path.with_name(name)

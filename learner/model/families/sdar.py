@@ -11,7 +11,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from learner.model.config import Family, TransformerConfig
+from learner.model.families.ids import read_ids
 from learner.model.families.raw_config import RawConfig
+from learner.model.families.rotary import read_rotary, write_rotary
 from learner.model.moe.config import MoEConfig
 
 MODEL_TYPE = "sdar"
@@ -44,7 +46,6 @@ FIXED_DEFAULTS: dict[str, Any] = {
     "attention_bias": False,
     "attention_dropout": 0.0,
     "hidden_act": "silu",
-    "rope_scaling": None,
     "use_sliding_window": False,
 }
 
@@ -63,10 +64,10 @@ def read_config_of(
 ) -> TransformerConfig:
     """The same for a form of SDAR: what its config must say, if it says anything, and its experts."""
     raw.check(fixed, may_lack=True)
-    eos_token_id = raw["eos_token_id"]
+    vocab_size = raw["vocab_size"]
     return TransformerConfig(
         family=family,
-        vocab_size=raw["vocab_size"],
+        vocab_size=vocab_size,
         d_model=raw["hidden_size"],
         num_layers=raw["num_hidden_layers"],
         num_heads=raw["num_attention_heads"],
@@ -78,12 +79,9 @@ def read_config_of(
         qk_norm=True,
         block_length=raw.get("block_size", _BLOCK_LENGTH),
         tied_embeddings=raw.get("tie_word_embeddings", False),
-        rope_theta=raw["rope_theta"],
+        rope_theta=read_rotary(raw).theta,
         rms_norm_eps=raw["rms_norm_eps"],
-        mask_token_id=raw.mask_token_id(_MASK),
-        eos_token_id=eos_token_id,
-        other_stop_ids=raw.other_stop_ids(eos_token_id),
-        pad_token_id=raw.get("pad_token_id", eos_token_id),
+        **read_ids(raw, vocab_size, mask_token=_MASK),
     )
 
 
@@ -92,6 +90,7 @@ def write_config(config: TransformerConfig) -> dict[str, Any]:
     return {
         "model_type": MODEL_TYPE,
         **FIXED_DEFAULTS,
+        **write_rotary(config),
         "block_size": config.block_length,
         "bos_token_id": config.eos_token_id,
         "eos_token_id": config.eos_token_id,
@@ -108,7 +107,6 @@ def write_config(config: TransformerConfig) -> dict[str, Any]:
         "num_key_value_heads": config.num_kv_heads,
         "pad_token_id": config.pad_token_id,
         "rms_norm_eps": config.rms_norm_eps,
-        "rope_theta": config.rope_theta,
         "sliding_window": None,
         "tie_word_embeddings": config.tied_embeddings,
         "use_cache": False,

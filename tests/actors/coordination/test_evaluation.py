@@ -14,6 +14,7 @@ from actors.coordination.pools import PortionFailedError
 from actors.messages import Generation, Portion, PortionKey, PortionSummary
 from actors.plan import RunPlan
 from actors.spec import RunSpec
+from learner.model.checkpoint_files import load_config
 from learner.model.tokenizer import ChatTokenizer
 from rewards import Grade, Outcome
 from rollout.schedule_config import ScheduleConfig
@@ -92,7 +93,8 @@ def _scored(
 ) -> dict[str, Any]:
     steps = [ScheduleConfig(num_denoise_steps=count) for count in (4, 1, 8)]
     schedules = [schedule.of(spec.rollout.sampling) for schedule in steps]
-    evaluation = VersionEvaluator(plan, schedules, pools, 2, on_failure)  # type: ignore[arg-type]
+    policy = load_config(spec.initial_checkpoint)
+    evaluation = VersionEvaluator(plan, schedules, pools, 2, on_failure, policy=policy)  # type: ignore[arg-type]
     return asyncio.run(evaluation.score(Generation(version=1, digest=""), label, due=0))
 
 

@@ -60,7 +60,7 @@ def test_a_run_is_evaluated_as_it_evaluates_itself(evaluate: Callable, runs: Pat
     sampler = Sampler(load_policy(checkpoint), 0, spec.rollout.engine)
     for params, cell in zip(recipe.evaluated_params, cells, strict=True):
         texts, num_forwards = [], 0
-        for portion in plan.evaluation_portions(params):
+        for portion in plan.evaluation_portions(params, sampler.model.config):
             completions = sampler.generate(portion.requests)
             texts += grader.grade(portion, completions)[1].texts
             num_forwards += sum(completion.num_forwards for completion in completions)
@@ -166,7 +166,7 @@ def test_the_first_d1_is_followed_to_the_letter(
 ) -> None:
     data = shared / "data" / "d1-eval" / "4x4_test_sudoku.csv"
     words = ("--tasks", "sudoku", "--protocol", "d1", f"sudoku.heldout_data={data}", "--problems", "2", "--json")
-    evaluate(*words, "--lengths", "32").assert_refused("sudoku at 32 slots: its longest prompt has", "takes 64 in all")
+    evaluate(*words, "--lengths", "32").assert_refused("sudoku at 32 slots: its shortest prompt has", "takes 64 in all")
     _copy(runs / "tiny" / "checkpoints" / "rl-000003", workdir / "wide", max_sequence_length=2048)
     (cell,) = _cells(d1("eval", "wide", "--out", str(workdir / "out"), *words, "--lengths", "32"))
     assert (cell["schedule"], cell["num_problems"]) == ("16 steps", 2)
@@ -186,6 +186,52 @@ def test_the_first_d1_is_followed_to_the_letter(
     evaluate("--protocol", "d1").assert_refused("the first d1 evaluates countdown, gsm8k", "leave out sums")
 
 
+def _of_lengths(workdir: Path, *lengths: int) -> list[str]:
+    """Words that ask problems with prompts of about so many tokens."""
+    rows = [{"prompt": f"{index}{'x' * length}", "answer": "1"} for index, length in enumerate(lengths)]
+    (workdir / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (workdir / "train.jsonl").write_text(json.dumps({"prompt": "z", "answer": "1"}))
+    data = [f"jsonl.{split}_data={workdir / name}.jsonl" for split, name in (("heldout", "rows"), ("train", "train"))]
+    return ["--tasks", "jsonl", "jsonl.grader=exact", *data]
+
+
+def test_a_prompt_without_room_counts_as_wrong_and_is_named(
+    evaluate: Callable, inline: list[Batch], workdir: Path
+) -> None:
+    words = [*_of_lengths(workdir, 4, 90, 5, 6, 90, 7), "--schedules", "0.5"]
+    (cell,) = _cells(evaluate(*words, "--json"))
+    rows = _lines(workdir / "out" / cell["answers"])[1:]
+    assert (cell["num_problems"], cell["num_correct"], len(rows)) == (6, 0, 6)
+    named = [row["problem_id"] for row in rows if "leaves no room for a completion" in row["detail"]]
+    assert len(named) == 2
+    assert cell["without_room"] == named
+    assert [len(row["question"]) > 90 for row in rows] == [False] * 4 + [True] * 2
+    assert cell["mean_tokens"] == sum(row["num_tokens"] for row in rows) / 4 > 0
+    num_asked = len(inline)
+    shown = evaluate(*words)
+    assert len(inline) == num_asked, "all was there"
+    caption = " ".join(shown.out.split())
+    assert "n = 6; 95 % intervals in brackets; 2 prompts without room for a completion count as wrong" in caption
+    assert all(name in caption for name in named)
+    evaluate(*_of_lengths(workdir, 90, 91), "--out", "other").assert_refused(
+        "jsonl at 8 slots: its shortest prompt has", "there is no room for any completion"
+    )
+
+
+def test_prompts_that_the_run_leaves_out_of_its_rounds_are_answered_apart(
+    evaluate: Callable, inline: list[Batch], runs: Path, workdir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = read_recipe(runs / "tiny")
+    rollout = recipe.rollout.model_copy(update={"max_prompt_tokens": 20})
+    changed = recipe.model_copy(update={"rollout": rollout})
+    monkeypatch.setattr("deploy.evaluation.evaluate.read_recipe", lambda _: changed)
+    _cells(evaluate(*_of_lengths(workdir, 4, 46, 5, 46, 6), "--schedules", "0.5", "--json"))
+    lengths = [[len(request.prompt_ids) for request in batch.requests] for batch in inline]
+    assert [len(some) for some in lengths] == [3, 2]
+    assert max(lengths[0]) <= 20 < min(lengths[1])
+    assert all(batch.has_room for batch in inline)
+
+
 def _copy(checkpoint: Path, directory: Path, **changes: object) -> None:
     """A checkpoint by itself, with other values in its config."""
     shutil.copytree(checkpoint, directory, ignore=shutil.ignore_patterns("manifest.json", "trainer_state.json"))
@@ -203,7 +249,7 @@ REFUSALS = [
     (("--schedules", "1.5"), "--schedules 1.5 is no schedule"),
     (("--schedules", "threshold=2"), "threshold"),
     (("--tasks", "chess"), "there is no task chess"),
-    (("--lengths", "64"), "sums at 64 slots: its longest prompt has", "take a length of at most"),
+    (("--lengths", "64"), "sums at 64 slots: its shortest prompt has", "take a length of at most"),
     (("sudoku.prompt=compact",), "sudoku.prompt=compact is a field of none of the tasks sums"),
     (("--samples", "3"), "--samples 3 of the likeliest tokens are all alike"),
     (("--tasks", "jsonl", "jsonl.grader=exact", "jsonl.train_data=nowhere.jsonl"), "nowhere.jsonl"),

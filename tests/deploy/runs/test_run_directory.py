@@ -80,7 +80,7 @@ def test_what_one_machine_of_a_cluster_has_of_the_hub_is_copied(
 ) -> None:
     given = _given(recipe_file, torch.float32)
     for find in ("find_checkpoint", "find_tokenizer"):
-        monkeypatch.setattr(run_directory, find, lambda reference: given)
+        monkeypatch.setattr(run_directory, find, lambda reference, **_: given)
     if cluster:
         monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     initial = _initial(recipe_file, "name=of-the-hub", "model.checkpoint=org/name")

@@ -167,7 +167,6 @@ def test_blocks_without_experts_are_those_that_the_config_says(shared: Path, tmp
         ("llada2-tiny", "n_group", 5, "num_groups 5 must divide num_experts 16"),
         ("sdar-moe-tiny", "decoder_sparse_step", 0, "has decoder_sparse_step = 0; it must be 1 or more"),
         ("sdar-moe-tiny", "architectures", ["SDARForCausalLM"], "architectures = ['SDARMoeForCausalLM'] only"),
-        ("sdar-moe-tiny", "rope_scaling", {"type": "yarn"}, "d1 computes rope_scaling = None only"),
         ("sdar-moe-tiny", "quantization_config", {"bits": 8}, "d1 computes quantization_config = None only"),
     ],
 )

@@ -20,6 +20,7 @@ from deploy.service.engine.follower import VersionFollower
 from deploy.service.engine.loaded_version import CanaryError, RefusedVersionError
 from deploy.service.engine.versions import Versions
 from deploy.service.source import Source
+from learner.model.checkpoint_files import load_config
 from learner.model.tokenizer import ChatTokenizer
 from rollout.sampler import Sampler
 from rollout.score import Score
@@ -86,9 +87,8 @@ def test_the_first_heldout_problems_are_asked_as_in_an_evaluation(make_canary, m
     solving[1] = 5
     assert make_canary().score(make_sampler(1), lambda: True) == Score(num_correct=5, num_problems=ASKED)
     plan = RunPlan(make_spec(recipe, Stages.ALL), ChatTokenizer(run_dir / "checkpoints" / "sft-1"))
-    expected = [
-        request for portion in plan.evaluation_portions(recipe.rollout.sampling) for request in portion.requests
-    ]
+    portions = plan.evaluation_portions(recipe.rollout.sampling, load_config(run_dir / "checkpoints" / "sft-1"))
+    expected = [request for portion in portions for request in portion.requests]
     asked = {index: request for _, index, request in solving["asked"]}
     assert [asked[index] for index in range(ASKED)] == expected[:ASKED]
     assert all(request.params.temperature == 0 for request in asked.values())

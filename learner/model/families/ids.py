@@ -1,0 +1,62 @@
+"""The ids of a policy that have a meaning, for all families: what is masked, what ends a text, what pads rows.
+
+Published configs have one id, a list of them, null, or no such key. `generation_config.json` may name further ids that
+end a text.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from learner.model.families.raw_config import GENERATION_CONFIG, RawConfig
+
+_MASK, _EOS, _PAD = "mask_token_id", "eos_token_id", "pad_token_id"
+# What LLaMA's configs write for no padding.
+_NO_PAD = -1
+
+
+def read_ids(
+    raw: RawConfig, vocab_size: int, *, mask_token: str | None = None, may_end_by_padding: bool = False
+) -> dict[str, Any]:
+    """Read the four fields of `TransformerConfig` that hold ids.
+
+    The first id that ends a text is end of text. Without a padding id, that pads as well: attention never sees it.
+
+    Args:
+        raw: the config.
+        vocab_size: rows of the embedding.
+        mask_token: the tokenizer's mask token, for a family whose configs may lack its id.
+        may_end_by_padding: whether the padding id ends a text where the config names no other id.
+
+    Raises:
+        ValueError: no mask id or no id that ends a text, or a value that is no id of the vocabulary.
+    """
+    padding = _read(raw.path, _PAD, raw.get(_PAD), vocab_size, may_be_none=True)
+    ends = _read(raw.path, _EOS, raw.get(_EOS), vocab_size) or (padding if may_end_by_padding else [])
+    ends += _read(raw.path.with_name(GENERATION_CONFIG), _EOS, raw.generation.get(_EOS), vocab_size)
+    if not ends:
+        raise ValueError(f"{raw.path} has no {_EOS}")
+    mask = raw[_MASK] if mask_token is None else raw.mask_token_id(mask_token)
+    if type(mask) is not int:
+        raise ValueError(f"{raw.path} has {_MASK} = {mask!r}; it should be an id")
+    eos, *others = dict.fromkeys(ends)
+    return {
+        _MASK: mask,
+        _EOS: eos,
+        "other_stop_ids": tuple(others),
+        _PAD: padding[0] if padding else eos,
+    }
+
+
+def _read(path: Path, key: str, value: Any, vocab_size: int, *, may_be_none: bool = False) -> list[int]:
+    """The ids that a value is, which may be one, a list or nothing. Raises ValueError for anything else."""
+    if value is None or (may_be_none and value == _NO_PAD):
+        return []
+    ids = value if isinstance(value, list) else [value]
+    if not all(type(one) is int for one in ids):
+        raise ValueError(f"{path} has {key} = {value!r}; it should be an id or a list of ids")
+    for one in ids:
+        if not 0 <= one < vocab_size:
+            raise ValueError(f"{path} has {key} = {value!r}; {one} is no id of a vocabulary of {vocab_size}")
+    return list(ids)

@@ -1,0 +1,38 @@
+"""The names that training frameworks give to a family's tensors when they save a model inside of a wrapper."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+# Of DistributedDataParallel and DeepSpeed, torch.compile, FSDP, and activation checkpointing.
+_WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+_ROTARY_BUFFERS = (".rotary_emb.inv_freq", ".rotary_emb.original_inv_freq")
+
+
+def plain_names(names: Iterable[str], norm: str) -> dict[str, str]:
+    """Map names in a checkpoint to the family's own.
+
+    Wrappers' names are left out. What stands before the names of a whole model is left out too, and the outermost
+    module is added where the model inside of it was saved.
+
+    Args:
+        names: in the checkpoint.
+        norm: the family's own name of the last norm, which every checkpoint of it has once.
+    """
+    plain = {name: ".".join(part for part in name.split(".") if part not in _WRAPPERS) for name in names}
+    found = set(plain.values())
+    root, _, inner = norm.partition(".")
+    around = [name.removesuffix(norm) for name in found if name.endswith(f".{norm}")]
+    if norm not in found and len(around) == 1:
+        return {name: of_ours.removeprefix(around[0]) for name, of_ours in plain.items()}
+    if norm not in found and inner in found:
+        outside = (f"{root}.", "lm_head.")
+        return {
+            name: of_ours if of_ours.startswith(outside) else f"{root}.{of_ours}" for name, of_ours in plain.items()
+        }
+    return plain
+
+
+def is_rotary_buffer(name: str) -> bool:
+    """Whether a name is that of rotary frequencies, which older versions of transformers saved with the weights."""
+    return name.endswith(_ROTARY_BUFFERS)

@@ -1,0 +1,174 @@
+"""Prompts of an evaluation that are longer than those of the rounds: answered whole, or counted as wrong and named."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.coordination.coordinator import Coordinator
+from actors.coordination.evaluation import VersionEvaluator
+from actors.grader import GraderWorker
+from actors.messages import Generation, Portion, PortionKey, PortionSummary
+from actors.plan import RunPlan
+from actors.portioning import evaluated_together
+from actors.run_log import read_events
+from actors.spec import RunSpec
+from actors.training.sft_data import load_sft_data
+from learner.model.checkpoint import load_policy
+from learner.model.checkpoint_files import load_config
+from learner.model.tokenizer import ChatTokenizer
+from rewards.tasks.jsonl import JsonlConfig
+from rollout.sampler import Sampler
+
+LONG, TOO_LONG = "x" * 14, "x" * 40
+"""Prompts of the rounds have 12 tokens at most; with eight slots the policy has room for 24."""
+
+
+@pytest.fixture
+def of(spec: RunSpec, tmp_path: Path) -> Callable[..., RunSpec]:
+    """The run on problems of a file, of whose 20 held-out ones some begin with these texts."""
+
+    def make(*before: str, **rollout: Any) -> RunSpec:
+        heads = [*before, *[""] * (20 - len(before))]
+        held_out = [{"prompt": f"{head}{index % 7}", "answer": str(index)} for index, head in enumerate(heads, 10)]
+        # Texts are told apart by their first character.
+        held_out = [{**row, "prompt": f"{chr(ord('A') + at)}{row['prompt']}"} for at, row in enumerate(held_out)]
+        train = [{"prompt": f"{chr(ord('a') + at % 26)}{at}", "answer": "7"} for at in range(50)]
+        for name, rows in (("held", held_out), ("train", [*train, {"prompt": "y" * 14, "answer": "7"}])):
+            (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        task = JsonlConfig(grader="exact", train_data=tmp_path / "train.jsonl", heldout_data=tmp_path / "held.jsonl")
+        changed = spec.rollout.model_copy(update=rollout)
+        return spec.model_copy(update={"task": task, "rollout": changed, "num_train_problems": 51})
+
+    return make
+
+
+def _plan(spec: RunSpec) -> RunPlan:
+    return RunPlan(spec, ChatTokenizer(spec.initial_checkpoint))
+
+
+def _portions(spec: RunSpec) -> list[Portion]:
+    return _plan(spec).evaluation_portions(spec.rollout.sampling, load_config(spec.initial_checkpoint))
+
+
+class _Pools:
+    """A sampler and a grader in this process."""
+
+    def __init__(self, spec: RunSpec) -> None:
+        self._sampler = Sampler(load_policy(spec.initial_checkpoint), 1)
+        self._grader = GraderWorker(spec.task, spec.reward, spec.initial_checkpoint)
+
+    async def score(
+        self, generation: Generation, key: PortionKey, make: Callable[[], Portion], due: float
+    ) -> tuple[None, PortionSummary]:
+        portion = make()
+        return None, self._grader.grade(portion, self._sampler.generate(portion.requests))[1]
+
+
+def _scored(spec: RunSpec) -> dict[str, Any]:
+    evaluation = VersionEvaluator(
+        _plan(spec),
+        [spec.rollout.sampling],
+        _Pools(spec),  # type: ignore[arg-type]
+        1,
+        lambda *_: None,
+        policy=load_config(spec.initial_checkpoint),
+    )
+    return asyncio.run(evaluation.score(Generation(version=1, digest=""), "rl", due=0))
+
+
+def test_of_twenty_problems_twenty_are_answered_five_with_long_prompts(of: Callable[..., RunSpec]) -> None:
+    spec = of(*[LONG] * 5)
+    portions, short = _portions(spec), _portions(of())
+    assert [(len(portion.requests), portion.is_long) for portion in portions] == [
+        (8, False),
+        (7, False),
+        # Eight canvases of 12 and 8 tokens are more than five of 18 and 8, and these no more than that.
+        (5, True),
+    ]
+    prompts = [len(request.prompt_ids) for portion in portions for request in portion.requests]
+    assert max(prompts[:15]) <= 12 < min(prompts[15:])
+    assert len({portion.key for portion in portions}) == 3
+    scored = _scored(spec)
+    assert (scored["num_problems"], scored["num_items"], scored["mean_steps"]) == (20, 20, 4)
+    assert "without_room" not in scored
+    assert [len(portion.requests) for portion in short] == [8, 8, 4]
+
+
+def test_short_prompts_are_answered_in_their_order_as_if_there_were_no_long_ones(of: Callable[..., RunSpec]) -> None:
+    spec = of(LONG, "", LONG, LONG)
+    plan = _plan(spec)
+    short = [problem for problem in plan.heldout if len(plan.prompt_ids(problem)) <= 12]
+    asked = [list(portion.problems) for portion in _portions(spec)]
+    assert asked[:3] == [short[:8], short[8:16], short[16:]]
+
+
+def test_what_has_no_room_counts_as_wrong_and_is_named(of: Callable[..., RunSpec]) -> None:
+    spec = of(TOO_LONG, LONG, TOO_LONG)
+    plan, policy = _plan(spec), load_config(spec.initial_checkpoint)
+    names = [plan.heldout[index].problem_id for index in range(20) if len(plan.prompt_ids(plan.heldout[index])) > 24]
+    assert len(names) == 2
+    assert [problem.problem_id for problem in plan.without_room(spec.rollout.sampling, policy)] == names
+    scored = _scored(spec)
+    assert (scored["num_problems"], scored["num_items"]) == (20, 20)
+    assert scored["without_room"] == scored["schedules"]["4 steps"]["without_room"] == names
+
+
+def test_an_evaluation_without_any_answer_is_refused(of: Callable[..., RunSpec]) -> None:
+    spec = of(*[TOO_LONG] * 20)
+    with pytest.raises(ValueError, match="every evaluation prompt of task jsonl is too long: with 8 slots of a compl"):
+        _portions(spec)
+
+
+def test_training_leaves_long_prompts_out_and_a_cut_one_is_cut_everywhere(of: Callable[..., RunSpec]) -> None:
+    spec = of(LONG, TOO_LONG)
+    plan = _plan(spec)
+    assert (len(plan.train), len(plan.heldout), plan.num_overlong) == (50, 20, 1)
+    assert len(plan.to_test_loss_by) == 18
+    sft = spec.sft.model_copy(update={"num_eval": 20})
+    spec = spec.model_copy(update={"sft": sft})
+    data = load_sft_data(spec, plan, ChatTokenizer(spec.initial_checkpoint))
+    assert data.facts["num_held_out"] == 18
+    cut = of(LONG, TOO_LONG, overlong_prompts="truncate_left")
+    assert _plan(cut).num_overlong == 3
+    assert max(len(request.prompt_ids) for portion in _portions(cut) for request in portion.requests) == 12
+
+
+def test_the_run_s_log_says_what_is_too_long(of: Callable[..., RunSpec], tmp_path: Path) -> None:
+    spec = of(TOO_LONG, LONG)
+    run_dir = tmp_path / "run"
+    (run_dir / "checkpoints").mkdir(parents=True)
+    (run_dir / "checkpoints" / "initial").symlink_to(spec.initial_checkpoint)
+    name = _plan(spec).without_room(spec.rollout.sampling, load_config(spec.initial_checkpoint))[0].problem_id
+
+    async def begin() -> None:
+        spec_of_run = spec.model_copy(update={"run_dir": run_dir})
+        url = "redis://127.0.0.1:1/0"
+        Coordinator(spec_of_run, {}, {}, None, registry_url=url, store_name="store", driver="one")
+
+    asyncio.run(begin())
+    assert [event["what"] for event in read_events(run_dir) if event["event"] == "failure"] == [
+        "1 prompts are longer than rollout.max_prompt_tokens 12 and not trained on",
+        "1 evaluation problems count as wrong, as their prompts leave no room for 8 slots in the policy's 32 tokens: "
+        + name,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "batches"),
+    [
+        ([], []),
+        ([3, 4, 3], [(0, 1), (2,)]),
+        # Two canvases of 4 and 4 tokens are one of 12 and 4.
+        ([12, 3, 9, 4, 4], [(1, 3), (4,), (0,), (2,)]),
+        ([5, 5, 5, 3], [(3,), (0,), (1,), (2,)]),
+        ([99], [(0,)]),
+    ],
+)
+def test_batches_of_long_prompts_take_no_more_tokens(prompts: list[int], batches: list[tuple[int, ...]]) -> None:
+    assert evaluated_together(prompts, 2, 4, 4) == batches
