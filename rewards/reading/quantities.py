@@ -50,11 +50,11 @@ _BOUND = re.compile(
 _CHANGES = re.compile(
     r"(?<![a-z])(?:"
     r"zero|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|\w+teen|(?:twen|thir|for|fif|six|seven|eigh|nine)ty"
-    r"|(?:dozen|hundred|thousand|lakh|crore|m?illion|billion|trillion|quadrillion)(?:s|ths?)?"
+    r"|(?:dozen|hundred|thousand|lakh|crore|million|billion|trillion|quadrillion)(?:s|ths?)?"
     r"|hal(?:f|ve[sd]?)|(?:third|fourth|fifth|sixth|seventh|eighth|ninth|tenth|eleventh|twelfth)s?"
     r"|(?:an?|one|and)\s+quarters?|twice|thrice|double[sd]?|triple[sd]?|minus|negative|plus|squares? of|cubes? of"
     r"|(?:square |cube )?root|multiplied|divided|factorial|sqrt|log|ln|exp|pi"
-    r"|million\w*|mil(?:[hj]\w+|i[o\u00f3]\w+)?|mille?|kk|bil|trn?|tril|mill?iard\w*|mld"
+    r"|million\w+|mil(?:[hj]\w+|i[o\u00f3]\w+)?|mille?|kk|bil|trn?|tril|mill?iard\w*|mld"
     r"|mill?on(?:es)?|tausend|\u0442\u044b\u0441\w*|\u043c\u043b\w+|\u043c\u0438\u043b\u043b\w+"
     r")(?![a-z])|[\u534a\u6253\u591a\u4f59\u51e0]",
     re.IGNORECASE,
@@ -84,8 +84,8 @@ def read_quantity(text: str) -> Fraction | None:
 
     Of an equation the last side is read. `1,000`, `-$18.`, `2.50`, `\frac{1}{2}`, `2 1/2`, `1½`, `$3 million`, `18k`,
     `2 dozen` and `1.5 \times 10^3` are read exactly. Currencies, per cent (`50%` is 50), units and most words are
-    passed over. Nothing is read where a word or sign could change the number and is not understood: `half of 18`, `18!`,
-    `more than 18`, `5 or 6`, `(5)`, `18m` (metres or millions). Takes bounded time; only ASCII digits count.
+    passed over. Nothing is read where a word or sign could change the number and is not understood: `half of 18`,
+    `18!`, `more than 18`, `5 or 6`, `(5)`, `18m` (metres or millions). Takes bounded time; only ASCII digits count.
     """
     if len(text) > MAX_QUANTITY_CHARS:
         return None
