@@ -23,7 +23,6 @@ _SIGNS = str.maketrans(
 _RESPELLINGS = [
     (re.compile(pattern), plain)
     for pattern, plain in (
-        (r"(?m)^\s*(?:`{3,}|~{3,})\s*\w*\s*$", ""),
         (r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|quad|qquad)(?![a-zA-Z])|\\{1,2}[,;:! ()\[\]]|[$~&]", " "),
         (r"\\(?:begin|end)\{[a-z]+\*?\}", " "),
         (r"\\[{}]", " "),

@@ -10,7 +10,7 @@ _CHARACTERS = str.maketrans(
     | dict.fromkeys("\u2044\u2215", "/")
     | dict.fromkeys("\u20ac\u00a3\u00a5\u20b9\u20a9\u20bd\u20ba\u20ab\u20aa", "$")
     | dict.fromkeys("\u00a0\u2009\u202f", " ")
-    | {"\u2019": "'", "\u00a2": " cents ", "\u00b0": " degrees ", "\ufe0f": ""}
+    | {"\u2019": "'", "\u00a2": " cents ", "\u00b0": " degrees ", "\u2103": " degrees C", "\ufe0f": ""}
 )
 _VULGAR = re.compile(r"([0-9]?)\s*([\u00bc-\u00be\u2150-\u215e\u2189])")
 # What sets thousands apart is the same everywhere in a number.
@@ -42,7 +42,7 @@ _RESPELLINGS = [
         (r"~~", " not "),
         # Mathematics; then every dollar sign is money.
         (r"(?<!\\)\$([^$]*[^$\\])\$|\\[()\[\]]", r" \1 "),
-        (r"\\?\$\s*(?:\\?\$\s*)*|\bRs\.?\s*(?=[0-9])", "$"),
+        (r"\\?\$\s*(?:\\?\$\s*)*|\b(?:Rs\.?|USD|EUR|GBP)\s*(?=[0-9])", "$"),
         (r"\b[A-Z]{1,2}(?=\$)", ""),
         # Fractions, and what may stand between a sign and its number.
         (rf"(?<=-)(?:{WORDS}|\\left(?![a-zA-Z])|\\[,!;: ]|[{{(])+", ""),
@@ -57,7 +57,7 @@ _RESPELLINGS = [
         ),
         # Powers of ten, and numbers that are multiplied by one.
         (
-            r"(?<![\w.,^])10\s*(?:\^|\*\*)\s*(?:\{\s*([-+]?[0-9]{1,2})\s*\}|([-+]?[0-9]{1,2}))(?![\w^]|[.,][0-9])",
+            r"(?:(?<![\w.,^])|(?<=\\cdot)|(?<=\\times))10\s*(?:\^|\*\*)\s*(?:\{\s*([-+]?[0-9]{1,2})\s*\}|([-+]?[0-9]{1,2}))(?![\w^]|[.,][0-9])",
             r"1e\1\2",
         ),
         (r"(?<=[0-9])\s*(?:\u00d7|\\times|\\cdot|\u00b7|\*|x)\s*1e", "e"),

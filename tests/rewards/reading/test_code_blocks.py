@@ -76,7 +76,15 @@ def test_other_blocks_are_not_python(info: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "code", [_IN_DOCSTRING, _IN_STRING, "s = \"```\"\nt = '''\n```\n'''\n", "# \"\"\" '''\nx = 1\n"]
+    "code",
+    [
+        _IN_DOCSTRING,
+        _IN_STRING,
+        "s = \"```\"\nt = '''\n```\n'''\n",
+        '# It\'s """ here\nt = """\n```\n"""\n',
+        'q = \'"""\'\nt = """\n```\n"""\n',
+        "q = \"\\\"'''\"\nt = '''\n```\n'''\n",
+    ],
 )
 @pytest.mark.parametrize("prefix", ["", "   ", "> "])
 def test_fences_in_strings_do_not_close(code: str, prefix: str) -> None:
