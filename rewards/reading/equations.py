@@ -24,6 +24,8 @@ _RESPELLINGS = [
     (re.compile(pattern), plain)
     for pattern, plain in (
         (r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|quad|qquad)(?![a-zA-Z])|\\{1,2}[,;:! ()\[\]]|[$~&]", " "),
+        (r"</?(?:b|i|em|strong|p|br|code)\s*/?>|<\|\w+\|>", " "),
+        (r"\\\\(?=\s|$)", "\n"),
         (r"\\(?:begin|end)\{[a-z]+\*?\}", " "),
         (r"\\[{}]", " "),
         (r"\\(?:text|mathrm|mathbf|textbf|boxed)\s*(?=\{)", ""),
@@ -49,7 +51,7 @@ _COLON = re.compile(r"(?<=[0-9)])(\s?):\1(?=[0-9(])")
 _FACTOR_BEFORE_BRACKET = re.compile(r"(?<=[0-9])\s*(?=[(\[])")
 _FACTOR_BEHIND_BRACKET = re.compile(r"(?<=[)\]])\s*(?=[0-9(\[])")
 
-_BETWEEN_STATEMENTS = re.compile(r"[;\n]|,\s|(?<=[0-9)])\.\s")
+_BETWEEN_STATEMENTS = re.compile(r"[;\n]|[,:]\s|(?<=[0-9)])\.\s")
 _OPERATION = re.compile(r"[0-9)]\s*[-+*/]\s*[0-9(]")
 _NUMBER = re.compile(r"\s*(-?[0-9]+(?:\.[0-9]+)?)\s*")
 _ENDS = re.compile(r"[0-9()]")
