@@ -25,7 +25,7 @@ WORDS = r"\\(?:text|textbf|textit|mathrm|mathbf|mbox|rm|bf)\s*\{"
 
 _FRACTION = r"\\(?:[dtc]|s|nice)?frac\s*"
 _UNIT = (
-    r"[cdkm]?m|in|ft|yd|mi|s|sec|hr?|(?:centi|deci|kilo|milli)?met(?:er|re)s?|inch(?:es)?|feet|foot|yards?|miles?"
+    r"[cdkm]?m|in|ft|yd|mi|(?<=/)(?:s|sec|hr?)|(?:centi|deci|kilo|milli)?met(?:er|re)s?|inch(?:es)?|feet|foot|yards?|miles?"
     r"|units?"
 )
 # One after the other: what comes later meets what those before it have left.
@@ -40,6 +40,8 @@ _RESPELLINGS = [
         (r"(?<![\w*\\])(\*{1,3}|_{1,2}|`{1,3})(?![\s*])([^*`]+?)(?<!\s)\1(?!\w)", r"\2"),
         (r"\\\.?boxed\s*(?:\{\s*\}|\{?)", " "),
         (r"~~", " not "),
+        # A bullet below other text is no minus.
+        (r"(?<=[^\s=])\s*\n\s*[-*\u2022]\s+", "\n"),
         # Mathematics; then every dollar sign is money.
         (r"(?<!\\)\$([^$]*[^$\\])\$|\\[()\[\]]", r" \1 "),
         (r"\\?\$\s*(?:\\?\$\s*)*|\b(?:Rs\.?|USD|EUR|GBP)\s*(?=[0-9])", "$"),

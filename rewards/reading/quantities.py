@@ -29,7 +29,7 @@ _DIGIT = re.compile(r"[0-9]")
 _EQUALITY = re.compile(r"=+|\\approx|\u2248")
 _COMPARISON = re.compile(r"[<>\u2260\u2264\u2265\u00b1\u2213]|!=|\\(?:n?[lg]eq?q?|neq?|[lg]t|pm|mp)(?![a-zA-Z])")
 _NEXT_STATEMENT = re.compile(r"[,;\n]|\b(?:and|so|then|but)\b", re.IGNORECASE)
-_ALTERNATIVE = re.compile(r"\b(?:or|nor|not|neither|cannot|never|except|without)\b|n't\b", re.IGNORECASE)
+_ALTERNATIVE = re.compile(r"\b(?:or|nor|not|neither|cannot|never|except)\b|n't\b", re.IGNORECASE)
 
 # What may stand before a number and behind it.
 _BEFORE = re.compile(r"(?:^|[\s(\[{\"'\u201c\u2018:#])$")

@@ -241,6 +241,7 @@ def _shown(value: str | None) -> Fraction | None:
                 "18 dollars!",
                 "#### 18",
                 "Answer: 18",
+                "Answer:\n- 18 dollars",
             ],
         ),
         # What would be part of another number, or is not understood.
@@ -308,6 +309,7 @@ def _shown(value: str | None) -> Fraction | None:
                 "\\sqrt{5}",
                 "\u221a5",
                 "5x^2",
+                "5s^2",
                 "5\u00b2",
                 "2^5",
                 "x+5",
