@@ -21,7 +21,7 @@ from rewards.sandbox import Sandbox, SandboxConfig, Suite, SuiteVerdict
 LONGEST_PROGRAM = 100_000
 """Characters; a longer program is wrong."""
 
-_CODE_SPAN = re.compile(r"\s*(`+)(?:python\s|py\s)?([^`]*)\1\s*")
+_CODE_SPAN = re.compile(r"\s*+(`{1,3})(?:python\s|py\s)?([^`]*)\1\s*")
 _DEFINITION = re.compile(r"^(?:async +)?(?:def|class) +(\w+)", re.MULTILINE)
 _INSTRUCTION = "Inside the answer tags write the whole program in one ```python block, without tests or examples."
 _FORMAT, _TESTS = 0.1, 0.9

@@ -151,7 +151,12 @@ def test_there_is_no_protocol_of_the_first_d1(config: type) -> None:
 def test_hostile_texts_are_graded_in_bounded_time() -> None:
     task = HumanEval(HumanEvalConfig(sandbox=SandboxConfig(cpu_s=1, wall_s=60)))
     problem = task.example()
-    for text in ("```python\n" * 200_000, "<answer>" * 100_000, "<answer>" + "x" * (LONGEST_PROGRAM + 1) + "</answer>"):
+    for text in (
+        "```python\n" * 200_000,
+        "<answer>" * 100_000,
+        "<answer>" + "`" * 90_000 + "</answer>",
+        "<answer>" + "x" * (LONGEST_PROGRAM + 1) + "</answer>",
+    ):
         grade = task.grade(problem, text)
         assert (grade.correct, grade.outcome) == (False, Outcome.GRADED)
     for program in ("-" * 90_000 + "1", "(" * 90_000, "[" * 500 + "]" * 500, "\ud800", "\x00", "x = 10 ** 10 ** 10"):
