@@ -13,26 +13,6 @@ MAX_EXPRESSION_CHARS = 256
 """Longer texts are no expressions. It bounds numbers, depth and time; Countdown's longest demonstrations have 40."""
 
 _PRECEDENCE = {"+": 1, "-": 1, "*": 2, "/": 2}
-_WRITTEN = {
-    "\\times": "*",
-    "\\cdot": "*",
-    "\\div": "/",
-    "\u00d7": "*",
-    "\u00b7": "*",
-    "\u00f7": "/",
-    "\u2212": "-",
-    "\\left": "",
-    "\\right": "",
-    "\\dfrac": "\\frac",
-    "\\tfrac": "\\frac",
-    "\\(": "",
-    "\\)": "",
-    "\\[": "",
-    "\\]": "",
-    "$": "",
-}
-_FRACTION = re.compile(r"\\frac\{([^{}]*)\}\{([^{}]*)\}")
-_NUMBER = re.compile(r"-?[0-9]+(\.[0-9]+)?")
 _SYMBOL = re.compile(r"[ \t]*([0-9]+|[-+*/()])")
 
 
@@ -70,23 +50,6 @@ def evaluate(text: str) -> EvaluatedExpression | None:
         numbers=tuple(int(symbol) for symbol in symbols if symbol[0].isdecimal()),
         operators=frozenset(symbols).intersection(_PRECEDENCE),
     )
-
-
-def plain(text: str) -> str:
-    r"""The expression that a person reads in LaTeX or in an equation.
-
-    LaTeX's and typography's operators become + - * /, `\frac{a}{b}` becomes ((a)/(b)), dollar signs and sized brackets
-    go, and of `a = 7` the left side stays. What is longer than `MAX_EXPRESSION_CHARS` stays as it is.
-    """
-    if len(text) > MAX_EXPRESSION_CHARS:
-        return text
-    for written, meant in _WRITTEN.items():
-        text = text.replace(written, meant)
-    # From within: each turn makes plain a fraction at least, whose bars hold no other.
-    while (turned := _FRACTION.sub(r"((\1)/(\2))", text)) != text:
-        text = turned
-    left, equals, right = text.partition("=")
-    return left.strip() if equals and _NUMBER.fullmatch(right.strip()) else text.strip()
 
 
 class _MalformedError(Exception):

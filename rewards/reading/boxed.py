@@ -3,8 +3,21 @@ r"""LaTeX's `\boxed{...}`: where mathematicians and models that learned from the
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Box:
+    """A box of a text."""
+
+    before: str
+    """The text before it."""
+    content: str
+    """What it holds, stripped."""
+    behind: str
+    """The text behind it."""
 
 
 def last_boxed(text: str) -> str | None:
@@ -12,11 +25,18 @@ def last_boxed(text: str) -> str | None:
 
     Braces nest; an escaped one (`\{`) does not count. Takes time linear in the length of `text`.
     """
+    box = last_box(text)
+    return None if box is None else box.content
+
+
+def last_box(text: str) -> Box | None:
+    """As `last_boxed`, with what stands around the box."""
     end = len(text)
     for box in reversed(list(_BOX.finditer(text))):
         closing = _closing(text, box.end() - 1, end)
         if closing is not None:
-            return text[box.end() : closing].strip()
+            content = text[box.end() : closing].strip()
+            return Box(before=text[: box.start()], content=content, behind=text[closing + 1 :])
         # What an earlier box holds ends before this one begins, or it would hold this one's beginning.
         end = box.start()
     return None

@@ -3,56 +3,165 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from fractions import Fraction
+
+from rewards.reading.answers import final_answer, last_answer
+from rewards.reading.boxed import last_box
+from rewards.reading.notation import WORDS, plain_number
+from rewards.reading.scales import SCALE_WORD, scaled
 
 MAX_QUANTITY_CHARS = 400
 """Longer texts are no quantity. It bounds the time and the numbers; GSM8K's longest answer has 11 characters."""
 
-_COMMAND = r"\\(?:text|textbf|textit|mathrm|mathbf|mbox|rm|bf)\s*\{"
-_COMMAND_WITH_WORDS = re.compile(rf"{_COMMAND}([^{{}}]*)\}}")
-_FRACTION = re.compile(r"(?:(-)\s*)?\\[dt]?frac\s*\{\s*([0-9]+)\s*\}\s*\{\s*([0-9]+)\s*\}")
-# What may stand between a sign and its number.
-_AFTER_SIGN = re.compile(rf"(?<=-)(?:{_COMMAND}|\\left(?![a-zA-Z])|\\[,!;: ]|[{{(])+")
-# Thousands may be set apart by LaTeX's thin space, and money may stand between a sign and its number.
-_WITHIN_NUMBER = re.compile(r"(?<=[0-9])(?:\\[,!]|\{,\})(?=[0-9]{3}(?![0-9]))|(?<![0-9])\\?[$\u20ac\u00a3]")
-# Per cent and money say what is counted, not how many; other spaces, emphasis and empty boxes say nothing.
-_UNSAID = re.compile(
-    r"\\[$%,!;: ]|[$%~\u20ac\u00a3]|\*\*|\\(?:quad|qquad|left|right)(?![a-zA-Z])|\\boxed\s*\{\s*\}"
-    r"|(?<=[0-9]):00(?![0-9:])"
-)
-_EQUALITY = re.compile(r"=|\\approx|\u2248")
+NOTHING_READ = "no number could be read in the answer"
+"""What a grade says of an answer that is no quantity."""
+
 _WHOLE = r"[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+"
 _NUMBER = re.compile(
-    rf"(?<![\w.,^/])(?P<sign>-?)"
-    rf"(?:(?:(?P<mixed>[0-9]+)\s+)?(?P<above>{_WHOLE})\s*/\s*(?P<below>{_WHOLE})(?![0-9]|\.[0-9])"
-    rf"|(?P<decimal>(?:{_WHOLE})(?:\.[0-9]*)?|\.[0-9]+)(?![0-9]))"
-    rf"(?!\s*[\^/])"
+    rf"(?:(?P<sign>[-+])(?P<gap>\s*))?(?P<money>\$?)"
+    rf"(?:(?:(?P<mixed>[0-9]+)\s+(?:(?:and|&)\s+)?)?(?P<above>(?!0[0-9])(?:{_WHOLE}))\s*/\s*(?P<below>{_WHOLE})(?![0-9]|\.[0-9])"
+    rf"|(?P<decimal>(?:{_WHOLE})(?:\.[0-9]*)?|\.[0-9]+)(?:[eE](?P<power>[-+]?[0-9]{{1,2}})(?![0-9]))?)"
 )
 _DIGIT = re.compile(r"[0-9]")
 
+# Of an equation the last side is read.
+_EQUALITY = re.compile(r"=+|\\approx|\u2248")
+_COMPARISON = re.compile(r"[<>\u2260\u2264\u2265\u00b1\u2213]|!=|\\(?:n?[lg]eq?q?|neq?|[lg]t|pm|mp)(?![a-zA-Z])")
+_NEXT_STATEMENT = re.compile(r"[,;\n]|\b(?:and|so|then|but)\b", re.IGNORECASE)
+_ALTERNATIVE = re.compile(r"\b(?:or|nor|not|neither|cannot|never|except)\b|n't\b", re.IGNORECASE)
+
+# What may stand before a number and behind it.
+_BEFORE = re.compile(r"(?:^|[\s(\[{\"'\u201c\u2018:#])$")
+_SUBTRACTED_FROM = re.compile(r"(?:\b[b-zB-Z]|[)\]}])\s+$")
+_BEFORE_SPACED_SIGN = re.compile(r"(?:^|[(\[{:])\s*$")
+_BEHIND = re.compile(
+    r"[)\]}\"'\u201d$]*[.,:;?]?[)\]}\"'\u201d]*(?:\s|$)|-(?=[^\W\d_]{2})|\s*/\s*(?=[^\W\d_]{2})|[^\W\d_]{2}"
+    r"|[\u3040-\u30ff\u4e00-\u9fff\uac00-\ud7af]|[gshlLWVACFNJ](?![^\W\d_])"
+)
+_VARIABLE = re.compile(r"\s*[b-zB-Z](?![\w.'])")
+_UNIT = re.compile(r"\s*[gshlLmtWVACFNJI](?![\w.'])")
+_JOINS = re.compile(r"(?<=[^\W\d_])[-/](?=[^\W\d_])|(?<!\S)[-\u2014]+\s+(?=[^\W\d_]{2})|^-|^\s*/\s*(?=[^\W\d_]{2})")
+_BOUND = re.compile(
+    r"\b(?:than|at least|at most|up to|over|under|above|below|exceed\w*|beyond|between|times|plus)\s+(?:\w+\s+)?$",
+    re.IGNORECASE,
+)
+# Words of numbers, and of what is done to numbers.
+_CHANGES = re.compile(
+    r"(?<![a-z])(?:"
+    r"zero|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|\w+teen|(?:twen|thir|for|fif|six|seven|eigh|nine)ty"
+    r"|(?:dozen|hundred|thousand|lakh|crore|million|billion|trillion|quadrillion)(?:s|ths?)?"
+    r"|hal(?:f|ve[sd]?)|(?:third|fourth|fifth|sixth|seventh|eighth|ninth|tenth|eleventh|twelfth)s?"
+    r"|(?:an?|one|and)\s+quarters?|twice|thrice|double[sd]?|triple[sd]?|minus|negative|plus|squares? of|cubes? of"
+    r"|(?:square |cube )?root|multiplied|divided|factorial|sqrt|log|ln|exp|pi"
+    r"|million\w+|mil(?:[hj]\w+|i[o\u00f3]\w+)?|mille?|kk|bil|trn?|tril|mill?iard\w*|mld"
+    r"|mill?on(?:es)?|tausend|\u0442\u044b\u0441\w*|\u043c\u043b\w+|\u043c\u0438\u043b\u043b\w+"
+    r")(?![a-z])|[\u534a\u6253\u591a\u4f59\u51e0]",
+    re.IGNORECASE,
+)
+_CHANGES_AT_ONCE = re.compile(r"[\s-]*(?:squared|cubed|(?:st|nd|rd|th)s|grand(?!\s+[a-z]))(?![a-z])", re.IGNORECASE)
+_QUARTERS = re.compile(r"[\s-]*quarters?(?![a-z])", re.IGNORECASE)
+_PART_OF = re.compile(r"\b(?:an?|one)\s+$", re.IGNORECASE)
+_ORDINAL = re.compile(r"(?:st|nd|rd|th)(?![a-z])", re.IGNORECASE)
+# A box in a sentence: only what belongs to its number, or makes another of it.
+_NEAR = 40
+_SIGN_AT_BOX = re.compile(
+    r"(?:(?<![\w)])[-\u2010-\u2013\u2212]|=\s*[-\u2212]\s*|\b(?:minus|negative)\s+)[$\\(]*$", re.IGNORECASE
+)
+_POWER = r"(?:\u00d7|\\times|\\cdot|x|\*)\s*10\s*(?:\^|\*\*|[\u00b2-\u00b9\u2070-\u2079])(?:\{?-?[0-9]*\}?)"
+_SCALE_AT_BOX = re.compile(
+    rf"(?:[\s~$]|\\[,;! )]|{WORDS})*"
+    rf"(?:{SCALE_WORD}|hal(?:f|ves)|(?:third|fourth|fifth|sixth|eighth|tenth)s?|and a half"
+    rf"|[\u00bc-\u00be\u2150-\u215e]|{_POWER})\}}?"
+    r"|[\s$]*(?:[kmb]|bn)(?!\w)|[0-9^]+|/\s*[0-9]+",
+    re.IGNORECASE,
+)
+_PUNCTUATION = frozenset(".,:;!?'\"()[]{}#&$\u201c\u201d\u2018\u2014\u2026\u3002\uff0c\uff1a\u3001")
+
 
 def read_quantity(text: str) -> Fraction | None:
-    r"""The one number that a text says; None when it says none, or several.
+    r"""The one number that a text says, with all that changes it; None where it says none, several, or is unclear.
 
-    Of an equation, the number after the last sign. Currencies, per cent (`50%` is 50), units and words are passed over;
-    `1,000`, `1{,}000`, `$18.`, `2.50`, `2:00 pm`, `\frac{1}{2}`, `1/2` and `2 1/2` are read exactly. Nothing is
-    calculated: `2*9` and `10^3` are several numbers. Takes bounded time; only ASCII digits count.
+    Of an equation the last side is read. `1,000`, `-$18.`, `2.50`, `\frac{1}{2}`, `2 1/2`, `1½`, `$3 million`, `18k`,
+    `2 dozen` and `1.5 \times 10^3` are read exactly. Currencies, per cent (`50%` is 50), units and most words are
+    passed over. Nothing is read where a word or sign could change the number and is not understood: `half of 18`,
+    `18!`, `more than 18`, `5 or 6`, `(5)`, `18m` (metres or millions). Takes bounded time; only ASCII digits count.
     """
     if len(text) > MAX_QUANTITY_CHARS:
         return None
-    plain = _WITHIN_NUMBER.sub("", text.replace("\u2212", "-"))
-    plain = _COMMAND_WITH_WORDS.sub(r" \1 ", _AFTER_SIGN.sub("", plain))
-    plain = _FRACTION.sub(r" \1\2/\3 ", plain)
-    last = _EQUALITY.split(_UNSAID.sub(" ", plain))[-1]
-    found = list(_NUMBER.finditer(last))
-    if len(found) != 1 or _DIGIT.search(last[: found[0].start()] + last[found[0].end() :]):
+    side = _last_side(plain_number(text))
+    found = None if side is None else _NUMBER.search(side)
+    if side is None or found is None:
         return None
-    return _value(found[0])
+    before, behind = side[: found.start()], side[found.end() :]
+    value = _value(found)
+    if value is None or _DIGIT.search(before + behind) or not _may_stand_before(before, found):
+        return None
+    value, rest = scaled(value, behind, is_money=bool(found["money"]))
+    return value if _may_stand_behind(rest, before, found) and _is_passed_over(before, rest) else None
+
+
+def final_quantity(text: str) -> str | None:
+    r"""As `final_answer`, with what stands at a box and changes its number: `-\boxed{5}`, `\boxed{3} million`."""
+    tagged = last_answer(text)
+    box = last_box(tagged if tagged else text)
+    if box is None or not box.content:
+        return final_answer(text)
+    sign, behind = _SIGN_AT_BOX.search(box.before[-_NEAR:]), _SCALE_AT_BOX.match(box.behind[:_NEAR])
+    return f"{sign[0] if sign else ''}{box.content}{behind[0].replace('$', '') if behind else ''}"
+
+
+def _last_side(text: str) -> str | None:
+    """The last side of an equation, or all of another text; None where it says more than one thing."""
+    if _COMPARISON.search(text) or _ALTERNATIVE.search(text):
+        return None
+    sides = _EQUALITY.split(text)
+    return None if any(_NEXT_STATEMENT.search(side) for side in sides[1:-1]) else sides[-1]
 
 
 def _value(number: re.Match[str]) -> Fraction | None:
-    sign = -1 if number["sign"] else 1
+    sign = -1 if number["sign"] == "-" else 1
     if number["decimal"]:
-        return sign * Fraction(number["decimal"].replace(",", "").rstrip("."))
+        value = Fraction(number["decimal"].replace(",", "").rstrip("."))
+        return sign * value * Fraction(10) ** int(number["power"] or 0)
     above, below = (int(number[name].replace(",", "")) for name in ("above", "below"))
-    return sign * (int(number["mixed"] or 0) + Fraction(above, below)) if below else None
+    if below == 0 or (number["mixed"] and not 0 < above < below):
+        return None
+    return sign * (int(number["mixed"] or 0) + Fraction(above, below))
+
+
+def _may_stand_before(before: str, number: re.Match[str]) -> bool:
+    """Whether a number can begin here."""
+    if number["gap"]:
+        return _BEFORE_SPACED_SIGN.search(before) is not None
+    if number["sign"] and _SUBTRACTED_FROM.search(before):
+        return False
+    return _BEFORE.search(before) is not None and not _BOUND.search(before)
+
+
+def _may_stand_behind(rest: str, before: str, number: re.Match[str]) -> bool:
+    """Whether a number, with its scale, can end here."""
+    if not _BEHIND.match(rest) or _CHANGES_AT_ONCE.match(rest):
+        return False
+    if _VARIABLE.match(rest) and not _UNIT.match(rest):
+        return False
+    if number["decimal"] in ("1", "3") and _QUARTERS.match(rest):
+        return False
+    if number["decimal"] and _ORDINAL.match(rest) and _PART_OF.search(before):
+        return False
+    # Accountants write a negative number so.
+    return bool(number["sign"]) or not (before.rstrip().endswith("(") and rest.lstrip().startswith(")"))
+
+
+def _is_passed_over(before: str, rest: str) -> bool:
+    """Whether the words and signs around a number leave it as it is."""
+    around = f"{_JOINS.sub(' ', before)} {_JOINS.sub(' ', rest)}"
+    if _CHANGES.search(around):
+        return False
+    return all(
+        character.isspace()
+        or character in _PUNCTUATION
+        or (character.isalpha() and not character.isnumeric())
+        or unicodedata.category(character) in ("So", "Mn")
+        for character in around
+    )

@@ -19,8 +19,9 @@ from rewards.data.rows import Row, shown
 from rewards.first_d1 import parsers as d1_parsers
 from rewards.first_d1.python_arithmetic import python_value
 from rewards.problem import Grade, Message, Problem, Rules, Split
-from rewards.reading.answers import final_answer, last_answer
-from rewards.reading.arithmetic import Operator, evaluate, plain
+from rewards.reading.answers import last_answer
+from rewards.reading.arithmetic import Operator
+from rewards.reading.equations import final_equation, read_equation
 from rewards.reading.expressions import (
     Expression,
     num_right_steps,
@@ -141,7 +142,7 @@ class Countdown:
         config's operators, and comes exactly to the target. What d1's `eval` took and this refuses: `**`, `//`,
         decimals, signs (`-3+7`), line breaks.
         """
-        answer = final_answer(text)
+        answer = final_equation(text)
         uses, misses_by = self._looked_at(problem, answer)
         is_solved = uses and misses_by == 0
         is_answered, is_rewarded = answer is not None, is_solved
@@ -197,11 +198,16 @@ class Countdown:
         return user_turn(f"{D1_FORMAT}\n{_D1_QUESTION.format(numbers=list(numbers), target=target)}")
 
     def _looked_at(self, problem: Problem, answer: str | None) -> tuple[bool, Fraction]:
-        """Whether an answer uses the given numbers by the fixed rules, and how far from the target it then comes."""
-        evaluation = None if answer is None else evaluate(plain(answer))
-        if evaluation is None or not evaluation.operators.issubset(self._config.operators):
-            return False, Fraction(0)
-        return sorted(evaluation.numbers) == _numbers_of(problem), abs(evaluation.value - int(problem.answer))
+        """Whether an answer uses the given numbers by the fixed rules, and how far from the target it then comes.
+
+        Of an equation one side uses them, and the side that is farthest from the target counts.
+        """
+        sides = None if answer is None else read_equation(answer)
+        numbers, target = _numbers_of(problem), int(problem.answer)
+        for side in sides or ():
+            if sorted(side.numbers) == numbers and side.operators.issubset(self._config.operators):
+                return True, max(abs(other.value - target) for other in sides or ())
+        return False, Fraction(0)
 
     def _draw(self, rng: Random, split: Split) -> Problem | None:
         """A random problem of `split`, or None when the draw is of another split or has no fitting target."""

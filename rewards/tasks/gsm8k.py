@@ -12,8 +12,8 @@ from rewards.data.rows import HubSplit, Row, shown
 from rewards.first_d1.maths import gsm8k_number, gsm8k_truth
 from rewards.first_d1.training_rewards import gsm8k_parts
 from rewards.problem import Grade, Problem, Split
-from rewards.reading.answers import final_answer, last_answer
-from rewards.reading.quantities import read_quantity
+from rewards.reading.answers import last_answer
+from rewards.reading.quantities import NOTHING_READ, final_quantity, read_quantity
 
 _HUB = {
     Split.TRAIN: HubSplit(repo="openai/gsm8k", config="main", split="train", num_rows=7473),
@@ -53,8 +53,10 @@ class Gsm8k(DataTask):
 
         Fixed parts: `answer` (0 or 0.1) for a closed answer tag, `correct` (0 or 0.9). d1's are those of `gsm8k_parts`.
         """
-        answer = final_answer(text)
-        is_right = _is_right(problem, answer)
+        answer = final_quantity(text)
+        read = None if answer is None else read_quantity(answer)
+        is_right = read is not None and str(read) == problem.answer
+        detail = NOTHING_READ if answer is not None and read is None else ""
         if self._config.reward == "d1":
             parts = gsm8k_parts(text, problem.metadata["written"])
         else:
@@ -63,8 +65,8 @@ class Gsm8k(DataTask):
         if self._config.protocol == "d1":
             number = gsm8k_number(text)
             is_right = number is not None and repr(number) == problem.metadata["d1"]
-            answer = None if number is None else repr(number)
-        return Grade(reward=sum(parts.values()), parts=parts, correct=is_right, answer=answer)
+            answer, detail = None if number is None else repr(number), ""
+        return Grade(reward=sum(parts.values()), parts=parts, correct=is_right, answer=answer, detail=detail)
 
     def posed(self, question: str, truth: object) -> Problem:
         """The problem of a published line, whose truth is a number. Raises ValueError.
@@ -107,8 +109,3 @@ def _written(row: Row, solution: str) -> str:
     if _MARK not in solution:
         raise ValueError(f"{row.place}: answer is {shown(solution)}; it should end in {_MARK} and a number")
     return solution.split(_MARK)[1].strip()
-
-
-def _is_right(problem: Problem, answer: str | None) -> bool:
-    number = None if answer is None else read_quantity(answer)
-    return number is not None and str(number) == problem.answer

@@ -16,7 +16,7 @@ from rewards.data.rows import HubSplit, Row, shown
 from rewards.maths import Limits, MathVerifier, Verdict, answers
 from rewards.problem import Grade, Message, Problem, Split
 from rewards.reading.answers import final_answer
-from rewards.reading.quantities import read_quantity
+from rewards.reading.quantities import NOTHING_READ, final_quantity, read_quantity
 
 GraderName = Literal["exact", "choice", "number", "math", "none"]
 """How an answer is compared with the right one."""
@@ -69,7 +69,7 @@ class Jsonl(DataTask):
 
     def grade(self, problem: Problem, text: str) -> Grade:
         """1 for a right answer, 0 otherwise; the answer is `final_answer`'s, or the whole text. Never raises."""
-        answer = final_answer(text)
+        answer = final_quantity(text) if self._config.grader == "number" else final_answer(text)
         answer = text.strip() if answer is None else answer
         verdict = self._compare(answer, problem)
         return Grade(
@@ -133,6 +133,8 @@ def _comparison(grader: GraderName) -> Callable[[str, Problem], Verdict]:
         return lambda answer, problem: answers(
             verifier, question=problem.messages[-1].content, gold=problem.answer, answer=answer
         )
+    if grader == "number":
+        return lambda answer, problem: _as_number(answer, problem.answer)
     is_right = _COMPARISONS[grader]
     return lambda answer, problem: Verdict(right=is_right(answer, problem.answer))
 
@@ -146,14 +148,13 @@ def _is_same_choice(answer: str, right: str) -> bool:
     return given is not None and wanted is not None and given[1].casefold() == wanted[1].casefold()
 
 
-def _is_same_number(answer: str, right: str) -> bool:
-    number = read_quantity(right)
-    return number is not None and read_quantity(answer) == number
+def _as_number(answer: str, right: str) -> Verdict:
+    number = read_quantity(answer)
+    return Verdict(detail=NOTHING_READ) if number is None else Verdict(right=number == read_quantity(right))
 
 
 _COMPARISONS: Mapping[GraderName, Callable[[str, str], bool]] = {
     "exact": _is_same_text,
     "choice": _is_same_choice,
-    "number": _is_same_number,
     "none": lambda answer, right: False,  # noqa: ARG005 - nothing is compared
 }

@@ -15,13 +15,13 @@ from rewards.data.dataset import DataConfig, DataTask
 from rewards.data.prompts import D1_FORMAT, demonstration, user_turn
 from rewards.problem import Grade, Outcome, Problem, Split
 from rewards.reading.answers import last_tagged
+from rewards.reading.code_blocks import code_blocks
 from rewards.sandbox import Sandbox, SandboxConfig, Suite, SuiteVerdict
 
 LONGEST_PROGRAM = 100_000
 """Characters; a longer program is wrong."""
 
-_FENCE = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n]*$", re.MULTILINE)
-_LANGUAGES = ("", "python", "python3", "py")
+_CODE_SPAN = re.compile(r"\s*+(`{1,3})(?:python\s|py\s)?([^`]*)\1\s*")
 _DEFINITION = re.compile(r"^(?:async +)?(?:def|class) +(\w+)", re.MULTILINE)
 _INSTRUCTION = "Inside the answer tags write the whole program in one ```python block, without tests or examples."
 _FORMAT, _TESTS = 0.1, 0.9
@@ -153,27 +153,23 @@ def suite_of(problem: Problem) -> Suite:
 def program_in(text: str) -> str | None:
     """The program of a completion, its first line as far in as it was; None when there is none.
 
-    It is the last block of Python in the last `<answer>` that closes, or else all that stands there; without such a tag
-    the last block of the text. A block that nothing closes ends with what it is in. Takes time linear in the text.
+    It is the last block of Python in the last `<answer>` that closes, or else its last block without a language, or
+    else all that stands there; without such a tag it is a block of the text. A block that nothing closes ends with what
+    it is in. Takes time linear in the text.
     """
     answer = last_tagged(text)
-    block = _last_block(text if answer is None else answer)
-    program = answer if block is None else block
-    return program if program is not None and program.strip() else None
+    blocks = [block for block in code_blocks(text if answer is None else answer) if block.code.strip()]
+    of_python = [block for block in blocks if block.is_python] or [block for block in blocks if not block.info]
+    if of_python:
+        return of_python[-1].code
+    if answer is None or not answer.strip():
+        return None
+    span = _CODE_SPAN.fullmatch(answer)
+    return span[2] if span else answer
 
 
 def has_format(text: str) -> bool:
     """Whether a completion has an `<answer>` that closes, with a closed block of Python in it."""
     answer = last_tagged(text)
-    return answer is not None and _last_block(answer, only_closed=True) is not None
-
-
-def _last_block(text: str, *, only_closed: bool = False) -> str | None:
-    fences = list(_FENCE.finditer(text))
-    found = None
-    for index in range(0, len(fences), 2):
-        opening = fences[index]
-        is_closed = index + 1 < len(fences)
-        if opening[1].lower() in _LANGUAGES and (is_closed or not only_closed):
-            found = text[opening.end() + 1 : fences[index + 1].start() if is_closed else len(text)]
-    return found
+    blocks = code_blocks(answer or "")
+    return any(block.is_closed and (block.is_python or not block.info) for block in blocks)

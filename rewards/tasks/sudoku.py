@@ -24,6 +24,8 @@ NUM_CELLS = 16
 EMPTY = "0"
 _PUZZLE = re.compile(r"([0-4]{16})")
 _NAMED_PUZZLE = re.compile(r"Sudoku puzzle: ([0-4]{16})")
+# Digits that are no cells: `Row 1:`, `the 4x4 grid`.
+_LABEL = re.compile(r"\brow\s*[1-4]\b|\b4\s*[x\u00d7]\s*4\b", re.IGNORECASE)
 _SOLVED = re.compile(r"[1-4]{16}")
 
 
@@ -197,7 +199,7 @@ def _checked(puzzle: str, solution: object) -> tuple[str, str]:
 def _fixed_cells(text: str) -> tuple[str | None, str]:
     """The answer, and its digits."""
     answer = final_answer(text)
-    return answer, ascii_digits(answer or "")
+    return answer, ascii_digits(_LABEL.sub(" ", answer or ""))
 
 
 def _d1_reward_cells(text: str) -> str:

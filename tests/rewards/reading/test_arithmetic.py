@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rewards.reading.arithmetic import MAX_EXPRESSION_CHARS, evaluate, plain
+from rewards.reading.arithmetic import MAX_EXPRESSION_CHARS, evaluate
 
 _NUMBERS = st.integers(0, 10_000).map(str)
 _EXPRESSIONS = st.recursive(
@@ -135,20 +135,6 @@ def test_every_text_that_is_accepted_is_also_a_python_expression(text: str) -> N
     evaluation = evaluate(text)
     if evaluation is not None:
         assert eval(re.sub(r"\d+", r"Fraction(\g<0>)", text.strip()), {"Fraction": Fraction}) == evaluation.value
-
-
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        (r"\frac{48}{2}", "24"),
-        (r"\frac{\frac{48}{2}}{3}", "8"),
-        (r"\dfrac{\frac{48}{2} + \tfrac{\frac{8}{2}}{4}}{\frac{10}{2}} = 5", "5"),
-        (r"\frac{\frac{48}{2}}", None),
-    ],
-)
-def test_fractions_of_fractions_are_read(text: str, value: str | None) -> None:
-    evaluation = evaluate(plain(text))
-    assert (None if evaluation is None else evaluation.value) == (None if value is None else Fraction(value))
 
 
 def test_the_length_bound_is_exact() -> None:

@@ -45,9 +45,9 @@ def _problem(numbers: str, target: int) -> Problem:
         ("<answer>2+3</answer>", 0.1),
         ("<answer>5</answer>", 0.1),
         ("<answer>2*4-3+4-4</answer>", 0.1),
-        ("<answer>2*4-3=9</answer>", 1.0),
+        ("<answer>2*4-3=9</answer>", 0.1),
         ("<answer>2*4-3=x</answer>", 0.1),
-        ("<answer>2x4-3</answer>", 0.1),
+        ("<answer>2x4-3</answer>", 1.0),
         (r"<answer>\boxed{2*4-3}</answer>", 1.0),
         (r"<answer>$2 \times 4 - 3$</answer>", 1.0),
         (r"\boxed{4-3+\frac{8}{2}}", 0.1),
@@ -68,6 +68,59 @@ def test_fixed_rewards(text: str, reward: float) -> None:
     assert grade.correct == (reward == 1.0)
     assert list(grade.parts) == ["answer", "correct"]
     assert sum(grade.parts.values()) == grade.reward
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<answer>44 + 19 + 35.</answer>",
+        "<answer>44 + 19 + 35 = 98</answer>",
+        "<answer>98 = 44 + 19 + 35</answer>",
+        "<answer>`44+19+35`</answer>",
+        "<answer>```\n44 + 19 + 35\n```</answer>",
+        "<answer>**44 + 19 + 35** = 98</answer>",
+        "<answer>**Answer:** 44 + 19 + 35</answer>",
+        "<answer>The answer is 44 + 19 + 35 = 98, which uses each number once.</answer>",
+        r"<answer>44 + 19 + 35 = \boxed{98}</answer>",
+        r"We find $44 + 19 + 35 = \boxed{98}$.",
+        r"Using 44, 19 and 35 we get \boxed{44+19+35} = 98.",
+        "<answer>Step 1: 44 + 19 = 63\nStep 2: 63 + 35 = 98\nSo 44 + 19 + 35 = 98</answer>",
+        "<answer>44 + 19 + 35 = 63 + 35 = 98</answer>",
+        "<answer>44 + 19 + 35\nThis equals 98.</answer>",
+    ],
+)
+def test_an_expression_is_right_in_every_notation(text: str) -> None:
+    assert Countdown(CountdownConfig()).grade(_problem("19 35 44", 98), text).reward == 1.0
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<answer>44+19+35 = 97</answer>",
+        "<answer>44+19+35\n= 97</answer>",
+        "<answer>44+19+35 = 98 = 97</answer>",
+        "<answer>97 = 44+19+35</answer>",
+        r"<answer>\boxed{44+19+35} = 97</answer>",
+        "<answer>= 98</answer>",
+        "<answer>98</answer>",
+        r"So it is \boxed{98}",
+        "<answer>98 = 98</answer>",
+        "<answer>44 + 19 = 63; 63 + 35 = 98</answer>",
+        "<answer>44+19+35 = 98; 1+1 = 2</answer>",
+        "<answer>44+19+35 or 44*19-35</answer>",
+        "<answer>44, 19, 35 = 98</answer>",
+        "<answer>44 + 19 + 35 - 44*0</answer>",
+        "<answer>44 + 19 + 35 = 98!</answer>",
+        "<answer>44 + 19 + 35 + 1/0</answer>",
+    ],
+)
+def test_a_wrong_side_a_bare_target_and_several_statements_earn_nothing(text: str) -> None:
+    assert Countdown(CountdownConfig()).grade(_problem("19 35 44", 98), text).reward == 0.1
+
+
+def test_a_wrong_equation_is_as_far_off_as_its_worst_side() -> None:
+    grade = Countdown(CountdownConfig(shaping=0.2)).grade(_problem("2 3 4", 5), "<answer>2*4-3 = 8</answer>")
+    assert (grade.correct, grade.parts["numbers"], grade.parts["close"]) == (False, 0.2, 0.05)
 
 
 @pytest.mark.parametrize(

@@ -87,6 +87,11 @@ def _one(make: Callable[..., Any], path: Path, row: dict[str, Any]) -> tuple[Any
         ("```python\nx = 1\n```\n<answer>\n```py\nx = 2\n```\n</answer>\n```python\nx = 3\n```", "x = 2\n"),
         ("<answer>```python\nx = 1\n```</answer><answer>\n```\nx = 2\n```\n</answer>", "x = 2\n"),
         ("```python\nx = 1\n```\n```text\nno\n```", "x = 1\n"),
+        ("```python\nx = 1\n```\nIt prints:\n```\n1\n```", "x = 1\n"),
+        ("```\nx = 1\n```\n```\nx = 2\n```", "x = 2\n"),
+        ("1. So:\n   ```python\n   x = 1\n   ```", "x = 1\n"),
+        ("<answer>`x = 1`</answer>", "x = 1"),
+        ("<answer>```python x = 1```</answer>", "x = 1"),
         ("<answer>\n    return 1\n</answer>", "\n    return 1\n"),
         ("```python\nx = 1", "x = 1"),
         ("<answer>```python\nx = 1</answer>", "x = 1"),
@@ -108,6 +113,8 @@ def test_the_program_is_the_last_block_of_the_last_answer(text: str, program: st
         ("<answer>\nx = 1\n</answer>", False),
         ("<answer>\n```python\nx = 1\n</answer>", False),
         ("```python\nx = 1\n```", False),
+        ("<answer>\n1. So:\n   ```py\n   x = 1\n   ```\n</answer>", True),
+        ("<answer>\n```text\nx = 1\n```\n</answer>", False),
     ],
 )
 def test_the_format_is_a_closed_block_in_a_closed_answer(text: str, has: bool) -> None:
@@ -144,7 +151,12 @@ def test_there_is_no_protocol_of_the_first_d1(config: type) -> None:
 def test_hostile_texts_are_graded_in_bounded_time() -> None:
     task = HumanEval(HumanEvalConfig(sandbox=SandboxConfig(cpu_s=1, wall_s=60)))
     problem = task.example()
-    for text in ("```python\n" * 200_000, "<answer>" * 100_000, "<answer>" + "x" * (LONGEST_PROGRAM + 1) + "</answer>"):
+    for text in (
+        "```python\n" * 200_000,
+        "<answer>" * 100_000,
+        "<answer>" + "`" * 90_000 + "</answer>",
+        "<answer>" + "x" * (LONGEST_PROGRAM + 1) + "</answer>",
+    ):
         grade = task.grade(problem, text)
         assert (grade.correct, grade.outcome) == (False, Outcome.GRADED)
     for program in ("-" * 90_000 + "1", "(" * 90_000, "[" * 500 + "]" * 500, "\ud800", "\x00", "x = 10 ** 10 ** 10"):
@@ -201,6 +213,21 @@ def test_what_stands_before_an_assert_of_something_else_stays_before_the_next_te
     )
     problem = _TASKS[0].posed('def f(x):\n    """More."""\n', {"test": check, "entry_point": "f"})
     assert _TASKS[0].grade(problem, "```python\ndef f(x): return x + 1\n```").correct
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "1. This adds:\n\n   ```python\n   def add(a, b):\n       return a + b\n   ```\n",
+        '```python\ndef add(a, b):\n    """Add.\n\n    ```\n    add(1, 2)\n    ```\n    """\n    return a + b\n```',
+        "```python\ndef add(a, b):\n    return a + b\n```\n\nIt prints:\n\n```\n7\n```\n",
+        "> ~~~~ Python title=add\r\n> def add(a, b):\r\n>     return a + b\r\n> ~~~~\r\n",
+    ],
+)
+def test_a_program_runs_wherever_its_block_stands(text: str) -> None:
+    for task in _TASKS:
+        for said in (text, f"<answer>\n{text}\n</answer>"):
+            assert task.grade(task.example(), said).correct, (task.name, said)
 
 
 def test_mbpp_has_classes_setups_and_challenges(tmp_path: Path) -> None:

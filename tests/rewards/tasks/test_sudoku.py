@@ -61,6 +61,12 @@ def _solutions_by_search(puzzle: str) -> int:
         (f"<answer>\n{_SOLUTION}\n</answer>", 1.0, True),
         ("<answer>3142\n2431\n4213\n1324</answer>", 1.0, True),
         ("<answer>3 1 4 2 | 2 4 3 1 | 4 2 1 3 | 1 3 2 4</answer>", 1.0, True),
+        (
+            "<answer>The 4x4 grid is:\nRow 1: 3 1 4 2\nRow 2: 2 4 3 1\nRow 3: 4 2 1 3\nRow 4: 1 3 2 4</answer>",
+            1.0,
+            True,
+        ),
+        ("<answer>```\n|3|1|4|2|\n|2|4|3|1|\n|4|2|1|3|\n|1|3|2|4|\n```</answer>", 1.0, True),
         (f"<answer>{_PUZZLE}</answer>", 0.0, False),
         (f"<answer>0000000000000000</answer> so <answer>{_SOLUTION}</answer>", 1.0, True),
         # one empty cell wrong, of eight

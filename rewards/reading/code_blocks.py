@@ -1,0 +1,120 @@
+"""Markdown's fenced blocks of code."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+# Quote marks and list markers, then spaces and the fence.
+_OPENING = re.compile(
+    r"^(?P<within>(?:[ \t]*+(?:>|(?:[-*+]|[0-9]{1,9}[.)])(?=[ \t])))*+[ \t]*+)"
+    r"(?P<fence>(?P<mark>`)``+|(?:~)~~+)(?P<info>(?(mark)[^`\n]*|[^\n]*))$",
+    re.MULTILINE,
+)
+_FENCE = r"^[ \t>]*(?P<fence>`{3,}+|~{3,}+)[ \t]*(?P<info>[^\s`<][^`\n]*)?(?:<[^\n]*)?$"
+_CLOSING = re.compile(_FENCE, re.MULTILINE)
+# Strings that close, comments, strings that do not close, and fences, which count outside of strings only.
+_PYTHON_LEXEME = re.compile(
+    r'"""(?:[^"\\]|\\.|"(?!""))*+"""'
+    r"|'''(?:[^'\\]|\\.|'(?!''))*+'''"
+    r'|"(?!"")(?:[^"\\\n]|\\.)*+"'
+    r"|'(?!'')(?:[^'\\\n]|\\.)*+'"
+    r"|#[^\n]*+"
+    r"|(?P<unclosed>\"\"\"|''')|" + _FENCE,
+    re.MULTILINE | re.DOTALL,
+)
+_OUTSIDE_QUOTE = re.compile(r"^(?![ \t]*>)", re.MULTILINE)
+_QUOTE_MARKS = re.compile(r"^(?:[ \t]*> ?)+", re.MULTILINE)
+_LINE_END = re.compile(r"\r\n?")
+_PYTHON = re.compile(r"\{?\s*\.?i?py(?:thon)?[0-9.]*(?![\w-])", re.IGNORECASE)
+_TRANSPARENT = re.compile(r"\{?\s*\.?(?:markdown|md)(?![\w-])", re.IGNORECASE)
+
+# In so many blocks a string may stay open; then strings are no longer looked at. It bounds the time.
+_MAX_REREADINGS = 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CodeBlock:
+    """A fenced block."""
+
+    info: str
+    """What stands behind the opening fence: the language, and perhaps more."""
+    code: str
+    """What it holds, without the indentation and the quote marks of the fence."""
+    is_closed: bool
+    """Whether a fence closes it; otherwise it ends with the text."""
+
+    @property
+    def is_python(self) -> bool:
+        """Whether it says that it holds Python."""
+        return _PYTHON.match(self.info) is not None
+
+
+def code_blocks(text: str) -> Iterator[CodeBlock]:
+    """The fenced blocks of a text, in their order. Takes time linear in the text.
+
+    Fences are CommonMark's, but may be indented by any amount, and lines may be indented less than their fence. In a
+    block of Python, or without a language, a fence within a string (docstrings have them) does not close, and one that
+    names a language opens the next block. Blocks of Markdown are passed over: what they hold is read.
+    """
+    text = _LINE_END.sub("\n", text)
+    place = quote_end = num_rereadings = 0
+    while opening := _OPENING.search(text, place):
+        info, start = opening["info"].strip(), min(opening.end() + 1, len(text))
+        place = start
+        if _TRANSPARENT.match(info):
+            continue
+        stop = len(text)
+        if ">" in opening["within"]:
+            # Looked for once in each quote, not once in each of its blocks.
+            stop = quote_end = quote_end if start < quote_end else _quote_end(text, start)
+        is_code = not info or _PYTHON.match(info)
+        if is_code and num_rereadings < _MAX_REREADINGS:
+            closing = _closing_outside_strings(text, start, stop, opening["fence"])
+            num_rereadings += closing is not None and closing.re is _CLOSING
+        else:
+            closing = _closing(text, start, stop, opening["fence"], reopens=bool(is_code))
+        end = closing.start() if closing else stop
+        yield CodeBlock(info=info, code=_unindented(text[start:end], opening["within"]), is_closed=closing is not None)
+        place = end if closing is None or closing["info"] else closing.end()
+
+
+def _quote_end(text: str, start: int) -> int:
+    end = _OUTSIDE_QUOTE.search(text, start)
+    return end.start() if end else len(text)
+
+
+def _closing(text: str, start: int, stop: int, fence: str, *, reopens: bool) -> re.Match[str] | None:
+    """The first fence that closes a block; one that names a language does where the next block then opens."""
+    found = (found for found in _CLOSING.finditer(text, start, stop) if found["fence"].startswith(fence))
+    return next((closing for closing in found if reopens or not closing["info"]), None)
+
+
+def _closing_outside_strings(text: str, start: int, stop: int, fence: str) -> re.Match[str] | None:
+    """The first fence that closes a block of Python and is in none of its strings; any, where a string stays open."""
+    for lexeme in _PYTHON_LEXEME.finditer(text, start, stop):
+        if lexeme["unclosed"]:
+            return _closing(text, start, stop, fence, reopens=True)
+        if lexeme["fence"] and lexeme["fence"].startswith(fence):
+            return lexeme
+    return None
+
+
+def _unindented(code: str, within: str) -> str:
+    """The code without its fence's quote marks and indentation, of which its first line may have less."""
+    if ">" in within:
+        code, within = _QUOTE_MARKS.sub("", code), within.rpartition(">")[2].removeprefix(" ")
+    first = next((line for line in code.split("\n") if line.strip()), "")
+    width = min(_width(within), _width(first[: len(first) - len(first.lstrip(" \t"))]))
+    return "\n".join(_cut(line, width) for line in code.split("\n")) if width else code
+
+
+def _width(text: str) -> int:
+    return len(text.expandtabs(4))
+
+
+def _cut(line: str, width: int) -> str:
+    """A line without its first columns, as far as they are space."""
+    bare = line.lstrip(" \t")
+    return " " * (_width(line[: len(line) - len(bare)]) - width) + bare

@@ -1,0 +1,126 @@
+"""Expressions and equations as people write them: LaTeX, typography, Markdown, and words around them."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+from rewards.reading.answers import final_answer, last_answer
+from rewards.reading.arithmetic import EvaluatedExpression, evaluate
+from rewards.reading.boxed import last_box
+
+MAX_EQUATION_CHARS = 1000
+"""Longer answers are not read. It bounds the time."""
+
+_SIGNS = str.maketrans(
+    dict.fromkeys("\u00d7\u2715\u2716\u2a2f\u2217\u22c5\u00b7\u2022\u2219\u30fb\uff0a", "*")
+    | dict.fromkeys("\u2010\u2011\u2012\u2013\u2212\ufe63\uff0d\u2796", "-")
+    | dict.fromkeys("\u00f7\u2215\u2044\uff0f\u2797", "/")
+    | dict.fromkeys("\uff0b\u2795", "+")
+    | dict.fromkeys("\uff1d\u2192\u21d2\u2261", "=")
+    | {"\uff08": "(", "\uff09": ")", "\u00a0": " ", "\u2009": " ", "\u202f": " ", "\ufe0f": "", "\r": "\n"}
+)
+_RESPELLINGS = [
+    (re.compile(pattern), plain)
+    for pattern, plain in (
+        (r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|quad|qquad)(?![a-zA-Z])|\\{1,2}[,;:! ()\[\]]|[$~&]", " "),
+        (r"</?(?:b|i|em|strong|p|br|code)\s*/?>|<\|\w+\|>", " "),
+        (r"\\\\(?=\s|$)", "\n"),
+        (r"\\(?:begin|end)\{[a-z]+\*?\}", " "),
+        (r"\\[{}]", " "),
+        (r"\\(?:text|mathrm|mathbf|textbf|boxed)\s*(?=\{)", ""),
+        (r"\\(?:times|cdot|ast|bullet)(?![a-zA-Z])", "*"),
+        (r"\\div(?![a-zA-Z])", "/"),
+        (r"\\(?:[dtc])?frac\s*([0-9])\s*([0-9])", r"\\frac{\1}{\2}"),
+        (r"(?i)\bplus\b", "+"),
+        (r"(?i)\bminus\b", "-"),
+        (r"(?i)\b(?:times|multiplied by)\b", "*"),
+        (r"(?i)\bdivided by\b", "/"),
+        (r"(?i)(?:,?\s*\bwhich\s+)?\b(?:equals|is equal to|gives|makes)\b|[=-]+>|={2}", "="),
+        # A line that goes on with the equation, `(= 98)` behind it, and remarks in parentheses.
+        (r"\n\s*=", " ="),
+        (r"\(\s*=\s*([^()=]*)\)\s*(?=[.\s]*$)", r"= \1"),
+        (r"\(\s*[^\W\d_][^()\[\]0-9+*/-]*\)", " "),
+        (r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))", ""),
+    )
+]
+_FRACTION = re.compile(r"\\[dtc]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
+_BRACKETS = str.maketrans("[]{}", "()()")
+_CROSS = re.compile(r"(?<=[0-9)])\s*[xX]\s*(?=[0-9(])")
+_COLON = re.compile(r"(?<=[0-9)])(\s?):\1(?=[0-9(])")
+_FACTOR_BEFORE_BRACKET = re.compile(r"(?<=[0-9])\s*(?=[(\[])")
+_FACTOR_BEHIND_BRACKET = re.compile(r"(?<=[)\]])\s*(?=[0-9(\[])")
+
+_BETWEEN_STATEMENTS = re.compile(r"[;\n]|[,:]\s|(?<=[0-9)])\.\s")
+_OPERATION = re.compile(r"[0-9)]\s*[-+*/]\s*[0-9(]")
+_NUMBER = re.compile(r"\s*(-?[0-9]+(?:\.[0-9]+)?)\s*")
+_ENDS = re.compile(r"[0-9()]")
+_AROUND = re.compile(r"(?:[^\W\d_]|[\s*_#>\"'`:,;.\u201c\u201d\u2713\u2714\u2705])*")
+_CHANGES = re.compile(
+    r"(?i)\b(?:\w*root|sqrt|squared?|cubed?|half|twice|double|triple|negative|log|ln|abs|not|mod|factorial|percent|of)\b"
+)
+
+
+def final_equation(text: str) -> str | None:
+    r"""As `final_answer`, with the rest of a box's equation: `2 + 3 = \boxed{5}`, `\boxed{2+3} = 5`."""
+    tagged = last_answer(text)
+    box = last_box(tagged if tagged else text)
+    if box is None or not box.content:
+        return final_answer(text)
+    line = box.before.rpartition("\n")[2].rstrip("$ \\([") if _NUMBER.fullmatch(box.content) else ""
+    right = re.match(r"[\s$]*=[\s$]*-?[0-9.]+", box.behind)
+    return f"{line} {box.content}{right[0] if right else ''}".strip()
+
+
+def read_equation(text: str) -> tuple[EvaluatedExpression, ...] | None:
+    r"""The sides of what an answer states, each evaluated; one for an expression; None where a side is none.
+
+    Of several statements (lines, steps between semicolons) the last with an operator counts. Signs of typography and of
+    LaTeX, `x` and `:` between numbers, brackets of any kind, `2(3+4)` and words at both ends are read as people mean
+    them. Powers, factorials, remainders and digits that are joined are no expressions. Takes bounded time.
+    """
+    if len(text) > MAX_EQUATION_CHARS:
+        return None
+    said = [part for part in _BETWEEN_STATEMENTS.split(_plain(text)) if _ENDS.search(part)]
+    statements = [part for part in said if _OPERATION.search(part)] or said
+    first, *others = (statements or [""])[-1].split("=")
+    # `x = 44 + 19`, and an equation that breaks off.
+    is_named = others and not _ENDS.search(first)
+    written = [side for side in (others if is_named else [first, *others]) if side.strip()]
+    sides = [_evaluated(side) for side in written]
+    return tuple(side for side in sides if side is not None) if sides and all(sides) else None
+
+
+def _plain(text: str) -> str:
+    """The text in plain characters: digits, + - * / and parentheses."""
+    text = text.translate(_SIGNS)
+    for pattern, plain in _RESPELLINGS:
+        text = pattern.sub(plain, text)
+    # Before fractions are respelled: `2\frac{1}{2}` is a mixed number and no product.
+    text = _FACTOR_BEFORE_BRACKET.sub("*", text)
+    # From within: each turn makes plain a fraction at least, whose bars hold no other.
+    while (turned := _FRACTION.sub(r"((\1)/(\2))", text)) != text:
+        text = turned
+    text = _FACTOR_BEHIND_BRACKET.sub("*", text).translate(_BRACKETS)
+    return _COLON.sub("/", _CROSS.sub("*", text))
+
+
+def _evaluated(side: str) -> EvaluatedExpression | None:
+    side = _without_words(side)
+    number = _NUMBER.fullmatch(side)
+    if number and not side.strip().isdecimal():
+        return EvaluatedExpression(value=Fraction(number[1]), numbers=(), operators=frozenset())
+    return evaluate(side)
+
+
+def _without_words(side: str) -> str:
+    """A side without the words and the emphasis at its ends."""
+    ends = [found.start() for found in _ENDS.finditer(side)]
+    if not ends:
+        return side
+    before, behind = side[: ends[0]], side[ends[-1] + 1 :]
+    if _CHANGES.search(before) or _CHANGES.search(behind) or before[-1:].isalpha() or behind[:1].isalpha():
+        return side
+    start = ends[0] if _AROUND.fullmatch(before) and before[-1:] != "." else 0
+    end = ends[-1] + 1 if _AROUND.fullmatch(behind) else len(side)
+    return side[start:end]

@@ -1,0 +1,94 @@
+"""Numbers in LaTeX, Markdown and typography, respelled in plain characters."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+
+_CHARACTERS = str.maketrans(
+    dict.fromkeys("\u2010\u2011\u2012\u2013\u2212\ufe63\uff0d", "-")
+    | dict.fromkeys("\u2044\u2215", "/")
+    | dict.fromkeys("\u20ac\u00a3\u00a5\u20b9\u20a9\u20bd\u20ba\u20ab\u20aa", "$")
+    | dict.fromkeys("\u00a0\u2009\u202f", " ")
+    | {"\u2019": "'", "\u00a2": " cents ", "\u00b0": " degrees ", "\u2103": " degrees C", "\ufe0f": ""}
+)
+_VULGAR = re.compile(r"([0-9]?)\s*([\u00bc-\u00be\u2150-\u215e\u2189])")
+# What sets thousands apart is the same everywhere in a number.
+_THOUSANDS = re.compile(
+    r"(?<![\w.,/])([1-9][0-9]{0,2}(?P<gap>[ '~]|\\[,! ]|,\\!|\{,\})[0-9]{3}(?:(?P=gap)[0-9]{3})*)"
+    r"(?![\w/]|\s*/|[,.'][0-9]|(?P=gap)[0-9])"
+)
+_POWER_OF_TEN = re.compile(r"(?<![\w.,])10([\u207b]?[\u2070\u00b9\u00b2\u00b3\u2074-\u2079]{1,2})")
+
+WORDS = r"\\(?:text|textbf|textit|mathrm|mathbf|mbox|rm|bf)\s*\{"
+"""A regular expression: LaTeX's beginning of words in a formula."""
+
+_FRACTION = r"\\(?:[dtc]|s|nice)?frac\s*"
+_UNIT = (
+    r"[cdkm]?m|in|ft|yd|mi|(?<=/)(?:s|sec|hr?)|(?:centi|deci|kilo|milli)?met(?:er|re)s?|inch(?:es)?|feet|foot|yards?|miles?"
+    r"|units?"
+)
+# One after the other: what comes later meets what those before it have left.
+_RESPELLINGS = [
+    (re.compile(pattern), plain)
+    for pattern, plain in (
+        # Tags, whole or cut off at the end; emphasis; boxes that are empty or do not close.
+        (
+            r"</?(?:answer|b|i|u|em|strong|p|br|div|span|code)\s*/?>|</?answer$|<\|\w+\|>|^\s*(?:[-=]+>|\u2192|\u21d2)",
+            " ",
+        ),
+        (r"(?<![\w*\\])(\*{1,3}|_{1,2}|`{1,3})(?![\s*])([^*`]+?)(?<!\s)\1(?!\w)", r"\2"),
+        (r"\\\.?boxed\s*(?:\{\s*\}|\{?)", " "),
+        (r"~~", " not "),
+        # A bullet below other text is no minus.
+        (r"(?<=[^\s=])\s*\n\s*[-*\u2022]\s+", "\n"),
+        # Mathematics; then every dollar sign is money.
+        (r"(?<!\\)\$([^$]*[^$\\])\$|\\[()\[\]]", r" \1 "),
+        (r"\\?\$\s*(?:\\?\$\s*)*|\b(?:Rs\.?|USD|EUR|GBP)\s*(?=[0-9])", "$"),
+        (r"\b[A-Z]{1,2}(?=\$)", ""),
+        # Fractions, and what may stand between a sign and its number.
+        (rf"(?<=-)(?:{WORDS}|\\left(?![a-zA-Z])|\\[,!;: ]|[{{(])+", ""),
+        (rf"{WORDS}([^{{}}]*)\}}", r" \1 "),
+        (rf"({_FRACTION})(?:\{{([0-9]+)\}}|([0-9]))\s*(?:\{{([0-9]+)\}}|([0-9]))", r"\1{\2\3}{\4\5}"),
+        (rf"(?:(-)\s*)?{_FRACTION}\{{\s*(-?)\s*([0-9]+)\s*\}}\s*\{{\s*([0-9]+)\s*\}}", r" \1\2\3/\4 "),
+        # Units whose exponent is no part of the number.
+        (r"\s*(?:\^\s*\{?\s*\\circ\s*\}?|\\(?:degree|circ)(?![a-zA-Z]))", " degrees "),
+        (
+            rf"(?<![a-zA-Z\\])(?:(?:{_UNIT})\s*(?:\^\s*(?:\{{\s*[23]\s*\}}|[23])|[\u00b2\u00b3])|(?:[cdkm]?m|ft)[23])(?![\w^])",
+            "units ",
+        ),
+        # Powers of ten, and numbers that are multiplied by one.
+        (
+            r"(?:(?<![\w.,^])|(?<=\\cdot)|(?<=\\times))10\s*(?:\^|\*\*)\s*(?:\{\s*([-+]?[0-9]{1,2})\s*\}|([-+]?[0-9]{1,2}))(?![\w^]|[.,][0-9])",
+            r"1e\1\2",
+        ),
+        (r"(?<=[0-9])\s*(?:\u00d7|\\times|\\cdot|\u00b7|\*|x)\s*1e", "e"),
+        # Spaces and sizes; per cent says what is counted and not how many; `2:00` is two o'clock.
+        (r"\\[,!;: %]|[%~]|\\(?:quad|qquad|left|right|displaystyle)(?![a-zA-Z])|(?<=[0-9]):00(?![0-9:])", " "),
+        (r"(?i)\b(?:minus|negative)\s+(?=\$?[0-9.])", "-"),
+        (r"\$([-+])\s*", r"\1$"),
+    )
+]
+
+
+def plain_number(text: str) -> str:
+    r"""The text with its numbers respelled: `-\$1{,}000` as `-$1,000`, `1½` as `1 1/2`, `5 \times 10^3` as `5e3`.
+
+    Every currency becomes `$`. What has no plain spelling stays as it is.
+    """
+    text = text.translate(_CHARACTERS)
+    text = _VULGAR.sub(_respelled_fraction, text)
+    text = _POWER_OF_TEN.sub(lambda found: f"10^{_plain_digits(found[1])}", text)
+    text = _THOUSANDS.sub(lambda found: found[1].replace(found["gap"], ","), text)
+    for pattern, plain in _RESPELLINGS:
+        text = pattern.sub(plain, text)
+    return text
+
+
+def _respelled_fraction(found: re.Match[str]) -> str:
+    fraction = _plain_digits(found[2])
+    return f"{found[1]} {fraction} " if found[1] else f"{fraction} "
+
+
+def _plain_digits(text: str) -> str:
+    return unicodedata.normalize("NFKC", text).replace("\u2044", "/").replace("\u2212", "-")
