@@ -19,7 +19,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from rewards import TaskConfig, make_task
-from rewards.data.rows import rows_of
+from rewards.data.sources import rows_of
 
 _PASSES = 2
 

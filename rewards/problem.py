@@ -120,6 +120,10 @@ class Task(Protocol):
         """
         ...
 
+    def remarks(self) -> list[str]:
+        """What a user should know of the data that has been read so far, in sentences: rows that were left out."""
+        ...
+
     def example(self) -> Problem:
         """A problem to look at; it needs no data."""
         ...

@@ -24,7 +24,9 @@ def grade(
     task: Annotated[str, typer.Argument(metavar="TASK", help="A task's name; `d1 tasks` lists them.")],
     file: Annotated[
         Path,
-        typer.Argument(metavar="FILE", help="Lines of JSON with question, generation and ground_truth."),
+        typer.Argument(
+            metavar="FILE", help="Rows with question, generation and ground_truth: JSON lines, JSON, CSV or Parquet."
+        ),
     ],
     fields: _Fields = None,
     *,
@@ -43,13 +45,16 @@ def grade(
 
         from deploy.grading.grade import grade_all, item, read_generations, summary
         from deploy.grading.grade_view import failures_view, summary_table
-        from deploy.grading.tasks import opened, task_config
+        from deploy.grading.tasks import OF_YOUR_OWN, opened, task_config
+        from rewards import JsonlConfig
 
         # A task without published parsers has no such field.
         rules = [] if protocol == "fixed" else [f"protocol={protocol}"]
-        chosen = opened(task_config(task, [*(fields or []), *rules]))
+        # Problems of your own come with the file.
+        config = task_config(task, [*(fields or []), *rules], {"train_data": file} if task == OF_YOUR_OWN else None)
+        chosen = opened(config)
     with saying(f"reading {file}"):
-        lines = read_generations(chosen, file)
+        lines = read_generations(chosen, file, config.columns if isinstance(config, JsonlConfig) else None)
     done = count(1)
     with saying(f"grading {len(lines)} generations") as waiting:
         graded = grade_all(

@@ -136,11 +136,14 @@ def _carry_out(recipe: Recipe, order: _Order, dry_run: bool) -> None:
     with saying("checking whether the recipe can run here"):
         from deploy.capacity.available import cluster_resources
         from deploy.job.preflight import preflight
-        from deploy.printing import counted
+        from deploy.printing import counted, printable
 
         available = cluster_resources(os.environ.get("RAY_ADDRESS"))
         counted_as = recipe if order.start_from is None else _starting_from(recipe, order.start_from)
-        problems = preflight(counted_as, available, resume=order.resume, serve=order.serve)
+        remarks: list[str] = []
+        problems = preflight(counted_as, available, resume=order.resume, serve=order.serve, tell=remarks.append)
+    for remark in remarks:
+        sys.stderr.write(f"d1: {printable(remark)}\n")
     if dry_run:
         from deploy.capacity.dry_run import print_dry_run
         from deploy.capacity.needs import needs_of

@@ -20,7 +20,7 @@ from deploy.program import program
 # What two evaluations may differ in, and still ask the same: which problems there are is looked at by themselves.
 _OF_ITS_OWN = {"checkpoint", "dtype", "batch_size", "num_problems", "num_answers"}
 _OF_REWARD = {"reward", "shaping", "working", "show_working"}
-_OF_DATA = {"train_data", "heldout_data", "heldout_fraction", "validation_fraction"}
+_OF_DATA = {"train_data", "heldout_data", "columns", "heldout_fraction", "validation_fraction"}
 _REAL = 0.05
 
 

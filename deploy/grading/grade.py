@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from deploy.errors import UserError
 from rewards import Grade, Outcome, Problem, Task
-from rewards.data.rows import Row, rows_of
+from rewards.data.columns import Columns, answer_text
+from rewards.data.conversation import asked
+from rewards.data.rows import Row, value_at
+from rewards.data.sources import rows_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,15 +38,16 @@ class Graded(GradedLine):
     """Its grade."""
 
 
-def read_generations(task: Task, path: Path) -> list[GradedLine]:
-    """The lines of a file: `question`, `generation` and `ground_truth`.
+def read_generations(task: Task, path: Path, columns: Columns | None = None) -> list[GradedLine]:
+    """The lines of a file: `question`, `generation` and `ground_truth`, or what `columns` says in place of the first
+    and the last.
 
     Raises UserError, in one sentence with file and line, before anything is graded.
     """
     try:
-        return [_line(task, row) for row in rows_of(path)]
+        return [_line(task, row, columns or Columns()) for row in rows_of(path)]
     except ValueError as error:
-        raise UserError(str(error)) from error
+        raise UserError(str(error).replace("task.", "")) from error
 
 
 def grade_all(task: Task, lines: Iterable[GradedLine], after_each: Callable[[], object]) -> list[Graded]:
@@ -92,17 +98,40 @@ def item(line: Graded) -> dict[str, Any]:
     }
 
 
-def _line(task: Task, row: Row) -> GradedLine:
+def _line(task: Task, row: Row, columns: Columns) -> GradedLine:
     generation = row.value("generation")
     if not isinstance(generation, str):
         raise ValueError(f"{row.place}: generation is no text; it should be what the policy wrote")
     try:
-        problem = task.posed(row.text("question"), row.value("ground_truth"))
+        problem = _posed(task, _question(row, columns), _truth(row, columns))
     except ValueError as error:
         if str(error).startswith(row.place):
             raise
         raise ValueError(f"{row.place}: {error}") from error
     return GradedLine(place=row.place, problem=problem, generation=generation)
+
+
+def _posed(task: Task, question: str, truth: object) -> Problem:
+    """The problem of a line. CSV has every truth as text, and other files have numbers where a task has text.
+
+    Raises ValueError, about the truth as the file has it.
+    """
+    try:
+        return task.posed(question, truth)
+    except ValueError:
+        with suppress(ValueError, RecursionError):
+            return task.posed(question, json.loads(truth) if isinstance(truth, str) else answer_text(truth, ""))
+        raise
+
+
+def _question(row: Row, columns: Columns) -> str:
+    """What was asked: a text, or the last turn of a conversation."""
+    value = row.value("question") if columns.prompt is None else value_at(row.fields, columns.prompt)
+    return asked(value, columns.prompt or "question")[-1].content
+
+
+def _truth(row: Row, columns: Columns) -> object:
+    return row.value("ground_truth") if columns.answer is None else value_at(row.fields, columns.answer)
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -12,11 +12,11 @@ from deploy.errors import UserError
 from deploy.recipe.overrides import parse_override, set_key
 from deploy.recipe.refusals import first_refusal
 from rewards import Split, Task, TaskConfig, make_task
-from rewards.data.dataset import DataConfig
+from rewards.data.dataset import DataConfig, Files
 from rewards.tasks.table import task_names
 
-# It has no problems but those that its fields name.
-_OF_YOUR_OWN = "jsonl"
+OF_YOUR_OWN = "jsonl"
+"""The task that has no problems but those that its fields name."""
 
 
 class _Chosen(BaseModel):
@@ -54,18 +54,17 @@ def opened(config: TaskConfig) -> Task:
 
 def described(name: str, overrides: Sequence[str]) -> dict[str, Any]:
     """What there is to know of a task: its sizes, where its problems come from, and an example with its answer."""
-    if name == _OF_YOUR_OWN and not overrides:
-        return described(name, ["grader=exact", "train_data=YOURS.jsonl"]) | {
-            "sizes": dict.fromkeys((Split.TRAIN.value, Split.HELDOUT.value), "your file's")
-        }
-    config = task_config(name, overrides)
+    is_bare = name == OF_YOUR_OWN and not overrides
+    config = task_config(name, ["grader=exact", "train_data=YOURS.jsonl"] if is_bare else overrides)
     task = opened(config)
     splits = [split for split in Split if split is not Split.VALIDATION or config.validation_fraction]
+    sizes = {split.value: "your file's" if is_bare else _size(task, config, split) for split in splits}
     example = task.example()
     return {
         "name": name,
         "about": (inspect.getdoc(type(task)) or "").partition("\n")[0],
-        "sizes": {split.value: _size(task, config, split) for split in splits},
+        "sizes": sizes,
+        "remarks": task.remarks(),
         "prompt": "\n".join(message.content for message in example.messages),
         "answer": example.answer,
         "demonstration": example.demonstration,
@@ -76,6 +75,8 @@ def _size(task: Task, config: TaskConfig, split: Split) -> str:
     try:
         size = task.size(split)
     except ValueError as error:
+        if isinstance(config, Files) and (config.train_data or config.heldout_data):
+            raise UserError(str(error).replace("task.", "")) from error
         # A dataset that cannot be reached is no reason to hide the task.
         return str(error)
     if size is None:

@@ -31,6 +31,7 @@ def task_view(task: Mapping[str, Any]) -> Group:
     return Group(
         _plain(f"{task['name']}: {task['about']}"),
         _plain("; ".join(f"{_SPLITS[name]}: {size}" for name, size in sizes.items())),
+        *map(_plain, task["remarks"]),
         Panel(_plain(task["prompt"].strip()), title="prompt", title_align="left"),
         Panel(_plain(task["demonstration"].strip()), title="a right completion", title_align="left"),
         _plain(f"answer: {task['answer']}"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
@@ -34,8 +34,18 @@ MOST_LOOKED_AT = 20_000
 _PROBE_BYTES = 4096
 
 
-def preflight(recipe: Recipe, available: Resources, *, resume: bool = False, serve: bool = False) -> list[str]:
-    """Why the recipe cannot run, in sentences that say what would help; empty when it can."""
+def preflight(
+    recipe: Recipe,
+    available: Resources,
+    *,
+    resume: bool = False,
+    serve: bool = False,
+    tell: Callable[[str], object] | None = None,
+) -> list[str]:
+    """Why the recipe cannot run, in sentences that say what would help; empty when it can.
+
+    `tell` hears what stops no run: which rows of the data are left out.
+    """
     needs = needs_of(recipe, serve=serve, num_machines=available.num_machines)
     problems = [
         *_resource_problems(recipe, needs, available),
@@ -43,7 +53,7 @@ def preflight(recipe: Recipe, available: Resources, *, resume: bool = False, ser
         *_pool_problems(recipe),
         *_registry_problems(available),
         *(list(_run_dir_problems(recipe, resume)) or _disk_problems(recipe, needs, resume=resume)),
-        *_input_problems(recipe),
+        *_input_problems(recipe, tell),
     ]
     problems += _judge_problems(recipe, available)
     # On a cluster the service may already be up for this run; Serve itself refuses a foreign one.
@@ -176,7 +186,7 @@ def _why_not_writable(directory: Path) -> str | None:
     return None
 
 
-def _task_problems(recipe: Recipe) -> Iterator[str]:
+def _task_problems(recipe: Recipe, tell: Callable[[str], object] | None) -> Iterator[str]:
     try:
         task = make_task(recipe.task)
     except ValueError as error:
@@ -205,6 +215,9 @@ def _task_problems(recipe: Recipe) -> Iterator[str]:
             )
         if split is Split.TRAIN and recipe.reward.terms:
             yield from _reward_problems(recipe, task.grade(problems[0], "").parts)
+    if tell is not None:
+        for remark in task.remarks():
+            tell(remark)
 
 
 def _looked_at(task: Task, split: Split, count: int, seed: int) -> list[Problem]:
@@ -256,8 +269,8 @@ def _refusals(recipe: Recipe, shape: TransformerConfig | None) -> Iterator[str]:
             yield f"learner.{refusal}{place}"
 
 
-def _input_problems(recipe: Recipe) -> Iterator[str]:
-    yield from _task_problems(recipe)
+def _input_problems(recipe: Recipe, tell: Callable[[str], object] | None) -> Iterator[str]:
+    yield from _task_problems(recipe, tell)
     policy, obstacle = None, ""
     try:
         policy = policy_shape(recipe)

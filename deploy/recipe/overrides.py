@@ -16,6 +16,7 @@ from deploy.recipe.recipe import Recipe
 from deploy.recipe.refusals import first_refusal, shortened
 from deploy.recipe.yaml_text import parse_yaml
 from learner.algorithms import DEFAULT, METHOD
+from rewards.data.encoding import decoded
 
 
 def load_recipe(path: Path, overrides: Sequence[str]) -> Recipe:
@@ -52,7 +53,7 @@ def resolved_yaml(recipe: Recipe) -> str:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        data = parse_yaml(path.read_text(encoding="utf-8"))
+        data = parse_yaml(decoded(path.read_bytes()))
     except OSError as error:
         raise UserError(f"cannot read the recipe {path}: {reason(error)}") from error
     except ValueError as error:

@@ -96,7 +96,11 @@ def _unknown_key(key: str, section: Schema, schema: Schema, whole: str) -> str:
     parent, _, name = key.rpartition(".")
     siblings = sorted(section.get("properties", {}))
     close = [_joined(parent, near) for near in get_close_matches(name, siblings, n=1)]
-    elsewhere = [known for known in all_keys(schema) if known.rpartition(".")[2] == name and known != key]
+    own: dict[str, None] = {}
+    _collect(section, parent, schema, own)
+    # What other tasks have inside of their section this one does not.
+    foreign = [known for known in all_keys(schema) if parent and known.startswith(f"{parent}.") and known not in own]
+    elsewhere = [known for known in all_keys(schema) if known.rpartition(".")[2] == name and known not in foreign]
     if guesses := close or elsewhere:
         return f"{key} is no key of a {whole}; did you mean {' or '.join(guesses[:3])}?"
     return f"{key} is no key of {'this ' + parent if parent else f'a {whole}'}, which has {', '.join(siblings)}"

@@ -12,6 +12,7 @@ from actors.whole_file import write_whole
 from deploy.errors import UserError
 from deploy.recipe.refusals import first_refusal
 from deploy.recipe.yaml_text import parse_yaml
+from rewards.data.encoding import decoded
 
 _KEPT = "scale.json"
 DEFAULT_ALGORITHM = "diffu-grpo"
@@ -100,7 +101,7 @@ def keep(scale: Scale, out: Path) -> None:
 def _read(name: str) -> Scale:
     path = Path(name) if Path(name).suffix == ".yaml" else files(__package__).joinpath(f"{name}.yaml")
     try:
-        return Scale.model_validate(parse_yaml(path.read_text(encoding="utf-8")))
+        return Scale.model_validate(parse_yaml(decoded(path.read_bytes())))
     except OSError as error:
         names = ", ".join(scale_names())
         raise UserError(f"--scale {name} is none that there is; take one of {names}, or a .yaml file") from error

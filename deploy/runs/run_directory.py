@@ -31,8 +31,10 @@ from learner.model.storage.references import check_unchanged
 from learner.model.storage.throughput import Say, Throughput, num_threads
 from learner.model.tokenizer import EOS, MASK, ChatTokenizer, make_tokenizer
 from rewards import Split, make_task
+from rewards.data.dataset import Files
 from rewards.data.demonstrations import read_demonstrations
 from rewards.data.draw import TooFewProblemsError
+from rewards.data.sources import from_anywhere
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -86,7 +88,9 @@ def make_spec(recipe: Recipe, stages: Stages) -> RunSpec:
         phases = (*phases, Phase.CONTROL)
     config = {name: getattr(recipe, name) for name in RunConfig.model_fields}
     config["reward"] = recipe.reward.resolved()
-    config["sft"] = recipe.sft.model_copy(update={"data": recipe.sft.data and recipe.sft.data.resolve()})
+    if isinstance(recipe.task, Files):
+        config["task"] = recipe.task.from_anywhere()
+    config["sft"] = recipe.sft.model_copy(update={"data": recipe.sft.data and from_anywhere(recipe.sft.data)})
     return RunSpec(**config, run_dir=recipe.run_dir, phases=phases)
 
 

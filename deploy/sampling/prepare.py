@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from codecs import BOM_UTF8
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from deploy.requests.planner import Planner, RequestPlan
 from deploy.requests.refusals import RequestError, refusal_of
 from deploy.sampling.codec import PromptCodec
 from deploy.sampling.policy import ReadyPolicy
+from rewards.data.encoding import decoded
 from rollout.field_error import FieldError
 from rollout.request import Request, SamplingParams
 
@@ -97,7 +100,10 @@ def read_lines(path: str, stdin: bytes | None = None) -> list[tuple[int, bytes]]
         data = Path(path).read_bytes() if stdin is None else stdin
     except OSError as error:
         raise UserError(f"cannot read the requests {path}: {reason(error)}") from error
-    lines = data.removeprefix(b"\xef\xbb\xbf").split(b"\n")
+    # Bytes that are no text are refused with the line that has them.
+    with suppress(ValueError):
+        data = decoded(data).encode()
+    lines = data.removeprefix(BOM_UTF8).split(b"\n")
     numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
     if not numbered:
         where = "standard input" if stdin is not None else path

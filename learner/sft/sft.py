@@ -45,8 +45,8 @@ class SftConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     data: Path | None = None
-    """A file of examples, on every machine at this path: *.jsonl, *.json, *.csv or *.parquet, also with .gz; rows of
-    `messages`, of `prompt` and `completion`, or of s1K's columns. Without it the task's own demonstrations."""
+    """Examples: a file or a directory, on every machine at this path, or a dataset of the hub, as `task.train_data`;
+    rows of `messages`, of `prompt` and `completion`, or of s1K's columns. Without it the task's own demonstrations."""
     num_labels: PositiveInt | None = None
     """Examples to train on: the first training problems, or the first of `data`, of which none means all. More
     optimizer steps reuse the same examples under other masks."""

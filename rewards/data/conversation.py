@@ -1,44 +1,94 @@
-"""Conversations as files have them: a list of objects with role and content."""
+"""Conversations as files have them: texts, or lists of objects with role and content."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from rewards.data.rows import shown
+from rewards.data.prompts import user_turn
+from rewards.data.rows import json_in, shown
 from rewards.problem import Message
 
 _ROLES = ("system", "user", "assistant")
+# What newer APIs call it; policies know the older name.
+_DEVELOPER = "developer"
 
 
-def turns_of(messages: object, what: str) -> tuple[Message, ...]:
-    """The turns of a conversation. `what` says what kind of list it should be, for the sentence.
+def asked(value: object, name: str) -> tuple[Message, ...]:
+    """The conversation that a row asks: a text, which the user says, or a list of turns.
+
+    Args:
+        value: what the row has there.
+        name: what that is called, for sentences.
+
+    Raises ValueError, in one sentence, for what is neither.
+    """
+    meaning = "what the policy is asked"
+    if isinstance(value, str):
+        found = json_in(value)
+        if not _is_turns(found):
+            if value.lstrip().startswith(("[{'role'", "[{'content'")):
+                raise ValueError(f"{name} is a list as Python prints it; it should be a text, or turns written as JSON")
+            return user_turn(text_of(value, name, meaning))
+        value = found
+    if not isinstance(value, list):
+        raise ValueError(f"{name} is {shown(value)}; it should be a text or a list of turns: {meaning}")
+    turns = turns_of(value, "says what the policy is asked", name)
+    if turns[0].role == "assistant":
+        raise ValueError(f"{name} begins with the assistant's turn; what it answers should come before it")
+    return turns
+
+
+def turns_of(messages: object, what: str, name: str = "messages") -> tuple[Message, ...]:
+    """The turns of a conversation, also of one that is written as JSON.
+
+    Args:
+        messages: what a row has.
+        what: the end of a sentence that begins with "it should be a list that".
+        name: what it is called, for sentences.
 
     Raises ValueError, in one sentence, for what is no conversation.
     """
+    if isinstance(messages, str) and _is_turns(found := json_in(messages)):
+        messages = found
     if not isinstance(messages, list) or not messages:
-        raise ValueError(f"messages is {shown(messages)}; it should be a list that {what}")
-    return tuple(_turn(message, f"messages[{index}]") for index, message in enumerate(messages))
+        raise ValueError(f"{name} is {shown(messages)}; it should be a list that {what}")
+    return tuple(_turn(message, f"{name}[{index}]") for index, message in enumerate(messages))
 
 
-def text_of(data: Mapping[str, Any], key: str, meaning: str, prefix: str = "") -> str:
+def text_of(value: object, name: str, meaning: str) -> str:
     """A text that is there, says something, and can be encoded. Raises ValueError, in one sentence, otherwise."""
-    value = data.get(key)
     if not isinstance(value, str):
-        raise ValueError(f"{prefix}{key} is {shown(value)}; it should be a text: {meaning}")
+        raise ValueError(f"{name} is {shown(value)}; it should be a text: {meaning}")
     if not value.strip():
-        raise ValueError(f"{prefix}{key} is empty; it should be {meaning}")
+        raise ValueError(f"{name} is empty; it should be {meaning}")
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"{prefix}{key} has half of a surrogate pair, which is no character; leave it out") from error
+        raise ValueError(f"{name} has half of a surrogate pair, which is no character; leave it out") from error
     return value
+
+
+def _is_turns(value: object) -> bool:
+    """Whether it is a list of objects, each of which has a role."""
+    return isinstance(value, list) and bool(value) and all(isinstance(turn, dict) and "role" in turn for turn in value)
 
 
 def _turn(message: object, name: str) -> Message:
     if not isinstance(message, dict):
         raise ValueError(f"{name} is {shown(message)}; it should be an object with role and content")
-    role = message.get("role")
+    role = "system" if message.get("role") == _DEVELOPER else message.get("role")
     if role not in _ROLES:
         raise ValueError(f"{name}.role is {shown(role)}; it should be system, user or assistant")
-    return Message(role=role, content=text_of(message, "content", f"what the {role} says", name + "."))
+    content = message.get("content")
+    if isinstance(content, list):
+        content = "".join(_part(part, f"{name}.content[{index}]") for index, part in enumerate(content))
+    return Message(role=role, content=text_of(content, f"{name}.content", f"what the {role} says"))
+
+
+def _part(part: Any, name: str) -> str:
+    """The text of one part of a turn."""
+    if not isinstance(part, dict):
+        raise ValueError(f"{name} is {shown(part)}; it should be an object with type and text")
+    if part.get("type") != "text":
+        raise ValueError(f"{name}.type is {shown(part.get('type'))}; it should be text: a policy reads nothing else")
+    return text_of(part.get("text"), f"{name}.text", "a piece of the turn")

@@ -4,27 +4,34 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import Field
 
 from rewards.data.draw import TooFewProblemsError, rng_for
-from rewards.data.rows import HubSplit, Row, rows_of
+from rewards.data.rows import Row
+from rewards.data.sources import HubSplit, from_anywhere, rows_of
 from rewards.data.split import SplitConfig, kept_split_of, split_of
 from rewards.problem import Problem, Rules, Split
 
 
 class Files(SplitConfig):
-    """Files that a task's problems can come from."""
+    """Files, or datasets of one's own choice, that a task's problems can come from."""
 
     train_data: Path | None = None
-    """A file with training problems, of which those for validation are taken: *.jsonl, *.json, *.csv or *.parquet, also
-    with .gz; docs/rewards.md has its columns."""
+    """Training problems, of which those for validation are taken: a file, a directory, or a dataset of the hub, as
+    `org/name` or `org/name/config:split`; docs/rewards.md says which kinds and columns."""
     heldout_data: Path | None = None
     """The same for the held-out problems."""
+
+    def from_anywhere(self) -> Self:
+        """The config that means the same in a process with another current directory."""
+        paths = {name: getattr(self, name) for name in ("train_data", "heldout_data")}
+        return self.model_copy(update={name: path and from_anywhere(path) for name, path in paths.items()})
 
 
 class DataConfig(Files):
@@ -50,6 +57,8 @@ class FileProblems:
         self._files, self._pose, self._solution_of = files, pose, solution_of
         self._all = cache(self._read)
         self._solutions = cache(self._read_solutions)
+        self.remarks: list[str] = []
+        """What was left out of the files that have been read, in sentences."""
 
     def of(self, split: Split) -> tuple[Problem, ...] | None:
         """All problems of a split's file, None where it has none. Raises ValueError as `posed_rows`."""
@@ -77,7 +86,7 @@ class FileProblems:
 
     def _read(self, is_heldout: bool) -> tuple[Problem, ...] | None:
         path = self._files.heldout_data if is_heldout else self._files.train_data
-        return None if path is None else posed_rows(path, self._pose)
+        return None if path is None else posed_rows(path, self._pose, self.remarks)
 
 
 class Dataset:
@@ -96,6 +105,8 @@ class Dataset:
         self._sources: Mapping[Split, Path | HubSplit] = files or hub
         # Read once: the preflight asks for both splits, and the coordinator again for each of its phases.
         self._all = cache(self._read)
+        self.remarks: list[str] = []
+        """What was left out of what has been read, in sentences."""
 
     def problems(self, split: Split, count: int, seed: int) -> list[Problem]:
         """`count` problems of a split in the order of a seed: a smaller count gives a prefix of a larger one's.
@@ -146,7 +157,7 @@ class Dataset:
 
         Files are taken as they are.
         """
-        found = posed_rows(self._sources[split], self._pose)
+        found = posed_rows(self._sources[split], self._pose, self.remarks)
         if split is Split.HELDOUT or not isinstance(self._sources.get(Split.HELDOUT), HubSplit):
             return found
         asked = {question_of(problem.problem_id) for problem in self._all(Split.HELDOUT)}
@@ -182,6 +193,10 @@ class DataTask:
         """As `Dataset.at_most`."""
         return self._dataset.at_most(split)
 
+    def remarks(self) -> list[str]:
+        """What was left out of the data that has been read, in sentences."""
+        return self._dataset.remarks
+
     def example(self) -> Problem:
         """One of ours, which needs no data."""
         return self._pose(Row(place="the example", fields=self.example_row))
@@ -191,23 +206,65 @@ class DataTask:
         raise NotImplementedError
 
 
-def posed_rows(source: Path | HubSplit, pose: Callable[[Row], Problem]) -> tuple[Problem, ...]:
-    """The problem of every row of a file or of a split on the hub.
+def posed_rows(source: Path | HubSplit, pose: Callable[[Row], Problem], remarks: list[str]) -> tuple[Problem, ...]:
+    """The problems of the rows of a source. Of equal ones the first is kept; what that leaves out becomes a remark.
 
-    Raises ValueError, in one sentence, where it cannot be had, a row is no problem, or two are the same one.
+    Raises ValueError, in one sentence, where the source cannot be had or a row is no problem.
     """
+    problems: dict[str, Problem] = {}
     places: dict[str, str] = {}
-    problems = []
+    # Of the rows that were posed: published sets have some a hundred times, and a look is cheaper than a problem.
+    seen: dict[bytes, tuple[str, bool]] = {}
+    repeats, contradictions, num_rows = _Found(), _Found(), 0
     for row in rows_of(source):
-        problem = pose(row)
-        if problem.problem_id in places:
-            raise ValueError(
-                f"{row.place} has the problem of {places[problem.problem_id]} again (its id is {problem.problem_id}); "
-                "each should be there once"
-            )
-        places[problem.problem_id] = row.place
-        problems.append(problem)
-    return tuple(problems)
+        num_rows += 1
+        digest = sha256(repr(row.fields).encode(errors="surrogatepass")).digest()
+        if digest not in seen:
+            problem = pose(row)
+            name = problem.problem_id
+            first = problems.setdefault(name, problem)
+            seen[digest] = name, problem.answer != first.answer
+            if first is problem:
+                places[name] = row.place
+                continue
+        name, differs = seen[digest]
+        repeats.add(row, places[name])
+        if differs:
+            contradictions.add(row, places[name])
+    if repeats.count:
+        remarks.append(_left_out(source, num_rows, repeats, contradictions))
+    return tuple(problems.values())
+
+
+@dataclass(kw_only=True, slots=True)
+class _Found:
+    """Rows that repeat a problem in one way."""
+
+    count: int = 0
+    """How many."""
+    places: tuple[str, str] = ("", "")
+    """Where the first of them is, and where the problem was before."""
+
+    def add(self, row: Row, before: str) -> None:
+        if not self.count:
+            self.places = row.place, before
+        self.count += 1
+
+
+def _left_out(source: Path | HubSplit, num_rows: int, repeats: _Found, contradictions: _Found) -> str:
+    """What a user is told of rows that repeat a problem."""
+
+    def first(found: _Found) -> str:
+        # The sentence begins with the source.
+        place, before = (place.removeprefix(f"{source}, ") for place in found.places)
+        return f"first {place} (as {before})"
+
+    verbs = "repeats an earlier problem and is" if repeats.count == 1 else "repeat an earlier problem and are"
+    sentence = f"{source}: {repeats.count:,} of {num_rows:,} rows {verbs} left out, {first(repeats)}"
+    if not contradictions.count:
+        return sentence
+    differ = "differs" if contradictions.count == 1 else "differ"
+    return f"{sentence}; {contradictions.count:,} of them {differ} in the answer, {first(contradictions)}"
 
 
 def chosen(found: Sequence[Problem], *, task: str, split: Split, count: int, seed: int) -> list[Problem]:

@@ -1,19 +1,15 @@
-"""Rows of data: a task's problems from the hub or from a file."""
+"""Rows of data: what they are, and where in a row a value is."""
 
 from __future__ import annotations
 
-import csv
-import gzip
-import io
 import json
-import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-_KINDS = "*.jsonl, *.json (a list of objects), *.csv or *.parquet, the first three also with .gz"
 _LONGEST_SHOWN = 60
+_MOST_COLUMNS = 12
+_DEEPEST = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,38 +31,38 @@ class Row:
     def value(self, column: str) -> Any:
         """What a column holds. Raises ValueError, in one sentence, where the row has no such column."""
         if column not in self.fields:
-            has = ", ".join(sorted(self.fields)[:12]) or "none"
-            raise ValueError(f"{self.place} has no column {column}; its columns are {has}")
+            raise ValueError(f"{self.place} has no column {column}; its columns are {_names(self.fields)}")
         return self.fields[column]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HubSplit:
-    """One split of a dataset on the hub."""
+def value_at(fields: Mapping[str, Any], path: str) -> Any:
+    """What a row has at a dotted path, such as `reward_model.ground_truth` or `answers.text.0`.
 
-    repo: str
-    """`org/name`, or a directory that `datasets` can load."""
-    split: str
-    """Which split."""
-    config: str | None = None
-    """Which of the dataset's configs, where it has several."""
-    num_rows: int | None = None
-    """How many problems it has as published, to be said without fetching it: its rows, less those to train on that ask
-    what is held out. None where nobody has counted."""
-
-    def __str__(self) -> str:
-        return f"{self.repo}, split {self.split}"
-
-
-def rows_of(source: Path | HubSplit) -> list[Row]:
-    """All rows of a file or of a split on the hub, in order.
-
-    Raises ValueError, in one sentence, where it cannot be had, is no rows, or has none.
+    A column whose own name has dots comes before a path; a part that is a number counts the entries of a list; a text
+    that is JSON is read as what it says. None where something on the way is null.
+    Raises ValueError, in one sentence without its place, where there is no such path.
     """
-    rows = _hub_rows(source) if isinstance(source, HubSplit) else list(_file_rows(source))
-    if not rows:
-        raise ValueError(f"{source} has no rows")
-    return rows
+    found = _at(fields, path)
+    if not isinstance(found, _Missing):
+        return found
+    if not found.parent:
+        raise ValueError(f"there is no column {path}; the columns are {_names(fields)}")
+    if found.has:
+        raise ValueError(f"{found.parent} has no {found.part}; it has {found.has}")
+    raise ValueError(f"{found.parent} is {shown(found.value)}, which has no {found.part} inside")
+
+
+def leaves(fields: Mapping[str, Any], depth: int = _DEEPEST) -> Iterator[tuple[str, str]]:
+    """The path and the own name of each value that is not null, those of the row itself before nested ones."""
+    nested = []
+    for name, value in fields.items():
+        if isinstance(value, Mapping):
+            nested.append((name, value))
+        elif value is not None:
+            yield name, name
+    for name, value in nested if depth > 1 else ():
+        for path, own in leaves(value, depth - 1):
+            yield f"{name}.{path}", own
 
 
 def shown(value: object) -> str:
@@ -77,100 +73,59 @@ def shown(value: object) -> str:
     return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
 
 
-def _hub_rows(source: HubSplit) -> list[Row]:
-    # Slow to import, and needed only where no file is given.
-    import datasets
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Missing:
+    """Where a path ends too early."""
 
-    datasets.disable_progress_bars()
-    try:
-        data = datasets.load_dataset(source.repo, source.config, split=source.split)
-    except Exception as error:
-        # It raises its own, the hub's, the network's and pyarrow's errors.
-        first = (str(error).strip() or type(error).__name__).partition("\n")[0]
-        raise ValueError(f"the dataset {source} cannot be loaded: {first}; a local file can take its place") from error
-    return [Row(place=f"{source}, row {number}", fields=fields) for number, fields in enumerate(data, start=1)]
-
-
-def _file_rows(path: Path) -> Iterator[Row]:
-    suffix = path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
-    try:
-        match suffix:
-            case ".jsonl":
-                yield from _numbered(path, _json_lines(path))
-            case ".json":
-                yield from _numbered(path, _json_list(path), unit="row")
-            case ".csv":
-                yield from _numbered(path, _csv_rows(path), unit="row")
-            case ".parquet" if path.suffix != ".gz":
-                yield from _numbered(path, _parquet(path), unit="row")
-            case _:
-                raise ValueError(f"{path} is of no kind that can be read; it should be {_KINDS}")
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {(error.strerror or str(error)).lower()}") from error
+    parent: str
+    """The path up to there; empty for the row."""
+    part: str
+    """The part that is not there."""
+    has: str
+    """What is there in its place; empty for nothing."""
+    value: Any = None
+    """What stands at `parent`, where that has no parts."""
 
 
-def _numbered(path: Path, rows: Iterable[Any], unit: str = "line") -> Iterator[Row]:
-    for number, fields in enumerate(rows, start=1):
-        if fields is None:
-            continue
-        place = f"{path}, {unit} {number}"
-        if not isinstance(fields, dict):
-            raise ValueError(f"{place} is {shown(fields)}; it should be an object with a value for each column")
-        if None in fields:
-            # Where `csv` puts them.
-            raise ValueError(f"{place} has more cells than the {len(fields) - 1} columns of the first line")
-        yield Row(place=place, fields=fields)
+def _at(value: Any, path: str, parent: str = "") -> Any:
+    if isinstance(value, str):
+        value = json_in(value)
+    if isinstance(value, list):
+        return _in_list(value, path, parent)
+    if isinstance(value, Mapping):
+        return value[path] if path in value else _in_columns(value, path, parent)
+    return None if value is None else _Missing(parent=parent, part=path, has="", value=value)
 
 
-def _json_lines(path: Path) -> Iterator[Any]:
-    """The value of each line, None for an empty one."""
-    for number, line in enumerate(_text(path).split("\n"), start=1):
-        yield _parsed(line, f"{path}, line {number}") if line.strip() else None
+def _in_list(value: list[Any], path: str, parent: str) -> Any:
+    part, _, rest = path.partition(".")
+    if not (part.isdecimal() and int(part) < len(value)):
+        return _Missing(parent=parent, part=part, has=f"a list of {len(value)}, counted from 0")
+    return _at(value[int(part)], rest, _joined(parent, part)) if rest else value[int(part)]
 
 
-def _json_list(path: Path) -> list[Any]:
-    rows = _parsed(_text(path), str(path))
-    if not isinstance(rows, list):
-        raise ValueError(f"{path} is {shown(rows)}; it should be a list of objects, one for each row")
-    return rows
+def _in_columns(value: Mapping[str, Any], path: str, parent: str) -> Any:
+    """What is inside of the column with the longest name that the path begins with."""
+    parts = path.split(".")
+    heads = [".".join(parts[:length]) for length in range(len(parts) - 1, 0, -1)]
+    found = [_at(value[head], path[len(head) + 1 :], _joined(parent, head)) for head in heads if head in value]
+    missing = _Missing(parent=parent, part=parts[0], has=_names(value))
+    return next((one for one in found if not isinstance(one, _Missing)), next(iter(found), missing))
 
 
-def _parsed(text: str, place: str) -> Any:
+def json_in(text: str) -> Any:
+    """The list or object that a text is as JSON; the text itself where it is none."""
+    if not text.lstrip().startswith(("[", "{")):
+        return text
     try:
         return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{place} is not JSON: {error.msg} at character {error.colno}") from error
-    except (RecursionError, ValueError) as error:
-        # Nested thousands deep, or a number of thousands of digits.
-        raise ValueError(f"{place} is not JSON that can be read: {error}") from error
+    except (ValueError, RecursionError):
+        return text
 
 
-def _csv_rows(path: Path) -> Iterator[Any]:
-    try:
-        yield from csv.DictReader(io.StringIO(_text(path), newline=""))
-    except csv.Error as error:
-        raise ValueError(f"{path} is not CSV that can be read: {error}") from error
+def _names(fields: Mapping[str, Any]) -> str:
+    return ", ".join(sorted(map(str, fields))[:_MOST_COLUMNS]) or "none"
 
 
-def _parquet(path: Path) -> list[Any]:
-    import pyarrow as pa
-    from pyarrow import parquet
-
-    try:
-        return list(parquet.read_table(path).to_pylist())
-    except pa.ArrowInvalid as error:
-        raise ValueError(f"{path} is not Parquet: {str(error).partition(chr(10))[0]}") from error
-
-
-def _text(path: Path) -> str:
-    data = path.read_bytes()
-    try:
-        if path.suffix == ".gz":
-            data = gzip.decompress(data)
-        return data.decode()
-    except UnicodeDecodeError as error:
-        *before, line = data[: error.start].split(b"\n")
-        place = f"{path}, line {len(before) + 1}: byte {len(line) + 1}"
-        raise ValueError(f"{place} is not UTF-8; save the file as UTF-8") from error
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise ValueError(f"{path} is not gzip: {error}") from error
+def _joined(parent: str, name: str) -> str:
+    return f"{parent}.{name}" if parent else name

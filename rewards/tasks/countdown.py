@@ -130,6 +130,10 @@ class Countdown:
         num_choices = self._config.max_number - self._config.min_number + 1
         return comb(num_choices + self._config.num_numbers - 1, self._config.num_numbers) * self._config.max_target
 
+    def remarks(self) -> list[str]:
+        """What was left out of the files that have been read, in sentences."""
+        return self._files.remarks
+
     def example(self) -> Problem:
         """The first training problem of seed 0."""
         return self.problems(Split.TRAIN, 1, seed=0)[0]

@@ -8,7 +8,8 @@ from typing import Literal
 
 from rewards.data.dataset import DataConfig, DataTask, problem_id
 from rewards.data.prompts import D1_FORMAT, PromptStyle, demonstration, user_turn
-from rewards.data.rows import HubSplit, Row, shown
+from rewards.data.rows import Row, shown
+from rewards.data.sources import HubSplit
 from rewards.first_d1.maths import gsm8k_number, gsm8k_truth
 from rewards.first_d1.training_rewards import gsm8k_parts
 from rewards.problem import Grade, Problem, Split

@@ -9,7 +9,8 @@ from typing import Literal
 
 from rewards.data.dataset import problem_id
 from rewards.data.prompts import user_turn
-from rewards.data.rows import HubSplit, Row, shown
+from rewards.data.rows import Row, shown
+from rewards.data.sources import HubSplit
 from rewards.problem import Grade, Problem, Split
 from rewards.sandbox import Suite
 from rewards.tasks.programs import ProgramsConfig, ProgramTask, instruction, label, metadata_of, program_in

@@ -9,10 +9,12 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import model_validator
 
-from rewards.data.conversation import text_of, turns_of
+from rewards.data.columns import Columns, answer_text, asked_in, right_in
+from rewards.data.conversation import asked
 from rewards.data.dataset import DataConfig, DataTask, problem_id
-from rewards.data.prompts import D1_FORMAT, demonstration, user_turn
-from rewards.data.rows import HubSplit, Row, shown
+from rewards.data.prompts import D1_FORMAT, demonstration
+from rewards.data.rows import Row, json_in, shown
+from rewards.data.sources import HubSplit
 from rewards.maths import Limits, MathVerifier, Verdict, answers
 from rewards.problem import Grade, Message, Problem, Split
 from rewards.reading.answers import final_answer
@@ -26,11 +28,10 @@ _LABEL = re.compile(
     r"\W*(?:(?<=\\)(?:text|textbf|mathrm|mathbf|mbox)\{\W*)?(\w+)[\"'`*]*\s*(?:[)\]}.:].*)?$", re.DOTALL
 )
 _EXAMPLE = {"prompt": "What is 3 + 4?", "answer": "7"}
-_ASKING = ("messages", "prompt", "question")
 
 
 class JsonlConfig(DataConfig):
-    """Which file, and how its answers are compared. A row has `messages`, or a `prompt` or `question`; and `answer`."""
+    """Which data, and how its answers are compared. A row has `messages`, `prompt` or `question`; and `answer`."""
 
     name: Literal["jsonl"] = "jsonl"
     """Selects this task."""
@@ -40,6 +41,8 @@ class JsonlConfig(DataConfig):
     for what the terms of `reward` judge."""
     prompt: Literal["plain", "d1"] = "plain"
     """`plain` asks what the file says, `d1` says before it in which format to answer."""
+    columns: Columns = Columns()
+    """Where a row has them, in data with other columns."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -81,16 +84,35 @@ class Jsonl(DataTask):
             detail=verdict.detail,
         )
 
+    def example(self) -> Problem:
+        """One of ours, which needs no data."""
+        return self._made(asked(_EXAMPLE["prompt"], "prompt"), _EXAMPLE["answer"])
+
     def posed(self, question: str, truth: object) -> Problem:
         """The problem with this question and this answer. Raises ValueError."""
-        return self._pose(Row(place="the line", fields={"prompt": question, "answer": truth}))
+        return self._made(asked(question, "question"), self._right(truth, "ground_truth"))
 
     def _pose(self, row: Row) -> Problem:
+        columns = self._config.columns
         try:
-            messages = _asked(row.fields)
-            answer = "" if self._config.grader == "none" else text_of(row.fields, "answer", "what is right")
+            messages = asked_in(row.fields, columns)
+            # Where nothing is compared, rows need no answer.
+            right = "" if self._config.grader == "none" else self._right(*right_in(row.fields, columns))
+            return self._made(messages, right)
         except ValueError as error:
             raise ValueError(f"{row.place}: {error}") from error
+
+    def _right(self, value: object, name: str) -> str:
+        """The answer that a value is, read as completions are: that of a solution is what its box holds."""
+        if self._config.grader == "none":
+            return ""
+        found = json_in(value) if isinstance(value, str) and self._config.grader != "exact" else value
+        # `[1, 2]` is an interval; a list of texts is what some sets accept.
+        is_several = isinstance(found, list) and all(isinstance(one, str) for one in found)
+        text = answer_text(found if is_several else value, name)
+        return final_answer(text) or text
+
+    def _made(self, messages: tuple[Message, ...], answer: str) -> Problem:
         if messages[-1].role == "assistant":
             label, messages = messages[-1].content, messages[:-1]
         else:
@@ -103,20 +125,10 @@ class Jsonl(DataTask):
         )
         if answer and not self.grade(problem, answer).correct:
             raise ValueError(
-                f"{row.place}: answer is {shown(answer)}, which the grader {self._config.grader} cannot match with "
-                "anything; take another grader or mend the answer"
+                f"answer is {shown(answer)}, which the grader {self._config.grader} cannot match with anything; take "
+                "another grader or mend the answer"
             )
         return problem
-
-
-def _asked(fields: Mapping[str, object]) -> tuple[Message, ...]:
-    if fields.get("messages") is None:
-        column = next((name for name in _ASKING if fields.get(name) is not None), "messages")
-        return user_turn(text_of(fields, column, "what the policy is asked"))
-    turns = turns_of(fields["messages"], "says what the policy is asked")
-    if all(turn.role == "assistant" for turn in turns[:1]):
-        raise ValueError("messages begins with the assistant's turn; what it answers should come before it")
-    return turns
 
 
 def _with_format(messages: tuple[Message, ...]) -> tuple[Message, ...]:

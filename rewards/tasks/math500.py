@@ -6,7 +6,8 @@ from typing import Literal
 
 from rewards.data.dataset import DataConfig, DataTask, problem_id
 from rewards.data.prompts import D1_FORMAT, D1_MATHS, PromptStyle, demonstration, user_turn
-from rewards.data.rows import HubSplit, Row, shown
+from rewards.data.rows import Row, shown
+from rewards.data.sources import HubSplit
 from rewards.first_d1 import parsers as d1_parsers
 from rewards.first_d1.maths import equivalent, math_answer
 from rewards.first_d1.training_rewards import math_parts

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from rewards.data.dataset import problem_id
-from rewards.data.rows import HubSplit, Row, shown
+from rewards.data.rows import Row, shown
+from rewards.data.sources import HubSplit
 from rewards.problem import Grade, Problem, Split
 from rewards.sandbox import Suite
 from rewards.tasks.programs import ProgramsConfig, ProgramTask, posed, program_in

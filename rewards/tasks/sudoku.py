@@ -112,6 +112,10 @@ class Sudoku:
         num_empty = range(self._config.min_empty, self._config.max_empty + 1)
         return len(self._grids(split)) * sum(comb(NUM_CELLS, count) for count in num_empty)
 
+    def remarks(self) -> list[str]:
+        """What was left out of the files that have been read, in sentences."""
+        return self._files.remarks
+
     def example(self) -> Problem:
         """The first training problem of seed 0."""
         return self.problems(Split.TRAIN, 1, seed=0)[0]

@@ -59,6 +59,10 @@ class Sums:
         """As many as there are."""
         return self.size(split)
 
+    def remarks(self) -> list[str]:
+        """None: all problems are made."""
+        return []
+
     def example(self) -> Problem:
         """The first training problem of seed 0."""
         return self.problems(Split.TRAIN, 1, seed=0)[0]

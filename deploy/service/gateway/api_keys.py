@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deploy.errors import UserError, reason
+from rewards.data.encoding import decoded
 
 TOKEN_VARIABLE = "D1_API_TOKEN"  # noqa: S105 - a name
 KEYS_FILE_VARIABLE = "D1_API_KEYS_FILE"
@@ -127,10 +128,10 @@ def read_keys(directory: Path, source: KeySource = OF_SERVICE) -> ApiKeys:
 
 def _text_of(path: Path, called: str, advice: str = "") -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return decoded(path.read_bytes())
     except OSError as error:
         raise UserError(f"cannot read {called}: {reason(error)}{advice}") from error
-    except UnicodeDecodeError as error:
+    except ValueError as error:
         raise UserError(f"cannot read {called}: it is not UTF-8{advice}") from error
 
 

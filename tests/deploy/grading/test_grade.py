@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import json
+from codecs import BOM_UTF8
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -105,6 +107,79 @@ def test_what_cannot_be_graded_is_refused_in_one_sentence(
     ended = d1("grade", arguments[0], str(workdir / "x.jsonl"), *arguments[1:])
     ended.assert_refused(sentence)
     assert ended.out == ""
+
+
+def test_a_file_of_a_spreadsheet_is_graded(d1: Callable[..., Any], workdir: Path) -> None:
+    rows = "question;generation;ground_truth\r\n3 + 4?;<answer>7</answer>;7\r\n1 + 1?;<answer>3</answer>;2\r\n"
+    (workdir / "x.csv").write_bytes(BOM_UTF8 + rows.encode())
+    (workdir / "y.csv").write_bytes(rows.encode("utf-16"))
+    for name in ("x.csv", "y.csv"):
+        found = json.loads(d1("grade", "jsonl", name, "grader=number", "--json").out)
+        assert (found["correct"], found["total"]) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("task", "question", "generation", "truth"),
+    [
+        ("gsm8k", "3 + 4?", "<answer>7</answer>", "7"),
+        ("math500", "3 + 4?", "<answer>7</answer>", "7"),
+        ("math500", "Which?", "<answer>[1, 2]</answer>", "[1, 2]"),
+        ("countdown", _QUESTION, "<answer>2*4-3</answer>", "[[2, 3, 4], 5]"),
+        ("sudoku", "0234341221434321", "<answer>1234341221434321</answer>", "1234341221434321"),
+    ],
+)
+def test_csv_has_ground_truths_as_text(
+    d1: Callable[..., Any], workdir: Path, task: str, question: str, generation: str, truth: str
+) -> None:
+    with (workdir / "x.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([("question", "generation", "ground_truth"), (question, generation, truth)])
+    assert json.loads(d1("grade", task, "x.csv", "--json").out)["num_solved"] == 1
+
+
+def test_a_number_is_a_text_where_a_task_wants_one(d1: Callable[..., Any], workdir: Path) -> None:
+    line = {"question": "3 + 4?", "generation": "<answer>7</answer>", "ground_truth": 7}
+    (workdir / "x.jsonl").write_text(json.dumps(line))
+    assert json.loads(d1("grade", "math500", "x.jsonl", "--json").out)["correct"] == 1
+
+
+def test_the_columns_of_other_data_are_named(d1: Callable[..., Any], workdir: Path) -> None:
+    turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "3 + 4?"}]
+    line = {"prompt": turns, "reward_model": {"ground_truth": 7}, "generation": r"\boxed{7}"}
+    (workdir / "x.jsonl").write_text(json.dumps(line))
+    words = "grade", "jsonl", "x.jsonl", "grader=number", "columns.prompt=prompt"
+    ended = d1(*words, "columns.answer=reward_model.ground_truth", "--json")
+    assert json.loads(ended.out)["correct"] == 1
+    d1(*words, "columns.answer=reward_model.truth").assert_refused(
+        "x.jsonl, line 1: reward_model has no truth; it has ground_truth"
+    )
+    d1(*words, "columns.answr=x").assert_refused("columns.answr is no key of a recipe; did you mean columns.answer?")
+
+
+@pytest.mark.parametrize(
+    ("truth", "sentence"),
+    [
+        ({"target": ["7"]}, "ground_truth is an object; columns.answer=ground_truth.target would take a part of it"),
+        (["7"], "ground_truth is a list of 1, and there can be one right answer; columns.answer=ground_truth.0 would"),
+        (True, "ground_truth is true; it should be a text or a number: what is right"),
+        ("unknown", 'answer is "unknown", which the grader number cannot match with anything'),
+    ],
+)
+def test_a_ground_truth_that_is_no_answer_is_refused_with_the_way_to_one(
+    d1: Callable[..., Any], workdir: Path, truth: object, sentence: str
+) -> None:
+    line = {"question": "3 + 4?", "generation": "7", "ground_truth": truth}
+    (workdir / "x.jsonl").write_text(json.dumps(line))
+    d1("grade", "jsonl", "x.jsonl", "grader=number").assert_refused(f"d1: x.jsonl, line 1: {sentence}")
+
+
+def test_a_task_says_what_of_its_data_is_left_out_or_wrong(d1: Callable[..., Any], workdir: Path) -> None:
+    (workdir / "x.jsonl").write_text('{"prompt": "a", "answer": 1}\n' * 3 + '{"prompt": "b", "label": 2}\n')
+    words = "tasks", "jsonl", "grader=number", "train_data=x.jsonl"
+    d1(*words).assert_refused("x.jsonl, line 4: answer is missing; ", "; columns.answer=label would take label")
+    (workdir / "x.jsonl").write_text('{"prompt": "a", "answer": 1}\n' * 3)
+    (remark,) = json.loads(d1(*words, "--json").out)["remarks"]
+    assert remark == "x.jsonl: 2 of 3 rows repeat an earlier problem and are left out, first line 2 (as line 1)"
+    assert remark in d1(*words).out
 
 
 def test_tasks_are_listed_with_sizes_and_an_example(d1: Callable[..., Any]) -> None:

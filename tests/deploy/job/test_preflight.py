@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -47,7 +48,7 @@ def roomy_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda _path: usage._replace(free=10**13))
 
 
-def _problems(recipe_file: Path, *overrides: str, available: Resources = PLENTY, **options: bool) -> list[str]:
+def _problems(recipe_file: Path, *overrides: str, available: Resources = PLENTY, **options: Any) -> list[str]:
     return preflight(load_recipe(recipe_file, overrides), available, **options)
 
 
@@ -545,7 +546,13 @@ def test_data_that_cannot_be_used_is_refused_before_anything_starts(recipe_file:
     assert "num_train_problems is 64" in _problems(recipe)[0]
     assert _problems(recipe)[0].endswith("x.jsonl cannot be read: no such file or directory")
     (workdir / "x.jsonl").write_text('{"prompt": "a"}\n')
-    assert _problems(recipe)[0].endswith("x.jsonl, line 1: answer is missing; it should be a text: what is right")
+    assert "x.jsonl, line 1: answer is missing; it should be a text or a number: what is right" in _problems(recipe)[0]
+    (workdir / "x.jsonl").write_text("".join(f'{{"prompt": "{n % 90}?", "answer": 7}}\n' for n in range(100)))
+    told: list[str] = []
+    assert _problems(recipe, tell=told.append) == []
+    assert told == [
+        f"{workdir / 'x.jsonl'}: 10 of 100 rows repeat an earlier problem and are left out, first line 91 (as line 1)"
+    ]
 
 
 def test_what_does_not_fit_its_share_of_a_gpu_is_refused(recipe_file: Path) -> None:

@@ -22,6 +22,19 @@ def test_a_recipe_without_a_name_takes_its_files(recipe_file: Path) -> None:
     assert load_recipe(recipe_file, []).name == "other"
 
 
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
+def test_a_recipe_can_begin_with_a_byte_order_mark(recipe_file: Path, encoding: str) -> None:
+    found = load_recipe(recipe_file, [])
+    recipe_file.write_bytes(recipe_file.read_text().replace("\n", "\r\n").encode(encoding))
+    assert load_recipe(recipe_file, []) == found
+
+
+def test_a_recipe_in_another_encoding_is_refused_by_line_and_byte(recipe_file: Path) -> None:
+    recipe_file.write_bytes(recipe_file.read_bytes() + "# für\n".encode("latin-1"))
+    with pytest.raises(UserError, match=r"tiny.yaml is not YAML: line 8: byte 4 is not UTF-8; save the file as UTF-8$"):
+        load_recipe(recipe_file, [])
+
+
 def test_floats_in_scientific_notation_work_in_the_file_and_in_overrides(recipe_file: Path) -> None:
     recipe = load_recipe(recipe_file, ["rollout.sampling.temperature=5e-1", "learner.betas=[9e-1, 0.99]"])
     assert recipe.sft.lr == 1e-3

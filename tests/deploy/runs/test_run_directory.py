@@ -23,6 +23,7 @@ from learner.model.checkpoint import load_policy, save_checkpoint, stored_dtype
 from learner.model.checkpoint_files import verify_checkpoint, weight_files
 from learner.model.storage.references import REFERENCES
 from learner.model.tokenizer import TOKENIZER_FILES
+from rewards import JsonlConfig
 
 
 def _initial(recipe_file: Path, *overrides: str) -> Path:
@@ -47,6 +48,15 @@ def _check_the_same(initial: Path, given: Path) -> None:
     # The learner publishes them in float32, under the same digest.
     assert read_position(initial).manifest_digest == make_manifest(0, weights).digest
     verify_checkpoint(initial)
+
+
+def test_actors_find_files_that_are_named_from_the_current_directory(recipe_file: Path) -> None:
+    (recipe_file.parent / "x.jsonl").write_text("")
+    task = "task={name: jsonl, grader: exact, train_data: x.jsonl, heldout_data: 'org/name:test'}"
+    spec = make_spec(load_recipe(recipe_file, [task, "sft.data=x.jsonl", "sft.num_labels=null"]), Stages.ALL)
+    assert isinstance(spec.task, JsonlConfig)
+    assert (spec.task.train_data, spec.task.heldout_data) == (recipe_file.parent / "x.jsonl", Path("org/name:test"))
+    assert spec.sft.data == recipe_file.parent / "x.jsonl"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])

@@ -89,6 +89,14 @@ def test_every_refusal_is_one_sentence_that_names_the_field_as_it_was_spelled(as
         assert f"d1: request {index} (line {index + 1}): {answer['error']}\n" in answers.err
 
 
+def test_a_file_in_utf_16_with_its_mark_is_read(d1: Callable, checkpoints: Path, workdir: Path) -> None:
+    line = json.dumps({"prompt_ids": [5], **SHORT}) + "\r\n"
+    (workdir / "r.jsonl").write_bytes(line.encode("utf-16"))
+    ended = d1("sample", str(checkpoints / "with"), "--requests", "r.jsonl", "--json")
+    assert ended.status == 0
+    assert len(json.loads(ended.out)["token_ids"]) == 16
+
+
 def test_a_line_that_is_not_utf_8_is_refused_alone(d1: Callable, checkpoints: Path, workdir: Path) -> None:
     good = json.dumps({"prompt_ids": [5], **SHORT}).encode()
     (workdir / "r.jsonl").write_bytes(b"\xef\xbb\xbf" + good + b"\r\n\xff\n")

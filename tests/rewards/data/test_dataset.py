@@ -7,11 +7,15 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+import datasets
+import pyarrow as pa
 import pytest
+from pyarrow import parquet
 
 from rewards.data.dataset import DataConfig, Dataset, problem_id, question_of
 from rewards.data.prompts import user_turn
-from rewards.data.rows import HubSplit, Row, rows_of
+from rewards.data.rows import Row
+from rewards.data.sources import HubSplit, rows_of
 from rewards.problem import Problem, Split
 
 
@@ -111,10 +115,37 @@ def test_too_few_problems_are_said(tmp_path: Path) -> None:
         data.problems(Split.TRAIN, 2, seed=0)
 
 
-def test_a_duplicate_is_named_with_both_places(tmp_path: Path) -> None:
-    path = _write(tmp_path / "all.jsonl", [1, 2, 1])
-    with pytest.raises(ValueError, match=r"all\.jsonl, line 3 has the problem of .*all\.jsonl, line 1 again"):
-        _dataset(DataConfig(train_data=path)).problems(Split.TRAIN, 1, seed=0)
+def test_of_equal_problems_the_first_is_kept_and_the_others_are_told_once(tmp_path: Path) -> None:
+    path = _write(tmp_path / "all.jsonl", [1, 2, 1, 2, 1])
+    whole = _write(tmp_path / "test.jsonl", [3])
+    data = _dataset(DataConfig(train_data=path, heldout_data=whole))
+    assert data.remarks == []
+    assert data.size(Split.TRAIN) == data.at_most(Split.TRAIN) == len(data.problems(Split.TRAIN, 2, seed=0)) == 2
+    assert data.size(Split.HELDOUT) == 1
+    sentence = f"{path}: 3 of 5 rows repeat an earlier problem and are left out, first line 3 (as line 1)"
+    assert data.remarks == [sentence]
+
+
+def test_equal_questions_with_other_answers_are_counted_apart(tmp_path: Path) -> None:
+    path = tmp_path / "all.jsonl"
+    path.write_text("".join(f'{{"question": "a", "answer": "{n}"}}\n' for n in (1, 1, 2, 2)))
+    data = _dataset(DataConfig(train_data=path, heldout_data=_write(tmp_path / "test.jsonl", [3])))
+    (problem,) = data.problems(Split.TRAIN, 1, seed=0)
+    assert problem.answer == "1"
+    (remark,) = data.remarks
+    assert remark.endswith("first line 2 (as line 1); 2 of them differ in the answer, first line 3 (as line 1)")
+
+
+def test_repeats_change_neither_splits_nor_orders(tmp_path: Path) -> None:
+    numbers = list(range(60))
+    once, twice = (
+        _dataset(DataConfig(train_data=_write(tmp_path / f"{len(n)}.jsonl", n))) for n in (numbers, numbers * 2)
+    )
+    for split in (Split.TRAIN, Split.HELDOUT):
+        size = once.size(split)
+        assert size is not None
+        assert once.problems(split, size, seed=3) == twice.problems(split, size, seed=3)
+    assert len(twice.remarks) == 1
 
 
 def test_an_empty_split_is_said(tmp_path: Path) -> None:
@@ -126,24 +157,109 @@ def test_an_empty_split_is_said(tmp_path: Path) -> None:
 
 
 def test_rows_come_from_every_kind_of_file(tmp_path: Path) -> None:
-    pyarrow = pytest.importorskip("pyarrow")
-    from pyarrow import parquet
-
     rows = [{"question": 'a,\n"b"', "answer": "1"}, {"question": "\u00e4", "answer": "2"}]
     (tmp_path / "x.json").write_text(json.dumps(rows))
     (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n\n")
     (tmp_path / "x.jsonl.gz").write_bytes(gzip.compress((tmp_path / "x.jsonl").read_bytes()))
     (tmp_path / "x.csv").write_text('question,answer\n"a,\n""b""",1\n\u00e4,2\n')
-    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "x.parquet")
+    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "x.parquet")
     for name in ("x.json", "x.jsonl", "x.jsonl.gz", "x.csv", "x.parquet"):
         assert [dict(row.fields) for row in rows_of(tmp_path / name)] == rows, name
 
 
 def test_rows_come_from_what_datasets_loads(tmp_path: Path) -> None:
     _write(tmp_path / "train.jsonl", [1, 2])
-    rows = rows_of(HubSplit(repo=str(tmp_path), split="train"))
+    rows = list(rows_of(HubSplit(repo=str(tmp_path), split="train")))
     assert [row.fields["answer"] for row in rows] == ["2", "3"]
-    assert rows[1].place == f"{tmp_path}, split train, row 2"
+    assert rows[1].place == f"{tmp_path / 'train.jsonl'}, line 2"
+
+
+def test_a_directory_has_splits_of_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "set"
+    (folder / "data").mkdir(parents=True)
+    for name, number in (("train-00000-of-00002", 1), ("train-00001-of-00002", 2), ("test-00000-of-00001", 3)):
+        rows = pa.Table.from_pylist([{"question": f"{number}?", "answer": str(number)}])
+        parquet.write_table(rows, folder / "data" / f"{name}.parquet")
+    monkeypatch.chdir(tmp_path)
+    data = _dataset(DataConfig(train_data=Path("set"), heldout_data=Path("set:test")))
+    assert {problem.answer for problem in data.problems(Split.TRAIN, 2, seed=0)} == {"1", "2"}
+    assert data.problems(Split.HELDOUT, 1, seed=0)[0].answer == "3"
+    places = [row.place.removeprefix(f"{folder}/data/") for row in rows_of(Path("set"))]
+    assert places == ["train-00000-of-00002.parquet, row 1", "train-00001-of-00002.parquet, row 1"]
+    with pytest.raises(ValueError, match=r"^the dataset set, split dev cannot be .*; its splits are train, test$"):
+        rows_of(Path("set:dev"))
+
+
+def test_files_of_a_directory_are_read_as_any_others(tmp_path: Path) -> None:
+    rows = [{"answer": "007"}, {"answer": 7}, {"answer": "2024-01-01"}, {"answer": ["x"], "other": 1}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:3]))
+    (tmp_path / "b.jsonl").write_bytes(b"\xef\xbb\xbf" + json.dumps(rows[3]).encode())
+    assert [dict(row.fields) for row in rows_of(tmp_path)] == rows
+    (tmp_path / "b.jsonl").write_text("{")
+    with pytest.raises(ValueError, match=rf"^{tmp_path / 'b.jsonl'}, line 1 is not JSON"):
+        list(rows_of(tmp_path))
+
+
+def test_what_datasets_saved_is_a_directory_too(tmp_path: Path) -> None:
+    rows = datasets.Dataset.from_list([{"question": "a", "answer": "1"}])
+    rows.save_to_disk(str(tmp_path / "one"))
+    datasets.DatasetDict({"train": rows}).save_to_disk(str(tmp_path / "several"))
+    for name in ("one", "several", "several:train"):
+        assert [dict(row.fields) for row in rows_of(tmp_path / name)] == [{"question": "a", "answer": "1"}], name
+    with pytest.raises(ValueError, match=r"it has no split test; its splits are train$"):
+        rows_of(Path(f"{tmp_path / 'several'}:test"))
+
+
+@pytest.mark.parametrize(
+    ("named", "asked"),
+    [
+        ("org/name", ("org/name", None, "train")),
+        ("org/name:test", ("org/name", None, "test")),
+        ("org/name-1.5/main", ("org/name-1.5", "main", "train")),
+        ("org/name/main:train[:10%]", ("org/name", "main", "train[:10%]")),
+    ],
+)
+def test_what_is_not_here_is_a_dataset_of_the_hub(
+    named: str, asked: tuple[str, str | None, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = []
+
+    def load(repo: str, config: str | None, split: str) -> list[dict[str, str]]:
+        given.append((repo, config, split))
+        return [{"question": "a", "answer": "1"}]
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    data = _dataset(DataConfig(train_data=Path(named), heldout_data=Path(named)))
+    # A set of one's own choice is read to say its size.
+    assert data.size(Split.TRAIN) == 1
+    assert set(given) == {asked}
+
+
+def test_what_the_hub_refuses_is_said_in_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(
+        ValueError, match=r"^the dataset org/name/main, split test cannot be loaded: .*HF_HUB_OFFLINE"
+    ) as refusal:
+        rows_of(Path("org/name/main:test"))
+    assert str(refusal.value).endswith("; and there is no file or directory org/name here")
+    (tmp_path / "README.md").write_text(
+        "---\nconfigs:\n- {config_name: a, data_files: a.jsonl}\n- {config_name: b, data_files: a.jsonl}\n---\n"
+    )
+    _write(tmp_path / "a.jsonl", [1])
+    with pytest.raises(ValueError, match="it has the configs 'a', 'b', and one is needed"):
+        rows_of(tmp_path)
+
+
+def test_paths_mean_the_same_from_anywhere_and_names_of_the_hub_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path)
+    found = DataConfig(train_data=Path("x.jsonl"), heldout_data=Path("folder:test")).from_anywhere()
+    assert (found.train_data, found.heldout_data) == (tmp_path / "x.jsonl", tmp_path / "folder:test")
+    found = DataConfig(train_data=Path("org/name/main:test")).from_anywhere()
+    assert (found.train_data, found.heldout_data) == (Path("org/name/main:test"), None)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +284,7 @@ def test_a_file_that_cannot_be_used_is_refused_in_one_sentence(
 ) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=sentence) as refusal:
-        rows_of(tmp_path / name)
+        list(rows_of(tmp_path / name))
     assert "\n" not in str(refusal.value)
 
 
@@ -182,7 +298,7 @@ def test_a_missing_file_and_an_unreachable_dataset_are_said(tmp_path: Path) -> N
 def test_a_missing_column_is_named_with_its_row(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text('{"question": "a", "answer": "1"}\n{"question": "b", "reply": ""}\n')
-    row = rows_of(path)[1]
+    row = list(rows_of(path))[1]
     with pytest.raises(ValueError, match=r"x\.jsonl, line 2 has no column answer; its columns are question, reply"):
         row.text("answer")
     with pytest.raises(ValueError, match=r'line 2: reply is ""; it should be a text that says something'):

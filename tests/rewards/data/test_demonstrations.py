@@ -38,6 +38,20 @@ def test_prompt_and_completion_are_a_conversation_of_one_turn(tmp_path: Path) ->
     assert (first.place, second.place) == (f"{path}, line 1", f"{path}, line 3")
 
 
+def test_prompt_and_completion_can_be_turns(tmp_path: Path) -> None:
+    system = {"role": "system", "content": "Be brief."}
+    parts = {"role": "user", "content": [{"type": "text", "text": "2 + "}, {"type": "text", "text": "3?"}]}
+    rows = [
+        {"prompt": [system, USER], "completion": [ANSWER]},
+        {"prompt": [system, parts], "completion": "5", "messages": None},
+        {"prompt": json.dumps([system, USER]), "completion": [ANSWER]},
+        {"messages": json.dumps([system, USER, ANSWER])},
+    ]
+    for read in read_demonstrations(_file(tmp_path, *rows)):
+        assert read.messages == (Message(**system), Message(**USER))
+        assert read.completion == "5"
+
+
 def test_s1k_becomes_the_format_that_d1_asks_for(tmp_path: Path) -> None:
     row = {"question": "2 + 3?", "thinking_trajectories": ["Three more.", "x"], "attempt": "5", "cot_type": "math"}
     (read,) = read_demonstrations(_file(tmp_path, row))
@@ -56,8 +70,12 @@ REFUSED = [
     ({"messages": [{"role": "human", "content": "x"}]}, r'messages\[0\].role is "human"; it should be system, user or'),
     ({"prompt": "2 + 3?"}, "completion is missing; it should be a text: the answer to train on"),
     ({"prompt": "2 + 3?", "completion": ""}, "completion is empty; it should be the answer to train on"),
-    ({"completion": "5"}, "prompt is missing; it should be a text: what the policy is asked"),
-    ({"prompt": [USER], "completion": [ANSWER]}, "prompt is .*; it should be a text"),
+    ({"completion": "5"}, "prompt is missing; it should be a text or a list of turns: what the policy is asked"),
+    ({"prompt": [USER], "completion": [USER]}, "completion has the turns user; it should have one, the assistant's"),
+    ({"prompt": [USER], "completion": [ANSWER, ANSWER]}, "completion has the turns assistant, assistant; it should"),
+    ({"prompt": [USER, ANSWER], "completion": [ANSWER]}, "prompt ends with the assistant's turn; what is trained on"),
+    ({"prompt": [USER], "completion": []}, r"completion is \[\]; it should be a list that has the assistant's answer"),
+    ({"messages": None}, "messages is missing; it should be a list"),
     ({**S1K, "attempt": None}, "attempt is missing; it should be a text: the answer to train on"),
     ({**S1K, "thinking_trajectories": []}, r"thinking_trajectories is \[\]; it should be a list of texts"),
     ({**S1K, "thinking_trajectories": [7]}, r"thinking_trajectories\[0\] is 7; it should be a text"),

@@ -350,6 +350,13 @@ def test_a_file_of_keys_without_a_name_is_none_that_somebody_chose(run_dir, bare
     assert own_key(run_dir) == (run_dir / "service.token").read_text().strip()
 
 
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
+def test_a_byte_order_mark_is_no_part_of_a_key(run_dir, bare, monkeypatch, tmp_path, encoding):
+    (tmp_path / "keys").write_bytes("0123456789abcdef\r\n".encode(encoding))
+    monkeypatch.setenv("D1_API_KEYS_FILE", str(tmp_path / "keys"))
+    assert opens(read_keys(run_dir), "0123456789abcdef")
+
+
 def test_what_is_no_checkpoint_is_refused_in_a_sentence_and_left_as_it_was(tmp_path, bare, free_port):
     (tmp_path / "notes").write_text("mine")
     with pytest.raises(UserError, match="cannot serve"):

@@ -1,0 +1,98 @@
+"""Where a row of other people's data has what is asked and what is right."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from decimal import Decimal
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, StringConstraints
+
+from rewards.data.conversation import asked, text_of
+from rewards.data.rows import leaves, shown, value_at
+from rewards.problem import Message
+
+_ASKING = ("messages", "prompt", "question")
+# Names that other data has for what is asked and what is right, the likeliest first.
+_ASKED_ELSEWHERE = (*_ASKING, "problem", "query", "instruction", "input", "conversations")
+_RIGHT_ELSEWHERE = (
+    *("ground_truth", "answer", "final_answer", "expected_answer", "correct_answer", "gold", "target", "label"),
+    *("solution", "output"),
+)
+
+_RIGHT = "a text or a number: what is right"
+
+_Path = Annotated[str, StringConstraints(min_length=1)]
+
+
+class Columns(BaseModel):
+    """Where a row has what is asked and what is right, in data with other columns: `answer: reward_model.ground_truth`
+    for verl's. A dot leads into a column, a number into a list: `answers.text.0`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    prompt: _Path | None = None
+    """What is asked, a text or messages. Absent: `messages`, or else `prompt` or `question`."""
+    answer: _Path | None = None
+    """What is right, a text or a number. Absent: `answer`."""
+
+
+def asked_in(fields: Mapping[str, object], columns: Columns) -> tuple[Message, ...]:
+    """What a row asks. Raises ValueError, in one sentence without its place, for a row that asks nothing."""
+    name = columns.prompt or _asking(fields)
+    return asked(value_at(fields, name), name)
+
+
+def right_in(fields: Mapping[str, object], columns: Columns) -> tuple[object, str]:
+    """What a row says is right, and the path to it. Raises ValueError, in one sentence without its place."""
+    if columns.answer is None and fields.get("answer") is None:
+        raise ValueError(f"answer is missing; it should be {_RIGHT}{_elsewhere(fields, 'answer', _RIGHT_ELSEWHERE)}")
+    path = columns.answer or "answer"
+    return value_at(fields, path), path
+
+
+def answer_text(value: object, name: str) -> str:
+    """A right answer as text; a number as people write it, `7` for 7.0. Raises ValueError, in one sentence."""
+    if isinstance(value, float) and math.isnan(value):
+        # Where pandas has no value.
+        value = None
+    match value:
+        case bool():
+            pass
+        case int() | float() | Decimal() if math.isfinite(value):
+            # Without an exponent.
+            text = f"{Decimal(str(value or 0)):f}"
+            return text.rstrip("0").rstrip(".") if "." in text else text
+        case str():
+            return text_of(value, name, "what is right")
+        case {**inside} if inside:
+            path = f"{name}.{next(iter(inside))}"
+            raise ValueError(f"{name} is an object; task.columns.answer={path} would take a part of it")
+        case [_, *_]:
+            raise ValueError(
+                f"{name} is a list of {len(value)}, and there can be one right answer; task.columns.answer={name}.0 "
+                "would take the first"
+            )
+    raise ValueError(f"{name} is {shown(value)}; it should be {_RIGHT}")
+
+
+def _asking(fields: Mapping[str, object]) -> str:
+    """The column of what is asked. Raises ValueError where there is none."""
+    found = next((name for name in _ASKING if fields.get(name) is not None), None)
+    if found is None:
+        elsewhere = _elsewhere(fields, "prompt", _ASKED_ELSEWHERE)
+        raise ValueError(
+            f"messages, prompt and question are missing; one should be what the policy is asked{elsewhere}"
+        )
+    return found
+
+
+def _elsewhere(fields: Mapping[str, object], column: str, names: Sequence[str]) -> str:
+    """The end of a sentence that says which column of other data is likely to be meant."""
+    found = [(names.index(own.lower()), path) for path, own in leaves(fields) if own.lower() in names]
+    if found:
+        return f"; task.columns.{column}={min(found)[1]} would take {min(found)[1]}"
+    if column in fields:
+        return ""
+    return f"; the columns are {', '.join(map(str, fields)) or 'none'}: name one as task.columns.{column}"

@@ -1,0 +1,155 @@
+"""Files of rows: JSON lines, JSON, CSV and Parquet."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from rewards.data.encoding import MARK, decoded
+from rewards.data.rows import Row, shown
+
+FILE_KINDS = "*.jsonl, *.json, *.csv, *.tsv or *.parquet, all but the last also with .gz"
+"""What can be read, for sentences."""
+
+# Rows of Parquet that are Python's objects at a time.
+_BATCH_ROWS = 1024
+# What files of other kinds begin with, whatever their names are.
+_FOREIGN = {
+    b"PK\x03\x04": "is a workbook of Excel or a zip archive; save it as CSV UTF-8",
+    b"version https://git-lfs": "is what Git LFS has in place of the file; fetch the file with `git lfs pull`",
+}
+_GZIP = b"\x1f\x8b"
+
+
+def suffix_of(path: Path) -> str:
+    """The kind of a file by its name, in small letters: `.csv` of `X.CSV.gz`."""
+    return (path.with_suffix("") if path.suffix.lower() == ".gz" else path).suffix.lower()
+
+
+def file_rows(path: Path) -> Iterator[Row]:
+    """The rows of a file, in order. Raises ValueError, in one sentence, where it cannot be read or is no rows."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(max(map(len, _FOREIGN)))
+        for begin, what in _FOREIGN.items():
+            if head.startswith(begin):
+                raise ValueError(f"{path} {what}")
+        match suffix_of(path):
+            case ".jsonl" | ".ndjson":
+                yield from _numbered(path, _json_lines(path, _text(path)), unit="line")
+            case ".json":
+                yield from _json(path, _text(path))
+            case ".csv" | ".tsv":
+                yield from _numbered(path, _csv_rows(path, _text(path)))
+            case ".parquet" if path.suffix.lower() != ".gz":
+                yield from _numbered(path, _parquet(path))
+            case _:
+                raise ValueError(f"{path} is of no kind that can be read; it should be {FILE_KINDS}")
+    except OSError as error:
+        why = (error.strerror or str(error)).partition("\n")[0].lower()
+        raise ValueError(f"{path} cannot be read: {why}") from error
+
+
+def _numbered(path: Path, rows: Iterable[Any], unit: str = "row") -> Iterator[Row]:
+    for number, fields in enumerate(rows, start=1):
+        if fields is None:
+            continue
+        place = f"{path}, {unit} {number}"
+        if not isinstance(fields, dict):
+            raise ValueError(f"{place} is {shown(fields)}; it should be an object with a value for each column")
+        yield Row(place=place, fields=fields)
+
+
+def _json_lines(path: Path, text: str) -> Iterator[Any]:
+    """The value of each line, None for an empty one."""
+    for number, line in enumerate(text.split("\n"), start=1):
+        # Files that are joined bring their marks along.
+        unmarked = line.lstrip(MARK)
+        yield _parsed(unmarked, f"{path}, line {number}") if unmarked.strip() else None
+
+
+def _json(path: Path, text: str) -> Iterator[Row]:
+    """The rows of a list of objects, or of objects on lines, which go by this name as well."""
+    first = text.lstrip().partition("\n")[0]
+    if first.startswith("{") and _is_json(first) and text.strip() != first.strip():
+        yield from _numbered(path, _json_lines(path, text), unit="line")
+        return
+    rows = _parsed(text, str(path))
+    if not isinstance(rows, list):
+        raise ValueError(f"{path} is {shown(rows)}; it should be a list of objects, one for each row")
+    yield from _numbered(path, rows)
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _parsed(text: str, place: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{place} is not JSON: {error.msg} at character {error.colno}") from error
+    except (RecursionError, ValueError) as error:
+        # Nested thousands deep, or a number of thousands of digits.
+        raise ValueError(f"{place} is not JSON that can be read: {error}") from error
+
+
+def _csv_rows(path: Path, text: str) -> Iterator[dict[str, str | None] | None]:
+    """The cells of each row by the first line's names; None for a row without any, as spreadsheets leave them."""
+    delimiter = _delimiter(text)
+    # Who writes `prompt, answer` writes the rows so as well.
+    is_spaced = f"{delimiter} " in text.partition("\n")[0]
+    # Without `strict` a quote that is never closed would make one cell of the rest of the file.
+    cells = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, skipinitialspace=is_spaced, strict=True)
+    try:
+        names = [name.strip().lstrip(MARK) for name in next((row for row in cells if row), [])]
+        if twice := next((name for name in names if name and names.count(name) > 1), None):
+            raise ValueError(f"{path} has the column {twice} twice; each should be there once")
+        for number, row in enumerate((row for row in cells if row), start=1):
+            if len(row) > len(names):
+                columns = f"the {len(names)} columns of the first line"
+                raise ValueError(
+                    f"{path}, row {number} has more cells than {columns}; put a text with {delimiter!r} in quotes"
+                )
+            padded = [*row, *[None] * (len(names) - len(row))]
+            yield dict(zip(names, padded, strict=True)) if any(cell.strip() for cell in row) else None
+    except csv.Error as error:
+        raise ValueError(f"{path} is not CSV that can be read: {error} (line {cells.line_num})") from error
+
+
+def _delimiter(text: str) -> str:
+    """What divides the names in the first line: commas; without any, semicolons or tabs, as spreadsheets write."""
+    first = text.lstrip("\r\n").partition("\n")[0]
+    return next((delimiter for delimiter in ",;\t" if delimiter in first), ",")
+
+
+def _parquet(path: Path) -> Iterator[Any]:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    try:
+        with path.open("rb") as raw, parquet.ParquetFile(raw) as file:
+            for batch in file.iter_batches(batch_size=_BATCH_ROWS):
+                yield from batch.to_pylist(maps_as_pydicts="lossy")
+    except pa.ArrowException as error:
+        raise ValueError(f"{path} is not Parquet that can be read: {str(error).partition(chr(10))[0]}") from error
+
+
+def _text(path: Path) -> str:
+    data = path.read_bytes()
+    try:
+        return decoded(gzip.decompress(data) if path.suffix.lower() == ".gz" or data.startswith(_GZIP) else data)
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ValueError(f"{path} is not gzip: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"{path}, {error}") from error

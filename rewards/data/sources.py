@@ -1,0 +1,131 @@
+"""Where rows come from: a file, a directory, or a dataset of the hub."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from rewards.data.files import file_rows, suffix_of
+from rewards.data.rows import Row
+
+# The suffixes of files, which no dataset is named by.
+_OF_FILES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".txt", ".zip", ".xlsx", ".arrow")
+_NAME = r"[A-Za-z0-9][\w.-]*"
+_HUB = re.compile(rf"(?P<repo>{_NAME}/{_NAME})(?:/(?P<config>[\w.-]+))?(?::(?P<split>.+))?")
+_DIRECTORY = re.compile(r"(?P<repo>.+?):(?P<split>[^/]+)")
+_CONFIGS = re.compile(r"Config name is missing.*available configs: \[(.*?)\]", re.DOTALL)
+_SAVED = ("state.json", "dataset_dict.json")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HubSplit:
+    """One split of a dataset on the hub, or of a directory that `datasets` can load."""
+
+    repo: str
+    """`org/name`, or the directory."""
+    split: str
+    """Which split."""
+    config: str | None = None
+    """Which of the dataset's configs, where it has several."""
+    num_rows: int | None = None
+    """How many problems it has as published, to be said without fetching it: its rows, less those to train on that ask
+    what is held out. None where nobody has counted."""
+
+    def __str__(self) -> str:
+        return f"{self.repo}{f'/{self.config}' if self.config else ''}, split {self.split}"
+
+
+def rows_of(source: Path | HubSplit) -> Iterator[Row]:
+    """All rows of a source, in order.
+
+    A path is a file, a directory, or what is on the hub: `org/name`, `org/name/config`. The last two may have a split
+    behind them, as in `org/name:test`; without one it is `train`.
+    Raises ValueError, in one sentence, where it cannot be had, is no rows, or has none.
+    """
+    found = source if isinstance(source, HubSplit) else _found(source)
+    rows = _hub_rows(found, is_named=found is not source) if isinstance(found, HubSplit) else file_rows(found)
+    first = next(rows, None)
+    if first is None:
+        raise ValueError(f"{source} has no rows")
+    return chain([first], rows)
+
+
+def from_anywhere(path: Path) -> Path:
+    """The path that means the same in a process with another current directory; what is on the hub stays as it is."""
+    found = _found(path)
+    is_here = not isinstance(found, HubSplit) or Path(found.repo).is_dir()
+    return path.absolute() if is_here else path
+
+
+def _found(path: Path) -> Path | HubSplit:
+    """What a path says: a file, or a split."""
+    if path.is_dir():
+        return HubSplit(repo=str(path), split="train")
+    if path.exists() or suffix_of(path) in _OF_FILES:
+        return path
+    local = _DIRECTORY.fullmatch(str(path))
+    if local is not None and Path(local["repo"]).is_dir():
+        return HubSplit(repo=local["repo"], split=local["split"])
+    named = _HUB.fullmatch(str(path))
+    if named is None:
+        return path
+    return HubSplit(repo=named["repo"], config=named["config"], split=named["split"] or "train")
+
+
+def _hub_rows(source: HubSplit, *, is_named: bool) -> Iterator[Row]:
+    """The rows of a split, which a path names or a task."""
+    # Slow to import, and needed only where no file is given.
+    import datasets
+
+    datasets.disable_progress_bars()
+    try:
+        return _loaded(source)
+    except Exception as error:
+        # It raises its own, the hub's, the network's and pyarrow's errors.
+        sentence = f"the dataset {source} cannot be loaded: {_why(error)}"
+        if not is_named:
+            sentence += "; a local file can take its place"
+        elif not Path(source.repo).is_dir():
+            sentence += f"; and there is no file or directory {source.repo} here"
+        raise ValueError(sentence) from error
+
+
+def _loaded(source: HubSplit) -> Iterator[Row]:
+    import datasets
+
+    directory = Path(source.repo)
+    if any((directory / name).is_file() for name in _SAVED):
+        saved = datasets.load_from_disk(source.repo)
+        return _numbered(source, _of(source, saved) if isinstance(saved, datasets.DatasetDict) else saved)
+    if directory.is_dir():
+        # `datasets` says which files a split has. It would guess types: 7 for "007", a time for "2024-01-01".
+        files = datasets.load_dataset_builder(source.repo, source.config).config.data_files
+        return chain.from_iterable(file_rows(Path(name)) for name in _of(source, files))
+    return _numbered(source, datasets.load_dataset(source.repo, source.config, split=source.split))
+
+
+def _of(source: HubSplit, splits: Mapping[str, Iterable[Any]]) -> Iterable[Any]:
+    if source.split not in splits:
+        raise ValueError(f"it has no split {source.split}; its splits are {', '.join(map(str, splits))}")
+    return splits[source.split]
+
+
+def _numbered(source: HubSplit, data: Iterable[Any]) -> Iterator[Row]:
+    for number, fields in enumerate(data, start=1):
+        yield Row(place=f"{source}, row {number}", fields=fields)
+
+
+def _why(error: BaseException) -> str:
+    """One line of an error; of one that only says that something failed, that of its cause."""
+    if type(error).__name__ == "DatasetGenerationError" and error.__cause__ is not None:
+        return _why(error.__cause__)
+    text = str(error).strip() or type(error).__name__
+    if configs := _CONFIGS.search(text):
+        return f"it has the configs {configs[1]}, and one is needed: ORG/NAME/CONFIG, or the files of one"
+    if "OfflineModeIsEnabled" in text:
+        return "it is not in the cache, and HF_HUB_OFFLINE keeps the hub from being asked"
+    return text.partition("\n")[0].rstrip(".")
