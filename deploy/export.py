@@ -10,14 +10,17 @@ from safetensors import SafetensorError
 
 from deploy.errors import UserError, reason
 from deploy.runs.references import find_checkpoint_of
+from deploy.sampling.policy import read_tokenizer
 from learner.model.adapter import Adapter, read_chain, write_peft_adapter
 from learner.model.checkpoint import StoredWeights, load_merged, load_policy, write_policy
 from learner.model.checkpoint_files import (
     ADAPTER,
     MANIFEST,
     checkpoint_chain,
+    has_adapter,
     load_config,
     policy_files,
+    tokenizer_directory,
     verify_checkpoint,
     weight_files,
 )
@@ -40,7 +43,10 @@ def export_policy(reference: str, out: Path, runs_dir: Path = Path("runs")) -> P
         UserError: there is no checkpoint, it is damaged, or `out` cannot be written.
     """
     directory = _find(reference, runs_dir)
-    _write(out, lambda partial: _write_policy_of(directory, partial))
+    try:
+        _write(out, lambda partial: _write_policy_of(directory, partial))
+    except ValueError as error:
+        raise UserError(str(error)) from error
     return directory
 
 
@@ -91,16 +97,19 @@ def _find(reference: str, runs_dir: Path) -> Path:
 
 
 def _write_policy_of(directory: Path, out: Path) -> None:
-    """A checkpoint's own files; or, where it holds an adapter, weights that compute what it computes. Weights that have
-    other names than the original code's are written under its names."""
-    has_adapter = (directory / ADAPTER).is_file()
-    stored = None if has_adapter else StoredWeights(directory)
+    """Copy a checkpoint's own files, or write weights that compute what it computes.
+
+    An adapter is merged. Weights that have other names than the original code's are written under its names.
+    """
+    is_adapted = has_adapter(directory)
+    stored = None if is_adapted else StoredWeights(directory)
     if stored is not None and not stored.is_renamed:
         for path in policy_files(directory):
             shutil.copyfile(path, out / path.name)
         return
+    read_tokenizer(directory)
     policy = load_merged(directory) if stored is None else load_policy(directory, stored.dtype)
-    write_policy(out, policy.config, policy.state_dict(), directory)
+    write_policy(out, policy.config, policy.state_dict(), tokenizer_directory(directory))
 
 
 def _whole_adapter(directory: Path) -> tuple[Adapter, Path]:
@@ -109,7 +118,8 @@ def _whole_adapter(directory: Path) -> tuple[Adapter, Path]:
     Each stage trains an adapter of its own, on the policy that the one before it ended with. Raises ValueError.
     """
     for adapted in checkpoint_chain(directory)[:-1]:
-        verify_checkpoint(adapted, [ADAPTER])
+        if (adapted / MANIFEST).is_file():
+            verify_checkpoint(adapted, [ADAPTER])
     chain = read_chain(directory)
     if (adapter := chain.together) is None:
         raise ValueError(f"{directory} was trained whole: it has no {ADAPTER}; leave out --lora apart")

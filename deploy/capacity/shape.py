@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from actors.run_config import RunConfig
-from learner.model.checkpoint_files import ADAPTER, load_config
+from learner.model.checkpoint_files import has_adapter, load_config
 from learner.model.config import TransformerConfig
 from learner.model.hub import find_checkpoint
 from learner.model.lora_config import LoraConfig
@@ -28,12 +28,12 @@ def num_adapters(recipe: RunConfig) -> int:
 
 
 def begins_merged(recipe: RunConfig) -> bool:
-    """Whether a run starts from a LoRA checkpoint: its adapters are merged into float32 weights, which are written.
+    """Whether a run starts from a checkpoint with an adapter: it is merged into float32 weights, which are written.
 
     Raises ValueError when the checkpoint's config cannot be had.
     """
     checkpoint = recipe.model.checkpoint
-    return checkpoint is not None and (find_checkpoint(checkpoint, config_only=True) / ADAPTER).is_file()
+    return checkpoint is not None and has_adapter(find_checkpoint(checkpoint, config_only=True))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

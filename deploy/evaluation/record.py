@@ -17,6 +17,9 @@ from deploy.errors import UserError, reason
 from deploy.evaluation.worker import Answer, Answered
 from deploy.runs.lock import RunLock
 from learner.model.checkpoint_files import checkpoint_chain
+from learner.model.families.raw_config import CONFIG
+from learner.model.hub import ADAPTER_CONFIG
+from learner.model.peft_directory.config import is_peft
 from learner.model.storage.references import read_references, why_gone
 
 _WEIGHTS = ("*.safetensors", "*.bin")
@@ -163,7 +166,7 @@ def fingerprint(checkpoint: Path) -> str:
 
 def _fingerprint(checkpoint: Path) -> str:
     """Of one directory alone."""
-    digest = sha256((checkpoint / "config.json").read_bytes())
+    digest = sha256((checkpoint / (ADAPTER_CONFIG if is_peft(checkpoint) else CONFIG)).read_bytes())
     files = {path for pattern in _WEIGHTS for path in checkpoint.glob(pattern)}
     for reference in read_references(checkpoint).values():
         if not reference.path.is_file():

@@ -14,6 +14,7 @@ from actors.grader import sample_of
 from deploy.evaluation.problems import Batch
 from learner.hardware import placed_on
 from learner.model.checkpoint import load_policy
+from learner.model.checkpoint_files import open_tokenizer
 from learner.model.renoising.config import is_renoising
 from learner.model.renoising.policy import load_renoising_policy
 from learner.model.tokenizer import ChatTokenizer
@@ -93,7 +94,7 @@ class Worker:
 
     @cached_property
     def _tokenizer(self) -> ChatTokenizer:
-        return ChatTokenizer(self._config.checkpoint)
+        return open_tokenizer(self._config.checkpoint)
 
     def answer(self, batch: Batch) -> Answered:
         """Denoise and grade a batch.

@@ -13,7 +13,7 @@ from deploy.program import program
 from deploy.runs.listing import run_names
 from learner.model.storage.throughput import Say
 
-_CONFIG = "config.json"
+_CONFIG, _ADAPTER_CONFIG = "config.json", "adapter_config.json"
 _BEST, _LAST = "best", "last"
 _LEAST_LIKENESS = 0.5
 
@@ -60,7 +60,7 @@ def find_run(reference: str, runs_dir: Path) -> Path:
     found = _find_here(reference, runs_dir)
     if found is not None and (found.directory / METRICS).is_file():
         return found.directory
-    if found is None or not (found.directory / _CONFIG).is_file():
+    if found is None or not _is_checkpoint(found.directory):
         raise _miss(reference, runs_dir, ", and no run directory of that path")
     checkpoints = found.directory.absolute().parent
     if checkpoints.name == CHECKPOINTS and _is_run(checkpoints.parent):
@@ -94,7 +94,7 @@ def _find_in(runs_dir: Path, reference: str) -> Found | None:
         if _is_run(place):
             return Found(directory=_unlinked(place), is_run=True)
     for place in (*places, *(place.parent / CHECKPOINTS / place.name for place in places)):
-        if (place / _CONFIG).is_file():
+        if _is_checkpoint(place):
             return Found(directory=place, is_run=False)
     for place in places:
         if place.name in (_BEST, _LAST) and not place.exists() and _is_run(place.parent):
@@ -112,7 +112,12 @@ def _chosen(run: Path, alias: str) -> Path:
 
 def _is_run(directory: Path) -> bool:
     is_one = (directory / METRICS).is_file() or (directory / RECIPE).is_file()
-    return is_one and not (directory / _CONFIG).is_file()
+    return is_one and not _is_checkpoint(directory)
+
+
+def _is_checkpoint(directory: Path) -> bool:
+    """Whether it looks like one, whole or a peft adapter."""
+    return any((directory / name).is_file() for name in (_CONFIG, _ADAPTER_CONFIG))
 
 
 def _unlinked(directory: Path) -> Path:

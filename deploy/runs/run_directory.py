@@ -24,7 +24,7 @@ from deploy.errors import UserError
 from deploy.recipe.overrides import load_recipe, resolved_yaml
 from deploy.recipe.recipe import Recipe, Stages
 from deploy.runs.lock import LOCK, RunLock
-from learner.model.checkpoint_files import ADAPTER, load_config
+from learner.model.checkpoint_files import has_adapter, load_config, open_tokenizer, tokenizer_directory
 from learner.model.config import TransformerConfig
 from learner.model.hub import find_checkpoint, find_tokenizer, is_hub_id
 from learner.model.storage.references import check_unchanged
@@ -128,7 +128,7 @@ def _fill_run_dir(recipe: Recipe, spec: RunSpec, start_from: Path | None, partia
         if reference is not None:
             # Before its weights are fetched and hashed.
             policy = _check_canvas(recipe, find_checkpoint(reference, config_only=True))
-            _check_plan(spec, ChatTokenizer(find_tokenizer(reference)), policy)
+            _check_plan(spec, open_tokenizer(find_tokenizer(reference)), policy)
         _write_initial(recipe, partial / CHECKPOINTS / "initial", reference, say)
         if reference is None:
             initial = partial / CHECKPOINTS / "initial"
@@ -187,7 +187,7 @@ def check_creatable(recipe: Recipe, spec: RunSpec, start_from: Path | None, max_
                 policy = _shape_of(recipe, tokenizer)
             else:
                 policy = _check_canvas(recipe, find_checkpoint(reference, config_only=True))
-                tokenizer = ChatTokenizer(find_tokenizer(reference))
+                tokenizer = open_tokenizer(find_tokenizer(reference))
             _check_plan(few, tokenizer, policy)
     except TooFewProblemsError:
         return  # `preflight` says so, with the counts that the recipe has.
@@ -219,12 +219,12 @@ def _write_initial(recipe: Recipe, directory: Path, reference: str | Path | None
     if reference is not None:
         source = find_checkpoint(reference)
         _check_canvas(recipe, source)
-        ChatTokenizer(source)
-        if (source / ADAPTER).is_file():
+        open_tokenizer(source)
+        if has_adapter(source):
             merged = load_merged(source, say)
             weights = {name: parameter.detach() for name, parameter in merged.named_parameters()}
             state = asdict(_at_the_start(_digest(weights, say)))
-            save_checkpoint(directory, merged.config, weights, source, trainer_state=state)
+            save_checkpoint(directory, merged.config, weights, tokenizer_directory(source), trainer_state=state)
             return
         stored = StoredWeights(source)
         state = asdict(_at_the_start(_digest(stored, say)))

@@ -21,6 +21,7 @@ from deploy.requests.structured.grammars import Grammars
 from deploy.runs.references import find_checkpoint_of
 from learner.hardware import placed_on
 from learner.model.checkpoint import load_policy
+from learner.model.checkpoint_files import open_tokenizer, tokenizer_directory
 from learner.model.config import TransformerConfig
 from learner.model.storage.throughput import Say
 from learner.model.tokenizer import TOKENIZER_FILES, ChatTokenizer
@@ -135,12 +136,14 @@ def _defaults(directory: Path, config: TransformerConfig) -> Defaults:
 
 def read_tokenizer(directory: Path) -> ChatTokenizer | None:
     """The tokenizer of a checkpoint; None where it has none. Raises UserError where it cannot be read."""
-    if not any((directory / name).is_file() for name in TOKENIZER_FILES):
+    with as_user_errors(str(directory)):
+        source = tokenizer_directory(directory)
+    if not any((source / name).is_file() for name in TOKENIZER_FILES):
         return None
     try:
-        return ChatTokenizer(directory)
+        return open_tokenizer(directory)
     except (
         Exception
     ) as error:  # the tokenizers library raises whatever a damaged file leads it to, plain Exceptions too
         what = str(error).partition("\n")[0]
-        raise UserError(f"the tokenizer in {directory} cannot be read ({type(error).__name__}: {what})") from error
+        raise UserError(f"the tokenizer in {source} cannot be read ({type(error).__name__}: {what})") from error

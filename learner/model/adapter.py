@@ -1,4 +1,4 @@
-"""Trained adapters on disk: d1's own file in a checkpoint, and the directory that peft reads.
+"""Trained adapters on disk: d1's own file in a checkpoint, and directories of peft, which are read and written.
 
 A checkpoint of a LoRA run is `lora.safetensors` and the name of the checkpoint that it stands on, which may have an
 adapter itself: each stage of a run trains one. The last of the chain has the weights.
@@ -14,18 +14,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from learner.model.checkpoint_files import ABOUT_ADAPTER, ADAPTER, checkpoint_chain
+from learner.model.checkpoint_files import ABOUT_ADAPTER, ADAPTER, checkpoint_chain, load_config
 from learner.model.config import Family
 from learner.model.families import FAMILIES, FamilyFormat
+from learner.model.hub import ADAPTER_WEIGHTS
 from learner.model.lora import adapter_names, set_adapter, set_start
 from learner.model.lora_config import BaseWeights
+from learner.model.peft_directory.config import find_base, is_peft
+from learner.model.peft_directory.matrices import read_matrices
 from learner.model.transformer import Transformer
-
-_PEFT_WEIGHTS = "adapter_model.safetensors"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,10 +36,10 @@ class Adapter:
 
     rank: int
     """Rows of each A and columns of each B."""
-    alpha: int
+    alpha: float
     """What B A adds is multiplied by `alpha / rank`."""
     base: str
-    """The checkpoint that it stands on: the name of a directory beside its own."""
+    """The checkpoint that it stands on: the name of a directory beside its own, or under a peft adapter a path."""
     matrices: Mapping[str, Tensor]
     """By plain name: `.lora_A.weight` [rank, inputs] and `.lora_B.weight` [outputs, rank] of each layer."""
     base_digest: str | None = None
@@ -60,7 +62,11 @@ def write_adapter(directory: Path, adapter: Adapter) -> None:
 
 
 def read_adapter(directory: Path) -> Adapter:
-    """The adapter of a checkpoint's directory. Raises ValueError when it has none or its file is damaged."""
+    """The adapter of a checkpoint's directory or a peft one. Raises ValueError when it has none or it is damaged."""
+    if is_peft(directory):
+        found = read_matrices(directory, load_config(directory))
+        base = str(find_base(directory))
+        return Adapter(rank=found.rank, alpha=found.scaling * found.rank, base=base, matrices=found.matrices)
     path = directory / ADAPTER
     if not path.is_file():
         raise ValueError(f"{directory} has no adapter: it has no {ADAPTER}")
@@ -104,39 +110,60 @@ def read_chain(directory: Path) -> Chain:
     """Read the adapters of a checkpoint and find its weights. Raises ValueError if a part is missing or damaged."""
     *adapted, weights = checkpoint_chain(directory)
     adapters = [read_adapter(one) for one in adapted]
+    if any(map(is_peft, adapted)):
+        # They need not have the same layers, as those of a run's stages have.
+        return Chain(weights=weights, start=None, adapter=stacked(adapters))
     return Chain(weights=weights, start=stacked(adapters[1:]), adapter=adapters[0] if adapters else None)
 
 
 def stacked(adapters: Sequence[Adapter]) -> Adapter | None:
     """Combine the adapters of several stages into one, the latest first; None for an empty sequence.
 
-    B1 A1 + B2 A2 is [B1 B2] [A1; A2]: the ranks add up. Differences in scaling go into B.
+    B1 A1 + B2 A2 is [B1 B2] [A1; A2]: the ranks add up. Differences in scaling go into B. A layer that one of them does
+    not have gets zeros for it.
     """
     if len(adapters) < 2:
         return adapters[0] if adapters else None
     first, rank = adapters[0], sum(adapter.rank for adapter in adapters)
     alpha = first.scaling * rank
-    scaling = first.scaling if alpha.is_integer() else 1.0
+    # An alpha of 0 is possible in adapters of peft, and nothing can be divided by it.
+    scaling = first.scaling if alpha and alpha.is_integer() else 1.0
     matrices = {}
-    for name in first.matrices:
-        parts = [
-            adapter.matrices[name] if ".lora_A." in name else adapter.matrices[name] * (adapter.scaling / scaling)
-            for adapter in adapters
-        ]
-        matrices[name] = torch.cat(parts, dim=0 if ".lora_A." in name else 1)
-    return replace(first, rank=rank, alpha=round(scaling * rank), base=adapters[-1].base, matrices=matrices)
+    for name in dict.fromkeys(name for adapter in adapters for name in adapter.matrices):
+        having = [adapter for adapter in adapters if name in adapter.matrices]
+        padding = rank - sum(adapter.rank for adapter in having)
+        if ".lora_A." in name:
+            whole = torch.cat([adapter.matrices[name] for adapter in having])
+            matrices[name] = F.pad(whole, (0, 0, 0, padding))
+        else:
+            parts = [adapter.matrices[name] * (adapter.scaling / scaling) for adapter in having]
+            matrices[name] = F.pad(torch.cat(parts, dim=1), (0, padding))
+    last = adapters[-1]
+    return replace(
+        first,
+        rank=rank,
+        alpha=round(scaling * rank),
+        base=last.base,
+        base_weights=last.base_weights,
+        matrices=matrices,
+    )
 
 
 def _check_layers(layers: Sequence[str], names: FamilyFormat) -> None:
     """Raise ValueError that names a layer which is a part of one of the original model's."""
     counts = Counter(names.block_names.values())
     for layer in layers:
-        ours = layer.split(".", 2)[2]
+        ours = _inner(layer)
         if counts[names.block_names[ours]] > 1:
             raise ValueError(
                 f"{ours.rpartition('.')[2]} is a part of {names.block_names[ours]} in the original code of "
                 f"{names.model_type}, and peft adapts that whole; export the policy with its adapter merged"
             )
+
+
+def _inner(layer: str) -> str:
+    """The name of a block's layer inside the block."""
+    return layer.split(".", 2)[2]
 
 
 def write_peft_adapter(directory: Path, adapter: Adapter, family: Family, base: str) -> None:
@@ -154,14 +181,18 @@ def write_peft_adapter(directory: Path, adapter: Adapter, family: Family, base: 
 
     names = FAMILIES[family]
     layers = sorted({name.rpartition(".lora_")[0] for name in adapter.matrices})
-    _check_layers(layers, names)
-    # Below the blocks only: LLaDA's head has the name of a layer of its blocks.
-    inner = sorted({names.block_names[layer.split(".", 2)[2]] for layer in layers})
+    outer = [layer for layer in layers if f"{layer}.weight" in names.outer_names]
+    of_blocks = [layer for layer in layers if layer not in outer]
+    _check_layers(of_blocks, names)
+    # By whole names: LLaDA's head has the name of a layer of its blocks.
+    inner = sorted({names.block_names[_inner(layer)] for layer in of_blocks})
     pattern = rf"{re.escape(names.block_prefix)}\.\d+\.({'|'.join(map(re.escape, inner))})"
+    for layer in outer:
+        pattern += "|" + re.escape(names.outer_names[f"{layer}.weight"].removesuffix(".weight"))
     PeftConfig(
         base_model_name_or_path=base,
         r=adapter.rank,
-        lora_alpha=adapter.alpha,
+        lora_alpha=adapter.alpha,  # type: ignore[arg-type]  # peft only divides it
         lora_dropout=0.0,
         target_modules=pattern,
         inference_mode=True,
@@ -171,4 +202,4 @@ def write_peft_adapter(directory: Path, adapter: Adapter, family: Family, base: 
         weight = f"{layer}.weight"
         for ours, theirs in zip(adapter_names(weight), adapter_names(names.checkpoint_name(weight)), strict=True):
             tensors[f"base_model.model.{theirs}"] = adapter.matrices[ours].contiguous()
-    save_file(tensors, directory / _PEFT_WEIGHTS, metadata={"format": "pt"})
+    save_file(tensors, directory / ADAPTER_WEIGHTS, metadata={"format": "pt"})

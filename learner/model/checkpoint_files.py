@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,13 @@ from safetensors import SafetensorError, safe_open
 from learner.model.config import TransformerConfig
 from learner.model.families import read_config
 from learner.model.families.raw_config import CONFIG, GENERATION_CONFIG, RawConfig
+from learner.model.hub import ADAPTER_CONFIG, find_checkpoint, find_tokenizer
 from learner.model.lora_config import BaseWeights
+from learner.model.peft_directory.config import find_base, is_peft
 from learner.model.storage.hashing import checksums
 from learner.model.storage.references import read_references, why_changed, why_gone
 from learner.model.storage.throughput import Say, Throughput
-from learner.model.tokenizer import TOKENIZER_FILES
+from learner.model.tokenizer import TOKENIZER_FILES, ChatTokenizer
 
 MANIFEST = "manifest.json"
 LEARNER_STATE = "learner.safetensors"
@@ -32,7 +35,21 @@ ABOUT_ADAPTER = "d1"
 
 
 def load_config(directory: Path) -> TransformerConfig:
-    """The policy's config of a checkpoint directory. Raises ValueError as `load_policy` does."""
+    """The policy's config of a checkpoint directory, or of a peft adapter's base. Raises ValueError as `load_policy`
+    does."""
+    source = _under_peft(directory, partial(find_checkpoint, config_only=True))[-1]
+    if source == directory:
+        return _own_config(directory)
+    try:
+        return _own_config(source)
+    except ValueError as error:
+        raise ValueError(f"the base of the adapter in {directory} cannot be used: {error}") from error
+
+
+def _own_config(directory: Path) -> TransformerConfig:
+    """The same of a directory with a `config.json`."""
+    if not (directory / CONFIG).is_file() and (inside := sorted(directory.glob(f"*/{ADAPTER_CONFIG}"))):
+        raise ValueError(f"{directory} is not a checkpoint: it has no {CONFIG}; {inside[0].parent} holds an adapter")
     raw = RawConfig.read(directory)
     try:
         return read_config(raw)
@@ -42,6 +59,44 @@ def load_config(directory: Path) -> TransformerConfig:
         first = error.errors()[0]
         place = f"{first['loc'][0]}: " if first["loc"] else ""
         raise ValueError(f"{raw.path} makes no policy: {place}{first['msg'].removeprefix('Value error, ')}") from error
+
+
+def _under_peft(directory: Path, find: Callable[[Path | str], Path]) -> list[Path]:
+    """A directory and, below each peft adapter, its base; `find` as in `find_base`. Raises ValueError as that."""
+    chain = [directory]
+    while is_peft(chain[-1]):
+        base = find_base(chain[-1], find)
+        if any(base.samefile(other) for other in chain):
+            raise ValueError(f"the adapter in {chain[-1]} stands on {base}, which stands on it")
+        chain.append(base)
+    return chain
+
+
+def has_adapter(directory: Path) -> bool:
+    """Whether a checkpoint's policy is another one's with an adapter: d1's own or one of peft."""
+    return (directory / ADAPTER).is_file() or is_peft(directory)
+
+
+def open_tokenizer(directory: Path) -> ChatTokenizer:
+    """The tokenizer of a checkpoint directory; of a peft adapter its own, where it has one, or its base's.
+
+    Raises ValueError where there is none, or it has more tokens than the policy.
+    """
+    source = tokenizer_directory(directory)
+    tokenizer = ChatTokenizer(source)
+    if is_peft(source) and len(tokenizer) > (vocab_size := load_config(source).vocab_size):
+        raise ValueError(
+            f"the tokenizer in {source} has {len(tokenizer)} tokens, and the base of the adapter there embeds "
+            f"{vocab_size}; remove it, and the base's is used"
+        )
+    return tokenizer
+
+
+def tokenizer_directory(directory: Path) -> Path:
+    """Where the files of a checkpoint's tokenizer are. Raises ValueError as `find_base`."""
+    chain = _under_peft(directory, find_tokenizer)
+    having = (one for one in chain if any((one / name).is_file() for name in TOKENIZER_FILES))
+    return next(having, chain[-1])
 
 
 def policy_files(directory: Path) -> list[Path]:
@@ -173,11 +228,12 @@ def checkpoint_chain(directory: Path) -> list[Path]:
     Raises ValueError if one is missing or not the one that an adapter was trained on, or the last has no weights.
     """
     chain, expected = [directory], list[str | None]()
-    while (chain[-1] / ADAPTER).is_file():
-        base = adapter_base(chain[-1])
-        if base in chain:
+    while has_adapter(chain[-1]):
+        is_of_peft = is_peft(chain[-1])
+        base = find_base(chain[-1]) if is_of_peft else adapter_base(chain[-1])
+        if any(base.samefile(other) for other in chain):
             raise ValueError(f"the adapter in {chain[-1]} stands on {base.name}, which stands on it")
-        expected.append(_about_adapter(chain[-1]).get("base_digest"))
+        expected.append(None if is_of_peft else _about_adapter(chain[-1]).get("base_digest"))
         chain.append(base)
     for index, digest in enumerate(expected, start=1):
         if digest is not None and digest != _digest_of(chain[index:]):

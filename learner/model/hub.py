@@ -12,7 +12,12 @@ from learner.model.families.raw_config import CONFIG_FILES
 from learner.model.tokenizer import TOKENIZER_FILES
 
 _HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?")
-_ALL_FILES = (*CONFIG_FILES, "model*.safetensors", "model.safetensors.index.json", *TOKENIZER_FILES)
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+"""The files that peft writes of an adapter."""
+_CONFIG_FILES = (*CONFIG_FILES, ADAPTER_CONFIG)
+_TOKENIZER_FILES = (*TOKENIZER_FILES, ADAPTER_CONFIG)
+_WEIGHT_FILES = ("model*.safetensors", "model.safetensors.index.json", ADAPTER_WEIGHTS)
+_ALL_FILES = (*_CONFIG_FILES, *_WEIGHT_FILES, *TOKENIZER_FILES)
 
 
 def is_hub_id(reference: str | Path) -> bool:
@@ -35,15 +40,16 @@ def find_checkpoint(reference: str | Path, *, config_only: bool = False) -> Path
     match = _HUB_ID.fullmatch(str(reference))
     if match is None:
         raise ValueError(f"{reference} is no directory, and no hub id either: that is org/name or org/name@revision")
-    return _fetch(match["repo"], match["revision"], CONFIG_FILES if config_only else _ALL_FILES)
+    return _fetch(match["repo"], match["revision"], _CONFIG_FILES if config_only else _ALL_FILES)
 
 
 def find_tokenizer(reference: str | Path) -> Path:
-    """The same with the tokenizer's files alone, which are small. Raises as `find_checkpoint`."""
+    """The same with the tokenizer's files alone, which are small, and what names an adapter's base. Raises as
+    `find_checkpoint`."""
     match = None if Path(reference).is_dir() else _HUB_ID.fullmatch(str(reference))
     if match is None:
         return find_checkpoint(reference)
-    return _fetch(match["repo"], match["revision"], TOKENIZER_FILES)
+    return _fetch(match["repo"], match["revision"], _TOKENIZER_FILES)
 
 
 def _fetch(repo: str, revision: str | None, patterns: tuple[str, ...]) -> Path:

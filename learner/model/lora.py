@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from learner.model.lora_config import LoraConfig
+from learner.model.lora_config import TARGETS, LoraConfig
 from learner.model.quantized import Nf4Linear
 from learner.model.transformer import Transformer
 
@@ -116,12 +116,17 @@ class AdaptedLinear(nn.Module):
 def add_adapters(model: Transformer, config: LoraConfig) -> None:
     """Freeze a policy and put an adapter beside each target of each block, in place; `fresh_adapter` fills them."""
     model.requires_grad_(False)
-    pattern = re.compile(rf"blocks\.\d+\.(attn|mlp|mlp\.shared)\.({'|'.join(config.targets)})")
-    for name in [name for name, _ in model.named_modules() if pattern.fullmatch(name)]:
+    for name in adaptable_layers(model, config.targets):
         linear = model.get_submodule(name)
         assert isinstance(linear, nn.Linear), "no adapter has been put there yet"
         # Trained parameters are in float32, whatever the precision of the frozen weight.
         model.set_submodule(name, AdaptedLinear(linear, config.rank, config.scaling))
+
+
+def adaptable_layers(model: Transformer, targets: Sequence[str] = TARGETS) -> list[str]:
+    """The names of the linear layers that can have an adapter: those of the targets in each block."""
+    pattern = re.compile(rf"blocks\.\d+\.(attn|mlp|mlp\.shared)\.({'|'.join(targets)})")
+    return [name for name, _ in model.named_modules() if pattern.fullmatch(name)]
 
 
 def set_adapter(model: Transformer, matrices: Mapping[str, Tensor], scaling: float) -> None:

@@ -343,7 +343,11 @@ class Transformer(nn.Module):
         return torch.arange(ids_BL.shape[1], device=ids_BL.device).expand(ids_BL.shape)
 
     def _logits(self, x_ND: Tensor) -> Tensor:
-        return F.linear(x_ND, self._head_weight)
+        if self.head is None:
+            return F.linear(x_ND, self.embed.weight)
+        # The layer and not its weight: an adapter of peft may stand beside it.
+        logits: Tensor = self.head(x_ND)
+        return logits
 
     @property
     def _head_weight(self) -> Tensor:

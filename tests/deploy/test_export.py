@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from learner.model.adapter import Adapter
 from learner.model.checkpoint import StoredWeights, load_policy, save_checkpoint
@@ -23,6 +23,7 @@ from learner.model.networks import make_model
 from learner.model.tokenizer import make_tokenizer
 from learner.model.transformer import init_weights
 from learner.parallel.sharding import ShardedPolicy
+from tests.learner.model.original import Original
 
 LORA = LoraConfig(rank=3, alpha=6)
 
@@ -122,28 +123,6 @@ def test_an_adapter_whose_base_is_damaged_or_away_is_refused(run: Run, d1: Calla
     d1("export", last, "out").assert_refused(
         "the adapter in runs/tiny/checkpoints/rl-000001 stands on sft, which is no checkpoint beside it"
     )
-
-
-class Original(nn.Module):
-    """A model with the modules that a checkpoint's tensors are named after: all that peft looks at."""
-
-    def __init__(self, checkpoint: Path) -> None:
-        super().__init__()
-        for name, tensor in load_file(checkpoint / "model.safetensors").items():
-            *path, kind = name.split(".")
-            module = self._module(path, tensor)
-            if isinstance(module, nn.Linear):
-                setattr(module, kind, nn.Parameter(tensor))
-
-    def _module(self, path: list[str], tensor: Tensor) -> nn.Module:
-        module: nn.Module = self
-        for name in path[:-1]:
-            if name not in module._modules:
-                module.add_module(name, nn.Module())
-            module = module._modules[name]
-        if path[-1] not in module._modules and tensor.ndim == 2:
-            module.add_module(path[-1], nn.Linear(tensor.shape[1], tensor.shape[0], bias=False))
-        return module._modules.get(path[-1], nn.Module())
 
 
 @pytest.mark.parametrize(("name", "num_stages"), [("sft", 1), ("rl-000001", 2)])

@@ -15,10 +15,9 @@ from deploy.requests.refusals import TEMPLATE_ERRORS, template_refusal
 from deploy.requests.structured.grammars import Grammars
 from deploy.requests.structured.structure import Structure
 from deploy.service.errors import ServiceError
-from learner.model.checkpoint_files import load_config
+from learner.model.checkpoint_files import load_config, open_tokenizer
 from learner.model.config import TransformerConfig
 from learner.model.renoising.config import is_renoising, read_renoising_config
-from learner.model.tokenizer import ChatTokenizer
 from rollout.grammar.grammar import Grammar
 
 MASKED = "\u2591"
@@ -45,7 +44,7 @@ class TextCodec:
         self.config: AnyConfig = (
             read_renoising_config(checkpoint) if is_renoising(checkpoint) else load_config(checkpoint)
         )
-        self._tokenizer = ChatTokenizer(checkpoint)
+        self._tokenizer = open_tokenizer(checkpoint)
         self._special_ids = self._tokenizer.special_ids
         self._text_of: dict[int, str] = {}
         self._grammars = Grammars(self._tokenizer, self.config.vocab_size)

@@ -113,9 +113,9 @@ class VersionLoader:
         return self._sampler(self._beside(base, below.parent, adapter.matrices), policy)
 
     def _whole(self, directory: Path) -> Transformer:
-        """The policy of a checkpoint without an adapter: the base of later versions in a LoRA run."""
+        """The policy of a checkpoint without an adapter of d1's: the base of later versions in a LoRA run."""
         if not (directory / MANIFEST).is_file():
-            return load_weights(directory, self._engine.torch_dtype, self._device, _say)
+            return load_policy(directory, self._engine.torch_dtype, self._device, _say)
         weights: Weights = chain_digest(directory), "full"
         model, _ = self._sharing(weights, None)
         if model is None:

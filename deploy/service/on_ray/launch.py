@@ -72,6 +72,7 @@ def serve_checkpoint(
     Otherwise as `serve_run`."""
     from deploy.recipe.recipe import ServiceSection
     from deploy.service.api.text_codec import TextCodec
+    from learner.model.adapter import read_chain
 
     directory, service = directory.resolve(), ServiceSection()
     address = Address(host=host or service.host, port=port or service.port)
@@ -79,7 +80,7 @@ def serve_checkpoint(
     with saying(f"looking at the checkpoint {directory.name}", at_once=True):
         try:
             TextCodec(directory)
-            weight_files(checkpoint_chain(directory)[-1])
+            weight_files(read_chain(directory).weights)
         except ValueError as error:
             raise UserError(f"cannot serve {directory}: {error}") from error
     # Only now: this writes a key into the directory, which might have been anybody's.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -14,6 +15,7 @@ import pytest
 from huggingface_hub import constants
 
 from learner.model.hub import find_checkpoint, find_tokenizer
+from learner.model.peft_directory.config import find_base, is_peft
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 FILES = {
@@ -163,6 +165,33 @@ def test_of_a_model_on_the_hub_only_data_is_fetched(hub: FakeHub, monkeypatch: p
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     assert find_checkpoint("org/name@v1") == directory
     assert {path.name for path in directory.iterdir()} == FILES.keys() - {"modeling_dream.py", "README.md"}
+
+
+@pytest.mark.parametrize("find", [partial(find_checkpoint, config_only=True), find_tokenizer])
+def test_of_an_adapter_on_the_hub_config_and_matrices_are_fetched(
+    hub: FakeHub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, find: Callable[[str], Path]
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    about = json.dumps({"peft_type": "LORA", "base_model_name_or_path": str(tmp_path)})
+    files = {"adapter_config.json": about.encode(), "adapter_model.safetensors": b"matrices", "optimizer.pt": b""}
+    for name in list(FILES):
+        monkeypatch.delitem(FILES, name)
+    for name, content in files.items():
+        monkeypatch.setitem(FILES, name, content)
+    directory = find("org/name")
+    assert is_peft(directory)
+    assert find_base(directory) == tmp_path
+    assert set(hub.asked) == {"adapter_config.json"}
+    assert {path.name for path in find_checkpoint("org/name").iterdir()} == files.keys() - {"optimizer.pt"}
+
+
+def test_the_base_of_an_adapter_is_fetched_at_its_revision(hub: FakeHub, tmp_path: Path) -> None:
+    about = {"peft_type": "LORA", "base_model_name_or_path": "org/name", "revision": "v1"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(about))
+    assert (find_base(tmp_path) / "model-00001-of-00001.safetensors").is_file()
+    (tmp_path / "adapter_config.json").write_text(json.dumps(about | {"revision": "v9"}))
+    with pytest.raises(ValueError, match=r"the base org/name of the adapter .* org/name has no revision v9 on the hub"):
+        find_base(tmp_path)
 
 
 def test_what_the_hub_does_not_give_is_refused_with_what_would_help(hub: FakeHub) -> None:
