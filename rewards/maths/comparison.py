@@ -12,59 +12,22 @@ from typing import Any
 
 import math_verify.grader as math_verify
 from latex2sympy2_extended.latex2sympy2 import _Latex2Sympy, convert_to_pct
-from latex2sympy2_extended.logic import And
 from latex2sympy2_extended.math_normalization import NormalizationConfig, normalize_latex
-from latex2sympy2_extended.sets import FiniteSet
 from math_verify.parser import get_last_eq
-from sympy import (
-    Abs,
-    Add,
-    Basic,
-    Derivative,
-    E,
-    Expr,
-    Float,
-    I,
-    Integral,
-    Interval,
-    Limit,
-    MatrixBase,
-    MatrixExpr,
-    Mul,
-    Number,
-    Pow,
-    Product,
-    Rational,
-    Set,
-    Sum,
-    Symbol,
-    Tuple,
-    UnevaluatedExpr,
-    binomial,
-    factorial,
-    nan,
-    simplify,
-)
-from sympy.core.relational import Relational
+from sympy import Abs, Derivative, Expr, Integral, Limit, MatrixBase, Product, Rational, Sum, nan, simplify
+
+from rewards.maths.exact import MAX_BITS, TooLargeError, bits, exact, of_percent
 
 # Units and boxes have been read before.
 _SPELLING = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="all")
-_HUNDREDTH = UnevaluatedExpr(Rational(1, 100))
 _LITERAL = re.compile(r"[0-9]+")
 _PROPER = re.compile(r"\\frac\{([0-9]+)\}\{([0-9]+)\}")
-_DECIMAL = re.compile(r"[0-9]*\.[0-9]")
-# Larger numbers are not evaluated: 39,000 digits, and 9,999! among them.
-_MAX_BITS = 1 << 17
 # Numbers that are not rational are equal if they are in this many digits, and in as many more as are in them.
 _DIGITS = 50
 _MAX_DIGITS = 4000
 # How far a decimal may be from the irrational number that it stands for, relatively.
 _ROUNDING = Rational(1, 10**6)
 _WORK = (Sum, Product, Integral, Limit, Derivative)
-
-
-class _TooLargeError(Exception):
-    """A number has too many digits to be evaluated."""
 
 
 def is_right(request: dict[str, Any]) -> bool:
@@ -81,7 +44,7 @@ def _read(text: str, percent: bool) -> list[Any]:
     spelling = rf"{latex}\%" if percent else latex
     try:
         tree = _parsed(latex)
-        tree = _exact(convert_to_pct(tree) if percent and isinstance(tree, Expr) else tree)
+        tree = exact(convert_to_pct(tree) if percent and isinstance(tree, Expr) else tree)
     except MemoryError:
         raise
     except Exception:
@@ -100,7 +63,7 @@ def _parsed(latex: str) -> Any:
         return _Reader(last).parse(last)
 
 
-class _Reader(_Latex2Sympy):  # type: ignore[misc]
+class _Reader(_Latex2Sympy):
     """Math-Verify's reader, with exact decimals, and with `2(3)` as a product: it takes that for a mixed number."""
 
     def __init__(self, latex: str) -> None:
@@ -108,8 +71,8 @@ class _Reader(_Latex2Sympy):  # type: ignore[misc]
 
     def parse_number(self, text: str) -> Any:
         digits, _, exponent = text.replace(",", "").lower().partition("e")
-        if abs(int(exponent or 0)) * 4 > _MAX_BITS:
-            raise _TooLargeError
+        if abs(int(exponent or 0)) * 4 > MAX_BITS:
+            raise TooLargeError
         return Rational(digits) * Rational(10) ** int(exponent or 0)
 
     def convert_postfix_list(self, arr: list[Any], i: int = 0) -> Any:
@@ -131,86 +94,6 @@ class _Reader(_Latex2Sympy):  # type: ignore[misc]
         return (self.mat_mul_flat if is_matrix else self.mul_flat)(left, right)
 
 
-def _exact(tree: Any) -> Any:
-    """The tree with all its rational numbers evaluated, of an answer or of a part of one. Raises _TooLargeError."""
-    if isinstance(tree, MatrixBase):
-        return tree.applyfunc(_exact)
-    if isinstance(tree, (And, FiniteSet)):
-        return type(tree)(*map(_exact, tree._unsorted_args))
-    if isinstance(tree, Relational):
-        return tree.func(*map(_exact, tree.args), evaluate=False)
-    if isinstance(tree, Interval):
-        return Interval(_exact(tree.start), _exact(tree.end), tree.left_open, tree.right_open)
-    if isinstance(tree, Tuple):
-        return Tuple(*map(_exact, tree))
-    if isinstance(tree, Set) and tree.args:
-        return tree.func(*map(_exact, tree.args), evaluate=False)
-    number = _of_percent(tree)
-    return _evaluated(tree) if number is None else Mul(_evaluated(number), _HUNDREDTH, evaluate=False)
-
-
-def _evaluated(tree: Any) -> Any:
-    """A term with all its rational numbers evaluated. Raises _TooLargeError."""
-    if isinstance(tree, MatrixBase):
-        return tree.applyfunc(_evaluated)
-    if isinstance(tree, Float):
-        return Rational(str(tree))
-    if isinstance(tree, Symbol) and tree.name == "i":
-        return I
-    if not isinstance(tree, Basic) or not tree.args or isinstance(tree, Symbol):
-        return _bounded(tree)
-    if isinstance(tree, (Sum, Product)) or _is_word(tree):
-        return tree
-    parts = [_evaluated(part) for part in tree.args]
-    if isinstance(tree, UnevaluatedExpr):
-        return parts[0]
-    if isinstance(tree, MatrixExpr):
-        return tree.func(*parts).doit()
-    if isinstance(tree, (Add, Mul)):
-        total = parts[0]
-        for part in parts[1:]:
-            total = _bounded(total + part if isinstance(tree, Add) else total * part)
-        return total
-    if isinstance(tree, Pow):
-        base, exponent = parts
-        if isinstance(base, Rational) and isinstance(exponent, Rational) and base not in (0, 1, -1):
-            _check((_bits(base) - 1) * abs(exponent))
-        elif isinstance(exponent, Number) and base.is_number:
-            # A sum of roots to a power is multiplied out.
-            _check(abs(exponent))
-    elif isinstance(tree, factorial) and isinstance(parts[0], Rational):
-        _check(abs(parts[0]) * _bits(parts[0]))
-    elif isinstance(tree, binomial) and all(isinstance(part, Rational) for part in parts):
-        _check(max(abs(part) for part in parts))
-    return _bounded(tree.func(*parts))
-
-
-def _is_word(tree: Any) -> bool:
-    """Whether a product may be a word, whose letters have an order: Math-Verify compares it with a name."""
-    return isinstance(tree, Mul) and all(isinstance(part, Symbol) or part is E for part in tree.args)
-
-
-def _bits(number: Rational) -> int:
-    return max(int(number.p).bit_length(), int(number.q).bit_length())
-
-
-def _check(bits: Any) -> None:
-    if bits > _MAX_BITS:
-        raise _TooLargeError
-
-
-def _bounded(tree: Any) -> Any:
-    if isinstance(tree, Rational) and tree.is_finite:
-        _check(_bits(tree))
-    return tree
-
-
-def _of_percent(tree: Any) -> Any:
-    """The number before a percent sign, as Math-Verify marks it; None without one."""
-    is_percent = isinstance(tree, Mul) and len(tree.args) == 2 and tree.args[1] == _HUNDREDTH
-    return tree.args[0] if is_percent else None
-
-
 def _same_value(gold: Any, answer: Any, *_: Any) -> bool:
     """Whether two numbers or matrices are equal; of terms with symbols, whether they are the same term."""
     if isinstance(gold, MatrixBase) and isinstance(answer, MatrixBase):
@@ -220,17 +103,23 @@ def _same_value(gold: Any, answer: Any, *_: Any) -> bool:
         )
     if not isinstance(gold, Expr) or not isinstance(answer, Expr):
         return False
-    of_gold, of_answer = _of_percent(gold), _of_percent(answer)
-    if of_gold is not None and of_answer is None:
-        return _same_value(of_gold, answer) or _same_value(of_gold / 100, answer)
-    if of_answer is not None and of_gold is None:
-        # Below 1 the right answer is a share, and 0.5% is not 0.5.
-        may_be_left_out = gold.is_number and not _evaluated(gold).is_zero and bool(abs(gold) >= 1)
-        return _same_value(gold, of_answer / 100) or (may_be_left_out and _same_value(gold, of_answer))
+    of_gold, of_answer = of_percent(gold), of_percent(answer)
+    if (of_gold is None) != (of_answer is None):
+        return _same_share(gold, answer)
     gold, answer = _done(gold), _done(answer)
     if gold == answer:
         return gold is not nan
     return gold.is_number and answer.is_number and _same_number(gold, answer)
+
+
+def _same_share(gold: Expr, answer: Expr) -> bool:
+    """Whether two numbers are equal, one of which has a percent sign, which may be left out."""
+    of_gold, of_answer = of_percent(gold), of_percent(answer)
+    if of_gold is not None:
+        return _same_value(of_gold, answer) or _same_value(of_gold / 100, answer)
+    # Below 1 the right answer is a share, and 0.5% is not 0.5.
+    may_be_left_out = gold.is_number and bool(abs(gold) >= 1)
+    return _same_value(gold, of_answer / 100) or (may_be_left_out and _same_value(gold, of_answer))
 
 
 def _same_term(gold: Any, answer: Any) -> bool:
@@ -257,7 +146,7 @@ def _same_number(gold: Expr, answer: Expr) -> bool:
     if gold == 0 or answer == 0:
         return bool((gold - answer).equals(0))
     numbers = (gold - answer).atoms(Rational)
-    digits = _DIGITS + sum(_bits(number) for number in numbers)
+    digits = _DIGITS + sum(bits(number) for number in numbers)
     if digits <= _MAX_DIGITS and _are_close(gold, answer, _DIGITS) and _are_close(gold, answer, digits):
         return True
     return _is_rounded(gold, answer)
@@ -274,7 +163,7 @@ def _is_rounded(gold: Expr, answer: Expr) -> bool:
     decimal, number = (gold, answer) if isinstance(gold, Rational) else (answer, gold)
     if not isinstance(decimal, Rational) or isinstance(number, Rational):
         return False
-    is_decimal = 10 ** _bits(decimal) % decimal.q == 0 and decimal.q > 1
+    is_decimal = pow(10, bits(decimal), int(decimal.q)) == 0 and decimal.q > 1
     return is_decimal and bool(Abs(number.evalf(_DIGITS) - decimal) <= _ROUNDING * abs(decimal))
 
 

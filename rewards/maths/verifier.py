@@ -112,4 +112,3 @@ class MathVerifier:
             limit = f"the comparison took more than {self._limits.cpu_s:g} s of CPU"
             return Verdict(outcome=Outcome.TIMEOUT, detail=limit)
         return Verdict(outcome=Outcome.ERROR, detail=f"the comparison's process was ended by signal {by}")
-
