@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 import math_verify.grader as math_verify
+from antlr4.atn.PredictionMode import PredictionMode
 from latex2sympy2_extended.latex2sympy2 import _Latex2Sympy, convert_to_pct
 from latex2sympy2_extended.math_normalization import NormalizationConfig, normalize_latex
 from math_verify.parser import get_last_eq
@@ -54,20 +55,31 @@ def _read(text: str, percent: bool) -> list[Any]:
 
 
 def _parsed(latex: str) -> Any:
-    try:
-        return _Reader(latex).parse(latex)
-    except Exception:
-        last = get_last_eq(latex)
-        if last == latex:
+    last = get_last_eq(latex)
+    # The first mode is several times as fast; where it reads anything, it reads what the other does.
+    tries = [(text, mode) for text in dict.fromkeys((latex, last)) for mode in (PredictionMode.SLL, PredictionMode.LL)]
+    for text, mode in tries[:-1]:
+        try:
+            return _Reader(text, mode).parse(text)
+        except TooLargeError:
             raise
-        return _Reader(last).parse(last)
+        except Exception:  # noqa: S112 - the grammar raises whatever it likes
+            continue
+    text, mode = tries[-1]
+    return _Reader(text, mode).parse(text)
 
 
 class _Reader(_Latex2Sympy):
     """Math-Verify's reader, with exact decimals, and with `2(3)` as a product: it takes that for a mixed number."""
 
-    def __init__(self, latex: str) -> None:
+    def __init__(self, latex: str, mode: Any) -> None:
         super().__init__(is_real=not math_verify.should_treat_as_complex(latex))
+        self._mode = mode
+
+    def create_parser(self, latex_str: str) -> Any:
+        parser = super().create_parser(latex_str)
+        parser._interp.predictionMode = self._mode
+        return parser
 
     def parse_number(self, text: str) -> Any:
         digits, _, exponent = text.replace(",", "").lower().partition("e")

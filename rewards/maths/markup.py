@@ -67,7 +67,7 @@ _FRACTION = re.compile(r"\\[dtc]?frac(?![a-zA-Z])\s*")
 _NUMERATOR = re.compile(r"(\\frac)([0-9a-zA-Z]|\\(?:pi|theta)(?![a-zA-Z]))\s*")
 _DENOMINATOR = re.compile(r"(\\frac\{[^{}]*\})\s*([0-9a-zA-Z]|\\(?:pi|theta)(?![a-zA-Z]))")
 _EXPONENT = re.compile(r"\^\s*(-?[0-9]+(?![0-9]))")
-_SCIENTIFIC = re.compile(r"(?<![\w.\\])([0-9]+(?:\.[0-9]+)?)[eE]([-+]?[0-9]+)(?![\w.])")
+_SCIENTIFIC = re.compile(r"(?<![\w.\\])([0-9]+)(?:\.([0-9]+))?[eE]([-+]?[0-9]+)(?![\w.])")
 _TIMES_TEN = re.compile(r"(?<=[0-9])\s*[xX]\s*(?=10\s*\^)")
 _MIXED = re.compile(r"(?<![\w/.^}])([0-9]+) +([0-9]+) ?/ ?([0-9]+)(?![\w/.^])")
 _BAR = r"\\(?:overline|bar)\s*(?:\{\s*([0-9]+)\s*\}|([0-9]))"
@@ -88,7 +88,12 @@ _DEGREES = re.compile(
 
 def without_markup(text: str) -> str:
     """The LaTeX that a text says, with all numbers in one spelling."""
-    return _numbers(_without_prose(_unmarked(_characters(text))))
+    return _numbers(unwrapped(text))
+
+
+def unwrapped(text: str) -> str:
+    """The LaTeX that a text says, with its numbers as they are written."""
+    return _without_prose(_unmarked(_characters(text)))
 
 
 def stripped(text: str) -> str:
@@ -158,7 +163,7 @@ def _numbers(text: str) -> str:
     text = _ORDINAL.sub("", _without_commas(text))
     text = _FRACTION.sub(r"\\frac", _TIMES_TEN.sub(r" \\times ", text))
     text = _DENOMINATOR.sub(r"\1{\2}", _NUMERATOR.sub(r"\1{\2}", text))
-    text = _SCIENTIFIC.sub(r"(\1 \\cdot 10^{\2})", _REPEATING.sub(_repeating, text))
+    text = _SCIENTIFIC.sub(_scientific, _REPEATING.sub(_repeating, text))
     text = _DEGREES.sub(r"\1(\2 \\cdot \\frac{\\pi}{180})", text)
     return _EXPONENT.sub(r"^{\1}", _MIXED.sub(r"\1\\frac{\2}{\3}", text))
 
@@ -181,3 +186,9 @@ def _repeating(number: re.Match[str]) -> str:
     repeated = number[3] or number[4] or number[8] or f"{number[5]}{number[6] or ''}{number[7] or ''}"
     above = int(f"{whole}{fixed}{repeated}") - int(f"{whole}{fixed}" or "0")
     return rf"\frac{{{above}}}{{{'9' * len(repeated)}{'0' * len(fixed)}}}"
+
+
+def _scientific(number: re.Match[str]) -> str:
+    """A number like `1.5e-7` as a fraction."""
+    digits, power = f"{number[1]}{number[2] or ''}", int(number[3]) - len(number[2] or "")
+    return rf"\frac{{{digits}}}{{10^{{{-power}}}}}" if power < 0 else rf"\frac{{{digits} \cdot 10^{{{power}}}}}{{1}}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from fractions import Fraction
 
 from rewards.maths.markup import TEXT, stripped, without_delimiters, without_markup
 from rewards.maths.units import SCALES, SUFFIXES, Unit, is_letter, read_unit
@@ -37,6 +38,7 @@ _PERCENT_WORD = re.compile(r"\b(?:percent|percentage|per cent|pct)\b\.?|\\?%")
 _CONJUNCTION = r"\\text\s*\{\s*(?:and|or)\s*\}|(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])"
 _SEPARATOR = re.compile(rf",\s*(?:{_CONJUNCTION})?|{_CONJUNCTION}|;")
 _BRACKET = re.compile(r"((?:\\left)?(?:[(\[]|\\\{))(.*?)((?:\\right)?(?:[)\]]|\\\}))")
+_DECIMAL = re.compile(r"-?[0-9]+(?:\.[0-9]+)?")
 _COMMAND = re.compile(r"\\[a-zA-Z]+")
 _LETTER = re.compile(r"[a-zA-Z]")
 
@@ -197,5 +199,9 @@ def _scale(words: str) -> tuple[int, str]:
 
 
 def _scaled(expression: str, scale: int) -> str:
+    """The expression times a scale; a number stays one, or it would look like work that is still to be done."""
     head, equals, number = expression.rpartition("=")
+    product = Fraction(number) * scale if _DECIMAL.fullmatch(number.strip()) else None
+    if product is not None and product.denominator == 1:
+        return f"{head}{equals}{product}"
     return rf"{head}{equals}({number.strip()}) \cdot {scale}"
