@@ -51,6 +51,7 @@ _PROSE = re.compile(
 )
 _ANSWER_WORD = re.compile(r"\b(?:answer|result|solution)\b", re.IGNORECASE)
 _BEHIND = re.compile(r"\s+is (?:the|our|my) (?:final |correct |right )?answer$", re.IGNORECASE)
+_PICTURES = re.compile("^[\u2600-\u27bf\U0001f000-\U0001faff\ufe0f\\s]+")
 _LEADING = re.compile(
     r"(?:(?:therefore|thus|so|hence|then|finally|we get|we have|and)[,:]?\s+|(?:=|\\approx)\s*|>\s+|#+\s+)+", re.I
 )
@@ -93,7 +94,7 @@ def without_markup(text: str) -> str:
 
 def unwrapped(text: str) -> str:
     """The LaTeX that a text says, with its numbers as they are written."""
-    return _without_prose(_unmarked(_characters(text)))
+    return _without_prose(_unmarked(_characters(_last_said(text))))
 
 
 def stripped(text: str) -> str:
@@ -106,6 +107,13 @@ def without_delimiters(text: str) -> str:
     text = _DELIMITER.sub(" ", text)
     is_money = len(_BARE_DOLLAR.findall(text)) == 1
     return _BARE_DOLLAR.sub(r"\\$" if is_money else " ", text)
+
+
+def _last_said(text: str) -> str:
+    """Of several lines those from the last one that speaks of the answer."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    places = [place for place, line in enumerate(lines) if _ANSWER_WORD.search(line)]
+    return _PICTURES.sub("", "\n".join(lines[places[-1] :]) if len(lines) > 1 and places else text)
 
 
 def _characters(text: str) -> str:

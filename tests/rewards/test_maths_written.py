@@ -186,13 +186,27 @@ _KINDS: dict[str, list[tuple[str, str, bool]]] = {
 }
 
 
+_SENTENCES = [
+    ("73", "489 + 416 = 905\n\nThus, the number is **73**.\n\n---\n\n\u2705 Final Answer: **73**", True),
+    ("73", "234 + 1 = 235\n\n**Final Answer**\n\n$73$", True),
+    ("234", "It is not 234.\n\nFinal Answer: **73**", False),
+    (r"\pi", r"The answer is $\pi$.", True),
+    (r"\text{east}", r"Therefore, the final answer is **\text{east}**.", True),
+    ("2, 3", "The solutions are $x = 2$ and $x = 3$.", True),
+]
+
+
 def _pairs(table: str, *, right: bool) -> list[tuple[str, str, bool]]:
     return [
         ("5", answer.strip(), right) for line in table.split("\n") for answer in line.split(" | ") if answer.strip()
     ]
 
 
-_KINDS |= {"right for 5": _pairs(_FIVE, right=True), "wrong for 5": _pairs(_NOT_FIVE, right=False)}
+_KINDS |= {
+    "sentences": _SENTENCES,
+    "right for 5": _pairs(_FIVE, right=True),
+    "wrong for 5": _pairs(_NOT_FIVE, right=False),
+}
 
 
 @pytest.mark.parametrize("kind", _KINDS)
