@@ -10,12 +10,12 @@ _SPELLINGS = """
 mm millimeter millimeters millimetre millimetres | cm centimeter centimeters centimetre centimetres
 dm decimeter decimeters decimetre decimetres | m meter meters metre metres
 km kilometer kilometers kilometre kilometres | in inch inches | ft foot feet | yd yds yard yards | mi mile miles
-mg milligram milligrams | g gm gram grams | kg kilogram kilograms | lb lbs pound pounds | oz ounce ounces
+mg milligram milligrams | g gm gram grams | kg kilogram kilograms | lb lbs pound pounds GBP quid | oz ounce ounces
 ton tons tonne tonnes | ml mL milliliter milliliters millilitre millilitres | L l liter liters litre litres
 gal gallon gallons | qt quart quarts | pt pint pints | acre acres | ha hectare hectares | cc
 ms millisecond milliseconds | s sec secs second seconds | min mins minute minutes | h hr hrs hour hours
 day days | wk week weeks | mo month months | yr yrs year years
-dollar dollars USD usd buck bucks | cent cents | euro euros EUR eur | GBP quid | yen JPY | Rs rupee rupees INR
+dollar dollars USD usd buck bucks | cent cents | euro euros EUR eur | yen JPY | Rs rupee rupees INR
 degree degrees deg | rad radian radians | N newton newtons | J joule joules | W watt watts | V volt volts
 kN | kJ | kW kilowatt kilowatts | kWh | kHz | MHz | GHz | kPa | A amp amps ampere amperes | mA
 Hz hertz | Pa pascal pascals | ohm ohms | mol mole moles | bit bits | byte bytes | kB | MB | GB | TB | am a.m | pm p.m
@@ -40,7 +40,8 @@ _NUMBER_WORDS = (
 )
 _SENTENCE_WORDS = (
     "and or not no none nor is are was be if then when where for base mod modulo plus minus over divided root "
-    "squareroot factorial choose to from but by negative sin cos tan log ln exp lim max min gcd lcm"
+    "squareroot factorial choose to from but by negative below under than short "
+    "sin cos tan log ln exp lim max min gcd lcm"
 )
 # Behind these a number is not what it was, or there is a sentence.
 _NO_UNIT = frozenset(f"{_NUMBER_WORDS} {_SENTENCE_WORDS}".split())
@@ -51,6 +52,8 @@ _WORD = re.compile(
 
 Unit = frozenset[tuple[str, int]]
 """Measures and the powers they are in; empty where things are only counted: `5 apples`."""
+
+_DEGREES: Unit = frozenset({("degree", 1)})
 
 
 def is_letter(words: str) -> bool:
@@ -74,6 +77,13 @@ def read_unit(words: str, *, is_text: bool) -> Unit | None:
         elif not unit.take(token, following, is_text=is_text):
             return None
     return frozenset((name, power) for name, power in unit.powers.items() if power and name != "unit")
+
+
+def are_different(one: Unit, other: Unit) -> bool:
+    """Whether two units are stated and not the same. `5 degrees` leaves open which degrees."""
+    if _DEGREES in (one, other) and one and other:
+        return not all(name.startswith("degree") for name, _ in one | other)
+    return bool(one and other) and one != other
 
 
 @dataclass(slots=True)

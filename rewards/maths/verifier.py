@@ -10,6 +10,7 @@ from threading import Lock
 
 from rewards.maths.process import KillableWorker, NotStartedError, WorkerEndedError
 from rewards.maths.spelling import spelled_alike
+from rewards.maths.units import are_different
 from rewards.maths.written import read_pair
 from rewards.problem import Outcome
 
@@ -74,7 +75,7 @@ class MathVerifier:
         if spelled_alike(gold, answer):
             return Verdict(right=True)
         right, given = read_pair(gold, answer)
-        if right.unit and given.unit and right.unit != given.unit:
+        if are_different(right.unit, given.unit):
             return Verdict(detail="the answer is in another unit")
         if right.percent == given.percent and spelled_alike(right.expression, given.expression):
             return Verdict(right=True)
