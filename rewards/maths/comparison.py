@@ -17,7 +17,7 @@ from latex2sympy2_extended.math_normalization import NormalizationConfig, normal
 from math_verify.parser import get_last_eq
 from sympy import Abs, Derivative, Expr, Integral, Limit, MatrixBase, Product, Rational, Sum, nan, simplify
 
-from rewards.maths.exact import MAX_BITS, TooLargeError, bits, exact, of_percent
+from rewards.maths.exact import MAX_BITS, TooLargeError, bits, evaluated, exact, of_percent
 
 # Units and boxes have been read before.
 _SPELLING = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="all")
@@ -86,6 +86,12 @@ class _Reader(_Latex2Sympy):
         if abs(int(exponent or 0)) * 4 > MAX_BITS:
             raise TooLargeError
         return Rational(digits) * Rational(10) ** int(exponent or 0)
+
+    def convert_interval(self, expr: Any) -> Any:
+        # Its ends are compared there; evaluating them first raises TooLargeError where that would not end.
+        for end in expr.expr():
+            evaluated(self.convert_expr(end))
+        return super().convert_interval(expr)
 
     def convert_postfix_list(self, arr: list[Any], i: int = 0) -> Any:
         first = self.convert_postfix(arr[i])

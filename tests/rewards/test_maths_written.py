@@ -99,6 +99,7 @@ _KINDS: dict[str, list[tuple[str, str, bool]]] = {
         ("2^{2^{100}}", r"\left(2^{2^{100}}\right)", False),
         ("2^{2^{100}}", "$2^{2^{100}}$.", True),
         ("(10^6)!", "(10^6+1)!", False),
+        ("(3, 5)", "(9^{9^{9^9}}, 5)", False),
         ("3", "1.5e999999999", False),
     ],
     "products and mixed numbers": [
