@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import signal
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,10 +10,11 @@ from threading import Lock
 
 from rewards.maths.process import KillableWorker, NotStartedError, WorkerEndedError
 from rewards.maths.spelling import spelled_alike
+from rewards.maths.units import are_different
+from rewards.maths.written import read_pair
 from rewards.problem import Outcome
 
 _REPLACING_S = 5.0
-_MARKS = re.compile(r"(?<!\\)\$|\\[()\[\]]|\s+")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,9 +74,19 @@ class MathVerifier:
             )
         if spelled_alike(gold, answer):
             return Verdict(right=True)
-        request = json.dumps({"gold": _plain(gold), "answer": _plain(answer)}).encode() + b"\n"
+        right, given = read_pair(gold, answer)
+        if are_different(right.unit, given.unit):
+            return Verdict(detail="the answer is in another unit")
+        if right.percent == given.percent and spelled_alike(right.expression, given.expression):
+            return Verdict(right=True)
+        request = {
+            "gold": right.expression,
+            "answer": given.expression,
+            "gold_percent": right.percent,
+            "answer_percent": given.percent,
+        }
         with self._turn:
-            return self._compare(request)
+            return self._compare(json.dumps(request).encode() + b"\n")
 
     def close(self) -> None:
         """End the processes. They start again when they are needed."""
@@ -103,8 +113,3 @@ class MathVerifier:
             limit = f"the comparison took more than {self._limits.cpu_s:g} s of CPU"
             return Verdict(outcome=Outcome.TIMEOUT, detail=limit)
         return Verdict(outcome=Outcome.ERROR, detail=f"the comparison's process was ended by signal {by}")
-
-
-def _plain(text: str) -> str:
-    """The text on one line, without the marks that LaTeX sets around mathematics."""
-    return _MARKS.sub(" ", text).strip().removesuffix(".").strip()

@@ -1,4 +1,4 @@
-"""The process that judges: a script of its own, which `MathVerifier` starts. It knows nothing of ours.
+"""The process that judges: a script of its own, which `MathVerifier` starts. Of ours it imports what compares, alone.
 
 A zygote imports the computer algebra once and forks a worker whenever it is told to, so that a worker can be killed at
 the price of a fork. Nothing has threads here: Math-Verify needs that, and so does a fork.
@@ -18,13 +18,12 @@ import resource
 import signal
 import socket
 import sys
-from functools import lru_cache
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from math_verify import LatexExtractionConfig, parse, verify
-
-# Only LaTeX: Math-Verify's other reader of expressions runs them as Python.
-_TARGETS = [LatexExtractionConfig(boxed_match_priority=0)]
+_Comparison = Callable[[dict[str, Any]], bool]
 _PR_SET_PDEATHSIG = 1
 # A worker that has once used this share of its memory is replaced: sympy remembers what it has computed.
 _WORN_SHARE = 0.5
@@ -39,10 +38,20 @@ _WARM_UP = (
 )
 
 
-def _zygote(control: socket.socket, cpu_s: float, memory_bytes: int, answers: int) -> None:
+def _comparison() -> _Comparison:
+    """Import what compares without the packages that it is in: they would import all of ours."""
+    folder = Path(__file__).parent
+    for name, path in (("rewards", folder.parent), ("rewards.maths", folder)):
+        sys.modules[name] = ModuleType(name)
+        sys.modules[name].__path__ = [str(path)]
+    from rewards.maths.comparison import is_right
+
+    return is_right
+
+
+def _zygote(control: socket.socket, is_right: _Comparison, cpu_s: float, memory_bytes: int, answers: int) -> None:
     for text in _WARM_UP:
-        _is_right(text, text)
-    _parsed_gold.cache_clear()
+        is_right({"gold": text, "answer": f"{text} ", "gold_percent": False, "answer_percent": False})
     gc.collect()
     gc.freeze()
     control.sendall(b"\n")
@@ -53,7 +62,7 @@ def _zygote(control: socket.socket, cpu_s: float, memory_bytes: int, answers: in
             worker = os.fork()
             if worker == 0:
                 control.close()
-                _work(socket.socket(fileno=sockets[0]), cpu_s, memory_bytes, answers)
+                _work(socket.socket(fileno=sockets[0]), is_right, cpu_s, memory_bytes, answers)
                 os._exit(0)
             os.close(sockets[0])
             continue
@@ -70,7 +79,7 @@ def _end(worker: int) -> int:
     return os.waitpid(worker, 0)[1]
 
 
-def _work(requests: socket.socket, cpu_s: float, memory_bytes: int, answers: int) -> None:
+def _work(requests: socket.socket, is_right: _Comparison, cpu_s: float, memory_bytes: int, answers: int) -> None:
     """Answer requests until the verifier has enough of this worker, or it of itself."""
     zygote = os.getppid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -84,36 +93,23 @@ def _work(requests: socket.socket, cpu_s: float, memory_bytes: int, answers: int
         for number, line in enumerate(lines, start=1):
             # The kernel ends a process by this signal, whatever it is doing: it needs no turn of the interpreter.
             signal.setitimer(signal.ITIMER_PROF, cpu_s)
-            reply = _judge(json.loads(line))
+            reply = _judge(is_right, json.loads(line))
             signal.setitimer(signal.ITIMER_PROF, 0)
             peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
             reply["worn"] = number >= answers or peak_bytes > _WORN_SHARE * memory_bytes
             requests.sendall(json.dumps(reply).encode() + b"\n")
 
 
-def _judge(request: dict[str, str]) -> dict[str, Any]:
+def _judge(is_right: _Comparison, request: dict[str, Any]) -> dict[str, Any]:
     try:
-        return {"right": _is_right(request["gold"], request["answer"])}
+        return {"right": is_right(request)}
     except Exception as error:
         # It has met expressions that nobody foresaw. The verifier counts them, and takes a new worker.
         return {"error": type(error).__name__}
 
 
-def _is_right(gold: str, answer: str) -> bool:
-    return bool(verify(_parsed_gold(gold), _parsed(answer), timeout_seconds=None, allow_set_relation_comp=True))
-
-
-@lru_cache(maxsize=4096)
-def _parsed_gold(text: str) -> list[Any]:
-    return _parsed(text)
-
-
-def _parsed(text: str) -> list[Any]:
-    # Its own timeouts are off: they log all of the text, and there are ours.
-    return list(parse(f"${text}$", _TARGETS, parsing_timeout=None))
-
-
 if __name__ == "__main__":
     logging.disable(logging.CRITICAL)
     descriptor, cpu_s, memory_bytes, answers = sys.argv[1:]
-    _zygote(socket.socket(fileno=int(descriptor)), float(cpu_s), int(memory_bytes), int(answers))
+    control = socket.socket(fileno=int(descriptor))
+    _zygote(control, _comparison(), float(cpu_s), int(memory_bytes), int(answers))

@@ -1,0 +1,194 @@
+"""Whether two answers are equal: Math-Verify reads and takes apart, and what is compared here is numbers and terms.
+
+Math-Verify compares with an absolute tolerance, so that any two small numbers are equal to it. Here numbers are exact:
+decimals are read as the fractions that they are. This module is imported by the process that judges only.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from typing import Any
+
+import math_verify.grader as math_verify
+from antlr4.atn.PredictionMode import PredictionMode
+from latex2sympy2_extended.latex2sympy2 import _Latex2Sympy, convert_to_pct
+from latex2sympy2_extended.math_normalization import NormalizationConfig, normalize_latex
+from math_verify.parser import get_last_eq
+from sympy import Abs, Derivative, Expr, Integral, Limit, MatrixBase, Product, Rational, Sum, nan, simplify
+
+from rewards.maths.exact import MAX_BITS, TooLargeError, bits, evaluated, exact, of_percent
+
+# Units and boxes have been read before.
+_SPELLING = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="all")
+_LITERAL = re.compile(r"[0-9]+")
+_PROPER = re.compile(r"\\frac\{([0-9]+)\}\{([0-9]+)\}")
+# Numbers that are not rational are equal if they are in this many digits, and in as many more as are in them.
+_DIGITS = 50
+_MAX_DIGITS = 4000
+# How far a decimal may be from the irrational number that it stands for, relatively.
+_ROUNDING = Rational(1, 10**6)
+_WORK = (Sum, Product, Integral, Limit, Derivative)
+
+
+def is_right(request: dict[str, Any]) -> bool:
+    """Whether `answer` means what `gold` means. `gold_percent` and `answer_percent`: a percent sign follows."""
+    gold = _read(request["gold"], request["gold_percent"])
+    answer = _read(request["answer"], request["answer_percent"])
+    return bool(math_verify.verify(gold, answer, timeout_seconds=None, allow_set_relation_comp=True))
+
+
+@lru_cache(maxsize=256)
+def _read(text: str, percent: bool) -> list[Any]:
+    """The expression, where it can be read and evaluated, and its spelling."""
+    latex = normalize_latex(text, _SPELLING)
+    spelling = rf"{latex}\%" if percent else latex
+    try:
+        tree = _parsed(latex)
+        tree = exact(convert_to_pct(tree) if percent and isinstance(tree, Expr) else tree)
+    except MemoryError:
+        raise
+    except Exception:
+        # The grammar raises whatever it likes. What it cannot read is compared by its spelling.
+        return [spelling]
+    return [tree, spelling]
+
+
+def _parsed(latex: str) -> Any:
+    last = get_last_eq(latex)
+    # The first mode is several times as fast; where it reads anything, it reads what the other does.
+    tries = [(text, mode) for text in dict.fromkeys((latex, last)) for mode in (PredictionMode.SLL, PredictionMode.LL)]
+    for text, mode in tries[:-1]:
+        try:
+            return _Reader(text, mode).parse(text)
+        except TooLargeError:
+            raise
+        except Exception:  # noqa: S112 - the grammar raises whatever it likes
+            continue
+    text, mode = tries[-1]
+    return _Reader(text, mode).parse(text)
+
+
+class _Reader(_Latex2Sympy):
+    """Math-Verify's reader, with exact decimals, and with `2(3)` as a product: it takes that for a mixed number."""
+
+    def __init__(self, latex: str, mode: Any) -> None:
+        super().__init__(is_real=not math_verify.should_treat_as_complex(latex))
+        self._mode = mode
+
+    def create_parser(self, latex_str: str) -> Any:
+        parser = super().create_parser(latex_str)
+        parser._interp.predictionMode = self._mode
+        return parser
+
+    def parse_number(self, text: str) -> Any:
+        digits, _, exponent = text.replace(",", "").lower().partition("e")
+        if abs(int(exponent or 0)) * 4 > MAX_BITS:
+            raise TooLargeError
+        return Rational(digits) * Rational(10) ** int(exponent or 0)
+
+    def convert_interval(self, expr: Any) -> Any:
+        # Its ends are compared there; evaluating them first raises TooLargeError where that would not end.
+        for end in expr.expr():
+            evaluated(self.convert_expr(end))
+        return super().convert_interval(expr)
+
+    def convert_postfix_list(self, arr: list[Any], i: int = 0) -> Any:
+        first = self.convert_postfix(arr[i])
+        if i == len(arr) - 1 or not isinstance(first, Expr):
+            return super().convert_postfix_list(arr, i)
+        if not _LITERAL.fullmatch(arr[i].getText()):
+            return self._times(first, self.convert_postfix_list(arr, i + 1))
+        fraction = _PROPER.fullmatch(arr[i + 1].getText())
+        if fraction is not None and 0 < int(fraction[1]) < int(fraction[2]):
+            mixed = first + Rational(int(fraction[1]), int(fraction[2]))
+            return mixed if i + 2 == len(arr) else self._times(mixed, self.convert_postfix_list(arr, i + 2))
+        if _LITERAL.match(arr[i + 1].getText()):
+            raise ValueError("two numbers stand side by side")
+        return self._times(first, self.convert_postfix_list(arr, i + 1))
+
+    def _times(self, left: Any, right: Any) -> Any:
+        is_matrix = getattr(left, "is_Matrix", False) or getattr(right, "is_Matrix", False)
+        return (self.mat_mul_flat if is_matrix else self.mul_flat)(left, right)
+
+
+def _same_value(gold: Any, answer: Any, *_: Any) -> bool:
+    """Whether two numbers or matrices are equal; of terms with symbols, whether they are the same term."""
+    if isinstance(gold, MatrixBase) and isinstance(answer, MatrixBase):
+        return gold.shape == answer.shape and all(
+            _same_value(one, other) or _same_term(one, other)
+            for one, other in zip(gold.flat(), answer.flat(), strict=True)
+        )
+    if not isinstance(gold, Expr) or not isinstance(answer, Expr):
+        return False
+    of_gold, of_answer = of_percent(gold), of_percent(answer)
+    if (of_gold is None) != (of_answer is None):
+        return _same_share(gold, answer)
+    gold, answer = _done(gold), _done(answer)
+    if gold == answer:
+        return gold is not nan
+    return gold.is_number and answer.is_number and _same_number(gold, answer)
+
+
+def _same_share(gold: Expr, answer: Expr) -> bool:
+    """Whether two numbers are equal, one of which has a percent sign, which may be left out."""
+    of_gold, of_answer = of_percent(gold), of_percent(answer)
+    if of_gold is not None:
+        return _same_value(of_gold, answer) or _same_value(of_gold / 100, answer)
+    # Below 1 the right answer is a share, and 0.5% is not 0.5.
+    may_be_left_out = gold.is_number and bool(abs(gold) >= 1)
+    return _same_value(gold, of_answer / 100) or (may_be_left_out and _same_value(gold, of_answer))
+
+
+def _same_term(gold: Any, answer: Any) -> bool:
+    """Whether two terms with symbols are equal for all of their values."""
+    if isinstance(gold, MatrixBase) or isinstance(answer, MatrixBase):
+        return False
+    if gold.is_number and answer.is_number:
+        return False
+    symbols = sorted(gold.free_symbols | answer.free_symbols, key=str)
+    # Where they differ at one place they are not equal; terms of high degree cannot be simplified at all.
+    values = {symbol: Rational(2 * index + 3, 7 + index) for index, symbol in enumerate(symbols)}
+    at_gold, at_answer = (term.evalf(_DIGITS, subs=values) for term in (gold, answer))
+    if at_gold.is_number and at_answer.is_number and not _are_close(at_gold, at_answer, _DIGITS):
+        return False
+    return bool(simplify(gold - answer).is_zero)
+
+
+def _same_number(gold: Expr, answer: Expr) -> bool:
+    """Whether two numbers are equal. Rational ones exactly, others in many digits."""
+    if isinstance(gold, Rational) and isinstance(answer, Rational):
+        return bool(gold == answer)
+    if not (gold.is_finite is not False and answer.is_finite is not False):
+        return False
+    if gold == 0 or answer == 0:
+        return bool((gold - answer).equals(0))
+    numbers = (gold - answer).atoms(Rational)
+    digits = _DIGITS + sum(bits(number) for number in numbers)
+    if digits <= _MAX_DIGITS and _are_close(gold, answer, _DIGITS) and _are_close(gold, answer, digits):
+        return True
+    return _is_rounded(gold, answer)
+
+
+def _are_close(gold: Expr, answer: Expr, digits: int) -> bool:
+    """Whether two numbers are equal but for the last ten of so many digits."""
+    one, other = gold.evalf(digits), answer.evalf(digits)
+    return bool(Abs(one - other).evalf(digits) <= Rational(1, 10 ** (digits - 10)) * Abs(other))
+
+
+def _is_rounded(gold: Expr, answer: Expr) -> bool:
+    """Whether one of two numbers is irrational and the other a decimal for it."""
+    decimal, number = (gold, answer) if isinstance(gold, Rational) else (answer, gold)
+    if not isinstance(decimal, Rational) or isinstance(number, Rational):
+        return False
+    is_decimal = pow(10, bits(decimal), int(decimal.q)) == 0 and decimal.q > 1
+    return is_decimal and bool(Abs(number.evalf(_DIGITS) - decimal) <= _ROUNDING * abs(decimal))
+
+
+def _done(term: Any) -> Any:
+    """The term with its sums, limits and integrals worked out."""
+    return term.doit() if term.has(*_WORK) else term
+
+
+math_verify.sympy_numeric_eq = _same_value
+math_verify.sympy_symbolic_eq = _same_term
