@@ -11,11 +11,12 @@ from typing import Any
 from pydantic import ValidationError, field_validator
 from pydantic_core import PydanticCustomError
 
-from deploy.requests.body import PLACES, Ask, ChatRequest, CompletionRequest, Message, is_prompt
+from deploy.requests.body import PLACES, Ask, ChatRequest, CompletionRequest, is_prompt
 from deploy.requests.diffusion import Shorthand
-from deploy.requests.neutral import OF_CHATS
+from deploy.requests.neutral import OF_REQUESTS
 from deploy.requests.parameters import SAMPLING_KEYS, Values
 from deploy.requests.refusals import RequestError, refusal_of
+from deploy.requests.turns import Message
 
 _PROMPTS = ("prompt", "messages", "prompt_ids")
 # Keys of a recipe that people write here.
@@ -120,7 +121,7 @@ def parse_object(data: bytes) -> dict[str, Any]:
 def read_line(data: Mapping[str, Any], names: Mapping[str, str] | None = None) -> CompletionLine | ChatLine:
     """The request of keys and values; in a refusal they have the `names`. Raises RequestError."""
     for key in data:
-        if key not in _KEYS and key not in OF_CHATS:
+        if key not in _KEYS and key not in OF_REQUESTS:
             raise RequestError(_unknown_key(key))
     given = [key for key in _PROMPTS if data.get(key) is not None]
     if not given:

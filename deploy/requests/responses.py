@@ -9,21 +9,21 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from deploy.requests.base import LARGEST, Body, whole
-from deploy.requests.body import (
+from deploy.requests.body import Ask
+from deploy.requests.neutral import OF_ITEMS, OF_RESPONSES
+from deploy.requests.refusals import RequestError
+from deploy.requests.structured.fields import TextOptions
+from deploy.requests.structured.structure import Structure
+from deploy.requests.turns import (
     MAX_CHARACTERS,
     MAX_MESSAGES,
     MAX_PARTS,
-    Ask,
     Templated,
     TextPart,
     check_texts,
     parts_of,
     turn_of,
 )
-from deploy.requests.neutral import OF_ITEMS, OF_RESPONSES
-from deploy.requests.refusals import RequestError
-from deploy.requests.structured.fields import TextOptions
-from deploy.requests.structured.structure import Structure
 
 
 class InputPart(TextPart):
