@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import subprocess
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -77,12 +78,13 @@ def run(tmp_path):
 def ask(url):
     """What the service itself says, without anybody's client."""
 
-    def ask(path, **body):
-        response = httpx.post(f"{url}{path}", json=body, headers={"Authorization": f"Bearer {TOKEN}"}, timeout=60)
-        response.raise_for_status()
-        return response.json()
+    return partial(ask_at, url)
 
-    return ask
+
+def ask_at(url, path, **body):
+    response = httpx.post(f"{url}{path}", json=body, headers={"Authorization": f"Bearer {TOKEN}"}, timeout=60)
+    response.raise_for_status()
+    return response.json()
 
 
 @pytest.fixture
@@ -223,6 +225,7 @@ def long_url(tmp_path, tokenizer_dir, listen):
     ],
 )
 def test_lm_evals_own_gsm8k_and_humaneval_run_as_they_are(long_url, run, data_sets, tmp_path, model, path, options):
+    """A policy of random weights solves nothing, but what it is asked and what it says arrives."""
     arguments = f"model=policy,base_url={long_url}{path},tokenizer_backend=None,num_concurrent=2,max_retries=1"
     run.command(
         *("-m", "lm_eval", "run", "--model", model, "--tasks", "gsm8k,humaneval", "--model_args", arguments),
@@ -237,4 +240,13 @@ def test_lm_evals_own_gsm8k_and_humaneval_run_as_they_are(long_url, run, data_se
         samples = [json.loads(line) for line in log.read_text().splitlines()]
         # gsm8k has two filters of each answer.
         assert len(samples) == count
-        assert all(isinstance(sample["resps"][0][0], str) for sample in samples)
+        for sample in samples:
+            asked = sample["arguments"]["gen_args_0"]
+            stops = asked["arg_1"]["until"]
+            assert len(stops) == {"gsm8k": 3, "humaneval": 5}[task]
+            said = sample["resps"][0][0]
+            assert said
+            assert not any(stop in said for stop in stops)
+            if not options:
+                body = {"prompt": asked["arg_0"], "max_tokens": asked["arg_1"].get("max_gen_toks", 256), "stop": stops}
+                assert said == ask_at(long_url, path, **body)["choices"][0]["text"]
