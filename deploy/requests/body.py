@@ -304,7 +304,7 @@ def _with(name: str, kind: str) -> dict[str, Any]:
 
 
 class TokenizeRequest(Templated):
-    """`POST /tokenize`: text as it is, or a conversation as the policy reads it."""
+    """`POST /tokenize`: the ids of a text, special tokens as tokens, or of a conversation as the policy reads it."""
 
     model_config = ConfigDict(json_schema_extra={"oneOf": [_with("prompt", "string"), _with("messages", "array")]})
     neutral = OF_TOKENIZING

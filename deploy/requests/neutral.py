@@ -23,7 +23,7 @@ def _only(names: str, *values: Any) -> Neutral:
 OF_REQUESTS: Neutral = {
     # Hints for caches, queues, bills, traces and routers.
     **_any(
-        "cache_salt custom_labels data_parallel_rank disagg_prefill_dp_rank extra_key metadata priority "
+        "cache_salt custom_labels data_parallel_rank disagg_prefill_dp_rank extra_key metadata prediction priority "
         "prompt_cache_key prompt_cache_options prompt_cache_retention request_id rid routed_dp_rank "
         "safety_identifier service_tier session_id store user"
     ),
@@ -42,7 +42,7 @@ OF_REQUESTS: Neutral = {
         "return_spec_tokens_details return_token_ids return_tokens_as_token_ids use_beam_search",
         False,
     ),
-    **_only("add_generation_prompt skip_special_tokens", True),
+    **_only("add_generation_prompt detokenize skip_special_tokens", True),
     **_only("frequency_penalty min_new_tokens min_p min_tokens presence_penalty top_logprobs", 0),
     **_only("repetition_penalty", 1),
     # -1 is "as much as there is room for". What is longer is refused by its length and not cut.
@@ -54,7 +54,7 @@ OF_REQUESTS: Neutral = {
     **_only("verbosity", "medium"),
     **_only(
         "allowed_token_ids audio bootstrap_host bootstrap_port bootstrap_room chat_template custom_logit_processor "
-        "ebnf guided_grammar guided_whitespace_pattern input_ids lora_path moderation prediction prompt_embeds "
+        "ebnf guided_grammar guided_whitespace_pattern input_ids lora_path moderation prompt_embeds "
         "prompt_logprobs repetition_detection sampling_logprobs_mode task thinking watermark web_search_options"
     ),
 }

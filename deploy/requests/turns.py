@@ -137,6 +137,7 @@ class Templated(Body):
     @field_validator("chat_template_kwargs", mode="before")
     @classmethod
     def _variables(cls, given: Any) -> Any:
+        given = {name: value for name, value in given.items() if value is not None} if type(given) is dict else given
         if not isinstance(given, dict) or len(given) > MAX_VARIABLES or not all(map(_is_variable, given.items())):
             raise ValueError(
                 f"must be at most {MAX_VARIABLES} names with true, false, a number or at most {MAX_VARIABLE_LENGTH} "
