@@ -1,8 +1,8 @@
 """Bodies that clients of OpenAI, vLLM and SGLang send, and fields of theirs that must mean the same here.
 
 The bodies of openai 2.54, litellm 1.106, langchain-openai 1.7, llama-index, dspy, instructor and openai-agents were
-recorded, and their texts cut. The others are written by hand: every field of vLLM's and SGLang's request classes with its
-default, and what benchmarks, chats and harnesses send to them.
+recorded, and their texts cut. The others are written by hand: the request classes of vLLM and SGLang, every field with
+its default, and what benchmarks, chats and harnesses send to them.
 """
 
 import json
