@@ -22,8 +22,8 @@ MAX_SEED = 2**63 - 1
 MAX_PLACES = 2**20
 """States of a grammar's automaton times slots of the completion: a step then takes tenths of a second of a core."""
 _LARGEST = 2**31 - 1
-# Logits divided by less overflow float32.
-_LEAST_TEMPERATURE = 1e-3
+LEAST_TEMPERATURE = 1e-3
+"""Logits divided by less overflow float32."""
 _DRAW_KEY = 21
 
 
@@ -168,8 +168,8 @@ class SamplingParams(BaseModel):
 
     @model_validator(mode="after")
     def _temperature(self) -> SamplingParams:
-        if 0 < self.temperature < _LEAST_TEMPERATURE:
-            raise FieldError(f"{{temperature}} {self.temperature:g} is neither 0 nor at least {_LEAST_TEMPERATURE:g}")
+        if 0 < self.temperature < LEAST_TEMPERATURE:
+            raise FieldError(f"{{temperature}} {self.temperature:g} is neither 0 nor at least {LEAST_TEMPERATURE:g}")
         return self
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""What all bodies of requests share: null is as left out, and what cannot be served is refused by name."""
+"""What all bodies of requests share: null is as left out, 1.0 is 1, and what cannot be served is refused by name."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
+from deploy.requests.neutral import Neutral, asks_nothing
 from deploy.requests.refusals import RequestError
 
 LARGEST = 2**31 - 1
 MAX_FIELDS = 256
 """Fields of one object, known or not."""
+_EXACT = 2**53
+"""Below it every whole number is a float64 too."""
 _HALF = re.compile("[\ud800-\udfff]")
 _WHY = {
     "top_logprobs": "only the log-probability of each committed token is recorded",
@@ -24,8 +27,8 @@ class Body(BaseModel):
     """An object of a request."""
 
     model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True, protected_namespaces=())
-    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-    """Fields that are refused by name, with the values that ask for nothing."""
+    neutral: ClassVar[Neutral] = {}
+    """Fields that it does not have, with the values that change nothing. Others are refused by name."""
     place: ClassVar[str] = ""
     """What stands before the name."""
 
@@ -39,9 +42,9 @@ class Body(BaseModel):
             # Before they are looked at: each that is not known would be a mistake of its own.
             where = cls.place.removesuffix(".") or "the body"
             raise RequestError(f"{where} has {len(values)} fields; an object of a request has at most {MAX_FIELDS}")
-        given = {name: value for name, value in values.items() if value is not None}
-        for name, neutral in cls.unsupported.items():
-            if name in given and not _asks_nothing(given.pop(name), neutral):
+        given = {name: _number(value) for name, value in values.items() if value is not None}
+        for name, neutral in cls.neutral.items():
+            if name in given and not asks_nothing(given.pop(name), neutral):
                 field, why = cls.place + name, _WHY.get(name, "this service does not do that")
                 raise RequestError(f"`{field}` is not supported: {why}", "unsupported_parameter", param=field)
         return given
@@ -64,6 +67,6 @@ def is_id(value: Any) -> bool:
     return type(value) is int
 
 
-def _asks_nothing(value: Any, neutral: tuple[Any, ...]) -> bool:
-    # To Python False is 0, but `logprobs: 0` asks for log-probabilities.
-    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral)
+def _number(value: Any) -> Any:
+    # JSON has one kind of numbers: 16.0 is a whole one.
+    return int(value) if type(value) is float and value.is_integer() and abs(value) < _EXACT else value

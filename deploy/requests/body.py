@@ -2,88 +2,31 @@
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, ConfigDict, Field, field_validator, model_validator
 
-from deploy.requests.base import LARGEST, Body, is_id, is_whole, whole
+from deploy.requests.base import LARGEST, Body, is_id, whole
 from deploy.requests.diffusion import Constraints, Diffusion
+from deploy.requests.neutral import OF_REQUESTS, OF_TOKENIZING
 from deploy.requests.parameters import ALL_KEYS, Values
 from deploy.requests.refusals import RequestError
-from deploy.requests.structured.fields import ResponseFormat, StructuredOutputs
-from deploy.requests.structured.structure import Structure
+from deploy.requests.structured.fields import Structured
+from deploy.requests.turns import MAX_CHARACTERS, Conversation, Templated, check_texts
 from learner.keys import fold
+from rollout.request import LEAST_TEMPERATURE
 
 MAX_CHOICES = 32
 """Completions of one request."""
-MAX_STOPS = 4
+MAX_STOPS = 16
 MAX_STOP_LENGTH = 256
-MAX_CHARACTERS = 2**18
-"""Characters of all prompts or messages of a request: half a second of a core to tokenize them, and a body has room for
-four times as many."""
-MAX_MESSAGES = 256
-MAX_PARTS = 256
-"""Parts of one message."""
 MAX_STOP_IDS = 16
-MAX_VARIABLES = 16
-"""Variables that a chat template is given."""
-MAX_VARIABLE_LENGTH = 256
-
-# OpenAI's and vLLM's fields that this service cannot serve, with the values beside null that ask for nothing.
-_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "audio": (),
-    "best_of": (1,),
-    "echo": (False,),
-    "frequency_penalty": (0,),
-    "function_call": ("none",),
-    "functions": ([],),
-    "logit_bias": ({},),
-    "metadata": ({},),
-    "min_p": (0,),
-    "min_tokens": (0,),
-    "modalities": (["text"],),
-    "moderation": (),
-    "parallel_tool_calls": (True, False),
-    "prediction": (),
-    "presence_penalty": (0,),
-    "prompt_cache_key": (),
-    "prompt_cache_options": ({},),
-    "prompt_cache_retention": (),
-    "reasoning_effort": (),
-    "repetition_penalty": (1,),
-    "safety_identifier": (),
-    "service_tier": ("auto", "default"),
-    "store": (False,),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "top_logprobs": (0,),
-    "verbosity": (),
-    "web_search_options": (),
-}
-# What a turn of OpenAI's has beside its text, as a client that replays it sends it.
-_UNSUPPORTED_OF_MESSAGES: dict[str, tuple[Any, ...]] = {
-    "annotations": ([],),
-    "audio": (),
-    "function_call": (),
-    "refusal": (),
-    "tool_calls": ([],),
-}
-_UNSUPPORTED_PARTS = ("file", "image_url", "input_audio", "refusal")
-
-
-def check_texts(texts: list[str]) -> None:
-    """Raise ValueError for what is too long to be tokenized, or no text."""
-    if sum(map(len, texts)) > MAX_CHARACTERS:
-        raise ValueError(f"must have at most {MAX_CHARACTERS} characters in all")
-    for text in texts:
-        whole(text)
 
 
 class StreamOptions(Body):
     """OpenAI's."""
 
-    unsupported: ClassVar = {"include_obfuscation": (False,)}
+    neutral: ClassVar = {"continuous_usage_stats": (False,), "include_obfuscation": (False,)}
     place = "stream_options."
 
     include_usage: bool = False
@@ -96,39 +39,40 @@ _Text = Annotated[str, Field(max_length=MAX_CHARACTERS)]
 _Prompt = Annotated[str, Field(min_length=1, max_length=MAX_CHARACTERS)]
 
 
-class Ask(Body):
-    """What completions and chat have in common. What this service cannot do is refused by name."""
+class Ask(Structured):
+    """What completions, chats and responses have in common. What this service cannot do is refused by name."""
 
-    unsupported = _UNSUPPORTED
+    neutral = OF_REQUESTS
 
     model: Annotated[str, Field(max_length=200)] | None = None
-    """`policy`, `policy@v000012`, `base` or the run's name; left out: `policy`."""
+    """`policy`, `policy@v000012`, `base` or the run's name; left out or empty: `policy`."""
     max_tokens: Annotated[int, Field(ge=1, le=LARGEST)] | None = None
     """The text has at most so many tokens. The canvas has `diffusion.gen_length` slots whatever is asked here."""
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
     """Of the law that tokens are drawn from. By default 0, as in the held-out evaluation: the most probable token."""
     top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
-    top_k: Annotated[int, Field(ge=0, le=LARGEST)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=LARGEST)] | None = None
+    """0 and -1 are off."""
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     """Completions of each prompt."""
-    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
-    """Same seed, request and policy version: same text. By default a new one for each request."""
+    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    """All of them: as many as `n`."""
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    """Same seed, request and policy version: same text. By default, and for -1, a new one for each request."""
     stop: _Stop | Annotated[list[_Stop], Field(max_length=MAX_STOPS)] | None = None
     """The text ends before the first of these."""
+    include_stop_str_in_output: bool = False
+    """The text has the string or the id that ended it."""
+    no_stop_trim: bool = False
+    """SGLang's word for it."""
     stop_token_ids: Annotated[list[Annotated[int, Field(ge=0, le=LARGEST)]], Field(max_length=MAX_STOP_IDS)] = Field(
         default=[]
     )
-    """Ids that end the text besides the policy's own; it ends with the first of them."""
+    """Ids that end the text besides the policy's own; it ends before the first of them."""
     ignore_eos: bool = False
     """The policy's own ends end nothing: the text has `max_tokens` tokens, or all of its canvas."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: Annotated[str, Field(max_length=512)] | None = None
-    """Taken and not used."""
-    response_format: ResponseFormat | None = None
-    """JSON that a schema allows, or any object of JSON; the text is one, whatever the schedule."""
-    structured_outputs: StructuredOutputs | None = None
-    """vLLM's word for it, with regular expressions and choices too."""
     diffusion: Diffusion = Diffusion()
     diffusing: bool = False
     """Mercury's word for a stream of canvases."""
@@ -143,10 +87,33 @@ class Ask(Body):
             whole(one)
         return stop
 
+    @field_validator("temperature", mode="after")
+    @classmethod
+    def _temperature(cls, temperature: float) -> float:
+        # As vLLM: clients that want the most probable token say 1e-6, say.
+        return max(temperature, LEAST_TEMPERATURE) if temperature > 0 else temperature
+
+    @field_validator("top_k", mode="after")
+    @classmethod
+    def _top_k(cls, top_k: int) -> int:
+        return 0 if top_k == -1 else top_k
+
+    @field_validator("seed", mode="after")
+    @classmethod
+    def _seed(cls, seed: int) -> int | None:
+        return None if seed == -1 else seed % 2**63
+
+    @model_validator(mode="after")
+    def _best(self) -> Self:
+        if self.best_of not in (None, self.num_choices):
+            message = f"`best_of` {self.best_of} is not `n` {self.num_choices}: this service chooses none of its texts"
+            raise RequestError(message, "unsupported_parameter", param="best_of")
+        return self
+
     @model_validator(mode="after")
     def _streams(self) -> Self:
         asked = {
-            "stream_options": self.stream_options is not None,
+            "stream_options": self.includes_usage,
             "diffusing": self.diffusing,
             "diffusion.stream": self.diffusion.stream == "canvas",
         }
@@ -168,20 +135,15 @@ class Ask(Body):
                 raise RequestError(message, param=field)
         return self
 
-    @cached_property
-    def _structures(self) -> list[Structure]:
-        said = (self.response_format, self.structured_outputs)
-        return [one.structure for one in said if one is not None and one.structure is not None]
-
-    @property
-    def structure(self) -> Structure | None:
-        """What the text must be; None for any text."""
-        return next(iter(self._structures), None)
-
     @property
     def stops(self) -> tuple[str, ...]:
         """The stop strings."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def includes_stop(self) -> bool:
+        """Whether the text has what ended it."""
+        return self.include_stop_str_in_output or self.no_stop_trim
 
     @property
     def num_prompts(self) -> int:
@@ -310,95 +272,16 @@ class CompletionRequest(Ask):
         return self.logprobs is not None
 
 
-class TextPart(Body):
-    """A part of a message; text is the only kind."""
-
-    type: Literal["text"]
-    text: str
-
-    @field_validator("type", mode="before")
-    @classmethod
-    def _type(cls, kind: Any) -> Any:
-        if kind in _UNSUPPORTED_PARTS:
-            message = f"`messages.content` has a part of the type `{kind}`; this service reads text only"
-            raise RequestError(message, "unsupported_parameter", param="messages.content")
-        return kind
-
-
-_Parts = Annotated[list[TextPart], Field(max_length=MAX_PARTS)]
-
-
-class Message(Body):
-    """A turn of a conversation."""
-
-    unsupported = _UNSUPPORTED_OF_MESSAGES
-    place = "messages."
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: _Parts
-    name: str | None = None
-    """Taken and not used."""
-
-    @field_validator("content", mode="before", json_schema_input_type=str | _Parts)
-    @classmethod
-    def _content(cls, content: Any) -> Any:
-        return parts_of(content, "text")
-
-    @property
-    def text(self) -> str:
-        """What was said."""
-        return "".join(part.text for part in self.content)
-
-    @property
-    def turn(self) -> dict[str, str]:
-        """As a chat template takes it."""
-        return turn_of(self.role, self.text)
-
-
-def parts_of(content: Any, kind: str) -> Any:
-    """The parts of a turn's content; a string is one part of that kind. Raises ValueError."""
-    if not isinstance(content, str | list):
-        raise ValueError("must be a string or a list of parts")
-    return [{"type": kind, "text": content}] if isinstance(content, str) else content
-
-
-def turn_of(role: str, text: str) -> dict[str, str]:
-    """A turn as a chat template takes it: OpenAI's developer is its system."""
-    return {"role": "system" if role == "developer" else role, "content": text}
-
-
-def _conversation(messages: list[Message]) -> list[Message]:
-    check_texts([message.text for message in messages])
-    return messages
-
-
-_Conversation = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES), AfterValidator(_conversation)]
-
-
-class ChatRequest(Ask):
+class ChatRequest(Ask, Templated):
     """`POST /v1/chat/completions`."""
 
-    messages: _Conversation
+    messages: Conversation
     logprobs: bool = False
     """As `0` in `/v1/completions`."""
     max_completion_tokens: Annotated[int, Field(ge=1, le=LARGEST)] | None = None
     """The newer name of `max_tokens`."""
     add_special_tokens: bool = False
     """Whether the prompt begins as the tokenizer begins every text; chat templates have that already."""
-    chat_template_kwargs: Annotated[dict[str, bool | int | float | str], Field(max_length=MAX_VARIABLES)] = Field(
-        default={}
-    )
-    """Variables of the chat template's own, as `{"enable_thinking": false}`."""
-
-    @field_validator("chat_template_kwargs", mode="before")
-    @classmethod
-    def _variables(cls, given: Any) -> Any:
-        if not isinstance(given, dict) or len(given) > MAX_VARIABLES or not all(map(_is_variable, given.items())):
-            raise ValueError(
-                f"must be at most {MAX_VARIABLES} names with true, false, a number or at most {MAX_VARIABLE_LENGTH} "
-                "characters each"
-            )
-        return given
 
     @property
     def turns(self) -> list[dict[str, str]]:
@@ -420,14 +303,17 @@ def _with(name: str, kind: str) -> dict[str, Any]:
     return {"required": [name], "properties": {name: {"type": kind}}}
 
 
-class TokenizeRequest(Body):
-    """`POST /tokenize`: text as it is, or a conversation as the policy reads it."""
+class TokenizeRequest(Templated):
+    """`POST /tokenize`: the ids of a text, special tokens as tokens, or of a conversation as the policy reads it."""
 
     model_config = ConfigDict(json_schema_extra={"oneOf": [_with("prompt", "string"), _with("messages", "array")]})
+    neutral = OF_TOKENIZING
 
     model: str | None = None
     prompt: Annotated[_Text, AfterValidator(whole)] | None = None
-    messages: _Conversation | None = None
+    messages: Conversation | None = None
+    add_special_tokens: bool | None = None
+    """As of completions and chats: true of a prompt, false of a conversation."""
 
     @model_validator(mode="after")
     def _one(self) -> TokenizeRequest:
@@ -449,15 +335,6 @@ def is_prompt(value: Any) -> bool:
     return _is_text(value) or (
         isinstance(value, list) and bool(value) and any(all(map(is_one, value)) for is_one in kinds)
     )
-
-
-def _is_variable(item: tuple[str, Any]) -> bool:
-    name, value = item
-    if not name.isidentifier() or len(name) > MAX_VARIABLE_LENGTH:
-        return False
-    if isinstance(value, str):
-        return len(value) <= MAX_VARIABLE_LENGTH and is_whole(value)
-    return isinstance(value, bool) or (isinstance(value, int | float) and abs(value) <= LARGEST)
 
 
 def _is_text(value: Any) -> bool:

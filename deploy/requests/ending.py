@@ -45,10 +45,11 @@ def ending_of(plan: RequestPlan, ids: NDArray[Any], decode: Decode, ends: Sequen
     length = min(len(ids), plan.most_tokens, first_end)
     kept = ids[:length].tolist()
     is_ended = bool(kept) and kept[-1] in stop_ids
-    # An end that is no special token is no part of a grammar's text.
-    text = decode(kept[:-1] if plan.grammar is not None and is_ended else kept)
-    if found := [place for stop in plan.stops if (place := text.find(stop)) >= 0]:
-        return Ending(text=text[: min(found)], num_tokens=_num_with(kept, min(found), decode), reason="stop")
+    # An end that is no special token is no part of the text.
+    text = decode(kept[:-1] if is_ended and not plan.includes_stop else kept)
+    if found := [(place, place + len(stop)) for stop in plan.stops if (place := text.find(stop)) >= 0]:
+        end = min(found)[plan.includes_stop]
+        return Ending(text=text[:end], num_tokens=_num_with(kept, end, decode), reason="stop")
     if not is_whole and length not in (plan.most_tokens, first_end):
         return Ending(text=text, num_tokens=length, reason=None)
     if is_infill:

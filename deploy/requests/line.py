@@ -11,10 +11,12 @@ from typing import Any
 from pydantic import ValidationError, field_validator
 from pydantic_core import PydanticCustomError
 
-from deploy.requests.body import PLACES, Ask, ChatRequest, CompletionRequest, Message, is_prompt
+from deploy.requests.body import PLACES, Ask, ChatRequest, CompletionRequest, is_prompt
 from deploy.requests.diffusion import Shorthand
+from deploy.requests.neutral import OF_REQUESTS
 from deploy.requests.parameters import SAMPLING_KEYS, Values
 from deploy.requests.refusals import RequestError, refusal_of
+from deploy.requests.turns import Message
 
 _PROMPTS = ("prompt", "messages", "prompt_ids")
 # Keys of a recipe that people write here.
@@ -82,7 +84,7 @@ class LineMessage(Message):
     @property
     def turn(self) -> dict[str, str]:
         """As of `Message`, the role as it is."""
-        return {"role": self.role, "content": self.text}
+        return super().turn | {"role": self.role}
 
 
 class ChatLine(RequestLine, ChatRequest):
@@ -92,7 +94,8 @@ class ChatLine(RequestLine, ChatRequest):
     """As of `ChatRequest`, of any length."""
 
 
-_KEYS = dict.fromkeys(("id", *_PROMPTS, *Shorthand.model_fields, *CompletionLine.model_fields, *ChatLine.model_fields))
+_FIELDS = Shorthand.model_fields | CompletionLine.model_fields | ChatLine.model_fields
+_KEYS = dict.fromkeys(("id", *_PROMPTS, *(field.alias or name for name, field in _FIELDS.items())))
 
 
 def parse_object(data: bytes) -> dict[str, Any]:
@@ -118,7 +121,7 @@ def parse_object(data: bytes) -> dict[str, Any]:
 def read_line(data: Mapping[str, Any], names: Mapping[str, str] | None = None) -> CompletionLine | ChatLine:
     """The request of keys and values; in a refusal they have the `names`. Raises RequestError."""
     for key in data:
-        if key not in _KEYS and key not in Ask.unsupported:
+        if key not in _KEYS and key not in OF_REQUESTS:
             raise RequestError(_unknown_key(key))
     given = [key for key in _PROMPTS if data.get(key) is not None]
     if not given:

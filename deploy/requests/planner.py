@@ -69,7 +69,9 @@ class RequestPlan:
     most_tokens: int
     """Tokens of each text, at most."""
     stops: tuple[str, ...]
-    """A text ends before the first of these."""
+    """A text ends at the first of these."""
+    includes_stop: bool
+    """Whether a text has what ended it, a string or an id."""
     num_gap_slots: int | None
     """Infill: slots before the suffix; None where there is no suffix."""
     returns_step_map: bool
@@ -187,6 +189,7 @@ class Planner:
             num_prompt_tokens=sum(map(len, prompts)),
             most_tokens=min(ask.most_tokens or length, length),
             stops=ask.stops,
+            includes_stop=ask.includes_stop and grammar is None,
             num_gap_slots=gap,
             returns_step_map=ask.diffusion.return_step_map,
             returns_logprobs=ask.returns_logprobs,
@@ -208,10 +211,10 @@ class Planner:
 
     def _prompts(self, ask: Ask) -> list[list[int]]:
         if isinstance(ask, ChatRequest):
-            variables, adds_special = ask.chat_template_kwargs, ask.add_special_tokens
-            return [self._codec.encode_chat(ask.turns, "messages", template=variables, adds_special=adds_special)]
+            adds_special = ask.add_special_tokens
+            return [self._codec.encode_chat(ask.turns, "messages", template=ask.template, adds_special=adds_special)]
         if isinstance(ask, ResponsesRequest):
-            return [self._codec.encode_chat(ask.turns, "input", template={}, adds_special=False)]
+            return [self._codec.encode_chat(ask.turns, "input", template=ask.template, adds_special=False)]
         assert isinstance(ask, CompletionRequest), "there are three kinds"
         return [self._prompt(prompt, ask) for prompt in ask.prompts]
 

@@ -3,47 +3,33 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Literal, Self
+from itertools import filterfalse
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from deploy.requests.base import LARGEST, Body, whole
-from deploy.requests.body import MAX_CHARACTERS, MAX_MESSAGES, MAX_PARTS, Ask, check_texts, parts_of, turn_of
+from deploy.requests.body import Ask
+from deploy.requests.neutral import OF_ITEMS, OF_RESPONSES
 from deploy.requests.refusals import RequestError
 from deploy.requests.structured.fields import TextOptions
 from deploy.requests.structured.structure import Structure
-
-# What asks for nothing, beside null.
-_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "background": (False,),
-    "conversation": (),
-    "include": ([],),
-    "max_tool_calls": (),
-    "metadata": ({},),
-    "parallel_tool_calls": (True, False),
-    "previous_response_id": (),
-    "prompt": (),
-    "prompt_cache_key": (),
-    "prompt_cache_retention": (),
-    "reasoning": ({},),
-    "safety_identifier": (),
-    "service_tier": ("auto", "default"),
-    "store": (False,),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "top_logprobs": (0,),
-    "truncation": ("disabled",),
-}
+from deploy.requests.turns import (
+    MAX_CHARACTERS,
+    MAX_MESSAGES,
+    MAX_PARTS,
+    Templated,
+    TextPart,
+    check_texts,
+    parts_of,
+    turn_of,
+)
 
 
-class InputPart(Body):
+class InputPart(TextPart):
     """A part of an item; text is the only kind."""
 
-    unsupported: ClassVar = {"annotations": ([],), "logprobs": ([],)}
     place = "input.content."
-
-    type: Literal["input_text", "output_text"]
-    text: str
 
 
 _Parts = Annotated[list[InputPart], Field(max_length=MAX_PARTS)]
@@ -52,20 +38,12 @@ _Parts = Annotated[list[InputPart], Field(max_length=MAX_PARTS)]
 class InputItem(Body):
     """A turn of a conversation."""
 
-    unsupported: ClassVar = {"phase": ()}
+    neutral = OF_ITEMS
     place = "input."
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: _Parts
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_id(cls, item: Any) -> Any:
-        # What an answer said of its own item comes back with it.
-        if type(item) is not dict:
-            return item
-        return {key: value for key, value in item.items() if key not in ("id", "status")}
 
     @field_validator("type", mode="before")
     @classmethod
@@ -86,15 +64,16 @@ class InputItem(Body):
         return turn_of(self.role, "".join(part.text for part in self.content))
 
 
+_LOGPROBS = "message.output_text.logprobs"
 _Text = Annotated[str, Field(max_length=MAX_CHARACTERS), AfterValidator(whole)]
 _Turn = Annotated[str, Field(min_length=1, max_length=MAX_CHARACTERS)]
 _Items = Annotated[list[InputItem], Field(min_length=1, max_length=MAX_MESSAGES)]
 
 
-class ResponsesRequest(Ask):
+class ResponsesRequest(Ask, Templated):
     """`POST /v1/responses`. Nothing is kept: each has all of its conversation."""
 
-    unsupported = _UNSUPPORTED
+    neutral = OF_RESPONSES
 
     input: _Items
     """A user's turn, or a conversation."""
@@ -106,13 +85,26 @@ class ResponsesRequest(Ask):
     """The text has at most so many tokens."""
     text: TextOptions | None = None
     """What the text must be, as `response_format` of the other formats."""
+    include: Annotated[list[Annotated[str, Field(max_length=64)]], Field(max_length=16)] = Field(default=[])
+    """What an answer shows besides, of tools and of hidden reasoning, which this service does not have."""
+    metadata: Annotated[dict[str, str], Field(max_length=64)] = Field(default={})
+    """Comes back with the answer."""
 
     @field_validator("input", mode="before", json_schema_input_type=_Turn | _Items)
     @classmethod
     def _input(cls, given: Any) -> Any:
         if not isinstance(given, str | list) or not given:
             raise ValueError("must be a string or a list of messages, and not empty")
-        return [{"role": "user", "content": given}] if isinstance(given, str) else given
+        # As chat templates mostly do, what was thought before is left out.
+        return [{"role": "user", "content": given}] if isinstance(given, str) else [*filterfalse(_is_reasoning, given)]
+
+    @field_validator("include", mode="after")
+    @classmethod
+    def _include(cls, include: list[str]) -> list[str]:
+        if _LOGPROBS in include:
+            message = f"`include` has `{_LOGPROBS}`, which this service has for chats and completions only"
+            raise RequestError(message, "unsupported_parameter", param="include")
+        return include
 
     @model_validator(mode="after")
     def _is_text(self) -> Self:
@@ -137,3 +129,7 @@ class ResponsesRequest(Ask):
     def most_tokens(self) -> int | None:
         """As of `Ask`."""
         return self.max_output_tokens or self.max_tokens
+
+
+def _is_reasoning(item: Any) -> bool:
+    return isinstance(item, dict) and item.get("type") == "reasoning"

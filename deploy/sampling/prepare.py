@@ -146,8 +146,8 @@ def check_options(options: Options) -> None:
     names = sampler_names(_OPTIONS)
     try:
         line = read_line({"prompt_ids": [0], **options.values}, names)
-        if line.seed is not None and line.seed < 0:
-            raise RequestError(f"--seed {line.seed} is not between 0 and 2**63 - 1")
+        if (seed := options.values.get("seed", 0)) < 0:
+            raise RequestError(f"--seed {seed} is not between 0 and 2**63 - 1")
         to_params(line.shorthand)
     except RequestError as error:
         raise UserError(str(error)) from error

@@ -1,10 +1,13 @@
-"""The fields of a body that say what its text must be: OpenAI's `response_format`, vLLM's `structured_outputs`."""
+"""The fields of a body that say what its text must be: OpenAI's `response_format`, vLLM's `structured_outputs`, and the
+names of single fields that vLLM had before and SGLang has."""
 
 from __future__ import annotations
 
+import json
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from deploy.requests.base import Body, whole
 from deploy.requests.refusals import RequestError
@@ -35,8 +38,20 @@ def _shallow(schema: dict[str, Any]) -> dict[str, Any]:
     return schema
 
 
-_Schema = Annotated[dict[str, Any], AfterValidator(_shallow)]
+def _object(schema: Any) -> Any:
+    """The schema; vLLM and SGLang take its text too."""
+    if not isinstance(schema, str):
+        return schema
+    try:
+        return json.loads(schema)
+    except (ValueError, RecursionError) as error:
+        raise ValueError("must be a JSON schema, as an object or as its text") from error
+
+
+_Schema = Annotated[dict[str, Any], AfterValidator(_shallow), BeforeValidator(_object)]
+_Regex = Annotated[str, Field(min_length=1, max_length=MAX_TEXT), AfterValidator(whole)]
 _Choice = Annotated[str, Field(min_length=1, max_length=MAX_CHOICE_LENGTH), AfterValidator(whole)]
+_Choices = Annotated[list[_Choice], Field(min_length=1, max_length=MAX_CHOICES)]
 
 
 class JsonSchema(Body):
@@ -59,17 +74,22 @@ class ResponseFormat(Body):
 
     type: _Kind
     json_schema: JsonSchema | None = None
+    bare_schema: Annotated[_Schema | None, Field(alias="schema")] = None
+    """SGLang takes the schema without a name."""
 
     @model_validator(mode="after")
     def _has_schema(self) -> ResponseFormat:
-        _expect_schema(self.type, self.json_schema, "json_schema", "response_format")
+        _expect_schema(self.type, self._schema, "json_schema", "response_format")
         return self
 
     @property
     def structure(self) -> Structure | None:
         """What the text must be; None for any text."""
-        schema = None if self.json_schema is None else self.json_schema.json_schema
-        return _structure_of(self.type, schema, "response_format")
+        return _structure_of(self.type, self._schema, "response_format")
+
+    @property
+    def _schema(self) -> dict[str, Any] | None:
+        return self.bare_schema if self.json_schema is None else self.json_schema.json_schema
 
 
 class TextFormat(Body):
@@ -92,7 +112,7 @@ class TextFormat(Body):
 class TextOptions(Body):
     """`text` of `/v1/responses`."""
 
-    unsupported: ClassVar = {"verbosity": ()}
+    neutral: ClassVar = {"verbosity": ("medium",)}
     place = "text."
 
     format: TextFormat | None = None
@@ -116,9 +136,10 @@ def _structure_of(kind: _Kind, schema: dict[str, Any] | None, field: str) -> Str
 class StructuredOutputs(Body):
     """vLLM's: one of these."""
 
-    unsupported: ClassVar = {
+    neutral: ClassVar = {
         "disable_additional_properties": (False,),
         "disable_any_whitespace": (False,),
+        "disable_fallback": None,
         "grammar": (),
         "structural_tag": (),
         "whitespace_pattern": (),
@@ -129,9 +150,9 @@ class StructuredOutputs(Body):
     """A JSON schema."""
     json_object: bool = False
     """Any object of JSON."""
-    regex: Annotated[str, Field(min_length=1, max_length=MAX_TEXT), AfterValidator(whole)] | None = None
+    regex: _Regex | None = None
     """A regular expression that the whole text matches, without anchors or lookaround."""
-    choice: Annotated[list[_Choice], Field(min_length=1, max_length=MAX_CHOICES)] | None = None
+    choice: _Choices | None = None
     """Texts, of which it is one."""
 
     @model_validator(mode="after")
@@ -146,7 +167,41 @@ class StructuredOutputs(Body):
         """What the text must be."""
         field = "structured_outputs"
         if self.regex is not None:
-            return Structure(kind="regex", text=self.regex, field=field)
+            return Structure.of_regex(self.regex, field)
         if self.choice is not None:
             return Structure.of_choices(self.choice, field)
         return Structure.of_schema(_ANY_OBJECT if self.json_schema is None else self.json_schema, field)
+
+
+class Structured(Body):
+    """What a request says of its text, in one field at most."""
+
+    response_format: ResponseFormat | None = None
+    """JSON that a schema allows, or any object of JSON; the text is one, whatever the schedule."""
+    structured_outputs: StructuredOutputs | None = None
+    """vLLM's word for it, with regular expressions and choices too."""
+    guided_json: _Schema | None = None
+    """As `structured_outputs.json`; this and the next three are vLLM's older names."""
+    guided_json_object: bool = False
+    guided_regex: _Regex | None = None
+    guided_choice: _Choices | None = None
+    schema_text: Annotated[_Schema | None, Field(alias="json_schema")] = None
+    """As `guided_json`; this and the next are SGLang's names."""
+    regex: _Regex | None = None
+
+    @cached_property
+    def _structures(self) -> list[Structure]:
+        said = [one.structure for one in (self.response_format, self.structured_outputs) if one is not None]
+        any_object = _ANY_OBJECT if self.guided_json_object else None
+        schemas = {"guided_json": self.guided_json, "guided_json_object": any_object, "json_schema": self.schema_text}
+        said += [Structure.of_schema(schema, field) for field, schema in schemas.items() if schema is not None]
+        regexes = {"guided_regex": self.guided_regex, "regex": self.regex}
+        said += [Structure.of_regex(regex, field) for field, regex in regexes.items() if regex is not None]
+        if self.guided_choice is not None:
+            said.append(Structure.of_choices(self.guided_choice, "guided_choice"))
+        return [one for one in said if one is not None]
+
+    @property
+    def structure(self) -> Structure | None:
+        """What the text must be; None for any text."""
+        return next(iter(self._structures), None)

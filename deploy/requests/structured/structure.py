@@ -24,9 +24,14 @@ class Structure:
         return cls(kind="schema", text=json.dumps(schema), field=field)
 
     @classmethod
+    def of_regex(cls, regex: str, field: str) -> Structure:
+        """What a regular expression matches as a whole."""
+        return cls(kind="regex", text=regex, field=field)
+
+    @classmethod
     def of_choices(cls, choices: Sequence[str], field: str) -> Structure:
         """One of some texts."""
-        return cls(kind="regex", text="|".join(map(_literally, choices)), field=field)
+        return cls.of_regex("|".join(map(_literally, choices)), field)
 
 
 # What a regular expression reads as more than itself.

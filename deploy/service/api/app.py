@@ -283,9 +283,10 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
 
     def tokens(body: TokenizeRequest) -> bytes:
         if body.messages is not None:
-            ids = codec.encode_chat([message.turn for message in body.messages])
+            turns, adds_special = [message.turn for message in body.messages], bool(body.add_special_tokens)
+            ids = codec.encode_chat(turns, template=body.template, adds_special=adds_special)
         else:
-            ids = codec.encode_any(body.prompt or "")
+            ids = codec.encode_any(body.prompt or "", adds_special=body.add_special_tokens is not False)
         most = codec.config.max_sequence_length
         return as_json(replies.Tokens(tokens=ids, count=len(ids), max_model_len=most))
 

@@ -54,7 +54,8 @@ class ServicePlanner(planner.Planner):
 
     def wanted(self, model: str | None) -> str | int:
         """The alias or the version that a model's name means. Raises ServiceError."""
-        if model in (None, POLICY, *self.aliases):
+        # Empty as left out, as vLLM has it.
+        if not model or model in (POLICY, *self.aliases):
             return POLICY
         if model in (BASE, BEST):
             return model

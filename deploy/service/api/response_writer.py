@@ -110,7 +110,7 @@ class ResponseWriter(Writer):
             temperature=ask.temperature,
             top_p=ask.top_p,
             error=None,
-            metadata={},
+            metadata=ask.metadata,
             parallel_tool_calls=False,
             previous_response_id=None,
             store=False,

@@ -71,7 +71,7 @@ class TextCodec:
         try:
             ids, framed = (
                 self._tokenizer.encode_chat(turns, template=template, adds_special=adds_special)
-                for turns in (messages, [message | {"content": "x"} for message in messages])
+                for turns in (messages, [dict.fromkeys(turn, "x") | {"role": turn["role"]} for turn in messages])
             )
         except TEMPLATE_ERRORS as error:
             what = template_refusal(error)
@@ -88,9 +88,9 @@ class TextCodec:
         self._refuse_special(self._count_special(ids), param)
         return ids
 
-    def encode_any(self, text: str) -> list[int]:
+    def encode_any(self, text: str, *, adds_special: bool = False) -> list[int]:
         """The ids of a text by itself, special tokens as tokens."""
-        return self._tokenizer.encode_completion(text)
+        return self._tokenizer.encode_text(text, adds_special=adds_special)
 
     def decode_any(self, ids: Sequence[int]) -> str:
         """Text, special tokens spelled."""

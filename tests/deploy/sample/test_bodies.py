@@ -35,6 +35,14 @@ BODY = {"prompt": [5, 6], "diffusion": SHORT}
         ),
         (BODY | {"model": "policy", "user": "me", "stream": True, "logprobs": None}, {"prompt_ids": [5, 6], **SHORT}),
         (BODY | {"diffusion": SHORT | {"steps": 2}, "steps": 16}, {"prompt_ids": [5, 6], **SHORT, "steps": 16}),
+        (
+            BODY | {"seed": -1, "top_k": -1, "top_p": 1.0, "best_of": 1, "skip_special_tokens": True, "min_p": 0.0},
+            {"prompt_ids": [5, 6], **SHORT},
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": None, "reasoning": "a"}], "diffusion": SHORT, "seed": 1.0},
+            {"messages": [{"role": "assistant", "content": ""}], **SHORT, "seed": 1},
+        ),
     ],
 )
 def test_a_body_is_answered_as_its_shorthand(body: dict, line: dict, ask: Callable) -> None:

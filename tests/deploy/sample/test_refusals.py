@@ -53,7 +53,7 @@ REFUSALS = [
     ({"prompt_ids": [5, 9999]}, "prompt_ids has 9999; the policy's token ids are 0 to"),
     ({"prompt_ids": [5], "temperature": -1}, "temperature is -1.0; it should be at least 0"),
     ({"prompt_ids": [5], "temperature": "0"}, "temperature is '0'; it should be a number"),
-    ({"prompt_ids": [5], "seed": -1}, "seed -1 is not between 0 and 2**63 - 1"),
+    ({"prompt_ids": [5], "top_k": -2}, "top_k is -2; it should be at least 0"),
     ({"prompt_ids": [5], "seed": 2**63}, "seed is 9223372036854775808; it should be at most 9223372036854775807"),
     ({"prompt_ids": [5], "top_k": 10**30}, "top_k is 1000000000000000000000000000000; it should be at most"),
     ({"prompt_ids": [5], "gen_length": 8.5}, "gen_length is 8.5; it should be a whole number"),

@@ -122,7 +122,7 @@ def test_openai_python_parses_answers_into_pydantic_models(client):
     [
         ({"tools": [{"type": "web_search"}]}, "tools"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
-        ({"store": True}, "store"),
+        ({"background": True}, "background"),
         ({"text": {"verbosity": "low"}}, "text.verbosity"),
         ({"input": []}, "input"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),

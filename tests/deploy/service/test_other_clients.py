@@ -2,11 +2,23 @@
 
 import json
 import os
+import shutil
 import subprocess
+from functools import partial
 from pathlib import Path
 
 import httpx
 import pytest
+import yaml
+
+from deploy.service.api.app import Service, create_app
+from deploy.service.engine.engine import Engine
+from deploy.service.engine.engine_host import EngineHost
+from deploy.service.source import Source
+from learner.model.checkpoint import save_checkpoint
+from learner.model.tokenizer import ChatTokenizer
+from learner.model.transformer import Transformer, init_weights
+from tests.tiny_policy import config_of
 
 ROOT = Path(__file__).parents[3]
 VENV = ROOT / ".venv-clients"
@@ -42,13 +54,23 @@ def run(tmp_path):
     }
 
     def run(script, *words):
-        command = [str(PYTHON), str(SCRIPTS / script), *map(str, words)]
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=240, cwd=tmp_path, check=False
-        )
-        assert done.returncode == 0, done.stderr[-4000:]
+        done = command(str(SCRIPTS / script), *words)
         return json.loads(done.stdout.splitlines()[-1]), done.stderr
 
+    def command(*words):
+        done = subprocess.run(
+            [str(PYTHON), *map(str, words)],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=240,
+            cwd=tmp_path,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        return done
+
+    run.command = command
     return run
 
 
@@ -56,12 +78,13 @@ def run(tmp_path):
 def ask(url):
     """What the service itself says, without anybody's client."""
 
-    def ask(path, **body):
-        response = httpx.post(f"{url}{path}", json=body, headers={"Authorization": f"Bearer {TOKEN}"}, timeout=60)
-        response.raise_for_status()
-        return response.json()
+    return partial(ask_at, url)
 
-    return ask
+
+def ask_at(url, path, **body):
+    response = httpx.post(f"{url}{path}", json=body, headers={"Authorization": f"Bearer {TOKEN}"}, timeout=60)
+    response.raise_for_status()
+    return response.json()
 
 
 @pytest.fixture
@@ -134,3 +157,96 @@ def test_lm_eval_generates_and_its_loglikelihood_is_refused_in_a_sentence(url, r
     assert said["chat"]["answers"] == by_turn
     assert said["loglikelihood"] == {"error": "ClientResponseError", "status": 400}
     assert "log-probabilities of the prompt, which a diffusion policy does not have" in log
+
+
+GSM8K = [("Tom has 2 pens and buys 3.", 5), ("Ann had 7 figs and ate 1.", 6), ("6 cars have 4 wheels each.", 24)]
+HUMANEVAL = [("add", "a, b"), ("twice", "a"), ("negative", "a")]
+
+
+@pytest.fixture
+def data_sets(tmp_path):
+    """Rows of our own in the layout of openai/gsm8k and openai/openai_humaneval, where `datasets` looks first, and a
+    metric by the name of code_eval: a program passes that is written in its test. Nothing is executed."""
+    gsm8k = tmp_path / "openai" / "gsm8k"
+    rows = [{"question": f"{text} How many?", "answer": f"It is {count}.\n#### {count}"} for text, count in GSM8K]
+    for split, part in (("train", rows * 2), ("test", rows)):
+        write_lines(gsm8k / "main" / f"{split}.jsonl", part)
+    files = [{"split": split, "path": f"main/{split}.jsonl"} for split in ("train", "test")]
+    write_card(gsm8k, [{"config_name": "main", "data_files": files}])
+    tasks = [
+        {
+            "task_id": f"ours/{index}",
+            "prompt": f"def {name}({arguments}):\n",
+            "canonical_solution": "    return 5\n",
+            "test": f"def {name}({arguments}):\n    return 5\n",
+            "entry_point": name,
+        }
+        for index, (name, arguments) in enumerate(HUMANEVAL)
+    ]
+    write_lines(tmp_path / "openai" / "openai_humaneval" / "test.jsonl", tasks)
+    write_card(
+        tmp_path / "openai" / "openai_humaneval",
+        [{"config_name": "openai_humaneval", "data_files": [{"split": "test", "path": "test.jsonl"}]}],
+    )
+    shutil.copytree(SCRIPTS / "code_eval", tmp_path / "code_eval")
+
+
+def write_lines(path, rows):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def write_card(directory, configs):
+    (directory / "README.md").write_text(f"---\n{yaml.safe_dump({'configs': configs})}---\n")
+
+
+@pytest.fixture
+def long_url(tmp_path, tokenizer_dir, listen):
+    """A service whose policy reads prompts of five examples."""
+    tokenizer, checkpoint = ChatTokenizer(tokenizer_dir), tmp_path / "long"
+    config = config_of(tokenizer, max_sequence_length=640, mlp_hidden_size=32)
+    model = Transformer(config)
+    init_weights(model, seed=1)
+    save_checkpoint(checkpoint, config, model.state_dict(), tokenizer_dir)
+    source = Source(directory=str(checkpoint), is_run=False, registry_url=None)
+    versions, codec = source.versions("cpu"), source.codec()
+    engine = Engine(versions)
+    backend, planner = EngineHost(versions, engine), source.planner(codec)
+    service = Service(backend=backend, codec=codec, planner=planner, run=None, registry=None)
+    yield listen(create_app(service), TOKEN)
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("model", "path", "options"),
+    [
+        ("local-completions", "/v1/completions", []),
+        ("local-chat-completions", "/v1/chat/completions", ["--apply_chat_template"]),
+    ],
+)
+def test_lm_evals_own_gsm8k_and_humaneval_run_as_they_are(long_url, run, data_sets, tmp_path, model, path, options):
+    """A policy of random weights solves nothing, but what it is asked and what it says arrives."""
+    arguments = f"model=policy,base_url={long_url}{path},tokenizer_backend=None,num_concurrent=2,max_retries=1"
+    run.command(
+        *("-m", "lm_eval", "run", "--model", model, "--tasks", "gsm8k,humaneval", "--model_args", arguments),
+        *("--confirm_run_unsafe_code", "--log_samples", "--output_path", "out", *options),
+    )
+    (results,) = (tmp_path / "out").rglob("results_*.json")
+    scores = json.loads(results.read_text())["results"]
+    assert set(scores["gsm8k"]) >= {"exact_match,strict-match", "exact_match,flexible-extract"}
+    assert scores["humaneval"]["pass@1,create_test"] == 0
+    for task, count in (("gsm8k", 2 * len(GSM8K)), ("humaneval", len(HUMANEVAL))):
+        (log,) = (tmp_path / "out").rglob(f"samples_{task}_*.jsonl")
+        samples = [json.loads(line) for line in log.read_text().splitlines()]
+        # gsm8k has two filters of each answer.
+        assert len(samples) == count
+        for sample in samples:
+            asked = sample["arguments"]["gen_args_0"]
+            stops = asked["arg_1"]["until"]
+            assert len(stops) == {"gsm8k": 3, "humaneval": 5}[task]
+            said = sample["resps"][0][0]
+            assert said
+            assert not any(stop in said for stop in stops)
+            if not options:
+                body = {"prompt": asked["arg_0"], "max_tokens": asked["arg_1"].get("max_gen_toks", 256), "stop": stops}
+                assert said == ask_at(long_url, path, **body)["choices"][0]["text"]

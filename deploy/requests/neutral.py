@@ -1,0 +1,93 @@
+"""Fields of OpenAI, vLLM and SGLang that this service does not have, with the values that change no answer.
+
+Clients send many of them by default. Every other value is refused by the name of its field. Null is as left out, so it
+is not listed. The fields are those of the request classes of vLLM and of SGLang 0.5.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+Neutral = dict[str, tuple[Any, ...] | None]
+"""For each field the values that are taken; None: any."""
+
+
+def _any(names: str) -> Neutral:
+    return dict.fromkeys(names.split())
+
+
+def _only(names: str, *values: Any) -> Neutral:
+    return dict.fromkeys(names.split(), values)
+
+
+OF_REQUESTS: Neutral = {
+    # Hints for caches, queues, bills, traces and routers.
+    **_any(
+        "cache_salt custom_labels data_parallel_rank disagg_prefill_dp_rank extra_key metadata prediction priority "
+        "prompt_cache_key prompt_cache_options prompt_cache_retention request_id rid routed_dp_rank "
+        "safety_identifier service_tier session_id store user"
+    ),
+    # They tune beams, images, tools, reasoning parsers and other endpoints, which are not here.
+    **_any(
+        "early_stopping guided_decoding_backend images_config include_reasoning length_penalty max_dynamic_patch "
+        "max_tool_calls media_io_kwargs min_dynamic_patch mm_processor_kwargs parallel_tool_calls "
+        "return_assistant_tokens_mask return_flat_raw_top_logprobs_b64 return_token_offsets routed_experts_start_len "
+        "separate_reasoning spaces_between_special_tokens stream_reasoning truncation_side use_audio_in_video "
+        "video_config"
+    ),
+    **_only(
+        "continue_final_message echo return_cached_tokens_details return_flat_raw_output_top_logprobs "
+        "return_hidden_states return_input_ids_in_sglext return_meta_info return_output_ids_in_sglext "
+        "return_prompt_text return_prompt_token_ids return_routed_experts return_sampling_mask "
+        "return_spec_tokens_details return_token_ids return_tokens_as_token_ids use_beam_search",
+        False,
+    ),
+    **_only("add_generation_prompt detokenize skip_special_tokens", True),
+    **_only("frequency_penalty min_new_tokens min_p min_tokens presence_penalty top_logprobs", 0),
+    **_only("repetition_penalty", 1),
+    # -1 is "as much as there is room for". What is longer is refused by its length and not cut.
+    **_only("thinking_token_budget truncate_prompt_tokens", -1),
+    **_only("bad_words documents functions logprob_token_ids stop_regex tools", []),
+    **_only("custom_params ec_transfer_params kv_transfer_params logit_bias session_params vllm_xargs", {}),
+    **_only("function_call tool_choice", "none", "auto"),
+    **_only("modalities", ["text"]),
+    **_only("verbosity", "medium"),
+    **_only(
+        "allowed_token_ids audio bootstrap_host bootstrap_port bootstrap_room chat_template custom_logit_processor "
+        "ebnf guided_grammar guided_whitespace_pattern input_ids lora_path moderation prompt_embeds "
+        "prompt_logprobs repetition_detection sampling_logprobs_mode task thinking watermark web_search_options"
+    ),
+}
+"""Of completions, chats and responses."""
+
+OF_RESPONSES: Neutral = {
+    **{name: values for name, values in OF_REQUESTS.items() if name != "metadata"},
+    **_only("background enable_response_messages", False),
+    **_only("context_management previous_input_messages", []),
+    **_only("truncation", "auto", "disabled"),
+    **_only("conversation previous_response_id prompt"),
+}
+"""Of `/v1/responses`, which has `metadata`. `truncation: auto` is as `truncate_prompt_tokens: -1`."""
+
+OF_TOKENIZING: Neutral = OF_REQUESTS | _only("return_token_strs", False)
+"""Of `/tokenize`."""
+
+OF_TURNS: Neutral = {
+    # What clients keep beside the text of an answer, and send back with it.
+    **_any("cache_control id provider_specific_fields reasoning_details thinking_blocks"),
+    **_only("annotations tool_calls", []),
+    **_only("audio function_call refusal"),
+}
+"""Of a turn of a chat."""
+
+OF_ITEMS: Neutral = _any("id phase status")
+"""Of an item of `/v1/responses`, as an answer says it of its own."""
+
+OF_PARTS: Neutral = _any("cache_control") | _only("annotations logprobs", [])
+"""Of a part of a turn."""
+
+
+def asks_nothing(value: Any, neutral: tuple[Any, ...] | None) -> bool:
+    """Whether a value that is not null is one that is taken."""
+    # To Python False is 0, but `logprobs: 0` asks for log-probabilities.
+    return neutral is None or any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral)

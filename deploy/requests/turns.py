@@ -1,0 +1,162 @@
+"""Turns of a conversation, and what makes a prompt of them: what chats, `/tokenize` and `/v1/responses` share."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, Field, field_validator, model_validator
+
+from deploy.requests.base import LARGEST, Body, is_whole, whole
+from deploy.requests.neutral import OF_PARTS, OF_TURNS
+from deploy.requests.refusals import RequestError
+
+MAX_CHARACTERS = 2**18
+"""Characters of all prompts or messages of a request: half a second of a core to tokenize them, and a body has room for
+four times as many."""
+MAX_MESSAGES = 256
+MAX_PARTS = 256
+"""Parts of one message."""
+MAX_VARIABLES = 16
+"""Variables that a chat template is given."""
+MAX_VARIABLE_LENGTH = 256
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+_UNSUPPORTED_PARTS = ("file", "image_url", "input_audio", "refusal")
+
+
+def check_texts(texts: list[str]) -> None:
+    """Raise ValueError for what is too long to be tokenized, or no text."""
+    if sum(map(len, texts)) > MAX_CHARACTERS:
+        raise ValueError(f"must have at most {MAX_CHARACTERS} characters in all")
+    for text in texts:
+        whole(text)
+
+
+class TextPart(Body):
+    """A part of a message; text is the only kind."""
+
+    neutral = OF_PARTS
+    place = "messages.content."
+
+    type: Literal["text", "input_text", "output_text"]
+    text: str
+
+    @field_validator("type", mode="before")
+    @classmethod
+    def _type(cls, kind: Any) -> Any:
+        if kind in _UNSUPPORTED_PARTS:
+            field = cls.place.removesuffix(".")
+            message = f"`{field}` has a part of the type `{kind}`; this service reads text only"
+            raise RequestError(message, "unsupported_parameter", param=field)
+        return kind
+
+
+_Parts = Annotated[list[TextPart], Field(max_length=MAX_PARTS)]
+
+
+class Message(Body):
+    """A turn of a conversation."""
+
+    neutral = OF_TURNS
+    place = "messages."
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: _Parts
+    """Null of an assistant that said nothing."""
+    name: str | None = None
+    """As the chat template takes it, like the next."""
+    reasoning: str | None = None
+    """What the assistant thought before."""
+    reasoning_content: str | None = None
+    """Its older name."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _said_nothing(cls, turn: Any) -> Any:
+        if type(turn) is dict and turn.get("role") == "assistant" and turn.get("content") is None:
+            return turn | {"content": ""}
+        return turn
+
+    @field_validator("content", mode="before", json_schema_input_type=str | _Parts)
+    @classmethod
+    def _content(cls, content: Any) -> Any:
+        return parts_of(content, "text")
+
+    @property
+    def turn(self) -> dict[str, str]:
+        """As a chat template takes it."""
+        thought = self.reasoning or self.reasoning_content
+        # vLLM gives a template both names.
+        more = {"name": self.name, "reasoning": thought, "reasoning_content": thought}
+        said = turn_of(self.role, "".join(part.text for part in self.content))
+        return said | {key: value for key, value in more.items() if value is not None}
+
+
+def parts_of(content: Any, kind: str) -> Any:
+    """The parts of a turn's content; a string is one part of that kind. Raises ValueError."""
+    if not isinstance(content, str | list):
+        raise ValueError("must be a string or a list of parts")
+    parts = [content] if isinstance(content, str) else content
+    return [{"type": kind, "text": part} if isinstance(part, str) else part for part in parts]
+
+
+def turn_of(role: str, text: str) -> dict[str, str]:
+    """A turn as a chat template takes it: OpenAI's developer is its system."""
+    return {"role": "system" if role == "developer" else role, "content": text}
+
+
+def _conversation(messages: list[Message]) -> list[Message]:
+    check_texts([text for message in messages for text in message.turn.values()])
+    return messages
+
+
+Conversation = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES), AfterValidator(_conversation)]
+
+
+class Reasoning(Body):
+    """How long a policy is to think, as the chat template takes it."""
+
+    neutral: ClassVar = dict.fromkeys(("exclude", "generate_summary", "summary"))
+    place = "reasoning."
+
+    effort: Effort | None = None
+
+
+class Templated(Body):
+    """Variables of the chat template that makes a prompt of turns."""
+
+    chat_template_kwargs: Annotated[dict[str, bool | int | float | str], Field(max_length=MAX_VARIABLES)] = Field(
+        default={}
+    )
+    """Variables of the chat template's own, as `{"enable_thinking": false}`."""
+    reasoning_effort: Effort | None = None
+    """As vLLM has it, the variable `reasoning_effort`, and of `enable_thinking` whether it is not `none`."""
+    reasoning: Reasoning | None = None
+    """Another place for it."""
+
+    @field_validator("chat_template_kwargs", mode="before")
+    @classmethod
+    def _variables(cls, given: Any) -> Any:
+        given = {name: value for name, value in given.items() if value is not None} if type(given) is dict else given
+        if not isinstance(given, dict) or len(given) > MAX_VARIABLES or not all(map(_is_variable, given.items())):
+            raise ValueError(
+                f"must be at most {MAX_VARIABLES} names with true, false, a number or at most {MAX_VARIABLE_LENGTH} "
+                "characters each"
+            )
+        return given
+
+    @property
+    def template(self) -> dict[str, Any]:
+        """Variables of the chat template."""
+        effort = self.reasoning_effort or (self.reasoning and self.reasoning.effort)
+        asked = {"reasoning_effort": effort, "enable_thinking": effort != "none"} if effort else {}
+        return asked | self.chat_template_kwargs
+
+
+def _is_variable(item: tuple[str, Any]) -> bool:
+    name, value = item
+    if not name.isidentifier() or len(name) > MAX_VARIABLE_LENGTH:
+        return False
+    if isinstance(value, str):
+        return len(value) <= MAX_VARIABLE_LENGTH and is_whole(value)
+    return isinstance(value, bool) or (isinstance(value, int | float) and abs(value) <= LARGEST)
