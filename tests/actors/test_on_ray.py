@@ -183,6 +183,14 @@ def test_a_version_is_an_adapter_on_a_checkpoint_of_the_run(
             assert ours.commit_logp.tolist() == theirs.commit_logp.tolist(), "to the bit"
 
 
+def _kill(actor: Any) -> None:
+    """Kill an actor, and wait until it is dead: `ray.kill` returns before."""
+    ray.kill(actor)
+    with pytest.raises(ray.exceptions.RayActorError):
+        while True:
+            ray.get(actor.__ray_ready__.remote(), timeout=60)
+
+
 class _Rank:
     """A learner's, whose training waits meanwhile in a thread of its own, as Ray Train has it."""
 
@@ -219,7 +227,7 @@ def test_the_store_takes_what_each_rank_offers_and_has_it_when_the_ranks_are_gon
         ray.get(store.take.remote(manifest, "late", 1), timeout=60)
     ray.get(store.offered.remote("dead", 0, ranks[0]), timeout=60)
     for rank in ranks:
-        ray.kill(rank)
+        _kill(rank)
     with pytest.raises(ray.exceptions.RayActorError):
         ray.get(store.take.remote(manifest, "dead", 1), timeout=60)
     fetched = StoreReader(store, 30).version(1, manifest.digest)[1]
