@@ -5,12 +5,19 @@ from __future__ import annotations
 import re
 import unicodedata
 
+PLAIN_CHARACTERS = {
+    **dict.fromkeys("\u2010\u2011\u2012\u2013\u2212\ufe63\uff0d", "-"),
+    **dict.fromkeys("\u2044\u2215", "/"),
+    **dict.fromkeys("\u00a0\u2009\u202f", " "),
+    # What no one sees: joiners, marks of direction, soft hyphens, byte order marks.
+    **dict.fromkeys("\u00ad\u200b\u200c\u200d\u200e\u200f\u2060\ufe0f\ufeff", ""),
+}
+"""Characters of typography, and what they mean in numbers and expressions."""
+
 _CHARACTERS = str.maketrans(
-    dict.fromkeys("\u2010\u2011\u2012\u2013\u2212\ufe63\uff0d", "-")
-    | dict.fromkeys("\u2044\u2215", "/")
+    PLAIN_CHARACTERS
     | dict.fromkeys("\u20ac\u00a3\u00a5\u20b9\u20a9\u20bd\u20ba\u20ab\u20aa", "$")
-    | dict.fromkeys("\u00a0\u2009\u202f", " ")
-    | {"\u2019": "'", "\u00a2": " cents ", "\u00b0": " degrees ", "\u2103": " degrees C", "\ufe0f": ""}
+    | {"\u2019": "'", "\u00a2": " cents ", "\u00b0": " degrees ", "\u2103": " degrees C"}
 )
 _VULGAR = re.compile(r"([0-9]?)\s*([\u00bc-\u00be\u2150-\u215e\u2189])")
 # What sets thousands apart is the same everywhere in a number.
