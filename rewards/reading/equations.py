@@ -60,7 +60,7 @@ _NUMBER = re.compile(r"\s*(-?[0-9]+(?:\.[0-9]+)?)\s*")
 _ENDS = re.compile(r"[0-9()]")
 _AROUND = re.compile(r"(?:[^\W\d_]|[\s*_#>\"'`:,;.\u201c\u201d\u2713\u2714\u2705])*")
 _CHANGES = re.compile(
-    r"(?i)\b(?:\w*root|sqrt|squared?|cubed?|half|twice|double|triple|negative|log|ln|abs|not|mod|factorial|percent|of)\b"
+    r"(?i)\b(?:\w*root|sqrt|squared?|cubed?|half|twice|double|triple|negative|log|ln|abs|not|mod|factorial|percent|of|wrong|incorrect)\b"
 )
 
 

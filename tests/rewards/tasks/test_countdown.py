@@ -87,6 +87,9 @@ def test_fixed_rewards(text: str, reward: float) -> None:
         "<answer>Step 1: 44 + 19 = 63\nStep 2: 63 + 35 = 98\nSo 44 + 19 + 35 = 98</answer>",
         "<answer>44 + 19 + 35 = 63 + 35 = 98</answer>",
         "<answer>44 + 19 + 35\nThis equals 98.</answer>",
+        "<answer>44 + 19 = 63\n63 + 35 = 98\n(44 + 19) + 35</answer>",
+        "<answer>44 + 19 + 35; 35 + 44 + 19</answer>",
+        "<answer>\u200b44 + 19 \\+ 35\ufeff</answer>",
     ],
 )
 def test_an_expression_is_right_in_every_notation(text: str) -> None:
@@ -112,6 +115,13 @@ def test_an_expression_is_right_in_every_notation(text: str) -> None:
         "<answer>44 + 19 + 35 - 44*0</answer>",
         "<answer>44 + 19 + 35 = 98!</answer>",
         "<answer>44 + 19 + 35 + 1/0</answer>",
+        "<answer>44*19*35, 44+19+35</answer>",
+        "<answer>44+19+35\n44*19-35</answer>",
+        "<answer>44-19+35 = 98; 44+19+35</answer>",
+        "<answer>1. 44-19+35\n2. 44+19+35</answer>",
+        r"\boxed{44*19*35} or \boxed{44+19+35}",
+        r"<answer>\boxed{44-19+35}, \boxed{44+19+35}</answer>",
+        "<answer>44+19+35 is wrong</answer>",
     ],
 )
 def test_a_wrong_side_a_bare_target_and_several_statements_earn_nothing(text: str) -> None:
