@@ -170,8 +170,13 @@ class Countdown:
         return Grade(reward=sum(parts.values()), parts=parts, correct=is_solved, answer=answer)
 
     def posed(self, question: str, truth: object) -> Problem:
-        """The problem whose truth is `[[numbers], target]`, as d1 publishes it. Raises ValueError."""
+        """The problem whose truth is `[[numbers], target]`, as d1 publishes it, or an object of both, as TinyZero's.
+
+        Raises ValueError.
+        """
         match truth:
+            case {"numbers": numbers, "target": target} | {"nums": numbers, "target": target}:
+                return self.posed(question, [numbers, target])
             case [list() as numbers, int() as target] if numbers and all(type(number) is int for number in numbers):
                 return self._given(user_turn(question), numbers, target)
         raise ValueError(f"the ground truth is {shown(truth)}; a countdown line has [[numbers], target]")

@@ -232,7 +232,17 @@ def test_what_d1s_eval_takes_the_restatement_takes() -> None:
         assert python_value(nothing) is None, nothing
 
 
-@pytest.mark.parametrize("truth", [None, 5, [5], [[], 5], [["a"], 5], [[1, 2], "5"], [[1, True], 5]])
+@pytest.mark.parametrize(
+    "truth", [[[2, 3], 5], {"target": 5, "numbers": [2, 3]}, {"nums": [2, 3], "target": 5, "style": "rule"}]
+)
+def test_a_line_has_numbers_and_target_as_a_list_or_an_object(truth: object) -> None:
+    task = Countdown(CountdownConfig())
+    assert [task.grade(task.posed("?", truth), f"<answer>{sum_}</answer>").correct for sum_ in ("2+3", "2*3")] == [1, 0]
+
+
+@pytest.mark.parametrize(
+    "truth", [None, 5, [5], [[], 5], [["a"], 5], [[1, 2], "5"], [[1, True], 5], {"numbers": 5, "target": 5}]
+)
 def test_a_line_without_numbers_and_target_is_refused(truth: object) -> None:
     with pytest.raises(ValueError, match=r"a countdown line has \[\[numbers\], target\]"):
         Countdown(CountdownConfig()).posed("?", truth)
