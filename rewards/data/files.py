@@ -10,10 +10,13 @@ import re
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rewards.data.encoding import MARK, decoded
 from rewards.data.rows import Row, shown
+
+if TYPE_CHECKING:
+    from pyarrow import RecordBatch
 
 FILE_KINDS = "*.jsonl, *.json, *.csv, *.tsv or *.parquet, all but the last also with .gz"
 """What can be read, for sentences."""
@@ -152,9 +155,20 @@ def _parquet(path: Path) -> Iterator[Any]:
         with path.open("rb") as raw, parquet.ParquetFile(raw) as file:
             _check_names(path, file.schema_arrow.names)
             for batch in file.iter_batches(batch_size=_BATCH_ROWS):
-                yield from batch.to_pylist(maps_as_pydicts="lossy")
+                yield from _in_short_decimals(batch).to_pylist(maps_as_pydicts="lossy")
     except pa.ArrowException as error:
         raise ValueError(f"{path} is not Parquet that can be read: {str(error).partition(chr(10))[0]}") from error
+
+
+def _in_short_decimals(batch: RecordBatch) -> RecordBatch:
+    """The rows with 0.1 in a column of float32, where Python would have 0.10000000149011612."""
+    import pyarrow as pa
+
+    for index, field in enumerate(batch.schema):
+        if pa.types.is_float32(field.type):
+            short = batch.column(index).cast(pa.string()).cast(pa.float64())
+            batch = batch.set_column(index, field.name, short)
+    return batch
 
 
 def _text(path: Path) -> str:

@@ -130,6 +130,11 @@ def test_what_cannot_be_read_is_said_with_its_place(
     assert "\n" not in str(refusal.value)
 
 
+def test_a_float_of_32_bits_is_the_number_that_was_written(tmp_path: Path) -> None:
+    parquet.write_table(pa.table({"a": pa.array([0.1, None, -7, 1e-7], pa.float32())}), tmp_path / "x.parquet")
+    assert [row.fields["a"] for row in file_rows(tmp_path / "x.parquet")] == [0.1, None, -7, 1e-7]
+
+
 def test_two_columns_of_a_name_are_refused_in_parquet_too(tmp_path: Path) -> None:
     parquet.write_table(pa.Table.from_arrays([pa.array([1]), pa.array([2])], names=["a", "a"]), tmp_path / "x.parquet")
     with pytest.raises(ValueError, match=r"x\.parquet has the column a twice; each should be there once$"):
