@@ -139,7 +139,7 @@ def test_an_evaluation_on_the_cluster_is_that_of_one_worker(cluster: dict[str, s
     drawn = Sampled(num_samples=2, temperature=1.0)
     computing = Computing(num_slots=None, dtype="float32", wanted=Wanted(num_workers=None, device=None))
     # Everything is answered: this is what there is, and what was asked.
-    (ready,) = prepare(subject, Asked(schedules=("0.5",), sampled=drawn), computing, folder / "answers")
+    (ready,) = prepare(subject, Asked(schedules=("0.5",), sampled=drawn), computing, folder / "answers", [].append)
     assert not ready.missing
     engine = computing.engine(subject.run)
     worker = Worker(WorkerConfig(checkpoint=subject.directory, engine=engine, device="cpu", num_threads=1))

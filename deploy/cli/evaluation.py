@@ -101,8 +101,11 @@ def evaluate(
         subject = find_subject(checkpoint, runs_dir, waiting.change)
         place = out or default_out(subject, runs_dir)
     with closing(take_lock(place)):
+        remarks: list[str] = []
         with saying("making the problems"):
-            ready = prepare(subject, asked, computing, place)
+            ready = prepare(subject, asked, computing, place, remarks.append)
+        for remark in remarks:
+            sys.stderr.write(f"d1: {printable(remark)}\n")
         _answer(subject, ready, computing)
         _show(subject, ready, place, as_json=as_json)
 

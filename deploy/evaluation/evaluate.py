@@ -120,8 +120,13 @@ def _name_of(run_dir: Path, checkpoint: Path) -> str:
     return f"{run_dir.name}-{checkpoint.name}"
 
 
-def prepare(subject: Subject, asked: Asked, computing: Computing, out: Path) -> list[Ready]:
-    """The cells with what there is of them already. Raises UserError, before anything is answered."""
+def prepare(
+    subject: Subject, asked: Asked, computing: Computing, out: Path, tell: Callable[[str], object]
+) -> list[Ready]:
+    """The cells with what there is of them already; `tell` is given what a user should know of the data.
+
+    Raises UserError, before anything is answered.
+    """
     try:
         is_other = is_renoising(subject.directory)
         config = read_renoising_config(subject.directory) if is_other else load_config(subject.directory)
@@ -132,7 +137,8 @@ def prepare(subject: Subject, asked: Asked, computing: Computing, out: Path) -> 
         raise UserError(f"{subject.directory} has no tokenizer; problems are texts, and need one")
     cells = cells_of(asked, subject.run, config)
     size = computing.batch_size(subject.run)
-    problems = {cell.task.name: problems_of(cell) for cell in cells}
+    # The cells of one task ask the same problems.
+    problems = {name: problems_of(cell, tell) for name, cell in {cell.task.name: cell for cell in cells}.items()}
     usual = None if subject.run is None else subject.run.rollout.max_prompt_tokens
     batches = [batches_of(cell, problems[cell.task.name], tokenizer, size, config, usual=usual) for cell in cells]
     return [_ready(subject, cell, some, computing, out) for cell, some in zip(cells, batches, strict=True)]

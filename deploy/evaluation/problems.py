@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from actors.portioning import evaluated_together
@@ -46,13 +46,18 @@ class Batch:
     """Whether it can be asked: else the prompts leave no room for a completion, and the answers count as wrong."""
 
 
-def problems_of(cell: Cell) -> list[Problem]:
-    """The held-out problems of a cell's task. Raises UserError where it has too few, or its data is not at hand."""
+def problems_of(cell: Cell, tell: Callable[[str], object]) -> list[Problem]:
+    """The held-out problems of a cell's task; `tell` is given what a user should know of its data.
+
+    Raises UserError where it has too few, or its data is not at hand.
+    """
     task = opened(cell.task)
     try:
         found = _of_d1(cell, task) if cell.protocol == "d1" else _heldout(task, cell.num_problems)
     except ValueError as error:
         raise UserError(str(error)) from error
+    for remark in task.remarks():
+        tell(remark)
     return found[: cell.num_problems]
 
 

@@ -47,7 +47,7 @@ class DataConfig(Files):
 
 
 class FileProblems:
-    """The problems of the splits that a file is given for, of a task that makes the others itself."""
+    """The problems read from files, for a task that generates the splits without a file."""
 
     def __init__(self, files: Files, pose: Callable[[Row], Problem], solution_of: Callable[[Problem], str]) -> None:
         """Take the files; each is read when it is first asked for.
@@ -68,9 +68,9 @@ class FileProblems:
         return tuple(problem for problem in found if self._kept_split_of(self._solution_of(problem)) is split)
 
     def is_made_for(self, split: Split, solution: str, heldout_fraction: float) -> bool:
-        """Whether a problem that is made belongs to a split that no file is given for.
+        """Whether a generated problem belongs to a split that has no file.
 
-        Beside the other's file it does unless that has the solution; without one, as `split_of` says.
+        Where the other split has a file, solutions in that file are excluded. Without files `split_of` decides.
         """
         taken = self._solutions(split is not Split.HELDOUT)
         if taken is None:

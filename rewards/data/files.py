@@ -6,13 +6,17 @@ import csv
 import gzip
 import io
 import json
+import re
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rewards.data.encoding import MARK, decoded
 from rewards.data.rows import Row, shown
+
+if TYPE_CHECKING:
+    from pyarrow import RecordBatch
 
 FILE_KINDS = "*.jsonl, *.json, *.csv, *.tsv or *.parquet, all but the last also with .gz"
 """What can be read, for sentences."""
@@ -25,6 +29,8 @@ _FOREIGN = {
     b"version https://git-lfs": "is what Git LFS has in place of the file; fetch the file with `git lfs pull`",
 }
 _GZIP = b"\x1f\x8b"
+# What Excel and PowerShell know to read above the names of a CSV file.
+_PREAMBLE = re.compile(r"(?:\"?sep=(?P<delimiter>[^\"\n])\"?|\"?#TYPE [^\r\n]*)(?:\r\n?|\n)", re.IGNORECASE)
 
 
 def suffix_of(path: Path) -> str:
@@ -106,15 +112,16 @@ def _parsed(text: str, place: str) -> Any:
 
 def _csv_rows(path: Path, text: str) -> Iterator[dict[str, str | None] | None]:
     """The cells of each row by the first line's names; None for a row without any, as spreadsheets leave them."""
-    delimiter = _delimiter(text)
+    preamble = _PREAMBLE.match(text)
+    text = text[preamble.end() :] if preamble else text
+    delimiter = (preamble and preamble["delimiter"]) or _delimiter(text)
     # Who writes `prompt, answer` writes the rows so as well.
     is_spaced = f"{delimiter} " in text.partition("\n")[0]
     # Without `strict` a quote that is never closed would make one cell of the rest of the file.
     cells = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, skipinitialspace=is_spaced, strict=True)
     try:
         names = [name.strip().lstrip(MARK) for name in next((row for row in cells if row), [])]
-        if twice := next((name for name in names if name and names.count(name) > 1), None):
-            raise ValueError(f"{path} has the column {twice} twice; each should be there once")
+        _check_names(path, names)
         for number, row in enumerate((row for row in cells if row), start=1):
             if len(row) > len(names):
                 columns = f"the {len(names)} columns of the first line"
@@ -124,7 +131,14 @@ def _csv_rows(path: Path, text: str) -> Iterator[dict[str, str | None] | None]:
             padded = [*row, *[None] * (len(names) - len(row))]
             yield dict(zip(names, padded, strict=True)) if any(cell.strip() for cell in row) else None
     except csv.Error as error:
-        raise ValueError(f"{path} is not CSV that can be read: {error} (line {cells.line_num})") from error
+        raise ValueError(
+            f"{path} is not CSV that can be read: {error} (line {cells.line_num + bool(preamble)})"
+        ) from error
+
+
+def _check_names(path: Path, names: Sequence[str]) -> None:
+    if twice := next((name for name in names if name and names.count(name) > 1), None):
+        raise ValueError(f"{path} has the column {twice} twice; each should be there once")
 
 
 def _delimiter(text: str) -> str:
@@ -139,10 +153,22 @@ def _parquet(path: Path) -> Iterator[Any]:
 
     try:
         with path.open("rb") as raw, parquet.ParquetFile(raw) as file:
+            _check_names(path, file.schema_arrow.names)
             for batch in file.iter_batches(batch_size=_BATCH_ROWS):
-                yield from batch.to_pylist(maps_as_pydicts="lossy")
+                yield from _in_short_decimals(batch).to_pylist(maps_as_pydicts="lossy")
     except pa.ArrowException as error:
         raise ValueError(f"{path} is not Parquet that can be read: {str(error).partition(chr(10))[0]}") from error
+
+
+def _in_short_decimals(batch: RecordBatch) -> RecordBatch:
+    """The rows with 0.1 in a column of float32, where Python would have 0.10000000149011612."""
+    import pyarrow as pa
+
+    for index, field in enumerate(batch.schema):
+        if pa.types.is_float32(field.type):
+            short = batch.column(index).cast(pa.string()).cast(pa.float64())
+            batch = batch.set_column(index, field.name, short)
+    return batch
 
 
 def _text(path: Path) -> str:

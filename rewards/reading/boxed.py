@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_BETWEEN_ANSWERS = re.compile(r"[\s$]*(?:[,;/|]|\b(?:and|or)\b)[\s$]*(?:(?:and|or)\b[\s$]*)?", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,6 +41,15 @@ def last_box(text: str) -> Box | None:
         # What an earlier box holds ends before this one begins, or it would hold this one's beginning.
         end = box.start()
     return None
+
+
+def answer_box(text: str) -> Box | None:
+    r"""As `last_box`; of two boxes that are joined, `\boxed{3} or \boxed{4}`, the content is `3 or 4`."""
+    box = last_box(text)
+    earlier = None if box is None else last_box(box.before)
+    if box is None or earlier is None or not _BETWEEN_ANSWERS.fullmatch(earlier.behind):
+        return box
+    return Box(before=earlier.before, content=f"{earlier.content} or {box.content}", behind=box.behind)
 
 
 def _closing(text: str, opening: int, end: int) -> int | None:

@@ -6,9 +6,10 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-# Quote marks and list markers, then spaces and the fence.
+# Quote marks and list markers, then spaces and the fence. One that opens Python may stand behind words.
 _OPENING = re.compile(
-    r"^(?P<within>(?:[ \t]*+(?:>|(?:[-*+]|[0-9]{1,9}[.)])(?=[ \t])))*+[ \t]*+)"
+    r"(?P<within>^\ufeff?(?:[ \t]*+(?:>|(?:[-*+]|[0-9]{1,9}[.)])(?=[ \t])))*+[ \t]*+"
+    r"|(?<=[^\s`])[ \t]?(?=```(?:python|py)[0-9]?[ \t]*$))"
     r"(?P<fence>(?P<mark>`)``+|(?:~)~~+)(?P<info>(?(mark)[^`\n]*|[^\n]*))$",
     re.MULTILINE,
 )

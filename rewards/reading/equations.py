@@ -7,18 +7,19 @@ from fractions import Fraction
 
 from rewards.reading.answers import final_answer, last_answer
 from rewards.reading.arithmetic import EvaluatedExpression, evaluate
-from rewards.reading.boxed import last_box
+from rewards.reading.boxed import answer_box
+from rewards.reading.notation import PLAIN_CHARACTERS
 
 MAX_EQUATION_CHARS = 1000
 """Longer answers are not read. It bounds the time."""
 
 _SIGNS = str.maketrans(
-    dict.fromkeys("\u00d7\u2715\u2716\u2a2f\u2217\u22c5\u00b7\u2022\u2219\u30fb\uff0a", "*")
-    | dict.fromkeys("\u2010\u2011\u2012\u2013\u2212\ufe63\uff0d\u2796", "-")
-    | dict.fromkeys("\u00f7\u2215\u2044\uff0f\u2797", "/")
-    | dict.fromkeys("\uff0b\u2795", "+")
+    PLAIN_CHARACTERS
+    | dict.fromkeys("\u00d7\u2715\u2716\u2a2f\u2217\u22c5\u00b7\u2022\u2219\u30fb\uff0a", "*")
+    | dict.fromkeys("\u00f7\uff0f\u2797", "/")
+    | dict.fromkeys("\ufe62\uff0b\u2795", "+")
     | dict.fromkeys("\uff1d\u2192\u21d2\u2261", "=")
-    | {"\uff08": "(", "\uff09": ")", "\u00a0": " ", "\u2009": " ", "\u202f": " ", "\ufe0f": "", "\r": "\n"}
+    | {"\u2796": "-", "\uff08": "(", "\uff09": ")", "\r": "\n"}
 )
 _RESPELLINGS = [
     (re.compile(pattern), plain)
@@ -28,6 +29,8 @@ _RESPELLINGS = [
         (r"\\\\(?=\s|$)", "\n"),
         (r"\\(?:begin|end)\{[a-z]+\*?\}", " "),
         (r"\\[{}]", " "),
+        # Markdown's escapes.
+        (r"\\([*+=-])", r"\1"),
         (r"\\(?:text|mathrm|mathbf|textbf|boxed)\s*(?=\{)", ""),
         (r"\\(?:times|cdot|ast|bullet)(?![a-zA-Z])", "*"),
         (r"\\div(?![a-zA-Z])", "/"),
@@ -48,8 +51,8 @@ _FRACTION = re.compile(r"\\[dtc]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
 _BRACKETS = str.maketrans("[]{}", "()()")
 _CROSS = re.compile(r"(?<=[0-9)])\s*[xX]\s*(?=[0-9(])")
 _COLON = re.compile(r"(?<=[0-9)])(\s?):\1(?=[0-9(])")
-_FACTOR_BEFORE_BRACKET = re.compile(r"(?<=[0-9])\s*(?=[(\[])")
-_FACTOR_BEHIND_BRACKET = re.compile(r"(?<=[)\]])\s*(?=[0-9(\[])")
+_FACTOR_BEFORE_BRACKET = re.compile(r"(?<=[0-9])[ \t]*(?=[(\[])")
+_FACTOR_BEHIND_BRACKET = re.compile(r"(?<=[)\]])[ \t]*(?=[0-9(\[])")
 
 _BETWEEN_STATEMENTS = re.compile(r"[;\n]|[,:]\s|(?<=[0-9)])\.\s")
 _OPERATION = re.compile(r"[0-9)]\s*[-+*/]\s*[0-9(]")
@@ -57,14 +60,14 @@ _NUMBER = re.compile(r"\s*(-?[0-9]+(?:\.[0-9]+)?)\s*")
 _ENDS = re.compile(r"[0-9()]")
 _AROUND = re.compile(r"(?:[^\W\d_]|[\s*_#>\"'`:,;.\u201c\u201d\u2713\u2714\u2705])*")
 _CHANGES = re.compile(
-    r"(?i)\b(?:\w*root|sqrt|squared?|cubed?|half|twice|double|triple|negative|log|ln|abs|not|mod|factorial|percent|of)\b"
+    r"(?i)\b(?:\w*root|sqrt|squared?|cubed?|half|twice|double|triple|negative|log|ln|abs|not|mod|factorial|percent|of|wrong|incorrect)\b"
 )
 
 
 def final_equation(text: str) -> str | None:
     r"""As `final_answer`, with the rest of a box's equation: `2 + 3 = \boxed{5}`, `\boxed{2+3} = 5`."""
     tagged = last_answer(text)
-    box = last_box(tagged if tagged else text)
+    box = answer_box(tagged if tagged else text)
     if box is None or not box.content:
         return final_answer(text)
     line = box.before.rpartition("\n")[2].rstrip("$ \\([") if _NUMBER.fullmatch(box.content) else ""
@@ -72,23 +75,27 @@ def final_equation(text: str) -> str | None:
     return f"{line} {box.content}{right[0] if right else ''}".strip()
 
 
-def read_equation(text: str) -> tuple[EvaluatedExpression, ...] | None:
-    r"""The sides of what an answer states, each evaluated; one for an expression; None where a side is none.
+def read_statements(text: str) -> list[tuple[EvaluatedExpression, ...]]:
+    r"""The statements of an answer: of an equation its evaluated sides, of an expression one; () where a side is none.
 
-    Of several statements (lines, steps between semicolons) the last with an operator counts. Signs of typography and of
-    LaTeX, `x` and `:` between numbers, brackets of any kind, `2(3+4)` and words at both ends are read as people mean
-    them. Powers, factorials, remainders and digits that are joined are no expressions. Takes bounded time.
+    Lines, and steps between semicolons or commas, are statements; where one has an operator, only those with operators
+    count. Signs of typography and of LaTeX, `x` and `:` between numbers, brackets of any kind, `2(3+4)` and words at
+    both ends are read as people mean them. Powers, factorials, remainders and digits that are joined are no
+    expressions. Takes bounded time.
     """
     if len(text) > MAX_EQUATION_CHARS:
-        return None
+        return []
     said = [part for part in _BETWEEN_STATEMENTS.split(_plain(text)) if _ENDS.search(part)]
-    statements = [part for part in said if _OPERATION.search(part)] or said
-    first, *others = (statements or [""])[-1].split("=")
+    return [_sides(statement) for statement in [part for part in said if _OPERATION.search(part)] or said]
+
+
+def _sides(statement: str) -> tuple[EvaluatedExpression, ...]:
+    first, *others = statement.split("=")
     # `x = 44 + 19`, and an equation that breaks off.
     is_named = others and not _ENDS.search(first)
     written = [side for side in (others if is_named else [first, *others]) if side.strip()]
-    sides = [_evaluated(side) for side in written]
-    return tuple(side for side in sides if side is not None) if sides and all(sides) else None
+    sides = [side for side in map(_evaluated, written) if side is not None]
+    return tuple(sides) if len(sides) == len(written) else ()
 
 
 def _plain(text: str) -> str:

@@ -5,12 +5,19 @@ from __future__ import annotations
 import re
 import unicodedata
 
+PLAIN_CHARACTERS = {
+    **dict.fromkeys("\u2010\u2011\u2012\u2013\u2212\ufe63\uff0d", "-"),
+    **dict.fromkeys("\u2044\u2215", "/"),
+    **dict.fromkeys("\u00a0\u2009\u202f", " "),
+    # What no one sees: joiners, marks of direction, soft hyphens, byte order marks.
+    **dict.fromkeys("\u00ad\u200b\u200c\u200d\u200e\u200f\u2060\ufe0f\ufeff", ""),
+}
+"""Characters of typography, and what they mean in numbers and expressions."""
+
 _CHARACTERS = str.maketrans(
-    dict.fromkeys("\u2010\u2011\u2012\u2013\u2212\ufe63\uff0d", "-")
-    | dict.fromkeys("\u2044\u2215", "/")
+    PLAIN_CHARACTERS
     | dict.fromkeys("\u20ac\u00a3\u00a5\u20b9\u20a9\u20bd\u20ba\u20ab\u20aa", "$")
-    | dict.fromkeys("\u00a0\u2009\u202f", " ")
-    | {"\u2019": "'", "\u00a2": " cents ", "\u00b0": " degrees ", "\u2103": " degrees C", "\ufe0f": ""}
+    | {"\u2019": "'", "\u00a2": " cents ", "\u00b0": " degrees ", "\u2103": " degrees C", "\u2109": " degrees F"}
 )
 _VULGAR = re.compile(r"([0-9]?)\s*([\u00bc-\u00be\u2150-\u215e\u2189])")
 # What sets thousands apart is the same everywhere in a number.
@@ -20,7 +27,7 @@ _THOUSANDS = re.compile(
 )
 _POWER_OF_TEN = re.compile(r"(?<![\w.,])10([\u207b]?[\u2070\u00b9\u00b2\u00b3\u2074-\u2079]{1,2})")
 
-WORDS = r"\\(?:text|textbf|textit|mathrm|mathbf|mbox|rm|bf)\s*\{"
+WORDS = r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|math(?:rm|bf|sf|it)|[mh]box|rm|bf|bm|boldsymbol|emph|underline)\s*\{"
 """A regular expression: LaTeX's beginning of words in a formula."""
 
 _FRACTION = r"\\(?:[dtc]|s|nice)?frac\s*"
@@ -51,8 +58,9 @@ _RESPELLINGS = [
         (rf"{WORDS}([^{{}}]*)\}}", r" \1 "),
         (rf"({_FRACTION})(?:\{{([0-9]+)\}}|([0-9]))\s*(?:\{{([0-9]+)\}}|([0-9]))", r"\1{\2\3}{\4\5}"),
         (rf"(?:(-)\s*)?{_FRACTION}\{{\s*(-?)\s*([0-9]+)\s*\}}\s*\{{\s*([0-9]+)\s*\}}", r" \1\2\3/\4 "),
-        # Units whose exponent is no part of the number.
+        # Units whose exponent is no part of the number, and units above units.
         (r"\s*(?:\^\s*\{?\s*\\circ\s*\}?|\\(?:degree|circ)(?![a-zA-Z]))", " degrees "),
+        (rf"{_FRACTION}(?:\{{\s+[a-zA-Z]+\s+\}}\s*){{2}}", "units "),
         (
             rf"(?<![a-zA-Z\\])(?:(?:{_UNIT})\s*(?:\^\s*(?:\{{\s*[23]\s*\}}|[23])|[\u00b2\u00b3])|(?:[cdkm]?m|ft)[23])(?![\w^])",
             "units ",
@@ -63,9 +71,13 @@ _RESPELLINGS = [
             r"1e\1\2",
         ),
         (r"(?<=[0-9])\s*(?:\u00d7|\\times|\\cdot|\u00b7|\*|x)\s*1e", "e"),
-        # Spaces and sizes; per cent says what is counted and not how many; `2:00` is two o'clock.
-        (r"\\[,!;: %]|[%~]|\\(?:quad|qquad|left|right|displaystyle)(?![a-zA-Z])|(?<=[0-9]):00(?![0-9:])", " "),
-        (r"(?i)\b(?:minus|negative)\s+(?=\$?[0-9.])", "-"),
+        # Spaces, sizes and colours; per cent says what is counted and not how many; `2:00` is two o'clock.
+        (
+            r"\\[,!;: %]|[%~]|\\(?:q?quad|left|right|displaystyle|bf|it|rm|small|[lL]arge|LARGE|[hH]uge)(?![a-zA-Z])"
+            r"|\\(?:text)?color\s*\{[a-z]+\}|(?<=[0-9]):00(?![0-9:])",
+            " ",
+        ),
+        (r"(?i)\b(?:minus|negative|neg\.?)\s+(?=\$?[0-9.])", "-"),
         (r"\$([-+])\s*", r"\1$"),
     )
 ]

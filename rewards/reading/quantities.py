@@ -7,7 +7,7 @@ import unicodedata
 from fractions import Fraction
 
 from rewards.reading.answers import final_answer, last_answer
-from rewards.reading.boxed import last_box
+from rewards.reading.boxed import answer_box
 from rewards.reading.notation import WORDS, plain_number
 from rewards.reading.scales import SCALE_WORD, scaled
 
@@ -28,6 +28,10 @@ _DIGIT = re.compile(r"[0-9]")
 # Of an equation the last side is read.
 _EQUALITY = re.compile(r"=+|\\approx|\u2248")
 _COMPARISON = re.compile(r"[<>\u2260\u2264\u2265\u00b1\u2213]|!=|\\(?:n?[lg]eq?q?|neq?|[lg]t|pm|mp)(?![a-zA-Z])")
+# The left side of an equation that is still to be solved: `2x = 18`, `x^2 = 9`; not `2 x 9 = 18`.
+_UNSOLVED = re.compile(
+    r"^\s*-\s*[xyzn]\s*$|[0-9|\u221a][-+/*|\s]*[xyzn](?![\w(]|\s*[0-9(])|(?<![\w\\])[xyzn]\s*(?:\^|[-+*/]\s*[0-9]|[\u00b2\u00b3])"
+)
 _NEXT_STATEMENT = re.compile(r"[,;\n]|\b(?:and|so|then|but)\b", re.IGNORECASE)
 _ALTERNATIVE = re.compile(r"\b(?:or|nor|not|neither|cannot|never|except)\b|n't\b", re.IGNORECASE)
 
@@ -37,11 +41,13 @@ _SUBTRACTED_FROM = re.compile(r"(?:\b[b-zB-Z]|[)\]}])\s+$")
 _BEFORE_SPACED_SIGN = re.compile(r"(?:^|[(\[{:])\s*$")
 _BEHIND = re.compile(
     r"[)\]}\"'\u201d$]*[.,:;?]?[)\]}\"'\u201d]*(?:\s|$)|-(?=[^\W\d_]{2})|\s*/\s*(?=[^\W\d_]{2})|[^\W\d_]{2}"
-    r"|[\u3040-\u30ff\u4e00-\u9fff\uac00-\ud7af]|[gshlLWVACFNJ](?![^\W\d_])"
+    r"|[\u3040-\u30ff\u4e00-\u9fff\uac00-\ud7af]|[gshlLWVACFNJ\u03a9\u2126](?![^\W\d_])"
 )
 _VARIABLE = re.compile(r"\s*[b-zB-Z](?![\w.'])")
-_UNIT = re.compile(r"\s*[gshlLmtWVACFNJI](?![\w.'])")
-_JOINS = re.compile(r"(?<=[^\W\d_])[-/](?=[^\W\d_])|(?<!\S)[-\u2014]+\s+(?=[^\W\d_]{2})|^-|^\s*/\s*(?=[^\W\d_]{2})")
+_UNIT = re.compile(r"\s*[gshlLmtWVACFNJI\u03a9\u2126](?![\w.'])")
+_JOINS = re.compile(
+    r"(?<=[^\W\d_])[-/\u00b7\u22c5](?=[^\W\d_])|(?<!\S)[-\u2014]+\s+(?=[^\W\d_]{2})|^-|^\s*/\s*(?=[^\W\d_]{2})"
+)
 _BOUND = re.compile(
     r"\b(?:than|at least|at most|up to|over|under|above|below|exceed\w*|beyond|between|times|plus)\s+(?:\w+\s+)?$",
     re.IGNORECASE,
@@ -49,34 +55,39 @@ _BOUND = re.compile(
 # Words of numbers, and of what is done to numbers.
 _CHANGES = re.compile(
     r"(?<![a-z])(?:"
-    r"zero|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|\w+teen|(?:twen|thir|for|fif|six|seven|eigh|nine)ty"
-    r"|(?:dozen|hundred|thousand|lakh|crore|million|billion|trillion|quadrillion)(?:s|ths?)?"
+    r"zero|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|\w+teen(?:ths?)?"
+    r"|(?:twen|thir|for|fif|six|seven|eigh|nine)(?:ty|tieths?)|(?:dozen|hundred|thousand|lakh|crore|\w*illion)(?:s|ths?)?"
     r"|hal(?:f|ve[sd]?)|(?:third|fourth|fifth|sixth|seventh|eighth|ninth|tenth|eleventh|twelfth)s?"
     r"|(?:an?|one|and)\s+quarters?|twice|thrice|double[sd]?|triple[sd]?|minus|negative|plus|squares? of|cubes? of"
-    r"|(?:square |cube )?root|multiplied|divided|factorial|sqrt|log|ln|exp|pi"
+    r"|(?:square |cube )?root|multiplied|divided|factorial|sqrt|log|ln|exp|pi|all but|and (?:up|above|over|change)"
     r"|million\w+|mil(?:[hj]\w+|i[o\u00f3]\w+)?|mille?|kk|bil|trn?|tril|mill?iard\w*|mld"
     r"|mill?on(?:es)?|tausend|\u0442\u044b\u0441\w*|\u043c\u043b\w+|\u043c\u0438\u043b\u043b\w+"
     r")(?![a-z])|[\u534a\u6253\u591a\u4f59\u51e0]",
     re.IGNORECASE,
 )
-_CHANGES_AT_ONCE = re.compile(r"[\s-]*(?:squared|cubed|(?:st|nd|rd|th)s|grand(?!\s+[a-z]))(?![a-z])", re.IGNORECASE)
+_CHANGES_AT_ONCE = re.compile(
+    r"[\s-]*(?:squared|cubed|(?:st|nd|rd|th)s|(?:grand|gross)(?!\s+[a-z])|scores?|tens|myriads?|googols?|crs?)(?![a-z])",
+    re.IGNORECASE,
+)
 _QUARTERS = re.compile(r"[\s-]*quarters?(?![a-z])", re.IGNORECASE)
 _PART_OF = re.compile(r"\b(?:an?|one)\s+$", re.IGNORECASE)
 _ORDINAL = re.compile(r"(?:st|nd|rd|th)(?![a-z])", re.IGNORECASE)
 # A box in a sentence: only what belongs to its number, or makes another of it.
 _NEAR = 40
-_SIGN_AT_BOX = re.compile(
+_SIGN_BEFORE_BOX = re.compile(
     r"(?:(?<![\w)])[-\u2010-\u2013\u2212]|=\s*[-\u2212]\s*|\b(?:minus|negative)\s+)[$\\(]*$", re.IGNORECASE
 )
+# A box may hold a part of a number or of a formula.
+_PART_BEFORE_BOX = re.compile(r"(?:\b0\.|[0-9]\s*/\s*|\\(?:[dt]?frac|sqrt)\s*\{(?:[^{}]*\}\s*\{)?)$")
 _POWER = r"(?:\u00d7|\\times|\\cdot|x|\*)\s*10\s*(?:\^|\*\*|[\u00b2-\u00b9\u2070-\u2079])(?:\{?-?[0-9]*\}?)"
-_SCALE_AT_BOX = re.compile(
+_BEHIND_BOX = re.compile(
     rf"(?:[\s~$]|\\[,;! )]|{WORDS})*"
     rf"(?:{SCALE_WORD}|hal(?:f|ves)|(?:third|fourth|fifth|sixth|eighth|tenth)s?|and a half"
     rf"|[\u00bc-\u00be\u2150-\u215e]|{_POWER})\}}?"
-    r"|[\s$]*(?:[kmb]|bn)(?!\w)|[0-9^]+|/\s*[0-9]+",
+    r"|[\s$]*(?:[kmb]|bn)(?!\w)|[.,]?[0-9^]+|/\s*[0-9]+|[a-z](?![a-z])|[\s$]*\\(?:pi|sqrt|frac)(?![a-z])",
     re.IGNORECASE,
 )
-_PUNCTUATION = frozenset(".,:;!?'\"()[]{}#&$\u201c\u201d\u2018\u2014\u2026\u3002\uff0c\uff1a\u3001")
+_PUNCTUATION = frozenset(".,:;!?'\"()[]{}#&$\u201c\u201d\u2018\u2014\u2026\u2234\u3002\uff0c\uff1a\u3001")
 
 
 def read_quantity(text: str) -> Fraction | None:
@@ -104,11 +115,13 @@ def read_quantity(text: str) -> Fraction | None:
 def final_quantity(text: str) -> str | None:
     r"""As `final_answer`, with what stands at a box and changes its number: `-\boxed{5}`, `\boxed{3} million`."""
     tagged = last_answer(text)
-    box = last_box(tagged if tagged else text)
+    box = answer_box(tagged if tagged else text)
     if box is None or not box.content:
         return final_answer(text)
-    sign, behind = _SIGN_AT_BOX.search(box.before[-_NEAR:]), _SCALE_AT_BOX.match(box.behind[:_NEAR])
-    return f"{sign[0] if sign else ''}{box.content}{behind[0].replace('$', '') if behind else ''}"
+    near = box.before[-_NEAR:]
+    before = _SIGN_BEFORE_BOX.search(near) or _PART_BEFORE_BOX.search(near)
+    behind = _BEHIND_BOX.match(box.behind[:_NEAR])
+    return f"{before[0] if before else ''}{box.content}{behind[0].replace('$', '') if behind else ''}"
 
 
 def _last_side(text: str) -> str | None:
@@ -116,7 +129,9 @@ def _last_side(text: str) -> str | None:
     if _COMPARISON.search(text) or _ALTERNATIVE.search(text):
         return None
     sides = _EQUALITY.split(text)
-    return None if any(_NEXT_STATEMENT.search(side) for side in sides[1:-1]) else sides[-1]
+    if any(map(_UNSOLVED.search, sides[-2:-1])) or any(map(_NEXT_STATEMENT.search, sides[1:-1])):
+        return None
+    return sides[-1]
 
 
 def _value(number: re.Match[str]) -> Fraction | None:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
+from itertools import compress
 from math import comb
 from random import Random
 from typing import Literal, Self
@@ -20,8 +21,8 @@ from rewards.first_d1 import parsers as d1_parsers
 from rewards.first_d1.python_arithmetic import python_value
 from rewards.problem import Grade, Message, Problem, Rules, Split
 from rewards.reading.answers import last_answer
-from rewards.reading.arithmetic import Operator
-from rewards.reading.equations import final_equation, read_equation
+from rewards.reading.arithmetic import EvaluatedExpression, Operator
+from rewards.reading.equations import final_equation, read_statements
 from rewards.reading.expressions import (
     Expression,
     num_right_steps,
@@ -169,8 +170,13 @@ class Countdown:
         return Grade(reward=sum(parts.values()), parts=parts, correct=is_solved, answer=answer)
 
     def posed(self, question: str, truth: object) -> Problem:
-        """The problem whose truth is `[[numbers], target]`, as d1 publishes it. Raises ValueError."""
+        """The problem whose truth is `[[numbers], target]`, as d1 publishes it, or an object of both, as TinyZero's.
+
+        Raises ValueError.
+        """
         match truth:
+            case {"numbers": numbers, "target": target} | {"nums": numbers, "target": target}:
+                return self.posed(question, [numbers, target])
             case [list() as numbers, int() as target] if numbers and all(type(number) is int for number in numbers):
                 return self._given(user_turn(question), numbers, target)
         raise ValueError(f"the ground truth is {shown(truth)}; a countdown line has [[numbers], target]")
@@ -204,14 +210,20 @@ class Countdown:
     def _looked_at(self, problem: Problem, answer: str | None) -> tuple[bool, Fraction]:
         """Whether an answer uses the given numbers by the fixed rules, and how far from the target it then comes.
 
-        Of an equation one side uses them, and the side that is farthest from the target counts.
+        Its last statement has to use them. Every statement that does counts, with all sides of an equation, and of
+        those the value farthest from the target: two expressions, of which one is wrong, are a wrong answer.
         """
-        sides = None if answer is None else read_equation(answer)
         numbers, target = _numbers_of(problem), int(problem.answer)
-        for side in sides or ():
-            if sorted(side.numbers) == numbers and side.operators.issubset(self._config.operators):
-                return True, max(abs(other.value - target) for other in sides or ())
-        return False, Fraction(0)
+
+        def uses(side: EvaluatedExpression) -> bool:
+            return sorted(side.numbers) == numbers and side.operators.issubset(self._config.operators)
+
+        statements = read_statements(answer or "")
+        using = [any(map(uses, sides)) for sides in statements]
+        if not using or not using[-1]:
+            return False, Fraction(0)
+        values = [side.value for sides in compress(statements, using) for side in sides]
+        return True, max(abs(value - target) for value in values)
 
     def _draw(self, rng: Random, split: Split) -> Problem | None:
         """A random problem of `split`, or None when the draw is of another split or has no fitting target."""

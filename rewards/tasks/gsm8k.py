@@ -70,14 +70,16 @@ class Gsm8k(DataTask):
         return Grade(reward=sum(parts.values()), parts=parts, correct=is_right, answer=answer, detail=detail)
 
     def posed(self, question: str, truth: object) -> Problem:
-        """The problem of a published line, whose truth is a number. Raises ValueError.
+        """The problem of a published line, whose truth is a number, also in a text or a solution. Raises ValueError.
 
         A truth of `null` is none, and no answer is right: d1's reader of the data misses negative numbers.
         """
         number: Fraction | None = None
         if isinstance(truth, (int, float)) and not isinstance(truth, bool) and abs(truth) < _TOO_LARGE:
             number = Fraction(str(truth))
-        elif truth is not None:
+        elif isinstance(truth, str):
+            number = read_quantity(truth.rpartition(_MARK)[2])
+        if truth is not None and (number is None or abs(number) >= _TOO_LARGE):
             raise ValueError(f"the ground truth is {shown(truth)}; a gsm8k line has a number")
         answer = "" if number is None else str(number)
         return Problem(

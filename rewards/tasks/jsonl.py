@@ -72,7 +72,7 @@ class Jsonl(DataTask):
 
     def grade(self, problem: Problem, text: str) -> Grade:
         """1 for a right answer, 0 otherwise; the answer is `final_answer`'s, or the whole text. Never raises."""
-        answer = final_quantity(text) if self._config.grader == "number" else final_answer(text)
+        answer = self._said(text)
         answer = text.strip() if answer is None else answer
         verdict = self._compare(answer, problem)
         return Grade(
@@ -86,7 +86,7 @@ class Jsonl(DataTask):
 
     def example(self) -> Problem:
         """One of ours, which needs no data."""
-        return self._made(asked(_EXAMPLE["prompt"], "prompt"), _EXAMPLE["answer"])
+        return self._made(asked(_EXAMPLE["prompt"], "prompt"), self._right(_EXAMPLE["answer"], "answer"))
 
     def posed(self, question: str, truth: object) -> Problem:
         """The problem with this question and this answer. Raises ValueError."""
@@ -110,7 +110,11 @@ class Jsonl(DataTask):
         # `[1, 2]` is an interval; a list of texts is what some sets accept.
         is_several = isinstance(found, list) and all(isinstance(one, str) for one in found)
         text = answer_text(found if is_several else value, name)
-        return final_answer(text) or text
+        return self._said(text) or text
+
+    def _said(self, text: str) -> str | None:
+        """The answer in a completion or a solution; None where it marks none."""
+        return final_quantity(text) if self._config.grader == "number" else final_answer(text)
 
     def _made(self, messages: tuple[Message, ...], answer: str) -> Problem:
         if messages[-1].role == "assistant":

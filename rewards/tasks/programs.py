@@ -7,6 +7,7 @@ import json
 import re
 from dataclasses import replace
 from functools import cache
+from textwrap import dedent
 from typing import Self
 
 from pydantic import model_validator
@@ -23,6 +24,7 @@ LONGEST_PROGRAM = 100_000
 
 _CODE_SPAN = re.compile(r"\s*+(`{1,3})(?:python\s|py\s)?([^`]*)\1\s*")
 _DEFINITION = re.compile(r"^(?:async +)?(?:def|class) +(\w+)", re.MULTILINE)
+_DEFINES = re.compile(r"^[ \t]*(?:async +)?(?:def|class) +\w", re.MULTILINE)
 _INSTRUCTION = "Inside the answer tags write the whole program in one ```python block, without tests or examples."
 _FORMAT, _TESTS = 0.1, 0.9
 _D1_FORMAT, _D1_TESTS = 0.5, 1.0
@@ -151,17 +153,25 @@ def suite_of(problem: Problem) -> Suite:
 
 
 def program_in(text: str) -> str | None:
-    """The program of a completion, its first line as far in as it was; None when there is none.
+    """The program of a completion, moved to the margin where all of it is indented; None when there is none.
 
     It is the last block of Python in the last `<answer>` that closes, or else its last block without a language, or
-    else all that stands there; without such a tag it is a block of the text. A block that nothing closes ends with what
-    it is in. Takes time linear in the text.
+    else all that stands there; without such a tag it is a block of the text. Where some blocks define a function or a
+    class, the others are uses or output and do not count. A block that nothing closes ends with what it is in. Takes
+    time linear in the text.
     """
+    code = _code_in(text)
+    if code is None or not code.lstrip("\n")[:1].isspace():
+        return code
+    return dedent(code)
+
+
+def _code_in(text: str) -> str | None:
     answer = last_tagged(text)
     blocks = [block for block in code_blocks(text if answer is None else answer) if block.code.strip()]
     of_python = [block for block in blocks if block.is_python] or [block for block in blocks if not block.info]
     if of_python:
-        return of_python[-1].code
+        return next((block.code for block in reversed(of_python) if _DEFINES.search(block.code)), of_python[-1].code)
     if answer is None or not answer.strip():
         return None
     span = _CODE_SPAN.fullmatch(answer)

@@ -152,6 +152,17 @@ def test_samples_differ_and_are_the_same_again(evaluate: Callable, inline: list[
     assert all(request.params.temperature == 1 for batch in inline for request in batch.requests)
 
 
+@pytest.mark.usefixtures("inline")
+def test_what_is_left_out_of_the_data_is_said_once(evaluate: Callable, workdir: Path) -> None:
+    rows = [{"prompt": "3 + 4", "answer": 7}] * 2
+    (workdir / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ("--tasks", "jsonl", "jsonl.grader=number", "--lengths", "8,16")
+    data = ("jsonl.train_data=own.jsonl", "jsonl.heldout_data=own.jsonl")
+    ended = evaluate(*words, *data, "--schedules", "0.5", "--json")
+    assert [cell["num_problems"] for cell in _cells(ended)] == [1, 1]
+    assert ended.err.count("d1: own.jsonl: 1 of 2 rows repeats an earlier problem and is left out, first line 2") == 1
+
+
 @pytest.mark.parametrize("shape", [(), ("--lengths", "8")])
 @pytest.mark.parametrize("temperature", ["2000", "1e-9"])
 def test_a_temperature_that_is_none_is_refused(

@@ -73,6 +73,10 @@ def test_files_that_were_joined_have_marks_within(tmp_path: Path) -> None:
         ("prompt,answer\na\n", [{"prompt": "a", "answer": None}]),
         (",prompt\n0,a\n", [{"": "0", "prompt": "a"}]),
         ("prompt\nWhat?\n", [{"prompt": "What?"}]),
+        ("sep=;\r\nprompt;answer\r\nWhat, now?;7\r\n", [{"prompt": "What, now?", "answer": "7"}]),
+        ("SEP=,\nprompt,answer\na;b,7\n", [{"prompt": "a;b", "answer": "7"}]),
+        ('"sep=|"\nprompt|answer\na|7\n', [{"prompt": "a", "answer": "7"}]),
+        ('#TYPE System.Object\r\n"prompt","answer"\r\n"a","7"\r\n', [{"prompt": "a", "answer": "7"}]),
     ],
 )
 def test_csv_as_spreadsheets_write_it(tmp_path: Path, content: str, rows: list[dict[str, str]]) -> None:
@@ -124,6 +128,17 @@ def test_what_cannot_be_read_is_said_with_its_place(
         _rows(tmp_path, name, content)
     assert sentence in str(refusal.value)
     assert "\n" not in str(refusal.value)
+
+
+def test_a_float_of_32_bits_is_the_number_that_was_written(tmp_path: Path) -> None:
+    parquet.write_table(pa.table({"a": pa.array([0.1, None, -7, 1e-7], pa.float32())}), tmp_path / "x.parquet")
+    assert [row.fields["a"] for row in file_rows(tmp_path / "x.parquet")] == [0.1, None, -7, 1e-7]
+
+
+def test_two_columns_of_a_name_are_refused_in_parquet_too(tmp_path: Path) -> None:
+    parquet.write_table(pa.Table.from_arrays([pa.array([1]), pa.array([2])], names=["a", "a"]), tmp_path / "x.parquet")
+    with pytest.raises(ValueError, match=r"x\.parquet has the column a twice; each should be there once$"):
+        list(file_rows(tmp_path / "x.parquet"))
 
 
 @pytest.mark.parametrize("name", ["x.jsonl", "x.csv", "x.parquet", "x.jsonl.gz", "x"])

@@ -45,6 +45,9 @@ def _python(text: str) -> list[str]:
         f"Use ```x = 1``` or\n```x = 1``` or\n{_BLOCK}",
         f'It\'s:\n{_BLOCK}\nThat\'s """ it.',
         f"```python\n{_CODE}```</answer>",
+        f"So: {_BLOCK}",
+        f"**So:**{_BLOCK}",
+        f"\ufeff{_BLOCK}",
     ],
 )
 def test_a_block_is_read_wherever_it_stands(text: str) -> None:

@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rewards.reading.equations import MAX_EQUATION_CHARS, final_equation, read_equation
+from rewards.reading.equations import MAX_EQUATION_CHARS, final_equation, read_statements
 
 
 def _values(text: str) -> list[Fraction] | None:
-    sides = read_equation(text)
-    return None if sides is None else [side.value for side in sides]
+    """Those of the last statement's sides."""
+    statements = read_statements(text)
+    return [side.value for side in statements[-1]] or None if statements else None
 
 
 @pytest.mark.parametrize(
@@ -204,7 +205,7 @@ def test_a_box_is_read_with_its_equation(text: str, answer: str | None) -> None:
 @given(st.text(), st.text(alphabet="0123456789+-*/=()[]{}.,;x \n\\fracboxed"))
 def test_no_text_makes_it_raise(text: str, numeric: str) -> None:
     for hostile in (text, numeric):
-        read_equation(hostile)
+        read_statements(hostile)
         final_equation(hostile)
 
 
@@ -214,5 +215,5 @@ def test_no_text_makes_it_raise(text: str, numeric: str) -> None:
 def test_hostile_equations_take_milliseconds(piece: str) -> None:
     text = (piece * MAX_EQUATION_CHARS)[:MAX_EQUATION_CHARS]
     start = time.process_time()
-    read_equation(text)
+    read_statements(text)
     assert time.process_time() - start < 0.1

@@ -87,6 +87,9 @@ def test_fixed_rewards(text: str, reward: float) -> None:
         "<answer>Step 1: 44 + 19 = 63\nStep 2: 63 + 35 = 98\nSo 44 + 19 + 35 = 98</answer>",
         "<answer>44 + 19 + 35 = 63 + 35 = 98</answer>",
         "<answer>44 + 19 + 35\nThis equals 98.</answer>",
+        "<answer>44 + 19 = 63\n63 + 35 = 98\n(44 + 19) + 35</answer>",
+        "<answer>44 + 19 + 35; 35 + 44 + 19</answer>",
+        "<answer>\u200b44 + 19 \\+ 35\ufeff</answer>",
     ],
 )
 def test_an_expression_is_right_in_every_notation(text: str) -> None:
@@ -112,6 +115,13 @@ def test_an_expression_is_right_in_every_notation(text: str) -> None:
         "<answer>44 + 19 + 35 - 44*0</answer>",
         "<answer>44 + 19 + 35 = 98!</answer>",
         "<answer>44 + 19 + 35 + 1/0</answer>",
+        "<answer>44*19*35, 44+19+35</answer>",
+        "<answer>44+19+35\n44*19-35</answer>",
+        "<answer>44-19+35 = 98; 44+19+35</answer>",
+        "<answer>1. 44-19+35\n2. 44+19+35</answer>",
+        r"\boxed{44*19*35} or \boxed{44+19+35}",
+        r"<answer>\boxed{44-19+35}, \boxed{44+19+35}</answer>",
+        "<answer>44+19+35 is wrong</answer>",
     ],
 )
 def test_a_wrong_side_a_bare_target_and_several_statements_earn_nothing(text: str) -> None:
@@ -222,7 +232,17 @@ def test_what_d1s_eval_takes_the_restatement_takes() -> None:
         assert python_value(nothing) is None, nothing
 
 
-@pytest.mark.parametrize("truth", [None, 5, [5], [[], 5], [["a"], 5], [[1, 2], "5"], [[1, True], 5]])
+@pytest.mark.parametrize(
+    "truth", [[[2, 3], 5], {"target": 5, "numbers": [2, 3]}, {"nums": [2, 3], "target": 5, "style": "rule"}]
+)
+def test_a_line_has_numbers_and_target_as_a_list_or_an_object(truth: object) -> None:
+    task = Countdown(CountdownConfig())
+    assert [task.grade(task.posed("?", truth), f"<answer>{sum_}</answer>").correct for sum_ in ("2+3", "2*3")] == [1, 0]
+
+
+@pytest.mark.parametrize(
+    "truth", [None, 5, [5], [[], 5], [["a"], 5], [[1, 2], "5"], [[1, True], 5], {"numbers": 5, "target": 5}]
+)
 def test_a_line_without_numbers_and_target_is_refused(truth: object) -> None:
     with pytest.raises(ValueError, match=r"a countdown line has \[\[numbers\], target\]"):
         Countdown(CountdownConfig()).posed("?", truth)

@@ -151,7 +151,13 @@ def test_a_published_line_without_a_number_is_never_right() -> None:
             assert not task.grade(task.posed("How many?", None), text).correct
 
 
-@pytest.mark.parametrize("truth", ["8", True, [8], float("nan"), float("inf"), 10**400])
+@pytest.mark.parametrize("truth", ["18", "$1,250.50", "-3", "2 + 6 = 8\n#### 1,008"])
+def test_a_published_number_may_be_a_text(truth: str) -> None:
+    problem = Gsm8k(Gsm8kConfig()).posed("How many?", truth)
+    assert Gsm8k(Gsm8kConfig()).grade(problem, f"<answer>{truth.rpartition('#')[2]}</answer>").reward == 1.0
+
+
+@pytest.mark.parametrize("truth", ["eight", "", "9" * 200, True, [8], float("nan"), float("inf"), 10**400])
 def test_a_published_line_with_something_else_is_refused(truth: object) -> None:
     with pytest.raises(ValueError, match=r"^the ground truth is .*; a gsm8k line has a number$"):
         Gsm8k(Gsm8kConfig()).posed("How many?", truth)

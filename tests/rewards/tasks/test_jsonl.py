@@ -85,6 +85,14 @@ def test_without_a_grader_rows_need_no_answer_and_rewards_are_zero(tmp_path: Pat
     (problem,) = task.problems(Split.TRAIN, 1, seed=0)
     grade = task.grade(problem, "Roses")
     assert (grade.reward, grade.correct, grade.parts) == (0, False, {"correct": 0})
+    assert task.example().answer == ""
+
+
+def test_a_solutions_number_is_read_as_that_of_a_completion(tmp_path: Path) -> None:
+    task = _task(tmp_path, {"prompt": "?", "answer": r"It is $-\boxed{3}$."}, grader="number")
+    (problem,) = task.problems(Split.TRAIN, 1, seed=0)
+    texts = ("-3", r"$-\boxed{3}$", "3")
+    assert [task.grade(problem, text).correct for text in texts] == [True, True, False]
 
 
 @pytest.mark.parametrize(
