@@ -46,6 +46,7 @@ _SENTENCE_WORDS = (
 # Behind these a number is not what it was, or there is a sentence.
 _NO_UNIT = frozenset(f"{_NUMBER_WORDS} {_SENTENCE_WORDS}".split())
 _VOWEL = re.compile(r"[aeiouy]", re.IGNORECASE)
+_LETTER = re.compile(r"[ .]*[A-Za-z](?:\^[0-9])?[ .]*")
 _WORD = re.compile(
     r"(?P<word>[A-Za-z]+(?:[.'][A-Za-z]+)*)\.?(?P<power>\^-?[0-9]|[23](?![0-9]))?|(?P<slash>/)|(?P<degree>°)"
 )
@@ -57,8 +58,8 @@ _DEGREES: Unit = frozenset({("degree", 1)})
 
 
 def is_letter(words: str) -> bool:
-    """Whether a unit is one letter only, and might be a symbol."""
-    return len(words.strip(" .")) == 1 and words.strip(" .").isalpha()
+    """Whether a unit is one letter only, as in `5m` and `4m^2`, and might be a symbol."""
+    return _LETTER.fullmatch(words) is not None
 
 
 def read_unit(words: str, *, is_text: bool) -> Unit | None:

@@ -15,7 +15,7 @@ from rewards.data.dataset import DataConfig, DataTask, problem_id
 from rewards.data.prompts import D1_FORMAT, demonstration
 from rewards.data.rows import Row, json_in, shown
 from rewards.data.sources import HubSplit
-from rewards.maths import Limits, MathVerifier, Verdict, answers
+from rewards.maths import Limits, MathVerifier, Verdict, answers, final_term
 from rewards.problem import Grade, Message, Problem, Split
 from rewards.reading.answers import final_answer
 from rewards.reading.quantities import NOTHING_READ, final_quantity, read_quantity
@@ -72,7 +72,7 @@ class Jsonl(DataTask):
 
     def grade(self, problem: Problem, text: str) -> Grade:
         """1 for a right answer, 0 otherwise; the answer is `final_answer`'s, or the whole text. Never raises."""
-        answer = final_quantity(text) if self._config.grader == "number" else final_answer(text)
+        answer = _FINAL.get(self._config.grader, final_answer)(text)
         answer = text.strip() if answer is None else answer
         verdict = self._compare(answer, problem)
         return Grade(
@@ -110,7 +110,7 @@ class Jsonl(DataTask):
         # `[1, 2]` is an interval; a list of texts is what some sets accept.
         is_several = isinstance(found, list) and all(isinstance(one, str) for one in found)
         text = answer_text(found if is_several else value, name)
-        return final_answer(text) or text
+        return _FINAL.get(self._config.grader, final_answer)(text) or text
 
     def _made(self, messages: tuple[Message, ...], answer: str) -> Problem:
         if messages[-1].role == "assistant":
@@ -165,6 +165,7 @@ def _as_number(answer: str, right: str) -> Verdict:
     return Verdict(detail=NOTHING_READ) if number is None else Verdict(right=number == read_quantity(right))
 
 
+_FINAL: Mapping[GraderName, Callable[[str], str | None]] = {"number": final_quantity, "math": final_term}
 _COMPARISONS: Mapping[GraderName, Callable[[str, str], bool]] = {
     "exact": _is_same_text,
     "choice": _is_same_choice,
