@@ -74,6 +74,7 @@ class ResponsesRequest(Ask, Templated):
     """`POST /v1/responses`. Nothing is kept: each has all of its conversation."""
 
     neutral = OF_RESPONSES
+    prompt_field = "input"
 
     input: _Items
     """A user's turn, or a conversation."""
