@@ -20,9 +20,12 @@ _LABEL = re.compile(
 # The others may be a quotient and a difference.
 _NO_NUMBER = ("date", "slashes", "ratio")
 _SEVERAL_TERMS = re.compile(r"[-+,=<>]|\\(?:pm|mp|[lg]e|text)")
-_NAME = re.compile(r"(?:\\[a-z]+\s+)?([A-Za-z]{3,})")
+_NAME = re.compile(r"(?:\\[a-z]+\s+)?([A-Za-z]{2,})")
 # `abc` may be a product; longer words and words with a letter twice are none.
 _LONGEST_PRODUCT = 4
+# `AB` is `BA`, and `ABC` is no `ACB`.
+_SEGMENT = 2
+_ROMAN = frozenset("IVXLCDM")
 # Something is left to do: a sign between terms, a power, a factorial, or a command that is neither layout nor a name.
 _OPERATION = re.compile(
     r"[+*^!]|(?<=[\w)}])-|\\(?!(?:frac|dfrac|text|mbox|mathrm|pi|infty|circ|begin|end|left|right)(?![a-zA-Z]))[a-zA-Z]+"
@@ -73,7 +76,8 @@ def _are_different_labels(gold: str, answer: str) -> bool:
     if not all(words):
         return False
     name, said = (word[1] for word in words if word)
-    is_word = len(name) > len(set(name)) or len(name) > _LONGEST_PRODUCT or name.isupper()
+    is_label = name.isupper() and (len(name) > _SEGMENT or _ROMAN.issuperset(name))
+    is_word = is_label or len(name) > _LONGEST_PRODUCT or len(name) > len(set(name))
     return is_word and name != said and sorted(name) == sorted(said)
 
 

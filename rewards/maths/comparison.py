@@ -40,6 +40,7 @@ from rewards.maths.exact import MAX_BITS, TooLargeError, bits, evaluated, exact,
 # Units and boxes have been read before.
 _SPELLING = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="all")
 _LITERAL = re.compile(r"[0-9]+")
+_PLAIN = re.compile(r"[0-9.]+(?:\^\{?\\circ\}?)?")
 _PROPER = re.compile(r"\\frac\{([0-9]+)\}\{([0-9]+)\}")
 # Numbers that are not rational are equal if they are in this many digits, and in as many more as are in them.
 _DIGITS = 50
@@ -178,7 +179,7 @@ class _Reader(_Latex2Sympy):
     def convert_postfix_list(self, arr: list[Any], i: int = 0) -> Any:
         first = self.convert_postfix(arr[i])
         is_followed = i + 1 < len(arr) and _LITERAL.match(arr[i + 1].getText())
-        if is_followed and (isinstance(first, Symbol) or _LITERAL.match(arr[i].getText())):
+        if is_followed and (isinstance(first, Symbol) or _PLAIN.fullmatch(arr[i].getText())):
             # It would make the same product of `5 feet 3` and `3 feet 5`.
             raise ValueError("a number stands behind a number, a word or a symbol")
         if i == len(arr) - 1 or not isinstance(first, Expr):

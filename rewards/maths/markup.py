@@ -68,6 +68,7 @@ _ORDINAL = re.compile(
 
 # The grammar reads none of these: primes are dropped, `0x1F` is 0, and `\mathbb R` is no set.
 _PRIMES = re.compile(r"(?<=[A-Za-z)}])(?:'+(?![a-z])|\^\s*\{?\s*(?:\\prime\s*)+\}?)")
+_MARK = re.compile(r"(?<=[0-9])'\s*(?=[0-9])")
 _BASES = {"x": 16, "o": 8, "b": 2}
 _PREFIXED = re.compile(r"(?<![\w.])0([xob])([0-9a-fA-F]+)(?![\w.])")
 _BLACKBOARD = re.compile(r"\\mathbb\s+([A-Z])")
@@ -179,6 +180,7 @@ def _numbers(text: str) -> str:
     text = _SPACED.sub(lambda number: number[1] + re.sub(r"[^0-9]", "", number[2]), text)
     text = _ORDINAL.sub("", _without_commas(text))
     text = _PRIMES.sub(_primes, _BLACKBOARD.sub(r"\\mathbb{\1}", text))
+    text = _MARK.sub(r" \\text{ feet } ", text)
     text = _PREFIXED.sub(lambda number: f"{number[2].upper()}_{{{_BASES[number[1]]}}}", text)
     text = _FRACTION.sub(r"\\frac", _TIMES_TEN.sub(r" \\times ", text))
     text = _DENOMINATOR.sub(r"\1{\2}", _NUMERATOR.sub(r"\1{\2}", text))

@@ -19,7 +19,8 @@ dollar dollars USD usd buck bucks | cent cents | euro euros EUR eur | yen JPY | 
 degree degrees deg | rad radian radians | N newton newtons | J joule joules | W watt watts | V volt volts
 kN | kJ | kW kilowatt kilowatts | kWh | kHz | MHz | GHz | kPa | A amp amps ampere amperes | mA
 Hz hertz | Pa pascal pascals | ohm ohms | mol mole moles | bit bits | byte bytes | kB | MB | GB | TB | am a.m | pm p.m
-north | south | east | west | left | right | up | down
+north | south | east | west | left | right | up | down | clockwise | counterclockwise anticlockwise
+increase | decrease | more | fewer less | ahead | behind | profit gain | loss | AD CE | BC BCE
 """
 _UNITS = {name: names[0] for line in re.split(r"[|\n]", _SPELLINGS) if (names := line.split()) for name in names}
 _RATES = {"mph": ("mi", "h"), "kph": ("km", "h"), "kmph": ("km", "h"), "kmh": ("km", "h"), "fps": ("ft", "s")}
