@@ -60,6 +60,8 @@ _KINDS: dict[str, list[tuple[str, str, bool]]] = {
         ("(x, y, z) = (2, 3, 1)", "x=2, z=1, y=3", True),
         ("x=1, y=2", "x=1, z=2", False),
         ("a=10^{-9}, b=1", "a=10^{-8}, b=1", False),
+        ("y=2, x=1", "(1, 2)", True),
+        (r"x=\sqrt2+1, y=2", r"(\sqrt2+1, 2)", True),
         ("x=1, x=2", "2, 1", True),
     ],
     "sets and tuples": [
